@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from enum import Enum
@@ -16,7 +17,7 @@ from mmspeed import log
 from mmspeed.errors import UserError
 from mmspeed.version import __version__
 
-from . import bench_app, cache_app, launch, qualify_command
+from . import bench_app, cache_app, launch, qualify_command, spoken
 from .failures import report as report_failure
 
 if TYPE_CHECKING:
@@ -141,9 +142,12 @@ def init(
     task: Annotated[str, typer.Option(help="Task to train.")] = "video",
 ) -> None:
     """Write a commented config, ready to edit; with --videos, fitted to your videos."""
-    from .init import write_config
+    spoken.begin("init", path)
+    with spoken.loading():
+        from .init import write_config
 
-    config_path = write_config(path, videos, force, task, full, tell=lambda line: print(line, flush=True))
+    with log.Working("looking at the media", tell=False):
+        config_path = write_config(path, videos, force, task, full, tell=lambda line: print(line, flush=True))
     print(f"{config_path}: edit it, then run `mmspeed check {config_path}`")
 
 
@@ -174,25 +178,31 @@ def check(
     ] = None,
 ) -> None:
     """Read the data set and report the schedule and its cost, in lines and as an HTML page; needs no accelerator."""
-    from mmspeed.config import load_run_config
+    spoken.begin("check", config)
+    with spoken.loading():
+        from mmspeed.config import load_run_config
 
     if parallel is not None:
         from .check import check_parallel
 
         other_options = {"--report": report_file, "--suggest-buckets": suggest_buckets, "--ranks": ranks}
-        raise typer.Exit(check_parallel(load_run_config(config, overrides or ()), parallel, other_options))
+        with log.Working(f"checking the layout {parallel}"):
+            code = check_parallel(load_run_config(config, overrides or ()), parallel, other_options)
+        raise typer.Exit(code)
     from rich.console import Console
 
     from .check import check_config, model_lines
 
     run_config = load_run_config(config, overrides or ())
     numbers = None if ranks is None else numbers_of(ranks)
-    report = check_config(run_config, report_file, suggest_buckets, numbers)
-    report.print(Console())
-    if report.problems:
-        raise typer.Exit(1)
-    for line in model_lines(run_config):
-        print(line)
+    with log.Working("checking", tell=False):
+        report = check_config(run_config, report_file, suggest_buckets, numbers)
+        report.print(Console())
+        if report.problems:
+            raise typer.Exit(1)
+        for line in model_lines(run_config):
+            print(line)
+    spoken.then(" ".join(["train", str(config), *map(shlex.quote, overrides or ())]))
 
 
 @app.command()
@@ -235,11 +245,13 @@ def preprocess(
     resolved = _resolve(context, "preprocess", config, overrides, nproc, print_config, more)
     from .preparations import needed_preparation
 
-    preparation = needed_preparation(resolved, "preprocess")
+    with spoken.loading():
+        preparation = needed_preparation(resolved, "preprocess")
     if ray is not None:
         _print_lines(preparation.build_on_ray(workers))
     else:
         _print_lines(preparation.build(shard, upgrade) if upgrade else preparation.build(shard))
+    spoken.then(f"train {config}")
 
 
 @app.command()
@@ -252,11 +264,20 @@ def train(
 ) -> None:
     """Train from the cache; the first epoch adds missing entries, and a stopped run continues."""
     resolved = _resolve(context, "train", config, overrides, nproc, print_config)
-    from mmspeed.pipelines import TrainPipeline
+    with spoken.loading():
+        from mmspeed.pipelines import TrainPipeline
 
-    from .preparations import maker_of
+        from .preparations import maker_of
 
-    _print_lines(TrainPipeline(resolved, maker_of(resolved)).run().lines())
+        pipeline = TrainPipeline(resolved, maker_of(resolved))
+    result = pipeline.run()
+    _print_lines(result.lines())
+    if not result.finished:
+        spoken.then(" ".join(["train", str(config), *map(shlex.quote, overrides or ())]), f"report {result.run}")
+    elif resolved.task == "video":
+        spoken.then(f'sample {result.run} --prompt "..."', f"report {result.run}")
+    else:
+        spoken.then(f"report {result.run}")
 
 
 @app.command()
@@ -284,11 +305,14 @@ def sample(
     device: Annotated[str, typer.Option(help="Kind of device; auto takes the fastest there is.")] = "auto",
 ) -> None:
     """Make videos from text with a trained run. Omitted options are taken from the run's config."""
+    spoken.begin("sample", run_folder)
     paths = output_paths(out, len(prompt))
-    from mmspeed.pipelines import TextToVideo
-    from mmspeed.pipelines.inference.media import check_output, contact_sheet, save_image
+    with spoken.loading():
+        from mmspeed.pipelines import TextToVideo
+        from mmspeed.pipelines.inference.media import check_output, contact_sheet, save_image
 
-    pipe = TextToVideo.from_run(run_folder, checkpoint=checkpoint, weights=weights.value, device=device)
+    with log.Working("loading the run", tell=False):
+        pipe = TextToVideo.from_run(run_folder, checkpoint=checkpoint, weights=weights.value, device=device)
     for path in paths:
         check_output(path, pipe.size(frames, height, width).frames)
     with log.ProgressLine("sample", (steps or pipe.config.sample.steps) * len(prompt), "step") as line:
@@ -305,20 +329,29 @@ def sample(
             width=width,
             on_step=lambda done, total: line.advance(),
         )
-    for video, path in zip(videos, paths, strict=True):
-        video.save(path)
-        print(path)
-    sheet = sheet_path(out)
-    save_image(contact_sheet(videos, prompt), sheet)
+    with log.Working("saving", tell=False):
+        for video, path in zip(videos, paths, strict=True):
+            video.save(path)
+            print(path, flush=True)
+        sheet = sheet_path(out)
+        save_image(contact_sheet(videos, prompt), sheet)
     print(sheet)
+    spoken.then(f"report {run_folder}")
 
 
 @app.command()
 def report(run_folder: RunFolder) -> None:
     """Write the report of a run: one HTML file with its curves and samples."""
-    from mmspeed.pipelines import write_report
+    spoken.begin("report", run_folder)
+    with spoken.loading():
+        from mmspeed.pipelines import write_report
+        from mmspeed.pipelines.run.run_folder import RunFolder
 
-    print(write_report(run_folder))
+    with log.Working("drawing", tell=False):
+        page = write_report(run_folder)
+    print(page)
+    if RunFolder(run_folder).run_config().task == "video":
+        spoken.then(f'sample {run_folder} --prompt "..."')
 
 
 @app.command()
@@ -327,10 +360,13 @@ def demo(
     output: Annotated[Path, typer.Option(help="Folder that the demo writes to.")] = Path("mmspeed-demo"),
 ) -> None:
     """Preprocess, train, sample and report on the clips that ship with the package. Works offline."""
-    from .demo import run_demo
+    spoken.begin("demo")
+    with spoken.loading():
+        from .demo import run_demo
 
     for path in run_demo(output, short):
         print(path)
+    spoken.then("init my-run --videos FOLDER")
 
 
 @app.command()
@@ -338,10 +374,13 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for
     """Examine this machine: devices, libraries, and advice on whatever is slow or missing."""
     from .doctor import diagnose, render, to_json
 
-    checks = diagnose(Path.cwd())
+    spoken.begin("doctor")
+    with log.Working("examining this machine", tell=False):
+        checks = diagnose(Path.cwd())
     print(to_json(checks) if as_json else render(checks))
     if any(check.state == "missing" for check in checks):
         raise typer.Exit(1)
+    spoken.then("demo", "init my-run --videos FOLDER")
 
 
 def _resolve(
@@ -357,6 +396,8 @@ def _resolve(
 
     `more` are options that the launched processes get too.
     """
+    if not print_config:
+        spoken.begin(command, path, *(overrides or ()))
     from mmspeed.config import dump_config, load_run_config
 
     config_log = logging.getLogger("mmspeed.config")

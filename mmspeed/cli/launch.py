@@ -16,6 +16,7 @@ import time
 import traceback
 from typing import Any, NoReturn
 
+from mmspeed import log
 from mmspeed.errors import UserError
 
 from .failures import LAUNCHED
@@ -60,9 +61,10 @@ def launch(arguments: list[str], nproc: int, debug: bool = False) -> int:
     SIGTERM and SIGINT are passed on to the processes, which may take `GRACE_SECONDS` to stop; if all of them then end with
     exit code 0, the result is 0.
     """
-    from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    with log.Working(f"starting {nproc} processes"):  # in which torch is imported
+        from torch.distributed import run as torchrun
+        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_SECONDS))

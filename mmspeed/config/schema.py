@@ -201,6 +201,7 @@ class ValidateConfig(Section):
     """Held-out loss and samples during training, from the EMA weights."""
 
     every: int = Field(500, ge=1, description="Steps between two validations. The end of a run is always validated.")
+    report: bool = Field(True, description="Write `report.html` at each validation.")
     samples: int = Field(16, ge=0, description="Held-out samples that the loss is computed on; 0: no held-out loss.")
     quantiles: int = Field(
         4,

@@ -10,10 +10,12 @@ from typing import Any
 
 from mmspeed.config import Config, RunConfig, dump_config
 from mmspeed.log import format_bytes, format_seconds, read_metrics
+from mmspeed.loop.checkpoint.load import recorded
 from mmspeed.pipelines.report import memory_page
 from mmspeed.pipelines.run.run_folder import RunFolder, write_text
 from mmspeed.version import __version__
 
+MOST_NAMED = 12  # curves of a plot that have a legend
 SHOWN_SAMPLES = 6  # newest steps whose videos are on the page
 
 STYLE = """
@@ -38,15 +40,17 @@ def write_report(run: str | Path) -> Path:
     rows = read_metrics(folder.metrics)
     steps = [row for row in rows if row.get("kind") == "train"]
     validations = [row for row in rows if row.get("kind") == "validation"]
+    reached = max((entry["step"] for entry in (*rows, *recorded(folder.checkpoints)) if "step" in entry), default=0)
     parts = [
         f"<h1>{html.escape(config.name)}</h1>",
         f'<p class="sub">mmspeed {__version__} &middot; {html.escape(_description(config))}</p>',
-        _tiles(steps, validations),
+        _tiles(steps, validations, reached),
         "<h2>Loss</h2>",
         _figure(
             _loss_plot(steps, validations),
-            "Training loss of single steps (dots), their moving mean, and the held-out loss.",
+            "Training loss as means of the steps between two rows (dots), their moving mean, and the held-out loss.",
         ),
+        _parts_part(steps),
         _terms_part(steps),
         _validation_part(validations),
         _quantile_part(validations),
@@ -82,15 +86,18 @@ def _numbers(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[flo
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
-def _tiles(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -> str:
+def _tiles(steps: list[dict[str, Any]], validations: list[dict[str, Any]], reached: int) -> str:
     if not steps:
         return "<p>No step has been logged yet.</p>"
     last = steps[-1]
     tail = steps[-max(1, len(steps) // 10) :]
-    losses = [row["loss"] for row in tail if row.get("loss") is not None]
+    # a row is a mean of `steps` steps; those of earlier versions are single steps
+    losses = [(row["loss"], row.get("steps", 1)) for row in tail if row.get("loss") is not None]
+    counted = sum(count for _, count in losses)
+    mean = f"{sum(loss * count for loss, count in losses) / counted:.4f}" if counted else "not finite"
     tiles = [
-        ("step", str(last["step"])),
-        ("loss (mean of the last tenth)", f"{sum(losses) / len(losses):.4f}" if losses else "not finite"),
+        ("step", str(reached)),
+        ("loss (mean of the last tenth)", mean),
         ("held-out loss", f"{validations[-1]['loss']:.4f}" if validations and validations[-1].get("loss") else "none"),
         ("samples/s", f"{last['samples_per_s']:.2f}"),
         ("tokens/s", f"{last['tokens_per_s']:.0f}"),
@@ -115,7 +122,7 @@ def _loss_plot(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -
     figure, axis = _axes()
     x, y = _numbers(steps, "loss")
     if x:
-        axis.plot(x, y, ".", color="#9db7d5", markersize=3, label="step")
+        axis.plot(x, y, ".", color="#9db7d5", markersize=3, label="mean of a row")
         axis.plot(x, _moving_mean(y, max(1, len(y) // 20)), color="#1f5fa8", label="moving mean")
     x, y = _numbers(validations, "loss")
     if x:
@@ -125,6 +132,46 @@ def _loss_plot(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -
     if axis.lines:
         axis.legend(frameon=False)
     return _png(figure)
+
+
+def _parts_part(steps: list[dict[str, Any]]) -> str:
+    """The training loss by bucket and by quarter of the times, side by side; empty where neither is told apart."""
+    buckets = list(dict.fromkeys(name for row in steps for name in row.get("by_bucket", ())))
+    quarters = [row for row in steps if row.get("by_quarter")]
+    shown: list[tuple[str, list[tuple[str, list[dict[str, Any]]]]]] = []
+    if buckets:
+        curves = [
+            (name, [{"step": row["step"], "loss": row.get("by_bucket", {}).get(name)} for row in steps])
+            for name in buckets
+        ]
+        shown.append(("by bucket", curves))
+    if quarters:
+        count = len(quarters[-1]["by_quarter"])
+        alike = [row for row in quarters if len(row["by_quarter"]) == count]
+        curves = [
+            (
+                f"{q / count:g} to {(q + 1) / count:g}",
+                [{"step": row["step"], "loss": row["by_quarter"][q]} for row in alike],
+            )
+            for q in range(count)
+        ]
+        shown.append(("by time, from data (0) to noise (1)", curves))
+    if not shown:
+        return ""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.5, 3.2), layout="constrained")
+    for place, (title, named_rows) in enumerate(shown, 1):
+        axis = figure.add_subplot(1, len(shown), place)
+        for name, rows in named_rows:
+            x, y = _numbers(rows, "loss")
+            axis.plot(x, _moving_mean(y, max(1, len(y) // 20)), ".-", markersize=3, label=name)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.25)
+        if len(named_rows) <= MOST_NAMED:
+            axis.legend(frameon=False, fontsize=7)
+    return _figure(_png(figure), "Training loss by bucket, and by quarter of the times: moving means.")
 
 
 def _terms_part(steps: list[dict[str, Any]]) -> str:

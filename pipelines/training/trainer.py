@@ -337,7 +337,7 @@ class TrainPipeline:
         row: Mapping[str, Any] = validator.validate(run.step)
         if row:
             telemetry.write(dict(row))
-            if run.place.rank == 0:
+            if run.place.rank == 0 and self.config.validate_.report:
                 write_report(self.folder.root)
         loss = row.get("loss")
         if loss is None:

@@ -46,6 +46,7 @@ BASE: Tree = {
     "validate.every": 6,
     "validate.samples": 2,
     "validate.quantiles": 2,
+    "validate.report": False,
     "checkpoint.every": 1000,  # the last step is always written
     "device.kind": "cpu",
     "device.peak_tflops": 0.1,

@@ -31,7 +31,7 @@ def character_tree(folder: Path) -> dict[str, Any]:
         "name": "small",
         "output": str(folder / "runs"),
         "train": {"steps": 6, "batch_size": 6, "lr": 1e-3, "warmup_steps": 2, "log_every": 1},
-        "validate": {"every": 3, "samples": 4},
+        "validate": {"every": 3, "samples": 4, "report": False},
         "checkpoint": {"every": 2},
         "device": {"kind": "cpu", "peak_tflops": 0.1},
     }

@@ -34,7 +34,7 @@ def small_tree(folder: Path, clips: int = 8) -> dict[str, Any]:
         "vae": {"kind": "linear", "channels": 4},
         "model": {"size": "nano"},
         "train": {"steps": 6, "batch_size": 3, "lr": 1e-3, "warmup_steps": 2, "log_every": 1},
-        "validate": {"every": 3, "samples": 2, "quantiles": 2},
+        "validate": {"every": 3, "samples": 2, "quantiles": 2, "report": False},
         "checkpoint": {"every": 2},
         "sample": {"steps": 2},
         "preprocess": {"decode_workers": 1},  # each is a process that starts

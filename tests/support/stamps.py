@@ -16,9 +16,13 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Stamped:
-    """The output of a command: pieces with their seconds since its start, its end, its exit code and its processor seconds."""
+    """The output of a command: pieces with their seconds since its start, its end, its exit code and its processor seconds.
+
+    `busy`: the processor seconds of its first process at each piece and at its end, which a busy machine does not lengthen.
+    """
 
     pieces: Sequence[tuple[float, str]]
+    busy: Sequence[float]
     seconds: float
     code: int
     user_seconds: float
@@ -34,12 +38,31 @@ class Stamped:
         return self.pieces[0][0] if self.pieces else self.seconds
 
     @property
+    def first_busy(self) -> float:
+        """Processor seconds before the first output."""
+        return self.busy[0]
+
+    @property
     def longest_silence(self) -> tuple[float, str]:
         """The longest time without output, and the end of what was said before it."""
-        times = [0.0, *(when for when, _ in self.pieces), self.seconds]
+        return self._longest([*(when for when, _ in self.pieces), self.seconds])
+
+    @property
+    def longest_busy_silence(self) -> tuple[float, str]:
+        """The same in processor seconds."""
+        return self._longest(self.busy)
+
+    def _longest(self, times: Sequence[float]) -> tuple[float, str]:
         before = ["(start)", *(text for _, text in self.pieces)]
-        gaps = [(later - earlier, text[-160:]) for earlier, later, text in zip(times, times[1:], before, strict=False)]
-        return max(gaps)
+        return max(
+            (later - earlier, text[-160:]) for earlier, later, text in zip([0.0, *times], times, before, strict=False)
+        )
+
+
+def _busy(process: int) -> float:
+    """Processor seconds of a process so far."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def stamped(arguments: Sequence[str], folder: Path, tty: bool, timeout: float = 300.0) -> Stamped:
@@ -61,6 +84,7 @@ def stamped(arguments: Sequence[str], folder: Path, tty: bool, timeout: float = 
     )
     os.close(writer)
     pieces: list[tuple[float, str]] = []
+    busy: list[float] = []
     try:
         while True:
             left = started + timeout - time.monotonic()
@@ -72,6 +96,7 @@ def stamped(arguments: Sequence[str], folder: Path, tty: bool, timeout: float = 
                 break
             if not data:
                 break
+            busy.append(_busy(process.pid))
             pieces.append((time.monotonic() - started, data.decode(errors="replace")))
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
@@ -80,4 +105,5 @@ def stamped(arguments: Sequence[str], folder: Path, tty: bool, timeout: float = 
         if process.returncode is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    return Stamped(pieces, time.monotonic() - started, process.returncode, usage.ru_utime)
+    busy.append(busy[-1] if busy else 0.0)  # its children's are in `usage` too
+    return Stamped(pieces, busy, time.monotonic() - started, process.returncode, usage.ru_utime)

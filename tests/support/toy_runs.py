@@ -37,7 +37,7 @@ def toy_config(folder: Path, *overrides: str, bucket: Bucket = BUCKET) -> Config
         "vae": {"kind": "diffusers", "pretrained": str(folder / "no-codec")},
         "text": {"kind": "transformers", "pretrained": str(folder / "no-encoder")},
         "train": {"steps": 6, "batch_size": 3, "lr": 1e-3, "warmup_steps": 2, "log_every": 1},
-        "validate": {"every": 3, "samples": 1, "quantiles": 2},
+        "validate": {"every": 3, "samples": 1, "quantiles": 2, "report": False},
         "checkpoint": {"every": 2},
         "device": {"kind": "cpu", "peak_tflops": 0.1},
     }

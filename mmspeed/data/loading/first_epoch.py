@@ -20,7 +20,7 @@ from mmspeed.data.sampling.rank_batches import ranks_of_samples
 from mmspeed.data.sampling.sampler import BatchSampler, SampleUse
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.log import ProgressLine, format_bytes, get_logger
+from mmspeed.log import ProgressLine, Working, format_bytes, get_logger
 
 log = get_logger("data")
 
@@ -148,7 +148,9 @@ class FirstEpoch:
         if step < self._next:
             raise ValueError(f"step {step} was provided for already")
         self._next = step + 1
-        self._share(self._tasks.pop(step, EncodeJob()))
+        task = self._tasks.pop(step, EncodeJob())
+        with Working(f"encoding {len(task.sources)} sources for step {step + 1}", tell=False):
+            self._share(task)
 
     def mark(self, draws: Sequence[SampleUse[Sample]]) -> list[SampleUse[Sample]]:
         """The draws, with samples marked as lost if their source has failed."""

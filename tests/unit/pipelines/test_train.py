@@ -45,7 +45,7 @@ def tensors(config: Config, step: int) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def finished(home: Path) -> Config:
     """A run that was never stopped."""
-    config = small_config(home, "name=whole", "validate.prompts=[a rabbit in a meadow]")
+    config = small_config(home, "name=whole", "validate.prompts=[a rabbit in a meadow]", "validate.report=true")
     TrainPipeline(config).run()
     return config
 
@@ -192,7 +192,7 @@ def test_the_report_stands_alone(finished: Config) -> None:
     page = write_report(finished.run_dir).read_text(encoding="utf-8")
     sources = re.findall(r'(?:src|href)="([^"]{0,40})', page)
     assert sources and all(source.startswith("data:") for source in sources)
-    assert page.count("data:video/mp4") == 2 and page.count("data:image/png") == 3
+    assert page.count("data:video/mp4") == 2 and page.count("data:image/png") == 4
     assert "a rabbit in a meadow" in page and "batch_size: 3" in page
 
 
