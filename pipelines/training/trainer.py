@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mmspeed import comm
-from mmspeed.config import RunConfig, with_recorded_weighting
+from mmspeed.config import RunConfig, obey_launcher, with_recorded_weighting
 from mmspeed.data.loading.first_epoch import OnlineEncoder
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
@@ -82,11 +82,16 @@ class TrainPipeline:
 
     `task`: the task to train; None: the one that the config names. With a `maker` (`mmspeed.preprocess.OnlineBuilder`) a cache that is
     missing or incomplete is completed during the first epoch; without one it is an error. `run()` raises UserError for that, for a run of
-    that name with another model, a non-finite loss, a full disk.
+    that name with another model, a non-finite loss, a full disk. What `accelerate launch` was told is obeyed or refused (`obey_launcher`).
     """
 
     def __init__(self, config: RunConfig, maker: OnlineEncoder | None = None, task: Task | None = None) -> None:
-        self.config = config = with_recorded_weighting(config, "the config")
+        given = with_recorded_weighting(config, "the config")
+        self.config = config = obey_launcher(given)
+        if task is not None and config is not given:  # the task has read the other one
+            raise UserError(
+                "make the task, too, from `mmspeed.config.obey_launcher(config)`, as accelerate launch changes the config"
+            )
         self.task = task or make_task(config, maker)
         self.folder = RunFolder(config.run_dir)
 
