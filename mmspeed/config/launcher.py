@@ -93,7 +93,7 @@ REFUSED_COMPILING: dict[str, Refusal] = {
 REFUSED_SHARDING: dict[str, Refusal] = {
     "FSDP_SHARDING_STRATEGY": Refusal(
         "--fsdp_sharding_strategy",
-        "write parallel.strategy: ddp for NO_SHARD, and parallel.dp_replicate for hybrid sharding; other parameters are sharded again after forward",
+        "write parallel.strategy: ddp for NO_SHARD, parallel.dp_replicate for hybrid sharding; other ways are not there",
         ("", "full_shard", "1", "none"),
     ),
     "FSDP_RESHARD_AFTER_FORWARD": Refusal(

@@ -15,6 +15,7 @@ from mmspeed.config import dump_config, load_record
 from tests.support.counted_products import counted, hook
 from tests.support.runs import small_tree
 
+LAUNCH = ("-m", "accelerate.commands.launch")
 ONE_STEP = ("train.steps=1", "validate.every=100", "validate.samples=0", "checkpoint.keep_best=false")
 
 
@@ -29,8 +30,7 @@ def home(small_cache: Path, tmp_path: Path) -> Path:
 def launch(home: Path, flags: tuple[str, ...], *overrides: str) -> subprocess.CompletedProcess[str]:
     """Run `accelerate launch FLAGS -m mmspeed train` on the home's config; the products of its processes are counted."""
     return subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", *flags]
-        + ["-m", "mmspeed", "train", str(home / "run.yaml"), *ONE_STEP, *overrides],
+        [sys.executable, *LAUNCH, *flags, "-m", "mmspeed", "train", str(home / "run.yaml"), *ONE_STEP, *overrides],
         capture_output=True,
         text=True,
         cwd=home,

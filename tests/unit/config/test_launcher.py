@@ -14,6 +14,9 @@ from mmspeed.config.launcher import NEUTRAL, accounted
 from mmspeed.errors import UserError
 from tests.support.runs import small_config
 
+FSDP2 = ("--use_fsdp", "--fsdp_version", "2")
+SIZES = tuple(f"--parallelism_config_{axis}_size={size}" for axis, size in (("cp", 2), ("sp", 4), ("dp_replicate", 3)))
+
 
 def launched(monkeypatch: pytest.MonkeyPatch, *flags: str) -> dict[str, str]:
     """The environment that accelerate's own code makes from the flags of a launch."""
@@ -70,8 +73,7 @@ def test_every_variable_of_the_installed_launcher_is_accounted_for() -> None:
         (("--use_fsdp",), {"parallel.strategy": "fsdp"}),
         (("--use_fsdp", "--fsdp_version", "2"), {"parallel.strategy": "fsdp"}),
         (
-            ("--use_fsdp", "--fsdp_version", "2", "--use_parallelism_config", "--parallelism_config_cp_size", "2")
-            + ("--parallelism_config_sp_size", "4", "--parallelism_config_dp_replicate_size", "3"),
+            (*FSDP2, "--use_parallelism_config", *SIZES),
             {"parallel.strategy": "fsdp", "parallel.ring": 2, "parallel.ulysses": 4, "parallel.dp_replicate": 3},
         ),
     ],
@@ -90,7 +92,7 @@ def test_cpu_of_the_launcher_is_the_device(tmp_path: Path, monkeypatch: pytest.M
     config = small_config(tmp_path, "device.kind=auto")
     environ = launched(monkeypatch, "--cpu", "--num_processes", "1")
     assert changed(config, obey_launcher(config, environ)) == {"device.kind": "cpu"}
-    with pytest.raises(UserError, match="--cpu contradicts device.kind: cuda of the config"):
+    with pytest.raises(UserError, match=r"--cpu contradicts device\.kind: cuda of the config"):
         obey_launcher(small_config(tmp_path, "device.kind=cuda"), environ)
 
 
