@@ -126,7 +126,7 @@ class TrainPipeline:
             return TrainResult(self.folder.root, run.step, True, True, None, 0.0)
         # 3. the steps
         peak = self._peak(device)
-        with Telemetry(config, self.folder.root, device, where.world, where.rank == 0, peak) as telemetry:
+        with Telemetry(config, self.folder.root, device, where.world, where.rank == 0, peak, run.step) as telemetry:
             try:
                 stopped, loss = self._train(run, telemetry)
             except UserError:
@@ -321,6 +321,9 @@ class TrainPipeline:
         row: Mapping[str, Any] = validator.validate(run.step)
         if row:
             telemetry.write(dict(row))
+        if self.config.trackers and self.config.tracking.videos:
+            comm.barrier()  # other ranks have written videos, too
+            telemetry.show_samples(self.folder.samples / f"step-{run.step:08d}", run.step)
         loss = row.get("loss")
         if loss is None:
             return False
