@@ -398,12 +398,14 @@ def _resolve(
     """
     if not print_config:
         spoken.begin(command, path, *(overrides or ()))
-    from mmspeed.config import dump_config, load_run_config
+    from mmspeed.config import dump_config, load_run_config, obey_launcher
 
     config_log = logging.getLogger("mmspeed.config")
     config_log.disabled = launch.wanted(nproc) and not print_config  # the first process logs the notes about the config
     try:
-        config = load_run_config(path, overrides or ())  # before processes start, to report a mistake in it early
+        config = obey_launcher(
+            load_run_config(path, overrides or ())
+        )  # before processes start, to report a mistake in it early
     finally:
         config_log.disabled = False
     if print_config:

@@ -1,6 +1,7 @@
 """Configuration: YAML to pydantic, unknown keys forbidden, dotted overrides."""
 
 from .json_schema import json_schema
+from .launcher import obey_launcher
 from .load import (
     all_fields,
     dump_config,
@@ -28,6 +29,7 @@ __all__ = [
     "load_run_config",
     "make_config",
     "make_run_config",
+    "obey_launcher",
     "sections",
     "today",
     "video_config",

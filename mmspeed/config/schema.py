@@ -60,6 +60,7 @@ __all__ = [
     "SparseConfig",
     "StageConfig",
     "TextConfig",
+    "TrackingConfig",
     "TrainConfig",
     "TransformersTextConfig",
     "VaeConfig",
@@ -252,6 +253,20 @@ class DeviceConfig(Section):
     )
 
 
+class TrackingConfig(Section):
+    """What the trackers show a run as."""
+
+    project: str = Field(
+        "mmspeed", min_length=1, description="Project of the run, at trackers that have projects (not TensorBoard)."
+    )
+    run: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="Name of the run at the trackers; null: `name`. A resumed run goes on under its id, which `trackers.json` in its folder holds.",
+    )
+    videos: bool = Field(True, description="Log the videos sampled during training, with their prompts.")
+
+
 class RunConfig(Section):
     """The sections that every task shares."""
 
@@ -290,6 +305,9 @@ class RunConfig(Section):
     device: DeviceConfig = Field(default_factory=DeviceConfig, description="The device that the run computes on.")
     trackers: tuple[Literal["tensorboard", "wandb", "swanlab", "trackio"], ...] = Field(
         (), description="Trackers beside `metrics.jsonl`, through accelerate; each needs its package."
+    )
+    tracking: TrackingConfig = Field(
+        default_factory=TrackingConfig, description="Project, name and contents of the run at its trackers."
     )
 
     model_config = ConfigDict(
@@ -368,7 +386,7 @@ class Config(RunConfig):
     free_on_resume: ClassVar[tuple[tuple[str, str], ...]] = (("model", "sparse"),)  # no part of the weights
     order: ClassVar[tuple[str, ...]] = (
         "task", "name", "output", "seed", "data", "vae", "text", "preprocess", "model", "objective", "train", "batching", "curriculum",
-        "checkpoint", "validate", "sample", "parallel", "memory", "device", "trackers",
+        "checkpoint", "validate", "sample", "parallel", "memory", "device", "trackers", "tracking",
     )  # fmt: skip
 
     task: Literal["video"] = Field("video", description="Name of the task: training on videos with captions.")

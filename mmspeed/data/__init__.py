@@ -5,6 +5,7 @@ from .cache.tables import Entry, Sample
 from .cache.writer import CacheWriter
 from .loading.first_epoch import FirstEpoch
 from .loading.loader import Loader
+from .loading.own_loop import webdataset
 from .sampling.order import Batching
 from .sampling.sampler import BatchSampler, SampleUse
 
@@ -18,4 +19,5 @@ __all__ = [
     "Loader",
     "Sample",
     "SampleUse",
+    "webdataset",
 ]

@@ -8,6 +8,8 @@ runs/my-run/
   memory.json          the ways that were chosen under `memory.budget`, what was expected and what was measured
   prompts.safetensors  the encoded validation prompts
   checkpoints/         loop/checkpoint/manager.py
+  trackers.json        the id of the run at its trackers, with which a resumed run goes on
+  trackers/            files of trackers, such as TensorBoard's
   samples/             videos sampled during training
   report.html          `mmspeed report`
   .lock                held while the run is trained

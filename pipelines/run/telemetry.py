@@ -11,9 +11,9 @@ from typing import Any
 
 from mmspeed.config import RunConfig
 from mmspeed.device import Device
-from mmspeed.errors import UserError
 from mmspeed.log import MetricsLog
 from mmspeed.loop.callbacks import BaseCallback, Sparsity, StepOutcome
+from mmspeed.pipelines.run.trackers import Trackers, sampled_videos
 from mmspeed.plan.throughput import ThroughputMeter
 from mmspeed.protocols import Data, Task
 
@@ -21,17 +21,26 @@ from mmspeed.protocols import Data, Task
 class Telemetry:
     """A context manager that writes the rows of a run's metrics on rank 0; other ranks only keep time.
 
+    `step`: the step that training goes on from.
+
     Time spent on validation and checkpoints does not count as training time: call `resume_clock` after them.
     """
 
     def __init__(
-        self, config: RunConfig, folder: Path, device: Device, world: int, enabled: bool, peak: tuple[float, str]
+        self,
+        config: RunConfig,
+        folder: Path,
+        device: Device,
+        world: int,
+        enabled: bool,
+        peak: tuple[float, str],
+        step: int = 0,
     ):
         self.device, self.enabled = device, enabled
         self.peak_flops, self.peak_source = peak
         self._meter = ThroughputMeter(self.peak_flops, world)
         self._metrics = MetricsLog(folder / "metrics.jsonl") if enabled else None
-        self._trackers = make_trackers(config, folder) if enabled else []
+        self.trackers = Trackers(config, folder, step) if enabled else None
         self._waited = self._trained = 0.0
         self._recent: deque[tuple[float, float]] = deque(maxlen=config.train.log_every)  # (data, all) of a step
         self._since: list[tuple[float, float]] = []  # the last row
@@ -43,8 +52,8 @@ class Telemetry:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for tracker in self._trackers:
-            tracker.finish()
+        if self.trackers is not None:
+            self.trackers.finish()
         if self._metrics is not None:
             self._metrics.close()
 
@@ -94,15 +103,13 @@ class Telemetry:
         """Write a row with `kind` and `step`; trackers get its numbers as `kind/name`."""
         if self._metrics is not None:
             self._metrics.write(**row)
-        if not self._trackers:
-            return
-        numbers = {
-            f"{row['kind']}/{name}": value
-            for name, value in row.items()
-            if isinstance(value, int | float) and not isinstance(value, bool) and name != "step"
-        }
-        for tracker in self._trackers:
-            tracker.log(numbers, step=row["step"])
+        if self.trackers:
+            self.trackers.log(row)
+
+    def show_samples(self, folder: Path, step: int) -> None:
+        """Give the videos that were sampled into a folder to the trackers, where there is any."""
+        if self.trackers:
+            self.trackers.log_videos(sampled_videos(folder), step)
 
 
 def _named_times(steps: Sequence[tuple[float, float]]) -> dict[str, float]:
@@ -110,27 +117,6 @@ def _named_times(steps: Sequence[tuple[float, float]]) -> dict[str, float]:
     count = max(1, len(steps))
     waited, whole = (sum(column) / count for column in zip(*steps, strict=True)) if steps else (0.0, 0.0)
     return {"data": waited, "compute": max(0.0, whole - waited)}
-
-
-def make_trackers(config: RunConfig, folder: Path) -> list[Any]:
-    """The config's trackers, started. Raises UserError for one whose package is not installed."""
-    if not config.trackers:
-        return []
-    from accelerate import PartialState
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers
-
-    PartialState(cpu=config.device.kind == "cpu")  # accelerate's trackers read their process from it
-    trackers = []
-    for name in config.trackers:
-        if not filter_trackers(name, str(folder)):
-            raise UserError(f"trackers: {name} is not installed; `pip install {name}`, or take it off the list")
-        kind = LOGGER_TYPE_TO_CLASS[name]
-        arguments = (config.name, str(folder / "trackers")) if kind.requires_logging_directory else (config.name,)
-        tracker = kind(*arguments)
-        if hasattr(tracker, "start"):
-            tracker.start()
-        trackers.append(tracker)
-    return trackers
 
 
 class TelemetryCallback(BaseCallback):

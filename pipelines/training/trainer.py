@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mmspeed import comm
-from mmspeed.config import RunConfig, with_recorded_weighting
+from mmspeed.config import RunConfig, obey_launcher, with_recorded_weighting
 from mmspeed.data.loading.first_epoch import OnlineEncoder
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
@@ -85,11 +85,16 @@ class TrainPipeline:
 
     `task`: the task to train; None: the one that the config names. With a `maker` (`mmspeed.preprocess.OnlineBuilder`) a cache that is
     missing or incomplete is completed during the first epoch; without one it is an error. `run()` raises UserError for that, for a run of
-    that name with another model, a non-finite loss, a full disk.
+    that name with another model, a non-finite loss, a full disk. What `accelerate launch` was told is obeyed or refused (`obey_launcher`).
     """
 
     def __init__(self, config: RunConfig, maker: OnlineEncoder | None = None, task: Task | None = None) -> None:
-        self.config = config = with_recorded_weighting(config, "the config")
+        given = with_recorded_weighting(config, "the config")
+        self.config = config = obey_launcher(given)
+        if task is not None and config is not given:  # the task has read the other one
+            raise UserError(
+                "make the task, too, from `mmspeed.config.obey_launcher(config)`, as accelerate launch changes the config"
+            )
         self.task = task or make_task(config, maker)
         self.folder = RunFolder(config.run_dir)
 
@@ -131,7 +136,7 @@ class TrainPipeline:
         # 3. the steps
         with Working("measuring the device's peak", tell=False):
             peak = self._peak(device)
-        with Telemetry(config, self.folder.root, device, where.world, where.rank == 0, peak) as telemetry:
+        with Telemetry(config, self.folder.root, device, where.world, where.rank == 0, peak, run.step) as telemetry:
             try:
                 stopped, loss = self._train(run, telemetry)
             except UserError:
@@ -339,6 +344,9 @@ class TrainPipeline:
             telemetry.write(dict(row))
             if run.place.rank == 0 and self.config.validate_.report:
                 write_report(self.folder.root)
+        if self.config.trackers and self.config.tracking.videos:
+            comm.barrier()  # other ranks have written videos, too
+            telemetry.show_samples(self.folder.samples / f"step-{run.step:08d}", run.step)
         loss = row.get("loss")
         if loss is None:
             return False

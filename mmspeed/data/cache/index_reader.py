@@ -140,6 +140,10 @@ class SampleTable(Sequence[Sample]):
             rows = self._rows[np.isin(self._rows, rows)]
         return self if len(rows) == len(self) else self._part(rows)
 
+    def lost(self) -> Array:
+        """The indices in this sequence of the samples whose source failed after the order of training was fixed."""
+        return np.flatnonzero(self._number["lost"] if self._rows is None else self._number["lost"][self._rows])
+
     def buckets(self) -> list[Bucket]:
         """The buckets that the samples are in, in order."""
         return list(self.by_bucket())

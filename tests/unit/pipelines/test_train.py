@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -23,7 +22,6 @@ from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
 from mmspeed.pipelines import TextToVideo, TrainPipeline, write_report
 from mmspeed.pipelines.run.run_folder import RunFolder
-from mmspeed.pipelines.run.telemetry import make_trackers
 from tests.support.decoding import video_of
 from tests.support.runs import losses, small_config, small_tree
 
@@ -268,26 +266,6 @@ def test_the_best_validation_is_saved_where_no_checkpoint_falls(home: Path) -> N
     kept = {int(path.name.removeprefix("step-")) for path in (config.run_dir / "checkpoints").glob("step-*")}
     assert kept == {lowest, 5}
     assert TextToVideo.from_run(config.run_dir, checkpoint="best")
-
-
-def test_tensorboard_gets_the_numbers(home: Path) -> None:
-    config = small_config(home, "name=board", "train.steps=2", "trackers=[tensorboard]", "checkpoint.every=100")
-    TrainPipeline(config).run()
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    files = list(config.run_dir.rglob("events.out.*"))
-    assert files
-    events = EventAccumulator(str(files[0].parent))
-    events.Reload()
-    assert [event.step for event in events.Scalars("train/loss")] == [1, 2]
-
-
-@pytest.mark.parametrize("name", ["wandb", "swanlab", "trackio"])
-def test_a_tracker_that_is_missing_is_named_by_its_own_package(name: str, tmp_path: Path) -> None:
-    if importlib.util.find_spec(name) is not None:
-        pytest.skip(f"{name} is installed")
-    with pytest.raises(UserError, match=f"trackers: {name} is not installed; `pip install {name}`"):
-        make_trackers(small_config(tmp_path, f"trackers=[{name}]"), tmp_path)
 
 
 def test_sigterm_saves_and_leaves_cleanly(home: Path) -> None:
