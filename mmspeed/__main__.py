@@ -9,9 +9,19 @@ from typing import NoReturn
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command line (default: this process's own) and return the exit code."""
+    if reason := unsupported(sys.platform):
+        print(f"mmspeed: error: {reason}", file=sys.stderr)
+        return 1
     from .cli.app import run
 
     return run(sys.argv[1:] if argv is None else argv)
+
+
+def unsupported(system: str) -> str:
+    """The reason that mmspeed does not run on a system (a name of `sys.platform`); empty if it does."""
+    if system in ("win32", "cygwin"):
+        return "Windows is not supported: use Linux or macOS, or Linux in Windows by WSL 2 (`wsl --install`)"
+    return ""
 
 
 def leave(code: int) -> NoReturn:

@@ -23,10 +23,12 @@ import torch
 from .errors import UserError
 from .torch_internals import memory_segments, record_memory_history
 
-BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl", "mps": "gloo"}
+
+_UNRECORDED = ("cpu", "mps")  # kinds whose allocator keeps no record, and that have one stream
 
 # Names of a device of each kind in cluster schedulers; cores need no name.
-SCHEDULER_NAMES = {"cpu": "", "cuda": "GPU", "npu": "NPU"}
+SCHEDULER_NAMES = {"cpu": "", "cuda": "GPU", "npu": "NPU", "mps": ""}
 
 # Dense peak FLOP/s of one device from the vendors' data sheets, without sparsity: (bf16, tf32 or float32 matrix units).
 # The first label found in the device's name counts, so longer ones come first.
@@ -55,7 +57,7 @@ PEAK_FLOPS = {
 class Device:
     """The device of one process. Tensors are moved to `torch_device`."""
 
-    kind: str  # cpu, cuda or npu
+    kind: str  # cpu, cuda, npu or mps (Apple)
     index: int  # index on this host; 0 on CPU
 
     @property
@@ -65,14 +67,21 @@ class Device:
     @property
     def backend(self) -> str:
         """Name of the collective backend: gloo, nccl or hccl (with gloo beside it for CPU tensors)."""
-        return "gloo" if self.kind == "cpu" else f"cpu:gloo,{self.kind}:{BACKENDS[self.kind]}"
+        return "gloo" if self.kind in ("cpu", "mps") else f"cpu:gloo,{self.kind}:{BACKENDS[self.kind]}"
 
     @property
     def name(self) -> str:
         """The device's product name."""
         if self.kind == "cpu":
             return _cpu_name()
+        if self.kind == "mps":
+            return f"Apple {platform.machine()}"
         return str(getattr(torch, self.kind).get_device_name(self.index))
+
+    @property
+    def decodes_video(self) -> bool:
+        """True for a device that torchcodec decodes on, beside the CPU."""
+        return self.kind == "cuda"
 
     def activate(self) -> None:
         """Make this the process's current device."""
@@ -93,17 +102,19 @@ class Device:
         """Bytes that the allocator has taken from the device, in use or not; on CPU those of the process."""
         if self.kind == "cpu":
             return self.memory_bytes()
+        if self.kind == "mps":
+            return int(torch.mps.driver_allocated_memory())
         return int(getattr(torch, self.kind).memory_reserved(self.index))
 
     def record_allocations(self, on: bool) -> None:
-        """Start, or stop, recording for each block of memory the Python lines that allocated it. CPU memory is not recorded."""
-        if self.kind != "cpu":
+        """Start, or stop, recording for each block of memory the Python lines that allocated it. CPU and mps memory is not recorded."""
+        if self.kind not in _UNRECORDED:
             noted = {"enabled": "state", "context": "state", "stacks": "python"} if on else {"enabled": None}
             record_memory_history(getattr(torch, self.kind).memory, **noted)
 
     def allocations(self) -> list[dict[str, Any]]:
-        """The allocator's segments of this device, each with its recorded `blocks`; none on CPU."""
-        if self.kind == "cpu":
+        """The allocator's segments of this device, each with its recorded `blocks`; none on CPU and mps."""
+        if self.kind in _UNRECORDED:
             return []
         segments = memory_segments(getattr(torch, self.kind).memory)
         return [segment for segment in segments if segment.get("device", self.index) == self.index]
@@ -118,49 +129,64 @@ class Device:
         """Bytes in use now: allocated tensors on an accelerator, resident memory of the process on CPU."""
         if self.kind == "cpu":
             return _resident_bytes()
+        if self.kind == "mps":
+            return int(torch.mps.current_allocated_memory())
         return int(getattr(torch, self.kind).memory_allocated(self.index))
 
     def peak_memory_bytes(self) -> int:
-        """Highest `memory_bytes` since the start (or since `reset_peak_memory` on an accelerator)."""
+        """Highest `memory_bytes` since the start (or since `reset_peak_memory` on an accelerator); the present ones on mps."""
+        if self.kind == "mps":
+            return self.reserved_bytes()
         if self.kind == "cpu":
             scale = 1 if sys.platform == "darwin" else 1024
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
         return int(getattr(torch, self.kind).max_memory_allocated(self.index))
 
     def reset_peak_memory(self) -> None:
-        """Reset `peak_memory_bytes`. The CPU's peak is the operating system's and cannot be reset."""
-        if self.kind != "cpu":
+        """Reset `peak_memory_bytes`. The CPU's peak is the operating system's and cannot be reset; mps has none."""
+        if self.kind not in _UNRECORDED:
             getattr(torch, self.kind).reset_peak_memory_stats(self.index)
 
     def total_memory_bytes(self) -> int:
         """Bytes of memory the device has."""
         if self.kind == "cpu":
             return _host_memory()[0]
+        if self.kind == "mps":
+            return int(torch.mps.recommended_max_memory())
         return int(getattr(torch, self.kind).get_device_properties(self.index).total_memory)
 
     def free_memory_bytes(self) -> int:
         """Bytes that could still be allocated; on CPU, of the machine or of the container that this process is in."""
         if self.kind == "cpu":
             return min(_host_memory()[1], _container_free())
+        if self.kind == "mps":
+            return max(0, self.total_memory_bytes() - self.reserved_bytes())
         return int(getattr(torch, self.kind).mem_get_info(self.index)[0])
 
     def supports_bf16(self) -> bool:
         """True where bfloat16 arithmetic works (CPUs emulate it where they lack the instructions)."""
         if self.kind == "cuda":
             return bool(torch.cuda.is_bf16_supported())
+        if self.kind == "mps":
+            return torch.backends.mps.is_macos_or_newer(14, 0)
         return True
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` on this device. The copy is asynchronous from pinned memory alone: another source may be freed before it is read."""
+        """`tensor` on this device. The copy is asynchronous from pinned memory alone: another source may be freed before it is read.
+
+        Raises UserError for float64 on mps, which has none.
+        """
+        if self.kind == "mps" and tensor.dtype == torch.float64:
+            raise UserError("device.kind: mps has no float64 arithmetic; use float32, or device.kind: cpu")
         return tensor.to(self.torch_device, non_blocking=tensor.is_pinned() if self.kind != "cpu" else False)
 
     def side_stream(self) -> torch.Stream:
-        """A stream beside the one that computes; on CPU, which has a single one, that one."""
-        return torch.Stream(device=self.torch_device)
+        """A stream beside the one that computes; on CPU and mps, which have a single one, that one."""
+        return torch.Stream(device="cpu" if self.kind == "mps" else self.torch_device)
 
     def mark(self, stream: torch.Stream) -> torch.Event | None:
-        """An event after all work queued on a stream so far; None on CPU, where it is done already."""
-        return None if self.kind == "cpu" else stream.record_event()
+        """An event after all work queued on a stream so far; None on CPU and mps, where work is in order."""
+        return None if self.kind in _UNRECORDED else stream.record_event()
 
     def take_over(self, tensors: Iterable[torch.Tensor], written: torch.Event | None) -> None:
         """Let the work queued from now on use `tensors` that a side stream has written by the event `written`.
@@ -255,12 +281,14 @@ def available(kind: str) -> bool:
         return True
     if kind == "npu" and importlib.util.find_spec("torch_npu") is not None:
         importlib.import_module("torch_npu")  # registers torch.npu
+    if kind == "mps":
+        return bool(torch.backends.mps.is_available())
     module = getattr(torch, kind, None)
     return module is not None and bool(module.is_available())
 
 
 def pick(kind: str = "auto", local_rank: int | None = None) -> Device:
-    """The device of this process. `auto`: npu, else cuda, else cpu.
+    """The device of this process. `auto`: npu, else cuda, else cpu; mps must be named.
 
     `local_rank` defaults to the launcher's LOCAL_RANK. Raises UserError when the requested kind is not available.
     """

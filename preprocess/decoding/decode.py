@@ -1,4 +1,4 @@
-"""Decode the clips of a file in one pass over it: PyAV for video, Pillow for pictures.
+"""Decode the clips of a file in one pass over it: PyAV (or the chosen decoder) for video, Pillow for pictures.
 
 Each frame is cropped and scaled for the clips that need it as it is decoded, so a long video is never in memory as a whole, and a
 clip is returned as soon as its last frame is decoded. A clip's pixels do not depend on the other requested clips: a clip that
@@ -21,6 +21,7 @@ import av.video
 import numpy as np
 
 from mmspeed.preprocess.decoding.images import picture_frames
+from mmspeed.preprocess.decoding.other_decoders import OtherDecoder, coded_frames
 from mmspeed.preprocess.decoding.pixel_rules import NEWEST_RULES, PixelRules
 from mmspeed.preprocess.decoding.probe import (
     DECODER_ERRORS,
@@ -31,7 +32,7 @@ from mmspeed.preprocess.decoding.probe import (
     refused,
     video_stream,
 )
-from mmspeed.preprocess.decoding.scaling import Box, Scaler, resize
+from mmspeed.preprocess.decoding.scaling import Box, Scaler, resize, scale_rgb
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from mmspeed.preprocess.sources.source import Source
 
@@ -94,17 +95,22 @@ class _Filling:
                 self.fail(rejected, final)
 
 
-def stream(source: Source, probe: Probe, cuts: Sequence[Cut]) -> Iterator[tuple[int, np.ndarray | Rejected]]:
+def stream(
+    source: Source, probe: Probe, cuts: Sequence[Cut], other: OtherDecoder | None = None
+) -> Iterator[tuple[int, np.ndarray | Rejected]]:
     """Yield for each cut its position and its frames (F, H, W, 3), uint8, upright with square pixels; or its rejection.
 
     Cuts come in the order in which they are complete. The arrays are views of planes (F, 3, H, W), the layout of the scaler and of
-    codecs. A cut's indices are ascending. Rejections are truncated or undecodable. Raises Rejected and OSError if
-    the file is not the one that was probed.
+    codecs. A cut's indices are ascending. Rejections are truncated or undecodable. A file of which the probe says so is
+    read by `other`. Raises Rejected and OSError if the file is not the one that was probed.
     """
     if not cuts:
         return
     if probe.decoder == "pillow":
         yield from _stream_picture(source, cuts)
+        return
+    if other is not None and probe.reader:
+        yield from _stream_other(source, probe, cuts, other)
         return
     fillings = [_Filling(n, cut, [probe.pts_seconds[i] for i in cut.indices]) for n, cut in enumerate(cuts)]
     retries: list[_Filling] = []
@@ -118,21 +124,46 @@ def stream(source: Source, probe: Probe, cuts: Sequence[Cut]) -> Iterator[tuple[
 
 
 def _stream_picture(source: Source, cuts: Sequence[Cut]) -> Iterator[tuple[int, np.ndarray | Rejected]]:
-    fillings = [_Filling(n, cut, [float(i) for i in cut.indices]) for n, cut in enumerate(cuts)]
+    def scaled(picture_HWC: np.ndarray, cut: Cut) -> np.ndarray:
+        return resize(picture_HWC, cut.crop, cut.width, cut.height).transpose(2, 0, 1)
+
     with source.open() as file:
         background = cuts[0].rules.background  # one for all cuts of a source
-        for index, picture in picture_frames(file, sorted({i for cut in cuts for i in cut.indices}), background):
+        yield from _fill_by_index(picture_frames(file, _indices(cuts), background), cuts, scaled)
 
-            def pixels(cut: Cut, picture: np.ndarray | Rejected = picture) -> np.ndarray:
-                if isinstance(picture, Rejected):
-                    raise picture
-                return resize(picture, cut.crop, cut.width, cut.height).transpose(2, 0, 1)
 
-            for filling in fillings:
-                if not filling.ended and filling.marks[filling.count] <= index:
-                    filling.take(index, 0.0, pixels, True)
-                    if filling.ended:
-                        yield filling.position, filling.give()
+def _stream_other(
+    source: Source, probe: Probe, cuts: Sequence[Cut], other: OtherDecoder
+) -> Iterator[tuple[int, np.ndarray | Rejected]]:
+    def scaled(picture_HWC: np.ndarray, cut: Cut) -> np.ndarray:
+        return scale_rgb(picture_HWC, cut.crop, probe, cut.width, cut.height)
+
+    yield from _fill_by_index(coded_frames(source, probe, other, _indices(cuts)), cuts, scaled)
+
+
+def _indices(cuts: Sequence[Cut]) -> list[int]:
+    return sorted({index for cut in cuts for index in cut.indices})
+
+
+def _fill_by_index(
+    pictures: Iterator[tuple[int, np.ndarray | Rejected]],
+    cuts: Sequence[Cut],
+    scaled: Callable[[np.ndarray, Cut], np.ndarray],
+) -> Iterator[tuple[int, np.ndarray | Rejected]]:
+    """Yield the cuts as `pictures`, which are all frames that they need, by index, complete them."""
+    fillings = [_Filling(n, cut, [float(i) for i in cut.indices]) for n, cut in enumerate(cuts)]
+    for index, picture in pictures:
+
+        def pixels(cut: Cut, picture: np.ndarray | Rejected = picture) -> np.ndarray:
+            if isinstance(picture, Rejected):
+                raise picture
+            return scaled(picture, cut)
+
+        for filling in fillings:
+            if not filling.ended and filling.marks[filling.count] <= index:
+                filling.take(index, 0.0, pixels, True)
+                if filling.ended:
+                    yield filling.position, filling.give()
 
 
 def _sweep(source: Source, probe: Probe, fillings: list[_Filling], seek: bool) -> Iterator[_Filling]:

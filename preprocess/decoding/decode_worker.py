@@ -1,12 +1,14 @@
 """The decoder process: reads requests from standard input, answers on standard output, and ends with its parent.
 
 A message is a length (8 bytes, big-endian), that many bytes of JSON, and then the raw bytes of the `shape` that it states,
-if any. `python -m mmspeed.preprocess.decoding.decode_worker` starts it; it imports no torch, to start in a moment.
+if any. `python -m mmspeed.preprocess.decoding.decode_worker [OTHER]` starts it, OTHER being the JSON of an `OtherDecoder` that it
+imports; without torchcodec it imports no torch, to start in a moment. Its first message is {"ready"}, or {"unusable": why}.
 
     request                                       answers
     {"command": "open", "source", limits}         {"probe"}
     {"command": "read", "source", "cuts", limits} for each cut, as it is complete: {"position", "shape"} and its planes
                                                   (F, 3, H, W), or {"position", "rejected", "detail"}; then {"end"}
+    "other" in both: the JSON of an `OtherDecoder`, or null
     any                                           {"rejected", "detail"}: the whole request failed; "together" when
                                                   one of its cuts may be why, so that each is to be tried alone
 
@@ -31,6 +33,7 @@ import av.logging
 import numpy as np
 
 from mmspeed.preprocess.decoding.decode import Cut, stream
+from mmspeed.preprocess.decoding.other_decoders import OtherDecoder, examine, why_unusable
 from mmspeed.preprocess.decoding.pixel_rules import PixelRules
 from mmspeed.preprocess.decoding.probe import Probe, allow_large_pictures, probe
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
@@ -65,7 +68,8 @@ def main() -> None:
     av.logging.set_level(av.logging.PANIC)
     pending: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=_receive, args=(requests, pending), daemon=True).start()
-    _send(answers, {"ready": os.getpid()}, None)
+    unusable = why_unusable(OtherDecoder.from_json(json.loads(sys.argv[1]))) if sys.argv[1:] else ""
+    _send(answers, {"unusable": unusable} if unusable else {"ready": os.getpid()}, None)
     server = _Server()
     while True:
         request = pending.get()
@@ -90,14 +94,16 @@ class _Server:
 
     def answers(self, request: dict[str, Any]) -> Iterator[Answer]:
         source = source_from_json(request["source"])
+        other = OtherDecoder.from_json(request["other"]) if request["other"] else None
         if self._held is None or self._held[0] != source or request["command"] == "open":
             self._held = None
-            self._held = source, probe(source, request["max_file_bytes"], request["max_pixels"])
+            found = probe(source, request["max_file_bytes"], request["max_pixels"])
+            self._held = source, found if other is None else examine(source, found, other)
         if request["command"] == "open":
             yield {"probe": self._held[1].to_json()}, None
             return
         cuts = [cut_from_json(tree) for tree in request["cuts"]]
-        for position, result in stream(source, self._held[1], cuts):
+        for position, result in stream(source, self._held[1], cuts, other):
             if isinstance(result, Rejected):
                 yield {"position": position} | _rejection(result), None
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -9,9 +10,14 @@ from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
+import torch
 
 from mmspeed.config import Config
+from mmspeed.device import pick
+from mmspeed.errors import UserError
 from mmspeed.preprocess.decoding.clips import Clip, cache_seed, clip_name, repeats_too_much, select_clips
+from mmspeed.preprocess.decoding.other_decoders import OtherDecoder
+from mmspeed.preprocess.decoding.pixel_rules import PixelRules
 from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.recipe import Recipe
 from mmspeed.preprocess.decoding.worker import DecodeWorker, StoppedError
@@ -113,6 +119,26 @@ class DecodePool:
             self._runs.remove(run)
 
 
+def chosen_decoder(config: Config, rules: PixelRules) -> OtherDecoder | None:
+    """The decoder that a config names, on its device; None for PyAV. Raises UserError where its package or its device is missing."""
+    settings = config.preprocess
+    if settings.decoder == "pyav":
+        return None
+    if importlib.util.find_spec(settings.decoder) is None:
+        raise UserError(
+            f"preprocess.decoder: {settings.decoder} is not installed; pip install {settings.decoder}, or use pyav"
+        )
+    if settings.decoder_device == "cpu":
+        return OtherDecoder(settings.decoder, "cpu", rules)
+    device = pick(config.device.kind)
+    if not device.decodes_video:
+        raise UserError(
+            f"preprocess.decoder_device: run, but torch {torch.__version__} has no GPU here that decodes video "
+            f"(the run's device is {device.kind}); use decoder_device: cpu"
+        )
+    return OtherDecoder(settings.decoder, str(device.torch_device), rules)
+
+
 def source_events(
     worker: DecodeWorker,
     source: Source,
@@ -138,7 +164,7 @@ def source_events(
         yield Selected(source, clips, probe, dropped)
         wanted_clips = [] if wanted is None else [clip for clip in clips if wanted(clip)]
         for position, result in worker.read(source, [clip.cut for clip in wanted_clips], limit):
-            clip = wanted_clips[position].decoded_by(probe.decoder)
+            clip = wanted_clips[position].decoded_by(probe.reader or probe.decoder)
             yield Failed(source, clip, result) if isinstance(result, Rejected) else Frames(source, clip, result)
     yield Finished(source)
 
@@ -177,7 +203,8 @@ class _PoolRun:
         self._waiting: dict[int, deque[Event | BaseException]] = {}  # by number of the source, for those in progress
         self._begun = self._done = 0  # numbers of sources; in order, the current one is `_done`
         self._stopped = False
-        self._workers = [DecodeWorker() for _ in range(size)]
+        other = chosen_decoder(config, recipe.rules)
+        self._workers = [DecodeWorker(other) for _ in range(size)]
         self._threads = [
             threading.Thread(target=self._work, args=(worker,), name=f"decode-{number}", daemon=True)
             for number, worker in enumerate(self._workers)

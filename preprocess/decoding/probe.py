@@ -47,7 +47,9 @@ class Probe:
     decoder's. `pts_seconds` holds the times of all frames in presentation order, as stated in the file (an
     image has one, 0), and `key_seconds` those of the frames at which decoding can begin; it is empty if seeking is
     unreliable. `fps` is the average rate, 0 for an image. `rotation` is counter-clockwise, in degrees. `decoder` is the
-    library that reads the file. Of a video's first frame: `pixel_format` and `chroma_location` in FFmpeg's words (the latter
+    library that probes the file and reads it, unless `reader` names another that does; `same_bytes` if its clips have PyAV's bytes;
+    `refusal` says in words why the wanted one does not, with `refusal_detail`.
+    Of a video's first frame: `pixel_format` and `chroma_location` in FFmpeg's words (the latter
     empty without subsampled chroma), and `untagged` if it states no colour matrix. `alpha`: it may have transparent pixels.
     """
 
@@ -69,6 +71,10 @@ class Probe:
     chroma_location: str = ""
     untagged: bool = False
     alpha: bool = False
+    reader: str = ""
+    same_bytes: bool = False
+    refusal: str = ""
+    refusal_detail: str = ""
 
     @property
     def step(self) -> float:

@@ -29,8 +29,9 @@ Box = tuple[int, int, int, int]  # left, top, right, bottom
 _YUV = ("yuv", "nv", "p0", "uyvy", "yvyu")
 _MATRICES = {1: "bt709", 4: "fcc", 7: "smpte240m", 9: "bt2020", 10: "bt2020"}
 _OTHER_MATRIX = "bt601"
+_SWSCALE_MATRICES = {"bt709": 1, "fcc": 4, "bt601": 5, "smpte240m": 7, "bt2020": 9}
 _UNTAGGED = 2  # of `frame.colorspace`
-_FULL_RANGE = 2
+_LIMITED_RANGE, _FULL_RANGE = 1, 2
 _FLAGS = "bicubic+accurate_rnd+bitexact"
 
 
@@ -60,6 +61,14 @@ def resize(picture_HWC: np.ndarray, box: Box, width: int, height: int) -> np.nda
     return np.asarray(cut.resize((width, height), Image.Resampling.BICUBIC))
 
 
+def scale_rgb(picture_HWC: np.ndarray, crop: Box, probe: Probe, width: int, height: int) -> np.ndarray:
+    """The `crop` (in displayed pixels) of a stored RGB picture, upright: (3, `height`, `width`) uint8."""
+    if probe.rotation % 180:
+        width, height = height, width
+    planes_CHW = resize(picture_HWC, coded_box(crop, probe), width, height).transpose(2, 0, 1)
+    return np.rot90(planes_CHW, probe.rotation // 90, axes=(1, 2))
+
+
 def pixel_parts(rules: PixelRules, probe: Probe, crop: Box) -> dict[str, Any]:
     """The parts of a clip's key that say in what its pixels differ from those of version 1 of every property; empty if in nothing."""
     parts: dict[str, Any] = {}
@@ -72,6 +81,8 @@ def pixel_parts(rules: PixelRules, probe: Probe, crop: Box) -> dict[str, Any]:
             parts["untagged"] = matrix
     if probe.alpha and ((video and rules.alpha > 1) or (not video and rules.background != WHITE)):
         parts["background"] = rules.background
+    if probe.reader and not probe.same_bytes:
+        parts["decoder"] = probe.reader
     return parts
 
 
@@ -148,6 +159,36 @@ class Scaler:
         return graph.vpull()
 
 
+def is_yuv(pixel_format: str) -> bool:
+    """True for a pixel format that is scaled before it is converted to RGB."""
+    return pixel_format.startswith(_YUV)
+
+
+def plain_rgb(frame: av.video.VideoFrame, rules: PixelRules) -> np.ndarray:
+    """A whole frame in RGB, (H, W, 3) uint8, by swscale's plain conversion, which other decoders use, with the matrix of `rules`."""
+    if not is_yuv(frame.format.name):
+        return frame.to_ndarray(format="rgb24")
+    matrix, full = _SWSCALE_MATRICES[_matrix(frame, rules, frame.height)], _is_full_range(frame)
+    plain = frame.reformat(
+        format="rgb24",
+        src_colorspace=matrix,
+        src_color_range=_FULL_RANGE if full else _LIMITED_RANGE,
+        dst_color_range=_FULL_RANGE,
+    )
+    return plain.to_ndarray()
+
+
+def _matrix(frame: av.video.VideoFrame, rules: PixelRules, lines: int) -> str:
+    """The colour matrix of a frame by its tag, or of an untagged one of so many `lines` by `rules`."""
+    if int(frame.colorspace) == _UNTAGGED:
+        return rules.untagged_matrix(lines)
+    return _MATRICES.get(int(frame.colorspace), _OTHER_MATRIX)
+
+
+def _is_full_range(frame: av.video.VideoFrame) -> bool:
+    return int(frame.color_range) == _FULL_RANGE or frame.format.name.startswith("yuvj")
+
+
 def _with_whole_samples(frame: av.video.VideoFrame) -> av.video.VideoFrame:
     """The frame; a copy with empty pixels added at the right and the bottom if its sides are no multiples of the chroma steps."""
     columns, rows = chroma_steps(frame.format.name)
@@ -170,10 +211,7 @@ def _graph(
 ) -> av.filter.Graph:
     """Build the graph that crops, scales the planes and converts to `form`. Matrix and range are explicit, so that no filter guesses."""
     left, top, right, bottom = box
-    matrix = _MATRICES.get(int(frame.colorspace), _OTHER_MATRIX)
-    if int(frame.colorspace) == _UNTAGGED:
-        matrix = rules.untagged_matrix(probe.coded_height)
-    full = int(frame.color_range) == _FULL_RANGE or frame.format.name.startswith("yuvj")
+    matrix, full = _matrix(frame, rules, probe.coded_height), _is_full_range(frame)
     stated = f"in_color_matrix={matrix}:in_range={'full' if full else 'limited'}"
     same = f"out_color_matrix={matrix}:out_range={'full' if full else 'limited'}"
     columns, rows = chroma_steps(frame.format.name)

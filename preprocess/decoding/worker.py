@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
@@ -22,7 +23,9 @@ import numpy as np
 from mmspeed.errors import UserError
 from mmspeed.preprocess.decoding.decode import Cut
 from mmspeed.preprocess.decoding.decode_worker import HEADER, cut_to_json, pack, source_to_json
+from mmspeed.preprocess.decoding.other_decoders import OtherDecoder
 from mmspeed.preprocess.decoding.probe import Probe
+from mmspeed.preprocess.decoding.pyav_libraries import with_pyav_libraries
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from mmspeed.preprocess.sources.source import Source
 
@@ -49,10 +52,13 @@ class _TogetherError(Rejected):
 class DecodeWorker:
     """Probe and decode files in a child process, which is killed when it overruns and restarted when it has ended.
 
-    Not thread-safe, except `stop`. Use as a context manager, or call `close`.
+    `other` is a decoder to use in place of PyAV for the files of which it gives the same frames. Not thread-safe, except `stop`. Use as a
+    context manager, or call `close`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, other: OtherDecoder | None = None) -> None:
+        self._other = other
+        self._libraries: tempfile.TemporaryDirectory[str] | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._errors: BinaryIO | None = None
         self._limits = {"max_file_bytes": sys.maxsize, "max_pixels": sys.maxsize}
@@ -121,14 +127,16 @@ class DecodeWorker:
     def close(self) -> None:
         """End the child process."""
         with self._lock:
-            child, errors = self._child, self._errors
-            self._child = self._errors = None
+            child, errors, libraries = self._child, self._errors, self._libraries
+            self._child = self._errors = self._libraries = None
         if child is not None:
             child.kill()
             child.wait()
             for pipe in (child.stdin, child.stdout, errors):
                 if pipe is not None:
                     _close_quietly(pipe)
+        if libraries is not None:
+            libraries.cleanup()
 
     def _read(
         self, source: Source, left: dict[int, Cut], time_limit: float
@@ -151,7 +159,8 @@ class DecodeWorker:
         child = self._started()
         assert child.stdin is not None
         try:
-            _write(child.stdin, pack(request | self._limits))
+            other = None if self._other is None else self._other.to_json()
+            _write(child.stdin, pack(request | self._limits | {"other": other}))
             ended = False
             while not ended:
                 deadline = time.monotonic() + time_limit
@@ -189,8 +198,14 @@ class DecodeWorker:
             if self._stopped:
                 raise StoppedError
             self._errors = tempfile.TemporaryFile()
+            command, environment = [sys.executable, "-m", "mmspeed.preprocess.decoding.decode_worker"], None
+            if self._other is not None:
+                command.append(json.dumps(self._other.to_json()))
+                self._libraries = tempfile.TemporaryDirectory(prefix="mmspeed-libraries-")
+                environment = with_pyav_libraries(Path(self._libraries.name))
             self._child = child = subprocess.Popen(
-                [sys.executable, "-m", "mmspeed.preprocess.decoding.decode_worker"],
+                command,
+                env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
@@ -198,13 +213,20 @@ class DecodeWorker:
                 start_new_session=True,  # the parent handles Ctrl-C
             )
         try:
-            self._message(time.monotonic() + _START_SECONDS)
+            first = self._message(time.monotonic() + _START_SECONDS)
         except (_OverrunError, _DiedError):
             cause = self._death()
             self.close()
             if self._stopped:
                 raise StoppedError from None
             raise UserError(f"the decoder process does not start: {cause}; see `mmspeed doctor`") from None
+        if "unusable" in first:
+            self.close()
+            assert self._other is not None
+            raise UserError(
+                f"preprocess.decoder: {self._other.name} cannot be imported: {first['unusable']}; "
+                "`mmspeed doctor` tells more, and decoder: pyav needs nothing else"
+            )
         return child
 
     def _message(self, deadline: float) -> dict[str, Any]:

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from mmspeed.config import Bucket, Config
-from mmspeed.log import ProgressLine
+from mmspeed.log import ProgressLine, get_logger
 from mmspeed.preprocess.decoding.clips import Clip, cache_seed, clip_name, split_of
 from mmspeed.preprocess.decoding.pool import DecodePool, Event, Failed, Finished, Frames, Selected
+from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.recipe import Recipe
 from mmspeed.preprocess.encoding.async_writer import BackgroundWriter
 from mmspeed.preprocess.encoding.encode import Encoders, TrustedBatches, encode_latents, latent_entry
@@ -22,6 +23,8 @@ from mmspeed.preprocess.records.statistics import DataStatistics
 from mmspeed.preprocess.sources.rejections import Rejected, Rejection
 from mmspeed.preprocess.sources.source import Source
 
+log = get_logger("preprocess")
+_NAMED = 3  # sources of a reason that a process names
 _HELD = 4  # batches of decoded clips that may wait to be filled, over all buckets
 
 
@@ -115,11 +118,21 @@ class LatentStage:
         content_id = event.clips[0].content_id
         split = split_of(event.source, content_id, self.config.data, self._seed)
         self.statistics.add_source(event.source, event.probe, event.clips)
+        if event.probe.refusal:
+            self._tell_refusal(event.source, event.probe)
         planned = PlannedSource(event.source, split, content_id, event.clips)
         self._rows.append(list(rows_of([planned], self.encoders.latent_key, self.encoders.text_key)))
         for rejection in event.dropped:
             self.report.clips_failed += 1
             self._reject(rejection, whole=False)
+
+    def _tell_refusal(self, source: Source, probe: Probe) -> None:
+        """Count a source that the chosen decoder leaves to PyAV; the first few of a reason are named in the log."""
+        refusals = self.report.decoder_refusals
+        refusals[probe.refusal] += 1
+        if refusals[probe.refusal] <= _NAMED:
+            detail = f" ({probe.refusal_detail})" if probe.refusal_detail else ""
+            log.info(f"{self.config.preprocess.decoder} leaves {source.name} to PyAV: {probe.refusal}{detail}")
 
     def _fail(self, event: Failed) -> None:
         if event.clip is None:

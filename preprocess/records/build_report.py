@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,9 @@ class BuildReport:
     decode_wait_seconds: float = 0.0  # of these it waited for decoders
     write_wait_seconds: float = 0.0  # of these it waited for the disk
     decoders: Counter[str] = field(default_factory=Counter)
+    decoder_refusals: Counter[str] = field(
+        default_factory=Counter
+    )  # sources that preprocess.decoder left to PyAV, by reason
     latent_batches: Counter[str] = field(default_factory=Counter)  # see TrustedBatches.counts
     text_batches: Counter[str] = field(default_factory=Counter)
     rejections: list[Rejection] = field(default_factory=list)
@@ -67,7 +70,7 @@ class BuildReport:
         *("texts", "texts_reused", "captions_truncated", "seconds_of_video"),
         *("latent_seconds", "start_seconds", "busy_seconds", "decode_wait_seconds", "write_wait_seconds"),
     )
-    _COUNTERS = ("decoders", "latent_batches", "text_batches")
+    _COUNTERS = ("decoders", "decoder_refusals", "latent_batches", "text_batches")
 
     @classmethod
     def of(cls, root: Path, listing: SourceListing) -> BuildReport:
@@ -180,6 +183,8 @@ class BuildReport:
                 if (share := seconds / self.latent_seconds if self.latent_seconds else 0.0) >= 0.005
             )
             lines.append(f"  encoder busy {self.busy:.0%} of the time{', ' + shares if shares else ''}")
+        if self.decoder_refusals:
+            lines.append(refusal_line(self.decoder_refusals))
         for what, counts in (("clips", self.latent_batches), ("captions", self.text_batches)):
             if counts["batched"] or counts["distrusted"] or counts["halved"]:
                 lines.append(f"  {what}: {_batches(counts)}")
@@ -200,6 +205,11 @@ class BuildReport:
         return lines
 
 
+def refusal_line(refusals: Mapping[str, int]) -> str:
+    """A line on the sources that another decoder left to PyAV, by the reasons."""
+    return f"  left to PyAV by preprocess.decoder: {sum(refusals.values())} sources ({_counts(refusals)})"
+
+
 def _batches(counts: Counter[str]) -> str:
     text = f"{counts['batched']} encoded in batches, {counts['single']} one by one"
     if counts["distrusted"]:
@@ -210,5 +220,5 @@ def _batches(counts: Counter[str]) -> str:
     return text
 
 
-def _counts(counter: Counter[str]) -> str:
+def _counts(counter: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(counter.items())) or "none"

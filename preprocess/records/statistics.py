@@ -41,7 +41,7 @@ EDGES: dict[str, tuple[float, ...]] = {
     "caption_tokens": (8, 16, 24, 32, 48, 64, 77, 96, 128, 192, 256, 384, 512),
     "captions": (1, 2, 3, 4, 5, 6, 8, 11, 21),
 }
-_COUNTED = ("sizes", "endings", "codecs")
+_COUNTED = ("sizes", "endings", "codecs", "decoders", "refusals")
 _LISTED = (
     *("files", "caption_files", "ignored", "beyond_limit"),
     *("captions_cut", "captions_repaired", "captions_stripped", "captions_dropped"),
@@ -233,6 +233,9 @@ class DataStatistics:
         self.sums["bytes"] += _size(source)
         self.counts["endings"].add(os.path.splitext(source.name)[1].lower()[:12] or "(none)")
         self.counts["codecs"].add(probe.codec or "unknown")
+        self.counts["decoders"].add(probe.reader or probe.decoder)
+        if probe.refusal:  # by another decoder than PyAV
+            self.counts["refusals"].add(probe.refusal)
         self.counts["sizes"].add(f"{probe.width} x {probe.height}")
         self.histograms["megapixels"].add(probe.width * probe.height / 1e6)
         self.histograms["aspect"].add(probe.width / probe.height)

@@ -22,6 +22,7 @@ from mmspeed.models.text.encoders import text_identity
 from mmspeed.preprocess.decoding.clips import split_of
 from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Selected
 from mmspeed.preprocess.decoding.recipe import Recipe
+from mmspeed.preprocess.records.build_report import refusal_line
 from mmspeed.preprocess.records.keys import latent_parts, text_parts
 from mmspeed.preprocess.records.sample_table import PlannedSource, samples_of
 from mmspeed.preprocess.records.source_shapes import SourceShapes
@@ -215,6 +216,11 @@ def _count_lines(numbers: DataStatistics) -> list[str]:
         lines.append(f"  {reason:<16} {count:>5}  {', '.join(names)}{', ...' if count > len(names) else ''}")
     if (clips := sum(numbers.clips().values())) != numbers.usable:
         lines.append(f"  clips: {clips} of {numbers.usable} usable sources")
+    decoders, refusals = numbers.counts["decoders"].named, numbers.counts["refusals"].named
+    if refusals or set(decoders) - {"pyav", "pillow"}:
+        lines.append(f"  decoders: {', '.join(f'{name} {count}' for name, count in sorted(decoders.items()))}")
+    if refusals:
+        lines.append(refusal_line(refusals))
     train = numbers.samples("train")
     for bucket, used in numbers.buckets().items():
         lost = f"{used.cropped:.0%} of pixels cropped, {used.scaled:.0%} scaled away"

@@ -13,6 +13,7 @@ import struct
 from typing import BinaryIO
 
 HEAD_BYTES = 512  # enough of a file to identify it
+PLAIN_HEAD_BYTES = 4096
 DEMUXERS = (
     "mov", "mp4", "m4a", "3gp", "3g2", "mj2", "matroska", "webm", "avi", "mpegts", "mpeg", "mpegvideo", "flv", "asf",
     "ogg", "mxf", "dv", "ivf", "nut", "yuv4mpegpipe", "h264", "hevc", "obu", "wtv", "mp3", "wav", "flac", "aac",
@@ -31,6 +32,19 @@ def is_picture(head: bytes) -> bool:
         or (head[:2] == b"BM" and head[6:10] == b"\0\0\0\0")
         or (head[4:8] == b"ftyp" and head[8:12] in (b"avif", b"avis"))
     )
+
+
+def is_plain_container(head: bytes) -> bool:
+    """True if a file begins as an ISO, Matroska, AVI or FLV file, and not as a playlist too.
+
+    Libraries that cannot be limited to such containers would follow a playlist to other files. `head` is of `PLAIN_HEAD_BYTES`.
+    """
+    media = (
+        head[4:8] in _ISO_STARTS
+        or head.startswith((_EBML, b"FLV\x01"))
+        or (head[:4] == b"RIFF" and head[8:12] == b"AVI ")
+    )
+    return media and b"<mpd" not in head.lower()
 
 
 def is_pickle(name: str, head: bytes = b"") -> bool:

@@ -14,9 +14,14 @@ FILES = python_files(*CODE, "tests/claims")
 
 VENDORS = re.compile(r"\b(cuda|npu|nccl|hccl|torch_npu|cudnn|cublas)\b", re.IGNORECASE)
 
-# Where a vendor may be named: the device file, the choices of `device.kind` with their sentences in the schema, and the
-# backend files of compute: those that pick a fused operator by the kind of device, beside its eager twin.
-VENDOR_FILES = {"mmspeed/device.py", "mmspeed/config/schema.py", "mmspeed/compute/attention.py"}
+# Where a vendor may be named: the device file, the choices of `device.kind` with their sentences in the schema, the checks of an
+# Ascend installation, and the backend files of compute: those that pick a fused operator by the kind of device, beside its eager twin.
+VENDOR_FILES = {
+    "mmspeed/device.py",
+    "mmspeed/config/schema.py",
+    "mmspeed/compute/attention.py",
+    "mmspeed/cli/ascend_checks.py",
+}
 BACKEND_FILE = re.compile(r"mmspeed/compute/((cuda|npu)\w*|sparse/kernels/(npu_kernels|triton_gather|varlen|flex))\.py")
 
 # Calls that read or run what a stranger may have written, or that write pickles.
