@@ -26,11 +26,15 @@ _SHOWN_COLUMNS = 20
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns to read from a manifest. `split` may be missing from it, the others must exist."""
+    """The columns to read from a manifest. `split` may be missing from it, the others must exist.
+
+    `shown` is the manifest's address for messages; empty: its path.
+    """
 
     media: str
     caption: str
     split: str | None
+    shown: str = ""
 
     @property
     def names(self) -> list[str]:
@@ -38,6 +42,7 @@ class Columns:
 
     def check(self, path: str, names: Collection[str]) -> None:
         """Raise UserError if a required column is missing from `names`, the columns of the manifest at `path`, or any occurs twice."""
+        path = self.shown or path
         for column in self.names:
             count = sum(name == column for name in names)
             if count > 1:

@@ -78,9 +78,12 @@ class BoundedFolder:
                 write(temp)
                 if size is None:
                     self._make_room(0)  # its bytes stand in the folder already
-                os.replace(temp.path, path)  # need not be durable: it can be fetched again
-                pin = self.pin(name)
-                assert pin is not None  # this process still holds its lock
+                with self._locked():  # nobody deletes meanwhile
+                    if (pin := self.pin(name)) is None:  # no other process made it first
+                        os.replace(temp.path, path)  # need not be durable: it can be fetched again
+                        temp.share()
+                        pin = self.pin(name)
+                assert pin is not None
                 return pin
             finally:
                 temp.discard()

@@ -35,7 +35,9 @@ def open_store(url: str) -> tuple[Any, str]:
     except ImportError as error:
         package = _PACKAGES.get(protocol)
         hint = f"pip install {package}" if package else str(error).splitlines()[0]
-        raise UserError(f"{url}: {protocol}:// needs {f'the package {package}' if package else 'a package'}: {hint}") from None
+        raise UserError(
+            f"{url}: {protocol}:// needs {f'the package {package}' if package else 'a package'}: {hint}"
+        ) from None
     except ValueError as error:
         known = protocol in known_implementations
         why = str(error).splitlines()[0] if known else f"unknown protocol {protocol}://"
