@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import glob
+import math
 import os
+import re
 from collections.abc import Sequence
-from itertools import islice
 
 from braceexpand import UnbalancedBracesError, braceexpand
 
@@ -28,12 +29,13 @@ def _braces(place: str) -> Sequence[str]:
     """The names that braces stand for, as in a shell and in webdataset: `{000000..000099}`, `{a,b}`."""
     if "{" not in place or (not is_url(place) and os.path.exists(place)):
         return [place]
+    ranges = re.findall(r"\{(-?\d{1,18})\.\.(-?\d{1,18})", place)
+    if math.prod(abs(int(last) - int(first)) + 1 for first, last in ranges) > MOST_NAMES:  # the package makes them all
+        raise UserError(f"data.sources: {place} stands for more than {MOST_NAMES} names")
     try:
-        names = list(islice(braceexpand(place), MOST_NAMES + 1))
+        names = list(braceexpand(place))
     except UnbalancedBracesError:
         raise UserError(f"data.sources: {place} has a brace without its partner") from None
-    if len(names) > MOST_NAMES:
-        raise UserError(f"data.sources: {place} stands for more than {MOST_NAMES} names")
     absent = [name for name in names if not is_url(name) and "*" not in name and not os.path.exists(name)]
     if absent:
         raise UserError(
