@@ -40,14 +40,14 @@ def store_folder() -> Path:
 
 
 def absent_hint(path: str | Path) -> str:
-    """Advice about media at a path where nothing is: remote addresses, and what looks like a hub id, are copied to a folder first."""
+    """Advice about media at a path where nothing is: a URL that lost a slash, and what looks like a hub id."""
     if _REMOTE.match(str(path)):
-        return "is a remote address, and media are read from disk: copy or mount it, and name the folder"
+        return f"is a path, not an address; write {str(path).replace(':/', '://', 1)}, as text"
     folder = Path(path)
     if not folder.suffix and not folder.parent.exists() and folder.parent.parent.is_dir():
         name = "/".join(folder.parts[-2:])
         return (
-            "does not exist; correct the path, or, if it is the id of a data set on the hub, download it and name the folder: "
+            f"does not exist; correct the path, or, if it is an id on the hub, name hf://datasets/{name}, or download it: "
             f"`hf download --repo-type dataset {name} --local-dir {folder.name}`"
         )
     return "does not exist; correct the path"

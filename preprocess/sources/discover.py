@@ -18,7 +18,7 @@ from mmspeed.preprocess.sources.captions import is_missing, strings
 from mmspeed.preprocess.sources.fetched import MediaStore
 from mmspeed.preprocess.sources.folders import no_file, read_folder
 from mmspeed.preprocess.sources.listing import IMAGE_ENDINGS, VIDEO_ENDINGS, SourceCollector, SourceListing, ending
-from mmspeed.preprocess.sources.manifests import READERS, Columns
+from mmspeed.preprocess.sources.manifests import READERS, Columns, column_names
 from mmspeed.preprocess.sources.patterns import expand
 from mmspeed.preprocess.sources.rejections import Reason, Rejection, readable
 from mmspeed.preprocess.sources.remote_listing import RemoteListing, row_place
@@ -66,6 +66,39 @@ def list_sources(data: DataConfig) -> SourceListing:
             if len(collector.sources) == before[0]:
                 _check_not_empty(config, collector.rejections[before[1] :])
     return collector.listing(data.limit)
+
+
+# Keys of a source, and the names under which manifests usually have what they name, the likeliest first.
+USUAL_COLUMNS = {
+    "media_column": ("video", "video_path", "path", "file_name", "filename", "file", "media", "image", "url"),
+    "caption_column": ("caption", "text", "prompt", "captions", "description"),
+}
+
+
+def usual_columns(data: DataConfig) -> dict[str, str]:
+    """The column keys that the first source needs if it is a manifest without the default names: those of usual names that it has.
+
+    Empty if it needs none, or if no usual name is there (then `list_sources` says which there are). Raises UserError like it.
+    """
+    config = data.sources[0]
+    path = expand(config.path)[0]
+    kind = _format(config, path)
+    if kind == "manifest_folder":
+        path = _manifest_in(config, path) or path
+        kind = FORMAT_OF_ENDING[ending(path)]
+    if kind not in READERS:
+        return {}
+    if is_url(path):
+        with closing(MediaStore.of(data)) as media:
+            with RemoteListing(SourceCollector(data.max_caption_chars), media).manifest(path) as copy:
+                names = column_names(copy, kind)
+    else:
+        names = column_names(path, kind)
+    guessed = {}
+    for key, usual in USUAL_COLUMNS.items():
+        if getattr(config, key) not in names and (column := next((name for name in usual if name in names), None)):
+            guessed[key] = column
+    return guessed
 
 
 def _read_remote(remote: RemoteListing, config: SourceConfig, url: str, kind: str) -> None:

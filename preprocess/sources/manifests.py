@@ -187,4 +187,18 @@ def read_parquet(path: str, columns: Columns) -> Iterator[Row]:
             child.kill()
 
 
+def column_names(path: str, kind: str) -> list[str]:
+    """The names of all columns of a manifest (`kind` of `READERS`). Raises UserError if it cannot be read."""
+    found: dict[str, None] = {}
+
+    class Every(Columns):
+        def check(self, path: str, names: Collection[str]) -> None:
+            found.update(dict.fromkeys(names))
+
+    for _ in READERS[kind](path, Every("", "", None)):
+        if found:  # known from its head; JSON lines are read to the end, since each may have others
+            break
+    return list(found)
+
+
 READERS = {"jsonl": read_jsonl, "csv": read_csv, "parquet": read_parquet}

@@ -70,7 +70,9 @@ def served(folder: Path, **how: object) -> Iterator[FileServer]:
                 return
             data = (folder / name).read_bytes()
             asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")) if server.ranges else None
-            begin, end = (int(asked[1]), min(int(asked[2] or len(data) - 1) + 1, len(data))) if asked else (0, len(data))
+            begin, end = (
+                (int(asked[1]), min(int(asked[2] or len(data) - 1) + 1, len(data))) if asked else (0, len(data))
+            )
             self.send_response(206 if asked else 200)
             if asked:
                 self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{len(data)}")

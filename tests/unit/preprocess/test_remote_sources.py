@@ -212,7 +212,7 @@ def test_a_connection_that_dies_is_tried_again_and_then_named(tmp_path: Path, ra
         server.broken.clear()
         assert contents(other, sources[2:]) == [CLIP]
         server.broken["a.tar"] = 99
-        with pytest.raises(UserError, match="a.tar cannot be read"):
+        with pytest.raises(UserError, match=r"a\.tar cannot be read"):
             listed(f"{server.url}/a.tar")
 
 
@@ -336,6 +336,10 @@ def test_media_without_captions(tmp_path: Path) -> None:
     assert empty.missing_captions == 1 and [r.source for r in empty.rejections] == ["bad.mp4"]
     default = by(missing_caption="default", default_caption="a video")
     assert {s.name: s.captions for s in default.sources} == {"a.mp4": ("a cat",), "b.mp4": ("a video",)}
-    for keys in ({"missing_caption": "default"}, {"default_caption": "x"}, {"missing_caption": "default", "default_caption": " "}):
+    for keys in (
+        {"missing_caption": "default"},
+        {"default_caption": "x"},
+        {"missing_caption": "default", "default_caption": " "},
+    ):
         with pytest.raises(ValueError, match="default_caption"):
             by(**keys)
