@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmspeed.config import RunConfig, video_config
-from mmspeed.config.places import is_url
+from mmspeed.config.places import absolute_places, is_url
 
 if TYPE_CHECKING:
     from mmspeed.preprocess.build.online import OnlineBuilder
@@ -43,9 +43,10 @@ class VideoPreparation:
         """The initial values with frame rate, buckets, held-out share and prompts that suit the media. Raises UserError like `fit_data`."""
         from mmspeed.preprocess.report.starting import fit_data
 
-        fit = fit_data(folder / videos)
+        fit = fit_data(absolute_places(folder, videos))
         values, fitted = dict(cls.starting_values(name, videos)), fit.values()
-        values["data"] = {**values["data"], **fitted["data"]}
+        source = {**values["data"]["sources"][0], **fit.columns}
+        values["data"] = {**values["data"], "sources": [source], **fitted["data"]}
         return {**values, "validate": fitted["validate"]}, fit.lines()
 
     def check(

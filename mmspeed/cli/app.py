@@ -132,9 +132,9 @@ def options(
 def init(
     path: Annotated[Path, typer.Argument(help="Config file to write: my-run or my-run.yaml.")],
     videos: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            help="Folder or manifest of your videos, which the config is fitted to; without it, the demo clips."
+            help="Folder, manifest, tars or URL of your videos, which the config is fitted to; without it, the demo clips."
         ),
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Write every key, with its sentence and default.")] = False,

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from mmspeed.config.docs import REQUIRED, default_of, is_list, kind_of, section_options, show_type, show_value
 from mmspeed.config.json_schema import editor_line
 from mmspeed.config.load import sections
-from mmspeed.config.places import absent_hint
+from mmspeed.config.places import absent_hint, is_url
 from mmspeed.config.schema import RunConfig
 from mmspeed.config.tasks import config_class, preparation_class
 from mmspeed.data.cache.files import write_whole
@@ -70,7 +70,7 @@ PLAIN = (
 
 def write_config(
     path: Path,
-    videos: Path | None = None,
+    videos: Path | str | None = None,
     force: bool = False,
     task: str = "video",
     full: bool = False,
@@ -78,7 +78,7 @@ def write_config(
 ) -> Path:
     """Write a config to `path` (`.yaml` is added if it has no such ending) and return the path written.
 
-    `videos` is the folder, manifest or pattern of tars to train on, which is probed and which the config is fitted to; `tell` is called
+    `videos` is the folder, manifest, tars or URL to train on, which is probed and which the config is fitted to; `tell` is called
     with each line about it. Without `videos` the packaged clips are used. `full`: with every key. Raises UserError for a task that is
     unknown or takes no `videos`, if `videos` does not exist or holds nothing to train on, if `path` names a folder, and if the file
     exists and `force` is false.
@@ -114,11 +114,18 @@ def run_name(path: Path) -> str:
     return name or "run"
 
 
-def source_path(config: Path, videos: Path | None) -> str | None:
-    """The path of the media in the config file: relative if they are beside or below it; None for the demo's."""
+def source_path(config: Path, videos: Path | str | None) -> str | None:
+    """The path of the media in the config file: relative if they are beside or below it; None for the demo's.
+
+    URLs stay as they are, and sets behind `::` are placed one by one.
+    """
     if videos is None:
         return None
-    if not videos.exists() and not ("*" in str(videos) and glob.glob(str(videos))):
+    if isinstance(videos, str) and (is_url(videos) or "::" in videos):
+        return "::".join(one if is_url(one) else str(source_path(config, Path(one))) for one in videos.split("::"))
+    videos = Path(videos)
+    named = "{" in str(videos) or ("*" in str(videos) and glob.glob(str(videos)))
+    if not videos.exists() and not named:
         raise UserError(f"--videos: {videos} {absent_hint(videos)}")
     target, base = videos.resolve(), config.resolve().parent
     return os.path.relpath(target, base) if target.is_relative_to(base) else str(target)

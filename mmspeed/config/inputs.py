@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import PurePath
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from mmspeed.shapes import Bucket
+
+from .places import base_name
 
 
 class Section(BaseModel):
@@ -20,12 +21,12 @@ class SourceConfig(Section):
     """A folder, manifest or tar that holds media and captions."""
 
     path: str = Field(
-        description="Folder, manifest file or webdataset tar (a `*` pattern names several tars). Relative paths are taken from the config file."
+        description="Folder, manifest file or webdataset tar, on disk or behind a URL (`s3://`, `https://`, `hf://` and others that fsspec reads). `*` and braces (`{000000..000099}`) name several, and `::` stands between sets. Relative paths are taken from the config file."
     )
     name: str | None = Field(
         None,
         min_length=1,
-        description="Name of this data set; null: the last part of `path`, numbered where two are the same.",
+        description="Name of this source; null: the last part of `path`, numbered where two are the same.",
     )
     repeats: int = Field(
         1, ge=1, description="Times each of its samples is used in an epoch, times `data.repeats`. Not with weights."
@@ -33,7 +34,7 @@ class SourceConfig(Section):
     weight: float | None = Field(
         None,
         gt=0,
-        description="Share of this data set in an epoch's samples, relative to the other data sets' weights: all have one, or none. With a small share, a sample is not used in every epoch, but as often as any other of the set in its bucket (at least one of each bucket in every epoch).",
+        description="Share of this source in an epoch's samples, relative to the other sources' weights: all have one, or none. With a small share, a sample is not used in every epoch, but as often as any other of the source in its bucket (at least one of each bucket in every epoch).",
     )
     format: Literal["auto", "folder", "jsonl", "csv", "parquet", "webdataset"] = Field(
         "auto",
@@ -141,7 +142,7 @@ class DataConfig(Section):
     temperature: float | None = Field(
         None,
         gt=0,
-        description="Mix several data sets with shares of size ** (1 / temperature): 1 follows their sizes, larger values are more even. Null: every sample equally often, or by the sources' weights.",
+        description="Mix several sources with shares of size ** (1 / temperature): 1 follows their sizes, larger values are more even. Null: every sample equally often, or by the sources' weights.",
     )
     max_file_mb: float = Field(4096.0, gt=0, description="Larger media files are rejected as too large, in megabytes.")
     max_pixels: int = Field(
@@ -151,6 +152,18 @@ class DataConfig(Section):
     )
     max_caption_chars: int = Field(
         4096, ge=1, description="Longer captions are cut to this many characters, and counted."
+    )
+    missing_caption: Literal["reject", "empty", "default"] = Field(
+        "reject",
+        description="Media without a caption: `reject` them, take them with the `empty` caption, or with the `default` one (`default_caption`); they are counted.",
+    )
+    default_caption: str | None = Field(
+        None, min_length=1, description="Caption of media that have none, with `missing_caption: default`."
+    )
+    local_mb: float = Field(
+        20000.0,
+        gt=0,
+        description="Size of the local store that holds fetched remote media, in megabytes: beyond it the oldest that are not in use are deleted. It lies under `$MMSPEED_CACHE`, else `~/.cache/mmspeed`.",
     )
 
     @field_validator("background")
@@ -166,13 +179,21 @@ class DataConfig(Section):
         return f"#{red:02x}{green:02x}{blue:02x}"
 
     @model_validator(mode="after")
+    def _captions(self) -> DataConfig:
+        if (self.missing_caption == "default") != (self.default_caption is not None):
+            raise ValueError("missing_caption: default and default_caption go together: set both, or neither")
+        if self.default_caption is not None and not self.default_caption.strip():
+            raise ValueError("default_caption is blank; for no caption set missing_caption: empty")
+        return self
+
+    @model_validator(mode="after")
     def _mixing(self) -> DataConfig:
         weights = [source.weight for source in self.sources]
         if any(weights) and not all(weights):
             raise ValueError("give every source a weight, or none")
         if any(weights) and self.temperature is not None:
             raise ValueError(
-                "the sources' weights and data.temperature both set the shares of data sets: use one of them"
+                "the sources' weights and data.temperature both set the shares of sources: use one of them"
             )
         if (any(weights) or self.temperature is not None) and any(source.repeats > 1 for source in self.sources):
             raise ValueError(
@@ -186,11 +207,11 @@ class DataConfig(Section):
 
     @property
     def dataset_names(self) -> tuple[str, ...]:
-        """The data set name of each source, in order; all are distinct."""
+        """The name of each source, in order; all are distinct."""
         explicit = {source.name for source in self.sources if source.name is not None}
         names: list[str] = []
         for source in self.sources:
-            base = name = source.name or PurePath(source.path).name or "data"
+            base = name = source.name or base_name(source.path) or "data"
             number = 2
             while source.name is None and (name in explicit or name in names):
                 name, number = f"{base}-{number}", number + 1

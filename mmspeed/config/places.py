@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 from pathlib import Path
+from urllib.parse import urlsplit
 
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+]+:/")
 
@@ -15,21 +16,38 @@ def is_url(place: str | Path) -> bool:
     return not isinstance(place, Path) and "://" in place
 
 
+def base_name(place: str) -> str:
+    """The last part of a path or URL, without a web address's query, which may hold a token."""
+    path = urlsplit(place).path if place.lower().startswith(("http://", "https://")) else place
+    return path.rstrip("/").rpartition("/")[2] or place
+
+
+def absolute_places(base: Path, places: str) -> str:
+    """The path of a source, each set of it between `::` taken from `base`; URLs stay as they are."""
+    sets = places.split("::")
+    return "::".join(place if is_url(place) else str(base / Path(place).expanduser()) for place in sets)
+
+
 def mirror_folder(url: str, base: str | Path | None = None) -> Path:
     """The local folder for the fetched files of a remote cache: under `base`, else $MMSPEED_CACHE, else `~/.cache/mmspeed`."""
     parent = base or os.environ.get("MMSPEED_CACHE") or "~/.cache/mmspeed"
     return Path(parent).expanduser() / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:32]
 
 
+def store_folder() -> Path:
+    """The local folder in which fetched media are kept: under $MMSPEED_CACHE, else `~/.cache/mmspeed`."""
+    return Path(os.environ.get("MMSPEED_CACHE") or "~/.cache/mmspeed").expanduser() / "media"
+
+
 def absent_hint(path: str | Path) -> str:
-    """Advice about media at a path where nothing is: remote addresses, and what looks like a hub id, are copied to a folder first."""
+    """Advice about media at a path where nothing is: a URL that lost a slash, and what looks like a hub id."""
     if _REMOTE.match(str(path)):
-        return "is a remote address, and media are read from disk: copy or mount it, and name the folder"
+        return f"is a path, not an address; write {str(path).replace(':/', '://', 1)}, as text"
     folder = Path(path)
     if not folder.suffix and not folder.parent.exists() and folder.parent.parent.is_dir():
         name = "/".join(folder.parts[-2:])
         return (
-            "does not exist; correct the path, or, if it is the id of a data set on the hub, download it and name the folder: "
+            f"does not exist; correct the path, or, if it is an id on the hub, name hf://datasets/{name}, or download it: "
             f"`hf download --repo-type dataset {name} --local-dir {folder.name}`"
         )
     return "does not exist; correct the path"

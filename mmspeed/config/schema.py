@@ -28,7 +28,7 @@ from .inputs import (
 )
 from .memory import MemoryConfig, refused
 from .parallel import ParallelConfig
-from .places import is_url, mirror_folder
+from .places import absolute_places, base_name, is_url, mirror_folder
 from .shift import ShiftConfig, checked_shift
 from .sparse import SparseConfig, planner_from_scratch
 from .training import BatchingConfig, StageConfig, TrainConfig, Weighting, WeightingSection
@@ -66,6 +66,10 @@ __all__ = [
     "VaeConfig",
     "ValidateConfig",
 ]
+
+
+# Keys of data that older caches do not record.
+_LATER_KEYS = ("background", "default_caption", "max_repeated", "missing_caption", "untagged")
 
 
 class ModelConfig(Section):
@@ -484,7 +488,7 @@ class Config(RunConfig):
             return joined(base, name) if is_path else name
 
         data, vae, text = self.data, self.vae, self.text
-        places = [source.path if is_url(source.path) else joined(base, source.path) for source in data.sources]
+        places = [absolute_places(base, source.path) for source in data.sources]
         sources = tuple(
             source.model_copy(update={"path": place}) for source, place in zip(data.sources, places, strict=True)
         )
@@ -522,10 +526,10 @@ class Config(RunConfig):
 
         Only the last part of a source's path counts: caches and data sets move between machines.
         """
-        data = self.data.model_dump(mode="json", exclude={"cache", "repeats", "sources", "temperature"})
+        data = self.data.model_dump(mode="json", exclude={"cache", "local_mb", "repeats", "sources", "temperature"})
         data["sources"] = [
             source.model_dump(mode="json", exclude={"repeats", "weight"})
-            | {"path": Path(source.path).name, "name": name}
+            | {"path": base_name(source.path), "name": name}
             for source, name in zip(self.data.sources, self.data.dataset_names, strict=True)
         ]
         if self.data.val_fraction > 0:
@@ -538,7 +542,7 @@ class Config(RunConfig):
     @staticmethod
     def recorded_settings(recorded: dict[str, Any]) -> dict[str, Any]:
         """The `sample_settings` that a cache records, with the defaults of keys that came after it."""
-        later = {name: DataConfig.model_fields[name].default for name in ("background", "max_repeated", "untagged")}
+        later = {name: DataConfig.model_fields[name].default for name in _LATER_KEYS}
         return later | recorded
 
     @property

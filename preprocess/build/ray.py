@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -35,6 +36,7 @@ from mmspeed.preprocess.records.sample_table import ClipRow
 from mmspeed.preprocess.records.stale_entries import StoredEntries
 from mmspeed.preprocess.records.statistics import DataStatistics
 from mmspeed.preprocess.sources.rejections import Reason
+from mmspeed.preprocess.sources.remote import RemoteFile
 from mmspeed.preprocess.sources.source import Source
 
 SOURCES_A_BLOCK, CAPTIONS_A_BLOCK = 256, 4096
@@ -259,7 +261,7 @@ def _blocks(items: Sequence[Item], size: int, workers: int) -> list[Sequence[Ite
 
 _SOURCE = pa.schema(
     [
-        *((name, pa.string()) for name in ("name", "path", "kind", "split", "dataset")),
+        *((name, pa.string()) for name in ("name", "path", "kind", "split", "dataset", "remote")),
         *((name, pa.int64()) for name in ("offset", "size")),
         ("captions", pa.list_(pa.string())),
     ]
@@ -267,12 +269,16 @@ _SOURCE = pa.schema(
 
 
 def _table_of(sources: Sequence[Source]) -> pa.Table:
-    rows = [{name: getattr(source, name) for name in _SOURCE.names} for source in sources]
+    rows = [{name: getattr(source, name) for name in _SOURCE.names if name != "remote"} for source in sources]
+    for row, source in zip(rows, sources, strict=True):
+        row["remote"] = None if source.remote is None else json.dumps(asdict(source.remote))
     return pa.Table.from_pylist(rows, _SOURCE)
 
 
 def _source_of(row: dict[str, Any]) -> Source:
-    return Source(**{name: row[name] for name in _SOURCE.names if name != "captions"}, captions=tuple(row["captions"]))
+    plain = {name: row[name] for name in _SOURCE.names if name not in ("captions", "remote")}
+    remote = None if row["remote"] is None else RemoteFile(**json.loads(row["remote"]))
+    return Source(**plain, captions=tuple(row["captions"]), remote=remote)
 
 
 def _table_of_part(part: ProcessRecord, number: int) -> pa.Table:

@@ -199,7 +199,11 @@ def _older(path: Path, seconds: float) -> bool:
 
 
 def _stat(source: Source) -> tuple[int, int]:
-    """Bytes of a source and the modification time of its file in nanoseconds; -1 if they are unknown."""
+    """Bytes of a source and the modification time of its file in nanoseconds, or a number of its state; -1 if they are unknown."""
+    if source.remote is not None:
+        size = source.remote.size if source.size is None else source.size
+        state = source.remote.checksum or source.remote.tag
+        return -1 if size is None else size, int(digest(state.encode())[:15], 16)
     try:
         on_disk = os.stat(source.path)
     except (OSError, ValueError):

@@ -113,7 +113,9 @@ class _Server:
 
 
 def source_to_json(source: Source) -> dict[str, Any]:
-    """The part of a source that decoding needs."""
+    """The part of a source that decoding needs; a remote one is read from its local copy."""
+    if source.copy:
+        return {"name": source.name, "path": source.copy, "offset": None, "size": None, "kind": source.kind}
     return {"name": source.name, "path": source.path, "offset": source.offset, "size": source.size, "kind": source.kind}
 
 

@@ -6,6 +6,7 @@ import importlib.util
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -21,12 +22,14 @@ from mmspeed.preprocess.decoding.pixel_rules import PixelRules
 from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.recipe import Recipe
 from mmspeed.preprocess.decoding.worker import DecodeWorker, StoppedError
+from mmspeed.preprocess.sources.fetched import MediaStore
 from mmspeed.preprocess.sources.rejections import Reason, Rejected, Rejection
 from mmspeed.preprocess.sources.source import Source
 from mmspeed.rng import Seed
 
 _SOURCES_AHEAD = 2  # beyond one for each worker
 _CLIPS_AHEAD = 2  # of each source
+_STOP_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,8 @@ class DecodePool:
         self.sources = sources
         self.recipe = recipe or Recipe.of(config, sources)
         self.size = max(1, min(config.preprocess.decode_workers, len(sources)))
+        self.media = MediaStore.of(config.data)
+        self.media.expect(sources)
         self._runs: list[_PoolRun] = []
 
     def __enter__(self) -> DecodePool:
@@ -92,6 +97,7 @@ class DecodePool:
     ) -> None:
         for run in self._runs:
             run.stop()
+        self.media.close()
 
     def waiting_clips(self) -> int:
         """The number of decoded clips that wait for the consumer."""
@@ -106,7 +112,7 @@ class DecodePool:
         `Finished`; or, if the whole source is rejected, `Failed` without a clip and `Finished`. `wanted` (None: no clips, the
         sources are only planned) is called in other threads. Their exceptions are raised here.
         """
-        run = _PoolRun(self.config, self.seed, self.sources, wanted, self.size, self.recipe)
+        run = _PoolRun(self.config, self.seed, self.sources, wanted, self.size, self.recipe, self.media)
         self._runs.append(run)
         run.start()  # now, not when the first event is requested
         return self._events(run, ordered)
@@ -146,26 +152,36 @@ def source_events(
     seed: Seed,
     wanted: Callable[[Clip], bool] | None,
     recipe: Recipe,
+    media: MediaStore,
 ) -> Iterator[Event]:
-    """Yield the events of one source; see `DecodePool.run`."""
+    """Yield the events of one source; see `DecodePool.run`. A remote one has a local copy in `media` meanwhile."""
     data, limit = config.data, config.preprocess.time_limit
     probe: Probe | None = None
-    try:
-        probe = worker.open(source, int(data.max_file_mb * 1e6), data.max_pixels, limit)
-        identify = recipe.contents.id_of
-        selected = select_clips(source, probe, data, config.preprocess.full_hash, seed, identify, recipe.rules)
-        clips, dropped = without_repeats(selected, data.max_repeated)
-        if wanted is not None:
-            recipe.contents.remember(source, clips[0].content_id)
-    except (Rejected, OSError) as error:
-        rejected = error if isinstance(error, Rejected) else _unreadable(error)
-        yield Failed(source, None, rejected, probe if isinstance(error, Rejected) else None)
-    else:
-        yield Selected(source, clips, probe, dropped)
-        wanted_clips = [] if wanted is None else [clip for clip in clips if wanted(clip)]
-        for position, result in worker.read(source, [clip.cut for clip in wanted_clips], limit):
-            clip = wanted_clips[position].decoded_by(probe.reader or probe.decoder)
-            yield Failed(source, clip, result) if isinstance(result, Rejected) else Frames(source, clip, result)
+    with ExitStack() as stack:
+        try:
+            here = stack.enter_context(media.local(source))
+            probe = worker.open(here, int(data.max_file_mb * 1e6), data.max_pixels, limit)
+            selected = select_clips(
+                source,
+                probe,
+                data,
+                config.preprocess.full_hash,
+                seed,
+                lambda _: recipe.contents.id_of(here),
+                recipe.rules,
+            )
+            clips, dropped = without_repeats(selected, data.max_repeated)
+            if wanted is not None:
+                recipe.contents.remember(here, clips[0].content_id)
+        except (Rejected, OSError) as error:
+            rejected = error if isinstance(error, Rejected) else _unreadable(error)
+            yield Failed(source, None, rejected, probe if isinstance(error, Rejected) else None)
+        else:
+            yield Selected(source, clips, probe, dropped)
+            wanted_clips = [] if wanted is None else [clip for clip in clips if wanted(clip)]
+            for position, result in worker.read(here, [clip.cut for clip in wanted_clips], limit):
+                clip = wanted_clips[position].decoded_by(probe.reader or probe.decoder)
+                yield Failed(source, clip, result) if isinstance(result, Rejected) else Frames(source, clip, result)
     yield Finished(source)
 
 
@@ -196,7 +212,9 @@ class _PoolRun:
         wanted: Callable[[Clip], bool] | None,
         size: int,
         recipe: Recipe,
+        media: MediaStore,
     ) -> None:
+        self._media = media
         self._config, self._seed, self._sources, self._wanted, self._recipe = config, seed, sources, wanted, recipe
         self._ahead = size + _SOURCES_AHEAD
         self._changed = threading.Condition()
@@ -234,14 +252,16 @@ class _PoolRun:
             worker.stop()
         for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():
-                thread.join()
+                thread.join(_STOP_SECONDS)  # one that waits for a remote store ends later by itself
 
     def _work(self, worker: DecodeWorker) -> None:
         with worker:
             while (number := self._begin()) is not None:
                 try:
                     source = self._sources[number]
-                    for event in source_events(worker, source, self._config, self._seed, self._wanted, self._recipe):
+                    for event in source_events(
+                        worker, source, self._config, self._seed, self._wanted, self._recipe, self._media
+                    ):
                         self._put(number, event)
                 except StoppedError:
                     return

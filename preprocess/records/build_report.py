@@ -32,6 +32,7 @@ class BuildReport:
     files: int = 0  # files examined
     sources: int = 0  # media with captions
     ignored: int = 0  # hidden files
+    missing_captions: int = 0  # media taken without a caption, or with the default one
     captions_cut: int = 0  # cut to data.max_caption_chars
     captions_repaired: int = 0  # had bytes that are not UTF-8, replaced by U+FFFD
     captions_stripped: int = 0  # had control or invisible characters, which were removed
@@ -76,6 +77,7 @@ class BuildReport:
     def of(cls, root: Path, listing: SourceListing) -> BuildReport:
         """The report of a build that has only listed its sources."""
         captions = {f"captions_{what}": getattr(listing, f"captions_{what}") for what in _CLEANED}
+        captions["missing_captions"] = listing.missing_captions
         return cls(root=root, files=listing.files, sources=len(listing.sources), ignored=listing.ignored, **captions)
 
     def to_json(self) -> dict[str, Any]:
@@ -192,6 +194,8 @@ class BuildReport:
 
     def _caption_lines(self) -> list[str]:
         lines = []
+        if self.missing_captions:
+            lines.append(f"  media without a caption, taken by data.missing_caption: {self.missing_captions}")
         if self.captions_cut or self.captions_truncated:
             lines.append(
                 f"  captions cut: {self.captions_cut} to data.max_caption_chars, {self.captions_truncated} to text.max_tokens"

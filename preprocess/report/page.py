@@ -6,6 +6,7 @@ import io
 import json
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from mmspeed.preprocess.records.build_report import BuildReport
 from mmspeed.preprocess.records.statistics import DataStatistics, ThumbnailSource
 from mmspeed.preprocess.report.costs import estimate, folder_bytes, free_bytes, hints, peaks, pixels
 from mmspeed.preprocess.report.page_html import CacheState, DataPage, render
+from mmspeed.preprocess.sources.fetched import MediaStore
 from mmspeed.preprocess.sources.listing import SourceListing
 from mmspeed.preprocess.sources.rejections import Rejected
 from mmspeed.shapes import Strides
@@ -57,10 +59,11 @@ def take_thumbnails(config: Config, shown: Sequence[ThumbnailSource]) -> list[tu
     """A JPEG of each source, decoded in a separate process; None if it cannot be decoded."""
     limit = min(_THUMBNAIL_SECONDS, config.preprocess.time_limit)
     thumbnails: list[tuple[ThumbnailSource, bytes | None]] = []
-    with DecodeWorker() as worker:
+    with DecodeWorker() as worker, closing(MediaStore.of(config.data)) as media:
         for one in shown:
             try:
-                thumbnails.append((one, thumbnail_jpeg(worker.thumbnail(one.source(), THUMBNAIL_WIDTH, limit))))
+                with media.local(one.source()) as source:
+                    thumbnails.append((one, thumbnail_jpeg(worker.thumbnail(source, THUMBNAIL_WIDTH, limit))))
             except (Rejected, OSError):
                 thumbnails.append((one, None))
     return thumbnails

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.windows import frames_available
 from mmspeed.preprocess.records.source_shapes import SourceShapes
 from mmspeed.preprocess.report.suggest import BucketGrid, BucketOutcome, grid_of, suggest
-from mmspeed.preprocess.sources.discover import list_sources
+from mmspeed.preprocess.sources.discover import list_sources, usual_columns
 from mmspeed.preprocess.sources.rejections import Reason, Rejected, Rejection
 from mmspeed.preprocess.sources.source import Source
 
@@ -54,6 +54,7 @@ class DataFit:
     probed: int
     listed: int
     rejections: tuple[Rejection, ...] = field(repr=False)
+    columns: Mapping[str, str] = field(default_factory=dict)  # of a manifest, that a config must name
 
     @property
     def sources(self) -> int:
@@ -83,7 +84,9 @@ class DataFit:
 
     def lines(self) -> list[str]:
         """The outcome for a person: the headline, the buckets, what is held out, and examples of what is rejected."""
-        lines = [f"sources: {self.headline()}"]
+        taken = ", ".join(f"{column!r} as {key}" for key, column in self.columns.items())
+        lines = [f"columns: {taken}"] if taken else []
+        lines.append(f"sources: {self.headline()}")
         lines += [f"  bucket {b}: {count}" for b, count in zip(self.buckets, self.clips, strict=True)]
         lines.append(f"  fps {self.fps:g}; held out for validation: {self.held_out}")
         for reason in dict.fromkeys(rejection.reason for rejection in self.rejections):
@@ -94,14 +97,17 @@ class DataFit:
 
 
 def fit_data(path: str | Path, seed: int = 0, most: int = MOST_PROBED) -> DataFit:
-    """Probe the media at `path` (a folder, manifest, tar or pattern of tars) and fit a first config to them.
+    """Probe the media at `path` (a folder, manifest, tar, pattern of tars or URL) and fit a first config to them.
 
+    A manifest without the default columns is read by those of usual names (`USUAL_COLUMNS`), which the fit then says.
     At most `most` sources are probed, none is decoded whole. `seed` is that of the config, which decides what is held out. Raises
     UserError if there are no media, and if none is usable.
     """
     if most < 1:
         raise UserError(f"most is {most}: probe 1 source or more")
     config = _config(str(path), 8.0, [Bucket(FRAMES, *SIZES[0])])
+    columns = usual_columns(config.data)
+    config = _config(str(path), 8.0, [Bucket(FRAMES, *SIZES[0])], columns)
     listing = list_sources(config.data)
     unlisted = [rejection for rejection in listing.rejections if rejection.reason not in _NO_SOURCE]
     sources = _spread(listing.sources, most)
@@ -111,7 +117,7 @@ def fit_data(path: str | Path, seed: int = 0, most: int = MOST_PROBED) -> DataFi
     outcome = fit_buckets([probe for _, probe in probes], fps, grid) if probes else None
     if outcome is None or not outcome.buckets:
         raise _unusable(path, [*unlisted, *failed, *(_misfit(source, probe) for source, probe in probes)])
-    config = _config(str(path), fps, outcome.buckets)
+    config = _config(str(path), fps, outcome.buckets, columns)
     selected: list[tuple[Source, Clip]] = []
     for source, probe in probes:
         try:
@@ -138,6 +144,7 @@ def fit_data(path: str | Path, seed: int = 0, most: int = MOST_PROBED) -> DataFi
         probed=len(sources),
         listed=len(listing.sources),
         rejections=(*unlisted, *failed),
+        columns=columns,
     )
 
 
@@ -192,16 +199,18 @@ def fit_held_out(config: Config, selected: Sequence[tuple[Source, Clip]], seed: 
 def choose_prompts(sources: Sequence[Source]) -> tuple[str, ...]:
     """Two different captions, from the first and the middle source; of videos and not too long, where there are such."""
     videos = [source for source in sources if source.kind == "video"] or sources
-    captions = list(dict.fromkeys(source.captions[0] for source in videos))
+    captions = list(dict.fromkeys(source.captions[0] for source in videos if source.captions))
     short = [caption for caption in captions if len(caption) <= PROMPT_CHARS]
     chosen = short if len(short) >= 2 else sorted(captions, key=len)[:2]
     return tuple(dict.fromkeys((chosen[0], chosen[len(chosen) // 2])))
 
 
-def _config(path: str, fps: float, buckets: Sequence[Bucket]) -> Config:
+def _config(path: str, fps: float, buckets: Sequence[Bucket], columns: Mapping[str, str] | None = None) -> Config:
     """A config of the built-in codec and the smallest model, for this data set."""
     shapes = [{"frames": b.frames, "height": b.height, "width": b.width} for b in buckets]
-    return make_config({"data": {"sources": [{"path": path}], "fps": fps, "buckets": shapes}}, origin=path)
+    return make_config(
+        {"data": {"sources": [{"path": path, **(columns or {})}], "fps": fps, "buckets": shapes}}, origin=path
+    )
 
 
 def _spread(sources: Sequence[Source], most: int) -> list[Source]:

@@ -1,5 +1,7 @@
 """Content ids of large files, whose samples may be equal: their whole-file hashes are taken when they are read, remembered and compared.
 
+Of a remote file that its store names by a checksum, the id is made from that alone.
+
 A large file's id is the digest of its size and 16 blocks (`source.content_id`), which is quick to plan with. Before one file is taken
 for another, of this listing or of the cache, the XXH3 hashes (128 bits) of both are compared: files that differ get ids of
 their own, made from both. The cache remembers hashes by path, size, time and inode (`mmspeed.data.cache.contents`).
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import xxhash
 
+from mmspeed.config.places import is_url
 from mmspeed.data.cache.contents import ContentLine, FileState, append_content, read_contents
 from mmspeed.data.cache.keys import digest
 from mmspeed.preprocess.sources.rejections import Rejected
@@ -68,11 +71,13 @@ class ContentIds:
 
     def compares(self, source: Source) -> bool:
         """True for a source whose id is not of all its bytes. Raises Rejected like `Source.bytes`."""
-        return self._compares and source.bytes() > SAMPLED_ABOVE
+        return self._compares and _comparable(source) and source.bytes() > SAMPLED_ABOVE
 
     def id_of(self, source: Source) -> str:
         """The content id of a source. Raises Rejected like `content_id`, and OSError."""
-        sampled = content_id(source, self.full)
+        if source.remote is not None and source.remote.checksum and source.offset is None:
+            return digest(f"{source.remote.size} {source.remote.checksum}".encode())
+        sampled = content_id(source, self.full or not _comparable(source))
         if not self.compares(source):
             return sampled
         known = self._ids.get(sampled)
@@ -113,6 +118,8 @@ class ContentIds:
             if self._alike is None:
                 alike: dict[int, list[Source]] = {}
                 for source in self.listed if self._compares else ():
+                    if not _comparable(source):
+                        continue
                     try:
                         size = source.bytes()
                     except Rejected:
@@ -170,8 +177,23 @@ def _own_id(sampled: str, whole: str) -> str:
     return digest(f"{sampled} {whole}".encode())
 
 
+def _comparable(source: Source) -> bool:
+    """True for a source of which parts can be read at any time, to compare them with others.
+
+    A remote file is such if its length stood in a listing, its store answers ranges, and has no checksum for it; of others all bytes
+    make the id, when they are fetched.
+    """
+    file = source.remote
+    if not is_url(source.path):
+        return True
+    return file is not None and file.listed and file.ranges and not (file.checksum and source.offset is None)
+
+
 def _state(source: Source) -> FileState:
     """The state of a source's file, by which its hash is remembered. Raises OSError."""
+    if source.remote is not None:
+        tag = int(digest((source.remote.checksum or source.remote.tag).encode())[:15], 16)
+        return source.path, source.offset or 0, source.bytes(), tag, 0
     on_disk = os.stat(source.path)
     size = on_disk.st_size if source.size is None else source.size
     return os.path.abspath(source.path), source.offset or 0, size, on_disk.st_mtime_ns, on_disk.st_ino

@@ -1,4 +1,4 @@
-"""List the sources in folders, manifests and webdataset tars.
+"""List the sources in folders, manifests and webdataset tars, on disk and in remote stores.
 
 Only captions, manifests and tar headers are opened; archives are never unpacked. Each file, row or member
 becomes a source, a caption, a rejection with a reason, or is counted as ignored.
@@ -6,30 +6,24 @@ becomes a source, a caption, a rejection with a reason, or is counted as ignored
 
 from __future__ import annotations
 
-import glob
 import os
 import re
-from typing import Any, BinaryIO
+from contextlib import closing
+from typing import Any
 
-from mmspeed.config.places import absent_hint
+from mmspeed.config.places import base_name, is_url
 from mmspeed.config.schema import DataConfig, SourceConfig
 from mmspeed.errors import UserError
-from mmspeed.preprocess.sources.captions import MAX_CAPTION_BYTES, is_missing, strings
-from mmspeed.preprocess.sources.containers import HEAD_BYTES, holds_pickle, is_pickle
+from mmspeed.preprocess.sources.captions import is_missing, strings
+from mmspeed.preprocess.sources.fetched import MediaStore
 from mmspeed.preprocess.sources.folders import no_file, read_folder
-from mmspeed.preprocess.sources.listing import (
-    CAPTION_ENDINGS,
-    IMAGE_ENDINGS,
-    VIDEO_ENDINGS,
-    SourceCollector,
-    SourceListing,
-    ending,
-    is_media,
-)
-from mmspeed.preprocess.sources.manifests import READERS, Columns
+from mmspeed.preprocess.sources.listing import IMAGE_ENDINGS, VIDEO_ENDINGS, SourceCollector, SourceListing, ending
+from mmspeed.preprocess.sources.manifests import READERS, Columns, column_names
+from mmspeed.preprocess.sources.patterns import expand
 from mmspeed.preprocess.sources.rejections import Reason, Rejection, readable
+from mmspeed.preprocess.sources.remote_listing import RemoteListing, row_place
 from mmspeed.preprocess.sources.source import Kind, Source, Split, content_id
-from mmspeed.preprocess.sources.tars import TarMember, is_unsafe, read_headers
+from mmspeed.preprocess.sources.tar_samples import read_tar
 
 __all__ = ["Kind", "Source", "SourceListing", "Split", "content_id", "list_sources"]
 
@@ -51,35 +45,93 @@ _SPLITS: dict[Any, Split] = {
 
 
 def list_sources(data: DataConfig) -> SourceListing:
-    """All sources of the configured data sets, in their order and then by name.
+    """The media of all configured sources, in their order and then by name.
 
-    Raises UserError for a missing path, an unknown format, a missing column, or a data set without any media.
+    Raises UserError for a missing path, an unknown format, a missing column, a source without any media, and a store that cannot be
+    reached.
     """
-    collector = SourceCollector(data.max_caption_chars)
-    for config, name in zip(data.sources, data.dataset_names, strict=True):
-        collector.dataset = name
-        before = len(collector.sources), len(collector.rejections)
-        for path in _paths(config):
-            _READ[_format(config, path)](collector, config, path)
-        if len(collector.sources) == before[0]:
-            _check_not_empty(config, collector.rejections[before[1] :])
+    collector = SourceCollector(data.max_caption_chars, data.missing_caption, data.default_caption or "")
+    with closing(MediaStore.of(data)) as media:
+        remote = RemoteListing(collector, media)
+        for config, name in zip(data.sources, data.dataset_names, strict=True):
+            collector.dataset = name
+            before = len(collector.sources), len(collector.rejections)
+            places = [(path, _format(config, path)) for path in expand(config.path)]
+            remote.prepare_tars([path for path, kind in places if kind == "webdataset" and is_url(path)])
+            for path, kind in places:
+                if is_url(path):
+                    _read_remote(remote, config, path, kind)
+                else:
+                    _READ[kind](collector, config, path)
+            if len(collector.sources) == before[0]:
+                _check_not_empty(config, collector.rejections[before[1] :])
     return collector.listing(data.limit)
 
 
-def _paths(config: SourceConfig) -> list[str]:
-    """The files or the folder that a source names; `*` is the only wildcard. Raises UserError if there are none."""
-    if os.path.exists(config.path):
-        return [config.path]
-    pattern = "*".join(glob.escape(part) for part in config.path.split("*"))
-    paths = sorted(glob.glob(pattern)) if "*" in config.path else []
-    if not paths:
-        raise UserError(f"data.sources: {config.path} {absent_hint(config.path)}")
-    return paths
+# Keys of a source, and the names under which manifests usually have what they name, the likeliest first.
+USUAL_COLUMNS = {
+    "media_column": ("video", "video_path", "path", "file_name", "filename", "file", "media", "image", "url"),
+    "caption_column": ("caption", "text", "prompt", "captions", "description"),
+}
+
+
+def usual_columns(data: DataConfig) -> dict[str, str]:
+    """The column keys that the first source needs if it is a manifest without the default names: those of usual names that it has.
+
+    Empty if it needs none, or if no usual name is there (then `list_sources` says which there are). Raises UserError like it.
+    """
+    config = data.sources[0]
+    path = expand(config.path)[0]
+    kind = _format(config, path)
+    if kind == "manifest_folder":
+        path = _manifest_in(config, path) or path
+        kind = FORMAT_OF_ENDING[ending(path)]
+    if kind not in READERS:
+        return {}
+    if is_url(path):
+        with closing(MediaStore.of(data)) as media:
+            with RemoteListing(SourceCollector(data.max_caption_chars), media).manifest(path) as copy:
+                names = column_names(copy, kind)
+    else:
+        names = column_names(path, kind)
+    guessed = {}
+    for key, usual in USUAL_COLUMNS.items():
+        if getattr(config, key) not in names and (column := next((name for name in usual if name in names), None)):
+            guessed[key] = column
+    return guessed
+
+
+def _read_remote(remote: RemoteListing, config: SourceConfig, url: str, kind: str) -> None:
+    """Collect one tar, manifest or folder of a remote store."""
+    if kind == "webdataset":
+        remote.read_tar(config, url)
+        return
+    if kind == "folder":
+        files = remote.find(url)
+        manifest = next((name for name in _manifest_names(config) if name in files), None)
+        if manifest is None or config.format == "folder":
+            if config.format not in ("auto", "folder"):
+                raise UserError(
+                    f"data.sources: {url} is a folder, and format {config.format} reads a file; name the file"
+                )
+            remote.read_folder(config, url, files)
+            return
+        url = f"{url.rstrip('/')}/{manifest}"
+    with remote.manifest(url) as path:
+        _read_manifest(remote.collector, config, path, url)
 
 
 def _format(config: SourceConfig, path: str) -> str:
     """The format of `path`. Raises UserError if it cannot be determined."""
-    if config.format == "folder" and not os.path.isdir(path):
+    if is_url(path):
+        path = base_name(path)
+        if config.format == "webdataset" or re.search(r"\.(tgz|tar\.\w+)$", path.lower()):
+            pass  # below
+        elif config.format in ("auto", *READERS) and ending(path) not in FORMAT_OF_ENDING:
+            return "folder"
+        elif config.format == "folder":
+            return "folder"
+    elif config.format == "folder" and not os.path.isdir(path):
         raise UserError(f"data.sources: {path} is a file, not a folder; set format to match it, or to auto")
     if os.path.isdir(path):
         if config.format != "folder" and _manifest_in(config, path) is not None:
@@ -99,9 +151,13 @@ def _format(config: SourceConfig, path: str) -> str:
     return FORMAT_OF_ENDING[ending(path)]
 
 
-def _manifest_in(config: SourceConfig, folder: str) -> str | None:
+def _manifest_names(config: SourceConfig) -> list[str]:
     kinds = ("jsonl", "csv", "parquet") if config.format == "auto" else (config.format,)
-    files = (os.path.join(folder, f"metadata.{kind}") for kind in kinds)
+    return [f"metadata.{kind}" for kind in kinds]
+
+
+def _manifest_in(config: SourceConfig, folder: str) -> str | None:
+    files = (os.path.join(folder, name) for name in _manifest_names(config))
     return next((file for file in files if os.path.isfile(file)), None)
 
 
@@ -116,17 +172,19 @@ def _check_not_empty(config: SourceConfig, rejections: list[Rejection]) -> None:
     raise UserError(f"data.sources: {config.path} holds no media{example}; looked for {endings}{hint}")
 
 
-def _read_manifest(collector: SourceCollector, config: SourceConfig, path: str) -> None:
-    """Read rows that name media relative to the manifest's folder. Raises UserError for a missing column or no rows.
+def _read_manifest(collector: SourceCollector, config: SourceConfig, path: str, url: str = "") -> None:
+    """Read rows that name media relative to the manifest's folder, or by URLs. Raises UserError for a missing column or no rows.
 
-    A row may name any file, with `..` or an absolute path: the manifest belongs to the user, who may read these files.
+    A row may name any file, with `..` or an absolute path: the manifest belongs to the user, who may read these files. A remote
+    manifest, of which `path` is the local copy and `url` its address, may name remote files alone.
     """
-    kind = config.format if config.format in READERS else FORMAT_OF_ENDING[ending(path)]
-    name = os.path.basename(path)
+    place = url or path
+    name = base_name(place)
+    kind = config.format if config.format in READERS else FORMAT_OF_ENDING[ending(name)]
     rows = good = 0
     first_problem = ""
     unit = "row" if kind == "parquet" else "line"
-    columns = Columns(config.media_column, config.caption_column, config.split_column)
+    columns = Columns(config.media_column, config.caption_column, config.split_column, shown=place)
     for line, row in READERS[kind](path, columns):
         rows += 1
         where = f"{name} {unit} {line}"
@@ -135,12 +193,12 @@ def _read_manifest(collector: SourceCollector, config: SourceConfig, path: str) 
             collector.reject(f"{name}:{line}", Reason.BAD_ROW, f"{where}: {row}")
             continue
         good += 1
-        _read_row(collector, config, path, f"{name}:{line}", where, row)
+        _read_row(collector, config, place, f"{name}:{line}", where, row)
     collector.files += rows
     if not rows:
-        raise UserError(f"data.sources: {path} holds no rows")
+        raise UserError(f"data.sources: {place} holds no rows")
     if not good:
-        raise UserError(f"data.sources: {path} is not {kind}: {readable(first_problem[:500])}")
+        raise UserError(f"data.sources: {place} is not {kind}: {readable(first_problem[:500])}")
 
 
 def _read_row(
@@ -155,8 +213,13 @@ def _read_row(
             raise ValueError(f"'{config.media_column}' names no file")
         if split not in _SPLITS:
             raise ValueError(f"'{config.split_column}' is {split!r}, neither train nor val")
+        url = row_place(manifest, media) if is_url(manifest) else media if is_url(media) else ""
     except (ValueError, TypeError) as error:
         collector.reject(name, Reason.BAD_ROW, f"{where}: {error}")
+        return
+    if url:
+        shown = base_name(url) if is_url(media) else media
+        collector.add(shown, url, collector.captions(captions), _SPLITS[split], base_name(manifest), where=where)
         return
     path = os.path.join(os.path.dirname(manifest), media)
     try:
@@ -171,70 +234,6 @@ def _read_row(
         collector.reject(f"{name} {media}", reason, f"{where}: {why}")
 
 
-def _read_tar(collector: SourceCollector, config: SourceConfig, path: str) -> None:
-    """Read samples of a webdataset tar: members that share their name up to the first dot of the base name.
-
-    A repeated name begins another sample, so that concatenated tars keep their pairs.
-    """
-    tar = os.path.basename(path)
-    headers = read_headers(path)
-    collector.files += len(headers.members)
-    if headers.problem is not None:
-        collector.files += 1
-        collector.reject(tar, *headers.problem)
-    samples: list[dict[str, TarMember]] = []
-    latest: dict[str, dict[str, TarMember]] = {}
-    for member in headers.members:
-        folder, _, base = member.name.rpartition("/")
-        if unsafe := is_unsafe(member):
-            collector.reject(f"{tar}!{member.name}", Reason.UNSAFE_NAME, unsafe)
-        elif base.startswith("."):
-            collector.ignored += 1
-        elif member.offset + member.size > headers.bytes:
-            collector.reject(f"{tar}!{member.name}", Reason.TRUNCATED, "the tar ends inside this member")
-        else:
-            stem = f"{folder}/{base.partition('.')[0]}"
-            if stem not in latest or member.name in latest[stem]:
-                latest[stem] = {}
-                samples.append(latest[stem])
-            latest[stem][member.name] = member
-    if not samples:
-        return
-    with open(path, "rb") as file:
-        for sample in samples:
-            _read_sample(collector, config, path, file, list(sample.values()))
-
-
-def _read_sample(
-    collector: SourceCollector, config: SourceConfig, path: str, file: BinaryIO, members: list[TarMember]
-) -> None:
-    tar = os.path.basename(path)
-    has_media = any(is_media(member.name) for member in members)
-    captions = collector.captions()
-    media: list[TarMember] = []
-    for member in members:
-        is_caption = ending(member.name) in CAPTION_ENDINGS
-        file.seek(member.offset)
-        data = file.read(min(member.size, MAX_CAPTION_BYTES + 1 if is_caption else HEAD_BYTES))
-        if is_media(member.name):
-            if holds_pickle(data):
-                collector.reject(f"{tar}!{member.name}", Reason.NOT_MEDIA, "a pickle")
-            else:
-                media.append(member)
-        elif is_pickle(member.name, data):
-            collector.reject(f"{tar}!{member.name}", Reason.PICKLE, "")
-        elif not has_media:
-            reason = Reason.ORPHAN_CAPTION if is_caption else Reason.NOT_MEDIA
-            collector.reject(f"{tar}!{member.name}", reason, "a sample without media")
-        elif is_caption:
-            collector.caption_files += 1
-            captions.add_file(member.name, data, config.caption_column)
-        else:
-            collector.ignored += 1
-    for member in media:
-        collector.add(f"{tar}!{member.name}", path, captions, "train", os.path.basename(os.path.dirname(path)), member)
-
-
 def _read_manifest_folder(collector: SourceCollector, config: SourceConfig, path: str) -> None:
     manifest = _manifest_in(config, path)
     assert manifest is not None
@@ -247,5 +246,5 @@ _READ = {
     "jsonl": _read_manifest,
     "csv": _read_manifest,
     "parquet": _read_manifest,
-    "webdataset": _read_tar,
+    "webdataset": read_tar,
 }

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from mmspeed.preprocess.sources.captions import CaptionCounts, Captions
 from mmspeed.preprocess.sources.rejections import Reason, Rejection, readable
+from mmspeed.preprocess.sources.remote import RemoteFile
 from mmspeed.preprocess.sources.source import Kind, Source, Split
 from mmspeed.preprocess.sources.tars import TarMember
 
@@ -25,6 +27,7 @@ class SourceListing:
     `files` = sources + `beyond_limit` + `caption_files` + rejections + `ignored`, where a file is a file of a folder,
     a row of a manifest or a member of a tar (a broken tar and an unreadable folder count as one more).
     `ignored` counts hidden files, and tar members beside a media member that are neither media nor captions.
+    `missing_captions` counts media without a caption that are not rejected for it (`data.missing_caption`).
     Counts of captions, not of files: `captions_cut` counts those longer than the limit, `captions_repaired` those in
     which U+FFFD replaces undecodable bytes, `captions_stripped` those from which control or invisible characters
     were removed, and `captions_dropped` those beyond the first `captions.MAX_CAPTIONS` of a clip.
@@ -33,6 +36,7 @@ class SourceListing:
     sources: list[Source]
     rejections: list[Rejection]
     ignored: int = 0
+    missing_captions: int = 0
     captions_cut: int = 0
     captions_repaired: int = 0
     captions_stripped: int = 0
@@ -45,8 +49,12 @@ class SourceListing:
 class SourceCollector:
     """Collector of sources, rejections and counts during a listing."""
 
-    def __init__(self, max_caption_chars: int) -> None:
-        self.dataset = ""  # name of the data set that is being read
+    def __init__(
+        self, max_caption_chars: int, missing: Literal["reject", "empty", "default"] = "reject", default: str = ""
+    ) -> None:
+        self.dataset = ""  # name of the configured source that is being read
+        self.missing_captions = 0
+        self._missing, self._default = missing, default
         self.sources: list[Source] = []
         self.rejections: list[Rejection] = []
         self.ignored = self.files = self.caption_files = 0
@@ -70,15 +78,24 @@ class SourceCollector:
         place: str,
         member: TarMember | None = None,
         where: str = "",
+        remote: RemoteFile | None = None,
     ) -> None:
-        """Add a media file with its captions; without captions it is rejected, and `where` is its location for the message."""
-        if not captions.texts:
-            self.reject(name, Reason.NO_CAPTION, where or captions.problem)
-            return
+        """Add a media file with its captions; `where` is its location for messages.
+
+        Without captions it is rejected, or taken with none or the default one, and counted (`data.missing_caption`). A caption file that
+        cannot be read as one is no missing caption: its media are rejected.
+        """
+        texts = captions.texts
+        if not texts:
+            if self._missing == "reject" or captions.problem:
+                self.reject(name, Reason.NO_CAPTION, where or captions.problem)
+                return
+            self.missing_captions += 1
+            texts = (self._default,) if self._missing == "default" else ()
         kind: Kind = "image" if ending(name) in IMAGE_ENDINGS else "video"
         offset, size = (member.offset, member.size) if member else (None, None)
         unique = self._unique(readable(name), readable(place))
-        self.sources.append(Source(unique, path, offset, size, kind, captions.texts, split, self.dataset))
+        self.sources.append(Source(unique, path, offset, size, kind, texts, split, self.dataset, remote))
 
     def reject(self, name: str, reason: Reason, detail: str) -> None:
         self.rejections.append(Rejection(name, reason, detail))
@@ -90,6 +107,7 @@ class SourceCollector:
             sources=limited,
             rejections=self.rejections,
             ignored=self.ignored,
+            missing_captions=self.missing_captions,
             captions_cut=self.counts.cut,
             captions_repaired=self.counts.repaired,
             captions_stripped=self.counts.stripped,

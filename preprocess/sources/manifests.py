@@ -26,11 +26,15 @@ _SHOWN_COLUMNS = 20
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns to read from a manifest. `split` may be missing from it, the others must exist."""
+    """The columns to read from a manifest. `split` may be missing from it, the others must exist.
+
+    `shown` is the manifest's address for messages; empty: its path.
+    """
 
     media: str
     caption: str
     split: str | None
+    shown: str = ""
 
     @property
     def names(self) -> list[str]:
@@ -38,6 +42,7 @@ class Columns:
 
     def check(self, path: str, names: Collection[str]) -> None:
         """Raise UserError if a required column is missing from `names`, the columns of the manifest at `path`, or any occurs twice."""
+        path = self.shown or path
         for column in self.names:
             count = sum(name == column for name in names)
             if count > 1:
@@ -180,6 +185,20 @@ def read_parquet(path: str, columns: Columns) -> Iterator[Row]:
                 raise UserError(f"data.sources: {path} cannot be read as Parquet: {readable(problem)}")
         finally:
             child.kill()
+
+
+def column_names(path: str, kind: str) -> list[str]:
+    """The names of all columns of a manifest (`kind` of `READERS`). Raises UserError if it cannot be read."""
+    found: dict[str, None] = {}
+
+    class Every(Columns):
+        def check(self, path: str, names: Collection[str]) -> None:
+            found.update(dict.fromkeys(names))
+
+    for _ in READERS[kind](path, Every("", "", None)):
+        if found:  # known from its head; JSON lines are read to the end, since each may have others
+            break
+    return list(found)
 
 
 READERS = {"jsonl": read_jsonl, "csv": read_csv, "parquet": read_parquet}

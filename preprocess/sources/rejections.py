@@ -56,7 +56,7 @@ _EXPLANATIONS = {
     Reason.ORPHAN_CAPTION: "The caption file has no media file of the same name beside it.",
     Reason.NOT_MEDIA: "The file is neither media nor a caption.",
     Reason.MISSING_FILE: "The file that a manifest or a link names does not exist.",
-    Reason.UNREADABLE: "The file, its caption or the folder may not be read: permissions, or a failing disk.",
+    Reason.UNREADABLE: "The file, its caption or the folder cannot be read: permissions, a failing disk, or a store that does not answer.",
     Reason.EMPTY_FILE: "The file holds no bytes.",
     Reason.TOO_LARGE: "The file or its picture is larger than data.max_file_mb or data.max_pixels allow.",
     Reason.NO_VIDEO_STREAM: "The file opens, but holds no moving or still picture (sound only, or cover art).",

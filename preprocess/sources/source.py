@@ -6,9 +6,12 @@ import hashlib
 import io
 import os
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Literal, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, cast
 
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
+
+if TYPE_CHECKING:
+    from mmspeed.preprocess.sources.remote import RemoteFile
 
 Kind = Literal["video", "image"]
 Split = Literal["train", "val"]
@@ -22,7 +25,8 @@ class Source:
 
     `name` is unique and readable: the path relative to the source's root, or `set.tar!member`. `offset` and `size` give
     the position of a tar member's bytes in `path`; both are None for a plain file. `kind` is a guess by the name's ending.
-    `dataset` is the name of the data set it belongs to (`DataConfig.dataset_names`), one object for all of its sources.
+    `dataset` is the name of the configured source it belongs to (`DataConfig.dataset_names`), one object for all of them.
+    If `path` is a URL, `remote` has the facts that the listing knows, and `copy` is the local file while there is one.
     """
 
     name: str
@@ -33,24 +37,41 @@ class Source:
     captions: tuple[str, ...]
     split: Split
     dataset: str = ""
+    remote: RemoteFile | None = None
+    copy: str = ""
 
     def open(self) -> BinaryIO:
         """Open the media's bytes as a seekable file. Raises OSError."""
+        if self.copy:
+            return open(self.copy, "rb")
+        if self.remote is not None:
+            from mmspeed.preprocess.sources.remote import BLOCK_BYTES, open_remote  # decoder processes need none of it
+
+            file = open_remote(self.remote, BLOCK_BYTES)
+            if self.offset is None or self.size is None:
+                return file
+            return cast(BinaryIO, io.BufferedReader(FileSlice(file, self.offset, self.size), 1 << 16))
         if self.offset is None or self.size is None:
             return open(self.path, "rb")
-        return cast(BinaryIO, io.BufferedReader(FileSlice(self.path, self.offset, self.size), 1 << 16))
+        plain = open(self.path, "rb", buffering=0)  # noqa: SIM115 (closed with its slice)
+        return cast(BinaryIO, io.BufferedReader(FileSlice(plain, self.offset, self.size), 1 << 16))
 
     def bytes(self) -> int:
         """The length of the media in bytes. Raises Rejected (missing_file, not_media, truncated, unreadable)."""
+        if self.remote is not None and not self.copy:
+            known = self.remote.size if self.size is None else self.size
+            if known is None:
+                raise Rejected(Reason.UNREADABLE, "its store does not say how long it is")
+            return known
         try:
-            on_disk = os.stat(self.path)
+            on_disk = os.stat(self.copy or self.path)
         except PermissionError as error:
             raise Rejected(Reason.UNREADABLE, str(error)) from None
         except (OSError, ValueError) as error:
             raise Rejected(Reason.MISSING_FILE, str(error)) from None
-        if not os.path.isfile(self.path):
+        if not os.path.isfile(self.copy or self.path):
             raise Rejected(Reason.NOT_MEDIA, "not a regular file")
-        if self.offset is None or self.size is None:
+        if self.copy or self.offset is None or self.size is None:
             return on_disk.st_size
         if self.offset + self.size > on_disk.st_size:
             raise Rejected(Reason.TRUNCATED, "the tar ends inside this member")
@@ -77,10 +98,10 @@ def content_id(source: Source, full: bool) -> str:
 
 
 class FileSlice(io.RawIOBase):
-    """`size` bytes of `path` from `offset` on, seekable and read-only."""
+    """`size` bytes of a file from `offset` on, seekable and read-only; closing it closes the file."""
 
-    def __init__(self, path: str, offset: int, size: int) -> None:
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed by close)
+    def __init__(self, file: Any, offset: int, size: int) -> None:
+        self._file = file
         self._offset, self._size, self._at = offset, size, 0
 
     def readable(self) -> bool:

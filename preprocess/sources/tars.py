@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 from mmspeed.preprocess.sources.rejections import Reason
 
+UNKNOWN = 1 << 62  # bytes of a tar of unknown length
 _BLOCK = 512
 _MAX_EXTENSION = 1 << 20  # bytes of an extended header; a larger one is skipped
 _MAX_NAME = 4096  # characters, as in the paths of most systems
@@ -55,28 +56,39 @@ def read_headers(path: str) -> Headers:
             headers.problem = (Reason.NOT_MEDIA, "not a regular file")
             return headers
         with open(path, "rb") as file:
-            start = file.read(6)
-            if not start:
-                headers.problem = (Reason.EMPTY_FILE, "an empty tar")
-            elif start.startswith(_COMPRESSED):
-                headers.problem = (Reason.UNDECODABLE, "a compressed tar, which cannot be read in place; decompress it")
-            else:
-                headers.members.extend(_members(file, headers.bytes, headers))
+            headers.members.extend(scan(file, headers.bytes, headers))
     except OSError as error:
         headers.problem = (Reason.UNREADABLE, error.strerror or str(error))
     return headers
 
 
-def _members(file: BinaryIO, size: int, headers: Headers) -> Iterator[TarMember]:
-    """Yield the members in order; a problem that stops reading is set in `headers`."""
+def scan(file: BinaryIO, size: int, headers: Headers) -> Iterator[TarMember]:
+    """Yield the members of a tar of at most `size` bytes in order, without its folders; a problem that stops reading is set in `headers`.
+
+    The file is only read forward, also if each member's first bytes are read while it is yielded. Raises OSError.
+    """
+    start = file.read(_BLOCK)
+    if not start:
+        headers.problem = (Reason.EMPTY_FILE, "an empty tar")
+    elif start.startswith(_COMPRESSED):
+        headers.problem = (Reason.UNDECODABLE, "a compressed tar, which cannot be read in place; decompress it")
+    else:
+        yield from _members(file, start, size, headers)
+
+
+def _members(file: BinaryIO, first: bytes, size: int, headers: Headers) -> Iterator[TarMember]:
+    """Yield the members in order, `first` being the first block."""
     at, count = 0, 0
     common: dict[str, str] = {}
     extended: dict[str, str] = {}
     try:
         while at < size:  # each iteration advances by at least one block
-            file.seek(at)
-            block = file.read(_BLOCK)
+            if at:
+                file.seek(at)
+            block = file.read(_BLOCK) if at else first
             if len(block) == _BLOCK and not block.strip(b"\0"):
+                return
+            if not block and size == UNKNOWN:  # the end of a stream
                 return
             info = _header(block, at)
             begin = at + _BLOCK

@@ -69,6 +69,12 @@ class TempFile:
             os.lseek(self._fd, self.size, os.SEEK_SET)
             raise
 
+    def truncate(self) -> None:
+        """Begin again with no contents."""
+        os.ftruncate(self._fd, 0)
+        os.lseek(self._fd, 0, os.SEEK_SET)
+        self.size = 0
+
     def replace(self, target: Path) -> None:
         """Make the contents durable and rename the file to `target`, replacing any file of that name."""
         os.fsync(self._fd)
@@ -102,6 +108,10 @@ class TempFile:
     def drop_name(self) -> None:
         """Remove the temporary name; the contents remain under the name that `link` gave."""
         self.path.unlink(missing_ok=True)
+
+    def share(self) -> None:
+        """Turn the lock into a shared one."""
+        fcntl.flock(self._fd, fcntl.LOCK_SH)
 
     def release(self) -> None:
         """Drop the lock and close. A published file stays; an unpublished one is left for `discard` or a repair."""

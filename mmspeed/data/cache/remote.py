@@ -14,13 +14,10 @@ import json
 import mmap
 import os
 import secrets
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
-
-import fsspec
 
 from mmspeed.config.places import mirror_folder
 from mmspeed.errors import UserError
@@ -30,9 +27,9 @@ from .files import TEMP_SUFFIX, disk_errors, write_whole
 from .index import ENTRIES_NAME, SAMPLES_NAME, IndexFiles, compile_index, digest_of_files
 from .index_reader import PayloadLocation, Tables, damaged_index, try_open
 from .store import ShortError
+from .stores import attempt, open_store, reason_of
 
 Result = TypeVar("Result")
-_TRIES = 3
 _TAGS = ("ETag", "etag", "md5", "mtime", "LastModified", "last_modified", "created")
 _MANIFEST = "remote.json"
 
@@ -259,22 +256,20 @@ class RemoteStore:
     def _filesystem(self) -> tuple[Any, str]:
         """This process's fsspec file system and the cache's path on it: connections do not survive a fork."""
         if self._opened is None or self._opened[0] != os.getpid():
-            filesystem, root = fsspec.core.url_to_fs(self.url)
+            filesystem, root = open_store(self.url)
             self._opened = os.getpid(), filesystem, root.rstrip("/")
         return self._opened[1], self._opened[2]
 
     def _try(self, action: Callable[[], Result], what: str) -> Result:
-        """The result of `action`, after at most three tries. Raises UserError."""
-        for number in range(_TRIES):
-            try:
-                return action()
-            except Exception as error:  # every store raises its own types
-                last = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-                final = isinstance(error, ImportError | FileNotFoundError | PermissionError)
-                if final or number + 1 == _TRIES:
-                    raise UserError(f"{what} ({last}); is the address right, and can this machine reach it?") from error
-                time.sleep(0.1 * 4**number)
-        raise AssertionError
+        """The result of `action`, after a few tries. Raises UserError."""
+        try:
+            return attempt(action)
+        except UserError:
+            raise
+        except Exception as error:  # every store raises its own types
+            raise UserError(
+                f"{what} ({reason_of(error)}); is the address right, and can this machine reach it?"
+            ) from error
 
 
 def _map(path: Path, size: int) -> memoryview:

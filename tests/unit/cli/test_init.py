@@ -101,7 +101,7 @@ def test_init_with_videos(tmp_path: Path, demo_clips: Path) -> None:
     assert load_config(config).data.sources[0].path == str(tmp_path / "clips")
     outside = source_path(tmp_path / "deep" / "run.yaml", tmp_path / "clips")
     assert outside == str(tmp_path / "clips")
-    for absent, words in ((tmp_path / "absent", "absent does not exist"), (Path("s3://b/set"), "is a remote address")):
+    for absent, words in ((tmp_path / "absent", "absent does not exist"), (Path("s3://b/set"), "write s3://b/set")):
         with pytest.raises(UserError, match=f"--videos: .*{words}"):
             write_config(tmp_path / "other.yaml", absent)
     with pytest.raises(UserError, match="is a folder"):

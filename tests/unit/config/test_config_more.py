@@ -42,10 +42,11 @@ def test_a_source_that_is_an_address_stays_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("s3://bucket/set", "is a remote address, and media are read from disk"),
-        ("s3:/bucket/set", "is a remote address"),  # as a path of the command line
-        ("hf://datasets/owner/name", "is a remote address"),
-        ("owner/name", "`hf download --repo-type dataset owner/name --local-dir name`"),
+        ("s3:/bucket/set", "write s3://bucket/set"),  # as a Path of Python
+        (
+            "owner/name",
+            "hf://datasets/owner/name, or download it: `hf download --repo-type dataset owner/name --local-dir name`",
+        ),
         ("nothing", "does not exist; correct the path"),
         ("nothing/clips.csv", "does not exist; correct the path"),
         ("a/b/c/d", "does not exist; correct the path"),

@@ -149,7 +149,6 @@ def test_clean_caption_properties(text: str, limit: int) -> None:
     ("make", "says"),
     [
         (lambda root: root / "nothing", "does not exist"),
-        (lambda root: "s3://bucket/set", "s3://bucket/set is a remote address"),
         (lambda root: root / "owner" / "name", "hf download --repo-type dataset owner/name"),
         (lambda root: root, "holds no media.*looked for .*mp4"),
         (lambda root: media(root / "list.xlsx"), "cannot tell what it is"),

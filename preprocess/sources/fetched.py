@@ -1,0 +1,160 @@
+"""Fetch remote media into a bounded local store, where decoders read them: whole files, and members of tars one by one."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+from mmspeed.config.places import is_url, store_folder
+from mmspeed.config.schema import DataConfig
+from mmspeed.data.cache.bounded import BoundedFolder, Pin
+from mmspeed.data.cache.files import TempFile
+from mmspeed.data.cache.keys import digest
+from mmspeed.data.cache.stores import attempt, is_absent, reason_of
+from mmspeed.errors import UserError
+from mmspeed.preprocess.sources.rejections import Reason, Rejected
+from mmspeed.preprocess.sources.remote import RemoteFile, RemoteFiles, open_remote
+from mmspeed.preprocess.sources.source import Source
+from mmspeed.preprocess.sources.tar_pass import TarPasses
+
+_PART = 16 << 20  # bytes asked for at a time, so that a broken connection costs no more
+
+
+class ShortError(OSError):
+    """A store gave fewer bytes than it stated."""
+
+
+class MediaStore:
+    """The local store of a config's remote media, `data.local_mb` in all; processes and machines' users share its folder.
+
+    Args:
+        limit: bytes of files to keep; the oldest that nobody uses are deleted first.
+        folder: of the store; None: see `mmspeed.config.places.store_folder`.
+        max_file_bytes: larger files are not fetched.
+
+    Threads may share it. Use `local` for one file at a time and `close` at the end.
+    """
+
+    def __init__(self, limit: int, folder: Path | None = None, max_file_bytes: int | None = None) -> None:
+        self.files = RemoteFiles()
+        self.kept = BoundedFolder(folder or store_folder(), limit)
+        self._most = max_file_bytes
+        self._passes = TarPasses(self.keep_member)
+        self._session = secrets.token_hex(8)  # in names of files that have no tag, and so may have changed since
+
+    @classmethod
+    def of(cls, data: DataConfig) -> MediaStore:
+        """The store of a config's data."""
+        return cls(int(data.local_mb * 1e6), max_file_bytes=int(data.max_file_mb * 1e6))
+
+    def expect(self, sources: Sequence[Source]) -> None:
+        """Say which sources will be asked for, in about this order: members of a tar that is streamed are kept as they pass."""
+        self._passes.expect([source for source in sources if is_url(source.path) and source.offset is not None])
+
+    @contextmanager
+    def local(self, source: Source) -> Iterator[Source]:
+        """The source with a local copy during the block; one that is local already stays as it is.
+
+        Raises Rejected (missing_file, unreadable, too_large, truncated) and UserError (a full disk, a missing package).
+        """
+        if not is_url(source.path):
+            yield source
+            return
+        with ExitStack() as stack:
+            try:
+                file = source.remote or self.files.ask(source.path)
+                pin = stack.enter_context(self._fetched(source, file))
+            except (Rejected, UserError):
+                raise
+            except Exception as error:  # every store raises its own types
+                raise refusal(error) from None
+            yield replace(source, remote=file, copy=str(pin.path))
+
+    def fetch_whole(self, file: RemoteFile) -> Pin:
+        """A whole file, kept until its pin is closed. Raises what the store raises."""
+        name = self._name(file, "whole")
+        return self.kept.pin(name) or self.kept.add(name, file.size, lambda temp: self._copy(file, temp, 0, file.size))
+
+    def keep(self, file: RemoteFile, what: str, write: Callable[[TempFile], None]) -> Pin:
+        """What `write` makes of a file, kept under the name `what`; made again only if it is gone, or the file has changed."""
+        name = self._name(file, what)
+        return self.kept.pin(name) or self.kept.add(name, None, write)
+
+    def keep_member(self, source: Source, file: RemoteFile, stream: BinaryIO) -> Pin:
+        """Keep a tar's member, read from a stream that stands at its first byte."""
+        size = source.size or 0
+        name = self._name(file, f"{source.offset} {size}")
+        return self.kept.add(name, size, lambda temp: _copy_stream(stream, temp, size, size))
+
+    def close(self) -> None:
+        """End the streams of tars."""
+        self._passes.close()
+
+    def _fetched(self, source: Source, file: RemoteFile) -> Pin:
+        offset, size = source.offset, source.size
+        length = file.size if offset is None else size
+        if self._most is not None and length is not None and length > self._most:
+            raise Rejected(Reason.TOO_LARGE, f"{length / 1e6:.1f} MB, more than the {self._most / 1e6:.1f} MB allowed")
+        if offset is None or size is None:
+            return self.fetch_whole(file)
+        name = self._name(file, f"{offset} {size}")
+        if (pin := self.kept.pin(name)) is not None:
+            return pin
+        if not file.ranges:
+            return self._passes.fetch(source, file)
+        return self.kept.add(name, size, lambda temp: self._copy(file, temp, offset, size))
+
+    def _copy(self, file: RemoteFile, temp: TempFile, begin: int, size: int | None) -> None:
+        """Copy `size` bytes from `begin` on, by parts; a store without ranges gives the whole file, again for each try."""
+        if size == 0:
+            return
+        if not file.ranges or size is None:
+
+            def whole() -> None:
+                temp.truncate()
+                with open_remote(file) as stream:
+                    _copy_stream(stream, temp, size, self._most)
+
+            attempt(whole)
+            return
+        while temp.size < size:
+            start, length = begin + temp.size, min(_PART, size - temp.size)
+
+            def part(start: int = start, length: int = length) -> bytes:
+                with open_remote(file) as stream:
+                    stream.seek(start)
+                    data = stream.read(length)
+                if len(data) != length:
+                    raise ShortError(f"{len(data)} of {length} bytes from {start} on")
+                return data
+
+            temp.write(attempt(part))
+
+    def _name(self, file: RemoteFile, what: str) -> str:
+        mark = file.checksum or file.tag or self._session
+        return digest(f"{file.url}\0{mark}\0{file.size}\0{what}".encode("utf-8", "surrogatepass"))
+
+
+def _copy_stream(stream: BinaryIO, temp: TempFile, size: int | None, most: int | None) -> None:
+    """Copy `size` bytes, or all (at most `most`), from a stream. Raises ShortError, Rejected (too_large)."""
+    while size is None or temp.size < size:
+        data = stream.read(1 << 20 if size is None else min(1 << 20, size - temp.size))
+        if not data:
+            break
+        temp.write(data)
+        if most is not None and temp.size > most:
+            raise Rejected(Reason.TOO_LARGE, f"more than the {most / 1e6:.1f} MB allowed")
+    if size is not None and temp.size < size:
+        raise ShortError(f"{temp.size} of {size} bytes")
+
+
+def refusal(error: Exception) -> Rejected:
+    """The rejection for what a store raised."""
+    if isinstance(error, IsADirectoryError):
+        return Rejected(Reason.NOT_MEDIA, "a folder")
+    reason = Reason.MISSING_FILE if is_absent(error) else Reason.UNREADABLE
+    return Rejected(reason, f"cannot be fetched: {reason_of(error)}")
