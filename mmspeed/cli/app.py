@@ -251,9 +251,7 @@ def train(
     resolved = _resolve(context, "train", config, overrides, nproc, print_config)
     from mmspeed.pipelines import TrainPipeline
 
-    from .preparations import maker_of
-
-    _print_lines(TrainPipeline(resolved, maker_of(resolved)).run().lines())
+    _print_lines(TrainPipeline(resolved, online=True).run().lines())
 
 
 app.command()(sample_command.sample)

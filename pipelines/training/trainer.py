@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,8 @@ from mmspeed.mesh import process_group
 from mmspeed.pipelines.run.build import Assembly, Placement, assemble, place
 from mmspeed.pipelines.run.run_folder import RunFolder, trim_metrics
 from mmspeed.pipelines.run.telemetry import Telemetry, TelemetryCallback
-from mmspeed.pipelines.tasks import make_task
+from mmspeed.pipelines.tasks import make_task, maker_of
+from mmspeed.pipelines.training.events import Events, TrainCallback
 from mmspeed.pipelines.training.oom_advice import OomAdvisor
 from mmspeed.pipelines.training.validation import Validator
 from mmspeed.pipelines.tuning.memory_search import policies_under_budget
@@ -80,14 +81,28 @@ class TrainResult:
 class TrainPipeline:
     """The pipeline that trains a config's model, or resumes a run that was stopped.
 
-    `task`: the task to train; None: the one that the config names. With a `maker` (`mmspeed.preprocess.OnlineBuilder`) a cache that is
-    missing or incomplete is completed during the first epoch; without one it is an error. `run()` raises UserError for that, for a run of
-    that name with another model, a non-finite loss, a full disk.
+    `task`: the task to train; None: the one that the config names. With `online`, as in `mmspeed train`, or with a `maker` of your own
+    (as `mmspeed.preprocess.OnlineBuilder`), a cache that is missing or incomplete is completed during the first epoch; without, it is an
+    error. `callbacks` are told of steps, validations, checkpoints and the end (`mmspeed.pipelines.TrainCallback`), on all ranks.
+
+    `run()` raises UserError for a cache that cannot be used, a run of that name with another model, a non-finite loss, a full disk, and
+    whatever a callback raises. Raises ValueError for `online` with a `task`, whose maker is its own.
     """
 
-    def __init__(self, config: RunConfig, maker: OnlineEncoder | None = None, task: Task | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        maker: OnlineEncoder | None = None,
+        task: Task | None = None,
+        *,
+        online: bool = False,
+        callbacks: Sequence[TrainCallback] = (),
+    ) -> None:
         self.config = config = with_recorded_weighting(config, "the config")
-        self.task = task or make_task(config, maker)
+        if online and task is not None:
+            raise ValueError("online completes the data of the config's task: give a `task` its maker instead")
+        self.task = task or make_task(config, maker or (maker_of(config) if online else None))
+        self.events = Events(callbacks)
         self.folder = RunFolder(config.run_dir)
 
     def run(self) -> TrainResult:
@@ -115,6 +130,7 @@ class TrainPipeline:
             self.folder.checkpoints, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
         )
         run = Run(self.task, placement, where, data, parts, manager)
+        manager.on_written = self.events.saved
         self._resume(run)
         if run.step >= config.train.steps:
             manager.wait()
@@ -124,8 +140,10 @@ class TrainPipeline:
         with Telemetry(config, self.folder.root, device, where.world, where.rank == 0, peak) as telemetry:
             try:
                 stopped, loss = self._train(run, telemetry)
-            except UserError:
-                manager.wait()  # all ranks are here: let the checkpoint under way complete
+                self.events.ended(not stopped, loss)
+            except Exception as error:
+                if isinstance(error, UserError) or self.events.failed:
+                    manager.wait()  # all ranks are here: let the checkpoint under way complete
                 raise
             finally:
                 data.close()
@@ -205,6 +223,7 @@ class TrainPipeline:
             *averages,
             memory,
             TelemetryCallback(telemetry, run.task, run.data, sparsity),
+            self.events,
             signals,
         ]
 
@@ -218,6 +237,7 @@ class TrainPipeline:
         with ExitStack() as stack:
             batches = run.data.steps(run.step, train.steps)
             telemetry.resume_clock()
+            self.events.begin(run.step, self.folder.root, parts.models, run.place.rank, run.place.world)
             memory = stack.enter_context(
                 OomAdvisor(config, run.place.device, self.folder.root, parts.model, parts.optimizer, parts.ema)
             )
@@ -316,6 +336,7 @@ class TrainPipeline:
         row: Mapping[str, Any] = validator.validate(run.step)
         if row:
             telemetry.write(dict(row))
+            self.events.validated(row)
         loss = row.get("loss")
         if loss is None:
             return False
