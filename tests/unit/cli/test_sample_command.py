@@ -20,7 +20,7 @@ from tests.support.runs import small_config
 LINES = """
 {"prompt": "a rabbit", "seed": 3}
 
-{"prompt": "the sea", "negative": "a boat", "frames": 1, "height": 16, "width": 24}
+{"prompt": "the sea", "negative": "a boat", "frames": 1, "height": 16, "width": 32}
 {"prompt": "a rabbit"}
 {"prompt": "a rabbit"}
 """
@@ -48,7 +48,7 @@ def test_a_file_of_prompts_makes_a_video_a_line(
     names = ["v-0002.mp4", "v-0004.mp4", "v-0005.mp4", "v-0006.mp4"]
     assert capsys.readouterr().out.splitlines() == [str(tmp_path / "one" / name) for name in names]
     videos = {name: frames_of(tmp_path / "one" / name) for name in names}
-    assert [video.shape[:3] for video in videos.values()] == [(5, 32, 48), (1, 16, 24), (5, 32, 48), (5, 32, 48)]
+    assert [video.shape[:3] for video in videos.values()] == [(5, 32, 48), (1, 16, 32), (5, 32, 48), (5, 32, 48)]
     # equal prompts with one seed give other videos, and a line's video is that of its prompt and seed alone
     assert not np.array_equal(videos["v-0005.mp4"], videos["v-0006.mp4"])
     alone = ["sample", str(run), "-p", "a rabbit", "--seed", "3", "-o", str(tmp_path / "alone.mp4"), "--device", "cpu"]
