@@ -7,7 +7,6 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +16,7 @@ from mmspeed import log
 from mmspeed.errors import UserError
 from mmspeed.version import __version__
 
-from . import bench_app, cache_app, launch, qualify_command, spoken
+from . import bench_app, cache_app, completion, launch, qualify_command, sample_command, spoken
 from .failures import report as report_failure
 
 if TYPE_CHECKING:
@@ -33,7 +32,6 @@ EPILOG = "With --debug, anywhere on the line, errors show their traceback. Docs:
 app = typer.Typer(
     help=HELP,
     epilog=EPILOG,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -42,27 +40,26 @@ app.add_typer(cache_app.app, name="cache")
 app.add_typer(bench_app.app, name="bench")
 app.command()(qualify_command.qualify)
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
+ConfigFile = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.", autocompletion=completion.config_files)
+]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to override, such as train.lr=2e-4.")
 ]
 Nproc = Annotated[int | None, typer.Option("--nproc", help="Processes to start on this machine, one for each device.")]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Print the whole resolved configuration and stop.")]
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, such as runs/my-run.")]
-
-
-class Weights(str, Enum):
-    """The weights of a checkpoint to sample from."""
-
-    ema = "ema"
-    model = "model"
 
 
 def run(argv: list[str]) -> int:
     """Run one command line and return the exit code. Exceptions become lines on standard error (`failures.py`)."""
     arguments, debug = split_debug(argv)
     try:
-        result = app(args=arguments or ["--help"], prog_name="mmspeed", standalone_mode=False, obj={"debug": debug})
+        result = app(
+            args=arguments or ["--help"],
+            prog_name="mmspeed",
+            standalone_mode=False,
+            obj={"debug": debug, "arguments": arguments},
+        )
         sys.stdout.flush()
     except (Exception, KeyboardInterrupt) as error:
         _settle_stdout()
@@ -139,7 +136,7 @@ def init(
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Write every key, with its sentence and default.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
-    task: Annotated[str, typer.Option(help="Task to train.")] = "video",
+    task: Annotated[str, typer.Option(help="Task to train.", autocompletion=completion.tasks)] = "video",
 ) -> None:
     """Write a commented config, ready to edit; with --videos, fitted to your videos."""
     spoken.begin("init", path)
@@ -267,9 +264,7 @@ def train(
     with spoken.loading():
         from mmspeed.pipelines import TrainPipeline
 
-        from .preparations import maker_of
-
-        pipeline = TrainPipeline(resolved, maker_of(resolved))
+        pipeline = TrainPipeline(resolved, online=True)
     result = pipeline.run()
     _print_lines(result.lines())
     if not result.finished:
@@ -280,67 +275,11 @@ def train(
         spoken.then(f"report {result.run}")
 
 
-@app.command()
-def sample(
-    run_folder: RunFolder,
-    prompt: Annotated[
-        list[str], typer.Option("--prompt", "-p", help="Text of a video; repeat the option for more videos.")
-    ],
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="Video file; several prompts write out-0.mp4, out-1.mp4, ...")
-    ] = Path("sample.mp4"),
-    negative_prompt: Annotated[str | None, typer.Option(help="Text to steer away from.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps of the sampler.")] = None,
-    guidance: Annotated[float | None, typer.Option(min=0, help="Classifier-free guidance scale; 1: none.")] = None,
-    guidance_rescale: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Rescale of the guided prediction; 0: none.")
-    ] = None,
-    sampler: Annotated[str | None, typer.Option(help="auto, euler, heun, ddim, unipc or dpm++.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the noise.")] = 0,
-    frames: Annotated[int | None, typer.Option(min=1, help="Frames of the video.")] = None,
-    height: Annotated[int | None, typer.Option(min=8, help="Height in pixels.")] = None,
-    width: Annotated[int | None, typer.Option(min=8, help="Width in pixels.")] = None,
-    checkpoint: Annotated[str, typer.Option(metavar="STEP|best|latest", help="Checkpoint to load.")] = "latest",
-    weights: Annotated[Weights, typer.Option(help="The moving average of the weights, or the weights.")] = Weights.ema,
-    device: Annotated[str, typer.Option(help="Kind of device; auto takes the fastest there is.")] = "auto",
-) -> None:
-    """Make videos from text with a trained run. Omitted options are taken from the run's config."""
-    spoken.begin("sample", run_folder)
-    paths = output_paths(out, len(prompt))
-    with spoken.loading():
-        from mmspeed.pipelines import TextToVideo
-        from mmspeed.pipelines.inference.media import check_output, contact_sheet, save_image
-
-    with log.Working("loading the run", tell=False):
-        pipe = TextToVideo.from_run(run_folder, checkpoint=checkpoint, weights=weights.value, device=device)
-    for path in paths:
-        check_output(path, pipe.size(frames, height, width).frames)
-    with log.ProgressLine("sample", (steps or pipe.config.sample.steps) * len(prompt), "step") as line:
-        videos = pipe(
-            prompt,
-            negative_prompt=negative_prompt,
-            steps=steps,
-            guidance=guidance,
-            guidance_rescale=guidance_rescale,
-            sampler=sampler,
-            seed=seed,
-            frames=frames,
-            height=height,
-            width=width,
-            on_step=lambda done, total: line.advance(),
-        )
-    with log.Working("saving", tell=False):
-        for video, path in zip(videos, paths, strict=True):
-            video.save(path)
-            print(path, flush=True)
-        sheet = sheet_path(out)
-        save_image(contact_sheet(videos, prompt), sheet)
-    print(sheet)
-    spoken.then(f"report {run_folder}")
+app.command()(sample_command.sample)
 
 
 @app.command()
-def report(run_folder: RunFolder) -> None:
+def report(run_folder: sample_command.RunFolder) -> None:
     """Write the report of a run: one HTML file with its curves and samples."""
     spoken.begin("report", run_folder)
     with spoken.loading():
@@ -440,21 +379,3 @@ def numbers_of(ranks: str) -> list[int]:
     if not all(word.isdecimal() and 1 <= int(word) <= MOST_RANKS for word in words):
         raise UserError(f"--ranks is {ranks!r}: write numbers of devices from 1 to {MOST_RANKS}, such as 8,64,512")
     return sorted({int(word) for word in words})
-
-
-def output_paths(out: Path, count: int) -> list[Path]:
-    """The files of `count` videos: `out` for one, `out-0`, `out-1`, ... for several; `.mp4` if the name has no ending.
-
-    Raises UserError if `out` is a folder.
-    """
-    if out.is_dir():
-        raise UserError(f"{out} is a folder; name a video file, such as {out / 'sample.mp4'}")
-    suffix = out.suffix or ".mp4"
-    if count == 1:
-        return [out.with_suffix(suffix)]
-    return [out.with_name(f"{out.stem}-{index}{suffix}") for index in range(count)]
-
-
-def sheet_path(out: Path) -> Path:
-    """The file of the contact sheet of all videos: a PNG beside them."""
-    return out.with_name(f"{out.stem}-sheet.png") if out.suffix == ".png" else out.with_suffix(".png")

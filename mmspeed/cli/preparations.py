@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmspeed.config.tasks import preparation_class, prepared_tasks
 from mmspeed.errors import UserError
@@ -29,9 +29,3 @@ def needed_preparation(config: RunConfig, command: str) -> Preparation:
 def unsupported_task(task: str, command: str) -> UserError:
     """The error of a command that does not support a task."""
     return UserError(f"`mmspeed {command}` does not support the task {task} (only: {', '.join(prepared_tasks())})")
-
-
-def maker_of(config: RunConfig) -> Any:
-    """The encoder that completes a config's data in the first epoch; None if there is none."""
-    task_preparation = preparation(config)
-    return None if task_preparation is None else task_preparation.maker()

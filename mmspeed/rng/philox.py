@@ -31,6 +31,7 @@ VERSION = 2
 UNIT = 2.0**-21  # of the table's integers
 QUANTILES = Path(__file__).parent.parent / "assets" / "normal_quantiles.safetensors"
 _CHUNK = 1 << 14  # words drawn at a time: their table indices and values stay in a core's cache
+_SHORT = 1 << 16  # a permutation's words, of which few are alike in their upper 16 bits
 
 Array = npt.NDArray[Any]
 
@@ -95,6 +96,9 @@ class PhiloxStream:
     def permutation(self, count: int) -> Array:
         """The numbers 0..count-1 in a random order, int64: number i has word i, and they are sorted by (word, number)."""
         words = self.words(self._take(count), count)
+        if count <= _SHORT:  # a radix sort by the upper 16 bits, then a stable sort of words that nearly are in order
+            order = (words >> np.uint64(48)).astype(np.uint16).argsort(kind="stable")
+            return order[words[order].argsort(kind="stable")]
         index = np.uint64((1 << (count - 1).bit_length()) - 1 if count else 0)  # the bits that an index takes
         # sorting numbers is several times faster than sorting indices: the word's upper bits, and the index in place of the lower
         packed = words & ~index

@@ -5,7 +5,7 @@ Legend: B batch, C channels, T h w latent, L caption tokens, D text width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -163,8 +163,11 @@ def conditions_of(batch: Batch, strides: Strides | None) -> Conditions:
     return Conditions(tensors["text"], tensors["text_mask"], tensors.get("text_pooled"), tensors.get("fps"), strides)
 
 
-def conditions_of_text(text: TextEntry, device: torch.device, fps: float, strides: Strides | None) -> Conditions:
-    """The conditions of the prediction for one caption, on a device."""
-    text_1LD, mask_1L = (tensor.to(device) for tensor in pad_texts([text]))
-    pooled_1D = None if text.pooled_D is None else text.pooled_D.float()[None].to(device)
-    return Conditions(text_1LD, mask_1L, pooled_1D, torch.full((1,), fps, device=device), strides)
+def conditions_of_texts(
+    texts: Sequence[TextEntry], device: torch.device, fps: float, strides: Strides | None
+) -> Conditions:
+    """The conditions of the prediction for captions of one batch, on a device."""
+    text_BLD, mask_BL = (tensor.to(device) for tensor in pad_texts(texts))
+    pooled = [text.pooled_D.float() for text in texts if text.pooled_D is not None]
+    pooled_BD = torch.stack(pooled).to(device) if len(pooled) == len(texts) else None
+    return Conditions(text_BLD, mask_BL, pooled_BD, torch.full((len(texts),), fps, device=device), strides)

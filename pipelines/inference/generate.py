@@ -5,7 +5,7 @@ Legend: P prompts, C T h w latent, L tokens, D text width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +15,8 @@ from mmspeed import rng
 from mmspeed.compute.sparse.module import warm_plans
 from mmspeed.device import Device
 from mmspeed.pipelines.diffusion.objective import Objective
-from mmspeed.pipelines.diffusion.predictor import Ask, ask_own, conditions_of_text
-from mmspeed.pipelines.diffusion.samplers import Predict, guided
+from mmspeed.pipelines.diffusion.predictor import Ask, ask_own, conditions_of_texts
+from mmspeed.pipelines.diffusion.samplers import OnStep, Predict, guided
 from mmspeed.protocols import TextEntry
 from mmspeed.protocols.calls import Conditions
 from mmspeed.shapes import Strides
@@ -61,26 +61,51 @@ def generate_latents(
     latents = []
     try:
         for place, (text, name) in enumerate(zip(texts, names, strict=True)):
-            noise_1CThw = rng.normal(shape_CThw, settings.seed, "sample", name)[None].to(device.torch_device)
+            noise_1CThw = rng.normal(shape_CThw, settings.seed, "sample", name)[None]
 
             def tell(done: int, steps: int, place: int = place) -> None:
                 if on_step is not None:
                     on_step(place * settings.steps + done, total)
 
-            with warm_plans(
-                model
-            ) as use:  # plans of sparse attention begin with those of the step before, by condition
-                both = [conditions_of_text(each, device.torch_device, fps, strides) for each in (text, negative)]
-                predict = guided(
-                    _predictor(model, ask, both[0], lambda: use("text")),
-                    _predictor(model, ask, both[1], lambda: use("negative")),
-                    settings.guidance,
-                    settings.rescale,
+            latents.append(
+                sample_together(
+                    model, objective, [text], [negative], noise_1CThw, settings, device, tell, ask, fps, strides
                 )
-                latents.append(objective.sample(predict, noise_1CThw, settings.steps, settings.sampler, on_step=tell))
+            )
     finally:
         model.train(was_training)
     return torch.cat(latents)
+
+
+@torch.no_grad()
+def sample_together(
+    model: nn.Module,
+    objective: Objective,
+    texts: Sequence[TextEntry],
+    negatives: Sequence[TextEntry],
+    noise_PCThw: Tensor,
+    settings: SampleSettings,
+    device: Device,
+    on_step: OnStep | None = None,
+    ask: Ask = ask_own,
+    fps: float = 24.0,
+    strides: Strides | None = None,
+) -> Tensor:
+    """Latents (P, C, T, h, w) float32 of P texts in one batch, from their noise; the model is in eval mode.
+
+    negatives: the text to steer away from, of each. A model whose attention keeps clusters between steps takes one text at a time.
+    """
+    # plans of sparse attention begin with those of the step before, by condition
+    with warm_plans(model) as use:
+        both = [conditions_of_texts(each, device.torch_device, fps, strides) for each in (texts, negatives)]
+        predict = guided(
+            _predictor(model, ask, both[0], lambda: use("text")),
+            _predictor(model, ask, both[1], lambda: use("negative")),
+            settings.guidance,
+            settings.rescale,
+        )
+        noise_PCThw = noise_PCThw.to(device.torch_device)
+        return objective.sample(predict, noise_PCThw, settings.steps, settings.sampler, on_step=on_step)
 
 
 def _predictor(model: nn.Module, ask: Ask, conditions: Conditions, before: Callable[[], None]) -> Predict:

@@ -29,9 +29,9 @@ MIN_SHEET_WIDTH = 480  # pixels, so that labels stay readable under small videos
 GAP = 2  # pixels between the frames of a contact sheet
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Video:
-    """Frames (F, H, W, 3) uint8 and their number per second. An image is F = 1."""
+    """Frames (F, H, W, 3) uint8 and their number per second. An image is F = 1. Notebooks show it."""
 
     frames_FHWC: np.ndarray
     fps: float
@@ -42,6 +42,16 @@ class Video:
             raise ValueError(f"frames are uint8 (F, H, W, 3), not {self.frames_FHWC.dtype} {shape}")
         if not 0.01 <= self.fps <= 1000:
             raise ValueError(f"{self.fps} frames per second are not within 0.01 to 1000")
+
+    def __repr__(self) -> str:
+        frames, height, width = self.frames_FHWC.shape[:3]
+        return f"Video({frames} frame{'s' * (frames > 1)} of {width} x {height}, {self.fps:g} a second)"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the video itself, embedded."""
+        from mmspeed.pipelines.inference.notebook import html_of
+
+        return html_of(self)
 
     def save(self, path: str | Path) -> None:
         """Write by the ending of `path`: .mp4 (H.264), .gif, or .png for a single frame. Whole or not at all (law 4).

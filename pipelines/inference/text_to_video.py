@@ -6,8 +6,10 @@ Prompts are encoded once, validation prompts are stored in the run's folder, and
 from __future__ import annotations
 
 import gc
+import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -15,25 +17,31 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from mmspeed import rng
 from mmspeed.compute.sparse.controller import SparsityController
 from mmspeed.compute.sparse.module import clustered_layers
 from mmspeed.config import Bucket, Config
 from mmspeed.config.schema import TextConfig
-from mmspeed.data.cache.keys import number_duplicates
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
+from mmspeed.log import get_logger
 from mmspeed.loop.checkpoint.manager import best, latest, load_weights, step_name, steps_in
 from mmspeed.models import SoraDiT, build_model
 from mmspeed.models.codecs.vae import load_codec
 from mmspeed.models.text.encoders import load_text_encoder, text_identity
 from mmspeed.parallel import autocast
 from mmspeed.pipelines.diffusion.objective import make_objective
-from mmspeed.pipelines.inference.generate import SampleSettings, generate_latents
+from mmspeed.pipelines.inference.generate import SampleSettings, sample_together
 from mmspeed.pipelines.inference.media import Video, from_model_range
+from mmspeed.pipelines.inference.prompts import VideoRequest, noise_names
 from mmspeed.pipelines.run.run_folder import RunFolder, sync_file
 from mmspeed.protocols import CountsFlops, TextEntry, VideoCodec
 from mmspeed.rng import Seed
 from mmspeed.shapes import Strides
+
+log = get_logger("sample")
+
+TOKENS_TOGETHER = 16_384  # of the model, in a batch of videos; more is hardly faster
 
 
 def encode_prompts(prompts: list[str], config: TextConfig, device: Device) -> list[TextEntry]:
@@ -121,6 +129,15 @@ def clean_prompt(prompt: str) -> str:
     return prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
+def refuse_image(run: str | Path) -> None:
+    """Raises UserError: the models that runs train go from text to video, and take no first frame."""
+    model = RunFolder.open(run).info().get("model", SoraDiT.__name__)
+    raise UserError(
+        f"--image: {run} trains {model if isinstance(model, str) else SoraDiT.__name__}, which takes no first frame, as all models that "
+        "`mmspeed sample` loads; of diffusers' own pipelines WanImageToVideoPipeline and CogVideoXImageToVideoPipeline take one"
+    )
+
+
 def find_checkpoint(folder: RunFolder, which: str | int) -> Path:
     """The checkpoint `latest`, `best`, or of a step. Raises UserError when there is none, with the steps that there are."""
     steps = steps_in(folder.checkpoints)
@@ -134,6 +151,16 @@ def find_checkpoint(folder: RunFolder, which: str | int) -> Path:
     if not str(which).isdigit() or int(which) not in steps:
         raise UserError(f"{folder.root} has no checkpoint {which!r}: there are latest, best and the steps {steps}")
     return folder.checkpoints / step_name(int(which))
+
+
+@dataclass(frozen=True)
+class SamplerChoice:
+    """The settings of a call; None: as `sample` in the run's config says."""
+
+    steps: int | None = None
+    guidance: float | None = None
+    sampler: str | None = None
+    rescale: float | None = None
 
 
 class TextToVideo:
@@ -210,28 +237,106 @@ class TextToVideo:
         The same seed, prompt and settings give the same video. Raises UserError for a size that the codec cannot make or the timestep
         shift does not know, for a sampler of the other objective, and for a rescale outside of 0 to 1.
         """
-        prompts = [clean_prompt(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
+        prompts = [prompts] if isinstance(prompts, str) else prompts
         if not prompts:
             raise UserError("no prompt was given")
+        requests = [VideoRequest(prompt, negative_prompt, seed, frames, height, width) for prompt in prompts]
+        settings = SamplerChoice(steps, guidance, sampler, guidance_rescale)
+        return [video for _, video in self.sample(requests, settings, on_step, together=1)]
+
+    def sample(
+        self,
+        requests: Sequence[VideoRequest],
+        choice: SamplerChoice = SamplerChoice(),
+        on_step: Callable[[int, int], None] | None = None,
+        *,
+        together: int | None = None,
+        rank: int = 0,
+        world: int = 1,
+    ) -> Iterator[tuple[VideoRequest, Video]]:
+        """Yield (request, video) as videos are made: of process `rank` of `world`, its share of the requests, in order.
+
+        Neighbours of one size are sampled in one batch: at most `together`, by default as many as have `TOKENS_TOGETHER` tokens of the
+        model; half as many where memory does not suffice. The noise of a video depends on its prompt and seed, and a prompt that
+        comes again with one seed gives another video. `on_step(done, total)` counts the steps of this process's videos.
+        Raises UserError as a call does, before the first video.
+        """
         config = self.config
-        bucket = self.size(frames, height, width)
-        settings = sampler_settings(config, steps, guidance, sampler, Seed(seed, self.generator), guidance_rescale)
-        latent = self.codec.strides.latent(bucket)
-        objective = self.objective.sized(bucket, self.model.tokens(latent))
-        negative = config.sample.negative_prompt if negative_prompt is None else negative_prompt
-        *texts, negative_entry = encode_prompts([*prompts, negative], config.text, self.device)
-        latents_PCThw = generate_latents(
-            self.model,
-            objective,
-            texts,
-            negative_entry,
-            number_duplicates(prompts),  # the same prompt twice gives two videos
-            (self.codec.channels, *latent),
-            settings,
-            self.device,
-            on_step,
+        prompts = [clean_prompt(request.prompt) for request in requests]
+        negatives = [
+            config.sample.negative_prompt if each.negative is None else clean_prompt(each.negative) for each in requests
+        ]
+        seeds = [request.seed or 0 for request in requests]
+        names = noise_names(zip(prompts, seeds, strict=True))
+        sizes = self.sizes(requests)
+        settings = sampler_settings(
+            config, choice.steps, choice.guidance, choice.sampler, Seed(0, self.generator), choice.rescale
         )
-        return decode_videos(self.codec, latents_PCThw, config.data.fps or 24.0)
+        objectives = {
+            size: self.objective.sized(size, self.model.tokens(self.codec.strides.latent(size))) for size in sizes
+        }
+        self.model.eval()
+        mine = list(range(rank, len(requests), world))
+        total = len(mine)
+        words = list(dict.fromkeys(text for index in mine for text in (prompts[index], negatives[index])))
+        texts = dict(zip(words, encode_prompts(words, config.text, self.device), strict=True)) if words else {}
+        # clusters of sparse attention are kept for one video
+        most = 1 if clustered_layers(self.model) else together
+        done = 0
+        while mine:
+            size = sizes[mine[0]]
+            group = self._group(mine, sizes, most)
+            count = len(group)
+            shape_CThw = (self.codec.channels, *self.codec.strides.latent(size))
+            noise_PCThw = torch.stack(
+                [rng.normal(shape_CThw, Seed(seeds[index], self.generator), "sample", names[index]) for index in group]
+            )
+
+            def tell(step: int, of: int, before: int = done, count: int = count) -> None:
+                if on_step is not None:
+                    on_step(before + step * count, settings.steps * total)
+
+            try:
+                latents_PCThw = sample_together(
+                    self.model,
+                    objectives[size],
+                    [texts[prompts[index]] for index in group],
+                    [texts[negatives[index]] for index in group],
+                    noise_PCThw,
+                    settings,
+                    self.device,
+                    tell,
+                )
+            except torch.OutOfMemoryError:
+                if count == 1:
+                    raise
+                most = count // 2
+                self.device.empty_cache()
+                log.warning(f"{count} videos of {size} do not fit into memory at a time: {most} are sampled together")
+                continue
+            mine, done = mine[count:], done + settings.steps * count
+            for index, video in zip(
+                group, decode_videos(self.codec, latents_PCThw, config.data.fps or 24.0), strict=True
+            ):
+                yield requests[index], video
+
+    def sizes(self, requests: Sequence[VideoRequest]) -> list[Bucket]:
+        """The sizes of the videos of requests. Raises UserError for one that cannot be made."""
+        return [self._size_of(request) for request in requests]
+
+    def _size_of(self, request: VideoRequest) -> Bucket:
+        """The size of a request's video. Raises UserError, which names its line, for one that cannot be made."""
+        try:
+            return self.size(request.frames, request.height, request.width)
+        except UserError as error:
+            raise UserError(f"line {request.line}: {error}") if request.line else error from None
+
+    def _group(self, queue: list[int], sizes: list[Bucket], most: int | None) -> list[int]:
+        """The first requests of the queue that are sampled in one batch."""
+        size = sizes[queue[0]]
+        if most is None:
+            most = max(1, TOKENS_TOGETHER // self.model.tokens(self.codec.strides.latent(size)))
+        return list(itertools.takewhile(lambda index: sizes[index] == size, queue[:most]))
 
 
 def decode_videos(codec: VideoCodec, latents_PCThw: torch.Tensor, fps: float) -> list[Video]:

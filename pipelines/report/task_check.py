@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from mmspeed.config import RunConfig
+from mmspeed.data.sampling.weighting import gradient_shares
 from mmspeed.device import Device, devices_here
 from mmspeed.errors import UserError
 from mmspeed.log import format_seconds
@@ -18,8 +19,9 @@ from mmspeed.mesh import process_group
 from mmspeed.pipelines.report.policies import policy_lines
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.pipelines.tasks import make_task
+from mmspeed.pipelines.tasks.base import SampledData
 from mmspeed.pipelines.tuning.memory_estimate import plan_memory
-from mmspeed.protocols import Models, RunPlace, StepData, Task, blocks_of, shape_words, trainable
+from mmspeed.protocols import Data, Models, RunPlace, StepData, Task, blocks_of, shape_words, trainable
 
 
 @dataclass
@@ -103,6 +105,7 @@ def _report_steps(report: TaskReport, config: RunConfig, task: Task, place: RunP
             if value is not None and not value > 0
         ]
         usage = task.usage(step)
+        shares = _gradient_lines(config, data)
         epochs = data.locate(steps - 1).epoch + 1
     finally:
         data.close()
@@ -111,6 +114,20 @@ def _report_steps(report: TaskReport, config: RunConfig, task: Task, place: RunP
         f"steps: {steps:,}, over {epochs:,} epoch{'s'[: epochs != 1]}; the first has {usage.items:,} items of {usage.tokens:,} tokens, "
         f"{_flops(work)}; all about {_flops(work * steps)}{_least_time(config, work * steps)}"
     )
+    report.lines_ += shares
+
+
+def _gradient_lines(config: RunConfig, data: Data) -> list[str]:
+    """The share of each shape class in the gradients of the first epoch; nothing for data that no sampler orders."""
+    weights = data.weights if isinstance(data, SampledData) else None
+    if weights is None:
+        return []
+    plan, shapes = weights.order.whole_epoch()
+    shares = gradient_shares(plan, shapes, weights.weighting, weights.tokens)
+    how = f"share of gradients (objective.weighting: {config.weighting})"
+    if len(shares) == 1:
+        return [f"{how}: the samples are of one shape class, which has all of them"]
+    return [f"{how} of shape class {shape_words(shape)}: {share:.3f}" for shape, share in shares.items()]
 
 
 def _report_ranks(report: TaskReport, config: RunConfig, task: Task, ranks: Sequence[int] | None) -> None:

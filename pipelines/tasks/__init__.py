@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mmspeed.config import RunConfig
-from mmspeed.config.tasks import TASKS, TaskEntry, task_class
+from mmspeed.config.tasks import TASKS, TaskEntry, preparation_class, task_class
 from mmspeed.protocols import Task
 
 
@@ -22,3 +22,12 @@ def make_task(config: RunConfig, maker: Any = None) -> Task:
     """The task that a config names. Raises UserError for a task that is not known or cannot be imported."""
     task: Task = task_class(config.task)(config, maker)
     return task
+
+
+def maker_of(config: RunConfig) -> Any:
+    """The encoder that completes a config's data in the first epoch; None where its task has none.
+
+    Raises UserError for a task that is not known or cannot be imported.
+    """
+    kind = preparation_class(config.task)
+    return None if kind is None else kind(config).maker()

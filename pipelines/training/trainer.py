@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +33,9 @@ from mmspeed.pipelines.report.run_page import write_report
 from mmspeed.pipelines.run.build import Assembly, Placement, assemble, place
 from mmspeed.pipelines.run.run_folder import RunFolder, trim_metrics
 from mmspeed.pipelines.run.telemetry import Telemetry, TelemetryCallback
-from mmspeed.pipelines.tasks import make_task
+from mmspeed.pipelines.tasks import make_task, maker_of
 from mmspeed.pipelines.training import opening
+from mmspeed.pipelines.training.events import Events, TrainCallback
 from mmspeed.pipelines.training.oom_advice import OomAdvisor
 from mmspeed.pipelines.training.validation import Validator
 from mmspeed.pipelines.tuning.memory_search import policies_under_budget
@@ -83,19 +84,34 @@ class TrainResult:
 class TrainPipeline:
     """The pipeline that trains a config's model, or resumes a run that was stopped.
 
-    `task`: the task to train; None: the one that the config names. With a `maker` (`mmspeed.preprocess.OnlineBuilder`) a cache that is
-    missing or incomplete is completed during the first epoch; without one it is an error. `run()` raises UserError for that, for a run of
-    that name with another model, a non-finite loss, a full disk. What `accelerate launch` was told is obeyed or refused (`obey_launcher`).
+    `task`: the task to train; None: the one that the config names. With `online`, as in `mmspeed train`, or with a `maker` of your own
+    (as `mmspeed.preprocess.OnlineBuilder`), a cache that is missing or incomplete is completed during the first epoch; without, it is an
+    error. `callbacks` are told of steps, validations, checkpoints and the end (`mmspeed.pipelines.TrainCallback`), on all ranks.
+
+    `run()` raises UserError for a cache that cannot be used, a run of that name with another model, a non-finite loss, a full disk, and
+    whatever a callback raises. What `accelerate launch` was told is obeyed or refused (`obey_launcher`). Raises ValueError for `online`
+    with a `task`, whose maker is its own.
     """
 
-    def __init__(self, config: RunConfig, maker: OnlineEncoder | None = None, task: Task | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        maker: OnlineEncoder | None = None,
+        task: Task | None = None,
+        *,
+        online: bool = False,
+        callbacks: Sequence[TrainCallback] = (),
+    ) -> None:
         given = with_recorded_weighting(config, "the config")
         self.config = config = obey_launcher(given)
+        if online and task is not None:
+            raise ValueError("online completes the data of the config's task: give a `task` its maker instead")
         if task is not None and config is not given:  # the task has read the other one
             raise UserError(
                 "make the task, too, from `mmspeed.config.obey_launcher(config)`, as accelerate launch changes the config"
             )
-        self.task = task or make_task(config, maker)
+        self.task = task or make_task(config, maker or (maker_of(config) if online else None))
+        self.events = Events(callbacks)
         self.folder = RunFolder(config.run_dir)
 
     def run(self) -> TrainResult:
@@ -128,6 +144,7 @@ class TrainPipeline:
             self.folder.checkpoints, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
         )
         run = Run(self.task, placement, where, data, parts, manager)
+        manager.on_written = self.events.saved
         with Working("looking for a checkpoint", tell=False):
             self._resume(run)
         if run.step >= config.train.steps:
@@ -139,8 +156,10 @@ class TrainPipeline:
         with Telemetry(config, self.folder.root, device, where.world, where.rank == 0, peak, run.step) as telemetry:
             try:
                 stopped, loss = self._train(run, telemetry)
-            except UserError:
-                manager.wait()  # all ranks are here: let the checkpoint under way complete
+                self.events.ended(not stopped, loss)
+            except Exception as error:
+                if isinstance(error, UserError) or self.events.failed:
+                    manager.wait()  # all ranks are here: let the checkpoint under way complete
                 raise
             finally:
                 data.close()
@@ -228,6 +247,7 @@ class TrainPipeline:
             memory,
             means,
             TelemetryCallback(telemetry, run.task, run.data, sparsity),
+            self.events,
             signals,
         ]
 
@@ -242,6 +262,7 @@ class TrainPipeline:
         with ExitStack() as stack:
             batches = run.data.steps(run.step, train.steps)
             telemetry.resume_clock()
+            self.events.begin(run.step, self.folder.root, parts.models, run.place.rank, run.place.world)
             memory = stack.enter_context(
                 OomAdvisor(config, run.place.device, self.folder.root, parts.model, parts.optimizer, parts.ema)
             )
@@ -342,6 +363,7 @@ class TrainPipeline:
         row: Mapping[str, Any] = validator.validate(run.step)
         if row:
             telemetry.write(dict(row))
+            self.events.validated(row)
             if run.place.rank == 0 and self.config.validate_.report:
                 write_report(self.folder.root)
         if self.config.trackers and self.config.tracking.videos:

@@ -133,6 +133,8 @@ class CheckpointManager:
         self.group = group
         self._lead = not dist.is_initialized() or dist.get_rank() == 0
         self._pending: _PendingSave | None = None
+        # called on every rank when a checkpoint is whole on disk, with its step and folder
+        self.on_written: Callable[[int, Path], None] | None = None
         self._losses: dict[int, float] = {}
         self._in_use: int | None = None
         self._bases: dict[
@@ -178,6 +180,8 @@ class CheckpointManager:
             if self._lead:
                 shutil.rmtree(pending.temporary, ignore_errors=True)
             raise _explain(self.folder, pending.step, error) from error
+        if self.on_written is not None:
+            self.on_written(pending.step, self.folder / step_name(pending.step))
         return pending.step
 
     def poll(self, group: dist.ProcessGroup | None = None) -> int | None:

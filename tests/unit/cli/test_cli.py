@@ -17,7 +17,7 @@ import yaml
 
 from mmspeed.__main__ import main
 from mmspeed.cli import launch
-from mmspeed.cli.app import output_paths, sheet_path, split_debug
+from mmspeed.cli.app import split_debug
 from mmspeed.cli.doctor import Diagnosis, diagnose, render, to_json
 from mmspeed.cli.failures import describe
 from mmspeed.cli.launch import explain, wanted
@@ -81,7 +81,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["train"], "Missing argument 'CONFIG'"),
         (["train", "x.yaml", "--fast"], "No such option: --fast"),
         (["train", "x.yaml", "--nproc", "two"], "--nproc"),
-        (["sample", "run"], "--prompt"),
         (["sample", "run", "--prompt", "a", "--weights", "both"], "--weights"),
         (["sample", "run", "--prompt", "a", "--steps", "0"], "--steps"),
     ],
@@ -243,19 +242,6 @@ def test_the_cause_is_shown_and_not_its_echoes() -> None:
     assert explain({0: failure(1, echo, 6), 1: failure(1, echo, 5)})[0].startswith("[rank 1] mmspeed: internal error")
     assert "process 3 was killed by SIGKILL; often the machine ran out of memory" in explain({3: failure(-9)})[0]
     assert "process 1 ended with exit code 7" in explain({1: failure(7)})[0]
-
-
-# --- sample's file names ---
-
-
-def test_where_videos_go(tmp_path: Path) -> None:
-    assert output_paths(Path("a/fox.mp4"), 1) == [Path("a/fox.mp4")]
-    assert output_paths(Path("fox"), 1) == [Path("fox.mp4")]
-    assert output_paths(Path("a/fox.gif"), 2) == [Path("a/fox-0.gif"), Path("a/fox-1.gif")]
-    assert sheet_path(Path("a/fox.mp4")) == Path("a/fox.png")
-    assert sheet_path(Path("fox.png")) == Path("fox-sheet.png")
-    with pytest.raises(UserError, match="is a folder"):
-        output_paths(tmp_path, 1)
 
 
 # --- doctor ---

@@ -67,6 +67,7 @@ def test_check_tells_what_a_config_will_train(home: Path, told) -> None:  # type
     assert f"model: CharacterModel, {config.depth} blocks, {numbers:,} parameters, all of which train" in text
     assert f"the first has {len(first.items)} items of {task.usage(first).tokens:,} tokens" in text
     assert "steps: 6, over 2 epochs" in text
+    assert "the samples are of one shape class, which has all of them" in text
     plan = plan_memory(config, with_swap=False)
     assert f"{format_bytes(plan.figures.plain_peak())} with all saved" in text
     assert f"{config.run_dir} goes on at step 4; changed since it was saved: train." in text

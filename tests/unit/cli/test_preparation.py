@@ -19,6 +19,7 @@ from mmspeed.config import RunConfig, load_config, load_run_config, make_config,
 from mmspeed.config.inputs import Section
 from mmspeed.config.tasks import TASKS, TaskEntry
 from mmspeed.errors import UserError
+from mmspeed.pipelines.tasks import maker_of
 from mmspeed.preprocess import OnlineBuilder
 from mmspeed.preprocess.preparation import VideoPreparation
 from tests.support.runs import small_config, small_tree
@@ -258,7 +259,7 @@ def test_a_config_without_a_task_is_of_videos(tmp_path: Path) -> None:
 def test_missing_videos_are_encoded_in_the_first_epoch_where_they_can_be(
     tmp_path: Path, overrides: tuple[str, ...], made: bool
 ) -> None:
-    maker = preparations.maker_of(small_config(tmp_path, *overrides))
+    maker = maker_of(small_config(tmp_path, *overrides))
     assert isinstance(maker, OnlineBuilder) if made else maker is None
 
 

@@ -1,0 +1,168 @@
+"""`mmspeed sample`: videos from text with a trained run, of prompts on the command line or in a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mmspeed import log
+from mmspeed.errors import UserError
+
+from . import completion, launch, spoken
+
+if TYPE_CHECKING:
+    from mmspeed.pipelines.inference.prompts import VideoRequest
+
+RunFolder = Annotated[
+    Path,
+    typer.Argument(metavar="RUN", help="Folder of a run, such as runs/my-run.", autocompletion=completion.run_folders),
+]
+
+
+class Weights(str, Enum):
+    """The weights of a checkpoint to sample from."""
+
+    ema = "ema"
+    model = "model"
+
+
+def sample(
+    context: typer.Context,
+    run_folder: RunFolder,
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="Text of a video; repeat the option for more videos.")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            metavar="FILE",
+            help="File with a prompt a line, or .jsonl with an object a line: prompt, and maybe negative, seed, frames, height, width.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out",
+            "-o",
+            help="Video file; several prompts write out-0.mp4, out-1.mp4, ..., those of a file out-0001.mp4, ... by line.",
+        ),
+    ] = Path("sample.mp4"),
+    negative_prompt: Annotated[str | None, typer.Option(help="Text to steer away from.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of the sampler.")] = None,
+    guidance: Annotated[float | None, typer.Option(min=0, help="Classifier-free guidance scale; 1: none.")] = None,
+    guidance_rescale: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Rescale of the guided prediction; 0: none.")
+    ] = None,
+    sampler: Annotated[
+        str | None, typer.Option(help="auto, euler, heun, ddim, unipc or dpm++.", autocompletion=completion.samplers)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the noise.")] = 0,
+    frames: Annotated[int | None, typer.Option(min=1, help="Frames of the video.")] = None,
+    height: Annotated[int | None, typer.Option(min=8, help="Height in pixels.")] = None,
+    width: Annotated[int | None, typer.Option(min=8, help="Width in pixels.")] = None,
+    image: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="First frame, for models that take one; SoraDiT takes none.")
+    ] = None,
+    checkpoint: Annotated[
+        str,
+        typer.Option(metavar="STEP|best|latest", help="Checkpoint to load.", autocompletion=completion.checkpoints),
+    ] = "latest",
+    weights: Annotated[Weights, typer.Option(help="The moving average of the weights, or the weights.")] = Weights.ema,
+    device: Annotated[
+        str, typer.Option(help="Kind of device; auto takes the fastest there is.", autocompletion=completion.devices)
+    ] = "auto",
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", help="Processes to start on this machine, which share the prompts.")
+    ] = None,
+) -> None:
+    """Make videos from text with a trained run. Omitted options are taken from the run's config."""
+    spoken.begin("sample", run_folder)
+    requests, paths = requested(prompt or [], prompts, out)
+    if launch.wanted(nproc):
+        debug = bool(context.obj.get("debug"))
+        raise typer.Exit(launch.launch(context.obj["arguments"], int(nproc or 1), debug))
+    launch.follow_launcher()
+    with spoken.loading():
+        from mmspeed.pipelines import TextToVideo
+        from mmspeed.pipelines.inference.media import check_output, contact_sheet, save_image
+        from mmspeed.pipelines.inference.text_to_video import SamplerChoice, refuse_image
+
+    if image is not None:
+        refuse_image(run_folder)
+    requests = [
+        replace(
+            each,
+            negative=negative_prompt if each.negative is None else each.negative,
+            seed=seed if each.seed is None else each.seed,
+            frames=each.frames or frames,
+            height=each.height or height,
+            width=each.width or width,
+        )
+        for each in requests
+    ]
+    rank, world = log.rank(), int(os.environ.get("WORLD_SIZE", "1"))
+    with log.Working("loading the run", tell=False):
+        pipe = TextToVideo.from_run(run_folder, checkpoint=checkpoint, weights=weights.value, device=device)
+    sizes = pipe.sizes(requests)
+    for path, size in zip(paths, sizes, strict=True):
+        check_output(path, size.frames)
+    share = len(requests[rank::world])
+    videos, made = [], iter(paths[rank::world])
+    with log.ProgressLine("sample", (steps or pipe.config.sample.steps) * share, "step") as line:
+
+        def tell(done: int, total: int) -> None:
+            line.advance(done - line.done)
+
+        choice = SamplerChoice(steps, guidance, sampler, guidance_rescale)
+        together = 1 if prompts is None else None
+        for _, video in pipe.sample(requests, choice, tell, together=together, rank=rank, world=world):
+            path = next(made)
+            video.save(path)
+            print(path, flush=True)
+            if prompts is None:
+                videos.append(video)
+    if videos and world == 1:
+        sheet = sheet_path(out)
+        save_image(contact_sheet(videos, prompt or []), sheet)
+        print(sheet)
+    if rank == 0:
+        spoken.then(f"report {run_folder}")
+
+
+def requested(prompt: Sequence[str], file: Path | None, out: Path) -> tuple[list[VideoRequest], list[Path]]:
+    """The videos to make and their files. Raises UserError for no prompts, prompts from both places, and a file that cannot be read."""
+    if bool(prompt) == (file is not None):
+        how = "not both" if prompt else "for the text of the videos"
+        raise UserError(f"give --prompt TEXT or --prompts FILE, {how}")
+    from mmspeed.pipelines.inference.prompts import VideoRequest, read_requests
+
+    if file is None:
+        return [VideoRequest(text) for text in prompt], output_paths(out, len(prompt))
+    requests = read_requests(file)
+    first = output_paths(out, 1)[0]
+    return requests, [first.with_name(f"{first.stem}-{each.line:04}{first.suffix}") for each in requests]
+
+
+def output_paths(out: Path, count: int) -> list[Path]:
+    """The files of `count` videos: `out` for one, `out-0`, `out-1`, ... for several; `.mp4` if the name has no ending.
+
+    Raises UserError if `out` is a folder.
+    """
+    if out.is_dir():
+        raise UserError(f"{out} is a folder; name a video file, such as {out / 'sample.mp4'}")
+    suffix = out.suffix or ".mp4"
+    if count == 1:
+        return [out.with_suffix(suffix)]
+    return [out.with_name(f"{out.stem}-{index}{suffix}") for index in range(count)]
+
+
+def sheet_path(out: Path) -> Path:
+    """The file of the contact sheet of all videos: a PNG beside them."""
+    return out.with_name(f"{out.stem}-sheet.png") if out.suffix == ".png" else out.with_suffix(".png")

@@ -1,0 +1,105 @@
+"""`mmspeed sample`: prompts from a file, alone and shared by processes, the names of its videos, and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmspeed.__main__ import main
+from mmspeed.cli.sample_command import output_paths, sheet_path
+from mmspeed.errors import UserError
+from mmspeed.pipelines import TrainPipeline
+from tests.support.decoding import video_of
+from tests.support.runs import small_config
+
+LINES = """
+{"prompt": "a rabbit", "seed": 3}
+
+{"prompt": "the sea", "negative": "a boat", "frames": 1, "height": 16, "width": 32}
+{"prompt": "a rabbit"}
+{"prompt": "a rabbit"}
+"""
+
+
+@pytest.fixture(scope="module")
+def run(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step."""
+    home = Path(shutil.copytree(small_cache, tmp_path_factory.mktemp("sample") / "home"))
+    config = small_config(home, "train.steps=1", "validate.samples=0")
+    TrainPipeline(config).run()
+    return config.run_dir
+
+
+def frames_of(path: Path) -> np.ndarray:
+    return video_of(path)[0]
+
+
+def test_a_file_of_prompts_makes_a_video_a_line(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "p.jsonl").write_text(LINES, encoding="utf-8")
+    arguments = ["sample", str(run), "--prompts", str(tmp_path / "p.jsonl"), "--seed", "1", "--device", "cpu"]
+    assert main([*arguments, "-o", str(tmp_path / "one" / "v.mp4")]) == 0
+    names = ["v-0002.mp4", "v-0004.mp4", "v-0005.mp4", "v-0006.mp4"]
+    assert capsys.readouterr().out.splitlines() == [str(tmp_path / "one" / name) for name in names]
+    videos = {name: frames_of(tmp_path / "one" / name) for name in names}
+    assert [video.shape[:3] for video in videos.values()] == [(5, 32, 48), (1, 16, 32), (5, 32, 48), (5, 32, 48)]
+    # equal prompts with one seed give other videos, and a line's video is that of its prompt and seed alone
+    assert not np.array_equal(videos["v-0005.mp4"], videos["v-0006.mp4"])
+    alone = ["sample", str(run), "-p", "a rabbit", "--seed", "3", "-o", str(tmp_path / "alone.mp4"), "--device", "cpu"]
+    assert main(alone) == 0
+    assert np.abs(frames_of(tmp_path / "alone.mp4").astype(int) - videos["v-0002.mp4"]).max() <= 1
+    # processes share the lines: each makes its own, and the same
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in (0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        capsys.readouterr()
+        assert main([*arguments, "-o", str(tmp_path / "two" / "v.mp4")]) == 0
+        assert [Path(line).name for line in capsys.readouterr().out.splitlines()] == names[rank::2]
+    for name in names:
+        assert np.abs(frames_of(tmp_path / "two" / name).astype(int) - videos[name]).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ([], "give --prompt TEXT or --prompts FILE"),
+        (["-p", "a", "--prompts", "FILE"], "not both"),
+        (["--prompts", "none.txt"], "none.txt: cannot be read"),
+        (["--prompts", "FILE"], "line 2: a video of 6x32x48"),
+        (["-p", "a", "--image", "a.png"], "SoraDiT, which takes no first frame"),
+    ],
+)
+def test_what_cannot_be_sampled_is_one_line(
+    run: Path, tmp_path: Path, more: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "frames": 6}\n', encoding="utf-8")
+    words = [str(tmp_path / "p.jsonl") if word == "FILE" else word for word in more]
+    assert main(["sample", str(run), *words, "-o", str(tmp_path / "v.mp4"), "--device", "cpu"]) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("mmspeed: error: ") and expected in line
+    assert not list(tmp_path.glob("*.mp4"))
+
+
+@pytest.mark.slow
+def test_processes_of_nproc_share_a_file(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("a rabbit\nthe sea\na hill\n", encoding="utf-8")
+    words = ["sample", str(run), "--prompts", "p.txt", "--nproc", "2", "--device", "cpu"]
+    done = subprocess.run([sys.executable, "-m", "mmspeed", *words], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split()) == [f"sample-{line:04}.mp4" for line in (1, 2, 3)]
+
+
+def test_where_videos_go(tmp_path: Path) -> None:
+    assert output_paths(Path("a/fox.mp4"), 1) == [Path("a/fox.mp4")]
+    assert output_paths(Path("fox"), 1) == [Path("fox.mp4")]
+    assert output_paths(Path("a/fox.gif"), 2) == [Path("a/fox-0.gif"), Path("a/fox-1.gif")]
+    assert sheet_path(Path("a/fox.mp4")) == Path("a/fox.png")
+    assert sheet_path(Path("fox.png")) == Path("fox-sheet.png")
+    with pytest.raises(UserError, match="is a folder"):
+        output_paths(tmp_path, 1)

@@ -1,0 +1,83 @@
+"""Callbacks of users: what they are told, in which order, and that their mistakes end a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mmspeed.pipelines import TrainCallback, TrainPipeline
+from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.training.events import CheckpointEvent, EndEvent, StepEvent, ValidationEvent
+from tests.support.runs import losses
+from tests.support.toy_runs import build_toy, toy_config, write_toy_cache
+
+
+class Recorder(TrainCallback):
+    """Notes every event."""
+
+    def __init__(self) -> None:
+        self.notes: list[tuple[str, int]] = []
+        self.losses: list[float | None] = []
+
+    def on_step(self, event: StepEvent) -> None:
+        self.notes.append(("step", event.step))
+        self.losses.append(event.loss)
+        assert event.models["model"].training and event.outcome.step == event.step and event.world == 1
+
+    def on_validation(self, event: ValidationEvent) -> None:
+        self.notes.append(("validation", event.step))
+        assert event.row["loss"] > 0
+
+    def on_checkpoint(self, event: CheckpointEvent) -> None:
+        self.notes.append(("checkpoint", event.step))
+        assert (event.path / "meta.json").is_file()
+
+    def on_end(self, event: EndEvent) -> None:
+        self.notes.append(("end", event.step))
+        assert event.finished and event.loss == self.losses[-1]
+
+
+class Failing(TrainCallback):
+    """Fails at the second step."""
+
+    def on_step(self, event: StepEvent) -> None:
+        if event.step == 2:
+            raise ZeroDivisionError("of the user")
+
+
+def test_callbacks_are_told_what_happens(tmp_path: Path) -> None:
+    config = toy_config(tmp_path, "checkpoint.keep_best=false", "checkpoint.asynchronous=false")
+    write_toy_cache(config)
+    recorder = Recorder()
+    TrainPipeline(config, task=VideoTask(config, build=build_toy), callbacks=[recorder]).run()
+    each = [note for note in recorder.notes if note[0] != "checkpoint"]
+    assert each == [
+        *[("step", 1), ("step", 2), ("step", 3), ("validation", 3), ("step", 4), ("step", 5), ("step", 6)],
+        *[("validation", 6), ("end", 6)],
+    ]
+    written = [step for kind, step in recorder.notes if kind == "checkpoint"]
+    assert written == [2, 4, 6] and recorder.notes[-1] == ("end", 6)
+    assert recorder.losses == losses(config)
+
+
+def test_an_error_in_a_callback_ends_the_run_and_tells_no_more(tmp_path: Path) -> None:
+    config = toy_config(tmp_path)
+    write_toy_cache(config)
+    recorder = Recorder()
+    pipeline = TrainPipeline(config, task=VideoTask(config, build=build_toy), callbacks=[recorder, Failing()])
+    with pytest.raises(ZeroDivisionError, match="of the user"):
+        pipeline.run()
+    assert recorder.notes == [("step", 1), ("step", 2)]
+
+
+def test_callbacks_are_of_their_class(tmp_path: Path) -> None:
+    config = toy_config(tmp_path)
+    with pytest.raises(TypeError, match="derived from TrainCallback"):
+        TrainPipeline(config, callbacks=[print])  # type: ignore[list-item]
+
+
+def test_online_is_for_the_task_of_the_config(tmp_path: Path) -> None:
+    config = toy_config(tmp_path)
+    with pytest.raises(ValueError, match="give a `task` its maker"):
+        TrainPipeline(config, task=VideoTask(config, build=build_toy), online=True)
