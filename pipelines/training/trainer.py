@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from mmspeed import comm
 from mmspeed.config import RunConfig, with_recorded_weighting
+from mmspeed.config.leaves import flat
 from mmspeed.data.loading.first_epoch import OnlineEncoder
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
@@ -28,6 +29,7 @@ from mmspeed.loop.frozen import frozen_names
 from mmspeed.loop.signals import StopSignals
 from mmspeed.loop.step import StepResult, train_step
 from mmspeed.mesh import process_group
+from mmspeed.pipelines.run.agreement import require_agreement, run_facts
 from mmspeed.pipelines.run.build import Assembly, Placement, assemble, place
 from mmspeed.pipelines.run.run_folder import RunFolder, trim_metrics
 from mmspeed.pipelines.run.telemetry import Telemetry, TelemetryCallback
@@ -100,6 +102,7 @@ class TrainPipeline:
     def _run(self, device: Device) -> TrainResult:
         started, config = time.monotonic(), self.config
         # 1. devices, data, models, and activation policies
+        require_agreement(run_facts(config, device), "start all of them with the same config and the same software")
         placement = place(config, device)
         # rank 0 looks: another node's view of the folder may be older
         generator = comm.broadcast_object(self.folder.generator() if dist.get_rank() == 0 else None)
@@ -107,6 +110,7 @@ class TrainPipeline:
         self.task.open(where)
         self._tell_notes(where)
         data = self.task.data(where)
+        require_agreement(flat({"data": data.fingerprint, **self.task.info()}), "give all of them the same data")
         choice = policies_under_budget(config, self.task, where)
         parts = assemble(config, self.task, self.task.build(), placement, device, choice, generator)
         self.task.prepare(parts.models, where)
