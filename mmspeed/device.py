@@ -83,6 +83,15 @@ class Device:
         """True for a device that torchcodec decodes on, beside the CPU."""
         return self.kind == "cuda"
 
+    def library_versions(self) -> list[str]:
+        """Versions of the vendor's libraries that processes of one run must share; none on CPU."""
+        if self.kind == "cuda":
+            nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
+            return [f"cuda {torch.version.cuda}", "nccl " + ".".join(map(str, nccl))]
+        if self.kind == "npu":
+            return [f"torch_npu {importlib.import_module('torch_npu').__version__}"]
+        return []
+
     def activate(self) -> None:
         """Make this the process's current device."""
         if self.kind != "cpu":

@@ -279,6 +279,10 @@ class RunConfig(Section):
     fixed_on_resume: ClassVar[tuple[str, ...]] = ("seed", "task", "objective")
     # (section, key) pairs of those that may change nevertheless
     free_on_resume: ClassVar[tuple[tuple[str, str], ...]] = ()
+    # keys that may differ between the processes of a run (`*` for a place in a list)
+    machine_local: ClassVar[tuple[str, ...]] = ("train.loader_workers", "train.prefetch")
+    # paths whose folders may be mounted elsewhere on each machine: only their last part is compared
+    machine_paths: ClassVar[tuple[str, ...]] = ("output", "train.start_from")
     # reading order of the sections; unnamed ones come last
     order: ClassVar[tuple[str, ...]] = ()
 
@@ -389,6 +393,15 @@ class Config(RunConfig):
 
     fixed_on_resume: ClassVar[tuple[str, ...]] = ("seed", "task", "model", "objective", "vae", "text")
     free_on_resume: ClassVar[tuple[tuple[str, str], ...]] = (("model", "sparse"),)  # no part of the weights
+    machine_local: ClassVar[tuple[str, ...]] = (*RunConfig.machine_local, "preprocess.decode_workers")
+    machine_paths: ClassVar[tuple[str, ...]] = (
+        *RunConfig.machine_paths,
+        "data.cache",
+        "data.sources.*.path",
+        "vae.pretrained",
+        "vae.weights",
+        "text.pretrained",
+    )
     order: ClassVar[tuple[str, ...]] = (
         "task", "name", "output", "seed", "data", "vae", "text", "preprocess", "model", "objective", "train", "batching", "curriculum",
         "checkpoint", "validate", "sample", "parallel", "memory", "device", "trackers", "tracking",

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from mmspeed import comm
 from mmspeed.config import RunConfig, obey_launcher, with_recorded_weighting
+from mmspeed.config.leaves import flat
 from mmspeed.data.loading.first_epoch import OnlineEncoder
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
@@ -30,6 +31,7 @@ from mmspeed.loop.signals import StopSignals
 from mmspeed.loop.step import StepResult, train_step
 from mmspeed.mesh import process_group
 from mmspeed.pipelines.report.run_page import write_report
+from mmspeed.pipelines.run.agreement import require_agreement, run_facts
 from mmspeed.pipelines.run.build import Assembly, Placement, assemble, place
 from mmspeed.pipelines.run.run_folder import RunFolder, trim_metrics
 from mmspeed.pipelines.run.telemetry import Telemetry, TelemetryCallback
@@ -124,6 +126,7 @@ class TrainPipeline:
     def _run(self, device: Device) -> TrainResult:
         started, config = time.monotonic(), self.config
         # 1. devices, data, models, and activation policies
+        require_agreement(run_facts(config, device), "start all of them with the same config and the same software")
         placement = place(config, device)
         # rank 0 looks: another node's view of the folder may be older
         generator = comm.broadcast_object(self.folder.generator() if dist.get_rank() == 0 else None)
@@ -133,6 +136,7 @@ class TrainPipeline:
             self.task.open(where)
             self._tell_notes(where)
             data = self.task.data(where)
+        require_agreement(flat({"data": data.fingerprint, **self.task.info()}), "give all of them the same data")
         self._tell(where, opening.data_line(data, config.train.steps))
         choice = policies_under_budget(config, self.task, where)
         with Working("building the model", tell=False):

@@ -37,6 +37,7 @@ Result = TypeVar("Result")
 _FACT = "mmspeed.part"
 _TELL_EVERY = 60.0  # seconds between lines of a process that waits
 _LONGEST_NAP = 1.0
+_NAMED = 4  # settings that a message names
 _FAREWELL = 60.0  # seconds that process 0 gives the others to see the end
 
 
@@ -113,10 +114,13 @@ class Agreement:
     listing: str  # their names, sizes and captions, and the settings
     encoders: str
     stamp: str  # modification times: they may differ between copies, so they only distinguish builds of an array
+    settings: dict[str, str] = field(
+        default_factory=dict
+    )  # those in `listing`, by dotted key, to name the ones that differ
 
     @property
     def id(self) -> str:
-        """A digest of all fields."""
+        """A digest of the fields that are digests."""
         return digest(f"{self.count} {self.listing} {self.encoders} {self.stamp}".encode())
 
     def to_json(self) -> dict[str, Any]:
@@ -126,11 +130,22 @@ class Agreement:
     @classmethod
     def from_json(cls, message: Mapping[str, Any]) -> Agreement:
         """The agreement in the message of another process, which may have more fields."""
-        return cls(**{name.name: message[name.name] for name in fields(cls)})
+        return cls(**{name.name: message[name.name] for name in fields(cls) if name.name in message})
 
     def require_same(self, other: Mapping[str, Any], own_rank: int = 0, other_rank: int = 0) -> None:
         """Raise UserError if another process, number `other_rank`, does not agree. Modification times may differ."""
         theirs = Agreement.from_json(other)
+        own, its = self.settings, theirs.settings
+        differing = [key for key in {**its, **own} if its and its.get(key) != own.get(key)]
+        if theirs.listing != self.listing and differing:
+            shown = [
+                f"{key} is {own.get(key, 'unset')} in process {own_rank} and {its.get(key, 'unset')} in process {other_rank}"
+                for key in differing[:_NAMED]
+            ]
+            more = f", and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
+            raise UserError(
+                f"the processes have different settings: {'; '.join(shown)}{more}; give all of them the same config"
+            )
         if theirs.listing != self.listing:
             raise UserError(
                 f"the processes see different sources ({self.count} in process {own_rank}, {theirs.count} in process {other_rank}): "

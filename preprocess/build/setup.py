@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mmspeed.config import Config, dump_config
+from mmspeed.config.leaves import flat
 from mmspeed.data.cache.files import TEMP_SUFFIX, ReaderLock, held
 from mmspeed.data.cache.keys import canonical_json, digest
 from mmspeed.data.cache.tables import write_info, write_rejects
@@ -156,7 +157,11 @@ class BuildSetup:
             "world": world,
         }
         content = digest(f"{listing.hexdigest()} {canonical_json(settings)}".encode())
-        return Agreement(len(self.listing.sources), content, self.encoders.text_fingerprint, stamp.hexdigest())
+        count, encoder = len(self.listing.sources), self.encoders.text_fingerprint
+        dtypes = {name: getattr(config.preprocess, name) for name in ("latent_dtype", "text_dtype")}
+        named = {name: settings[name] for name in ("version", "generator", "versions", "world")}
+        named |= {"data": settings["made_for"], "preprocess": dtypes}
+        return Agreement(count, content, encoder, stamp.hexdigest(), flat(named))
 
     def _fit(self, channels: int, count: int) -> tuple[LinearCodec, int]:
         """Fit a codec on the first clip of some sources, selected by the listing alone; return it with their number."""

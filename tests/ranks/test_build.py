@@ -140,15 +140,26 @@ def test_two_commands_started_by_mistake_on_one_cache(one: Config, tmp_path: Pat
         assert all(cache.latent(key) for key in sample.latent_keys) and all(cache.text(key) for key in sample.text_keys)
 
 
-def test_processes_that_see_different_sources_say_so(one: Config, tmp_path: Path) -> None:
-    made, other = another(one, tmp_path), another(one, tmp_path, "data.limit=5")
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.limit=5", "the processes have different settings: data.limit is 5 in process 1 and null in process 0"),
+        ("data.sources.0.path={}", "the processes see different sources (5 in process 1, 9 in process 0)"),
+    ],
+)
+def test_processes_that_see_different_sources_say_so(one: Config, tmp_path: Path, override: str, message: str) -> None:
+    fewer = tmp_path / "elsewhere" / Path(one.data.sources[0].path).name
+    fewer.parent.mkdir()
+    lines = Path(one.data.sources[0].path).read_text(encoding="utf-8").splitlines(keepends=True)
+    fewer.write_text("".join(lines[:4]), encoding="utf-8")
+    made, other = another(one, tmp_path), another(one, tmp_path, override.format(fewer))
     log = tmp_path / "log.txt"
     zero, first = (
         fork(lambda config=config: build(config, tmp_path / "x.json"), log, environment)
         for config, environment in zip((made, other), ranks(2), strict=True)
     )
     assert wait(first) == 1
-    assert "the processes see different sources (5 in process 1, 9 in process 0)" in log.read_text()
+    assert message in log.read_text()
     assert ended(zero) is None  # waits for its part; a launcher ends it now
     kill(zero)
     launch(made, tmp_path, 2)  # what it left is no hindrance
