@@ -139,7 +139,8 @@ def init(
     task: Annotated[str, typer.Option(help="Task to train.", autocompletion=completion.tasks)] = "video",
 ) -> None:
     """Write a commented config, ready to edit; with --videos, fitted to your videos."""
-    spoken.begin("init", path)
+    if videos is not None:  # which are read; anything else takes a moment
+        spoken.begin("init", path)
     with spoken.loading():
         from .init import write_config
 
@@ -175,9 +176,7 @@ def check(
     ] = None,
 ) -> None:
     """Read the data set and report the schedule and its cost, in lines and as an HTML page; needs no accelerator."""
-    spoken.begin("check", config)
-    with spoken.loading():
-        from mmspeed.config import load_run_config
+    from mmspeed.config import load_run_config
 
     if parallel is not None:
         from .check import check_parallel
@@ -191,6 +190,7 @@ def check(
     from .check import check_config, model_lines
 
     run_config = load_run_config(config, overrides or ())
+    spoken.begin("check", config)
     numbers = None if ranks is None else numbers_of(ranks)
     with log.Working("checking", tell=False):
         report = check_config(run_config, report_file, suggest_buckets, numbers)
@@ -335,8 +335,6 @@ def _resolve(
 
     `more` are options that the launched processes get too.
     """
-    if not print_config:
-        spoken.begin(command, path, *(overrides or ()))
     from mmspeed.config import dump_config, load_run_config, obey_launcher
 
     config_log = logging.getLogger("mmspeed.config")
@@ -350,6 +348,7 @@ def _resolve(
     if print_config:
         _print_lines([dump_config(config).rstrip()])
         raise typer.Exit()
+    spoken.begin(command, path, *(overrides or ()))
     if launch.wanted(nproc):
         debug = bool((context.obj or {}).get("debug"))
         raise typer.Exit(launch.launch([command, str(path), *(overrides or []), *more], int(nproc or 1), debug))

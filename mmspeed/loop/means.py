@@ -9,7 +9,6 @@ Legend: I items of a micro-batch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,16 +124,18 @@ class StepMeans(BaseCallback):
         means = [_mean(total, weight) for total, weight in zip(totals[::2], totals[1::2], strict=True)]
         each = len(buckets) + QUARTERS  # means of a term
         columns = [_sum([means[term * each + place] for term in range(len(names))]) for place in range(each)]
-        row: dict[str, Any] = {"steps": self.steps, "loss": self._loss.value, "grad_norm": self._norm.value}
-        if self.several or len(self._terms) > 1:
-            row["terms"] = {name: mean.value for name, mean in self._terms.items()}
-        row["by_bucket"] = {
-            str(bucket): value for bucket, value in zip(buckets, columns, strict=False) if value is not None
-        }
         quarters = columns[len(buckets) :]
-        row["by_quarter"] = quarters if any(value is not None for value in quarters) else []
+        means_of_row: dict[str, Any] = {
+            "steps": self.steps,
+            "loss": self._loss.value,
+            "grad_norm": self._norm.value,
+            "by_bucket": {str(b): value for b, value in zip(buckets, columns, strict=False) if value is not None},
+            "by_quarter": quarters if any(value is not None for value in quarters) else [],
+        }
+        if self.several or len(self._terms) > 1:
+            means_of_row["terms"] = {name: mean.value for name, mean in self._terms.items()}
         self._clear()
-        return row
+        return means_of_row
 
 
 def _on_host(tensors_I: list[Tensor]) -> list[Tensor]:
@@ -157,8 +158,3 @@ def _sum(values: list[float | None]) -> float | None:
     """The sum of the means that there are; None where there is none."""
     known = [value for value in values if value is not None]
     return sum(known) if known else None
-
-
-def shown_loss(means: Mapping[str, float]) -> str:
-    """The losses of a row by bucket, for a line: `13x96x160 0.812, 1x96x160 0.301`."""
-    return ", ".join(f"{name} {value:.4g}" for name, value in means.items())

@@ -138,13 +138,13 @@ def _parts_part(steps: list[dict[str, Any]]) -> str:
     """The training loss by bucket and by quarter of the times, side by side; empty where neither is told apart."""
     buckets = list(dict.fromkeys(name for row in steps for name in row.get("by_bucket", ())))
     quarters = [row for row in steps if row.get("by_quarter")]
-    shown: list[tuple[str, list[tuple[str, list[dict[str, Any]]]]]] = []
+    plots: list[tuple[str, list[tuple[str, list[dict[str, Any]]]]]] = []
     if buckets:
         curves = [
             (name, [{"step": row["step"], "loss": row.get("by_bucket", {}).get(name)} for row in steps])
             for name in buckets
         ]
-        shown.append(("by bucket", curves))
+        plots.append(("by shape", curves))
     if quarters:
         count = len(quarters[-1]["by_quarter"])
         alike = [row for row in quarters if len(row["by_quarter"]) == count]
@@ -155,14 +155,14 @@ def _parts_part(steps: list[dict[str, Any]]) -> str:
             )
             for q in range(count)
         ]
-        shown.append(("by time, from data (0) to noise (1)", curves))
-    if not shown:
+        plots.append(("by quarter of the times, from data (0) to noise (1)", curves))
+    if not plots:
         return ""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.5, 3.2), layout="constrained")
-    for place, (title, named_rows) in enumerate(shown, 1):
-        axis = figure.add_subplot(1, len(shown), place)
+    for place, (title, named_rows) in enumerate(plots, 1):
+        axis = figure.add_subplot(1, len(plots), place)
         for name, rows in named_rows:
             x, y = _numbers(rows, "loss")
             axis.plot(x, _moving_mean(y, max(1, len(y) // 20)), ".-", markersize=3, label=name)
@@ -171,7 +171,7 @@ def _parts_part(steps: list[dict[str, Any]]) -> str:
         axis.grid(alpha=0.25)
         if len(named_rows) <= MOST_NAMED:
             axis.legend(frameon=False, fontsize=7)
-    return _figure(_png(figure), "Training loss by bucket, and by quarter of the times: moving means.")
+    return _figure(_png(figure), f"Training loss {' and '.join(title for title, _ in plots)}: moving means.")
 
 
 def _terms_part(steps: list[dict[str, Any]]) -> str:

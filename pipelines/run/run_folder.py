@@ -4,14 +4,14 @@ runs/my-run/
   config.yaml          the whole resolved config
   run.json             facts for sampling: latent channels, strides, text width, encoder fingerprints
   codec.safetensors    the linear codec's weights (only with `vae: {kind: linear}`)
-  metrics.jsonl        one row every `train.log_every` steps, one for each validation
+  metrics.jsonl        a row of means every `train.log_every` steps, one for each validation
   memory.json          the ways that were chosen under `memory.budget`, what was expected and what was measured
   prompts.safetensors  the encoded validation prompts
   checkpoints/         loop/checkpoint/manager.py
   trackers.json        the id of the run at its trackers, with which a resumed run goes on
   trackers/            files of trackers, such as TensorBoard's
   samples/             videos sampled during training
-  report.html          `mmspeed report`
+  report.html          written at each validation, and by `mmspeed report`
   .lock                held while the run is trained
 """
 

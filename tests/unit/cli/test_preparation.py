@@ -189,7 +189,10 @@ def test_a_command_that_a_task_does_not_have_says_so_in_one_line(
 ) -> None:
     assert run([command.split()[0], str(file), *words]) == 1
     error = capsys.readouterr().err.strip()
-    assert error.count("\n") == 0 and f"`mmspeed {command}` does not support the task toy (only: video)" in error
+    assert (
+        error.count("mmspeed: error: ") == 1
+        and f"`mmspeed {command}` does not support the task toy (only: video)" in error
+    )
 
 
 def test_init_of_such_a_task_writes_its_keys(toy: None, tmp_path: Path) -> None:

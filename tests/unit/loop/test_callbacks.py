@@ -25,5 +25,5 @@ def test_the_order_of_a_runs_callbacks(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(TrainPipeline, "_callbacks", noted)
     config = character_config(tmp_path, "train.steps=1", "train.ema_decay=0.9")
     TrainPipeline(config, task=DistillationTask(config)).run()
-    order = ["LearningRate", "Averages", "Averages", "OomAdvisor", "TelemetryCallback", "Signals"]
+    order = ["LearningRate", "Averages", "Averages", "OomAdvisor", "StepMeans", "TelemetryCallback", "Signals"]
     assert [type(callback).__name__ for callback in made] == order

@@ -23,7 +23,7 @@ from mmspeed.log import read_metrics
 from mmspeed.pipelines import TextToVideo, TrainPipeline, write_report
 from mmspeed.pipelines.run.run_folder import RunFolder
 from tests.support.decoding import video_of
-from tests.support.runs import losses, small_config, small_tree
+from tests.support.runs import SAVED_ONCE, losses, small_config, small_tree
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +109,39 @@ def test_a_finished_run_says_so_and_goes_on_with_more_steps(home: Path) -> None:
     assert again.already and "is finished: 2 steps" in again.lines()[0]
     assert losses(config) == losses(config)[:2]
     assert TrainPipeline(small_config(home, "name=more", "train.steps=4")).run().step == 4
+
+
+def test_rows_are_means_and_a_stopped_run_tells_of_its_last_steps(home: Path) -> None:
+    single = small_config(home, "name=single", "train.steps=4", *SAVED_ONCE)
+    TrainPipeline(single).run()
+    each = losses(single)
+    parts = small_config(home, "name=means", "train.steps=4", "train.log_every=3", *SAVED_ONCE)
+    whole = small_config(home, "name=means-whole", "train.steps=4", "train.log_every=3", *SAVED_ONCE)
+    parts.run_dir.mkdir(parents=True)
+    (parts.run_dir / "stop").touch()
+    assert TrainPipeline(parts).run().step == 1
+    assert '<div class="tile"><b>1</b>step</div>' in write_report(parts.run_dir).read_text(encoding="utf-8")
+    for config, expected in ((parts, [(1, 1), (3, 2), (4, 1)]), (whole, [(3, 3), (4, 1)])):
+        TrainPipeline(config).run()
+        rows = [row for row in read_metrics(config.run_dir / "metrics.jsonl") if row["kind"] == "train"]
+        assert [(row["step"], row["steps"]) for row in rows] == expected
+        for row, (last, count) in zip(rows, expected, strict=True):
+            assert row["loss"] == pytest.approx(
+                np.average(each[last - count : last], weights=weights_of(single)[last - count : last])
+            )
+            assert row["by_bucket"] == {"5x32x48": pytest.approx(row["loss"], rel=1e-5)}
+            told = [value for value in row["by_quarter"] if value is not None]
+            assert (
+                len(row["by_quarter"]) == 4
+                and min(told) <= row["loss"] * 1.00001
+                and max(told) >= row["loss"] * 0.99999
+            )
+            assert row["step_seconds"]["compute"] > 0
+
+
+def weights_of(config: Config) -> list[float]:
+    """The weights of a run's steps, in order."""
+    return [row["weight"] for row in read_metrics(config.run_dir / "metrics.jsonl") if row["kind"] == "train"]
 
 
 def test_save_file_saves_and_keeps_only_the_newest(home: Path) -> None:
