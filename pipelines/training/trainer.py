@@ -82,13 +82,13 @@ class TrainPipeline:
 
     `task`: the task to train; None: the one that the config names. With a `maker` (`mmspeed.preprocess.OnlineBuilder`) a cache that is
     missing or incomplete is completed during the first epoch; without one it is an error. `run()` raises UserError for that, for a run of
-    that name with another model, a non-finite loss, a full disk. What `accelerate launch` was told is obeyed or refused (`obey_launcher`).
+    that name with another model, a non-finite loss, a full disk. Settings of `accelerate launch` are obeyed or refused (`obey_launcher`).
     """
 
     def __init__(self, config: RunConfig, maker: OnlineEncoder | None = None, task: Task | None = None) -> None:
-        given = with_recorded_weighting(config, "the config")
-        self.config = config = obey_launcher(given)
-        if task is not None and config is not given:  # the task has read the other one
+        recorded = with_recorded_weighting(config, "the config")
+        self.config = config = obey_launcher(recorded)
+        if task is not None and config is not recorded:  # the task has read the other one
             raise UserError(
                 "make the task, too, from `mmspeed.config.obey_launcher(config)`, as accelerate launch changes the config"
             )
