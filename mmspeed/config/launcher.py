@@ -63,7 +63,7 @@ REFUSED: dict[str, Refusal] = {
         "--use_megatron_lm", "leave it out and write parallel.tp, parallel.ulysses or parallel.ring in the config"
     ),
     "ACCELERATE_USE_SAGEMAKER": Refusal("SageMaker", "start the processes with torchrun"),
-    "ACCELERATE_IN_TPU_POD": Refusal("--tpu", "mmspeed computes on npu, cuda or cpu (device.kind)"),
+    "ACCELERATE_IN_TPU_POD": Refusal("--tpu", "mmspeed has no such device: device.kind names those that it has"),
     "ACCELERATE_DEBUG_MODE": Refusal(
         "--debug", "it checks accelerate's own exchanges; set TORCH_DISTRIBUTED_DEBUG=DETAIL for those of mmspeed"
     ),
@@ -154,7 +154,7 @@ class Wish:
 
 
 def obey_launcher(config: AnyConfig, environ: Mapping[str, str] | None = None) -> AnyConfig:
-    """The config with what `accelerate launch` was told, read from `environ` (None: of this process); each change is logged in a line.
+    """The config with the settings of `accelerate launch`, read from `environ` (None: of this process); each change is logged in a line.
 
     Raises UserError for a setting that mmspeed does not have, with the key to write instead; where a key that the config sets says
     otherwise; and where the launcher was asked for several processes and started one.
@@ -223,7 +223,7 @@ def _refuse(environ: Mapping[str, str]) -> None:
 
 
 def _wishes(environ: Mapping[str, str]) -> Iterator[Wish]:
-    """Yield what the launcher was told that the config has a key for. Raises UserError for a value without one."""
+    """Yield the settings of the launcher that the config has keys for. Raises UserError for a value without one."""
     if _true(environ, "ACCELERATE_USE_CPU"):
         yield Wish("--cpu", "device", "kind", "cpu")
     precision = environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()

@@ -259,7 +259,7 @@ class DeviceConfig(Section):
 
 
 class TrackingConfig(Section):
-    """What the trackers show a run as."""
+    """The name and contents of a run at its trackers."""
 
     project: str = Field(
         "mmspeed", min_length=1, description="Project of the run, at trackers that have projects (not TensorBoard)."

@@ -102,11 +102,11 @@ class Trackers:
 
 def sampled_videos(folder: Path) -> list[TrackedVideo]:
     """The videos in a folder of samples, by name, each with the prompt in the text file beside it."""
-    found = []
+    videos = []
     for path in sorted(folder.glob("*.mp4")):
         text = path.with_suffix(".txt")
-        found.append(TrackedVideo(path, path.stem, text.read_text(encoding="utf-8") if text.is_file() else ""))
-    return found
+        videos.append(TrackedVideo(path, path.stem, text.read_text(encoding="utf-8") if text.is_file() else ""))
+    return videos
 
 
 def preview(path: Path) -> tuple[bytes, int, int]:

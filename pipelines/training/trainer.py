@@ -104,11 +104,11 @@ class TrainPipeline:
         online: bool = False,
         callbacks: Sequence[TrainCallback] = (),
     ) -> None:
-        given = with_recorded_weighting(config, "the config")
-        self.config = config = obey_launcher(given)
+        recorded = with_recorded_weighting(config, "the config")
+        self.config = config = obey_launcher(recorded)
         if online and task is not None:
             raise ValueError("online completes the data of the config's task: give a `task` its maker instead")
-        if task is not None and config is not given:  # the task has read the other one
+        if task is not None and config is not recorded:  # the task has read the other one
             raise UserError(
                 "make the task, too, from `mmspeed.config.obey_launcher(config)`, as accelerate launch changes the config"
             )

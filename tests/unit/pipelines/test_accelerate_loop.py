@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.support.published import prepare
 
 WAN = "models/wan"
 TWO_EPOCHS = "--text-tokens 9 --lr 1e-3 --epochs 2 --batch-size 2 --workers 0".split()
+TWO = "-m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --main_process_port 0".split()
 FILE = Path(__file__).resolve().parents[3] / "examples" / "accelerate_loop.py"
 
 
@@ -27,13 +29,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def losses(home: Path, out: str, launcher: tuple[str, ...], *arguments: str) -> list[float]:
+def losses(home: Path, out: str, launcher: Sequence[str], *arguments: str) -> list[float]:
     """Run two epochs of the example and return the losses that it printed."""
     done = subprocess.run(
         [sys.executable, *launcher, FILE, home / "cache", home / WAN, "--out", home / out, *TWO_EPOCHS, *arguments],
         capture_output=True,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HOME": str(home / "hf"), "PYTHONPATH": str(FILE.parents[1])},
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1", "HF_HOME": str(home / "hf"), "PYTHONPATH": str(FILE.parents[1])}
+        | {"ACCELERATE_USE_CPU": "true"},  # the launcher has no flag for several processes on CPUs without MPI
         timeout=250,
     )
     assert done.returncode == 0, done.stderr
@@ -49,14 +53,12 @@ def test_the_example_trains_a_saved_model(home: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_that_share_samples_compute_the_same(home: Path) -> None:
-    launch = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1")
     alone = losses(home, "alone", ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"))
-    shared = losses(home, "shared", (*launch, "--main_process_port", "0"), "--ulysses", "2")
+    shared = losses(home, "shared", TWO, "--ulysses", "2")
     assert shared == pytest.approx(alone, rel=1e-4)
 
 
 @pytest.mark.slow
 def test_two_processes_split_the_samples(home: Path) -> None:
-    launch = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1")
-    alone, split = losses(home, "alone", ()), losses(home, "split", (*launch, "--main_process_port", "0"))
+    alone, split = losses(home, "alone", ()), losses(home, "split", TWO)
     assert len(split) == 2 * (len(alone) // 2 // 2)
