@@ -113,7 +113,7 @@ def _hccl(environment: Mapping[str, str]) -> list[Diagnosis]:
 
 
 def _hccl_advice(name: str, value: str) -> str:
-    """What to do about a variable's value; empty if it is as documented."""
+    """The advice on a variable's value; empty if it is as documented."""
     if name in _SECONDS:
         least, most = _SECONDS[name]
         if not (value.isdecimal() and least <= int(value) <= most):
