@@ -67,7 +67,7 @@ def _toolkit(root: Path, home: Path | None, environment: Mapping[str, str]) -> D
         )
     shown = f"/{home.relative_to(root)}"
     files = [*sorted(home.glob("*-linux/ascend_toolkit_install.info")), home / "version.cfg", home / "version.info"]
-    version = next((found for path in files if (found := _version_in(path)) is not None), None)
+    version = next((stated for path in files if (stated := _version_in(path)) is not None), None)
     if version is None:
         return Diagnosis(
             "CANN", "warn", f"no version in {shown}", f"name the toolkit's folder by its script: {_SET_ENV}"
@@ -113,7 +113,7 @@ def _hccl(environment: Mapping[str, str]) -> list[Diagnosis]:
 
 
 def _hccl_advice(name: str, value: str) -> str:
-    """What to do about a variable's value; empty if it is as documented."""
+    """The advice on a variable's value; empty if it is as documented."""
     if name in _SECONDS:
         least, most = _SECONDS[name]
         if not (value.isdecimal() and least <= int(value) <= most):

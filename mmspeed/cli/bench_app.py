@@ -10,7 +10,10 @@ import typer
 
 from mmspeed.errors import UserError
 
+from . import bench_decode
+
 app = typer.Typer(help="Measure speed, memory and quality.", no_args_is_help=True)
+app.command()(bench_decode.decode)
 
 
 def from_checkout(command: str) -> None:

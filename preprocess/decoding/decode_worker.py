@@ -97,8 +97,8 @@ class _Server:
         other = OtherDecoder.from_json(request["other"]) if request["other"] else None
         if self._held is None or self._held[0] != source or request["command"] == "open":
             self._held = None
-            found = probe(source, request["max_file_bytes"], request["max_pixels"])
-            self._held = source, found if other is None else examine(source, found, other)
+            probed = probe(source, request["max_file_bytes"], request["max_pixels"])
+            self._held = source, probed if other is None else examine(source, probed, other)
         if request["command"] == "open":
             yield {"probe": self._held[1].to_json()}, None
             return

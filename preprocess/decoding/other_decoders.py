@@ -114,20 +114,20 @@ def why_unusable(other: OtherDecoder) -> str:
     return ""
 
 
-def examine(source: Source, found: Probe, other: OtherDecoder) -> Probe:
+def examine(source: Source, probe: Probe, other: OtherDecoder) -> Probe:
     """The probe of a file with what became of the wish to read it by `other`: `reader`, `same_bytes`, or `refusal` where PyAV reads it.
 
     Another decoder reads a file if it has as many frames, if the last has PyAV's time, and if the first and the one after the last key
     frame have PyAV's times and, in RGB of their own size, no value further than `MOST_DIFFERENT` from PyAV's. The time of every frame
     is compared again when it is read.
     """
-    if found.decoder != "pyav":
-        return found
+    if probe.decoder != "pyav":
+        return probe
     try:
-        worst = _difference(source, found, other)
+        worst = _difference(source, probe, other)
     except _RefusedError as refusal:
-        return replace(found, refusal=str(refusal), refusal_detail=refusal.detail)
-    return replace(found, reader=other.label, same_bytes=worst == 0 and not is_yuv(found.pixel_format))
+        return replace(probe, refusal=str(refusal), refusal_detail=refusal.detail)
+    return replace(probe, reader=other.label, same_bytes=worst == 0 and not is_yuv(probe.pixel_format))
 
 
 class _RefusedError(Exception):
@@ -138,33 +138,33 @@ class _RefusedError(Exception):
         self.detail = detail
 
 
-def _difference(source: Source, found: Probe, other: OtherDecoder) -> int:
+def _difference(source: Source, probe: Probe, other: OtherDecoder) -> int:
     """The greatest difference of two frames' values from PyAV's. Raises _RefusedError."""
-    if found.alpha:
+    if probe.alpha:
         raise _RefusedError("transparent pixels")
-    if not found.key_seconds:
+    if not probe.key_seconds:
         raise _RefusedError("no presentation times in the file")
     with source.open() as file:
         if not is_plain_container(file.read(PLAIN_HEAD_BYTES)):
-            raise _RefusedError("container that PyAV alone reads", found.container)
+            raise _RefusedError("container that PyAV alone reads", probe.container)
     try:
         opened = _OPENERS[other.name](source, other.device)
     except Exception as error:  # each library has errors of its own
         raise _RefusedError("cannot be opened", _first_line(error)) from None
-    expected = found.pts_seconds
+    expected = probe.pts_seconds
     if opened.count != len(expected):
         raise _RefusedError("another number of frames", f"{opened.count}, not {len(expected)}")
-    tolerance = _tolerance(found)
+    tolerance = _tolerance(probe)
     if opened.times is not None and any(
         abs(time - due) > tolerance for time, due in zip(opened.times, expected, strict=True)
     ):
         raise _RefusedError("frames at other times")
     worst = 0
     try:
-        for index, expected_HWC in _expected_frames(source, found, other.rules):
-            picture_HWC = _coded_frame(opened, found, index, tolerance)
+        for index, expected_HWC in _expected_frames(source, probe, other.rules):
+            picture_HWC = _coded_frame(opened, probe, index, tolerance)
             worst = max(worst, int(np.abs(picture_HWC.astype(np.int16) - expected_HWC).max()))
-        _coded_frame(opened, found, len(expected) - 1, tolerance)  # a wrong index shows at the end
+        _coded_frame(opened, probe, len(expected) - 1, tolerance)  # a wrong index shows at the end
     except Rejected as rejected:
         raise _RefusedError("other frames", rejected.detail) from None
     if worst > MOST_DIFFERENT:
@@ -173,7 +173,7 @@ def _difference(source: Source, found: Probe, other: OtherDecoder) -> int:
 
 
 def coded_frames(
-    source: Source, found: Probe, other: OtherDecoder, indices: Sequence[int]
+    source: Source, probe: Probe, other: OtherDecoder, indices: Sequence[int]
 ) -> Iterator[tuple[int, np.ndarray | Rejected]]:
     """Yield the frames `indices` (ascending) of a file that `other` reads, (H, W, 3) uint8, not turned, or their rejections."""
     try:
@@ -182,30 +182,30 @@ def coded_frames(
         raise Rejected(Reason.UNDECODABLE, f"{other.name} cannot open it (any more): {_first_line(error)}") from None
     for index in indices:
         try:
-            yield index, _coded_frame(opened, found, index, _tolerance(found))
+            yield index, _coded_frame(opened, probe, index, _tolerance(probe))
         except Rejected as rejected:
             yield index, rejected
 
 
-def _coded_frame(opened: OpenedVideo, found: Probe, index: int, tolerance: float) -> np.ndarray:
+def _coded_frame(opened: OpenedVideo, probe: Probe, index: int, tolerance: float) -> np.ndarray:
     """Frame `index`, turned back to how it is stored. Raises Rejected (undecodable), also if it has another time or size."""
-    due = found.pts_seconds[index]
+    due = probe.pts_seconds[index]
     try:
         picture_HWC, time = opened.frame(index)
     except Exception as error:
         raise Rejected(Reason.UNDECODABLE, f"the frame at {due:.3f} s: {_first_line(error)}") from None
     if abs(time - due) > tolerance:
         raise Rejected(Reason.UNDECODABLE, f"the frame at {due:.3f} s is given as that at {time:.3f} s")
-    picture_HWC = np.rot90(picture_HWC, -found.rotation // 90)
-    if picture_HWC.shape != (found.coded_height, found.coded_width, 3):
+    picture_HWC = np.rot90(picture_HWC, -probe.rotation // 90)
+    if picture_HWC.shape != (probe.coded_height, probe.coded_width, 3):
         raise Rejected(Reason.UNDECODABLE, f"the frame at {due:.3f} s is of shape {picture_HWC.shape}")
     return picture_HWC
 
 
-def _expected_frames(source: Source, found: Probe, rules: PixelRules) -> Iterator[tuple[int, np.ndarray]]:
+def _expected_frames(source: Source, probe: Probe, rules: PixelRules) -> Iterator[tuple[int, np.ndarray]]:
     """Yield two frames by PyAV with their indices: the first, and the one after the last key frame. Raises Rejected."""
-    times = found.pts_seconds
-    last_key = max((bisect.bisect_left(times, key) for key in found.key_seconds), default=0)
+    times = probe.pts_seconds
+    last_key = max((bisect.bisect_left(times, key) for key in probe.key_seconds), default=0)
     try:
         with source.open() as file, open_video(file) as container:
             stream = video_stream(container)
@@ -215,7 +215,7 @@ def _expected_frames(source: Source, found: Probe, rules: PixelRules) -> Iterato
                     container.seek(start, stream=stream, backward=True)
                 for frame in container.decode(stream):
                     seen = float((frame_stamp(frame) or 0) * (frame.time_base or stream.time_base or 1))
-                    if abs(seen - times[index]) <= _tolerance(found):
+                    if abs(seen - times[index]) <= _tolerance(probe):
                         yield index, plain_rgb(frame, rules)
                         break
                 else:
@@ -224,9 +224,9 @@ def _expected_frames(source: Source, found: Probe, rules: PixelRules) -> Iterato
         raise refused(error) from None
 
 
-def _tolerance(found: Probe) -> float:
+def _tolerance(probe: Probe) -> float:
     """Seconds within which two times are one: never half of the smallest step."""
-    steps = (after - before for before, after in pairwise(found.pts_seconds))
+    steps = (after - before for before, after in pairwise(probe.pts_seconds))
     return min(_CLOSE, 0.49 * min(steps, default=1.0))
 
 

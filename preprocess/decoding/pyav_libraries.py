@@ -17,10 +17,10 @@ def with_pyav_libraries(folder: Path) -> dict[str, str]:
     So both decoders have one FFmpeg. Unchanged where PyAV brings none, as a PyAV built from source does not.
     """
     environment = dict(os.environ)
-    found = importlib.util.find_spec("av")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("av")
+    if spec is None or spec.origin is None:
         return environment
-    bundle = Path(found.origin).parent.parent / "av.libs"
+    bundle = Path(spec.origin).parent.parent / "av.libs"
     names = {path: match for path in bundle.glob("lib*") if (match := _BUNDLED.fullmatch(path.name))}
     if not names:
         return environment

@@ -1,0 +1,44 @@
+"""Kinds of devices: what this machine lacks is one line, and Apple's has no float64."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mmspeed import device
+from mmspeed.__main__ import unsupported
+from mmspeed.config.schema import DeviceConfig
+from mmspeed.device import Device, pick
+from mmspeed.errors import UserError
+
+
+def test_apple_devices_are_a_kind() -> None:
+    assert DeviceConfig.model_validate({"kind": "mps"}).kind == "mps" and "mps" in device.BACKENDS
+    apple = Device("mps", 0)
+    assert (apple.torch_device, apple.backend, apple.decodes_video) == (torch.device("mps", 0), "gloo", False)
+    assert apple.allocations() == [] and apple.growing_segments == "" and apple.mark(apple.side_stream()) is None
+    with pytest.raises(UserError, match="mps has no float64 arithmetic"):
+        apple.to_device(torch.zeros(2, dtype=torch.float64))
+
+
+@pytest.mark.skipif(device.available("mps"), reason="this machine has such a device")
+def test_a_machine_without_one_says_so() -> None:
+    with pytest.raises(UserError, match=r"device.kind is 'mps', but torch .* sees no such device"):
+        pick("mps")
+
+
+def test_windows_is_refused_before_anything_is_imported() -> None:
+    """The system's name is all that differs: on Windows nothing else of mmspeed could be imported."""
+    assert "Windows is not supported" in unsupported("win32") and not unsupported("linux") and not unsupported("darwin")
+    code = (
+        "import sys; sys.platform = 'win32'; sys.modules['resource'] = None\n"
+        "from mmspeed.__main__ import main; code = main(['doctor'])\n"
+        "sys.exit(code if 'typer' not in sys.modules else 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("mmspeed: error: Windows is not supported") and "WSL" in line
