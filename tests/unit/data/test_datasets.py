@@ -262,9 +262,7 @@ def test_merged_data_sets_keep_their_names_and_one_name_has_one_meaning(built: C
     }
     info["made_for"]["sources"][0] |= {"path": "lions.jsonl", "format": "csv"}
     write_info(one.cache_dir, info)
-    with pytest.raises(
-        UserError, match=r"both have a source named cats, of other sources \(format, path\); "
-    ) as error:
+    with pytest.raises(UserError, match=r"both have a source named cats, of other sources \(format, path\); ") as error:
         merge(tmp_path / "again", [one.cache_dir, built.cache_dir])
     assert "\n" not in str(error.value) and not (tmp_path / "again").exists()
     # sources of caches that name none are compared as a whole, as before there were names
