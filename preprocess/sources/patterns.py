@@ -64,7 +64,7 @@ def _wildcard(place: str) -> list[str]:
     with reachable(place):
         filesystem.invalidate_cache()
         escaped = "".join(f"[{letter}]" if letter in "[?" else letter for letter in path)
-        found = sorted(attempt(lambda: filesystem.glob(escaped)))
-    if not found:
+        matches = sorted(attempt(lambda: filesystem.glob(escaped)))
+    if not matches:
         raise UserError(f"data.sources: {place} matches no file")
-    return [filesystem.unstrip_protocol(name) for name in found]
+    return [filesystem.unstrip_protocol(name) for name in matches]
