@@ -175,7 +175,7 @@ def check(
         ),
     ] = None,
 ) -> None:
-    """Read the data set and report the schedule and its cost, in lines and as an HTML page; needs no accelerator."""
+    """Read the sources and report the schedule and its cost, in lines and as an HTML page; needs no accelerator."""
     from mmspeed.config import load_run_config
 
     if parallel is not None:
@@ -232,7 +232,7 @@ def preprocess(
     ] = None,
     print_config: PrintConfig = False,
 ) -> None:
-    """Probe, filter, cut and encode the data set once, into the cache."""
+    """Probe, filter, cut and encode the sources once, into the cache."""
     if shard is not None and launch.wanted(nproc):
         raise UserError("--shard and --nproc both divide the work: use one of them")
     if upgrade and ray is not None:

@@ -38,7 +38,7 @@ def check_parallel(config: RunConfig, layout: str, others: Mapping[str, object])
     """Print the self-check of a layout; return 0 if it passed, else 1. Raises UserError for options of the other checks."""
     conflict = next((name for name, value in others.items() if value is not None), None)
     if conflict is not None:
-        raise UserError(f"--parallel checks a layout and reads no data set: not with {conflict}")
+        raise UserError(f"--parallel checks a layout and reads no sources: not with {conflict}")
     from mmspeed.pipelines.selfcheck.run import selfcheck
 
     result = selfcheck(config, layout)

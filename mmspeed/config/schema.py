@@ -456,10 +456,10 @@ class Config(RunConfig):
             if unknown:
                 names = ", ".join(self.data.dataset_names)
                 raise ValueError(
-                    f"curriculum: stage {number} has a weight for {unknown[0]}, which is not a data set (known: {names})"
+                    f"curriculum: stage {number} has a weight for {unknown[0]}, which is not a source (known: {names})"
                 )
             if stage.weights is not None and not any(stage.weights.values()):
-                raise ValueError(f"curriculum: stage {number} gives every data set the weight 0")
+                raise ValueError(f"curriculum: stage {number} gives every source the weight 0")
         total = sum(stage.steps or 0 for stage in self.curriculum)
         if self.curriculum and self.curriculum[-1].steps is not None and total < self.train.steps:
             raise ValueError(

@@ -146,7 +146,7 @@ class StageConfig(Section):
     max_pixels: int | None = Field(None, ge=1, description="Most pixels (height x width) of the buckets used.")
     weights: dict[str, Annotated[float, Field(ge=0)]] | None = Field(
         None,
-        description="Shares of the data sets in this stage, by their names, in place of those under `data`; a data set that is not named has none.",
+        description="Shares of the sources in this stage, by their names, in place of those under `data`; a source that is not named has none.",
     )
 
     def takes(self, bucket: Bucket) -> bool:

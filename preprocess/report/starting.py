@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.windows import frames_available
 from mmspeed.preprocess.records.source_shapes import SourceShapes
 from mmspeed.preprocess.report.suggest import BucketGrid, BucketOutcome, grid_of, suggest
+from mmspeed.preprocess.sources.contents import ContentIds
 from mmspeed.preprocess.sources.discover import list_sources, usual_columns
+from mmspeed.preprocess.sources.fetched import MediaStore
 from mmspeed.preprocess.sources.rejections import Reason, Rejected, Rejection
 from mmspeed.preprocess.sources.source import Source
 
@@ -119,14 +123,16 @@ def fit_data(path: str | Path, seed: int = 0, most: int = MOST_PROBED) -> DataFi
         raise _unusable(path, [*unlisted, *failed, *(_misfit(source, probe) for source, probe in probes)])
     config = _config(str(path), fps, outcome.buckets, columns)
     selected: list[tuple[Source, Clip]] = []
-    for source, probe in probes:
-        try:
-            clips = select_clips(source, probe, config.data, config.preprocess.full_hash, seed)
-            clips, _ = without_repeats(clips, config.data.max_repeated)
-        except Rejected as error:
-            failed.append(error.of(source.name))
-        else:
-            selected.append((source, clips[0]))
+    with closing(MediaStore.of(config.data)) as media:
+        identify = partial(_identify, media, config)
+        for source, probe in probes:
+            try:
+                clips = select_clips(source, probe, config.data, config.preprocess.full_hash, seed, identify)
+                clips, _ = without_repeats(clips, config.data.max_repeated)
+            except Rejected as error:
+                failed.append(error.of(source.name))
+            else:
+                selected.append((source, clips[0]))
     if not selected:
         raise _unusable(path, [*unlisted, *failed])
     taken = Counter(clip.bucket for _, clip in selected)
@@ -232,6 +238,12 @@ def _probe(config: Config, sources: Sequence[Source]) -> tuple[list[tuple[Source
                 elif isinstance(event, Failed):
                     failed.append(Rejection(event.source.name, event.rejected.reason, event.rejected.detail))
     return probes, failed
+
+
+def _identify(media: MediaStore, config: Config, source: Source) -> str:
+    """The content id of a source; a remote one without a checksum or local copy is fetched again. Raises Rejected, OSError."""
+    with media.local(source) as here:
+        return ContentIds(config.cache_dir, full=config.preprocess.full_hash).id_of(here)
 
 
 def _misfit(source: Source, probe: Probe) -> Rejection:

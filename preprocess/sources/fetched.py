@@ -80,7 +80,7 @@ class MediaStore:
         return self.kept.pin(name) or self.kept.add(name, file.size, lambda temp: self._copy(file, temp, 0, file.size))
 
     def keep(self, file: RemoteFile, what: str, write: Callable[[TempFile], None]) -> Pin:
-        """What `write` makes of a file, kept under the name `what`; made again only if it is gone, or the file has changed."""
+        """Keep what `write` makes of a file, under the name `what`; it is made again only if it is gone, or the file has changed."""
         name = self._name(file, what)
         return self.kept.pin(name) or self.kept.add(name, None, write)
 

@@ -189,16 +189,16 @@ def read_parquet(path: str, columns: Columns) -> Iterator[Row]:
 
 def column_names(path: str, kind: str) -> list[str]:
     """The names of all columns of a manifest (`kind` of `READERS`). Raises UserError if it cannot be read."""
-    found: dict[str, None] = {}
+    seen: dict[str, None] = {}
 
     class Every(Columns):
         def check(self, path: str, names: Collection[str]) -> None:
-            found.update(dict.fromkeys(names))
+            seen.update(dict.fromkeys(names))
 
     for _ in READERS[kind](path, Every("", "", None)):
-        if found:  # known from its head; JSON lines are read to the end, since each may have others
+        if seen:  # known from its head; JSON lines are read to the end, since each may have others
             break
-    return list(found)
+    return list(seen)
 
 
 READERS = {"jsonl": read_jsonl, "csv": read_csv, "parquet": read_parquet}

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Sequence
 
-from braceexpand import UnbalancedBracesError, braceexpand
+from braceexpand import braceexpand
 
 from mmspeed.config.places import absent_hint, is_url
 from mmspeed.data.cache.stores import attempt, open_store, protocol_of
@@ -34,7 +34,7 @@ def _braces(place: str) -> Sequence[str]:
         raise UserError(f"data.sources: {place} stands for more than {MOST_NAMES} names")
     try:
         names = list(braceexpand(place))
-    except UnbalancedBracesError:
+    except ValueError:
         raise UserError(f"data.sources: {place} has a brace without its partner") from None
     absent = [name for name in names if not is_url(name) and "*" not in name and not os.path.exists(name)]
     if absent:
@@ -64,7 +64,7 @@ def _wildcard(place: str) -> list[str]:
     with reachable(place):
         filesystem.invalidate_cache()
         escaped = "".join(f"[{letter}]" if letter in "[?" else letter for letter in path)
-        found = sorted(attempt(lambda: filesystem.glob(escaped)))
-    if not found:
+        matches = sorted(attempt(lambda: filesystem.glob(escaped)))
+    if not matches:
         raise UserError(f"data.sources: {place} matches no file")
-    return [filesystem.unstrip_protocol(name) for name in found]
+    return [filesystem.unstrip_protocol(name) for name in matches]

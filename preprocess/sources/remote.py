@@ -56,7 +56,7 @@ class RemoteFiles:
         return RemoteFile(url, size, _checksum(info), tag, self._answers_ranges(url, size), listed)
 
     def _answers_ranges(self, url: str, size: int | None) -> bool:
-        """Whether the store gives parts of a file; HTTP servers are asked, once each, by a part that begins behind the first byte."""
+        """True if the store gives parts of a file; HTTP servers are asked, once each, by a part that begins behind the first byte."""
         if protocol_of(url) not in _HTTP:
             return size is not None
         if size is None or size < 3:

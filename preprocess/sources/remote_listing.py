@@ -86,9 +86,9 @@ class RemoteListing:
         filesystem, root = open_store(url)
         with reachable(url):
             filesystem.invalidate_cache()
-            found = attempt(lambda: filesystem.find(root, detail=True))
+            listed = attempt(lambda: filesystem.find(root, detail=True))
         root = root.rstrip("/")
-        files = {name[len(root) :].lstrip("/"): info for name, info in found.items() if name.startswith(root)}
+        files = {name[len(root) :].lstrip("/"): info for name, info in listed.items() if name.startswith(root)}
         files.pop("", None)
         if not files:
             raise UserError(f"data.sources: {url} does not exist or is empty; correct the address")

@@ -41,16 +41,20 @@ class Source:
     copy: str = ""
 
     def open(self) -> BinaryIO:
-        """Open the media's bytes as a seekable file. Raises OSError."""
+        """Open the media's bytes as a seekable file; a remote one without a copy by ranges. Raises OSError."""
         if self.copy:
             return open(self.copy, "rb")
         if self.remote is not None:
             from mmspeed.preprocess.sources.remote import BLOCK_BYTES, open_remote  # decoder processes need none of it
 
-            file = open_remote(self.remote, BLOCK_BYTES)
-            if self.offset is None or self.size is None:
-                return file
-            return cast(BinaryIO, io.BufferedReader(FileSlice(file, self.offset, self.size), 1 << 16))
+            size = self.remote.size if self.size is None else self.size
+            if not self.remote.ranges or size is None:
+                raise OSError("its store answers no ranges")
+            try:
+                file = open_remote(self.remote, BLOCK_BYTES)
+            except Exception as error:  # every store raises its own types
+                raise OSError(f"{type(error).__name__}: {error}") from error
+            return cast(BinaryIO, io.BufferedReader(FileSlice(file, self.offset or 0, size), 1 << 16))
         if self.offset is None or self.size is None:
             return open(self.path, "rb")
         plain = open(self.path, "rb", buffering=0)  # noqa: SIM115 (closed with its slice)
@@ -119,8 +123,13 @@ class FileSlice(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         count = max(0, min(len(buffer), self._size - self._at))
-        self._file.seek(self._offset + self._at)
-        count = self._file.readinto(memoryview(buffer)[:count])
+        try:
+            self._file.seek(self._offset + self._at)
+            count = self._file.readinto(memoryview(buffer)[:count])
+        except OSError:
+            raise
+        except Exception as error:  # every store raises its own types
+            raise OSError(f"{type(error).__name__}: {error}") from error
         self._at += count
         return count
 

@@ -60,9 +60,9 @@ class _TarPass:
         self._stream: BinaryIO | None = None
         self._at = 0
         self._ready: dict[int, Pin] = {}
-        self._given: set[int] = set()
+        self._served: set[int] = set()
         self._lock = threading.Lock()
-        self._told = False
+        self._warned = False
 
     @property
     def ended(self) -> bool:
@@ -73,7 +73,7 @@ class _TarPass:
         """Read on until the member is kept; from the first byte again if it has passed already. Raises what the store raises."""
         offset = source.offset or 0
         with self._lock:
-            self._given.add(offset)
+            self._served.add(offset)
             if (pin := self._ready.pop(offset, None)) is not None:
                 return pin
             if self._stream is not None and self._at > offset:
@@ -82,7 +82,7 @@ class _TarPass:
                 if self._stream is None:
                     self._stream, self._at = open_remote(self.file), 0
                 for other in self._order:
-                    if self._at <= other < offset and other not in self._ready and other not in self._given:
+                    if self._at <= other < offset and other not in self._ready and other not in self._served:
                         self._ready[other] = self._take(self._expected[other])
                 return self._take(source)
             except BaseException:
@@ -111,13 +111,13 @@ class _TarPass:
 
     def _restart(self, source: Source) -> None:
         self._end()
-        if not self._told:
+        if not self._warned:
             get_logger("preprocess").warning(
                 "%s answers no ranges, and %s is behind what was read: the tar is read from its beginning again",
                 self.file.url,
                 source.name,
             )
-        self._told = True
+        self._warned = True
 
     def _end(self) -> None:
         if self._stream is not None:

@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 @dataclass
 class FileServer:
-    """What a server has sent, and how it fails.
+    """A server of files: its faults, and counts of what it sent.
 
     `ranges`: it answers them. `checksum`: it sends this ETag. `broken`: by file name, how many more times the connection dies in the
     middle. `refused`: by file name, the status. `circular`: names that are redirected to themselves. `sized`: it states lengths.

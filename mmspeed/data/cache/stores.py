@@ -105,7 +105,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def reason_of(error: BaseException) -> str:
-    """What a store's error says, in one line without the request's headers."""
+    """The reason in a store's error, in one line without the request's headers."""
     cause = root_cause(error)
     status, name = _status(cause), type(cause).__name__
     if name == "TooManyRedirects":

@@ -175,7 +175,7 @@ def read_columns(path: Path, names: Iterable[str]) -> Iterator[pa.ChunkedArray]:
 
 
 class OldSamplesError(UserError):
-    """The table of samples is intact, but written before samples recorded their data set."""
+    """The table of samples is intact, but written before samples recorded their source."""
 
 
 def old_samples(path: Path, schema: pa.Schema) -> OldSamplesError | None:
@@ -183,7 +183,7 @@ def old_samples(path: Path, schema: pa.Schema) -> OldSamplesError | None:
     if path.name != SAMPLES_FILE.name or "dataset" in schema.names:
         return None
     return OldSamplesError(
-        f"cache {path.parent.parent} was made before samples recorded their data set; run `mmspeed preprocess` again: "
+        f"cache {path.parent.parent} was made before samples recorded their source; run `mmspeed preprocess` again: "
         "it rewrites the table of samples and encodes nothing again"
     )
 

@@ -158,7 +158,7 @@ def _check_names(
         names = sorted(n for n in mine.keys() | source.keys() if mine.get(n) != source.get(n))
         if names:
             raise UserError(
-                f"{their_root} does not fit {our_root}: both have a data set named {source['name']}, "
+                f"{their_root} does not fit {our_root}: both have a source named {source['name']}, "
                 f"of other sources ({', '.join(names)}); "
                 "give them different names (data.sources: name) and run `mmspeed preprocess` again: nothing is encoded again"
             )

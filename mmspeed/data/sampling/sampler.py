@@ -61,7 +61,7 @@ class BatchSampler(Order, Generic[S]):
     ) -> None:
         if not samples:
             raise UserError(
-                "the data set has no training samples; `mmspeed check` shows why sources are rejected, "
+                "the sources have no training samples; `mmspeed check` shows why sources are rejected, "
                 "and data.val_fraction sets the share held out"
             )
         mapped = isinstance(samples, SampleTable)
@@ -169,7 +169,7 @@ class BatchSampler(Order, Generic[S]):
         return "; ".join(changed[:4]) + (f" and {len(changed) - 4} buckets more" if len(changed) > 4 else "") or (
             "other samples, or other captions of them"
             if keys != self.fingerprint
-            else "other repeats or shares of the data sets, or another curriculum"
+            else "other repeats or shares of the sources, or another curriculum"
         )
 
     def _sorted_keys(self) -> Iterable[list[str]]:

@@ -194,13 +194,13 @@ def test_an_old_cache_is_told_in_a_line_and_nothing_calls_it_damaged(
     for ask in asks:
         with pytest.raises(UserError) as error:
             ask()
-        assert "made before samples recorded their data set; run `mmspeed preprocess` again" in str(error.value)
+        assert "made before samples recorded their source; run `mmspeed preprocess` again" in str(error.value)
         assert "encodes nothing again" in str(error.value) and "\n" not in str(error.value)
     with pytest.raises(OldSamplesError):
         DatasetCache(root, partial=True)
     assert "damaged" not in caplog.text
     findings = verify(root)
-    assert findings.damage == [] and any("recorded their data set" in note for note in findings.notes)
+    assert findings.damage == [] and any("recorded their source" in note for note in findings.notes)
     # one that is also damaged is reported as damaged
     path = root / SAMPLES_FILE
     path.write_bytes(path.read_bytes()[:-9])
@@ -262,9 +262,7 @@ def test_merged_data_sets_keep_their_names_and_one_name_has_one_meaning(built: C
     }
     info["made_for"]["sources"][0] |= {"path": "lions.jsonl", "format": "csv"}
     write_info(one.cache_dir, info)
-    with pytest.raises(
-        UserError, match=r"both have a data set named cats, of other sources \(format, path\); "
-    ) as error:
+    with pytest.raises(UserError, match=r"both have a source named cats, of other sources \(format, path\); ") as error:
         merge(tmp_path / "again", [one.cache_dir, built.cache_dir])
     assert "\n" not in str(error.value) and not (tmp_path / "again").exists()
     # sources of caches that name none are compared as a whole, as before there were names

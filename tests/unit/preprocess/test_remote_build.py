@@ -51,7 +51,7 @@ def test_a_killed_build_from_a_remote_tar_ends_as_a_local_one(tmp_path: Path, ow
     report = CacheBuilder(local).run()
     assert report.encoded == 3 and report.missing_captions == 1
     assert any("without a caption, taken by data.missing_caption: 1" in line for line in report.lines())
-    assert sorted(len(sample.text_keys) for sample in DatasetCache(local.cache_dir).samples()) == [0, 1, 1]
+    assert sorted(len(sample.text_keys) for sample in DatasetCache(local.cache_dir).samples) == [0, 1, 1]
     with served(tmp_path / "files", ranges=ranges, checksum="ab" * 16) as server:
         remote = config_of(tmp_path / "remote", f"{server.url}/set.tar")
         log = tmp_path / "log.txt"
