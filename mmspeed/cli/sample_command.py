@@ -86,7 +86,7 @@ def sample(
     requests, paths = requested(prompt or [], prompts, out)
     if launch.wanted(nproc):
         debug = bool(context.obj.get("debug"))
-        raise typer.Exit(launch.launch(context.obj["arguments"], int(nproc or 1), debug))
+        raise typer.Exit(launch.launch(without_nproc(context.obj["arguments"]), int(nproc or 1), debug))
     launch.follow_launcher()
     from mmspeed.pipelines import TextToVideo
     from mmspeed.pipelines.inference.text_to_video import SamplerChoice, refuse_image
@@ -118,7 +118,7 @@ def _write_videos(
     rank, world = log.rank(), int(os.environ.get("WORLD_SIZE", "1"))
     for path, size in zip(paths, pipe.sizes(requests), strict=True):
         check_output(path, size.frames)
-    videos, made = [], iter(paths[rank::world])
+    videos, files = [], iter(paths[rank::world])
     steps = (choice.steps or pipe.config.sample.steps) * len(paths[rank::world])
     with log.ProgressLine("sample", steps, "step") as line:
 
@@ -127,7 +127,7 @@ def _write_videos(
 
         together = None if sheet is None else 1
         for _, video in pipe.sample(requests, choice, tell, together=together, rank=rank, world=world):
-            path = next(made)
+            path = next(files)
             video.save(path)
             print(path, flush=True)
             if sheet is not None:
@@ -149,6 +149,18 @@ def requested(prompt: Sequence[str], file: Path | None, out: Path) -> tuple[list
     requests = read_requests(file)
     first = output_paths(out, 1)[0]
     return requests, [first.with_name(f"{first.stem}-{each.line:04}{first.suffix}") for each in requests]
+
+
+def without_nproc(arguments: Sequence[str]) -> list[str]:
+    """The arguments of a launched process: those of this one without `--nproc N`, which a launcher takes for its own."""
+    words = iter(arguments)
+    kept = []
+    for word in words:
+        if word == "--nproc":
+            next(words, None)
+        elif not word.startswith("--nproc="):
+            kept.append(word)
+    return kept
 
 
 def output_paths(out: Path, count: int) -> list[Path]:
