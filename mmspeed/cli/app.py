@@ -61,6 +61,8 @@ def run(argv: list[str]) -> int:
             obj={"debug": debug, "arguments": arguments},
         )
         sys.stdout.flush()
+    except SystemExit as end:  # so typer ends after it has written completion
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
     except (Exception, KeyboardInterrupt) as error:
         _settle_stdout()
         if isinstance(error, BrokenPipeError):

@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator
 from pathlib import Path
 
 
 def run_folders(incomplete: str) -> list[str]:
-    """The run folders that begin so: those in `runs/`, in the folder named so far, and in the current one; else folders on the way."""
-    typed = Path(incomplete)
-    parent = typed if incomplete.endswith("/") else typed.parent
+    """The run folders that begin so, of an empty word those in `runs/` too; where there are none, folders on the way to some."""
+    words = [word for word, folder in _entries(incomplete) if (folder / "run.json").is_file()]
     if not incomplete:
-        return sorted({str(run) for place in (Path("runs"), parent) for run in _runs(place)})
-    if incomplete.rstrip("/") != incomplete and (parent / "run.json").is_file():
-        return [incomplete.rstrip("/")]
-    found = [str(run) for run in _runs(parent) if str(run).startswith(incomplete)]
-    return sorted(found) or sorted(
-        f"{folder}/" for folder in _folders(parent) if str(folder).startswith(incomplete.rstrip("/"))
-    )
+        words += run_folders("runs/")
+    return words or [f"{word}/" for word, folder in _entries(incomplete) if folder.is_dir()]
 
 
 def config_files(incomplete: str) -> list[str]:
     """The YAML files, and folders on the way to some, that begin so."""
-    parent = Path(incomplete) if incomplete.endswith("/") else Path(incomplete).parent
-    try:
-        entries = sorted(entry for entry in parent.iterdir() if not entry.name.startswith("."))
-    except OSError:
-        return []
-    words = [f"{entry}/" if entry.is_dir() else str(entry) for entry in entries if _of_config(entry)]
-    return [word for word in words if word.startswith(incomplete)]
+    entries = _entries(incomplete)
+    files = [word for word, path in entries if path.suffix in (".yaml", ".yml") and path.is_file()]
+    return [*files, *(f"{word}/" for word, path in entries if path.is_dir())]
 
 
 def checkpoints(incomplete: str) -> list[str]:
@@ -43,26 +32,16 @@ def tasks(incomplete: str) -> list[str]:
     return [name for name in sorted({"video", *declared}) if name.startswith(incomplete)]
 
 
-def devices(incomplete: str) -> list[str]:
-    """The kinds of devices."""
-    return [kind for kind in ("auto", "npu", "cuda", "cpu") if kind.startswith(incomplete)]
-
-
 def samplers(incomplete: str) -> list[str]:
     """The names of samplers."""
     return [name for name in ("auto", "euler", "heun", "ddim", "unipc", "dpm++") if name.startswith(incomplete)]
 
 
-def _of_config(entry: Path) -> bool:
-    return entry.is_dir() or entry.suffix in (".yaml", ".yml")
-
-
-def _folders(place: Path) -> Iterator[Path]:
+def _entries(incomplete: str) -> list[tuple[str, Path]]:
+    """The files and folders whose path, as it is typed, begins so: the words and their paths, without hidden ones."""
+    typed = incomplete[: incomplete.rfind("/") + 1]
     try:
-        yield from (entry for entry in place.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+        names = sorted(entry.name for entry in Path(typed or ".").iterdir() if not entry.name.startswith("."))
     except OSError:  # no folder yet, or one that cannot be read: nothing to complete
-        return
-
-
-def _runs(place: Path) -> list[Path]:
-    return [folder for folder in _folders(place) if (folder / "run.json").is_file()]
+        return []
+    return [(typed + name, Path(typed + name)) for name in names if (typed + name).startswith(incomplete)]

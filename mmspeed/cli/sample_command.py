@@ -17,7 +17,9 @@ from mmspeed.errors import UserError
 from . import completion, launch, spoken
 
 if TYPE_CHECKING:
+    from mmspeed.pipelines import TextToVideo
     from mmspeed.pipelines.inference.prompts import VideoRequest
+    from mmspeed.pipelines.inference.text_to_video import SamplerChoice
 
 RunFolder = Annotated[
     Path,
@@ -75,9 +77,7 @@ def sample(
         typer.Option(metavar="STEP|best|latest", help="Checkpoint to load.", autocompletion=completion.checkpoints),
     ] = "latest",
     weights: Annotated[Weights, typer.Option(help="The moving average of the weights, or the weights.")] = Weights.ema,
-    device: Annotated[
-        str, typer.Option(help="Kind of device; auto takes the fastest there is.", autocompletion=completion.devices)
-    ] = "auto",
+    device: Annotated[str, typer.Option(help="Kind of device; auto takes the fastest there is.")] = "auto",
     nproc: Annotated[
         int | None, typer.Option("--nproc", help="Processes to start on this machine, which share the prompts.")
     ] = None,
@@ -87,15 +87,16 @@ def sample(
     requests, paths = requested(prompt or [], prompts, out)
     if launch.wanted(nproc):
         debug = bool(context.obj.get("debug"))
-        raise typer.Exit(launch.launch(context.obj["arguments"], int(nproc or 1), debug))
+        raise typer.Exit(launch.launch(without_nproc(context.obj["arguments"]), int(nproc or 1), debug))
     launch.follow_launcher()
     with spoken.loading():
         from mmspeed.pipelines import TextToVideo
-        from mmspeed.pipelines.inference.media import check_output, contact_sheet, save_image
         from mmspeed.pipelines.inference.text_to_video import SamplerChoice, refuse_image
 
     if image is not None:
         refuse_image(run_folder)
+    with log.Working("loading the run", tell=False):
+        pipe = TextToVideo.from_run(run_folder, checkpoint=checkpoint, weights=weights.value, device=device)
     requests = [
         replace(
             each,
@@ -107,33 +108,38 @@ def sample(
         )
         for each in requests
     ]
+    choice = SamplerChoice(steps, guidance, sampler, guidance_rescale)
+    _write_videos(pipe, requests, paths, choice, None if prompts else sheet_path(out))
+    if log.rank() == 0:
+        spoken.then(f"report {run_folder}")
+
+
+def _write_videos(
+    pipe: TextToVideo, requests: list[VideoRequest], paths: list[Path], choice: SamplerChoice, sheet: Path | None
+) -> None:
+    """Make this process's share of the videos and print their files; with a `sheet`, one after another, and then their contact sheet."""
+    from mmspeed.pipelines.inference.media import check_output, contact_sheet, save_image
+
     rank, world = log.rank(), int(os.environ.get("WORLD_SIZE", "1"))
-    with log.Working("loading the run", tell=False):
-        pipe = TextToVideo.from_run(run_folder, checkpoint=checkpoint, weights=weights.value, device=device)
-    sizes = pipe.sizes(requests)
-    for path, size in zip(paths, sizes, strict=True):
+    for path, size in zip(paths, pipe.sizes(requests), strict=True):
         check_output(path, size.frames)
-    share = len(requests[rank::world])
-    videos, made = [], iter(paths[rank::world])
-    with log.ProgressLine("sample", (steps or pipe.config.sample.steps) * share, "step") as line:
+    videos, files = [], iter(paths[rank::world])
+    steps = (choice.steps or pipe.config.sample.steps) * len(paths[rank::world])
+    with log.ProgressLine("sample", steps, "step") as line:
 
         def tell(done: int, total: int) -> None:
             line.advance(done - line.done)
 
-        choice = SamplerChoice(steps, guidance, sampler, guidance_rescale)
-        together = 1 if prompts is None else None
+        together = None if sheet is None else 1
         for _, video in pipe.sample(requests, choice, tell, together=together, rank=rank, world=world):
-            path = next(made)
+            path = next(files)
             video.save(path)
             print(path, flush=True)
-            if prompts is None:
+            if sheet is not None:
                 videos.append(video)
-    if videos and world == 1:
-        sheet = sheet_path(out)
-        save_image(contact_sheet(videos, prompt or []), sheet)
+    if sheet is not None and world == 1:
+        save_image(contact_sheet(videos, [request.prompt for request in requests]), sheet)
         print(sheet)
-    if rank == 0:
-        spoken.then(f"report {run_folder}")
 
 
 def requested(prompt: Sequence[str], file: Path | None, out: Path) -> tuple[list[VideoRequest], list[Path]]:
@@ -148,6 +154,18 @@ def requested(prompt: Sequence[str], file: Path | None, out: Path) -> tuple[list
     requests = read_requests(file)
     first = output_paths(out, 1)[0]
     return requests, [first.with_name(f"{first.stem}-{each.line:04}{first.suffix}") for each in requests]
+
+
+def without_nproc(arguments: Sequence[str]) -> list[str]:
+    """The arguments of a launched process: those of this one without `--nproc N`, which a launcher takes for its own."""
+    words = iter(arguments)
+    kept = []
+    for word in words:
+        if word == "--nproc":
+            next(words, None)
+        elif not word.startswith("--nproc="):
+            kept.append(word)
+    return kept
 
 
 def output_paths(out: Path, count: int) -> list[Path]:

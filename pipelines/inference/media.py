@@ -48,7 +48,7 @@ class Video:
         return f"Video({frames} frame{'s' * (frames > 1)} of {width} x {height}, {self.fps:g} a second)"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the video itself, embedded."""
+        """The HTML that a notebook shows: the video itself, embedded."""
         from mmspeed.pipelines.inference.notebook import html_of
 
         return html_of(self)

@@ -19,14 +19,19 @@ MOST_NAMED = 12  # curves of a plot that have a legend
 SHOWN_SAMPLES = 6  # newest steps whose videos are on the page
 
 STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;max-width:1080px;margin:2em auto;padding:0 1em;color:#1c2733;background:#fbfcfd}
-h1{font-size:1.6em;margin-bottom:.1em} h2{font-size:1.15em;margin-top:2em;border-bottom:1px solid #d5dde5;padding-bottom:.2em}
-.sub{color:#5b6b7b} table{border-collapse:collapse} td,th{padding:.25em .9em .25em 0;text-align:left;vertical-align:top}
-.tiles{display:flex;flex-wrap:wrap;gap:.8em} 
-.tile{background:#fff;border:1px solid #d5dde5;border-radius:6px;padding:.6em 1em;min-width:8em}
-.tile b{display:block;font-size:1.25em} img,video{max-width:100%;border-radius:4px} figure{margin:0 0 1.4em} figcaption{color:#5b6b7b}
+:root{color-scheme:light dark;--text:#1c2733;--soft:#566575;--line:#d5dde5;--page:#fbfcfd;--card:#fff}
+@media (prefers-color-scheme:dark){:root{--text:#e3e9ef;--soft:#9fb0c0;--line:#34414e;--page:#12181e;--card:#1a222a}
+.plot img{filter:invert(.9) hue-rotate(180deg)}}
+body{font:15px/1.5 system-ui,sans-serif;max-width:1080px;margin:2em auto;padding:0 1em;color:var(--text);background:var(--page);
+overflow-wrap:anywhere}
+h1{font-size:1.6em;margin-bottom:.1em} h2{font-size:1.15em;margin-top:2em;border-bottom:1px solid var(--line);padding-bottom:.2em}
+.sub{color:var(--soft)} table{border-collapse:collapse} td,th{padding:.25em .9em .25em 0;text-align:left;vertical-align:top}
+.tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(150px,1fr));gap:.8em}
+.tile{background:var(--card);border:1px solid var(--line);border-radius:6px;padding:.6em 1em}
+.tile b{display:block;font-size:1.25em} img,video{max-width:100%;border-radius:4px} figure{margin:0 0 1.4em} figcaption{color:var(--soft)}
+.plot div{overflow-x:auto} .plot img{min-width:640px}
 .videos{display:flex;flex-wrap:wrap;gap:1em} .videos figure{width:min(320px,100%)} .videos video{width:100%}
-pre{background:#fff;border:1px solid #d5dde5;border-radius:6px;padding:1em;overflow:auto;font-size:13px}
+pre{background:var(--card);border:1px solid var(--line);border-radius:6px;padding:1em;overflow:auto;overflow-wrap:normal;font-size:13px}
 """
 
 
@@ -299,7 +304,8 @@ def _data_uri(data: bytes, kind: str) -> str:
 
 
 def _figure(source: str, caption: str) -> str:
-    return f'<figure><img src="{source}" alt="{html.escape(caption)}"><figcaption>{html.escape(caption)}</figcaption></figure>'
+    text = html.escape(caption)
+    return f'<figure class="plot"><div><img src="{source}" alt="{text}"></div><figcaption>{text}</figcaption></figure>'
 
 
 def _samples(folder: Path, asked: bool) -> str:

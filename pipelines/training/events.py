@@ -16,7 +16,7 @@ from mmspeed.loop.callbacks import BaseCallback, StepOutcome
 
 @dataclass(frozen=True)
 class RunEvent:
-    """What every event tells: the steps done, the run's folder, the models by role, and this process."""
+    """An event of a run: the steps done, the run's folder, the models by role, and this process."""
 
     step: int
     folder: Path
@@ -27,7 +27,7 @@ class RunEvent:
 
 @dataclass(frozen=True)
 class StepEvent(RunEvent):
-    """A step is done. `outcome.result` is None where every sample of it is lost; its loss is that of all ranks."""
+    """The end of a step. `outcome.result` is None where every sample of it is lost; its loss is that of all ranks."""
 
     outcome: StepOutcome
 
@@ -39,7 +39,7 @@ class StepEvent(RunEvent):
 
 @dataclass(frozen=True)
 class ValidationEvent(RunEvent):
-    """The held-out loss is taken and videos are sampled. `row`: that of metrics.jsonl."""
+    """The end of a validation. `row`: that of metrics.jsonl."""
 
     row: Mapping[str, Any]
 
@@ -53,7 +53,7 @@ class CheckpointEvent(RunEvent):
 
 @dataclass(frozen=True)
 class EndEvent(RunEvent):
-    """Training has ended: `finished`, or stopped by a signal or a file. Not told where it ended by an error."""
+    """The end of training: `finished`, or stopped by a signal or a file. There is none after an error."""
 
     finished: bool
     loss: float | None
@@ -79,40 +79,40 @@ class TrainCallback:
 
 
 class Events(BaseCallback):
-    """Tells the callbacks of users what happens in a run. Raises TypeError for one that is no `TrainCallback`."""
+    """Passes the events of a run on to users' callbacks. Raises TypeError for one that is no `TrainCallback`."""
 
     def __init__(self, callbacks: Sequence[TrainCallback]) -> None:
         for callback in callbacks:
             if not isinstance(callback, TrainCallback):
                 raise TypeError(f"callbacks are objects of classes derived from TrainCallback, not {callback!r}")
         self.callbacks = tuple(callbacks)
-        self.failed = False  # True where a callback has raised, on any rank: no more is told
+        self.failed = False  # True where a callback has raised, on any rank: no more is called
         self._common: dict[str, Any] = {}
         self._step = 0
 
     def begin(self, step: int, folder: Path, models: Mapping[str, nn.Module], rank: int, world: int) -> None:
-        """Set what every event tells."""
+        """Set the parts that all events share."""
         self._step = step
         self._common = {"folder": folder, "models": models, "rank": rank, "world": world}
 
     def after_step(self, outcome: StepOutcome) -> None:
         self._step = outcome.step
-        self._tell(lambda one: one.on_step(StepEvent(outcome.step, outcome=outcome, **self._common)))
+        self._pass_on(lambda one: one.on_step(StepEvent(outcome.step, outcome=outcome, **self._common)))
 
     def validated(self, row: Mapping[str, Any]) -> None:
-        """Tell of a validation. A collective call, as the others."""
-        self._tell(lambda one: one.on_validation(ValidationEvent(self._step, row=row, **self._common)))
+        """Pass on a validation. A collective call, as the others."""
+        self._pass_on(lambda one: one.on_validation(ValidationEvent(self._step, row=row, **self._common)))
 
     def saved(self, step: int, path: Path) -> None:
-        """Tell of a checkpoint that is whole on disk."""
-        self._tell(lambda one: one.on_checkpoint(CheckpointEvent(step, path=path, **self._common)))
+        """Pass on a checkpoint that is whole on disk."""
+        self._pass_on(lambda one: one.on_checkpoint(CheckpointEvent(step, path=path, **self._common)))
 
     def ended(self, finished: bool, loss: float | None) -> None:
-        """Tell of the end."""
-        self._tell(lambda one: one.on_end(EndEvent(self._step, finished=finished, loss=loss, **self._common)))
+        """Pass on the end."""
+        self._pass_on(lambda one: one.on_end(EndEvent(self._step, finished=finished, loss=loss, **self._common)))
 
-    def _tell(self, call: Callable[[TrainCallback], None]) -> None:
-        """Call one method of all callbacks. Raises what one raises, on all ranks: else those without it would wait for its rank."""
+    def _pass_on(self, call: Callable[[TrainCallback], None]) -> None:
+        """Call one method of all callbacks. An exception of one is raised on all ranks: else the others would wait for its rank."""
         if not self.callbacks or self.failed:
             return
         failure: Exception | None = None

@@ -88,7 +88,7 @@ class TrainPipeline:
 
     `task`: the task to train; None: the one that the config names. With `online`, as in `mmspeed train`, or with a `maker` of your own
     (as `mmspeed.preprocess.OnlineBuilder`), a cache that is missing or incomplete is completed during the first epoch; without, it is an
-    error. `callbacks` are told of steps, validations, checkpoints and the end (`mmspeed.pipelines.TrainCallback`), on all ranks.
+    error. `callbacks` (`mmspeed.pipelines.TrainCallback`) are called after steps, validations and checkpoints and at the end, on all ranks.
 
     `run()` raises UserError for a cache that cannot be used, a run of that name with another model, a non-finite loss, a full disk, and
     whatever a callback raises. What `accelerate launch` was told is obeyed or refused (`obey_launcher`). Raises ValueError for `online`

@@ -15,10 +15,10 @@ from tests.support.mixed_runs import (
     VIDEOS,
     mean_gradients,
     mixed_config,
+    mixed_home,
     sampler_of,
     sums_by_bucket,
     trained_gradients,
-    write_mixed_cache,
 )
 from tests.support.spawn import run_ranks
 
@@ -32,9 +32,7 @@ EPS = 3e-6  # as in tests/unit/pipelines/test_weighting.py
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("mixed")
-    write_mixed_cache(mixed_config(folder))
-    return folder
+    return mixed_home(tmp_path_factory.mktemp("mixed"))
 
 
 @pytest.fixture(scope="module")

@@ -150,3 +150,9 @@ def trained_gradients(folder: str, overrides: Sequence[str], steps: int) -> list
 def mean_gradients(found: Sequence[Sequence[Any]]) -> list[Any]:
     """The means over steps."""
     return [sum(grads) / len(found) for grads in zip(*found, strict=True)]
+
+
+def mixed_home(folder: Path) -> Path:
+    """The folder, with the cache of images and videos in it."""
+    write_mixed_cache(mixed_config(folder))
+    return folder

@@ -27,13 +27,13 @@ from tests.support.mixed_runs import (
     VIDEOS,
     mean_gradients,
     mixed_config,
+    mixed_home,
     opened_task,
     recorded_gradients,
     sampler_of,
     sums_by_bucket,
     toy_task,
     trained_gradients,
-    write_mixed_cache,
 )
 
 SCHEDULES = {
@@ -50,9 +50,7 @@ EPS = 3e-6
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("mixed")
-    write_mixed_cache(mixed_config(folder))
-    return folder
+    return mixed_home(tmp_path_factory.mktemp("mixed"))
 
 
 @pytest.fixture(scope="module")
