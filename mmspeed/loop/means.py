@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,7 +109,7 @@ class StepMeans(BaseCallback):
                 for quarter in range(QUARTERS):
                     _add(sums.by_quarter[quarter], parts[:, quarter_I == quarter].sum(dim=1))
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> dict[str, object]:
         """The means, which begin anew: `steps`, `loss`, `grad_norm`, `terms`, `by_bucket`, `by_quarter`. A collective call."""
         self._add_waiting()
         names, buckets = sorted(self._trained), sorted(self._buckets, key=str)
@@ -125,7 +124,7 @@ class StepMeans(BaseCallback):
         each = len(buckets) + QUARTERS  # means of a term
         columns = [_sum([means[term * each + place] for term in range(len(names))]) for place in range(each)]
         quarters = columns[len(buckets) :]
-        means_of_row: dict[str, Any] = {
+        means_of_row: dict[str, object] = {
             "steps": self.steps,
             "loss": self._loss.value,
             "grad_norm": self._norm.value,

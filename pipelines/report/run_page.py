@@ -143,7 +143,7 @@ def _parts_part(steps: list[dict[str, Any]]) -> str:
     """The training loss by bucket and by quarter of the times, side by side; empty where neither is told apart."""
     buckets = list(dict.fromkeys(name for row in steps for name in row.get("by_bucket", ())))
     quarters = [row for row in steps if row.get("by_quarter")]
-    plots: list[tuple[str, list[tuple[str, list[dict[str, Any]]]]]] = []
+    plots: list[tuple[str, list[tuple[str, list[dict[str, object]]]]]] = []
     if buckets:
         curves = [
             (name, [{"step": row["step"], "loss": row.get("by_bucket", {}).get(name)} for row in steps])

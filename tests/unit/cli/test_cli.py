@@ -219,10 +219,10 @@ def test_processes_are_started() -> None:
 def test_a_mistake_of_all_ranks_is_shown_once(run_file: Path) -> None:
     done = launched("init", str(run_file))
     assert done.returncode == 1
-    assert (
-        done.stderr
-        == f"mmspeed: error: {run_file} exists already; edit it, name another file, or overwrite it with --force\n"
-    )
+    error = f"mmspeed: error: {run_file} exists already; edit it, name another file, or overwrite it with --force\n"
+    assert done.stderr.count("mmspeed: error: ") == 1 and done.stderr.endswith(
+        error
+    )  # a busy machine loads libraries aloud
 
 
 def failure(code: int, data: dict[str, Any] | None = None, timestamp: int = 5) -> Any:
