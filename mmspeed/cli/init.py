@@ -40,6 +40,7 @@ FIRST_KEYS = {
     "parallel": "strategy",
     "memory": "activation_policy",
     "device": "kind",
+    "tracking": "project",
     "preprocess": "decode_workers",
 }
 

@@ -190,6 +190,6 @@ class CachePipeline(webdataset.DataPipeline, webdataset.FluidInterface):
         return len(range(rank, self.plan.count(), self.plan.nodes))
 
 
-def _every(planned: Iterable[Planned], rank: int, world: int) -> Iterator[Planned]:
+def _every(planned: Iterable[Planned], rank: int, world: int | None) -> Iterator[Planned]:
     """Split by a node's number that the caller gave."""
     yield from islice(planned, rank, None, world)
