@@ -252,8 +252,9 @@ def train(
     """Train from the cache; the first epoch adds missing entries, and a stopped run continues."""
     resolved = _resolve(context, "train", config, overrides, nproc, print_config)
     from mmspeed.pipelines import TrainPipeline
+    from mmspeed.pipelines.tasks import maker_of
 
-    _print_lines(TrainPipeline(resolved, online=True).run().lines())
+    _print_lines(TrainPipeline(resolved, maker_of(resolved)).run().lines())
 
 
 app.command()(sample_command.sample)
