@@ -24,7 +24,7 @@ from mmspeed.preprocess.sources.tar_pass import TarPasses
 _PART = 16 << 20  # bytes asked for at a time, so that a broken connection costs no more
 
 
-class ShortError(OSError):
+class IncompleteError(OSError):
     """A store gave fewer bytes than it stated."""
 
 
@@ -129,7 +129,7 @@ class MediaStore:
                     stream.seek(start)
                     data = stream.read(length)
                 if len(data) != length:
-                    raise ShortError(f"{len(data)} of {length} bytes from {start} on")
+                    raise IncompleteError(f"{len(data)} of {length} bytes from {start} on")
                 return data
 
             temp.write(attempt(part))
@@ -140,7 +140,7 @@ class MediaStore:
 
 
 def _copy_stream(stream: BinaryIO, temp: TempFile, size: int | None, most: int | None) -> None:
-    """Copy `size` bytes, or all (at most `most`), from a stream. Raises ShortError, Rejected (too_large)."""
+    """Copy `size` bytes, or all (at most `most`), from a stream. Raises IncompleteError, Rejected (too_large)."""
     while size is None or temp.size < size:
         data = stream.read(1 << 20 if size is None else min(1 << 20, size - temp.size))
         if not data:
@@ -149,7 +149,7 @@ def _copy_stream(stream: BinaryIO, temp: TempFile, size: int | None, most: int |
         if most is not None and temp.size > most:
             raise Rejected(Reason.TOO_LARGE, f"more than the {most / 1e6:.1f} MB allowed")
     if size is not None and temp.size < size:
-        raise ShortError(f"{temp.size} of {size} bytes")
+        raise IncompleteError(f"{temp.size} of {size} bytes")
 
 
 def refusal(error: Exception) -> Rejected:
