@@ -15,7 +15,7 @@ def flat(tree: Any, prefix: str = "") -> dict[str, str]:
         items = [(str(place), value) for place, value in enumerate(tree)]
     else:
         return {prefix: json.dumps(tree, sort_keys=True)}
-    leaves = {}
+    leaves: dict[str, str] = {}
     for key, value in items:
         leaves |= flat(value, f"{prefix}.{key}" if prefix else key)
     return leaves
