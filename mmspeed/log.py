@@ -122,11 +122,11 @@ class Working:
         return time.monotonic() - self.started
 
     def figures(self) -> str:
-        """What is shown behind its label."""
+        """The text shown behind its label."""
         return ""
 
     def line(self) -> str:
-        """What a log says of it."""
+        """The line that a log says of it."""
         return f"{self.label}: {format_seconds(self.seconds)}"
 
 

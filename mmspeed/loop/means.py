@@ -110,7 +110,10 @@ class StepMeans(BaseCallback):
                     _add(sums.by_quarter[quarter], parts[:, quarter_I == quarter].sum(dim=1))
 
     def row(self) -> dict[str, object]:
-        """The means, which begin anew: `steps`, `loss`, `grad_norm`, `terms`, `by_bucket`, `by_quarter`. A collective call."""
+        """The means since the last call: `steps`, `loss`, `grad_norm`, `terms`, `by_bucket`, `by_quarter`.
+
+        A collective call, which resets them.
+        """
         self._add_waiting()
         names, buckets = sorted(self._trained), sorted(self._buckets, key=str)
         none = _ItemSums()

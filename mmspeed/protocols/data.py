@@ -147,7 +147,7 @@ class DataSize:
 
 @runtime_checkable
 class SizedData(Protocol):
-    """Data that know their size, which is told at the start of a run."""
+    """Data that know their size; a run shows it at its start."""
 
     @property
     def size(self) -> DataSize:

@@ -140,7 +140,7 @@ def _loss_plot(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -
 
 
 def _parts_part(steps: list[dict[str, Any]]) -> str:
-    """The training loss by bucket and by quarter of the times, side by side; empty where neither is told apart."""
+    """The training loss by bucket and by quarter of the times, side by side; empty where neither is recorded."""
     buckets = list(dict.fromkeys(name for row in steps for name in row.get("by_bucket", ())))
     quarters = [row for row in steps if row.get("by_quarter")]
     plots: list[tuple[str, list[tuple[str, list[dict[str, object]]]]]] = []

@@ -31,7 +31,7 @@ LONGEST = 60  # characters of a value in a message
 
 
 def run_facts(config: RunConfig, device: Device) -> dict[str, str]:
-    """What ranks must share before they exchange anything, by dotted key: the config, code, libraries and kind of device.
+    """The facts that ranks must share before they exchange anything, by dotted key: config, code, libraries and kind of device.
 
     Keys that the config's class declares `machine_local` are left out, and of its `machine_paths` only the last part counts, since
     nodes may mount one folder in several places.

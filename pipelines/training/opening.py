@@ -1,4 +1,4 @@
-"""What a run says of itself before its first step."""
+"""The lines that a run says of itself before its first step."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class TrainPipeline:
     error. `callbacks` (`mmspeed.pipelines.TrainCallback`) are called after steps, validations and checkpoints and at the end, on all ranks.
 
     `run()` raises UserError for a cache that cannot be used, a run of that name with another model, a non-finite loss, a full disk, and
-    whatever a callback raises. What `accelerate launch` was told is obeyed or refused (`obey_launcher`). Raises ValueError for `online`
+    whatever a callback raises. Settings of `accelerate launch` are obeyed or refused (`obey_launcher`). Raises ValueError for `online`
     with a `task`, whose maker is its own.
     """
 
@@ -422,7 +422,7 @@ class TrainPipeline:
 
 
 def _note(means: StepMeans, telemetry: Telemetry) -> str:
-    """What is shown behind the bar: the mean loss and the mean seconds by name of the last steps."""
+    """The text behind the bar: the mean loss and the mean seconds by name of the last steps."""
     if means.recent is None:
         return ""
     times = " ".join(f"{name} {seconds:.2g} s" for name, seconds in telemetry.recent_times().items())

@@ -87,7 +87,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         "mmspeed/loop/checkpoint/state.py": {
             "cast(TieredOptimizer, optimizer).set_master(parameter, local(weights.pop(name)).to(local(parameter).device))",
         },
-        "pipelines/run/telemetry.py": {
+        "pipelines/run/trackers.py": {
             'if hasattr(tracker, "start"):',
         },
         "pipelines/selfcheck/children.py": {
@@ -179,17 +179,21 @@ OPEN: dict[str, str] = {
     "pipelines/report/memory_page.py": "axis figure report_figure",
     "pipelines/report/run_page.py": "_axes figure rows steps validations",
     "pipelines/report/task_check.py": "console",
+    "pipelines/run/agreement.py": "reports",
     "pipelines/run/build.py": "meta",
     "pipelines/run/run_folder.py": "before contents info now",
-    "pipelines/run/telemetry.py": "make_trackers rates row",
+    "pipelines/run/telemetry.py": "rates row",
+    "pipelines/run/trackers.py": "_ARGUMENTS _CONFIGS _VIDEOS _swanlab _tensorboard _trackers _trackio _wandb kind kinds "
+    "row tracker tree",
     "pipelines/selfcheck/children.py": "job output outputs",
     "pipelines/selfcheck/run.py": "make",
     "pipelines/selfcheck/worker.py": "job",
     "pipelines/sparsify.py": "config options",
+    "pipelines/training/events.py": "_common row",
     "pipelines/training/held_out_loss.py": "row",
     "pipelines/training/oom_advice.py": "frames optimizer segments summed_blocks",
     "pipelines/training/open_cache.py": "recorded wanted",
-    "pipelines/training/trainer.py": "_bases _row fields row",
+    "pipelines/training/trainer.py": "_bases row",
     "pipelines/training/validation.py": "row validate",
     "pipelines/tuning/memory_estimate.py": "_here root",
     "pipelines/tuning/memory_measure.py": "args each kwargs out taken tensors value ways",
