@@ -265,8 +265,9 @@ def train(
     resolved = _resolve(context, "train", config, overrides, nproc, print_config)
     with spoken.loading():
         from mmspeed.pipelines import TrainPipeline
+        from mmspeed.pipelines.tasks import maker_of
 
-        pipeline = TrainPipeline(resolved, online=True)
+        pipeline = TrainPipeline(resolved, maker_of(resolved))
     result = pipeline.run()
     _print_lines(result.lines())
     if not result.finished:
@@ -291,7 +292,7 @@ def report(run_folder: sample_command.RunFolder) -> None:
     with log.Working("drawing", tell=False):
         page = write_report(run_folder)
     print(page)
-    if RunFolder(run_folder).run_config().task == "video":
+    if RunFolder(run_folder).task() == "video":
         spoken.then(f'sample {run_folder} --prompt "..."')
 
 

@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from mmspeed.config import Config, RunConfig, dump_config, load_record, video_config
 from mmspeed.data.cache.files import write_whole
 from mmspeed.errors import UserError
@@ -100,6 +102,10 @@ class RunFolder:
     def run_config(self) -> RunConfig:
         """The resolved config of the run, of any task."""
         return load_record(self.config_file)
+
+    def task(self) -> str:
+        """The name of the run's task, from its config as it was written; the rest is neither read nor checked."""
+        return str(yaml.safe_load(self.config_file.read_text(encoding="utf-8")).get("task", "video"))
 
     def config(self) -> Config:
         """The resolved config of a run of the video task. Raises UserError for a run of another task."""

@@ -144,7 +144,7 @@ def test_two_commands_started_by_mistake_on_one_cache(one: Config, tmp_path: Pat
     ("override", "message"),
     [
         ("data.limit=5", "the processes have different settings: data.limit is 5 in process 1 and null in process 0"),
-        ("data.sources.0.path={}", "the processes see different sources (5 in process 1, 9 in process 0)"),
+        ("data.sources.0.path={}", "the processes see different sources (6 in process 1, 9 in process 0)"),
     ],
 )
 def test_processes_that_see_different_sources_say_so(one: Config, tmp_path: Path, override: str, message: str) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
 import pytest
@@ -127,11 +128,8 @@ class FakePipeline:
     def __init__(self, config: RunConfig, maker: Any = None) -> None:
         self.given.append((config.task, maker))
 
-    def run(self) -> FakePipeline:
-        return self
-
-    def lines(self) -> list[str]:
-        return ["trained"]
+    def run(self) -> SimpleNamespace:
+        return SimpleNamespace(lines=lambda: ["trained"], finished=True, run="runs/toy")
 
 
 @pytest.fixture

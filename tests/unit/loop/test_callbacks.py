@@ -14,7 +14,7 @@ from tests.support.distillation import DistillationTask
 
 
 def test_the_order_of_a_runs_callbacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rate is set before anything reads it, averages follow the step, telemetry reads what all others did, signals come last."""
+    """The rate is set before anything reads it, averages follow the step, telemetry reads what others did, events and signals come last."""
     made: list[Callback] = []
     own = TrainPipeline._callbacks
 
@@ -25,5 +25,14 @@ def test_the_order_of_a_runs_callbacks(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(TrainPipeline, "_callbacks", noted)
     config = character_config(tmp_path, "train.steps=1", "train.ema_decay=0.9")
     TrainPipeline(config, task=DistillationTask(config)).run()
-    order = ["LearningRate", "Averages", "Averages", "OomAdvisor", "StepMeans", "TelemetryCallback", "Signals"]
+    order = [
+        "LearningRate",
+        "Averages",
+        "Averages",
+        "OomAdvisor",
+        "StepMeans",
+        "TelemetryCallback",
+        "Events",
+        "Signals",
+    ]
     assert [type(callback).__name__ for callback in made] == order

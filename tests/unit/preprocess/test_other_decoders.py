@@ -64,7 +64,8 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("files")
-    return {name: write_video(folder / name, **({"frames": 9} | settings)) for name, settings in FILES.items()}
+    shorter = {name: settings if name == "av1.mp4" else {"frames": 9, **settings} for name, settings in FILES.items()}
+    return {name: write_video(folder / name, **settings) for name, settings in shorter.items()}
 
 
 @pytest.fixture(scope="module", params=OTHERS)
