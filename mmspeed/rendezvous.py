@@ -110,7 +110,8 @@ def _lead(store: Any, world: int, own: str, go_on: Callable[[], None]) -> str:
         store.append(ACCEPTED + own, "")  # so that it can be read
         accepted = set(store.get(ACCEPTED + own).decode().split())
         if len(arrived) == world and accepted >= {name for rank, name in arrived.items() if rank}:
-            store.set(BEGIN + own, "1")
+            for name in arrived.values():  # by name: a process whose place was taken may have accepted, too
+                store.set(f"{BEGIN}{own}/{name}", "1")
             return own
         go_on()
         time.sleep(pause)
@@ -124,7 +125,7 @@ def _follow(store: Any, rank: int, own: str, go_on: Callable[[], None]) -> str:
         if _wait(store, OFFER + own) and (offer := store.get(OFFER + own).decode()) != accepted:
             store.append(ACCEPTED + offer, f"{own}\n")
             accepted = offer
-        if accepted and _wait(store, BEGIN + accepted):
+        if accepted and _wait(store, f"{BEGIN}{accepted}/{own}"):
             return accepted
         go_on()
 
