@@ -28,7 +28,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start(
-    pool: ThreadPoolExecutor, connect: Callable[[], dist.TCPStore], rank: int, world: int, name: str, seconds: float = 20
+    pool: ThreadPoolExecutor,
+    connect: Callable[[], dist.TCPStore],
+    rank: int,
+    world: int,
+    name: str,
+    seconds: float = 20,
 ) -> Future[str]:
     return pool.submit(agree, connect(), rank, world, seconds, name)
 
@@ -104,4 +109,6 @@ def test_the_log_of_arrivals() -> None:
 def test_a_lost_connection_is_known_by_what_backends_say() -> None:
     gloo = RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:12172")
     assert is_lost_connection(gloo) and is_lost_connection(dist.DistStoreError("timeout"))
-    assert not is_lost_connection(RuntimeError("shapes do not fit")) and not is_lost_connection(ValueError("broken pipe"))
+    assert not is_lost_connection(RuntimeError("shapes do not fit")) and not is_lost_connection(
+        ValueError("broken pipe")
+    )
