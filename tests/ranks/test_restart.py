@@ -117,7 +117,7 @@ def free_port() -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", ["a rank", "a launcher"])
 def test_two_launchers(home: Path, tmp_path: Path, lost: str) -> None:
-    config = small_config(home, f"name=two-{lost[2:]}", *LONG[:1], *LONG[1:], "train.steps=150")
+    config = small_config(home, f"name=two-{lost[2:]}", *LONG[:1], *LONG[1:], "train.steps=60")
     port = free_port()
     common = ("-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3")
     common += ("--rdzv-backend", "c10d", "--rdzv-id", "two", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf")
@@ -144,7 +144,7 @@ def test_two_launchers(home: Path, tmp_path: Path, lost: str) -> None:
     assert launchers[0].wait(200) == 0, (folders[0] / "log.txt").read_text()
     if lost == "a rank":
         assert launchers[1].wait(30) == 0
-    assert steps(config) == list(range(1, 151))
+    assert steps(config) == list(range(1, 61))
 
 
 FAILS = """

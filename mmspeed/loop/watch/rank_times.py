@@ -123,9 +123,13 @@ class SlownessRule:
 
 def slow_ranks(seconds: Sequence[float], factor: float) -> list[SlowRank]:
     """The ranks whose seconds are at least `factor` times the median of all others', slowest first."""
+    if len(seconds) < 2:
+        return []
     ordered, slow = sorted(seconds), []
+    middle = len(ordered) // 2
     for rank, own in enumerate(seconds):
-        others = statistics.median(ordered) if len(ordered) > SHOWN_RANKS else statistics.median(_without(ordered, own))
+        # the median of all but one is the median of all, or lies beside it
+        others = statistics.median(_without(ordered, own)) if len(ordered) <= SHOWN_RANKS else ordered[middle]
         if others > 0 and own / others >= factor:
             slow.append(SlowRank(rank, own / others))
     return sorted(slow, key=lambda one: -one.factor)
