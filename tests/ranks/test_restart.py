@@ -147,6 +147,23 @@ def test_two_launchers(home: Path, tmp_path: Path, lost: str) -> None:
     assert steps(config) == list(range(1, 61))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("silent", [8, 600], ids=["killed by its neighbour", "ended with its launcher's attempt"])
+def test_a_stopped_rank_is_named_and_the_run_goes_on(home: Path, tmp_path: Path, silent: int) -> None:
+    limits = ("train.watchdog.least_seconds=5", f"train.watchdog.silent_seconds={silent}")
+    config = small_config(home, f"name=stopped-{silent}", *LONG, *limits, "train.steps=60")
+    launcher = start(tmp_path, config, words=OWN)
+    wait_for(reached(config, 12))
+    os.kill(workers(launcher.pid)[1], signal.SIGSTOP)
+    assert launcher.wait(200) == 0, (tmp_path / "log.txt").read_text()
+    text = (tmp_path / "log.txt").read_text()
+    assert "has given no sign of life for" in text and "rank 1 (" in text, text
+    assert "has taken" in text and "its limit is 5 s; its threads are at:" in text and 'loop/step.py", line' in text
+    killed = "rank 1 is killed" if silent < 600 else "was ended: step"
+    assert killed in text and "mmspeed: restart 1 of 2" in text, text
+    assert steps(config) == list(range(1, 61))
+
+
 FAILS = """
 import os, signal, sys
 from mmspeed.config import load_config
