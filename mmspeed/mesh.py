@@ -36,6 +36,7 @@ def process_group(device: Device, timeout_seconds: float = 1800.0) -> Iterator[N
         return
     timeout = datetime.timedelta(seconds=timeout_seconds)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        device.let_exchanges_last(timeout_seconds)
         shared = attempt_store(timeout_seconds)
         if shared is None:
             dist.init_process_group(device.backend, timeout=timeout)

@@ -8,6 +8,7 @@ ranks, users see one message instead of the launcher's report.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -21,6 +22,9 @@ from mmspeed.errors import LAUNCHED, UserError
 
 # Time that ranks have after SIGTERM or SIGINT to write a last checkpoint, before they are killed.
 GRACE_SECONDS = 300
+
+# seconds that torch's launcher gives the other processes after a failure, less its own delays
+LAUNCHER_PATIENCE = 25
 
 _HINTS = {
     signal.SIGKILL: "; often the machine ran out of memory",
@@ -161,12 +165,17 @@ def worth_a_restart(failures: dict[int, Any]) -> bool:
 def cause_of(failures: dict[int, Any]) -> tuple[int, Any]:
     """The rank and `ProcessFailure` that the others are consequences of, as far as they show."""
 
+    # by themselves: the launcher, too, kills processes that do not end after its SIGTERM, as those that are stopped
+    spoke = [one.timestamp for one in failures.values() if "known" in one.error_file_data]
+    patience = min(spoke, default=math.inf) + LAUNCHER_PATIENCE
+
     def order(item: tuple[int, Any]) -> tuple[int, int, int]:
         rank, failure = item
         data = failure.error_file_data
         # a killed process reports nothing, and the others then fail in an exchange with it; the launcher itself uses SIGTERM
-        killed = failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM
-        cause = 0 if data.get("known", False) else 1 if killed else 2 if "known" in data else 3
+        killed = failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM and failure.timestamp < patience
+        known = data.get("known", False) or data.get("kind") == "hang"
+        cause = 0 if known else 1 if killed else 2 if "known" in data else 3
         return (4 if data.get("kind") == "connection" else cause, failure.timestamp, rank)
 
     return min(failures.items(), key=order)

@@ -53,6 +53,11 @@ def longest_wait(config: WatchdogConfig) -> float:
     return 2 * max(config.first_seconds, config.least_seconds, *config.limits.values(), config.silent_seconds) + 60
 
 
+def place_in_words(phase: Phase, step: int) -> str:
+    """`step 12`, `validation at step 12`."""
+    return f"step {step}" if phase is Phase.STEP else f"{phase.words} at step {step}"
+
+
 @dataclass(frozen=True)
 class Overrun:
     """A phase that has taken longer than it may."""
@@ -65,9 +70,7 @@ class Overrun:
 
     def sentence(self) -> str:
         """`step 12 has taken 61 s and may take 60 s`."""
-        name = self.phase.words
-        what = f"{name} {self.step}" if self.phase is Phase.STEP else f"{name} at step {self.step}"
-        return f"{what} has taken {self.seconds:.0f} s, and its limit is {self.limit:.0f} s"
+        return f"{place_in_words(self.phase, self.step)} has taken {self.seconds:.0f} s, and its limit is {self.limit:.0f} s"
 
 
 class PhaseClock:

@@ -20,7 +20,7 @@ from mmspeed.log import get_logger
 from mmspeed.rendezvous import ATTEMPT, client
 
 from .heartbeats import Heartbeats
-from .phases import Phase, PhaseClock
+from .phases import Phase, PhaseClock, place_in_words
 
 log = get_logger("watchdog")
 
@@ -88,8 +88,7 @@ class Watchdog:
                 self._leave(overrun.sentence())
         if beats is None:
             return
-        phase, step = self.phases.place
-        beats.beat(f"{phase.words} at step {step}")
+        beats.beat(place_in_words(*self.phases.place))
         found = beats.look()
         if found is None:
             return

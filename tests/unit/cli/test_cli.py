@@ -257,6 +257,11 @@ def test_each_end_of_a_rank_is_called_what_it_is() -> None:
     assert explain({0: failure(1, lost)})[0] == "[rank 0] mmspeed: error: lost the connection"
     assert explain({0: failure(1, lost), 3: failure(1, memory)})[0] == "[rank 3] mmspeed: error: out of memory"
     assert "compiled code" in explain({0: failure(1, lost), 1: failure(-11)})[0]
+    by_launcher = {0: failure(70, hang, 5), 1: failure(-9, timestamp=36)}  # it was stopped, so SIGTERM did not end it
+    assert explain(by_launcher)[0].startswith("[rank 0] mmspeed: error: rank 2 (host) was ended")
+    own = {"message": "mmspeed: internal error: x", "known": False, "code": 1, "kind": "program"}
+    assert explain({0: failure(1, own, 5), 1: failure(-9, timestamp=36)})[0].startswith("[rank 0] mmspeed: internal")
+    assert "SIGKILL" in explain({0: failure(1, own, 5), 1: failure(-9, timestamp=5)})[0]
     gloo = describe(RuntimeError("[gloo/pair.cc:537] Connection closed by peer [127.0.0.1]:12"))
     assert gloo.kind == "connection" and "lost the connection to another rank" in gloo.text and not gloo.known
     assert describe(MemoryError()).kind == "memory" and describe(KeyError("x")).kind == "program"

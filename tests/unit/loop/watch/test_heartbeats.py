@@ -50,7 +50,7 @@ def test_each_rank_looks_at_the_next() -> None:
     for minute in range(14):
         for rank in ranks:
             if rank.rank != 1 or minute < 2:  # rank 1 is stopped
-                rank.beat(f"step at step {minute}")
+                rank.beat(f"step {minute}")
         for rank in ranks:
             if rank.rank != 1 and (seen := rank.look()) is not None:
                 found.append((rank.rank, *seen))
@@ -58,13 +58,13 @@ def test_each_rank_looks_at_the_next() -> None:
     ((by, silence, kill),) = found
     assert (by, silence.rank, silence.process, kill) == (0, 1, 4001, False)
     assert f"rank 1 ({ranks[1].host}, process 4001) has given no sign of life for 80 s" in silence.sentence()
-    assert silence.sentence().endswith("its last place was step at step 1")
+    assert silence.sentence().endswith("its last place was step 1")
 
 
 def test_ranks_that_end_say_so() -> None:
     clock, store = Clock(), dist.HashStore()
     first, second = (Heartbeats(store, rank, 2, 1, 60, 600, clock) for rank in range(2))
-    second.beat("step at step 1")
+    second.beat("step 1")
     assert first.look() is None
     second.end()
     for _ in range(100):
