@@ -92,6 +92,14 @@ class Device:
             return [f"torch_npu {importlib.import_module('torch_npu').__version__}"]
         return []
 
+    def let_exchanges_last(self, seconds: float) -> None:
+        """Raise the vendor's own limit of an exchange to that of the process group, before one is made; one that is set is kept.
+
+        nccl has no other limit than the group's; hccl has.
+        """
+        if self.kind == "npu":
+            os.environ.setdefault("HCCL_EXEC_TIMEOUT", str(int(seconds)))
+
     def activate(self) -> None:
         """Make this the process's current device."""
         if self.kind != "cpu":

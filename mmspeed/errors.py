@@ -1,4 +1,31 @@
-"""The one exception that people are meant to read."""
+"""The one exception that people are meant to read, and the way of a failure to the launcher."""
+
+import json
+import os
+import time
+from typing import Literal
+
+LAUNCHED = "MMSPEED_LAUNCHER"  # set by `mmspeed --nproc` in the processes that it starts
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torch's elastic launcher, one file for each process
+
+# an error of the user's input or machine, too little memory, a peer that is gone, a phase without end, or a fault in a program
+Kind = Literal["input", "memory", "connection", "hang", "program"]
+
+
+def tell_launcher(line: str, code: int, known: bool, kind: Kind) -> bool:
+    """Write the line about this process's failure into the error file of `mmspeed --nproc`, which prints one for all of its processes.
+
+    `known`: the user can correct the cause. False where no such launcher started this process, or the file cannot be written.
+    """
+    if not os.environ.get(LAUNCHED) or not os.environ.get(ERROR_FILE):
+        return False
+    content = {"message": line, "timestamp": int(time.time()), "known": known, "code": code, "kind": kind}
+    try:
+        with open(os.environ[ERROR_FILE], "w", encoding="utf-8") as file:
+            json.dump(content, file)
+    except OSError:
+        return False
+    return True
 
 
 class UserError(Exception):

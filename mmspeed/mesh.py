@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from .axes import DENSE, EXPERT, STAGES, STORAGE, AxisName, AxisSizes, MeshTable, Reader, mesh_table
 from .device import Device
+from .rendezvous import attempt_store
 
 
 @contextmanager
@@ -28,14 +29,20 @@ def process_group(device: Device, timeout_seconds: float = 1800.0) -> Iterator[N
 
     A launcher's group is made once and lasts as long as the process: to end it after an error on one rank would wait for peers
     that never come (nccl), and a second group under the same keys of the launcher's store meets the first one's addresses.
-    A group of one ends here.
+    Each attempt of a launcher that restarts its processes has keys of its own (`rendezvous`). A group of one ends here.
     """
     if dist.is_initialized():
         yield
         return
     timeout = datetime.timedelta(seconds=timeout_seconds)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(device.backend, timeout=timeout)
+        device.let_exchanges_last(timeout_seconds)
+        shared = attempt_store(timeout_seconds)
+        if shared is None:
+            dist.init_process_group(device.backend, timeout=timeout)
+        else:
+            rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            dist.init_process_group(device.backend, store=shared, rank=rank, world_size=world, timeout=timeout)
         yield
         return
     dist.init_process_group(device.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)

@@ -6,8 +6,8 @@ or changes its behaviour. Costly modules are imported by the functions that need
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -233,6 +233,32 @@ def launched_processes(agent: Any) -> list[Any]:
     """The processes of a launcher's agent; none when another torch keeps them elsewhere."""
     context = getattr(agent, "_pcontext", None)
     return [handler.proc for handler in getattr(context, "subprocess_handlers", {}).values()]
+
+
+@contextmanager
+def asked_before_restarts(go_on: Callable[[dict[int, Any], int], bool]) -> Iterator[None]:
+    """Make launchers that start inside call `go_on(failures by rank, restarts left)` before each restart; False ends the run instead."""
+    from torch.distributed.launcher import api
+
+    torchs_own = api.LocalElasticAgent
+
+    class AskingAgent(torchs_own):  # type: ignore[misc, valid-type]
+        """A launcher's agent that asks."""
+
+        _remaining_restarts: int
+
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            result = super()._monitor_workers(worker_group)
+            if result.is_failed() and self._remaining_restarts > 0:
+                if not go_on(result.failures, self._remaining_restarts):
+                    self._remaining_restarts = 0
+            return result
+
+    setattr(api, "LocalElasticAgent", AskingAgent)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(api, "LocalElasticAgent", torchs_own)  # noqa: B010
 
 
 # ---- the loader's processes

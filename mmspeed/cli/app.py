@@ -47,6 +47,14 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to override, such as train.lr=2e-4.")
 ]
 Nproc = Annotated[int | None, typer.Option("--nproc", help="Processes to start on this machine, one for each device.")]
+MaxRestarts = Annotated[
+    int,
+    typer.Option(
+        "--max-restarts",
+        metavar="K",
+        help="Times that all processes are started again after one of them failed, from the last checkpoint.",
+    ),
+]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Print the whole resolved configuration and stop.")]
 
 
@@ -259,10 +267,11 @@ def train(
     config: ConfigFile,
     overrides: Overrides = None,
     nproc: Nproc = None,
+    max_restarts: MaxRestarts = 0,
     print_config: PrintConfig = False,
 ) -> None:
     """Train from the cache; the first epoch adds missing entries, and a stopped run continues."""
-    resolved = _resolve(context, "train", config, overrides, nproc, print_config)
+    resolved = _resolve(context, "train", config, overrides, nproc, print_config, max_restarts=max_restarts)
     with spoken.loading():
         from mmspeed.pipelines import TrainPipeline
         from mmspeed.pipelines.tasks import maker_of
@@ -333,15 +342,17 @@ def _resolve(
     nproc: int | None,
     print_config: bool,
     more: Sequence[str] = (),
+    max_restarts: int = 0,
 ) -> RunConfig:
     """Load the config of a command that may run in several processes; exits when launched processes have done the work.
 
-    `more` are options that the launched processes get too.
+    `more` are options that the launched processes get too; `max_restarts` is for their launcher.
     """
     from mmspeed.config import dump_config, load_run_config, obey_launcher
 
     config_log = logging.getLogger("mmspeed.config")
-    config_log.disabled = launch.wanted(nproc) and not print_config  # the first process logs the notes about the config
+    launches = launch.wanted(nproc, max_restarts)
+    config_log.disabled = launches and not print_config  # the first process logs the notes about the config
     try:
         config = obey_launcher(
             load_run_config(path, overrides or ())
@@ -352,9 +363,10 @@ def _resolve(
         _print_lines([dump_config(config).rstrip()])
         raise typer.Exit()
     spoken.begin(command, path, *(overrides or ()))
-    if launch.wanted(nproc):
+    if launches:
         debug = bool((context.obj or {}).get("debug"))
-        raise typer.Exit(launch.launch([command, str(path), *(overrides or []), *more], int(nproc or 1), debug))
+        words = [command, str(path), *(overrides or []), *more]
+        raise typer.Exit(launch.launch(words, int(nproc or 1), debug, max_restarts))
     launch.follow_launcher()
     return config
 

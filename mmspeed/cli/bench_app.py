@@ -10,10 +10,11 @@ import typer
 
 from mmspeed.errors import UserError
 
-from . import bench_decode
+from . import bench_decode, bench_reliability
 
 app = typer.Typer(help="Measure speed, memory and quality.", no_args_is_help=True)
 app.command()(bench_decode.decode)
+app.command()(bench_reliability.reliability)
 
 
 def from_checkout(command: str) -> None:

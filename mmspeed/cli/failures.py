@@ -7,17 +7,12 @@ terminal, so that a mistake common to all ranks is shown once, by the parent.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import sys
-import time
 import traceback
 from dataclasses import dataclass
 
-from mmspeed.errors import UserError
-
-LAUNCHED = "MMSPEED_LAUNCHED"  # set by launch.py in the processes that it starts
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torch's elastic launcher, one file for each process
+from mmspeed.errors import Kind, UserError, tell_launcher
 
 _OS_ERRORS = {
     errno.ENOSPC: "no space left on the disk; free some and run the same command again, it continues where it stopped",
@@ -30,11 +25,12 @@ _OS_ERRORS = {
 
 @dataclass(frozen=True)
 class Failure:
-    """The report of an exception: the text after `mmspeed:`, the exit code, and `known`, true if the user can correct the cause."""
+    """The report of an exception: the text after `mmspeed:`, exit code, `known`, true if the user can correct the cause, and kind."""
 
     text: str
     code: int = 1
     known: bool = True
+    kind: Kind = "input"
 
     def line(self) -> str:
         """The line to print."""
@@ -51,7 +47,15 @@ def describe(error: BaseException) -> Failure:
         return Failure(
             "error: out of memory; lower train.micro_batch_size, set memory.fraction: 0.9 (tensors for backward are then recomputed or "
             "offloaded as far as necessary) or memory.states: host, or use smaller items; for sampling videos set vae.tiling: true"
-            f"\n  {_first_line(error)}"
+            f"\n  {_first_line(error)}",
+            kind="memory",
+        )
+    if _lost_connection(error):
+        return Failure(
+            "error: lost the connection to another rank, which has ended, or whose node or network is gone; "
+            f"the line of that rank or of its launcher says why\n  {_first_line(error)}",
+            known=False,
+            kind="connection",
         )
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("mmspeed"):
         return Failure(f"error: this needs the Python package {error.name!r}, which is missing; see `mmspeed doctor`")
@@ -62,6 +66,7 @@ def describe(error: BaseException) -> Failure:
         f"internal error: {type(error).__name__}: {_first_line(error)} "
         "(run again with --debug for the traceback, and please report it)",
         known=False,
+        kind="program",
     )
 
 
@@ -70,22 +75,10 @@ def report(error: BaseException, debug: bool) -> int:
     failure = describe(error)
     if debug:
         traceback.print_exception(error, file=sys.stderr)
-    if os.environ.get(LAUNCHED) and os.environ.get(ERROR_FILE):
-        _write_error_file(failure)
-    else:
+    if not tell_launcher(failure.line(), failure.code, failure.known, failure.kind):
         rank = os.environ.get("RANK", "0")
         print(failure.line() if rank == "0" else f"[rank {rank}] {failure.line()}", file=sys.stderr, flush=True)
     return failure.code
-
-
-def _write_error_file(failure: Failure) -> None:
-    """Write the failure into the elastic launcher's error file; a failure to write it must not hide the first error."""
-    content = {"message": failure.line(), "timestamp": int(time.time()), "known": failure.known, "code": failure.code}
-    try:
-        with open(os.environ[ERROR_FILE], "w", encoding="utf-8") as file:
-            json.dump(content, file)
-    except OSError:
-        print(failure.line(), file=sys.stderr, flush=True)
 
 
 def _out_of_memory(error: BaseException) -> bool:
@@ -94,6 +87,14 @@ def _out_of_memory(error: BaseException) -> bool:
     from mmspeed.device import is_out_of_memory  # imports torch, which raised the error
 
     return is_out_of_memory(error)
+
+
+def _lost_connection(error: BaseException) -> bool:
+    if not isinstance(error, RuntimeError) or "torch.distributed" not in sys.modules:
+        return False
+    from mmspeed.rendezvous import is_lost_connection  # imports torch, which raised the error
+
+    return is_lost_connection(error)
 
 
 def _first_line(error: BaseException) -> str:

@@ -239,7 +239,8 @@ def _render(key: str, field: FieldInfo, value: Any, indent: str) -> list[str]:
             default = default_of(part)
             text = "must be given" if default is REQUIRED else show_value(default)
             lines += _comment(f"- {name}: {text} ({part.description or ''})", indent)
-        return [*lines, _off(indent, key, "[]" if is_list(field) else "null")]
+        empty = "[]" if is_list(field) else "null" if field.default_factory is None else "{}"
+        return [*lines, _off(indent, key, empty)]
     if is_list(field) and options:
         lines.append(f"{indent}{key}:")
         for item in value:

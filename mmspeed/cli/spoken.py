@@ -6,9 +6,8 @@ import os
 import sys
 
 from mmspeed import log
+from mmspeed.errors import LAUNCHED
 from mmspeed.version import __version__
-
-from .failures import LAUNCHED
 
 
 def begin(command: str, *words: object) -> None:

@@ -9,6 +9,7 @@ from pydantic import Field
 from mmspeed.shapes import Bucket
 
 from .inputs import Section
+from .watchdog import WatchdogConfig
 
 Weighting = Literal["step", "sample", "token"]  # what counts alike in the gradients of an epoch
 
@@ -91,6 +92,8 @@ class TrainConfig(Section):
         le=64,
         description="Processes that read and assemble batches beside each training process, from the second epoch on if the first builds the cache; 0: a thread does, which is enough for most runs.",
     )
+
+    watchdog: WatchdogConfig = Field(default_factory=WatchdogConfig, description="Limits of time.")
 
     @property
     def samples_per_step(self) -> int:

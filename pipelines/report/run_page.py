@@ -12,6 +12,7 @@ from mmspeed.config import Config, RunConfig, dump_config
 from mmspeed.log import format_bytes, format_seconds, read_metrics
 from mmspeed.loop.checkpoint.load import recorded
 from mmspeed.pipelines.report import memory_page
+from mmspeed.pipelines.report.ranks_part import ranks_part
 from mmspeed.pipelines.run.run_folder import RunFolder, write_text
 from mmspeed.version import __version__
 
@@ -63,6 +64,7 @@ def write_report(run: str | Path) -> Path:
         _figure(
             _throughput_plot(steps), "Samples per second, share of the time spent waiting for data, and memory in use."
         ),
+        ranks_part(steps, lambda figure, caption: _figure(_png(figure), caption)),
         memory_page.page_part(folder.root, lambda figure, caption: _figure(_png(figure), caption)),
         _attention_part(steps),
         _samples(folder.samples, asked=isinstance(config, Config)),

@@ -12,6 +12,7 @@ runs/my-run/
   trackers/            files of trackers, such as TensorBoard's
   samples/             videos sampled during training
   report.html          written at each validation, and by `mmspeed report`
+  attempt.json         the place reached, for the next attempt of a launcher that restarts the run (attempts.py)
   .lock                held while the run is trained
 """
 
@@ -21,6 +22,7 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,15 +84,23 @@ class RunFolder:
         return folder
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Lock the folder against training by another process, inside. Raises UserError when one does.
+    def locked(self, patience: float = 0.0) -> Iterator[None]:
+        """Lock the folder against training by another process, inside. Raises UserError when one does for longer than `patience` seconds.
 
         The lock is the operating system's, so a killed process leaves none behind.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         with open(self.root / ".lock", "w") as file:
+            deadline = time.monotonic() + patience
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                while True:
+                    try:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    except BlockingIOError:
+                        if time.monotonic() >= deadline:
+                            raise
+                        time.sleep(0.2)
             except BlockingIOError:
                 raise UserError(
                     f"{self.root} is being trained by another process; wait for it, or choose another `name`"

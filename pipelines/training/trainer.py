@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from mmspeed.loop.frozen import frozen_names
 from mmspeed.loop.means import StepMeans
 from mmspeed.loop.signals import StopSignals
 from mmspeed.loop.step import StepResult, train_step
+from mmspeed.loop.watch.phases import longest_wait
+from mmspeed.loop.watch.rank_times import RankTimes
 from mmspeed.mesh import process_group
 from mmspeed.pipelines.report.run_page import write_report
 from mmspeed.pipelines.run.agreement import require_agreement, run_facts
@@ -40,10 +42,16 @@ from mmspeed.pipelines.training import opening
 from mmspeed.pipelines.training.events import Events, TrainCallback
 from mmspeed.pipelines.training.oom_advice import OomAdvisor
 from mmspeed.pipelines.training.validation import Validator
+from mmspeed.pipelines.training.watch import RunWatch
 from mmspeed.pipelines.tuning.memory_search import policies_under_budget
 from mmspeed.protocols import Data, RunPlace, StepData, Task
+from mmspeed.rendezvous import restarts
 
 log = get_logger("train")
+
+LOCK_PATIENCE = (
+    60.0  # seconds that a restarted run waits for the folder, which a rank of the last attempt may still hold
+)
 
 
 @dataclass
@@ -113,6 +121,7 @@ class TrainPipeline:
                 "make the task, too, from `mmspeed.config.obey_launcher(config)`, as accelerate launch changes the config"
             )
         self.task = task or make_task(config, maker or (maker_of(config) if online else None))
+        self.online = online or maker is not None
         self.events = Events(callbacks)
         self.folder = RunFolder(config.run_dir)
 
@@ -120,10 +129,17 @@ class TrainPipeline:
         """Train to the end, or until a signal or a file stops the run."""
         device = pick(self.config.device.kind)
         device.activate()
-        with process_group(device), self.folder.locked() if dist.get_rank() == 0 else nullcontext():
-            return self._run(device)
+        patience = LOCK_PATIENCE if restarts() else 0.0
+        with ExitStack() as stack:
+            stack.enter_context(process_group(device, longest_wait(self.config.train.watchdog)))
+            watch = stack.enter_context(
+                RunWatch(self.config, self.folder, dist.get_rank(), dist.get_world_size(), self.online)
+            )
+            if dist.get_rank() == 0:
+                stack.enter_context(self.folder.locked(patience))
+            return self._run(device, watch)
 
-    def _run(self, device: Device) -> TrainResult:
+    def _run(self, device: Device, watch: RunWatch) -> TrainResult:
         started, config = time.monotonic(), self.config
         # 1. devices, data, models, and activation policies
         require_agreement(run_facts(config, device), "start all of them with the same config and the same software")
@@ -154,12 +170,13 @@ class TrainPipeline:
         if run.step >= config.train.steps:
             manager.wait()
             return TrainResult(self.folder.root, run.step, True, True, None, 0.0)
+        watch.begin(run.step)
         # 3. the steps
         with Working("measuring the device's peak", tell=False):
             peak = self._peak(device)
         with Telemetry(config, self.folder.root, device, where.world, where.rank == 0, peak, run.step) as telemetry:
             try:
-                stopped, loss = self._train(run, telemetry)
+                stopped, loss = self._train(run, telemetry, watch)
                 self.events.ended(not stopped, loss)
             except Exception as error:
                 if isinstance(error, UserError) or self.events.failed:
@@ -238,13 +255,20 @@ class TrainPipeline:
         return ({"frozen": base} if base is not None else {}) | ({"roles": roles} if roles else {})
 
     def _callbacks(
-        self, run: Run, telemetry: Telemetry, memory: OomAdvisor, means: StepMeans, signals: Signals
+        self,
+        run: Run,
+        telemetry: Telemetry,
+        memory: OomAdvisor,
+        means: StepMeans,
+        signals: Signals,
+        times: RankTimes,
     ) -> list[Callback]:
         """The callbacks around each step, in this order on all ranks."""
         parts, config = run.parts, self.config
         sparsity = [one for role in parts.roles for one in Sparsity.of(parts.models[role], comm.all_reduce_sum)]
         averages = [Averages(ema, parts.models[role], role) for role, ema in parts.averages.items()]
         return [
+            times,
             LearningRate(config.train, parts.rate_factors),
             *sparsity,
             *averages,
@@ -257,7 +281,7 @@ class TrainPipeline:
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
-    def _train(self, run: Run, telemetry: Telemetry) -> tuple[bool, float | None]:
+    def _train(self, run: Run, telemetry: Telemetry, watch: RunWatch) -> tuple[bool, float | None]:
         """Train from `run.step` to the end. Returns (stopped early, last loss)."""
         config, train, parts = self.config, self.config.train, run.parts
         with Working("preparing validation", tell=False):
@@ -273,9 +297,12 @@ class TrainPipeline:
             signals = Signals(stack.enter_context(StopSignals(self.folder.root)))
             line = stack.enter_context(ProgressLine("train", train.steps, "step", start=run.step))
             means = StepMeans(comm.all_reduce_sum, train.log_every, several=len(parts.learners) > 1)
-            callbacks = self._callbacks(run, telemetry, memory, means, signals)
+            times = stack.enter_context(watch.times(parts.models, run.data, run.place.device))
+            callbacks = self._callbacks(run, telemetry, memory, means, signals, times)
+            watch.waiting(run.step + 1, run.data.locate(run.step).epoch)
             for data in stack.enter_context(closing(batches)):
                 # 1. one optimizer step
+                watch.step(run.step + 1, data)
                 for callback in callbacks:
                     callback.before_step(run.step)
                 result = self._step(run, data)
@@ -298,9 +325,11 @@ class TrainPipeline:
                 # 4. checkpoint, perhaps requested by a signal, then validation, whose errors so cost no step
                 due = last or wish != "none" or run.step % config.checkpoint.every == 0
                 if due:
+                    watch.enter("checkpoint", run.step)
                     with Working(f"step {run.step}: saving", tell=False):
                         self._save(run, blocking=last or wish == "stop")
                 if last or run.step % config.validate_.every == 0:
+                    watch.enter("validation", run.step)
                     with memory.around_validation(), Working(f"step {run.step}: validating", tell=False):
                         best = self._validate(run, validator, telemetry)
                     if best and not due:
@@ -310,10 +339,14 @@ class TrainPipeline:
                 if wish == "stop" and not last:
                     stopped = True
                     break
+                if not last:
+                    watch.waiting(run.step + 1, run.data.locate(run.step).epoch)
         summary = run.data.summary()
         if summary is not None:
             telemetry.write({**summary, "step": run.step})
+        watch.enter("checkpoint", run.step)
         run.manager.wait()
+        watch.ended()
         return stopped, loss
 
     def _step(self, run: Run, data: StepData) -> StepResult | None:

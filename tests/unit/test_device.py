@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -42,3 +43,14 @@ def test_windows_is_refused_before_anything_is_imported() -> None:
     assert done.returncode == 1 and done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith("mmspeed: error: Windows is not supported") and "WSL" in line
+
+
+def test_exchanges_of_hccl_may_last_as_long_as_the_group_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HCCL_EXEC_TIMEOUT", "1")  # so that it is restored
+    monkeypatch.delenv("HCCL_EXEC_TIMEOUT")
+    Device("cpu", 0).let_exchanges_last(3660.0)
+    assert "HCCL_EXEC_TIMEOUT" not in os.environ
+    Device("npu", 0).let_exchanges_last(3660.0)
+    assert os.environ["HCCL_EXEC_TIMEOUT"] == "3660"
+    Device("npu", 0).let_exchanges_last(60.0)
+    assert os.environ["HCCL_EXEC_TIMEOUT"] == "3660", "one that is set is kept"

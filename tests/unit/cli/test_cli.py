@@ -20,7 +20,7 @@ from mmspeed.cli import launch
 from mmspeed.cli.app import split_debug
 from mmspeed.cli.doctor import Diagnosis, diagnose, render, to_json
 from mmspeed.cli.failures import describe
-from mmspeed.cli.launch import explain, wanted
+from mmspeed.cli.launch import explain, wanted, worth_a_restart
 from mmspeed.config import load_config
 from mmspeed.errors import UserError
 from mmspeed.version import __version__
@@ -242,6 +242,46 @@ def test_the_cause_is_shown_and_not_its_echoes() -> None:
     assert explain({0: failure(1, echo, 6), 1: failure(1, echo, 5)})[0].startswith("[rank 1] mmspeed: internal error")
     assert "process 3 was killed by SIGKILL; often the machine ran out of memory" in explain({3: failure(-9)})[0]
     assert "process 1 ended with exit code 7" in explain({1: failure(7)})[0]
+
+
+def test_each_end_of_a_rank_is_called_what_it_is() -> None:
+    lost = {"message": "mmspeed: error: lost the connection", "known": False, "code": 1, "kind": "connection"}
+    hang = {"message": "mmspeed: error: rank 2 (host) was ended: step 3", "known": False, "code": 70, "kind": "hang"}
+    memory = {"message": "mmspeed: error: out of memory", "known": True, "code": 1, "kind": "memory"}
+    assert explain({0: failure(1, lost, 1), 1: failure(1)})[0].startswith(
+        "mmspeed: error: process 1 ended with exit code"
+    )
+    assert explain({0: failure(1, lost, 1), 2: failure(70, hang, 9)})[0].startswith(
+        "[rank 2] mmspeed: error: rank 2 (host)"
+    )
+    assert explain({0: failure(1, lost)})[0] == "[rank 0] mmspeed: error: lost the connection"
+    assert explain({0: failure(1, lost), 3: failure(1, memory)})[0] == "[rank 3] mmspeed: error: out of memory"
+    assert "compiled code" in explain({0: failure(1, lost), 1: failure(-11)})[0]
+    by_launcher = {0: failure(70, hang, 5), 1: failure(-9, timestamp=36)}  # it was stopped, so SIGTERM did not end it
+    assert explain(by_launcher)[0].startswith("[rank 0] mmspeed: error: rank 2 (host) was ended")
+    own = {"message": "mmspeed: internal error: x", "known": False, "code": 1, "kind": "program"}
+    assert explain({0: failure(1, own, 5), 1: failure(-9, timestamp=36)})[0].startswith("[rank 0] mmspeed: internal")
+    assert "SIGKILL" in explain({0: failure(1, own, 5), 1: failure(-9, timestamp=5)})[0]
+    gloo = describe(RuntimeError("[gloo/pair.cc:537] Connection closed by peer [127.0.0.1]:12"))
+    assert gloo.kind == "connection" and "lost the connection to another rank" in gloo.text and not gloo.known
+    assert describe(MemoryError()).kind == "memory" and describe(KeyError("x")).kind == "program"
+
+
+def test_what_the_user_has_to_correct_is_not_tried_again() -> None:
+    mistake = {"message": "mmspeed: error: the disk is full", "known": True, "code": 1, "kind": "input"}
+    assert not worth_a_restart({1: failure(1, mistake), 0: failure(-9)})
+    assert worth_a_restart({1: failure(1, mistake | {"kind": "memory"})})
+    assert worth_a_restart({0: failure(-9)}) and worth_a_restart({0: failure(1)})
+
+
+def test_restarts_are_those_of_this_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert wanted(None, 2) and wanted(1, 2) and not wanted(None, 0) and not wanted(1)
+    with pytest.raises(UserError, match="--max-restarts is -1: use 0 or more"):
+        wanted(2, -1)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UserError, match="write it behind torchrun"):
+        wanted(None, 2)
 
 
 # --- doctor ---

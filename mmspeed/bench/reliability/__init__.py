@@ -1,0 +1,1 @@
+"""The cost of what keeps a run alive: `mmspeed bench reliability`."""

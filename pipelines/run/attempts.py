@@ -1,0 +1,127 @@
+"""The place that a run has reached, kept for the attempts that follow: a place that fails twice in a row ends the run.
+
+`attempt.json` in the run's folder, written by rank 0 before each step, checkpoint and validation where a launcher starts the run again by
+itself. It is not flushed to the disk: it outlives the processes, not the machine, and then nothing is known of the last attempt.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from mmspeed.protocols import StepData
+
+Part = Literal["set-up", "step", "checkpoint", "validation"]
+
+NAMED = 16  # samples of a step that a message names
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place in a run: a step, counted from 1, and the part of its work."""
+
+    step: int
+    part: Part
+
+    def __str__(self) -> str:
+        return f"step {self.step}" if self.part == "step" else f"{self.part} at step {self.step}"
+
+
+@dataclass(frozen=True)
+class LastAttempt:
+    """The end of an attempt: its number and place, the samples of a step that had failed before, and the place of the failure before it."""
+
+    attempt: int
+    place: Place
+    samples: tuple[str, ...] = ()
+    before: Place | None = None
+
+    @property
+    def again(self) -> bool:
+        """True where two attempts in a row failed in one place. Set-up may fail as often as the launcher tries."""
+        return self.place == self.before and self.place.part != "set-up"
+
+    def sentence(self) -> str:
+        """The reason not to try once more."""
+        names = ", ".join(self.samples[:NAMED]) + (
+            f" and {len(self.samples) - NAMED} more" if len(self.samples) > NAMED else ""
+        )
+        what = f"; its samples: {names}" if names else ""
+        return (
+            f"{self.place} failed in two attempts in a row, so the run ends{what}. The lines of both attempts say how it failed; "
+            "the same command tries again"
+        )
+
+
+def parse(text: str, launch: str) -> LastAttempt | None:
+    """The end of the last attempt of a launch; None where the record is of another launch, or cut off."""
+    try:
+        record = json.loads(text)
+        if record["launch"] != launch:
+            return None
+        before = None if record["before"] is None else Place(**record["before"])
+        return LastAttempt(record["attempt"], Place(**record["place"]), tuple(record["samples"]), before)
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+class AttemptRecord:
+    """The record of a run. Without `launch`, the name of a launcher's run that is started again by itself, it does nothing."""
+
+    def __init__(self, path: Path, launch: str | None) -> None:
+        self.path, self.launch = path, launch
+        self.last: LastAttempt | None = None
+        self._attempt = 0
+        self._file: int | None = None
+
+    @classmethod
+    def of_launcher(cls, path: Path, rank: int) -> AttemptRecord:
+        """The record of the run that this process's launcher restarts."""
+        again = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+        return cls(path, os.environ.get("TORCHELASTIC_RUN_ID", "") if again and rank == 0 else None)
+
+    def begin(self, step: int) -> LastAttempt | None:
+        """Begin an attempt after `step` steps; the end of the one before it, if that failed. A second failure is then forgotten."""
+        if self.launch is None:
+            return None
+        if self.path.exists():
+            self.last = parse(self.path.read_text(encoding="utf-8"), self.launch)
+        if self.last is not None and self.last.again:
+            self.path.unlink()
+            return self.last
+        self._attempt = 0 if self.last is None else self.last.attempt + 1
+        self._file = os.open(self.path, os.O_CREAT | os.O_RDWR, 0o644)
+        self._write(Place(step, "set-up"), ())
+        return self.last
+
+    def at(self, step: int, part: Part, data: StepData | None = None) -> None:
+        """Note the place that the run is at; with the samples of `data` where the last attempt failed in it."""
+        if self._file is None:
+            return
+        place = Place(step, part)
+        failed_here = self.last is not None and self.last.place == place
+        self._write(place, tuple(item.source for item in data.items) if failed_here and data is not None else ())
+
+    def end(self) -> None:
+        """Forget all, as the attempt did not fail."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+            self.path.unlink(missing_ok=True)
+
+    def _write(self, place: Place, samples: tuple[str, ...]) -> None:
+        assert self._file is not None
+        before = None if self.last is None else asdict(self.last.place)
+        record = {
+            "launch": self.launch,
+            "attempt": self._attempt,
+            "place": asdict(place),
+            "samples": samples,
+            "before": before,
+        }
+        text = json.dumps(record).encode()
+        os.pwrite(self._file, text, 0)
+        os.ftruncate(self._file, len(text))

@@ -1,0 +1,1 @@
+"""Tests of the measured cost of what keeps a run alive."""

@@ -1,0 +1,84 @@
+"""Slow ranks: the rule on made-up times, the clock of a thread on real work, and the row of real steps."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from torch import nn
+
+from mmspeed.config.watchdog import WatchdogConfig
+from mmspeed.device import Device
+from mmspeed.loop.callbacks import StepOutcome
+from mmspeed.loop.watch.rank_times import ProcessorClock, RankTimes, SlownessRule, slow_ranks
+from mmspeed.protocols import StepData
+from tests.support.spawn import run_ranks
+
+
+def test_a_rank_13_times_as_slow_over_20_steps_is_named() -> None:
+    rule = SlownessRule(1.25, 20)
+    assert rule.add(10, [1.0, 1.3, 1.02, 0.98]) == []
+    (slow,) = rule.add(10, [1.0, 1.3, 1.02, 0.98])
+    assert slow.rank == 1 and slow.factor == pytest.approx(1.3)
+    assert rule.add(10, [1.0, 1.0, 1.0, 1.0]) == [] and rule.add(10, [1.0, 1.5, 1.0, 1.0]) != []
+
+
+def test_a_short_delay_is_not_named() -> None:
+    rule = SlownessRule(1.25, 20)
+    assert rule.add(5, [1.0, 1.6]) == [] and rule.add(15, [1.0, 1.0]) == []
+
+
+def test_two_ranks_are_compared_with_each_other() -> None:
+    assert [slow.rank for slow in slow_ranks([1.0, 1.3], 1.25)] == [1]
+    assert slow_ranks([1.0], 1.25) == slow_ranks([0.0, 0.0], 1.25) == [] == slow_ranks([1.0, 1.2], 1.25)
+    many = [1.0] * 1000
+    many[7], many[900] = 1.4, 2.0
+    assert [slow.rank for slow in slow_ranks(many, 1.25)] == [900, 7]
+    assert SlownessRule(1.25, 1).add(1, [1.0]) == []
+
+
+def test_the_clock_counts_work_of_this_thread_and_no_sleep() -> None:
+    clock = ProcessorClock()
+    begun = clock()
+    time.sleep(0.2)
+    slept = clock() - begun
+    assert slept < 0.1
+    end = time.perf_counter() + 0.2
+    while time.perf_counter() < end:
+        pass
+    assert clock() - begun - slept > 0.15
+    busy = clock()
+    other = threading.Thread(target=sum, args=(range(3_000_000),))
+    other.start()
+    time.sleep(0.01)
+    other.join()
+    assert clock() - busy < 0.1
+    clock.close()
+
+
+def slow_steps(work: float) -> dict[str, object]:
+    from mmspeed import comm
+
+    own = work * (1.5 if comm.all_gather_objects(0) and __import__("os").environ["RANK"] == "1" else 1.0)
+    times = RankTimes([nn.Linear(1, 1)], lambda: 0.0, Device("cpu", 0), WatchdogConfig())
+    with times:
+        for step in range(20):
+            times.before_step(step)
+            clock = time.thread_time()
+            while time.thread_time() - clock < own:
+                pass
+            comm.barrier()
+            times.after_step(StepOutcome(step + 1, 0, StepData({}, [], [], {}), None))
+        row: dict[str, object] = times.row()
+    return row
+
+
+def test_a_slow_rank_of_two_is_in_the_row() -> None:
+    row, other = run_ranks(slow_steps, 2, 0.02)
+    assert row == other
+    ((slow),) = row["slow_ranks"]
+    assert slow["rank"] == 1 and 1.25 <= slow["factor"] < 2.5
+    ranks = row["ranks"]
+    assert set(ranks) == {"compute", "data", "exchange"} and ranks["compute"][1] > ranks["compute"][0] >= 0.02
+    assert ranks["exchange"][0] > 0.004 > 0, "the fast rank waits for the slow one"
