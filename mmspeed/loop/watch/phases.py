@@ -40,7 +40,7 @@ def limit_of(config: WatchdogConfig, phase: Phase, durations: Sequence[float]) -
     """
     if phase is Phase.IDLE:
         return float("inf")
-    limits: Mapping[str, float] = {**config.limits}
+    limits: Mapping[str, float] = {str(name): value for name, value in config.limits.items()}
     if phase.value in limits:
         return limits[phase.value]
     if phase not in _TIMED or not durations:
