@@ -83,6 +83,11 @@ class Device:
         """True for a device that torchcodec decodes on, beside the CPU."""
         return self.kind == "cuda"
 
+    @property
+    def times_by_events(self) -> bool:
+        """True for a device whose work is timed by events on its streams; on others the processor's clock serves."""
+        return self.kind in ("cuda", "npu")
+
     def library_versions(self) -> list[str]:
         """Versions of the vendor's libraries that processes of one run must share; none on CPU."""
         if self.kind == "cuda":

@@ -13,7 +13,7 @@ from mmspeed.config import RunConfig
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
-from mmspeed.loop.watch.phases import Phase
+from mmspeed.loop.watch.phases import RunPhase
 from mmspeed.loop.watch.rank_times import RankTimes
 from mmspeed.loop.watch.watchdog import Watchdog
 from mmspeed.pipelines.run.attempts import AttemptRecord
@@ -34,7 +34,7 @@ class RunWatch:
         self._encoding = False
 
     def __enter__(self) -> RunWatch:
-        self.watchdog.enter(Phase.SET_UP, 0)
+        self.watchdog.enter(RunPhase.SET_UP, 0)
         self.watchdog.__enter__()
         return self
 
@@ -63,22 +63,22 @@ class RunWatch:
     def waiting(self, step: int, epoch: int) -> None:
         """Begin step number `step`, from 1, with the wait for its data."""
         self._encoding = self.online and epoch == 0
-        self.watchdog.enter(Phase.ENCODING if self._encoding else Phase.STEP, step)
+        self.watchdog.enter(RunPhase.ENCODING if self._encoding else RunPhase.STEP, step)
         self.record.at(step, "step")
 
     def step(self, step: int, data: StepData) -> None:
         """Go on with the step, whose data have come."""
         if not self._encoding and not self._seen.issuperset(data.counts):
-            self.watchdog.enter(Phase.FIRST_STEP, step)
+            self.watchdog.enter(RunPhase.FIRST_STEP, step)
         self._seen.update(data.counts)
         self.record.at(step, "step", data)
 
     def enter(self, part: Literal["checkpoint", "validation"], step: int) -> None:
         """Begin the checkpoint or the validation after step number `step`."""
-        self.watchdog.enter(Phase(part), step)
+        self.watchdog.enter(RunPhase(part), step)
         self.record.at(step, part)
 
     def ended(self) -> None:
         """Note that the attempt did not fail."""
-        self.watchdog.enter(Phase.IDLE, 0)
+        self.watchdog.enter(RunPhase.IDLE, 0)
         self.record.end()

@@ -81,6 +81,7 @@ def test_floors_can_break(tmp_path: Path) -> None:
         "shapes",
         "axes",
         "mesh",
+        "rendezvous",
         "mixin",
         "replay",
         "graphs",

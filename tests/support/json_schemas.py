@@ -49,6 +49,9 @@ def _mistakes(value: Any, part: Any, root: Mapping[str, Any], path: str) -> Iter
             for key in value if isinstance(value, dict) else ():
                 if key in rule:
                     yield from _mistakes(value[key], rule[key], root, f"{path}.{key}")
+        elif word == "propertyNames":
+            for key in value if isinstance(value, dict) else ():
+                yield from _mistakes(key, rule, root, f"{path}.{key}")
         elif word == "items":
             for number, item in enumerate(value if isinstance(value, list) else ()):
                 yield from _mistakes(item, rule, root, f"{path}.{number}")

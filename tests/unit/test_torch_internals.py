@@ -557,3 +557,23 @@ def test_memory_tracker_class() -> None:
     assert "peak" in seen
     events = [event for event in seen if event != "peak"]
     assert events == ["before Linear False 2", "after Linear", "back Linear True"]
+
+
+def test_asked_before_restarts() -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher import api
+
+    asked: list[tuple[list[int], int]] = []
+
+    def go_on(failures: dict[int, Any], left: int) -> bool:
+        asked.append(([failure.exitcode for failure in failures.values()], left))
+        return left == 3
+
+    config = api.LaunchConfig(
+        1, 1, 1, run_id="asked", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=3, monitor_interval=0.05
+    )
+    own = api.LocalElasticAgent
+    with pytest.raises(ChildFailedError), internals.asked_before_restarts(go_on):
+        api.elastic_launch(config, sys.executable)("-c", "import sys; sys.exit(3)")
+    assert asked == [([3], 3), ([3], 2)]
+    assert api.LocalElasticAgent is own

@@ -13,7 +13,7 @@ from mmspeed.config.watchdog import WatchdogConfig
 REMEMBERED = 100  # durations of a phase whose median counts
 
 
-class Phase(StrEnum):
+class RunPhase(StrEnum):
     """A part of a run that has a limit of its own; the values are those of `train.watchdog.limits`."""
 
     SET_UP = "set_up"
@@ -30,15 +30,15 @@ class Phase(StrEnum):
         return self.value.replace("_", " ").replace("set up", "set-up")
 
 
-_TIMED = (Phase.STEP, Phase.CHECKPOINT, Phase.VALIDATION)  # whose durations say what is usual
+_TIMED = (RunPhase.STEP, RunPhase.CHECKPOINT, RunPhase.VALIDATION)  # whose durations say what is usual
 
 
-def limit_of(config: WatchdogConfig, phase: Phase, durations: Sequence[float]) -> float:
+def limit_of(config: WatchdogConfig, phase: RunPhase, durations: Sequence[float]) -> float:
     """Seconds that a phase may take: the config's, or the longer of `least_seconds` and `factor` x the median of its `durations`.
 
     A phase without durations, as each is at first, has `first_seconds`.
     """
-    if phase is Phase.IDLE:
+    if phase is RunPhase.IDLE:
         return float("inf")
     limits: Mapping[str, float] = {str(name): value for name, value in config.limits.items()}
     if phase.value in limits:
@@ -53,16 +53,16 @@ def longest_wait(config: WatchdogConfig) -> float:
     return 2 * max(config.first_seconds, config.least_seconds, *config.limits.values(), config.silent_seconds) + 60
 
 
-def place_in_words(phase: Phase, step: int) -> str:
+def place_in_words(phase: RunPhase, step: int) -> str:
     """`step 12`, `validation at step 12`."""
-    return f"step {step}" if phase is Phase.STEP else f"{phase.words} at step {step}"
+    return f"step {step}" if phase is RunPhase.STEP else f"{phase.words} at step {step}"
 
 
 @dataclass(frozen=True)
 class Overrun:
     """A phase that has taken longer than it may."""
 
-    phase: Phase
+    phase: RunPhase
     step: int
     seconds: float
     limit: float
@@ -78,18 +78,18 @@ class PhaseClock:
 
     def __init__(self, config: WatchdogConfig, clock: Callable[[], float]) -> None:
         self.config, self.clock = config, clock
-        self._now: tuple[Phase, int, float] = (Phase.IDLE, 0, clock())
-        self._durations: dict[Phase, deque[float]] = {phase: deque(maxlen=REMEMBERED) for phase in _TIMED}
-        self._said: tuple[tuple[Phase, int, float], bool] | None = (
+        self._now: tuple[RunPhase, int, float] = (RunPhase.IDLE, 0, clock())
+        self._durations: dict[RunPhase, deque[float]] = {phase: deque(maxlen=REMEMBERED) for phase in _TIMED}
+        self._said: tuple[tuple[RunPhase, int, float], bool] | None = (
             None  # the last phase that overran, and if for the last time
         )
 
     @property
-    def place(self) -> tuple[Phase, int]:
+    def place(self) -> tuple[RunPhase, int]:
         """The present phase and step."""
         return self._now[:2]
 
-    def enter(self, phase: Phase, step: int) -> None:
+    def enter(self, phase: RunPhase, step: int) -> None:
         """Begin a phase now, which ends the one before."""
         now = self.clock()
         before, _, began = self._now

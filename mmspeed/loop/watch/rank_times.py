@@ -153,7 +153,7 @@ class RankTimes(BaseCallback):
         self.waited, self.enabled = waited, config.enabled
         self.rule = SlownessRule(config.slow_factor, config.slow_steps)
         self._processor = ProcessorClock()
-        self._events = EventClock(models, device) if device.kind in ("cuda", "npu") else None
+        self._events = EventClock(models, device) if device.times_by_events else None
         self._data_mark = waited()
         self._begun = self._ran = self._inside = 0.0
         self._clear()

@@ -20,7 +20,7 @@ from mmspeed.log import get_logger
 from mmspeed.rendezvous import ATTEMPT, client
 
 from .heartbeats import Heartbeats
-from .phases import Phase, PhaseClock, place_in_words
+from .phases import PhaseClock, RunPhase, place_in_words
 
 log = get_logger("watchdog")
 
@@ -75,7 +75,7 @@ class Watchdog:
         if self._armed:
             faulthandler.cancel_dump_traceback_later()
 
-    def enter(self, phase: Phase, step: int) -> None:
+    def enter(self, phase: RunPhase, step: int) -> None:
         """Begin a phase now, which ends the one before."""
         self.phases.enter(phase, step)
 
@@ -89,10 +89,9 @@ class Watchdog:
         if beats is None:
             return
         beats.beat(place_in_words(*self.phases.place))
-        found = beats.look()
-        if found is None:
+        if (sign := beats.look()) is None:
             return
-        silence, kill = found
+        silence, kill = sign
         self._speak(silence.sentence(), stacks=False)
         if kill and self.config.end and self.launched:
             if silence.host == beats.host:

@@ -14,7 +14,7 @@ from tests.support.distillation import DistillationTask
 
 
 def test_the_order_of_a_runs_callbacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rate is set before anything reads it, averages follow the step, telemetry reads what others did, events and signals come last."""
+    """Times come first, the rate before what reads it, averages after the step, telemetry and events near the end, signals last."""
     made: list[Callback] = []
     own = TrainPipeline._callbacks
 
@@ -26,6 +26,7 @@ def test_the_order_of_a_runs_callbacks(tmp_path: Path, monkeypatch: pytest.Monke
     config = character_config(tmp_path, "train.steps=1", "train.ema_decay=0.9")
     TrainPipeline(config, task=DistillationTask(config)).run()
     order = [
+        "RankTimes",
         "LearningRate",
         "Averages",
         "Averages",

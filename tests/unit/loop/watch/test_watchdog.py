@@ -15,7 +15,7 @@ import pytest
 from mmspeed.config.watchdog import WatchdogConfig
 from mmspeed.errors import ERROR_FILE, LAUNCHED
 from mmspeed.loop.watch.heartbeats import Heartbeats
-from mmspeed.loop.watch.phases import Phase
+from mmspeed.loop.watch.phases import RunPhase
 from mmspeed.loop.watch.watchdog import HUNG, Watchdog
 from tests.unit.loop.watch.test_phases import Clock
 
@@ -28,7 +28,7 @@ def test_past_its_limit_a_rank_is_named_with_its_stacks_and_past_twice_it_is_end
     monkeypatch.setattr(logging.getLogger("mmspeed"), "propagate", True)
     clock, ended = Clock(), []
     dog = Watchdog(WatchdogConfig(limits={"validation": 30}), 3, 8, clock, ended.append)
-    dog.enter(Phase.VALIDATION, 40)
+    dog.enter(RunPhase.VALIDATION, 40)
     clock.now += 29
     dog.look(None)
     assert not caplog.records
@@ -48,13 +48,13 @@ def test_a_process_without_launcher_is_named_and_not_ended(monkeypatch: pytest.M
     monkeypatch.delenv("RANK", raising=False)
     clock, ended = Clock(), []
     dog = Watchdog(WatchdogConfig(limits={"step": 1}), clock=clock, end=ended.append)
-    dog.enter(Phase.STEP, 1)
+    dog.enter(RunPhase.STEP, 1)
     clock.now += 100
     dog.look(None)
     assert not ended
     monkeypatch.setenv("RANK", "0")
     other = Watchdog(WatchdogConfig(limits={"step": 1}, end=False), clock=clock, end=ended.append)
-    other.enter(Phase.STEP, 1)
+    other.enter(RunPhase.STEP, 1)
     clock.now += 100
     other.look(None)
     assert not ended
@@ -102,10 +102,10 @@ def test_the_thread_sees_a_real_hang_and_the_process_ends(tmp_path: Path) -> Non
     program = (
         "import time\n"
         "from mmspeed.config.watchdog import WatchdogConfig\n"
-        "from mmspeed.loop.watch.phases import Phase\n"
+        "from mmspeed.loop.watch.phases import RunPhase\n"
         "from mmspeed.loop.watch.watchdog import Watchdog\n"
         "with Watchdog(WatchdogConfig(limits={'step': 0.3})) as dog:\n"
-        "    dog.enter(Phase.STEP, 5)\n"
+        "    dog.enter(RunPhase.STEP, 5)\n"
         "    time.sleep(60)\n"
     )
     began = time.monotonic()
