@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import cast
 
 import torch.distributed as dist
 
@@ -17,11 +18,12 @@ from mmspeed.config.watchdog import WatchdogConfig
 from mmspeed.device import Device
 from mmspeed.loop.callbacks import StepOutcome
 from mmspeed.loop.watch.heartbeats import Heartbeats
-from mmspeed.loop.watch.phases import Phase
+from mmspeed.loop.watch.phases import RunPhase
 from mmspeed.loop.watch.rank_times import RankTimes
 from mmspeed.loop.watch.watchdog import Watchdog
 from mmspeed.pipelines.run.attempts import AttemptRecord
 from mmspeed.protocols import StepData
+from mmspeed.protocols.batch import TrackedBatches
 
 STEP_SECONDS = 1.0  # of the step whose share is shown
 WATCHDOG_GOAL, RANKS_GOAL = 0.001, 0.002  # shares of a step
@@ -70,7 +72,7 @@ def bench_watch(rounds: int = 5, calls: int = 2000) -> WatchCost:
     """Measure each part alone, in this thread: medians of `rounds` means over `calls` calls. The store is one of torch over TCP."""
     config = WatchdogConfig()
     dog = Watchdog(config, 0, 2)
-    data = StepData({}, [], [], {})
+    data = StepData({}, cast(TrackedBatches, ()), [], {})
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
     beats = Heartbeats(store, 0, 2, os.getpid(), config.least_seconds, config.silent_seconds, time.monotonic)
@@ -90,7 +92,7 @@ def bench_watch(rounds: int = 5, calls: int = 2000) -> WatchCost:
             record.at(step, "step", data)
 
         cost = WatchCost(
-            phases=_median(lambda step: dog.enter(Phase.STEP, step), rounds, calls),
+            phases=_median(lambda step: dog.enter(RunPhase.STEP, step), rounds, calls),
             record=_median(recorded, rounds, calls),
             look=_median(lambda step: dog.look(beats), rounds, max(1, calls // 10)),
             pause=dog.pause,

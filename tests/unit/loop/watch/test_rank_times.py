@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 from torch import nn
@@ -40,20 +41,27 @@ def test_two_ranks_are_compared_with_each_other() -> None:
 
 def test_the_clock_counts_work_of_this_thread_and_no_sleep() -> None:
     clock = ProcessorClock()
-    begun = clock()
-    time.sleep(0.2)
-    slept = clock() - begun
-    assert slept < 0.1
-    end = time.perf_counter() + 0.2
-    while time.perf_counter() < end:
-        pass
-    assert clock() - begun - slept > 0.15
-    busy = clock()
-    other = threading.Thread(target=sum, args=(range(3_000_000),))
-    other.start()
-    time.sleep(0.01)
-    other.join()
-    assert clock() - busy < 0.1
+
+    def counted(work: Callable[[], object]) -> float:
+        begun = clock()
+        work()
+        return clock() - begun
+
+    def spin() -> None:
+        end = time.perf_counter() + 0.2
+        while time.perf_counter() < end:
+            pass
+
+    def others_work() -> None:
+        other = threading.Thread(target=sum, args=(range(3_000_000),))
+        other.start()
+        time.sleep(0.01)
+        other.join()
+
+    # the least of several: on a busy machine this thread waits for a processor, and that counts
+    assert min(counted(lambda: time.sleep(0.05)) for _ in range(5)) < 0.04
+    assert counted(spin) > 0.15
+    assert min(counted(others_work) for _ in range(5)) < 0.05
     clock.close()
 
 
