@@ -209,7 +209,7 @@ def check(
             raise typer.Exit(1)
         for line in model_lines(run_config):
             print(line)
-    spoken.then(" ".join(["train", str(config), *map(shlex.quote, overrides or ())]))
+    spoken.then(_train_command(config, overrides))
 
 
 @app.command()
@@ -280,7 +280,7 @@ def train(
     result = pipeline.run()
     _print_lines(result.lines())
     if not result.finished:
-        spoken.then(" ".join(["train", str(config), *map(shlex.quote, overrides or ())]), f"report {result.run}")
+        spoken.then(_train_command(config, overrides), f"report {result.run}")
     elif resolved.task == "video":
         spoken.then(f'sample {result.run} --prompt "..."', f"report {result.run}")
     else:
@@ -369,6 +369,11 @@ def _resolve(
         raise typer.Exit(launch.launch(words, int(nproc or 1), debug, max_restarts))
     launch.follow_launcher()
     return config
+
+
+def _train_command(config: Path, overrides: list[str] | None) -> str:
+    """The command that trains a config with the same overrides."""
+    return " ".join(["train", str(config), *map(shlex.quote, overrides or ())])
 
 
 def _print_lines(lines: list[str]) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-from mmspeed.data.cache.files import TEMP_SUFFIX, TempFile, disk_errors, held, try_lock
+from mmspeed.data.cache.files import TEMP_SUFFIX, TempFile, disk_errors, exclusive, held, try_lock
 
 _LOCK = ".store.lock"
 _SHARE = 256  # part of the limit that a process may add before the folder is measured again
@@ -113,17 +113,9 @@ class BoundedFolder:
                     return
                 used -= length if _delete(path) else 0
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self) -> AbstractContextManager[None]:
         """Hold the lock under which one process measures the folder and deletes."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        fd = os.open(self.folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
-        try:
-            with suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(fd)
+        return exclusive(self.folder / _LOCK)
 
 
 def _delete(path: Path) -> bool:

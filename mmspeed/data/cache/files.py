@@ -138,6 +138,23 @@ def try_lock(fd: int, shared: bool = False) -> bool:
     return True
 
 
+@contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, which is made with its folder, and wait for it; on a file system without locks nothing is held.
+
+    Raises UserError if the disk is full or the folder cannot be written.
+    """
+    with disk_errors(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    try:
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
 class BusyError(UserError):
     """Another command is using the cache, which is not damaged."""
 

@@ -8,14 +8,13 @@ Its tables are copied to a local folder that many processes may share; payloads 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import mmap
 import os
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +22,7 @@ from mmspeed.config.places import mirror_folder
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 
-from .files import TEMP_SUFFIX, disk_errors, write_whole
+from .files import TEMP_SUFFIX, disk_errors, exclusive, write_whole
 from .index import ENTRIES_NAME, SAMPLES_NAME, IndexFiles, compile_index, digest_of_files
 from .index_reader import PayloadLocation, Tables, damaged_index, try_open
 from .store import ShortError
@@ -166,18 +165,9 @@ class RemoteStore:
         if known != self._manifest():
             write_whole(self.folder / _MANIFEST, json.dumps(known, indent=1, sort_keys=True).encode())
 
-    @contextmanager
-    def _lock(self) -> Iterator[None]:
+    def _lock(self) -> AbstractContextManager[None]:
         """Hold the lock under which one process changes the local folder's tables or deletes payloads."""
-        with disk_errors(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            fd = os.open(self.folder / ".mirror.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
-        try:
-            with suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(fd)
+        return exclusive(self.folder / ".mirror.lock")
 
     # -- payloads ---------------------------------------------------------------------------------------------------
 
