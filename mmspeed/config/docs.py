@@ -91,8 +91,8 @@ def _quoted(text: str) -> str:
 
 def _plain(text: str) -> bool:
     """True if YAML reads the unquoted text as this same string."""
-    if any(sign in text for sign in "[]{},\n") or text != text.strip():
-        return False
+    if any(sign in text for sign in "[]{},") or text != text.strip() or text.splitlines() != [text]:
+        return False  # YAML's line breaks, such as U+2028, are among those of Python
     try:
         return bool(yaml.safe_load(text) == text)
     except yaml.YAMLError:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mmspeed.cli.init import run_name, template, write_config
@@ -355,6 +355,8 @@ def test_any_file_name_gives_a_valid_run_name(name: str) -> None:
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=20)
 )
+@example("0\u20280")
+@example("a\x85b")
 def test_shown_values_are_yaml(value: Any) -> None:
     again = yaml.safe_load(f"key: {show_value(value)}")["key"]
     assert again == value and type(again) is type(value)
