@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated
 
 import typer
@@ -9,12 +10,17 @@ import typer
 
 def reliability(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; medians count.")] = 5,
+    megabytes: Annotated[int, typer.Option("--state-mb", min=4, help="Size of the state that is saved.")] = 256,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
-    """Measure the share of a step that the watchdog and the times of ranks take; exit with 1 when it is above their goals."""
+    """Measure the watchdog's and the ranks' times' share of a step, and the cost of saving; exit with 1 above a goal."""
+    from mmspeed.bench.reliability.saving import bench_saving
     from mmspeed.bench.reliability.watch import bench_watch
 
-    cost = bench_watch(rounds)
-    print(cost.to_json() if as_json else "\n".join(cost.lines()))
-    if not cost.passed():
+    watch, saving = bench_watch(rounds), bench_saving(rounds, megabytes)
+    if as_json:
+        print(json.dumps({**json.loads(watch.to_json()), "saving": json.loads(saving.to_json())}, indent=2))
+    else:
+        print("\n".join([*watch.lines(), *saving.lines()]))
+    if not (watch.passed() and saving.passed()):
         raise typer.Exit(1)
