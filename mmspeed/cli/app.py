@@ -16,7 +16,7 @@ from mmspeed import log
 from mmspeed.errors import UserError
 from mmspeed.version import __version__
 
-from . import bench_app, cache_app, completion, launch, qualify_command, sample_command, spoken
+from . import bench_app, cache_app, checkpoint_app, completion, launch, qualify_command, sample_command, spoken
 from .failures import report as report_failure
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(cache_app.app, name="cache")
+app.add_typer(checkpoint_app.app, name="checkpoint")
 app.add_typer(bench_app.app, name="bench")
 app.command()(qualify_command.qualify)
 

@@ -199,6 +199,14 @@ class CheckpointConfig(Section):
     every: int = Field(500, ge=1, description="Steps between two checkpoints. The end of a run is always saved.")
     keep_last: int = Field(2, ge=1, description="Number of newest checkpoints to keep.")
     keep_best: bool = Field(True, description="Also keep the checkpoint with the lowest validation loss.")
+    keep_every: int | None = Field(
+        None, ge=1, description="Also keep each checkpoint whose step is a multiple of this; null: none for its step."
+    )
+    keep_hours: float | None = Field(
+        None,
+        gt=0,
+        description="Also keep the first checkpoint of each period of this many hours; null: none for its time.",
+    )
     asynchronous: bool = Field(True, description="Write in the background while training continues.")
 
 

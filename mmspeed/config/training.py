@@ -41,6 +41,10 @@ class TrainConfig(Section):
         None,
         description="Run folder (its latest checkpoint) or checkpoint folder whose weights a new run begins with (the moving average, if there is one); null: drawn from `seed`.",
     )
+    resume: Literal["newest", "strict"] = Field(
+        "newest",
+        description="Where the newest checkpoint of a run is damaged: `newest`: rename it to `.damaged` and go on from the newest sound one; `strict`: end with an error.",
+    )
     optimizer: Literal["adamw", "adamw8bit", "muon"] = Field(
         "adamw",
         description="`adamw`; `adamw8bit`: with moments of 8 bits (needs the package torchao); `muon`: Muon for the blocks' matrices, with updates as large as AdamW's so that `lr` means the same, and AdamW for the rest (needs whole matrices: not with shards or tp).",

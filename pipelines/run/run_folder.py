@@ -24,7 +24,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,8 @@ from mmspeed.config import Config, RunConfig, dump_config, load_record, video_co
 from mmspeed.data.cache.files import write_whole
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
-from mmspeed.loop.checkpoint.load import latest, open_checkpoint
+from mmspeed.loop.checkpoint.load import latest, open_checkpoint, recorded
+from mmspeed.loop.checkpoint.storage import DamagedCheckpointError, step_name
 from mmspeed.rng import NEWEST, recorded_version
 
 
@@ -143,8 +144,16 @@ class RunFolder:
             newest = latest(self.checkpoints)
             if newest is None:
                 return NEWEST  # nothing of it was drawn that lasts
-            place, record = newest, open_checkpoint(newest)[0]["meta"]
+            place, record = self._soundest(newest)
         return recorded_version(record, place)
+
+    def _soundest(self, newest: Path) -> tuple[Path, dict[str, Any]]:
+        """The newest checkpoint whose meta.json can be read, with its entry `meta`. Raises the newest one's error where there is none."""
+        others = [self.checkpoints / step_name(entry["step"]) for entry in reversed(recorded(self.checkpoints))]
+        for place in others:
+            with suppress(DamagedCheckpointError):
+                return place, open_checkpoint(place)[0]["meta"]
+        return newest, open_checkpoint(newest)[0]["meta"]
 
     def check_same(self, config: RunConfig) -> list[str]:
         """Keys that differ from the run's own config, such as `train.steps`.

@@ -24,7 +24,7 @@ from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, Working, format_seconds, get_logger
 from mmspeed.loop.callbacks import Averages, Callback, LearningRate, Signals, Sparsity, StepOutcome
 from mmspeed.loop.checkpoint.load import load_start
-from mmspeed.loop.checkpoint.manager import CheckpointManager
+from mmspeed.loop.checkpoint.manager import CheckpointManager, DamagedCheckpointError
 from mmspeed.loop.frozen import frozen_names
 from mmspeed.loop.means import StepMeans
 from mmspeed.loop.signals import StopSignals
@@ -161,7 +161,11 @@ class TrainPipeline:
             self.task.prepare(parts.models, where)
         # 2. the state of a run that was stopped
         manager = CheckpointManager(
-            self.folder.checkpoints, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
+            self.folder.checkpoints,
+            keep_last=config.checkpoint.keep_last,
+            keep_best=config.checkpoint.keep_best,
+            keep_every=config.checkpoint.keep_every,
+            keep_hours=config.checkpoint.keep_hours,
         )
         run = Run(self.task, placement, where, data, parts, manager)
         manager.on_written = self.events.saved
@@ -201,7 +205,7 @@ class TrainPipeline:
             log.warning(warning)
 
     def _resume(self, run: Run) -> None:
-        """Resume from the newest checkpoint, or begin, with the weights of train.start_from if it is set."""
+        """Resume from the newest sound checkpoint, or begin, with the weights of train.start_from if it is set."""
         config, parts, where = self.config, run.parts, run.place
         changed = self.folder.check_same(config)
         # rank 0 looks for it: another node's view of the folder may be older
@@ -214,27 +218,12 @@ class TrainPipeline:
             load_start(start, parts.model, parts.optimizer)
             if parts.ema is not None:
                 parts.ema.restart(parts.model)
-        if name is not None:
-            path = self.folder.checkpoints / name
-            state = parts.state()
-            unknown = run.manager.check_frozen_roles(path, state.frozen)
-            if unknown and where.rank == 0:
-                log.warning(
-                    f"{path} records no weights of {', '.join(unknown)}: they are taken to be those that it was trained beside"
-                )
-            meta = run.manager.load(path, state.model, state.optimizer, state.ema)
-            for role, other in state.others.items():
-                run.manager.load(path, other.model, other.optimizer, other.ema, role)
-            run.step, run.skipped = int(meta["step"]), int(meta["skipped"])
-            if changed and where.rank == 0:
-                log.info(f"going on from step {run.step}; changed since it was saved: {', '.join(changed)}")
-            if "order" not in meta:
-                raise UserError(
-                    f"{path} is of an earlier mmspeed, which wrote no place in the order: choose another `name`"
-                )
-            message = run.data.resume(meta["order"])
-            if message is not None and where.rank == 0 and run.step < config.train.steps:
-                log.warning(f"step {run.step}: {message}")
+        while name is not None:
+            try:
+                self._restore(run, self.folder.checkpoints / name, changed)
+                break
+            except DamagedCheckpointError as error:
+                name = self._fall_back(run, name, error)
         bases = self._bases(run)
         if where.rank == 0 and run.step < config.train.steps:
             parameters = sum(p.numel() for p in parts.model.parameters())
@@ -244,6 +233,42 @@ class TrainPipeline:
             self.folder.write_start(config, info, run.task.files())
             trim_metrics(self.folder.metrics, run.step)
         comm.barrier()
+
+    def _restore(self, run: Run, path: Path, changed: list[str]) -> None:
+        """Take the state of a checkpoint. Raises DamagedCheckpointError on all ranks; the state may then be a part of it."""
+        config, where, state = self.config, run.place, run.parts.state()
+        run.manager.check(path)
+        unknown = run.manager.check_frozen_roles(path, state.frozen)
+        if unknown and where.rank == 0:
+            log.warning(
+                f"{path} records no weights of {', '.join(unknown)}: they are taken to be those that it was trained beside"
+            )
+        meta = run.manager.load(path, state.model, state.optimizer, state.ema)
+        for role, other in state.others.items():
+            run.manager.load(path, other.model, other.optimizer, other.ema, role)
+        run.step, run.skipped = int(meta["step"]), int(meta["skipped"])
+        if changed and where.rank == 0:
+            log.info(f"going on from step {run.step}; changed since it was saved: {', '.join(changed)}")
+        if "order" not in meta:
+            raise UserError(
+                f"{path} is of an earlier mmspeed, which wrote no place in the order: choose another `name`"
+            )
+        message = run.data.resume(meta["order"])
+        if message is not None and where.rank == 0 and run.step < config.train.steps:
+            log.warning(f"step {run.step}: {message}")
+
+    def _fall_back(self, run: Run, name: str, error: DamagedCheckpointError) -> str:
+        """Move a damaged checkpoint aside; returns the name of the one before it.
+
+        Raises `error` without one, or where `train.resume` is strict.
+        """
+        names = run.manager.set_aside(name) if self.config.train.resume == "newest" else None
+        if names is None:
+            raise error
+        aside, older = names
+        if run.place.rank == 0:
+            log.warning(f"{error}\nit is kept as {aside}, and the run goes on from {older} (train.resume: newest)")
+        return older
 
     def _bases(self, run: Run) -> dict[str, Any]:
         """Fingerprints for run.json of weights that do not train, those of further models by role. A collective call."""

@@ -19,7 +19,14 @@ from mmspeed.config.schema import TrainConfig
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.loop.averages import EMA
-from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load, load_weights, step_name
+from mmspeed.loop.checkpoint.manager import (
+    CheckpointManager,
+    DamagedCheckpointError,
+    TrainingState,
+    load,
+    load_weights,
+    step_name,
+)
 from mmspeed.loop.optimizers.build import make_optimizer
 from mmspeed.mesh import make_mesh
 from mmspeed.parallel import parallelize, unwrap
@@ -118,6 +125,36 @@ def read_on_four(folder: str, expected: Arrays) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
+
+
+def read_a_damaged_one(folder: str) -> list[str]:
+    """Load a checkpoint on ranks of which one alone reads the damaged chunk; then the one before it."""
+    manager = CheckpointManager(Path(folder))
+    for step in (2, 4):
+        manager.save(step, state_of("fsdp", seed=step), blocking=True)
+    newest = Path(folder) / step_name(4)
+    if dist.get_rank() == 0:
+        path = next(newest.glob("shard-00002-model-*.safetensors"))
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    dist.barrier()
+    state = state_of("fsdp", seed=0)
+    messages = []
+    manager.check(newest)
+    try:
+        manager.load(newest, state.model, state.optimizer, state.ema)
+    except DamagedCheckpointError as error:
+        messages.append(str(error))
+    messages.append(str(manager.set_aside(newest.name)))
+    manager.load(Path(folder) / step_name(2), state.model, state.optimizer, state.ema)
+    return [*messages, str(same(whole(state), whole(state_of("fsdp", seed=2))))]
+
+
+def test_a_chunk_that_one_rank_reads_is_damaged_for_all(tmp_path: Path) -> None:
+    first, second = run_ranks(read_a_damaged_one, 2, str(tmp_path))
+    assert first == second and first[1:] == [str((f"{step_name(4)}.damaged", step_name(2))), "True"]
+    assert "are not those that were written" in first[0]
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from mmspeed.comm import all_gather_objects, all_reduce_max
 from mmspeed.errors import UserError
@@ -28,8 +29,10 @@ from .storage import (
     ROLES,
     STATE,
     THRESHOLD,
+    DamagedCheckpointError,
     DamageError,
     SafetensorsReader,
+    check_seal,
     read_index,
     read_meta,
     read_record,
@@ -182,21 +185,55 @@ def _advice(name: str, has_base: bool = False) -> str:
 
 
 def open_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(meta, index) of a checkpoint; UserError when it is missing, incomplete, damaged or from a newer mmspeed."""
+    """(meta, index) of a checkpoint, compared with its seal.
+
+    Raises DamagedCheckpointError when it is incomplete or damaged, UserError when it is missing or from a newer mmspeed.
+    """
     if not folder.is_dir():
         raise UserError(f"there is no checkpoint {folder}")
     try:
         meta = read_meta(folder)
-        index = read_index(folder) if meta["format"] <= FORMAT else {}
+        newer = meta["format"] > FORMAT
+        index = {} if newer else read_index(folder)
+        check_seal(folder, index)
     except DamageError as error:
-        others = [entry["step"] for entry in recorded(folder.parent) if step_name(entry["step"]) != folder.name]
-        onward = f"go on from step {others[-1]}" if others else "start again"
-        raise UserError(f"checkpoint {folder} {error}; copy it again, or delete that folder to {onward}") from None
-    if meta["format"] > FORMAT:
+        raise _damaged(folder, error) from None
+    if newer:
         raise UserError(
             f"checkpoint {folder} has format {meta['format']}; this mmspeed reads up to {FORMAT}: update mmspeed"
         )
     return meta, index
+
+
+def _damaged(folder: Path, error: DamageError) -> DamagedCheckpointError:
+    others = [entry["step"] for entry in recorded(folder.parent) if step_name(entry["step"]) != folder.name]
+    onward = f"go on from step {others[-1]}" if others else "start again"
+    return DamagedCheckpointError(f"checkpoint {folder} {error}; copy it again, or delete that folder to {onward}")
+
+
+def _read(
+    folder: Path, index: dict[str, Any], wanted: dict[str, Tensor], group: dist.ProcessGroup | None, alone: bool
+) -> None:
+    """Fill `wanted`. Raises DamagedCheckpointError on all ranks where one of them reads a chunk that is not what was written."""
+    if "headers" not in index and (alone or not dist.is_initialized() or dist.get_rank() == 0):
+        get_logger(__name__).warning(
+            f"checkpoint {folder} is of an earlier mmspeed and has no hashes: damage may go unnoticed"
+        )
+    try:
+        with warnings.catch_warnings():  # torch warns that one process loads; here that is intended
+            warnings.simplefilter("ignore")
+            dcp.load(
+                cast(dict[str, Any], wanted),
+                storage_reader=SafetensorsReader(folder, index),
+                process_group=group,
+                no_dist=alone,
+            )
+    except CheckpointException as error:
+        causes = (wrapped[0] for wrapped in error.failures.values())
+        damage = next((cause for cause in causes if isinstance(cause, DamageError)), None)
+        if damage is None:
+            raise
+        raise _damaged(folder, damage) from None
 
 
 def load(
@@ -213,8 +250,8 @@ def load(
 
     Parameters that do not train and are not in the checkpoint stay as they are, and must be those that it was trained on.
 
-    All ranks call it. Returns the saved `meta` with `step`. Raises UserError when the checkpoint is missing, incomplete,
-    of another model or optimizer, or of another base.
+    All ranks call it. Returns the saved `meta` with `step`. Raises DamagedCheckpointError when the checkpoint is incomplete or damaged
+    (the objects may then hold a part of it), UserError when it is missing, of another model or optimizer, or of another base.
     """
     meta, index = open_checkpoint(folder)
     if role is not None:
@@ -241,12 +278,7 @@ def load(
     _check(folder, meta, index, wanted, group=group)
     if base:
         _check_base(folder, meta, model, base, group=group)
-    dcp.load(
-        cast(dict[str, Any], wanted),
-        storage_reader=SafetensorsReader(folder, index),
-        process_group=group,
-        no_dist=not dist.is_initialized(),
-    )
+    _read(folder, index, wanted, group, not dist.is_initialized())
     del wanted  # so that each tensor is freed once it is copied
     take_weights(model, optimizer, weights)
     if states is not None:
@@ -288,9 +320,7 @@ def load_weights(
     if base:
         _check_base(folder, meta, model, base, alone)
     _check(folder, meta, index, wanted, alone)
-    with warnings.catch_warnings():  # torch warns that one process loads; here that is intended
-        warnings.simplefilter("ignore")
-        dcp.load(cast(dict[str, Any], wanted), storage_reader=SafetensorsReader(folder, index), no_dist=alone)
+    _read(folder, index, wanted, None, alone)
     take_weights(model, optimizer, weights)
     return {**meta["meta"], "step": meta["step"]}
 

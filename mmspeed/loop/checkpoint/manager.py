@@ -1,10 +1,11 @@
 """Checkpoints: the whole state of a run, written while training continues, loadable on any number of ranks and in any strategy.
 
     checkpoints/
-      latest.json               the checkpoints in the order they were written, with validation losses
+      latest.json               the checkpoints in the order they were written, with validation losses; the identity of the run
       step-00000123/
         meta.json               step and all other state that is no tensor; fingerprints of weights that do not train (frozen.py)
-        index.json              the file and position of each tensor (storage.py)
+        index.json              the file, position and hash of each tensor (storage.py)
+        seal.json               the hashes of the two, the step and the run (seals.py)
         shard-*.safetensors     `model.*`, `ema.*` and `optimizer.*`, by names of parameters and buffers (state.py)
 
 A checkpoint is written into `.tmp-step-00000123` and renamed when every rank has finished; all ranks share the folder.
@@ -16,6 +17,7 @@ import json
 import math
 import shutil
 import threading
+import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -28,11 +30,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mmspeed.comm import all_reduce_max, barrier
+from mmspeed.comm import all_gather_objects, all_reduce_max, barrier, broadcast_object
 from mmspeed.errors import UserError
 from mmspeed.loop.averages import EMA
 from mmspeed.loop.frozen import frozen_fingerprint
 from mmspeed.loop.optimizers.build import AnyOptimizer
+from mmspeed.parallel import unwrap
 
 from .load import (
     Which,
@@ -46,6 +49,7 @@ from .load import (
     prefixed,
     recorded,
 )
+from .retention import Retention
 from .state import declared_state, states_to_save, weights_to_save
 from .storage import (
     EMA_UPDATES,
@@ -54,19 +58,26 @@ from .storage import (
     META,
     RECORD,
     ROLES,
+    SEAL,
     STATE,
+    DamagedCheckpointError,
     DamageError,
     SafetensorsWriter,
     read_record,
+    run_of,
+    sealed_run,
     step_name,
     step_of,
     steps_in,
     sync_folder,
     write_json,
+    write_sealed,
 )
 
 __all__ = [
     "CheckpointManager",
+    "DamagedCheckpointError",
+    "Retention",
     "TrainingState",
     "Which",
     "best",
@@ -109,6 +120,14 @@ def state_tensors(state: TrainingState, role: str | None = None) -> dict[str, Te
     return tensors
 
 
+def _learned(state: TrainingState, tensors: Mapping[str, Tensor], role: str | None = None) -> list[str]:
+    """Names in a checkpoint of the weights that train, their averages and moments, which must be finite; buffers need not be."""
+    of_optimizer = f"{of_role('optimizer', role)}."
+    names = [name for name, parameter in unwrap(state.model).named_parameters() if parameter.requires_grad]
+    weights = (f"{of_role(part, role)}.{name}" for part in ("model", "ema") for name in names)
+    return [*weights, *(name for name in tensors if name.startswith(of_optimizer))]
+
+
 @dataclass
 class _PendingSave:
     step: int
@@ -125,9 +144,16 @@ class CheckpointManager:
     """
 
     def __init__(
-        self, folder: Path, *, keep_last: int = 2, keep_best: bool = True, group: dist.ProcessGroup | None = None
+        self,
+        folder: Path,
+        *,
+        keep_last: int = 2,
+        keep_best: bool = True,
+        keep_every: int | None = None,
+        keep_hours: float | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.folder, self.keep_last, self.keep_best = folder, keep_last, keep_best
+        self.folder, self.retention = folder, Retention(keep_last, keep_best, keep_every, keep_hours)
         if group is None and dist.is_initialized():
             group = dist.new_group(backend="gloo")
         self.group = group
@@ -144,26 +170,30 @@ class CheckpointManager:
         if self._lead:
             folder.mkdir(parents=True, exist_ok=True)
             _clean(folder)
-            _mend_record(folder)
+            self._run = _identity(folder)
+            _mend_record(folder, self._run)
         barrier(group)
 
     def save(self, step: int, state: TrainingState, *, blocking: bool = False) -> None:
         """Copy the state aside and write it in the background; `blocking` waits until it is on disk.
 
-        Waits first for the write before this one. Raises UserError when that one (or, blocking, this one) failed.
+        Waits first for the write before this one. Raises UserError when that one (or, blocking, this one) failed, as it does where a
+        weight that trains, its average or its moments are not finite.
         """
         self.wait()
         tensors = state_tensors(state)
+        finite = _learned(state, tensors)
         meta: dict[str, Any] = {"format": FORMAT, "step": step, **self._facts(state), "meta": state.meta}
         for role, other in state.others.items():
             tensors |= state_tensors(other, role)
+            finite += _learned(other, tensors, role)
             meta.setdefault(ROLES, {})[role] = self._facts(other, role)
         for role, model in state.frozen.items():
             if (base := self.frozen(model, role)) is not None:
                 meta.setdefault(ROLES, {})[role] = {FROZEN: base}
         meta = json.loads(json.dumps(meta))
         temporary = self.folder / f".tmp-{step_name(step)}"
-        writer = SafetensorsWriter(temporary, tensors, partial(self._commit, step, temporary, meta))
+        writer = SafetensorsWriter(temporary, tensors, partial(self._commit, step, temporary, meta), finite)
         future = dcp.async_save(cast(dict[str, Any], tensors), storage_writer=writer, process_group=self.group)
         self._pending = _PendingSave(step, temporary, cast("Future[Any]", future))
         if blocking:
@@ -232,6 +262,35 @@ class CheckpointManager:
         self._bases.pop(role, None)  # an older checkpoint holds frozen weights too, and brings its own
         return load(folder, model, optimizer, ema, self.group, role)
 
+    def check(self, folder: Path) -> None:
+        """Raise DamagedCheckpointError on all ranks where one of them finds the files of a checkpoint damaged or lacking.
+
+        Tensors are checked when they are read. A collective call.
+        """
+        self.wait()
+        problem = None
+        try:
+            open_checkpoint(folder)
+        except DamagedCheckpointError as error:
+            problem = str(error)
+        for message in all_gather_objects(problem, self.group):
+            if message is not None:
+                raise DamagedCheckpointError(message)
+
+    def set_aside(self, name: str) -> tuple[str, str] | None:
+        """Rename a damaged checkpoint to `NAME.damaged`, where there is another one. A collective call.
+
+        Returns the new name and that of the checkpoint before it; None, and nothing is renamed, where it is the only one.
+        """
+        names: tuple[str, str] | None = None
+        if self._lead:
+            others = [step_name(entry["step"]) for entry in recorded(self.folder)]
+            others = [other for other in others if other != name]
+            if others:
+                names = _set_aside(self.folder / name), others[-1]
+        names = broadcast_object(names, group=self.group)
+        return (names[0], names[1]) if names is not None else None
+
     def check_frozen_roles(self, folder: Path, models: Mapping[str, nn.Module]) -> list[str]:
         """Compare models that do not learn with those that a checkpoint was trained beside, by `load.check_frozen_roles`.
 
@@ -257,9 +316,10 @@ class CheckpointManager:
             self._bases[role] = (model, frozen_fingerprint(model, self.group))
         return self._bases[role][1]
 
-    def _commit(self, step: int, temporary: Path, meta: dict[str, Any]) -> None:
+    def _commit(self, step: int, temporary: Path, meta: dict[str, Any], index_hash: str) -> None:
         """Put the checkpoint in place; the writer calls this on rank 0 when all ranks' files are on disk."""
-        write_json(temporary / META, meta)
+        hashes = {"index": index_hash, "meta": write_json(temporary / META, meta)}
+        write_sealed(temporary / SEAL, {"format": FORMAT, "run": self._run, "step": step, **hashes})
         sync_folder(temporary)
         target = self.folder / step_name(step)
         former = self.folder / f".old-{target.name}"
@@ -278,28 +338,48 @@ class CheckpointManager:
                 entries.append({"step": written, "loss": None})
             for entry in entries:
                 entry["loss"] = self._losses.get(entry["step"], entry["loss"])
-            kept = {entry["step"] for entry in entries[-self.keep_last :]} | {self._in_use}
-            scored = [entry for entry in entries if entry["loss"] is not None]
-            if self.keep_best and scored:
-                kept.add(min(scored, key=lambda entry: entry["loss"])["step"])
+            times = {entry["step"]: _written_at(self.folder / step_name(entry["step"])) for entry in entries}
+            kept = self.retention.kept(entries, times) | {self._in_use}
             entries, gone = _split(entries, lambda entry: entry["step"] in kept)
-            _write_record(self.folder, entries)
+            _write_record(self.folder, entries, self._run)
             for entry in gone:
                 _remove(self.folder / step_name(entry["step"]))
 
 
-def _write_record(folder: Path, entries: list[dict[str, Any]]) -> None:
+def _identity(folder: Path) -> str:
+    """The identity of the run whose checkpoints `folder` holds, from its record or its newest sealed checkpoint; else a new one."""
+    run = run_of(folder)
+    for step in reversed(steps_in(folder)) if run is None else ():
+        run = run or sealed_run(folder / step_name(step))
+    return run or uuid.uuid4().hex
+
+
+def _write_record(folder: Path, entries: list[dict[str, Any]], run: str) -> None:
     newest = step_name(entries[-1]["step"]) if entries else None
-    write_json(folder / RECORD, {"latest": newest, "checkpoints": entries})
+    write_sealed(folder / RECORD, {"latest": newest, "checkpoints": entries, "run": run})
     sync_folder(folder)
 
 
-def _mend_record(folder: Path) -> None:
+def _mend_record(folder: Path, run: str) -> None:
     """Rewrite a damaged record, so that the warning comes once."""
     try:
         read_record(folder)
     except DamageError:
-        _write_record(folder, recorded(folder))
+        _write_record(folder, recorded(folder), run)
+
+
+def _written_at(checkpoint: Path) -> float:
+    """Seconds since 1970 at which a checkpoint was written."""
+    return (checkpoint / META).stat().st_mtime
+
+
+def _set_aside(checkpoint: Path) -> str:
+    """Rename a checkpoint to a name that none has; returns it."""
+    names = (f"{checkpoint.name}.damaged{number}" for number in ("", *(f"-{count}" for count in range(2, 10_000))))
+    free = next(name for name in names if not checkpoint.with_name(name).exists())
+    checkpoint.rename(checkpoint.with_name(free))
+    sync_folder(checkpoint.parent)
+    return free
 
 
 def _split(items: list[Any], keep: Callable[[Any], bool]) -> tuple[list[Any], list[Any]]:
@@ -328,6 +408,9 @@ def _clean(folder: Path) -> None:
 def _explain(folder: Path, step: int, error: BaseException) -> Exception:
     """A UserError for a write that failed in the file system, else a RuntimeError with the cause."""
     causes = [wrapped[0] for wrapped in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    refused = next((cause for cause in causes if isinstance(cause, UserError)), None)
+    if refused is not None:
+        return UserError(f"checkpoint of step {step} was not written: {refused}; earlier checkpoints are untouched")
     blamed = next((cause for cause in causes if isinstance(cause, OSError)), None)
     if blamed is None:
         return RuntimeError(f"checkpoint of step {step} could not be written to {folder}: {causes[0]!r}")

@@ -3,10 +3,11 @@
 torch's safetensors writer puts every rank's shards into files of their own but leaves no index, so that its reader
 opens every file on every rank and guesses a tensor's size from the pieces it finds. Here the coordinator writes `index.json`:
 
-    {"tensors": {name: {"shape", "dtype", "chunks": [{"file", "offsets", "shape"}]}}, "files": {file: bytes}}
+    {"tensors": {name: {"shape", "dtype", "chunks": [{"file", "offsets", "shape", "hash"}]}},
+     "files": {file: bytes}, "headers": {file: hash}}
 
 From it each rank plans its own reads, whatever the number of ranks that wrote, and a lost or truncated file is noticed
-before any data is read.
+before any data is read. A rank checks the hash of each chunk that it reads any part of (seals.py).
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future as Task
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -29,12 +34,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from mmspeed.errors import UserError
+
+from .seals import chunk_digest, digest, header_digest, sealed_text, unsealed
 
 FORMAT = 1
 THRESHOLD = ".attend.tau"  # ends the names of the only state that checkpoints without a STATE hold: thresholds of sparse attention
-INDEX, META, RECORD = "index.json", "meta.json", "latest.json"
+INDEX, META, SEAL, RECORD = "index.json", "meta.json", "seal.json", "latest.json"
 FROZEN, STATE = "frozen", "state"  # in META, if present: the base's fingerprint, the rules of declared state
 EMA_UPDATES = "ema_updates"  # in META, of each model that learns: number of updates of its average; None without one
 ROLES = "roles"  # in META, if present: the same of further models, by role; of one that does not learn its fingerprint alone
@@ -42,6 +52,14 @@ ROLES = "roles"  # in META, if present: the same of further models, by role; of 
 
 class DamageError(Exception):
     """A problem of a file in a checkpoint folder; the text continues after the folder's name."""
+
+
+class DamagedCheckpointError(UserError):
+    """A checkpoint that cannot be loaded because its files are damaged or lack something; an older one may be sound."""
+
+
+class NotFiniteError(UserError):
+    """A weight, average or moment that is not finite and so is not saved."""
 
 
 # ---- names ----
@@ -68,11 +86,22 @@ def steps_in(folder: Path) -> list[int]:
 # ---- files ----
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write `value` to `path`, whole or not at all."""
+def write_json(path: Path, value: Any) -> str:
+    """Write `value` to `path`, whole or not at all. Returns the hash of the file."""
+    text = json.dumps(value, indent=1)
+    _write_text(path, text)
+    return digest(text.encode())
+
+
+def write_sealed(path: Path, value: dict[str, Any]) -> None:
+    """Write `value` to `path` with a hash of itself, whole or not at all."""
+    _write_text(path, sealed_text(value))
+
+
+def _write_text(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
@@ -88,13 +117,28 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _read_json(path: Path) -> Any:
+def _read_text(path: Path) -> str:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise DamageError(f"is incomplete: it has no {path.name}") from None
-    except ValueError as error:  # no JSON, or no UTF-8
+    except PermissionError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except OSError as error:
+        raise DamageError(f"is damaged: {path.name} cannot be read ({error.strerror})") from None
+    except ValueError as error:
         raise DamageError(f"is damaged: {path.name} is no JSON ({error})") from None
+
+
+def _parsed(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DamageError(f"is damaged: {name} is no JSON ({error})") from None
+
+
+def _read_json(path: Path) -> Any:
+    return _parsed(path.name, _read_text(path))
 
 
 def read_index(folder: Path) -> dict[str, Any]:
@@ -102,17 +146,37 @@ def read_index(folder: Path) -> dict[str, Any]:
     index = _read_json(folder / INDEX)
     match index:
         case {"tensors": dict(tensors), "files": dict(files)} if all(
-            isinstance(entry, dict) and entry.keys() >= {"shape", "dtype", "chunks"} for entry in tensors.values()
-        ):
+            _is_tensor(entry, files) for entry in tensors.values()
+        ) and all(Path(name).name == name for name in files):
             pass
         case _:
             raise DamageError(f"is damaged: {INDEX} is not a list of tensors and files")
     for name, size in files.items():
-        actual = (folder / name).stat().st_size if (folder / name).exists() else None
+        actual = (folder / name).stat().st_size if (folder / name).is_file() else None
         if actual != size:
             state = "is missing" if actual is None else f"has {actual} of its {size} bytes"
             raise DamageError(f"is incomplete: {name} {state}")
     return dict(index)
+
+
+def _is_tensor(entry: Any, files: dict[str, Any]) -> bool:
+    match entry:
+        case {"shape": list(shape), "dtype": str(dtype), "chunks": list(chunks)}:
+            kind = isinstance(getattr(torch, dtype, None), torch.dtype)
+            return kind and _are_sizes(shape) and all(_is_chunk(chunk, files, len(shape)) for chunk in chunks)
+    return False
+
+
+def _is_chunk(chunk: Any, files: dict[str, Any], dimensions: int) -> bool:
+    match chunk:
+        case {"file": str(file), "offsets": list(offsets), "shape": list(shape)}:
+            sizes = _are_sizes(offsets) and _are_sizes(shape) and len(offsets) == len(shape) == dimensions
+            return sizes and file in files
+    return False
+
+
+def _are_sizes(values: list[Any]) -> bool:
+    return all(type(value) is int and value >= 0 for value in values)
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
@@ -128,14 +192,63 @@ def read_meta(folder: Path) -> dict[str, Any]:
     raise DamageError(f"is damaged: {META} lacks an entry that every checkpoint has (format, step, ema_updates, meta)")
 
 
+def check_seal(folder: Path, index: dict[str, Any]) -> bool:
+    """Compare a checkpoint's index, meta, name and run with its seal. False for a checkpoint from before there were seals.
+
+    The run is compared where the checkpoint lies beside the record of one. Raises DamageError.
+    """
+    if not (folder / SEAL).exists() and "headers" not in index:
+        return False
+    seal = _read_sealed(folder / SEAL)
+    for name, key in ((INDEX, "index"), (META, "meta")):
+        if digest(_read_text(folder / name).encode()) != seal.get(key):
+            raise DamageError(f"is damaged: {name} is not the file that {SEAL} records")
+    if step_of(folder) not in (None, seal.get("step")):
+        raise DamageError(f"is damaged: it is the checkpoint of step {seal.get('step')} under another name")
+    run = run_of(folder.parent)
+    if run is not None and seal.get("run") != run:
+        raise DamageError("is damaged: it belongs to another run than its folder")
+    return True
+
+
+def _read_sealed(path: Path) -> dict[str, Any]:
+    text = _read_text(path)
+    value = _parsed(path.name, text)
+    try:
+        return unsealed(text, dict(value))
+    except (TypeError, ValueError):
+        raise DamageError(f"is damaged: {path.name} is not as it was written") from None
+
+
 def read_record(folder: Path) -> list[dict[str, Any]]:
     """The entries `{"step", "loss"}` of `latest.json`; none when there is no such file. Raises DamageError."""
     if not (folder / RECORD).exists():
         return []
-    match _read_json(folder / RECORD):
+    record = _read_json(folder / RECORD)
+    match record:
         case {"checkpoints": list(entries)} if all(map(_is_entry, entries)):
+            if record.keys() & {"run", "hash"}:  # earlier records have neither
+                _read_sealed(folder / RECORD)
             return entries
     raise DamageError(f"is damaged: {RECORD} is not a list of checkpoints")
+
+
+def run_of(folder: Path) -> str | None:
+    """The identity of the run whose checkpoints `folder` holds; None where its record is lost, damaged, or has none."""
+    try:
+        run = _read_sealed(folder / RECORD).get("run")
+    except (DamageError, UserError):
+        return None
+    return run if isinstance(run, str) else None
+
+
+def sealed_run(checkpoint: Path) -> str | None:
+    """The identity of the run that a checkpoint's seal names; None without a sound seal."""
+    try:
+        run = _read_sealed(checkpoint / SEAL).get("run")
+    except (DamageError, UserError):
+        return None
+    return run if isinstance(run, str) else None
 
 
 def _is_entry(entry: Any) -> bool:
@@ -145,23 +258,53 @@ def _is_entry(entry: Any) -> bool:
     return False
 
 
-@dataclass(frozen=True)
-class _TensorPlace:
-    """The file of a chunk, in the attribute that torch's reader needs."""
+# ---- writing ----
 
-    relative_path: str
+
+@dataclass(frozen=True)
+class _SealedResult(WriteResult):
+    """A result of torch's writer with the hash of the chunk and of its file's header."""
+
+    chunk_hash: str
+    header_hash: str
+
+
+class _HashingPlanner:
+    """The part of a planner that torch's writer asks, which hashes each tensor on a thread while it is written."""
+
+    def __init__(self, planner: SavePlanner, pool: ThreadPoolExecutor, finite: frozenset[str]) -> None:
+        self._planner, self._pool, self._finite = planner, pool, finite
+        self.hashes: dict[MetadataIndex, Task[str]] = {}
+
+    def resolve_data(self, item: WriteItem) -> Any:
+        data = self._planner.resolve_data(item)
+        name, tensor = item.index.fqn, cast(Tensor, data)  # save() passes tensors only
+        self.hashes[item.index] = self._pool.submit(_examined, name, tensor, name in self._finite)
+        return data
+
+
+def _examined(name: str, tensor: Tensor, finite: bool) -> str:
+    """The hash of a chunk. Raises NotFiniteError where it must be `finite` and is not."""
+    if finite and tensor.is_floating_point() and tensor.numel():
+        least, greatest = torch.aminmax(tensor.detach())  # a NaN is in both; no copy is made
+        if not (torch.isfinite(least) and torch.isfinite(greatest)):
+            raise NotFiniteError(f"`{name}` holds values that are not finite")
+    return chunk_digest(tensor)
 
 
 class SafetensorsWriter(HuggingFaceStorageWriter):
     """A writer of each rank's shards, one file for each first word of the names (`model`, `ema`, `optimizer`).
 
-    When all ranks are done the coordinator writes the index and calls `commit`.
+    When all ranks are done the coordinator writes the index and calls `commit` with its hash. The write fails where a tensor named in
+    `finite` holds a value that is not.
     """
 
-    def __init__(self, folder: Path, names: Iterable[str], commit: Callable[[], None]) -> None:
+    def __init__(
+        self, folder: Path, names: Iterable[str], commit: Callable[[str], None], finite: Iterable[str] = ()
+    ) -> None:
         self._names = list(names)
         super().__init__(str(folder), fqn_to_index_mapping=_file_numbers(self._names), save_distributed=True)
-        self._folder, self._commit = folder, commit
+        self._folder, self._commit, self._finite = folder, commit, frozenset(finite)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Number the files of all ranks' tensors, on the coordinator, since each pipeline stage has names of its own."""
@@ -169,21 +312,45 @@ class SafetensorsWriter(HuggingFaceStorageWriter):
         self.fqn_to_index_mapping = _file_numbers([*self._names, *names])
         return super().prepare_global_plan(plans)
 
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with ThreadPoolExecutor(1, "checkpoint-hash") as pool:
+            hashing = _HashingPlanner(planner, pool, self._finite)
+            results = super().write_data(plan, cast(SavePlanner, hashing)).wait()
+            hashes = {index: task.result() for index, task in hashing.hashes.items()}
+        files = {result.storage_data.relative_path for result in results}
+        headers = {file: header_digest(self._folder / file) for file in files}
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(
+            [
+                _SealedResult(
+                    r.index, r.size_in_bytes, r.storage_data, hashes[r.index], headers[r.storage_data.relative_path]
+                )
+                for r in results
+            ]
+        )
+        return done
+
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        files = {(r.index.fqn, r.index.offset): r.storage_data.relative_path for rank in results for r in rank}
+        written = {(r.index.fqn, r.index.offset): cast(_SealedResult, r) for rank in results for r in rank}
         tensors = {}
         for name, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata)  # save() passes tensors only
             chunks = [
-                {"file": files[name, chunk.offsets], "offsets": list(chunk.offsets), "shape": list(chunk.sizes)}
+                {
+                    "file": written[name, chunk.offsets].storage_data.relative_path,
+                    "offsets": list(chunk.offsets),
+                    "shape": list(chunk.sizes),
+                    "hash": written[name, chunk.offsets].chunk_hash,
+                }
                 for chunk in tensor.chunks
                 if chunk.sizes.numel()  # ranks beyond the end of a short tensor hold nothing
             ]
             dtype = str(tensor.properties.dtype).removeprefix("torch.")
             tensors[name] = {"shape": list(tensor.size), "dtype": dtype, "chunks": chunks}
-        sizes = {file: (self._folder / file).stat().st_size for file in sorted(set(files.values()))}
-        write_json(self._folder / INDEX, {"tensors": tensors, "files": sizes})
-        self._commit()
+        headers = {r.storage_data.relative_path: r.header_hash for r in written.values()}
+        headers = dict(sorted(headers.items()))
+        sizes = {file: (self._folder / file).stat().st_size for file in headers}
+        self._commit(write_json(self._folder / INDEX, {"tensors": tensors, "files": sizes, "headers": headers}))
 
 
 def _file_numbers(names: Iterable[str]) -> dict[str, int]:
@@ -192,8 +359,44 @@ def _file_numbers(names: Iterable[str]) -> dict[str, int]:
     return {name: parts.setdefault(name.split(".", 1)[0], len(parts) + 1) for name in names}
 
 
+# ---- reading ----
+
+
+@dataclass(frozen=True)
+class _TensorPlace:
+    """The file, shape and hash of a chunk."""
+
+    relative_path: str
+    shape: tuple[int, ...]
+    hash: str | None
+
+
+def read_chunk(file: Any, name: str, shape: tuple[int, ...], expected: str | None) -> Tensor:
+    """A whole chunk of an open safetensors file, on the CPU. Raises DamageError where it is not the one that was written.
+
+    `expected`: its hash; None for a checkpoint without hashes.
+    """
+    tensor: Tensor = file.get_tensor(name)
+    if tuple(tensor.shape) != shape or (expected is not None and chunk_digest(tensor) != expected):
+        raise DamageError(f"is damaged: the bytes of `{name}` are not those that were written")
+    return tensor
+
+
+def check_header(path: Path, expected: str | None) -> None:
+    """Raise DamageError where a shard's header is not the one that was written; `expected` is its hash, or None."""
+    try:
+        sound = expected is None or header_digest(path) == expected
+    except OSError as error:
+        raise DamageError(f"is damaged: {path.name} cannot be read ({error.strerror})") from None
+    if not sound:
+        raise DamageError(f"is damaged: the header of {path.name} is not the one that was written")
+
+
 class SafetensorsReader(HuggingFaceStorageReader):
-    """A reader of the files of `SafetensorsWriter`, planned from the index alone."""
+    """A reader of the files of `SafetensorsWriter`, planned from the index alone.
+
+    It reads whole chunks, one at a time, and compares their hashes, however little of one a rank needs. Raises DamageError.
+    """
 
     def __init__(self, folder: Path, index: dict[str, Any]) -> None:
         super().__init__(str(folder))
@@ -205,9 +408,38 @@ class SafetensorsReader(HuggingFaceStorageReader):
         for name, entry in self._index["tensors"].items():
             chunks = []
             for chunk in entry["chunks"]:
-                offsets = torch.Size(chunk["offsets"])
-                chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk["shape"])))
-                locations[MetadataIndex(name, offsets)] = _TensorPlace(str(self._folder / chunk["file"]))
+                offsets, shape = torch.Size(chunk["offsets"]), torch.Size(chunk["shape"])
+                chunks.append(ChunkStorageMetadata(offsets, shape))
+                locations[MetadataIndex(name, offsets)] = _TensorPlace(chunk["file"], tuple(shape), chunk.get("hash"))
             properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
             tensors[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
         return Metadata(state_dict_metadata=dict(tensors), storage_data=locations)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        files: dict[str, dict[MetadataIndex, list[ReadItem]]] = {}
+        for item in plan.items:
+            chunks = files.setdefault(self.storage_data[item.storage_index].relative_path, {})
+            chunks.setdefault(item.storage_index, []).append(item)
+        for name, chunks in files.items():
+            check_header(self._folder / name, self._index.get("headers", {}).get(name))
+            try:
+                self._read_file(name, chunks, planner)
+            except (SafetensorError, OSError) as error:
+                raise DamageError(f"is damaged: {name} cannot be read ({error})") from None
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_file(self, name: str, chunks: dict[MetadataIndex, list[ReadItem]], planner: LoadPlanner) -> None:
+        with safe_open(self._folder / name, framework="pt") as file:
+            for index, items in chunks.items():
+                place = self.storage_data[index]
+                chunk = read_chunk(file, index.fqn, place.shape, place.hash)
+                for item in items:
+                    part = tuple(
+                        slice(begin, begin + length)
+                        for begin, length in zip(item.storage_offsets, item.lengths, strict=True)
+                    )
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(chunk[part])
+                    planner.commit_tensor(item, target)

@@ -24,7 +24,8 @@ from tests.support.steps import train_step
 from tests.support.toy import ToyDiT, flow_loss, split
 
 KEYS = [f"s{i}" for i in range(7)]
-FILES = ["index.json", "meta.json", *[f"shard-00001-model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]]
+SHARDS = [f"shard-00001-model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+FILES = ["index.json", "meta.json", "seal.json", *SHARDS]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
@@ -132,8 +133,9 @@ def test_weights_alone(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda folder: (folder / FILES[2]).unlink(), "is missing"),
-        (lambda folder: os.truncate(folder / FILES[3], 100), "has 100 of its"),
+        (lambda folder: (folder / SHARDS[0]).unlink(), "is missing"),
+        (lambda folder: os.truncate(folder / SHARDS[1], 100), "has 100 of its"),
+        (lambda folder: (folder / "seal.json").unlink(), "no seal.json"),
         (lambda folder: (folder / "index.json").unlink(), "no index.json"),
         (lambda folder: (folder / "index.json").write_text("{"), "is no JSON"),
         (lambda folder: (folder / "meta.json").unlink(), "meta.json"),

@@ -75,6 +75,7 @@ def test_the_only_checkpoint_is_deleted_to_start_anew(folder: Path) -> None:
 def test_a_newer_format_is_no_damage(folder: Path) -> None:
     (folder / step_name(4) / "meta.json").write_text('{"format": 2}')
     (folder / step_name(4) / "index.json").write_text("{}")
+    (folder / step_name(4) / "seal.json").unlink()
     with pytest.raises(UserError, match=r"has format 2.*update mmspeed"):
         load(folder / step_name(4), ToyDiT())
 

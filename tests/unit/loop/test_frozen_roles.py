@@ -20,6 +20,7 @@ from mmspeed.protocols import Update
 from tests.support.character_runs import character_config, losses
 from tests.support.characters import CharacterConfig, CharacterTask
 from tests.support.checkpoints import differing, whole_checkpoint
+from tests.support.damages import unseal
 from tests.support.distillation import DistillationTask
 from tests.support.preferences import PreferenceTask, train_task
 from tests.support.spawn import run_ranks
@@ -82,6 +83,7 @@ def test_a_run_does_not_go_on_beside_another_reference(tmp_path: Path) -> None:
 
 def test_an_old_checkpoint_without_the_record_is_read_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = train(tmp_path, PreferenceTask, "train.steps=2")
+    unseal(meta_of(config).parent)
     meta = json.loads(meta_of(config).read_text())
     del meta["roles"]
     meta_of(config).write_text(json.dumps(meta))

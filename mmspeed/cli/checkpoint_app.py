@@ -1,0 +1,86 @@
+"""`mmspeed checkpoint`: list, verify and remove the checkpoints of a run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mmspeed.errors import UserError
+
+app = typer.Typer(help="List, verify and remove the checkpoints of a run.", no_args_is_help=True)
+
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, such as runs/NAME.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+@app.command("list")
+def show(run: RunPath, as_json: AsJson = False) -> None:
+    """Show the checkpoints of a run: step, time, size, validation loss, and which is the latest and the best."""
+    from mmspeed.loop.checkpoint.maintenance import checkpoints_of, entries
+
+    listed = entries(checkpoints_of(run))
+    if as_json:
+        print(json.dumps([asdict(entry) for entry in listed], indent=2))
+        return
+    for entry in listed:
+        written = datetime.fromtimestamp(entry.written).strftime("%Y-%m-%d %H:%M:%S")
+        loss = f"loss {entry.loss:.5f}" if entry.loss is not None else ""
+        print(f"{entry.name:24} {written}  {entry.bytes / 1e6:10.1f} MB  {loss:14} {', '.join(entry.marks)}".rstrip())
+
+
+@app.command()
+def verify(
+    run: RunPath,
+    step: Annotated[int | None, typer.Option(min=0, help="Verify this step's alone.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read every byte of the checkpoints and compare it with the stored hashes; exit with 1 when something is damaged."""
+    from mmspeed.loop.checkpoint.maintenance import checkpoints_of
+    from mmspeed.loop.checkpoint.maintenance import verify as problems_of
+    from mmspeed.loop.checkpoint.storage import SEAL, step_name, step_of
+
+    folder = checkpoints_of(run)
+    paths = sorted(path for path in folder.glob("step-*") if path.is_dir() and step_of(path) is not None)
+    if step is not None:
+        paths = [path for path in paths if path.name == step_name(step)]
+        if not paths:
+            raise UserError(
+                f"{run} has no checkpoint of step {step}: `mmspeed checkpoint list {run}` shows those that it has"
+            )
+    report = {path.name: problems_of(path) for path in paths}
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        for path in paths:
+            sealed = "sound" if (path / SEAL).exists() else "readable; it has no hashes, so damage may go unnoticed"
+            print("\n".join(report[path.name]) if report[path.name] else f"{path.name}: {sealed}")
+    if any(report.values()):
+        raise typer.Exit(1)
+
+
+@app.command()
+def prune(
+    run: RunPath,
+    keep_last: Annotated[int, typer.Option("--keep-last", min=1, help="Number of newest checkpoints to keep.")] = 1,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Remove them. Without this, only list what would be removed.")
+    ] = False,
+) -> None:
+    """Remove all checkpoints but the newest and the best, and those that were moved aside. Not while the run trains."""
+    from mmspeed.loop.checkpoint.maintenance import checkpoints_of, prunable, remove
+
+    paths = prunable(checkpoints_of(run), keep_last)
+    if not paths:
+        print("nothing to remove")
+        return
+    print("\n".join(["removing:" if yes else "would remove:", *(path.name for path in paths)]))
+    if not yes:
+        print("run it again with --yes to remove them")
+        return
+    remove(paths)
+    print(f"removed {len(paths)} checkpoints")

@@ -1,0 +1,115 @@
+"""Resuming where the newest checkpoint is damaged: from the newest sound one, bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from mmspeed.cli.app import app
+from mmspeed.errors import UserError
+from mmspeed.loop.checkpoint.manager import DamagedCheckpointError, step_name, steps_in
+from mmspeed.pipelines import TrainPipeline
+from tests.support.character_runs import character_config, losses
+from tests.support.characters import CharacterConfig, CharacterTask
+from tests.support.checkpoints import differing, whole_checkpoint
+
+STEPS = ("checkpoint.every=2", "checkpoint.keep_last=3")
+
+
+def train(folder: Path, steps: int, *overrides: str) -> CharacterConfig:
+    config = character_config(folder, *STEPS, f"train.steps={steps}", *overrides)
+    TrainPipeline(config, task=CharacterTask(config)).run()
+    return config
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of steps 3, 4 and 6, and another of 8 steps that nothing stopped."""
+    folder = tmp_path_factory.mktemp("stopped")
+    train(folder, 6)
+    train(folder, 8, "name=whole")
+    return folder
+
+
+def spoil_tensor(checkpoint: Path) -> None:
+    path = next(path for path in sorted(checkpoint.glob("*.safetensors")))
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 4
+    path.write_bytes(data)
+
+
+def spoil_meta(checkpoint: Path) -> None:
+    path = checkpoint / "meta.json"
+    path.write_text(path.read_text().replace("6", "5"))
+
+
+def truncate(checkpoint: Path) -> None:
+    path = next(path for path in sorted(checkpoint.glob("*.safetensors")))
+    path.write_bytes(path.read_bytes()[:100])
+
+
+@pytest.fixture
+def home(stopped: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(stopped, tmp_path / "home"))
+
+
+@pytest.mark.parametrize("spoil", [spoil_tensor, spoil_meta, truncate])
+def test_the_run_goes_on_from_the_newest_sound_one(home: Path, spoil: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = character_config(home, *STEPS).run_dir / "checkpoints"
+    spoil(checkpoints / step_name(6))  # type: ignore[operator]
+    if spoil is truncate:
+        spoil_tensor(checkpoints / step_name(4))
+    lines: list[str] = []
+    monkeypatch.setattr("mmspeed.pipelines.training.trainer.log.warning", lines.append)
+    config = train(home, 8)
+    sound = 3 if spoil is truncate else 4
+    warnings = [line for line in lines if "is kept as" in line]
+    assert len(warnings) == (2 if spoil is truncate else 1)
+    assert f"{step_name(6)}.damaged" in warnings[0] and f"goes on from {step_name(sound)}" in warnings[-1]
+    assert (checkpoints / f"{step_name(6)}.damaged").is_dir() and step_name(8) in {
+        path.name for path in checkpoints.iterdir()
+    }
+    whole = character_config(home, *STEPS, "name=whole")
+    assert losses(config) == losses(whole)
+    assert not differing(whole_checkpoint(config.run_dir), whole_checkpoint(whole.run_dir))
+
+
+def test_strict_resuming_ends_with_the_line(home: Path) -> None:
+    checkpoints = character_config(home, *STEPS).run_dir / "checkpoints"
+    spoil_tensor(checkpoints / step_name(6))
+    with pytest.raises(
+        DamagedCheckpointError, match=r"step-00000006 is damaged: .*delete that folder to go on from step 4"
+    ):
+        train(home, 8, "train.resume=strict")
+    assert steps_in(checkpoints) == [3, 4, 6]
+
+
+def test_the_only_checkpoint_is_never_moved(home: Path) -> None:
+    checkpoints = character_config(home, *STEPS).run_dir / "checkpoints"
+    for step in (3, 4):
+        shutil.rmtree(checkpoints / step_name(step))
+    spoil_tensor(checkpoints / step_name(6))
+    with pytest.raises(UserError, match="delete that folder to start again"):
+        train(home, 8)
+    assert steps_in(checkpoints) == [6]
+
+
+def test_commands_list_verify_and_prune(home: Path) -> None:
+    run = character_config(home, *STEPS).run_dir
+    command = CliRunner()
+    shown = command.invoke(app, ["checkpoint", "list", str(run)])
+    assert shown.exit_code == 0 and "latest" in shown.stdout.splitlines()[-1]
+    assert command.invoke(app, ["checkpoint", "verify", str(run)]).stdout.count(": sound") == 3
+    spoil_tensor(run / "checkpoints" / step_name(4))
+    verified = command.invoke(app, ["checkpoint", "verify", str(run)])
+    assert verified.exit_code == 1 and "are not those that were written" in verified.stdout
+    assert command.invoke(app, ["checkpoint", "verify", str(run), "--step", "6"]).exit_code == 0
+    assert "would remove" in command.invoke(app, ["checkpoint", "prune", str(run)]).stdout
+    assert steps_in(run / "checkpoints") == [3, 4, 6]
+    command.invoke(app, ["checkpoint", "prune", str(run), "--yes"])
+    assert steps_in(run / "checkpoints") == [6]
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        command.invoke(app, ["checkpoint", "list", str(home)], catch_exceptions=False)
