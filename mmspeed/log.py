@@ -29,6 +29,8 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
+from mmspeed.redaction import redacted
+
 Item = TypeVar("Item")
 W = TypeVar("W", bound="Working")
 
@@ -65,6 +67,13 @@ class _LineHandler(logging.StreamHandler, WorkHandler):  # type: ignore[type-arg
         self.shown.spoke()
 
 
+class _Redacting(logging.Formatter):
+    """Lines without secrets, those of tracebacks included."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted(super().format(record))
+
+
 def setup(verbose: bool = False) -> None:
     """Send the package's log to standard error: rank 0 at INFO, the others at WARNING with their rank."""
     root = logging.getLogger("mmspeed")
@@ -76,11 +85,11 @@ def setup(verbose: bool = False) -> None:
         handler = _TerminalHandler(
             console=console, show_path=False, show_level=False, markup=False, highlighter=NullHighlighter()
         )
-        handler.setFormatter(logging.Formatter("%(message)s", datefmt="[%X]"))
+        handler.setFormatter(_Redacting("%(message)s", datefmt="[%X]"))
     else:
         handler = _LineHandler(sys.stderr)
         prefix = "" if rank() == 0 else f"[rank {rank()}] "
-        handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S"))
+        handler.setFormatter(_Redacting(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S"))
     handler.shown = ShownWork(console)
     root.addHandler(handler)
     level = logging.DEBUG if verbose else (logging.INFO if rank() == 0 else logging.WARNING)

@@ -13,6 +13,7 @@ import traceback
 from dataclasses import dataclass
 
 from mmspeed.errors import Kind, UserError, tell_launcher
+from mmspeed.redaction import redacted
 
 _OS_ERRORS = {
     errno.ENOSPC: "no space left on the disk; free some and run the same command again, it continues where it stopped",
@@ -33,8 +34,8 @@ class Failure:
     kind: Kind = "input"
 
     def line(self) -> str:
-        """The line to print."""
-        return f"mmspeed: {self.text}"
+        """The line to print, without secrets."""
+        return redacted(f"mmspeed: {self.text}")
 
 
 def describe(error: BaseException) -> Failure:
@@ -74,7 +75,7 @@ def report(error: BaseException, debug: bool) -> int:
     """Print an exception (with its traceback if `debug`) and return the exit code."""
     failure = describe(error)
     if debug:
-        traceback.print_exception(error, file=sys.stderr)
+        print(redacted("".join(traceback.format_exception(error))), end="", file=sys.stderr)
     if not tell_launcher(failure.line(), failure.code, failure.known, failure.kind):
         rank = os.environ.get("RANK", "0")
         print(failure.line() if rank == "0" else f"[rank {rank}] {failure.line()}", file=sys.stderr, flush=True)

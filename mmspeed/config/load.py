@@ -22,6 +22,7 @@ from .renamed import RESHARDED, note, refuse_old, translated
 from .schema import Config, RunConfig
 from .tasks import config_class, known_tasks
 from .training import Weighting, WeightingSection
+from .yaml_text import TooManyNodesError, parse_yaml
 
 AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
@@ -114,7 +115,7 @@ def today(record: Mapping[str, Any], origin: str | Path) -> dict[str, Any]:
 def _read_tree(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises UserError for anything else."""
     try:
-        tree = _YamlLoader(path.read_text(encoding="utf-8")).get_single_data()
+        tree = parse_yaml(path.read_text(encoding="utf-8"), _YamlLoader)
     except FileNotFoundError:
         raise UserError(f"{path}: no such config file; `mmspeed init {path}` writes one") from None
     except IsADirectoryError:
@@ -228,7 +229,9 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     if not sign or not key.strip():
         raise UserError(f"override {override!r}: write key=value, such as train.lr=1e-4")
     try:
-        value = yaml.safe_load(text)
+        value = parse_yaml(text)
+    except TooManyNodesError as error:
+        raise UserError(f"override {key.strip()}: {error}") from None
     except yaml.YAMLError:
         value = text
     parts = key.strip().split(".")

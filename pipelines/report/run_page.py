@@ -11,9 +11,11 @@ from typing import Any
 from mmspeed.config import Config, RunConfig, dump_config
 from mmspeed.log import format_bytes, format_seconds, read_metrics
 from mmspeed.loop.checkpoint.load import recorded
+from mmspeed.page_policy import PAGE_POLICY
 from mmspeed.pipelines.report import memory_page
 from mmspeed.pipelines.report.ranks_part import ranks_part
 from mmspeed.pipelines.run.run_folder import RunFolder, write_text
+from mmspeed.redaction import redacted
 from mmspeed.version import __version__
 
 MOST_NAMED = 12  # curves of a plot that have a legend
@@ -69,10 +71,12 @@ def write_report(run: str | Path) -> Path:
         _attention_part(steps),
         _samples(folder.samples, asked=isinstance(config, Config)),
         "<h2>Config</h2>",
-        f"<pre>{html.escape(dump_config(config))}</pre>",
+        f"<pre>{html.escape(redacted(dump_config(config)))}</pre>",
     ]
     page = (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        + PAGE_POLICY
+        + '<meta name="viewport" content="width=device-width">'
         f"<title>{html.escape(config.name)} - mmspeed</title><style>{STYLE}</style></head><body>"
         + "\n".join(part for part in parts if part)
         + "</body></html>\n"

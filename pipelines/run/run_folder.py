@@ -29,14 +29,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mmspeed.config import Config, RunConfig, dump_config, load_record, video_config
+from mmspeed.config.yaml_text import parse_yaml
 from mmspeed.data.cache.files import write_whole
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 from mmspeed.loop.checkpoint.load import latest, open_checkpoint, recorded
 from mmspeed.loop.checkpoint.storage import DamagedCheckpointError, step_name
+from mmspeed.redaction import redacted, redacted_tree
 from mmspeed.rng import NEWEST, recorded_version
 
 
@@ -116,7 +116,7 @@ class RunFolder:
 
     def task(self) -> str:
         """The name of the run's task, from its config as it was written; the rest is neither read nor checked."""
-        return str(yaml.safe_load(self.config_file.read_text(encoding="utf-8")).get("task", "video"))
+        return str(parse_yaml(self.config_file.read_text(encoding="utf-8")).get("task", "video"))
 
     def config(self) -> Config:
         """The resolved config of a run of the video task. Raises UserError for a run of another task."""
@@ -189,15 +189,19 @@ class RunFolder:
         return changed
 
     def write_start(self, config: RunConfig, info: dict[str, Any], files: Mapping[str, Path]) -> None:
-        """Write config.yaml, run.json and copies of `files` (by their names here), each whole or not at all."""
+        """Write config.yaml, run.json and copies of `files` (by their names here), each whole or not at all.
+
+        run.json holds no secrets; config.yaml needs those of the config to go on, and then its owner alone may read it.
+        """
         self.root.mkdir(parents=True, exist_ok=True)
         for name, source in files.items():
             temporary = (self.root / name).with_suffix(".tmp")
             shutil.copyfile(source, temporary)
             sync_file(temporary)
             os.replace(temporary, self.root / name)
-        write_text(self.root / "run.json", json.dumps(info, indent=2) + "\n")
-        write_text(self.config_file, dump_config(config))
+        write_text(self.root / "run.json", json.dumps(redacted_tree(info), indent=2) + "\n")
+        text = dump_config(config)
+        write_text(self.config_file, text, 0o600 if redacted(text) != text else 0o644)
 
 
 def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -223,9 +227,9 @@ def sync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a text file whole or not at all (law 4). Raises UserError when the disk is full."""
-    write_whole(path, text.encode("utf-8"))
+def write_text(path: Path, text: str, mode: int = 0o644) -> None:
+    """Write a text file whole or not at all (law 4). `mode`: its permissions. Raises UserError when the disk is full."""
+    write_whole(path, text.encode("utf-8"), mode=mode)
 
 
 def trim_metrics(path: Path, step: int) -> None:

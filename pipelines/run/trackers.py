@@ -19,6 +19,7 @@ from mmspeed.config import RunConfig, dump_config
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 from mmspeed.pipelines.run.run_folder import write_text
+from mmspeed.redaction import redacted, redacted_tree
 
 PREVIEW_SIDE = 320  # pixels: the longest side of a preview
 
@@ -188,14 +189,14 @@ _ARGUMENTS: dict[str, Callable[[RunConfig, Path, str, bool, int], dict[str, Any]
 
 
 def _store_config(tracker: Any, config: RunConfig, step: int) -> None:
-    tracker.store_init_configuration(config.model_dump(mode="json", by_alias=True))
+    tracker.store_init_configuration(redacted_tree(config.model_dump(mode="json", by_alias=True)))
 
 
 def _tensorboard_config(tracker: Any, config: RunConfig, step: int) -> None:
     """Write the whole config as a text, and its values for the page HPARAMS; accelerate's way makes a further run at each start."""
     writer = tracker.tracker
-    writer.add_text("config", "```yaml\n" + dump_config(config) + "```", step)
-    writer.add_hparams(_flat(config.model_dump(mode="json", by_alias=True)), {}, run_name=".")
+    writer.add_text("config", "```yaml\n" + redacted(dump_config(config)) + "```", step)
+    writer.add_hparams(_flat(redacted_tree(config.model_dump(mode="json", by_alias=True))), {}, run_name=".")
 
 
 _CONFIGS: dict[str, Callable[[Any, RunConfig, int], None]] = {"tensorboard": _tensorboard_config}

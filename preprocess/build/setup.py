@@ -34,6 +34,7 @@ from mmspeed.preprocess.records.keys import ENCODING_VERSION
 from mmspeed.preprocess.sources.discover import list_sources
 from mmspeed.preprocess.sources.rejections import Rejection
 from mmspeed.preprocess.sources.source import Source
+from mmspeed.redaction import redacted
 from mmspeed.version import __version__
 
 log = get_logger("preprocess")
@@ -137,7 +138,7 @@ class BuildSetup:
             "text_dtype": config.preprocess.text_dtype,
             "encoding_version": ENCODING_VERSION,
             "versions": {**self.recipe.versions, "generator": self.seed.generator},
-            "config": dump_config(config),
+            "config": redacted(dump_config(config)),
         }
         write_info(self.root, info)
 

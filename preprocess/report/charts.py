@@ -6,6 +6,7 @@ import base64
 import html
 from collections.abc import Iterable, Sequence
 
+from mmspeed.page_policy import PAGE_POLICY
 from mmspeed.preprocess.sources.rejections import readable
 
 STYLE = """
@@ -142,7 +143,8 @@ def document(title: str, body: str) -> str:
     """The complete page."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        + PAGE_POLICY
+        + '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{text(title)}</title><style>{STYLE}</style></head>\n<body>{body}</body></html>\n"
     )
 

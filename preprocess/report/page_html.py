@@ -28,6 +28,7 @@ from mmspeed.preprocess.report.charts import (
 from mmspeed.preprocess.report.costs import UTILISATION, Costs
 from mmspeed.preprocess.report.page_schedule import schedule_section
 from mmspeed.preprocess.sources.rejections import Reason
+from mmspeed.redaction import redacted
 from mmspeed.version import __version__
 
 PAGE_BYTES = 2_000_000  # thumbnails beyond it are left out
@@ -90,7 +91,7 @@ def render(page: DataPage) -> str:
         _cache(page),
         _cost(page),
     ]
-    config_text = dump_config(page.config)
+    config_text = redacted(dump_config(page.config))
     more = f"\n... {len(config_text) - _CONFIG} characters more" if len(config_text) > _CONFIG else ""
     tail = f"<h2>Config</h2><details><summary>show</summary><pre>{text_lines(config_text[:_CONFIG] + more)}</pre></details>"
     body = "\n".join(part for part in parts if part)

@@ -87,6 +87,8 @@ def test_floors_can_break(tmp_path: Path) -> None:
         "graphs",
         "device",
         "torch_internals",
+        "redaction",
+        "page_policy",
         "errors",
         "version",
     }

@@ -8,6 +8,8 @@ from typing import Any
 import safetensors
 import yaml
 
+from mmspeed.config.yaml_text import parse_yaml
+
 from .checksum import is_sealed
 
 
@@ -28,7 +30,7 @@ def own_codec(info: dict[str, Any]) -> str | None:
     if vae.get("kind") != "linear" or "config" not in info:
         return None
     try:
-        config = yaml.safe_load(info["config"]) if isinstance(info["config"], str) else info["config"]
+        config = parse_yaml(info["config"]) if isinstance(info["config"], str) else info["config"]
         weights = config["vae"].get("weights")
     except (yaml.YAMLError, KeyError, TypeError, AttributeError):
         return None

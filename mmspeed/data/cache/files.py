@@ -46,11 +46,11 @@ class TempFile:
     Writes are not buffered, so that a full disk raises at the write that fails. For use by one thread.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, mode: int = 0o644) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         while True:
             self.path = folder / f".{os.getpid()}-{secrets.token_hex(6)}{TEMP_SUFFIX}"
-            self._fd = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
+            self._fd = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, mode)
             if try_lock(self._fd) and _same_file(self.path, self._fd):
                 break
             os.close(self._fd)  # a repair elsewhere found the file before it was locked, and treated it as abandoned
@@ -227,13 +227,13 @@ def abandoned(path: Path, shared: bool = False) -> Iterator[bool]:
         os.close(fd)
 
 
-def write_whole(path: Path, data: bytes, replace: bool = True) -> bool:
+def write_whole(path: Path, data: bytes, replace: bool = True, mode: int = 0o644) -> bool:
     """Write a whole file durably; return True if it was written, False if `replace` is false and the file existed.
 
-    Raises UserError if the disk is full, and then leaves nothing behind.
+    `mode`: its permissions, less those of the process's umask. Raises UserError if the disk is full, and then leaves nothing behind.
     """
     with disk_errors(path):
-        temp = TempFile(path.parent)
+        temp = TempFile(path.parent, mode)
         try:
             temp.write(data)
             if replace:
