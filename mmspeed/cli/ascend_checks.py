@@ -18,8 +18,18 @@ _DEVICES = "dev/davinci_manager"
 _TOOLKITS = ("usr/local/Ascend/cann", "usr/local/Ascend/ascend-toolkit/latest")
 _TOOLKIT_HOMES = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
 _SET_ENV = "source set_env.sh of the CANN toolkit (/usr/local/Ascend/cann/set_env.sh, or that in ascend-toolkit)"
-_SECONDS = {"HCCL_CONNECT_TIMEOUT": (120, 7200), "HCCL_EXEC_TIMEOUT": (0, 2147483647)}
-_BASE_PORTS = (1024, 65520)
+# as the reference of CANN 8.5 and 9.0 documents them (docs/ascend.md names its pages)
+_MOST_SECONDS = 2147483647  # of HCCL_EXEC_TIMEOUT; 0 is for ever
+_MOST_VECTOR_SECONDS = 1091  # where collectives run on vector cores, HCCL takes this for 0 and for all above
+_RANGES = {  # whole numbers: least, most, unit, and an example
+    "HCCL_CONNECT_TIMEOUT": (120, 7200, "seconds", 1800),
+    "HCCL_BUFFSIZE": (1, None, "MB, of which each group takes twice as much", 200),
+    "HCCL_IF_BASE_PORT": (1024, 65520, "a port; the next 31 are used too", 50000),
+}
+_CHOICES = {
+    "HCCL_DETERMINISTIC": ("false", "true", "strict"),
+    "HCCL_SOCKET_FAMILY": ("AF_INET", "AF_INET6"),
+}
 
 
 def ascend_checks(
@@ -106,23 +116,36 @@ def _hccl(environment: Mapping[str, str]) -> list[Diagnosis]:
     problems = [
         Diagnosis("HCCL", "warn", f"{name}={value}", advice)
         for name, value in named.items()
-        if (advice := _hccl_advice(name, value))
+        if (advice := _hccl_advice(name, value, environment.get("HCCL_OP_EXPANSION_MODE", "")))
     ]
     shown = ", ".join(f"{name}={value}" for name, value in named.items()) or "no variables set"
     return problems or [Diagnosis("HCCL", "ok", shown)]
 
 
-def _hccl_advice(name: str, value: str) -> str:
-    """The advice on a variable's value; empty if it is as documented."""
-    if name in _SECONDS:
-        least, most = _SECONDS[name]
-        if not (value.isdecimal() and least <= int(value) <= most):
-            return f"a whole number of seconds from {least} to {most}: export {name}={max(least, 1800)}"
+def _hccl_advice(name: str, value: str, mode: str) -> str:
+    """The advice on a variable's value, with collectives in an expansion mode; empty if it is as documented."""
+    if name in _RANGES:
+        least, most, unit, example = _RANGES[name]
+        if not (value.isdecimal() and least <= int(value) and (most is None or int(value) <= most)):
+            bounds = f"from {least} to {most}" if most is not None else f"of at least {least}"
+            return f"a whole number {bounds} ({unit}): export {name}={example}"
+    if name in _CHOICES and value not in _CHOICES[name]:
+        return f"{' or '.join(_CHOICES[name])}: export {name}={_CHOICES[name][-1]}"
+    if name == "HCCL_EXEC_TIMEOUT":
+        return _exec_advice(value, mode)
     if name == "HCCL_IF_IP":
         try:
             ipaddress.ip_address(value)
         except ValueError:
             return "the address of this node's own network card, another on each node: export HCCL_IF_IP=10.0.0.1"
-    if name == "HCCL_IF_BASE_PORT" and not (value.isdecimal() and _BASE_PORTS[0] <= int(value) <= _BASE_PORTS[1]):
-        return f"a port from {_BASE_PORTS[0]} to {_BASE_PORTS[1]}; the next ones are used too"
+    return ""
+
+
+def _exec_advice(value: str, mode: str) -> str:
+    """The advice on the seconds that a collective may take. CANN 9 reads hundredths, too."""
+    seconds = float(value) if re.fullmatch(r"\d+(\.\d{1,2})?", value) else -1.0
+    if not 0 <= seconds <= _MOST_SECONDS:
+        return f"seconds from 0 (for ever) to {_MOST_SECONDS}: export HCCL_EXEC_TIMEOUT=1836"
+    if mode == "AIV" and (seconds == 0 or seconds > _MOST_VECTOR_SECONDS):
+        return f"with HCCL_OP_EXPANSION_MODE=AIV it counts as {_MOST_VECTOR_SECONDS}: unset one of the two"
     return ""
