@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mmspeed.config import Config
 from mmspeed.data.cache.keys import entry_key
+from mmspeed.data.cache.payloads import not_finite
 from mmspeed.data.cache.writer import latent_tensors, text_tensors
 from mmspeed.device import Device, is_device_fault, parse_dtype
 from mmspeed.errors import UserError
@@ -283,7 +284,8 @@ def _device_failed(clip: Clip, error: BaseException) -> UserError:
 def encode_texts(encoders: Encoders, trusted: TrustedBatches, captions: Iterable[str]) -> Iterator[tuple[str, Tensors]]:
     """Yield each caption with the tensors of its entry, the shortest first, those of one length in batches without padding.
 
-    Captions that the encoder cuts are counted in `encoders.text.truncated`. Raises UserError if the device fails.
+    Captions that the encoder cuts are counted in `encoders.text.truncated`. Raises UserError if the device fails, and for numbers that
+    are not finite.
     """
     encoder, dtype = encoders.text, parse_dtype(encoders.config.preprocess.text_dtype)
 
@@ -303,7 +305,12 @@ def encode_texts(encoders: Encoders, trusted: TrustedBatches, captions: Iterable
             except (RuntimeError, MemoryError) as error:
                 raise UserError(f"the text encoder failed on a caption of {length} tokens: {error}") from error
             for caption, entry in zip(names, entries, strict=True):
-                yield caption, {name: tensor.to(dtype) for name, tensor in text_tensors(entry).items()}
+                stored = {name: tensor.to(dtype) for name, tensor in text_tensors(entry).items()}
+                if not_finite(stored) is not None:
+                    raise UserError(
+                        f"the text encoder's output for the caption {caption[:80]!r} is not finite: try text.dtype: float32"
+                    )
+                yield caption, stored
 
 
 def latent_entry(encoders: Encoders, clip: Clip, tensors: Tensors) -> dict[str, Any]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 import os
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import pyarrow as pa
-import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
 
 from mmspeed.errors import UserError
 
@@ -61,6 +63,19 @@ def read_block(file: BinaryIO, entry: Entry) -> StoredPayload:
     if (what := _differs(sidecar, entry)) is not None:
         raise DamagedError(what)
     return StoredPayload(payload, sidecar, start + _BLOCK + padded(length))
+
+
+def read_sound(file: BinaryIO, entry: Entry) -> StoredPayload:
+    """`read_block` of an entry whose numbers are all finite. Raises DamagedError, OSError."""
+    block = read_block(file, entry)
+    if (name := not_finite(safetensors.torch.load(block.payload))) is not None:
+        raise DamagedError(f"its `{name}` holds numbers that are not finite")
+    return block
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """The name of the first tensor that holds a number that is not finite; None where all are."""
+    return next((name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None)
 
 
 def _differs(sidecar: bytes, entry: Entry) -> str | None:

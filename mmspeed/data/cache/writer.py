@@ -25,6 +25,7 @@ from mmspeed.shapes import Bucket
 
 from .files import TEMP_SUFFIX, ReaderLock, abandoned, disk_errors
 from .keys import KeySet, canonical_json, digest, is_key
+from .payloads import not_finite
 from .shards import ShardWriter, read_shard, shard_sha256
 from .tables import (
     SECTIONS,
@@ -209,12 +210,15 @@ class CacheWriter:
             bucket, tokens, content_id, frames, fps: stored beside the tensors, so the key must determine them too.
             source: name of its source file, for messages; only in the index.
 
-        Raises UserError if the disk is full; the shard in progress is then discarded.
+        Raises UserError for numbers that are not finite, and if the disk is full; the shard in progress is then discarded.
         """
         if section not in SECTIONS or not is_key(key) or (section == "latents") != (bucket is not None):
             raise ValueError(f"no entry of section {section!r} with key {key!r} and bucket {bucket}")
         if self.has(section, key):
             return False
+        if (bad := not_finite(tensors)) is not None:
+            origin = f" ({source})" if source else ""
+            raise UserError(f"{section} {key}{origin} is not stored: its `{bad}` holds numbers that are not finite")
         name = None if bucket is None else bucket.name
         sidecar: dict[str, Any] = {
             "key": key,

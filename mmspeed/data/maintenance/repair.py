@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mmspeed.data.cache.payloads import BROKEN, DamagedError, read_block, salvage, trusted_rows
+from mmspeed.data.cache.payloads import BROKEN, DamagedError, read_block, read_sound, salvage, trusted_rows
 from mmspeed.data.cache.shards import shard_sha256
 from mmspeed.data.cache.tables import SECTIONS, Entry, index_files, shard_of_index, write_index
 from mmspeed.log import progress
@@ -99,7 +99,7 @@ def _sort_out(root: Path, shard: str) -> tuple[list[Entry], list[Entry], bool]:
         with open(root / shard, "rb") as file:
             for entry in rows:
                 try:
-                    read_block(file, entry)
+                    read_sound(file, entry)
                     intact.append(entry)
                 except (DamagedError, OSError):
                     lost.append(entry)

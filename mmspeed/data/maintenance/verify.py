@@ -20,7 +20,7 @@ from mmspeed.data.cache.codec_file import codec_problems
 from mmspeed.data.cache.contents import CONTENTS
 from mmspeed.data.cache.files import TEMP_SUFFIX, held
 from mmspeed.data.cache.index import ENTRIES_NAME, ENTRIES_SCHEMA, SAMPLES_NAME, SAMPLES_SCHEMA, fits
-from mmspeed.data.cache.payloads import BROKEN, DamagedError, padded, pread, read_block, sealed_table, trusted_rows
+from mmspeed.data.cache.payloads import BROKEN, DamagedError, padded, pread, read_sound, sealed_table, trusted_rows
 from mmspeed.data.cache.shards import shard_sha256
 from mmspeed.data.cache.tables import (
     SCHEMA_VERSION,
@@ -81,7 +81,10 @@ class Findings:
 
 
 def verify(root: Path | str) -> Findings:
-    """Read every byte of a cache and compare it with its seals and digests. Raises UserError without a cache, or for an older one."""
+    """Read every byte of a cache, compare it with its seals and digests, and look for numbers that are not finite.
+
+    Raises UserError without a cache, or for an older one.
+    """
     root = Path(root)
     findings = Findings()
     info = _check_info(root, findings)
@@ -132,7 +135,7 @@ def _check_shard(root: Path, shard: str) -> Findings:
 
 
 def _compare(path: Path, shard: str, rows: list[Entry], facts: dict[str, str]) -> list[Damage]:
-    """The differences between a shard, the rows of its index and its recorded digest."""
+    """The differences between a shard, the rows of its index and its recorded digest; entries that are not finite."""
     damage: list[Damage] = []
     size, at, gaps = path.stat().st_size, 0, 0
     with open(path, "rb") as file:
@@ -140,7 +143,7 @@ def _compare(path: Path, shard: str, rows: list[Entry], facts: dict[str, str]) -
             gaps += entry.offset - _BLOCK != at
             at = entry.offset + padded(entry.bytes) + 2 * _BLOCK
             try:
-                at = read_block(file, entry).end
+                at = read_sound(file, entry).end
             except (DamagedError, OSError) as error:
                 at = max(at, entry.offset)
                 damage.append(Damage(shard, _first_line(error), entry.section, entry.key, entry.source or ""))

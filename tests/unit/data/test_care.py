@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from mmspeed.data import CacheWriter, DatasetCache, Sample
 from mmspeed.data.cache.checksum import BLANK, is_sealed, seal
@@ -31,7 +32,7 @@ from mmspeed.data.maintenance.stats import census
 from mmspeed.data.maintenance.verify import Findings, verify
 from mmspeed.errors import UserError
 from mmspeed.models.codecs.linear import LinearCodec
-from tests.support.caches import BUCKET, FOLDER, add_latent, add_text, tar_bytes
+from tests.support.caches import BUCKET, FOLDER, add_latent, add_text, latent, tar_bytes
 from tests.support.care_caches import CODEC, build_whole, codec, contents
 
 
@@ -70,6 +71,26 @@ def test_damaged_entries_are_named_with_key_shard_and_source(root: Path) -> None
     assert found[0] == f"{shard}: latents {first.key} ({first.source}): its checksum differs"
     assert f"{shard}: latents {second.key} ({second.source}): its sidecar" in found[1] and len(found) == 2
     assert verify(root).whole == 13
+
+
+def test_the_writer_refuses_and_verify_finds_numbers_that_are_not_finite(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = torch.full((4, 2, 2, 4), float("nan"))
+    place = {"bucket": BUCKET, "source": "bad.mp4"}
+    key = entry_key({"kind": "latent", "number": 99})
+    words = rf"latents {key} \(bad.mp4\) is not stored: its `logvar` holds numbers that are not finite"
+    with CacheWriter(root) as writer:
+        with pytest.raises(UserError, match=words):
+            writer.add("latents", key, {"mean": latent(1), "logvar": bad}, {"number": 99}, **place)  # type: ignore[arg-type]
+        assert not writer.has("latents", key)
+        monkeypatch.setattr("mmspeed.data.cache.writer.not_finite", lambda tensors: None)  # a writer of before
+        assert writer.add("latents", key, {"mean": bad}, {"number": 99}, **place)  # type: ignore[arg-type]
+    (line,) = lines(verify(root))
+    assert line.endswith(f"latents {key} (bad.mp4): its `mean` holds numbers that are not finite")
+    assert verify(root).whole == 15
+    assert mend(root).lost == [f"latents {key} (bad.mp4)"]
+    assert verify(root).damage == [] and verify(root).entries == 15
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,14 @@ def test_texts_in_batches_are_the_bits_of_texts_one_by_one(tmp_path: Path, kind:
     assert [len(t["embeds"]) for t in made.values()] == sorted(len(t["embeds"]) for t in made.values())
 
 
+def test_a_caption_whose_encoding_is_not_finite_is_named(tmp_path: Path) -> None:
+    encoders = Encoders(text_config(tmp_path, "bert"), CPU)
+    with torch.no_grad():
+        next(encoders.text.model.parameters()).fill_(float("nan"))  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match=r"output for the caption 'a rabbit' is not finite: try text\.dtype"):
+        dict(encode_texts(encoders, TrustedBatches(1), ["a rabbit"]))
+
+
 def test_loose_batches_are_batches(tmp_path: Path) -> None:
     config = text_config(tmp_path, "t5", "preprocess.text_dtype=bfloat16")
     encoders, trusted = Encoders(config, CPU), TrustedBatches(8, exact=False)
