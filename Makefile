@@ -5,7 +5,7 @@
 #   TORCH      what pip is asked for first; on a machine without CUDA name your index's CPU build
 #   JOBS       test processes, as many as there are cores; 0: one
 #   BUNDLE     folder of the wheels that `make bundle` collects
-#   DEMO_ARGS, BENCH_ARGS, PYTEST_ARGS   more arguments, such as DEMO_ARGS=--short
+#   DEMO_ARGS, BENCH_ARGS, FAULTS_ARGS, PYTEST_ARGS   more arguments, such as DEMO_ARGS=--short
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,6 +14,7 @@ JOBS ?= 2
 BUNDLE ?= dist/bundle
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+FAULTS_ARGS ?=
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -23,12 +24,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # tests start many processes: each would compile the sources anew where nothing may be written beside them
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help demo test test-slow lint bench bundle docs clean venv
+.PHONY: help demo test test-slow faults lint bench bundle docs clean venv
 
 help:
 	@echo "make demo       preprocess, train, sample and report on the clips in the package"
 	@echo "make test       tests that take seconds"
 	@echo "make test-slow  tests that take minutes"
+	@echo "make faults     kills, full disks, damages, hostile files: a draw in 10 minutes; FAULTS_ARGS=--full for all of it"
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make bench      does a tiny model learn four clips? (under 15 minutes on two cores)"
 	@echo "make bundle     wheels of mmspeed qualify for a machine without an index, in BUNDLE"
@@ -44,6 +46,9 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(PYTEST) -m slow -o faulthandler_timeout=3600 $(PYTEST_ARGS)
+
+faults: $(STAMP)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m tests.faults.campaign $(FAULTS_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ import yaml
 
 MOST_NODES = 100_000  # after aliases are followed; a config of every key has some 500
 MOST_LEVELS = 100
+TOO_DEEP = f"it is nested too deeply, by more than {MOST_LEVELS} levels"
 
 # libyaml's scanner where PyYAML brings it: some ten times as fast
 _FastLoader: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -30,6 +31,8 @@ def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> An
             return None
         _require_few_nodes(node)
         return instance.construct_document(node)
+    except RecursionError:  # where another error ended the count of levels
+        raise TooManyNodesError(TOO_DEEP) from None
     finally:
         instance.dispose()
 
@@ -44,10 +47,13 @@ def _require_small(text: str) -> None:
             if count > MOST_NODES:
                 raise TooManyNodesError(f"it has more than {MOST_NODES:,} nodes")
             if depth > MOST_LEVELS:
-                raise TooManyNodesError(f"it is nested too deeply, by more than {MOST_LEVELS} levels")
+                raise TooManyNodesError(TOO_DEEP)
     except TooManyNodesError:
         raise
-    except yaml.YAMLError:
+    except yaml.YAMLError as error:
+        # newer versions of libyaml have a limit of their own, and meet it before they give the first event
+        if "nesting depth" in str(error):
+            raise TooManyNodesError(TOO_DEEP) from None
         return  # the loader says it, with its place
 
 

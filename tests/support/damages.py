@@ -8,6 +8,13 @@ import re
 import shutil
 from pathlib import Path
 
+from mmspeed.config.schema import TrainConfig
+from mmspeed.loop.averages import EMA
+from mmspeed.loop.checkpoint.maintenance import verify
+from mmspeed.loop.checkpoint.manager import CheckpointManager, DamagedCheckpointError, TrainingState, load, step_name
+from mmspeed.loop.optimizers.build import make_optimizer
+from tests.support.toy import ToyDiT
+
 JSON_FILES = ("index.json", "meta.json", "seal.json")
 
 
@@ -65,3 +72,45 @@ def unseal(checkpoint: Path) -> None:
         for chunk in entry["chunks"]:
             del chunk["hash"]
     (checkpoint / "index.json").write_text(json.dumps(index))
+
+
+def state_of(seed: int) -> TrainingState:
+    """The state of a toy model, with an optimizer and an average."""
+    model = ToyDiT(seed=seed)
+    return TrainingState(model, make_optimizer(model, TrainConfig()), EMA(model, 0.9), {"order": [seed, 3]})
+
+
+def write_two(folder: Path) -> Path:
+    """Checkpoints of steps 2 and 4, with different weights and losses."""
+    manager = CheckpointManager(folder)
+    for step, loss in ((2, 0.5), (4, 0.7)):
+        manager.save(step, state_of(step), blocking=True)
+        manager.mark_best(step, loss)
+    return folder
+
+
+def unnoticed(written: Path, place: Path, count: int, seed: int) -> list[str]:
+    """Damage a copy (at `place`) of what `write_two` wrote, `count` times; a line for each damage that `verify` or `load` passes over.
+
+    Any exception of `load` but that of a damaged checkpoint goes through.
+    """
+    lines = []
+    for number in range(count):
+        rng = random.Random(f"{seed} {number}")
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(written, place)
+        step, other = rng.sample([step_name(2), step_name(4)], 2)
+        text = f"{number}: {damage(place, step, other, rng)}"
+        if not verify(place / step):
+            lines.append(f"{text} passes `verify`")
+        if verify(place / other):
+            lines.append(f"{text}: the other checkpoint counts as damaged")
+        state = state_of(0)
+        try:
+            load(place / step, state.model, state.optimizer, state.ema)
+        except DamagedCheckpointError as error:
+            if step not in str(error):
+                lines.append(f"{text}: its message does not name it: {error}")
+        else:
+            lines.append(f"{text} is loaded")
+    return lines

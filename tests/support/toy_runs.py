@@ -45,15 +45,24 @@ def toy_config(folder: Path, *overrides: str, bucket: Bucket = BUCKET) -> Config
 
 
 def write_toy_cache(
-    config: Config, samples: int = 8, bucket: Bucket = BUCKET, sizes: tuple[int, ...] = (C, T, H, W)
+    config: Config,
+    samples: int = 8,
+    bucket: Bucket = BUCKET,
+    sizes: tuple[int, ...] = (C, T, H, W),
+    spoiled: int | None = None,
 ) -> None:
-    """A cache of the toy's channels and text width; the first sample is held out. `sizes`: of a latent of the bucket."""
+    """A cache of the toy's channels and text width; the first sample is held out. `sizes`: of a latent of the bucket.
+
+    `spoiled`: the sample whose latent holds a NaN.
+    """
     root, tokens = config.local_cache_dir(), math.prod(sizes[1:])
     latents, texts = [], []
     with CacheWriter(root) as writer:
         for number in range(samples):
             parts = {"kind": "latent", "number": number}
             tensors = latent_tensors(rng.normal(sizes, 0, "latent", number), rng.normal(sizes, 0, "spread", number) - 5)
+            if number == spoiled:
+                tensors["mean"].view(-1)[5] = math.nan
             latents.append(entry_key(parts))
             writer.add(
                 "latents", latents[-1], tensors, parts, bucket=bucket, tokens=tokens, content_id=f"c{number}",

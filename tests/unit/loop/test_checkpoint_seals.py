@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from mmspeed.config.schema import TrainConfig
 from mmspeed.errors import UserError
-from mmspeed.loop.averages import EMA
 from mmspeed.loop.checkpoint.load import recorded
 from mmspeed.loop.checkpoint.maintenance import entries, prunable, remove, verify
 from mmspeed.loop.checkpoint.manager import (
     CheckpointManager,
     DamagedCheckpointError,
     Retention,
-    TrainingState,
     best,
     latest,
     load,
@@ -29,27 +25,16 @@ from mmspeed.loop.checkpoint.manager import (
     steps_in,
 )
 from mmspeed.loop.checkpoint.storage import DamageError, read_record
-from mmspeed.loop.optimizers.build import make_optimizer
-from tests.support.damages import damage, unseal
+from tests.support.damages import state_of, unnoticed, unseal, write_two
 from tests.support.toy import ToyDiT
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def state_of(seed: int) -> TrainingState:
-    model = ToyDiT(seed=seed)
-    return TrainingState(model, make_optimizer(model, TrainConfig()), EMA(model, 0.9), {"order": [seed, 3]})
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of steps 2 and 4, with different weights and losses."""
-    folder = tmp_path_factory.mktemp("sealed")
-    manager = CheckpointManager(folder)
-    for step, loss in ((2, 0.5), (4, 0.7)):
-        manager.save(step, state_of(step), blocking=True)
-        manager.mark_best(step, loss)
-    return folder
+    return write_two(tmp_path_factory.mktemp("sealed"))
 
 
 @pytest.fixture
@@ -65,27 +50,13 @@ def test_a_sound_checkpoint_has_no_problem(folder: Path) -> None:
     assert all(len(chunk["hash"]) == 32 for entry in index["tensors"].values() for chunk in entry["chunks"])
 
 
-def notice_damages(written: Path, place: Path, count: int, seed: int) -> None:
-    for number in range(count):
-        rng = random.Random(f"{seed} {number}")
-        shutil.rmtree(place, ignore_errors=True)
-        shutil.copytree(written, place)
-        step, other = rng.sample([step_name(2), step_name(4)], 2)
-        text = damage(place, step, other, rng)
-        assert verify(place / step), f"{number}: {text} passes `verify`"
-        assert verify(place / other) == [], f"{number}: {text}"
-        state = state_of(0)
-        with pytest.raises(DamagedCheckpointError, match=step):
-            load(place / step, state.model, state.optimizer, state.ema)
-
-
 def test_random_damages_are_noticed(written: Path, tmp_path: Path) -> None:
-    notice_damages(written, tmp_path / "copy", 60, 0)
+    assert unnoticed(written, tmp_path / "copy", 60, 0) == []
 
 
 @pytest.mark.slow
 def test_two_thousand_damages_are_noticed(written: Path, tmp_path: Path) -> None:
-    notice_damages(written, tmp_path / "copy", 2000, 1)
+    assert unnoticed(written, tmp_path / "copy", 2000, 1) == []
 
 
 def test_every_byte_of_the_record_counts(folder: Path) -> None:

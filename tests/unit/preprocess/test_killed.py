@@ -10,47 +10,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from mmspeed.config import Config, dump_config
-from mmspeed.data.cache.files import READERS_LOCK
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.preprocess import CacheBuilder
-from tests.support.caches import tar_bytes
 from tests.support.forks import ended, fork, kill, ranks, wait
+from tests.support.killed_builds import another, assert_same, kill_builds, whole_build
 from tests.support.runs import losses, small_config
 
 MOMENTS = [2, pytest.param(50, marks=pytest.mark.slow)]
-CLIPS = 5
-SMALL_SHARDS = "preprocess.shard_mb=0.004"  # a few latents in a shard, and a caption: many shards are sealed on the way
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, float]:
     """A cache whose making was never interrupted, and the seconds that it took."""
-    torch.set_num_threads(1)  # forked processes have no threads of ours to compute with
-    config = small_config(tmp_path_factory.mktemp("whole"), SMALL_SHARDS, clips=CLIPS)
-    CacheBuilder(config).run()  # and all is imported
-    other = small_config(tmp_path_factory.mktemp("timed"), SMALL_SHARDS, clips=CLIPS)
-    started = time.monotonic()
-    assert wait(fork(CacheBuilder(other).run, Path(other.output).parent / "log.txt")) == 0
-    return config, time.monotonic() - started
-
-
-def another(whole: Config, folder: Path) -> Config:
-    """The same sources, into a new cache."""
-    source = f"data.sources.0.path={whole.data.sources[0].path}"
-    return small_config(folder, SMALL_SHARDS, source)
-
-
-def assert_same(made: Config, whole: Config) -> None:
-    """The same entries, the same bytes of each, the same table of samples; nothing is left over."""
-    root = made.cache_dir
-    assert tar_bytes(root) == tar_bytes(whole.cache_dir)
-    samples = "index/samples.parquet"
-    assert (root / samples).read_bytes() == (whole.cache_dir / samples).read_bytes()
-    left = [path.name for path in root.rglob(".*") if path.is_file()]
-    assert left == [READERS_LOCK] and not (root / "parts").exists()
+    return whole_build(tmp_path_factory.mktemp("builds"))
 
 
 @pytest.mark.parametrize("moments", MOMENTS)
@@ -58,26 +32,7 @@ def test_a_build_killed_at_random_moments_ends_the_same(
     whole: tuple[Config, float], tmp_path: Path, moments: int
 ) -> None:
     config, seconds = whole
-    draw = random.Random(moments)
-    kills = trial = 0
-    while kills < moments:
-        made = another(config, tmp_path / str(trial))
-        log = tmp_path / f"{trial}.txt"
-        code = None
-        while code != 0:
-            pid = fork(CacheBuilder(made).run, log)
-            if kills == moments:
-                code = wait(pid)
-                assert code == 0, log.read_text()
-                continue
-            time.sleep(draw.uniform(0.0, seconds))
-            code = ended(pid)
-            assert code in (None, 0), log.read_text()
-            if code is None:
-                kill(pid)
-                kills += 1
-        assert_same(made, config)
-        trial += 1
+    kill_builds(config, seconds, tmp_path, random.Random(moments), moments)
 
 
 @pytest.mark.parametrize("moments", [1, pytest.param(15, marks=pytest.mark.slow)])

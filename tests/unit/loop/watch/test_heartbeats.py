@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from mmspeed.loop.watch.heartbeats import Heartbeats, SilenceRule
-from tests.unit.loop.watch.test_phases import Clock
+from tests.support.standing_clock import Clock
 
 
 def test_silence_is_named_after_a_minute_and_ended_after_ten() -> None:

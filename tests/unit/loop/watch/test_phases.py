@@ -6,16 +6,7 @@ import pytest
 
 from mmspeed.config.watchdog import WatchdogConfig
 from mmspeed.loop.watch.phases import PhaseClock, RunPhase, limit_of, longest_wait
-
-
-class Clock:
-    """A clock that stands until it is set."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.standing_clock import Clock
 
 
 def test_a_limit_is_ten_medians_and_a_minute_at_least() -> None:

@@ -17,7 +17,7 @@ from mmspeed.errors import ERROR_FILE, LAUNCHED
 from mmspeed.loop.watch.heartbeats import Heartbeats
 from mmspeed.loop.watch.phases import RunPhase
 from mmspeed.loop.watch.watchdog import HUNG, Watchdog
-from tests.unit.loop.watch.test_phases import Clock
+from tests.support.standing_clock import Clock
 
 
 def test_past_its_limit_a_rank_is_named_with_its_stacks_and_past_twice_it_is_ended(

@@ -1,0 +1,1 @@
+"""A campaign of injected faults: `make faults`."""

@@ -1,0 +1,67 @@
+"""Numbers that are not finite, in the data and in the weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mmspeed.cli.failures import describe
+from mmspeed.errors import UserError
+from mmspeed.log import read_metrics
+from mmspeed.loop.checkpoint.maintenance import verify
+from mmspeed.loop.checkpoint.manager import step_name, steps_in
+from mmspeed.pipelines import TrainPipeline
+from mmspeed.preprocess import CacheBuilder
+from tests.faults.case import Outcome, Scene, case
+from tests.support.checkpoints import whole_checkpoint
+from tests.support.runs import small_config
+from tests.support.toy_runs import toy_config, train_toy, write_toy_cache
+
+
+@case("NaN in a stored latent", 120)
+def latent(scene: Scene) -> Outcome:
+    spoiled = scene.draw.randrange(1, 8)
+    try:
+        write_toy_cache(toy_config(scene.folder), spoiled=spoiled)
+    except UserError as error:
+        return f"refused by the writer: {error}", True
+    try:
+        train_toy(str(scene.folder), ("train.skip_non_finite=0",))
+    except UserError as error:
+        line = str(error)
+    else:
+        return "trained without a word", False
+    train_toy(str(scene.folder), ("name=skips", "train.skip_non_finite=99"))
+    rows = read_metrics(scene.folder / "runs" / "skips" / "metrics.jsonl")
+    bad = [row["samples"] for row in rows if row["kind"] == "non_finite"]
+    named = f"{spoiled}.mp4" in line and all(samples == [f"{spoiled}.mp4"] for samples in bad)
+    finite = all_finite(scene.folder, "skips")
+    figure = f"its sample is {'named' if named else 'not named'}; with skips allowed {len(bad)} of 6 steps are left out, weights {finite}"
+    return figure, named and finite == "finite" and len(bad) > 0
+
+
+def all_finite(folder: Path, name: str) -> str:
+    """`finite`, or the names of the tensors of a run's latest checkpoint that are not."""
+    tensors = whole_checkpoint(folder / "runs" / name)
+    bad = [key for key, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
+    return ", ".join(bad[:3]) or "finite"
+
+
+@case("learning rate of 1e38", 120)
+def divergence(scene: Scene) -> Outcome:
+    config = small_config(
+        scene.folder, "name=diverges", "train.lr=1e38", "train.warmup_steps=0", "checkpoint.every=1", "train.steps=9"
+    )
+    CacheBuilder(config).run()
+    try:
+        TrainPipeline(config).run()
+    except Exception as error:
+        failure = describe(error)
+    else:
+        return "trained without a word", False
+    folder = config.run_dir / "checkpoints"
+    kept = steps_in(folder) if folder.exists() else []
+    sound = all(verify(folder / step_name(step)) == [] for step in kept)
+    finite = all_finite(scene.folder, "diverges") if kept else "finite"
+    line = "a line" if failure.known else failure.line()
+    figure = f"{line}; {len(kept)} checkpoints kept, {'sound' if sound else 'damaged'} and {finite}"
+    return figure, failure.known and sound and finite == "finite"
