@@ -2,54 +2,81 @@
 
 from __future__ import annotations
 
-import json
-import shutil
+import subprocess
+import sys
 from pathlib import Path
 
-import av
 import pytest
 
-from tests.support.runs import CLIPS
-from tests.support.stamps import stamped
+from tests.claims.walk import COMMANDS, Walk, make_folder, shortfalls, walk
+from tests.support.stamps import Stamped
+
+CHECK = COMMANDS[1]
+END = f"next: `{CHECK.following}`\n"
 
 
-def make_folder(folder: Path) -> None:
-    """12 clips and 3 pictures with their captions in files beside them."""
-    folder.mkdir()
-    rows = [json.loads(line) for line in CLIPS.read_text(encoding="utf-8").splitlines()][:15]
-    for number, row in enumerate(rows):
-        video = CLIPS.parent / row["video"]
-        if number < 12:
-            shutil.copy(video, folder)
-        else:
-            with av.open(str(video)) as container:
-                next(container.decode(video=0)).to_image().save(folder / f"{video.stem}.png")
-        (folder / f"{video.stem}.txt").write_text(row["caption"], encoding="utf-8")
-
-
-# Processor seconds of the command itself, where a busy machine would make seconds of the clock mean nothing.
-MOST_FIRST, MOST_SILENT = 2.0, 3.0
-
-
+# By processor seconds of the commands themselves, where a busy machine would make seconds of the clock mean nothing.
 @pytest.mark.slow
 @pytest.mark.parametrize("tty", [True, False], ids=["terminal", "pipe"])
 def test_five_commands_speak_at_once_and_name_the_next(tty: bool, tmp_path: Path) -> None:
-    make_folder(tmp_path / "videos")
-    commands = {
-        "init": (["init", "my", "--videos", "videos"], "mmspeed check my.yaml"),
-        "check": (["check", "my.yaml"], "mmspeed train my.yaml"),
-        "train": (["train", "my.yaml", "train.steps=20"], "mmspeed sample"),
-        "sample": (["sample", "runs/my", "-p", "a rabbit in a meadow", "--steps", "4"], "mmspeed report runs/my"),
-        "report": (["report", "runs/my"], "mmspeed sample runs/my"),
-    }
-    for name, (arguments, following) in commands.items():
-        result = stamped(arguments, tmp_path, tty, timeout=1200)
-        assert result.code == 0, result.text
-        assert following in " ".join(result.text.split()[-30:]), name
-        assert result.first_busy < MOST_FIRST, (name, result.first)
-        assert result.longest_busy_silence[0] < MOST_SILENT, (name, result.longest_busy_silence)
-        if not tty:
-            assert "\x1b" not in result.text
-    assert len((tmp_path / "my.yaml").read_text(encoding="utf-8").splitlines()) <= 40
+    walked = walk(tmp_path, tty)
+    print("\n".join(walked.lines()))
+    assert walked.shortfalls(busy=True) == []
+    assert len(walked.outputs) == 5 and walked.usable == 15
+    if not tty:
+        assert not any("\x1b" in output.text for _, output in walked.outputs)
     text = (tmp_path / "runs" / "my" / "report.html").read_text(encoding="utf-8")
     assert "by quarter of the times" in text
+
+
+def output_of(*pieces: tuple[float, str], seconds: float, code: int = 0, busy: float = 0.5) -> Stamped:
+    """An output of which each piece and the end came after half as many processor seconds."""
+    return Stamped(pieces, [*(when * busy for when, _ in pieces), seconds * busy], seconds, code, 0.0)
+
+
+def test_silences_are_measured_from_the_start_between_pieces_and_to_the_end() -> None:
+    between = output_of((0.5, "begin\n"), (1.0, "a"), (4.5, "b"), (5.0, END), seconds=6.0)
+    assert (between.first, between.longest_silence) == (0.5, (3.5, "a"))
+    assert (between.first_busy, between.longest_busy_silence) == (0.25, (1.75, "a"))
+    assert output_of((4.0, "late"), seconds=5.0).longest_silence == (4.0, "(start)")
+    assert output_of((1.0, END), seconds=9.0).longest_silence == (8.0, END)
+    nothing = output_of(seconds=3.0)
+    assert nothing.first == 3.0 and nothing.longest_silence == (3.0, "(start)")
+
+
+def test_what_falls_short_is_named() -> None:
+    well = output_of((0.5, "begin\n"), (2.0, END), seconds=2.5)
+    assert shortfalls(CHECK, well) == []
+    late = output_of((2.5, "begin\n"), (6.0, END), seconds=6.5)
+    first, silence = shortfalls(CHECK, late)
+    assert first == "check: 2.5 s before the first line, at most 2"
+    assert silence == "check: 3.5 s of silence, at most 3, after 'begin\\n'"
+    assert shortfalls(CHECK, late, busy=True) == []
+    (code,) = shortfalls(CHECK, output_of((0.5, "begin\n"), (1.0, "error"), seconds=1.0, code=1))
+    assert code.startswith("check: exit code 1: begin")
+    (end,) = shortfalls(CHECK, output_of((0.5, "begin\n"), seconds=1.0))
+    assert end == f"check: its end does not name `{CHECK.following}`"
+    walked = Walk([(CHECK, well)], 41, 13, 12, 0.0)
+    assert walked.shortfalls() == ["41 lines of the config, at most 40", "init: 13 usable, but 12 encoded"]
+
+
+def test_the_folder_of_the_walk_holds_captioned_clips_and_pictures(tmp_path: Path) -> None:
+    make_folder(tmp_path / "videos")
+    names = [path.suffix for path in (tmp_path / "videos").iterdir()]
+    assert [names.count(suffix) for suffix in (".mp4", ".png", ".txt")] == [12, 3, 15]
+
+
+def test_a_command_ends_with_its_threads_and_hooks_and_without_taking_the_interpreter_down() -> None:
+    program = """
+import atexit, threading, time
+from mmspeed.__main__ import leave
+class Last:
+    def __del__(self):
+        print("interpreter taken down")
+last = Last()
+atexit.register(print, "hook")
+threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+leave(3)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "thread\nhook\n", "")
