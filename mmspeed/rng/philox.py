@@ -30,8 +30,8 @@ from .names import name_digest
 VERSION = 2
 UNIT = 2.0**-21  # of the table's integers
 QUANTILES = Path(__file__).parent.parent / "assets" / "normal_quantiles.safetensors"
-_CHUNK = 1 << 14  # words drawn at a time: their table indices and values stay in a core's cache
-_SHORT = 1 << 16  # a permutation's words, of which few are alike in their upper 16 bits
+_CHUNK = 1 << 12  # words drawn at a time: their table indices and values stay in a core's cache
+_SHORT = 1 << 14  # a permutation's words, of which few are alike in their upper 18 bits
 
 Array = npt.NDArray[Any]
 
@@ -54,14 +54,21 @@ class PhiloxStream:
 
     def __init__(self, seed: int, *names: object) -> None:
         self.key = np.frombuffer(name_digest(int(seed), *names), "<u8").astype(np.uint64)
-        self._next = 0  # word
+        self._next = 0  # word that no draw has taken
+        self._source: Philox | None = None  # of the words from `_place` on
+        self._place = 0
 
     def words(self, begin: int, count: int) -> Array:
         """Words begin..begin+count-1, uint64."""
-        block, skipped = divmod(begin, 4)
-        counter = np.array([block, 0, self.key[2], self.key[3]], np.uint64)  # numpy adds 1 before each block
-        drawn: Array = Philox(counter=counter, key=self.key[:2]).random_raw(skipped + count)
-        return drawn[skipped:]
+        if self._source is None or begin != self._place:  # to make one takes as long as 2,000 words
+            block, skipped = divmod(begin, 4)
+            counter = np.array([block, 0, self.key[2], self.key[3]], np.uint64)  # numpy adds 1 before each block
+            self._source = Philox(counter=counter, key=self.key[:2])
+            if skipped:
+                self._source.random_raw(skipped)
+        self._place = begin + count
+        drawn: Array = self._source.random_raw(count)
+        return drawn
 
     def normal(self, shape: tuple[int, ...]) -> Tensor:
         """Standard normal numbers, float32."""
@@ -95,22 +102,7 @@ class PhiloxStream:
 
     def permutation(self, count: int) -> Array:
         """The numbers 0..count-1 in a random order, int64: number i has word i, and they are sorted by (word, number)."""
-        words = self.words(self._take(count), count)
-        if count <= _SHORT:  # a radix sort by the upper 16 bits, then a stable sort of words that nearly are in order
-            order = (words >> np.uint64(48)).astype(np.uint16).argsort(kind="stable")
-            return order[words[order].argsort(kind="stable")]
-        index = np.uint64((1 << (count - 1).bit_length()) - 1 if count else 0)  # the bits that an index takes
-        # sorting numbers is several times faster than sorting indices: the word's upper bits, and the index in place of the lower
-        packed = words & ~index
-        packed |= np.arange(count, dtype=np.uint64)
-        packed.sort()
-        order = (packed & index).view(np.int64)
-        alike = packed[1:] ^ packed[:-1] <= index
-        if alike.any():  # the lower bits decide
-            tied = np.flatnonzero(np.append(alike, False) | np.insert(alike, 0, False))
-            numbers = order[tied]
-            order[tied] = numbers[np.lexsort((numbers, words[numbers]))]
-        return order
+        return _sorting_order(self.words(self._take(count), count))
 
     def _take(self, words: int) -> int:
         """The first of as many words that are taken from the stream now."""
@@ -123,14 +115,41 @@ class PhiloxStream:
         drawn = torch.empty(
             2 * (last - first), dtype=torch.float32, device="cpu"
         )  # torch's memory, which its profiler counts
-        values, table = drawn.numpy(), _values()
+        values, table, most = drawn.numpy(), _values(), 4 * min(_CHUNK, last - first)
+        places, parts = np.empty(most, np.intp), np.empty(most, np.float32)
         for at in range(first, last, _CHUNK):
             size = min(_CHUNK, last - at)
-            halves = table[_halves(self.words(word + at, size), "<u2")]
-            np.add(halves[0::2], halves[1::2], out=values[2 * (at - first) : 2 * (at - first + size)])
+            place, part = places[: 4 * size], parts[: 4 * size]
+            place[:] = _halves(self.words(word + at, size), "<u2")
+            # a third of the time of table[place]; every place is in the table, and "raise" would copy `out`
+            table.take(place, out=part, mode="clip")
+            np.add(part[0::2], part[1::2], out=values[2 * (at - first) : 2 * (at - first + size)])
         return drawn[begin - 2 * first : end - 2 * first]
 
 
 def _halves(words: Array, kind: str) -> Array:
     """The parts of words, their low bits first."""
     return words.astype("<u8", copy=False).view(kind)
+
+
+def _sorting_order(words: Array) -> Array:
+    """The numbers of words, int64, sorted by (word, number).
+
+    Sorting numbers is several times faster than sorting indices: what is sorted is a word's upper bits, with its number in place of the
+    lower ones. Numbers of 32 bits sort twice as fast as those of 64, but long permutations have too many words alike in what they hold.
+    """
+    count = len(words)
+    upper = _halves(words, "<u4")[1::2] if count <= _SHORT else words
+    index = upper.dtype.type((1 << (count - 1).bit_length()) - 1 if count else 0)  # the bits that a number takes
+    packed = upper & ~index
+    packed |= np.arange(count, dtype=upper.dtype)
+    packed.sort()
+    packed_numbers = packed & index
+    order = packed_numbers.view(np.int64) if packed_numbers.itemsize == 8 else packed_numbers.astype(np.int64)
+    alike = np.zeros(count + 1, np.bool_)  # place i: are i - 1 and i?
+    np.less_equal(packed[1:] ^ packed[:-1], index, out=alike[1:-1])
+    if alike.any():  # the lower bits decide
+        tied = np.flatnonzero(alike[1:] | alike[:-1])
+        numbers = order[tied]  # ascending where words are alike, and a stable sort keeps that order
+        order[tied] = numbers[words[numbers].argsort(kind="stable")]
+    return order

@@ -1,4 +1,4 @@
-"""The second generator's arithmetic by other means: whole numbers of Python, and torch's 64-bit integers as any device has them."""
+"""The second generator's arithmetic by other means: whole numbers of Python, arrays, and torch's 64-bit integers as any device has them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import json
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from mmspeed.rng import philox
+
+Words = npt.NDArray[np.uint64]
 
 WORD = 2**64
 ROUNDS = 10
@@ -36,6 +39,17 @@ def words_of(begin: int, count: int, *names: object) -> list[int]:
     return [philox_block((w // 4 + 1, 0, c2, c3), (k0, k1))[w % 4] for w in range(begin, begin + count)]
 
 
+def first_words(keys_N4: Words) -> Words:
+    """Word 0 of each of many streams (N,), from the four words of their keys (N, 4), all at once."""
+    k = [keys_N4[:, at] for at in range(2)]
+    c = [np.ones_like(k[0]), np.zeros_like(k[0]), keys_N4[:, 2], keys_N4[:, 3]]
+    for _ in range(ROUNDS):
+        (first, low), (second, other) = (_wide_product(c[2 * at], MULTIPLIERS[at]) for at in range(2))
+        c = [second ^ c[1] ^ k[0], other, first ^ c[3] ^ k[1], low]
+        k = [word + np.uint64(step) for word, step in zip(k, STEPS, strict=True)]
+    return c[0]
+
+
 def normal_of(value: int, *names: object) -> float:
     """One normal number of a name, alone."""
     (word,) = words_of(value // 2, 1, *names)
@@ -59,6 +73,14 @@ def device_normal(count: int, device: str, *names: object) -> Tensor:
     table = torch.from_numpy(philox.quantiles().astype(np.int32)).to(device)
     sums = table[quarters].view(-1, 2).sum(dim=1, dtype=torch.int32)
     return (sums.float() * philox.UNIT)[:count]
+
+
+def _wide_product(x: Words, by: int) -> tuple[Words, Words]:
+    """The upper and the lower word of x * by, by parts of 32 bits."""
+    x_low, x_high, low, high = x & np.uint64(LOW), x >> np.uint64(32), np.uint64(by & LOW), np.uint64(by >> 32)
+    middle = x_high * low + (x_low * low >> np.uint64(32))
+    rest = x_low * high + (middle & np.uint64(LOW))
+    return x_high * high + (middle >> np.uint64(32)) + (rest >> np.uint64(32)), x * np.uint64(by)
 
 
 def _signed(word: int) -> int:

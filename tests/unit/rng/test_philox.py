@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -13,11 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mmspeed import rng
 from mmspeed.rng import philox
 from mmspeed.rng.names import name_digest
-from tests.support.philox import device_normal, normal_of, philox_block, words_of
+from tests.support.philox import Words, device_normal, first_words, normal_of, philox_block, words_of
 
 NAME = (7, "noise", "s39990", 3, 0)
 PAIR = ("s39990", "s133687")  # the hashes of their names have the same low 32 bits
@@ -92,6 +95,29 @@ def test_sixty_four_bit_integers_of_a_device_give_the_same_numbers() -> None:
     assert torch.equal(device_normal(5003, "cpu", *NAME), rng.normal((5003,), *NAME))  # type: ignore[arg-type]
 
 
+def digest(drawn: Any) -> str:
+    return hashlib.sha256(np.ascontiguousarray(drawn).tobytes()).hexdigest()[:16]
+
+
+def test_numbers_are_those_that_runs_and_caches_began_with() -> None:
+    """Digests of what the generator drew when it became version 2: another way to the numbers must give these."""
+    names: tuple[Any, ...] = (3, "noise", "a", 0, 0)
+    normal = {1: "40457c9411f0a531", 7: "b3977bda52ce56a2", 65_536: "b00e5063df9362fe", 70_001: "4e7d914f50245555"}
+    assert {count: digest(rng.normal((count,), *names)) for count in normal} == normal
+    assert digest(rng.normal_part(10**9, 123_456_787, 123_556_790, *names)) == "73787008f4200a73"
+    assert digest(rng.symmetric((70_001,), 0.3, 3, "init", "w")) == "c6852f64cd1bd8d1"
+    orders = {
+        1: "af5570f5a1810b7a", 2: "4cbbd8ca5215b8d1", 999: "8637520c494f4ca3", 10_000: "40e00439fefa0e69",
+        16_384: "8b6b5b669ce0376d", 16_385: "6bbfc2d345823c59", 65_536: "bea4978996aa885f", 65_537: "051b7fa38f1e93fb",
+        300_000: "1b14ef892fd5232f",
+    }  # fmt: skip
+    assert {count: digest(rng.permutation(count, 3, "sample_order", count)) for count in orders} == orders
+    stream = rng.stream(3, "turn", "x")
+    drawn = [digest(stream.normal((5,))), digest(stream.permutation(33)), digest(stream.normal((3,)))]
+    assert drawn == ["3a4bc3d607029873", "84c3a60138f852ae", "874f34c446d9a427"]
+    assert stream.uniform() == 0.8451748678741549
+
+
 def test_normal_numbers_are_not_rounded() -> None:
     drawn = rng.normal((200_000,), 1, "exact").double() * 2**21
     assert torch.equal(drawn, drawn.round()) and drawn.abs().max() < 2**24
@@ -116,7 +142,7 @@ def test_a_permutation_sorts_words(count: int) -> None:
     assert rng.permutation(count, 0, "order", count).tolist() == sorted(range(count), key=lambda n: (words[n], n))
 
 
-@pytest.mark.parametrize("count", [1 << 16, (1 << 16) + 1])
+@pytest.mark.parametrize("count", [1 << 14, (1 << 14) + 1, 1 << 17])
 def test_long_permutations_are_sorted_as_short_ones_are(count: int) -> None:
     words = philox.PhiloxStream(0, "order", count).words(0, count)
     assert np.array_equal(rng.permutation(count, 0, "order", count), np.lexsort((np.arange(count), words)))
@@ -131,6 +157,20 @@ def test_words_that_are_alike_in_their_upper_bits_or_wholly_are_still_in_order(
     monkeypatch.setattr(philox.PhiloxStream, "words", lambda self, begin, count: words[begin : begin + count])
     expected = sorted(range(count), key=lambda n: (words[n], n))
     assert philox.PhiloxStream(0, "ties").permutation(count).tolist() == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.one_of(st.integers(0, 3), st.integers(2**64 - 3, 2**64 - 1), st.integers(0, 2**64 - 1)), max_size=70),
+    st.integers(0, 40),
+    st.booleans(),
+)
+def test_any_words_are_sorted_by_word_and_number(words: list[int], shift: int, long: bool) -> None:
+    words = [word >> shift << shift for word in words]
+    expected = sorted(range(len(words)), key=lambda n: (words[n], n))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(philox, "_SHORT", -1 if long else philox._SHORT)  # both ways
+        assert philox._sorting_order(np.array(words, np.uint64)).tolist() == expected
 
 
 def test_a_stream_gives_new_numbers_at_each_draw() -> None:
@@ -218,20 +258,23 @@ class Moments:
             assert abs(found - expected) < 4 * math.sqrt(expected) + 1, f"beyond {place}"
 
 
-def distance(drawn: torch.Tensor) -> float:
-    """sqrt(n) times the greatest distance of the numbers' distribution from the normal one (Kolmogorov-Smirnov)."""
-    ordered = torch.special.ndtr(drawn.double().sort().values)
-    steps = torch.arange(len(drawn) + 1, dtype=torch.float64) / len(drawn)
-    return float(torch.maximum(ordered - steps[:-1], steps[1:] - ordered).max()) * math.sqrt(len(drawn))
+def distance(values: torch.Tensor, counts: torch.Tensor) -> float:
+    """sqrt(n) times the greatest distance from the normal distribution (Kolmogorov-Smirnov) of numbers: ascending values, with counts."""
+    share, n = torch.special.ndtr(values.double()), int(counts.sum())
+    upto = counts.cumsum(0).double()
+    return float(torch.maximum(share - (upto - counts) / n, upto / n - share).max()) * math.sqrt(n)
 
 
 def correlations(names: int, values: int) -> float:
     """The sum of squared correlations of each two names' numbers, in standard deviations from its mean."""
-    drawn = torch.stack([rng.normal((values,), 0, "noise", f"s{number}", 0, 0) for number in range(names)]).double()
+    drawn, squared = torch.empty(names, values, dtype=torch.float64), 0.0
+    for number, row in enumerate(drawn):
+        row.copy_(rng.normal((values,), 0, "noise", f"s{number}", 0, 0))
     drawn /= drawn.norm(dim=1, keepdim=True)
+    for some in drawn.split(500):  # not all products at a time: those of 10,000 names are 800 MB
+        squared += float((some @ drawn.T).square().sum())
     pairs = names * (names - 1) / 2
-    squared = ((drawn @ drawn.T).square().sum().item() - names) / 2 * values
-    return (squared - pairs) / math.sqrt(2 * pairs)
+    return ((squared - names) / 2 * values - pairs) / math.sqrt(2 * pairs)
 
 
 def test_two_million_numbers_are_normal() -> None:
@@ -239,18 +282,21 @@ def test_two_million_numbers_are_normal() -> None:
     drawn = rng.normal((2_100_000,), 0, "statistics")
     moments.add(drawn)
     moments.check()
-    assert distance(drawn) < KOLMOGOROV
+    assert distance(*drawn.unique(return_counts=True)) < KOLMOGOROV
     assert abs(correlations(300, 1000)) < 4
 
 
 @pytest.mark.slow
 def test_a_hundred_million_numbers_are_normal() -> None:
-    moments = Moments()
-    parts = [rng.normal((10**7,), 0, "statistics", part) for part in range(10)]
-    for drawn in parts:
+    moments, counts = Moments(), torch.zeros(2**25, dtype=torch.long)  # by multiples of 2**-21
+    for part in range(50):
+        drawn = rng.normal((2 * 10**6,), 0, "statistics", part)
         moments.add(drawn)
+        counts += torch.bincount((drawn.double() * 2**21).long() + 2**24, minlength=2**25)
     moments.check()
-    assert distance(torch.cat(parts)) < KOLMOGOROV
+    values = counts.nonzero()[:, 0]
+    assert moments.number == 10**8 == counts.sum()
+    assert distance((values - 2**24) / 2**21, counts[values]) < KOLMOGOROV
 
 
 @pytest.mark.slow
@@ -267,18 +313,23 @@ def test_names_that_met_before_do_not() -> None:
     assert not torch.equal(*(rng.normal((64,), 0, "noise", name, 0, 0) for name in PAIR))
 
 
-def first_words(count: int) -> np.ndarray:
+def first_words_of(numbers: range) -> Words:
     """The first word of many names. Were their streams random, two of ten million would meet once in 400,000 trials."""
-    return np.array([philox.PhiloxStream(0, "noise", f"s{number}", 0, 0).words(0, 1)[0] for number in range(count)])
+    digests = b"".join(name_digest(0, "noise", f"s{number}", 0, 0) for number in numbers)
+    return first_words(np.frombuffer(digests, "<u8").reshape(-1, 4).astype(np.uint64))
 
 
 def test_no_two_of_many_names_meet() -> None:
-    assert len(np.unique(first_words(150_000))) == 150_000  # of 2**32 seeds, three pairs would
+    words = first_words_of(range(150_000))
+    assert len(np.unique(words)) == 150_000  # of 2**32 seeds, three pairs would
+    for number in range(0, 150_000, 10_007):
+        assert words[number] == philox.PhiloxStream(0, "noise", f"s{number}", 0, 0).words(0, 1)[0]
 
 
 @pytest.mark.slow
 def test_no_two_of_ten_million_names_meet() -> None:
-    assert len(np.unique(first_words(10**7))) == 10**7
+    words = np.concatenate([first_words_of(range(at, at + 10**5)) for at in range(0, 10**7, 10**5)])
+    assert len(np.unique(words)) == 10**7
 
 
 def test_different_names_have_different_texts() -> None:
