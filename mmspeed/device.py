@@ -297,6 +297,17 @@ def _container_free() -> int:
         return sys.maxsize
 
 
+def host_room(like: torch.Tensor) -> torch.Tensor:
+    """An empty tensor in the host's memory to copy `like` into: pinned where the device of `like` copies into it by itself."""
+    pinned = like.device.type not in _UNRECORDED and like.numel() > 0
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=pinned)
+
+
+def copy_mark(device: torch.device) -> torch.Event:
+    """An event after all work queued so far on the stream that this thread computes on."""
+    return torch.accelerator.current_stream(device).record_event()
+
+
 def available(kind: str) -> bool:
     """True where this process can use a device of this kind."""
     if kind == "cpu":

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from mmspeed import log
 from mmspeed.errors import LAUNCHED, UserError
 
-# Time that ranks have after SIGTERM or SIGINT to write a last checkpoint, before they are killed.
+# Time that ranks have after SIGTERM, SIGUSR1 or SIGINT to write a last checkpoint, before they are killed.
 GRACE_SECONDS = 300
 
 # seconds that torch's launcher gives the other processes after a failure, less its own delays
@@ -76,7 +76,7 @@ def launch(arguments: list[str], nproc: int, debug: bool = False, max_restarts: 
 
     After a failure all processes are started again, `max_restarts` times at most; not where the user has to correct its cause.
 
-    SIGTERM and SIGINT are passed on to the processes, which may take `GRACE_SECONDS` to stop; if all of them then end with
+    SIGTERM, SIGUSR1 and SIGINT are passed on to the processes, which may take `GRACE_SECONDS` to stop; if all of them then end with
     exit code 0, the result is 0.
     """
     with log.Working(f"starting {nproc} processes"):  # in which torch is imported
@@ -96,6 +96,8 @@ def launch(arguments: list[str], nproc: int, debug: bool = False, max_restarts: 
         "--standalone",
         "--nproc-per-node",
         str(nproc),
+        "--signals-to-handle",
+        "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
         *(["--max-restarts", str(max_restarts)] if max_restarts else []),
     ]
     args = torchrun.parse_args([*options, "-m", "mmspeed", *flags, *arguments])

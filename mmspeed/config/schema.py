@@ -208,6 +208,11 @@ class CheckpointConfig(Section):
         description="Also keep the first checkpoint of each period of this many hours; null: none for its time.",
     )
     asynchronous: bool = Field(True, description="Write in the background while training continues.")
+    grace_seconds: float | None = Field(
+        None,
+        gt=0,
+        description="Seconds from SIGTERM or SIGUSR1 until the process is killed, near whose end a line says if nothing was saved. Null: those of torch's launcher, in a Slurm job at most 30; after SIGUSR1 those to the end of the job.",
+    )
 
 
 class ValidateConfig(Section):

@@ -53,6 +53,8 @@ LOCK_PATIENCE = (
     60.0  # seconds that a restarted run waits for the folder, which a rank of the last attempt may still hold
 )
 
+LONG_WAIT = 1.0  # seconds of waiting for the write before, above which there is a line
+
 
 @dataclass
 class Run:
@@ -319,7 +321,9 @@ class TrainPipeline:
             memory = stack.enter_context(
                 OomAdvisor(config, run.place.device, self.folder.root, parts.model, parts.optimizer, parts.ema)
             )
-            signals = Signals(stack.enter_context(StopSignals(self.folder.root)))
+            grace = config.checkpoint.grace_seconds
+            requests = stack.enter_context(StopSignals(self.folder.root, grace, lambda: run.manager.saved_step))
+            signals = Signals(requests)
             line = stack.enter_context(ProgressLine("train", train.steps, "step", start=run.step))
             means = StepMeans(comm.all_reduce_sum, train.log_every, several=len(parts.learners) > 1)
             times = stack.enter_context(watch.times(parts.models, run.data, run.place.device))
@@ -352,13 +356,15 @@ class TrainPipeline:
                 if due:
                     watch.enter("checkpoint", run.step)
                     with Working(f"step {run.step}: saving", tell=False):
-                        self._save(run, blocking=last or wish == "stop")
+                        self._save(run, telemetry, blocking=last or wish == "stop")
+                    if last or wish == "stop":
+                        requests.answered()
                 if last or run.step % config.validate_.every == 0:
                     watch.enter("validation", run.step)
                     with memory.around_validation(), Working(f"step {run.step}: validating", tell=False):
                         best = self._validate(run, validator, telemetry)
                     if best and not due:
-                        self._save(run, blocking=False)
+                        self._save(run, telemetry, blocking=False)
                 run.manager.poll()
                 telemetry.resume_clock()
                 if wish == "stop" and not last:
@@ -437,7 +443,8 @@ class TrainPipeline:
         # rank 0 decides: saving takes all ranks, and another node's view of the record may be older
         return bool(comm.broadcast_object(run.manager.mark_best(run.step, loss) and self.config.checkpoint.keep_best))
 
-    def _save(self, run: Run, blocking: bool) -> None:
+    def _save(self, run: Run, telemetry: Telemetry, blocking: bool) -> None:
+        """Save, and write a row of how long training stood still for it."""
         meta = {
             "step": run.step,
             "order": run.data.state(run.step),
@@ -445,12 +452,16 @@ class TrainPipeline:
             "world": run.place.world,
             "versions": {"generator": run.place.generator},
         }
-        parts = run.parts
-        run.manager.save(
-            run.step,
-            parts.state(meta),
-            blocking=blocking or not self.config.checkpoint.asynchronous,
+        blocking = blocking or not self.config.checkpoint.asynchronous
+        stall = run.manager.save(run.step, run.parts.state(meta), blocking=blocking)
+        telemetry.write(
+            {"kind": "checkpoint", "step": run.step, "wait_seconds": stall.waited, "copy_seconds": stall.copied}
         )
+        if stall.waited > LONG_WAIT and run.place.rank == 0 and not blocking:
+            log.warning(
+                f"step {run.step}: training waited {format_seconds(stall.waited)} until the checkpoint before this one was written; "
+                "raise checkpoint.every, or write to a faster disk"
+            )
 
     def _peak(self, device: Device) -> tuple[float, str]:
         """(peak FLOP/s of one device, where the figure is from), the same on all ranks."""

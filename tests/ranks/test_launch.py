@@ -70,7 +70,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_saves_and_is_no_failure(home: Path, tmp_path: Path, number: signal.Signals) -> None:
     config = small_config(home, f"name={number.name}", *ENDLESS)
     (tmp_path / "my-run.yaml").write_text(dump_config(config), encoding="utf-8")

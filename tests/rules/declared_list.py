@@ -9,8 +9,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
             "cast(dict[str, Any], wanted),",
         },
         "mmspeed/loop/checkpoint/manager.py": {
-            "future = dcp.async_save(cast(dict[str, Any], tensors), storage_writer=writer, process_group=self.group)",
-            'self._pending = _PendingSave(step, temporary, cast("Future[Any]", future))',
+            "dcp.save(cast(dict[str, Any], staged.tensors), storage_writer=writer, process_group=self.group)",
         },
         "mmspeed/loop/checkpoint/state.py": {
             "tensors = cast(dict[str, Tensor], get_model_state_dict(model))",

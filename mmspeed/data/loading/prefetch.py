@@ -38,6 +38,7 @@ Tag = TypeVar("Tag")
 STOPS = {
     signal.SIGINT,
     signal.SIGTERM,
+    signal.SIGUSR1,
 }  # signals that ask a training process to save and stop; its workers must survive them
 
 

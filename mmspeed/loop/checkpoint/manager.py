@@ -17,9 +17,10 @@ import json
 import math
 import shutil
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -50,6 +51,7 @@ from .load import (
     recorded,
 )
 from .retention import Retention
+from .staging import SaveStall, StagedState, Staging
 from .state import declared_state, states_to_save, weights_to_save
 from .storage import (
     EMA_UPDATES,
@@ -110,9 +112,13 @@ class TrainingState:
 # ---- saving ----
 
 
-def state_tensors(state: TrainingState, role: str | None = None) -> dict[str, Tensor]:
+def state_tensors(state: TrainingState, staging: Staging, role: str | None = None) -> dict[str, Tensor]:
     """The tensors of a state by their names in a checkpoint: `model.*`, `ema.*`, `optimizer.*`; for a further role `role:model.*`."""
-    tensors = prefixed(of_role("model", role), weights_to_save(state.model, state.optimizer))
+    of_model = of_role("model", role)
+    weights = weights_to_save(
+        state.model, state.optimizer, lambda name, values: staging.copy(f"{of_model}.{name}", values)
+    )
+    tensors = prefixed(of_model, weights)
     if state.ema is not None:
         tensors |= prefixed(of_role("ema", role), state.ema.state_dict())
     if state.optimizer is not None:
@@ -159,8 +165,10 @@ class CheckpointManager:
         self.group = group
         self._lead = not dist.is_initialized() or dist.get_rank() == 0
         self._pending: _PendingSave | None = None
+        self._staging = Staging()
         # called on every rank when a checkpoint is whole on disk, with its step and folder
         self.on_written: Callable[[int, Path], None] | None = None
+        self.saved_step: int | None = None  # of the newest checkpoint that this process knows to be whole on disk
         self._losses: dict[int, float] = {}
         self._in_use: int | None = None
         self._bases: dict[
@@ -174,18 +182,20 @@ class CheckpointManager:
             _mend_record(folder, self._run)
         barrier(group)
 
-    def save(self, step: int, state: TrainingState, *, blocking: bool = False) -> None:
-        """Copy the state aside and write it in the background; `blocking` waits until it is on disk.
+    def save(self, step: int, state: TrainingState, *, blocking: bool = False) -> SaveStall:
+        """Copy the state aside and write it in the background; `blocking` waits until it is on disk. Returns how long it kept this thread.
 
         Waits first for the write before this one. Raises UserError when that one (or, blocking, this one) failed, as it does where a
         weight that trains, its average or its moments are not finite.
         """
+        begun = time.perf_counter()
         self.wait()
-        tensors = state_tensors(state)
+        free = time.perf_counter()
+        tensors = state_tensors(state, self._staging)
         finite = _learned(state, tensors)
         meta: dict[str, Any] = {"format": FORMAT, "step": step, **self._facts(state), "meta": state.meta}
         for role, other in state.others.items():
-            tensors |= state_tensors(other, role)
+            tensors |= state_tensors(other, self._staging, role)
             finite += _learned(other, tensors, role)
             meta.setdefault(ROLES, {})[role] = self._facts(other, role)
         for role, model in state.frozen.items():
@@ -194,10 +204,19 @@ class CheckpointManager:
         meta = json.loads(json.dumps(meta))
         temporary = self.folder / f".tmp-{step_name(step)}"
         writer = SafetensorsWriter(temporary, tensors, partial(self._commit, step, temporary, meta), finite)
-        future = dcp.async_save(cast(dict[str, Any], tensors), storage_writer=writer, process_group=self.group)
-        self._pending = _PendingSave(step, temporary, cast("Future[Any]", future))
+        staged = self._staging.stage(tensors)
+        thread = ThreadPoolExecutor(1, "checkpoint-write")
+        self._pending = _PendingSave(step, temporary, thread.submit(self._write, staged, writer))
+        thread.shutdown(wait=False)
+        stall = SaveStall(free - begun, time.perf_counter() - free)
         if blocking:
             self.wait()
+        return stall
+
+    def _write(self, staged: StagedState, writer: SafetensorsWriter) -> None:
+        """Write a staged state; the writing thread's part of a save."""
+        staged.wait()
+        dcp.save(cast(dict[str, Any], staged.tensors), storage_writer=writer, process_group=self.group)
 
     def wait(self) -> int | None:
         """Wait for the write under way; returns its step, or None without one. Raises UserError when it failed."""
@@ -210,6 +229,7 @@ class CheckpointManager:
             if self._lead:
                 shutil.rmtree(pending.temporary, ignore_errors=True)
             raise _explain(self.folder, pending.step, error) from error
+        self.saved_step = pending.step
         if self.on_written is not None:
             self.on_written(pending.step, self.folder / step_name(pending.step))
         return pending.step
@@ -260,7 +280,9 @@ class CheckpointManager:
         if folder.parent == self.folder and step_of(folder) is not None:
             self._in_use = step_of(folder)  # kept until another is loaded: a rollback returns to it
         self._bases.pop(role, None)  # an older checkpoint holds frozen weights too, and brings its own
-        return load(folder, model, optimizer, ema, self.group, role)
+        meta = load(folder, model, optimizer, ema, self.group, role)
+        self.saved_step = meta["step"]
+        return meta
 
     def check(self, folder: Path) -> None:
         """Raise DamagedCheckpointError on all ranks where one of them finds the files of a checkpoint damaged or lacking.
@@ -328,6 +350,7 @@ class CheckpointManager:
         temporary.rename(target)
         sync_folder(self.folder)
         shutil.rmtree(former, ignore_errors=True)
+        self.saved_step = step
         self._update_record(step)
 
     def _update_record(self, written: int | None) -> None:

@@ -13,7 +13,7 @@ codes; blocks with other boundaries, as on another number of ranks, are rounded 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -85,15 +85,21 @@ def _weights_and_state(model: nn.Module) -> dict[str, Tensor]:
     return tensors | {name: buffers[name] for name in declared_state(model)}
 
 
-def weights_to_save(model: nn.Module, optimizer: AnyOptimizer | None) -> dict[str, Tensor]:
-    """The float32 weights that train, the persistent buffers and the declared state, by name."""
+def weights_to_save(
+    model: nn.Module, optimizer: AnyOptimizer | None, copy: Callable[[str, Tensor], Tensor] | None = None
+) -> dict[str, Tensor]:
+    """The float32 weights that train, the persistent buffers and the declared state, by name.
+
+    `copy` makes the copy in the host's memory of values that exist for a moment only.
+    """
     tensors = _weights_and_state(model)
     for name, parameter in unwrap(model).named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
             del tensors[name]
     if isinstance(optimizer, TieredOptimizer) and has_masters(model, optimizer):
         for name, parameter, values in named_masters(model, optimizer):
-            tensors[name] = laid_out(parameter, values.detach().to("cpu", copy=True))
+            values = values.detach()
+            tensors[name] = laid_out(parameter, copy(name, values) if copy else values.to("cpu", copy=True))
     return tensors
 
 

@@ -267,13 +267,13 @@ def test_a_killed_worker_is_told_in_a_line(tmp_path: Path) -> None:
 
 
 def test_workers_outlive_signals_and_end_with_the_generator(tmp_path: Path) -> None:
-    """Ctrl-C and a launcher's SIGTERM reach the whole group, and training still needs its data for the step it is at."""
+    """Ctrl-C, a launcher's SIGTERM and Slurm's SIGUSR1 reach the whole group, and training still needs its data for the step it is at."""
     cache = make_cache(tmp_path)
     steps = Loader(cache, BatchSampler(cache.samples, 2, seed=0), workers=2).steps(0, 10**6)
     next(steps)
     workers = [psutil.Process(process.pid) for process in multiprocessing.active_children()]
     assert len(workers) == 2
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         for worker in workers:
             os.kill(worker.pid, number)
     for _ in range(8):

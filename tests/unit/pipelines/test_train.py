@@ -61,6 +61,8 @@ def test_metrics_hold_what_a_user_reads(finished: Config) -> None:
     held_out = [row for row in rows if row["kind"] == "validation"]
     assert [row["step"] for row in held_out] == [3, 6]
     assert all(row["samples"] == 1 and len(row["by_quantile"]) == 2 for row in held_out)
+    saved = [row for row in rows if row["kind"] == "checkpoint"]
+    assert saved[-1]["step"] == 6 and all(row["wait_seconds"] >= 0 and row["copy_seconds"] > 0 for row in saved)
 
 
 def test_seven_samples_in_batches_of_three_end_each_epoch_with_a_batch_of_one(finished: Config) -> None:
@@ -303,7 +305,9 @@ def test_the_best_validation_is_saved_where_no_checkpoint_falls(home: Path) -> N
 
 def test_sigterm_saves_and_leaves_cleanly(home: Path) -> None:
     tree = small_tree(home) | {"name": "term"}
-    config = small_config(home, "name=term", "train.steps=100000", "checkpoint.every=100000", "validate.every=100000")
+    # a checkpoint is nearly always being written in the background
+    often = ("checkpoint.every=1", "checkpoint.keep_last=1", "checkpoint.keep_best=false")
+    config = small_config(home, "name=term", "train.steps=100000", "validate.every=100000", *often)
     file = home / "term.yaml"
     file.write_text(dump_config(config))
     assert tree["name"] == config.name
