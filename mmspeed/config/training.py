@@ -49,7 +49,7 @@ class TrainConfig(Section):
         "adamw",
         description="`adamw`; `adamw8bit`: with moments of 8 bits (needs the package torchao); `muon`: Muon for the blocks' matrices, with updates as large as AdamW's so that `lr` means the same, and AdamW for the rest (needs whole matrices: not with shards or tp).",
     )
-    lr: float = Field(1e-4, gt=0, description="Peak learning rate.")
+    lr: float = Field(1e-4, gt=0, le=10, description="Peak learning rate: about what a weight moves in a step.")
     warmup_steps: int = Field(50, ge=0, description="Steps over which the learning rate rises from 0.")
     schedule: Literal["constant", "cosine"] = Field(
         "constant", description="Course of the learning rate after warm-up."

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mmspeed.errors import UserError
 from mmspeed.parallel import Strategy, no_sync
-from mmspeed.protocols import Batch, Divisors, MicroBatches, ShapeClass, Term, Terms
+from mmspeed.protocols import Batch, Divisors, MicroBatches, ShapeClass, Term, Terms, UseName
 
 from .terms import TermKind
 
@@ -38,6 +38,7 @@ class RunRecord:
     )  # sums of weights, by divisor that is not known beforehand
     disagreements: list[Tensor] = field(default_factory=list)  # of the weights of terms that share such a divisor
     sources: list[list[str]] = field(default_factory=list)
+    names: list[list[UseName]] = field(default_factory=list)  # of the items' uses
     kinds: dict[str, TermKind] = field(default_factory=dict)  # by term
 
     def total(self, name: str, device: torch.device) -> Tensor:
@@ -122,6 +123,7 @@ class SequentialRunner:
                 record.disagreements.append((first.weight_I - term.weight_I).abs().sum())
         record.weights.append({divisor: term.weight_I.sum() for divisor, term in late.items()})
         record.sources.append(batch.sources)
+        record.names.append(batch.names)
         record.kinds.update({name: TermKind(term.divisor, term.trains) for name, term in terms.items()})
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 

@@ -6,8 +6,8 @@ Legend: I items of a micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,16 @@ from mmspeed.comm import Axis, all_gather_objects, all_reduce_sum
 from mmspeed.errors import UserError
 from mmspeed.mesh import Mesh
 from mmspeed.parallel import sum_shared_gradients
-from mmspeed.protocols import Divisors, MicroBatches, Models, Update
+from mmspeed.protocols import Divisors, MicroBatches, Models, Update, UseName
 
 from .gradients import clip_gradients
 from .optimizers.build import AnyOptimizer
 from .optimizers.gradient_release import ReleasingOptimizer
 from .runner import Runner, RunRecord, scale_of
 from .terms import TermKind, terms_of_all
+
+# reads a step's micro-batches again without some uses; None where none is left
+Again = Callable[[Sequence[UseName]], "MicroBatches | None"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class StepResult:
     grad_norm: float  # global, of the step's own mean (without its weight), before clipping
     finite: bool  # of all updates
     bad: list[str] = field(default_factory=list)  # sources of the items whose loss was not finite
+    bad_uses: tuple[UseName, ...] = ()  # the names of these items
+    left_out: tuple[str, ...] = ()  # sources of such items, without which the step was computed again
     terms: Mapping[str, float] = field(default_factory=dict)  # each over its divisor
     updated: frozenset[str] = frozenset()  # roles whose weights changed
     broken: str | None = None  # the update that is not finite
@@ -79,23 +84,35 @@ def train_step(
     group: dist.ProcessGroup | None = None,
     step: int = 0,
     weight: float = 1.0,
+    again: Again | None = None,
 ) -> StepResult:
     """Make the updates of step number `step` (from 0), in order, up to the first that is not finite. `weight`: the step's in its epoch.
 
     With several, the micro-batches are kept, and the result names the terms of all. The loss and the gradient norm are those of the first
-    update that every step makes, or of the non-finite one before it. Raises UserError as `apply_update`.
+    update that every step makes, or of the non-finite one before it. `again`: reads the step again without the items whose loss is not
+    finite; an update that is not finite is then computed once more, by the divisors of the whole step, and later ones leave these items
+    out, too. Raises UserError as `apply_update`.
     """
     several = len(learners) > 1
     due = [learner for learner in learners if step % learner.update.every == 0]
     reused: MicroBatches = list(batches) if len(due) > 1 else batches
+    left_out: tuple[str, ...] = ()
     results: dict[str, StepResult] = {}
-    for learner in due:
+
+    def attempt(learner: Learner) -> StepResult:
         result = apply_update(
             models, learner, reused, divisors, clip_norm=clip_norm, tensor=tensor, mesh=mesh, group=group, weight=weight
         )
-        results[learner.update.name] = result
         for other in learners if several else ():  # a loss may reach models that another update trains
             other.forget_gradients()
+        return result
+
+    for learner in due:
+        result = attempt(learner)
+        if result.bad_uses and not left_out and again is not None and (sound := again(result.bad_uses)) is not None:
+            reused, left_out = (list(sound) if len(due) > 1 else sound), tuple(result.bad)
+            result = attempt(learner)
+        result = results[learner.update.name] = replace(result, left_out=left_out)
         if not result.finite:
             break
     if not several:
@@ -109,6 +126,8 @@ def train_step(
         main.grad_norm,
         finite=result.finite,
         bad=result.bad,
+        bad_uses=result.bad_uses,
+        left_out=left_out,
         terms={f"{name}.{term}": value for name, each in results.items() for term, value in each.terms.items()},
         updated=frozenset().union(*(each.updated for each in results.values())),
         broken=result.broken,
@@ -167,19 +186,23 @@ def apply_update(
     terms = {name: total / divisor for name, total, divisor in values if divisor > 0}  # a mean of no items is left out
     loss = sum(value for name, value in terms.items() if kinds[name].trains)
     trained = tuple(name for name, kind in kinds.items() if kind.trains)
-    bad: list[str] = []
+    uses: dict[UseName, str] = {}
     if broken_ranks:
-        bad = sorted({name for names in all_gather_objects(non_finite(record), group) for name in names})
+        of_ranks = all_gather_objects(non_finite(record), group)  # tuples come back as lists
+        uses = dict(
+            sorted(((key, epoch, repeat), source) for pairs in of_ranks for (key, epoch, repeat), source in pairs)
+        )
+        bad = sorted(set(uses.values()))
         if releasing:
             raise _partly_applied(loss, grad_norm, bad)
     else:
         for each in learner.optimizers:
             each.step()
     learner.forget_gradients()
+    result = StepResult(loss, grad_norm, not broken_ranks, terms=terms, trained=trained, record=record)
     if broken_ranks:
-        return StepResult(loss, grad_norm, False, bad, terms, broken=update.name, trained=trained, record=record)
-    updated = frozenset(update.roles)
-    return StepResult(loss, grad_norm, True, bad, terms, updated=updated, trained=trained, record=record)
+        return replace(result, bad=bad, bad_uses=tuple(uses), broken=update.name)
+    return replace(result, updated=frozenset(update.roles))
 
 
 def _late_divisors(
@@ -232,11 +255,11 @@ def _partly_applied(loss: float, grad_norm: float, bad: Sequence[str]) -> UserEr
     )
 
 
-def non_finite(record: RunRecord) -> list[str]:
-    """Sources of the items with a loss that is not finite."""
-    names: list[str] = []
-    for terms, sources in zip(record.terms, record.sources, strict=True):
+def non_finite(record: RunRecord) -> list[tuple[UseName, str]]:
+    """Names and sources of the items with a loss that is not finite."""
+    uses: dict[UseName, str] = {}
+    for terms, names, sources in zip(record.terms, record.names, record.sources, strict=True):
         for term in terms.values():
             finite: Sequence[bool] = torch.isfinite(term.loss_I).tolist()
-            names += [source for source, fine in zip(sources, finite, strict=True) if not fine]
-    return list(dict.fromkeys(names))
+            uses |= {name: source for name, source, fine in zip(names, sources, finite, strict=True) if not fine}
+    return list(uses.items())

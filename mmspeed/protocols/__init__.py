@@ -1,9 +1,9 @@
 """The interfaces between the floors: structural types and plain data, without computation."""
 
-from .batch import Batch, Item, MicroBatches, NumberRule, Term, Terms
+from .batch import Batch, Item, MicroBatches, NumberRule, Term, Terms, UseName
 from .calls import Conditions, ModelCall
 from .codecs import Posterior, TextEncoder, TextEntry, VideoCodec
-from .data import BatchShape, Data, DataSize, Divisors, Location, OrderedSample, SizedData, StepData
+from .data import BatchShape, Data, DataSize, Divisors, Location, OrderedSample, ReadsAgain, SizedData, StepData
 from .model import (
     CountsDenseFlops,
     CountsFlops,
@@ -98,6 +98,7 @@ __all__ = [
     "Posterior",
     "Preparation",
     "PreparesInput",
+    "ReadsAgain",
     "RebuildableCheck",
     "Region",
     "Role",
@@ -119,6 +120,7 @@ __all__ = [
     "Tokens",
     "TrainableModel",
     "Update",
+    "UseName",
     "Validation",
     "VideoCodec",
     "Work",

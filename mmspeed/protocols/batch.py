@@ -19,6 +19,9 @@ from .shapes import ShapeClass
 NumberRule = Literal["compute", "keep", "host"]
 
 
+UseName = tuple[str, int, int]  # key of a sample, epoch, and the number of its earlier uses in the epoch
+
+
 @dataclass(frozen=True)
 class Item:
     """The name of one use of a sample: the key of its random draws, and its name in messages and metrics."""
@@ -31,7 +34,7 @@ class Item:
     quantile: float | None = None  # place in the training distribution of times, where the task has one
 
     @property
-    def name(self) -> tuple[str, int, int]:
+    def name(self) -> UseName:
         """The names that key every random draw of this use (law 1)."""
         return self.sample, self.epoch, self.repeat
 
@@ -62,7 +65,7 @@ class Batch:
         return len(self.items)
 
     @property
-    def names(self) -> list[tuple[str, int, int]]:
+    def names(self) -> list[UseName]:
         """Names of the items' draws."""
         return [item.name for item in self.items]
 

@@ -6,11 +6,11 @@ micro-batches themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from .batch import Item, TrackedBatches
+from .batch import Item, MicroBatches, TrackedBatches, UseName
 from .shapes import ShapeClass
 
 # Sum of the weights of all items of all ranks, by name; None where it is known only after the forward passes of a step.
@@ -152,4 +152,13 @@ class SizedData(Protocol):
     @property
     def size(self) -> DataSize:
         """The number of samples, and of steps of an epoch."""
+        ...
+
+
+@runtime_checkable
+class ReadsAgain(Protocol):
+    """Data whose steps can be read again without some of their uses, such as those with a loss that is not finite."""
+
+    def again(self, step: int, without: Collection[UseName]) -> MicroBatches | None:
+        """This rank's micro-batches of a step without these uses, the same draws otherwise; None where no use is left."""
         ...

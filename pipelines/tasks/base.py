@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from mmspeed.protocols import (
     BatchShape,
     Data,
     DataSize,
+    MicroBatches,
     MicroBatchSize,
     Models,
     OrderedSample,
@@ -26,6 +27,7 @@ from mmspeed.protocols import (
     RunPlace,
     ShapeClass,
     StepData,
+    UseName,
     Validation,
 )
 
@@ -116,6 +118,9 @@ class SampledData(Generic[S]):
     def measure(self, step: StepData) -> StepData:
         """The step with its divisors and tokens, as the loader knows them."""
         return step
+
+    def again(self, step: int, without: Collection[UseName]) -> MicroBatches | None:
+        return self.loader.again(step, without)
 
     def shapes(self, step: int) -> list[BatchShape]:
         return self.loader.shapes(step)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from mmspeed.pipelines.training.oom_advice import OomAdvisor
 from mmspeed.pipelines.training.validation import Validator
 from mmspeed.pipelines.training.watch import RunWatch
 from mmspeed.pipelines.tuning.memory_search import policies_under_budget
-from mmspeed.protocols import Data, RunPlace, StepData, Task
+from mmspeed.protocols import Data, ReadsAgain, RunPlace, StepData, Task
 from mmspeed.rendezvous import restarts
 
 log = get_logger("train")
@@ -68,6 +69,7 @@ class Run:
     manager: CheckpointManager
     step: int = 0  # of the next step
     skipped: int = 0  # steps left out so far because of a value that was not finite
+    left_out: int = 0  # uses of samples left out so far, without which the rest of a step was computed again
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,7 @@ class TrainPipeline:
         meta = run.manager.load(path, state.model, state.optimizer, state.ema)
         for role, other in state.others.items():
             run.manager.load(path, other.model, other.optimizer, other.ema, role)
-        run.step, run.skipped = int(meta["step"]), int(meta["skipped"])
+        run.step, run.skipped, run.left_out = int(meta["step"]), int(meta["skipped"]), int(meta.get("left_out", 0))
         if changed and where.rank == 0:
             log.info(f"going on from step {run.step}; changed since it was saved: {', '.join(changed)}")
         if "order" not in meta:
@@ -340,6 +342,8 @@ class TrainPipeline:
                 for callback in callbacks:
                     callback.after_step(outcome)
                 # 2. an update that is not finite changed nothing and ended its step; too many of them end the run
+                if result is not None and result.left_out:
+                    self._computed_again(run, result, telemetry)
                 if result is None:
                     self._all_lost(run, data, telemetry)
                 elif result.finite:
@@ -395,6 +399,7 @@ class TrainPipeline:
                 mesh=run.placement.mesh,
                 step=run.step,
                 weight=data.weight,
+                again=partial(run.data.again, run.step) if isinstance(run.data, ReadsAgain) else None,
             )
         except UserError as error:
             raise UserError(f"step {run.step + 1}: {error}") from error
@@ -415,6 +420,7 @@ class TrainPipeline:
             **run.task.describe(outcome.data),
             "imbalance": outcome.data.imbalance(),
             "skipped_steps": run.skipped,
+            "left_out_samples": run.left_out,
         }
         for callback in callbacks:
             row |= callback.row()
@@ -449,6 +455,7 @@ class TrainPipeline:
             "step": run.step,
             "order": run.data.state(run.step),
             "skipped": run.skipped,
+            "left_out": run.left_out,
             "world": run.place.world,
             "versions": {"generator": run.place.generator},
         }
@@ -471,10 +478,21 @@ class TrainPipeline:
         flops, source = comm.broadcast_object(list(device.peak_flops(dtype)) if dist.get_rank() == 0 else None)
         return flops, source
 
+    @staticmethod
+    def _computed_again(run: Run, result: StepResult, telemetry: Telemetry) -> None:
+        """Record the samples of a step that were left out, so that the others count."""
+        run.left_out += len(result.left_out)
+        telemetry.write({"kind": "left_out", "step": run.step, "samples": list(result.left_out)})
+        if run.place.rank == 0:
+            log.warning(
+                f"step {run.step}: the loss of {_named(result.left_out)} is not finite; computed again without "
+                f"({run.left_out} left out so far)"
+            )
+
     def _non_finite(self, run: Run, result: StepResult, telemetry: Telemetry) -> None:
         """Record a step that was left out. Raises UserError when there are more than train.skip_non_finite."""
         run.skipped += 1
-        samples = ", ".join(result.bad[:8]) or "none alone (the gradient overflowed)"
+        samples = _named(result.bad) or "none alone (the gradient overflowed)"
         message = f"step {run.step}: loss {result.loss}, gradient norm {result.grad_norm}; samples with a non-finite loss: {samples}"
         telemetry.write({"kind": "non_finite", "step": run.step, "loss": result.loss, "samples": result.bad})
         effect = "Nothing was updated"
@@ -488,6 +506,11 @@ class TrainPipeline:
         log.warning(
             f"{message}; {'the step is skipped' if not result.updated else effect} ({run.skipped} of {self.config.train.skip_non_finite})"
         )
+
+
+def _named(samples: Sequence[str]) -> str:
+    """The first of these samples, and the number of the others."""
+    return ", ".join(samples[:8]) + (f" and {len(samples) - 8} more" if len(samples) > 8 else "")
 
 
 def _note(means: StepMeans, telemetry: Telemetry) -> str:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, overload
 
@@ -15,7 +16,7 @@ from mmspeed.data.cache.reader import DatasetCache
 from mmspeed.data.sampling.rank_batches import count_present, imbalance, rank_batches
 from mmspeed.data.sampling.sampler import BatchSampler, SampleUse
 from mmspeed.device import Device
-from mmspeed.protocols import Batch, BatchShape, Item, StepData
+from mmspeed.protocols import Batch, BatchShape, Item, StepData, UseName
 
 from .collate import VideoCollate
 from .first_epoch import FirstEpoch
@@ -189,7 +190,7 @@ class Loader:
 
     def _step(self, draws: list[SampleUse[Any]], batches: Batches) -> StepData:
         """A step's data; its divisor is the number of its samples that are not lost."""
-        present = [draw for draw in draws if not draw.sample.lost]
+        present = [draw for draw in draws if not draw.lost]
         return StepData(
             divisors={"samples": float(len(present))},
             batches=batches,
@@ -197,6 +198,17 @@ class Loader:
             counts=Counter(draw.sample.bucket for draw in present),
             imbalance=partial(imbalance, draws, self.sampler.batching, self.world),
         )
+
+    def again(self, step: int, without: Collection[UseName]) -> Batches | None:
+        """This rank's micro-batches of a step, read again on demand without some of its uses; None where no use is left.
+
+        The other uses are divided among ranks and micro-batches as before.
+        """
+        draws, parts = self._parts(step, without)
+        if not parts:
+            return None
+        source = self._read(iter([((draws, len(parts)), part) for part in parts]))
+        return Batches(len(parts), None, lambda: _batch(self._pull(source)))
 
     def shapes(self, step: int) -> list[BatchShape]:
         """The shapes of this rank's micro-batches of a step, before any of them is read."""
@@ -212,9 +224,14 @@ class Loader:
 
     # -- reading ------------------------------------------------------------------------------------------------
 
-    def _parts(self, step: int) -> tuple[list[SampleUse[Any]], list[MicroBatchUses]]:
-        """A step's draws over all ranks, and this rank's micro-batches; none of the latter if all samples are lost."""
+    def _parts(self, step: int, without: Collection[UseName] = ()) -> tuple[list[SampleUse[Any]], list[MicroBatchUses]]:
+        """A step's draws over all ranks, and this rank's micro-batches; none of the latter if all samples are lost.
+
+        `without`: names of draws that are left out.
+        """
         draws = self.sampler.draws(step)
+        if without:
+            draws = [replace(draw, left_out=True) if draw.name in without else draw for draw in draws]
         if self.first_epoch is not None:
             draws = self.first_epoch.mark(draws)
         if not count_present(draws):

@@ -14,8 +14,8 @@ from .sampler import S, SampleUse
 
 
 def count_present(draws: Sequence[SampleUse[OrderedSample]]) -> int:
-    """The number of draws of a step that are not lost, over which its loss is averaged."""
-    return sum(not draw.sample.lost for draw in draws)
+    """The number of draws of a step that are not lost or left out, over which its loss is averaged."""
+    return sum(not draw.lost for draw in draws)
 
 
 def rank_batches(
@@ -44,11 +44,9 @@ def rank_batches(
         for row in rows:
             cell = row[rank // ranks]
             cell_draws = [] if cell is None else lots[cell.lot][cell.start : cell.stop]
-            present = [draw for draw in cell_draws if not draw.sample.lost]
+            present = [draw for draw in cell_draws if not draw.lost]
             if present:
-                micro_batches.append(
-                    [(present[0], 0.0) if draw.sample.lost else (draw, 1.0 / ranks) for draw in cell_draws]
-                )
+                micro_batches.append([(present[0], 0.0) if draw.lost else (draw, 1.0 / ranks) for draw in cell_draws])
             else:
                 micro_batches.append([(filler or any_filler, 0.0)])
     return micro_batches
@@ -150,6 +148,6 @@ def _filler(lots: Sequence[Sequence[SampleUse[S]]], batching: Batching) -> Sampl
     If samples have individual costs, it is the cheapest of its bucket.
     """
     share = batching.share
-    present = [[draw for draw in lot if not draw.sample.lost] for lot in lots]
+    present = [[draw for draw in lot if not draw.lost] for lot in lots]
     cheapest = [lot[0] if share is None else min(lot, key=lambda draw: share(draw.sample)) for lot in present if lot]
     return min(cheapest, key=lambda draw: batching.cost(draw.sample.bucket).of(1), default=None)

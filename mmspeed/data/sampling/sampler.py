@@ -26,11 +26,17 @@ S_co = TypeVar("S_co", bound=OrderedSample, covariant=True)
 
 @dataclass(frozen=True)
 class SampleUse(Generic[S_co]):
-    """One use of a sample in an epoch; `repeat` counts its earlier uses."""
+    """One use of a sample in an epoch; `repeat` counts its earlier uses. `left_out`: it keeps its place and is not computed."""
 
     sample: S_co
     epoch: int
     repeat: int
+    left_out: bool = False
+
+    @property
+    def lost(self) -> bool:
+        """True for a use that counts nothing: left out, or of a lost sample."""
+        return self.left_out or self.sample.lost
 
     @property
     def name(self) -> tuple[str, int, int]:

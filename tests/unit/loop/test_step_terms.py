@@ -20,7 +20,7 @@ from mmspeed.errors import UserError
 from mmspeed.loop.optimizers.build import AnyOptimizer, make_optimizer
 from mmspeed.loop.runner import SequentialRunner
 from mmspeed.loop.step import Learner, StepResult, train_step
-from mmspeed.protocols import Batch, Divisors, Models, Term, Terms, Update
+from mmspeed.protocols import Batch, Divisors, Models, Term, Terms, Update, UseName
 from tests.support.toy import ToyDiT, flow_loss, make_batch, split
 
 KEYS = [f"s{i}" + "x" * (i % 2) for i in range(7)]  # of 8 slots: the last is a filler; captions of 3 and 2 tokens
@@ -263,3 +263,57 @@ def test_gradients_are_exchanged_with_the_last_micro_batch_alone(monkeypatch: py
         clip_norm=None,
     )
     assert exchanges == [False] * (len(batches) - 1) + [True] and len(batches) > 2
+
+
+@pytest.mark.parametrize("micro", [2, 8])
+def test_a_step_is_computed_again_without_its_spoiled_samples(micro: int) -> None:
+    def spoil(batches: list[Batch]) -> list[Batch]:
+        for batch in batches:
+            for place, (key, *_) in enumerate(batch.names):
+                batch["latents"][place] *= float("nan") if key in (KEYS[2], KEYS[5]) else 1.0
+        return batches
+
+    def without(uses: Sequence[UseName]) -> list[Batch]:
+        asked.extend(uses)
+        batches = split(KEYS, 8, 0, 1, micro)
+        for batch in batches:
+            keep = torch.tensor([name not in uses for name in batch.names])
+            batch.weights_I *= keep
+        return batches
+
+    def loss(models: Models, batch: Batch) -> Terms:
+        return {"loss": Term(flow_loss(models["model"], batch), batch.weights_I)}
+
+    asked: list[UseName] = []
+    steps = []
+    spoiled = spoil(split(KEYS, 8, 0, 1, micro))
+    sound = without([(KEYS[2], 0, 0), (KEYS[5], 0, 0)])
+    asked.clear()
+    for batches, again in ((spoiled, without), (sound, None)):
+        model, grads = ToyDiT(), dict[str, Tensor]()
+        made = [learner(model, Update(loss), grads)]
+        result = train_step({"model": model}, made, batches, {"samples": 7.0}, clip_norm=1.0, again=again)
+        steps.append((result, grads))
+    (again_result, again_grads), (result, grads) = steps
+    assert asked == [(KEYS[2], 0, 0), (KEYS[5], 0, 0)]
+    assert again_result.finite and again_result.updated == {"model"}
+    assert again_result.left_out == (f"{KEYS[2]}.mp4", f"{KEYS[5]}.mp4")
+    assert (again_result.loss, again_result.grad_norm) == (result.loss, result.grad_norm)  # by 7 samples, as planned
+    assert all(torch.equal(grad, again_grads[name]) for name, grad in grads.items())
+
+
+def test_a_step_without_a_sound_sample_is_not_computed_again() -> None:
+    def loss(models: Models, batch: Batch) -> Terms:
+        return {"loss": Term(flow_loss(models["model"], batch) * float("nan"), batch.weights_I)}
+
+    model = ToyDiT()
+    asked: list[int] = []
+    result = train_step(
+        {"model": model},
+        [learner(model, Update(loss), {})],
+        split(KEYS, 8, 0, 1, 4),
+        {"samples": 7.0},
+        clip_norm=None,
+        again=lambda uses: asked.append(len(uses)),
+    )
+    assert asked == [7] and not result.finite and len(result.bad) == 7 and not result.left_out and not result.updated

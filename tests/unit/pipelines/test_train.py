@@ -269,24 +269,26 @@ def test_a_bucket_that_the_model_cannot_cut_is_told_before_training(home: Path) 
         TrainPipeline(small_config(home, "name=patch", "model.patch=[1,3,3]")).run()
 
 
-def test_a_loss_that_is_not_finite_names_step_and_sample(home: Path) -> None:
-    config = small_config(
-        home, "name=nan", "train.lr=1e30", "train.warmup_steps=0", "train.clip_norm=null", "train.steps=4"
-    )
-    with pytest.raises(UserError, match=r"step 2: .*bbb_0\d\d.*Nothing was updated"):
+def test_a_learning_rate_that_destroys_the_weights_is_refused(home: Path) -> None:
+    with pytest.raises(UserError, match=r"train\.lr.*less than or equal to 10") as caught:
+        small_config(home, "train.lr=1e38")
+    assert len(str(caught.value).splitlines()) <= 2
+
+
+def test_a_loss_that_is_not_finite_names_step_and_sample(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmspeed.loop.callbacks.learning_rate", lambda step, config: 1e30)
+    config = small_config(home, "name=nan", "train.clip_norm=null", "train.steps=4")
+    with pytest.raises(UserError, match=r"step 2: .*bbb_0\d\d.*Nothing was updated") as caught:
         TrainPipeline(config).run()
+    assert len(str(caught.value).splitlines()) == 1
     rows = read_metrics(config.run_dir / "metrics.jsonl")
     assert rows[-1]["kind"] == "non_finite" and rows[-1]["samples"]
-    skipping = small_config(
-        home, "name=nan2", "train.lr=1e30", "train.warmup_steps=0", "train.skip_non_finite=9", "train.steps=3"
-    )
+    skipping = small_config(home, "name=nan2", "train.skip_non_finite=9", "train.steps=3")
     TrainPipeline(skipping).run()
     train = [row for row in read_metrics(skipping.run_dir / "metrics.jsonl") if row["kind"] == "train"]
     assert [row["skipped_steps"] for row in train] == [0, 1, 2] and train[-1]["loss"] is None
     # skips before a stop count after it
-    more = small_config(
-        home, "name=nan2", "train.lr=1e30", "train.warmup_steps=0", "train.skip_non_finite=3", "train.steps=9"
-    )
+    more = small_config(home, "name=nan2", "train.skip_non_finite=3", "train.steps=9")
     with pytest.raises(UserError, match="step 5"):
         TrainPipeline(more).run()
 
