@@ -91,6 +91,7 @@ def sample(
     launch.follow_launcher()
     with spoken.loading():
         from mmspeed.pipelines import TextToVideo
+        from mmspeed.pipelines.inference.agreement import require_same_sampling
         from mmspeed.pipelines.inference.text_to_video import SamplerChoice, refuse_image
 
     if image is not None:
@@ -109,9 +110,15 @@ def sample(
         for each in requests
     ]
     choice = SamplerChoice(steps, guidance, sampler, guidance_rescale)
+    require_same_sampling(pipe, requests, choice, processes())
     _write_videos(pipe, requests, paths, choice, None if prompts else sheet_path(out))
     if log.rank() == 0:
         spoken.then(f"report {run_folder}")
+
+
+def processes() -> int:
+    """The processes that share the videos, by the launcher's environment."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _write_videos(
@@ -120,7 +127,7 @@ def _write_videos(
     """Make this process's share of the videos and print their files; with a `sheet`, one after another, and then their contact sheet."""
     from mmspeed.pipelines.inference.media import check_output, contact_sheet, save_image
 
-    rank, world = log.rank(), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, world = log.rank(), processes()
     for path, size in zip(paths, pipe.sizes(requests), strict=True):
         check_output(path, size.frames)
     videos, files = [], iter(paths[rank::world])

@@ -171,9 +171,16 @@ class TextToVideo:
     """
 
     def __init__(
-        self, config: Config, model: SoraDiT, codec: VideoCodec, device: Device, generator: int | None = None
+        self,
+        config: Config,
+        model: SoraDiT,
+        codec: VideoCodec,
+        device: Device,
+        generator: int | None = None,
+        checkpoint: str | None = None,
     ) -> None:
         self.config, self.model, self.codec, self.device = config, model, codec, device
+        self.checkpoint = checkpoint  # the name of the folder that the weights are from
         self.generator = generator  # of the noise, a version of `mmspeed.rng`; None: the newest
         self.objective = make_objective(config.objective)
 
@@ -211,7 +218,7 @@ class TextToVideo:
         if config.device.dtype != "float32":
             autocast(model, parse_dtype(config.device.dtype))
         codec = load_codec(config.vae, chosen, folder.codec_weights if config.vae.kind == "linear" else None)
-        return cls(config, model, codec, chosen, folder.generator())
+        return cls(config, model, codec, chosen, folder.generator(), path.name)
 
     def size(self, frames: int | None = None, height: int | None = None, width: int | None = None) -> Bucket:
         """The size of the videos that a call with these arguments makes. Raises UserError when it cannot be made."""

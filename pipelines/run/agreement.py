@@ -1,4 +1,4 @@
-"""Comparison of all ranks of a run before its first step: one config, one code, one data set.
+"""Comparison of all ranks of a run before its first step: one config, one code, one data set, the same weights.
 
 Ranks of torchrun or of a job array may each read another config file, another checkout or another copy of a cache. Without a
 comparison they would train together in silence, or wait for one another for ever.
@@ -17,6 +17,8 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import mmspeed
 from mmspeed import comm
@@ -24,6 +26,8 @@ from mmspeed.config import RunConfig
 from mmspeed.config.leaves import flat
 from mmspeed.device import Device
 from mmspeed.errors import UserError
+from mmspeed.loop.checkpoint.seals import chunk_digest
+from mmspeed.parallel import unwrap
 from mmspeed.version import __version__
 
 NAMED = 4  # keys, and ranks, that a message names
@@ -67,6 +71,60 @@ def require_agreement(own: Mapping[str, str], advice: str) -> None:
     values = [[key, first.get(key), own.get(key)] for key in differing[:NAMED]]
     reports = comm.all_gather_objects([socket.gethostname(), len(differing), values])
     raise UserError(f"{_differences(reports)}; {advice}")
+
+
+def tensor_facts(role: str, model: nn.Module, buffers_alone: bool = False) -> dict[str, str]:
+    """Hash, number type and shape of each parameter and buffer of a model by `role.name`, or of its buffers alone.
+
+    All bytes are hashed on the CPU. Tensors on the meta device and shards have no whole value here and are left out.
+    """
+    bare = unwrap(model)
+    named = [*([] if buffers_alone else bare.named_parameters()), *bare.named_buffers()]
+    return {
+        f"{role}.{name}": tensor_fact(tensor)
+        for name, tensor in named
+        if not (tensor.is_meta or isinstance(tensor, DTensor))
+    }
+
+
+def tensor_fact(tensor: Tensor) -> str:
+    """The fact of one tensor, in JSON: the start of its XXH3-128 hash, its number type and its shape."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return json.dumps(f"{chunk_digest(tensor)[:16]} ({dtype} {list(tensor.shape)})")
+
+
+class WeightsAgreement:
+    """Comparison of the values that the models of all ranks start from.
+
+    DistributedDataParallel would replace those of other ranks by rank 0's in silence, and sharding mix the shards of all. So they are
+    compared while each rank has them whole: as they were built, or as they are drawn. A process alone hashes nothing.
+    """
+
+    def __init__(self) -> None:
+        self._drawn: dict[str, str] = {}
+
+    def require_same_built(self, models: Mapping[str, nn.Module]) -> None:
+        """Compare models by role before they are spread over ranks. Raises UserError on all ranks; a collective call."""
+        if not comm.alone():
+            self._require(
+                {key: fact for role, model in models.items() for key, fact in tensor_facts(role, model).items()}
+            )
+
+    def add_drawn(self, name: str, value: Tensor) -> None:
+        """Take note of the whole value of a parameter that came without one."""
+        if not comm.alone():
+            self._drawn[name] = tensor_fact(value)
+
+    def require_same_drawn(self, models: Mapping[str, nn.Module]) -> None:
+        """Compare the values taken note of, and all buffers. Raises UserError on all ranks; a collective call."""
+        if not comm.alone():
+            facts = dict(self._drawn)
+            for role, model in models.items():
+                facts |= tensor_facts(role, model, buffers_alone=True)
+            self._require(facts)
+
+    def _require(self, facts: Mapping[str, str]) -> None:
+        require_agreement(facts, "give all of them the same code and the same files of weights")
 
 
 def _differences(reports: list[Any]) -> str:

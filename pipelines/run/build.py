@@ -134,12 +134,14 @@ def assemble(
     device: Device,
     choice: Sequence[ActivationPolicies] | None = None,
     generator: int | None = None,
+    drawn: Callable[[str, Tensor], None] | None = None,
 ) -> Assembly:
     """Put models on their devices, changed in place, and build the optimizers, averages and learners of all updates.
 
     A model on the meta device gets the weights of the config's seed, drawn by a version of the `generator`; another keeps its weights.
-    Models that no update trains are frozen. `choice`: the activation policies of each block under a memory budget. Raises UserError
-    for a model that lacks part of `TrainableModel`, as `learning_roles`, and for a budget with several roles that learn.
+    `drawn("role.name", value)` is called with each of those values, whole. Models that no update trains are frozen. `choice`: the
+    activation policies of each block under a memory budget. Raises UserError for a model that lacks part of `TrainableModel`, as
+    `learning_roles`, and for a budget with several roles that learn.
     """
     updates = task.updates()
     settings = learning_roles(task.name, updates, bare)
@@ -163,12 +165,30 @@ def assemble(
         put = weight_setter(models[role], optimizers[role]) if role in optimizers else set_parameter
         model = bare[role]
         assert isinstance(model, InitializesWeights)  # `_placed` has seen to it
-        init_weights(model, Seed(config.seed, generator), put)
+        init_weights(
+            model, Seed(config.seed, generator), put if drawn is None else _with_notice(role, model, put, drawn)
+        )
     averages = {}
     if config.train.ema_decay is not None:
         averages = {role: make_ema(models[role], optimizers[role], config, device) for role in learning}
     learners = [learner(update, models, placement.strategy, optimizers, device) for update in updates]
     return Assembly(models, learners, averages)
+
+
+def _with_notice(
+    role: str,
+    model: nn.Module,
+    put: Callable[[nn.Parameter, Tensor], None],
+    drawn: Callable[[str, Tensor], None],
+) -> Callable[[nn.Parameter, Tensor], None]:
+    """`put` that first hands each value to `drawn`, under its parameter's name."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+
+    def put_and_tell(parameter: nn.Parameter, value: Tensor) -> None:
+        drawn(f"{role}.{names[parameter]}", value)
+        put(parameter, value)
+
+    return put_and_tell
 
 
 def learner(

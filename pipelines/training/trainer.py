@@ -24,7 +24,7 @@ from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, Working, format_seconds, get_logger
 from mmspeed.loop.callbacks import Averages, Callback, LearningRate, Signals, Sparsity, StepOutcome
-from mmspeed.loop.checkpoint.load import load_start
+from mmspeed.loop.checkpoint.load import identity, identity_of_start, load_start
 from mmspeed.loop.checkpoint.manager import CheckpointManager, DamagedCheckpointError
 from mmspeed.loop.frozen import frozen_names
 from mmspeed.loop.means import StepMeans
@@ -34,7 +34,7 @@ from mmspeed.loop.watch.phases import longest_wait
 from mmspeed.loop.watch.rank_times import RankTimes
 from mmspeed.mesh import process_group
 from mmspeed.pipelines.report.run_page import write_report
-from mmspeed.pipelines.run.agreement import require_agreement, run_facts
+from mmspeed.pipelines.run.agreement import WeightsAgreement, require_agreement, run_facts
 from mmspeed.pipelines.run.build import Assembly, Placement, assemble, place
 from mmspeed.pipelines.run.run_folder import RunFolder, trim_metrics
 from mmspeed.pipelines.run.telemetry import Telemetry, TelemetryCallback
@@ -160,7 +160,10 @@ class TrainPipeline:
         self._tell(where, opening.data_line(data, config.train.steps))
         choice = policies_under_budget(config, self.task, where)
         with Working("building the model", tell=False):
-            parts = assemble(config, self.task, self.task.build(), placement, device, choice, generator)
+            weights, bare = WeightsAgreement(), self.task.build()
+            weights.require_same_built(bare)
+            parts = assemble(config, self.task, bare, placement, device, choice, generator, weights.add_drawn)
+            weights.require_same_drawn(parts.models)
             self._tell(where, opening.model_line(config, parts.models))
             self.task.prepare(parts.models, where)
         # 2. the state of a run that was stopped
@@ -219,6 +222,7 @@ class TrainPipeline:
         if start is not None and (name is None or frozen_names(parts.model)):  # checkpoints hold no frozen weights
             for difference in run.task.compare_start(start) if where.rank == 0 and name is None else ():
                 log.warning(difference)
+            require_agreement({"train.start_from": identity_of_start(start)}, "give all of them the same checkpoint")
             load_start(start, parts.model, parts.optimizer)
             if parts.ema is not None:
                 parts.ema.restart(parts.model)
@@ -242,6 +246,7 @@ class TrainPipeline:
         """Take the state of a checkpoint. Raises DamagedCheckpointError on all ranks; the state may then be a part of it."""
         config, where, state = self.config, run.place, run.parts.state()
         run.manager.check(path)
+        require_agreement({"checkpoint": identity(path)}, "give all of them the same run folder")
         unknown = run.manager.check_frozen_roles(path, state.frozen)
         if unknown and where.rank == 0:
             log.warning(

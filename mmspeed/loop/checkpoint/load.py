@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,11 +21,13 @@ from mmspeed.loop.frozen import fingerprint, frozen_names
 from mmspeed.loop.optimizers.build import AnyOptimizer
 from mmspeed.parallel import unwrap
 
+from .seals import digest
 from .state import StatesRoom, declared_state, room_for_weights, take_weights
 from .storage import (
     EMA_UPDATES,
     FORMAT,
     FROZEN,
+    INDEX,
     META,
     ROLES,
     STATE,
@@ -337,6 +340,25 @@ def starting_checkpoint(place: str | Path) -> Path:
     if checkpoint is None:
         raise UserError(f"train.start_from: {place} is neither a run with a checkpoint nor a checkpoint")
     return checkpoint
+
+
+def identity(folder: Path) -> str:
+    """A checkpoint's name and the start of the hash of its index, as JSON: the index has the hashes of all tensors.
+
+    `missing` where it cannot be read.
+    """
+    try:
+        return json.dumps(f"{folder.name} ({digest((folder / INDEX).read_bytes())[:16]})")
+    except OSError:
+        return json.dumps("missing")
+
+
+def identity_of_start(place: str | Path) -> str:
+    """The `identity` of the checkpoint that `load_start` reads at `place`."""
+    try:
+        return identity(starting_checkpoint(place))
+    except UserError:
+        return json.dumps("missing")
 
 
 def load_start(place: str | Path, model: nn.Module, optimizer: AnyOptimizer | None = None) -> None:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from mmspeed.__main__ import main
 from mmspeed.cli.sample_command import output_paths, sheet_path
 from mmspeed.errors import UserError
-from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines import TextToVideo, TrainPipeline
+from mmspeed.pipelines.inference.agreement import require_same_sampling
+from mmspeed.pipelines.inference.prompts import VideoRequest
+from mmspeed.pipelines.inference.text_to_video import SamplerChoice
+from mmspeed.pipelines.run.run_folder import RunFolder
 from tests.support.decoding import video_of
 from tests.support.runs import small_config
+from tests.support.spawn import run_ranks
 
 LINES = """
 {"prompt": "a rabbit", "seed": 3}
@@ -39,9 +47,49 @@ def frames_of(path: Path) -> np.ndarray:
     return video_of(path)[0]
 
 
-def test_a_file_of_prompts_makes_a_video_a_line(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def sample_on_ranks(commands: list[list[str]]) -> tuple[int, str, str]:
+    """Exit code, output and errors of this rank's command."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main(commands[dist.get_rank()])
+    return code, out.getvalue(), err.getvalue()
+
+
+def disagreements(cases: list[list[tuple[str, str, int | None]]]) -> list[str]:
+    """The error of each case, in which each rank has its own run folder, second prompt and steps; empty where there is none."""
+    found = []
+    for case in cases:
+        folder, prompt, steps = case[dist.get_rank()]
+        requests = [VideoRequest("a rabbit", seed=1), VideoRequest(prompt, seed=1)]
+        try:
+            require_same_sampling(TextToVideo.from_run(folder, device="cpu"), requests, SamplerChoice(steps), 2)
+            found.append("")
+        except UserError as error:
+            found.append(str(error))
+    return found
+
+
+def test_processes_that_differ_make_no_video(run: Path, tmp_path: Path) -> None:
+    """They left prompts out and overwrote the videos of others, or mixed those of two models."""
+    other = Path(shutil.copytree(run, tmp_path / "other" / run.name))
+    trained = RunFolder(run).config().model_copy(update={"output": str(tmp_path / "else"), "seed": 5})
+    TrainPipeline(trained).run()
+    shutil.rmtree(other / "checkpoints")
+    shutil.copytree(tmp_path / "else" / run.name / "checkpoints", other / "checkpoints")
+    usual: tuple[str, str, int | None] = (str(run), "the sea", None)
+    cases = {
+        "": usual,
+        "prompt 2.prompt is the see, not the sea": (str(run), "the see", None),
+        "sampler.steps is 3, not null": (str(run), "the sea", 3),
+        "model.patch_in.weight is ": (str(other), "the sea", None),
+    }
+    first, second = run_ranks(disagreements, 2, [[usual, mine] for mine in cases.values()])
+    assert first == second and first[0] == ""
+    for named, text in zip(list(cases)[1:], first[1:], strict=True):
+        assert "on rank 1 (" in text and named in text, (named, text)
+
+
+def test_a_file_of_prompts_makes_a_video_a_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "p.jsonl").write_text(LINES, encoding="utf-8")
     arguments = ["sample", str(run), "--prompts", str(tmp_path / "p.jsonl"), "--seed", "1", "--device", "cpu"]
     assert main([*arguments, "-o", str(tmp_path / "one" / "v.mp4")]) == 0
@@ -55,12 +103,11 @@ def test_a_file_of_prompts_makes_a_video_a_line(
     assert main(alone) == 0
     assert np.abs(frames_of(tmp_path / "alone.mp4").astype(int) - videos["v-0002.mp4"]).max() <= 1
     # processes share the lines: each makes its own, and the same
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for rank in (0, 1):
-        monkeypatch.setenv("RANK", str(rank))
-        capsys.readouterr()
-        assert main([*arguments, "-o", str(tmp_path / "two" / "v.mp4")]) == 0
-        assert [Path(line).name for line in capsys.readouterr().out.splitlines()] == names[rank::2]
+    shared = run_ranks(sample_on_ranks, 2, [[*arguments, "-o", str(tmp_path / "two" / "v.mp4")]] * 2)
+    assert [(code, [Path(line).name for line in out.splitlines()]) for code, out, _ in shared] == [
+        (0, names[0::2]),
+        (0, names[1::2]),
+    ]
     for name in names:
         assert np.abs(frames_of(tmp_path / "two" / name).astype(int) - videos[name]).max() <= 1
 
