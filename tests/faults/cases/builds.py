@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 from mmspeed.config import Config
+from mmspeed.loop.checkpoint.manager import steps_in
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.preprocess import CacheBuilder, OnlineBuilder
 from tests.faults.case import Outcome, Scene, case
 from tests.support.caches import tar_bytes
 from tests.support.forks import ended, fork, kill, wait
 from tests.support.killed_builds import kill_builds, whole_build
+from tests.support.launched import wait_for
 from tests.support.runs import losses, small_config
 
 LONG = ("train.steps=40", "checkpoint.every=3", "validate.every=7")
+
+
+def latest_step(config: Config) -> int:
+    """The step of a run's newest checkpoint; 0 without one."""
+    return max(steps_in(config.run_dir / "checkpoints"), default=0)
 
 
 @case("preprocess killed at random moments", 120, 600)
@@ -68,3 +77,28 @@ def first_epoch(scene: Scene) -> Outcome:
     same = losses(killed) == losses(whole) and tar_bytes(killed.cache_dir) == tar_bytes(whole.cache_dir)
     figure = f"{kills} kills, then exit code {code}: losses and cache {'bitwise the same' if same else 'differ'}"
     return figure, same and code == 0 and kills > 0
+
+
+@case("SIGTERM and SIGUSR1 at random moments, one process", 120, 600)
+def asked_to_stop(scene: Scene) -> Outcome:
+    """Each stop saves the step that it meets: nothing is computed twice."""
+    whole, stopped = (small_config(scene.folder, f"name={name}", *LONG) for name in ("whole", "stopped"))
+    CacheBuilder(whole).run()
+    TrainPipeline(whole).run()
+    stops, saved, count = 0, 0, scene.count(3, 20)
+    for _ in range(count):
+        done = len(losses(stopped))
+        child = fork(TrainPipeline(stopped).run, scene.folder / "log.txt")
+        wait_for(lambda done=done: len(losses(stopped)) > done)  # type: ignore[misc]
+        time.sleep(scene.draw.uniform(0.0, 0.05))
+        os.kill(child, scene.draw.choice((signal.SIGTERM, signal.SIGUSR1)))
+        code = wait(child)
+        stops += code == 0
+        saved += latest_step(stopped) == len(losses(stopped))
+        if len(losses(stopped)) == 40:
+            count = stops
+            break
+    code = wait(fork(TrainPipeline(stopped).run, scene.folder / "log.txt"))
+    same = losses(stopped) == losses(whole)
+    figure = f"{stops} stops with exit code 0, {saved} with their last step saved; losses {'bitwise the same' if same else 'differ'}"
+    return figure, same and code == 0 and stops == saved == count
