@@ -13,14 +13,16 @@ def reliability(
     megabytes: Annotated[int, typer.Option("--state-mb", min=4, help="Size of the state that is saved.")] = 256,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
-    """Measure the watchdog's and the ranks' times' share of a step, and the cost of saving; exit with 1 above a goal."""
+    """Measure the watchdog's, the ranks' times' and re-verification's share of a step, and the cost of saving; exit with 1 above a goal."""
+    from mmspeed.bench.reliability.reading import bench_reading
     from mmspeed.bench.reliability.saving import bench_saving
     from mmspeed.bench.reliability.watch import bench_watch
 
-    watch, saving = bench_watch(rounds), bench_saving(rounds, megabytes)
+    watch, saving, reading = bench_watch(rounds), bench_saving(rounds, megabytes), bench_reading(rounds)
     if as_json:
-        print(json.dumps({**json.loads(watch.to_json()), "saving": json.loads(saving.to_json())}, indent=2))
+        parts = {"saving": json.loads(saving.to_json()), "reading": json.loads(reading.to_json())}
+        print(json.dumps({**json.loads(watch.to_json()), **parts}, indent=2))
     else:
-        print("\n".join([*watch.lines(), *saving.lines()]))
-    if not (watch.passed() and saving.passed()):
+        print("\n".join([*watch.lines(), *saving.lines(), *reading.lines()]))
+    if not (watch.passed() and saving.passed() and reading.passed()):
         raise typer.Exit(1)

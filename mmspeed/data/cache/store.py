@@ -24,8 +24,8 @@ class Store(Protocol):
         """The bytes of a payload. Raises FileNotFoundError if its shard is missing, ShortError if that is cut off."""
         ...
 
-    def again(self, section: str, key: str, place: PayloadLocation) -> memoryview | None:
-        """The bytes read again after the first read was damaged; None if there is no other source."""
+    def again(self, section: str, key: str, place: PayloadLocation) -> memoryview:
+        """The bytes from their source, in memory of their own, after those of `view` were not as they should be. Raises as `view`."""
         ...
 
 
@@ -59,8 +59,18 @@ class LocalStore:
             raise ShortError
         return memoryview(mapping)[place.offset : end]
 
-    def again(self, section: str, key: str, place: PayloadLocation) -> memoryview | None:
-        return None
+    def again(self, section: str, key: str, place: PayloadLocation) -> memoryview:
+        """The file's own bytes, copied: those of the mapping may have been written to in this process."""
+        fd = os.open(self.root / place.shard, os.O_RDONLY | os.O_CLOEXEC)
+        with open(fd, "rb", buffering=0) as file:
+            payload = bytearray(place.size)
+            file.seek(place.offset)
+            view = memoryview(payload)
+            while view and (count := file.readinto(view)):
+                view = view[count:]
+        if view:
+            raise ShortError
+        return memoryview(payload)
 
     def _map(self, path: Path) -> mmap.mmap:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -293,6 +293,7 @@ def test_tensors_are_views_of_one_mapping(tmp_path: Path) -> None:
     assert isinstance(cache._store, LocalStore) and cache._store.mapped == 1
     first["mean"].zero_()
     assert not second["mean"].any()  # the same pages, and private ones
+    assert torch.equal(cache.latent(latents[0])["mean"], latent(0))  # which a later read finds out
     assert torch.equal(DatasetCache(tmp_path).latent(latents[0])["mean"], latent(0))
 
 
@@ -307,27 +308,34 @@ def test_views_outlive_their_cache_and_dropped_mappings(tmp_path: Path) -> None:
         assert torch.equal(view, latent(number % 4))
 
 
-def test_checksums_are_looked_at_once_a_process(tmp_path: Path) -> None:
-    latents, _ = build(tmp_path)
+def test_bytes_that_change_under_an_open_cache_are_noticed_at_the_next_read(tmp_path: Path) -> None:
+    """They went into training unnoticed: each process looked at an entry's checksum once."""
+    latents, texts = build(tmp_path)
     cache = DatasetCache(tmp_path)
-    cache.latent(latents[0])
-    entry = cache.entry(latents[0])
+    for key in latents:
+        cache.latent(key)
+    cache.text(texts[0])
 
-    def damage(key: str) -> None:
+    def change(key: str, byte: int) -> None:
         place = cache.entry(key)
-        with open(tmp_path / entry.shard, "r+b") as file:
-            file.seek(place.offset + place.bytes - 1)
+        with open(tmp_path / place.shard, "r+b") as file:
+            file.seek(place.offset + byte)
             last = file.read(1)[0]
-            file.seek(place.offset + place.bytes - 1)
+            file.seek(place.offset + byte)
             file.write(bytes([last ^ 1]))
 
-    damage(latents[0])
-    damage(latents[1])
-    assert not torch.equal(cache.latent(latents[0])["mean"], latent(0))  # seen before: not looked at again
-    with pytest.raises(UserError, match=f"damaged at entry {latents[1]}"):
-        cache.latent(latents[1])
-    with pytest.raises(UserError, match=f"damaged at entry {latents[0]}"):
-        DatasetCache(tmp_path).latent(latents[0])
+    changed = "its bytes have changed since this process first read them"
+    change(latents[0], cache.entry(latents[0]).bytes - 1)
+    change(latents[1], 20)  # in the header
+    change(texts[0], cache.entry(texts[0]).bytes - 1)
+    for key, read in ((latents[0], cache.latent), (latents[1], cache.latent), (texts[0], cache.text)):
+        with pytest.raises(UserError, match=f"shard .*[.]tar is damaged at entry {key}: {changed}; delete that file"):
+            read(key)
+    assert torch.equal(cache.latent(latents[2])["mean"], latent(2))
+    change(latents[0], cache.entry(latents[0]).bytes - 1)
+    assert torch.equal(cache.latent(latents[0])["mean"], latent(0))  # it was mended
+    with pytest.raises(UserError, match=f"damaged at entry {latents[1]};"):
+        DatasetCache(tmp_path).latent(latents[1])
 
 
 def test_a_shard_cut_off_while_it_is_mapped_is_told(tmp_path: Path) -> None:

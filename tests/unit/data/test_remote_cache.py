@@ -130,6 +130,8 @@ def test_a_payload_damaged_here_is_fetched_again_and_one_damaged_there_is_named(
     kept.write_bytes(kept.read_bytes()[:-1] + b"?")
     cache = open_remote(tmp_path)
     assert torch.equal(cache.latent(latents[0])["mean"], latent(0)) and counts(cache) == (1, 1)
+    kept.write_bytes(kept.read_bytes()[:-1] + b"!")  # after this process has verified it
+    assert torch.equal(cache.latent(latents[0])["mean"], latent(0)) and counts(cache)[0] == 2
     shard = f"/bucket/my-set/{FOLDER}/000000.tar"
     entry = cache.entry(latents[1])
     data = bytearray(memory.cat_file(shard))
