@@ -96,7 +96,7 @@ class ObjectiveSection(WeightingSection):
 
     weighting: Weighting = Field(
         "sample",
-        description="What counts alike in the gradients of an epoch. `sample`: samples, whatever their buckets and whatever `batching` is; `token`: tokens of latents, so that a sample counts by its length; `step`: steps, so that a sample's share depends on `batching` (and, without `slots`, on the number of devices). Runs from before this key have `step`.",
+        description="What counts alike in the gradients of an epoch. `sample`: samples, whatever their buckets and whatever `batching` is; `token`: tokens of the model, so that a sample counts by its length; `step`: steps, so that a sample's share depends on `batching` (and, without `slots`, on the number of devices). Runs from before this key have `step`.",
     )
 
 
@@ -113,10 +113,11 @@ class FlowConfig(ObjectiveSection):
     logit_std: float = Field(1.0, gt=0, description="Standard deviation of the logit-normal distribution.")
     shift: float | Literal["auto"] | dict[str, float] = Field(
         1.0,
-        description="Timestep shift s > 0: t' = s t / (1 + (s - 1) t), in training and in sampling. Above 1, more timesteps are near noise, as large videos need. `auto`: by the number of tokens (`auto_shift`). `{13x96x160: 3.0, ...}`: a number for each bucket.",
+        description="Timestep shift s > 0: t' = s t / (1 + (s - 1) t), in training and in sampling. Above 1, more timesteps are near noise, as large videos need. `auto`: by the number of tokens of the model (`auto_shift`). `{13x96x160: 3.0, ...}`: a number for each bucket.",
     )
     auto_shift: ShiftConfig | None = Field(
-        None, description="Formula of `shift: auto`; null: the square root of the number of tokens, 1 at 256."
+        None,
+        description="Formula of `shift: auto`; null: the square root of the number of tokens of the model, 1 at 256.",
     )
 
     _shift = field_validator("shift", mode="before")(checked_shift)

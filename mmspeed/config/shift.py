@@ -15,7 +15,7 @@ LARGEST_EXPONENT = 7.0  # of an exponential; beyond it half of all times lie wit
 
 
 class ShiftConfig(Section):
-    """Timestep shift by the number of tokens of a sample, for `objective.shift: auto`."""
+    """Timestep shift by the number of a sample's tokens of the model, for `objective.shift: auto`."""
 
     rule: Literal["sqrt", "exponential", "linear"] = Field(
         "sqrt",

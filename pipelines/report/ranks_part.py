@@ -52,6 +52,6 @@ def _table(rows: Sequence[Row]) -> str:
         for step, one in slow[-SHOWN_ROWS:]
     )
     return (
-        f"<p>{len(slow)} times a rank was slow; the newest:</p><table><tr><th>step</th><th>rank</th><th>host</th>"
+        f"<p>{len(slow)} times a rank was slow; the newest:</p><table class='ranks'><tr><th>step</th><th>rank</th><th>host</th>"
         f"<th>its computing against the others' median</th></tr>{lines}</table>"
     )

@@ -29,6 +29,7 @@ body{font:15px/1.5 system-ui,sans-serif;max-width:1080px;margin:2em auto;padding
 overflow-wrap:anywhere}
 h1{font-size:1.6em;margin-bottom:.1em} h2{font-size:1.15em;margin-top:2em;border-bottom:1px solid var(--line);padding-bottom:.2em}
 .sub{color:var(--soft)} table{border-collapse:collapse} td,th{padding:.25em .9em .25em 0;text-align:left;vertical-align:top}
+td,th{overflow-wrap:break-word} .ranks td:nth-child(3){overflow-wrap:anywhere}
 .tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(150px,1fr));gap:.8em}
 .tile{background:var(--card);border:1px solid var(--line);border-radius:6px;padding:.6em 1em}
 .tile b{display:block;font-size:1.25em} img,video{max-width:100%;border-radius:4px} figure{margin:0 0 1.4em} figcaption{color:var(--soft)}

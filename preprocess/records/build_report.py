@@ -195,7 +195,7 @@ class BuildReport:
     def _caption_lines(self) -> list[str]:
         lines = []
         if self.missing_captions:
-            lines.append(f"  media without a caption, taken by data.missing_caption: {self.missing_captions}")
+            lines.append(f"  sources without a caption, taken by data.missing_caption: {self.missing_captions}")
         if self.captions_cut or self.captions_truncated:
             lines.append(
                 f"  captions cut: {self.captions_cut} to data.max_caption_chars, {self.captions_truncated} to text.max_tokens"

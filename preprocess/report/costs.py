@@ -212,7 +212,7 @@ def hints(config: Config, statistics: DataStatistics, costs: Costs | None, trunc
         if count := statistics.reasons[reason.value]:
             suggestions.append(f"{count} rejected as {reason}: {knob}")
     if sums["missing_captions"]:
-        suggestions.append(f"{sums['missing_captions']} media have no caption: data.missing_caption")
+        suggestions.append(f"{sums['missing_captions']} sources without a caption: data.missing_caption")
     if sums["captions_cut"]:
         suggestions.append(
             f"{sums['captions_cut']} captions are cut to {config.data.max_caption_chars} characters: data.max_caption_chars"

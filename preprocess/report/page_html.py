@@ -162,7 +162,7 @@ def _inputs(numbers: DataStatistics, max_chars: int) -> str:
         ),
         ("pixels of the frames taken", f"{sums['pixels'] / 1e6:,.1f} M", f"{sums['pixels_kept'] / 1e6:,.1f} M inside the crop"
          f"{_share(sums, 'pixels_kept', 'pixels')}"),
-        ("media without a caption", f"{sums['missing_captions']:,}", "taken by data.missing_caption"),
+        ("sources without a caption", f"{sums['missing_captions']:,}", "taken by data.missing_caption"),
         ("captions cut", f"{sums['captions_cut']:,}", f"to {max_chars:,} characters"),
         ("captions repaired", f"{sums['captions_repaired']:,}", "had bytes that are not UTF-8"),
         ("captions stripped", f"{sums['captions_stripped']:,}", "of control and invisible characters"),

@@ -90,8 +90,8 @@ def stage_tables(outlook: SchedulePreview, stage: StagePreview) -> list[TextTabl
         tables.append(
             TextTable(
                 f"{key}-datasets",
-                "its sources",
-                ("source", "samples", "uses", "share asked", "share", "share of gradient", "all used within"),
+                "its data sets",
+                ("data set", "samples", "uses", "share asked", "share", "share of gradient", "all used within"),
                 tuple(
                     (
                         *(one.name, f"{one.samples:,}", f"{one.uses:,}", f"{one.asked:.2%}", f"{one.share:.2%}"),
@@ -110,7 +110,7 @@ def _legend(outlook: SchedulePreview) -> str:
     return (
         f"imbalance: greatest / mean cost across ranks, which synchronise {meet}: mean over steps, worst step, the epoch's;"
         " idle: micro-batches without a sample; mixed: steps of several buckets; short: of less than 0.9 of the median's cost;"
-        " padding: of captions, about"
+        " padding: of captions, about; tokens: of the model"
     )
 
 
@@ -183,7 +183,7 @@ def _share_hints(stage: StagePreview, where: str) -> list[str]:
         expected = one.asked / total_share if total_share and one.samples else 0.0
         if expected and abs(one.share - expected) > max(0.005, 0.2 * expected):
             sentences.append(
-                f"{where}source {one.name} makes {one.share:.2%} of an epoch, not {expected:.2%}: it is used at least once for each of"
+                f"{where}data set {one.name} makes {one.share:.2%} of an epoch, not {expected:.2%}: it is used at least once for each of"
                 " its buckets; raise data.repeats, or give it fewer buckets"
             )
     return sentences

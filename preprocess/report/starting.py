@@ -255,4 +255,4 @@ def _misfit(source: Source, probe: Probe) -> Rejection:
 def _unusable(path: str | Path, rejections: Sequence[Rejection]) -> UserError:
     reasons = Counter(rejection.reason for rejection in rejections)
     why = "; ".join(f"{count} {reason}: {reason.explanation}" for reason, count in reasons.most_common(3))
-    return UserError(f"{path}: none of the {len(rejections)} media is usable ({why})")
+    return UserError(f"{path}: none of the {len(rejections)} sources is usable ({why})")

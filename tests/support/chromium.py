@@ -17,11 +17,12 @@ import aiohttp
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "headless_shell")
 
-# what is out of the window and in no part that scrolls by itself; the least contrast of text with what is behind it (WCAG 2)
+# what is out of the window and in no part that scrolls by itself; text of less contrast with what is behind it than WCAG 2 asks for;
+# short words of tables that are torn apart
 _MEASURE = """(async () => {
 const loaded = i => { i.loading = "eager"; return i.decode().then(() => i, () => i); };  // those below the window are lazy
 const pictures = await Promise.all([...document.images].map(loaded));
-const root = document.documentElement, width = root.clientWidth, beyond = [], faint = [];
+const root = document.documentElement, width = root.clientWidth, beyond = [], faint = [], torn = [];
 const scrolls = e => e && (/auto|scroll|hidden/.test(getComputedStyle(e).overflowX) || scrolls(e.parentElement));
 const numbers = c => (c.match(/[\\d.]+/g) || []).map(Number);
 const behind = e => {
@@ -37,14 +38,20 @@ for (const e of document.body.querySelectorAll("*")) {
     const [a, b] = [light(numbers(svg ? style.fill : style.color)), light(behind(e))];
     const contrast = (Math.max(a, b) + .05) / (Math.min(a, b) + .05);
     if (contrast < 4.5) faint.push(name + " " + contrast.toFixed(1)); } }
-return {width, content: root.scrollWidth, height: root.scrollHeight, beyond, faint,
+for (const cell of document.querySelectorAll("td, th")) for (const node of cell.childNodes) if (node.nodeType == 3)
+  for (const word of node.data.matchAll(/[\\w.,%]{1,12}(?=\\s|$)/g)) {
+    const range = document.createRange();
+    range.setStart(node, word.index); range.setEnd(node, word.index + word[0].length);
+    const whole = !word.index || /\\s/.test(node.data[word.index - 1]);
+    if (whole && range.getClientRects().length > 1) torn.push(word[0]); }
+return {width, content: root.scrollWidth, height: root.scrollHeight, beyond, faint, torn,
   pictures: pictures.filter(i => !i.naturalWidth).length}; })()"""
 
 
 @dataclass(frozen=True)
 class View:
-    """A page in a window: pixels of the window and the content, elements beyond its edge, faint text, pictures that are not shown,
-    messages of the browser (what its policy refused), and a screenshot as PNG."""
+    """A page in a window: pixels of the window and the content, elements beyond its edge, faint text, torn words,
+    pictures that are not shown, messages of the browser (what its policy refused), and a screenshot as PNG."""
 
     page: str
     scheme: str
@@ -52,6 +59,7 @@ class View:
     content: int
     beyond: Sequence[str]
     faint: Sequence[str]
+    torn: Sequence[str]
     unseen_pictures: int
     messages: Sequence[str]
     png: bytes
@@ -140,5 +148,5 @@ class _Tab:
         whole = {"x": 0, "y": 0, "width": width, "height": min(value["height"], 6000), "scale": 1}
         shot = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=whole)
         png = base64.b64decode(shot["data"])
-        measured = (value["width"], value["content"], value["beyond"], value["faint"], value["pictures"])
+        measured = (value["width"], value["content"], value["beyond"], value["faint"], value["torn"], value["pictures"])
         return View(page.name, scheme, *measured, self.messages, png)

@@ -75,6 +75,7 @@ def named(seen: Sequence[View]) -> list[str]:
             ("beyond the edge", view.beyond),
             ("wider than the window", view.content if view.content > view.width else None),
             ("faint", view.faint),
+            ("torn", view.torn),
             ("pictures not shown", view.unseen_pictures),
         )
         if value
@@ -99,8 +100,9 @@ def test_a_broken_page_is_noticed(tmp_path: Path) -> None:
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         "<meta name=viewport content='width=device-width'>"
         "<body style='color:#bbb;background:#fff'><p style='width:900px'>wide</p><img src='data:image/png;base64,AAAA'>"
+        "<table style='width:20px;table-layout:fixed;overflow-wrap:anywhere'><tr><td>entire</td></tr></table>"
     )
     light = views(PROGRAM, [tmp_path / "bad.html"], [400])[0]
     assert light.beyond == ["P: wide"] and light.content == 900 + 8
     assert light.unseen_pictures == 1 and any("violates" in message for message in light.messages)
-    assert len(light.faint) == 1 and light.faint[0].startswith("P: wide 1.9")
+    assert light.faint[0].startswith("P: wide 1.9") and light.torn == ["entire"]

@@ -311,7 +311,7 @@ def test_a_share_that_comes_out_another_is_told(tmp_path: Path) -> None:
     """A data set of one clip in each bucket is met in every epoch, however small its share; a stage without the other is no news."""
     config = two_sets(tmp_path, "data.sources.0.weight=1000", "data.sources.1.weight=1")
     few = preview_schedule(config, groups_of(9, 9, 9, name="a") | groups_of(1, 1, 1, name="b"), COSTS, [1])
-    assert any("source b makes 9.09%" in hint and "not 0.10%" in hint for hint in preview_hints(config, few))
+    assert any("data set b makes 9.09%" in hint and "not 0.10%" in hint for hint in preview_hints(config, few))
     alone = preview_schedule(config, groups_of(9, 9, 9, name="b"), COSTS, [1])
     assert not any("source b" in hint for hint in preview_hints(config, alone))
 

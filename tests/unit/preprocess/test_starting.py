@@ -96,7 +96,7 @@ def test_nothing_usable_is_an_error_with_the_reason(frames: int, caption: str, e
     write_video(data / "a.mp4", frames=frames)
     if caption:
         (data / "a.txt").write_text(caption, encoding="utf-8")
-    with pytest.raises(UserError, match="none of the 1 media is usable") as caught:
+    with pytest.raises(UserError, match="none of the 1 sources is usable") as caught:
         write_config(tmp_path / "run", data)
     assert expected in str(caught.value) and not (tmp_path / "run.yaml").exists()
 
