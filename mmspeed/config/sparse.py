@@ -24,7 +24,7 @@ class SparseConfig(Section):
     tau: float | None = Field(
         None,
         ge=0,
-        description="Fixed threshold, as a multiple of 1 / keys, in place of one adjusted to reach `keep`; 0 keeps all.",
+        description="Fixed threshold, as a multiple of 1 / keys, in place of one adjusted to reach `keep`; 0 keeps all. With clusters and `tail: summary` it is compared with probability x variance of the score around that of the key's mean.",
     )
     error: float | None = Field(
         None,

@@ -143,14 +143,16 @@ def global_plan(split: SplitPlan, axes: SequenceAxes, lengths: tuple[int, ...]) 
     """The plan of the ring's ranks together, over all queries and keys: from who sent which rows where."""
     ring = axes.ring
     gathered: list[Any] = [None] * ring.size
-    dist.all_gather_object(gathered, (split.plan, split.rows, split.label_GM), group=ring.group)
+    dist.all_gather_object(
+        gathered, (split.plan, split.rows, split.label_GM, split.tail_centroids_GKD), group=ring.group
+    )
     starts = [0, *accumulate(lengths)]
     plan, groups, tokens = split.plan, split.plan.q_index_GN.shape[0], sum(lengths)
     kept, q_index, sizes, dropped, labels = [], [], [], [], []
     means = sum(split.mean_sizes)
-    for to, (theirs, rows, label) in enumerate(gathered):
+    for to, (theirs, rows, label, _) in enumerate(gathered):
         key_of_place = torch.full((groups * rows.table,), -1)
-        for source, (_, sent, _) in enumerate(gathered):
+        for source, (_, sent, *_) in enumerate(gathered):
             there = sent.row_Z.split(sent.sends)[to]
             length = max(1, lengths[source])
             places = rows.place_Z.split(rows.comes)[source]
@@ -176,7 +178,8 @@ def global_plan(split: SplitPlan, axes: SequenceAxes, lengths: tuple[int, ...]) 
         kv_index_Z=kept_GCM.nonzero()[:, 2].int(),
         kv_offsets=torch.nn.functional.pad(kept_GCM.sum(2).flatten().cumsum(0), (1, 0)),
         tail=TailClusters(torch.cat(labels, 1), means, torch.cat(dropped, 1)) if dropped else None,
-        centroids_GCD=_together([theirs.centroids_GCD for theirs, _, _ in gathered]),
+        centroids_GCD=_together([theirs.centroids_GCD for theirs, *_ in gathered]),
+        tail_centroids_GKD=_together([centroids for *_, centroids in gathered]),
     )
 
 
@@ -197,7 +200,18 @@ def check_counts(plan: ClusterPlan, mask_BM: Tensor | None) -> None:
         assert torch.equal(plan.tail.dropped_GCK, dropped)
 
 
-def check_rule(plan: ClusterPlan, k_BAMD: Tensor, mask_BM: Tensor | None, layer: ClusteredAttention) -> None:
+def weights_of(plan: ClusterPlan, q_GND: Tensor, k_GMD: Tensor) -> Tensor:
+    """The variance of each key's score around that of its cluster's mean, (G, M); 1 where no means stand for dropped keys."""
+    if plan.tail is None or plan.tail_centroids_GKD is None:
+        return torch.ones(k_GMD.shape[:2], dtype=k_GMD.dtype)
+    here = torch.nn.functional.one_hot(plan.tail.label_GM, plan.tail.clusters + 1)[..., :-1].to(k_GMD.dtype)
+    away = k_GMD - here @ plan.tail_centroids_GKD
+    return (away.square().sum(2) * q_GND.square().mean((1, 2))[:, None] / WIDTH).clamp(min=2.0**-12)
+
+
+def check_rule(
+    plan: ClusterPlan, q_BAND: Tensor, k_BAMD: Tensor, mask_BM: Tensor | None, layer: ClusteredAttention
+) -> None:
     """What is kept is what the rule says of the mean queries and of all keys."""
     settings, wide = layer.settings, torch.promote_types(k_BAMD.dtype, torch.float32)
     assert plan.centroids_GCD is not None
@@ -208,8 +222,11 @@ def check_rule(plan: ClusterPlan, k_BAMD: Tensor, mask_BM: Tensor | None, layer:
     share = score.softmax(2).nan_to_num(0.0) * count_G11
     always = (positions()[:, 0] == 0) & seen_G1M if settings.keep_first_frame else torch.zeros_like(seen_G1M)
     live = (plan.sizes() > 0)[..., None] & seen_G1M
-    best = torch.nn.functional.one_hot(score.argmax(2), plan.keys).bool()
     kept, keep = plan.kept_keys(), layer.keep()
+    if keep.by_threshold:
+        weight = weights_of(plan, q_BAND.to(wide).flatten(0, 1), k_BAMD.to(wide).flatten(0, 1))[:, None]
+        share, score = share * weight, score + weight.log()
+    best = torch.nn.functional.one_hot(score.argmax(2), plan.keys).bool()
     rank = score.masked_fill(always, torch.inf).argsort(2, descending=True).argsort(2)
     if keep.rule == "top":
         assert torch.equal(kept, (rank < (keep.value * count_G11).round().clamp(min=1)) & live)
@@ -256,7 +273,7 @@ def run_case(case: Case) -> dict[str, Any]:
     own = [x.split(heads, dim=1)[place] for x in tensors]
     check_counts(plan, mask)
     if plan.centroids_GCD is not None and case.dtype == "float64":
-        check_rule(plan, own[1], mask, layer)
+        check_rule(plan, own[0], own[1], mask, layer)
     same = True
     if case.ring == 1:
         alone, context = layer_of(case), layer.context(mask, positions())

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from mmspeed.comm.axis import Axis
 from mmspeed.comm.exchange import even_sizes
-from mmspeed.compute.sparse.planners.clusters import KeyClusters, sort_queries, tail_of_keys
+from mmspeed.compute.sparse.planners.clusters import KeyClusters, lost_variance, sort_queries, tail_of_keys
 from mmspeed.compute.sparse.planners.kmeans import covariance, kmeans, sorted_means, sums
 from mmspeed.compute.sparse.planners.patterns import skip_group
-from mmspeed.compute.sparse.planners.selection import KeyMasks
+from mmspeed.compute.sparse.planners.selection import KeepRule, KeyMasks
 from mmspeed.compute.sparse.planners.tiles import Tiling, tiling
 from mmspeed.config.sparse import SparseConfig
 
@@ -79,6 +79,11 @@ class GroupedSequence:
     unit_M: Tensor | None = None  # the unit of each key; None: each key is one
     always_GU: Tensor | None = None  # units that are always kept
     tail: KeyClusters | None = None
+    weight_GU: Tensor | None = None  # what the probability of a unit counts times, under one threshold
+
+    def weight(self, some: slice, keep: KeepRule) -> Tensor | None:
+        """The weights of some heads' units by a rule; None: 1."""
+        return None if self.weight_GU is None or not keep.by_threshold else self.weight_GU[some]
 
     @property
     def groups(self) -> int:
@@ -123,7 +128,11 @@ def by_clusters(part: SequenceShard, ring: Axis) -> GroupedSequence:
     def judge(sign_gCD: Tensor, some: slice) -> Tensor:
         return (sign_gCD * part.scale) @ part.k_GMD[some].mT
 
-    return GroupedSequence(*order, sign_GCD, _each_key(part), judge, False, None, _always(part), part.tail(ring))
+    tail, weight_GU = part.tail(ring), None
+    if tail is not None:
+        square_G = mean_square_of_all(part.q_GND, ring)
+        weight_GU = lost_variance(part.k_GMD, tail, square_G, part.scale) if part.k_GMD.shape[1] else None
+    return GroupedSequence(*order, sign_GCD, _each_key(part), judge, False, None, _always(part), tail, weight_GU)
 
 
 def by_tiles(part: SequenceShard, nearby: bool) -> GroupedSequence:
@@ -201,6 +210,13 @@ def covariance_of_all(k_GMD: Tensor, seen_GM: Tensor | None, ring: Axis) -> Tens
     away_RGD = mean_RGD - (weight_RG1 * mean_RGD).sum(dim=0)
     around = all_RGED[:, :, :width] + away_RGD[..., None] * away_RGD[:, :, None]
     return (weight_RG1[..., None] * around).sum(dim=0)
+
+
+def mean_square_of_all(q_GND: Tensor, ring: Axis) -> Tensor:
+    """The mean square of a channel of a query of all ranks, by head (G,): see `mean_square`."""
+    count = q_GND.new_full((len(q_GND),), q_GND.shape[1] * q_GND.shape[2])
+    total_RG, count_RG = gather_each(torch.stack((q_GND.square().sum(dim=(1, 2)), count)), ring).unbind(dim=1)
+    return total_RG.sum(dim=0) / count_RG.sum(dim=0).clamp(min=1.0)
 
 
 def _nobody(part: SequenceShard) -> tuple[Tensor, Tensor]:

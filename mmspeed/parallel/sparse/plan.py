@@ -142,7 +142,7 @@ def plan_split(
         offsets,
         tail,
         centroids_GCD=own_groups.sign_GCD if settings.grouping == "clusters" else None,
-        tau_G=tau_G if keep.rule in ("threshold", "fraction") and not own_groups.fixed else None,
+        tau_G=tau_G if keep.by_threshold and not own_groups.fixed else None,
     )
     if own_groups.tail is None:
         return SplitPlan(plan, rows, None, all_groups.means_R, None)
@@ -161,7 +161,7 @@ def thresholds(
     for some in all_groups.blocks(longest):
         score = own_groups.judge(_of(all_groups.sign_GCD, some), some)
         size = own_groups.size_GU[some]
-        masses = shares(score, size, seen_G[some], _always(own_groups, some), ring)
+        masses = shares(score, size, seen_G[some], _always(own_groups, some), ring, own_groups.weight(some, keep))
         counts.append(count_shares(masses.share_GCU, all_groups.weight_GC[some, :, None] * size[:, None]))
     counts_BL = torch.cat(counts).unflatten(0, (-1, masks.heads)).sum(dim=1)
     return threshold_of(gather_each(counts_BL, ring).sum(dim=0), keep.value).repeat_interleave(masks.heads)
@@ -186,7 +186,8 @@ def decide(
         if own_groups.fixed:
             kept_gCU = kept_gCU if always is None else kept_gCU | always[:, None]
         else:
-            masses = shares(kept_gCU, own_groups.size_GU[some], seen_G[some], always, ring)
+            size, weight = own_groups.size_GU[some], own_groups.weight(some, keep)
+            masses = shares(kept_gCU, size, seen_G[some], always, ring, weight)
             if context.observe is not None and kept_gCU.numel():
                 _observe(context, masses.share_GCU, weight_gC, own_groups, masks, some)
             kept_gCU = choose(masses, keep, tau_G[some], ring)

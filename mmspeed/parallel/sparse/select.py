@@ -28,13 +28,11 @@ _TRIED = 15  # cuts at once: four bits a round
 class MassShares:
     """Probabilities of this rank's units for the clusters of all ranks."""
 
-    share_GCU: (
-        Tensor  # float32: probability of a key of the unit, times the keys seen; +inf: always kept; -1: no key counts
-    )
-    best_GCU: Tensor  # bool: the most probable unit of all ranks
+    share_GCU: Tensor  # float32: probability of a key, times the keys seen and the weight; +inf: always kept; -1: no key counts
+    best_GCU: Tensor  # bool: the unit of the largest share of all ranks
     size_GU: Tensor  # keys of a unit that count, float
     seen_G: Tensor  # keys that count, of all ranks, float
-    true_GCU: Tensor  # `share_GCU` without infinities
+    true_GCU: Tensor  # `share_GCU` without infinities and weights
     lost_GC1: Tensor  # bool: clusters with a score that is NaN or +inf, on any rank
 
 
@@ -43,25 +41,35 @@ def gather_each(x: Tensor, ring: Axis) -> Tensor:
     return all_gather(x[None].contiguous(), ring, 0)
 
 
-def shares(score_GCU: Tensor, size_GU: Tensor, seen_G: Tensor, always_GU: Tensor | None, ring: Axis) -> MassShares:
+def shares(
+    score_GCU: Tensor,
+    size_GU: Tensor,
+    seen_G: Tensor,
+    always_GU: Tensor | None,
+    ring: Axis,
+    weight_GU: Tensor | None = None,
+) -> MassShares:
     """Probabilities over the keys of all ranks. Every rank makes the call, whatever it holds.
 
     Args:
         score_GCU: logits of the units' (mean) keys.
         size_GU: keys of a unit that count; 0: no such unit.
         always_GU: units that are always kept.
+        weight_GU: what the probability of a unit counts times in its share; None: 1.
     """
     valid_G1U = (size_GU > 0)[:, None]
     score_GCU = score_GCU.masked_fill(~valid_G1U, -torch.inf)
-    best_GC, first_GC = _best(score_GCU)
-    lse_GC = (score_GCU + size_GU.log()[:, None]).logsumexp(dim=2) if score_GCU.shape[2] else best_GC
+    best_GC, first_GC = _best(score_GCU if weight_GU is None else score_GCU + weight_GU.log()[:, None])
+    lse_GC = (score_GCU + size_GU.log()[:, None]).logsumexp(dim=2) if score_GCU.shape[2] else best_GC  # -inf
     both = gather_each(torch.stack((lse_GC, best_GC)), ring)
     lse_GC1 = both[:, 0].logsumexp(dim=0)[..., None]
     true_GCU = (score_GCU - lse_GC1).exp().nan_to_num(0.0).float() * seen_G[:, None, None].float()
     true_GCU = true_GCU.masked_fill(~valid_G1U, -1.0)
     share_GCU = true_GCU
+    if weight_GU is not None:
+        share_GCU = torch.where(valid_G1U, true_GCU * weight_GU[:, None].float(), true_GCU)
     if always_GU is not None:
-        share_GCU = true_GCU.masked_fill(always_GU[:, None] & valid_G1U, torch.inf)
+        share_GCU = share_GCU.masked_fill(always_GU[:, None] & valid_G1U, torch.inf)
     best = _is_best(both[:, 1], first_GC, score_GCU.shape[2], ring.rank) & valid_G1U
     return MassShares(share_GCU, best, size_GU, seen_G, true_GCU, ~(lse_GC1 < torch.inf))
 

@@ -21,6 +21,8 @@ from mmspeed.compute.sparse.plan import ClusterPlan, TailClusters
 from .kmeans import covariance, kmeans, means, sorted_means, spread
 from .selection import KeepRule, KeyLists, KeyMasks, PlannerContext, Score, choose_keys
 
+_LEAST_VARIANCE = 2.0**-12  # of a score: a key that is its mean
+
 
 def plan_clusters(
     q_BAND: Tensor,
@@ -77,6 +79,7 @@ def plan_clusters(
             label_GM=None if tail is None else tail.label_GM,
             labels=0 if tail is None else tail.clusters,
             observe=context.observe,
+            key_weight_GM=None if tail is None else lost_variance(k_GMD, tail, mean_square(some_GND), scale),
         )
         q_index_GN, q_offsets_GC = with_full(order_GN, offsets_GC, masks)
     batch, heads, queries, _ = q_BAND.shape
@@ -92,7 +95,7 @@ def plan_clusters(
         tail=None if tail is None else tail.plan(lists),
         centroids_GCD=centroid_GCD,
         tail_centroids_GKD=None if tail is None else tail.centroid_GKD,
-        tau_G=lists.tau_G if keep.rule in ("threshold", "fraction") else None,
+        tau_G=lists.tau_G if keep.by_threshold else None,
     )
 
 
@@ -188,6 +191,24 @@ def tail_of_keys(
     flat = label_GM + torch.arange(groups, device=k_GMD.device)[:, None] * (clusters + 1)
     size_GK = torch.bincount(flat.flatten(), minlength=groups * (clusters + 1)).view(groups, -1)[:, :clusters]
     return KeyClusters(label_GM, centroid_GKD, size_GK)
+
+
+def mean_square(q_GND: Tensor) -> Tensor:
+    """The mean square of a channel of a query, by head (G,)."""
+    return torch.linalg.vector_norm(q_GND, dim=(1, 2)).square() / max(1, q_GND[0].numel())
+
+
+def lost_variance(k_GMD: Tensor, tail: KeyClusters, square_G: Tensor, scale: float) -> Tensor:
+    """The variance of each key's score around that of its mean (G, M), for queries of mean square `square_G` in all directions.
+
+    A mean stands for the keys that are dropped, so a key near it loses little by being dropped, however probable it is: to first order
+    the differences from the mean cancel, and about its probability times this variance is lost. 1 where a key is not finite.
+    """
+    first_G1 = torch.arange(len(k_GMD), device=k_GMD.device)[:, None] * tail.clusters
+    row_GM = tail.label_GM.clamp(max=tail.clusters - 1) + first_G1  # masked keys have no cluster, and no probability
+    away_GMD = k_GMD - torch.nn.functional.embedding(row_GM, tail.centroid_GKD.flatten(0, 1))
+    variance_GM = torch.linalg.vector_norm(away_GMD, dim=-1).square_() * (square_G * scale**2)[:, None]
+    return variance_GM.clamp_(min=_LEAST_VARIANCE).nan_to_num(nan=1.0, posinf=1.0)
 
 
 def _spread_covariance(k_GMD: Tensor, mask_GM: Tensor | None, subsample: int) -> Tensor:

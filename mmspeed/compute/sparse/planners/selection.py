@@ -2,7 +2,8 @@
 
 The default rule is a threshold: a key is kept where the probability that a cluster's mean query gives it is at least tau / M.
 One threshold for all clusters keeps the most probability for a number of pairs (it is the condition of the optimum), while the same
-number of keys for each, or the same cumulative probability, spends pairs where they gain little.
+number of keys for each, or the same cumulative probability, spends pairs where they gain little. Where means stand for dropped keys, the
+probability counts times what the mean misses of the key (`lost_variance` in `clusters`).
 
 Legend: B batch, A heads, G = B x A, N queries, M keys, D head width, C clusters of queries, K clusters of keys, X position axes,
 Z kept keys of all clusters, R rows (a cluster of a head each), g and c some groups and some clusters of them, S a sample.
@@ -37,11 +38,11 @@ class KeepRule:
     """The rule by which a cluster of queries keeps keys. Always-kept keys are exempt from the cap, and count in every share."""
 
     rule: Rule
-    # threshold: tau, keeps keys of probability >= tau / (keys seen). fraction: share of all pairs of a sample of the batch, by one
-    # threshold for all its heads. mass: cumulative probability of a cluster. top: share of the keys, the same for each cluster.
+    # threshold: tau, keeps keys of probability (x weight) >= tau / (keys seen). fraction: share of all pairs of a sample of the batch,
+    # by one threshold for all its heads. mass: cumulative probability of a cluster. top: share of the keys, the same for each cluster.
     value: float
-    at_least: int = 1  # keys, the most probable ones
-    at_most: float = 1.0  # share of the keys, the most probable first
+    at_least: int = 1  # keys, those of the largest probability (x weight)
+    at_most: float = 1.0  # share of the keys, the largest probability (x weight) first
 
     def __post_init__(self) -> None:
         if self.rule not in ("threshold", "fraction", "mass", "top"):
@@ -50,6 +51,11 @@ class KeepRule:
             raise ValueError(f"rule {self.rule} does not take the value {self.value}")
         if self.at_least < 1 or not 0 < self.at_most <= 1:
             raise ValueError(f"at_least {self.at_least} is 1 or more, at_most {self.at_most} in (0, 1]")
+
+    @property
+    def by_threshold(self) -> bool:
+        """True for rules with one threshold for all clusters."""
+        return self.rule in ("threshold", "fraction")
 
 
 @dataclass(frozen=True)
@@ -133,16 +139,19 @@ def choose_keys(
     label_GM: Tensor | None = None,
     labels: int = 0,
     observe: Observe | None = None,
+    key_weight_GM: Tensor | None = None,
 ) -> KeyLists:
     """The kept keys of each cluster; a full cluster, if there is one, is last in each group, after those of `weight_GC`.
 
     Args:
         weight_GC: queries of each cluster; an empty cluster keeps no key.
         label_GM: cluster of each key, for counting kept keys; `labels` at masked keys.
+        key_weight_GM: what the probability of a key counts times, under one threshold; positive and finite. None: 1.
     """
     groups, clusters = weight_GC.shape
     device = weight_GC.device
-    tau_G, log_shares = _thresholds(score, keep, masks, weight_GC)
+    log_weight = None if key_weight_GM is None or not keep.by_threshold else key_weight_GM.log()[:, None]
+    tau_G, log_shares = _thresholds(score, keep, masks, weight_GC, log_weight)
     has_full = masks.full_F is not None
     rows = clusters + has_full
     any_empty = bool((weight_GC == 0).any())
@@ -156,7 +165,7 @@ def choose_keys(
             score_gcM = None
             if log_shares is None:  # with "fraction" the log shares may be held, and scores are not needed
                 score_gcM = recompute()
-                x_gcM = _log_share(score_gcM, masks, g)
+                x_gcM = _log_share(score_gcM, masks, g, log_weight)
             else:
                 x_gcM = log_shares[g, chosen]
             if observe is not None:
@@ -179,16 +188,20 @@ def choose_keys(
             seen = masks.seen(g)
             keep_gcM[:, -1:] = True if seen is None else seen
         flat_Z, length_gc = flat_lists(keep_gcM)
-        if part.shape[1] and _mend(keep, recompute, part, length_gc, weight_GC[g, chosen], lost_gc, masks, g):
+        if part.shape[1] and _mend(
+            keep, recompute, part, length_gc, weight_GC[g, chosen], lost_gc, masks, g, log_weight
+        ):
             flat_Z, length_gc = flat_lists(keep_gcM)
         lists.add(g, c, flat_Z, length_gc)
     return lists.finish(tau_G)
 
 
-def _log_share(score_gcM: Tensor, masks: KeyMasks, groups: slice) -> Tensor:
-    """Log of the probability of each key x keys seen: 0 at an even share. +inf at keys that are always kept."""
+def _log_share(score_gcM: Tensor, masks: KeyMasks, groups: slice, log_weight_G1M: Tensor | None) -> Tensor:
+    """Log of the probability of each key x keys seen (x its weight): 0 at an even share. +inf at keys that are always kept."""
     x_gcM = score_gcM.log_softmax(dim=-1)
     x_gcM += masks.count(groups).clamp(min=1).log()
+    if log_weight_G1M is not None:
+        x_gcM += log_weight_G1M[groups]
     always = masks.always(groups)
     return x_gcM if always is None else x_gcM.masked_fill_(always, torch.inf)
 
@@ -235,6 +248,7 @@ def _mend(
     lost_gc: Tensor,
     masks: KeyMasks,
     groups: slice,
+    log_weight_G1M: Tensor | None,
 ) -> bool:
     """Correct rows that keep too few or too many keys, but for lost ones, which keep all; True where there were any.
 
@@ -249,7 +263,10 @@ def _mend(
     long_gc = (length_gc > cap_g1 + free_g1) & ~lost_gc
     if not (short_gc | long_gc).any():
         return False
-    rank_gcM = _ranked(score(), seen)
+    score_gcM = score()
+    if log_weight_G1M is not None:
+        score_gcM += log_weight_G1M[groups]
+    rank_gcM = _ranked(score_gcM, seen)
     g, c = long_gc.nonzero(as_tuple=True)
     if len(g):
         rank_RM = rank_gcM[g, c].masked_fill_(~out_gcM[g, c], -torch.inf)
@@ -270,7 +287,9 @@ def _ranked(score_gcM: Tensor, seen: Tensor | None) -> Tensor:
     return rank_gcM if seen is None else rank_gcM.masked_fill_(~seen, -torch.inf)
 
 
-def _thresholds(score: Score, keep: KeepRule, masks: KeyMasks, weight_GC: Tensor) -> tuple[Tensor, Tensor | None]:
+def _thresholds(
+    score: Score, keep: KeepRule, masks: KeyMasks, weight_GC: Tensor, log_weight_G1M: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """(tau_G, log shares of all pairs if they are held): the threshold of each group; 0 for rules without one."""
     groups, clusters = weight_GC.shape
     device = weight_GC.device
@@ -281,7 +300,7 @@ def _thresholds(score: Score, keep: KeepRule, masks: KeyMasks, weight_GC: Tensor
     log_shares, parts = None, []
     stride = max(1, masks.heads * clusters * masks.keys // _SAMPLED)
     for g, c in blocks(groups, clusters, masks.keys, device):
-        x_gcM = _log_share(score(g, c), masks, g)
+        x_gcM = _log_share(score(g, c), masks, g, log_weight_G1M)
         if elements <= _HOLD.get(device.type, _HOLD_ELSE):
             log_shares = x_gcM.new_empty(groups, clusters, masks.keys) if log_shares is None else log_shares
             log_shares[g, c] = x_gcM

@@ -5,6 +5,8 @@ Legend: B batch, A heads, G = B x A, N queries, M keys, D head width, C clusters
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +15,8 @@ from mmspeed import rng
 from mmspeed.bench.attention_data import make_qkv
 from mmspeed.compute.rope import grid_positions
 from mmspeed.compute.sparse import clustered_attention
-from mmspeed.compute.sparse.planners.clusters import plan_clusters
+from mmspeed.compute.sparse.planners import clusters
+from mmspeed.compute.sparse.planners.clusters import KeyClusters, lost_variance, mean_square, plan_clusters
 from mmspeed.compute.sparse.planners.selection import KeepRule, PlannerContext, Rule
 from mmspeed.compute.sparse.planners.tiles import plan_tiles
 from mmspeed.compute.sparse.planners.topk import largest, upper_quantile
@@ -44,6 +47,60 @@ def test_kept_keys_are_those_of_a_probability_above_the_threshold() -> None:
     assert torch.equal(weight, plan.sizes()) and (share[2:, :, 25:] == -1).all()
     torch.testing.assert_close(share[:2][busy_GC[:2]], share_GCM[:2][busy_GC[:2]])
     assert plan.tau_G is not None and (plan.tau_G == torch.tensor(1.3)).all()
+
+
+@pytest.mark.parametrize("at_most", [1.0, 0.2])
+def test_where_means_stand_for_dropped_keys_a_probability_counts_times_what_they_miss(at_most: float) -> None:
+    q, k = draw(2, 2, 70, 8) * 2, draw(2, 2, 40, 8, seed=1)
+    mask_BM = torch.arange(40)[None] < torch.tensor([[40], [25]])
+    plan = plan_clusters(
+        q,
+        k,
+        KeepRule("threshold", 0.4, at_most=at_most),
+        PlannerContext(key_mask_BM=mask_BM),
+        cluster_size=10,
+        tail_clusters=5,
+    )
+    assert plan.tail is not None and plan.tail_centroids_GKD is not None and plan.centroids_GCD is not None
+    seen_G1M = mask_BM.repeat_interleave(2, 0)[:, None]
+    for head in range(4):
+        sample, seen_1M = divmod(head, 2), seen_G1M[head]
+        query_ND, key_MD = q[sample], k[sample]
+        label_M = plan.tail.label_GM[head].clamp(max=4)
+        # for queries of the mean square that these have, in every direction
+        missed_M = (key_MD - plan.tail_centroids_GKD[head][label_M]).square().sum(1) * query_ND.square().mean() / 8
+        score_CM = (plan.centroids_GCD[head] @ key_MD.mT * 8**-0.5).masked_fill(~seen_1M, -torch.inf)
+        gain_CM = score_CM.softmax(1) * seen_1M.sum() * missed_M.clamp(min=2.0**-12)
+        wanted_CM = gain_CM >= 0.4
+        if at_most < 1:
+            wanted_CM &= gain_CM.argsort(1, descending=True).argsort(1) < int(at_most * seen_1M.sum())
+        wanted_CM.scatter_(1, gain_CM.argmax(1, keepdim=True), True)
+        busy_C = plan.sizes()[head] > 0
+        assert torch.equal(plan.kept_keys()[head][busy_C], wanted_CM[busy_C])
+
+
+def test_what_means_miss_is_nothing_of_a_key_that_is_its_mean_and_unknown_of_no_number() -> None:
+    k_GMD = torch.tensor([[[1.0, 2.0], [3.0, 2.0], [9.0, 9.0], [torch.nan, 0.0], [0.0, 0.0]]])
+    label_GM = torch.tensor([[0, 0, 1, 0, 2]])  # the last is masked
+    tail = KeyClusters(label_GM, torch.tensor([[[2.0, 2.0], [9.0, 9.0]]]), torch.tensor([[3, 1]]))
+    found = lost_variance(k_GMD, tail, torch.tensor([4.0]), 0.5)[0]
+    assert found[:4].tolist() == [1.0, 1.0, 2.0**-12, 1.0] and found[4].isfinite()
+    assert mean_square(torch.tensor([[[1.0, 3.0], [2.0, 0.0]]])).tolist() == pytest.approx([3.5])
+
+
+def test_weighing_by_what_means_miss_errs_less_for_as_many_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: dict[bool, list[float]] = {}
+    for seed, weighted in itertools.product((0, 1), (True, False)):
+        q, k, v, _ = make_qkv((8, 16, 16), heads=3, seed=seed)
+        if not weighted:
+            monkeypatch.setattr(clusters, "lost_variance", lambda *_: None)
+        plan = plan_clusters(q, k, KeepRule("fraction", 0.1), cluster_size=64, tail_clusters=16)
+        monkeypatch.undo()
+        dense = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        out = clustered_attention(q, k, v, plan, tail="summary").out_BAND
+        assert float(plan.kept_share().mean()) == pytest.approx(0.1, abs=2e-3)
+        errors.setdefault(weighted, []).append(float((out - dense).norm() / dense.norm()))
+    assert sum(errors[True]) < 0.92 * sum(errors[False]), errors
 
 
 def test_a_lower_threshold_keeps_more_and_errs_less() -> None:
