@@ -192,7 +192,7 @@ def refused(
         if accumulates:
             return "release_gradients needs one micro-batch a step"
         if skips:
-            return "release_gradients has already updated some weights when a later gradient is not finite, so no step can be skipped: it needs train.skip_non_finite: 0"
+            return "release_gradients has already updated some weights when a later gradient is not finite, so no step can be skipped: it needs train.skip_non_finite: 0, and not train.divergence.action: skip"
         if strategy == "ddp" or tp > 1:
             return "release_gradients goes with parallel.strategy: none or fsdp, and without tp: otherwise gradients are complete only after backward"
     return None

@@ -373,7 +373,7 @@ class RunConfig(Section):
             strategy=parallel.strategy,
             tp=parallel.tp,
             averages=train.ema_decay is not None,
-            skips=train.skip_non_finite > 0,
+            skips=train.skip_non_finite > 0 or train.divergence.action == "skip",
         )
         if reason is not None:
             raise ValueError(f"memory: {reason}")

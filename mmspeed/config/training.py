@@ -8,6 +8,7 @@ from pydantic import Field
 
 from mmspeed.shapes import Bucket
 
+from .divergence import DivergenceConfig
 from .inputs import Section
 from .watchdog import WatchdogConfig
 
@@ -98,6 +99,7 @@ class TrainConfig(Section):
     )
 
     watchdog: WatchdogConfig = Field(default_factory=WatchdogConfig, description="Limits of time.")
+    divergence: DivergenceConfig = Field(default_factory=DivergenceConfig, description="Rule for spikes.")
 
     @property
     def samples_per_step(self) -> int:

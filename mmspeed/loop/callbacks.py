@@ -99,7 +99,8 @@ class Sparsity(BaseCallback):
         self.controller.before_step(step)
 
     def after_step(self, outcome: StepOutcome) -> None:
-        self.controller.after_step(self.sum, finite=outcome.result is None or outcome.result.finite)
+        result = outcome.result
+        self.controller.after_step(self.sum, finite=result is None or (result.finite and not result.withheld))
 
     def saved_flops(self) -> float:
         """Operations that attention left out since the last call, of all ranks. A collective call."""

@@ -45,7 +45,8 @@ class _ItemSums:
 
 
 class StepMeans(BaseCallback):
-    """The means since the last row, in which a step counts by its weight in the objective; steps that were not finite do not count.
+    """The means since the last row, in which a step counts by its weight in the objective; steps that were not finite or not applied do
+    not count.
 
     `window`: the number of steps of the mean in `recent`. `several`: a step makes several updates, whose terms are always named.
     """
@@ -71,7 +72,7 @@ class StepMeans(BaseCallback):
 
     def after_step(self, outcome: StepOutcome) -> None:
         result = outcome.result
-        if result is None or not result.finite:
+        if result is None or not result.finite or result.withheld:
             return
         weight = outcome.data.weight
         self.steps += 1

@@ -139,7 +139,9 @@ class StopSignals:
         strongest = 2 if self._stop else 0
         if not dist.is_initialized() or dist.get_rank(group) == 0:
             strongest = max(strongest, self._take_files())
-        return REQUESTS[int(all_reduce_max([float(strongest)], group)[0])]
+        request = REQUESTS[int(all_reduce_max([float(strongest)], group)[0])]
+        self._stop = self._stop or request == "stop"  # a roll-back may come first
+        return request
 
     def _take_files(self) -> int:
         strongest = 0

@@ -27,6 +27,8 @@ from .terms import TermKind, terms_of_all
 # reads a step's micro-batches again without some uses; None where none is left
 Again = Callable[[Sequence[UseName]], "MicroBatches | None"]
 
+Accept = Callable[[float, float], bool]  # of a loss and a gradient norm
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -44,6 +46,7 @@ class StepResult:
     terms: Mapping[str, float] = field(default_factory=dict)  # each over its divisor
     updated: frozenset[str] = frozenset()  # roles whose weights changed
     broken: str | None = None  # the update that is not finite
+    withheld: bool = False  # its update was not accepted, and not applied
     trained: tuple[str, ...] = ()  # the terms that train, of all ranks, of the update whose loss this is
     # of this rank's micro-batches in that update; it alone differs between ranks
     record: RunRecord | None = field(default=None, repr=False, compare=False)
@@ -85,13 +88,14 @@ def train_step(
     step: int = 0,
     weight: float = 1.0,
     again: Again | None = None,
+    accept: Accept | None = None,
 ) -> StepResult:
     """Make the updates of step number `step` (from 0), in order, up to the first that is not finite. `weight`: the step's in its epoch.
 
     With several, the micro-batches are kept, and the result names the terms of all. The loss and the gradient norm are those of the first
     update that every step makes, or of the non-finite one before it. `again`: reads the step again without the items whose loss is not
     finite; an update that is not finite is then computed once more, by the divisors of the whole step, and later ones leave these items
-    out, too. Raises UserError as `apply_update`.
+    out, too. `accept`: as for `apply_update`. Raises UserError as `apply_update`.
     """
     several = len(learners) > 1
     due = [learner for learner in learners if step % learner.update.every == 0]
@@ -101,7 +105,16 @@ def train_step(
 
     def attempt(learner: Learner) -> StepResult:
         result = apply_update(
-            models, learner, reused, divisors, clip_norm=clip_norm, tensor=tensor, mesh=mesh, group=group, weight=weight
+            models,
+            learner,
+            reused,
+            divisors,
+            clip_norm=clip_norm,
+            tensor=tensor,
+            mesh=mesh,
+            group=group,
+            weight=weight,
+            accept=accept,
         )
         for other in learners if several else ():  # a loss may reach models that another update trains
             other.forget_gradients()
@@ -147,6 +160,7 @@ def apply_update(
     mesh: Mesh | None = None,
     group: dist.ProcessGroup | None = None,
     weight: float = 1.0,
+    accept: Accept | None = None,
 ) -> StepResult:
     """Run forward and backward of this rank's micro-batches, then one update by `weight` times the gradients of all ranks.
 
@@ -154,7 +168,10 @@ def apply_update(
     micro-batches. A loss or gradient that is not finite on any rank leaves parameters and optimizer untouched on all; with an optimizer
     that updates in backward it raises UserError. A divisor that is known only afterwards (None) costs a scaling of the gradients, which is
     merged with clipping. `tensor` is the tensor-parallel axis, where there is one, `mesh` that of the models. `group` is for small CPU
-    collectives. The device is synchronized with once, and once more for divisors that are known only afterwards. Raises UserError for a
+    collectives. `accept`: False for a loss and a gradient norm, the same on all ranks, whose update is not to be applied; it is not asked
+    by an optimizer that updates in backward.
+
+    The device is synchronized with once, and once more for divisors that are known only afterwards. Raises UserError for a
     divisor that is not positive, ValueError for such a weight.
     """
     if not weight > 0 or not math.isfinite(weight):
@@ -195,14 +212,14 @@ def apply_update(
         bad = sorted(set(uses.values()))
         if releasing:
             raise _partly_applied(loss, grad_norm, bad)
-    else:
-        for each in learner.optimizers:
-            each.step()
+    withheld = not broken_ranks and not releasing and accept is not None and not accept(loss, grad_norm)
+    for each in learner.optimizers if not (broken_ranks or withheld) else ():
+        each.step()
     learner.forget_gradients()
     result = StepResult(loss, grad_norm, not broken_ranks, terms=terms, trained=trained, record=record)
     if broken_ranks:
         return replace(result, bad=bad, bad_uses=tuple(uses), broken=update.name)
-    return replace(result, updated=frozenset(update.roles))
+    return replace(result, withheld=True) if withheld else replace(result, updated=frozenset(update.roles))
 
 
 def _late_divisors(

@@ -3,7 +3,18 @@
 from .batch import Batch, Item, MicroBatches, NumberRule, Term, Terms, UseName
 from .calls import Conditions, ModelCall
 from .codecs import Posterior, TextEncoder, TextEntry, VideoCodec
-from .data import BatchShape, Data, DataSize, Divisors, Location, OrderedSample, ReadsAgain, SizedData, StepData
+from .data import (
+    BatchShape,
+    Data,
+    DataSize,
+    Divisors,
+    LeavesOut,
+    Location,
+    OrderedSample,
+    ReadsAgain,
+    SizedData,
+    StepData,
+)
 from .model import (
     CountsDenseFlops,
     CountsFlops,
@@ -83,6 +94,7 @@ __all__ = [
     "InitializesWeights",
     "Item",
     "Leading",
+    "LeavesOut",
     "Linear",
     "Location",
     "LossFunction",

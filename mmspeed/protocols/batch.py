@@ -32,6 +32,7 @@ class Item:
     source: str = ""  # for messages
     shape: str = ""  # name of its shape class
     quantile: float | None = None  # place in the training distribution of times, where the task has one
+    left_out: bool = False  # by a roll-back: it counts nothing
 
     @property
     def name(self) -> UseName:

@@ -39,9 +39,10 @@ class StepData:
         divisors: the divisors of its terms, the same on every rank.
         batches: this rank's micro-batches; none for a step without items.
         items: the step's items over all ranks, lost ones included; the sequence may make each on access, since few steps are read.
-        counts: items of each shape class over all ranks, lost ones left out.
+        counts: items of each shape class over all ranks, without lost and left out ones.
         tokens: real tokens of these, where the data knows them; None: the task counts by shape.
         weight: what its mean counts among the steps of its epoch, the same on every rank; above 0, and 1 where all steps count alike.
+        left_out: of the items, those that a roll-back has left out.
         imbalance: computes the greatest over the mean cost across ranks, 1 at best; called for the steps that are logged.
     """
 
@@ -52,6 +53,7 @@ class StepData:
     tokens: int | None = None
     weight: float = 1.0
     imbalance: Callable[[], float] = even
+    left_out: int = 0
 
 
 class OrderedSample(Protocol):
@@ -161,4 +163,13 @@ class ReadsAgain(Protocol):
 
     def again(self, step: int, without: Collection[UseName]) -> MicroBatches | None:
         """This rank's micro-batches of a step without these uses, the same draws otherwise; None where no use is left."""
+        ...
+
+
+@runtime_checkable
+class LeavesOut(Protocol):
+    """Data that can leave the samples of a spike out."""
+
+    def leave_out(self, steps: range) -> list[str]:
+        """Leave the uses in these steps out from now on, whatever is resumed; returns their sources. `steps` count from 0."""
         ...

@@ -118,6 +118,8 @@ def _tiles(steps: list[dict[str, Any]], validations: list[dict[str, Any]], reach
         ("peak memory", format_bytes(last["peak_memory_bytes"])),
         ("training time", format_seconds(last.get("elapsed_seconds", 0.0))),
     ]
+    counts = {"skipped_steps": "skipped steps", "left_out_samples": "samples left out", "roll_backs": "roll-backs"}
+    tiles += [(name, str(last[key])) for key, name in counts.items() if last.get(key)]
     note = f'<p class="sub">MFU is measured against {last["peak_tflops"]:.2f} TFLOP/s: {html.escape(last["peak_source"])}.</p>'
     return '<div class="tiles">' + "".join(f'<div class="tile"><b>{v}</b>{k}</div>' for k, v in tiles) + "</div>" + note
 

@@ -122,6 +122,9 @@ class SampledData(Generic[S]):
     def again(self, step: int, without: Collection[UseName]) -> MicroBatches | None:
         return self.loader.again(step, without)
 
+    def leave_out(self, steps: range) -> list[str]:
+        return [use.sample.source for use in self.sampler.leave_out(steps)]
+
     def shapes(self, step: int) -> list[BatchShape]:
         return self.loader.shapes(step)
 

@@ -125,7 +125,9 @@ class ListedData(SampledData[ListedSample]):
 
     def measure(self, step: StepData) -> StepData:
         """The step with the task's divisors and its samples' real tokens."""
-        samples = [self.by_key[item.sample] for item in step.items]
+        samples = [self.by_key[item.sample] for item in step.items if not item.left_out]
+        if not samples:
+            return step
         return replace(step, divisors=self.divisors(samples), tokens=real_tokens(samples))
 
 

@@ -42,10 +42,11 @@ from mmspeed.pipelines.tasks import make_task, maker_of
 from mmspeed.pipelines.training import opening
 from mmspeed.pipelines.training.events import Events, TrainCallback
 from mmspeed.pipelines.training.oom_advice import OomAdvisor
+from mmspeed.pipelines.training.spikes import RollBackError, SpikeGuard, roll_back_row
 from mmspeed.pipelines.training.validation import Validator
 from mmspeed.pipelines.training.watch import RunWatch
 from mmspeed.pipelines.tuning.memory_search import policies_under_budget
-from mmspeed.protocols import Data, ReadsAgain, RunPlace, StepData, Task
+from mmspeed.protocols import Data, LeavesOut, ReadsAgain, RunPlace, StepData, Task
 from mmspeed.rendezvous import restarts
 
 log = get_logger("train")
@@ -67,6 +68,7 @@ class Run:
     data: Data
     parts: Assembly
     manager: CheckpointManager
+    spikes: SpikeGuard
     step: int = 0  # of the next step
     skipped: int = 0  # steps left out so far because of a value that was not finite
     left_out: int = 0  # uses of samples left out so far, without which the rest of a step was computed again
@@ -174,7 +176,8 @@ class TrainPipeline:
             keep_every=config.checkpoint.keep_every,
             keep_hours=config.checkpoint.keep_hours,
         )
-        run = Run(self.task, placement, where, data, parts, manager)
+        spikes = SpikeGuard(config.train.divergence, self.task, data)
+        run = Run(self.task, placement, where, data, parts, manager, spikes)
         manager.on_written = self.events.saved
         with Working("looking for a checkpoint", tell=False):
             self._resume(run)
@@ -185,17 +188,64 @@ class TrainPipeline:
         # 3. the steps
         with Working("measuring the device's peak", tell=False):
             peak = self._peak(device)
-        with Telemetry(config, self.folder.root, device, where.world, where.rank == 0, peak, run.step) as telemetry:
-            try:
-                stopped, loss = self._train(run, telemetry, watch)
-                self.events.ended(not stopped, loss)
-            except Exception as error:
-                if isinstance(error, UserError) or self.events.failed:
-                    manager.wait()  # all ranks are here: let the checkpoint under way complete
-                raise
-            finally:
-                data.close()
+        try:
+            stopped, loss = self._train_on(run, device, watch, peak)
+        finally:
+            data.close()
         return TrainResult(self.folder.root, run.step, not stopped, False, loss, time.monotonic() - started)
+
+    def _train_on(
+        self, run: Run, device: Device, watch: RunWatch, peak: tuple[float, str]
+    ) -> tuple[bool, float | None]:
+        """Train to the end, from an earlier checkpoint again after a spike. Returns as `_train`."""
+        place = run.place
+        row: dict[str, object] = {}  # about a roll-back
+        grace = self.config.checkpoint.grace_seconds
+        with StopSignals(self.folder.root, grace, lambda: run.manager.saved_step) as requests:
+            while True:
+                with Telemetry(
+                    self.config, self.folder.root, device, place.world, place.rank == 0, peak, run.step
+                ) as telemetry:
+                    if row:
+                        telemetry.write(row)
+                    try:
+                        stopped, loss = self._train(run, telemetry, watch, requests)
+                        self.events.ended(not stopped, loss)
+                        return stopped, loss
+                    except RollBackError as error:
+                        spike = error
+                    except Exception as error:
+                        if isinstance(error, UserError) or self.events.failed:
+                            run.manager.wait()  # all ranks are here: let the checkpoint under way complete
+                        raise
+                watch.enter("checkpoint", run.step)
+                row = self._roll_back(run, spike)
+
+    def _roll_back(self, run: Run, spike: RollBackError) -> dict[str, object]:
+        """Return to the newest checkpoint from before a spike, and leave the spike's samples out; returns a row of metrics.jsonl.
+
+        Raises UserError without such a checkpoint.
+        """
+        last, watch = run.step, run.spikes.watch
+        checkpoint = run.manager.newest_until(watch.sound(last) or 0)
+        if checkpoint is None:
+            raise UserError(
+                f"{spike.line}. No checkpoint has {watch.rule.steps} calm steps after it, so there is none to return to: "
+                "lower train.lr or checkpoint.every"
+            )
+        assert isinstance(run.data, LeavesOut)
+        samples = run.data.leave_out(range(spike.first - 1, last))
+        watch.roll_backs, watch.left_out = watch.roll_backs + 1, watch.left_out + len(samples)
+        self._restore(run, checkpoint, [])
+        run.manager.remove_after(run.step)
+        if run.place.rank == 0:
+            trim_metrics(self.folder.metrics, run.step)
+            log.warning(
+                f"{spike.line}. Going back to step {run.step}, without the samples of these steps: {_named(samples)} "
+                f"(roll-back {watch.roll_backs} of {watch.rule.roll_backs})"
+            )
+        comm.barrier()
+        return roll_back_row(spike.first, last, run.step, samples)
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
@@ -255,6 +305,8 @@ class TrainPipeline:
         meta = run.manager.load(path, state.model, state.optimizer, state.ema)
         for role, other in state.others.items():
             run.manager.load(path, other.model, other.optimizer, other.ema, role)
+        if "divergence" in meta:
+            run.spikes.watch.resume(meta["divergence"])
         run.step, run.skipped, run.left_out = int(meta["step"]), int(meta["skipped"]), int(meta.get("left_out", 0))
         if changed and where.rank == 0:
             log.info(f"going on from step {run.step}; changed since it was saved: {', '.join(changed)}")
@@ -315,12 +367,14 @@ class TrainPipeline:
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
-    def _train(self, run: Run, telemetry: Telemetry, watch: RunWatch) -> tuple[bool, float | None]:
+    def _train(
+        self, run: Run, telemetry: Telemetry, watch: RunWatch, requests: StopSignals
+    ) -> tuple[bool, float | None]:
         """Train from `run.step` to the end. Returns (stopped early, last loss)."""
         config, train, parts = self.config, self.config.train, run.parts
         with Working("preparing validation", tell=False):
             validator = Validator(run.task, parts, run.data, run.place)
-        loss, stopped = None, False
+        loss, stopped, owed = None, False, False
         with ExitStack() as stack:
             batches = run.data.steps(run.step, train.steps)
             telemetry.resume_clock()
@@ -328,8 +382,6 @@ class TrainPipeline:
             memory = stack.enter_context(
                 OomAdvisor(config, run.place.device, self.folder.root, parts.model, parts.optimizer, parts.ema)
             )
-            grace = config.checkpoint.grace_seconds
-            requests = stack.enter_context(StopSignals(self.folder.root, grace, lambda: run.manager.saved_step))
             signals = Signals(requests)
             line = stack.enter_context(ProgressLine("train", train.steps, "step", start=run.step))
             means = StepMeans(comm.all_reduce_sum, train.log_every, several=len(parts.learners) > 1)
@@ -351,18 +403,18 @@ class TrainPipeline:
                     self._computed_again(run, result, telemetry)
                 if result is None:
                     self._all_lost(run, data, telemetry)
-                elif result.finite:
-                    loss = result.loss
                 else:
-                    self._non_finite(run, result, telemetry)
+                    loss = result.loss if result.finite else loss
+                    self._look_at(run, data, result, telemetry)
                 # 3. progress and metrics
                 line.advance(note=_note(means, telemetry))
                 last, wish = run.step == train.steps, signals.request
                 if last or wish == "stop" or run.step % train.log_every == 0:  # the sums of a row end with the process
                     self._write_row(run, outcome, means, callbacks, telemetry)
                 # 4. checkpoint, perhaps requested by a signal, then validation, whose errors so cost no step
-                due = last or wish != "none" or run.step % config.checkpoint.every == 0
-                if due:
+                due = last or wish != "none" or owed or run.step % config.checkpoint.every == 0
+                owed = due and not (last or wish != "none" or run.spikes.calm)  # it waits for the end of a spike
+                if due and not owed:
                     watch.enter("checkpoint", run.step)
                     with Working(f"step {run.step}: saving", tell=False):
                         self._save(run, telemetry, blocking=last or wish == "stop")
@@ -372,7 +424,7 @@ class TrainPipeline:
                     watch.enter("validation", run.step)
                     with memory.around_validation(), Working(f"step {run.step}: validating", tell=False):
                         best = self._validate(run, validator, telemetry)
-                    if best and not due:
+                    if best and not due and run.spikes.calm:
                         self._save(run, telemetry, blocking=False)
                 run.manager.poll()
                 telemetry.resume_clock()
@@ -405,6 +457,7 @@ class TrainPipeline:
                 step=run.step,
                 weight=data.weight,
                 again=partial(run.data.again, run.step) if isinstance(run.data, ReadsAgain) else None,
+                accept=run.spikes.accept,
             )
         except UserError as error:
             raise UserError(f"step {run.step + 1}: {error}") from error
@@ -424,15 +477,20 @@ class TrainPipeline:
             "weight": outcome.data.weight,
             **run.task.describe(outcome.data),
             "imbalance": outcome.data.imbalance(),
-            "skipped_steps": run.skipped,
-            "left_out_samples": run.left_out,
+            "skipped_steps": run.skipped + run.spikes.watch.skipped,
+            "left_out_samples": run.left_out + run.spikes.watch.left_out,
+            "roll_backs": run.spikes.watch.roll_backs,
         }
         for callback in callbacks:
             row |= callback.row()
         telemetry.write(row)
 
     def _all_lost(self, run: Run, data: StepData, telemetry: Telemetry) -> None:
-        sources = [item.source for item in data.items]
+        sources = [item.source for item in data.items if not item.left_out]
+        if data.left_out and run.place.rank == 0:
+            log.info(f"step {run.step}: {data.left_out} samples are left out since a roll-back")
+        if not sources:
+            return
         where = self.folder.root / "metrics.jsonl"
         log.warning(f"step {run.step} has no sample: {', '.join(sources[:4])} failed (all are listed in {where})")
         telemetry.write({"kind": "lost", "step": run.step, "samples": sources})
@@ -461,6 +519,7 @@ class TrainPipeline:
             "order": run.data.state(run.step),
             "skipped": run.skipped,
             "left_out": run.left_out,
+            "divergence": run.spikes.watch.state(),
             "world": run.place.world,
             "versions": {"generator": run.place.generator},
         }
@@ -494,8 +553,20 @@ class TrainPipeline:
                 f"({run.left_out} left out so far)"
             )
 
+    def _look_at(self, run: Run, data: StepData, result: StepResult, telemetry: Telemetry) -> None:
+        """Judge a step's values. Raises UserError or RollBackError where the run cannot go on from here."""
+        if result.withheld and run.place.rank == 0:
+            log.warning(
+                f"step {run.step}: loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g}; the update is not applied"
+            )
+        run.spikes.take(run.step, data, result)
+        run.manager.sound = run.spikes.watch.sound(run.step)
+        if not result.finite:
+            self._non_finite(run, result, telemetry)
+        run.spikes.judge(run.step, result)
+
     def _non_finite(self, run: Run, result: StepResult, telemetry: Telemetry) -> None:
-        """Record a step that was left out. Raises UserError when there are more than train.skip_non_finite."""
+        """Record a step that was left out. Raises UserError, or RollBackError, when there are more than train.skip_non_finite."""
         run.skipped += 1
         samples = _named(result.bad) or "none alone (the gradient overflowed)"
         message = f"step {run.step}: loss {result.loss}, gradient norm {result.grad_norm}; samples with a non-finite loss: {samples}"
@@ -505,6 +576,8 @@ class TrainPipeline:
             done = ", ".join(sorted(result.updated))
             effect = f"Update '{result.broken}' is not finite and ended the step; of this step {done} was updated"
         if run.skipped > self.config.train.skip_non_finite:
+            if self.config.train.divergence.action == "roll_back":
+                run.spikes.end(run.step, result)
             raise UserError(
                 f"{message}. {effect}. Lower train.lr, look at these samples, or allow skips with train.skip_non_finite."
             )

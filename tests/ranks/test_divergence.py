@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import shutil
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from mmspeed.config import dump_config
+from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
+from mmspeed.loop.checkpoint.manager import steps_in
+from mmspeed.pipelines import TrainCallback, TrainPipeline
+from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.training.events import StepEvent
+from mmspeed.preprocess import CacheBuilder
+from mmspeed.preprocess.encoding import latent_stage
+from tests.support.checkpoints import whole_checkpoint
+from tests.support.runs import small_config
 from tests.support.spawn import run_ranks
-from tests.support.toy_runs import toy_config, train_toy, write_toy_cache
+from tests.support.toy_runs import build_toy, toy_config, train_toy, write_toy_cache
 
 QUIET = ("validate.every=100", "validate.samples=0", "checkpoint.every=100", "checkpoint.keep_best=false")
 
@@ -38,3 +54,166 @@ def test_sound_samples_of_a_step_count_beside_spoiled_ones(tmp_path: Path) -> No
     one, two = ([row["loss"] for row in rows(tmp_path, name, "train")] for name in ("one", "two"))
     assert two == pytest.approx(one, rel=1e-5)
     assert all(map(math.isfinite, one))
+
+
+# 24 samples, three a step: epochs of 8 steps
+SPIKE = 6  # the step whose samples are spoiled
+RULE = "train.divergence={{action: {}, factor: 50, steps: 1, window: 3, roll_backs: 1}}"
+LONG = ("validate.every=100", "validate.samples=0", "checkpoint.keep_best=false", "train.warmup_steps=0")
+
+
+class Recorder(TrainCallback):
+    """The sources that counted in each step, in order; nothing of a step without a sample or an update."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, list[str]]] = []
+
+    def on_step(self, event: StepEvent) -> None:
+        counted = event.outcome.result is not None and event.outcome.updated("model")
+        self.steps.append((event.step, [item.source for item in event.outcome.data.items] if counted else []))
+
+
+def train(folder: Path, *overrides: str) -> Recorder:
+    config, recorder = toy_config(folder, *LONG, *overrides), Recorder()
+    TrainPipeline(config, task=VideoTask(config, build=build_toy), callbacks=[recorder]).run()
+    return recorder
+
+
+@pytest.fixture(scope="module")
+def order(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
+    """The samples of each step of the first epoch."""
+    folder = cache_with(tmp_path_factory.mktemp("order"), {}, 25)
+    return [sources for _, sources in train(folder, "train.steps=8", "checkpoint.every=100").steps]
+
+
+def spoiled(folder: Path, order: list[list[str]], factor: float, *steps: int) -> Path:
+    """A cache in which the samples of these steps are multiplied by a factor."""
+    numbers = [int(source.removesuffix(".mp4")) for step in steps for source in order[step - 1]]
+    return cache_with(folder, dict.fromkeys(numbers, factor), 25)
+
+
+@pytest.mark.parametrize("factor", [1000.0, math.nan])
+def test_a_run_rolls_back_and_leaves_the_samples_of_a_spike_out(
+    tmp_path: Path, order: list[list[str]], factor: float
+) -> None:
+    spoiled(tmp_path, order, factor, SPIKE)
+    given = ("checkpoint.every=2", "checkpoint.keep_last=1", RULE.format("roll_back"))
+    recorder = train(tmp_path, "name=whole", "train.steps=8", *given)
+    assert [step for step, _ in recorder.steps] == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8]  # back to the checkpoint of step 4
+    last = dict(recorder.steps)
+    used, all_uses = (Counter(itertools.chain.from_iterable(steps)) for steps in (last.values(), order))
+    assert last[SPIKE] == [] and used == all_uses - Counter(order[SPIKE - 1])  # each other sample once
+    (row,) = rows(tmp_path, "whole", "roll_back")
+    assert (row["step"], row["last"], row["to"]) == (SPIKE, SPIKE, 4)
+    assert sorted(row["samples"]) == sorted(order[SPIKE - 1])
+    told = rows(tmp_path, "whole", "train")
+    assert (told[-1]["roll_backs"], told[-1]["left_out_samples"], told[-1]["skipped_steps"]) == (1, 3, 0)
+    assert [row["step"] for row in told] == [1, 2, 3, 4, 5, 7, 8]
+    assert all(tensor.isfinite().all() for tensor in whole_checkpoint(tmp_path / "runs" / "whole").values())
+    # stopped after the roll-back, and gone on from a checkpoint: the same bits
+    train(tmp_path, "name=parts", "train.steps=7", *given)
+    train(tmp_path, "name=parts", "train.steps=8", *given)
+    whole, parts = (whole_checkpoint(tmp_path / "runs" / name) for name in ("whole", "parts"))
+    assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
+
+
+def test_ranks_roll_back_together(tmp_path: Path, order: list[list[str]]) -> None:
+    spoiled(tmp_path, order, 1000.0, SPIKE)
+    given = (*LONG, "checkpoint.every=2", RULE.format("roll_back"), "train.steps=8")
+    train_toy(str(tmp_path), ("name=one", *given))
+    run_ranks(train_toy, 2, str(tmp_path), ("name=two", *given))
+    assert rows(tmp_path, "one", "roll_back")[0]["samples"] == rows(tmp_path, "two", "roll_back")[0]["samples"]
+    one, two = ([row["loss"] for row in rows(tmp_path, name, "train")] for name in ("one", "two"))
+    assert two == pytest.approx(one, rel=1e-4)
+
+
+def test_a_run_rolls_back_so_often_and_then_ends(tmp_path: Path, order: list[list[str]]) -> None:
+    spoiled(tmp_path, order, 1000.0, SPIKE, SPIKE + 1)
+    words = rf"^step 7: loss .*there were 1 roll-backs before\. Samples: {order[SPIKE][0]}"
+    with pytest.raises(UserError, match=words):
+        train(tmp_path, "train.steps=8", "checkpoint.every=2", RULE.format("roll_back"))
+
+
+def test_without_a_checkpoint_from_before_a_spike_the_run_ends(tmp_path: Path, order: list[list[str]]) -> None:
+    spoiled(tmp_path, order, 1000.0, SPIKE)
+    with pytest.raises(UserError, match=r"^step 6: loss .*there is none to return to"):
+        train(tmp_path, "train.steps=8", "checkpoint.every=5", RULE.format("roll_back"))
+
+
+def test_a_spike_stops_the_run_and_spares_the_checkpoints_before_it(tmp_path: Path, order: list[list[str]]) -> None:
+    spoiled(tmp_path, order, 1000.0, SPIKE)
+    given = ("train.steps=8", "checkpoint.every=1", "checkpoint.keep_last=1")
+    with pytest.raises(UserError, match=rf"^step 6: loss .* limits are .*Samples: {order[SPIKE - 1][0]}") as caught:
+        train(tmp_path, *given, RULE.format("stop"))
+    assert len(str(caught.value).splitlines()) == 1
+    assert steps_in(tmp_path / "runs" / "small" / "checkpoints") == [4, 5]  # 5 has no calm step after it
+    train(tmp_path, *given, RULE.format("none"))
+    assert steps_in(tmp_path / "runs" / "small" / "checkpoints") == [5, 8]  # 5 is where it went on
+
+
+def test_the_update_of_a_step_above_the_limit_is_not_applied(tmp_path: Path, order: list[list[str]]) -> None:
+    spoiled(tmp_path, order, 1000.0, SPIKE)
+    rule = RULE.format("skip").replace("steps: 1", "steps: 2")
+    recorder = train(tmp_path, "name=one", "train.steps=8", "checkpoint.every=100", rule)
+    assert [step for step, sources in recorder.steps if not sources] == [SPIKE]
+    run_ranks(train_toy, 2, str(tmp_path), ("name=two", "train.steps=8", "checkpoint.every=100", *LONG, rule))
+    for name in ("one", "two"):
+        assert rows(tmp_path, name, "train")[-1]["skipped_steps"] == 1
+    one, two = ([row["loss"] for row in rows(tmp_path, name, "train")] for name in ("one", "two"))
+    assert [loss is None for loss in one] == [step == SPIKE for step in range(1, 9)]
+    assert [loss or 0.0 for loss in two] == pytest.approx([loss or 0.0 for loss in one], rel=1e-4)
+
+
+@pytest.fixture
+def spiky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The source of the only sample of step 3, which is encoded far too large from now on."""
+    config, recorder = small_config(tmp_path, *CLIPS, "name=order", "train.divergence={action: none}"), Recorder()
+    CacheBuilder(config).run()
+    TrainPipeline(config, callbacks=[recorder]).run()
+    shutil.rmtree(config.cache_dir)
+    (source,) = recorder.steps[2][1]  # seven samples, three a step
+    encode = latent_stage.encode_latents
+
+    def enlarged(encoders: Any, trusted: Any, videos: Any) -> Any:
+        results = encode(encoders, trusted, videos)
+        for (clip, _), tensors in zip(videos, results, strict=True):
+            tensors["mean"] *= 1000.0 if clip.source.name == source else 1.0
+        return results
+
+    monkeypatch.setattr(latent_stage, "encode_latents", enlarged)
+    return source
+
+
+CLIPS = (
+    "train.steps=3",
+    "train.ema_decay=null",
+    "checkpoint.every=1",
+    "validate.samples=0",
+    "validate.every=100",
+    "train.divergence={action: roll_back, factor: 50, steps: 1, window: 2}",
+)
+
+
+@pytest.mark.slow
+def test_mmspeed_train_rolls_back(tmp_path: Path, spiky: str) -> None:
+    config = small_config(tmp_path, *CLIPS)
+    CacheBuilder(config).run()
+    (tmp_path / "spiky.yaml").write_text(dump_config(config))
+    command = [sys.executable, "-m", "mmspeed", "train", str(tmp_path / "spiky.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "Going back" in line]
+    assert "Going back to step 1, without the samples of these steps: " + spiky in line
+    check_clips(tmp_path, spiky)
+
+
+@pytest.mark.slow
+def test_a_first_epoch_that_encodes_rolls_back(tmp_path: Path, spiky: str) -> None:
+    TrainPipeline(small_config(tmp_path, *CLIPS), online=True).run()
+    check_clips(tmp_path, spiky)
+
+
+def check_clips(folder: Path, spiky: str) -> None:
+    (row,) = rows(folder, "small", "roll_back")
+    assert (row["step"], row["to"], row["samples"]) == (3, 1, [spiky])
+    assert [row["step"] for row in rows(folder, "small", "train")] == [1, 2]

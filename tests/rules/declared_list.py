@@ -156,6 +156,7 @@ OPEN: dict[str, str] = {
     "mmspeed/loop/watch/rank_times.py": "fields row slow",
     "mmspeed/loop/averages.py": "optimizer",
     "mmspeed/loop/callbacks.py": "row",
+    "mmspeed/loop/divergence.py": "state",
     "mmspeed/loop/checkpoint/load.py": "entries index load load_weights meta open_checkpoint recorded tensors",
     "mmspeed/loop/checkpoint/manager.py": "_facts _split entries facts future items keep load meta",
     "mmspeed/loop/checkpoint/maintenance.py": "index",

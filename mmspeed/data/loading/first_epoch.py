@@ -145,8 +145,8 @@ class FirstEpoch:
         if step >= self.sampler.first_pass:
             self.finish()
             return
-        if step < self._next:
-            raise ValueError(f"step {step} was provided for already")
+        if step < self._next:  # after a roll-back
+            return
         self._next = step + 1
         task = self._tasks.pop(step, EncodeJob())
         with Working(f"encoding {len(task.sources)} sources for step {step + 1}", tell=False):

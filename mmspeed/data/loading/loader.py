@@ -101,7 +101,7 @@ class DrawnItems(Sequence[Item]):
 
 
 def _item(draw: SampleUse[Any]) -> Item:
-    return Item(*draw.name, draw.sample.source, draw.sample.bucket.name)
+    return Item(*draw.name, draw.sample.source, draw.sample.bucket.name, left_out=draw.left_out)
 
 
 _Tag = tuple[list[SampleUse[Any]], int]  # of a micro-batch: its step's draws, and the step's number of micro-batches
@@ -196,6 +196,7 @@ class Loader:
             batches=batches,
             items=DrawnItems(draws),
             counts=Counter(draw.sample.bucket for draw in present),
+            left_out=sum(draw.left_out for draw in draws),
             imbalance=partial(imbalance, draws, self.sampler.batching, self.world),
         )
 

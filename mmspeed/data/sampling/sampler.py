@@ -80,19 +80,30 @@ class BatchSampler(Order, Generic[S]):
             seed,
             stages or [TrainingStage(repeats=repeats)],
         )
+        self._left_out: list[tuple[int, str, int, int]] = []  # epoch, bucket, first use, the use after the last
         self._uses = functools.lru_cache(maxsize=2)(self._make_uses)  # reading ahead may be an epoch beyond training
 
     def draws(self, step: int) -> list[SampleUse[S]]:
-        """The draws of one optimizer step over all devices, those of one bucket together, buckets in order."""
+        """The draws of one optimizer step over all devices, those of one bucket together, buckets in order; left out ones are marked."""
         location = self.locate(step)
         uses_drawn: list[SampleUse[S]] = []
         uses = self._uses(location.stage, location.epoch)
         for bucket, start, count in self.pieces(step):
+            gaps = [(a, b) for epoch, name, a, b in self._left_out if (epoch, name) == (location.epoch, bucket.name)]
             uses_drawn += [
-                SampleUse(self.samples[index], location.epoch, repeat)
-                for index, repeat in uses[bucket][start : start + count]
+                SampleUse(self.samples[index], location.epoch, repeat, any(a <= number < b for a, b in gaps))
+                for number, (index, repeat) in enumerate(uses[bucket][start : start + count], start)
             ]
         return uses_drawn
+
+    def leave_out(self, steps: range) -> list[SampleUse[S]]:
+        """Leave the uses of these steps out, in whatever steps they are; returns those that counted until now."""
+        gone: list[SampleUse[S]] = []
+        for step in steps:
+            gone += [draw for draw in self.draws(step) if not draw.lost]
+            epoch = self.locate(step).epoch
+            self._left_out += [(epoch, bucket.name, start, start + count) for bucket, start, count in self.pieces(step)]
+        return gone
 
     def _make_uses(self, stage: int, epoch: int) -> dict[ShapeClass, BucketUses]:
         return {bucket: BucketUses(pools, epoch, self.seed) for bucket, pools in self.pools[stage].items()}
@@ -139,6 +150,7 @@ class BatchSampler(Order, Generic[S]):
             "position": asdict(self.position(step)),
             "samples": self.sizes,
             "keys": self.fingerprint,
+            "left_out": [list(gap) for gap in self._left_out],
         }
 
     def resume(self, state: Mapping[str, Any]) -> str | None:
@@ -146,9 +158,11 @@ class BatchSampler(Order, Generic[S]):
 
         With the same data, batching and curriculum the order is that of the stopped run. With another batching (or
         another world size, if the batching depends on it), or other stages before or after this one, exactly the remaining
-        uses of the epoch follow, grouped differently. With other data, or in another stage, a new epoch begins.
+        uses of the epoch follow, grouped differently. With other data, or in another stage, a new epoch begins. What is left out stays so.
         """
         position = SamplerState(**state["position"])
+        before = ((epoch, name, start, end) for epoch, name, start, end in state.get("left_out", ()))
+        self._left_out += [gap for gap in before if gap not in self._left_out]
         stage = self.stage_at(position.step)
         if state["data"] != self.data_fingerprint(stage):
             self.start_from(SamplerState(position.step, stage, position.epoch + 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -78,8 +79,8 @@ def latest(folder: Path) -> Path | None:
 
 
 def best(folder: Path) -> Path | None:
-    """The checkpoint with the lowest validation loss, or None when none has a loss."""
-    scored = [entry for entry in recorded(folder) if entry["loss"] is not None]
+    """The checkpoint with the lowest validation loss, or None when none has a finite one."""
+    scored = [entry for entry in recorded(folder) if entry["loss"] is not None and math.isfinite(entry["loss"])]
     return folder / step_name(min(scored, key=lambda entry: entry["loss"])["step"]) if scored else None
 
 

@@ -169,6 +169,8 @@ class CheckpointManager:
         # called on every rank when a checkpoint is whole on disk, with its step and folder
         self.on_written: Callable[[int, Path], None] | None = None
         self.saved_step: int | None = None  # of the newest checkpoint that this process knows to be whole on disk
+        # of checkpoints up to this step, which are known to be from before a spike, the newest is kept; None: no rule is watching
+        self.sound: int | None = None
         self._losses: dict[int, float] = {}
         self._in_use: int | None = None
         self._bases: dict[
@@ -313,6 +315,25 @@ class CheckpointManager:
         names = broadcast_object(names, group=self.group)
         return (names[0], names[1]) if names is not None else None
 
+    def newest_until(self, step: int) -> Path | None:
+        """The newest checkpoint of at most `step` steps, as rank 0 sees it; None without one. A collective call."""
+        self.wait()
+        steps = [entry["step"] for entry in recorded(self.folder) if entry["step"] <= step] if self._lead else []
+        newest = broadcast_object(max(steps, default=None), group=self.group)
+        return None if newest is None else self.folder / step_name(newest)
+
+    def remove_after(self, step: int) -> None:
+        """Remove the checkpoints after `step` steps, to which the run has returned. A collective call."""
+        self.wait()
+        self._losses = {at: loss for at, loss in self._losses.items() if at <= step}
+        if self._lead:
+            with self._lock:
+                entries, gone = _split(recorded(self.folder), lambda entry: entry["step"] <= step)
+                _write_record(self.folder, entries, self._run)
+                for entry in gone:
+                    _remove(self.folder / step_name(entry["step"]))
+        barrier(self.group)
+
     def check_frozen_roles(self, folder: Path, models: Mapping[str, nn.Module]) -> list[str]:
         """Compare models that do not learn with those that a checkpoint was trained beside, by `load.check_frozen_roles`.
 
@@ -362,7 +383,7 @@ class CheckpointManager:
             for entry in entries:
                 entry["loss"] = self._losses.get(entry["step"], entry["loss"])
             times = {entry["step"]: _written_at(self.folder / step_name(entry["step"])) for entry in entries}
-            kept = self.retention.kept(entries, times) | {self._in_use}
+            kept = self.retention.kept(entries, times, self.sound) | {self._in_use}
             entries, gone = _split(entries, lambda entry: entry["step"] in kept)
             _write_record(self.folder, entries, self._run)
             for entry in gone:

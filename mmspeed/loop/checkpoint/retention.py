@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,14 +21,17 @@ class Retention:
     every: int | None = None
     hours: float | None = None
 
-    def kept(self, entries: Sequence[Mapping[str, Any]], times: Mapping[int, float]) -> set[int]:
+    def kept(
+        self, entries: Sequence[Mapping[str, Any]], times: Mapping[int, float], sound: int | None = None
+    ) -> set[int]:
         """The steps to keep of `entries` (`{"step", "loss"}`, in the order they were written).
 
-        `times`: seconds since 1970 at which the checkpoint of each step was written.
+        `times`: seconds since 1970 at which the checkpoint of each step was written. `sound`: the newest checkpoint of at most this step
+        is kept, too, while the rule for spikes is watching.
         """
         steps: list[int] = [entry["step"] for entry in entries]
         kept = set(steps[-self.last :])
-        scored = [entry for entry in entries if entry["loss"] is not None]
+        scored = [entry for entry in entries if entry["loss"] is not None and math.isfinite(entry["loss"])]
         if self.best and scored:
             kept.add(min(scored, key=lambda entry: entry["loss"])["step"])
         if self.every is not None:
@@ -37,4 +41,6 @@ class Retention:
             for step in sorted(steps, key=lambda step: times[step]):
                 first.setdefault(int(times[step] // (3600 * self.hours)), step)
             kept |= set(first.values())
+        if sound is not None:
+            kept |= set(sorted(step for step in steps if step <= sound)[-1:])
         return kept

@@ -195,9 +195,9 @@ def test_items_and_imbalance_of_a_step_are_worked_out_when_asked(
     worked: Counter[str] = Counter()
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
             worked[function.__name__] += 1
-            return function(*args)
+            return function(*args, **named)
 
         return call
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -300,3 +301,31 @@ def test_no_samples_is_an_error_for_people() -> None:
         BatchSampler(
             make_samples(2), 1, seed=0, stages=[TrainingStage(3), TrainingStage(takes=lambda bucket: bucket.frames > 1)]
         )
+
+
+@settings(max_examples=60, deadline=None)
+@given(counts, batchings, batchings, st.integers(0, 2**32), st.data())
+def test_what_is_left_out_stays_so_in_any_batches(
+    sizes: list[int], before: Batching, after: Batching, seed: int, data: st.DataObject
+) -> None:
+    samples = make_samples(*sizes)
+    sampler, length = BatchSampler(samples, before, seed), BatchSampler(samples, before, seed).steps_per_epoch
+    first = data.draw(st.integers(0, length - 1))
+    last = data.draw(st.integers(first, length - 1))
+    at = data.draw(st.integers(0, first))  # the checkpoint that a roll-back goes to
+    planned = names(epoch_draws(sampler, 0))
+    saved = json.loads(json.dumps(sampler.state(at)))
+    gone = {draw.name for draw in sampler.leave_out(range(first, last + 1))}
+    assert gone == {name for step in planned[first : last + 1] for name in step}
+    assert sampler.leave_out(range(first, last + 1)) == []
+    sampler.resume(saved)
+    assert names(epoch_draws(sampler, 0)) == planned  # places stay
+    other = BatchSampler(samples, after, seed)
+    other.resume(json.loads(json.dumps(sampler.state(at))))
+    step, rest = at, list[SampleUse]()
+    while other.locate(step).epoch == 0:
+        rest += other.draws(step)
+        step += 1
+    assert Counter(draw.name for draw in rest) == Counter(name for names_ in planned[at:] for name in names_)
+    assert {draw.name for draw in rest if draw.lost} == gone
+    assert not any(draw.lost for draw in other.draws(step))  # the next epoch has all

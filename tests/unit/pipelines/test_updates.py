@@ -15,6 +15,7 @@ from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.run.updates import learning_roles, own_train
 from mmspeed.protocols import Batch, Models, OptimizerSetting, Terms, Update
 from tests.support.character_runs import character_config
+from tests.support.distillation import DistillationTask
 from tests.support.updates import JointTask
 
 
@@ -102,3 +103,9 @@ def test_a_budget_of_memory_is_refused_with_two_roles_in_one_update(tmp_path: Pa
         UserError, match=r"memory\.budget chooses for one model, and the task characters trains model, head"
     ):
         TrainPipeline(config, task=JointTask(config)).run()
+
+
+def test_skipping_is_refused_with_several_updates(tmp_path: Path) -> None:
+    config = character_config(tmp_path, "train.divergence.action=skip")
+    with pytest.raises(UserError, match="skip is for one update a step, and the task characters makes model, critic"):
+        TrainPipeline(config, task=DistillationTask(config)).run()
