@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 
 from mmspeed.config import Config
 from mmspeed.loop.checkpoint.manager import steps_in
@@ -33,50 +34,67 @@ def preprocess(scene: Scene) -> Outcome:
     return f"{kills} of {kills} kills: the same bytes as a build without", True
 
 
-@case("training killed at random moments, one process", 120, 600)
+def kill_runs(
+    scene: Scene,
+    count: int,
+    seconds: float,
+    config_of: Callable[[int], Config],
+    train: Callable[[Config], object],
+    same: Callable[[Config], bool],
+) -> Outcome:
+    """Kill runs of `seconds` at `count` random moments, until each has ended, `same` as one without kills."""
+    kills = runs = right = 0
+    while kills < count:
+        config, code = config_of(runs), None
+        runs += 1
+        while code is None:
+            child = fork(lambda config=config: train(config), scene.folder / "log.txt")  # type: ignore[misc]
+            if kills == count:
+                code = wait(child)
+                break
+            time.sleep(scene.draw.uniform(0.0, seconds))
+            if (code := ended(child)) is None:
+                kill(child)
+                kills += 1
+        right += code == 0 and same(config)
+    return f"{kills} kills in {runs} runs: {right} of {runs} are bitwise those without kills", right == runs
+
+
+@case("training killed at random moments, one process", 120, 900)
 def training(scene: Scene) -> Outcome:
-    whole, killed = (small_config(scene.folder, f"name={name}", *LONG) for name in ("whole", "killed"))
+    whole = small_config(scene.folder, "name=whole", *LONG)
     CacheBuilder(whole).run()
     began = time.monotonic()
     TrainPipeline(whole).run()
-    seconds, kills, count = time.monotonic() - began, 0, scene.count(4, 20)
-    while kills < count:
-        child = fork(TrainPipeline(killed).run, scene.folder / "log.txt")
-        time.sleep(scene.draw.uniform(0.0, 1.2 * seconds))
-        if ended(child) is None:
-            kill(child)
-            kills += 1
-        elif len(losses(killed)) == 40:
-            break
-    code = wait(fork(TrainPipeline(killed).run, scene.folder / "log.txt"))
-    same = losses(killed) == losses(whole) and len(losses(whole)) == 40
-    return (
-        f"{kills} kills, then exit code {code}: losses {'bitwise the same' if same else 'differ'}",
-        same and code == 0,
+    return kill_runs(
+        scene,
+        scene.count(4, 20),
+        time.monotonic() - began,
+        lambda number: small_config(scene.folder, f"name=killed-{number}", *LONG),
+        lambda config: TrainPipeline(config).run(),
+        lambda config: losses(config) == losses(whole) and len(losses(whole)) == 40,
     )
 
 
-@case("training killed in its first epoch, one process", 120, 600)
+@case("training killed in its first epoch, one process", 120, 900)
 def first_epoch(scene: Scene) -> Outcome:
-    fast = ("checkpoint.every=1", "preprocess.shard_mb=0.01")
-    whole, killed = (small_config(scene.folder / name, *fast) for name in ("whole", "killed"))
+    """The three steps of an epoch whose cache is made on the way."""
+    epoch = ("checkpoint.every=1", "preprocess.shard_mb=0.01", "train.steps=3")
 
     def train(config: Config) -> None:
         TrainPipeline(config, OnlineBuilder(config)).run()
 
+    train(whole := small_config(scene.folder / "whole", *epoch))
     began = time.monotonic()
-    train(whole)
-    seconds, kills = time.monotonic() - began, 0
-    for _ in range(scene.count(3, 20)):
-        child = fork(lambda: train(killed), scene.folder / "log.txt")
-        time.sleep(scene.draw.uniform(0.1, 0.7) * seconds)
-        if ended(child) is None:
-            kill(child)
-            kills += 1
-    code = wait(fork(lambda: train(killed), scene.folder / "log.txt"))
-    same = losses(killed) == losses(whole) and tar_bytes(killed.cache_dir) == tar_bytes(whole.cache_dir)
-    figure = f"{kills} kills, then exit code {code}: losses and cache {'bitwise the same' if same else 'differ'}"
-    return figure, same and code == 0 and kills > 0
+    train(small_config(scene.folder / "timed", *epoch))  # all is imported now
+    return kill_runs(
+        scene,
+        scene.count(3, 20),
+        time.monotonic() - began,
+        lambda number: small_config(scene.folder / f"killed-{number}", *epoch),
+        train,
+        lambda config: losses(config) == losses(whole) and tar_bytes(config.cache_dir) == tar_bytes(whole.cache_dir),
+    )
 
 
 @case("SIGTERM and SIGUSR1 at random moments, one process", 120, 600)
