@@ -17,7 +17,7 @@ from mmspeed.log import format_bytes
 from mmspeed.pipelines.tuning.memory_estimate import plan_memory
 from mmspeed.protocols import RunPlace
 from tests.support.character_runs import character_config, character_tree, register_characters, train_characters
-from tests.support.characters import CharacterTask
+from tests.support.characters import CharacterTask, Length, ListedSample, pack
 
 DOMAIN = re.compile(r"video|caption|clip|bucket|pixel|frame|latent", re.IGNORECASE)  # words of another task
 
@@ -27,6 +27,14 @@ class Blockless(CharacterTask):
 
     def build(self) -> dict[str, nn.Module]:
         return {"model": nn.Linear(2, 2)}
+
+
+class TwoLengths(CharacterTask):
+    """A task of short and long packs."""
+
+    def samples(self) -> tuple[list[ListedSample], list[ListedSample]]:
+        packs = [pack(number, "a" * (length + 1), length) for number, length in enumerate([8] * 12 + [24] * 4)]
+        return packs, packs[:1]
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +79,24 @@ def test_check_tells_what_a_config_will_train(home: Path, told) -> None:  # type
     plan = plan_memory(config, with_swap=False)
     assert f"{format_bytes(plan.figures.plain_peak())} with all saved" in text
     assert f"{config.run_dir} goes on at step 4; changed since it was saved: train." in text
+
+
+def test_check_tells_each_shape_class_s_share_of_the_gradients(told, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    """12 short and 4 long packs, in steps of 6: by sample their numbers count, by step their steps."""
+    names = (f"{__name__}:TwoLengths", "tests.support.characters:CharacterConfig")
+    monkeypatch.setitem(TASKS, "characters", TaskEntry(*names, origin="a test"))
+
+    def shares(*words: str) -> list[float]:
+        code, text, _ = told("check", "CONFIG", "name=lengths", *words)
+        assert code == 0 and not DOMAIN.search(text)
+        how = words[0].rpartition("=")[2]
+        rows = re.findall(rf"share of gradients \(objective.weighting: {how}\) of shape class (\S+): (0\.\d+)", text)
+        assert [name for name, _ in rows] == [Length(8).name, Length(24).name]
+        return [float(share) for _, share in rows]
+
+    assert shares("objective.weighting=sample") == [0.75, 0.25]
+    steps = shares("objective.weighting=step", "batching.by=tokens", "batching.budget=48", "train.batch_size=null")
+    assert steps == [0.5, 0.5]  # two steps of six short packs, two of two long ones
 
 
 def test_check_tells_micro_batches_by_devices(home: Path, told) -> None:  # type: ignore[no-untyped-def]
