@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 from av.video.reformatter import Colorspace
 from PIL import Image, ImageDraw, ImageFont
 
+from mmspeed.data.cache.files import private_file
 from mmspeed.errors import UserError
 
 X264_OPTIONS = {"crf": "18", "preset": "medium"}  # visually close to lossless
@@ -183,18 +184,14 @@ def _whole_file(path: Path) -> Iterator[Path]:
 
     For writers that need a real file (mp4 moves its index to the front in a second pass).
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        _fsync(temporary)
-        os.replace(temporary, path)
+        with private_file(path) as temporary:
+            yield temporary
+            _fsync(temporary)
         _fsync(path.parent)
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
-    finally:
-        with suppress(OSError):  # renamed, or never made
-            temporary.unlink()
 
 
 def _fsync(path: Path) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from mmspeed.compute.sparse.controller import SparsityController
 from mmspeed.compute.sparse.module import clustered_layers
 from mmspeed.config import Bucket, Config
 from mmspeed.config.schema import TextConfig
+from mmspeed.data.cache.files import private_file
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
@@ -69,12 +69,11 @@ def stored_prompts(path: Path, prompts: list[str], config: TextConfig, device: D
                     for index in range(len(prompts))
                 ]
     entries = encode_prompts(prompts, config, device)
-    temporary = path.with_suffix(f".tmp{os.getpid()}")
     tensors = {str(i): e.embeds_LD.float().contiguous() for i, e in enumerate(entries)}
     tensors |= {f"{i}.pooled": e.pooled_D.float().contiguous() for i, e in enumerate(entries) if e.pooled_D is not None}
-    save_file(tensors, temporary, metadata=wanted)
-    sync_file(temporary)
-    os.replace(temporary, path)
+    with private_file(path) as temporary:
+        save_file(tensors, temporary, metadata=wanted)
+        sync_file(temporary)
     return entries
 
 

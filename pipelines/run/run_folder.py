@@ -31,7 +31,7 @@ from typing import Any
 
 from mmspeed.config import Config, RunConfig, dump_config, load_record, video_config
 from mmspeed.config.yaml_text import parse_yaml
-from mmspeed.data.cache.files import write_whole
+from mmspeed.data.cache.files import private_file, write_whole
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 from mmspeed.loop.checkpoint.load import latest, open_checkpoint, recorded
@@ -195,10 +195,9 @@ class RunFolder:
         """
         self.root.mkdir(parents=True, exist_ok=True)
         for name, source in files.items():
-            temporary = (self.root / name).with_suffix(".tmp")
-            shutil.copyfile(source, temporary)
-            sync_file(temporary)
-            os.replace(temporary, self.root / name)
+            with private_file(self.root / name) as temporary:
+                shutil.copyfile(source, temporary)
+                sync_file(temporary)
         write_text(self.root / "run.json", json.dumps(redacted_tree(info), indent=2) + "\n")
         text = dump_config(config)
         write_text(self.config_file, text, 0o600 if redacted(text) != text else 0o644)

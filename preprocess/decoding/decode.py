@@ -73,7 +73,7 @@ class _Filling:
         """Return the frames and drop the reference: a long video may have thousands of clips."""
         pixels_FCHW, self.pixels_FCHW = self.pixels_FCHW, None
         if self.problem is not None or pixels_FCHW is None:
-            return self.problem or Rejected(Reason.UNDECODABLE, "no frames")
+            return self.problem or Rejected(Reason.UNDECODABLE, "the clip has no frames")
         return pixels_FCHW.transpose(0, 2, 3, 1)
 
     def fail(self, problem: Rejected, final: bool) -> _Filling:

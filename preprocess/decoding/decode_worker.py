@@ -36,7 +36,7 @@ from mmspeed.preprocess.decoding.decode import Cut, stream
 from mmspeed.preprocess.decoding.other_decoders import OtherDecoder, examine, why_unusable
 from mmspeed.preprocess.decoding.pixel_rules import PixelRules
 from mmspeed.preprocess.decoding.probe import Probe, allow_large_pictures, probe
-from mmspeed.preprocess.sources.rejections import Reason, Rejected
+from mmspeed.preprocess.sources.rejections import Reason, Rejected, in_words
 from mmspeed.preprocess.sources.source import Source
 
 HEADER = struct.Struct(">Q")
@@ -82,7 +82,7 @@ def main() -> None:
             raise
         except Exception as error:  # an unexpected error fails this file, not the run
             traceback.print_exc()
-            surprise = Rejected(Reason.UNDECODABLE, f"{type(error).__name__}: {error}")
+            surprise = Rejected(Reason.UNDECODABLE, in_words(error))
             _send(answers, _rejection(surprise) | {"together": True}, None)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError, features
 
 from mmspeed.preprocess.decoding.pixel_rules import WHITE
-from mmspeed.preprocess.sources.rejections import Reason, Rejected
+from mmspeed.preprocess.sources.rejections import Reason, Rejected, in_words
 
 _FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF")
 _ANIMATED = ("GIF", "WEBP", "PNG", "AVIF")
@@ -94,11 +94,13 @@ def _rgb(image: Image.Image, background: str) -> Image.Image:
 
 
 def _rejected(error: Exception) -> Rejected:
-    text = str(error) or type(error).__name__
+    text = str(error)
     if isinstance(error, Image.DecompressionBombError):
-        return Rejected(Reason.TOO_LARGE, text)
+        return Rejected(Reason.TOO_LARGE, text or "more pixels than are allowed")
     if isinstance(error, UnidentifiedImageError):
         return Rejected(Reason.UNDECODABLE, "not a picture that Pillow knows")
     if isinstance(error, EOFError) or "truncated" in text.lower() or "unexpected end" in text.lower():
-        return Rejected(Reason.TRUNCATED, text)
-    return Rejected(Reason.UNDECODABLE, text)
+        return Rejected(
+            Reason.TRUNCATED, f"the picture ends too early ({text})" if text else "the picture ends too early"
+        )
+    return Rejected(Reason.UNDECODABLE, in_words(error))

@@ -21,7 +21,7 @@ from mmspeed.preprocess.decoding.pixel_rules import PixelRules
 from mmspeed.preprocess.decoding.probe import DECODER_ERRORS, Probe, frame_stamp, open_video, refused, video_stream
 from mmspeed.preprocess.decoding.scaling import is_yuv, plain_rgb
 from mmspeed.preprocess.sources.containers import PLAIN_HEAD_BYTES, is_plain_container
-from mmspeed.preprocess.sources.rejections import Reason, Rejected
+from mmspeed.preprocess.sources.rejections import Reason, Rejected, in_words
 from mmspeed.preprocess.sources.source import Source
 
 MOST_DIFFERENT = (
@@ -198,7 +198,11 @@ def _coded_frame(opened: OpenedVideo, probe: Probe, index: int, tolerance: float
         raise Rejected(Reason.UNDECODABLE, f"the frame at {due:.3f} s is given as that at {time:.3f} s")
     picture_HWC = np.rot90(picture_HWC, -probe.rotation // 90)
     if picture_HWC.shape != (probe.coded_height, probe.coded_width, 3):
-        raise Rejected(Reason.UNDECODABLE, f"the frame at {due:.3f} s is of shape {picture_HWC.shape}")
+        height, width = picture_HWC.shape[:2]
+        raise Rejected(
+            Reason.UNDECODABLE,
+            f"the frame at {due:.3f} s is {width} x {height} pixels, not {probe.coded_width} x {probe.coded_height}",
+        )
     return picture_HWC
 
 
@@ -231,4 +235,4 @@ def _tolerance(probe: Probe) -> float:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    return (str(error).strip().splitlines() or [in_words(error)])[0][:200]

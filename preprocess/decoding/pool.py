@@ -23,7 +23,7 @@ from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.recipe import Recipe
 from mmspeed.preprocess.decoding.worker import DecodeWorker, StoppedError
 from mmspeed.preprocess.sources.fetched import MediaStore
-from mmspeed.preprocess.sources.rejections import Reason, Rejected, Rejection
+from mmspeed.preprocess.sources.rejections import Reason, Rejected, Rejection, in_words
 from mmspeed.preprocess.sources.source import Source
 from mmspeed.rng import Seed
 
@@ -198,7 +198,7 @@ def without_repeats(clips: Sequence[Clip], max_repeated: float) -> tuple[tuple[C
 
 
 def _unreadable(error: OSError) -> Rejected:
-    return Rejected(Reason.UNDECODABLE, f"cannot be read: {error.strerror or error}")
+    return Rejected(Reason.UNDECODABLE, f"cannot be read: {in_words(error)}")
 
 
 class _PoolRun:

@@ -23,7 +23,7 @@ from PIL import Image
 
 from mmspeed.preprocess.decoding.images import open_picture, picture_times, shown_size
 from mmspeed.preprocess.sources.containers import DEMUXERS, holds_pickle, is_picture, structural_cut
-from mmspeed.preprocess.sources.rejections import Reason, Rejected
+from mmspeed.preprocess.sources.rejections import Reason, Rejected, in_words
 from mmspeed.preprocess.sources.source import Kind, Source
 
 Decoder = Literal["pyav", "pillow"]
@@ -32,6 +32,14 @@ Decoder = Literal["pyav", "pillow"]
 # keeps frames, errors and their order the same everywhere, and each process's memory small.
 DECODE_THREADS = 1
 # Damaged files make PyAV seek before the start (OSError) and access streams that it has not announced (LookupError).
+_FFMPEG_ERRORS: tuple[tuple[type[av.error.FFmpegError], str], ...] = (
+    (av.error.InvalidDataError, "its data are damaged, or of another format than they claim"),
+    (av.error.EOFError, "it ends too early"),
+    (av.error.PatchWelcomeError, "it uses a part of its format that FFmpeg does not read"),
+    (av.error.DecoderNotFoundError, "FFmpeg has no decoder for it here"),
+    (av.error.DemuxerNotFoundError, "FFmpeg has no reader for its container here"),
+    (av.error.ProtocolNotFoundError, "it names another file, which is not opened"),
+)
 DECODER_ERRORS = (av.error.FFmpegError, OSError, LookupError, ValueError, ArithmeticError)
 _UNTAGGED, _FULL_RANGE = 2, 2  # of `frame.colorspace` and `frame.color_range`
 _ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
@@ -95,14 +103,14 @@ def probe(source: Source, max_file_bytes: int, max_pixels: int) -> Probe:
     """Probe `source`. Raises Rejected if it is not a readable picture or video, or larger than allowed."""
     size = source.bytes()
     if size == 0:
-        raise Rejected(Reason.EMPTY_FILE)
+        raise Rejected(Reason.EMPTY_FILE, "it holds no bytes")
     if size > max_file_bytes:
         raise Rejected(Reason.TOO_LARGE, f"{size / 1e6:.1f} MB, more than the {max_file_bytes / 1e6:.1f} MB allowed")
     with source.open() as file:
         head = file.read(64)
         file.seek(0)
         if holds_pickle(head):
-            raise Rejected(Reason.NOT_MEDIA, "a pickle")
+            raise Rejected(Reason.NOT_MEDIA, "a pickle under the name of media, which is never opened")
         if is_picture(head):
             return _probe_picture(file, max_pixels)
         if cut := structural_cut(file, head, size):
@@ -163,7 +171,10 @@ def _probe_video(file: BinaryIO, source: Source, max_pixels: int) -> Probe:
 
 def refused(error: Exception) -> Rejected:
     """The rejection for a decoder's error."""
-    return Rejected(Reason.UNDECODABLE, str(getattr(error, "strerror", None) or error or type(error).__name__))
+    for kind, words in _FFMPEG_ERRORS:
+        if isinstance(error, kind):
+            return Rejected(Reason.UNDECODABLE, f"{words} (FFmpeg: {error.strerror})")
+    return Rejected(Reason.UNDECODABLE, in_words(error))
 
 
 def open_video(file: BinaryIO) -> av.container.InputContainer:
@@ -179,7 +190,8 @@ def video_stream(container: av.container.InputContainer) -> av.video.VideoStream
     """The first video stream that is not cover art. Raises Rejected (no_video_stream, undecodable)."""
     streams = [s for s in container.streams.video if not s.disposition & s.disposition.__class__.attached_pic]
     if not streams:
-        raise Rejected(Reason.NO_VIDEO_STREAM, "only cover art" if container.streams.video else "")
+        only = "cover art" if container.streams.video else "sound, text or data"
+        raise Rejected(Reason.NO_VIDEO_STREAM, f"it holds only {only}")
     if streams[0].codec_context is None:
         raise Rejected(Reason.UNDECODABLE, "no decoder for its codec")
     streams[0].codec_context.thread_count = DECODE_THREADS
@@ -250,7 +262,9 @@ def _stamps(
     _check_duration(container, furthest)
     times = shown_times(stamps)
     if first is None or not times:
-        raise Rejected(Reason.UNDECODABLE, problem or ("no frame could be decoded" if times else "no frames"))
+        raise Rejected(
+            Reason.UNDECODABLE, problem or ("no frame could be decoded" if times else "its video stream has no frames")
+        )
     # Frames before the first that decodes (a recording that starts between key frames) are never shown.
     start = frame_stamp(first)
     times = [stamp for stamp in times if start is None or stamp >= start] or times[:1]
@@ -265,7 +279,9 @@ def _check_duration(container: av.container.InputContainer, furthest: float) -> 
     declared = container.duration / 1e6
     missing = declared - (furthest - (container.start_time or 0) / 1e6)
     if missing > max(0.5, 0.1 * declared):
-        raise Rejected(Reason.TRUNCATED, f"{declared - missing:.2f} s of the {declared:.2f} s that it declares")
+        raise Rejected(
+            Reason.TRUNCATED, f"it holds {declared - missing:.2f} s of the {declared:.2f} s that it declares"
+        )
 
 
 def _states_duration(container: av.container.InputContainer) -> bool:

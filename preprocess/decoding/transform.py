@@ -32,14 +32,21 @@ def rank_buckets(probe: Probe, buckets: Sequence[Bucket], fps: float | None, all
     single = len(probe.pts_seconds) == 1
     kind = [bucket for bucket in dict.fromkeys(buckets) if bucket.is_image == single]
     if not kind:
-        raise Rejected(Reason.NO_BUCKET, "no bucket has F = 1" if single else "all buckets have F = 1")
+        why = (
+            "it is a picture, and no bucket has one frame"
+            if single
+            else "it is a video, and every bucket has one frame"
+        )
+        raise Rejected(Reason.NO_BUCKET, why)
     long_enough = [bucket for bucket in kind if covers(probe.pts_seconds, bucket.frames, fps)]
     if not long_enough:
         choose_frames(probe.pts_seconds, min(bucket.frames for bucket in kind), fps)  # raises, with the lengths
     covered = [bucket for bucket in long_enough if _scale(probe, bucket) <= 1]
     if not covered and not allow_upscale:
         smallest = min(long_enough, key=lambda bucket: _scale(probe, bucket))
-        raise Rejected(Reason.TOO_SMALL, f"{probe.width} x {probe.height}, and the smallest bucket is {smallest}")
+        raise Rejected(
+            Reason.TOO_SMALL, f"it is {probe.width} x {probe.height} pixels, and the smallest bucket is {smallest}"
+        )
 
     def order(bucket: Bucket) -> tuple[float, ...]:
         area = bucket.height * bucket.width

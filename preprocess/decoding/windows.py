@@ -55,7 +55,7 @@ def choose_windows(
     if not covers(pts, frames, fps):
         need = f"{frames} frames" if fps is None else f"{(frames - 1) / fps:.2f} s"
         have = f"{len(pts)} frames" if fps is None else f"{pts[-1] - pts[0] + median_step(pts):.2f} s"
-        raise Rejected(Reason.TOO_SHORT, f"{have}, and {frames} frames need {need}")
+        raise Rejected(Reason.TOO_SHORT, f"it has {have}, and {frames} frames need {need}")
     if frames == 1:
         return [[0]]
     count = windows_that_fit(pts, frames, fps)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import select
-import signal
 import subprocess
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from mmspeed.preprocess.decoding.decode_worker import HEADER, cut_to_json, pack,
 from mmspeed.preprocess.decoding.other_decoders import OtherDecoder
 from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.pyav_libraries import with_pyav_libraries
-from mmspeed.preprocess.sources.rejections import Reason, Rejected
+from mmspeed.preprocess.sources.rejections import Reason, Rejected, death_in_words
 from mmspeed.preprocess.sources.source import Source
 
 _THUMBNAIL_SECONDS = 20.0
@@ -39,6 +38,10 @@ class _OverrunError(Exception):
 
 class _DiedError(Exception):
     """The child's end of the pipe is closed."""
+
+
+class _KilledError(Exception):
+    """The child was killed before it was ready. Its text is the end of the child in words."""
 
 
 class StoppedError(Exception):
@@ -177,11 +180,11 @@ class DecodeWorker:
             self.close()
             raise Rejected(Reason.TIME_LIMIT, f"no answer within {time_limit:g} s") from None
         except (_DiedError, OSError):
-            detail = self._death()
+            _, cause = self._death()
             self.close()
             if self._stopped:
                 raise StoppedError from None
-            raise _TogetherError(Reason.DECODER_CRASHED, detail) from None
+            raise _TogetherError(Reason.DECODER_CRASHED, f"the decoder process {cause}") from None
         except BaseException:
             self.close()  # unread answers may be in the pipe
             raise
@@ -189,11 +192,27 @@ class DecodeWorker:
             raise _rejected(reply)
 
     def _started(self) -> subprocess.Popen[bytes]:
-        """The running child, started if necessary. Raises UserError if it does not start, StoppedError after `stop`."""
+        """The running child, started if necessary.
+
+        One that is killed before it is ready, as where memory is short for a moment, is started once more.
+
+        Raises Rejected (decoder_crashed) if that is killed too, UserError if it does not start otherwise, StoppedError after `stop`.
+        """
         if self._child is not None and self._child.poll() is not None:
             self.close()
         if self._child is not None:
             return self._child
+        try:
+            return self._start()
+        except _KilledError:
+            try:
+                return self._start()
+            except _KilledError as again:
+                detail = f"the decoder process {again} before it was ready, twice"
+                raise Rejected(Reason.DECODER_CRASHED, detail) from None
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        """A new child that is ready. Raises _KilledError, UserError, StoppedError."""
         with self._lock:
             if self._stopped:
                 raise StoppedError
@@ -215,11 +234,13 @@ class DecodeWorker:
         try:
             first = self._message(time.monotonic() + _START_SECONDS)
         except (_OverrunError, _DiedError):
-            cause = self._death()
+            code, cause = self._death()
             self.close()
             if self._stopped:
                 raise StoppedError from None
-            raise UserError(f"the decoder process does not start: {cause}; see `mmspeed doctor`") from None
+            if code is not None and (code < 0 or "MemoryError" in cause):
+                raise _KilledError(cause) from None
+            raise UserError(f"the decoder process does not start: it {cause}; see `mmspeed doctor`") from None
         if "unusable" in first:
             self.close()
             assert self._other is not None
@@ -251,19 +272,19 @@ class DecodeWorker:
                 raise _DiedError
             done += count
 
-    def _death(self) -> str:
-        """The cause of the child's death, and the last line that it wrote."""
+    def _death(self) -> tuple[int | None, str]:
+        """The child's return code, None while it lives, and its end in words with the last line that it wrote."""
         assert self._child is not None
         try:
             code = self._child.wait(timeout=5)
         except subprocess.TimeoutExpired:
-            return "it closed its pipe"
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            return None, "does not answer"
+        how = death_in_words(code)
         last = ""
         if self._errors is not None:
             self._errors.seek(max(0, self._errors.seek(0, 2) - 2000))
             last = (self._errors.read().decode("utf-8", "replace").strip().splitlines() or [""])[-1]
-        return f"{how}: {last}" if last else how
+        return code, f"{how}: {last}" if last else how
 
 
 def _rejected(reply: dict[str, Any]) -> Rejected:

@@ -27,7 +27,7 @@ from mmspeed.models.text.encoders import TransformersEncoder, load_text_encoder,
 from mmspeed.preprocess.decoding.clips import Clip
 from mmspeed.preprocess.decoding.transform import to_model_range
 from mmspeed.preprocess.records.keys import latent_parts, text_parts
-from mmspeed.preprocess.sources.rejections import Reason, Rejected
+from mmspeed.preprocess.sources.rejections import Reason, Rejected, in_words
 from mmspeed.protocols import Posterior, TextEntry, VideoCodec
 from mmspeed.shapes import Strides
 
@@ -235,7 +235,7 @@ def encode_latents(
                 raise _device_failed(some[0][0], error) from error
             if len(some) > 1:
                 raise
-            return [Rejected(Reason.ENCODE_FAILED, str(error).splitlines()[0])]
+            return [Rejected(Reason.ENCODE_FAILED, f"the encoder failed: {in_words(error)}")]
 
     if not videos:
         return []

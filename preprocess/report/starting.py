@@ -249,7 +249,8 @@ def _identify(media: MediaStore, config: Config, source: Source) -> str:
 def _misfit(source: Source, probe: Probe) -> Rejection:
     """The rejection of a probed source that no bucket can take: it is shorter than a latent step, or smaller than a token's patch."""
     short = len(probe.pts_seconds) > 1 and min(probe.width, probe.height) >= SIZES[-1][0]
-    return Rejection(source.name, Reason.TOO_SHORT if short else Reason.TOO_SMALL)
+    reason = Reason.TOO_SHORT if short else Reason.TOO_SMALL
+    return Rejection(source.name, reason, reason.explanation)
 
 
 def _unusable(path: str | Path, rejections: Sequence[Rejection]) -> UserError:

@@ -79,7 +79,7 @@ def structural_cut(file: BinaryIO, head: bytes, size: int) -> str:
 
 
 def _missing(declared: int, size: int) -> str:
-    return f"{size} of the {declared} bytes that it declares"
+    return f"it holds {size} of the {declared} bytes that it declares"
 
 
 def _iso_cut(file: BinaryIO, size: int) -> str:

@@ -7,8 +7,8 @@ import os
 from mmspeed.config.schema import SourceConfig
 from mmspeed.preprocess.sources.captions import MAX_CAPTION_BYTES
 from mmspeed.preprocess.sources.containers import is_pickle
-from mmspeed.preprocess.sources.listing import CAPTION_ENDINGS, SourceCollector, ending, is_media
-from mmspeed.preprocess.sources.rejections import Reason
+from mmspeed.preprocess.sources.listing import CAPTION_ENDINGS, SourceCollector, ending, is_media, unknown_ending
+from mmspeed.preprocess.sources.rejections import Reason, in_words
 
 
 def read_folder(collector: SourceCollector, config: SourceConfig, root: str) -> None:
@@ -21,7 +21,7 @@ def read_folder(collector: SourceCollector, config: SourceConfig, root: str) -> 
     def unreadable(error: OSError) -> None:
         collector.files += 1
         relative = os.path.relpath(error.filename or root, root).replace(os.sep, "/")
-        collector.reject(f"{relative}/", Reason.UNREADABLE, f"the folder cannot be read: {error.strerror or error}")
+        collector.reject(f"{relative}/", Reason.UNREADABLE, f"the folder cannot be read: {in_words(error)}")
 
     for folder, folders, files in os.walk(root, onerror=unreadable, followlinks=True):
         # Sorted before they are entered, so that of two links to a folder the same one is followed on every file system.
@@ -57,18 +57,18 @@ def _read_group(collector: SourceCollector, config: SourceConfig, root: str, fol
         if not os.path.isfile(path):
             collector.reject(relative, *no_file(path))
         elif is_pickle(name):
-            collector.reject(relative, Reason.PICKLE, "")
+            collector.reject(relative, Reason.PICKLE, Reason.PICKLE.explanation)
         elif ending(name) not in CAPTION_ENDINGS:
-            collector.reject(relative, Reason.NOT_MEDIA, f"ending {ending(name) or '(none)'}")
+            collector.reject(relative, Reason.NOT_MEDIA, unknown_ending(name))
         elif not media:
-            collector.reject(relative, Reason.ORPHAN_CAPTION, "")
+            collector.reject(relative, Reason.ORPHAN_CAPTION, "a caption without a media file of its name")
         else:
             collector.caption_files += 1
             try:
                 with open(path, "rb") as file:
                     captions.add_file(name, file.read(MAX_CAPTION_BYTES + 1), config.caption_column)
             except OSError as error:
-                unreadable = f"its caption {name} cannot be read: {error.strerror or error}"
+                unreadable = f"its caption {name} cannot be read: {in_words(error)}"
     for name in media:
         path = os.path.join(folder, name)
         relative = os.path.relpath(path, root).replace(os.sep, "/")
@@ -86,7 +86,7 @@ def no_file(path: str) -> tuple[Reason, str]:
         os.stat(path)
         return Reason.NOT_MEDIA, "not a regular file"
     except PermissionError as error:
-        return Reason.UNREADABLE, error.strerror or str(error)
+        return Reason.UNREADABLE, in_words(error)
     except (OSError, ValueError):
         pass
     return Reason.MISSING_FILE, "the link leads nowhere" if os.path.islink(path) else "no such file"

@@ -88,7 +88,7 @@ class SourceCollector:
         texts = captions.texts
         if not texts:
             if self._missing == "reject" or captions.problem:
-                self.reject(name, Reason.NO_CAPTION, where or captions.problem)
+                self.reject(name, Reason.NO_CAPTION, where or captions.problem or "no caption, or an empty one")
                 return
             self.missing_captions += 1
             texts = (self._default,) if self._missing == "default" else ()
@@ -130,6 +130,12 @@ class SourceCollector:
 def ending(name: str) -> str:
     """The ending of a name, in lower case with its dot."""
     return os.path.splitext(name)[1].lower()
+
+
+def unknown_ending(name: str) -> str:
+    """The detail of a file whose ending is of no media that are read."""
+    known = ending(name)
+    return f"its ending {known} is of no media that are read" if known else "its name has no ending"
 
 
 def is_media(name: str) -> bool:

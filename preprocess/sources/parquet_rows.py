@@ -17,6 +17,8 @@ import pyarrow
 import pyarrow.parquet as parquet
 from pyarrow import types
 
+from mmspeed.preprocess.sources.rejections import in_words
+
 _MAX_MEMORY = 4 << 30  # bytes: for sizes that a file does not declare
 _MAX_CHUNK_BYTES = 1 << 30  # of one column in one row group, unpacked; writers make 1 to 512 MB
 _MAX_CHUNK_VALUES = 1 << 26  # of one column in one row group, counted in all lists
@@ -34,7 +36,7 @@ def main() -> None:
     except BrokenPipeError:
         os._exit(1)
     except Exception as error:  # any error means that this file cannot be read
-        _write({"error": (str(error) or type(error).__name__).partition("\n")[0][:500]})
+        _write({"error": (str(error) or in_words(error)).partition("\n")[0][:500]})
     sys.stdout.flush()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import re
+import signal
 from dataclasses import dataclass
 from enum import Enum
 
@@ -68,7 +70,7 @@ _EXPLANATIONS = {
     Reason.NOT_KEPT: "Every bucket that the source fits was drawn out by data.buckets[].keep.",
     Reason.REPEATED: "Too many frames would repeat the one before (data.max_repeated): gaps, or a rate far below data.fps.",
     Reason.TIME_LIMIT: "Probing or decoding took longer than preprocess.time_limit.",
-    Reason.DECODER_CRASHED: "The decoder process died on this file.",
+    Reason.DECODER_CRASHED: "The decoder process died on this file, or was killed twice before it was ready.",
     Reason.BAD_ROW: "The manifest row cannot be read, or lacks a required value.",
     Reason.UNSAFE_NAME: "The archive member is a link, a device, or has a name that leads out of its folder.",
     Reason.PICKLE: "The file is a pickle or holds one: reading it could run any code, so it is never opened.",
@@ -94,6 +96,66 @@ class Rejection:
 
 def _short(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
+
+
+_BY_ERRNO = {
+    errno.EACCES: "no permission to read it",
+    errno.EPERM: "no permission to read it",
+    errno.ENOENT: "no such file",
+    errno.ENOTDIR: "a part of its path is no folder",
+    errno.EISDIR: "it is a folder",
+    errno.ELOOP: "its links lead in a circle",
+    errno.ENAMETOOLONG: "its path is too long",
+    errno.EIO: "the disk or its network reports an error",
+    errno.ESTALE: "its network file system has lost it",
+    errno.ETIMEDOUT: "its file system or store did not answer in time",
+    errno.ENOMEM: "it needs more memory than a process that reads files may take",
+    errno.EMFILE: "this process has too many files open",
+    errno.ENFILE: "this machine has too many files open",
+}
+_BY_KIND: tuple[tuple[type[BaseException], str], ...] = (
+    (MemoryError, "it needs more memory than a process that reads files may take"),
+    (UnicodeError, "its text is not UTF-8"),
+    (EOFError, "it ends too early"),
+    (RecursionError, "its parts are nested too deeply"),
+    (TimeoutError, "its file system or store did not answer in time"),
+    (ConnectionError, "the connection to its store was lost"),
+    (ArithmeticError, "it states a size, a rate or a time that cannot be"),
+    (LookupError, "it lacks a part that another part names"),
+    (OSError, "reading it failed"),
+    (ValueError, "its parts contradict each other"),
+)
+_SIGNALS = {
+    signal.SIGKILL: "was killed, often because the machine ran out of memory",
+    signal.SIGTERM: "was told to end",
+    signal.SIGSEGV: "crashed: compiled code read memory that is not its own",
+    signal.SIGABRT: "crashed: compiled code gave up",
+    signal.SIGBUS: "crashed: a disk is full, or a file was cut while it was read",
+    signal.SIGFPE: "crashed: a number that compiled code cannot divide by",
+    signal.SIGILL: "crashed: compiled code is for another kind of processor",
+}
+
+
+def in_words(error: BaseException) -> str:
+    """The meaning of an exception for people: words, and its own text where it has one; no class name or number alone."""
+    text = " ".join(str(getattr(error, "strerror", None) or error).split())
+    if isinstance(error, OSError) and error.errno in _BY_ERRNO:
+        return _BY_ERRNO[error.errno]
+    words = next(
+        (words for kind, words in _BY_KIND if isinstance(error, kind)), "reading it failed in an unforeseen way"
+    )
+    return f"{words} ({text})" if text else words
+
+
+def death_in_words(code: int) -> str:
+    """The end of a process by its return code: words, and the signal or exit code."""
+    if code >= 0:
+        return f"ended by itself (exit code {code})"
+    try:
+        number = signal.Signals(-code)
+    except ValueError:
+        return f"was ended by signal {-code}"
+    return f"{_SIGNALS.get(number, 'was ended by a signal')} ({number.name})"
 
 
 class Rejected(Exception):  # noqa: N818 (an outcome, not an error)

@@ -20,7 +20,7 @@ from mmspeed.log import ProgressLine
 from mmspeed.preprocess.sources.captions import MAX_CAPTION_BYTES
 from mmspeed.preprocess.sources.containers import is_pickle
 from mmspeed.preprocess.sources.fetched import MediaStore
-from mmspeed.preprocess.sources.listing import CAPTION_ENDINGS, SourceCollector, ending, is_media
+from mmspeed.preprocess.sources.listing import CAPTION_ENDINGS, SourceCollector, ending, is_media, unknown_ending
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from mmspeed.preprocess.sources.remote import BLOCK_BYTES, RemoteFile, open_remote
 from mmspeed.preprocess.sources.tar_samples import collect_tar, head_bytes
@@ -124,11 +124,11 @@ class RemoteListing:
             if name in media:
                 continue
             if is_pickle(name):
-                collector.reject(name, Reason.PICKLE, "")
+                collector.reject(name, Reason.PICKLE, Reason.PICKLE.explanation)
             elif ending(name) not in CAPTION_ENDINGS:
-                collector.reject(name, Reason.NOT_MEDIA, f"ending {ending(name) or '(none)'}")
+                collector.reject(name, Reason.NOT_MEDIA, unknown_ending(name))
             elif not media:
-                collector.reject(name, Reason.ORPHAN_CAPTION, "")
+                collector.reject(name, Reason.ORPHAN_CAPTION, "a caption without a media file of its name")
             else:
                 collector.caption_files += 1
                 data = texts.read(name)

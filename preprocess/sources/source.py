@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, cast
 
-from mmspeed.preprocess.sources.rejections import Reason, Rejected
+from mmspeed.preprocess.sources.rejections import Reason, Rejected, in_words
 
 if TYPE_CHECKING:
     from mmspeed.preprocess.sources.remote import RemoteFile
@@ -53,7 +53,7 @@ class Source:
             try:
                 file = open_remote(self.remote, BLOCK_BYTES)
             except Exception as error:  # every store raises its own types
-                raise OSError(f"{type(error).__name__}: {error}") from error
+                raise OSError(in_words(error)) from error
             return cast(BinaryIO, io.BufferedReader(FileSlice(file, self.offset or 0, size), 1 << 16))
         if self.offset is None or self.size is None:
             return open(self.path, "rb")
@@ -70,9 +70,9 @@ class Source:
         try:
             on_disk = os.stat(self.copy or self.path)
         except PermissionError as error:
-            raise Rejected(Reason.UNREADABLE, str(error)) from None
+            raise Rejected(Reason.UNREADABLE, in_words(error)) from None
         except (OSError, ValueError) as error:
-            raise Rejected(Reason.MISSING_FILE, str(error)) from None
+            raise Rejected(Reason.MISSING_FILE, in_words(error)) from None
         if not os.path.isfile(self.copy or self.path):
             raise Rejected(Reason.NOT_MEDIA, "not a regular file")
         if self.copy or self.offset is None or self.size is None:
@@ -129,7 +129,7 @@ class FileSlice(io.RawIOBase):
         except OSError:
             raise
         except Exception as error:  # every store raises its own types
-            raise OSError(f"{type(error).__name__}: {error}") from error
+            raise OSError(in_words(error)) from error
         self._at += count
         return count
 

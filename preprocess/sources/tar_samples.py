@@ -93,11 +93,13 @@ def _collect_sample(
         data = head_of(member)
         if is_media(member.name):
             if holds_pickle(data):
-                collector.reject(f"{tar}!{member.name}", Reason.NOT_MEDIA, "a pickle")
+                collector.reject(
+                    f"{tar}!{member.name}", Reason.NOT_MEDIA, "a pickle under the name of media, which is never opened"
+                )
             else:
                 media.append(member)
         elif is_pickle(member.name, data):
-            collector.reject(f"{tar}!{member.name}", Reason.PICKLE, "")
+            collector.reject(f"{tar}!{member.name}", Reason.PICKLE, Reason.PICKLE.explanation)
         elif not has_media:
             reason = Reason.ORPHAN_CAPTION if is_caption else Reason.NOT_MEDIA
             collector.reject(f"{tar}!{member.name}", reason, "a sample without media")

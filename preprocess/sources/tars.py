@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
-from mmspeed.preprocess.sources.rejections import Reason
+from mmspeed.preprocess.sources.rejections import Reason, in_words
 
 UNKNOWN = 1 << 62  # bytes of a tar of unknown length
 _BLOCK = 512
@@ -58,7 +58,7 @@ def read_headers(path: str) -> Headers:
         with open(path, "rb") as file:
             headers.members.extend(scan(file, headers.bytes, headers))
     except OSError as error:
-        headers.problem = (Reason.UNREADABLE, error.strerror or str(error))
+        headers.problem = (Reason.UNREADABLE, in_words(error))
     return headers
 
 

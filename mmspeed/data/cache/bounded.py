@@ -80,7 +80,7 @@ class BoundedFolder:
                     self._make_room(0)  # its bytes stand in the folder already
                 with self._locked():  # nobody deletes meanwhile
                     if (pin := self.pin(name)) is None:  # no other process made it first
-                        os.replace(temp.path, path)  # need not be durable: it can be fetched again
+                        temp.rename(path)  # need not be durable: it can be fetched again
                         temp.share()
                         pin = self.pin(name)
                 assert pin is not None

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -43,6 +44,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 class TempFile:
     """A hidden file in the folder of its final name, locked by this process until it is released.
 
+    Its owner alone may read it until it has its final name; then it has the permissions `mode`, less those of the process's umask.
     Writes are not buffered, so that a full disk raises at the write that fails. For use by one thread.
     """
 
@@ -51,6 +53,8 @@ class TempFile:
         while True:
             self.path = folder / f".{os.getpid()}-{secrets.token_hex(6)}{TEMP_SUFFIX}"
             self._fd = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, mode)
+            self._mode = stat.S_IMODE(os.fstat(self._fd).st_mode)
+            os.fchmod(self._fd, self._mode & 0o700)
             if try_lock(self._fd) and _same_file(self.path, self._fd):
                 break
             os.close(self._fd)  # a repair elsewhere found the file before it was locked, and treated it as abandoned
@@ -78,8 +82,13 @@ class TempFile:
     def replace(self, target: Path) -> None:
         """Make the contents durable and rename the file to `target`, replacing any file of that name."""
         os.fsync(self._fd)
-        os.replace(self.path, target)
+        self.rename(target)
         fsync_folder(target.parent)
+
+    def rename(self, target: Path) -> None:
+        """Rename the file to `target`, replacing any file of that name, for contents that need not be durable."""
+        os.fchmod(self._fd, self._mode)
+        os.replace(self.path, target)
 
     def link(self, target: Path) -> bool:
         """Make the contents durable and link them as `target` unless that exists; return True if it was free.
@@ -88,6 +97,7 @@ class TempFile:
         Raises UserError if the file system has no hard links.
         """
         os.fsync(self._fd)
+        os.fchmod(self._fd, self._mode)
         try:
             os.link(self.path, target)
         except FileExistsError:
@@ -123,6 +133,25 @@ class TempFile:
         """Delete the temporary file and release it."""
         self.path.unlink(missing_ok=True)
         self.release()
+
+
+@contextmanager
+def private_file(target: Path) -> Iterator[Path]:
+    """A hidden file beside `target` that its owner alone may read, for writers that open a name; it becomes `target` after the block.
+
+    It then has a new file's permissions. It is not locked, and not made durable. After an exception it is removed.
+    """
+    path = target.parent / f".{os.getpid()}-{secrets.token_hex(6)}{TEMP_SUFFIX}"
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    mode = stat.S_IMODE(os.fstat(fd).st_mode)
+    os.fchmod(fd, mode & 0o700)
+    os.close(fd)
+    try:
+        yield path
+        os.chmod(path, mode)
+        os.replace(path, target)
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def try_lock(fd: int, shared: bool = False) -> bool:

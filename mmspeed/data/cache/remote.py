@@ -12,7 +12,6 @@ import hashlib
 import json
 import mmap
 import os
-import secrets
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -22,7 +21,7 @@ from mmspeed.config.places import mirror_folder
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 
-from .files import TEMP_SUFFIX, disk_errors, exclusive, write_whole
+from .files import disk_errors, exclusive, private_file, write_whole
 from .index import ENTRIES_NAME, SAMPLES_NAME, IndexFiles, compile_index, digest_of_files
 from .index_reader import PayloadLocation, Tables, damaged_index, try_open
 from .store import ShortError
@@ -141,17 +140,13 @@ class RemoteStore:
         if known.get(name) == row and path.exists():
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        temp = path.parent / f".{os.getpid()}-{secrets.token_hex(6)}{TEMP_SUFFIX}"
+        with private_file(path) as temp:
 
-        def copy() -> None:
-            filesystem, root = self._filesystem()
-            filesystem.get_file(f"{root}/{name}", str(temp))
+            def copy() -> None:
+                filesystem, root = self._filesystem()
+                filesystem.get_file(f"{root}/{name}", str(temp))
 
-        try:
             self._try(copy, f"cannot fetch {name} of the cache {self.url}")
-            os.replace(temp, path)
-        finally:
-            temp.unlink(missing_ok=True)
         known[name] = row
 
     def _manifest(self) -> dict[str, list[Any]]:
@@ -205,18 +200,15 @@ class RemoteStore:
         """Write a payload atomically. It need not be durable: one that a crash damages is detected and fetched again."""
         if len(payload) > self.limit:
             return
-        temp = path.parent / f".{os.getpid()}-{secrets.token_hex(6)}{TEMP_SUFFIX}"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temp.write_bytes(payload)
-            os.replace(temp, path)
+            with private_file(path) as temp:
+                temp.write_bytes(payload)
         except OSError as error:
             if not self._warned:
                 get_logger("data").warning("payloads are not kept in %s: %s", self.folder, error)
             self._warned = True
             return
-        finally:
-            temp.unlink(missing_ok=True)
         self._fresh += len(payload)
         if self._used is not None:
             self._used += len(payload)

@@ -119,4 +119,4 @@ def reason_of(error: BaseException) -> str:
     if is_absent(error):
         return "no such file"
     lines = str(cause).splitlines()
-    return f"{name}: {lines[0][:300]}" if lines else name
+    return f"{name}: {lines[0][:300]}" if lines else f"the store gave no reason ({name})"

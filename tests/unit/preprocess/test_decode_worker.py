@@ -14,11 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mmspeed.errors import UserError
 from mmspeed.preprocess.decoding.decode import Cut
+from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Finished
 from mmspeed.preprocess.decoding.worker import DecodeWorker, StoppedError
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from tests.support.decoding import COLOURED, LIMITS, read, rejection, source_of, whole
 from tests.support.media import Expect, corners_of, make_zoo, number_of, write_video
+from tests.support.runs import small_config
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +64,59 @@ def test_crash_is_rejected_with_its_signal(zoo: tuple[Path, dict[str, Expect]]) 
         assert first is not None
         crash_while_busy(first)
         rejected = rejection(lambda: worker.open(source, *LIMITS, 20))
-        assert rejected.reason is Reason.DECODER_CRASHED and rejected.detail.startswith("SIGSEGV")
+        assert rejected.reason is Reason.DECODER_CRASHED and rejected.detail == (
+            "the decoder process crashed: compiled code read memory that is not its own (SIGSEGV)"
+        )
         assert worker.open(source, *LIMITS, 20).width == 96
+
+
+def starting_badly(folder: Path, times: int, how: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let the interpreter of decoder processes end by `how` at its first starts. Returns a file with a line a start."""
+    starts, python = folder / "starts", folder / "python"
+    python.write_text(
+        f'#!/bin/sh\necho >> {starts}\nif [ $(wc -l < {starts}) -le {times} ]; then {how}; fi\nexec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    return starts
+
+
+def test_a_process_killed_at_its_start_is_started_once_more(
+    zoo: tuple[Path, dict[str, Expect]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The build ended with an error; memory is often short for a moment alone."""
+    source = source_of(zoo[0] / "h264.mp4")
+    starts = starting_badly(tmp_path, 1, "kill -KILL $$", monkeypatch)
+    with DecodeWorker() as worker:
+        assert worker.open(source, *LIMITS, 20).width == 96
+    assert len(starts.read_text().splitlines()) == 2
+
+
+def test_a_process_killed_at_both_starts_rejects_the_file_by_name(
+    zoo: tuple[Path, dict[str, Expect]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the next file is served."""
+    starts = starting_badly(tmp_path, 2, "kill -KILL $$", monkeypatch)
+    config = small_config(tmp_path)
+    sources = [source_of(zoo[0] / name) for name in ("h264.mp4", "turned.mp4")]
+    with DecodePool(config, sources) as pool:
+        events = list(pool.run(None))
+    (failed,) = [event for event in events if isinstance(event, Failed) and event.probe is None]
+    assert failed.source.name == sources[0].name and failed.rejected.reason is Reason.DECODER_CRASHED
+    assert failed.rejected.detail == (
+        "the decoder process was killed, often because the machine ran out of memory (SIGKILL) before it was ready, twice"
+    )
+    assert len(starts.read_text().splitlines()) == 3
+    assert [event.source.name for event in events if isinstance(event, Finished)] == [one.name for one in sources]
+
+
+def test_a_process_that_cannot_start_is_no_fault_of_a_file(
+    zoo: tuple[Path, dict[str, Expect]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = starting_badly(tmp_path, 9, "echo no module >&2; exit 3", monkeypatch)
+    with DecodeWorker() as worker, pytest.raises(UserError, match=r"it ended by itself \(exit code 3\): no module"):
+        worker.open(source_of(zoo[0] / "h264.mp4"), *LIMITS, 20)
+    assert len(starts.read_text().splitlines()) == 1
 
 
 def test_a_crash_while_reading_costs_no_clip(zoo: tuple[Path, dict[str, Expect]]) -> None:

@@ -41,7 +41,10 @@ def test_uneven_clips_are_sampled_by_time() -> None:
 def test_too_short_says_how_much_is_there() -> None:
     with pytest.raises(Rejected) as rejected:
         choose_frames(even(48, 24), 49, 24)
-    assert rejected.value.reason is Reason.TOO_SHORT and rejected.value.detail == "2.00 s, and 49 frames need 2.00 s"
+    assert (
+        rejected.value.reason is Reason.TOO_SHORT
+        and rejected.value.detail == "it has 2.00 s, and 49 frames need 2.00 s"
+    )
     with pytest.raises(Rejected, match="4 frames, and 5 frames need 5 frames"):
         choose_windows(even(4, 24), 5, None, "all")
 

@@ -50,14 +50,14 @@ def test_unreadable_folder_is_counted(tmp_path: Path, monkeypatch: pytest.Monkey
     listing = listed(tmp_path)
     (rejection,) = listing.rejections
     assert (rejection.source, rejection.reason) == ("in/closed/", Reason.UNREADABLE)
-    assert "Permission denied" in rejection.detail
+    assert rejection.detail == "the folder cannot be read: no permission to read it"
     assert accounted(listing) == listing.files == 3
 
 
 def test_unreadable_root_is_an_error_for_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair(tmp_path / "a.mp4")
     forbid(monkeypatch, tmp_path)
-    with pytest.raises(UserError, match=r"holds no media.*Permission denied"):
+    with pytest.raises(UserError, match=r"holds no media.*no permission to read it"):
         listed(tmp_path, format="folder")
 
 
