@@ -16,6 +16,7 @@ from mmspeed.preprocess import CacheBuilder
 from tests.faults.case import Outcome, Scene, case
 from tests.support.checkpoints import whole_checkpoint
 from tests.support.runs import small_config
+from tests.support.spikes import RULE, SPIKE, first_epoch, rows, spoiled, train
 from tests.support.toy_runs import toy_config, train_toy, write_toy_cache
 
 
@@ -36,6 +37,23 @@ def latent(scene: Scene) -> Outcome:
         f"its sample is {'named and left out' if named else 'not named'} in {len(said)} of 6 steps, weights {finite}"
     )
     return figure, named and finite == "finite"
+
+
+@case("samples that make the loss spike", 120)
+def spike(scene: Scene) -> Outcome:
+    order = first_epoch(scene.folder / "order")
+    step = scene.draw.randrange(SPIKE, 9)
+    spoiled(scene.folder, order, 1000.0, step)
+    recorder = train(scene.folder, "train.steps=8", "checkpoint.every=2", RULE.format("roll_back"))
+    last = dict(recorder.steps)
+    used = sorted(source for sources in last.values() for source in sources)
+    others = sorted(source for number, sources in enumerate(order, 1) for source in sources if number != step)
+    told = rows(scene.folder, "small", "roll_back")
+    named = len(told) == 1 and sorted(told[0]["samples"]) == sorted(order[step - 1])
+    back = told[0]["to"] if told else "none"
+    said, once = "named" if named else "not named", "once" if used == others else "not once"
+    figure = f"step {step} rolled back to {back}, its samples {said}, each other one {once}"
+    return figure, named and used == others and all_finite(scene.folder, "small") == "finite"
 
 
 def all_finite(folder: Path, name: str) -> str:

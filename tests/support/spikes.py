@@ -1,0 +1,57 @@
+"""Toy runs with spoiled samples: caches of them, the order that they come in, and what a run records of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mmspeed.log import read_metrics
+from mmspeed.pipelines import TrainCallback, TrainPipeline
+from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.training.events import StepEvent
+from tests.support.toy_runs import build_toy, toy_config, write_toy_cache
+
+# 24 samples, three a step: epochs of 8 steps
+SPIKE = 6  # the step whose samples are spoiled
+RULE = "train.divergence={{action: {}, factor: 50, steps: 1, window: 3, roll_backs: 1}}"
+LONG = ("validate.every=100", "validate.samples=0", "checkpoint.keep_best=false", "train.warmup_steps=0")
+
+
+class Recorder(TrainCallback):
+    """The sources that counted in each step, in order; nothing of a step without a sample or an update."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, list[str]]] = []
+
+    def on_step(self, event: StepEvent) -> None:
+        counted = event.outcome.result is not None and event.outcome.updated("model")
+        self.steps.append((event.step, [item.source for item in event.outcome.data.items] if counted else []))
+
+
+def train(folder: Path, *overrides: str) -> Recorder:
+    config, recorder = toy_config(folder, *LONG, *overrides), Recorder()
+    TrainPipeline(config, task=VideoTask(config, build=build_toy), callbacks=[recorder]).run()
+    return recorder
+
+
+def cache_with(folder: Path, factors: Mapping[int, float], samples: int = 8) -> Path:
+    """A folder with a cache in which the latents of some samples are multiplied by a factor."""
+    write_toy_cache(toy_config(folder), samples, factors=factors)
+    return folder
+
+
+def rows(folder: Path, name: str, kind: str) -> list[dict[str, Any]]:
+    return [row for row in read_metrics(folder / "runs" / name / "metrics.jsonl") if row["kind"] == kind]
+
+
+def first_epoch(folder: Path) -> list[list[str]]:
+    """The samples of each step of the first epoch."""
+    cache_with(folder, {}, 25)
+    return [sources for _, sources in train(folder, "train.steps=8", "checkpoint.every=100").steps]
+
+
+def spoiled(folder: Path, order: list[list[str]], factor: float, *steps: int) -> Path:
+    """A cache in which the samples of these steps are multiplied by a factor."""
+    numbers = [int(source.removesuffix(".mp4")) for step in steps for source in order[step - 1]]
+    return cache_with(folder, dict.fromkeys(numbers, factor), 25)
