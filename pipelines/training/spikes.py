@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from mmspeed.config.divergence import DivergenceConfig
@@ -50,7 +51,9 @@ class SpikeGuard:
     def take(self, step: int, data: StepData, result: StepResult) -> None:
         """Take the result of step number `step`."""
         sources = (item.source for item in data.items if not item.left_out)
-        self.watch.observe(step, result.loss, result.grad_norm, sources)
+        # what is not finite may be a term that does not train, or a norm that one rank alone sees
+        loss = result.loss if result.finite else math.nan
+        self.watch.observe(step, loss, result.grad_norm if result.finite else math.nan, sources)
         self.watch.skipped += result.withheld
 
     def judge(self, step: int, result: StepResult) -> None:

@@ -118,3 +118,15 @@ def test_the_message_names_what_was_updated(tmp_path: Path) -> None:
     words = "Update 'critic' is not finite and ended the step; of this step model was updated"
     with pytest.raises(UserError, match=words):
         changed(tmp_path, updates, skip=0)
+
+
+def test_a_logged_term_that_is_not_finite_is_rolled_back_as_a_loss(tmp_path: Path) -> None:
+    config = character_config(tmp_path, "train.steps=2", "train.divergence.action=roll_back")
+
+    def logged(terms: Terms, batch: Batch) -> dict[str, Term]:
+        return {
+            "logged": Term(terms["loss"].loss_I.detach() * math.nan, terms["loss"].weight_I, "tokens", trains=False)
+        }
+
+    with pytest.raises(UserError, match=r"^step 1: loss .*there is none to return to"):
+        TrainPipeline(config, task=task_with(config, {}, logged)).run()
