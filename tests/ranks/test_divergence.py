@@ -18,6 +18,7 @@ from mmspeed.config import dump_config
 from mmspeed.errors import UserError
 from mmspeed.loop.checkpoint.manager import steps_in
 from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines.training.events import StepEvent
 from mmspeed.preprocess import CacheBuilder
 from mmspeed.preprocess.encoding import latent_stage
 from tests.support.checkpoints import whole_checkpoint
@@ -71,6 +72,26 @@ def test_a_run_rolls_back_and_leaves_the_samples_of_a_spike_out(
     train(tmp_path, "name=parts", "train.steps=8", *given)
     whole, parts = (whole_checkpoint(tmp_path / "runs" / name) for name in ("whole", "parts"))
     assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
+
+
+def test_a_run_that_dies_after_a_roll_back_takes_the_same_steps(tmp_path: Path, order: list[list[str]]) -> None:
+    """No checkpoint knows of the roll-back yet: the spike comes again, and so does the roll-back."""
+
+    class Dies(Recorder):
+        def on_step(self, event: StepEvent) -> None:
+            super().on_step(event)
+            if len(self.steps) == 7:
+                raise RuntimeError("dies")
+
+    spoiled(tmp_path, order, 1000.0, SPIKE)
+    given = ("train.steps=8", "checkpoint.every=2", RULE.format("roll_back"))
+    train(tmp_path, "name=whole", *given)
+    with pytest.raises(RuntimeError, match="dies"):
+        train(tmp_path, "name=dies", *given, recorder=Dies())
+    assert [step for step, _ in train(tmp_path, "name=dies", *given).steps] == [5, 6, 5, 6, 7, 8]
+    whole, parts = (whole_checkpoint(tmp_path / "runs" / name) for name in ("whole", "dies"))
+    assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
+    assert len(rows(tmp_path, "dies", "roll_back")) == 1
 
 
 def test_ranks_roll_back_together(tmp_path: Path, order: list[list[str]]) -> None:

@@ -29,8 +29,8 @@ class Recorder(TrainCallback):
         self.steps.append((event.step, [item.source for item in event.outcome.data.items] if counted else []))
 
 
-def train(folder: Path, *overrides: str) -> Recorder:
-    config, recorder = toy_config(folder, *LONG, *overrides), Recorder()
+def train(folder: Path, *overrides: str, recorder: Recorder | None = None) -> Recorder:
+    config, recorder = toy_config(folder, *LONG, *overrides), recorder or Recorder()
     TrainPipeline(config, task=VideoTask(config, build=build_toy), callbacks=[recorder]).run()
     return recorder
 
