@@ -1,4 +1,4 @@
-"""`mmspeed checkpoint`: list, verify and remove the checkpoints of a run."""
+"""`mmspeed checkpoint`: list, verify and remove the checkpoints of a run, and merge their averages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import typer
 
 from mmspeed.errors import UserError
 
-app = typer.Typer(help="List, verify and remove the checkpoints of a run.", no_args_is_help=True)
+app = typer.Typer(
+    help="List, verify and remove the checkpoints of a run, and merge their averages.", no_args_is_help=True
+)
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, such as runs/NAME.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
@@ -84,3 +86,42 @@ def prune(
         return
     remove(paths)
     print(f"removed {len(paths)} checkpoints")
+
+
+@app.command("merge-ema")
+def merge_ema(
+    run: RunPath,
+    step: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=0, help="Step of a checkpoint; several times for the mean of several. Default: the newest one."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="File to write. Default: ema-STEP.safetensors in the run's folder."),
+    ] = None,
+    role: Annotated[str | None, typer.Option(help="Role of the model, where a task trains several.")] = None,
+) -> None:
+    """Write the moving average of the weights, or the mean of those of several steps, as a safetensors file of the model."""
+    from mmspeed.loop.checkpoint.load import latest
+    from mmspeed.loop.checkpoint.maintenance import checkpoints_of
+    from mmspeed.loop.checkpoint.merging import merge_averages
+    from mmspeed.loop.checkpoint.storage import step_name, step_of
+
+    folder = checkpoints_of(run)
+    newest = latest(folder)
+    paths = [folder / step_name(one) for one in sorted(set(step))] if step else [newest] if newest is not None else []
+    if not paths:
+        raise UserError(f"{run} has no sound checkpoint: `mmspeed checkpoint list {run}` shows those that it has")
+    label = "-".join(f"{step_of(path):08d}" for path in ((paths[0], paths[-1]) if len(paths) > 1 else paths))
+    target = output or run / f"ema-{label}.safetensors"
+    if target.suffix != ".safetensors":
+        raise UserError(f"--output is {target}: its name must end in .safetensors")
+    merged = merge_averages(paths, target, role)
+    names = ", ".join(path.name for path in paths)
+    print(
+        f"{merged.path}: {merged.tensors} tensors, {'the average' if len(paths) == 1 else 'the mean of the averages'} of {names}"
+    )
+    if merged.partial:
+        print("weights that did not train are not in it: load it into the base that the run began with")

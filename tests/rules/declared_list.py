@@ -65,6 +65,9 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         },
     },
     "names of torch's operators, dtypes, autograd nodes and tensor subclasses": {
+        "mmspeed/loop/checkpoint/merging.py": {
+            'tensor = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))',
+        },
         "mmspeed/loop/checkpoint/state.py": {
             'dequantize = getattr(state, "dequantize", None)',
         },
@@ -160,6 +163,7 @@ OPEN: dict[str, str] = {
     "mmspeed/loop/checkpoint/load.py": "entries index load load_weights meta open_checkpoint recorded tensors",
     "mmspeed/loop/checkpoint/manager.py": "_facts _split entries facts future items keep load meta",
     "mmspeed/loop/checkpoint/maintenance.py": "index",
+    "mmspeed/loop/checkpoint/merging.py": "index",
     "mmspeed/loop/checkpoint/retention.py": "entries",
     "mmspeed/loop/checkpoint/seals.py": "unsealed value",
     "mmspeed/loop/checkpoint/state.py": "_with_groups optimizer states",
