@@ -209,6 +209,11 @@ class CheckpointConfig(Section):
         description="Also keep the first checkpoint of each period of this many hours; null: none for its time.",
     )
     asynchronous: bool = Field(True, description="Write in the background while training continues.")
+    local: str | None = Field(
+        None,
+        description="Folder on each node's own disk where checkpoints are written first, and from which a restart reads them if every node has its part; null: none.",
+    )
+    keep_local: int = Field(1, ge=1, description="Number of newest checkpoints to keep in `local`.")
     grace_seconds: float | None = Field(
         None,
         gt=0,
@@ -296,7 +301,7 @@ class RunConfig(Section):
     # keys that may differ between the processes of a run (`*` for a place in a list)
     machine_local: ClassVar[tuple[str, ...]] = ("train.loader_workers", "train.prefetch")
     # paths whose folders may be mounted elsewhere on each machine: only their last part is compared
-    machine_paths: ClassVar[tuple[str, ...]] = ("output", "train.start_from")
+    machine_paths: ClassVar[tuple[str, ...]] = ("output", "train.start_from", "checkpoint.local")
     # reading order of the sections; unnamed ones come last
     order: ClassVar[tuple[str, ...]] = ()
 
@@ -394,6 +399,8 @@ class RunConfig(Section):
         changes: dict[str, Any] = {"output": joined(base, self.output)}
         if self.train.start_from is not None:
             changes["train"] = self.train.model_copy(update={"start_from": joined(base, self.train.start_from)})
+        if self.checkpoint.local is not None:
+            changes["checkpoint"] = self.checkpoint.model_copy(update={"local": joined(base, self.checkpoint.local)})
         return self.model_copy(update=changes)
 
 
@@ -528,7 +535,8 @@ class Config(RunConfig):
         if isinstance(text, TransformersTextConfig):
             changes["text"] = text.model_copy(update={"pretrained": pretrained(text.pretrained)})
         shared = super().absolute(base)
-        return self.model_copy(update={"output": shared.output, "train": shared.train, **changes})
+        changes |= {"output": shared.output, "train": shared.train, "checkpoint": shared.checkpoint}
+        return self.model_copy(update=changes)
 
     @property
     def cache_dir(self) -> Path:

@@ -175,6 +175,8 @@ class TrainPipeline:
             keep_best=config.checkpoint.keep_best,
             keep_every=config.checkpoint.keep_every,
             keep_hours=config.checkpoint.keep_hours,
+            local=Path(config.checkpoint.local) if config.checkpoint.local is not None else None,
+            keep_local=config.checkpoint.keep_local,
         )
         spikes = SpikeGuard(config.train.divergence, self.task, data)
         run = Run(self.task, placement, where, data, parts, manager, spikes)
@@ -268,14 +270,18 @@ class TrainPipeline:
         # rank 0 looks for it: another node's view of the folder may be older
         newest = run.manager.latest() if where.rank == 0 else None
         name = comm.broadcast_object(newest.name if newest is not None else None)
+        copy = run.manager.newest_copy(name)
+        fresh = name is None and copy is None
         start = config.train.start_from
-        if start is not None and (name is None or frozen_names(parts.model)):  # checkpoints hold no frozen weights
-            for difference in run.task.compare_start(start) if where.rank == 0 and name is None else ():
+        if start is not None and (fresh or frozen_names(parts.model)):  # checkpoints hold no frozen weights
+            for difference in run.task.compare_start(start) if where.rank == 0 and fresh else ():
                 log.warning(difference)
             require_agreement({"train.start_from": identity_of_start(start)}, "give all of them the same checkpoint")
             load_start(start, parts.model, parts.optimizer)
             if parts.ema is not None:
                 parts.ema.restart(parts.model)
+        if copy is not None and self._restore_copy(run, copy, changed, name):
+            name = None
         while name is not None:
             try:
                 self._restore(run, self.folder.checkpoints / name, changed)
@@ -292,11 +298,26 @@ class TrainPipeline:
             trim_metrics(self.folder.metrics, run.step)
         comm.barrier()
 
+    def _restore_copy(self, run: Run, copy: Path, changed: list[str], name: str | None) -> bool:
+        """Take the state of the copies on the local disks. False where they cannot be used, and the checkpoint `name` is to be read."""
+        try:
+            self._restore(run, copy, changed)
+        except DamagedCheckpointError as error:
+            if name is None:  # the state may be a part of the copy's, and there is nothing else to read
+                raise
+            if run.place.rank == 0:
+                log.warning(f"{error}\nthe copies are not used: the run goes on from {name}")
+            return False
+        if run.place.rank == 0:
+            log.info(f"going on from the copies of step {run.step} on the local disks")
+        return True
+
     def _restore(self, run: Run, path: Path, changed: list[str]) -> None:
         """Take the state of a checkpoint. Raises DamagedCheckpointError on all ranks; the state may then be a part of it."""
         config, where, state = self.config, run.place, run.parts.state()
         run.manager.check(path)
-        require_agreement({"checkpoint": identity(path)}, "give all of them the same run folder")
+        if path.parent == self.folder.checkpoints:  # copies on local disks hold the parts of their own hosts
+            require_agreement({"checkpoint": identity(path)}, "give all of them the same run folder")
         unknown = run.manager.check_frozen_roles(path, state.frozen)
         if unknown and where.rank == 0:
             log.warning(
@@ -438,6 +459,8 @@ class TrainPipeline:
             telemetry.write({**summary, "step": run.step})
         watch.enter("checkpoint", run.step)
         run.manager.wait()
+        if not stopped and run.manager.local is not None:
+            run.manager.local.remove_all()
         watch.ended()
         return stopped, loss
 
@@ -525,9 +548,10 @@ class TrainPipeline:
         }
         blocking = blocking or not self.config.checkpoint.asynchronous
         stall = run.manager.save(run.step, run.parts.state(meta), blocking=blocking)
-        telemetry.write(
-            {"kind": "checkpoint", "step": run.step, "wait_seconds": stall.waited, "copy_seconds": stall.copied}
-        )
+        row = {"kind": "checkpoint", "step": run.step, "wait_seconds": stall.waited, "copy_seconds": stall.copied}
+        if run.manager.local is not None:
+            row["local_failures"] = run.manager.local.failures
+        telemetry.write(row)
         if stall.waited > LONG_WAIT and run.place.rank == 0 and not blocking:
             log.warning(
                 f"step {run.step}: training waited {format_seconds(stall.waited)} until the checkpoint before this one was written; "

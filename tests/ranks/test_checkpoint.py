@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from mmspeed.config.schema import TrainConfig
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.loop.averages import EMA
+from mmspeed.loop.checkpoint.maintenance import verify
 from mmspeed.loop.checkpoint.manager import (
     CheckpointManager,
     DamagedCheckpointError,
@@ -26,6 +29,7 @@ from mmspeed.loop.checkpoint.manager import (
     load,
     load_weights,
     step_name,
+    steps_in,
 )
 from mmspeed.loop.optimizers.build import make_optimizer
 from mmspeed.mesh import make_mesh
@@ -216,3 +220,68 @@ def test_four_ranks_read_it_and_one_reads_theirs(
     assert len(pieces["model.leave.weight"]["chunks"]) == 3  # 3 rows on 4 ranks
     assert len(pieces["model.enter.weight"]["chunks"]) == 4
     assert torch.Size(pieces["model.enter.weight"]["shape"]) == ToyDiT().enter.weight.shape
+
+
+def on_hosts(folder: str, strategy: str, hosts: int) -> dict[str, Any]:
+    """Save on two ranks on one host or two; resume from the copies; then one copy is damaged, and then lost."""
+    rank = dist.get_rank()
+    host = rank if hosts == 2 else 0
+    socket.gethostname = lambda: f"host-{host}"  # type: ignore[assignment]
+    disk = Path(folder) / f"disk-{host}"
+    manager = CheckpointManager(Path(folder) / "run", local=disk)
+    state = state_of(strategy)
+    train(state, strategy, range(2))
+    manager.save(2, state)
+    train(state, strategy, range(2, 3))
+    manager.save(3, state, blocking=True)
+    expected, shared = whole(state), Path(folder) / "run" / step_name(3)
+
+    copy = manager.newest_copy(step_name(2))
+    assert copy is not None and copy.is_relative_to(disk) and copy.name == step_name(3)
+    found: dict[str, Any] = {"problems": verify(copy), "steps": steps_in(copy.parent)}
+    other = state_of(strategy, seed=1)
+    manager.load(copy, other.model, other.optimizer, other.ema)
+    found["same"] = same(whole(other), expected)
+    parts = strategy == "fsdp" and hosts == 2
+    tensors = json.loads((copy / "index.json").read_text())["tensors"]
+    found["parts"] = (
+        tensors["model.blocks.0.up.weight"]["chunks"][0]["shape"] != tensors["model.blocks.0.up.weight"]["shape"]
+    )
+    assert all(len(entry["chunks"]) == 1 for entry in tensors.values())  # of what both ranks of a host hold, one copy
+
+    messages = []
+    if parts:  # another layout needs parts of the other host
+        plain = state_of("ddp", seed=1)
+        try:
+            manager.load(copy, plain.model, plain.optimizer, plain.ema)
+        except DamagedCheckpointError as error:
+            messages.append(str(error))
+    if rank == 1:
+        path = next(copy.glob("shard-*-model-*"))
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    dist.barrier()
+    try:
+        manager.load(copy, other.model, other.optimizer, other.ema)
+    except DamagedCheckpointError as error:
+        messages.append(str(error))
+    manager.load(shared, other.model, other.optimizer, other.ema)
+    found["shared"] = same(whole(other), expected)
+    if rank == 1:
+        shutil.rmtree(copy)
+    dist.barrier()
+    lost = manager.newest_copy(step_name(3))
+    return {**found, "messages": messages, "lost": lost}
+
+
+@pytest.mark.parametrize(("strategy", "hosts"), [("fsdp", 2), pytest.param("ddp", 1, marks=pytest.mark.slow)])
+def test_hosts_go_on_from_their_own_copies_or_all_from_the_shared_one(
+    tmp_path: Path, strategy: str, hosts: int
+) -> None:
+    first, second = run_ranks(on_hosts, 2, str(tmp_path), strategy, hosts)
+    assert first == second
+    assert first["problems"] == [] and first["steps"] == [3] and first["lost"] is None
+    assert first["same"] and first["shared"] and first["parts"] == (strategy == "fsdp")
+    assert "another layout" in first["messages"][0] or strategy == "ddp"
+    assert "are not those that were written" in first["messages"][-1]

@@ -8,6 +8,9 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         "mmspeed/loop/checkpoint/load.py": {
             "cast(dict[str, Any], wanted),",
         },
+        "mmspeed/loop/checkpoint/local.py": {
+            "cast(dict[str, Any], tensors), storage_writer=writer, planner=_HostPlanner(), process_group=self.group",
+        },
         "mmspeed/loop/checkpoint/manager.py": {
             "dcp.save(cast(dict[str, Any], staged.tensors), storage_writer=writer, process_group=self.group)",
         },
@@ -160,8 +163,10 @@ OPEN: dict[str, str] = {
     "mmspeed/loop/averages.py": "optimizer",
     "mmspeed/loop/callbacks.py": "row",
     "mmspeed/loop/divergence.py": "state",
+    "mmspeed/loop/checkpoint/folder.py": "meta",
     "mmspeed/loop/checkpoint/load.py": "entries index load load_weights meta open_checkpoint recorded tensors",
     "mmspeed/loop/checkpoint/manager.py": "_facts _split entries facts future items keep load meta",
+    "mmspeed/loop/checkpoint/local.py": "index meta",
     "mmspeed/loop/checkpoint/maintenance.py": "index",
     "mmspeed/loop/checkpoint/merging.py": "index",
     "mmspeed/loop/checkpoint/retention.py": "entries",

@@ -22,6 +22,7 @@ from mmspeed.loop.frozen import fingerprint, frozen_names
 from mmspeed.loop.optimizers.build import AnyOptimizer
 from mmspeed.parallel import unwrap
 
+from .local import first_lacking
 from .seals import digest
 from .state import StatesRoom, declared_state, room_for_weights, take_weights
 from .storage import (
@@ -240,6 +241,34 @@ def _read(
         raise _damaged(folder, damage) from None
 
 
+def _all_hold(folder: Path, index: dict[str, Any], wanted: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """Raise DamagedCheckpointError on all ranks where the folder of one rank's host lacks a part that it needs."""
+    lacking = first_lacking(folder, index, wanted)
+    for name in all_gather_objects(lacking, group):
+        if name is not None:
+            raise DamagedCheckpointError(
+                f"the copies of {folder.name} on the local disks are of another layout: one lacks a part of `{name}`"
+            )
+
+
+def _read_of_hosts(
+    folder: Path,
+    index: dict[str, Any],
+    wanted: dict[str, Tensor],
+    group: dist.ProcessGroup | None,
+    host: dist.ProcessGroup | None,
+) -> None:
+    """Call `_read` on each host. Raises DamagedCheckpointError on all ranks of `group` where one host's folder is damaged."""
+    problem = None
+    try:
+        _read(folder, index, wanted, host, not dist.is_initialized())
+    except DamagedCheckpointError as error:
+        problem = str(error)
+    for message in all_gather_objects(problem, group):
+        if message is not None:
+            raise DamagedCheckpointError(message)
+
+
 def load(
     folder: Path,
     model: nn.Module,
@@ -247,10 +276,13 @@ def load(
     ema: EMA | None = None,
     group: dist.ProcessGroup | None = None,
     role: str | None = None,
+    host: dist.ProcessGroup | None = None,
+    of_host: bool = False,
 ) -> dict[str, Any]:
     """Load a checkpoint into the given objects, in place, whatever the ranks, strategy and tiers of memory that wrote it.
 
-    `role`: that of a further model that learned; None: the first.
+    `role`: that of a further model that learned; None: the first. `of_host`: each host has a folder of its own (local.py), which its
+    ranks, the group `host`, read; what they need and the folder lacks counts as damage.
 
     Parameters that do not train and are not in the checkpoint stay as they are, and must be those that it was trained on.
 
@@ -279,10 +311,15 @@ def load(
     state = declared_state(model)
     lacking = {name for name in wanted if name.split(".", 1)[1] in state and name not in index["tensors"]}
     wanted = {name: tensor for name, tensor in wanted.items() if name not in lacking}
+    if of_host:
+        _all_hold(folder, index, wanted, group)
     _check(folder, meta, index, wanted, group=group)
     if base:
         _check_base(folder, meta, model, base, group=group)
-    _read(folder, index, wanted, group, not dist.is_initialized())
+    if of_host:
+        _read_of_hosts(folder, index, wanted, group, host)
+    else:
+        _read(folder, index, wanted, group, not dist.is_initialized())
     del wanted  # so that each tensor is freed once it is copied
     take_weights(model, optimizer, weights)
     if states is not None:

@@ -38,6 +38,7 @@ from mmspeed.loop.frozen import frozen_fingerprint
 from mmspeed.loop.optimizers.build import AnyOptimizer
 from mmspeed.parallel import unwrap
 
+from .folder import clean, put_in_place, remove
 from .load import (
     Which,
     best,
@@ -50,6 +51,7 @@ from .load import (
     prefixed,
     recorded,
 )
+from .local import LocalCopies
 from .retention import Retention
 from .staging import SaveStall, StagedState, Staging
 from .state import declared_state, states_to_save, weights_to_save
@@ -60,7 +62,6 @@ from .storage import (
     META,
     RECORD,
     ROLES,
-    SEAL,
     STATE,
     DamagedCheckpointError,
     DamageError,
@@ -72,7 +73,6 @@ from .storage import (
     step_of,
     steps_in,
     sync_folder,
-    write_json,
     write_sealed,
 )
 
@@ -146,7 +146,8 @@ class CheckpointManager:
 
     At most one write is under way. It fails as a whole: the error is raised on every rank by the next `save`, `poll` or
     `wait`, and earlier checkpoints are untouched. `group` must be a CPU group that nothing else uses, because the writing
-    thread communicates over it while training continues; None makes one.
+    thread communicates over it while training continues; None makes one. `local`: a folder on each node's own disk, where the newest
+    `keep_local` checkpoints are written first (local.py).
     """
 
     def __init__(
@@ -157,6 +158,8 @@ class CheckpointManager:
         keep_best: bool = True,
         keep_every: int | None = None,
         keep_hours: float | None = None,
+        local: Path | None = None,
+        keep_local: int = 1,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.folder, self.retention = folder, Retention(keep_last, keep_best, keep_every, keep_hours)
@@ -179,10 +182,16 @@ class CheckpointManager:
         self._lock = threading.Lock()  # the record is changed by the training thread and by the writing one
         if self._lead:
             folder.mkdir(parents=True, exist_ok=True)
-            _clean(folder)
+            clean(folder)
             self._run = _identity(folder)
             _mend_record(folder, self._run)
+            if local is not None and run_of(folder) is None:  # a copy can be found before the first checkpoint is here
+                _write_record(folder, recorded(folder), self._run)
         barrier(group)
+        self.local: LocalCopies | None = None
+        if local is not None:
+            run = broadcast_object(self._run if self._lead else None, group=group)
+            self.local = LocalCopies(local, run, keep_local, group)
 
     def save(self, step: int, state: TrainingState, *, blocking: bool = False) -> SaveStall:
         """Copy the state aside and write it in the background; `blocking` waits until it is on disk. Returns how long it kept this thread.
@@ -208,16 +217,20 @@ class CheckpointManager:
         writer = SafetensorsWriter(temporary, tensors, partial(self._commit, step, temporary, meta), finite)
         staged = self._staging.stage(tensors)
         thread = ThreadPoolExecutor(1, "checkpoint-write")
-        self._pending = _PendingSave(step, temporary, thread.submit(self._write, staged, writer))
+        self._pending = _PendingSave(step, temporary, thread.submit(self._write, step, staged, writer, meta, finite))
         thread.shutdown(wait=False)
         stall = SaveStall(free - begun, time.perf_counter() - free)
         if blocking:
             self.wait()
         return stall
 
-    def _write(self, staged: StagedState, writer: SafetensorsWriter) -> None:
+    def _write(
+        self, step: int, staged: StagedState, writer: SafetensorsWriter, meta: dict[str, Any], finite: list[str]
+    ) -> None:
         """Write a staged state; the writing thread's part of a save."""
         staged.wait()
+        if self.local is not None:
+            self.local.write(step, staged.tensors, meta, finite)
         dcp.save(cast(dict[str, Any], staged.tensors), storage_writer=writer, process_group=self.group)
 
     def wait(self) -> int | None:
@@ -269,6 +282,12 @@ class CheckpointManager:
         """The checkpoint with the lowest validation loss, or None."""
         return best(self.folder)
 
+    def newest_copy(self, name: str | None) -> Path | None:
+        """The newest copy on the local disks that all ranks have, at least as new as the checkpoint `name`. A collective call."""
+        if self.local is None:
+            return None
+        return self.local.newest(step_of(self.folder / name) if name is not None else None)
+
     def load(
         self,
         folder: Path,
@@ -282,7 +301,13 @@ class CheckpointManager:
         if folder.parent == self.folder and step_of(folder) is not None:
             self._in_use = step_of(folder)  # kept until another is loaded: a rollback returns to it
         self._bases.pop(role, None)  # an older checkpoint holds frozen weights too, and brings its own
-        meta = load(folder, model, optimizer, ema, self.group, role)
+        copies = self.local
+        of_host = copies is not None and folder.parent == copies.folder
+        meta = load(
+            folder, model, optimizer, ema, self.group, role, copies.group if copies and of_host else None, of_host
+        )
+        if copies is not None:
+            copies.remove_after(meta["step"])
         self.saved_step = meta["step"]
         return meta
 
@@ -331,7 +356,7 @@ class CheckpointManager:
                 entries, gone = _split(recorded(self.folder), lambda entry: entry["step"] <= step)
                 _write_record(self.folder, entries, self._run)
                 for entry in gone:
-                    _remove(self.folder / step_name(entry["step"]))
+                    remove(self.folder / step_name(entry["step"]))
         barrier(self.group)
 
     def check_frozen_roles(self, folder: Path, models: Mapping[str, nn.Module]) -> list[str]:
@@ -361,16 +386,7 @@ class CheckpointManager:
 
     def _commit(self, step: int, temporary: Path, meta: dict[str, Any], index_hash: str) -> None:
         """Put the checkpoint in place; the writer calls this on rank 0 when all ranks' files are on disk."""
-        hashes = {"index": index_hash, "meta": write_json(temporary / META, meta)}
-        write_sealed(temporary / SEAL, {"format": FORMAT, "run": self._run, "step": step, **hashes})
-        sync_folder(temporary)
-        target = self.folder / step_name(step)
-        former = self.folder / f".old-{target.name}"
-        if target.exists():
-            target.rename(former)
-        temporary.rename(target)
-        sync_folder(self.folder)
-        shutil.rmtree(former, ignore_errors=True)
+        put_in_place(self.folder, step, temporary, meta, index_hash, self._run)
         self.saved_step = step
         self._update_record(step)
 
@@ -387,7 +403,7 @@ class CheckpointManager:
             entries, gone = _split(entries, lambda entry: entry["step"] in kept)
             _write_record(self.folder, entries, self._run)
             for entry in gone:
-                _remove(self.folder / step_name(entry["step"]))
+                remove(self.folder / step_name(entry["step"]))
 
 
 def _identity(folder: Path) -> str:
@@ -428,25 +444,6 @@ def _set_aside(checkpoint: Path) -> str:
 
 def _split(items: list[Any], keep: Callable[[Any], bool]) -> tuple[list[Any], list[Any]]:
     return [item for item in items if keep(item)], [item for item in items if not keep(item)]
-
-
-def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint so that a kill half-way leaves no part of it under its name."""
-    doomed = checkpoint.with_name(f".tmp-{checkpoint.name}.gone")
-    checkpoint.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _clean(folder: Path) -> None:
-    """Remove half-written files of a killed run; restore a checkpoint whose replacement was not finished."""
-    for left in folder.glob(".tmp-*"):
-        shutil.rmtree(left, ignore_errors=True)
-    for former in folder.glob(".old-*"):
-        target = folder / former.name.removeprefix(".old-")
-        if target.exists():
-            shutil.rmtree(former, ignore_errors=True)
-        else:
-            former.rename(target)
 
 
 def _explain(folder: Path, step: int, error: BaseException) -> Exception:

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from mmspeed.cli.app import app
 from mmspeed.errors import UserError
 from mmspeed.loop.checkpoint.manager import DamagedCheckpointError, step_name, steps_in
-from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines import TrainCallback, TrainPipeline
+from mmspeed.pipelines.training.events import StepEvent
 from tests.support.character_runs import character_config, losses
 from tests.support.characters import CharacterConfig, CharacterTask
 from tests.support.checkpoints import differing, whole_checkpoint
@@ -113,3 +114,34 @@ def test_commands_list_verify_and_prune(home: Path) -> None:
     assert steps_in(run / "checkpoints") == [6]
     with pytest.raises(UserError, match="holds no checkpoint"):
         command.invoke(app, ["checkpoint", "list", str(home)], catch_exceptions=False)
+
+
+def test_a_run_goes_on_from_the_copy_on_the_local_disk_bit_for_bit(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    local = ("name=local", f"checkpoint.local={home / 'disk'}", "checkpoint.keep_local=2")
+    config = character_config(home, *STEPS, *local, "train.steps=100")
+    config.run_dir.mkdir(parents=True)
+    stop_after = _StopAfter(config.run_dir, 5)
+    TrainPipeline(config, task=CharacterTask(config), callbacks=[stop_after]).run()
+    checkpoints = config.run_dir / "checkpoints"
+    assert len(list((home / "disk").glob("*/*/step-*"))) == 2
+    for step in (4, 5):
+        shutil.rmtree(checkpoints / step_name(step))  # as after a kill while the shared ones were being written
+    lines: list[str] = []
+    monkeypatch.setattr("mmspeed.pipelines.training.trainer.log.info", lines.append)
+    train(home, 8, *local)
+    assert "going on from the copies of step 5 on the local disks" in lines
+    whole = character_config(home, *STEPS, "name=whole")
+    assert losses(config) == losses(whole)
+    assert not differing(whole_checkpoint(config.run_dir), whole_checkpoint(whole.run_dir))
+    assert not list((home / "disk").glob("*/*/step-*"))  # the run is finished
+
+
+class _StopAfter(TrainCallback):
+    """A user's callback that asks for the end of a run."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.folder, self.step = folder, step
+
+    def on_step(self, event: StepEvent) -> None:
+        if event.step == self.step:
+            (self.folder / "stop").touch()
