@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from mmspeed.errors import UserError
+from mmspeed.log import read_metrics
 from mmspeed.loop.checkpoint.manager import step_name, steps_in
 from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines.tasks.video import VideoTask
 from tests.faults.case import Outcome, Scene, case
 from tests.support.cache_damages import try_damages
 from tests.support.care_caches import build_whole, contents
+from tests.support.changed_shards import ChangeLatents
 from tests.support.character_runs import character_config, losses
 from tests.support.characters import CharacterTask
 from tests.support.damages import damage, unnoticed, write_two
+from tests.support.toy_runs import build_toy, toy_config, write_toy_cache
 
 
 @case("random damages to a cache", 120, 2400)
@@ -47,3 +52,20 @@ def fall_back(scene: Scene) -> Outcome:
         print(damage(folder, step_name(6), step_name(4), scene.draw), flush=True)
         same += train(name, 8) == right and 8 in steps_in(folder)
     return f"{same} of {count} go on from an older one, losses bitwise those of a run without damage", same == count
+
+
+@case("bytes of shards change under a run", 60)
+def changed(scene: Scene) -> Outcome:
+    config = toy_config(scene.folder, "train.steps=30", "validate.samples=0")
+    write_toy_cache(config)
+    step, epoch = scene.draw.randrange(3, 9), 3  # seven samples, three a step
+    change = ChangeLatents(config.local_cache_dir(), step)
+    try:
+        TrainPipeline(config, task=VideoTask(config, build=build_toy), callbacks=[change]).run()
+        return "trained without a word", False
+    except UserError as error:
+        named = "its bytes have changed" in str(error) and "shard latents/" in str(error)
+    rows = read_metrics(config.run_dir / "metrics.jsonl")
+    later = max(row["step"] for row in rows if row["kind"] == "train") - step
+    figure = f"{'named with shard and entry' if named else 'not named'} {later} steps later, of an epoch of {epoch}"
+    return figure, named and later <= epoch + config.train.prefetch
