@@ -14,7 +14,6 @@ from mmspeed.loop.checkpoint.manager import step_name, steps_in
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.preprocess import CacheBuilder
 from tests.faults.case import Outcome, Scene, case
-from tests.ranks.test_divergence import RULE, cache_with, rows, spoiled, train
 from tests.support.checkpoints import whole_checkpoint
 from tests.support.runs import small_config
 from tests.support.spikes import RULE, SPIKE, first_epoch, rows, spoiled, train
@@ -87,32 +86,3 @@ def divergence(scene: Scene) -> Outcome:
     line = "a line" if failure.known else failure.line()
     figure = f"{line}; {len(kept)} checkpoints kept, {'sound' if sound else 'damaged'} and {finite}"
     return figure, failure.known and sound and finite == "finite"
-
-
-@case("spike of the loss: stop, skip, roll back", 120)
-def spike(scene: Scene) -> Outcome:
-    cache_with(scene.folder / "calm", {}, 25)
-    order = [sources for _, sources in train(scene.folder / "calm", "train.steps=8", "checkpoint.every=100").steps]
-    step = scene.draw.randrange(6, 8)  # with a checkpoint before it that calm steps have followed
-    spoiled(scene.folder, order, scene.draw.choice((1e3, 1e6, math.nan)), step)
-    words, finite = [], []
-    for action in ("stop", "skip", "roll_back"):
-        rule = RULE.format(action).replace("steps: 1", "steps: 2" if action == "skip" else "steps: 1")
-        more = (f"name={action}", "train.steps=8", "checkpoint.every=2", "train.skip_non_finite=9", rule)
-        try:
-            train(scene.folder, *more)
-            ended = ""
-        except UserError as error:
-            ended = str(error)
-        losses = {row["step"]: row["loss"] for row in rows(scene.folder, action, "train")}
-        backs = [row["step"] for row in rows(scene.folder, action, "roll_back")]
-        good = {
-            "stop": f"step {step}: " in ended,
-            "skip": not ended and losses.get(step) is None and len(losses) >= 7,
-            "roll_back": not ended and backs == [step],
-        }[action]
-        words.append(f"{action.replace('_', ' ')} {'works' if good else f'fails ({ended}, {losses}, {backs})'}")
-        finite.append(all_finite(scene.folder, action) == "finite")
-    return f"at step {step} of 8: {', '.join(words)}; weights {'finite' if all(finite) else 'not finite'}", (
-        all("works" in word for word in words) and all(finite)
-    )

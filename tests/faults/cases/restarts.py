@@ -101,6 +101,13 @@ def asynchronous(scene: Scene) -> Outcome:
     return verdict(recoveries, faults, len(moments), 2 * EVERY - 1)
 
 
+@case("random ranks of 2 killed, with copies on a local disk", 300, 1200, only_full=True)
+def local_copies(scene: Scene) -> Outcome:
+    moments: list[Moment] = ["step", "checkpoint"] * scene.count(1, 4)
+    local = f"checkpoint.local={scene.folder / 'local'}"
+    return verdict(*kill_ranks(scene, 2, moments, False, local), len(moments))
+
+
 def gone(processes: list[int]) -> bool:
     """True where none of these processes is left."""
     return not any(Path(f"/proc/{process}/exe").exists() for process in processes)
