@@ -154,6 +154,7 @@ class TrainPipeline:
         generator = comm.broadcast_object(self.folder.generator() if dist.get_rank() == 0 else None)
         where = placement.at(device, self.folder.root, generator)
         self._tell(where, opening.device_line(config, device, where.world, where.strategy))
+        self._tell(where, f"run folder: {self.folder.root}")
         with Working("opening the data", tell=False):
             self.task.open(where)
             self._tell_notes(where)

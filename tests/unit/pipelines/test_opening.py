@@ -1,0 +1,67 @@
+"""The lines of a run before its first step: where it computes, what it trains on, and what has changed since it was saved."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from mmspeed.config import Config
+from mmspeed.device import Device
+from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.training.opening import device_line, in_short, model_line
+from tests.support.runs import small_config
+from tests.support.toy_runs import build_toy, toy_config, write_toy_cache
+
+
+def opening(config: Config, caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The lines of a run up to its first row of losses."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "mmspeed"):
+        TrainPipeline(config, task=VideoTask(config, build=build_toy)).run()
+    lines = [record.getMessage() for record in caplog.records]
+    return lines[: next(number for number, line in enumerate(lines) if "loss" in line)]
+
+
+def test_a_run_says_what_it_will_do_and_a_resumed_one_what_has_changed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = ("train.steps=2", "train.log_every=1", "checkpoint.every=2", "validate.every=100")
+    config = toy_config(tmp_path, *settings)
+    write_toy_cache(config)
+    lines = opening(config, caplog)
+    text = "\n".join(lines)
+    (device,) = [line for line in lines if line.startswith("device: ")]
+    assert device.startswith("device: cpu (") and device.endswith("), float32, one process")
+    (data,) = [line for line in lines if line.startswith("data: ")]
+    assert " samples, " in data and " steps an epoch; 2 steps are " in data
+    (model,) = [line for line in lines if line.startswith("model: ")]
+    assert model.endswith(" parameters") and f"run folder: {config.run_dir}" in lines
+    assert "changed since" not in text
+    more = toy_config(tmp_path, "train.steps=4", "train.lr=0.5", *settings[1:])
+    resumed = [line for line in opening(more, caplog) if "changed since it was saved" in line]
+    assert resumed == ["going on from step 2; changed since it was saved: train.steps, train.lr"]
+
+
+def test_layouts_and_frozen_parts_are_named(tmp_path: Path) -> None:
+    device = Device("cpu", 0)
+    config = small_config(tmp_path, "parallel.ulysses=2", "device.dtype=bfloat16")
+    line = device_line(config, device, 4, "fsdp")
+    assert line.endswith(", bfloat16, 4 processes, sharded (fsdp), samples split over ulysses 2")
+    frozen = nn.Linear(9, 9)
+    frozen.bias.requires_grad_(False)
+    roles = {"student": frozen, "teacher": nn.Linear(999, 1001, bias=False)}
+    assert model_line(config, roles) == (
+        "model: student Linear, 90 parameters, 81 of them trained; teacher Linear, 1 M parameters"
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [(0, "0"), (812, "812"), (999.6, "1 k"), (3_214_000, "3.21 M"), (1.42e10, "14.2 B"), (2e15, "2e+03 T")],
+)
+def test_counts_have_three_digits(count: float, words: str) -> None:
+    assert in_short(count) == words
