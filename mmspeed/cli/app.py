@@ -255,10 +255,12 @@ def preprocess(
 
     with spoken.loading():
         preparation = needed_preparation(resolved, "preprocess")
-    if ray is not None:
-        _print_lines(preparation.build_on_ray(workers))
-    else:
-        _print_lines(preparation.build(shard, upgrade) if upgrade else preparation.build(shard))
+    with log.Working("preprocessing", tell=False):
+        if ray is not None:
+            lines = preparation.build_on_ray(workers)
+        else:
+            lines = preparation.build(shard, upgrade) if upgrade else preparation.build(shard)
+    _print_lines(lines)
     spoken.then(f"train {config}")
 
 
@@ -316,7 +318,9 @@ def demo(
     with spoken.loading():
         from .demo import run_demo
 
-    for path in run_demo(output, short):
+    with log.Working("running the demo", tell=False):
+        paths = run_demo(output, short)
+    for path in paths:
         print(path)
     spoken.then("init my-run --videos FOLDER")
 

@@ -10,9 +10,16 @@ import typer
 
 from mmspeed.errors import UserError
 
-from . import bench_decode, bench_reliability
+from . import bench_decode, bench_reliability, spoken
 
 app = typer.Typer(help="Measure speed, memory and quality.", no_args_is_help=True)
+
+
+@app.callback()
+def _begin(context: typer.Context) -> None:
+    spoken.begin_group(context, working=False)
+
+
 app.command()(bench_decode.decode)
 app.command()(bench_reliability.reliability)
 

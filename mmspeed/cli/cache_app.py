@@ -12,12 +12,18 @@ import typer
 
 from mmspeed.errors import UserError
 
-from . import cache_text
+from . import cache_text, spoken
 
 if TYPE_CHECKING:
     from mmspeed.data import DatasetCache
 
 app = typer.Typer(help="Inspect and maintain a dataset cache.", no_args_is_help=True)
+
+
+@app.callback()
+def _begin(context: typer.Context) -> None:
+    spoken.begin_group(context, working=True)
+
 
 CacheFolder = Annotated[Path, typer.Argument(metavar="CACHE", help="Folder of the cache.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]

@@ -12,9 +12,17 @@ import typer
 
 from mmspeed.errors import UserError
 
+from . import spoken
+
 app = typer.Typer(
     help="List, verify and remove the checkpoints of a run, and merge their averages.", no_args_is_help=True
 )
+
+
+@app.callback()
+def _begin(context: typer.Context) -> None:
+    spoken.begin_group(context, working=True)
+
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, such as runs/NAME.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]

@@ -10,6 +10,8 @@ import typer
 
 from mmspeed import log
 
+from . import spoken
+
 
 def qualify(
     device: Annotated[str, typer.Option(help="Kind of device; auto takes the fastest there is.")] = "auto",
@@ -22,7 +24,9 @@ def qualify(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not the table.")] = False,
 ) -> None:
     """Check every kernel of this device against its oracle, and measure rates, swaps and steps; exit with 1 where it falls short."""
-    from mmspeed.bench.qualify.run import qualify as run_qualify
+    spoken.begin("qualify")
+    with spoken.loading():
+        from mmspeed.bench.qualify.run import qualify as run_qualify
 
     parts = [] if only is None else [word.strip() for word in only.split(",")]
     logger = log.get_logger("qualify")

@@ -154,7 +154,8 @@ def requested(prompt: Sequence[str], file: Path | None, out: Path) -> tuple[list
     if bool(prompt) == (file is not None):
         how = "not both" if prompt else "for the text of the videos"
         raise UserError(f"give --prompt TEXT or --prompts FILE, {how}")
-    from mmspeed.pipelines.inference.prompts import VideoRequest, read_requests
+    with spoken.loading():
+        from mmspeed.pipelines.inference.prompts import VideoRequest, read_requests
 
     if file is None:
         return [VideoRequest(text) for text in prompt], output_paths(out, len(prompt))

@@ -66,6 +66,55 @@ def test_the_folder_of_the_walk_holds_captioned_clips_and_pictures(tmp_path: Pat
     assert [names.count(suffix) for suffix in (".mp4", ".png", ".txt")] == [12, 3, 15]
 
 
+UNTIL_TORCH = """
+import logging, os, sys
+from mmspeed import log
+from mmspeed.__main__ import main
+class Watch:  # ends the process where torch is imported, and tells what a user sees then
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            handlers = [each for each in logging.getLogger("mmspeed").handlers if isinstance(each, log.WorkHandler)]
+            shown = [work.label for each in handlers for work in each.shown._open]
+            print("torch beside", *shown, flush=True)
+            os._exit(0)
+sys.meta_path.insert(0, Watch())
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "init new --videos videos",
+        "check run.yaml",
+        "preprocess run.yaml",
+        "train run.yaml",
+        "sample runs/my -p rabbit",
+        "report runs/my",
+        "demo --short",
+        "doctor",
+        "qualify",
+        "cache stat cache",
+        "checkpoint list runs/my",
+        "bench attention --tokens 1024",
+        "bench decode videos",
+        "bench comm",
+    ],
+)
+def test_libraries_are_loaded_behind_a_first_line_and_beside_work_that_speaks(words: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(
+        "data: {sources: [{path: videos}], buckets: [{frames: 1, height: 32, width: 32}]}\n", encoding="utf-8"
+    )
+    for folder in ("videos", "runs/my", "cache"):
+        (tmp_path / folder).mkdir(parents=True)
+    command = [sys.executable, "-c", UNTIL_TORCH, *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    first, *_ = done.stderr.splitlines() or [""]
+    assert "mmspeed" in first and words.split()[0] in first, done
+    if words.split()[0] != "bench":  # whose measurements speak for themselves
+        assert "torch beside" not in done.stdout or done.stdout.split("torch beside")[1].strip(), done
+
+
 def test_a_command_ends_with_its_threads_and_hooks_and_without_taking_the_interpreter_down() -> None:
     program = """
 import atexit, threading, time
