@@ -1,8 +1,8 @@
 """A histogram of probability over pairs, in counts that add up exactly over heads, samples, micro-batches and ranks.
 
 The share of a pair is the probability that a query's cluster gives a key, times the number of keys: 1 where attention is flat; and times
-the key's weight, where there is one (`choose_keys`). The threshold tau has the same unit, so the counts show how many pairs
-any tau would keep.
+the key's weight, where there is one (`choose_keys`). The threshold tau has the same unit, so the counts show how many pairs any tau would
+keep.
 
 Legend: G heads of a batch, C clusters of queries, M keys.
 """
