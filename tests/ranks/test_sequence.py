@@ -1,7 +1,8 @@
 """Law 2 for sequence and tensor parallelism: loss and every gradient of 2 and 4 ranks against one process in float32; and what
 they send, against the formulas of `mmspeed.plan.traffic`, to the byte.
 
-The tolerance is 1e-5 of each gradient's largest element: sums over tokens are made in another order, and attention's softmax from parts.
+The tolerance is 1.5e-5 of each gradient's largest element (1.1e-5 on a processor with AMX, 1e-5 on others): sums over tokens are made in
+another order, and attention's softmax from parts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mmspeed.plan.traffic import AttentionWorkload, Sent, gradient_traffic, plac
 from tests.support.sequence_steps import LATENTS, MODEL, SAMPLES, Case, work
 from tests.support.spawn import run_ranks
 
-TOLERANCE = 1e-5
+TOLERANCE = 1.5e-5
 FLOAT = 4  # bytes; the steps compute in float32
 TEXT_TOKENS = 7
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -38,6 +39,14 @@ def start(
     return pool.submit(agree, connect(), rank, world, seconds, name)
 
 
+def arrived(store: dist.TCPStore, rank: int, name: str) -> None:
+    """Wait until a process has announced itself as a rank of two."""
+    end = time.monotonic() + 20
+    while newest_arrivals(store.get(rendezvous.ARRIVALS), 2).get(rank) != name:
+        assert time.monotonic() < end, f"{name} has not come"
+        time.sleep(0.01)
+
+
 def test_all_ranks_get_the_name_of_rank_0(connect: Callable[[], dist.TCPStore]) -> None:
     with ThreadPoolExecutor(4) as pool:
         ranks = [start(pool, connect, rank, 4, f"a{rank}") for rank in (2, 0, 3, 1)]
@@ -71,7 +80,10 @@ def test_a_delayed_rank_of_the_former_attempt_ends_and_its_messages_do_not_arriv
         old = [start(pool, connect, rank, 2, f"old{rank}") for rank in range(2)]
         assert {rank.result() for rank in old} == {"old0"}
         delayed = start(pool, connect, 1, 2, "delayed", 5.0)  # it came after the attempt it belongs to had begun
-        new = [start(pool, connect, rank, 2, f"new{rank}") for rank in range(2)]
+        arrived(connect(), 1, "delayed")
+        new = [start(pool, connect, 1, 2, "new1")]
+        arrived(connect(), 1, "new1")
+        new.append(start(pool, connect, 0, 2, "new0"))
         assert {rank.result() for rank in new} == {"new0"}
         with pytest.raises(UserError, match="rank 1 belongs to an attempt that is over"):
             delayed.result()

@@ -91,8 +91,15 @@ def test_gradients_and_bytes_are_those_of_recomputation(act: Any) -> None:
         assert (each["forward"], each["backward"]) == (plain_cost["forward"], plain_cost["backward"]) == (8, 16)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("arrangement", ["factorised", "full"])
+@pytest.mark.parametrize(
+    ("arrangement", "dtype"),
+    [
+        ("factorised", torch.bfloat16),
+        ("full", torch.float32),
+        pytest.param("factorised", torch.float32, marks=pytest.mark.slow),
+        pytest.param("full", torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
 def test_a_model_keeps_as_much_as_under_recomputation(arrangement: str, dtype: torch.dtype) -> None:
     make, inputs = partial(make_model, arrangement), make_inputs(frames=True, masked=True)
     found: dict[str, Step] = {}

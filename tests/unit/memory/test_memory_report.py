@@ -64,7 +64,7 @@ HALF = ("device.dtype=bfloat16", "memory.bucket=256KiB")
         (("device.dtype=bfloat16",), 0.02),
         pytest.param(("memory.states=host",), 0.02, marks=pytest.mark.slow),
         pytest.param((*HALF, "memory.master=float32"), 0.03, marks=pytest.mark.slow),
-        ((*HALF, "memory.master=split"), 0.03),
+        pytest.param((*HALF, "memory.master=split"), 0.03, marks=pytest.mark.slow),
         ((*HALF, "memory.master=host", "memory.states=host", "memory.ema=host"), 0.03),
     ],
 )
