@@ -133,6 +133,7 @@ def main(arguments: Sequence[str] | None = None, cases: Sequence[Case] | None = 
     try:
         campaign.run(picked)
     finally:
+        adopt_orphans(False)  # a test runs this in its own process, where an orphan of later tests would stay a zombie
         if all(row.passed for row in campaign.rows):
             shutil.rmtree(scratch, ignore_errors=True)
     order = {one.name: place for place, one in enumerate(picked if endless else cases)}

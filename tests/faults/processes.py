@@ -16,9 +16,9 @@ _SET_CHILD_SUBREAPER = 36  # of prctl: orphans of our processes become our child
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def adopt_orphans() -> None:
-    """Become the parent of whatever a dead descendant leaves behind."""
-    _LIBC.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+def adopt_orphans(adopt: bool = True) -> None:
+    """Become the parent of whatever a dead descendant leaves behind, or leave it to others again."""
+    _LIBC.prctl(_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
 
 
 def descendants(pid: int) -> list[int]:
