@@ -31,7 +31,6 @@ Decoder = Literal["pyav", "pillow"]
 # Files are decoded in parallel, one per process, so threads add no cores; two cost about as much work a frame as one. One
 # keeps frames, errors and their order the same everywhere, and each process's memory small.
 DECODE_THREADS = 1
-# Damaged files make PyAV seek before the start (OSError) and access streams that it has not announced (LookupError).
 _FFMPEG_ERRORS: tuple[tuple[type[av.error.FFmpegError], str], ...] = (
     (av.error.InvalidDataError, "its data are damaged, or of another format than they claim"),
     (av.error.EOFError, "it ends too early"),
@@ -40,6 +39,7 @@ _FFMPEG_ERRORS: tuple[tuple[type[av.error.FFmpegError], str], ...] = (
     (av.error.DemuxerNotFoundError, "FFmpeg has no reader for its container here"),
     (av.error.ProtocolNotFoundError, "it names another file, which is not opened"),
 )
+# Damaged files make PyAV seek before the start (OSError) and access streams that it has not announced (LookupError).
 DECODER_ERRORS = (av.error.FFmpegError, OSError, LookupError, ValueError, ArithmeticError)
 _UNTAGGED, _FULL_RANGE = 2, 2  # of `frame.colorspace` and `frame.color_range`
 _ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}

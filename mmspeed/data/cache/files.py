@@ -51,10 +51,7 @@ class TempFile:
     def __init__(self, folder: Path, mode: int = 0o644) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         while True:
-            self.path = folder / f".{os.getpid()}-{secrets.token_hex(6)}{TEMP_SUFFIX}"
-            self._fd = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, mode)
-            self._mode = stat.S_IMODE(os.fstat(self._fd).st_mode)
-            os.fchmod(self._fd, self._mode & 0o700)
+            self.path, self._fd, self._mode = _new_private(folder, mode)
             if try_lock(self._fd) and _same_file(self.path, self._fd):
                 break
             os.close(self._fd)  # a repair elsewhere found the file before it was locked, and treated it as abandoned
@@ -141,10 +138,7 @@ def private_file(target: Path) -> Iterator[Path]:
 
     It then has a new file's permissions. It is not locked, and not made durable. After an exception it is removed.
     """
-    path = target.parent / f".{os.getpid()}-{secrets.token_hex(6)}{TEMP_SUFFIX}"
-    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
-    mode = stat.S_IMODE(os.fstat(fd).st_mode)
-    os.fchmod(fd, mode & 0o700)
+    path, fd, mode = _new_private(target.parent, 0o644)
     os.close(fd)
     try:
         yield path
@@ -152,6 +146,15 @@ def private_file(target: Path) -> Iterator[Path]:
         os.replace(path, target)
     finally:
         path.unlink(missing_ok=True)
+
+
+def _new_private(folder: Path, mode: int) -> tuple[Path, int, int]:
+    """A new hidden file that its owner alone may read, open, and the permissions that it is to have under its final name."""
+    path = folder / f".{os.getpid()}-{secrets.token_hex(6)}{TEMP_SUFFIX}"
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, mode)
+    masked = stat.S_IMODE(os.fstat(fd).st_mode)
+    os.fchmod(fd, masked & 0o700)
+    return path, fd, masked
 
 
 def try_lock(fd: int, shared: bool = False) -> bool:

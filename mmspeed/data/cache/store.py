@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from .index_reader import PayloadLocation
+from .payloads import pread
 
 _MAPPINGS = 128
 
@@ -63,12 +64,8 @@ class LocalStore:
         """The file's own bytes, copied: those of the mapping may have been written to in this process."""
         fd = os.open(self.root / place.shard, os.O_RDONLY | os.O_CLOEXEC)
         with open(fd, "rb", buffering=0) as file:
-            payload = bytearray(place.size)
-            file.seek(place.offset)
-            view = memoryview(payload)
-            while view and (count := file.readinto(view)):
-                view = view[count:]
-        if view:
+            payload = bytearray(pread(file, place.size, place.offset))
+        if len(payload) < place.size:
             raise ShortError
         return memoryview(payload)
 

@@ -37,6 +37,7 @@ from .storage import (
     DamagedCheckpointError,
     DamageError,
     SafetensorsReader,
+    causes_of,
     check_seal,
     read_index,
     read_meta,
@@ -234,8 +235,7 @@ def _read(
                 no_dist=alone,
             )
     except CheckpointException as error:
-        causes = (wrapped[0] for wrapped in error.failures.values())
-        damage = next((cause for cause in causes if isinstance(cause, DamageError)), None)
+        damage = next((cause for cause in causes_of(error) if isinstance(cause, DamageError)), None)
         if damage is None:
             raise
         raise _damaged(folder, damage) from None

@@ -35,7 +35,7 @@ from mmspeed.log import get_logger
 from mmspeed.parallel.tensor import local
 
 from .folder import clean, put_in_place, remove
-from .storage import SafetensorsReader, SafetensorsWriter, sealed_run, step_name, steps_in
+from .storage import SafetensorsReader, SafetensorsWriter, causes_of, sealed_run, step_name, steps_in
 
 log = get_logger(__name__)
 
@@ -111,7 +111,7 @@ def _group_of(host: str, group: dist.ProcessGroup | None) -> tuple[dist.ProcessG
 
 
 def _cause(error: BaseException) -> str:
-    causes = [wrapped[0] for wrapped in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    causes = causes_of(error)
     cause = next((one for one in causes if isinstance(one, OSError)), causes[0])
     return str(cause.strerror or cause) if isinstance(cause, OSError) else str(cause) or type(cause).__name__
 

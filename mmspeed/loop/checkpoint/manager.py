@@ -66,6 +66,7 @@ from .storage import (
     DamagedCheckpointError,
     DamageError,
     SafetensorsWriter,
+    causes_of,
     read_record,
     run_of,
     sealed_run,
@@ -448,7 +449,7 @@ def _split(items: list[Any], keep: Callable[[Any], bool]) -> tuple[list[Any], li
 
 def _explain(folder: Path, step: int, error: BaseException) -> Exception:
     """A UserError for a write that failed in the file system, else a RuntimeError with the cause."""
-    causes = [wrapped[0] for wrapped in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    causes = causes_of(error)
     refused = next((cause for cause in causes if isinstance(cause, UserError)), None)
     if refused is not None:
         return UserError(f"checkpoint of step {step} was not written: {refused}; earlier checkpoints are untouched")

@@ -27,6 +27,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -52,6 +53,11 @@ ROLES = "roles"  # in META, if present: the same of further models, by role; of 
 
 class DamageError(Exception):
     """A problem of a file in a checkpoint folder; the text continues after the folder's name."""
+
+
+def causes_of(error: BaseException) -> list[BaseException]:
+    """The errors of all ranks that torch's exception of a save or a load holds; of another error itself."""
+    return [wrapped[0] for wrapped in error.failures.values()] if isinstance(error, CheckpointException) else [error]
 
 
 class DamagedCheckpointError(UserError):
