@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from mmspeed.config.schema import DdpmConfig, FlowConfig
 from mmspeed.data.loading.collate import pad_texts
 from mmspeed.errors import UserError
-from mmspeed.models.diffusers.calls import call_for, class_name
 from mmspeed.models.diffusers.plans import declare_known_plan
+from mmspeed.models.families import call_for, class_name
 from mmspeed.protocols import Batch, CountsFlops, DiffusionModel, TextEntry, check_model
 from mmspeed.protocols.calls import Conditions, Configured, ModelCall
 from mmspeed.protocols.model import lacking_members

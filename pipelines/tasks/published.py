@@ -26,7 +26,7 @@ class PublishedVideoTask(VideoTask):
     `load` for each model that is made: once, and three times where a memory budget is measured. The loaded model has its weights, trains in
     float32, and needs no init_weights; parameters that `load` froze stay frozen.
 
-    call: the call of another class's forward, an object like those of `mmspeed.models.diffusers.calls`; None: that of the class's name.
+    call: the call of another class's forward, an object like those of `mmspeed.models.families`; None: that of the class's name.
     Such a class names its blocks in an attribute `blocks` or in a plan (`mmspeed.protocols.declare_plan`).
 
     The commands of `mmspeed` find such a task where an installed package declares a class derived from this one (docs/any-model.md).

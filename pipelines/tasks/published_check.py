@@ -6,7 +6,7 @@ The process that checks loads the model once, for its class and its constructor'
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -18,8 +18,8 @@ from mmspeed.config.schema import ModelConfig
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.config.tasks import referred
 from mmspeed.errors import UserError
-from mmspeed.models.diffusers.calls import WanCall, call_for, class_name, token_grid
-from mmspeed.models.diffusers.small import SMALL, SmallClass, SmallSizes
+from mmspeed.models.families import FAMILIES, call_for, class_name
+from mmspeed.models.families.base import SmallClass, SmallSizes, token_grid
 from mmspeed.pipelines.sparsify import sparsify_model
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.pipelines.tasks.video_check import (
@@ -65,7 +65,7 @@ class PublishedModel:
         kind = type(model)
         if class_name(model) is None or not isinstance(model, Configured):
             raise UserError(
-                f"check --parallel makes small models of these published classes: {', '.join(SMALL)}, not of {kind.__name__}. "
+                f"check --parallel makes small models of these published classes: {', '.join(FAMILIES)}, not of {kind.__name__}. "
                 "Give its task a `shrunk` of its own (mmspeed.protocols.CheckTask)"
             )
         reference = f"{kind.__module__}:{kind.__qualname__}"
@@ -108,7 +108,7 @@ class PublishedModel:
     @property
     def small(self) -> SmallClass:
         """The rules for small models of its class."""
-        return next(SMALL[own.__name__] for own in referred(self.kind).__mro__ if own.__name__ in SMALL)
+        return next(FAMILIES[own.__name__].small for own in referred(self.kind).__mro__ if own.__name__ in FAMILIES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +166,7 @@ def shrunk_published(config: Config, model: PublishedModel, known: Mapping[str, 
     blocks = arguments["num_layers"] + arguments.get("num_single_layers", 0)
     words = f"{name}, {blocks} blocks, {arguments['num_attention_heads']} heads of width {small.head}"
     call = model.call
-    if isinstance(call, WanCall):  # among many tokens of padding gradients of captions cancel to rounding
-        call = replace(call, text_tokens=min(call.text_tokens, samples.text_tokens))
+    call = small.call(call, samples.text_tokens)
     video = VideoTask(config, build=_builder(model, arguments), call=call)
     about = SmallModel(words, patch, blocks, full=True)
     small_run = small_config(config, section, samples)

@@ -13,7 +13,7 @@ import pytest
 
 from mmspeed.device import pick
 from mmspeed.mesh import process_group
-from mmspeed.models.diffusers.calls import WanCall
+from mmspeed.models.families.wan import WanCall
 from mmspeed.pipelines.run.build import place
 from mmspeed.pipelines.tasks.published import PublishedVideoTask
 from mmspeed.pipelines.tasks.synthetic import EncoderShapes

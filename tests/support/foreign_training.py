@@ -27,7 +27,7 @@ from mmspeed.device import pick
 from mmspeed.loop.gradients import clip_gradients
 from mmspeed.memory.chunked import chunked_mlp
 from mmspeed.mesh import process_group
-from mmspeed.models.diffusers.calls import WanCall
+from mmspeed.models.families.wan import WanCall
 from mmspeed.parallel import parallelize, sum_shared_gradients, uncrossed, unwrap
 from mmspeed.pipelines.run import build
 from mmspeed.pipelines.run.build import Placement, assemble, place

@@ -13,7 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmspeed.config.schema import DdpmConfig, FlowConfig
 from mmspeed.errors import UserError
-from mmspeed.models.diffusers.calls import CALLS, CogVideoXCall, HunyuanVideoCall, WanCall, call_for
+from mmspeed.models.families import FAMILIES, call_for
+from mmspeed.models.families.cogvideox import CogVideoXCall
+from mmspeed.models.families.hunyuan_video import HunyuanVideoCall
+from mmspeed.models.families.wan import WanCall
 from mmspeed.pipelines.diffusion.objective import DdpmObjective
 from mmspeed.pipelines.diffusion.predictor import PublishedPredictor, make_predictor
 from mmspeed.protocols import Conditions, blocks_of
@@ -156,7 +159,7 @@ def test_guidance_can_be_another() -> None:
 def test_a_mixin_does_not_hide_a_class() -> None:
     model = make_model("wan")
     model.__class__ = type("AutocastWanTransformer3DModel", (type(model),), {})
-    assert call_for(model) is CALLS["WanTransformer3DModel"]
+    assert call_for(model) is FAMILIES["WanTransformer3DModel"].call
 
 
 @pytest.mark.parametrize(

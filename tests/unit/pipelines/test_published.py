@@ -247,7 +247,7 @@ def test_another_class_is_told_what_to_say(home: Path) -> None:
 
 def test_another_class_trains_by_a_call_of_ones_own(home: Path) -> None:
     """ChronoEdit is called as Wan is, and names its blocks in an attribute."""
-    from mmspeed.models.diffusers.calls import WanCall
+    from mmspeed.models.families.wan import WanCall
 
     config = published_config(home, "wan", "name=own-call", "train.steps=2")
     other = "chronoedit, by its own declaration"

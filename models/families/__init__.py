@@ -1,0 +1,54 @@
+"""Families of published video transformers: a file and a line here for each.
+
+`FAMILIES` looks a family up by the name of its transformer's class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from mmspeed.errors import UserError, nearest
+from mmspeed.models.families import cogvideox, hunyuan_video, ltx, wan
+from mmspeed.models.families.base import Family
+from mmspeed.protocols.calls import ModelCall
+
+__all__ = ["FAMILIES", "Family", "call_for", "class_name", "family_of"]
+
+FAMILIES: Mapping[str, Family] = {
+    family.transformer: family
+    for family in (
+        wan.FAMILY,
+        ltx.FAMILY,
+        cogvideox.FAMILY,
+        hunyuan_video.FAMILY,
+    )
+}
+
+
+def class_name(model: nn.Module) -> str | None:
+    """The name of a model's class in `FAMILIES`, below any mixins; None where it has none."""
+    return next((own.__name__ for own in type(model).__mro__ if own.__name__ in FAMILIES), None)
+
+
+def family_of(name: str, key: str) -> Family:
+    """The family of a class of diffusers. Raises UserError, naming the config's `key` and the known classes, for any other."""
+    if name not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise UserError(
+            f"{key}: {name} is no class that mmspeed trains{nearest(name, list(FAMILIES))}: known are {known}"
+        )
+    return FAMILIES[name]
+
+
+def call_for(model: nn.Module) -> ModelCall:
+    """The call of a model, by the name of its class. Raises UserError with the known classes for any other."""
+    name = class_name(model)
+    if name is None:
+        own = type(model).__name__
+        raise UserError(
+            f"no call is known for the class {own}{nearest(own, list(FAMILIES))}: known are {', '.join(FAMILIES)}; "
+            "for another class give call=, an object like those of mmspeed/models/families"
+        )
+    return FAMILIES[name].call

@@ -1,0 +1,170 @@
+"""Families of published video transformers: what the pipeline of a class does around its transformer, as data and pure functions.
+
+Legend: B batch, C channels, T h w latent, N tokens of a video, L caption tokens, D text width, E model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmspeed.errors import UserError
+from mmspeed.protocols.calls import Conditions, ModelCall
+
+Config = Mapping[str, Any]  # the arguments that a class was made with
+Index = Mapping[str, Any]  # the contents of a repository's model_index.json
+Latent = tuple[int, int, int]
+TIMES = 1000.0  # units of these models' time, from 0 to 1 of ours
+MOST_BLOCKS = 2  # of each list, in a small model
+WIDTH_OF_TIMES = 16
+
+
+@dataclass(frozen=True)
+class SmallSizes:
+    """Sizes of a small model and of its inputs.
+
+    Args:
+        channels: of latents.
+        text_width, text_tokens: of captions.
+        latent: (T, h, w) of a video, for classes with positions of their own size.
+        hidden: (a layer's size, the least) -> a small size that divides over processes as that one does.
+    """
+
+    channels: int
+    text_width: int
+    text_tokens: int
+    latent: Latent
+    hidden: Callable[[int, int], int]
+
+
+@dataclass(frozen=True)
+class SmallClass:
+    """Rules for small models of a class.
+
+    Args:
+        patch: (arguments of the class) -> its patch along time, height and width.
+        head: channels of an attention head.
+        own: (arguments, sizes, width of the small model) -> the arguments that differ.
+        call: (call, tokens of the longest caption) -> the call of a small model.
+    """
+
+    patch: Callable[[Config], Latent]
+    head: int
+    own: Callable[[Config, SmallSizes, int], dict[str, Any]]
+    call: Callable[[ModelCall, int], ModelCall] = lambda call, text_tokens: call
+
+    def config(self, config: Config, sizes: SmallSizes) -> dict[str, Any]:
+        """The small model's arguments, from those of a large one."""
+        width = self.head * config["num_attention_heads"]
+        known = {name: _plain(value) for name, value in config.items()}
+        lists = [name for name in ("num_layers", "num_single_layers", "num_refiner_layers") if name in known]
+        blocks: dict[str, Any] = {name: min(known[name], MOST_BLOCKS) for name in lists}
+        return {**known, "attention_head_dim": self.head, **blocks, **self.own(config, sizes, width)}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of published video transformers of one class.
+
+    Args:
+        name: its name in messages and on the command line.
+        transformer: the name of its class in diffusers.
+        call: the call of the class's forward, where nothing else is known.
+        small: rules for small models of it.
+        variant: the call that a repository's model_index.json asks for; None: always `call`.
+        unused: patterns (as of fnmatch) of the parameters that training as `call` says never reaches, which are frozen.
+    """
+
+    name: str
+    transformer: str
+    call: ModelCall
+    small: SmallClass
+    variant: Callable[[Index], ModelCall] | None = None
+    unused: tuple[str, ...] = ()
+
+    def call_of(self, index: Index) -> ModelCall:
+        """The call of a repository's transformer. `index`: the contents of its model_index.json."""
+        return self.call if self.variant is None else self.variant(index)
+
+
+def token_grid(latent: tuple[int, ...], patch: tuple[int, ...]) -> Latent:
+    """Tokens along time, height and width. Raises ValueError, with the nearest sizes, where the patch does not divide the latent."""
+    for label, size, step in zip(("frames", "height", "width"), latent, patch, strict=True):
+        if size % step:
+            lower = size // step * step
+            near = f"{lower} or {lower + step}" if lower else f"{step}"
+            raise ValueError(
+                f"latent {label} {size} of {tuple(latent)} is no multiple of {step} of the model's patch: use {near}"
+            )
+    t, h, w = (size // step for size, step in zip(latent, patch, strict=True))
+    return t, h, w
+
+
+def width_of(config: Config) -> int:
+    """The model's width, of all its attention heads."""
+    return int(config["num_attention_heads"] * config["attention_head_dim"])
+
+
+def outputs_of(config: Config) -> int:
+    """The number of channels that the model returns."""
+    return int(config["out_channels"] or config["in_channels"])
+
+
+def check_sizes(name: str, config: Config, channels: int, text_width: int, text_key: str) -> None:
+    """Raises UserError where latents or captions have other sizes than the model's."""
+    inputs, outputs = config["in_channels"], outputs_of(config)
+    if inputs != channels or outputs != channels:
+        raise UserError(
+            f"{name} takes {inputs} channels and returns {outputs}, the latents here have {channels}: name the model's own codec under "
+            "`vae` (a model that takes more than it returns is for image-to-video, which cannot be trained yet)"
+        )
+    if config[text_key] != text_width:
+        raise UserError(
+            f"{name} takes captions of width {config[text_key]}, here {text_width}: name the model's own text encoder under `text`"
+        )
+
+
+def filled(conditions: Conditions, tokens: int, dtype: torch.dtype) -> Tensor:
+    """Captions padded with zeros to `tokens` tokens. Raises UserError for longer ones."""
+    length = conditions.text_BLD.shape[1]
+    if length > tokens:
+        raise UserError(f"a caption has {length} tokens, the model takes {tokens}: set text.max_tokens: {tokens}")
+    text_BLD = conditions.text_BLD.to(dtype).masked_fill(~conditions.text_mask_BL[..., None], 0.0)
+    return F.pad(text_BLD, (0, 0, 0, tokens - length))
+
+
+def packed(x_BCThw: Tensor, patch: tuple[int, int, int]) -> Tensor:
+    """A latent as tokens (B, N, C x patch)."""
+    b, c = x_BCThw.shape[:2]
+    (t, h, w), (p_t, p_h, p_w) = token_grid(tuple(x_BCThw.shape[2:]), patch), patch
+    parts = x_BCThw.reshape(b, c, t, p_t, h, p_h, w, p_w)
+    return parts.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)
+
+
+def unpacked(tokens_BNP: Tensor, patch: tuple[int, int, int], like_BCThw: Tensor) -> Tensor:
+    """The latent of these tokens, of a known shape."""
+    (t, h, w), (p_t, p_h, p_w) = token_grid(tuple(like_BCThw.shape[2:]), patch), patch
+    parts = tokens_BNP.unflatten(2, (-1, p_t, p_h, p_w)).unflatten(1, (t, h, w))
+    return parts.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(like_BCThw.shape)
+
+
+def first_output(output: Any) -> Tensor:
+    """The sample in a class's output, a tuple."""
+    sample: Tensor = output[0]
+    return sample
+
+
+def small_channels(config: Config, channels: int) -> dict[str, Any]:
+    """Numbers of input and output channels; a model with more inputs than outputs keeps more."""
+    inputs, outputs = config["insmall_channels"], config["outsmall_channels"] or config["insmall_channels"]
+    return {"insmall_channels": channels + (inputs != outputs), "outsmall_channels": channels}
+
+
+def _plain(value: Any) -> Any:
+    """The argument as the class takes it, from one that was read from JSON."""
+    return tuple(value) if isinstance(value, list) else value

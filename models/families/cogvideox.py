@@ -1,0 +1,130 @@
+"""CogVideoX 2b, 5b and 1.5, text to video.
+
+Legend: B batch, C channels, T h w latent, N tokens of a video, L caption tokens, E model width.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspeed.models.diffusers.products import attention, linear
+from mmspeed.models.families.base import (
+    TIMES,
+    WIDTH_OF_TIMES,
+    Config,
+    Family,
+    Latent,
+    SmallClass,
+    SmallSizes,
+    check_sizes,
+    filled,
+    first_output,
+    outputs_of,
+    small_channels,
+    token_grid,
+    width_of,
+)
+from mmspeed.protocols.calls import Conditions, Predicted
+
+
+@dataclass(frozen=True)
+class CogVideoXCall:
+    """The call of CogVideoXTransformer3DModel, text to video: frames before channels, times as integer steps of 1000.
+
+    Captions are padded with zeros to the model's own length, `max_text_seq_length`, as its positions expect.
+    """
+
+    predicts: Predicted = "v"
+    timed: bool = False
+
+    def pooled_width(self, config: Config) -> int:
+        return 0
+
+    def check(self, config: Config, channels: int, text_width: int) -> None:
+        """Raises UserError for an image-to-video model and for sizes that differ."""
+        check_sizes("CogVideoXTransformer3DModel", config, channels, text_width, "text_embed_dim")
+
+    def call(self, config: Config, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> dict[str, Any]:
+        """The arguments of the forward. Raises UserError for captions of more tokens than the model has places."""
+        arguments = {
+            "hidden_states": x_BCThw.transpose(1, 2),
+            "timestep": (t_B * (TIMES - 1)).round().long(),
+            "encoder_hidden_states": filled(conditions, config["max_text_seq_length"], x_BCThw.dtype),
+            "return_dict": False,
+        }
+        if config["ofs_embed_dim"]:
+            arguments["ofs"] = x_BCThw.new_full((1,), 2.0)
+        if config["use_rotary_positional_embeddings"]:
+            grid = token_grid(tuple(x_BCThw.shape[2:]), self.patch(config))
+            arguments["image_rotary_emb"] = rotary_of_cogvideox(config, grid, x_BCThw.device)
+        return arguments
+
+    def prediction(self, config: Config, output: Any, x_BCThw: Tensor) -> Tensor:
+        return first_output(output).transpose(1, 2)
+
+    def tokens(self, config: Config, latent: Latent) -> int:
+        """Tokens of the video; captions attend together with them."""
+        return math.prod(token_grid(latent, self.patch(config)))
+
+    def flops(self, config: Config, latent: Latent, text_tokens: int) -> int:
+        n, l, e = self.tokens(config, latent), config["max_text_seq_length"], width_of(config)  # noqa: E741
+        s, times, patch = n + l, config["time_embed_dim"], math.prod(self.patch(config))
+        conditions = linear(1, e, times) + linear(1, times, times) + linear(l, config["text_embed_dim"], e)
+        if config["ofs_embed_dim"]:
+            conditions += 2 * linear(1, config["ofs_embed_dim"], config["ofs_embed_dim"])
+        block = 2 * linear(1, times, 6 * e) + linear(s, e, 4 * e) + attention(s, s, e) + linear(s, e, 8 * e)
+        ends = (
+            linear(n, patch * config["in_channels"], e)
+            + linear(1, times, 2 * e)
+            + linear(n, e, patch * outputs_of(config))
+        )
+        return conditions + config["num_layers"] * block + ends
+
+    @staticmethod
+    def patch(config: Config) -> Latent:
+        return config["patch_size_t"] or 1, config["patch_size"], config["patch_size"]
+
+
+def rotary_of_cogvideox(config: Config, grid: tuple[int, int, int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """(cos, sin), each (N, D), as CogVideoX's pipeline makes them: positions of the model's own size, scaled to fit (1.0) or cut (1.5)."""
+    from diffusers.models.embeddings import get_3d_rotary_pos_embed
+
+    t, h, w = grid
+    base_h, base_w = config["sample_height"] // config["patch_size"], config["sample_width"] // config["patch_size"]
+    arguments: dict[str, Any] = {"embed_dim": config["attention_head_dim"], "grid_size": (h, w), "temporal_size": t}
+    if config["patch_size_t"] is None:
+        if h / w > base_h / base_w:
+            fit_h, fit_w = base_h, round(base_h / h * w)
+        else:
+            fit_h, fit_w = round(base_w / w * h), base_w
+        top, left = round((base_h - fit_h) / 2.0), round((base_w - fit_w) / 2.0)
+        arguments["crops_coords"] = ((top, left), (top + fit_h, left + fit_w))
+    else:
+        arguments |= {"crops_coords": None, "grid_type": "slice", "max_size": (base_h, base_w)}
+    cos_ND, sin_ND = get_3d_rotary_pos_embed(**arguments, device=device)
+    return cos_ND, sin_ND
+
+
+def _cogvideox(config: Config, sizes: SmallSizes, width: int) -> dict[str, Any]:
+    t, h, w = sizes.latent
+    return {
+        **small_channels(config, sizes.channels),
+        "text_embed_dim": sizes.text_width,
+        "max_text_seq_length": sizes.text_tokens,
+        "time_embed_dim": WIDTH_OF_TIMES,
+        "ofs_embed_dim": WIDTH_OF_TIMES if config["ofs_embed_dim"] else None,
+        "sample_frames": 1 + (t - 1) * config["temporal_compression_ratio"],
+        "sample_height": h,
+        "sample_width": w,
+        "dropout": 0.0,  # each process draws its own
+    }
+
+
+FAMILY = Family(
+    "cogvideox", "CogVideoXTransformer3DModel", CogVideoXCall(), SmallClass(CogVideoXCall.patch, 16, _cogvideox)
+)

@@ -1,0 +1,104 @@
+"""LTX-Video, text to video.
+
+Legend: B batch, C channels, T h w latent, N tokens of a video, L caption tokens, E model width.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from mmspeed.errors import UserError
+from mmspeed.models.diffusers.products import attention, linear
+from mmspeed.models.families.base import (
+    TIMES,
+    Config,
+    Family,
+    Latent,
+    SmallClass,
+    SmallSizes,
+    check_sizes,
+    first_output,
+    outputs_of,
+    packed,
+    small_channels,
+    token_grid,
+    unpacked,
+    width_of,
+)
+from mmspeed.protocols.calls import Conditions, Predicted
+
+
+@dataclass(frozen=True)
+class LtxCall:
+    """The call of LTXVideoTransformer3DModel, text to video: tokens are packed, and positions are in seconds and pixels."""
+
+    predicts: Predicted = "velocity"
+    timed: bool = True
+
+    def pooled_width(self, config: Config) -> int:
+        return 0
+
+    def check(self, config: Config, channels: int, text_width: int) -> None:
+        """Raises UserError for sizes that differ."""
+        check_sizes(
+            "LTXVideoTransformer3DModel", config, channels * math.prod(self.patch(config)), text_width, "caption_channels"
+        )  # fmt: skip
+
+    def call(self, config: Config, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> dict[str, Any]:
+        """The arguments of the forward. Raises UserError without frames per second."""
+        if conditions.fps_B is None or conditions.strides is None:
+            raise UserError(
+                "LTXVideoTransformer3DModel needs the frames per second of each clip, and the codec's strides"
+            )
+        frames, height, width = token_grid(tuple(x_BCThw.shape[2:]), self.patch(config))  # the class counts in tokens
+        seconds = (conditions.strides.temporal / conditions.fps_B)[:, None, None, None, None]
+        return {
+            "hidden_states": packed(x_BCThw, self.patch(config)),
+            "timestep": TIMES * t_B,
+            "encoder_hidden_states": conditions.text_BLD.to(x_BCThw.dtype),
+            "encoder_attention_mask": conditions.text_mask_BL,
+            "num_frames": frames,
+            "height": height,
+            "width": width,
+            "rope_interpolation_scale": (seconds, conditions.strides.spatial, conditions.strides.spatial),
+            "return_dict": False,
+        }
+
+    def prediction(self, config: Config, output: Any, x_BCThw: Tensor) -> Tensor:
+        return unpacked(first_output(output), self.patch(config), x_BCThw)
+
+    def tokens(self, config: Config, latent: Latent) -> int:
+        return math.prod(token_grid(latent, self.patch(config)))
+
+    def flops(self, config: Config, latent: Latent, text_tokens: int) -> int:
+        n, l, e = self.tokens(config, latent), text_tokens, width_of(config)  # noqa: E741
+        cross_width = config["cross_attention_dim"]
+        conditions = (
+            linear(1, 256, e) + linear(1, e, e) + linear(1, e, 6 * e)
+            + linear(l, config["caption_channels"], e) + linear(l, e, e)
+        )  # fmt: skip
+        own = linear(n, e, 4 * e) + attention(n, n, e)
+        cross = linear(n, e, 2 * e) + linear(l, cross_width, 2 * e) + attention(n, l, e)
+        ends = linear(n, config["in_channels"], e) + linear(n, e, outputs_of(config))
+        return conditions + config["num_layers"] * (own + cross + linear(n, e, 8 * e)) + ends
+
+    @staticmethod
+    def patch(config: Config) -> Latent:
+        return config["patch_size_t"], config["patch_size"], config["patch_size"]
+
+
+def _ltx(config: Config, sizes: SmallSizes, width: int) -> dict[str, Any]:
+    own = config["num_attention_heads"] * config["attention_head_dim"]
+    cross = config["cross_attention_dim"]
+    return {
+        **small_channels(config, sizes.channels * math.prod(LtxCall.patch(config))),
+        "captionsmall_channels": sizes.text_width,
+        "cross_attention_dim": width if cross == own else cross,
+    }
+
+
+FAMILY = Family("ltx", "LTXVideoTransformer3DModel", LtxCall(), SmallClass(LtxCall.patch, 12, _ltx))
