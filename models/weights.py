@@ -83,8 +83,13 @@ def inside(folder: Path, subfolder: str | None, key: str, section: str) -> Path:
     return place
 
 
+def folders_in(folder: Path) -> list[str]:
+    """Names of the folders in a folder, without hidden ones."""
+    return sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
 def _holds(folder: Path) -> str:
-    names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    names = folders_in(folder)
     return f" (folders there: {', '.join(names[:12])})" if names else ""
 
 

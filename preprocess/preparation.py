@@ -20,6 +20,14 @@ DEMO_CLIPS = "assets/demo-clips/metadata.jsonl"  # of the package
 BUCKETS = [{"frames": 13, "height": 96, "width": 160}]
 
 
+FINE_TUNING_RATE = 1e-5  # of published models, a tenth of the rate from the beginning
+
+
+def _demo() -> str:
+    """The path of the clips that ship with the package."""
+    return str(Path(str(files("mmspeed"))).resolve() / DEMO_CLIPS)
+
+
 class VideoPreparation:
     """Preparation of clips and captions: they are encoded once into a cache, or during the first epoch."""
 
@@ -27,24 +35,41 @@ class VideoPreparation:
         self.config = video_config(config, "config")
 
     @classmethod
-    def starting_values(cls, name: str, videos: str | None) -> Mapping[str, Any]:
-        """Initial values of the sections for data, codec, text encoder and objective."""
-        demo = Path(str(files("mmspeed"))).resolve() / DEMO_CLIPS
-        source = {"path": str(demo) if videos is None else videos}
+    def starting_values(cls, name: str, videos: str | None, model: str | None = None) -> Mapping[str, Any]:
+        """Initial values of the sections for data, codec, text encoder and objective; for a published model those of its repository.
+
+        Raises UserError for a `model` that is no short name, hub id or folder of one.
+        """
+        source = {"path": _demo() if videos is None else videos}
+        data = {"sources": [source], "cache": f"cache/{name}", "fps": 8.0, "buckets": BUCKETS}
+        if model is not None:
+            from mmspeed.preprocess.report.starting import target_of
+
+            target = target_of(model)
+            bucket = {"frames": target.frames, **dict(zip(("height", "width"), target.sizes[0], strict=True))}
+            section = {"kind": "diffusers", "pretrained": target.repository}
+            data = {**data, "fps": target.fps, "buckets": [bucket]}
+            return {"data": data, "model": section, "train": {"lr": FINE_TUNING_RATE}}
         return {
-            "data": {"sources": [source], "cache": f"cache/{name}", "fps": 8.0, "buckets": BUCKETS},
+            "data": data,
             "vae": {"kind": "linear"},
             "text": {"kind": "minilm"},
             "objective": {"kind": "flow"},
         }
 
     @classmethod
-    def fitted_values(cls, name: str, videos: str, folder: Path) -> tuple[Mapping[str, Any], Sequence[str]]:
-        """The initial values with frame rate, buckets, held-out share and prompts that suit the media. Raises UserError like `fit_data`."""
-        from mmspeed.preprocess.report.starting import fit_data
+    def fitted_values(
+        cls, name: str, videos: str | None, folder: Path, model: str | None = None
+    ) -> tuple[Mapping[str, Any], Sequence[str]]:
+        """The initial values with frame rate, buckets, held-out share and prompts that suit the media, and the model.
 
-        fit = fit_data(absolute_places(folder, videos))
-        values, fitted = dict(cls.starting_values(name, videos)), fit.values()
+        Raises UserError like `fit_data` and `starting_values`.
+        """
+        from mmspeed.preprocess.report.starting import fit_data, target_of
+
+        place = _demo() if videos is None else absolute_places(folder, videos)
+        fit = fit_data(place, target=None if model is None else target_of(model))
+        values, fitted = dict(cls.starting_values(name, videos, model)), fit.values()
         source = {**values["data"]["sources"][0], **fit.columns}
         values["data"] = {**values["data"], "sources": [source], **fitted["data"]}
         return {**values, "validate": fitted["validate"]}, fit.lines()

@@ -29,6 +29,7 @@ from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 from mmspeed.loop.checkpoint.manager import load_weights
 from mmspeed.models import SoraDiT, build_model
+from mmspeed.models.build import sora_section
 from mmspeed.models.sora.model import SoraBlock
 from mmspeed.parallel import autocast
 from mmspeed.pipelines.diffusion.objective import make_objective
@@ -122,7 +123,8 @@ def choose_samples(folder: RunFolder, count: int) -> list[Sample]:
 def load_model(folder: RunFolder, path: Path, device: Device) -> SoraDiT:
     """The run's model with its moving average, where it has one."""
     config, info = folder.config(), folder.info()
-    model = build_model(config.model, info["latent_channels"], info["text_width"], device="meta").to_empty(device="cpu")
+    section = sora_section(config, "bench attention --run")
+    model = build_model(section, info["latent_channels"], info["text_width"], device="meta").to_empty(device="cpu")
     load_weights(path, model, "model" if config.train.ema_decay is None else "ema")
     model.to(device.torch_device).eval()
     if config.device.dtype != "float32":

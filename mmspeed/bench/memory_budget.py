@@ -12,6 +12,7 @@ from mmspeed.errors import UserError
 from mmspeed.log import format_bytes
 from mmspeed.memory.recompute.policy import count_policies
 from mmspeed.mesh import process_group
+from mmspeed.models.build import sora_section
 from mmspeed.pipelines.tasks.synthetic import EncoderShapes
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.pipelines.tuning.memory_search import MeasuredModel, fastest_within, measured_figures
@@ -136,7 +137,6 @@ def measure_budgets(
                 )
             )
         tokens = task.tokens(step.shape)
-        about = (
-            f"{arrangement}, float32, width {config.model.width}, {len(plain)} blocks, {tokens} tokens; {where.name}"
-        )
+        width = sora_section(config, "bench memory").width
+        about = f"{arrangement}, float32, width {width}, {len(plain)} blocks, {tokens} tokens; {where.name}"
         return BudgetResult(about, peak, plain_seconds, figures.least(), tuple(rows))

@@ -148,15 +148,23 @@ def init(
     full: Annotated[bool, typer.Option("--full", help="Write every key, with its sentence and default.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
     task: Annotated[str, typer.Option(help="Task to train.", autocompletion=completion.tasks)] = "video",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Published model to fine-tune: a short name such as wan2.1-1.3b, a hub id (owner/name) or a folder."
+        ),
+    ] = None,
 ) -> None:
-    """Write a commented config, ready to edit; with --videos, fitted to your videos."""
+    """Write a commented config, ready to edit; with --videos, fitted to your videos; with --model, for fine-tuning a published one."""
     if videos is not None:  # which are read; anything else takes a moment
         spoken.begin("init", path)
     with spoken.loading():
         from .init import write_config
 
     with log.Working("looking at the media", tell=False):
-        config_path = write_config(path, videos, force, task, full, tell=lambda line: print(line, flush=True))
+        config_path = write_config(
+            path, videos, force, task, full, tell=lambda line: print(line, flush=True), model=model
+        )
     print(f"{config_path}: edit it, then run `mmspeed check {config_path}`")
 
 

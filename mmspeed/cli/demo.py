@@ -11,6 +11,7 @@ from typing import Any
 
 from mmspeed.config import Config, make_config
 from mmspeed.log import ProgressLine, format_seconds, get_logger
+from mmspeed.models.build import size_of
 
 log = get_logger("demo")
 
@@ -83,7 +84,7 @@ def run_demo(output: str | Path = "mmspeed-demo", short: bool = False) -> list[P
     log.info("1/4 preprocess: encode the clips and captions once")
     for line in CacheBuilder(config).run().lines():
         log.info(line)
-    log.info(f"2/4 train: {config.train.steps} steps of a {config.model.size} model on {os.cpu_count()} cores")
+    log.info(f"2/4 train: {config.train.steps} steps of a {size_of(config.model)} model on {os.cpu_count()} cores")
     for line in TrainPipeline(config).run().lines():
         log.info(line)
     log.info("3/4 sample: text to video with the trained weights")

@@ -76,11 +76,13 @@ def write_config(
     task: str = "video",
     full: bool = False,
     tell: Callable[[str], object] = lambda line: None,
+    model: str | None = None,
 ) -> Path:
     """Write a config to `path` (`.yaml` is added if it has no such ending) and return the path written.
 
     `videos` is the folder, manifest, tars or URL to train on, which is probed and which the config is fitted to; `tell` is called
-    with each line about it. Without `videos` the packaged clips are used. `full`: with every key. Raises UserError for a task that is
+    with each line about it. Without `videos` the packaged clips are used. `full`: with every key. `model`: the published model to
+    fine-tune, by a short name, hub id or folder. Raises UserError for a task that is
     unknown or takes no `videos`, if `videos` does not exist or holds nothing to train on, if `path` names a folder, and if the file
     exists and `force` is false.
     """
@@ -95,12 +97,12 @@ def write_config(
         raise exists  # before the videos are read
     name, source = run_name(path), source_path(path, videos)
     values = None
-    if source is not None:
+    if source is not None or model is not None:
         preparation = preparation_class(task)
         if preparation is None:
-            raise unsupported_task(task, "init --videos")
-        tell(f"reading {videos}")
-        values, findings = preparation.fitted_values(name, source, path.resolve().parent)
+            raise unsupported_task(task, "init --videos" if source is not None else "init --model")
+        tell(f"reading {'the clips of the package' if videos is None else videos}")
+        values, findings = preparation.fitted_values(name, source, path.resolve().parent, model)
         for line in findings:
             tell(line)
     text = template(name, source, task, full, values)
@@ -160,7 +162,7 @@ def template(
         return "\n".join([*lines, *_full_lines(fields, shown, preparation is not None)]) + "\n"
     for section, keys in SHORT_KEYS.items():
         if section in fields and section_options(fields[section]):
-            model = section_options(fields[section])[0]
+            model = _chosen(section_options(fields[section]), shown.get(section, {}))
             defaults = {key: default_of(model.model_fields[key]) for key in keys if key in model.model_fields}
             shown[section] = {**defaults, **shown.get(section, {})}
     own = [] if preparation is not None else [key for key in fields if key not in RunConfig.model_fields]
@@ -200,7 +202,7 @@ def _short(key: str, field: FieldInfo, value: Any, indent: str) -> list[str]:
     """A set key's lines, without those at their defaults; its sentence stands behind it if there is room."""
     sentence, options = field.description or "", section_options(field)
     if isinstance(value, Mapping) and options:
-        chosen = next((o for o in options if len(options) == 1 or kind_of(o) == value["kind"]), options[0])
+        chosen = _chosen(options, value)
         parts = {name: chosen.model_fields[name] for name in value}
         if len(value) > 1 or not all(_is_plain(item) for item in value.values()):
             inner = [line for name, part in parts.items() for line in _short(name, part, value[name], indent + "  ")]
@@ -257,7 +259,7 @@ def _render(key: str, field: FieldInfo, value: Any, indent: str) -> list[str]:
 
 def _section(options: list[type[BaseModel]], values: Mapping[str, Any], indent: str) -> list[str]:
     """The fields of the section that `values` selects, then the other choices of `kind`, commented out."""
-    selected = next((o for o in options if len(options) == 1 or kind_of(o) == values["kind"]), options[0])
+    selected = _chosen(options, values)
     lines = []
     for key, field in selected.model_fields.items():
         lines += _render(key, field, values.get(key), indent)
@@ -272,6 +274,11 @@ def _section(options: list[type[BaseModel]], values: Mapping[str, Any], indent: 
                 if key != "kind":
                     lines += _render(key, field, None, indent)
     return lines
+
+
+def _chosen(options: list[type[BaseModel]], values: Mapping[str, Any]) -> type[BaseModel]:
+    """The section that `values` selects by its `kind`; the first one if they name none."""
+    return next((o for o in options if len(options) > 1 and kind_of(o) == values.get("kind")), options[0])
 
 
 def _list_item(model: type[BaseModel], values: Mapping[str, Any], indent: str) -> list[str]:

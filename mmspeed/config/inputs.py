@@ -271,8 +271,22 @@ class TransformersTextConfig(Section):
     max_tokens: int = Field(256, ge=1, description="Tokens that a caption is cut to.")
 
 
+class FamilyTextConfig(Section):
+    """The text encoders of a published video model, used as its own pipeline uses them: template, length, layer and padding."""
+
+    kind: Literal["family"] = Field(description="The text encoders of the model's own repository.")
+    pretrained: str = Field(
+        description="Hub id (`owner/name`) or folder of the repository; that of the model, if left out."
+    )
+    revision: str | None = Field(None, description="Branch, tag or commit of the hub id.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Number type the encoders compute in.")
+    max_tokens: int = Field(
+        1024, ge=1, description="Tokens that a caption is cut to, where the model's own limit is not smaller."
+    )
+
+
 VaeConfig = Annotated[LinearVaeConfig | DiffusersVaeConfig, Field(discriminator="kind")]
-TextConfig = Annotated[MiniLmTextConfig | TransformersTextConfig, Field(discriminator="kind")]
+TextConfig = Annotated[MiniLmTextConfig | TransformersTextConfig | FamilyTextConfig, Field(discriminator="kind")]
 
 
 class PreprocessConfig(Section):

@@ -8,7 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from .load import DEFAULT_KINDS, sections
+from .load import sections
+from .published import DEFAULT_KINDS
 from .schema import Config, RunConfig
 
 SHIPPED = Path(__file__).resolve().parents[1] / "assets" / "config.schema.json"  # of the video task

@@ -18,8 +18,9 @@ from pydantic import BaseModel, ValidationError
 from mmspeed.axes import TOKENS
 from mmspeed.errors import UserError, nearest
 
+from .published import DEFAULT_KINDS, default_kind
 from .renamed import RESHARDED, note, refuse_old, translated
-from .schema import Config, RunConfig
+from .schema import Config, ModelConfig, RunConfig
 from .tasks import config_class, known_tasks
 from .training import Weighting, WeightingSection
 from .yaml_text import TooManyNodesError, parse_yaml
@@ -53,7 +54,8 @@ def log_changed_degrees(config: RunConfig, origin: str) -> RunConfig:
     parts = parallel.ring * parallel.ulysses
     if parts == 1 or "dsp" in parallel.model_fields_set:
         return config
-    if not isinstance(config, Config) or config.model.arrangement != "factorised":
+    model = config.model if isinstance(config, Config) else None
+    if not isinstance(model, ModelConfig) or model.arrangement != "factorised":
         return config
     degrees = " x ".join(f"{axis} {size}" for axis, size in parallel.sizes().items() if axis in TOKENS and size > 1)
     line = f"{origin}: parallel has {degrees}, a factorised model and no dsp: before, this re-sharded tokens between blocks"
@@ -144,11 +146,11 @@ def make_run_config(
     refuse_old(tree_copy, origin)
     task = tree_copy.get("task", "video")
     kind = config_class(task, origin)
-    for section, default in DEFAULT_KINDS.items():
+    for section in DEFAULT_KINDS:
         field = kind.model_fields.get(section)
         options = _models_of(field.annotation) if field is not None else []
         if any("kind" in option.model_fields for option in options) and isinstance(tree_copy.get(section), dict):
-            tree_copy[section].setdefault("kind", default)
+            tree_copy[section].setdefault("kind", default_kind(section, tree_copy))
     try:
         config = kind.model_validate(tree_copy)
     except ValidationError as error:
@@ -294,12 +296,10 @@ _PLAIN = {  # in place of pydantic's words that mean nothing in YAML
 # Keys that people look for and that do not exist, with the way to what they want.
 _ELSEWHERE = {
     "model.pretrained": (
-        "`train.start_from` begins with the weights of a run; models of diffusers and transformers train in your own loop "
-        "(docs/any-model.md)"
+        "set `model.kind: diffusers` beside it for a published video model; `train.start_from` begins with the weights of a run"
     ),
     "lora": "adapters train in your own loop, with peft (docs/adding-a-model.md)",
 }
-DEFAULT_KINDS = {"vae": "linear", "text": "minilm", "objective": "flow"}
 
 
 def _suggest(loc: list[Any], full_loc: tuple[Any, ...], kind: type[RunConfig], own_task: str) -> str:

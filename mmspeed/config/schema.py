@@ -17,6 +17,7 @@ from .inputs import (
     BucketConfig,
     DataConfig,
     DiffusersVaeConfig,
+    FamilyTextConfig,
     LinearVaeConfig,
     MiniLmTextConfig,
     PreprocessConfig,
@@ -29,6 +30,7 @@ from .inputs import (
 from .memory import MemoryConfig, refused
 from .parallel import ParallelConfig
 from .places import absolute_places, base_name, is_url, mirror_folder
+from .published import FamilyObjectiveConfig, PublishedModelConfig, with_repository
 from .shift import ShiftConfig, checked_shift
 from .sparse import SparseConfig, planner_from_scratch
 from .training import BatchingConfig, StageConfig, TrainConfig, Weighting, WeightingSection
@@ -43,6 +45,8 @@ __all__ = [
     "DdpmConfig",
     "DeviceConfig",
     "DiffusersVaeConfig",
+    "FamilyObjectiveConfig",
+    "FamilyTextConfig",
     "FlowConfig",
     "LinearVaeConfig",
     "MemoryConfig",
@@ -52,6 +56,7 @@ __all__ = [
     "ObjectiveSection",
     "ParallelConfig",
     "PreprocessConfig",
+    "PublishedModelConfig",
     "RunConfig",
     "SampleConfig",
     "Section",
@@ -73,8 +78,9 @@ _LATER_KEYS = ("background", "default_caption", "max_repeated", "missing_caption
 
 
 class ModelConfig(Section):
-    """The diffusion transformer. `size` names a preset; every other field that is set overrides it."""
+    """SoraDiT, trained from its beginning. `size` names a preset; every other field that is set overrides it."""
 
+    kind: Literal["sora"] = Field("sora", description="SoraDiT, our own diffusion transformer.")
     size: str = Field("tiny", description="Named size: see `mmspeed.models.SIZES`.")
     arrangement: Literal["factorised", "full"] = Field(
         "factorised",
@@ -191,7 +197,8 @@ class DdpmConfig(ObjectiveSection):
         return self
 
 
-ObjectiveConfig = Annotated[FlowConfig | DdpmConfig, Field(discriminator="kind")]
+ObjectiveConfig = Annotated[FlowConfig | DdpmConfig | FamilyObjectiveConfig, Field(discriminator="kind")]
+AnyModelConfig = Annotated[ModelConfig | PublishedModelConfig, Field(discriminator="kind")]
 
 
 class CheckpointConfig(Section):
@@ -250,9 +257,9 @@ class SampleConfig(Section):
         le=1,
         description="Share by which a guided prediction gets the spread of the prediction with the caption, against overexposure (Lin et al. 2023, who use 0.7); 0: none.",
     )
-    sampler: Literal["auto", "euler", "heun", "ddim", "unipc", "dpm++"] = Field(
+    sampler: Literal["auto", "family", "euler", "heun", "ddim", "unipc", "dpm++"] = Field(
         "auto",
-        description="`euler` or `heun` for flow, `ddim` for ddpm; `unipc` and `dpm++` (of diffusers) for both; `auto`: euler or ddim.",
+        description="`euler` or `heun` for flow, `ddim` for ddpm; `unipc` and `dpm++` (of diffusers) for both; `family`: the scheduler of a published model's repository; `auto`: euler or ddim, and for a published model `family`.",
     )
     negative_prompt: str = Field("", description="Prompt that guidance steers away from.")
     frames: int | None = Field(None, ge=1, description="Frames of the video; null: those of the first video bucket.")
@@ -422,6 +429,7 @@ class Config(RunConfig):
         "vae.pretrained",
         "vae.weights",
         "text.pretrained",
+        "model.pretrained",
     )
     order: ClassVar[tuple[str, ...]] = (
         "task", "name", "output", "seed", "data", "vae", "text", "preprocess", "model", "objective", "train", "batching", "curriculum",
@@ -436,7 +444,7 @@ class Config(RunConfig):
     )
     text: TextConfig = Field(default_factory=lambda: MiniLmTextConfig(kind="minilm"), description="The text encoder.")
     preprocess: PreprocessConfig = Field(default_factory=PreprocessConfig, description="Settings of preprocessing.")
-    model: ModelConfig = Field(default_factory=ModelConfig, description="The diffusion transformer.")
+    model: AnyModelConfig = Field(default_factory=ModelConfig, description="The diffusion transformer.")
     objective: ObjectiveConfig = Field(
         default_factory=lambda: FlowConfig(kind="flow"), description="The training objective."
     )
@@ -445,6 +453,12 @@ class Config(RunConfig):
         description="Stages of training one after another, such as images, then short videos, then long ones; empty: one stage of everything.",
     )
     sample: SampleConfig = Field(default_factory=SampleConfig, description="Defaults of sampling.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _repository(cls, tree: Any) -> Any:
+        """Take codec, text encoders and objective from the model's repository, where the config names no others."""
+        return with_repository(tree) if isinstance(tree, dict) else tree
 
     @model_validator(mode="before")
     @classmethod
@@ -490,9 +504,13 @@ class Config(RunConfig):
 
     @model_validator(mode="after")
     def _degrees_fit(self) -> Config:
-        if self.parallel.dsp > 1 and self.model.arrangement == "full":
+        full = not isinstance(self.model, ModelConfig) or self.model.arrangement == "full"
+        if self.parallel.dsp > 1 and full:
+            named = (
+                "model.arrangement: full" if isinstance(self.model, ModelConfig) else f"model.kind: {self.model.kind}"
+            )
             raise ValueError(
-                f"parallel.dsp {self.parallel.dsp} re-shards tokens between spatial and temporal blocks, and model.arrangement: full "
+                f"parallel.dsp {self.parallel.dsp} re-shards tokens between spatial and temporal blocks, and {named} "
                 "has none: use parallel.ulysses or parallel.ring"
             )
         return self
@@ -521,7 +539,7 @@ class Config(RunConfig):
             is_path = name.startswith((".", "~", "/")) or (base / Path(name).expanduser()).exists()
             return joined(base, name) if is_path else name
 
-        data, vae, text = self.data, self.vae, self.text
+        data, vae, text, model = self.data, self.vae, self.text, self.model
         places = [absolute_places(base, source.path) for source in data.sources]
         sources = tuple(
             source.model_copy(update={"path": place}) for source, place in zip(data.sources, places, strict=True)
@@ -532,8 +550,10 @@ class Config(RunConfig):
             changes["vae"] = vae.model_copy(update={"pretrained": pretrained(vae.pretrained)})
         elif isinstance(vae, LinearVaeConfig) and vae.weights:
             changes["vae"] = vae.model_copy(update={"weights": joined(base, vae.weights)})
-        if isinstance(text, TransformersTextConfig):
+        if isinstance(text, TransformersTextConfig | FamilyTextConfig):
             changes["text"] = text.model_copy(update={"pretrained": pretrained(text.pretrained)})
+        if isinstance(model, PublishedModelConfig):
+            changes["model"] = model.model_copy(update={"pretrained": pretrained(model.pretrained)})
         shared = super().absolute(base)
         changes |= {"output": shared.output, "train": shared.train, "checkpoint": shared.checkpoint}
         return self.model_copy(update=changes)

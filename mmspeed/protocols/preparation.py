@@ -31,15 +31,19 @@ class Preparation(Protocol):
         ...
 
     @classmethod
-    def starting_values(cls, name: str, videos: str | None) -> Mapping[str, Any]:
+    def starting_values(cls, name: str, videos: str | None, model: str | None = None) -> Mapping[str, Any]:
         """The sections and keys of the task alone that are set in a new config of a run called `name`.
 
         videos: the training data, as written in the file; None: the clips that ship with the package.
+        model: the published model to fine-tune, by a short name, hub id or folder; None: a model from its beginning.
+        Raises UserError for a model that the task cannot train.
         """
         ...
 
     @classmethod
-    def fitted_values(cls, name: str, videos: str, folder: Path) -> tuple[Mapping[str, Any], Sequence[str]]:
+    def fitted_values(
+        cls, name: str, videos: str | None, folder: Path, model: str | None = None
+    ) -> tuple[Mapping[str, Any], Sequence[str]]:
         """The sections of `starting_values` fitted to the data, with keys of shared sections if they depend on it; and findings in lines.
 
         folder: the config file's, from which relative paths are taken. Raises UserError where the data cannot be trained on.

@@ -11,10 +11,10 @@ from torch import nn
 
 from mmspeed.errors import UserError, nearest
 from mmspeed.models.families import cogvideox, hunyuan_video, ltx, wan
-from mmspeed.models.families.base import Family
+from mmspeed.models.families.base import Family, Published
 from mmspeed.protocols.calls import ModelCall
 
-__all__ = ["FAMILIES", "Family", "call_for", "class_name", "family_of"]
+__all__ = ["FAMILIES", "Family", "Published", "call_for", "class_name", "family_of", "published_models"]
 
 FAMILIES: Mapping[str, Family] = {
     family.transformer: family
@@ -40,6 +40,11 @@ def family_of(name: str, key: str) -> Family:
             f"{key}: {name} is no class that mmspeed trains{nearest(name, list(FAMILIES))}: known are {known}"
         )
     return FAMILIES[name]
+
+
+def published_models() -> dict[str, Published]:
+    """The repositories of all families, by their short names."""
+    return {name: place for family in FAMILIES.values() for name, place in family.published.items()}
 
 
 def call_for(model: nn.Module) -> ModelCall:

@@ -6,7 +6,7 @@ Legend: B batch, C channels, T h w latent, N tokens of a video, L caption tokens
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -68,6 +68,25 @@ class SmallClass:
 
 
 @dataclass(frozen=True)
+class Published:
+    """A repository on the hub, and the videos that its model was trained for.
+
+    Args:
+        repository: its hub id.
+        frames, height, width: of the largest video.
+        fps: frames per second.
+        grid: (frames, pixels) that videos are multiples of: frames after the first one, and height and width.
+    """
+
+    repository: str
+    frames: int
+    height: int
+    width: int
+    fps: float
+    grid: tuple[int, int]
+
+
+@dataclass(frozen=True)
 class Family:
     """A family of published video transformers of one class.
 
@@ -77,6 +96,7 @@ class Family:
         call: the call of the class's forward, where nothing else is known.
         small: rules for small models of it.
         variant: the call that a repository's model_index.json asks for; None: always `call`.
+        published: repositories by the short names that `mmspeed init --model` takes; the first is the usual one.
         unused: patterns (as of fnmatch) of the parameters that training as `call` says never reaches, which are frozen.
     """
 
@@ -85,6 +105,7 @@ class Family:
     call: ModelCall
     small: SmallClass
     variant: Callable[[Index], ModelCall] | None = None
+    published: Mapping[str, Published] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
 
     def call_of(self, index: Index) -> ModelCall:
@@ -161,8 +182,8 @@ def first_output(output: Any) -> Tensor:
 
 def small_channels(config: Config, channels: int) -> dict[str, Any]:
     """Numbers of input and output channels; a model with more inputs than outputs keeps more."""
-    inputs, outputs = config["insmall_channels"], config["outsmall_channels"] or config["insmall_channels"]
-    return {"insmall_channels": channels + (inputs != outputs), "outsmall_channels": channels}
+    inputs, outputs = config["in_channels"], config["out_channels"] or config["in_channels"]
+    return {"in_channels": channels + (inputs != outputs), "out_channels": channels}
 
 
 def _plain(value: Any) -> Any:

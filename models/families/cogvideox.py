@@ -19,6 +19,7 @@ from mmspeed.models.families.base import (
     Config,
     Family,
     Latent,
+    Published,
     SmallClass,
     SmallSizes,
     check_sizes,
@@ -125,6 +126,16 @@ def _cogvideox(config: Config, sizes: SmallSizes, width: int) -> dict[str, Any]:
     }
 
 
+PUBLISHED = {
+    "cogvideox-2b": Published("zai-org/CogVideoX-2b", 49, 480, 720, 8.0, (4, 16)),
+    "cogvideox-5b": Published("zai-org/CogVideoX-5b", 49, 480, 720, 8.0, (4, 16)),
+    "cogvideox1.5-5b": Published("zai-org/CogVideoX1.5-5B", 81, 768, 1360, 16.0, (4, 16)),
+}
+
 FAMILY = Family(
-    "cogvideox", "CogVideoXTransformer3DModel", CogVideoXCall(), SmallClass(CogVideoXCall.patch, 16, _cogvideox)
+    "cogvideox",
+    "CogVideoXTransformer3DModel",
+    CogVideoXCall(),
+    SmallClass(CogVideoXCall.patch, 16, _cogvideox),
+    published=PUBLISHED,
 )

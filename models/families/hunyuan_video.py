@@ -19,6 +19,7 @@ from mmspeed.models.families.base import (
     Config,
     Family,
     Latent,
+    Published,
     SmallClass,
     SmallSizes,
     check_sizes,
@@ -114,9 +115,14 @@ def _hunyuan_video(config: Config, sizes: SmallSizes, width: int) -> dict[str, A
     }
 
 
+PUBLISHED = {
+    "hunyuan-video": Published("hunyuanvideo-community/HunyuanVideo", 129, 720, 1280, 24.0, (4, 16)),
+}
+
 FAMILY = Family(
     "hunyuan-video",
     "HunyuanVideoTransformer3DModel",
     HunyuanVideoCall(),
     SmallClass(HunyuanVideoCall.patch, 12, _hunyuan_video),
+    published=PUBLISHED,
 )

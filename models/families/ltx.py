@@ -18,6 +18,7 @@ from mmspeed.models.families.base import (
     Config,
     Family,
     Latent,
+    Published,
     SmallClass,
     SmallSizes,
     check_sizes,
@@ -96,9 +97,19 @@ def _ltx(config: Config, sizes: SmallSizes, width: int) -> dict[str, Any]:
     cross = config["cross_attention_dim"]
     return {
         **small_channels(config, sizes.channels * math.prod(LtxCall.patch(config))),
-        "captionsmall_channels": sizes.text_width,
+        "caption_channels": sizes.text_width,
         "cross_attention_dim": width if cross == own else cross,
     }
 
 
-FAMILY = Family("ltx", "LTXVideoTransformer3DModel", LtxCall(), SmallClass(LtxCall.patch, 12, _ltx))
+PUBLISHED = {
+    "ltx-2b": Published("Lightricks/LTX-Video", 161, 512, 704, 25.0, (8, 32)),
+}
+
+FAMILY = Family(
+    "ltx",
+    "LTXVideoTransformer3DModel",
+    LtxCall(),
+    SmallClass(LtxCall.patch, 12, _ltx),
+    published=PUBLISHED,
+)

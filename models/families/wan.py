@@ -19,6 +19,7 @@ from mmspeed.models.families.base import (
     Config,
     Family,
     Latent,
+    Published,
     SmallClass,
     SmallSizes,
     check_sizes,
@@ -101,4 +102,17 @@ def _short(call: ModelCall, text_tokens: int) -> ModelCall:
     return replace(call, text_tokens=min(call.text_tokens, text_tokens))
 
 
-FAMILY = Family("wan", "WanTransformer3DModel", WanCall(), SmallClass(WanCall.patch, 12, _wan, _short))
+PUBLISHED = {
+    "wan2.1-1.3b": Published("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", 81, 480, 832, 16.0, (4, 16)),
+    "wan2.1-14b": Published("Wan-AI/Wan2.1-T2V-14B-Diffusers", 81, 720, 1280, 16.0, (4, 16)),
+    "wan2.2-5b": Published("Wan-AI/Wan2.2-TI2V-5B-Diffusers", 121, 704, 1280, 24.0, (4, 32)),
+    "wan2.2-a14b": Published("Wan-AI/Wan2.2-T2V-A14B-Diffusers", 81, 720, 1280, 16.0, (4, 16)),
+}
+
+FAMILY = Family(
+    "wan",
+    "WanTransformer3DModel",
+    WanCall(),
+    SmallClass(WanCall.patch, 12, _wan, _short),
+    published=PUBLISHED,
+)

@@ -32,7 +32,7 @@ def resolve_config(model_cfg: ModelConfig, latent_channels: int, text_width: int
             f"model.size {model_cfg.size!r} is not a known size{nearest(model_cfg.size, list(SIZES))} "
             f"(known: {', '.join(SIZES)})"
         )
-    section = {name: getattr(model_cfg, name) for name in type(model_cfg).model_fields if name != "size"}
+    section = {name: getattr(model_cfg, name) for name in type(model_cfg).model_fields if name not in ("kind", "size")}
     overrides = {name: value for name, value in section.items() if value is not None}
     fields = {**SIZES[model_cfg.size], **overrides}
     return SoraDiTConfig(latent_channels=latent_channels, text_width=text_width, **fields)

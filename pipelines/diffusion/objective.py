@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mmspeed.config.schema import DdpmConfig, FlowConfig
+from mmspeed.config.schema import DdpmConfig, FamilyObjectiveConfig, FlowConfig, ObjectiveConfig
 from mmspeed.errors import UserError, nearest
 from mmspeed.pipelines.diffusion import ddpm, flow, samplers, schedulers
 from mmspeed.pipelines.diffusion.samplers import OnStep, Predict
@@ -170,8 +170,10 @@ class DdpmObjective:
         return samplers.ddim(predict, noise_BCThw, times, abars, decompose, on_step)
 
 
-def make_objective(cfg: FlowConfig | DdpmConfig) -> FlowObjective | DdpmObjective:
-    """The objective of a config section."""
+def make_objective(cfg: ObjectiveConfig) -> FlowObjective | DdpmObjective:
+    """The objective of a config section. Raises ValueError for kind `family`: `mmspeed.models.families.complete` replaces it."""
+    if isinstance(cfg, FamilyObjectiveConfig):
+        raise ValueError("complete the config first (mmspeed.models.families.complete)")
     return FlowObjective(cfg) if isinstance(cfg, FlowConfig) else DdpmObjective(cfg)
 
 

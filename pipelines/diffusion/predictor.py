@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from mmspeed.config.schema import DdpmConfig, FlowConfig
+from mmspeed.config.schema import DdpmConfig, FlowConfig, ObjectiveConfig
 from mmspeed.data.loading.collate import pad_texts
 from mmspeed.errors import UserError
 from mmspeed.models.diffusers.plans import declare_known_plan
@@ -97,7 +97,7 @@ class PublishedPredictor:
 
 def make_predictor(
     model: nn.Module,
-    objective: FlowConfig | DdpmConfig,
+    objective: ObjectiveConfig,
     channels: int,
     text_width: int,
     call: ModelCall | None = None,
@@ -140,7 +140,7 @@ def _refuse(model: nn.Module) -> None:
         raise
 
 
-def _check_objective(name: str, call: ModelCall, objective: FlowConfig | DdpmConfig) -> None:
+def _check_objective(name: str, call: ModelCall, objective: ObjectiveConfig) -> None:
     if call.predicts == "velocity":
         if not isinstance(objective, FlowConfig):
             raise UserError(

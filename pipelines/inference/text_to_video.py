@@ -27,6 +27,7 @@ from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 from mmspeed.loop.checkpoint.manager import best, latest, load_weights, step_name, steps_in
 from mmspeed.models import SoraDiT, build_model
+from mmspeed.models.build import sora_section
 from mmspeed.models.codecs.vae import load_codec
 from mmspeed.models.text.encoders import load_text_encoder, text_identity
 from mmspeed.parallel import autocast
@@ -204,9 +205,9 @@ class TextToVideo:
         chosen = pick(device)
         chosen.activate()
         path = find_checkpoint(folder, checkpoint)
-        model = build_model(config.model, info["latent_channels"], info["text_width"], device="meta").to_empty(
-            device="cpu"
-        )
+        model = build_model(
+            sora_section(config, "mmspeed sample"), info["latent_channels"], info["text_width"], device="meta"
+        ).to_empty(device="cpu")
         for layer in clustered_layers(model).values():
             layer.reset()
         step = load_weights(path, model, weights)["step"]

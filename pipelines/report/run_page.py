@@ -11,6 +11,7 @@ from typing import Any
 from mmspeed.config import Config, RunConfig, dump_config
 from mmspeed.log import format_bytes, format_seconds, read_metrics
 from mmspeed.loop.checkpoint.load import recorded
+from mmspeed.models.build import words_of
 from mmspeed.page_policy import PAGE_POLICY
 from mmspeed.pipelines.report import memory_page
 from mmspeed.pipelines.report.ranks_part import ranks_part
@@ -89,7 +90,7 @@ def write_report(run: str | Path) -> Path:
 def _description(config: RunConfig) -> str:
     """A short description of the model and its objective, or of the task."""
     if isinstance(config, Config):
-        return f"model {config.model.size}, {config.model.arrangement} \u00b7 objective {config.objective.kind}"
+        return f"model {words_of(config.model)} \u00b7 objective {config.objective.kind}"
     return f"task {config.task}"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from mmspeed.config import Config
-from mmspeed.config.schema import ModelConfig
+from mmspeed.config.schema import ModelConfig, PublishedModelConfig
 from mmspeed.data.loading.first_epoch import OnlineEncoder
 from mmspeed.pipelines.sparsify import sparsify_model
 from mmspeed.pipelines.tasks.video import VideoTask
@@ -58,7 +58,7 @@ class PublishedVideoTask(VideoTask):
         return shrunk_published(self.config, PublishedModel.of(self._load(), self._call))
 
 
-def _loaded(load: Callable[[], nn.Module], section: ModelConfig) -> nn.Module:
+def _loaded(load: Callable[[], nn.Module], section: ModelConfig | PublishedModelConfig) -> nn.Module:
     """A model with its weights, sparse where the section asks for it; training sets up the control of its thresholds itself."""
     model = load()
     if section.sparse is not None:

@@ -14,12 +14,15 @@ import torch
 from torch import nn
 
 from mmspeed.config import Config, RunConfig, video_config
-from mmspeed.config.schema import ModelConfig
+from mmspeed.config.schema import ModelConfig, PublishedModelConfig
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.config.tasks import referred
 from mmspeed.errors import UserError
-from mmspeed.models.families import FAMILIES, call_for, class_name
+from mmspeed.models.build import bare
+from mmspeed.models.diffusers.repository import Repository
+from mmspeed.models.families import FAMILIES, call_for, class_name, family_of
 from mmspeed.models.families.base import SmallClass, SmallSizes, token_grid
+from mmspeed.models.families.complete import completed
 from mmspeed.pipelines.sparsify import sparsify_model
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.pipelines.tasks.video_check import (
@@ -84,6 +87,15 @@ class PublishedModel:
         return described
 
     @classmethod
+    def of_repository(cls, repository: Repository, call: ModelCall | None) -> PublishedModel:
+        """The description of a repository's transformer, from its config alone. Raises UserError for a class that no family has."""
+        family, model = family_of(repository.class_name, repository.key), bare(repository)
+        kind = type(model)
+        assert isinstance(model, Configured)
+        config = {name: value for name, value in model.config.items() if not name.startswith("_")}
+        return cls(f"{kind.__module__}:{kind.__qualname__}", config, (), call or family.call_of(repository.index))
+
+    @classmethod
     def from_json(cls, known: Mapping[str, Any]) -> PublishedModel:
         """The model that `to_json` described."""
         call = referred(known["call"]["class"])(**known["call"]["fields"])
@@ -140,6 +152,7 @@ def shrunk_published(config: Config, model: PublishedModel, known: Mapping[str, 
 
     Raises UserError for a bucket that fits neither codec nor model.
     """
+    config = completed(config)
     strides, remarks = known_strides(config, known)
     small, name = model.small, model.kind.rpartition(":")[2]
     patch = small.patch(model.config)
@@ -183,7 +196,7 @@ def rebuild_published(config: RunConfig, known: Mapping[str, Any]) -> ShrunkPubl
 def _builder(model: PublishedModel, arguments: Mapping[str, Any]) -> Callable[..., nn.Module]:
     """A function that makes the small model, with arbitrary weights."""
 
-    def build(section: ModelConfig, *_: Any) -> nn.Module:
+    def build(section: ModelConfig | PublishedModelConfig, *_: Any) -> nn.Module:
         built: nn.Module = referred(model.kind)(**arguments)
         for name, parameter in built.named_parameters():
             parameter.requires_grad_(name not in model.frozen)

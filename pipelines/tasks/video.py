@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mmspeed.compute.sparse.module import clustered_layers
 from mmspeed.config import Config, with_recorded_weighting
-from mmspeed.config.schema import ModelConfig
+from mmspeed.config.schema import ModelConfig, PublishedModelConfig
 from mmspeed.data import Batching, BatchSampler, DatasetCache, Loader, Sample
 from mmspeed.data.loading.collate import VideoCollate
 from mmspeed.data.loading.first_epoch import OnlineEncoder
@@ -36,9 +36,11 @@ from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 from mmspeed.loop.checkpoint.state import whole_tensors
 from mmspeed.mesh import patient_group
-from mmspeed.models import SoraDiT, build_model
+from mmspeed.models import SoraDiT
+from mmspeed.models.build import call_of, repository_of, with_weights
 from mmspeed.models.codecs.vae import codec_geometry
 from mmspeed.models.diffusers.plans import declare_known_plan
+from mmspeed.models.families.complete import completed
 from mmspeed.models.sparse_note import sparse_lines, sparse_warnings
 from mmspeed.models.text.encoders import text_width
 from mmspeed.parallel import token_layout, unwrap
@@ -85,15 +87,16 @@ from mmspeed.shapes import Bucket, Strides, as_bucket
 
 log = get_logger("train")
 
-BuildModel = Callable[[ModelConfig, int, int, str], nn.Module]  # (section, latent channels, text width, device)
+# (section, latent channels, text width, device)
+BuildModel = Callable[[ModelConfig | PublishedModelConfig, int, int, str], nn.Module]
 
 
 class VideoTask:
     """The task of training diffusion transformers on cached latents and captions.
 
     With a `maker` (`mmspeed.preprocess.OnlineBuilder`) an incomplete cache is completed during the first epoch. `build` makes the model of
-    a config section; the default is the registry of `mmspeed.models`. It may return a published class of diffusers, with its weights: see
-    `PublishedVideoTask`. `call`: the call of such a class's forward; None: found by its name.
+    a config section; by default SoraDiT, or the published class of the section's repository. It may return a published class of diffusers,
+    with its weights: see `PublishedVideoTask`. `call`: the call of such a class's forward; None: found by its name or repository.
     """
 
     name = "video"
@@ -102,11 +105,12 @@ class VideoTask:
         self,
         config: Config,
         maker: OnlineEncoder | None = None,
-        build: BuildModel = build_model,
+        build: BuildModel | None = None,
         call: ModelCall | None = None,
     ) -> None:
-        config = with_recorded_weighting(config)
-        self.config, self.maker, self._build, self._call = config, maker, build, call
+        config = completed(with_recorded_weighting(config))
+        self.config, self.maker, self._build = config, maker, build or with_weights
+        self._call = call_of(config.model) if call is None and build is None else call
         self.weighting = config.weighting
         self.objective: Objective = make_objective(config.objective)
         self.frame_mask: FrameMask | None = FRAME_MASKS[config.train.loss_frames]
@@ -435,6 +439,12 @@ class VideoTask:
 
     def shrunk(self, known: Mapping[str, Any] | None = None) -> CheckTask:
         """A small version of the task for comparing layouts."""
+        from mmspeed.pipelines.tasks.published_check import PublishedModel, rebuild_published, shrunk_published
         from mmspeed.pipelines.tasks.video_check import shrunk_video
 
-        return shrunk_video(self, known)
+        section = self.config.model
+        if isinstance(section, ModelConfig):
+            return shrunk_video(self, known)
+        if known is not None:
+            return rebuild_published(self.config, known)
+        return shrunk_published(self.config, PublishedModel.of_repository(repository_of(section), self._call))

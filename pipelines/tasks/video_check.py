@@ -28,6 +28,7 @@ from mmspeed.data.sampling.batch_sizes import make_batching, sample_costs
 from mmspeed.data.sampling.rank_batches import count_present, rank_batches
 from mmspeed.errors import UserError
 from mmspeed.models import SoraDiTConfig
+from mmspeed.models.build import sora_section
 from mmspeed.models.codecs.vae import codec_geometry
 from mmspeed.models.sora.sizes import resolve_config
 from mmspeed.pipelines.tasks.synthetic import EncoderShapes
@@ -316,7 +317,7 @@ def shrink_run(video: VideoTask, strides: Strides) -> ShrunkRun:
     Raises UserError for a bucket that fits neither codec nor model, and as `resolve_config`.
     """
     config = video.config
-    model = resolve_config(config.model, CHANNELS, TEXT_WIDTH)
+    model = resolve_config(sora_section(config, "this check"), CHANNELS, TEXT_WIDTH)
     section = shrunk_model(model, config.parallel.together(split=False))
     samples = shrunk_samples(config, strides, model.patch, model.grid)
     words = f"{section.arrangement}, {section.depth} blocks, {section.heads} heads of width {HEAD_WIDTH}"

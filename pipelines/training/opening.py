@@ -8,6 +8,7 @@ from torch import nn
 
 from mmspeed.config import Config, RunConfig
 from mmspeed.device import Device
+from mmspeed.models.build import size_of
 from mmspeed.parallel import unwrap
 from mmspeed.protocols import Data, SizedData
 
@@ -27,7 +28,7 @@ def device_line(config: RunConfig, device: Device, world: int, strategy: str) ->
 
 def model_line(config: RunConfig, models: Mapping[str, nn.Module]) -> str:
     """The models by role, with their parameters: `model: SoraDiT tiny, 3.2 M parameters`."""
-    size = f" {config.model.size}" if isinstance(config, Config) and len(models) == 1 else ""
+    size = f" {size_of(config.model)}" if isinstance(config, Config) and len(models) == 1 else ""
     words = []
     for role, model in models.items():
         total = sum(parameter.numel() for parameter in model.parameters())

@@ -15,7 +15,7 @@ from mmspeed.device import PEAK_FLOPS, accelerators, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes, format_figure
 from mmspeed.memory.recompute.regions import check_policies
-from mmspeed.models import build_model
+from mmspeed.models.build import counts_of, outline, words_of
 from mmspeed.models.sora.model import SoraDiT
 from mmspeed.models.sparse_note import sparse_lines
 from mmspeed.models.text.encoders import text_width
@@ -97,11 +97,11 @@ def estimate(
     if problems:
         return None, problems
     width = text_width(config.text)
-    model = build_model(config.model, channels, width, device="meta")
+    model = outline(config.model, channels, width)
     check_layout(model, config.parallel)
     for _, block in blocks_of(model):
         check_policies(block, config.memory.activation_policy)
-    costs_of_one = sample_costs(model, strides, config.text.max_tokens)
+    costs_of_one = sample_costs(counts_of(config.model, model), strides, config.text.max_tokens)
     train, val, clips = statistics.samples("train"), statistics.samples("val"), statistics.clips()
     rows, latent_bytes = [], 0.0
     moments = 1 if config.vae.kind == "linear" else 2  # mean alone, or mean and log-variance
@@ -126,8 +126,10 @@ def estimate(
     except UserError as error:
         problems.append(f"the schedule is not known: {error}")
     parameters = sum(p.numel() for p in model.parameters())
-    attention = sparse_lines(model, {row.bucket: strides.latent(row.bucket) for row in rows if row.train})
-    degrees = _degree_lines(config, model, strides, rows, worlds) if isinstance(model, SoraDiT) else []
+    own = model if isinstance(model, SoraDiT) else None
+    latents = {row.bucket: strides.latent(row.bucket) for row in rows if row.train}
+    attention = [] if own is None else sparse_lines(own, latents)
+    degrees = [] if own is None else _degree_lines(config, own, strides, rows, worlds)
     return Costs(parameters, tuple(rows), latent_bytes, text, outlook, tuple(attention), tuple(degrees)), problems
 
 
@@ -237,7 +239,7 @@ def _bucket_hints(config: Config, costs: Costs) -> list[str]:
 
 def cost_lines(config: Config, costs: Costs) -> list[str]:
     """The estimate in words, as `mmspeed check` prints it."""
-    lines = [f"model: {config.model.size}, {config.model.arrangement}, {costs.parameters / 1e6:.1f} M parameters"]
+    lines = [f"model: {words_of(config.model)}, {costs.parameters / 1e6:.1f} M parameters"]
     lines += costs.attention
     parallel = config.parallel
     if parallel.group > 1:

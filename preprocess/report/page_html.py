@@ -9,6 +9,7 @@ from pathlib import Path
 from mmspeed.config import Bucket, Config, dump_config
 from mmspeed.data.sampling.batch_sizes import COUNTED_TEXT_TOKENS
 from mmspeed.log import format_bytes, format_figure, format_seconds
+from mmspeed.models.build import size_of
 from mmspeed.preprocess.records.bucket_use import BucketUse
 from mmspeed.preprocess.records.stale_entries import SectionState
 from mmspeed.preprocess.records.statistics import DataStatistics, Histogram, ThumbnailSource
@@ -312,7 +313,7 @@ def _cost(page: DataPage) -> str:
         return "".join(parts)
     worlds = costs.outlook.worlds
     parts.append(
-        f"<p>Training: model {text(config.model.size)}, {costs.parameters / 1e6:,.1f} M parameters, {config.train.steps:,} steps."
+        f"<p>Training: model {text(size_of(config.model))}, {costs.parameters / 1e6:,.1f} M parameters, {config.train.steps:,} steps."
         " Estimated time by number of devices:</p>"
     )
     rows = [

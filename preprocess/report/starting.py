@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from mmspeed.config import Bucket, Config, make_config
+from mmspeed.config.schema import PublishedModelConfig
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine
+from mmspeed.models.build import family_of_section, videos_of
 from mmspeed.preprocess.decoding.clips import Clip, select_clips, split_of
 from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Selected, without_repeats
 from mmspeed.preprocess.decoding.probe import Probe
@@ -32,12 +34,57 @@ NEARLY_ALL = 0.98  # of what the most buckets keep; fewer buckets that keep this
 FRAMES = 13  # of the longest bucket; three latent frames after the first
 # Height and width of the first model's largest bucket, then of smaller ones for media that do not fill it.
 SIZES = ((96, 160), (80, 128), (64, 112), (48, 80), (32, 64), (32, 48), (16, 32), (16, 16))
+SHARES = (1.0, 0.8, 0.65, 0.5, 0.35, 0.25, 0.15, 0.08)  # of the size that a published model was trained for
 RATES = (8.0, 12.0, 16.0, 24.0, 30.0)  # frames per second; the lowest at which clips fill the longest bucket
 HELD_OUT = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)  # shares, of which the first that is enough is taken
 ENOUGH, ONE_IN = 16, 12  # samples held out are enough, or this part of a small set
 PROMPT_CHARS = 200  # longer captions are prompts only where there are no others
 _NO_SOURCE = (Reason.NOT_MEDIA, Reason.ORPHAN_CAPTION)  # rejected files that are no media
 _NAMES = 2  # rejected sources named for each reason
+
+
+@dataclass(frozen=True)
+class Target:
+    """The videos that buckets are fitted to.
+
+    Args:
+        repository: hub id or folder of the published model; None for a model of our own.
+        frames: of the longest bucket.
+        sizes: height and width of the largest bucket, then of smaller ones for media that do not fill it.
+        fps: frames per second that the model was trained with; None: those that suit the media.
+        grid: the buckets that fit codec and model; None: of the built-in codec and the smallest model.
+    """
+
+    repository: str | None = None
+    frames: int = FRAMES
+    sizes: tuple[tuple[int, int], ...] = SIZES
+    fps: float | None = None
+    grid: BucketGrid | None = None
+
+
+def target_of(model: str) -> Target:
+    """The videos that a published model was trained for, and smaller ones that fit it.
+
+    A model in the table of a family is known by its name; of another the repository is read. Raises UserError where it cannot be.
+    """
+    repository, videos = videos_of(model)
+    if videos is not None:
+        frames, pixels = videos.grid
+        grid = BucketGrid(frames, 1, pixels, pixels)
+    else:
+        section = PublishedModelConfig(kind="diffusers", pretrained=repository)
+        videos = next(iter(family_of_section(section).published.values()))
+        buckets = [{"frames": videos.frames, "height": videos.height, "width": videos.width}]
+        tree = {"data": {"sources": [{"path": repository}], "buckets": buckets}, "model": section.model_dump()}
+        grid = grid_of(make_config(tree, origin="--model"))
+    sizes = [
+        (
+            max(grid.height, round(videos.height * share / grid.height) * grid.height),
+            max(grid.width, round(videos.width * share / grid.width) * grid.width),
+        )
+        for share in SHARES
+    ]
+    return Target(repository, videos.frames, tuple(dict.fromkeys(sizes)), videos.fps, grid)
 
 
 @dataclass(frozen=True)
@@ -100,8 +147,10 @@ class DataFit:
         return lines
 
 
-def fit_data(path: str | Path, seed: int = 0, most: int = MOST_PROBED) -> DataFit:
+def fit_data(path: str | Path, seed: int = 0, most: int = MOST_PROBED, target: Target | None = None) -> DataFit:
     """Probe the media at `path` (a folder, manifest, tar, pattern of tars or URL) and fit a first config to them.
+
+    `target`: the videos that the model takes; None: those of a small model of our own.
 
     A manifest without the default columns is read by those of usual names (`USUAL_COLUMNS`), which the fit then says.
     At most `most` sources are probed, none is decoded whole. `seed` is that of the config, which decides what is held out. Raises
@@ -109,16 +158,19 @@ def fit_data(path: str | Path, seed: int = 0, most: int = MOST_PROBED) -> DataFi
     """
     if most < 1:
         raise UserError(f"most is {most}: probe 1 source or more")
-    config = _config(str(path), 8.0, [Bucket(FRAMES, *SIZES[0])])
+    target = target or Target()
+    largest = [Bucket(target.frames, *target.sizes[0])]
+    config = _config(str(path), 8.0, largest)
     columns = usual_columns(config.data)
-    config = _config(str(path), 8.0, [Bucket(FRAMES, *SIZES[0])], columns)
+    config = _config(str(path), 8.0, largest, columns)
     listing = list_sources(config.data)
     unlisted = [rejection for rejection in listing.rejections if rejection.reason not in _NO_SOURCE]
     sources = _spread(listing.sources, most)
     probes, failed = _probe(config, sources)
-    fps = fit_rate([probe for _, probe in probes])
-    grid = grid_of(config)
-    outcome = fit_buckets([probe for _, probe in probes], fps, grid) if probes else None
+    fps = target.fps or fit_rate([probe for _, probe in probes])
+    outcome = (
+        fit_buckets([probe for _, probe in probes], fps, target.grid or grid_of(config), target) if probes else None
+    )
     if outcome is None or not outcome.buckets:
         raise _unusable(path, [*unlisted, *failed, *(_misfit(source, probe) for source, probe in probes)])
     config = _config(str(path), fps, outcome.buckets, columns)
@@ -170,16 +222,20 @@ def fit_rate(probes: Sequence[Probe]) -> float:
     return rates[-1]
 
 
-def fit_buckets(probes: Sequence[Probe], fps: float, grid: BucketGrid) -> BucketOutcome:
+def fit_buckets(probes: Sequence[Probe], fps: float, grid: BucketGrid, target: Target = Target()) -> BucketOutcome:
     """The fewest buckets, of at most `MOST_BUCKETS`, that take as many sources as the most do and keep nearly as much of them."""
-    shapes = SourceShapes(FRAMES)
+    shapes, wanted = SourceShapes(target.frames), target.sizes
     for probe in probes:
         shapes.add_probe(probe, fps)
     smallest = min(probe.width * probe.height for probe in probes)
-    larger = sum(math.prod(size) * 2 > smallest for size in SIZES)  # than what the smallest picture covers in any shape
-    sizes = SIZES[: larger + 1]
+    larger = sum(
+        math.prod(size) * 2 > smallest for size in wanted
+    )  # than what the smallest picture covers in any shape
+    sizes = wanted[: larger + 1]
     images, videos = ([p for p in probes if (len(p.pts_seconds) == 1) == kind] for kind in (True, False))
-    present = [Bucket(FRAMES, *size) for size in sizes if videos] + [Bucket(1, *size) for size in sizes if images]
+    present = [Bucket(target.frames, *size) for size in sizes if videos] + [
+        Bucket(1, *size) for size in sizes if images
+    ]
     best = suggest(shapes.cells(), present, grid, MOST_BUCKETS, allow_upscale=False).suggested
     for number in range(1, MOST_BUCKETS):
         fewer = suggest(shapes.cells(), present, grid, number, allow_upscale=False).suggested

@@ -24,9 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmspeed.config import Bucket, Config
+from mmspeed.models.build import patch_of
 from mmspeed.models.codecs.vae import codec_geometry
-from mmspeed.models.sora.sizes import resolve_config
-from mmspeed.models.text.encoders import text_width
 from mmspeed.preprocess.records.source_shapes import ShapeHistogram, commonest
 from mmspeed.preprocess.report.bucket_search import on_a_line, search, worth_of
 
@@ -91,8 +90,8 @@ class BucketSuggestion:
 
 def grid_of(config: Config) -> BucketGrid:
     """The grid of buckets that fit the config's codec and model. Raises UserError like `codec_geometry`."""
-    channels, strides = codec_geometry(config.vae)
-    patch = resolve_config(config.model, channels, text_width(config.text)).patch
+    _, strides = codec_geometry(config.vae)
+    patch = patch_of(config.model)
     return BucketGrid(strides.temporal, patch[0], strides.spatial * patch[1], strides.spatial * patch[2])
 
 

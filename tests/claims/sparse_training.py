@@ -243,6 +243,7 @@ def _with_dense_attention(config: Config) -> float:
     from mmspeed.device import pick
     from mmspeed.loop.checkpoint.manager import latest, load_weights
     from mmspeed.models import build_model
+    from mmspeed.models.build import sora_section
     from mmspeed.pipelines.diffusion.objective import make_objective
     from mmspeed.pipelines.diffusion.predictor import OwnPredictor
     from mmspeed.pipelines.run.run_folder import RunFolder
@@ -252,7 +253,7 @@ def _with_dense_attention(config: Config) -> float:
     folder = RunFolder.open(config.run_dir)
     info, path = folder.info(), latest(folder.checkpoints)
     assert path is not None  # the run has ended
-    model = build_model(config.model, info["latent_channels"], info["text_width"])
+    model = build_model(sora_section(config, "this claim"), info["latent_channels"], info["text_width"])
     load_weights(path, model)
     for layer in clustered_layers(model).values():
         layer.phase = "dense"
@@ -274,8 +275,11 @@ def _with_dense_attention(config: Config) -> float:
 def _tokens(config: Config) -> int:
     from mmspeed.data import DatasetCache
     from mmspeed.models import build_model
+    from mmspeed.models.build import sora_section
     from mmspeed.shapes import Strides
 
     encoders = DatasetCache(config.cache_root).info["encoders"]
-    model = build_model(config.model, encoders["vae"]["channels"], encoders["text"]["width"], device="meta")
+    model = build_model(
+        sora_section(config, "this claim"), encoders["vae"]["channels"], encoders["text"]["width"], device="meta"
+    )
     return model.tokens(Strides(*encoders["vae"]["strides"]).latent(config.buckets[0]))

@@ -60,11 +60,13 @@ class ToyPreparation:
         self.config = config
 
     @classmethod
-    def starting_values(cls, name: str, videos: str | None) -> Mapping[str, Any]:
+    def starting_values(cls, name: str, videos: str | None, model: str | None = None) -> Mapping[str, Any]:
         return {"corpus": {"path": videos or f"{name}.txt"}}
 
     @classmethod
-    def fitted_values(cls, name: str, videos: str, folder: Path) -> tuple[Mapping[str, Any], Sequence[str]]:
+    def fitted_values(
+        cls, name: str, videos: str | None, folder: Path, model: str | None = None
+    ) -> tuple[Mapping[str, Any], Sequence[str]]:
         length = len((folder / videos).read_text(encoding="utf-8"))
         return {"corpus": {"path": videos, "length": length}}, [f"toy: {length} characters"]
 

@@ -392,5 +392,7 @@ def test_only_sources_and_buckets_and_names_of_weights_must_be_given() -> None:
         "data.buckets[].width",
         "vae(diffusers).pretrained",
         "text(transformers).pretrained",
+        "text(family).pretrained",
+        "model(diffusers).pretrained",
     }
     assert all(section_options(field) for name, field in Config.model_fields.items() if name in ("data", "vae", "text"))

@@ -21,7 +21,7 @@ DATA = "data: {sources: [{path: x}], buckets: [{frames: 5, height: 32, width: 48
         ("train: {lr: .inf}\n", r"train.lr': input should be a finite number"),
         (
             "model: {pretrained: a/b}\n",
-            r"unknown key 'model.pretrained': `train.start_from` begins with .*docs/any-model.md",
+            r"unknown key 'model.pretrained': set `model.kind: diffusers` beside it for a published video model",
         ),
         ("lora: {rank: 4}\n", r"unknown key 'lora': adapters train in your own loop, with peft"),
         ("train: {lora: true}\n", r"unknown key 'train.lora': adapters train in your own loop"),

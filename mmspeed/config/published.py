@@ -1,0 +1,72 @@
+"""Config sections of published models of diffusers, and the sections that follow from the repository a config names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from .inputs import Section
+from .sparse import SparseConfig
+from .training import Weighting, WeightingSection
+
+DEFAULT_KINDS: Mapping[str, str] = {"vae": "linear", "text": "minilm", "objective": "flow", "model": "sora"}
+REPOSITORY_KINDS: Mapping[str, str] = {"vae": "diffusers", "text": "family", "objective": "family"}
+REPOSITORY = "diffusers"  # the kind of a model whose other parts are in its repository, too
+
+
+class PublishedModelConfig(Section):
+    """A video transformer of diffusers, from its repository. Codec, text encoders, objective and sampler come from there, too."""
+
+    kind: Literal["diffusers"] = Field(description="A published model of diffusers.")
+    pretrained: str = Field(
+        description="Hub id (`owner/name`) or folder of the repository: the folder that holds `model_index.json`."
+    )
+    revision: str | None = Field(None, description="Branch, tag or commit of the hub id.")
+    subfolder: str = Field("transformer", description="Folder inside `pretrained` that holds the transformer.")
+    sparse: SparseConfig | None = Field(None, description="Sparse self-attention; null: all attention is dense.")
+
+
+class FamilyObjectiveConfig(WeightingSection):
+    """The objective that a published model was trained with, from its repository's scheduler."""
+
+    samplers: ClassVar[tuple[str, ...]] = ("family", "euler", "heun", "ddim", "unipc", "dpm++")
+
+    kind: Literal["family"] = Field(description="The objective of the model's own repository.")
+    weighting: Weighting = Field(
+        "sample", description="What counts alike in the gradients of an epoch, as in the other kinds."
+    )
+
+
+def default_kind(section: str, tree: Mapping[str, Any]) -> str:
+    """The kind of a section that names none, in a config of nested mappings: it depends on the kind of the model."""
+    kinds = {**DEFAULT_KINDS, **(REPOSITORY_KINDS if has_repository(tree) else {})}
+    return kinds[section]
+
+
+def has_repository(tree: Mapping[str, Any]) -> bool:
+    """True for a config whose model comes from a repository."""
+    model = tree.get("model")
+    return isinstance(model, Mapping) and model.get("kind") == REPOSITORY
+
+
+def with_repository(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config with the codec, text encoders and objective of the model's repository, where it names no others."""
+    if not has_repository(tree):
+        return tree
+    model = tree["model"]
+    place = {name: model[name] for name in ("pretrained", "revision") if name in model}
+    usual: dict[str, dict[str, Any]] = {
+        "vae": {"kind": "diffusers", "subfolder": "vae", **place},
+        "text": {"kind": "family", **place},
+        "objective": {"kind": "family"},
+    }
+    changes = {}
+    for section, values in usual.items():
+        own = tree.get(section, {})
+        if not isinstance(own, Mapping) or own.get("kind", values["kind"]) != values["kind"]:
+            continue
+        # another repository's folders are its own
+        changes[section] = {"kind": values["kind"], **own} if "pretrained" in own else {**values, **own}
+    return {**tree, **changes}

@@ -1,0 +1,150 @@
+"""Models of config sections of either kind: SoraDiT by its sizes, or a published class from its repository."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from mmspeed.config.schema import Config, ModelConfig, PublishedModelConfig
+from mmspeed.errors import UserError, nearest
+from mmspeed.models.diffusers.plans import declare_known_plan
+from mmspeed.models.diffusers.repository import Repository
+from mmspeed.models.diffusers.sparse import grid_of, sparse_plan
+from mmspeed.models.diffusers.sparsified import sparsify
+from mmspeed.models.families import Family, Published, family_of, published_models
+from mmspeed.models.sora.sizes import build_model, resolve_config
+from mmspeed.models.weights import quiet
+from mmspeed.protocols import CountsFlops, ModelCall
+from mmspeed.protocols.calls import Configured
+
+AnySection = ModelConfig | PublishedModelConfig
+Latent = tuple[int, int, int]
+KEY = "model.pretrained"
+
+
+@dataclass(frozen=True)
+class PublishedCounts:
+    """Tokens and operations of a published class, by its call. `config`: the arguments that the model was made with."""
+
+    call: ModelCall
+    config: Mapping[str, Any]
+
+    def tokens(self, latent: Latent) -> int:
+        return self.call.tokens(self.config, latent)
+
+    def flops(self, latent: Latent, text_tokens: int) -> int:
+        return self.call.flops(self.config, latent, text_tokens)
+
+
+def repository_of(section: PublishedModelConfig) -> Repository:
+    """The repository of a model. Raises UserError for one that cannot be reached, or that holds no transformer."""
+    return Repository.open(section.pretrained, section.revision, KEY, section.subfolder)
+
+
+def family_of_section(section: PublishedModelConfig) -> Family:
+    """The family of a model, by its repository. Raises UserError for a class that no family has."""
+    return family_of(repository_of(section).class_name, KEY)
+
+
+def call_of(section: AnySection) -> ModelCall | None:
+    """The call that a published model's repository asks for; None for SoraDiT, which takes inputs as they are."""
+    if isinstance(section, ModelConfig):
+        return None
+    repository = repository_of(section)
+    return family_of(repository.class_name, KEY).call_of(repository.index)
+
+
+def outline(section: AnySection, channels: int, text_width: int) -> nn.Module:
+    """The model on the meta device: its class, plan and shapes, without weights."""
+    if isinstance(section, ModelConfig):
+        return build_model(section, channels, text_width, device="meta")
+    return _prepared(bare(repository_of(section)), section)
+
+
+def with_weights(section: AnySection, channels: int, text_width: int, device: str) -> nn.Module:
+    """The model to train: SoraDiT on a device, a published one with its weights, on the CPU."""
+    if isinstance(section, ModelConfig):
+        return build_model(section, channels, text_width, device=device)
+    repository = repository_of(section)
+    with quiet():
+        model: nn.Module = class_of(repository).from_pretrained(
+            repository.weights_folder, torch_dtype=torch.float32, use_safetensors=True, local_files_only=True
+        )
+    return _prepared(model, section)
+
+
+def class_of(repository: Repository) -> Any:
+    """The class of diffusers that a repository's transformer is of. Raises UserError for one that no family has."""
+    import diffusers
+
+    return getattr(diffusers, family_of(repository.class_name, KEY).transformer)
+
+
+def bare(repository: Repository) -> nn.Module:
+    """The repository's transformer on the meta device, from its settings alone."""
+    with torch.device("meta"), quiet():
+        model: nn.Module = class_of(repository).from_config(repository.config(repository.transformer))
+    return model
+
+
+def _prepared(model: nn.Module, section: PublishedModelConfig) -> nn.Module:
+    """The published model with its plan, and sparse where the section asks for it; the control of thresholds is the loop's."""
+    declare_known_plan(model)
+    if section.sparse is not None:
+        sparsify(model, sparse_plan(model, None), grid_of(model), section.sparse)
+    return model
+
+
+def counts_of(section: AnySection, model: nn.Module) -> CountsFlops:
+    """The counts of tokens and operations of a section's model."""
+    call = call_of(section)
+    if call is None:
+        return cast(CountsFlops, model)
+    assert isinstance(model, Configured)
+    return PublishedCounts(call, dict(model.config))
+
+
+def patch_of(section: AnySection) -> Latent:
+    """The model's patch along time, height and width, in latent positions."""
+    if isinstance(section, ModelConfig):
+        return resolve_config(section, 1, 1).patch
+    repository = repository_of(section)
+    return family_of(repository.class_name, KEY).small.patch(repository.config(repository.transformer))
+
+
+def size_of(section: AnySection) -> str:
+    """A model's size in a word: `tiny`, or the repository's name."""
+    return section.size if isinstance(section, ModelConfig) else section.pretrained
+
+
+def words_of(section: AnySection) -> str:
+    """A model in a few words: `tiny, factorised`, or the repository's name."""
+    return f"{section.size}, {section.arrangement}" if isinstance(section, ModelConfig) else section.pretrained
+
+
+def videos_of(name: str) -> tuple[str, Published | None]:
+    """(hub id or folder, the videos that the model was trained for) of a model as a user names it: by a short name, id or folder.
+
+    None for the videos of a repository that no family lists. Raises UserError, with near names, for a word that is none of these.
+    """
+    known = published_models()
+    if name.lower() in known:
+        return known[name.lower()].repository, known[name.lower()]
+    if "/" not in name and not Path(name).is_dir():
+        near = nearest(name.lower(), list(known))
+        raise UserError(
+            f"--model: {name} is no short name{near}, hub id (owner/name) or folder: known are {', '.join(known)}"
+        )
+    return name, next((place for place in known.values() if place.repository == name), None)
+
+
+def sora_section(config: Config, command: str) -> ModelConfig:
+    """The section of SoraDiT, for a `command` that is for it alone. Raises UserError for a published model."""
+    if isinstance(config.model, ModelConfig):
+        return config.model
+    raise UserError(f"{command} is for models of kind sora; model.kind is {config.model.kind}")

@@ -1,0 +1,75 @@
+"""Configs of published models: sections that follow from the repository, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmspeed.config import Config, dump_config, make_config
+from mmspeed.config.schema import FamilyTextConfig, FlowConfig, ModelConfig, PublishedModelConfig
+from mmspeed.errors import UserError
+
+DATA = {"sources": [{"path": "videos"}], "buckets": [{"frames": 9, "height": 64, "width": 64}]}
+
+
+def published(**sections: Any) -> Config:
+    model = {"kind": "diffusers", "pretrained": "owner/model", "revision": "v1"}
+    return make_config({"name": "tuned", "data": DATA, "model": model, **sections})
+
+
+def test_codec_text_and_objective_come_from_the_repository() -> None:
+    config = published()
+    assert isinstance(config.model, PublishedModelConfig) and isinstance(config.text, FamilyTextConfig)
+    assert config.vae.model_dump(include={"kind", "pretrained", "revision", "subfolder"}) == {
+        "kind": "diffusers", "pretrained": "owner/model", "revision": "v1", "subfolder": "vae",
+    }  # fmt: skip
+    assert (config.text.pretrained, config.text.revision, config.objective.kind) == ("owner/model", "v1", "family")
+
+
+def test_a_section_may_change_a_key_of_the_repository() -> None:
+    config = published(vae={"tiling": True}, text={"dtype": "bfloat16"}, objective={"weighting": "token"})
+    assert config.vae.model_dump()["tiling"] and config.vae.model_dump()["pretrained"] == "owner/model"
+    assert config.text.model_dump()["dtype"] == "bfloat16" and config.objective.weighting == "token"
+
+
+def test_a_section_may_name_another_repository_or_kind() -> None:
+    vae = {"pretrained": "owner/codec"}
+    config = published(vae=vae, text={"kind": "minilm"}, objective={"kind": "flow", "shift": 3.0})
+    assert config.vae.model_dump(include={"pretrained", "subfolder", "revision"}) == {
+        "pretrained": "owner/codec", "subfolder": None, "revision": None,
+    }  # fmt: skip
+    assert config.text.kind == "minilm"
+    assert isinstance(config.objective, FlowConfig) and config.objective.shift == 3.0
+
+
+def test_own_models_keep_their_defaults_with_and_without_a_kind() -> None:
+    for section in ({}, {"model": {"size": "nano"}}, {"model": {"kind": "sora", "size": "nano"}}):
+        config = make_config({"name": "own", "data": DATA, **section})
+        assert isinstance(config.model, ModelConfig)
+        assert (config.vae.kind, config.text.kind, config.objective.kind) == ("linear", "minilm", "flow")
+
+
+def test_a_dumped_config_is_the_same_config(tmp_path: Path) -> None:
+    import yaml
+
+    (tmp_path / "base").mkdir()
+    tree = {"name": "tuned", "data": DATA, "model": {"kind": "diffusers", "pretrained": "base"}}
+    config = make_config(tree, base=tmp_path)
+    assert config.model.model_dump()["pretrained"] == config.text.model_dump()["pretrained"] == str(tmp_path / "base")
+    assert make_config(yaml.safe_load(dump_config(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"model": {"kind": "diffusers"}}, r"'model.pretrained' is missing"),
+        ({"model": {"kind": "difusers", "pretrained": "a/b"}}, r"'model.kind' is 'difusers': use 'sora', 'diffusers'"),
+        ({"model": {"kind": "diffusers", "pretrained": "a/b", "width": 64}}, r"unknown key 'model.width'"),
+        ({"parallel": {"dsp": 2}}, r"parallel.dsp 2 .* model.kind: diffusers has none"),
+    ],
+)
+def test_one_line_says_what_is_wrong(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        published(**sections)

@@ -1,0 +1,84 @@
+"""Fine-tuning a published model from a config alone: init, check, a first epoch, a resume, and the check of a layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mmspeed.cli.init import write_config
+from mmspeed.config import Config, load_config
+from mmspeed.errors import UserError
+from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.preprocess import check
+from tests.support.runs import losses
+from tests.support.tiny_repositories import save_wan
+
+SMALL = (
+    "data.limit=4", "data.buckets=[{frames: 13, height: 32, width: 48}]", "data.val_fraction=0", "validate.prompts=[]",
+    "train.steps=3", "train.log_every=1", "train.ema_decay=null", "text.kind=transformers", "text.subfolder=text_encoder",
+    "text.tokenizer_subfolder=tokenizer",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny repository and the config that `init` writes for it."""
+    folder = tmp_path_factory.mktemp("tuned")
+    save_wan(folder / "tiny-wan")
+    write_config(folder / "own.yaml", model=str(folder / "tiny-wan"))
+    return folder
+
+
+def small(home: Path, *overrides: str) -> Config:
+    return load_config(home / "own.yaml", (*SMALL, f"text.pretrained={home / 'tiny-wan'}", *overrides))
+
+
+def test_init_fits_buckets_to_the_model(home: Path) -> None:
+    config = load_config(home / "own.yaml")
+    assert (config.model.kind, config.vae.kind, config.text.kind, config.objective.kind) == (
+        "diffusers", "diffusers", "family", "family",
+    )  # fmt: skip
+    assert config.data.fps == 16.0 and config.train.lr == 1e-5
+    assert all(b.frames % 4 == 1 and b.height % 16 == 0 and b.width % 16 == 0 for b in config.buckets)
+
+
+def test_init_knows_short_names_and_says_near_ones(tmp_path: Path) -> None:
+    write_config(tmp_path / "a.yaml", model="wan2.1-1.3b")
+    assert "pretrained: Wan-AI/Wan2.1-T2V-1.3B-Diffusers" in (tmp_path / "a.yaml").read_text()
+    with pytest.raises(UserError, match=r"wan2.1-1b is no short name \(did you mean 'wan2.1-14b'|wan2.1-1.3b"):
+        write_config(tmp_path / "b.yaml", model="wan2.1-1b")
+
+
+def test_a_run_is_trained_stopped_and_resumed(home: Path) -> None:
+    """The objective is that of the repository's scheduler, and three steps are those of two and one."""
+    whole = small(home, "name=whole", "data.cache=cache")
+    TrainPipeline(whole, online=True).run()
+    task = VideoTask(whole)
+    assert (task.config.objective.kind, task.config.objective.model_dump()["shift"]) == ("flow", 3.0)
+    TrainPipeline(small(home, "name=parts", "data.cache=cache", "train.steps=2")).run()
+    TrainPipeline(small(home, "name=parts", "data.cache=cache")).run()
+    parts = small(home, "name=parts", "data.cache=cache")
+    assert losses(parts) == losses(whole) and len(losses(whole)) == 3
+
+
+def test_check_counts_the_model_and_its_tokens(home: Path) -> None:
+    report = check(small(home))
+    assert not report.problems
+    lines = "\n".join(report.lines())
+    assert "tiny-wan" in lines and "24 tokens of the model" in lines
+
+
+def test_the_small_model_of_a_layout_is_of_the_same_class(home: Path) -> None:
+    shrunk = VideoTask(small(home)).shrunk()
+    again = VideoTask(small(home)).shrunk(shrunk.known)
+    assert "WanTransformer3DModel" in shrunk.notes.model and again.notes.model == shrunk.notes.model
+    assert type(again.task().build()["model"]).__name__ == "WanTransformer3DModel"
+
+
+def test_an_objective_of_a_repository_needs_one(tmp_path: Path) -> None:
+    tree = f"data: {{sources: [{{path: {tmp_path}}}], buckets: [{{frames: 1, height: 16, width: 16}}]}}\n"
+    (tmp_path / "own.yaml").write_text(tree + "objective: {kind: family}\n")
+    with pytest.raises(UserError, match=r"objective.kind: family is that of a published model"):
+        VideoTask(load_config(tmp_path / "own.yaml"))
