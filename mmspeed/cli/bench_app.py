@@ -272,6 +272,31 @@ def sparse_training(
 
 
 @app.command()
+def finetune(
+    output: Annotated[Path, typer.Option(help="Folder of the model, the cache and the run; made anew.")] = Path(
+        "runs/finetune"
+    ),
+    pairs: Annotated[int, typer.Option(min=3, help="Pairs of steps that are counted.")] = 15,
+    width: Annotated[int, typer.Option(min=64, help="Width of the model, in heads of 64.")] = 1024,
+    layers: Annotated[int, typer.Option(min=1, help="Blocks of the model.")] = 16,
+    strict: Annotated[bool, typer.Option(help="Exit with 1 when time or memory misses its goal.")] = False,
+) -> None:
+    """Train a Wan-shaped model beside a plain loop of diffusers and accelerate, and compare time and memory."""
+    from_checkout("finetune")
+    import shutil
+
+    from tests.claims.finetune import FinetuneSetting, bench_finetune
+
+    if (output / "base").is_dir():  # of an earlier measurement
+        for name in ("base", "cache", "runs"):
+            shutil.rmtree(output / name, ignore_errors=True)
+    result = bench_finetune(output.resolve(), FinetuneSetting(width=width, layers=layers, pairs=pairs))
+    print("\n".join(result.lines()))
+    if strict and not result.passed():
+        raise typer.Exit(1)
+
+
+@app.command()
 def attention(
     run: Annotated[
         Path | None,
