@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -21,10 +21,12 @@ from mmspeed.models.sora.sizes import build_model, resolve_config
 from mmspeed.models.weights import quiet
 from mmspeed.protocols import CountsFlops, ModelCall
 from mmspeed.protocols.calls import Configured
+from mmspeed.shapes import Bucket
 
 AnySection = ModelConfig | PublishedModelConfig
 Latent = tuple[int, int, int]
 KEY = "model.pretrained"
+FAR = 4  # times as many pixels as a model was trained for, or as few
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,34 @@ def videos_of(name: str) -> tuple[str, Published | None]:
             f"--model: {name} is no short name{near}, hub id (owner/name) or folder: known are {', '.join(known)}"
         )
     return name, next((place for place in known.values() if place.repository == name), None)
+
+
+def check_inputs(section: AnySection, model: nn.Module, channels: int, text_width: int) -> None:
+    """Raises UserError for a published model that takes other latents or captions than these."""
+    call = call_of(section)
+    if call is not None:
+        assert isinstance(model, Configured)
+        call.check(dict(model.config), channels, text_width)
+
+
+def size_warnings(section: AnySection, buckets: Iterable[Bucket]) -> list[str]:
+    """Lines on buckets far from the videos that a published model was trained for; none where these are not known."""
+    videos = None if isinstance(section, ModelConfig) else videos_of(section.pretrained)[1]
+    if videos is None:
+        return []
+    lines, own = [], videos.height * videos.width
+    for bucket in buckets:
+        share = bucket.height * bucket.width / own
+        if not 1 / FAR <= share <= FAR:
+            lines.append(
+                f"bucket {bucket} has {share:.2g} times the pixels of the {videos.height}x{videos.width} that the model was trained for: "
+                "its first samples will be poor, until it has learnt the size"
+            )
+        elif bucket.frames > FAR * videos.frames:
+            lines.append(
+                f"bucket {bucket} has more than {FAR} times the {videos.frames} frames that the model was trained for"
+            )
+    return lines
 
 
 def sora_section(config: Config, command: str) -> ModelConfig:

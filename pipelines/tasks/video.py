@@ -37,7 +37,7 @@ from mmspeed.log import get_logger
 from mmspeed.loop.checkpoint.state import whole_tensors
 from mmspeed.mesh import patient_group
 from mmspeed.models import SoraDiT
-from mmspeed.models.build import call_of, repository_of, with_weights
+from mmspeed.models.build import call_of, repository_of, size_warnings, with_weights
 from mmspeed.models.codecs.vae import codec_geometry
 from mmspeed.models.diffusers.plans import declare_known_plan
 from mmspeed.models.families.complete import completed
@@ -246,10 +246,10 @@ class VideoTask:
             self._mlp_trials.before_steps((self.latent(bucket), size) for bucket, size in sizes.items())
 
     def notes(self) -> tuple[list[str], list[str]]:
-        """Lines and warnings about sparse attention."""
+        """Lines and warnings about sparse attention, and about sizes far from those that a published model was trained for."""
         latents, own = {bucket: self.latent(bucket) for bucket in sorted(self.cache.samples.buckets())}, self.own
         if not isinstance(own, SoraDiT):
-            return [], []
+            return [], size_warnings(self.config.model, sorted(latents))
         return sparse_lines(own, latents), sparse_warnings(own, latents, self.config)
 
     def compare_start(self, start: str) -> list[str]:

@@ -8,10 +8,13 @@ import pytest
 
 from mmspeed.cli.init import write_config
 from mmspeed.config import Config, load_config
+from mmspeed.config.schema import PublishedModelConfig
 from mmspeed.errors import UserError
+from mmspeed.models.build import size_warnings
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.preprocess import check
+from mmspeed.shapes import Bucket
 from tests.support.runs import losses
 from tests.support.tiny_repositories import save_wan
 
@@ -82,3 +85,17 @@ def test_an_objective_of_a_repository_needs_one(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text(tree + "objective: {kind: family}\n")
     with pytest.raises(UserError, match=r"objective.kind: family is that of a published model"):
         VideoTask(load_config(tmp_path / "own.yaml"))
+
+
+def test_sizes_far_from_the_model_are_warned_of() -> None:
+    section = PublishedModelConfig(kind="diffusers", pretrained="Wan-AI/Wan2.1-T2V-1.3B-Diffusers")
+    far, near, long = Bucket(81, 128, 128), Bucket(33, 480, 480), Bucket(401, 480, 832)
+    lines = size_warnings(section, (far, near, long))
+    assert len(lines) == 2 and "81x128x128 has 0.041 times the pixels of the 480x832" in lines[0]
+    assert "401x480x832 has more than 4 times the 81 frames" in lines[1]
+    assert size_warnings(PublishedModelConfig(kind="diffusers", pretrained="own/model"), (far,)) == []
+
+
+def test_check_names_latents_that_the_model_does_not_take(home: Path) -> None:
+    report = check(small(home, "vae={kind: linear, channels: 4}"))
+    assert "takes 16 channels and returns 16, the latents here have 4" in report.problems[0]
