@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from mmspeed.protocols import InitializesWeights
+from mmspeed.protocols import InitializesWeights, Part, WeightSource
 from mmspeed.rng import symmetric
 
 
@@ -34,11 +34,29 @@ def own_part(parameter: nn.Parameter, value: Tensor) -> Tensor:
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
 
 
+def own_span(tensor: Tensor) -> Part:
+    """The part of a tensor that this process holds, as a span of each dimension; of an unsharded one all."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    (part,) = tensor.__create_chunk_list__()  # the interface of torch's checkpoint engine
+    return tuple(slice(begin, begin + size) for begin, size in zip(part.offsets, part.sizes, strict=True))
+
+
 @torch.no_grad()
+def set_part(parameter: Tensor, part: Tensor) -> None:
+    """Copy the part of a value that this process holds into a parameter or buffer, which may have another number type."""
+    (parameter.to_local() if isinstance(parameter, DTensor) else parameter).copy_(part)
+
+
 def set_parameter(parameter: nn.Parameter, value: Tensor) -> None:
     """Copy a whole value into a parameter; a sharded parameter takes its own part, without communication."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    local.copy_(own_part(parameter, value))
+    set_part(parameter, own_part(parameter, value))
+
+
+@torch.no_grad()
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Give the tensors of a model that are on the meta device memory on `device`, without values; move the others there."""
+    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
 
 
 def init_weights(
@@ -50,4 +68,31 @@ def init_weights(
     float32 on the CPU; where weights lie apart from the parameters, it brings them there.
     """
     for parameter, value in model.initial_weights(seed):
+        put(parameter, value)
+
+
+def read_weights(
+    model: nn.Module, source: WeightSource, put: Callable[[nn.Parameter, Tensor], None] = set_part
+) -> None:
+    """Fill every parameter and saved buffer of a model from files; each process reads the bytes of its own parts alone.
+
+    `model` is the bare one, sharded or not, after `materialize`. `put(parameter, part)` takes the part of each value that this process
+    holds, in the number type of the files, on the CPU.
+    """
+    parameters = dict(model.named_parameters())
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict().keys()}
+    for name, part in source.read({name: own_span(tensor) for name, tensor in {**parameters, **buffers}.items()}):
+        if name in parameters:
+            put(parameters[name], part)
+        else:
+            set_part(buffers[name], part)
+
+
+@torch.no_grad()
+def stand_in_weights(model: nn.Module, put: Callable[[nn.Parameter, Tensor], None] = set_part) -> None:
+    """Fill every parameter with small arbitrary numbers, for measurements in which their values do not matter."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        value = torch.ones(local.shape) if local.ndim < 2 else 0.02 * torch.randn(local.shape, generator=generator)
         put(parameter, value)

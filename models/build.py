@@ -7,18 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import nn
 
 from mmspeed.config.schema import Config, ModelConfig, PublishedModelConfig
 from mmspeed.errors import UserError, nearest
+from mmspeed.models.diffusers.loading import empty_model, stored_model
 from mmspeed.models.diffusers.plans import declare_known_plan
 from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.diffusers.sparse import grid_of, sparse_plan
 from mmspeed.models.diffusers.sparsified import sparsify
 from mmspeed.models.families import Family, Published, family_of, published_models
 from mmspeed.models.sora.sizes import build_model, resolve_config
-from mmspeed.models.weights import quiet
 from mmspeed.protocols import CountsFlops, ModelCall
 from mmspeed.protocols.calls import Configured
 from mmspeed.shapes import Bucket
@@ -69,15 +68,11 @@ def outline(section: AnySection, channels: int, text_width: int) -> nn.Module:
 
 
 def with_weights(section: AnySection, channels: int, text_width: int, device: str) -> nn.Module:
-    """The model to train: SoraDiT on a device, a published one with its weights, on the CPU."""
+    """The model to train: SoraDiT on a device, a published one without memory, with the files of its weights."""
     if isinstance(section, ModelConfig):
         return build_model(section, channels, text_width, device=device)
     repository = repository_of(section)
-    with quiet():
-        model: nn.Module = class_of(repository).from_pretrained(
-            repository.weights_folder, torch_dtype=torch.float32, use_safetensors=True, local_files_only=True
-        )
-    return _prepared(model, section)
+    return _prepared(stored_model(repository, class_of(repository)), section)
 
 
 def class_of(repository: Repository) -> Any:
@@ -88,10 +83,8 @@ def class_of(repository: Repository) -> Any:
 
 
 def bare(repository: Repository) -> nn.Module:
-    """The repository's transformer on the meta device, from its settings alone."""
-    with torch.device("meta"), quiet():
-        model: nn.Module = class_of(repository).from_config(repository.config(repository.transformer))
-    return model
+    """The repository's transformer without memory, from its settings alone."""
+    return empty_model(class_of(repository), repository.config(repository.transformer))
 
 
 def _prepared(model: nn.Module, section: PublishedModelConfig) -> nn.Module:

@@ -5,7 +5,7 @@ Legend: B batch, C channels, T h w latent, L caption tokens, D text width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Literal, Protocol, cast, runtime_checkable
 
 from torch import Tensor, nn
@@ -39,6 +39,46 @@ class InitializesWeights(Protocol):
     def initial_weights(self, seed: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield every parameter with its whole value, float32 on the CPU, from a generator keyed by its name."""
         ...
+
+
+Part = tuple[slice, ...]  # a block of a tensor: a span of each of its dimensions
+
+
+class WeightSource(Protocol):
+    """The files that hold the weights of a model which was made without memory."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of the files, the same on every process, from reading little of them."""
+        ...
+
+    def read(self, parts: Mapping[str, Part]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the wanted part of each named parameter or saved buffer, on the CPU, in the number type of the files, in any order.
+
+        Only those bytes are read. Raises UserError for files that cannot be read.
+        """
+        ...
+
+
+def declare_source(model: nn.Module, source: WeightSource) -> None:
+    """Name the files of a model's weights, in place; its parameters are on the meta device, and its buffers have values."""
+    vars(model)["weight_source"] = source
+
+
+def source_of(model: nn.Module) -> WeightSource | None:
+    """The files of a model's weights; None where it names none."""
+    source: WeightSource | None = getattr(model, "weight_source", None)
+    return source
+
+
+def declare_float32(model: nn.Module, parts: Collection[str]) -> None:
+    """Name the modules and parameters, by parts of their dotted names, that stay float32 where others are in half precision."""
+    vars(model)["float32_parts"] = frozenset(parts)
+
+
+def stays_float32(model: nn.Module, name: str) -> bool:
+    """True for the name of a module or parameter of `model` that stays float32 where others are in half precision."""
+    return not getattr(model, "float32_parts", frozenset()).isdisjoint(name.split("."))
 
 
 # The treatment of a buffer that a run changes: "averaged": the moving average includes it, and validation uses the average;

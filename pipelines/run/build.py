@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from mmspeed.config import RunConfig
 from mmspeed.config.memory import parse_bytes
 from mmspeed.device import Device, parse_dtype
 from mmspeed.errors import UserError
-from mmspeed.initialize import init_weights, own_part, set_parameter
+from mmspeed.initialize import init_weights, materialize, own_part, read_weights, set_part, stand_in_weights
 from mmspeed.loop.averages import EMA
 from mmspeed.loop.checkpoint.manager import TrainingState
 from mmspeed.loop.optimizers.build import AnyOptimizer, make_optimizer
@@ -25,9 +26,18 @@ from mmspeed.memory import ActivationPolicies
 from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from mmspeed.memory.recompute.policy import make_keeping
 from mmspeed.mesh import Mesh, make_mesh
-from mmspeed.parallel import Strategy, TokenLayout, is_half, make_half, make_layout, parallelize, resolve_strategy
+from mmspeed.parallel import (
+    Strategy,
+    TokenLayout,
+    is_half,
+    make_half,
+    make_layout,
+    parallelize,
+    resolve_strategy,
+    unwrap,
+)
 from mmspeed.pipelines.run.updates import learning_roles, own_train
-from mmspeed.protocols import InitializesWeights, RunPlace, Task, Update, blocks_of, trainable
+from mmspeed.protocols import InitializesWeights, RunPlace, Task, Update, blocks_of, source_of, trainable
 from mmspeed.rng import Seed
 
 
@@ -135,13 +145,16 @@ def assemble(
     choice: Sequence[ActivationPolicies] | None = None,
     generator: int | None = None,
     drawn: Callable[[str, Tensor], None] | None = None,
+    *,
+    stand_ins: bool = False,
 ) -> Assembly:
     """Put models on their devices, changed in place, and build the optimizers, averages and learners of all updates.
 
-    A model on the meta device gets the weights of the config's seed, drawn by a version of the `generator`; another keeps its weights.
-    `drawn("role.name", value)` is called with each of those values, whole. Models that no update trains are frozen. `choice`: the
-    activation policies of each block under a memory budget. Raises UserError for a model that lacks part of `TrainableModel`, as
-    `learning_roles`, and for a budget with several roles that learn.
+    A model on the meta device gets the weights of its files, of which each process reads its own parts, or those of the config's seed,
+    drawn by a version of the `generator`; another keeps its weights. `drawn("role.name", value)` is called with each value that is
+    drawn, whole. `stand_ins`: files are not read, and small arbitrary numbers take the place of their weights. Models that no update
+    trains are frozen. `choice`: the activation policies of each block under a memory budget. Raises UserError for a model that lacks part
+    of `TrainableModel`, as `learning_roles`, and for a budget with several roles that learn.
     """
     updates = task.updates()
     settings = learning_roles(task.name, updates, bare)
@@ -162,17 +175,24 @@ def assemble(
         for role in learning
     }
     for role in sorted(empty):
-        put = weight_setter(models[role], optimizers[role]) if role in optimizers else set_parameter
-        model = bare[role]
+        put = part_setter(models[role], optimizers[role]) if role in optimizers else set_part
+        model, source = bare[role], source_of(bare[role])
+        if source is not None:
+            stand_in_weights(model, put) if stand_ins else read_weights(model, source, put)
+            continue
         assert isinstance(model, InitializesWeights)  # `_placed` has seen to it
-        init_weights(
-            model, Seed(config.seed, generator), put if drawn is None else _with_notice(role, model, put, drawn)
-        )
+        whole, seed = partial(_put_whole, put), Seed(config.seed, generator)
+        init_weights(model, seed, whole if drawn is None else _with_notice(role, model, whole, drawn))
     averages = {}
     if config.train.ema_decay is not None:
         averages = {role: make_ema(models[role], optimizers[role], config, device) for role in learning}
     learners = [learner(update, models, placement.strategy, optimizers, device) for update in updates]
     return Assembly(models, learners, averages)
+
+
+def _put_whole(put: Callable[[nn.Parameter, Tensor], None], parameter: nn.Parameter, value: Tensor) -> None:
+    """Call `put` with this process's part of a whole value."""
+    put(parameter, own_part(parameter, value))
 
 
 def _with_notice(
@@ -189,6 +209,12 @@ def _with_notice(
         put(parameter, value)
 
     return put_and_tell
+
+
+def base_files(models: Mapping[str, nn.Module]) -> dict[str, str]:
+    """The fingerprint of the files that the weights of models come from, by role; of models without such files none."""
+    sources = {role: source_of(unwrap(model)) for role, model in models.items()}
+    return {role: source.fingerprint for role, source in sources.items() if source is not None}
 
 
 def learner(
@@ -215,8 +241,10 @@ def _placed(
     """A model on its devices, in the config's layout and number types; without weights if it came on the meta device."""
     trainable(bare, task.name)
     empty = any(parameter.is_meta for parameter in bare.parameters())
-    if empty and not isinstance(bare, InitializesWeights):
-        raise UserError(f"{type(bare).__name__} came without weights and has no initial_weights to make them")
+    if empty and source_of(bare) is None and not isinstance(bare, InitializesWeights):
+        raise UserError(
+            f"{type(bare).__name__} came without weights, and has neither files of them nor initial_weights to make them"
+        )
     keeping = None
     if learns:
         keeping = make_keeping(config.memory, len(blocks_of(bare)), device, choice)
@@ -227,7 +255,7 @@ def _placed(
     if not empty:
         bare.to(device.torch_device)
     elif placement.strategy != "fsdp":
-        bare.to_empty(device=device.torch_device)
+        materialize(bare, device.torch_device)
     # a model that does not train has no gradients to sum, so replicas need no engine between them
     strategy = "none" if placement.strategy == "ddp" and not learns else placement.strategy
     model = parallelize(
@@ -240,20 +268,25 @@ def _placed(
         compile=config.train.compile if learns else False,
     )
     if empty and placement.strategy == "fsdp":  # memory only for this rank's shards
-        bare.to_empty(device=device.torch_device)
+        materialize(bare, device.torch_device)
     return model
 
 
 def weight_setter(model: nn.Module, optimizer: AnyOptimizer) -> Callable[[nn.Parameter, Tensor], None]:
-    """A function that sets a parameter's weights to a whole float32 value: in the parameter, or in the optimizer."""
-    if not isinstance(optimizer, TieredOptimizer) or not is_half(model):
-        return set_parameter
+    """`part_setter` for whole values."""
+    return partial(_put_whole, part_setter(model, optimizer))
 
-    def put(parameter: nn.Parameter, value: Tensor) -> None:
+
+def part_setter(model: nn.Module, optimizer: AnyOptimizer) -> Callable[[nn.Parameter, Tensor], None]:
+    """A function that sets this process's part of a parameter's float32 value: in the parameter, or in the optimizer."""
+    if not isinstance(optimizer, TieredOptimizer) or not is_half(model):
+        return set_part
+
+    def put(parameter: nn.Parameter, part: Tensor) -> None:
         if optimizer.has(parameter):
-            optimizer.set_master(parameter, own_part(parameter, value))
+            optimizer.set_master(parameter, part)
         else:  # it does not train
-            set_parameter(parameter, value)
+            set_part(parameter, part)
 
     return put
 

@@ -188,6 +188,19 @@ class RunFolder:
             )
         return changed
 
+    def check_base(self, files: Mapping[str, str]) -> None:
+        """Raises UserError where the run began with other files of weights than these, by the fingerprints of roles in run.json."""
+        try:
+            recorded = self.info().get("base", {})
+        except UserError:  # a new run, or a lost record
+            return
+        changed = [role for role, fingerprint in files.items() if recorded.get(role, fingerprint) != fingerprint]
+        if changed:
+            raise UserError(
+                f"{self.root} was started from another base: the weights of the role {changed[0]} in the repository have changed since "
+                "(model.pretrained, model.revision). Restore them, or choose another `name` for this run"
+            )
+
     def write_start(self, config: RunConfig, info: dict[str, Any], files: Mapping[str, Path]) -> None:
         """Write config.yaml, run.json and copies of `files` (by their names here), each whole or not at all.
 

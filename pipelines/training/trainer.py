@@ -35,7 +35,7 @@ from mmspeed.loop.watch.rank_times import RankTimes
 from mmspeed.mesh import process_group
 from mmspeed.pipelines.report.run_page import write_report
 from mmspeed.pipelines.run.agreement import WeightsAgreement, require_agreement, run_facts
-from mmspeed.pipelines.run.build import Assembly, Placement, assemble, place
+from mmspeed.pipelines.run.build import Assembly, Placement, assemble, base_files, place
 from mmspeed.pipelines.run.run_folder import RunFolder, trim_metrics
 from mmspeed.pipelines.run.telemetry import Telemetry, TelemetryCallback
 from mmspeed.pipelines.tasks import make_task, maker_of
@@ -165,6 +165,7 @@ class TrainPipeline:
         with Working("building the model", tell=False):
             weights, bare = WeightsAgreement(), self.task.build()
             weights.require_same_built(bare)
+            require_agreement(flat({"base": base_files(bare)}), "give all of them the same files of weights")
             parts = assemble(config, self.task, bare, placement, device, choice, generator, weights.add_drawn)
             weights.require_same_drawn(parts.models)
             self._tell(where, opening.model_line(config, parts.models))
@@ -268,6 +269,8 @@ class TrainPipeline:
         """Resume from the newest sound checkpoint, or begin, with the weights of train.start_from if it is set."""
         config, parts, where = self.config, run.parts, run.place
         changed = self.folder.check_same(config)
+        files = base_files(parts.models)
+        self.folder.check_base(files)
         # rank 0 looks for it: another node's view of the folder may be older
         newest = run.manager.latest() if where.rank == 0 else None
         name = comm.broadcast_object(newest.name if newest is not None else None)
@@ -294,7 +297,7 @@ class TrainPipeline:
             parameters = sum(p.numel() for p in parts.model.parameters())
             info = {**run.task.info(), "parameters": parameters, "data": run.data.fingerprint}
             info["versions"] = {"generator": where.generator}
-            info |= bases
+            info |= bases | ({"base": files} if files else {})
             self.folder.write_start(config, info, run.task.files())
             trim_metrics(self.folder.metrics, run.step)
         comm.barrier()

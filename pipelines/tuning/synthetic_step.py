@@ -65,7 +65,7 @@ class SyntheticStep:
         least = self._least_bytes()
         if limit_bytes is not None and least > limit_bytes:
             raise does_not_fit(least, limit_bytes)
-        self.parts = assemble(config, task, bare, self.placement, device, choice)
+        self.parts = assemble(config, task, bare, self.placement, device, choice, stand_ins=True)
         for optimizer in self.parts.optimizers.values():
             set_learning_rate(optimizer, RATE)
 

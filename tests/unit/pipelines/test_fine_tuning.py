@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from mmspeed.cli.init import write_config
 from mmspeed.config import Config, load_config
 from mmspeed.config.schema import PublishedModelConfig
 from mmspeed.errors import UserError
 from mmspeed.models.build import size_warnings
+from mmspeed.models.diffusers.repository import Repository
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.preprocess import check
@@ -99,3 +102,20 @@ def test_sizes_far_from_the_model_are_warned_of() -> None:
 def test_check_names_latents_that_the_model_does_not_take(home: Path) -> None:
     report = check(small(home, "vae={kind: linear, channels: 4}"))
     assert "takes 16 channels and returns 16, the latents here have 4" in report.problems[0]
+
+
+def test_another_base_on_resume_is_an_error(home: Path) -> None:
+    TrainPipeline(small(home, "name=based", "data.cache=cache", "train.steps=1"), online=True).run()
+    record = json.loads((home / "runs" / "based" / "run.json").read_text())
+    assert record["base"] == {"model": Repository.open(str(home / "tiny-wan")).fingerprint}
+    path = home / "tiny-wan" / "transformer" / "diffusion_pytorch_model.safetensors"
+    before = path.read_bytes()
+    tensors = load_file(path)
+    tensors["proj_out.bias"] += 1
+    save_file(tensors, path)
+    try:
+        with pytest.raises(UserError, match=r"based was started from another base: .*model\.pretrained"):
+            TrainPipeline(small(home, "name=based", "data.cache=cache", "train.steps=2")).run()
+    finally:
+        path.write_bytes(before)
+    TrainPipeline(small(home, "name=based", "data.cache=cache", "train.steps=2")).run()

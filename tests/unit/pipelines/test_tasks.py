@@ -203,5 +203,7 @@ def test_a_model_without_weights_must_make_them(tmp_path: Path) -> None:
             return {"model": bare}
 
     config = character_config(tmp_path)
-    with pytest.raises(UserError, match="Module came without weights and has no initial_weights to make them"):
+    with pytest.raises(
+        UserError, match="Module came without weights, and has neither files of them nor initial_weights"
+    ):
         TrainPipeline(config, task=Weightless(config)).run()

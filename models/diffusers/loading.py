@@ -1,0 +1,118 @@
+"""Models of diffusers without memory, and the files that fill them: each process reads the bytes of its own parts alone.
+
+A model's parameters are on the meta device, in float32; its buffers, such as tables of positions, are made as its class makes them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from mmspeed.errors import UserError
+from mmspeed.models.diffusers.repository import Repository, header_of
+from mmspeed.models.weights import quiet
+from mmspeed.protocols import Part, declare_float32, declare_source
+
+NUMBERS = ("F64", "F32", "F16", "BF16")  # number types of weights that train
+
+
+def empty_model(kind: Any, config: Mapping[str, Any]) -> nn.Module:
+    """A model of a class of diffusers, from its settings: parameters on the meta device, and buffers with their values."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False), quiet():
+        model: nn.Module = kind.from_config(dict(config))
+    model.requires_grad_(True)
+    declare_float32(model, kind._keep_in_fp32_modules or ())
+    return model.train()
+
+
+def stored_model(repository: Repository, kind: Any) -> nn.Module:
+    """The repository's transformer, of the class `kind`, to be filled from its files after it is spread over devices.
+
+    Raises UserError for files that lack a tensor of the model, hold one that it lacks, or hold one of another shape.
+    """
+    model = empty_model(kind, repository.config(repository.transformer))
+    source = RepositoryWeights(repository)
+    check_tensors(model, source.shapes, f"{repository.key}: {repository.folder / repository.transformer}")
+    declare_source(model, source)
+    return model
+
+
+class RepositoryWeights:
+    """The weights in a repository's safetensors, as a `WeightSource`."""
+
+    def __init__(self, repository: Repository) -> None:
+        self._repository = repository
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The repository's own."""
+        return self._repository.fingerprint
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[Path, dict[str, Any]]]:
+        """(file, entry of its header) of each tensor. Raises UserError for numbers that are no weights."""
+        key = self._repository.key
+        files = [path for path in self._repository.weight_files() if path.suffix == ".safetensors"]
+        places = {name: (path, entry) for path in files for name, entry in header_of(path, key).items()}
+        for name, (path, entry) in places.items():
+            if entry["dtype"] not in NUMBERS:
+                raise UserError(
+                    f"{key}: `{name}` in {path} is {entry['dtype']}: only float32, bfloat16 and float16 are trained"
+                )
+        return places
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor."""
+        return {name: tuple(entry["shape"]) for name, (_, entry) in self._places.items()}
+
+    def read(self, parts: Mapping[str, Part]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the wanted part of each named tensor, file by file. Raises UserError for a file that cannot be read."""
+        by_file: dict[Path, list[str]] = {}
+        for name in parts:
+            by_file.setdefault(self._places[name][0], []).append(name)
+        for path, names in by_file.items():
+            with ExitStack() as stack:
+                try:
+                    file: Any = stack.enter_context(safe_open(path, framework="pt"))
+                    for name in names:
+                        yield name, _part(file, name, parts[name])
+                except (SafetensorError, OSError) as error:
+                    raise UserError(f"{self._repository.key}: {path} cannot be read: {error}") from None
+
+
+def _part(file: Any, name: str, part: Part) -> Tensor:
+    """A part of a tensor in an open file."""
+    if not part:
+        scalar: Tensor = file.get_tensor(name)
+        return scalar
+    block: Tensor = file.get_slice(name)[part]
+    return block
+
+
+def check_tensors(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
+    """Raises UserError where files lack a tensor of the model, hold another one, or one of another shape: the first, and how many."""
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    ignored: list[str] = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+    missing = [name for name in wanted if name not in shapes]
+    surplus = [n for n in shapes if n not in wanted and not any(re.search(pattern, n) for pattern in ignored)]
+    other = [name for name in wanted if name in shapes and shapes[name] != wanted[name]]
+    for names, words in (
+        (missing, "lacks {}"),
+        (surplus, "holds {}, which the model does not have"),
+        (other, "holds {} in another shape"),
+    ):
+        if names:
+            first = f"`{names[0]}`" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+            shape = f": {shapes[names[0]]} there, {wanted[names[0]]} by its config.json" if names is other else ""
+            total = f" ({len(missing)} missing, {len(surplus)} surplus, {len(other)} of another shape)"
+            raise UserError(f"{where} {words.format(first)}{shape}{total}")

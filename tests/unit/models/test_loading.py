@@ -1,0 +1,163 @@
+"""Models of diffusers without memory, filled from the files of their repository."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from mmspeed.config.schema import PublishedModelConfig
+from mmspeed.errors import UserError
+from mmspeed.initialize import materialize, read_weights, stand_in_weights
+from mmspeed.models.build import with_weights
+from mmspeed.protocols import Part, source_of
+from tests.support.tiny_repositories import save_wan, wan_transformer
+
+WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_wan(tmp_path_factory.mktemp("repositories") / "wan")
+
+
+@pytest.fixture
+def copy(wan: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(wan, tmp_path / "wan")
+
+
+def built(folder: Path) -> nn.Module:
+    return with_weights(PublishedModelConfig(kind="diffusers", pretrained=str(folder)), 16, 16, "meta")
+
+
+def filled(folder: Path) -> nn.Module:
+    model = built(folder)
+    source = source_of(model)
+    assert source is not None
+    materialize(model, torch.device("cpu"))
+    read_weights(model, source)
+    return model
+
+
+def inputs() -> dict[str, Any]:
+    g = torch.Generator().manual_seed(1)
+    return {
+        "hidden_states": torch.randn(2, 16, 3, 4, 6, generator=g),
+        "timestep": torch.rand(2, generator=g) * 1000,
+        "encoder_hidden_states": torch.randn(2, 7, 16, generator=g),
+        "return_dict": False,
+    }
+
+
+def test_a_filled_model_is_the_one_that_diffusers_loads(wan: Path) -> None:
+    """Also its tables of positions, which are in no file."""
+    model = built(wan)
+    assert all(parameter.is_meta and parameter.requires_grad for parameter in model.parameters())
+    assert not any(buffer.is_meta for buffer in model.buffers()) and list(model.buffers())
+    model = filled(wan)
+    saved = wan_transformer().train()
+    assert model.training and model.state_dict().keys() == saved.state_dict().keys()
+    for name, tensor in [*saved.named_parameters(), *saved.named_buffers()]:
+        assert torch.equal(dict([*model.named_parameters(), *model.named_buffers()])[name], tensor), name
+    assert torch.equal(model(**inputs())[0], saved(**inputs())[0])
+
+
+def test_a_base_in_half_precision_trains_in_float32(copy: Path) -> None:
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(copy / WEIGHTS).items()}
+    save_file(tensors, copy / WEIGHTS)
+    for name, parameter in filled(copy).named_parameters():
+        assert parameter.dtype == torch.float32
+        assert torch.equal(parameter, tensors[name].float()), name
+
+
+def test_a_repository_in_shards(copy: Path, wan: Path) -> None:
+    model = wan_transformer()
+    shutil.rmtree(copy / "transformer")
+    model.save_pretrained(copy / "transformer", max_shard_size="20KB")
+    assert len(list((copy / "transformer").glob("*.safetensors"))) > 2
+    found = filled(copy).state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in filled(wan).state_dict().items())
+
+
+class Counted:
+    """A source that notes the parts that are read."""
+
+    def __init__(self, source: Any) -> None:
+        self.source, self.bytes = source, 0
+        self.fingerprint: str = source.fingerprint
+
+    def read(self, parts: dict[str, Part]) -> Any:
+        for name, part in self.source.read(parts):
+            self.bytes += part.nbytes
+            yield name, part
+
+
+def test_only_wanted_parts_are_read(wan: Path) -> None:
+    source = source_of(built(wan))
+    assert source is not None
+    whole = load_file(wan / WEIGHTS)["blocks.0.ffn.net.2.weight"]
+    counted = Counted(source)
+    ((_, part),) = counted.read({"blocks.0.ffn.net.2.weight": (slice(6, 12), slice(0, 5))})
+    assert torch.equal(part, whole[6:12, :5]) and counted.bytes == 6 * 5 * 4
+
+
+def test_stand_ins_take_the_place_of_weights(wan: Path) -> None:
+    model = built(wan)
+    materialize(model, torch.device("cpu"))
+    stand_in_weights(model)
+    out = model(**inputs())[0]
+    assert out.isfinite().all() and out.abs().max() > 0
+
+
+def edited(copy: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    tensors = load_file(copy / WEIGHTS)
+    change(tensors)
+    save_file(tensors, copy / WEIGHTS)
+
+
+def missing(copy: Path) -> None:
+    edited(copy, lambda tensors: [tensors.pop(name) for name in ("proj_out.bias", "proj_out.weight")] and None)
+
+
+def surplus(copy: Path) -> None:
+    edited(copy, lambda tensors: tensors.update({"other.weight": torch.ones(2)}))
+
+
+def misshaped(copy: Path) -> None:
+    path = copy / "transformer" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "ffn_dim": 64}))
+
+
+def integers(copy: Path) -> None:
+    edited(copy, lambda tensors: tensors.update({"proj_out.bias": tensors["proj_out.bias"].to(torch.int8)}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (missing, r"lacks `proj_out\.weight` and 1 more \(2 missing, 0 surplus, 0 of another shape\)"),
+        (surplus, r"holds `other\.weight`, which the model does not have \(0 missing, 1 surplus"),
+        (
+            misshaped,
+            r"holds `blocks\.0\.ffn\.net\.0\.proj\.weight` and 5 more in another shape: \(32, 24\) there, \(64, 24\) by its config",
+        ),
+        (integers, r"`proj_out\.bias` in .* is I8"),
+    ],
+)
+def test_other_tensors_are_one_line(copy: Path, damage: Callable[[Path], None], message: str) -> None:
+    damage(copy)
+    with pytest.raises(UserError, match=rf"^model\.pretrained: .*{message}") as caught:
+        built(copy)
+    assert "\n" not in str(caught.value)
+
+
+def test_tensors_that_the_class_ignores_are_no_surplus(copy: Path) -> None:
+    edited(copy, lambda tensors: tensors.update({"blocks.0.attn2.norm_added_q.weight": torch.ones(24)}))
+    assert filled(copy)
