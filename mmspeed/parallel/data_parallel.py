@@ -7,8 +7,10 @@ that every rank knows before its first forward. So parameters on another mesh th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -20,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mmspeed.axes import AxisName
 from mmspeed.mesh import Mesh
 from mmspeed.mixin import mix_in
-from mmspeed.protocols import blocks_of
+from mmspeed.protocols import blocks_of, stays_float32
 from mmspeed.torch_internals import fsdp_state, sum_in_float32
 
 Strategy = Literal["none", "ddp", "fsdp"]
@@ -37,8 +39,23 @@ class _Autocast(nn.Module):
             return super().forward(*args, **kwargs)
 
 
+class _InFloat32(nn.Module):
+    """Mixed in before the class of a module that stays float32: its forward runs outside of autocast."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(next(self.parameters()).device.type, enabled=False):
+            return super().forward(*args, **kwargs)
+
+
 def autocast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Make `model` compute its matrix products in `dtype`, in place; parameters and names stay as they are."""
+    """Make `model` compute its matrix products in `dtype`, in place; parameters and names stay as they are.
+
+    Modules that the model declares to stay float32 compute in float32.
+    """
+    for name, module in model.named_modules():
+        within = stays_float32(model, name.rpartition(".")[0])  # of a module that stays float32 itself
+        if name and stays_float32(model, name) and not within and next(module.parameters(), None) is not None:
+            mix_in(module, _InFloat32, rename=False)
     mix_in(
         model, _Autocast, rename=False
     )._autocast_dtype = dtype  # diffusers writes the name into a checkpoint's config
@@ -48,20 +65,55 @@ def shard(model: nn.Module, mesh: Mesh, compute_dtype: torch.dtype) -> nn.Module
     """Apply `fully_shard` to each block, then to the root; replicas of the sharded model where `dp_replicate` > 1.
 
     Parameters travel in `compute_dtype`, gradients are summed in float32, over both axes. Inputs are not cast: the root would round
-    timesteps to `compute_dtype` too; autocast casts what the matrix products need.
+    timesteps to `compute_dtype` too; autocast casts what the matrix products need. Parameters that stay float32 travel in float32, in
+    groups of their own: the engine has one number type for a group.
     """
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     axes = (AxisName.DP_REPLICATE, AxisName.SHARD) if mesh.size(AxisName.DP_REPLICATE) > 1 else (AxisName.SHARD,)
-    data_mesh = mesh.submesh(*axes)
+    engine = partial(fully_shard, mesh=mesh.submesh(*axes))
+    apart = float32_parameters(model) if compute_dtype != torch.float32 or is_half(model) else set()
     for _, block in blocks_of(model):
-        fully_shard(block, mesh=data_mesh, mp_policy=policy)
+        _shard_module(block, engine, compute_dtype, apart)
     # The root is resharded too (not torch's default): after an evaluation its gathered parameters would otherwise
     # stay, and hide what an EMA swap or a loaded checkpoint writes into the shards.
-    fully_shard(model, mesh=data_mesh, mp_policy=policy, reshard_after_forward=True)
+    _shard_module(model, partial(engine, reshard_after_forward=True), compute_dtype, apart)
     sum_gradients(model)
     if is_half(model):
         _keep_sums_in_float32(model)
     return model
+
+
+def float32_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that stay float32: those that the model declares, and those that modules around them hold themselves."""
+    named = dict(model.named_parameters())
+    declared = [name for name in named if stays_float32(model, name)]
+    around = {name[:end] for name in declared for end in range(len(name)) if name[end] == "." or end == 0}
+    return {p for name, p in named.items() if name in declared or name.rpartition(".")[0] in around}
+
+
+def _shard_module(
+    module: nn.Module, engine: Callable[..., object], compute_dtype: torch.dtype, apart: set[nn.Parameter]
+) -> None:
+    """Shard the parameters of a module that are not sharded yet: those `apart` travel in float32, the others in `compute_dtype`."""
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    if not apart.isdisjoint(module.parameters()):
+        others = list(_free_modules(module, apart))
+        if others:
+            engine(others, mp_policy=policy)
+        policy = replace(policy, param_dtype=torch.float32)
+    engine(module, mp_policy=policy)
+
+
+def _free_modules(module: nn.Module, apart: set[nn.Parameter]) -> Iterator[nn.Module]:
+    """The largest modules within a module that hold parameters, none of them `apart` and none sharded yet."""
+    for child in module.children():
+        if isinstance(child, FSDPModule):
+            continue
+        sharded = any(isinstance(inner, FSDPModule) for inner in child.modules())
+        own = list(child.parameters())
+        if own and not sharded and apart.isdisjoint(own):
+            yield child
+        else:
+            yield from _free_modules(child, apart)
 
 
 class _Undivided:
@@ -89,11 +141,12 @@ def sum_gradients(model: nn.Module) -> None:
 def make_half(model: nn.Module) -> None:
     """Make the parameters that train bfloat16, in place; buffers and other parameters, whose float32 weights no optimizer has, stay.
 
-    Call it on the meta device, or before the parameters are filled.
+    So do those that the model declares to stay float32. Call it on the meta device, or before the parameters are filled.
     """
+    kept = float32_parameters(model)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.requires_grad:
+            if parameter.requires_grad and parameter not in kept:
                 module.register_parameter(name, nn.Parameter(parameter.detach().to(torch.bfloat16)))
 
 

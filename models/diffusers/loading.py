@@ -29,9 +29,13 @@ def empty_model(kind: Any, config: Mapping[str, Any]) -> nn.Module:
 
     with init_empty_weights(include_buffers=False), quiet():
         model: nn.Module = kind.from_config(dict(config))
-    model.requires_grad_(True)
-    declare_float32(model, kind._keep_in_fp32_modules or ())
+    keep_float32(model)
     return model.train()
+
+
+def keep_float32(model: nn.Module) -> None:
+    """Declare, in place, what a class of diffusers keeps in float32 when it is loaded in half precision: its `_keep_in_fp32_modules`."""
+    declare_float32(model, getattr(model, "_keep_in_fp32_modules", None) or ())
 
 
 def stored_model(repository: Repository, kind: Any) -> nn.Module:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mmspeed.config.schema import DdpmConfig, FlowConfig, ObjectiveConfig
 from mmspeed.data.loading.collate import pad_texts
 from mmspeed.errors import UserError
+from mmspeed.models.diffusers.loading import keep_float32
 from mmspeed.models.diffusers.plans import declare_known_plan
 from mmspeed.models.families import call_for, class_name
 from mmspeed.protocols import Batch, CountsFlops, DiffusionModel, TextEntry, check_model
@@ -123,6 +124,7 @@ def make_predictor(
 def prepare_training(model: nn.Module) -> None:
     """Prepare a published model for training, in place: `from_pretrained` leaves it in eval mode, and maybe in half precision."""
     model.train()
+    keep_float32(model)
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
             parameter.data = parameter.data.float()

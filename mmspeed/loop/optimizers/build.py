@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon, Optimizer
@@ -71,13 +72,22 @@ def make_groups(model: nn.Module, cfg: TrainConfig) -> Groups:
     if cfg.optimizer == "muon":
         hidden = {id(p) for _, block in blocks_of(unwrap(model)) for p in block.parameters() if p.ndim == 2}
     groups: Groups = []
-    for members in by_mesh(parameters):  # separate groups: torch's foreach kernels take tensors of one mesh
+    # separate groups: torch's foreach kernels take tensors of one mesh, buckets of masters those of one number type
+    for members in (same for of_mesh in by_mesh(parameters) for same in _by_dtype(of_mesh)):
         groups += [
             {"params": [p for p in members if id(p) in hidden], "weight_decay": cfg.weight_decay, "use": "muon"},
             {"params": [p for p in members if p.ndim >= 2 and id(p) not in hidden], "weight_decay": cfg.weight_decay},
             {"params": [p for p in members if p.ndim < 2], "weight_decay": 0.0},
         ]
     return [group for group in groups if group["params"]]
+
+
+def _by_dtype(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters in lists of one number type each, in the order of their first."""
+    lists: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        lists.setdefault(parameter.dtype, []).append(parameter)
+    return list(lists.values())
 
 
 def make_adamw(groups: Groups, cfg: TrainConfig) -> Optimizer:

@@ -257,8 +257,8 @@ class HostMasters(SplitMasters):
 def masters_for(
     tier: str, parameters: list[nn.Parameter], device: Device, copies: CopyEngine, pool: HostPool
 ) -> Masters:
-    """The masters of a bucket in a tier: parameters, float32, split or host."""
-    if tier == "parameters":
+    """The masters of a bucket in a tier: parameters, float32, split or host. Parameters that stayed float32 are their own in every tier."""
+    if tier == "parameters" or parameters[0].dtype == torch.float32:
         return ParameterMasters(parameters, device)
     if tier == "float32":
         return Float32Masters(parameters, device)

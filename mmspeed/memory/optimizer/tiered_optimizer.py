@@ -33,12 +33,16 @@ StateTier = Literal["device", "host"]
 
 
 def cut_into_buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
-    """Parameters in their order, cut where a bucket's part on this process would exceed so many bytes in float32. None is empty."""
+    """Parameters in their order, cut where a bucket's part on this process would exceed so many bytes in float32. None is empty.
+
+    A bucket's parameters have one number type.
+    """
     buckets: list[list[nn.Parameter]] = []
     filled = 0
     for parameter in parameters:
         nbytes = 4 * local_part(parameter).numel()
-        if not buckets or (filled and filled + nbytes > bucket_bytes):
+        full = filled and filled + nbytes > bucket_bytes
+        if not buckets or full or buckets[-1][-1].dtype != parameter.dtype:
             buckets.append([])
             filled = 0
         buckets[-1].append(parameter)
