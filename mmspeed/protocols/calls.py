@@ -6,7 +6,7 @@ Legend: B batch, C channels, T h w latent, L caption tokens, D text width.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -27,6 +27,7 @@ class Conditions:
         pooled_BD: one vector for each caption, where the text encoder gives one.
         fps_B: frames per second of each clip, float32; of an image any number.
         strides: frames and pixels that a latent position covers.
+        named: further inputs by their names in a batch: captions of a second encoder (`text_2`, (B, L, D)) with their mask (`text_2_mask`).
     """
 
     text_BLD: Tensor
@@ -34,6 +35,7 @@ class Conditions:
     pooled_BD: Tensor | None = None
     fps_B: Tensor | None = None
     strides: Strides | None = None
+    named: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class ModelCall(Protocol):

@@ -11,15 +11,14 @@ For other classes diffusers' own declaration (`_cp_plan`) is read, where it spli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
 from mmspeed.errors import UserError
+from mmspeed.models.diffusers import joint_plans
+from mmspeed.models.diffusers.plan_parts import SUM, VIDEO, chunks_of, config_of, draws, listed, repeated
 from mmspeed.protocols.plan import (
-    Block,
-    Chunked,
     Gather,
     Leading,
     Linear,
@@ -32,11 +31,7 @@ from mmspeed.protocols.plan import (
     plan_of,
 )
 
-VIDEO = Gather("video", 1)
 TIMESTEP = Split("video", 1, ndim=2, broadcast=True)  # one per sample (B,) or one per token (B, N)
-SUM = Linear("row", "video", dim=1)
-# the elementwise activations of diffusers' FeedForward
-ACTIVATIONS: Mapping[str, Any] = {"gelu": "gelu", "gelu-approximate": "gelu_tanh", "linear-silu": "silu"}
 
 
 def wan_plan(model: nn.Module) -> ModelPlan:
@@ -47,7 +42,7 @@ def wan_plan(model: nn.Module) -> ModelPlan:
     attention = "blocks.*.attn1", "blocks.*.attn2"
     rotary = Split("video", 1, level="seen")
     return ModelPlan(
-        blocks=tuple(_listed(model, "blocks")),
+        blocks=tuple(listed(model, "blocks")),
         before=("patch_embedding", "condition_embedder"),
         after=("norm_out", "proj_out"),
         inputs={
@@ -58,12 +53,12 @@ def wan_plan(model: nn.Module) -> ModelPlan:
         outputs={"rope": {0: rotary, 1: rotary}, "proj_out": {0: VIDEO}},
         attention={"blocks.*.attn1": Site(("video",), layout="BNAD")},
         linears=_wan_linears(model),
-        heads=_config(model).num_attention_heads,
+        heads=config_of(model).num_attention_heads,
         channel_norms=("blocks.*.attn*.norm_q", "blocks.*.attn*.norm_k", *_added(model, "norm_added_k")),
         divided=dict.fromkeys(attention, ("heads",)),
         regions={"attention": Region(("attn1",)), "cross_attention": Region(("attn2",)), "mlp": Region(("ffn",))},
-        chunks=_chunks("ffn", "gelu-approximate"),
-        draws=_draws(model),
+        chunks=chunks_of("ffn", "gelu-approximate"),
+        draws=draws(model),
         image=("hidden_states", 2),
     )
 
@@ -79,22 +74,22 @@ def _wan_linears(model: nn.Module) -> dict[str, Linear]:
 
 def _added(model: nn.Module, name: str) -> tuple[str, ...]:
     """The pattern of a layer that only image-to-video models have in their cross-attention; empty for others."""
-    return (f"blocks.*.attn2.{name}",) if _config(model).added_kv_proj_dim is not None else ()
+    return (f"blocks.*.attn2.{name}",) if config_of(model).added_kv_proj_dim is not None else ()
 
 
 def ltx_plan(model: nn.Module) -> ModelPlan:
     """The plan of LTXVideoTransformer3DModel. Rotary frequencies are (B, N, E); timesteps (B,) or one per token (B, N)."""
     return ModelPlan(
-        blocks=tuple(_listed(model, "transformer_blocks")),
+        blocks=tuple(listed(model, "transformer_blocks")),
         before=("proj_in", "time_embed", "caption_projection"),
         after=("norm_out", "proj_out"),
         inputs={"": {"hidden_states": Split("video", 1), "timestep": TIMESTEP}},
         outputs={"rope": {0: Split("video", 1), 1: Split("video", 1)}, "proj_out": {0: VIDEO}},
         attention={"transformer_blocks.*.attn1": Site(("video",), layout="BNAD")},
-        heads=_config(model).num_attention_heads,
+        heads=config_of(model).num_attention_heads,
         regions={"attention": Region(("attn1",)), "cross_attention": Region(("attn2",)), "mlp": Region(("ff",))},
-        chunks=_chunks("ff", _config(model).activation_fn),
-        draws=_draws(model),
+        chunks=chunks_of("ff", config_of(model).activation_fn),
+        draws=draws(model),
         image=("num_frames", None),
     )
 
@@ -102,7 +97,7 @@ def ltx_plan(model: nn.Module) -> ModelPlan:
 def cogvideox_plan(model: nn.Module) -> ModelPlan:
     """The plan of CogVideoXTransformer3DModel: text and video attend jointly; the caller may pass rotary frequencies (N, D)."""
     return ModelPlan(
-        blocks=tuple(_listed(model, "transformer_blocks")),
+        blocks=tuple(listed(model, "transformer_blocks")),
         before=("patch_embed", "time_embedding"),
         after=("norm_final", "norm_out", "proj_out"),
         inputs={
@@ -111,40 +106,10 @@ def cogvideox_plan(model: nn.Module) -> ModelPlan:
         },
         outputs={"proj_out": {0: VIDEO}},
         attention={"transformer_blocks.*.attn1": Site(("text", "video"))},
-        heads=_config(model).num_attention_heads,
+        heads=config_of(model).num_attention_heads,
         regions={"attention": Region(("attn1",)), "mlp": Region(("ff",))},
-        draws=_draws(model),
+        draws=draws(model),
         image=("hidden_states", 1),
-    )
-
-
-def hunyuan_video_plan(model: nn.Module) -> ModelPlan:
-    """The plan of HunyuanVideoTransformer3DModel: blocks of two streams, then of one, with joint attention masked over [video, text].
-
-    Its blocks cut text off by `[:-n]`, which takes everything for n = 0: every process needs a text token.
-    """
-    blocks = tuple(
-        block for name in ("transformer_blocks", "single_transformer_blocks") for block in _listed(model, name)
-    )
-    if not blocks:
-        raise UserError(f"{type(model).__name__} has no blocks")
-    first = blocks[0].name
-    stacks = dict.fromkeys(f"{block.name.partition('.')[0]}.*" for block in blocks)
-    every: dict[str, Split | Leading] = {"attention_mask": Split(("video", "text"), -1), "num_tokens": Leading("video")}
-    inputs: dict[str, dict[str, Split | Leading | Seen]] = {
-        first: {"hidden_states": Split("video", 1), "encoder_hidden_states": Split("text", 1, least=1)}
-    }
-    return ModelPlan(
-        blocks=blocks,
-        before=("x_embedder", "context_embedder", "time_text_embed"),
-        after=("norm_out", "proj_out"),
-        inputs={**inputs, **dict.fromkeys(stacks, every)},
-        outputs={"rope": {0: Split("video", 0), 1: Split("video", 0)}, "proj_out": {0: VIDEO}},
-        attention={f"{stack}.attn": Site(("video", "text")) for stack in stacks},
-        heads=_config(model).num_attention_heads,
-        regions={"attention": Region(("attn",))},
-        draws=_draws(model),
-        image=("hidden_states", 2),
     )
 
 
@@ -152,7 +117,11 @@ PLANS: Mapping[str, Callable[[nn.Module], ModelPlan]] = {
     "WanTransformer3DModel": wan_plan,
     "LTXVideoTransformer3DModel": ltx_plan,
     "CogVideoXTransformer3DModel": cogvideox_plan,
-    "HunyuanVideoTransformer3DModel": hunyuan_video_plan,
+    "HunyuanVideoTransformer3DModel": joint_plans.hunyuan_video_plan,
+    "HunyuanVideo15Transformer3DModel": joint_plans.hunyuan_video15_plan,
+    "MochiTransformer3DModel": joint_plans.mochi_plan,
+    "QwenImageTransformer2DModel": joint_plans.qwen_image_plan,
+    "FluxTransformer2DModel": joint_plans.flux_plan,
 }
 
 
@@ -210,11 +179,11 @@ def converted(model: nn.Module) -> ModelPlan:
             else:
                 inputs.setdefault(module, {})[str(key)] = ours
     return ModelPlan(
-        blocks=tuple(_repeated(model)),
+        blocks=tuple(repeated(model)),
         inputs=inputs,
         outputs=outputs,
         attention=_self_attention(model),
-        draws=_draws(model),
+        draws=draws(model),
     )
 
 
@@ -234,36 +203,3 @@ def _self_attention(model: nn.Module) -> dict[str, Site]:
 
 def _known(model: nn.Module) -> Callable[[nn.Module], ModelPlan] | None:
     return next((PLANS[own.__name__] for own in type(model).__mro__ if own.__name__ in PLANS), None)
-
-
-def _config(model: nn.Module) -> Any:
-    return model.config
-
-
-def _listed(model: nn.Module, name: str) -> Iterator[Block]:
-    """The blocks of a list. Raises UserError where there is no such list."""
-    blocks = dict(model.named_children()).get(name)
-    if not isinstance(blocks, nn.ModuleList):
-        raise UserError(f"{type(model).__name__} has no list of blocks {name!r}")
-    for number in range(len(blocks)):
-        yield Block(f"{name}.{number}")
-
-
-def _repeated(model: nn.Module) -> Iterator[Block]:
-    """The blocks that diffusers names as repeated, or as not to be split."""
-    kinds = getattr(model, "_repeated_blocks", None) or getattr(model, "_no_split_modules", None) or ()
-    for name, module in model.named_modules():
-        if type(module).__name__ in kinds:
-            yield Block(name)
-
-
-def _chunks(mlp: str, activation: str) -> tuple[Chunked, ...]:
-    """A block's MLP, a FeedForward of diffusers, where its activation is elementwise; else none."""
-    if activation not in ACTIVATIONS:
-        return ()
-    return (Chunked(f"{mlp}.net.0.proj", f"{mlp}.net.2", f"{mlp}.net.0", ACTIVATIONS[activation]),)
-
-
-def _draws(model: nn.Module) -> bool:
-    """True for a model with dropout."""
-    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())

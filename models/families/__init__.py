@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from mmspeed.errors import UserError, nearest
-from mmspeed.models.families import cogvideox, hunyuan_video, ltx, wan
+from mmspeed.models.families import cogvideox, flux, hunyuan_video, hunyuan_video15, ltx, mochi, qwen_image, wan
 from mmspeed.models.families.base import Family, Published
 from mmspeed.protocols.calls import ModelCall
 
@@ -23,6 +23,10 @@ FAMILIES: Mapping[str, Family] = {
         ltx.FAMILY,
         cogvideox.FAMILY,
         hunyuan_video.FAMILY,
+        hunyuan_video15.FAMILY,
+        mochi.FAMILY,
+        qwen_image.FAMILY,
+        flux.FAMILY,
     )
 }
 

@@ -150,6 +150,33 @@ def check_sizes(name: str, config: Config, channels: int, text_width: int, text_
         )
 
 
+def only_images(latent: tuple[int, ...]) -> None:
+    """Raises ValueError for a latent of several frames, in a family of images."""
+    if latent[0] != 1:
+        raise ValueError(
+            f"latent frames {latent[0]} of {tuple(latent)}: the model makes images: use buckets of 1 frame"
+        )
+
+
+def per_token(t_B: Tensor, tokens: int) -> Tensor:
+    """Times of tokens (B, N), from times of samples (B,), or of latent frames (B, T) whose tokens follow one another."""
+    if t_B.ndim == 2:
+        return t_B.repeat_interleave(tokens // t_B.shape[1], dim=1)
+    return t_B[:, None].expand(-1, tokens)
+
+
+def pooled_of(name: str, conditions: Conditions, width: int) -> Tensor:
+    """Pooled vectors (B, D). Raises UserError where captions have none, or some of another width."""
+    pooled_BD = conditions.pooled_BD
+    if pooled_BD is None or pooled_BD.shape[1] != width:
+        pooled = "none" if pooled_BD is None else f"one of width {pooled_BD.shape[1]}"
+        raise UserError(
+            f"{name} needs a pooled vector of width {width} for each caption, the text encoder gave {pooled}: "
+            "encode captions with one that has it, such as CLIP's"
+        )
+    return pooled_BD
+
+
 def filled(conditions: Conditions, tokens: int, dtype: torch.dtype) -> Tensor:
     """Captions padded with zeros to `tokens` tokens. Raises UserError for longer ones."""
     length = conditions.text_BLD.shape[1]

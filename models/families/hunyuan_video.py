@@ -25,6 +25,7 @@ from mmspeed.models.families.base import (
     check_sizes,
     first_output,
     outputs_of,
+    pooled_of,
     small_channels,
     token_grid,
     width_of,
@@ -57,13 +58,7 @@ class HunyuanVideoCall:
 
     def call(self, config: Config, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> dict[str, Any]:
         """The arguments of the forward. Raises UserError without pooled vectors, or with those of another width."""
-        pooled_BD, width = conditions.pooled_BD, self.pooled_width(config)
-        if pooled_BD is None or pooled_BD.shape[1] != width:
-            pooled = "none" if pooled_BD is None else f"one of width {pooled_BD.shape[1]}"
-            raise UserError(
-                f"HunyuanVideoTransformer3DModel needs a pooled vector of width {width} for each caption, the text encoder gave {pooled}: "
-                "encode captions with one that has it, such as CLIP's"
-            )
+        pooled_BD = pooled_of("HunyuanVideoTransformer3DModel", conditions, self.pooled_width(config))
         arguments = {
             "hidden_states": x_BCThw,
             "timestep": TIMES * t_B,

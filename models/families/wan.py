@@ -18,6 +18,7 @@ from mmspeed.models.families.base import (
     WIDTH_OF_TIMES,
     Config,
     Family,
+    Index,
     Latent,
     Published,
     SmallClass,
@@ -26,6 +27,7 @@ from mmspeed.models.families.base import (
     filled,
     first_output,
     outputs_of,
+    per_token,
     small_channels,
     token_grid,
     width_of,
@@ -38,9 +40,11 @@ class WanCall:
     """The call of WanTransformer3DModel, text to video.
 
     text_tokens: captions are padded with zeros to so many tokens, which are attended to: the model was trained so.
+    expand_timesteps: each token has its own time (Wan 2.2 5B), which a given first frame needs.
     """
 
     text_tokens: int = 512
+    expand_timesteps: bool = False
     predicts: Predicted = "velocity"
     timed: bool = False
 
@@ -55,9 +59,11 @@ class WanCall:
 
     def call(self, config: Config, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> dict[str, Any]:
         """The arguments of the forward. Raises UserError for captions of more than `text_tokens`."""
+        latent: Latent = x_BCThw.shape[2], x_BCThw.shape[3], x_BCThw.shape[4]
+        times = per_token(t_B, self.tokens(config, latent)) if self.expand_timesteps else t_B
         return {
             "hidden_states": x_BCThw,
-            "timestep": TIMES * t_B,
+            "timestep": TIMES * times,
             "encoder_hidden_states": filled(conditions, self.text_tokens, x_BCThw.dtype),
             "return_dict": False,
         }
@@ -71,8 +77,9 @@ class WanCall:
     def flops(self, config: Config, latent: Latent, text_tokens: int) -> int:
         n, l, e = self.tokens(config, latent), self.text_tokens, width_of(config)  # noqa: E741 (the legend's letter)
         patch, hidden = math.prod(self.patch(config)), config["ffn_dim"]
+        times = n if self.expand_timesteps else 1
         conditions = (
-            linear(1, config["freq_dim"], e) + linear(1, e, e) + linear(1, e, 6 * e)
+            linear(times, config["freq_dim"], e) + linear(times, e, e) + linear(times, e, 6 * e)
             + linear(l, config["text_dim"], e) + linear(l, e, e)
         )  # fmt: skip
         own = linear(n, e, 4 * e) + attention(n, n, e)
@@ -85,6 +92,11 @@ class WanCall:
     def patch(config: Config) -> Latent:
         t, h, w = config["patch_size"]
         return t, h, w
+
+
+def variant(index: Index) -> ModelCall:
+    """The call of a repository's transformer: Wan 2.2 5B gives each token a time."""
+    return WanCall(expand_timesteps=bool(index.get("expand_timesteps", False)))
 
 
 def _wan(config: Config, sizes: SmallSizes, width: int) -> dict[str, Any]:
@@ -114,5 +126,6 @@ FAMILY = Family(
     "WanTransformer3DModel",
     WanCall(),
     SmallClass(WanCall.patch, 12, _wan, _short),
+    variant,
     published=PUBLISHED,
 )

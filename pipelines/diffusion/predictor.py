@@ -23,6 +23,8 @@ from mmspeed.protocols.calls import Conditions, Configured, ModelCall
 from mmspeed.protocols.model import lacking_members
 from mmspeed.shapes import Strides
 
+# tensors of the video task's batches; others are further inputs of the model, by name
+OWN_TENSORS = ("latents", "text", "text_mask", "text_pooled", "noise", "fps", "loss_mask", "quantiles")
 STEPS_OF_V = 1000  # of published models that predict v
 Ask = Callable[[nn.Module, Tensor, Tensor, Conditions], Tensor]  # as `Predictor.predict`
 
@@ -160,9 +162,12 @@ def _check_objective(name: str, call: ModelCall, objective: ObjectiveConfig) -> 
 
 
 def conditions_of(batch: Batch, strides: Strides | None) -> Conditions:
-    """The conditions of a batch's predictions."""
+    """The conditions of a batch's predictions. Tensors of names that the video task does not know itself are passed on by name."""
     tensors = batch.tensors
-    return Conditions(tensors["text"], tensors["text_mask"], tensors.get("text_pooled"), tensors.get("fps"), strides)
+    named = {name: tensor for name, tensor in tensors.items() if name not in OWN_TENSORS}
+    return Conditions(
+        tensors["text"], tensors["text_mask"], tensors.get("text_pooled"), tensors.get("fps"), strides, named
+    )
 
 
 def conditions_of_texts(

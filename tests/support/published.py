@@ -218,8 +218,38 @@ def called_by_hand(name: str, model: nn.Module, x: Tensor, times_B: Tensor, give
             x.permute(0, 2, 1, 3, 4), filled, indices, ofs=ofs, image_rotary_emb=rotary, return_dict=False
         )[0]  # fmt: skip
         return out.permute(0, 2, 1, 3, 4)
+    if name.startswith(("qwen", "flux")):
+        return _image_by_hand(name, model, x, times_B, given)
+    if name.startswith("mochi"):
+        return -model(x, text, 1000 * (1 - times_B), mask, return_dict=False)[0]
+    if name.startswith("hunyuan 1.5"):
+        zeros, image = torch.zeros_like(x), x.new_zeros(b, 729, config.image_embed_dim)
+        glyphs, glyphs_mask = (given.named[key] for key in ("text_2", "text_2_mask"))
+        return model(
+            torch.cat([x, zeros, zeros[:, :1]], dim=1), times_B * 1000, text, mask, encoder_hidden_states_2=glyphs,
+            encoder_attention_mask_2=glyphs_mask, image_embeds=image, return_dict=False,
+        )[0]  # fmt: skip
     guidance = torch.full((b,), 6000.0) if config.guidance_embeds else None
     return model(x, times_B * 1000, text, mask.long(), given.pooled_BD, guidance, return_dict=False)[0]
+
+
+def _image_by_hand(name: str, model: nn.Module, x: Tensor, times_B: Tensor, given: Conditions) -> Tensor:
+    """An image's prediction as its pipeline asks for it."""
+    from diffusers import FluxPipeline, QwenImagePipeline
+
+    b, c, _, h, w = x.shape
+    text, mask = given.text_BLD, given.text_mask_BL
+    kind: Any = QwenImagePipeline if name.startswith("qwen") else FluxPipeline
+    packed = kind._pack_latents(x, b, c, h, w)
+    if name.startswith("qwen"):
+        out = model(packed, text, mask.long(), times_B, [[(1, h // 2, w // 2)]] * b, return_dict=False)[0]
+    else:
+        places = FluxPipeline._prepare_latent_image_ids(b, h // 2, w // 2, x.device, x.dtype)
+        guidance = torch.full((b,), 3.5) if _config(model).guidance_embeds else None
+        out = model(
+            packed, text, given.pooled_BD, times_B, places, torch.zeros(text.shape[1], 3), guidance, return_dict=False
+        )[0]  # fmt: skip
+    return kind._unpack_latents(out, h * 8, w * 8, 8).reshape(x.shape)
 
 
 def _config(model: nn.Module) -> Any:

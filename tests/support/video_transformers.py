@@ -118,6 +118,99 @@ def _hunyuan_inputs(frames: int = 5, text: int = 7, seed: int = 1) -> Inputs:
     }
 
 
+def _hunyuan15(**changes: Any) -> nn.Module:
+    from diffusers import HunyuanVideo15Transformer3DModel
+
+    return HunyuanVideo15Transformer3DModel(**{
+        "in_channels": 9, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 10, "num_layers": 2,
+        "num_refiner_layers": 1, "mlp_ratio": 2.0, "patch_size": 2, "text_embed_dim": 8, "text_embed_2_dim": 8,
+        "image_embed_dim": 8, "rope_axes_dim": (2, 4, 4), "task_type": "t2v", **changes,
+    })  # fmt: skip
+
+
+def _hunyuan15_inputs(frames: int = 5, text: int = 7, seed: int = 1) -> Inputs:
+    g = _generator(seed)
+    mask = torch.ones(2, text, dtype=torch.int64)
+    mask[0, text // 2 + 1 :] = 0
+    glyphs = torch.ones(2, 5, dtype=torch.int64)
+    glyphs[1, 1:] = 0
+    return {
+        "hidden_states": torch.randn(2, 9, frames, 6, 6, generator=g),
+        "timestep": torch.rand(2, generator=g) * 1000,
+        "encoder_hidden_states": torch.randn(2, text, 8, generator=g),
+        "encoder_attention_mask": mask,
+        "encoder_hidden_states_2": torch.randn(2, 5, 8, generator=g),
+        "encoder_attention_mask_2": glyphs,
+        "image_embeds": torch.zeros(2, 3, 8),
+    }
+
+
+def _mochi(**changes: Any) -> nn.Module:
+    from diffusers import MochiTransformer3DModel
+
+    return MochiTransformer3DModel(**{
+        "num_attention_heads": 4, "attention_head_dim": 10, "num_layers": 2, "pooled_projection_dim": 16, "in_channels": 4,
+        "text_embed_dim": 8, "time_embed_dim": 16, **changes,
+    })  # fmt: skip
+
+
+def _mochi_inputs(frames: int = 5, text: int = 7, seed: int = 1) -> Inputs:
+    g = _generator(seed)
+    mask = torch.ones(2, text, dtype=torch.bool)
+    mask[0, text // 2 :] = False
+    return {
+        "hidden_states": torch.randn(2, 4, frames, 6, 6, generator=g),
+        "timestep": torch.rand(2, generator=g) * 1000,
+        "encoder_hidden_states": torch.randn(2, text, 8, generator=g),
+        "encoder_attention_mask": mask,
+    }
+
+
+def _qwen(**changes: Any) -> nn.Module:
+    from diffusers import QwenImageTransformer2DModel
+
+    return QwenImageTransformer2DModel(**{
+        "in_channels": 16, "out_channels": 4, "num_layers": 2, "attention_head_dim": 10, "num_attention_heads": 4,
+        "joint_attention_dim": 8, "axes_dims_rope": (2, 4, 4), **changes,
+    })  # fmt: skip
+
+
+def _qwen_inputs(text: int = 7, seed: int = 1) -> Inputs:
+    g = _generator(seed)
+    mask = torch.ones(2, text, dtype=torch.int64)
+    mask[1, text // 2 :] = 0
+    return {
+        "hidden_states": torch.randn(2, 45, 16, generator=g),
+        "timestep": torch.rand(2, generator=g),
+        "encoder_hidden_states": torch.randn(2, text, 8, generator=g),
+        "encoder_hidden_states_mask": mask,
+        "img_shapes": [[(1, 5, 9)]] * 2,
+    }
+
+
+def _flux(**changes: Any) -> nn.Module:
+    from diffusers import FluxTransformer2DModel
+
+    return FluxTransformer2DModel(**{
+        "in_channels": 16, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 10, "num_attention_heads": 4,
+        "joint_attention_dim": 8, "pooled_projection_dim": 8, "guidance_embeds": True, "axes_dims_rope": (2, 4, 4), **changes,
+    })  # fmt: skip
+
+
+def _flux_inputs(text: int = 7, seed: int = 1) -> Inputs:
+    g = _generator(seed)
+    places = torch.cartesian_prod(torch.zeros(1), torch.arange(5.0), torch.arange(9.0))
+    return {
+        "hidden_states": torch.randn(2, 45, 16, generator=g),
+        "timestep": torch.rand(2, generator=g),
+        "encoder_hidden_states": torch.randn(2, text, 8, generator=g),
+        "pooled_projections": torch.randn(2, 8, generator=g),
+        "img_ids": places,
+        "txt_ids": torch.zeros(text, 3),
+        "guidance": torch.full((2,), 3.5),
+    }
+
+
 # name -> (a model's maker, its changes, its inputs' maker, their changes)
 CASES: dict[str, tuple[Callable[..., nn.Module], Inputs, Callable[..., Inputs], Inputs]] = {
     "wan": (_wan, {}, _wan_inputs, {}),
@@ -129,6 +222,10 @@ CASES: dict[str, tuple[Callable[..., nn.Module], Inputs, Callable[..., Inputs], 
     "chronoedit, by its own declaration": (_chronoedit, {}, _wan_inputs, {}),
     "hunyuan": (_hunyuan, {}, _hunyuan_inputs, {}),
     "hunyuan, first frame given": (_hunyuan, {"image_condition_type": "token_replace"}, _hunyuan_inputs, {}),
+    "hunyuan 1.5": (_hunyuan15, {}, _hunyuan15_inputs, {}),
+    "mochi": (_mochi, {}, _mochi_inputs, {}),
+    "qwen, images": (_qwen, {}, _qwen_inputs, {}),
+    "flux, images": (_flux, {}, _flux_inputs, {}),
 }  # fmt: skip
 
 
@@ -137,7 +234,11 @@ def make_model(case: str, seed: int = 0, **changes: Any) -> nn.Module:
     maker, own, _, _ = CASES[case]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return maker(**{**own, **changes}).train()
+        model = maker(**{**own, **changes}).train()
+        for name, parameter in model.named_parameters():
+            if name == "pos_frequencies":  # zeros in a new model of Mochi
+                nn.init.normal_(parameter)
+        return model
 
 
 def make_inputs(case: str, **changes: Any) -> Inputs:

@@ -245,7 +245,7 @@ def _run_intercepted(
         return run(*args, **kwargs)
     with _Taken(site, record, sparse) as mode:
         out = run(*args, **kwargs)
-    if mode.calls != 1:
+    if mode.calls != 1 and site.site.masks != "trimmed":
         raise UserError(
             f"{site.where}: its forward called F.scaled_dot_product_attention {mode.calls} times, not once. The plan's modules "
             "must attend with it: for diffusers, call model.set_attention_backend('native'); split a module of several attentions, or a "
@@ -294,16 +294,46 @@ class _Taken(TorchFunctionMode):
             _check_order(self.site, axes)
         if key.shape[1] != query.shape[1] and not enable_gqa:
             raise ValueError(f"{where}: {key.shape[1]} key heads for {query.shape[1]}, without enable_gqa")
+        if self.site.site.masks == "trimmed":
+            return self._trimmed(query, key, value, attn_mask, axes, q_sizes, scale)
         for name, tensor, sizes in (("queries", query, q_sizes), ("keys", key, k_sizes)):
             if tensor.shape[2] != sizes[axes.rank]:
                 raise UserError(
                     f"{where}: attention has {tensor.shape[2]} {name} where the plan has {sizes[axes.rank]} on this "
                     "rank; correct the splits of this module in the plan, or leave it out if it attends to whole text"
                 )
-        mask = None if attn_mask is None else key_mask(attn_mask, query.shape[0], key.shape[2], where)
+        mask = None if attn_mask is None else self._key_mask(attn_mask, query.shape[0], key.shape[2])
         return hybrid_attention(
             query, key, value, mask, axes, q_sizes, k_sizes, causal=is_causal, scale=scale, layout=self.site.layout
         )  # fmt: skip
+
+    def _key_mask(self, mask: Tensor, batch: int, keys: int) -> Tensor:
+        """The mask of keys (B, M) that stands for the call's mask."""
+        if self.site.site.masks == "pairs" and mask.ndim == 4 and mask.shape[2] == mask.shape[3] == keys:
+            mask = mask.diagonal(dim1=2, dim2=3)[:, :, None]  # a token that counts sees itself
+        return key_mask(mask, batch, keys, self.site.where)
+
+    def _trimmed(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        axes: SequenceAxes,
+        sizes: tuple[int, ...],
+        scale: float | None,
+    ) -> Tensor:
+        """The attention of one sample without its padding, which is put back as hidden keys: processes have as many tokens as planned."""
+        tokens, padding = query.shape[2], sizes[axes.rank] - query.shape[2]
+        if padding < 0 or key.shape[2] != tokens or attn_mask is not None:
+            raise UserError(
+                f"{self.site.where}: attention has {tokens} queries, {key.shape[2]} keys{', a mask' if attn_mask is not None else ''}, "
+                f"where the plan has {sizes[axes.rank]} tokens on this rank; correct the splits of this module in the plan"
+            )
+        query, key, value = (F.pad(part, (0, 0, 0, padding)) for part in (query, key, value))
+        mask_BM = torch.arange(sizes[axes.rank], device=query.device)[None].expand(len(query), -1) < tokens
+        out = hybrid_attention(query, key, value, mask_BM, axes, sizes, sizes, scale=scale, layout=self.site.layout)
+        return out[:, :, :tokens]
 
     def _sparse(
         self,
@@ -328,7 +358,7 @@ class _Taken(TorchFunctionMode):
         mask_BM = None
         if attn_mask is not None:
             try:
-                mask_BM = key_mask(attn_mask, query.shape[0], key.shape[2], where)
+                mask_BM = self._key_mask(attn_mask, query.shape[0], key.shape[2])
             except UserError:
                 raise UserError(
                     f"{where}: an attention mask {tuple(attn_mask.shape)} that differs by query or head, or that adds a bias; sparse "

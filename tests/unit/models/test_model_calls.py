@@ -25,6 +25,7 @@ from tests.support.published import called_by_hand
 from tests.support.video_transformers import make_model
 
 B, C, T, H, W, L, D = 2, 4, 3, 4, 6, 5, 8
+GLYPHS = 256  # of HunyuanVideo 1.5
 TIMES = torch.tensor([0.7507, 0.0421])
 FLOW, DDPM = FlowConfig(kind="flow"), DdpmConfig(kind="ddpm")
 # name -> (a case of tests.support.video_transformers, changes, objective)
@@ -37,6 +38,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], FlowConfig | DdpmConfig]] = {
     "cogvideox 2b": ("cogvideox, sincos", {}, DDPM),
     "cogvideox 1.5": ("cogvideox", {"patch_size_t": 3, "ofs_embed_dim": 8, "patch_bias": False}, DDPM),
     "hunyuan": ("hunyuan", {}, FLOW),
+    "mochi": ("mochi", {}, FLOW),
+    "hunyuan 1.5": ("hunyuan 1.5", {}, FLOW),
+    "qwen": ("qwen, images", {}, FLOW),
+    "flux": ("flux, images", {}, FLOW),
+    "flux, no guidance": ("flux, images", {"guidance_embeds": False, "num_layers": 2}, FLOW),
     "hunyuan, no guidance": ("hunyuan", {"guidance_embeds": False, "num_layers": 2}, FLOW),
 }  # fmt: skip
 
@@ -45,11 +51,21 @@ def conditions(seed: int = 0) -> Conditions:
     g = torch.Generator().manual_seed(seed)
     mask_BL = torch.tensor([[True] * L, [True, True] + [False] * (L - 2)])
     text_BLD = torch.randn(B, L, D, generator=g) * mask_BL[..., None]
-    return Conditions(text_BLD, mask_BL, torch.randn(B, D, generator=g), torch.tensor([8.0, 24.0]), Strides(4, 8))
+    glyphs = {
+        "text_2": torch.randn(B, GLYPHS, D, generator=g),
+        "text_2_mask": torch.arange(GLYPHS) < torch.tensor([[4], [0]]),
+    }
+    glyphs["text_2"] *= glyphs["text_2_mask"][..., None]
+    pooled_BD = torch.randn(B, D, generator=g)
+    return Conditions(text_BLD, mask_BL, pooled_BD, torch.tensor([8.0, 24.0]), Strides(4, 8), glyphs)
 
 
-def latent(seed: int = 1) -> Tensor:
-    return torch.randn(B, C, T, H, W, generator=torch.Generator().manual_seed(seed))
+def frames_of(name: str) -> int:
+    return 1 if name.startswith(("qwen", "flux")) else T
+
+
+def latent(name: str = "", seed: int = 1) -> Tensor:
+    return torch.randn(B, C, frames_of(name), H, W, generator=torch.Generator().manual_seed(seed))
 
 
 def model_of(name: str) -> tuple[nn.Module, PublishedPredictor]:
@@ -64,7 +80,7 @@ def model_of(name: str) -> tuple[nn.Module, PublishedPredictor]:
 def test_a_call_is_the_pipelines(name: str) -> None:
     model, predictor = model_of(name)
     given = conditions()
-    x = latent()
+    x = latent(name)
     found = predictor.predict(model, x, TIMES, given)
     assert found.shape == x.shape
     torch.testing.assert_close(found, called_by_hand(name, model, x, TIMES, given), rtol=1e-6, atol=1e-6)
@@ -74,12 +90,17 @@ def test_a_call_is_the_pipelines(name: str) -> None:
 def test_times_are_not_rounded(name: str) -> None:
     """In bfloat16 too: only the index families have whole ones."""
     _, predictor = model_of(name)
-    arguments = predictor.call.call(predictor.config, latent().bfloat16(), TIMES, conditions())
+    arguments = predictor.call.call(predictor.config, latent(name).bfloat16(), TIMES, conditions())
     if predictor.call.predicts == "v":
         assert arguments["timestep"].dtype == torch.int64 and arguments["timestep"].tolist() == [750, 42]
     else:
         assert arguments["timestep"].dtype == torch.float32
-        assert arguments["timestep"].tolist() == pytest.approx([750.7, 42.1], rel=1e-6)
+        if name.startswith(("qwen", "flux")):
+            assert torch.equal(arguments["timestep"], TIMES)
+        elif name == "mochi":
+            assert arguments["timestep"].tolist() == pytest.approx([249.3, 957.9], rel=1e-6)
+        else:
+            assert arguments["timestep"].tolist() == pytest.approx([750.7, 42.1], rel=1e-6)
 
 
 def test_the_index_is_the_objectives_own() -> None:
@@ -98,10 +119,11 @@ def test_the_index_is_the_objectives_own() -> None:
 def test_operations_are_what_torch_counts(name: str) -> None:
     model, predictor = model_of(name)
     one = conditions()
-    single = Conditions(one.text_BLD[:1], one.text_mask_BL[:1], one.pooled_BD[:1], one.fps_B[:1], one.strides)  # type: ignore[index]
+    named = {key: tensor[:1] for key, tensor in one.named.items()}
+    single = Conditions(one.text_BLD[:1], one.text_mask_BL[:1], one.pooled_BD[:1], one.fps_B[:1], one.strides, named)  # type: ignore[index]
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
-        predictor.predict(model, latent()[:1], TIMES[:1], single)
-    assert predictor.flops((T, H, W), L) == counter.get_total_flops()
+        predictor.predict(model, latent(name)[:1], TIMES[:1], single)
+    assert predictor.flops((frames_of(name), H, W), L) == counter.get_total_flops()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -112,23 +134,23 @@ def test_tokens_are_those_of_the_patches(name: str) -> None:
     first.register_forward_pre_hook(
         lambda _, args, kwargs: seen.append((args[0] if args else kwargs["hidden_states"]).shape[1]), with_kwargs=True
     )
-    predictor.predict(model, latent(), TIMES, conditions())
-    assert seen == [predictor.tokens((T, H, W))]
+    predictor.predict(model, latent(name), TIMES, conditions())
+    assert seen == [predictor.tokens((frames_of(name), H, W))]
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "ltx"])
 def test_a_latent_that_would_be_cut_is_refused(name: str) -> None:
     _, predictor = model_of(name)
-    with pytest.raises(ValueError, match=r"latent height 5 of \(3, 5, 6\) is no multiple of 2 .*: use 4 or 6"):
-        predictor.tokens((T, 5, W))
+    with pytest.raises(ValueError, match=r"latent height 5 of \(\d, 5, 6\) is no multiple of 2 .*: use 4 or 6"):
+        predictor.tokens((frames_of(name), 5, W))
 
 
-@pytest.mark.parametrize("name", ["ltx", "hunyuan"])
+@pytest.mark.parametrize("name", ["ltx", "hunyuan", "mochi", "hunyuan 1.5", "qwen"])
 def test_padding_of_a_masked_caption_means_nothing(name: str) -> None:
     model, predictor = model_of(name)
-    given, x = conditions(), latent()
+    given, x = conditions(), latent(name)
     other = replace(given, text_BLD=torch.where(given.text_mask_BL[..., None], given.text_BLD, 3.0))
-    if name == "ltx":  # hunyuan's refiner takes means by the mask, and attends by it
+    if name in ("ltx", "mochi", "qwen"):  # the refiners of the others take means by the mask, and attend by it
         assert torch.allclose(
             predictor.predict(model, x, TIMES, given), predictor.predict(model, x, TIMES, other), atol=1e-5
         )
@@ -177,6 +199,13 @@ def test_a_mixin_does_not_hide_a_class() -> None:
         ("hunyuan", {}, FLOW, (C, 7), r"takes captions of width 8, here 7: name .* under `text`"),
         ("hunyuan, first frame given", {}, FLOW, (C, D), r"image_condition_type is token_replace: image-to-video"),
         ("wan", {"image_dim": 8}, FLOW, (C, D), r"image_dim is set: image-to-video"),
+        ("hunyuan 1.5", {"in_channels": 8}, FLOW, (C, D), r"takes 8 channels \(noise, condition, mask\) and returns 4, the latents have 4"),
+        ("hunyuan 1.5", {}, FLOW, (C, 7), r"takes captions of width 8, here 7: name .* under `text`"),
+        ("hunyuan 1.5", {"use_meanflow": True}, FLOW, (C, D), r"use_meanflow is set"),
+        ("mochi", {}, FLOW, (3, D), r"takes 4 channels and returns 4, the latents here have 3"),
+        ("qwen, images", {}, FLOW, (3, D), r"QwenImage.* takes 16 channels and returns 16, the latents here have 12"),
+        ("qwen, images", {"zero_cond_t": True}, FLOW, (C, D), r"zero_cond_t is set: models that edit images"),
+        ("flux, images", {}, DDPM, (C, D), r"objective.kind is ddpm: FluxTransformer2DModel predicts the velocity"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_trained_is_said(
@@ -186,12 +215,52 @@ def test_what_cannot_be_trained_is_said(
         make_predictor(make_model(case, **changes), objective, *sizes)
 
 
+@pytest.mark.parametrize("name", ["qwen", "flux"])
+def test_a_family_of_images_takes_no_video(name: str) -> None:
+    _, predictor = model_of(name)
+    with pytest.raises(
+        ValueError, match=r"latent frames 3 of \(3, 4, 6\): the model makes images: use buckets of 1 frame"
+    ):
+        predictor.tokens((T, H, W))
+
+
+def test_wan_5b_takes_a_time_for_each_token() -> None:
+    """As its pipeline: each token of a frame has the frame's time; a repository says so in its model_index.json."""
+    family, x = FAMILIES["WanTransformer3DModel"], latent()
+    model = make_model("wan")
+    config = dict(model.config)  # type: ignore[arg-type]
+    assert family.call_of({"boundary_ratio": 0.875}) == family.call_of({"expand_timesteps": False}) == WanCall()
+    call = family.call_of({"expand_timesteps": True})
+    arguments = call.call(config, x, TIMES, conditions())
+    mask = torch.ones(T, H, W)
+    for given, t in zip(arguments["timestep"], 1000 * TIMES, strict=True):
+        assert torch.equal(given, (mask[:, ::2, ::2] * t).flatten())
+    plain = model(**WanCall().call(config, x, TIMES, conditions()))[0]
+    torch.testing.assert_close(model(**arguments)[0], plain, rtol=1e-5, atol=1e-6)
+    frames = torch.stack([torch.zeros(B), TIMES, TIMES], dim=1)  # a given first frame
+    timestep = call.call(config, x, frames, conditions())["timestep"]
+    mask[0] = 0
+    assert torch.equal(timestep[0], (mask[:, ::2, ::2] * 1000 * TIMES[0]).flatten())
+    one = replace(conditions(), text_BLD=torch.zeros(1, 1, D), text_mask_BL=torch.ones(1, 1, dtype=torch.bool))
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(**call.call(config, x[:1], TIMES[:1], one))
+    assert call.flops(config, (T, H, W), L) == counter.get_total_flops()
+
+
 def test_what_a_call_lacks_is_said() -> None:
     given, x = conditions(), latent()
+    long = {"text_2": torch.zeros(B, 257, D), "text_2_mask": torch.ones(B, 257)}
     for name, without, message in (
         ("hunyuan", replace(given, pooled_BD=None), r"a pooled vector of width 8 .* gave none"),
         ("hunyuan", replace(given, pooled_BD=torch.zeros(B, 5)), r"a pooled vector of width 8 .* gave one of width 5"),
         ("ltx", replace(given, fps_B=None), r"needs the frames per second"),
+        ("hunyuan 1.5", replace(given, named={}), r"needs a second caption of width 8"),
+        (
+            "hunyuan 1.5",
+            replace(given, named=long),
+            r"second captions of at most 256 tokens of width 8, here 257 of width 8",
+        ),
+        ("flux", replace(given, pooled_BD=None), r"FluxTransformer2DModel needs a pooled vector of width 8"),
         (
             "wan",
             replace(given, text_BLD=torch.zeros(B, 513, D)),
@@ -201,7 +270,7 @@ def test_what_a_call_lacks_is_said() -> None:
     ):
         model, predictor = model_of(name)
         with pytest.raises(UserError, match=message):
-            predictor.predict(model, x, TIMES, without)
+            predictor.predict(model, x[:, :, : frames_of(name)], TIMES, without)
 
 
 def test_an_unknown_class_is_told_the_known_ones() -> None:

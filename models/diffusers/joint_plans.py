@@ -1,0 +1,178 @@
+"""Plans of diffusers' transformers whose blocks keep text beside the video, in streams of their own, and attend over both.
+
+Text lies split like the video. Where a mask hides padding, it is split with the tokens that it covers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from mmspeed.errors import UserError
+from mmspeed.models.diffusers.plan_parts import SUM, VIDEO, config_of, draws, listed
+from mmspeed.protocols.plan import Leading, Linear, ModelPlan, Region, Seen, Site, Split
+
+TEXT_SUM = Linear("row", "text", dim=1)
+Inputs = dict[str, dict[str, Split | Leading | Seen]]
+
+
+def hunyuan_video_plan(model: nn.Module) -> ModelPlan:
+    """The plan of HunyuanVideoTransformer3DModel: blocks of two streams, then of one, with joint attention masked over [video, text].
+
+    Its blocks cut text off by `[:-n]`, which takes everything for n = 0: every process needs a text token.
+    """
+    blocks = tuple(
+        block for name in ("transformer_blocks", "single_transformer_blocks") for block in listed(model, name)
+    )
+    if not blocks:
+        raise UserError(f"{type(model).__name__} has no blocks")
+    first = blocks[0].name
+    stacks = dict.fromkeys(f"{block.name.partition('.')[0]}.*" for block in blocks)
+    every: dict[str, Split | Leading] = {"attention_mask": Split(("video", "text"), -1), "num_tokens": Leading("video")}
+    inputs: dict[str, dict[str, Split | Leading | Seen]] = {
+        first: {"hidden_states": Split("video", 1), "encoder_hidden_states": Split("text", 1, least=1)}
+    }
+    return ModelPlan(
+        blocks=blocks,
+        before=("x_embedder", "context_embedder", "time_text_embed"),
+        after=("norm_out", "proj_out"),
+        inputs={**inputs, **dict.fromkeys(stacks, every)},
+        outputs={"rope": {0: Split("video", 0), 1: Split("video", 0)}, "proj_out": {0: VIDEO}},
+        attention={f"{stack}.attn": Site(("video", "text")) for stack in stacks},
+        heads=config_of(model).num_attention_heads,
+        regions={"attention": Region(("attn",))},
+        draws=draws(model),
+        image=("hidden_states", 2),
+    )
+
+
+def hunyuan_video15_plan(model: nn.Module) -> ModelPlan:
+    """The plan of HunyuanVideo15Transformer3DModel: blocks of two streams with joint attention over [video, text].
+
+    Its text holds glyphs and image tokens too. Blocks cut text off by `[:-n]`: every process needs a text token. The mask of an attention
+    shows pairs of tokens that both count.
+    """
+    attention, inputs = "transformer_blocks.*.attn", _streams("transformer_blocks", least=1)
+    inputs["transformer_blocks.*"] = {"attention_mask": Split("text", 1, level="seen")}
+    inputs |= _seen(attention, "ff", "ff_context")
+    rotary = Split("video", 0, level="seen")
+    return ModelPlan(
+        blocks=tuple(listed(model, "transformer_blocks")),
+        before=(
+            "x_embedder",
+            "image_embedder",
+            "context_embedder",
+            "context_embedder_2",
+            "time_embed",
+            "cond_type_embed",
+        ),
+        after=("norm_out", "proj_out"),
+        inputs=inputs,
+        outputs={"rope": {0: rotary, 1: rotary}, "proj_out": {0: VIDEO}},
+        attention={attention: Site(("video", "text"), masks="pairs")},
+        linears=_roles(attention, "ff", "ff_context"),
+        heads=config_of(model).num_attention_heads,
+        divided={attention: ("heads",)},
+        regions={"attention": Region(("attn",)), "mlp": Region(("ff", "ff_context"))},
+        draws=draws(model),
+        image=("hidden_states", 2),
+    )
+
+
+def mochi_plan(model: nn.Module) -> ModelPlan:
+    """The plan of MochiTransformer3DModel: joint attention over [video, text], sample by sample without padding.
+
+    Its rotary frequencies are trained, one set for each head.
+    """
+    inputs = _streams("transformer_blocks")
+    inputs["transformer_blocks.*"] = {"encoder_attention_mask": Split("text", 1)}
+    return ModelPlan(
+        blocks=tuple(listed(model, "transformer_blocks")),
+        before=("patch_embed", "time_embed", "rope"),
+        after=("norm_out", "proj_out"),
+        inputs=inputs,
+        outputs={"rope": {0: Split("video", 0), 1: Split("video", 0)}, "proj_out": {0: VIDEO}},
+        attention={"transformer_blocks.*.attn1": Site(("video", "text"), masks="trimmed")},
+        heads=config_of(model).num_attention_heads,
+        regions={"attention": Region(("attn1",)), "mlp": Region(("ff",))},
+        draws=draws(model),
+        image=("hidden_states", 2),
+    )
+
+
+def qwen_image_plan(model: nn.Module) -> ModelPlan:
+    """The plan of QwenImageTransformer2DModel: joint attention over [text, image]; an image's tokens are the sequence `video`."""
+    attention, inputs = "transformer_blocks.*.attn", _streams("transformer_blocks")
+    inputs["transformer_blocks.*"] = {"encoder_hidden_states_mask": Split("text", 1, level="seen")}
+    inputs |= _seen(attention, "img_mlp", "txt_mlp")
+    return ModelPlan(
+        blocks=tuple(listed(model, "transformer_blocks")),
+        before=("img_in", "txt_norm", "txt_in", "time_text_embed"),
+        after=("norm_out", "proj_out"),
+        inputs=inputs,
+        outputs={
+            "pos_embed": {0: Split("video", 0, level="seen"), 1: Split("text", 0, level="seen")},
+            "proj_out": {0: VIDEO},
+        },
+        attention={attention: Site(("text", "video"))},
+        linears=_roles(attention, "img_mlp", "txt_mlp"),
+        heads=config_of(model).num_attention_heads,
+        regions={"attention": Region(("attn",)), "mlp": Region(("img_mlp", "txt_mlp"))},
+        draws=draws(model),
+    )
+
+
+def flux_plan(model: nn.Module) -> ModelPlan:
+    """The plan of FluxTransformer2DModel: blocks of two streams, then of one, over [text, image]; an image's tokens are `video`."""
+    return ModelPlan(
+        blocks=tuple(
+            block for name in ("transformer_blocks", "single_transformer_blocks") for block in listed(model, name)
+        ),
+        before=("x_embedder", "context_embedder", "time_text_embed"),
+        after=("norm_out", "proj_out"),
+        inputs={
+            "": {
+                "hidden_states": Split("video", 1),
+                "encoder_hidden_states": Split("text", 1),
+                "img_ids": Split("video", 0),
+                "txt_ids": Split("text", 0),
+            }
+        },
+        outputs={"proj_out": {0: VIDEO}},
+        attention={
+            "transformer_blocks.*.attn": Site(("text", "video")),
+            "single_transformer_blocks.*.attn": Site(("text", "video")),
+        },
+        heads=config_of(model).num_attention_heads,
+        regions={"attention": Region(("attn",))},
+        draws=draws(model),
+    )
+
+
+def _streams(blocks: str, least: int = 0) -> Inputs:
+    """The split of both streams before the first block."""
+    return {f"{blocks}.0": {"hidden_states": Split("video", 1), "encoder_hidden_states": Split("text", 1, least=least)}}
+
+
+def _seen(attention: str, video_mlp: str, text_mlp: str) -> Inputs:
+    """The tokens that tensor-parallel processes see together: in attention both streams, in each MLP its own."""
+    block = attention.rpartition(".")[0]
+    return {
+        attention: {"hidden_states": Seen("video", 1), "encoder_hidden_states": Seen("text", 1)},
+        f"{block}.{video_mlp}": {"hidden_states": Seen("video", 1)},
+        f"{block}.{text_mlp}": {"hidden_states": Seen("text", 1)},
+    }
+
+
+def _roles(attention: str, video_mlp: str, text_mlp: str) -> Mapping[str, Linear]:
+    """Roles of the layers of two streams, with diffusers' names."""
+    block = attention.rpartition(".")[0]
+    columns = [f"{attention}.{name}" for name in ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")]
+    columns += [f"{block}.{mlp}.net.0.proj" for mlp in (video_mlp, text_mlp)]
+    return {name: Linear("column") for name in columns} | {
+        f"{attention}.to_out.0": SUM,
+        f"{attention}.to_add_out": TEXT_SUM,
+        f"{block}.{video_mlp}.net.2": SUM,
+        f"{block}.{text_mlp}.net.2": TEXT_SUM,
+    }

@@ -1,0 +1,107 @@
+"""Mochi, text to video.
+
+Legend: B batch, C channels, T h w latent, N tokens of a video, L caption tokens, E model width, P width of captions in blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from mmspeed.models.diffusers.products import attention, linear
+from mmspeed.models.families.base import (
+    TIMES,
+    Config,
+    Family,
+    Latent,
+    Published,
+    SmallClass,
+    SmallSizes,
+    check_sizes,
+    first_output,
+    outputs_of,
+    small_channels,
+    token_grid,
+    width_of,
+)
+from mmspeed.protocols.calls import Conditions, Predicted
+
+POOLING_HEADS = 8  # of the class, which divide the captions' width
+
+
+@dataclass(frozen=True)
+class MochiCall:
+    """The call of MochiTransformer3DModel: its time runs from noise, 0, to data, 1000, and it returns data - noise.
+
+    Each caption attends by its own tokens alone.
+    """
+
+    predicts: Predicted = "velocity"
+    timed: bool = False
+
+    def pooled_width(self, config: Config) -> int:
+        return 0
+
+    def check(self, config: Config, channels: int, text_width: int) -> None:
+        """Raises UserError for sizes that differ."""
+        check_sizes("MochiTransformer3DModel", config, channels, text_width, "text_embed_dim")
+
+    def call(self, config: Config, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> dict[str, Any]:
+        """The arguments of the forward."""
+        return {
+            "hidden_states": x_BCThw,
+            "timestep": TIMES * (1.0 - t_B),
+            "encoder_hidden_states": conditions.text_BLD.to(x_BCThw.dtype),
+            "encoder_attention_mask": conditions.text_mask_BL,
+            "return_dict": False,
+        }
+
+    def prediction(self, config: Config, output: Any, x_BCThw: Tensor) -> Tensor:
+        return -first_output(output)
+
+    def tokens(self, config: Config, latent: Latent) -> int:
+        """Tokens of the video; captions attend together with them."""
+        return math.prod(token_grid(latent, self.patch(config)))
+
+    def flops(self, config: Config, latent: Latent, text_tokens: int) -> int:
+        n, l, e = self.tokens(config, latent), text_tokens, width_of(config)  # noqa: E741
+        p, text, patch = config["pooled_projection_dim"], config["text_embed_dim"], math.prod(self.patch(config))
+        conditions = linear(1, config["time_embed_dim"], e) + linear(1, e, e) + linear(l, text, p)
+        pooled = linear(l + 1, text, 2 * text) + linear(1, text, text) + attention(1, l + 1, text) + linear(1, text, e)
+        rotary = linear(n, 3, e // 2)  # its frequencies are trained
+        joint = linear(n, e, 4 * e) + linear(l, p, 3 * e) + attention(n + l, n + l, e)
+        block = linear(1, e, 4 * e) + joint + linear(n, e, 3 * (8 * e // 3))
+        caption = linear(1, e, 4 * p) + linear(l, e, p) + linear(l, p, 3 * (8 * p // 3))
+        ends = (
+            linear(n, patch * config["in_channels"], e) + linear(1, e, 2 * e) + linear(n, e, patch * outputs_of(config))
+        )
+        blocks = config["num_layers"] * block + (config["num_layers"] - 1) * caption + linear(1, e, p)
+        return conditions + pooled + rotary + blocks + ends
+
+    @staticmethod
+    def patch(config: Config) -> Latent:
+        return 1, config["patch_size"], config["patch_size"]
+
+
+def _mochi(config: Config, sizes: SmallSizes, width: int) -> dict[str, Any]:
+    return {
+        **small_channels(config, sizes.channels),
+        "text_embed_dim": -(-sizes.text_width // POOLING_HEADS) * POOLING_HEADS,
+        "pooled_projection_dim": width // 2,
+    }
+
+
+PUBLISHED = {
+    "mochi-1": Published("genmo/mochi-1-preview", 163, 480, 848, 30.0, (6, 16)),
+}
+
+FAMILY = Family(
+    "mochi",
+    "MochiTransformer3DModel",
+    MochiCall(),
+    SmallClass(MochiCall.patch, 12, _mochi),
+    published=PUBLISHED,
+)

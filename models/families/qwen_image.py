@@ -1,0 +1,112 @@
+"""QwenImage, text to image.
+
+Legend: B batch, C channels, T h w latent, N tokens of an image, L caption tokens, E model width.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from mmspeed.errors import UserError
+from mmspeed.models.diffusers.products import attention, linear
+from mmspeed.models.families.base import (
+    Config,
+    Family,
+    Latent,
+    Published,
+    SmallClass,
+    SmallSizes,
+    check_sizes,
+    first_output,
+    only_images,
+    packed,
+    token_grid,
+    unpacked,
+    width_of,
+)
+from mmspeed.protocols.calls import Conditions, Predicted
+
+NAME = "QwenImageTransformer2DModel"
+
+
+@dataclass(frozen=True)
+class QwenImageCall:
+    """The call of QwenImageTransformer2DModel, text to image: packed tokens, times from 0 to 1, captions with their mask."""
+
+    predicts: Predicted = "velocity"
+    timed: bool = False
+
+    def pooled_width(self, config: Config) -> int:
+        return 0
+
+    def check(self, config: Config, channels: int, text_width: int) -> None:
+        """Raises UserError for models of edits and layers, and for sizes that differ."""
+        tokens = {
+            "in_channels": config["in_channels"],
+            "out_channels": config["patch_size"] ** 2 * config["out_channels"],
+        }
+        check_sizes(
+            NAME, {**config, **tokens}, channels * math.prod(self.patch(config)), text_width, "joint_attention_dim"
+        )
+        for key in ("zero_cond_t", "use_additional_t_cond", "use_layer3d_rope", "guidance_embeds"):
+            if config[key]:
+                raise UserError(f"{NAME}: {key} is set: models that edit images or make layers cannot be trained yet")
+
+    def call(self, config: Config, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> dict[str, Any]:
+        """The arguments of the forward."""
+        patch, b = self.patch(config), len(x_BCThw)
+        return {
+            "hidden_states": packed(x_BCThw, patch),
+            "timestep": t_B,
+            "encoder_hidden_states": conditions.text_BLD.to(x_BCThw.dtype),
+            "encoder_hidden_states_mask": conditions.text_mask_BL,
+            "img_shapes": [[token_grid(tuple(x_BCThw.shape[2:]), patch)]] * b,
+            "return_dict": False,
+        }
+
+    def prediction(self, config: Config, output: Any, x_BCThw: Tensor) -> Tensor:
+        return unpacked(first_output(output), self.patch(config), x_BCThw)
+
+    def tokens(self, config: Config, latent: Latent) -> int:
+        """Tokens of the image; captions attend together with them. Raises ValueError for a video too."""
+        only_images(latent)
+        return math.prod(token_grid(latent, self.patch(config)))
+
+    def flops(self, config: Config, latent: Latent, text_tokens: int) -> int:
+        n, l, e = self.tokens(config, latent), text_tokens, width_of(config)  # noqa: E741
+        s = n + l
+        conditions = linear(1, 256, e) + linear(1, e, e) + linear(l, config["joint_attention_dim"], e)
+        block = 2 * linear(1, e, 6 * e) + linear(s, e, 4 * e) + attention(s, s, e) + linear(s, e, 8 * e)
+        outputs = config["patch_size"] ** 2 * config["out_channels"]
+        ends = linear(n, config["in_channels"], e) + linear(1, e, 2 * e) + linear(n, e, outputs)
+        return conditions + config["num_layers"] * block + ends
+
+    @staticmethod
+    def patch(config: Config) -> Latent:
+        return 1, config["patch_size"], config["patch_size"]
+
+
+def _qwen_image(config: Config, sizes: SmallSizes, width: int) -> dict[str, Any]:
+    return {
+        "in_channels": sizes.channels * math.prod(QwenImageCall.patch(config)),
+        "out_channels": sizes.channels,
+        "joint_attention_dim": sizes.text_width,
+        "axes_dims_rope": (4, 4, 4),
+    }
+
+
+PUBLISHED = {
+    "qwen-image": Published("Qwen/Qwen-Image", 1, 1328, 1328, 1.0, (1, 16)),
+}
+
+FAMILY = Family(
+    "qwen-image",
+    NAME,
+    QwenImageCall(),
+    SmallClass(QwenImageCall.patch, 12, _qwen_image),
+    published=PUBLISHED,
+)
