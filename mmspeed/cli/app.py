@@ -16,7 +16,17 @@ from mmspeed import log
 from mmspeed.errors import UserError
 from mmspeed.version import __version__
 
-from . import bench_app, cache_app, checkpoint_app, completion, launch, qualify_command, sample_command, spoken
+from . import (
+    bench_app,
+    cache_app,
+    checkpoint_app,
+    completion,
+    export_command,
+    launch,
+    qualify_command,
+    sample_command,
+    spoken,
+)
 from .failures import report as report_failure
 
 if TYPE_CHECKING:
@@ -299,6 +309,7 @@ def train(
 
 
 app.command()(sample_command.sample)
+app.command()(export_command.export)
 
 
 @app.command()

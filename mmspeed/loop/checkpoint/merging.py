@@ -60,11 +60,11 @@ def merge_averages(checkpoints: Sequence[Path], target: Path, role: str | None =
                 f"checkpoint {folder} is of another model than {checkpoints[-1]}: their averages have no mean"
             )
     merged = {
-        name: _mean([_whole(c, i, of_ema + name) for c, i in zip(checkpoints, indexes, strict=True)])
+        name: _mean([whole_tensor(c, i, of_ema + name) for c, i in zip(checkpoints, indexes, strict=True)])
         for name in shapes[-1]
     }
     buffers = (name for name in indexes[-1] if name.startswith(of_model) and name.removeprefix(of_model) not in merged)
-    merged |= {name.removeprefix(of_model): _whole(checkpoints[-1], indexes[-1], name) for name in buffers}
+    merged |= {name.removeprefix(of_model): whole_tensor(checkpoints[-1], indexes[-1], name) for name in buffers}
     _save(merged, target, [folder.name for folder in checkpoints])
     return MergedAverages(target, len(merged), partial)
 
@@ -78,8 +78,8 @@ def _mean(tensors: list[Tensor]) -> Tensor:
     return (total / len(tensors)).to(tensors[0].dtype)
 
 
-def _whole(folder: Path, index: dict[str, Any], name: str) -> Tensor:
-    """A tensor of a checkpoint, whole, from the chunks of all ranks."""
+def whole_tensor(folder: Path, index: dict[str, Any], name: str) -> Tensor:
+    """A tensor of a checkpoint, whole, from the chunks of all ranks. `index`: its tensors. Raises UserError for a damaged one."""
     entry = index[name]
     tensor = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
     try:

@@ -1,0 +1,79 @@
+"""`mmspeed export`: a run's weights as a repository of diffusers."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mmspeed import log
+from mmspeed.errors import UserError
+
+from . import completion, spoken
+from .sample_command import RunFolder, Weights
+
+
+class Precision(str, Enum):
+    """The number type of exported weights."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class OtherComponents(str, Enum):
+    """The treatment of the base's codec, text encoders and scheduler."""
+
+    link = "link"
+    copy = "copy"
+    none = "none"
+
+
+def export(
+    run_folder: RunFolder,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="New folder for the repository.")],
+    checkpoint: Annotated[
+        str,
+        typer.Option(metavar="STEP|best|latest", help="Checkpoint to export.", autocompletion=completion.checkpoints),
+    ] = "latest",
+    weights: Annotated[Weights, typer.Option(help="The moving average of the weights, or the weights.")] = Weights.ema,
+    dtype: Annotated[
+        Precision, typer.Option(help="Number type of the weights; what the class keeps in float32 stays so.")
+    ] = Precision.float32,
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Most bytes of a file, such as 5GB.")] = "5GB",
+    others: Annotated[
+        OtherComponents,
+        typer.Option(help="Link or copy the codec, text encoders and scheduler of the base, or leave them out."),
+    ] = OtherComponents.link,
+) -> None:
+    """Write a fine-tuned model as a folder that diffusers loads: its class by from_pretrained, and the official pipeline."""
+    spoken.begin("export", run_folder)
+    with spoken.loading():
+        import torch
+
+        from mmspeed.config.memory import parse_bytes
+        from mmspeed.pipelines.inference.export import export_run
+
+    try:
+        shard_bytes = parse_bytes(shard_size)
+    except ValueError as error:
+        raise UserError(f"--shard-size: {error}") from None
+    with log.Working("exporting", tell=False):
+        exported = export_run(
+            run_folder,
+            out,
+            checkpoint=checkpoint,
+            weights=weights.value,
+            dtype=getattr(torch, dtype.value),
+            shard_bytes=shard_bytes,
+            others=others.value,
+        )
+    print(
+        f"{exported.folder}: {', '.join(exported.components)} of {exported.checkpoint} ({exported.weights}), {exported.tensors} tensors, "
+        f"{log.format_bytes(exported.bytes)}"
+    )
+    if exported.others:
+        verb = {"link": "linked to", "copy": "copied from"}[others.value]
+        print(f"{verb} the base: {', '.join(exported.others)}")

@@ -1,0 +1,263 @@
+"""Export of a run as a repository of diffusers, which the class's `from_pretrained` and the official pipeline load.
+
+Weights go from a checkpoint of any layout to the files one tensor at a time: nothing holds the whole model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from mmspeed.config.schema import PublishedModelConfig
+from mmspeed.data.cache.files import disk_errors, fsync_folder
+from mmspeed.errors import UserError
+from mmspeed.log import ProgressLine
+from mmspeed.loop.checkpoint.load import of_role, open_checkpoint
+from mmspeed.loop.checkpoint.merging import whole_tensor
+from mmspeed.loop.checkpoint.seals import chunk_digest
+from mmspeed.loop.checkpoint.storage import EMA_UPDATES, FROZEN, ROLES
+from mmspeed.models.build import bare, repository_of
+from mmspeed.models.diffusers.loading import RepositoryWeights, check_tensors
+from mmspeed.models.diffusers.repository import INDEX, STEM, Repository
+from mmspeed.models.weights import resolve
+from mmspeed.pipelines.inference.text_to_video import find_checkpoint
+from mmspeed.pipelines.run.run_folder import RunFolder
+from mmspeed.protocols import stays_float32
+
+Others = Literal["link", "copy", "none"]
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+OTHER_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")  # of components; no pickles
+
+
+@dataclass(frozen=True)
+class ExportedRepository:
+    """An exported repository. components: those with weights of the run; others: those of the base."""
+
+    folder: Path
+    checkpoint: str
+    weights: str
+    tensors: int
+    bytes: int
+    components: tuple[str, ...]
+    others: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _TensorEntry:
+    """A tensor to write: its name in the class, and its source: a name in the checkpoint, or None for the base's."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stored: str | None
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def export_run(
+    run: str | Path,
+    out: str | Path,
+    *,
+    checkpoint: str | int = "latest",
+    weights: Literal["ema", "model"] = "ema",
+    dtype: torch.dtype = torch.float32,
+    shard_bytes: int = 5 * 10**9,
+    others: Others = "link",
+) -> ExportedRepository:
+    """Write the weights of a run's checkpoint into the new folder `out`, as a repository like the base's.
+
+    dtype: number type of the weights; what the class keeps in float32 stays so. shard_bytes: most bytes of a file. others: the base's
+    further components (codec, text encoders, scheduler) are linked, copied or left out. The folder is whole or absent; every tensor is
+    read again and compared. Raises UserError for a run without a repository, another base than the run's, and a folder that exists.
+    """
+    folder, out = RunFolder.open(run), Path(out)
+    section = folder.config().model
+    if not isinstance(section, PublishedModelConfig):
+        raise UserError(
+            f"{run}: its config names no repository of diffusers (model.kind: {section.kind}), so no other library has a class for its "
+            f"weights: sample with `mmspeed sample {run}`, or write the average with `mmspeed checkpoint merge-ema {run}`"
+        )
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out: {out} exists already; name a new folder")
+    if weights == "ema" and folder.config().train.ema_decay is None:
+        weights = "model"  # a run without a moving average has nothing else
+    repository, place = repository_of(section), find_checkpoint(folder, checkpoint)
+    folder.check_base({"model": repository.fingerprint})
+    work = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(work, ignore_errors=True)
+    try:
+        with disk_errors(out):
+            work.mkdir(parents=True)
+            tensors = nbytes = 0
+            components = _components(place, repository)
+            for role, component in components:
+                count, size = _write_component(
+                    place, role, repository.of(component), work / component, weights, dtype, shard_bytes
+                )
+                tensors, nbytes = tensors + count, nbytes + size
+            names = tuple(component for _, component in components)
+            further = () if others == "none" else _write_others(repository, work, names, others)
+            if out.exists():
+                out.rmdir()
+            os.rename(work, out)
+            fsync_folder(out.parent)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return ExportedRepository(out, place.name, weights, tensors, nbytes, names, further)
+
+
+def _components(place: Path, repository: Repository) -> list[tuple[str | None, str]]:
+    """(role in the checkpoint, component) of each transformer that the run trains; None: the first role."""
+    roles = open_checkpoint(place)[0].get(ROLES, {})
+    learned = [role for role, facts in roles.items() if EMA_UPDATES in facts and repository.has(role)]
+    return [(None, repository.transformer), *((role, role) for role in learned)]
+
+
+def _write_component(
+    place: Path,
+    role: str | None,
+    repository: Repository,
+    target: Path,
+    weights: str,
+    dtype: torch.dtype,
+    shard_bytes: int,
+) -> tuple[int, int]:
+    """Write a transformer's folder: config.json as the base has it, and the weights. Returns (tensors, bytes)."""
+    target.mkdir()
+    shutil.copyfile(repository.folder / repository.transformer / "config.json", target / "config.json")
+    source = RepositoryWeights(repository)
+    entries = _entries(place, role, repository, bare(repository), weights, dtype)
+    shards = _sharded(entries, shard_bytes)
+    index = open_checkpoint(place)[1]["tensors"]
+
+    def value_of(entry: _TensorEntry) -> Tensor:
+        if entry.stored is not None:
+            tensor = whole_tensor(place, index, entry.stored)
+        else:
+            ((_, tensor),) = source.read({entry.name: tuple(slice(0, size) for size in entry.shape)})
+        return tensor.to(entry.dtype).contiguous()
+
+    placed: dict[str, str] = {}
+    with ProgressLine(f"export {repository.transformer}", len(entries), "tensor") as line:
+        for number, shard in enumerate(shards, 1):
+            one = f"{STEM}.safetensors"
+            name = one if len(shards) == 1 else f"{STEM}-{number:05d}-of-{len(shards):05d}.safetensors"
+            digests: dict[str, str] = {}
+            _write_file(target / name, shard, _noted(shard, value_of, digests, line))
+            _compare(target / name, digests)
+            placed |= {entry.name: name for entry in shard}
+    total = sum(entry.nbytes for entry in entries)
+    if len(shards) > 1:
+        contents = {"metadata": {"total_size": total}, "weight_map": placed}
+        (target / f"{STEM}.safetensors.index.json").write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+    return len(entries), total
+
+
+def _entries(
+    place: Path, role: str | None, repository: Repository, model: nn.Module, weights: str, dtype: torch.dtype
+) -> list[_TensorEntry]:
+    """The tensors of a model in its order. Raises UserError where neither checkpoint nor base has one, or in another shape."""
+    meta, index = open_checkpoint(place)
+    facts = meta if role is None else meta[ROLES][role]
+    if weights == "ema" and facts.get(EMA_UPDATES) is None:
+        raise UserError(f"checkpoint {place} has no moving average: use --weights model")
+    stored, frozen = index["tensors"], FROZEN in facts
+    parts = [of_role(part, role) for part in (("ema", "model") if weights == "ema" else ("model",))]
+    base = RepositoryWeights(repository).shapes if frozen else {}
+    entries, shapes = [], {}
+    for name, tensor in model.state_dict().items():
+        key = next((f"{part}.{name}" for part in parts if f"{part}.{name}" in stored), None)
+        if key is not None:
+            shapes[name] = tuple(stored[key]["shape"])
+        elif name in base:
+            shapes[name] = base[name]
+        kind = torch.float32 if stays_float32(model, name) else dtype
+        entries.append(_TensorEntry(name, tuple(tensor.shape), kind, key))
+    check_tensors(model, shapes, f"checkpoint {place}")
+    return entries
+
+
+def _sharded(entries: Sequence[_TensorEntry], shard_bytes: int) -> list[list[_TensorEntry]]:
+    """The tensors in files of at most so many bytes, in their order; a larger tensor has a file of its own."""
+    shards: list[list[_TensorEntry]] = [[]]
+    size = 0
+    for entry in entries:
+        if shards[-1] and size + entry.nbytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += entry.nbytes
+    return shards
+
+
+def _noted(
+    shard: Sequence[_TensorEntry], value_of: Any, digests: dict[str, str], line: ProgressLine
+) -> Iterator[Tensor]:
+    """The values of a file's tensors, whose hashes are noted."""
+    for entry in shard:
+        value = value_of(entry)
+        digests[entry.name] = chunk_digest(value)
+        yield value
+        line.advance()
+
+
+def _write_file(path: Path, entries: Sequence[_TensorEntry], values: Iterator[Tensor]) -> None:
+    """Write a safetensors file, one tensor after another."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry in entries:
+        begin, end = end, end + entry.nbytes
+        header[entry.name] = {"dtype": DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for value in values:
+            file.write(value.reshape(-1).view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _compare(path: Path, digests: Mapping[str, str]) -> None:
+    """Raises UserError where a file does not give back the tensors that were written."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            sound = set(file.keys()) == set(digests)
+            other = [
+                name for name, digest in digests.items() if not sound or chunk_digest(file.get_tensor(name)) != digest
+            ]
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} was written and cannot be read: {error}") from None
+    if other:
+        raise UserError(f"{path}: `{other[0]}` is not what was written: look at the disk, and export again")
+
+
+def _write_others(repository: Repository, work: Path, trained: Sequence[str], how: Others) -> tuple[str, ...]:
+    """Put the base's other components beside the trained ones, and model_index.json. Returns their names."""
+    names = [name for name in repository.components if name not in trained]
+    root = resolve(repository.pretrained, names, repository.revision, OTHER_FILES, repository.key)
+    for name in names:
+        if not (root / name).is_dir() or not any((root / name).iterdir()):
+            raise UserError(f"{repository.key}: {repository.pretrained} has no files of `{name}`: use --others none")
+        for path in sorted(path for path in (root / name).rglob("*") if path.is_file()):
+            target = work / path.relative_to(root)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if how == "link":
+                target.symlink_to(path.resolve())
+            else:
+                shutil.copyfile(path, target)
+    if (root / INDEX).is_file():
+        shutil.copyfile(root / INDEX, work / INDEX)
+    return tuple(names)
