@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmspeed.errors import UserError
+from mmspeed.models.text.recipes import TextRecipe
 from mmspeed.protocols.calls import Conditions, ModelCall
 
 Config = Mapping[str, Any]  # the arguments that a class was made with
@@ -96,6 +97,7 @@ class Family:
         call: the call of the class's forward, where nothing else is known.
         small: rules for small models of it.
         variant: the call that a repository's model_index.json asks for; None: always `call`.
+        text: the use of its text encoders; None where it is not known.
         published: repositories by the short names that `mmspeed init --model` takes; the first is the usual one.
         unused: patterns (as of fnmatch) of the parameters that training as `call` says never reaches, which are frozen.
     """
@@ -105,6 +107,7 @@ class Family:
     call: ModelCall
     small: SmallClass
     variant: Callable[[Index], ModelCall] | None = None
+    text: TextRecipe | None = None
     published: Mapping[str, Published] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
 

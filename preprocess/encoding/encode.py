@@ -24,6 +24,7 @@ from mmspeed.device import Device, is_device_fault, parse_dtype
 from mmspeed.errors import UserError
 from mmspeed.models.codecs.vae import codec_geometry, codec_identity, load_codec
 from mmspeed.models.text.encoders import TransformersEncoder, load_text_encoder, text_identity, text_width
+from mmspeed.models.text.family import FamilyTextEncoder
 from mmspeed.preprocess.decoding.clips import Clip
 from mmspeed.preprocess.decoding.transform import to_model_range
 from mmspeed.preprocess.records.keys import latent_parts, text_parts
@@ -48,7 +49,7 @@ class Encoders:
     def __init__(self, config: Config, device: Device) -> None:
         self.config, self.device = config, device
         self._codec: VideoCodec | None = None
-        self._text: TransformersEncoder | None = None
+        self._text: TransformersEncoder | FamilyTextEncoder | None = None
         self._known: dict[str, Any] = {}
 
     @property
@@ -60,7 +61,7 @@ class Encoders:
         return self._codec
 
     @property
-    def text(self) -> TransformersEncoder:
+    def text(self) -> TransformersEncoder | FamilyTextEncoder:
         """The text encoder, loaded at first use."""
         if self._text is None:
             self._text = load_text_encoder(self.config.text, self.device)
@@ -289,7 +290,7 @@ def encode_texts(encoders: Encoders, trusted: TrustedBatches, captions: Iterable
     """
     encoder, dtype = encoders.text, parse_dtype(encoders.config.preprocess.text_dtype)
 
-    def encode(ids: Sequence[list[int]]) -> list[TextEntry]:
+    def encode(ids: Sequence[Any]) -> list[TextEntry]:
         return encoder.encode_ids(list(ids))
 
     def equal(one: TextEntry, other: TextEntry) -> bool:
@@ -297,13 +298,14 @@ def encode_texts(encoders: Encoders, trusted: TrustedBatches, captions: Iterable
 
     rest = iter(captions)
     while some := list(islice(rest, CAPTIONS_AT_ONCE)):
-        rows = sorted(((encoder.tokenize(caption), caption) for caption in some), key=lambda row: (len(row[0]), row[1]))
-        for length, group in groupby(rows, key=lambda row: len(row[0])):
+        tokens: list[tuple[Any, str]] = [(encoder.tokenize(caption), caption) for caption in some]
+        rows = sorted(tokens, key=lambda row: (encoder.lengths(row[0]), row[1]))
+        for length, group in groupby(rows, key=lambda row: encoder.lengths(row[0])):
             ids, names = zip(*group, strict=True)
             try:
                 entries = trusted.encode(ids, length, encode, equal)
             except (RuntimeError, MemoryError) as error:
-                raise UserError(f"the text encoder failed on a caption of {length} tokens: {error}") from error
+                raise UserError(f"the text encoder failed on a caption of {length[0]} tokens: {error}") from error
             for caption, entry in zip(names, entries, strict=True):
                 stored = {name: tensor.to(dtype) for name, tensor in text_tensors(entry).items()}
                 if not_finite(stored) is not None:

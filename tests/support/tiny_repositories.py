@@ -5,6 +5,7 @@ Patch, strides, latent channels, token limits and norms are the published ones; 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +63,154 @@ def save_wan(folder: Path, shift: float = 3.0, **changes: Any) -> Path:
     )
     pipeline.save_pretrained(folder)
     return folder
+
+
+# -- LTX-Video ----------------------------------------------------------------------------------------------------------
+
+
+def save_ltx(folder: Path, **changes: Any) -> Path:
+    """The repository of a tiny LTX-Video text-to-video pipeline; `changes` are the transformer's."""
+    import transformers
+    from diffusers import (
+        AutoencoderKLLTXVideo,
+        FlowMatchEulerDiscreteScheduler,
+        LTXPipeline,
+        LTXVideoTransformer3DModel,
+    )
+
+    parts = folder.with_name(f".{folder.name}-parts")
+    save_tiny_vae(parts / "vae", "ltx", latent_channels=128)
+    save_tiny_text_encoder(parts / "text", "t5")
+    sizes = {
+        "in_channels": 128, "out_channels": 128, "num_attention_heads": 2, "attention_head_dim": 16, "cross_attention_dim": 32,
+        "num_layers": 2, "caption_channels": 16,
+    }  # fmt: skip
+    pipeline: Any = LTXPipeline(
+        tokenizer=transformers.T5Tokenizer.from_pretrained(parts / "text"),
+        text_encoder=transformers.T5EncoderModel.from_pretrained(parts / "text"),
+        vae=AutoencoderKLLTXVideo.from_pretrained(parts / "vae"),
+        transformer=randomized(LTXVideoTransformer3DModel(**{**sizes, **changes})),
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True, base_shift=0.95, max_shift=2.05, base_image_seq_len=1024, max_image_seq_len=4096,
+            shift_terminal=0.1,
+        ),
+    )  # fmt: skip
+    pipeline.save_pretrained(folder)
+    return folder
+
+
+# -- CogVideoX ----------------------------------------------------------------------------------------------------------
+
+
+def save_cogvideox(folder: Path, kind: str = "5b", **changes: Any) -> Path:
+    """The repository of a tiny CogVideoX text-to-video pipeline (`kind` 2b, 5b or 1.5); `changes` are the transformer's."""
+    import transformers
+    from diffusers import (
+        AutoencoderKLCogVideoX,
+        CogVideoXDDIMScheduler,
+        CogVideoXDPMScheduler,
+        CogVideoXPipeline,
+        CogVideoXTransformer3DModel,
+    )
+
+    parts = folder.with_name(f".{folder.name}-parts")
+    save_tiny_vae(parts / "vae", "cogvideox", latent_channels=16, scaling_factor=0.7)
+    save_tiny_text_encoder(parts / "text", "t5")
+    sizes: dict[str, Any] = {
+        "num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 16, "out_channels": 16, "time_embed_dim": 16,
+        "text_embed_dim": 16, "num_layers": 2, "sample_width": 12, "sample_height": 8, "sample_frames": 9,
+        "max_text_seq_length": 226, "use_rotary_positional_embeddings": kind != "2b",
+    }  # fmt: skip
+    if kind == "1.5":
+        sizes |= {"patch_size_t": 2, "ofs_embed_dim": 16, "patch_bias": False, "sample_frames": 9}
+    scheduler_class = CogVideoXDDIMScheduler if kind == "2b" else CogVideoXDPMScheduler
+    scheduler = scheduler_class(
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", prediction_type="v_prediction", set_alpha_to_one=True,
+        rescale_betas_zero_snr=True, snr_shift_scale=3.0 if kind == "2b" else 1.0,
+        timestep_spacing="linspace" if kind == "2b" else "trailing",
+    )  # fmt: skip
+    pipeline: Any = CogVideoXPipeline(
+        tokenizer=transformers.T5Tokenizer.from_pretrained(parts / "text"),
+        text_encoder=transformers.T5EncoderModel.from_pretrained(parts / "text"),
+        vae=AutoencoderKLCogVideoX.from_pretrained(parts / "vae"),
+        transformer=randomized(CogVideoXTransformer3DModel(**{**sizes, **changes})),
+        scheduler=scheduler,
+    )
+    pipeline.save_pretrained(folder)
+    return folder
+
+
+# -- HunyuanVideo -------------------------------------------------------------------------------------------------------
+
+
+def tiny_llama_tokenizer(template: str, cut: int) -> Any:
+    """A byte-level tokenizer that makes `cut` tokens of what stands before the caption in a template, as the published one does."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    marks = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<pad>"]
+    front = template.partition("{}")[0]
+    for size in range(300, 700):
+        learnt = ByteLevelBPETokenizer()
+        learnt.train_from_iterator(
+            [front] * 4, vocab_size=size, min_frequency=1, show_progress=False, special_tokens=marks
+        )
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=learnt._tokenizer,
+            bos_token=marks[0],
+            eos_token=marks[3],
+            pad_token=marks[4],
+            padding_side="right",
+        )
+        if len(tokenizer(front)["input_ids"]) <= cut:
+            return tokenizer
+    raise AssertionError("no size of the vocabulary gives so few tokens")
+
+
+def save_hunyuan_video(folder: Path, shift: float = 7.0, **changes: Any) -> Path:
+    """The repository of a tiny HunyuanVideo text-to-video pipeline; `changes` are the transformer's."""
+    import transformers
+    from diffusers import (
+        AutoencoderKLHunyuanVideo,
+        FlowMatchEulerDiscreteScheduler,
+        HunyuanVideoPipeline,
+        HunyuanVideoTransformer3DModel,
+    )
+    from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
+
+    parts = folder.with_name(f".{folder.name}-parts")
+    save_tiny_vae(parts / "vae", "hunyuan", latent_channels=16, scaling_factor=0.476986)
+    save_tiny_text_encoder(parts / "clip", "clip", max_position_embeddings=77)
+    tokenizer = tiny_llama_tokenizer(DEFAULT_PROMPT_TEMPLATE["template"], DEFAULT_PROMPT_TEMPLATE["crop_start"])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        llama = transformers.LlamaModel(
+            transformers.LlamaConfig(
+                vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2,
+                num_key_value_heads=1, max_position_embeddings=512, pad_token_id=tokenizer.pad_token_id,
+            )
+        )  # fmt: skip
+    sizes = {
+        "in_channels": 16, "out_channels": 16, "num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 1,
+        "num_single_layers": 1, "num_refiner_layers": 1, "patch_size": 2, "patch_size_t": 1, "guidance_embeds": True,
+        "text_embed_dim": 16, "pooled_projection_dim": 16, "rope_axes_dim": (4, 4, 4),
+    }  # fmt: skip
+    pipeline: Any = HunyuanVideoPipeline(
+        tokenizer=tokenizer,
+        text_encoder=llama,
+        tokenizer_2=transformers.CLIPTokenizer.from_pretrained(parts / "clip"),
+        text_encoder_2=transformers.CLIPTextModel.from_pretrained(parts / "clip"),
+        vae=AutoencoderKLHunyuanVideo.from_pretrained(parts / "vae"),
+        transformer=randomized(HunyuanVideoTransformer3DModel(**{**sizes, **changes})),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=shift),
+    )
+    pipeline.save_pretrained(folder)
+    return folder
+
+
+REPOSITORIES: dict[str, Callable[[Path], Path]] = {
+    "wan": save_wan,
+    "ltx": save_ltx,
+    "cogvideox-5b": save_cogvideox,
+    "hunyuan-video": save_hunyuan_video,
+}

@@ -23,8 +23,7 @@ from tests.support.tiny_repositories import save_wan
 
 SMALL = (
     "data.limit=4", "data.buckets=[{frames: 13, height: 32, width: 48}]", "data.val_fraction=0", "validate.prompts=[]",
-    "train.steps=3", "train.log_every=1", "train.ema_decay=null", "text.kind=transformers", "text.subfolder=text_encoder",
-    "text.tokenizer_subfolder=tokenizer",
+    "train.steps=3", "train.log_every=1", "train.ema_decay=null",
 )  # fmt: skip
 
 
@@ -38,7 +37,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small(home: Path, *overrides: str) -> Config:
-    return load_config(home / "own.yaml", (*SMALL, f"text.pretrained={home / 'tiny-wan'}", *overrides))
+    return load_config(home / "own.yaml", (*SMALL, *overrides))
 
 
 def test_init_fits_buckets_to_the_model(home: Path) -> None:

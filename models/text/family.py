@@ -1,0 +1,220 @@
+"""The text encoders of a published model's repository, used by its family's recipe: entries equal those of its official pipeline.
+
+Legend: B batch, L caption tokens, D text width.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspeed.config.schema import FamilyTextConfig
+from mmspeed.device import Device, parse_dtype
+from mmspeed.errors import UserError
+from mmspeed.models.diffusers.repository import Repository
+from mmspeed.models.families import family_of
+from mmspeed.models.text.recipes import EncoderRecipe, TextRecipe
+from mmspeed.models.weights import fingerprint, first_line, quiet, read_json, resolve, weight_files, weight_patterns
+from mmspeed.protocols import TextEntry
+
+KEY = "text.pretrained"
+STEM = "model"
+Ids = tuple[tuple[int, ...], ...]  # of a caption's tokens, for each encoder
+
+
+def family_recipe(cfg: FamilyTextConfig) -> tuple[Repository, TextRecipe]:
+    """The repository of a config and its family's recipe. Raises UserError for a family whose texts are not known."""
+    repository = Repository.open(cfg.pretrained, cfg.revision, KEY)
+    family = family_of(repository.class_name, KEY)
+    if family.text is None:
+        raise UserError(
+            f"text.kind: the text encoders of {family.name} are not known; name one with text.kind: transformers"
+        )
+    return repository, family.text
+
+
+def family_text_identity(cfg: FamilyTextConfig) -> str:
+    """A name of everything that entries depend on: recipe, encoders, tokenizers, number type and length; from reading files only."""
+    repository, recipe = family_recipe(cfg)
+    folders = [_Folders.of(repository, part) for part in recipe.encoders]
+    root = folders[0].root
+    files = {path for place in folders for path in place.files()}
+    templates = [asdict(found) if (found := part.template_of()) else None for part in recipe.encoders]
+    settings = {
+        "recipe": asdict(recipe),
+        "templates": templates,
+        "dtype": cfg.dtype,
+        "max_tokens": min(cfg.max_tokens, recipe.encoders[0].length),
+        # captions are cleaned by it where it is installed
+        "ftfy": any(part.clean for part in recipe.encoders) and importlib.util.find_spec("ftfy") is not None,
+    }
+    return fingerprint(root, files, settings)
+
+
+def family_text_width(cfg: FamilyTextConfig) -> int:
+    """The width of rows, from the first encoder's settings."""
+    from transformers import AutoConfig
+
+    repository, recipe = family_recipe(cfg)
+    folder = _Folders.of(repository, recipe.encoders[0]).encoder
+    with quiet():
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    return int(getattr(config, "text_config", config).hidden_size)
+
+
+def load_family_text_encoder(cfg: FamilyTextConfig, device: Device) -> FamilyTextEncoder:
+    """The encoders of a config's repository, ready on `device`. Raises UserError for files that are missing or do not load."""
+    repository, recipe = family_recipe(cfg)
+    identity = family_text_identity(cfg)
+    parts = [_Part(repository, part, cfg, device) for part in recipe.encoders]
+    return FamilyTextEncoder(parts, identity)
+
+
+class FamilyTextEncoder:
+    """A `TextEncoder` over all text encoders of a repository. `truncated` counts the captions that were cut."""
+
+    def __init__(self, parts: Sequence[_Part], fingerprint: str) -> None:
+        self.parts, self.fingerprint = parts, fingerprint
+        self.truncated = 0
+        self.width = self.encode([""])[0].embeds_LD.shape[1]
+
+    def encode(self, captions: list[str]) -> list[TextEntry]:
+        """The entry of each caption, float32 on the CPU."""
+        return [self.encode_ids([self.tokenize(caption)])[0] for caption in captions]
+
+    def tokenize(self, caption: str) -> Ids:
+        """The ids of a caption's tokens for each encoder, with padding where it is encoded."""
+        tokens = [part.tokenize(caption) for part in self.parts]
+        self.truncated += tokens[0][1]
+        return tuple(ids for ids, _ in tokens)
+
+    @staticmethod
+    def lengths(ids: Ids) -> tuple[int, ...]:
+        """Numbers of tokens; captions with equal ones are encoded together."""
+        return tuple(len(each) for each in ids)
+
+    def encode_ids(self, ids: Sequence[Ids]) -> list[TextEntry]:
+        """The entries of captions with equal `lengths`, from one pass of each encoder."""
+        results = [part.encode([each[place] for each in ids]) for place, part in enumerate(self.parts)]
+        rows = next(result for part, result in zip(self.parts, results, strict=True) if part.recipe.gives == "rows")
+        pooled = next((r for part, r in zip(self.parts, results, strict=True) if part.recipe.gives == "pooled"), None)
+        return [TextEntry(embeds_LD, None if pooled is None else pooled[place]) for place, embeds_LD in enumerate(rows)]
+
+
+class _Folders:
+    """The folders of one encoder and its tokenizer, whose files are fetched where they are not here."""
+
+    def __init__(self, root: Path, encoder: Path, tokenizer: Path) -> None:
+        self.root, self.encoder, self.tokenizer = root, encoder, tokenizer
+
+    @classmethod
+    def of(cls, repository: Repository, recipe: EncoderRecipe) -> _Folders:
+        """The folders in a repository. Raises UserError, with the folders there, where one is missing."""
+        for name in (recipe.encoder, recipe.tokenizer):
+            if not repository.has(name):
+                repository.config(name)  # names the folders
+        # whole tokenizer folders: their files have many names
+        patterns = (*weight_patterns(STEM), *("*.json", "*.txt", "*.model"))
+        root = resolve(repository.pretrained, [recipe.encoder, recipe.tokenizer], repository.revision, patterns, KEY)
+        return cls(root, root / recipe.encoder, root / recipe.tokenizer)
+
+    def files(self) -> list[Path]:
+        """The files that the encoder's numbers depend on."""
+        tokenizer = [path for path in sorted(self.tokenizer.iterdir()) if path.suffix in (".json", ".txt", ".model")]
+        return [self.encoder / "config.json", *weight_files(self.encoder, STEM, KEY), *tokenizer]
+
+
+class _Part:
+    """One encoder with its tokenizer and recipe."""
+
+    def __init__(self, repository: Repository, recipe: EncoderRecipe, cfg: FamilyTextConfig, device: Device) -> None:
+        self.recipe, self.device = recipe, device.torch_device
+        folders = _Folders.of(repository, recipe)
+        self.tokenizer = _load(repository, recipe.tokenizer, folders.tokenizer, {})
+        settings = {"dtype": parse_dtype(cfg.dtype), "use_safetensors": True}
+        weight_files(folders.encoder, STEM, KEY)
+        self.model = _load(repository, recipe.encoder, folders.encoder, settings).eval().requires_grad_(False)
+        self.model.to(self.device)
+        self.template, self.clean = recipe.template_of(), recipe.cleaning()
+        self.length = min(cfg.max_tokens, recipe.length) if recipe.gives == "rows" else recipe.length
+        self._check_template()
+
+    @property
+    def cut(self) -> int:
+        """Tokens of the template in front of a caption."""
+        return 0 if self.template is None else self.template.cut
+
+    def _check_template(self) -> None:
+        """Raises UserError where the tokenizer cuts the template otherwise than the recipe says: captions would lose tokens."""
+        if self.template is None:
+            return
+        front = self.template.text.partition("{}")[0]
+        counted = len(self.tokenizer(front, verbose=False)["input_ids"])
+        if abs(counted - self.cut) > 1:  # a piece of the caption may join the template's last one
+            raise UserError(
+                f"{KEY}: the tokenizer makes {counted} tokens of the template in front of a caption, and {self.cut} are cut off: "
+                "it is not the model's own"
+            )
+
+    def tokenize(self, caption: str) -> tuple[tuple[int, ...], bool]:
+        """(the ids of a caption, True where it was cut)."""
+        words = self.clean(caption)
+        words = words if self.template is None else self.template.text.format(words)
+        most = self.length + self.cut
+        whole = self.tokenizer(words, verbose=False)["input_ids"]
+        cut = len(whole) > most
+        # the model was trained on its own length, however far captions are cut
+        length = self.recipe.length + self.cut
+        ids = self.tokenizer(words, truncation=True, max_length=most, verbose=False)["input_ids"] if cut else whole
+        if self.recipe.padded:
+            ids = self.tokenizer.pad({"input_ids": [ids]}, padding="max_length", max_length=length)["input_ids"][0]
+        return tuple(ids), cut
+
+    def encode(self, ids: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """The rows (L, D) of each caption, or its vector (D), float32 on the CPU."""
+        recipe, ids_BL = self.recipe, torch.tensor(ids, device=self.device)
+        arguments: dict[str, Any] = {} if recipe.padded else {"attention_mask": torch.ones_like(ids_BL)}
+        with torch.inference_mode():
+            output = self.model(input_ids=ids_BL, output_hidden_states=recipe.layer is not None, **arguments)
+        if recipe.gives == "pooled":
+            return [_copy(pooled_D) for pooled_D in output.pooler_output]
+        rows_BLD = output.last_hidden_state if recipe.layer is None else output.hidden_states[recipe.layer]
+        counts = [rows_BLD.shape[1]] * len(ids)
+        if recipe.padded and recipe.stored == "real":
+            counts = [_real(each, self.tokenizer.pad_token_id) for each in ids]
+        return [_copy(rows_LD[self.cut : count]) for rows_LD, count in zip(rows_BLD, counts, strict=True)]
+
+
+def _real(ids: Sequence[int], padding: int) -> int:
+    """Tokens before the padding behind a caption."""
+    count = len(ids)
+    while count > 1 and ids[count - 1] == padding:
+        count -= 1
+    return count
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU, outside of inference mode: a model that is trained on it may keep it for its backward pass."""
+    return tensor.to("cpu", torch.float32, copy=True)
+
+
+def _load(repository: Repository, component: str, folder: Path, settings: dict[str, Any]) -> Any:
+    """A component of transformers, by the class that model_index.json names. Raises UserError where it does not load."""
+    import transformers
+
+    library, name = repository.components.get(component, ("transformers", "AutoTokenizer"))
+    if library != "transformers" or not hasattr(transformers, name):
+        name = "AutoTokenizer" if not settings else "AutoModel"
+    if settings and read_json(folder / "config.json", KEY).get("model_type") is None:
+        raise UserError(f"{KEY}: {folder / 'config.json'} names no model_type, so it is no model of transformers")
+    try:
+        with quiet():
+            return getattr(transformers, name).from_pretrained(folder, local_files_only=True, **settings)
+    except Exception as error:  # wrong or truncated files fail anywhere inside
+        raise UserError(f"{KEY}: {folder} does not load as {name}: {first_line(error)}") from error

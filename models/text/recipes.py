@@ -1,0 +1,72 @@
+"""Recipes of the text encoders of published models: what each pipeline does from a caption to the rows that its transformer takes."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+Clean = Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class Template:
+    """Words around a caption, and the tokens of them that are cut off in front. `text` holds `{}` in the caption's place."""
+
+    text: str
+    cut: int
+
+
+@dataclass(frozen=True)
+class EncoderRecipe:
+    """The use of one encoder of a repository.
+
+    Args:
+        length: tokens that a caption is cut to, the template's cut ones apart.
+        encoder, tokenizer: folders in the repository.
+        gives: `rows` for the hidden states of tokens, `pooled` for one vector of a caption.
+        padded: True for an encoder that runs over padding up to `length`, without a mask: padding changes its rows.
+            False for one that is given the mask, or looks backwards only: without padding it gives the same rows.
+        stored: rows of an entry: those of `real` tokens, or `all`, where the transformer takes rows of padding, too.
+        layer: hidden state, counted from the end; None: the last one, after the encoder's own norm.
+        template: reference "module:name" of a mapping with `template` and `crop_start`; None: the caption alone.
+        clean: reference "module:function" of what is done to a caption first; None: nothing.
+    """
+
+    length: int
+    encoder: str = "text_encoder"
+    tokenizer: str = "tokenizer"
+    gives: Literal["rows", "pooled"] = "rows"
+    padded: bool = False
+    stored: Literal["real", "all"] = "real"
+    layer: int | None = None
+    template: str | None = None
+    clean: str | None = None
+
+    def template_of(self) -> Template | None:
+        """The template, from the library that defines it."""
+        if self.template is None:
+            return None
+        tree = cast("dict[str, Any]", _referred(self.template))
+        return Template(str(tree["template"]), int(tree["crop_start"]))
+
+    def cleaning(self) -> Clean:
+        """The function that a caption goes through first."""
+        return (lambda caption: caption) if self.clean is None else cast(Clean, _referred(self.clean))
+
+
+@dataclass(frozen=True)
+class TextRecipe:
+    """The text encoders of a family, in the order of their use; the first one gives rows.
+
+    version: counts up when the same files give other numbers.
+    """
+
+    encoders: tuple[EncoderRecipe, ...]
+    version: int = 1
+
+
+def _referred(reference: str) -> Any:
+    module, _, name = reference.partition(":")
+    return getattr(importlib.import_module(module), name)
