@@ -45,10 +45,10 @@ def family_text_identity(cfg: FamilyTextConfig) -> str:
     folders = [_Folders.of(repository, part) for part in recipe.encoders]
     root = folders[0].root
     files = {path for place in folders for path in place.files()}
-    templates = [asdict(found) if (found := part.template_of()) else None for part in recipe.encoders]
+    templates = [part.template_of() for part in recipe.encoders]
     settings = {
         "recipe": asdict(recipe),
-        "templates": templates,
+        "templates": [None if each is None else asdict(each) for each in templates],
         "dtype": cfg.dtype,
         "max_tokens": min(cfg.max_tokens, recipe.encoders[0].length),
         # captions are cleaned by it where it is installed
