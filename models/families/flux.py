@@ -30,6 +30,7 @@ from mmspeed.models.families.base import (
     unpacked,
     width_of,
 )
+from mmspeed.models.text.recipes import EncoderRecipe, TextRecipe
 from mmspeed.protocols.calls import Conditions, Predicted
 
 NAME = "FluxTransformer2DModel"
@@ -110,6 +111,13 @@ def _flux(config: Config, sizes: SmallSizes, width: int) -> dict[str, Any]:
     }
 
 
+# the encoder runs over padding, and the transformer takes all of its rows
+TEXT = TextRecipe(
+    (
+        EncoderRecipe(512, "text_encoder_2", "tokenizer_2", padded=True, stored="all"),
+        EncoderRecipe(77, gives="pooled"),
+    )
+)
 PUBLISHED = {
     "flux.1-dev": Published("black-forest-labs/FLUX.1-dev", 1, 1024, 1024, 1.0, (1, 16)),
 }
@@ -119,5 +127,6 @@ FAMILY = Family(
     NAME,
     FluxCall(),
     SmallClass(FluxCall.patch, 12, _flux),
+    text=TEXT,
     published=PUBLISHED,
 )

@@ -27,6 +27,7 @@ from mmspeed.models.families.base import (
     token_grid,
     width_of,
 )
+from mmspeed.models.text.recipes import EncoderRecipe, TextRecipe
 from mmspeed.protocols.calls import Conditions, Predicted
 
 POOLING_HEADS = 8  # of the class, which divide the captions' width
@@ -94,6 +95,7 @@ def _mochi(config: Config, sizes: SmallSizes, width: int) -> dict[str, Any]:
     }
 
 
+TEXT = TextRecipe((EncoderRecipe(256),))
 PUBLISHED = {
     "mochi-1": Published("genmo/mochi-1-preview", 163, 480, 848, 30.0, (6, 16)),
 }
@@ -103,5 +105,6 @@ FAMILY = Family(
     "MochiTransformer3DModel",
     MochiCall(),
     SmallClass(MochiCall.patch, 12, _mochi),
+    text=TEXT,
     published=PUBLISHED,
 )

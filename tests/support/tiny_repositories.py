@@ -208,9 +208,76 @@ def save_hunyuan_video(folder: Path, shift: float = 7.0, **changes: Any) -> Path
     return folder
 
 
+# -- Mochi --------------------------------------------------------------------------------------------------------------
+
+
+def save_mochi(folder: Path, **changes: Any) -> Path:
+    """The repository of a tiny Mochi pipeline; `changes` are the transformer's."""
+    import transformers
+    from diffusers import AutoencoderKLMochi, FlowMatchEulerDiscreteScheduler, MochiPipeline, MochiTransformer3DModel
+
+    parts = folder.with_name(f".{folder.name}-parts")
+    statistics = {"latents_mean": MEANS[:12], "latents_std": DEVIATIONS[:12]}
+    save_tiny_vae(parts / "vae", "mochi", latent_channels=12, **statistics)
+    save_tiny_text_encoder(parts / "text", "t5")
+    sizes = {
+        "in_channels": 12, "out_channels": 12, "num_attention_heads": 2, "attention_head_dim": 12, "pooled_projection_dim": 16,
+        "num_layers": 2, "text_embed_dim": 16, "time_embed_dim": 16, "max_sequence_length": 256, "patch_size": 2,
+    }  # fmt: skip
+    pipeline: Any = MochiPipeline(
+        tokenizer=transformers.T5Tokenizer.from_pretrained(parts / "text"),
+        text_encoder=transformers.T5EncoderModel.from_pretrained(parts / "text"),
+        vae=AutoencoderKLMochi.from_pretrained(parts / "vae"),
+        transformer=randomized(MochiTransformer3DModel(**{**sizes, **changes})),
+        scheduler=FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
+    )
+    pipeline.save_pretrained(folder)
+    return folder
+
+
+# -- Flux ---------------------------------------------------------------------------------------------------------------
+
+
+def save_flux(folder: Path, **changes: Any) -> Path:
+    """The repository of a tiny Flux pipeline; `changes` are the transformer's."""
+    import transformers
+    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+
+    parts = folder.with_name(f".{folder.name}-parts")
+    save_tiny_vae(parts / "vae", "kl", latent_channels=16, use_quant_conv=False, use_post_quant_conv=False)
+    save_tiny_text_encoder(parts / "text", "t5")
+    save_tiny_text_encoder(parts / "clip", "clip", max_position_embeddings=77)
+    sizes = {
+        "in_channels": 64, "num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 1, "num_single_layers": 1,
+        "joint_attention_dim": 16, "pooled_projection_dim": 16, "axes_dims_rope": (4, 4, 4), "guidance_embeds": True,
+    }  # fmt: skip
+    tokenizer = transformers.CLIPTokenizer.from_pretrained(parts / "clip")
+    tokenizer.model_max_length = 77
+    pipeline: Any = FluxPipeline(
+        tokenizer=tokenizer,
+        text_encoder=transformers.CLIPTextModel.from_pretrained(parts / "clip"),
+        tokenizer_2=transformers.T5Tokenizer.from_pretrained(parts / "text"),
+        text_encoder_2=transformers.T5EncoderModel.from_pretrained(parts / "text"),
+        vae=AutoencoderKL.from_pretrained(parts / "vae"),
+        transformer=randomized(FluxTransformer2DModel(**{**sizes, **changes})),
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True,
+            base_shift=0.5,
+            max_shift=1.15,
+            base_image_seq_len=256,
+            max_image_seq_len=4096,
+            shift=3.0,
+        ),
+    )
+    pipeline.save_pretrained(folder)
+    return folder
+
+
 REPOSITORIES: dict[str, Callable[[Path], Path]] = {
     "wan": save_wan,
     "ltx": save_ltx,
     "cogvideox-5b": save_cogvideox,
     "hunyuan-video": save_hunyuan_video,
+    "mochi": save_mochi,
+    "flux": save_flux,
 }

@@ -22,8 +22,8 @@ from mmspeed.models.text.family import FamilyTextEncoder
 from mmspeed.protocols import TextEntry
 from tests.support.tiny_repositories import REPOSITORIES
 
-NAMES = ["wan", "ltx", "cogvideox-5b", "hunyuan-video"]
-LIMITS = {"wan": 512, "ltx": 128, "cogvideox-5b": 226, "hunyuan-video": 256}
+NAMES = ["wan", "ltx", "cogvideox-5b", "hunyuan-video", "mochi", "flux"]
+LIMITS = {"wan": 512, "cogvideox-5b": 226}
 CPU = Device("cpu", 0)
 
 
@@ -49,7 +49,10 @@ def official(home: Path, name: str, caption: str) -> tuple[Tensor, Tensor | None
     if name == "hunyuan-video":
         rows, pooled, mask = pipeline.encode_prompt(caption, device="cpu")
         return rows[0], mask[0], pooled[0]
-    if name == "ltx":
+    if name == "flux":
+        rows, pooled, _ = pipeline.encode_prompt(caption, None, device="cpu")
+        return rows[0], None, pooled[0]
+    if name in ("ltx", "mochi"):
         rows, mask, *_ = pipeline.encode_prompt(caption, do_classifier_free_guidance=False, device="cpu")
         return rows[0], mask[0], None
     longest = {"max_sequence_length": LIMITS[name]}
@@ -115,7 +118,8 @@ def test_rows_of_padding_are_stored_where_the_model_takes_them(home: Path) -> No
     for name in NAMES:
         encoder = load_text_encoder(section(home, name), CPU)
         counts[name] = encoder.encode(["a rabbit"])[0].embeds_LD.shape[0]
-    assert counts["cogvideox-5b"] == 226 and max(counts[name] for name in NAMES if name != "cogvideox-5b") < 20
+    assert (counts["cogvideox-5b"], counts["flux"]) == (226, 512)
+    assert max(counts[name] for name in NAMES if counts[name] not in (226, 512)) < 20
 
 
 def test_captions_are_encoded_together_as_alone(home: Path) -> None:
