@@ -44,7 +44,8 @@ class PublishedCounts:
 
 def repository_of(section: PublishedModelConfig) -> Repository:
     """The repository of a model. Raises UserError for one that cannot be reached, or that holds no transformer."""
-    return Repository.open(section.pretrained, section.revision, KEY, section.subfolder)
+    repository = Repository.open(section.pretrained, section.revision, KEY, section.subfolder)
+    return repository if section.weights is None else repository.with_file(Path(section.weights), "model.weights")
 
 
 def family_of_section(section: PublishedModelConfig) -> Family:

@@ -25,6 +25,10 @@ class PublishedModelConfig(Section):
     )
     revision: str | None = Field(None, description="Branch, tag or commit of the hub id.")
     subfolder: str = Field("transformer", description="Folder inside `pretrained` that holds the transformer.")
+    weights: str | None = Field(
+        None,
+        description="A `.safetensors` file with other weights of the transformer, in the names of diffusers or of the model's authors.",
+    )
     sparse: SparseConfig | None = Field(None, description="Sparse self-attention; null: all attention is dense.")
 
 

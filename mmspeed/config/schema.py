@@ -430,6 +430,7 @@ class Config(RunConfig):
         "vae.weights",
         "text.pretrained",
         "model.pretrained",
+        "model.weights",
     )
     order: ClassVar[tuple[str, ...]] = (
         "task", "name", "output", "seed", "data", "vae", "text", "preprocess", "model", "objective", "train", "batching", "curriculum",
@@ -553,7 +554,8 @@ class Config(RunConfig):
         if isinstance(text, TransformersTextConfig | FamilyTextConfig):
             changes["text"] = text.model_copy(update={"pretrained": pretrained(text.pretrained)})
         if isinstance(model, PublishedModelConfig):
-            changes["model"] = model.model_copy(update={"pretrained": pretrained(model.pretrained)})
+            weights = model.weights if model.weights is None else joined(base, model.weights)
+            changes["model"] = model.model_copy(update={"pretrained": pretrained(model.pretrained), "weights": weights})
         shared = super().absolute(base)
         changes |= {"output": shared.output, "train": shared.train, "checkpoint": shared.checkpoint}
         return self.model_copy(update=changes)

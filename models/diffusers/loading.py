@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mmspeed.errors import UserError
 from mmspeed.models.diffusers.repository import Repository, header_of
-from mmspeed.models.weights import quiet
+from mmspeed.models.weights import first_line, quiet
 from mmspeed.protocols import Part, declare_float32, declare_source
 
 NUMBERS = ("F64", "F32", "F16", "BF16")  # number types of weights that train
@@ -44,10 +45,20 @@ def stored_model(repository: Repository, kind: Any) -> nn.Module:
     Raises UserError for files that lack a tensor of the model, hold one that it lacks, or hold one of another shape.
     """
     model = empty_model(kind, repository.config(repository.transformer))
-    source = RepositoryWeights(repository)
-    check_tensors(model, source.shapes, f"{repository.key}: {repository.folder / repository.transformer}")
+    source = weights_of(repository, model)
+    place = repository.file or repository.folder / repository.transformer
+    check_tensors(model, source.shapes, f"{repository.key}: {place}")
     declare_source(model, source)
     return model
+
+
+def weights_of(repository: Repository, model: nn.Module) -> RepositoryWeights:
+    """The weights of a repository's transformer; `model`: it, without memory. Those of a single file may have the authors' names."""
+    source = RepositoryWeights(repository)
+    names = model.state_dict().keys()  # some are the same in both
+    if repository.file is not None and len(names & source.shapes.keys()) < len(names) / 2:
+        return OriginalWeights(repository, type(model).__name__)
+    return source
 
 
 class RepositoryWeights:
@@ -92,6 +103,47 @@ class RepositoryWeights:
                         yield name, _part(file, name, parts[name])
                 except (SafetensorError, OSError) as error:
                     raise UserError(f"{self._repository.key}: {path} cannot be read: {error}") from None
+
+
+class OriginalWeights(RepositoryWeights):
+    """The weights in one file with the names and layout of a model's authors, read by the converter of diffusers.
+
+    Tensors are views of the file in memory, but for those that the converter puts together from several.
+    """
+
+    def __init__(self, repository: Repository, kind: str) -> None:
+        super().__init__(repository)
+        self._kind = kind
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor, by its name in diffusers."""
+        return {name: tuple(tensor.shape) for name, tensor in self._converted().items()}
+
+    def read(self, parts: Mapping[str, Part]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the wanted part of each named tensor."""
+        tensors = self._converted()
+        for name, part in parts.items():
+            yield name, tensors.pop(name)[part]
+
+    def _converted(self) -> dict[str, Tensor]:
+        """The tensors by their names in diffusers. Raises UserError for a class without a converter, and for another model's file."""
+        from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES as CONVERTERS
+
+        key, (path,) = self._repository.key, self._repository.weight_files()
+        converters: Mapping[str, Any] = CONVERTERS
+        convert = converters.get(self._kind, {}).get("checkpoint_mapping_fn")
+        if convert is None:
+            raise UserError(
+                f"{key}: the names in {path} are not those of {self._kind} in diffusers, which has no converter for that class: "
+                "convert the file first"
+            )
+        try:
+            with quiet():
+                converted: dict[str, Tensor] = convert(checkpoint=load_file(path))
+        except (KeyError, RuntimeError, ValueError, IndexError) as error:
+            raise UserError(f"{key}: {path} is no file of a {self._kind}: {first_line(error)}") from error
+        return converted
 
 
 def _part(file: Any, name: str, part: Part) -> Tensor:

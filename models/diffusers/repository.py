@@ -32,7 +32,7 @@ class Repository:
     """A repository of diffusers on this machine, from `Repository.open`.
 
     pretrained, revision: as they were asked for. key: the config key that errors name. folder: the place of its files.
-    transformer: the name of the transformer's folder.
+    transformer: the name of the transformer's folder. file: a file with weights of the transformer, instead of the repository's own.
     """
 
     pretrained: str
@@ -40,6 +40,7 @@ class Repository:
     key: str
     folder: Path
     transformer: str = "transformer"
+    file: Path | None = None
 
     @classmethod
     def open(
@@ -111,7 +112,18 @@ class Repository:
         """The same repository with another transformer, such as the second expert `transformer_2`. Raises UserError without one."""
         if not self.has(component):
             self.config(component)  # names the folders
-        return replace(self, transformer=component)
+        return self if component == self.transformer else replace(self, transformer=component, file=None)
+
+    def with_file(self, path: Path, key: str) -> Repository:
+        """The same repository with the transformer's weights from one safetensors file. Raises UserError for any other file."""
+        if path.suffix == ".gguf":
+            raise UserError(f"{key}: {path} is a GGUF file, whose numbers are quantised: name a safetensors file")
+        if path.suffix in PICKLES:
+            raise UserError(f"{key}: {path} is a pickle, which mmspeed does not read: save it again as safetensors")
+        if not path.is_file():
+            raise UserError(f"{key}: there is no file {path}")
+        refuse_quantised(path, key)
+        return replace(self, file=path)
 
     # -- weights --------------------------------------------------------------------------------------------------------
 
@@ -126,6 +138,8 @@ class Repository:
 
         Raises UserError for pickles, GGUF files, variants, and quantised numbers.
         """
+        if self.file is not None:
+            return [self.file]
         folder = self.weights_folder
         single, index = folder / f"{STEM}.safetensors", folder / f"{STEM}.safetensors.index.json"
         if not single.is_file() and not index.is_file():
@@ -146,6 +160,10 @@ class Repository:
     @cached_property
     def fingerprint(self) -> str:
         """The fingerprint of the transformer's settings and weights, from reading files only; weights are fetched for it."""
+        if self.file is not None:
+            settings = self.folder / self.transformer
+            weights = fingerprint(self.file.parent, [self.file], {})
+            return fingerprint(settings, [settings / "config.json"], {"weights": weights})
         folder = self.weights_folder
         return fingerprint(folder, [folder / "config.json", *self.weight_files()], {})
 

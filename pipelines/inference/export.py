@@ -27,7 +27,7 @@ from mmspeed.loop.checkpoint.merging import whole_tensor
 from mmspeed.loop.checkpoint.seals import chunk_digest
 from mmspeed.loop.checkpoint.storage import EMA_UPDATES, FROZEN, ROLES
 from mmspeed.models.build import bare, repository_of
-from mmspeed.models.diffusers.loading import RepositoryWeights, check_tensors
+from mmspeed.models.diffusers.loading import RepositoryWeights, check_tensors, weights_of
 from mmspeed.models.diffusers.repository import INDEX, STEM, Repository
 from mmspeed.models.weights import resolve
 from mmspeed.pipelines.inference.text_to_video import find_checkpoint
@@ -137,8 +137,9 @@ def _write_component(
     """Write a transformer's folder: config.json as the base has it, and the weights. Returns (tensors, bytes)."""
     target.mkdir()
     shutil.copyfile(repository.folder / repository.transformer / "config.json", target / "config.json")
-    source = RepositoryWeights(repository)
-    entries = _entries(place, role, repository, bare(repository), weights, dtype)
+    model = bare(repository)
+    source = weights_of(repository, model)
+    entries = _entries(place, role, source, model, weights, dtype)
     shards = _sharded(entries, shard_bytes)
     index = open_checkpoint(place)[1]["tensors"]
 
@@ -166,7 +167,7 @@ def _write_component(
 
 
 def _entries(
-    place: Path, role: str | None, repository: Repository, model: nn.Module, weights: str, dtype: torch.dtype
+    place: Path, role: str | None, source: RepositoryWeights, model: nn.Module, weights: str, dtype: torch.dtype
 ) -> list[_TensorEntry]:
     """The tensors of a model in its order. Raises UserError where neither checkpoint nor base has one, or in another shape."""
     meta, index = open_checkpoint(place)
@@ -175,7 +176,7 @@ def _entries(
         raise UserError(f"checkpoint {place} has no moving average: use --weights model")
     stored, frozen = index["tensors"], FROZEN in facts
     parts = [of_role(part, role) for part in (("ema", "model") if weights == "ema" else ("model",))]
-    base = RepositoryWeights(repository).shapes if frozen else {}
+    base = source.shapes if frozen else {}
     entries, shapes = [], {}
     for name, tensor in model.state_dict().items():
         key = next((f"{part}.{name}" for part in parts if f"{part}.{name}" in stored), None)

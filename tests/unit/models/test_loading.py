@@ -161,3 +161,79 @@ def test_other_tensors_are_one_line(copy: Path, damage: Callable[[Path], None], 
 def test_tensors_that_the_class_ignores_are_no_surplus(copy: Path) -> None:
     edited(copy, lambda tensors: tensors.update({"blocks.0.attn2.norm_added_q.weight": torch.ones(24)}))
     assert filled(copy)
+
+
+# names of Wan's authors, for names of diffusers, in the order in which they are replaced
+ORIGINAL = {
+    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
+    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
+    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
+    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
+    "condition_embedder.time_proj": "time_projection.1",
+    "attn2": "cross_attn",
+    "attn1": "self_attn",
+    ".to_out.0.": ".o.",
+    ".to_q.": ".q.",
+    ".to_k.": ".k.",
+    ".to_v.": ".v.",
+    "proj_out": "head.head",
+    "ffn.net.0.proj": "ffn.0",
+    "ffn.net.2": "ffn.2",
+    ".norm2.": ".norm3.",
+}
+
+
+def original_name(name: str) -> str:
+    for ours, theirs in ORIGINAL.items():
+        name = name.replace(ours, theirs)
+    return "head.modulation" if name == "scale_shift_table" else name.replace("scale_shift_table", "modulation")
+
+
+def file_model(folder: Path, file: Path) -> nn.Module:
+    section = PublishedModelConfig(kind="diffusers", pretrained=str(folder), weights=str(file))
+    model = with_weights(section, 16, 16, "meta")
+    source = source_of(model)
+    assert source is not None
+    materialize(model, torch.device("cpu"))
+    read_weights(model, source)
+    return model
+
+
+@pytest.mark.parametrize("rename", [original_name, lambda name: f"model.diffusion_model.{original_name(name)}", str])
+def test_a_single_file_in_its_authors_names_or_diffusers_own(
+    wan: Path, tmp_path: Path, rename: Callable[[str], str]
+) -> None:
+    """Its weights are those that `from_single_file` of the class reads."""
+    from diffusers import WanTransformer3DModel
+
+    tensors = {rename(name): tensor + 1 for name, tensor in load_file(wan / WEIGHTS).items()}
+    save_file(tensors, tmp_path / "wan.safetensors")
+    truth = WanTransformer3DModel.from_single_file(
+        str(tmp_path / "wan.safetensors"), config=str(wan), subfolder="transformer"
+    ).state_dict()
+    model = file_model(wan, tmp_path / "wan.safetensors")
+    assert model.state_dict().keys() == truth.keys()
+    assert all(torch.equal(tensor, truth[name]) for name, tensor in model.state_dict().items())
+    section = PublishedModelConfig(kind="diffusers", pretrained=str(wan))
+    own, file = (source_of(each) for each in (with_weights(section, 16, 16, "meta"), model))
+    assert own is not None and file is not None and own.fingerprint != file.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("wan-Q4_K_M.gguf", "is a GGUF file"),
+        ("wan.ckpt", "is a pickle"),
+        ("nothing.safetensors", "there is no file"),
+        ("scaled.safetensors", r"is an fp8 file \(`scaled_fp8` holds scales\)"),
+        ("other.safetensors", r"lacks `scale_shift_table` and \d+ more"),
+    ],
+)
+def test_files_that_hold_no_weights_of_the_model(wan: Path, tmp_path: Path, name: str, message: str) -> None:
+    if name == "scaled.safetensors":
+        save_file({"scaled_fp8": torch.ones(2)}, tmp_path / name)
+    if name == "other.safetensors":
+        save_file({"conv.weight": torch.ones(2)}, tmp_path / name)
+    with pytest.raises(UserError, match=message) as caught:
+        file_model(wan, tmp_path / name)
+    assert "\n" not in str(caught.value)
