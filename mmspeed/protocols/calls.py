@@ -77,6 +77,15 @@ class ModelCall(Protocol):
 
 
 @runtime_checkable
+class TakesTexts(Protocol):
+    """A call that takes captions of further encoders, by their names in `Conditions.named`, each with a mask (`text_2`, `text_2_mask`)."""
+
+    def texts(self, config: Mapping[str, Any]) -> Mapping[str, int]:
+        """Widths of these captions."""
+        ...
+
+
+@runtime_checkable
 class Configured(Protocol):
     """A model of diffusers, which carries the arguments that it was made with."""
 

@@ -99,7 +99,8 @@ class Family:
         variant: the call that a repository's model_index.json asks for; None: always `call`.
         text: the use of its text encoders; None where it is not known.
         published: repositories by the short names that `mmspeed init --model` takes; the first is the usual one.
-        unused: patterns (as of fnmatch) of the parameters that training as `call` says never reaches, which are frozen.
+        unused: patterns (as of fnmatch) of the parameters that training as `call` says never reaches, which are frozen; in a pattern
+            `-1` stands for the last block of a list.
     """
 
     name: str

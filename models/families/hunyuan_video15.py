@@ -159,6 +159,8 @@ def _few(call: ModelCall, text_tokens: int) -> ModelCall:
     return replace(call, glyph_tokens=text_tokens, image_tokens=min(call.image_tokens, 3))
 
 
+# of the last block, whose text goes nowhere
+LAST_TEXT = ("attn.add_q_proj.*", "attn.norm_added_q.*", "attn.to_add_out.*", "ff_context.*")
 PUBLISHED = {
     "hunyuan-video1.5-480p": Published(
         "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v", 121, 480, 832, 24.0, (4, 16)
@@ -174,4 +176,8 @@ FAMILY = Family(
     HunyuanVideo15Call(),
     SmallClass(HunyuanVideo15Call.patch, 12, _hunyuan_video15, _few),
     published=PUBLISHED,
+    unused=(
+        "image_embedder.*",  # text to video gives it zeros, and leaves its tokens out
+        *(f"transformer_blocks.-1.{part}" for part in LAST_TEXT),
+    ),
 )

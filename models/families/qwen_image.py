@@ -99,6 +99,8 @@ def _qwen_image(config: Config, sizes: SmallSizes, width: int) -> dict[str, Any]
     }
 
 
+# of the last block, whose text goes nowhere
+LAST_TEXT = ("attn.add_q_proj.*", "attn.norm_added_q.*", "attn.to_add_out.*", "txt_mlp.*")
 PUBLISHED = {
     "qwen-image": Published("Qwen/Qwen-Image", 1, 1328, 1328, 1.0, (1, 16)),
 }
@@ -109,4 +111,5 @@ FAMILY = Family(
     QwenImageCall(),
     SmallClass(QwenImageCall.patch, 12, _qwen_image),
     published=PUBLISHED,
+    unused=tuple(f"transformer_blocks.-1.{part}" for part in LAST_TEXT),
 )

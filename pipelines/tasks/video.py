@@ -56,6 +56,7 @@ from mmspeed.pipelines.diffusion.predictor import (
 from mmspeed.pipelines.tasks.base import largest_batch, usual_batch
 from mmspeed.pipelines.tasks.mlp_trials import MlpTrials
 from mmspeed.pipelines.tasks.synthetic import EncoderShapes, sketched, synthetic_batch
+from mmspeed.pipelines.tasks.unused import freeze, freeze_unused, unused_lines
 from mmspeed.pipelines.tasks.video_data import VideoData
 from mmspeed.pipelines.tasks.video_start import other_shape
 from mmspeed.pipelines.training.held_out_loss import VideoValidation
@@ -120,6 +121,7 @@ class VideoTask:
         self.group: dist.ProcessGroup | None = None
         self._mlp_trials: MlpTrials | None = None
         self._predictor: Predictor | None = None
+        self._unused: list[str] | None = None  # weights that training never reaches
         self._spare: nn.Module | None = None  # a model with weights, built for its sizes, that `build` will return
 
     # -- opening --------------------------------------------------------------------------------------------------------
@@ -147,6 +149,7 @@ class VideoTask:
         """The task of another config over the same data and sizes."""
         other = VideoTask(config, self.maker, self._build, self._call)
         other._inputs, other._cache, other.whole, other.group = self._inputs, self._cache, self.whole, self.group
+        other._unused = self._unused
         return other
 
     @property
@@ -189,6 +192,9 @@ class VideoTask:
         predictor = make_predictor(model, self.config.objective, *sizes, self._call)
         if isinstance(predictor, PublishedPredictor):
             prepare_training(model)
+            if self._unused is None:
+                self._unused = freeze_unused(model, predictor.config, predictor.call)
+            freeze(model, self._unused)
             self._predictor = predictor  # it holds no model
         return model, predictor
 
@@ -246,10 +252,10 @@ class VideoTask:
             self._mlp_trials.before_steps((self.latent(bucket), size) for bucket, size in sizes.items())
 
     def notes(self) -> tuple[list[str], list[str]]:
-        """Lines and warnings about sparse attention, and about sizes far from those that a published model was trained for."""
+        """Lines and warnings: of sparse attention, of weights that stay frozen, of sizes far from those of a published model."""
         latents, own = {bucket: self.latent(bucket) for bucket in sorted(self.cache.samples.buckets())}, self.own
         if not isinstance(own, SoraDiT):
-            return [], size_warnings(self.config.model, sorted(latents))
+            return unused_lines(self._unused or []), size_warnings(self.config.model, sorted(latents))
         return sparse_lines(own, latents), sparse_warnings(own, latents, self.config)
 
     def compare_start(self, start: str) -> list[str]:

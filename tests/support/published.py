@@ -39,6 +39,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "cogvideox": ("cogvideox", {}, {"kind": "ddpm"}),
     "hunyuan": ("hunyuan", {"num_layers": 2, "num_single_layers": 2}, {"kind": "flow"}),
 }
+# the same of models of images, which take buckets of one frame
+IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {"qwen": ("qwen, images", {}, {"kind": "flow"})}
 
 
 def published_config(folder: Path, name: str, *overrides: str) -> Config:
@@ -53,7 +55,7 @@ def published_config(folder: Path, name: str, *overrides: str) -> Config:
         },
         "vae": {"kind": "diffusers", "pretrained": str(folder / "no-codec")},
         "text": {"kind": "transformers", "pretrained": str(folder / "no-encoder"), "max_tokens": 7},
-        "objective": MODELS[name][2],
+        "objective": (MODELS | IMAGES)[name][2],
         "train": {"steps": 6, "batch_size": 3, "lr": 1e-3, "warmup_steps": 2, "log_every": 1},
         "validate": {"every": 3, "samples": 1, "quantiles": 2, "report": False},
         "checkpoint": {"every": 2},
@@ -65,7 +67,7 @@ def published_config(folder: Path, name: str, *overrides: str) -> Config:
 
 def prepare(folder: Path) -> None:
     """Save the models as checkpoints of diffusers, and write the cache."""
-    for name, (case, changes, _) in MODELS.items():
+    for name, (case, changes, _) in (MODELS | IMAGES).items():
         model: Any = make_model(case, **changes)
         model.save_pretrained(folder / "models" / name)
     write_cache(published_config(folder, "wan"))
@@ -86,7 +88,7 @@ def write_cache(
     latents, texts = [], []
     with CacheWriter(root) as writer:
         for number in range(samples):
-            bucket = buckets[number % 4 == 3]
+            bucket = buckets[number % 4 == 3 and len(buckets) > 1]
             sizes = (C, 1 + (bucket.frames - 1) // 4, bucket.height // 8, bucket.width // 8)
             parts = {"kind": "latent", "number": number}
             tensors = latent_tensors(rng.normal(sizes, 0, "latent", number), rng.normal(sizes, 0, "spread", number) - 5)
@@ -121,7 +123,8 @@ def load(folder: Path, name: str) -> nn.Module:
     """The saved model, as users load it."""
     import diffusers
 
-    model = make_model(MODELS[name][0], **MODELS[name][1])
+    case, changes, _ = (MODELS | IMAGES)[name]
+    model = make_model(case, **changes)
     loaded: nn.Module = getattr(diffusers, type(model).__name__).from_pretrained(folder / "models" / name)
     return loaded
 
