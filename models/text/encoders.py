@@ -20,6 +20,7 @@ from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 from mmspeed.models.text.family import (
     FamilyTextEncoder,
+    family_caption_limit,
     family_text_identity,
     family_text_width,
     load_family_text_encoder,
@@ -72,6 +73,11 @@ def text_identity(cfg: TextConfig) -> str:
         return family_text_identity(cfg)
     folder, tokenizer_folder, root = _locate(cfg)
     return _identity(root, folder, tokenizer_folder, cfg.max_tokens, _dtype(cfg))
+
+
+def caption_limit(cfg: TextConfig) -> int:
+    """Tokens of the longest caption: `max_tokens`, or the family's own limit where that is smaller."""
+    return family_caption_limit(cfg) if isinstance(cfg, FamilyTextConfig) else cfg.max_tokens
 
 
 def text_width(cfg: TextConfig) -> int:

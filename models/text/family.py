@@ -50,11 +50,16 @@ def family_text_identity(cfg: FamilyTextConfig) -> str:
         "recipe": asdict(recipe),
         "templates": [None if each is None else asdict(each) for each in templates],
         "dtype": cfg.dtype,
-        "max_tokens": min(cfg.max_tokens, recipe.encoders[0].length),
+        "max_tokens": family_caption_limit(cfg),
         # captions are cleaned by it where it is installed
         "ftfy": any(part.clean for part in recipe.encoders) and importlib.util.find_spec("ftfy") is not None,
     }
     return fingerprint(root, files, settings)
+
+
+def family_caption_limit(cfg: FamilyTextConfig) -> int:
+    """Tokens of the longest caption, from the family's recipe."""
+    return min(cfg.max_tokens, family_recipe(cfg)[1].encoders[0].length)
 
 
 def family_text_width(cfg: FamilyTextConfig) -> int:

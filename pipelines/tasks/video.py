@@ -42,7 +42,7 @@ from mmspeed.models.codecs.vae import codec_geometry
 from mmspeed.models.diffusers.plans import declare_known_plan
 from mmspeed.models.families.complete import completed
 from mmspeed.models.sparse_note import sparse_lines, sparse_warnings
-from mmspeed.models.text.encoders import text_width
+from mmspeed.models.text.encoders import caption_limit, text_width
 from mmspeed.parallel import token_layout, unwrap
 from mmspeed.pipelines.diffusion.objective import Objective, make_objective
 from mmspeed.pipelines.diffusion.predictor import (
@@ -328,21 +328,26 @@ class VideoTask:
 
     def synthetic_batch(self, shape: ShapeClass, items: int, place: RunPlace, tokens: int | None = None) -> Batch:
         """A batch of random latents with captions of half to all of `tokens` (None: the usual number), on the device."""
-        length = min(COUNTED_TEXT_TOKENS if tokens is None else tokens, self.config.text.max_tokens)
+        length = min(COUNTED_TEXT_TOKENS if tokens is None else tokens, self.caption_limit)
         batch = synthetic_batch(
             self.inputs, self.predictor, as_bucket(shape), self.latent(shape), items, length, self.config.seed
         )
         return batch.to(place.device.torch_device, torch.float32)
 
+    @cached_property
+    def caption_limit(self) -> int:
+        """Tokens of the longest caption of the text encoder."""
+        return caption_limit(self.config.text)
+
     def longest_text(self) -> int | None:
         """Tokens of the longest caption of the text encoder."""
-        return self.config.text.max_tokens
+        return self.caption_limit
 
     def sketch(
         self, model: nn.Module, shape: ShapeClass, items: int
     ) -> tuple[Callable[[], Any], Callable[[Any], Tensor]]:
         """(a function that makes a batch of empty tensors, the mean squared error of the velocity)."""
-        return sketched(self.inputs, self.predictor, model, self.latent(shape), items, self.config.text.max_tokens)
+        return sketched(self.inputs, self.predictor, model, self.latent(shape), items, self.caption_limit)
 
     def synthetic_divisors(self, batch: Batch, batches: int) -> Divisors:
         """The number of samples, and their tokens."""
@@ -358,7 +363,7 @@ class VideoTask:
     @cached_property
     def costs(self) -> SampleCosts:
         """Tokens and FLOPs of a sample of each bucket."""
-        return sample_costs(self.predictor, self.inputs.strides, self.config.text.max_tokens)
+        return sample_costs(self.predictor, self.inputs.strides, self.caption_limit)
 
     def tokens(self, shape: ShapeClass) -> int:
         """Tokens of a sample."""
@@ -375,7 +380,7 @@ class VideoTask:
     def work(self, shape: ShapeClass, text_tokens: int | None = None) -> Work:
         """Work of a sample's forward pass, as if all attention were dense."""
         latent = self.inputs.strides.latent(as_bucket(shape))
-        length = min(COUNTED_TEXT_TOKENS, self.config.text.max_tokens) if text_tokens is None else text_tokens
+        length = min(COUNTED_TEXT_TOKENS, self.caption_limit) if text_tokens is None else text_tokens
         own = self.own
         if isinstance(own, SoraDiT):
             return own.work(latent, length)

@@ -19,6 +19,7 @@ from mmspeed.initialize import materialize, read_weights, stand_in_weights
 from mmspeed.models.build import with_weights
 from mmspeed.protocols import Part, source_of
 from tests.support.tiny_repositories import save_wan, wan_transformer
+from tests.support.video_transformers import make_inputs, make_model
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 
@@ -237,3 +238,24 @@ def test_files_that_hold_no_weights_of_the_model(wan: Path, tmp_path: Path, name
     with pytest.raises(UserError, match=message) as caught:
         file_model(wan, tmp_path / name)
     assert "\n" not in str(caught.value)
+
+
+CLASSES = (
+    "wan", "ltx", "cogvideox", "cogvideox, sincos", "hunyuan", "hunyuan 1.5", "mochi", "qwen, images", "flux, images",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CLASSES)
+def test_each_class_is_filled_as_diffusers_loads_it(tmp_path: Path, case: str) -> None:
+    """All parameters and buffers, bitwise, and the output; tables that no file holds are made as the class makes them."""
+    saved: Any = make_model(case)
+    saved.save_pretrained(tmp_path / "transformer")
+    (tmp_path / "model_index.json").write_text("{}")
+    model, truth = filled(tmp_path), type(saved).from_pretrained(tmp_path / "transformer").train()
+    assert type(model) is type(truth) and dict(model.named_buffers()).keys() == dict(truth.named_buffers()).keys()
+    for name, tensor in [*truth.named_parameters(), *truth.named_buffers()]:
+        other = dict([*model.named_parameters(), *model.named_buffers()])[name]
+        assert torch.equal(other, tensor) and other.dtype == tensor.dtype, name
+    given = make_inputs(case)
+    with torch.no_grad():
+        assert torch.equal(model(**given, return_dict=False)[0], truth(**given, return_dict=False)[0])
