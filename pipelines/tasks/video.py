@@ -413,10 +413,10 @@ class VideoTask:
 
     def validation(self, models: Models, data: Data, place: RunPlace) -> Validation | None:
         """Held-out loss and sampled videos; None where neither is requested."""
-        lost = data.lost if isinstance(data, VideoData) else set[str]
+        present = data.present if isinstance(data, VideoData) else list[Sample]
         held_out, predictor = self.held_out, self.predictor
         validation = VideoValidation(
-            self.config, self.cache, held_out, predictor, self.objective, lost, place, self.frame_mask
+            self.config, self.cache, held_out, predictor, self.objective, present, place, self.frame_mask
         )
         return validation or None
 

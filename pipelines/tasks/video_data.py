@@ -46,10 +46,10 @@ class VideoData(SampledData[Sample]):
         tokens = sum(count * self.tokens[bucket] for bucket, count in step.counts.items())
         return replace(step, divisors={**step.divisors, "tokens": float(tokens)}, tokens=tokens)
 
-    def lost(self) -> set[str]:
-        """Keys of the samples that were lost in this run's first epoch."""
+    def present(self, samples: list[Sample]) -> list[Sample]:
+        """The samples without those, and without the captions, that were lost in this run's first epoch."""
         first = self.loader.first_epoch
-        return first.lost if first is not None else set()
+        return first.present(samples) if first is not None else samples
 
     def summary(self) -> dict[str, Any] | None:
         """The results of the first epoch as a row of metrics.jsonl; None when the cache was complete."""
@@ -57,6 +57,8 @@ class VideoData(SampledData[Sample]):
         if first is None:
             return None
         row: dict[str, Any] = {"kind": "cache", "entries": first.encoded, "lost": len(first.lost)}
+        if first.lost_texts:
+            row["lost_captions"] = len(first.lost_texts)
         if first.freed is not None:
             row |= {"memory_before": first.freed[0], "memory_after": first.freed[1]}
         return row

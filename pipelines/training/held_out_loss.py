@@ -34,7 +34,7 @@ log = get_logger("validate")
 class VideoValidation:
     """Validation by held-out loss and sampled videos. Prompts are encoded once at the start and the encoder is freed.
 
-    `lost`: keys of the samples that were lost in this run.
+    `present`: leaves out what was lost in this run of a list of samples.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class VideoValidation:
         samples: list[Sample],
         predictor: Predictor,
         objective: Objective,
-        lost: Callable[[], set[str]],
+        present: Callable[[list[Sample]], list[Sample]],
         place: RunPlace,
         frame_mask: FrameMask | None = None,
     ) -> None:
         self.config, self.cache, self.samples = config, cache, samples
-        self.predictor, self.objective, self.lost, self.place = predictor, objective, lost, place
+        self.predictor, self.objective, self.present, self.place = predictor, objective, present, place
         self.frame_mask = frame_mask
         self.folder = RunFolder(place.folder)
         self.prompts = list(config.validate_.prompts)
@@ -105,8 +105,7 @@ class VideoValidation:
         return self.objective.sized(bucket, self.predictor.tokens(self.strides.latent(bucket)))
 
     def _present(self) -> list[Sample]:
-        lost = self.lost()
-        return [sample for sample in self.samples if sample.key not in lost]
+        return self.present(self.samples)
 
     def sample(self, models: Models, step: int) -> None:
         """Sample this rank's prompts; write samples/step-00000000/NNN.mp4 with its prompt, and a contact sheet."""

@@ -102,7 +102,7 @@ def rows_of_plain(plain: Sequence[Mapping[str, Any]]) -> list[ClipRow]:
 
 def row_schema() -> pa.Schema:
     """The columns of a part's table."""
-    kinds = {"int": pa.int32(), "str": pa.string(), "tuple[str, ...]": pa.list_(pa.string())}
+    kinds = {"bool": pa.bool_(), "int": pa.int32(), "str": pa.string(), "tuple[str, ...]": pa.list_(pa.string())}
     return pa.schema({name.name: kinds[str(name.type)] for name in fields(ClipRow)})
 
 

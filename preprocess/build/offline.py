@@ -8,8 +8,9 @@ bytes and the table of samples do not depend on how many processes there are. Th
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 
 from mmspeed.config import Config
 from mmspeed.data import CacheWriter
@@ -24,10 +25,11 @@ from mmspeed.preprocess.encoding.async_writer import BackgroundWriter
 from mmspeed.preprocess.encoding.encode import Encoders, TrustedBatches, encode_texts, text_entry
 from mmspeed.preprocess.encoding.latent_stage import LatentStage
 from mmspeed.preprocess.records.build_report import BuildReport
-from mmspeed.preprocess.records.sample_table import samples_of_rows
+from mmspeed.preprocess.records.sample_table import ClipRow, caption_rejections, kept_captions, samples_of_rows
 from mmspeed.preprocess.records.stale_entries import StoredEntries
 from mmspeed.preprocess.records.statistics import DataStatistics
 from mmspeed.preprocess.report.page import write_build_page
+from mmspeed.preprocess.sources.rejections import Rejected
 
 log = get_logger("preprocess")
 
@@ -79,17 +81,18 @@ class CacheBuilder:
         with CacheWriter(self.root, shard_bytes, mend=False) as writer:
             with BackgroundWriter(writer, remember=False) as store:
                 stage = LatentStage(self.config, self.encoders, store, report, recipe=self.setup.recipe)
-                self._encode_texts(store, report, stage.statistics)
+                failures = self._encode_texts(store, report, stage.statistics)
                 rows = stage.run(self.listing.sources[self.share.rank :: self.share.world])
         facts = {
             "codec": self.encoders.codec_fingerprint,
             "report": report.to_json(),
             "statistics": stage.statistics.to_json(),
+            "captions_failed": failures,
         }
         return ProcessRecord(rows, facts)
 
-    def _encode_texts(self, store: BackgroundWriter, report: BuildReport, statistics: DataStatistics) -> None:
-        """Encode this process's share of all listed captions, and the empty one by process 0.
+    def _encode_texts(self, store: BackgroundWriter, report: BuildReport, statistics: DataStatistics) -> dict[str, str]:
+        """Encode this process's share of all listed captions, and the empty one by process 0; the failures by key.
 
         Shares go by key, so that each distinct caption is encoded once and no process waits for another. Captions of sources that
         will be rejected are encoded too: rejections are not known yet.
@@ -106,10 +109,12 @@ class CacheBuilder:
                         report.texts_reused += 1
                     else:
                         todo.append(caption)
-        if todo:
-            encode_captions(self.encoders, todo, store, report, statistics)
-            before, after = self.encoders.free("text")
-            log.debug("text encoder freed: %s in use before, %s after", format_bytes(before), format_bytes(after))
+        if not todo:
+            return {}
+        failures = encode_captions(self.encoders, todo, store, report, statistics)
+        before, after = self.encoders.free("text")
+        log.debug("text encoder freed: %s in use before, %s after", format_bytes(before), format_bytes(after))
+        return failures
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -152,12 +157,12 @@ class CacheBuilder:
     def _checked(self, parts: BuildCoordinator) -> list[ProcessRecord]:
         """Read the parts of all processes. Raises UserError if one used another codec, or its entries are missing."""
         records = parts.read()
-        stored = StoredEntries(self.root)
+        stored, failures = StoredEntries(self.root), caption_failures(records)
         for rank, part in enumerate(records):
             advice = f"run part {rank + 1} of {self.share.world} again"
             if part.facts["codec"] != self.encoders.codec_fingerprint:
                 raise UserError(f"process {rank} has another codec than process {self.share.rank}; {advice}")
-            require_stored(part, stored, f"of part {rank + 1}", advice)
+            require_stored(part, stored, failures, f"of part {rank + 1}", advice)
         return records
 
     def _finished(self) -> bool:
@@ -172,26 +177,43 @@ def encode_captions(
     store: BackgroundWriter,
     report: BuildReport,
     statistics: DataStatistics,
-) -> None:
-    """Encode and store captions, also the empty one."""
+) -> dict[str, str]:
+    """Encode and store captions, also the empty one; return the details of those that cannot be encoded, by key."""
+    failures: dict[str, str] = {}
     config, truncated = encoders.config.preprocess, encoders.text.truncated
     trusted = TrustedBatches(config.text_batch, config.exact_batches)
     with ProgressLine("captions", len(captions), "caption") as line:
         for caption, tensors in encode_texts(encoders, trusted, captions):
+            line.advance()
+            if isinstance(tensors, Rejected):
+                failures[encoders.text_key(caption)] = tensors.detail
+                continue
             entry = text_entry(encoders, caption, tensors, "texts" if caption else "null")
             store.add(**entry)
             if caption:
                 statistics.add_caption_tokens(entry["tokens"])
-            line.advance()
-    report.texts += len(captions)
+    report.texts += len(captions) - len(failures)
+    report.texts_failed += len(failures)
     report.text_batches += trusted.counts
     report.captions_truncated += encoders.text.truncated - truncated
+    return failures
 
 
-def require_stored(part: ProcessRecord, stored: StoredEntries, whose: str, then: str) -> None:
-    """Raise UserError if an entry that a part lists is not in the cache; `whose` and `then` complete the message."""
+def caption_failures(parts: Iterable[ProcessRecord]) -> dict[str, str]:
+    """The captions that no process could encode: the detail of each, by key."""
+    return {key: detail for part in parts for key, detail in part.facts.get("captions_failed", {}).items()}
+
+
+def require_stored(part: ProcessRecord, stored: StoredEntries, failures: Container[str], whose: str, then: str) -> None:
+    """Raise UserError if an entry that a part lists is not in the cache; `whose` and `then` complete the message.
+
+    `failures` holds the keys of captions that could not be encoded.
+    """
     latents, texts = stored.keys["latents"], stored.keys["texts"]
-    lost = sum(row.latent_key not in latents or any(key not in texts for key in row.text_keys) for row in part.rows)
+    lost = sum(
+        row.latent_key not in latents or any(key not in texts and key not in failures for key in row.text_keys)
+        for row in part.rows
+    )
     if lost:
         raise UserError(f"{lost} clips {whose} are not in the cache (any more); {then}")
 
@@ -203,7 +225,12 @@ def conclude(setup: BuildSetup, parts: Sequence[ProcessRecord], report: BuildRep
     """
     config, root, encoders = setup.config, setup.root, setup.encoders
     report.merge([BuildReport.from_json(part.facts["report"]) for part in parts])
-    samples = samples_of_rows([row for part in parts for row in part.rows], config.data, encoders.strides)
+    statistics = DataStatistics()
+    for part in parts:
+        statistics.merge(DataStatistics.from_json(part.facts["statistics"]))
+    rows = [row for part in parts for row in part.rows]
+    rows = reject_captions(rows, caption_failures(parts), report, statistics)
+    samples = samples_of_rows(rows, config.data, encoders.strides)
     report.count_samples(samples)
     write_rejects(root, [(r.source, r.reason.value, r.detail) for r in report.rejections])
     setup.write_info()
@@ -211,8 +238,30 @@ def conclude(setup: BuildSetup, parts: Sequence[ProcessRecord], report: BuildRep
     compile_index(root)
     report.seconds = time.monotonic() - started
     report.require_some()
-    statistics = DataStatistics()
-    for part in parts:
-        statistics.merge(DataStatistics.from_json(part.facts["statistics"]))
     write_build_page(config, setup.listing, statistics, report, samples, encoders.channels, encoders.strides)
     return report
+
+
+def reject_captions(
+    rows: Sequence[ClipRow], failures: Mapping[str, str], report: BuildReport, statistics: DataStatistics
+) -> list[ClipRow]:
+    """The rows without captions that could not be encoded; sources that have no other are rejected, all are counted and named."""
+    if not failures:
+        return list(rows)
+    by_source = {row.source: row for row in sorted(rows, key=lambda row: row.order)}
+    rejected = set()
+    for row in by_source.values():
+        rejections = caption_rejections(row.source, row.text_keys, failures)
+        report.rejections += rejections
+        if rejections and all(key in failures for key in row.text_keys):
+            rejected.add(row.source)
+            report.rejected += 1
+            report.encoded -= row.encoded
+            report.reused -= not row.encoded
+            statistics.add_rejection(rejections[0])
+        else:
+            for rejection in rejections:
+                statistics.add_rejected_caption(rejection)
+    return [
+        replace(row, text_keys=kept_captions(row.text_keys, failures)) for row in rows if row.source not in rejected
+    ]

@@ -8,7 +8,7 @@ Its entries equal those of
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -32,8 +32,15 @@ from mmspeed.preprocess.encoding.async_writer import BackgroundWriter
 from mmspeed.preprocess.encoding.encode import TrustedBatches, encode_texts, text_entry
 from mmspeed.preprocess.encoding.latent_stage import LatentStage
 from mmspeed.preprocess.records.build_report import BuildReport
-from mmspeed.preprocess.records.sample_table import ClipRow, PlannedSource, rows_of, samples_of_rows
-from mmspeed.preprocess.sources.rejections import Reason, Rejection
+from mmspeed.preprocess.records.sample_table import (
+    ClipRow,
+    PlannedSource,
+    caption_rejections,
+    kept_captions,
+    rows_of,
+    samples_of_rows,
+)
+from mmspeed.preprocess.sources.rejections import Reason, Rejected, Rejection
 
 log = get_logger("preprocess")
 
@@ -128,6 +135,7 @@ class OnlineBuilder:
         with CacheWriter(setup.root, mend=False) as writer:
             if not writer.has("null", encoders.text_key("")):
                 [(caption, tensors)] = encode_texts(encoders, TrustedBatches(1), [""])
+                assert not isinstance(tensors, Rejected)  # the empty caption's failure is an error
                 writer.add(**text_entry(encoders, caption, tensors, "null"))
         setup.write_info()
         samples = samples_of_rows(rows, self.config.data, encoders.strides)
@@ -168,9 +176,13 @@ class OnlineBuilder:
                 pending.discard(event.source.name)
         self._stage.flush()
         captions = [self._captions[key] for key in task.texts if not self._store.has("texts", key)]
+        encoded = EncodedEntries()
         for caption, tensors in encode_texts(self.setup.encoders, self._trusted, captions) if captions else ():
-            self._store.add(**text_entry(self.setup.encoders, caption, tensors, "texts"))
-        encoded = EncodedEntries(entries=[self._place(section, key) for section, key in self._store.drain()])
+            if isinstance(tensors, Rejected):
+                encoded.lost_texts[self.setup.encoders.text_key(caption)] = tensors.detail
+            else:
+                self._store.add(**text_entry(self.setup.encoders, caption, tensors, "texts"))
+        encoded.entries = [self._place(section, key) for section, key in self._store.drain()]
         if self.world > 1 and encoded.entries:
             self._writer.sync()  # makes the entries visible to other machines
         encoded.entries += self._moved
@@ -190,12 +202,28 @@ class OnlineBuilder:
         stack, self._stack = self._stack, ExitStack()
         stack.close()
 
-    def conclude(self, lost: Sequence[str], rejections: Sequence[tuple[str, str, str]]) -> None:
-        """Write the tables of the complete cache: the planned samples, with lost ones marked."""
+    def conclude(
+        self, lost: Sequence[str], rejections: Sequence[tuple[str, str, str]], lost_texts: Mapping[str, str]
+    ) -> None:
+        """Write the tables of the complete cache: the planned samples, with lost ones marked and without lost captions.
+
+        Keys of samples stay those of the plan, by which training has drawn.
+        """
         root, gone = self.setup.root, set(lost)
         samples, null_key = read_samples(root)
-        write_rejects(root, [*self._rejections, *rejections])
-        marked = [replace(sample, lost=sample.key in gone) for sample in samples]
+        captions = {sample.source: sample.text_keys for sample in samples} if lost_texts else {}
+        failed = {source for source, _, _ in rejections}
+        named = [
+            (rejection.source, rejection.reason.value, rejection.detail)
+            for source, text_keys in captions.items()
+            if source not in failed
+            for rejection in caption_rejections(source, text_keys, lost_texts)
+        ]
+        write_rejects(root, [*self._rejections, *rejections, *named])
+        marked = [
+            replace(sample, lost=sample.key in gone, text_keys=kept_captions(sample.text_keys, lost_texts))
+            for sample in samples
+        ]
         write_samples(root, marked, null_key, self.setup.seed.generator)
         compile_index(root)
 

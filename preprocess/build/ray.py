@@ -25,7 +25,7 @@ from mmspeed.device import SCHEDULER_NAMES, pick
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine
 from mmspeed.preprocess.build.coordination import ProcessRecord, locked, plain_rows, row_schema, rows_of_plain
-from mmspeed.preprocess.build.offline import conclude, encode_captions, require_stored
+from mmspeed.preprocess.build.offline import caption_failures, conclude, encode_captions, require_stored
 from mmspeed.preprocess.build.setup import BuildSetup
 from mmspeed.preprocess.decoding.recipe import Recipe
 from mmspeed.preprocess.encoding.async_writer import BackgroundWriter
@@ -185,11 +185,14 @@ class EncodeActor:
     def _encode(self, rows: list[dict[str, Any]]) -> ProcessRecord:
         writer = self._begun()
         report, statistics = BuildReport(self.config.cache_dir), DataStatistics()
-        clip_rows = []
+        clip_rows: list[ClipRow] = []
+        failures: dict[str, str] = {}
         try:
             with BackgroundWriter(writer, remember=False) as store:
                 if self.what == "captions":
-                    encode_captions(self.encoders, [row["caption"] for row in rows], store, report, statistics)
+                    failures = encode_captions(
+                        self.encoders, [row["caption"] for row in rows], store, report, statistics
+                    )
                 else:
                     stage = LatentStage(
                         self.config, self.encoders, store, report, self.trusted, Recipe.of(self.config, builds=True)
@@ -198,6 +201,7 @@ class EncodeActor:
         finally:
             writer.close()  # seals the shards, so that the reported entries exist
         facts: dict[str, Any] = {"report": report.to_json(), "statistics": statistics.to_json()}
+        facts["captions_failed"] = failures
         if self.what == "latents":
             facts["codec"] = self.encoders.codec_fingerprint
         else:
@@ -241,7 +245,7 @@ def _missing_captions(setup: BuildSetup) -> tuple[list[str], int]:
 def _check(setup: BuildSetup, parts: Sequence[ProcessRecord]) -> None:
     """Raise UserError if the workers used other encoders than this machine, or their entries are not visible here."""
     paths = {source.name: source.path for source in setup.listing.sources}
-    stored = StoredEntries(setup.root)
+    stored, failures = StoredEntries(setup.root), caption_failures(parts)
     encoders = {"codec": setup.encoders.codec_fingerprint, "text": setup.encoders.text_fingerprint}
     for part in parts:
         for name, fingerprint in encoders.items():
@@ -250,7 +254,9 @@ def _check(setup: BuildSetup, parts: Sequence[ProcessRecord]) -> None:
         for source, reason, _ in part.facts["report"]["rejections"]:
             if reason == Reason.MISSING_FILE.value and os.path.exists(paths.get(source, "")):
                 raise UserError(f"a Ray worker does not see {paths[source]}: are all sources on a shared file system?")
-        require_stored(part, stored, "of Ray's workers", "is the cache on a file system that all machines share?")
+        require_stored(
+            part, stored, failures, "of Ray's workers", "is the cache on a file system that all machines share?"
+        )
 
 
 def _blocks(items: Sequence[Item], size: int, workers: int) -> list[Sequence[Item]]:

@@ -242,7 +242,7 @@ def encode_latents(
         return []
     # Compared before rounding: results that round to equal values on the items of a trial may not on others.
     results = trusted.encode(videos, videos[0][0].bucket, encode, _same)
-    return [r if isinstance(r, Rejected) else {name: tensor.to(dtype) for name, tensor in r.items()} for r in results]
+    return [r if isinstance(r, Rejected) else _rounded(r, dtype) for r in results]
 
 
 def _together(codec: VideoCodec) -> Callable[[Tensor], Posterior]:
@@ -258,21 +258,19 @@ def _entries(posterior: Posterior, first_BC1hw: Tensor | None) -> list[Tensors |
     for index, mean_CThw in enumerate(mean_BCThw):
         logvar_CThw = None if logvar_BCThw is None else logvar_BCThw[index]
         first_C1hw = None if first_BC1hw is None else first_BC1hw[index].cpu()
-        bad = next(
-            (
-                name
-                for name, tensor in (("mean", mean_CThw), ("log-variance", logvar_CThw), ("first frame", first_C1hw))
-                if tensor is not None and not bool(torch.isfinite(tensor).all())
-            ),
-            None,
-        )
-        if bad is not None:
-            problem = f"the codec's {bad} holds numbers that are not finite"
-            entries.append(Rejected(Reason.ENCODE_FAILED, problem))
-        else:
-            stored = latent_tensors(mean_CThw, logvar_CThw, first_C1hw)
-            entries.append({name: tensor.clone() for name, tensor in stored.items()})
+        stored = latent_tensors(mean_CThw, logvar_CThw, first_C1hw)
+        entries.append({name: tensor.clone() for name, tensor in stored.items()})
     return entries
+
+
+def _rounded(entry: Tensors, dtype: torch.dtype) -> Tensors | Rejected:
+    """An entry's tensors in the type in which they are stored; Rejected where that holds a number that is not finite."""
+    stored = {name: tensor.to(dtype) for name, tensor in entry.items()}
+    bad = not_finite(stored)
+    if bad is None:
+        return stored
+    name = {"logvar": "log-variance", "first": "first frame"}.get(bad, bad)
+    return Rejected(Reason.ENCODE_FAILED, f"the codec's {name} holds numbers that are not finite")
 
 
 def _device_failed(clip: Clip, error: BaseException) -> UserError:
@@ -282,11 +280,14 @@ def _device_failed(clip: Clip, error: BaseException) -> UserError:
     )
 
 
-def encode_texts(encoders: Encoders, trusted: TrustedBatches, captions: Iterable[str]) -> Iterator[tuple[str, Tensors]]:
+def encode_texts(
+    encoders: Encoders, trusted: TrustedBatches, captions: Iterable[str]
+) -> Iterator[tuple[str, Tensors | Rejected]]:
     """Yield each caption with the tensors of its entry, the shortest first, those of one length in batches without padding.
 
-    Captions that the encoder cuts are counted in `encoders.text.truncated`. Raises UserError if the device fails, and for numbers that
-    are not finite.
+    A caption whose numbers are not finite comes with a Rejected instead. Captions that the encoder cuts are counted in
+    `encoders.text.truncated`. Raises UserError if the device fails, and if the numbers of the empty caption are not finite: every
+    training needs it.
     """
     encoder, dtype = encoders.text, parse_dtype(encoders.config.preprocess.text_dtype)
 
@@ -308,11 +309,15 @@ def encode_texts(encoders: Encoders, trusted: TrustedBatches, captions: Iterable
                 raise UserError(f"the text encoder failed on a caption of {length[0]} tokens: {error}") from error
             for caption, entry in zip(names, entries, strict=True):
                 stored = {name: tensor.to(dtype) for name, tensor in text_tensors(entry).items()}
-                if not_finite(stored) is not None:
+                if not_finite(stored) is None:
+                    yield caption, stored
+                elif caption:
+                    detail = f"the text encoder's numbers for {caption[:80]!r} are not finite"
+                    yield caption, Rejected(Reason.CAPTION_FAILED, detail)
+                else:
                     raise UserError(
-                        f"the text encoder's output for the caption {caption[:80]!r} is not finite: try text.dtype: float32"
+                        "the text encoder's output for the empty caption is not finite: try text.dtype: float32"
                     )
-                yield caption, stored
 
 
 def latent_entry(encoders: Encoders, clip: Clip, tensors: Tensors) -> dict[str, Any]:

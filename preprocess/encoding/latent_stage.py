@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -189,7 +190,7 @@ class LatentStage:
         report.clips_reused += len(stored) - encoded
         report.encoded += encoded > 0
         report.reused += encoded == 0
-        return stored
+        return [replace(row, encoded=True) for row in stored] if encoded else stored
 
     def _reject(self, rejection: Rejection, whole: bool) -> None:
         self.report.rejections.append(rejection)

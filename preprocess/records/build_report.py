@@ -25,7 +25,8 @@ class BuildReport:
     `sources` = `encoded` + `reused` + `rejected`: every source ends as one of them. A source is encoded if
     at least one of its clips was encoded in this run, reused if its clips were in the cache before, and rejected if none of its
     clips could be encoded. Clips that failed beside others of their source count as `clips_failed` and are listed in
-    `rejections` under separate names, such as `a.mp4 [9x64x112, window 3]`.
+    `rejections` under separate names, such as `a.mp4 [9x64x112, window 3]`; a caption that failed beside others as
+    `a.mp4 [caption 2]`. A source without any caption left is rejected.
     """
 
     root: Path
@@ -47,6 +48,7 @@ class BuildReport:
     clips_failed: int = 0
     texts: int = 0
     texts_reused: int = 0
+    texts_failed: int = 0  # captions that could not be encoded
     captions_truncated: int = 0  # cut to text.max_tokens by the encoder
     seconds_of_video: float = 0.0
     latent_seconds: float = 0.0  # from the first request for a clip to the last one encoded, summed over processes
@@ -68,7 +70,7 @@ class BuildReport:
 
     _SUMS = (
         *("encoded", "reused", "rejected", "partial", "clips_encoded", "clips_reused", "clips_failed"),
-        *("texts", "texts_reused", "captions_truncated", "seconds_of_video"),
+        *("texts", "texts_reused", "texts_failed", "captions_truncated", "seconds_of_video"),
         *("latent_seconds", "start_seconds", "busy_seconds", "decode_wait_seconds", "write_wait_seconds"),
     )
     _COUNTERS = ("decoders", "decoder_refusals", "latent_batches", "text_batches")
@@ -138,7 +140,8 @@ class BuildReport:
         if self.clips_encoded + self.clips_reused != self.encoded + self.reused or self.clips_failed:
             failed = f", {self.clips_failed} failed" if self.clips_failed else ""
             lines.append(f"  clips: {self.clips_encoded} encoded now, {self.clips_reused} already there{failed}")
-        lines.append(f"  captions: {self.texts} encoded now, {self.texts_reused} already there")
+        failed = f", {self.texts_failed} failed" if self.texts_failed else ""
+        lines.append(f"  captions: {self.texts} encoded now, {self.texts_reused} already there{failed}")
         if self.part is None:
             lines.append(
                 f"  samples: {_counts(self.splits)}; buckets (frames x height x width): {_counts(self.buckets)}"

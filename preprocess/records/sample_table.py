@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -11,6 +11,7 @@ from mmspeed.config.schema import DataConfig
 from mmspeed.data import Sample
 from mmspeed.data.cache.keys import number_duplicates, sample_key
 from mmspeed.preprocess.decoding.clips import Clip
+from mmspeed.preprocess.sources.rejections import Reason, Rejection
 from mmspeed.preprocess.sources.source import Source
 from mmspeed.shapes import Bucket, Strides
 
@@ -38,6 +39,7 @@ class ClipRow:
     latent_key: str
     text_keys: tuple[str, ...]
     dataset: str = ""
+    encoded: bool = False  # a clip of its source was encoded in this run
 
     @property
     def order(self) -> tuple[str, str, int, int]:
@@ -63,6 +65,26 @@ def rows_of(
                 text_keys=text_keys,
                 dataset=one.source.dataset,
             )
+
+
+def caption_rejections(source: str, text_keys: Sequence[str], failures: Mapping[str, str]) -> list[Rejection]:
+    """The rejections of a source's captions that cannot be encoded: of the source where none is left, else of each by its number.
+
+    Args:
+        text_keys: the keys of all its captions, in order.
+        failures: the detail of each failed caption, by key.
+    """
+    failed = {number: failures[key] for number, key in enumerate(text_keys, 1) if key in failures}
+    if failed and len(failed) == len(text_keys):
+        return [Rejection(source, Reason.CAPTION_FAILED, next(iter(failed.values())))]
+    return [
+        Rejection(f"{source} [caption {number}]", Reason.CAPTION_FAILED, detail) for number, detail in failed.items()
+    ]
+
+
+def kept_captions(text_keys: Sequence[str], failures: Container[str]) -> tuple[str, ...]:
+    """The keys of the captions that could be encoded; all of them where none could: their sample is lost as it is."""
+    return tuple(key for key in text_keys if key not in failures) or tuple(text_keys)
 
 
 def samples_of_rows(rows: Iterable[ClipRow], data: DataConfig, strides: Strides) -> list[Sample]:

@@ -56,6 +56,7 @@ _SUMS = (
         "rejected_files",
         "rejected_sources",
         "rejected_clips",
+        "rejected_captions",
         "bytes",
     ),
     *("frames", "frames_taken", "milliseconds", "milliseconds_taken", "milliseconds_possible"),
@@ -184,7 +185,8 @@ class DataStatistics:
     """Statistics of a data set, or of a process's part of it.
 
     `files` = `listed` + `beyond_limit` + `caption_files` + `ignored` + `rejected_files`, where `listed` counts sources;
-    `listed` = `usable` + `rejected_sources` once every source was added. `rejected_clips` are clips of usable sources.
+    `listed` = `usable` + `rejected_sources` once every source was added. `rejected_clips` and
+    `rejected_captions` are those of usable sources.
     Times are of videos only: their whole length, the part inside clips, and the part that `data.windows: all` would cover.
     `pixels` are those of all frames in clips, `pixels_kept` those inside the crops. `use` has such counts for each bucket.
     """
@@ -223,6 +225,11 @@ class DataStatistics:
     def add_rejection(self, rejection: Rejection, whole: bool = True) -> None:
         """Add a listed source that is not used; with `whole` false, a clip of a source whose other clips may be used."""
         self.sums["rejected_sources" if whole else "rejected_clips"] += 1
+        self._add_reason(rejection)
+
+    def add_rejected_caption(self, rejection: Rejection) -> None:
+        """Add a caption that a source lost, which has others."""
+        self.sums["rejected_captions"] += 1
         self._add_reason(rejection)
 
     def add_source(self, source: Source, probe: Probe, clips: Sequence[Clip]) -> None:

@@ -194,6 +194,8 @@ def _rejects(page: DataPage) -> str:
         notes.append("Files were opened, not decoded. Damage inside a file is detected only when it is encoded.")
     if numbers.sums["rejected_clips"]:
         notes.append(f"{numbers.sums['rejected_clips']:,} are single clips of sources.")
+    if numbers.sums["rejected_captions"]:
+        notes.append(f"{numbers.sums['rejected_captions']:,} are single captions of sources.")
     tail = f'<p class="sub">{text(" ".join(notes))}</p>'
     if not numbers.reasons:
         return f"{head}<p>Nothing was rejected.</p>{tail}"

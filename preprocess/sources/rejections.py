@@ -43,6 +43,7 @@ class Reason(str, Enum):
     UNSAFE_NAME = "unsafe_name"
     PICKLE = "pickle"
     ENCODE_FAILED = "encode_failed"
+    CAPTION_FAILED = "caption_failed"
 
     def __str__(self) -> str:
         return self.value
@@ -75,6 +76,7 @@ _EXPLANATIONS = {
     Reason.UNSAFE_NAME: "The archive member is a link, a device, or has a name that leads out of its folder.",
     Reason.PICKLE: "The file is a pickle or holds one: reading it could run any code, so it is never opened.",
     Reason.ENCODE_FAILED: "The file decoded, but encoding its frames failed.",
+    Reason.CAPTION_FAILED: "The text encoder's numbers for the caption are not finite (try text.dtype: float32).",
 }
 
 

@@ -245,8 +245,10 @@ def text_speed(output: Path, count: int = 2000) -> TextSpeed | None:
         results.append(dict(encode_texts(encoders, TrustedBatches(size), captions)))
         rates.append(count / (time.monotonic() - started))
     alone, together = results
+    pairs = [(alone[caption], together[caption]) for caption in alone]
     equal = alone.keys() == together.keys() and all(
-        torch.equal(alone[caption][name], together[caption][name]) for caption in alone for name in alone[caption]
+        isinstance(one, dict) and isinstance(other, dict) and all(torch.equal(one[name], other[name]) for name in one)
+        for one, other in pairs
     )
     return TextSpeed(count, rates[0], rates[1], equal)
 

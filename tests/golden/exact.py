@@ -11,6 +11,7 @@ The configurations stand in exact_cases.py, with the tables of keys and names th
     python -m tests.golden.exact --quick                   # four configurations
     python -m tests.golden.exact --only tiers fsdp         # those
     python -m tests.golden.exact --old DIR --new DIR       # two checkouts
+    python -m tests.golden.exact --old COMMIT              # a commit that has this witness is spoken to in its own keys
 
 Exit code: 0 when all is bitwise equal, 1 when something differs or fails, 2 for a mistake in the command line.
 """
@@ -18,6 +19,7 @@ Exit code: 0 when all is bitwise equal, 1 when something differs or fails, 2 for
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import shutil
@@ -28,7 +30,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +111,7 @@ class Side:
         case = CASES[name]
         config = self.write(name, case.data, case.changes)
         folder = self.folder / "runs" / name
-        if self.name == "new":  # as a run of before, which draws with the first generator
+        if self.own:  # as a run of before, which draws with the first generator
             folder.mkdir(parents=True)
             (folder / "run.json").write_text("{}", encoding="utf-8")
         several = ["--nproc", str(case.processes)] if case.processes > 1 else []
@@ -126,14 +128,21 @@ def make_side(name: str, checkout: Path, home: Path) -> Side:
     if folder.exists():
         raise FailedError(f"{folder} is there already: name a new folder")
     folder.mkdir()
-    new = name == "new"
-    side = Side(
-        name, checkout.resolve(), folder, NEW_KEYS if new else {}, NEW_VALUES if new else {}, NEW_ONLY if new else {}
-    )
+    tables = (NEW_KEYS, NEW_VALUES, NEW_ONLY) if name == "new" else ({}, {}, {})
+    side = Side(name, checkout.resolve(), folder, *tables)
+    if name == "old" and (checkout / "tests" / "golden" / "exact_cases.py").exists():
+        side = replace(side, **_own_tables(side))
     found = side.call("-c", "import mmspeed; print(mmspeed.__file__)").strip()
     if not Path(found).resolve().is_relative_to(side.checkout):
         raise FailedError(f"Python finds {found}, which is not in the {name} checkout {side.checkout}")
     return side
+
+
+def _own_tables(side: Side) -> dict[str, Any]:
+    """The tables by which a checkout's own witness speaks to its code. Raises FailedError where it has no such tables."""
+    names = {"keys": "NEW_KEYS", "values": "NEW_VALUES", "own": "NEW_ONLY"}
+    script = f"from tests.golden import exact_cases as c; print({{n: getattr(c, v, {{}}) for n, v in {names}.items()}})"
+    return dict(ast.literal_eval(side.call("-c", script)))
 
 
 def write_manifests(clips: Path, home: Path) -> None:
@@ -157,16 +166,19 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 @contextmanager
-def old_checkout(given: Path | None, home: Path) -> Iterator[Path]:
-    """The folder of the old code: the given one, or a git worktree while the block runs. Raises FailedError without git's commit."""
-    if given is not None:
-        yield given
+def old_checkout(given: str | None, home: Path) -> Iterator[Path]:
+    """The folder of the old code: the given one, or a git worktree of the given commit (default: OLD_COMMIT) while the block runs.
+
+    Raises FailedError without git's commit.
+    """
+    if given is not None and Path(given).is_dir():
+        yield Path(given)
         return
-    folder = home / "checkout"
+    folder, commit = home / "checkout", given or OLD_COMMIT
     git = ["git", "-C", str(ROOT), "worktree"]
-    made = subprocess.run([*git, "add", "--detach", str(folder), OLD_COMMIT], capture_output=True, text=True)
+    made = subprocess.run([*git, "add", "--detach", str(folder), commit], capture_output=True, text=True)
     if made.returncode:
-        raise FailedError(f"no worktree of {OLD_COMMIT} (fetch the whole history, or use --old): {made.stderr.strip()}")
+        raise FailedError(f"no worktree of {commit} (fetch the whole history, or name a folder): {made.stderr.strip()}")
     try:
         yield folder
     finally:
@@ -242,7 +254,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m tests.golden.exact", description="Compare old and new code bit by bit."
     )
     parser.add_argument(
-        "--old", type=Path, metavar="DIR", help=f"checkout of the old code; else a worktree of {OLD_COMMIT}"
+        "--old", metavar="DIR", help=f"checkout of the old code, or a commit; else a worktree of {OLD_COMMIT}"
     )
     parser.add_argument("--new", type=Path, metavar="DIR", default=ROOT, help="checkout of the new code; else this one")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=[*CASES, CACHE], help="these configurations only")

@@ -94,6 +94,18 @@ def save_tiny_text_encoder(folder: Path, kind: str = "t5", **changes: Any) -> Pa
     return folder
 
 
+def save_spoiled_text_encoder(folder: Path, word: str = "rabbit") -> Path:
+    """A tiny BERT whose embedding of one word is not finite; its folder. Captions without the word are encoded as ever."""
+    from transformers import BertModel
+
+    path = save_tiny_text_encoder(folder / "spoiled", "bert")
+    model = BertModel.from_pretrained(path)
+    with torch.no_grad():
+        model.embeddings.word_embeddings.weight[_wordpiece().convert_tokens_to_ids(word)] = float("inf")
+    model.save_pretrained(path)
+    return path
+
+
 def _text_model(kind: str, vocab: int, tokenizer: Any, changes: dict[str, Any]) -> Any:
     import transformers
 

@@ -7,7 +7,7 @@ of samples that are lost because their source failed. The entries themselves pas
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -29,11 +29,14 @@ _PART = 256  # samples encoded between two exchanges of the ranks, outside of st
 
 @dataclass
 class EncodedEntries:
-    """The result of an encoding job: new entries, entries that moved since they were reported, and lost samples."""
+    """The result of an encoding job: new entries, entries that moved since they were reported, lost samples and captions."""
 
     entries: list[Entry] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)  # keys of samples
     rejections: list[tuple[str, str, str]] = field(default_factory=list)  # (source, reason, detail) of the lost samples
+    lost_texts: dict[str, str] = field(
+        default_factory=dict
+    )  # captions that cannot be encoded: the detail of each, by key
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,16 @@ class OnlineEncoder(Protocol):
         """Store everything durably and end child processes. The cache may be left incomplete."""
         ...
 
-    def conclude(self, lost: Sequence[str], rejections: Sequence[tuple[str, str, str]]) -> None:
-        """Write the tables of a complete cache; called on rank 0."""
+    def conclude(
+        self, lost: Sequence[str], rejections: Sequence[tuple[str, str, str]], lost_texts: Mapping[str, str]
+    ) -> None:
+        """Write the tables of a complete cache; called on rank 0.
+
+        Args:
+            lost: the keys of the samples that no step can use.
+            rejections: (source, reason, detail) of those whose source failed.
+            lost_texts: captions that cannot be encoded, by key, with the detail of each.
+        """
         ...
 
     def free(self) -> tuple[int, int]:
@@ -129,6 +140,7 @@ class FirstEpoch:
         self.freed: tuple[int, int] | None = None  # bytes of device memory before and after the encoders were dropped
         self.encoded = self.encoded_here = 0  # entries, of all ranks and of this one
         self.lost = {sample.key for sample in cache.samples if sample.lost}
+        self.lost_texts: dict[str, str] = {}  # captions that cannot be encoded, by key
         self.rejections: list[tuple[str, str, str]] = []
         self._next = start
         last = min(stop, sampler.first_pass)
@@ -153,11 +165,26 @@ class FirstEpoch:
             self._share(task)
 
     def mark(self, draws: Sequence[SampleUse[Sample]]) -> list[SampleUse[Sample]]:
-        """The draws, with samples marked as lost if their source has failed."""
-        return [
+        """The draws, with samples marked as lost if their source or all of their captions have failed.
+
+        Samples that lost some of their captions have the others. Every caption of a sample is tried before its first use, so no use
+        depends on when a run was stopped.
+        """
+        marked = [
             replace(draw, sample=replace(draw.sample, lost=True)) if draw.sample.key in self.lost else draw
             for draw in draws
         ]
+        if not self.lost_texts:
+            return marked
+        return [replace(draw, sample=self._with_texts(draw.sample)) for draw in marked]
+
+    def present(self, samples: Iterable[Sample]) -> list[Sample]:
+        """The samples that are not lost, with the captions that are not."""
+        return [self._with_texts(sample) for sample in samples if sample.key not in self.lost]
+
+    def _with_texts(self, sample: Sample) -> Sample:
+        kept = tuple(key for key in sample.text_keys if key not in self.lost_texts)
+        return replace(sample, text_keys=kept) if kept else sample
 
     def finish(self) -> None:
         """Encode all remaining entries, write the tables of a complete cache, free the encoders. A collective call."""
@@ -171,7 +198,7 @@ class FirstEpoch:
                 line.advance()
         self.maker.close()
         comm.barrier(self.group)  # every shard is sealed and indexed
-        comm.first_does(lambda: self.maker.conclude(sorted(self.lost), self.rejections), self.rank, self.group)
+        comm.first_does(self._conclude, self.rank, self.group)
         self.cache.complete()
         self.active = False
         before, after = self.freed = self.maker.free()
@@ -179,6 +206,9 @@ class FirstEpoch:
             f"the cache is complete: {self.encoded} entries were encoded in the first epoch, {len(self.lost)} samples are lost; "
             f"encoders freed: {format_bytes(before)} in use before, {format_bytes(after)} after"
         )
+
+    def _conclude(self) -> None:
+        self.maker.conclude(sorted(self.lost), self.rejections, self.lost_texts)
 
     def close(self) -> None:
         """Store the encoded entries; the next run continues from them."""
@@ -193,7 +223,7 @@ class FirstEpoch:
             if self._lacks_latent(sample):
                 sources.used(sample.source, step, ranks)
             for key in sample.text_keys:
-                if not self.cache.has("texts", key):
+                if key not in self.lost_texts and not self.cache.has("texts", key):
                     texts.used(key, step, ranks)
         by_step: dict[int, tuple[list[str], list[str]]] = {}
         for kind, owners in enumerate((sources, texts)):
@@ -230,11 +260,12 @@ class FirstEpoch:
         except UserError as error:
             problem = str(error)
         rows = [[e.section, e.key, e.shard, e.offset, e.bytes, e.checksum, e.tokens] for e in encoded.entries]
-        reports = comm.all_gather_objects([rows, encoded.lost, encoded.rejections, problem], self.group)
-        problems = [part[3] for part in reports if part[3] is not None]
+        results = [rows, encoded.lost, encoded.rejections, encoded.lost_texts, problem]
+        reports = comm.all_gather_objects(results, self.group)
+        problems = [part[4] for part in reports if part[4] is not None]
         if problems:
             raise UserError(problems[0])
-        for rank, (rows, lost, rejections, _) in enumerate(reports):
+        for rank, (rows, lost, rejections, lost_texts, _) in enumerate(reports):
             entries = [_entry(*row) for row in rows]
             new = sum(not self.cache.has(entry.section, entry.key) for entry in entries)
             self.encoded += new
@@ -242,7 +273,15 @@ class FirstEpoch:
             self.cache.overlay(entries)
             self.lost.update(lost)
             self.rejections += [(source, reason, detail) for source, reason, detail in rejections]
+            self.lost_texts.update(lost_texts)
+        if any(part[3] for part in reports):
+            self._lose_uncaptioned()
         self.maker.acknowledge()
+
+    def _lose_uncaptioned(self) -> None:
+        """Count the samples that have no caption left as lost. Whoever has no caption from the start takes the empty one."""
+        bare = [s for s in self.cache.samples if s.text_keys and all(key in self.lost_texts for key in s.text_keys)]
+        self.lost.update(sample.key for sample in bare)
 
 
 def _entry(section: str, key: str, shard: str, offset: int, size: int, checksum: str, tokens: int) -> Entry:

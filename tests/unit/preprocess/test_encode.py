@@ -30,7 +30,7 @@ from mmspeed.preprocess.encoding.encode import (
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from mmspeed.preprocess.sources.source import Source
 from tests.support.runs import small_config
-from tests.support.tiny_models import SENTENCES, save_tiny_text_encoder, save_tiny_vae
+from tests.support.tiny_models import SENTENCES, save_spoiled_text_encoder, save_tiny_text_encoder, save_tiny_vae
 
 CPU = Device("cpu", 0)
 BUCKET = Bucket(5, 16, 32)
@@ -116,12 +116,23 @@ def test_texts_in_batches_are_the_bits_of_texts_one_by_one(tmp_path: Path, kind:
     assert [len(t["embeds"]) for t in made.values()] == sorted(len(t["embeds"]) for t in made.values())
 
 
-def test_a_caption_whose_encoding_is_not_finite_is_named(tmp_path: Path) -> None:
+def test_a_caption_whose_encoding_is_not_finite_is_rejected_alone(tmp_path: Path) -> None:
+    text = f"text={{kind: transformers, pretrained: {save_spoiled_text_encoder(tmp_path)}, max_tokens: 12}}"
+    config = small_config(tmp_path, text)
+    made = dict(encode_texts(Encoders(config, CPU), TrustedBatches(4), ["", *CAPTIONS]))
+    failed = {caption for caption, tensors in made.items() if isinstance(tensors, Rejected)}
+    assert failed == {caption for caption in CAPTIONS if "rabbit" in caption} and 0 < len(failed) < len(CAPTIONS)
+    one = made["a rabbit"]
+    assert isinstance(one, Rejected) and one.reason is Reason.CAPTION_FAILED
+    assert one.detail == "the text encoder's numbers for 'a rabbit' are not finite"
+
+
+def test_an_empty_caption_whose_encoding_is_not_finite_is_an_error(tmp_path: Path) -> None:
     encoders = Encoders(text_config(tmp_path, "bert"), CPU)
     with torch.no_grad():
         next(encoders.text.model.parameters()).fill_(float("nan"))  # type: ignore[attr-defined]
-    with pytest.raises(UserError, match=r"output for the caption 'a rabbit' is not finite: try text\.dtype"):
-        dict(encode_texts(encoders, TrustedBatches(1), ["a rabbit"]))
+    with pytest.raises(UserError, match=r"output for the empty caption is not finite: try text\.dtype: float32$"):
+        dict(encode_texts(encoders, TrustedBatches(1), ["a rabbit", ""]))
 
 
 def test_loose_batches_are_batches(tmp_path: Path) -> None:
