@@ -17,6 +17,21 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
+_MAX_AFFIX_CHARS = 1024
+
+
+def checked_affix(value: str) -> str:
+    """The words before or behind captions, with single spaces. Raises ValueError for blank, unprintable or very long ones."""
+    words = " ".join(value.split())
+    if value and not words:
+        raise ValueError("it is blank; leave it out, or write '' for none")
+    if len(words) > _MAX_AFFIX_CHARS:
+        raise ValueError(f"it has {len(words)} characters, and at most {_MAX_AFFIX_CHARS} are taken")
+    if not words.replace("\u200c", "").replace("\u200d", "").isprintable():  # joiners form letters and emoji
+        raise ValueError("it holds control or invisible characters")
+    return words
+
+
 class SourceConfig(Section):
     """A folder, manifest or tar that holds media and captions."""
 
@@ -50,6 +65,17 @@ class SourceConfig(Section):
         "split",
         description="Manifest column that holds `train` or `val`; rows without it are `train`. Null: all rows are `train`.",
     )
+    caption_prefix: str | None = Field(
+        None, description="Words before each caption of this source; null: `data.caption_prefix`, an empty text: none."
+    )
+    caption_suffix: str | None = Field(
+        None, description="Words behind each caption of this source; null: `data.caption_suffix`, an empty text: none."
+    )
+
+    @field_validator("caption_prefix", "caption_suffix")
+    @classmethod
+    def _words(cls, value: str | None) -> str | None:
+        return value if value is None else checked_affix(value)
 
 
 class BucketConfig(Section):
@@ -160,6 +186,14 @@ class DataConfig(Section):
     default_caption: str | None = Field(
         None, min_length=1, description="Caption of media that have none, with `missing_caption: default`."
     )
+    caption_prefix: str = Field(
+        "",
+        description="Words before each caption, the default one included, such as a trigger word; `max_caption_chars` does not cut them. A space follows them.",
+    )
+    caption_suffix: str = Field(
+        "",
+        description="Words behind each caption, after a space unless they begin with a punctuation mark; `max_caption_chars` does not cut them.",
+    )
     local_mb: float = Field(
         20000.0,
         gt=0,
@@ -177,6 +211,11 @@ class DataConfig(Section):
         except ValueError:
             raise ValueError(f"{value!r} is no colour: write #rrggbb, or a name such as white") from None
         return f"#{red:02x}{green:02x}{blue:02x}"
+
+    @field_validator("caption_prefix", "caption_suffix")
+    @classmethod
+    def _words(cls, value: str) -> str:
+        return checked_affix(value)
 
     @model_validator(mode="after")
     def _captions(self) -> DataConfig:

@@ -73,8 +73,12 @@ __all__ = [
 ]
 
 
-# Keys of data that older caches do not record.
-_LATER_KEYS = ("background", "default_caption", "max_repeated", "missing_caption", "untagged")
+# Keys of data, and of its sources, that older caches do not record.
+_LATER_KEYS = (
+    *("background", "caption_prefix", "caption_suffix", "default_caption", "max_repeated", "missing_caption"),
+    "untagged",
+)
+_LATER_SOURCE_KEYS = ("caption_prefix", "caption_suffix")
 
 
 class ModelConfig(Section):
@@ -600,7 +604,11 @@ class Config(RunConfig):
     def recorded_settings(recorded: dict[str, Any]) -> dict[str, Any]:
         """The `sample_settings` that a cache records, with the defaults of keys that came after it."""
         later = {name: DataConfig.model_fields[name].default for name in _LATER_KEYS}
-        return later | recorded
+        of_sources = {name: SourceConfig.model_fields[name].default for name in _LATER_SOURCE_KEYS}
+        settings = later | recorded
+        if "sources" in settings:
+            settings["sources"] = [of_sources | source for source in settings["sources"]]
+        return settings
 
     @property
     def codec_weights(self) -> Path | None:

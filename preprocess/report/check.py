@@ -8,11 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from mmspeed.config import Config
 from mmspeed.config.places import is_url
+from mmspeed.config.schema import DataConfig
 from mmspeed.data.cache.keys import entry_key
 from mmspeed.data.cache.versions import VERSIONS
 from mmspeed.errors import UserError
@@ -33,6 +35,7 @@ from mmspeed.preprocess.report.costs import cost_lines, estimate, folder_bytes, 
 from mmspeed.preprocess.report.page import default_path, encode_estimate, take_thumbnails, write_page
 from mmspeed.preprocess.report.page_html import CacheState, DataPage
 from mmspeed.preprocess.report.suggest_text import suggest_lines
+from mmspeed.preprocess.sources.captions import CaptionAffixes
 from mmspeed.preprocess.sources.discover import list_sources
 from mmspeed.preprocess.sources.listing import SourceListing
 from mmspeed.preprocess.sources.rejections import Rejection
@@ -41,6 +44,7 @@ from mmspeed.shapes import Strides
 
 __all__ = ["CheckReport", "check", "stale_reasons"]
 
+_SHOWN_CAPTIONS, _SHOWN_CHARS = 2, 300  # captions shown as they are encoded, and characters of each
 _NAMES = 3  # rejected sources named for each reason
 _NO_CODEC = "not fitted yet"  # in place of the fingerprint of a linear codec that the first build will fit
 _ONE_TO_ONE = Strides(1, 1)  # fits every bucket: the number of samples does not depend on the codec
@@ -110,7 +114,7 @@ def check(
     _survey(config, listing, report.statistics, needs, codec, text, recipe, shapes)
     seconds = time.monotonic() - started
     numbers = report.statistics
-    report.lines_ += _count_lines(numbers)
+    report.lines_ += [*_count_lines(numbers), *_caption_lines(config.data, listing.sources)]
     if not numbers.usable:
         report.problems.append("no source is usable, so there is nothing to train on")
     elif not numbers.samples("train"):
@@ -230,6 +234,18 @@ def _count_lines(numbers: DataStatistics) -> list[str]:
     if numbers.usable:
         lines.append(f"  held out for validation: {sum(numbers.samples('val').values())}")
     return lines
+
+
+def _caption_lines(data: DataConfig, sources: Sequence[Source]) -> list[str]:
+    """Examples of captions as they are encoded, of the sources that have words before or behind them."""
+    named = {
+        name
+        for source, name in zip(data.sources, data.dataset_names, strict=True)
+        if CaptionAffixes.of(data, source) != CaptionAffixes()
+    }
+    captions = (source.captions[0] for source in sources if source.dataset in named and source.captions)
+    shown = (text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]} ..." for text in captions)
+    return [f"  caption as it is encoded: {text}" for text in islice(shown, _SHOWN_CAPTIONS)]
 
 
 def _cache_state(config: Config, needs: _Needs, unfitted: bool) -> CacheState:

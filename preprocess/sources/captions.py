@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from mmspeed.config.schema import DataConfig, SourceConfig
+
 MAX_CAPTION_BYTES = 1 << 20  # read of one caption file
 MAX_CAPTIONS = 256  # kept of one clip
 _MAX_RAW_CHARS = 1 << 16  # examined of one caption, plus four times its limit
@@ -41,6 +43,31 @@ def clean_caption(text: str, max_chars: int) -> CleanedCaption:
     clean, repairs = _SURROGATE.subn("\ufffd", shortened)
     cut = len(spaced) > max_chars or len(raw) < len(text)
     return CleanedCaption(clean, cut, repairs > 0, len(bare) < len(raw))
+
+
+_PUNCTUATION = tuple(",.;:!?)]}，。；：！？、")  # marks that follow a word without a space
+
+
+@dataclass(frozen=True)
+class CaptionAffixes:
+    """The words before and behind each caption of a data set (`data.caption_prefix`, `data.caption_suffix`)."""
+
+    prefix: str = ""
+    suffix: str = ""
+
+    @classmethod
+    def of(cls, data: DataConfig, source: SourceConfig) -> CaptionAffixes:
+        """Those of a source: its own, else those of `data`."""
+        prefix = data.caption_prefix if source.caption_prefix is None else source.caption_prefix
+        suffix = data.caption_suffix if source.caption_suffix is None else source.caption_suffix
+        return cls(prefix, suffix)
+
+    def around(self, caption: str) -> str:
+        """The caption between them, as it is encoded."""
+        if not self.suffix:
+            return f"{self.prefix} {caption}" if self.prefix else caption
+        space = "" if self.suffix.startswith(_PUNCTUATION) else " "
+        return f"{self.prefix} {caption}{space}{self.suffix}".lstrip()
 
 
 @dataclass

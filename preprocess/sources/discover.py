@@ -14,7 +14,7 @@ from typing import Any
 from mmspeed.config.places import base_name, is_url
 from mmspeed.config.schema import DataConfig, SourceConfig
 from mmspeed.errors import UserError
-from mmspeed.preprocess.sources.captions import is_missing, strings
+from mmspeed.preprocess.sources.captions import CaptionAffixes, is_missing, strings
 from mmspeed.preprocess.sources.fetched import MediaStore
 from mmspeed.preprocess.sources.folders import no_file, read_folder
 from mmspeed.preprocess.sources.listing import IMAGE_ENDINGS, VIDEO_ENDINGS, SourceCollector, SourceListing, ending
@@ -54,7 +54,7 @@ def list_sources(data: DataConfig) -> SourceListing:
     with closing(MediaStore.of(data)) as media:
         remote = RemoteListing(collector, media)
         for config, name in zip(data.sources, data.dataset_names, strict=True):
-            collector.dataset = name
+            collector.dataset, collector.affixes = name, CaptionAffixes.of(data, config)
             before = len(collector.sources), len(collector.rejections)
             places = [(path, _format(config, path)) for path in expand(config.path)]
             remote.prepare_tars([path for path, kind in places if kind == "webdataset" and is_url(path)])

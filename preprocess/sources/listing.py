@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from mmspeed.preprocess.sources.captions import CaptionCounts, Captions
+from mmspeed.preprocess.sources.captions import CaptionAffixes, CaptionCounts, Captions
 from mmspeed.preprocess.sources.rejections import Reason, Rejection, readable
 from mmspeed.preprocess.sources.remote import RemoteFile
 from mmspeed.preprocess.sources.source import Kind, Source, Split
@@ -53,6 +53,7 @@ class SourceCollector:
         self, max_caption_chars: int, missing: Literal["reject", "empty", "default"] = "reject", default: str = ""
     ) -> None:
         self.dataset = ""  # name of the configured source that is being read
+        self.affixes = CaptionAffixes()  # of that source
         self.missing_captions = 0
         self._missing, self._default = missing, default
         self.sources: list[Source] = []
@@ -82,7 +83,8 @@ class SourceCollector:
     ) -> None:
         """Add a media file with its captions; `where` is its location for messages.
 
-        Without captions it is rejected, or taken with none or the default one, and counted (`data.missing_caption`). A caption file that
+        Without captions it is rejected, or taken with none or the default one, and counted (`data.missing_caption`). Captions, the
+        default one included, get the words before and behind them that `affixes` has. A caption file that
         cannot be read as one is no missing caption: its media are rejected.
         """
         texts = captions.texts
@@ -92,6 +94,7 @@ class SourceCollector:
                 return
             self.missing_captions += 1
             texts = (self._default,) if self._missing == "default" else ()
+        texts = tuple(self.affixes.around(text) for text in texts)
         kind: Kind = "image" if ending(name) in IMAGE_ENDINGS else "video"
         offset, size = (member.offset, member.size) if member else (None, None)
         unique = self._unique(readable(name), readable(place))

@@ -27,6 +27,8 @@ WRONG: list[tuple[str, dict[str, Any], list[Any]]] = [
     ("data.missing_caption", {}, [LIST, 1, "drop", None]),
     ("data.default_caption", {"missing_caption": "default"}, [LIST, 5, "", " \t"]),
     ("data.default_caption", {}, ["a video"]),  # without missing_caption: default
+    ("data.caption_prefix", {}, [LIST, 1, " ", "a\x1b[31m", "x" * 1025, None]),
+    ("data.caption_suffix", {}, [LIST, 1, "\t", "\u200b", "x" * 1025, None]),
     ("data.local_mb", {}, [LIST, WORD, 0, -1.0, NAN]),
     ("preprocess.decoder", {}, [LIST, 1, "ffmpeg", None]),
     ("preprocess.decoder_device", {}, [LIST, 0, "cuda", None]),
