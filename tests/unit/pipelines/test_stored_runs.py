@@ -15,6 +15,7 @@ from mmspeed.models.diffusers.loading import RepositoryWeights
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.protocols import Part
 from tests.support.checkpoints import whole_checkpoint
+from tests.support.covers import slow_but
 from tests.unit.pipelines.test_export import config_of, home
 from tests.unit.pipelines.test_fine_tuning import SMALL
 
@@ -63,3 +64,23 @@ def test_a_run_begins_with_the_weights_of_another(home: Path) -> None:
     for name, tensor in began.items():
         if name.startswith("model."):
             assert torch.equal(tensor, averages[f"ema.{name.removeprefix('model.')}"]), name
+
+
+HALVES = {
+    "split": ("memory.master=split",),
+    "released": ("memory.master=float32", "memory.release_gradients=true", "train.clip_norm=null"),
+    "host": ("memory.master=host", "memory.states=host", "memory.ema=host"),
+    "muon": ("memory.master=split", "train.optimizer=muon"),
+}
+
+
+@pytest.mark.parametrize("tier", slow_but(HALVES, {"split"}))
+def test_a_run_with_parts_in_float32_goes_on_as_one_never_stopped(home: Path, tier: str) -> None:
+    """Some parameters are their own float32 masters beside those of bfloat16 ones."""
+    changes = ("device.dtype=bfloat16", *HALVES[tier])
+    TrainPipeline(config_of(home, f"whole-{tier}", *changes)).run()
+    TrainPipeline(config_of(home, f"parts-{tier}", *changes, "train.steps=1")).run()
+    TrainPipeline(config_of(home, f"parts-{tier}", *changes)).run()
+    whole, parts = (whole_checkpoint(home / "runs" / f"{name}-{tier}") for name in ("whole", "parts"))
+    assert whole.keys() == parts.keys() and any(name.startswith("optimizer.") for name in whole)
+    assert all(torch.equal(parts[name], tensor) for name, tensor in whole.items())
