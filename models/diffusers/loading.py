@@ -6,7 +6,7 @@ A model's parameters are on the meta device, in float32; its buffers, such as ta
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -42,30 +42,39 @@ def keep_float32(model: nn.Module) -> None:
 def stored_model(repository: Repository, kind: Any) -> nn.Module:
     """The repository's transformer, of the class `kind`, to be filled from its files after it is spread over devices.
 
-    Raises UserError for files that lack a tensor of the model, hold one that it lacks, or hold one of another shape.
+    Raises UserError for files that lack a tensor of the model, hold one that it lacks, or hold one of another shape: at once where
+    they are here, or when they are read, which fetches them.
     """
     model = empty_model(kind, repository.config(repository.transformer))
     source = weights_of(repository, model)
-    place = repository.file or repository.folder / repository.transformer
-    check_tensors(model, source.shapes, f"{repository.key}: {place}")
+    if repository.here:
+        source.check()
     declare_source(model, source)
     return model
 
 
 def weights_of(repository: Repository, model: nn.Module) -> RepositoryWeights:
     """The weights of a repository's transformer; `model`: it, without memory. Those of a single file may have the authors' names."""
-    source = RepositoryWeights(repository)
+    source = RepositoryWeights(repository, model)
     names = model.state_dict().keys()  # some are the same in both
     if repository.file is not None and len(names & source.shapes.keys()) < len(names) / 2:
-        return OriginalWeights(repository, type(model).__name__)
+        return OriginalWeights(repository, model)
     return source
 
 
 class RepositoryWeights:
-    """The weights in a repository's safetensors, as a `WeightSource`."""
+    """The weights of a model in a repository's safetensors, as a `WeightSource`."""
 
-    def __init__(self, repository: Repository) -> None:
-        self._repository = repository
+    def __init__(self, repository: Repository, model: nn.Module) -> None:
+        self._repository, self._kind = repository, type(model).__name__
+        self._wanted = shapes_of(model)
+        self._ignored: list[str] = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+
+    def check(self) -> None:
+        """Raises UserError where the files lack a tensor of the model, hold another one, or one of another shape."""
+        repository = self._repository
+        place = repository.file or repository.folder / repository.transformer
+        check_tensors(self._wanted, self.shapes, f"{repository.key}: {place}", self._ignored)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -91,7 +100,8 @@ class RepositoryWeights:
         return {name: tuple(entry["shape"]) for name, (_, entry) in self._places.items()}
 
     def read(self, parts: Mapping[str, Part]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the wanted part of each named tensor, file by file. Raises UserError for a file that cannot be read."""
+        """Yield the wanted part of each named tensor, file by file. Raises UserError as `check`, and for a file that cannot be read."""
+        self.check()
         by_file: dict[Path, list[str]] = {}
         for name in parts:
             by_file.setdefault(self._places[name][0], []).append(name)
@@ -111,17 +121,14 @@ class OriginalWeights(RepositoryWeights):
     Tensors are views of the file in memory, but for those that the converter puts together from several.
     """
 
-    def __init__(self, repository: Repository, kind: str) -> None:
-        super().__init__(repository)
-        self._kind = kind
-
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor, by its name in diffusers."""
         return {name: tuple(tensor.shape) for name, tensor in self._converted().items()}
 
     def read(self, parts: Mapping[str, Part]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the wanted part of each named tensor."""
+        """Yield the wanted part of each named tensor. Raises UserError as `check`."""
+        self.check()
         tensors = self._converted()
         for name, part in parts.items():
             yield name, tensors.pop(name)[part]
@@ -155,10 +162,21 @@ def _part(file: Any, name: str, part: Part) -> Tensor:
     return block
 
 
-def check_tensors(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
-    """Raises UserError where files lack a tensor of the model, hold another one, or one of another shape: the first, and how many."""
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    ignored: list[str] = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter and saved buffer of a model, by name."""
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def check_tensors(
+    wanted: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
+    where: str,
+    ignored: Sequence[str] = (),
+) -> None:
+    """Raises UserError where files lack a wanted tensor, hold another one, or one of another shape: the first, and how many.
+
+    `ignored`: patterns of names that files may hold beside.
+    """
     missing = [name for name in wanted if name not in shapes]
     surplus = [n for n in shapes if n not in wanted and not any(re.search(pattern, n) for pattern in ignored)]
     other = [name for name in wanted if name in shapes and shapes[name] != wanted[name]]

@@ -67,6 +67,11 @@ class Repository:
             raise UserError(f"{key}: {pretrained} has no folder {transformer!r} with a config.json ({listed})")
         return repository
 
+    @property
+    def here(self) -> bool:
+        """True where weights need not be fetched: they are in a folder that the config names, or in a file."""
+        return self.file is not None or Path(self.pretrained).expanduser().is_dir()
+
     @cached_property
     def index(self) -> Mapping[str, Any]:
         """The contents of model_index.json; empty where there is none."""
@@ -143,7 +148,8 @@ class Repository:
         folder = self.weights_folder
         single, index = folder / f"{STEM}.safetensors", folder / f"{STEM}.safetensors.index.json"
         if not single.is_file() and not index.is_file():
-            raise UserError(f"{self.key}: {_without_weights(folder)}")
+            hub = "" if self.here else f" (the hub cannot be reached, or {self.pretrained} has no such file there)"
+            raise UserError(f"{self.key}: {_without_weights(folder)}{hub}")
         method = self.config(self.transformer).get("quantization_config")
         if method is not None:
             name = method.get("quant_method", "unknown") if isinstance(method, dict) else method

@@ -27,7 +27,7 @@ from mmspeed.loop.checkpoint.merging import whole_tensor
 from mmspeed.loop.checkpoint.seals import chunk_digest
 from mmspeed.loop.checkpoint.storage import EMA_UPDATES, FROZEN, ROLES
 from mmspeed.models.build import bare, repository_of
-from mmspeed.models.diffusers.loading import RepositoryWeights, check_tensors, weights_of
+from mmspeed.models.diffusers.loading import RepositoryWeights, check_tensors, shapes_of, weights_of
 from mmspeed.models.diffusers.repository import INDEX, STEM, Repository
 from mmspeed.models.weights import resolve
 from mmspeed.pipelines.inference.text_to_video import find_checkpoint
@@ -186,7 +186,7 @@ def _entries(
             shapes[name] = base[name]
         kind = torch.float32 if stays_float32(model, name) else dtype
         entries.append(_TensorEntry(name, tuple(tensor.shape), kind, key))
-    check_tensors(model, shapes, f"checkpoint {place}")
+    check_tensors(shapes_of(model), shapes, f"checkpoint {place}")
     return entries
 
 

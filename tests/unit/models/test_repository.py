@@ -162,3 +162,29 @@ def test_an_unreachable_hub_is_one_line() -> None:
     last = run.stderr.strip().splitlines()[-1]
     assert run.returncode == 1
     assert "UserError: model.pretrained: nobody/nothing is no folder here" in last and "cannot be reached" in last
+
+
+def test_a_hub_id_is_built_from_small_files_and_fetches_weights_when_they_are_read(wan: Path, tmp_path: Path) -> None:
+    """The hub's cache holds the JSON files alone, and the hub cannot be reached; run in a new process, as above."""
+    cache = tmp_path / "models--nobody--wan"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text("abc")
+    for path in wan.rglob("*.json"):
+        if "tokenizer" not in path.parts:
+            target = cache / "snapshots" / "abc" / path.relative_to(wan)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+    script = (
+        "from mmspeed.config.schema import PublishedModelConfig\n"
+        "from mmspeed.models.build import with_weights\n"
+        "from mmspeed.protocols import source_of\n"
+        "model = with_weights(PublishedModelConfig(kind='diffusers', pretrained='nobody/wan'), 16, 16, 'meta')\n"
+        "print(type(model).__name__)\n"
+        "source_of(model).fingerprint"
+    )
+    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert run.stdout.split() == ["WanTransformer3DModel"]
+    assert "UserError: model.pretrained: " in run.stderr.strip().splitlines()[-1]
+    last = run.stderr.strip().splitlines()[-1]
+    assert "holds no diffusion_pytorch_model.safetensors (the hub cannot be reached, or nobody/wan has no such" in last
