@@ -259,3 +259,27 @@ def test_each_class_is_filled_as_diffusers_loads_it(tmp_path: Path, case: str) -
     given = make_inputs(case)
     with torch.no_grad():
         assert torch.equal(model(**given, return_dict=False)[0], truth(**given, return_dict=False)[0])
+
+
+def test_a_single_file_whose_authors_share_most_names_with_diffusers(tmp_path: Path) -> None:
+    """LTX's authors call few modules otherwise."""
+    saved: Any = make_model("ltx")
+    saved.save_pretrained(tmp_path / "transformer")
+    (tmp_path / "model_index.json").write_text("{}")
+    names = {"proj_in.": "patchify_proj.", "time_embed.": "adaln_single.", "norm_q": "q_norm", "norm_k": "k_norm"}
+    tensors = {}
+    for name, tensor in saved.state_dict().items():
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)
+        tensors[name] = tensor + 1
+    save_file(tensors, tmp_path / "ltx.safetensors")
+    model = file_model(tmp_path, tmp_path / "ltx.safetensors")
+    assert all(torch.equal(tensor, saved.state_dict()[name] + 1) for name, tensor in model.state_dict().items())
+
+
+def test_a_single_file_in_diffusers_names_that_lacks_a_tensor(wan: Path, tmp_path: Path) -> None:
+    tensors = load_file(wan / WEIGHTS)
+    tensors.pop("proj_out.bias")
+    save_file(tensors, tmp_path / "wan.safetensors")
+    with pytest.raises(UserError, match=r"wan\.safetensors lacks `proj_out\.bias` \(1 missing, 0 surplus"):
+        file_model(wan, tmp_path / "wan.safetensors")
