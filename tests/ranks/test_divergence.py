@@ -8,8 +8,8 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,11 +20,10 @@ from mmspeed.loop.checkpoint.manager import steps_in
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.training.events import StepEvent
 from mmspeed.preprocess import CacheBuilder
-from mmspeed.preprocess.encoding import latent_stage
 from tests.support.checkpoints import whole_checkpoint
 from tests.support.runs import small_config
 from tests.support.spawn import run_ranks
-from tests.support.spikes import LONG, RULE, SPIKE, Recorder, cache_with, first_epoch, rows, spoiled, train
+from tests.support.spikes import LONG, RULE, SPIKE, Recorder, cache_with, enlarged, first_epoch, rows, spoiled, train
 from tests.support.toy_runs import train_toy
 
 QUIET = ("validate.every=100", "validate.samples=0", "checkpoint.every=100", "checkpoint.keep_best=false")
@@ -142,23 +141,15 @@ def test_the_update_of_a_step_above_the_limit_is_not_applied(tmp_path: Path, ord
 
 
 @pytest.fixture
-def spiky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def spiky(tmp_path: Path) -> Iterator[str]:
     """The source of the only sample of step 3, which is encoded far too large from now on."""
     config, recorder = small_config(tmp_path, *CLIPS, "name=order", "train.divergence={action: none}"), Recorder()
     CacheBuilder(config).run()
     TrainPipeline(config, callbacks=[recorder]).run()
     shutil.rmtree(config.cache_dir)
     (source,) = recorder.steps[2][1]  # seven samples, three a step
-    encode = latent_stage.encode_latents
-
-    def enlarged(encoders: Any, trusted: Any, videos: Any) -> Any:
-        results = encode(encoders, trusted, videos)
-        for (clip, _), tensors in zip(videos, results, strict=True):
-            tensors["mean"] *= 1000.0 if clip.source.name == source else 1.0
-        return results
-
-    monkeypatch.setattr(latent_stage, "encode_latents", enlarged)
-    return source
+    with enlarged([source]):
+        yield source
 
 
 CLIPS = (

@@ -33,15 +33,21 @@ class Recovery:
 
 
 class KilledRun:
-    """A run of `ranks` processes under `mmspeed train --nproc --max-restarts`."""
+    """A run of `ranks` processes under `mmspeed train --nproc --max-restarts`, or under torchrun's own `--max-restarts`."""
 
-    def __init__(self, folder: Path, config: Config, ranks: int, restarts: int, draw: random.Random) -> None:
+    def __init__(
+        self, folder: Path, config: Config, ranks: int, restarts: int, draw: random.Random, torchrun: bool = False
+    ) -> None:
         self.folder, self.config, self.ranks, self.draw = folder, config, ranks, draw
         folder.mkdir(parents=True, exist_ok=True)
         self.recoveries: list[Recovery] = []
         self._last_step = -1  # at which a rank was killed: two failures in one place would end the run
-        words = ("--nproc", str(ranks), "--max-restarts", str(restarts))
-        self.launcher = start(folder, config, words=words)
+        often = ("--max-restarts", str(restarts))
+        if torchrun:
+            launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *often)
+            self.launcher = start(folder, config, *launcher)
+        else:
+            self.launcher = start(folder, config, words=("--nproc", str(ranks), *often))
 
     def log(self) -> str:
         """The output so far."""
@@ -83,6 +89,14 @@ class KilledRun:
                 return False
             return part == moment if moment in ("checkpoint", "validation") else part == "step"
 
+        self.kill_when(ready, "first epoch" if moment == "first epoch" else None)
+
+    def kill_when(self, ready: Callable[[], bool], where: str | None = None) -> bool:
+        """Kill a random rank once `ready()`, which it still was when the rank was dead, else False; wait as `kill` does.
+
+        `where`: the part of the run that it is in, if it is another than the record of the attempt says.
+        """
+        number = len(self.recoveries)
         self._alive(lambda: self.place()[0] >= number)
         processes = workers(self.launcher.pid)
         self._alive(ready)
@@ -90,14 +104,15 @@ class KilledRun:
         rank = self.draw.choice(sorted(processes))
         os.kill(processes[rank], signal.SIGKILL)
         began = time.monotonic()
+        still = ready()
         _, self._last_step, part = self.place()
         at = self._reached()
         line = f"attempt {number + 2}: the last one ended at "
         self._alive(lambda: line in self.log())
         went_on = int(re.findall(rf"attempt {number + 2}: .*going on after step (\d+)", self.log())[0])
         self._alive(lambda: self._first_step_after(number + 1, went_on))
-        where = "first epoch" if moment == "first epoch" else part
-        self.recoveries.append(Recovery(rank, where, at - went_on, time.monotonic() - began))
+        self.recoveries.append(Recovery(rank, where or part, at - went_on, time.monotonic() - began))
+        return still
 
     def end(self) -> int:
         """The exit code of the launcher, once it has ended."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from mmspeed.log import read_metrics
 from mmspeed.pipelines import TrainCallback, TrainPipeline
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.pipelines.training.events import StepEvent
+from mmspeed.preprocess.encoding import latent_stage
 from tests.support.toy_runs import build_toy, toy_config, write_toy_cache
 
 # 24 samples, three a step: epochs of 8 steps
@@ -55,3 +58,18 @@ def spoiled(folder: Path, order: list[list[str]], factor: float, *steps: int) ->
     """A cache in which the samples of these steps are multiplied by a factor."""
     numbers = [int(source.removesuffix(".mp4")) for step in steps for source in order[step - 1]]
     return cache_with(folder, dict.fromkeys(numbers, factor), 25)
+
+
+@contextmanager
+def enlarged(sources: Collection[str], factor: float = 1000.0) -> Iterator[None]:
+    """Encode the clips of some sources far too large in the block, as a broken file might be."""
+    encode = latent_stage.encode_latents
+
+    def encode_enlarged(encoders: Any, trusted: Any, videos: Any) -> Any:
+        results = encode(encoders, trusted, videos)
+        for (clip, _), tensors in zip(videos, results, strict=True):
+            tensors["mean"] *= factor if clip.source.name in sources else 1.0
+        return results
+
+    with mock.patch.object(latent_stage, "encode_latents", encode_enlarged):
+        yield

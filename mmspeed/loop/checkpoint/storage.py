@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future as Task
 from concurrent.futures import ThreadPoolExecutor
@@ -280,7 +281,7 @@ class _HashingPlanner:
 
     def __init__(self, planner: SavePlanner, pool: ThreadPoolExecutor, finite: frozenset[str]) -> None:
         self._planner, self._pool, self._finite = planner, pool, finite
-        self.hashes: dict[MetadataIndex, Task[str]] = {}
+        self.hashes: dict[MetadataIndex, Task[tuple[str, float]]] = {}
 
     def resolve_data(self, item: WriteItem) -> Any:
         data = self._planner.resolve_data(item)
@@ -289,13 +290,14 @@ class _HashingPlanner:
         return data
 
 
-def _examined(name: str, tensor: Tensor, finite: bool) -> str:
-    """The hash of a chunk. Raises NotFiniteError where it must be `finite` and is not."""
+def _examined(name: str, tensor: Tensor, finite: bool) -> tuple[str, float]:
+    """The hash of a chunk, and the processor seconds of this thread. Raises NotFiniteError where it must be `finite` and is not."""
+    began = time.thread_time()
     if finite and tensor.is_floating_point() and tensor.numel():
         least, greatest = torch.aminmax(tensor.detach())  # a NaN is in both; no copy is made
         if not (torch.isfinite(least) and torch.isfinite(greatest)):
             raise NotFiniteError(f"`{name}` holds values that are not finite")
-    return chunk_digest(tensor)
+    return chunk_digest(tensor), time.thread_time() - began
 
 
 class SafetensorsWriter(HuggingFaceStorageWriter):
@@ -303,7 +305,12 @@ class SafetensorsWriter(HuggingFaceStorageWriter):
 
     When all ranks are done the coordinator writes the index and calls `commit` with its hash. The write fails where a tensor named in
     `finite` holds a value that is not.
+
+    After the write `hash_seconds` has the processor seconds of the thread that hashes, and `late_seconds` the time that this rank's write
+    waited for it when its own bytes were on the disk.
     """
+
+    hash_seconds = late_seconds = 0.0
 
     def __init__(
         self, folder: Path, names: Iterable[str], commit: Callable[[str], None], finite: Iterable[str] = ()
@@ -322,14 +329,21 @@ class SafetensorsWriter(HuggingFaceStorageWriter):
         with ThreadPoolExecutor(1, "checkpoint-hash") as pool:
             hashing = _HashingPlanner(planner, pool, self._finite)
             results = super().write_data(plan, cast(SavePlanner, hashing)).wait()
-            hashes = {index: task.result() for index, task in hashing.hashes.items()}
+            written = time.perf_counter()
+            examined = {index: task.result() for index, task in hashing.hashes.items()}
         files = {result.storage_data.relative_path for result in results}
         headers = {file: header_digest(self._folder / file) for file in files}
+        self.hash_seconds = sum(seconds for _, seconds in examined.values())
+        self.late_seconds = time.perf_counter() - written
         done: Future[list[WriteResult]] = Future()
         done.set_result(
             [
                 _SealedResult(
-                    r.index, r.size_in_bytes, r.storage_data, hashes[r.index], headers[r.storage_data.relative_path]
+                    r.index,
+                    r.size_in_bytes,
+                    r.storage_data,
+                    examined[r.index][0],
+                    headers[r.storage_data.relative_path],
                 )
                 for r in results
             ]

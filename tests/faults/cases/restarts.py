@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
 
+from mmspeed.pipelines import TrainPipeline
 from mmspeed.preprocess import CacheBuilder
 from tests.faults.case import Outcome, Scene, case
 from tests.faults.processes import descendants
 from tests.support.killed_runs import KilledRun, Moment, Recovery, same_losses, summary
-from tests.support.launched import reached, start, wait_for, workers
+from tests.support.launched import losses_by_step, reached, start, wait_for, workers
 from tests.support.runs import small_config
+from tests.support.spikes import Recorder, enlarged, rows
 
 EVERY = 5  # steps between checkpoints
 SECONDS = 30.0  # after which training goes on
@@ -21,7 +24,7 @@ PLAIN = ("train.batch_size=4", f"checkpoint.every={EVERY}", "validate.every=7", 
 
 
 def kill_ranks(
-    scene: Scene, ranks: int, moments: list[Moment], online: bool = False, *more: str
+    scene: Scene, ranks: int, moments: list[Moment], online: bool = False, *more: str, torchrun: bool = False
 ) -> tuple[list[Recovery], list[str]]:
     """The recoveries of a run in which ranks are killed at `moments`, and the faults of it. `online`: its first epoch makes its cache."""
     count = 16 if online else 16 + 14 * len(moments)
@@ -33,7 +36,7 @@ def kill_ranks(
     )
     if not online and not killed.cache_dir.exists():
         CacheBuilder(killed).run()
-    run = KilledRun(scene.folder / f"launch-{ranks}-{online}", killed, ranks, len(moments) + 1, scene.draw)
+    run = KilledRun(scene.folder / f"launch-{ranks}-{online}", killed, ranks, len(moments) + 1, scene.draw, torchrun)
     faults = []
     try:
         for moment in moments:
@@ -76,6 +79,12 @@ def two_ranks(scene: Scene) -> Outcome:
     return verdict(*kill_ranks(scene, 2, moments), len(moments))
 
 
+@case("random ranks of 2 killed, under torchrun's --max-restarts", 300, 1800)
+def torchruns_own(scene: Scene) -> Outcome:
+    moments = mixed(scene, scene.count(2, 10))
+    return verdict(*kill_ranks(scene, 2, moments, torchrun=True), len(moments))
+
+
 @case("random ranks of 4 killed, under --max-restarts", 300, 2400, only_full=True)
 def four_ranks(scene: Scene) -> Outcome:
     moments = mixed(scene, scene.count(2, 18))
@@ -106,6 +115,47 @@ def local_copies(scene: Scene) -> Outcome:
     moments: list[Moment] = ["step", "checkpoint"] * scene.count(1, 4)
     local = f"checkpoint.local={scene.folder / 'local'}"
     return verdict(*kill_ranks(scene, 2, moments, False, local), len(moments))
+
+
+EPOCH = 6  # steps of four: the samples of a spike come once
+ROLLING = (
+    *("train.batch_size=4", f"train.steps={EPOCH}", "train.ema_decay=null", "checkpoint.every=1"),
+    *("validate.samples=0", "validate.every=100", "checkpoint.asynchronous=false"),
+    "train.divergence={action: roll_back, factor: 50, steps: 1, window: 2}",
+)
+
+
+@case("random rank killed in the midst of a roll-back", 300, 1200)
+def in_a_roll_back(scene: Scene) -> Outcome:
+    count, clips = scene.count(1, 5), 4 * EPOCH + 1
+    order, whole = (small_config(scene.folder, f"name={name}", *ROLLING, clips=clips) for name in ("order", "whole"))
+    CacheBuilder(order).run()
+    recorder = Recorder()
+    TrainPipeline(order, callbacks=[recorder]).run()
+    spike = scene.draw.randrange(4, EPOCH + 1)
+    shutil.rmtree(order.cache_dir)
+    with enlarged(recorder.steps[spike - 1][1]):
+        CacheBuilder(order).run()
+    assert start(scene.folder, whole, words=("--nproc", "2")).wait(200) == 0
+    recoveries, faults = [], []
+    for number in range(count):
+        killed = small_config(scene.folder, f"name=killed-{number}", *ROLLING, clips=clips)
+        run = KilledRun(scene.folder / f"launch-{number}", killed, 2, 1, scene.draw)
+
+        def rolls_back(run: KilledRun = run) -> bool:
+            """True while the first attempt is at it: no checkpoint is written after the step of the spike before."""
+            return run.place() == (0, spike, "checkpoint") and "Going back" not in run.log()
+
+        if not run.kill_when(rolls_back, "roll-backs"):
+            faults.append(f"kill {number + 1} came when the roll-back was done")
+        if (code := run.end()) != 0:
+            faults.append(f"exit code {code} at the end")
+        recoveries += run.recoveries
+        if losses_by_step(killed) != losses_by_step(whole) or len(losses_by_step(whole)) != EPOCH - 1:
+            faults.append("losses differ from a run without kills")
+        if [len(rows(scene.folder, one.name, "roll_back")) for one in (killed, whole)] != [1, 1]:
+            faults.append("the run is not rolled back once")
+    return verdict(recoveries, faults, count, EPOCH)
 
 
 def gone(processes: list[int]) -> bool:
