@@ -126,6 +126,14 @@ class DataConfig(Section):
         le=9,
         description="Crops taken from a picture whose shape is not the bucket's, evenly spaced from edge to edge; 1: the middle.",
     )
+    mirror: bool = Field(
+        False,
+        description="Also take the mirror image of each crop, as one more crop. Not of sources with a caption that has a word of `mirror_words`; they are counted.",
+    )
+    mirror_words: tuple[str, ...] = Field(
+        ("left", "right", "links", "rechts", "izquierda", "derecha", "gauche", "droite", "左", "右"),
+        description="Words of captions whose media are not mirrored, as whole words in upper or lower case; empty: all are mirrored.",
+    )
     buckets_per_clip: int = Field(
         1, ge=1, description="Buckets that a clip is used for, the best fitting first; each gives its own samples."
     )
@@ -170,6 +178,11 @@ class DataConfig(Section):
         gt=0,
         description="Mix several sources with shares of size ** (1 / temperature): 1 follows their sizes, larger values are more even. Null: every sample equally often, or by the sources' weights.",
     )
+    min: dict[str, float] = Field(
+        {},
+        description="Least scores by manifest column or key of a JSON sidecar, such as `{aesthetic: 5}`: sources below are rejected, and those without a number.",
+    )
+    max: dict[str, float] = Field({}, description="Greatest scores, as `min`: sources above are rejected.")
     max_file_mb: float = Field(4096.0, gt=0, description="Larger media files are rejected as too large, in megabytes.")
     max_pixels: int = Field(
         8192 * 8192,
@@ -216,6 +229,25 @@ class DataConfig(Section):
     @classmethod
     def _words(cls, value: str) -> str:
         return checked_affix(value)
+
+    @field_validator("mirror_words")
+    @classmethod
+    def _sides(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        blank = next((word for word in value if not word.strip()), None)
+        if blank is not None:
+            raise ValueError(f"{blank!r} is no word; write [] for none")
+        return tuple(word.strip() for word in value)
+
+    @model_validator(mode="after")
+    def _scores(self) -> DataConfig:
+        if any(not column.strip() for column in (*self.min, *self.max)):
+            raise ValueError("min and max: a column's name is blank")
+        crossed = next((name for name in self.min if self.min[name] > self.max.get(name, self.min[name])), None)
+        if crossed is not None:
+            raise ValueError(
+                f"min of {crossed} is {self.min[crossed]:g}, above its max of {self.max[crossed]:g}: no source is between"
+            )
+        return self
 
     @model_validator(mode="after")
     def _captions(self) -> DataConfig:

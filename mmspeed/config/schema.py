@@ -76,7 +76,7 @@ __all__ = [
 # Keys of data, and of its sources, that older caches do not record.
 _LATER_KEYS = (
     *("background", "caption_prefix", "caption_suffix", "default_caption", "max_repeated", "missing_caption"),
-    "untagged",
+    *("mirror", "mirror_words", "untagged", "min", "max"),
 )
 _LATER_SOURCE_KEYS = ("caption_prefix", "caption_suffix")
 
@@ -603,7 +603,8 @@ class Config(RunConfig):
     @staticmethod
     def recorded_settings(recorded: dict[str, Any]) -> dict[str, Any]:
         """The `sample_settings` that a cache records, with the defaults of keys that came after it."""
-        later = {name: DataConfig.model_fields[name].default for name in _LATER_KEYS}
+        defaults = {name: DataConfig.model_fields[name].default for name in _LATER_KEYS}
+        later = {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
         of_sources = {name: SourceConfig.model_fields[name].default for name in _LATER_SOURCE_KEYS}
         settings = later | recorded
         if "sources" in settings:

@@ -5,8 +5,11 @@ A latent's key covers the fields of its clip, including the bucket, but not the 
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from mmspeed.config import Bucket, Config
@@ -36,14 +39,15 @@ class Clip:
     seconds: float  # length of the clip; 0 for images
     decoder: str = ""  # library that decoded it, once it is decoded
     window: int = 0  # number among the windows of its source and bucket
-    crop_number: int = 0  # number among the crops of its window
+    crop_number: int = 0  # number among the crops of its window; their mirror images have the numbers after them
+    mirrored: bool = False  # left and right exchanged
     rules: PixelRules = NEWEST_RULES
     pixel_parts: Mapping[str, Any] = field(default_factory=dict)  # of its key, see `scaling.pixel_parts`
 
     @property
     def cut(self) -> Cut:
         """The request to the decoder."""
-        return Cut(self.indices, self.crop, self.bucket.width, self.bucket.height, self.rules)
+        return Cut(self.indices, self.crop, self.bucket.width, self.bucket.height, self.rules, self.mirrored)
 
     @property
     def repeated(self) -> int:
@@ -68,6 +72,33 @@ def repeats_too_much(clip: Clip, max_repeated: float) -> Rejected | None:
         Reason.REPEATED,
         f"{clip.repeated} of {frames} frames repeat the one before; {frames - clip.repeated} are distinct",
     )
+
+
+def names_a_side(captions: Sequence[str], words: Sequence[str]) -> bool:
+    """True if a caption has one of `words` as a whole word; within Chinese and Japanese, which have no spaces, anywhere."""
+    if not words:
+        return False
+    pattern = "|".join(
+        "".join(
+            (
+                "" if _unspaced(word[0]) else r"(?<!\w)",
+                re.escape(word),
+                "" if _unspaced(word[-1]) else r"(?!\w)",
+            )
+        )
+        for word in words
+    )
+    return any(re.search(pattern, caption, re.IGNORECASE) for caption in captions)
+
+
+def _unspaced(letter: str) -> bool:
+    """True for a letter of a script that puts no spaces between words."""
+    return unicodedata.name(letter, "").startswith(("CJK", "HIRAGANA", "KATAKANA", "THAI"))
+
+
+def left_unmirrored(clips: Sequence[Clip], data: DataConfig) -> bool:
+    """True if a source, of which these are clips, is not mirrored for its captions although `data.mirror` asks for it."""
+    return data.mirror and not any(clip.mirrored for clip in clips)
 
 
 def cache_seed(config: Config) -> Seed:
@@ -104,7 +135,7 @@ def select_clips(
     identify: Callable[[Source], str] | None = None,
     rules: PixelRules | None = None,
 ) -> tuple[Clip, ...]:
-    """The clips that `data` selects from a probed source: for its best kept buckets, the windows and crops of each.
+    """The clips that `data` selects from a probed source: for its best kept buckets, the windows and crops of each, and mirror images.
 
     Ordered by bucket (the best first), window and crop; at least one. `seed` is for the draws of `data.buckets[].keep`. `identify` gives
     the source's content id (by default its digest), and `rules` are those of its pixels (by default those of new caches). Raises
@@ -118,10 +149,12 @@ def select_clips(
     if not buckets:
         raise Rejected(Reason.NOT_KEPT, f"drawn out of {', '.join(map(str, ranked))} by data.buckets[].keep")
     clips = []
+    mirrors = (False, True) if data.mirror and not names_a_side(source.captions, data.mirror_words) else (False,)
     for bucket in buckets[: data.buckets_per_clip]:
         fps = 0.0 if bucket.is_image else float(data.fps or probe.fps)
         for window, indices in enumerate(choose_windows(probe.pts_seconds, bucket.frames, data.fps, data.windows)):
-            for number, crop in enumerate(crop_boxes(probe.width, probe.height, bucket, data.crops)):
+            crops = product(mirrors, crop_boxes(probe.width, probe.height, bucket, data.crops))
+            for number, (mirrored, crop) in enumerate(crops):
                 clip = Clip(
                     source=source,
                     bucket=bucket,
@@ -132,6 +165,7 @@ def select_clips(
                     seconds=bucket.frames / fps if fps else 0.0,
                     window=window,
                     crop_number=number,
+                    mirrored=mirrored,
                     rules=rules,
                     pixel_parts=pixel_parts(rules, probe, crop),
                 )

@@ -41,13 +41,17 @@ _WORTH_SEEKING = 1.0  # seconds of video; below that, decoding costs no more tha
 
 @dataclass(frozen=True)
 class Cut:
-    """A request for a clip: frames by their index in presentation order, a crop in displayed pixels, a size, and rules of pixels."""
+    """A request for a clip: frames by their index in presentation order, a crop in displayed pixels, a size, and rules of pixels.
+
+    `mirrored`: the scaled crop with left and right exchanged.
+    """
 
     indices: tuple[int, ...]
     crop: Box
     width: int
     height: int
     rules: PixelRules = NEWEST_RULES
+    mirrored: bool = False
 
 
 Pixels = Callable[[Cut], np.ndarray]  # of the frame at hand: (3, height, width)
@@ -74,6 +78,8 @@ class _Filling:
         pixels_FCHW, self.pixels_FCHW = self.pixels_FCHW, None
         if self.problem is not None or pixels_FCHW is None:
             return self.problem or Rejected(Reason.UNDECODABLE, "the clip has no frames")
+        if self.cut.mirrored:
+            pixels_FCHW = np.ascontiguousarray(pixels_FCHW[..., ::-1])
         return pixels_FCHW.transpose(0, 2, 3, 1)
 
     def fail(self, problem: Rejected, final: bool) -> _Filling:

@@ -133,7 +133,8 @@ def cut_from_json(tree: dict[str, Any]) -> Cut:
     """The inverse of `cut_to_json`."""
     left, top, right, bottom = tree["crop"]
     rules = PixelRules(**tree["rules"])
-    return Cut(tuple(tree["indices"]), (left, top, right, bottom), tree["width"], tree["height"], rules)
+    crop = left, top, right, bottom
+    return Cut(tuple(tree["indices"]), crop, tree["width"], tree["height"], rules, tree["mirrored"])
 
 
 def _rejection(rejected: Rejected) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 
 from mmspeed.config import Bucket, Config
 from mmspeed.log import ProgressLine, get_logger
-from mmspeed.preprocess.decoding.clips import Clip, cache_seed, clip_name, split_of
+from mmspeed.preprocess.decoding.clips import Clip, cache_seed, clip_name, left_unmirrored, split_of
 from mmspeed.preprocess.decoding.pool import DecodePool, Event, Failed, Finished, Frames, Selected
 from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.recipe import Recipe
@@ -118,7 +118,9 @@ class LatentStage:
     def _plan(self, event: Selected) -> None:
         content_id = event.clips[0].content_id
         split = split_of(event.source, content_id, self.config.data, self._seed)
-        self.statistics.add_source(event.source, event.probe, event.clips)
+        unmirrored = left_unmirrored(event.clips, self.config.data)
+        self.report.unmirrored += unmirrored
+        self.statistics.add_source(event.source, event.probe, event.clips, unmirrored)
         if event.probe.refusal:
             self._tell_refusal(event.source, event.probe)
         planned = PlannedSource(event.source, split, content_id, event.clips)

@@ -46,6 +46,7 @@ class BuildReport:
     clips_encoded: int = 0
     clips_reused: int = 0
     clips_failed: int = 0
+    unmirrored: int = 0  # sources that are not mirrored for their captions
     texts: int = 0
     texts_reused: int = 0
     texts_failed: int = 0  # captions that could not be encoded
@@ -70,7 +71,7 @@ class BuildReport:
 
     _SUMS = (
         *("encoded", "reused", "rejected", "partial", "clips_encoded", "clips_reused", "clips_failed"),
-        *("texts", "texts_reused", "texts_failed", "captions_truncated", "seconds_of_video"),
+        *("unmirrored", "texts", "texts_reused", "texts_failed", "captions_truncated", "seconds_of_video"),
         *("latent_seconds", "start_seconds", "busy_seconds", "decode_wait_seconds", "write_wait_seconds"),
     )
     _COUNTERS = ("decoders", "decoder_refusals", "latent_batches", "text_batches")
@@ -203,6 +204,8 @@ class BuildReport:
             lines.append(
                 f"  captions cut: {self.captions_cut} to data.max_caption_chars, {self.captions_truncated} to text.max_tokens"
             )
+        if self.unmirrored:
+            lines.append(unmirrored_line(self.unmirrored))
         if self.captions_repaired:
             lines.append(f"  captions with bytes that are not UTF-8: {self.captions_repaired}; replaced by U+FFFD")
         if self.captions_stripped:
@@ -210,6 +213,11 @@ class BuildReport:
         if self.captions_dropped:
             lines.append(f"  captions beyond the limit for a clip, left out: {self.captions_dropped}")
         return lines
+
+
+def unmirrored_line(sources: int) -> str:
+    """A line on sources that `data.mirror` leaves out."""
+    return f"  sources not mirrored for their captions (data.mirror_words): {sources}"
 
 
 def refusal_line(refusals: Mapping[str, int]) -> str:

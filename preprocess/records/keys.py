@@ -17,6 +17,7 @@ def latent_parts(config: Config, codec_fingerprint: str, clip: Clip) -> dict[str
     A property of the cache's recipe (`mmspeed.data.cache.versions`) is a part only where it makes other pixels than its version 1.
     """
     extra = {"first_frame": True} if config.preprocess.first_frame and not clip.bucket.is_image else {}
+    extra |= {"mirrored": True} if clip.mirrored else {}
     return {
         **extra,
         **clip.pixel_parts,

@@ -61,6 +61,7 @@ _SUMS = (
     ),
     *("frames", "frames_taken", "milliseconds", "milliseconds_taken", "milliseconds_possible"),
     *("pixels", "pixels_kept"),
+    "unmirrored",
 )
 
 
@@ -189,6 +190,7 @@ class DataStatistics:
     `rejected_captions` are those of usable sources.
     Times are of videos only: their whole length, the part inside clips, and the part that `data.windows: all` would cover.
     `pixels` are those of all frames in clips, `pixels_kept` those inside the crops. `use` has such counts for each bucket.
+    `unmirrored` counts sources that are not mirrored for their captions.
     """
 
     sums: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(_SUMS, 0)))
@@ -232,8 +234,9 @@ class DataStatistics:
         self.sums["rejected_captions"] += 1
         self._add_reason(rejection)
 
-    def add_source(self, source: Source, probe: Probe, clips: Sequence[Clip]) -> None:
-        """Add a source with its clips, at least one."""
+    def add_source(self, source: Source, probe: Probe, clips: Sequence[Clip], unmirrored: bool = False) -> None:
+        """Add a source with its clips, at least one; `unmirrored`: see `clips.left_unmirrored`."""
+        self.sums["unmirrored"] += unmirrored
         is_image = len(probe.pts_seconds) == 1
         self.sums["selected"] += 1
         self.sums["images" if is_image else "videos"] += 1

@@ -21,10 +21,10 @@ from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_seconds
 from mmspeed.models.codecs.vae import codec_geometry, codec_identity
 from mmspeed.models.text.encoders import text_identity
-from mmspeed.preprocess.decoding.clips import split_of
+from mmspeed.preprocess.decoding.clips import left_unmirrored, split_of
 from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Selected
 from mmspeed.preprocess.decoding.recipe import Recipe
-from mmspeed.preprocess.records.build_report import refusal_line
+from mmspeed.preprocess.records.build_report import refusal_line, unmirrored_line
 from mmspeed.preprocess.records.keys import latent_parts, text_parts
 from mmspeed.preprocess.records.sample_table import PlannedSource, samples_of
 from mmspeed.preprocess.records.source_shapes import SourceShapes
@@ -115,6 +115,7 @@ def check(
     seconds = time.monotonic() - started
     numbers = report.statistics
     report.lines_ += [*_count_lines(numbers), *_caption_lines(config.data, listing.sources)]
+    report.lines_ += [] if listing.scores is None else listing.scores.lines()
     if not numbers.usable:
         report.problems.append("no source is usable, so there is nothing to train on")
     elif not numbers.samples("train"):
@@ -195,7 +196,7 @@ def _survey(
             elif isinstance(event, Selected):
                 line.advance()
                 source, clips = event.source, event.clips
-                numbers.add_source(source, event.probe, clips)
+                numbers.add_source(source, event.probe, clips, left_unmirrored(clips, config.data))
                 for rejection in event.dropped:
                     numbers.add_rejection(rejection, whole=False)
                 split = split_of(source, clips[0].content_id, config.data, pool.seed)
@@ -225,6 +226,8 @@ def _count_lines(numbers: DataStatistics) -> list[str]:
         lines.append(f"  decoders: {', '.join(f'{name} {count}' for name, count in sorted(decoders.items()))}")
     if refusals:
         lines.append(refusal_line(refusals))
+    if sums["unmirrored"]:
+        lines.append(unmirrored_line(sums["unmirrored"]))
     train = numbers.samples("train")
     for bucket, used in numbers.buckets().items():
         lost = f"{used.cropped:.0%} of pixels cropped, {used.scaled:.0%} scaled away"

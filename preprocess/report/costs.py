@@ -40,6 +40,9 @@ _KNOBS = {
     Reason.NO_BUCKET: "add a bucket to data.buckets: frames: 1 for images, more for videos",
     Reason.REPEATED: "lower data.fps, or raise data.max_repeated",
     Reason.NOT_KEPT: "raise data.buckets[].keep, or add a bucket without it, for them to go to",
+    Reason.BELOW_MINIMUM: "lower data.min to take them; the lines on scores say how many other thresholds keep",
+    Reason.ABOVE_MAXIMUM: "raise data.max to take them; the lines on scores say how many other thresholds keep",
+    Reason.NO_SCORE: "score them, or leave the column out of data.min and data.max",
     Reason.TIME_LIMIT: "raise preprocess.time_limit to take them",
 }
 

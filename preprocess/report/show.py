@@ -116,6 +116,7 @@ def source_frames(config: Config, name: str | None, entry: Entry, recipe: Recipe
                 and clip.bucket.name == entry.bucket
                 and tuple(clip.indices) == entry.frames
                 and list(clip.crop) == key_parts.get("crop", list(clip.crop))
+                and clip.mirrored == key_parts.get("mirrored", False)
             )
         ):
             if isinstance(event, Frames):

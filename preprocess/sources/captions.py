@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -81,13 +82,15 @@ class CaptionCounts:
 
 
 class Captions:
-    """The distinct captions of one clip, cleaned as they are added, at most `MAX_CAPTIONS`.
+    """The distinct captions of one clip, cleaned as they are added, at most `MAX_CAPTIONS`, and its scores.
 
-    `problem` is the reason if there are none and it is known.
+    `problem` is the reason if there are none and it is known. `scores` has the fields of `columns`, as they are written.
     """
 
-    def __init__(self, max_chars: int, counts: CaptionCounts) -> None:
+    def __init__(self, max_chars: int, counts: CaptionCounts, columns: Sequence[str] = ()) -> None:
         self.problem = ""
+        self.scores: dict[str, Any] = {}
+        self._columns = columns
         self._max_chars = max_chars
         self._counts = counts
         self._kept: dict[str, None] = {}
@@ -109,6 +112,10 @@ class Captions:
         else:
             self._counts.dropped += 1
 
+    def add_scores(self, fields: Mapping[str, Any]) -> None:
+        """Take the scores among the fields of a row or a JSON object."""
+        self.scores.update((name, fields[name]) for name in self._columns if name in fields)
+
     def add_file(self, name: str, data: bytes, key: str) -> None:
         """Add the captions of a caption file, of which `data` are the first bytes: up to `MAX_CAPTION_BYTES` + 1."""
         whole = len(data) <= MAX_CAPTION_BYTES
@@ -120,7 +127,9 @@ class Captions:
             self.problem = f"its caption file is larger than {MAX_CAPTION_BYTES} bytes"
         else:
             try:
-                for text in json_captions(decode(data), key):
+                tree = json_tree(decode(data))
+                self.add_scores(tree if isinstance(tree, dict) else {})
+                for text in json_captions(tree, key):
                     self.add(text)
             except ValueError as error:
                 self.problem = f"its caption file: {error}"
@@ -136,14 +145,18 @@ def decode(data: bytes) -> str:
         return data.decode("utf-16", "replace").replace("\ufffd", "\udcff")
 
 
-def json_captions(text: str, key: str) -> list[str]:
-    """The captions of a JSON text: a string, a list of them, or an object's `key` or `caption`. Raises ValueError."""
+def json_tree(text: str) -> Any:
+    """The value of a JSON text. Raises ValueError."""
     try:
-        tree = json.loads(text)
+        return json.loads(text)
     except RecursionError:
         raise ValueError("not JSON: nested too deep") from None
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from None
+
+
+def json_captions(tree: Any, key: str) -> list[str]:
+    """The captions of a JSON value: a string, a list of them, or an object's `key` or `caption`. Raises ValueError."""
     if isinstance(tree, dict):
         tree = tree.get(key, tree.get("caption"))
     return strings(tree)

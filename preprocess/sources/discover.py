@@ -22,6 +22,7 @@ from mmspeed.preprocess.sources.manifests import READERS, Columns, column_names
 from mmspeed.preprocess.sources.patterns import expand
 from mmspeed.preprocess.sources.rejections import Reason, Rejection, readable
 from mmspeed.preprocess.sources.remote_listing import RemoteListing, row_place
+from mmspeed.preprocess.sources.scores import SCORE_REASONS, ScoreLimits
 from mmspeed.preprocess.sources.source import Kind, Source, Split, content_id
 from mmspeed.preprocess.sources.tar_samples import read_tar
 
@@ -50,7 +51,8 @@ def list_sources(data: DataConfig) -> SourceListing:
     Raises UserError for a missing path, an unknown format, a missing column, a source without any media, and a store that cannot be
     reached.
     """
-    collector = SourceCollector(data.max_caption_chars, data.missing_caption, data.default_caption or "")
+    scores = ScoreLimits.of(data)
+    collector = SourceCollector(data.max_caption_chars, data.missing_caption, data.default_caption or "", scores)
     with closing(MediaStore.of(data)) as media:
         remote = RemoteListing(collector, media)
         for config, name in zip(data.sources, data.dataset_names, strict=True):
@@ -163,7 +165,7 @@ def _manifest_in(config: SourceConfig, folder: str) -> str | None:
 
 def _check_not_empty(config: SourceConfig, rejections: list[Rejection]) -> None:
     """Raise UserError if a data set holds nothing that could have been a source."""
-    candidate_reasons = {Reason.NO_CAPTION, Reason.MISSING_FILE, Reason.BAD_ROW}
+    candidate_reasons = {Reason.NO_CAPTION, Reason.MISSING_FILE, Reason.BAD_ROW, *SCORE_REASONS}
     if any(rejection.reason in candidate_reasons for rejection in rejections):
         return
     example = f" ({rejections[0].source}: {rejections[0].detail or rejections[0].reason})" if rejections else ""
@@ -184,7 +186,7 @@ def _read_manifest(collector: SourceCollector, config: SourceConfig, path: str, 
     rows = good = 0
     first_problem = ""
     unit = "row" if kind == "parquet" else "line"
-    columns = Columns(config.media_column, config.caption_column, config.split_column, shown=place)
+    columns = Columns(config.media_column, config.caption_column, config.split_column, place, collector.scores.columns)
     for line, row in READERS[kind](path, columns):
         rows += 1
         where = f"{name} {unit} {line}"
@@ -219,7 +221,7 @@ def _read_row(
         return
     if url:
         shown = base_name(url) if is_url(media) else media
-        collector.add(shown, url, collector.captions(captions), _SPLITS[split], base_name(manifest), where=where)
+        collector.add(shown, url, collector.captions(captions, row), _SPLITS[split], base_name(manifest), where=where)
         return
     path = os.path.join(os.path.dirname(manifest), media)
     try:
@@ -228,7 +230,7 @@ def _read_row(
         is_file = False
     if is_file:
         place = os.path.basename(manifest)
-        collector.add(media, path, collector.captions(captions), _SPLITS[split], place, where=where)
+        collector.add(media, path, collector.captions(captions, row), _SPLITS[split], place, where=where)
     else:
         reason, why = no_file(path)
         collector.reject(f"{name} {media}", reason, f"{where}: {why}")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from mmspeed.preprocess.sources.captions import CaptionAffixes, CaptionCounts, Captions
 from mmspeed.preprocess.sources.rejections import Reason, Rejection, readable
 from mmspeed.preprocess.sources.remote import RemoteFile
+from mmspeed.preprocess.sources.scores import ScoreLimits
 from mmspeed.preprocess.sources.source import Kind, Source, Split
 from mmspeed.preprocess.sources.tars import TarMember
 
@@ -44,18 +45,24 @@ class SourceListing:
     files: int = 0
     caption_files: int = 0
     beyond_limit: int = 0
+    scores: ScoreLimits | None = None  # with those of all media with captions
 
 
 class SourceCollector:
     """Collector of sources, rejections and counts during a listing."""
 
     def __init__(
-        self, max_caption_chars: int, missing: Literal["reject", "empty", "default"] = "reject", default: str = ""
+        self,
+        max_caption_chars: int,
+        missing: Literal["reject", "empty", "default"] = "reject",
+        default: str = "",
+        scores: ScoreLimits | None = None,
     ) -> None:
         self.dataset = ""  # name of the configured source that is being read
         self.affixes = CaptionAffixes()  # of that source
         self.missing_captions = 0
         self._missing, self._default = missing, default
+        self.scores = scores or ScoreLimits({}, {})
         self.sources: list[Source] = []
         self.rejections: list[Rejection] = []
         self.ignored = self.files = self.caption_files = 0
@@ -63,9 +70,10 @@ class SourceCollector:
         self._max_chars = max_caption_chars
         self._taken: dict[str, int] = {}  # names, and the last number appended to each
 
-    def captions(self, texts: Iterable[str] = ()) -> Captions:
-        """The captions of a new clip, starting with `texts`."""
-        captions = Captions(self._max_chars, self.counts)
+    def captions(self, texts: Iterable[str] = (), fields: Mapping[str, Any] | None = None) -> Captions:
+        """The captions of a new clip, starting with `texts`, and the scores among `fields`."""
+        captions = Captions(self._max_chars, self.counts, self.scores.columns)
+        captions.add_scores(fields or {})
         for text in texts:
             captions.add(text)
         return captions
@@ -84,14 +92,19 @@ class SourceCollector:
         """Add a media file with its captions; `where` is its location for messages.
 
         Without captions it is rejected, or taken with none or the default one, and counted (`data.missing_caption`). Captions, the
-        default one included, get the words before and behind them that `affixes` has. A caption file that
+        default one included, get the words before and behind them that `affixes` has. A source that a score's threshold refuses is
+        rejected. A caption file that
         cannot be read as one is no missing caption: its media are rejected.
         """
         texts = captions.texts
+        if not texts and (self._missing == "reject" or captions.problem):
+            self.reject(name, Reason.NO_CAPTION, where or captions.problem or "no caption, or an empty one")
+            return
+        refusal = self.scores.refusal(captions.scores)
+        if refusal is not None:
+            self.reject(name, refusal[0], f"{where}: {refusal[1]}" if where else refusal[1])
+            return
         if not texts:
-            if self._missing == "reject" or captions.problem:
-                self.reject(name, Reason.NO_CAPTION, where or captions.problem or "no caption, or an empty one")
-                return
             self.missing_captions += 1
             texts = (self._default,) if self._missing == "default" else ()
         texts = tuple(self.affixes.around(text) for text in texts)
@@ -118,6 +131,7 @@ class SourceCollector:
             files=self.files,
             caption_files=self.caption_files,
             beyond_limit=len(self.sources) - len(limited),
+            scores=self.scores,
         )
 
     def _unique(self, name: str, place: str) -> str:

@@ -26,7 +26,7 @@ _SHOWN_COLUMNS = 20
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns to read from a manifest. `split` may be missing from it, the others must exist.
+    """The columns to read from a manifest. `split` may be missing from it, the others, also those of `scores`, must exist.
 
     `shown` is the manifest's address for messages; empty: its path.
     """
@@ -35,10 +35,11 @@ class Columns:
     caption: str
     split: str | None
     shown: str = ""
+    scores: tuple[str, ...] = ()
 
     @property
     def names(self) -> list[str]:
-        return [name for name in dict.fromkeys((self.media, self.caption, self.split)) if name]
+        return [name for name in dict.fromkeys((self.media, self.caption, self.split, *self.scores)) if name]
 
     def check(self, path: str, names: Collection[str]) -> None:
         """Raise UserError if a required column is missing from `names`, the columns of the manifest at `path`, or any occurs twice."""
@@ -47,11 +48,13 @@ class Columns:
             count = sum(name == column for name in names)
             if count > 1:
                 raise UserError(f"data.sources: {path} has {count} columns '{column}'; rename or remove all but one")
-        for option, column in (("media_column", self.media), ("caption_column", self.caption)):
+        required = [("set media_column", self.media), ("set caption_column", self.caption)]
+        required += [("correct data.min and data.max", column) for column in self.scores]
+        for advice, column in required:
             if column not in names:
                 first = ", ".join(repr(name[:100]) for name in list(names)[:_SHOWN_COLUMNS])
                 more = f" and {len(names) - _SHOWN_COLUMNS} more" if len(names) > _SHOWN_COLUMNS else ""
-                raise UserError(f"data.sources: {path} has no column '{column}'; it has {first}{more}: set {option}")
+                raise UserError(f"data.sources: {path} has no column '{column}'; it has {first}{more}: {advice}")
 
 
 def read_jsonl(path: str, columns: Columns) -> Iterator[Row]:

@@ -42,6 +42,9 @@ class Reason(str, Enum):
     BAD_ROW = "bad_row"
     UNSAFE_NAME = "unsafe_name"
     PICKLE = "pickle"
+    BELOW_MINIMUM = "below_minimum"
+    ABOVE_MAXIMUM = "above_maximum"
+    NO_SCORE = "no_score"
     ENCODE_FAILED = "encode_failed"
     CAPTION_FAILED = "caption_failed"
 
@@ -74,6 +77,9 @@ _EXPLANATIONS = {
     Reason.DECODER_CRASHED: "The decoder process died on this file, or was killed twice before it was ready.",
     Reason.BAD_ROW: "The manifest row cannot be read, or lacks a required value.",
     Reason.UNSAFE_NAME: "The archive member is a link, a device, or has a name that leads out of its folder.",
+    Reason.BELOW_MINIMUM: "A score of the source is below data.min; the detail names the column.",
+    Reason.ABOVE_MAXIMUM: "A score of the source is above data.max; the detail names the column.",
+    Reason.NO_SCORE: "A score that data.min or data.max names is missing, or no number.",
     Reason.PICKLE: "The file is a pickle or holds one: reading it could run any code, so it is never opened.",
     Reason.ENCODE_FAILED: "The file decoded, but encoding its frames failed.",
     Reason.CAPTION_FAILED: "The text encoder's numbers for the caption are not finite (try text.dtype: float32).",

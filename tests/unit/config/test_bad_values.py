@@ -27,6 +27,10 @@ WRONG: list[tuple[str, dict[str, Any], list[Any]]] = [
     ("data.missing_caption", {}, [LIST, 1, "drop", None]),
     ("data.default_caption", {"missing_caption": "default"}, [LIST, 5, "", " \t"]),
     ("data.default_caption", {}, ["a video"]),  # without missing_caption: default
+    ("data.mirror", {}, [LIST, WORD, 2, None]),
+    ("data.mirror_words", {}, ["left", 1, [1], [" "], [""], None]),
+    ("data.min", {}, [LIST, 5, {"aesthetic": WORD}, {"aesthetic": NAN}, {" ": 5}, {"a": [1]}, None]),
+    ("data.max", {"min": {"aesthetic": 5}}, [LIST, {"aesthetic": 4.5}, {"motion": INFINITE}]),
     ("data.caption_prefix", {}, [LIST, 1, " ", "a\x1b[31m", "x" * 1025, None]),
     ("data.caption_suffix", {}, [LIST, 1, "\t", "\u200b", "x" * 1025, None]),
     ("data.local_mb", {}, [LIST, WORD, 0, -1.0, NAN]),

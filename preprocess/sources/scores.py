@@ -1,0 +1,116 @@
+"""Scores of sources in columns of manifests and JSON sidecars: thresholds (`data.min`, `data.max`), and quantiles to choose them by."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mmspeed.config.schema import DataConfig
+from mmspeed.preprocess.sources.captions import is_missing
+from mmspeed.preprocess.sources.rejections import Reason
+
+_SHOWN = (0, 5, 25, 50, 75, 95, 100)  # quantiles in percent
+SCORE_REASONS = (Reason.BELOW_MINIMUM, Reason.ABOVE_MAXIMUM, Reason.NO_SCORE)
+_OTHER_SHARES = (90, 75, 50, 25, 10)  # percent of the sources that other thresholds keep
+
+
+@dataclass
+class ScoreColumn:
+    """The scores of one column, of all media with captions, before any threshold. `missing` counts those without a number."""
+
+    values: array[float] = field(default_factory=lambda: array("d"))
+    missing: int = 0
+
+
+@dataclass
+class ScoreLimits:
+    """The thresholds of a config, and the scores that they were compared with."""
+
+    least: Mapping[str, float]
+    greatest: Mapping[str, float]
+    seen: dict[str, ScoreColumn] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.seen = {column: ScoreColumn() for column in self.columns}
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that have a threshold."""
+        return tuple(dict.fromkeys((*self.least, *self.greatest)))
+
+    @classmethod
+    def of(cls, data: DataConfig) -> ScoreLimits:
+        return cls(data.min, data.max)
+
+    def refusal(self, scores: Mapping[str, Any]) -> tuple[Reason, str] | None:
+        """Count the scores of a source; return the reason for which it is rejected, with the column and the score."""
+        refusals = [self._refusal(column, scores) for column in self.columns]
+        return next((refusal for refusal in refusals if refusal is not None), None)
+
+    def _refusal(self, column: str, scores: Mapping[str, Any]) -> tuple[Reason, str] | None:
+        try:
+            score = number(scores.get(column))
+        except ValueError as error:
+            self.seen[column].missing += 1
+            return Reason.NO_SCORE, f"'{column}' {error}"
+        self.seen[column].values.append(score)
+        if column in self.least and score < self.least[column]:
+            return Reason.BELOW_MINIMUM, f"'{column}' is {score:g}, and data.min asks for {self.least[column]:g}"
+        if column in self.greatest and score > self.greatest[column]:
+            return Reason.ABOVE_MAXIMUM, f"'{column}' is {score:g}, and data.max allows {self.greatest[column]:g}"
+        return None
+
+    def lines(self) -> list[str]:
+        """Quantiles of each column, and the sources that each threshold and some others keep."""
+        return [line for column in self.columns for line in self._column_lines(column)]
+
+    def _column_lines(self, column: str) -> list[str]:
+        seen = self.seen[column]
+        values = np.sort(np.frombuffer(seen.values)) if seen.values else np.empty(0)
+        without = f", {seen.missing} without a number" if seen.missing else ""
+        lines = [f"  score {column}: of {len(values)} sources{without}"]
+        if not len(values):
+            return lines
+        quantiles = np.percentile(values, _SHOWN, method="inverted_cdf")
+        shown = "  ".join(f"{share} % {value:.4g}" for share, value in zip(_SHOWN, quantiles, strict=True))
+        lines.append(f"    quantiles: {shown}")
+        for key, limits, at_least in (("min", self.least, True), ("max", self.greatest, False)):
+            if column in limits:
+                lines.append(f"    data.{key} {limits[column]:g} keeps {_kept(values, limits[column], at_least)}")
+                others = (f"{limit:.4g} keeps {_kept(values, limit, at_least)}" for limit in _others(values, at_least))
+                lines.append(f"      others: {'; '.join(others)}")
+        return lines
+
+
+def number(value: Any) -> float:
+    """A score as a number. Raises ValueError, in words that follow the column's name, for a field that holds none."""
+    if is_missing(value) or value == "":
+        raise ValueError("is missing")
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(f"is a {type(value).__name__}, not a number")
+    try:
+        score = float(value)
+    except (ValueError, OverflowError):
+        raise ValueError(f"is {str(value)[:40]!r}, not a number") from None
+    if not math.isfinite(score):
+        raise ValueError(f"is {str(value)[:40]}, not a finite number")
+    return score
+
+
+def _others(values_N: np.ndarray, at_least: bool) -> list[float]:
+    """Rounded thresholds that keep about 90, 75, 50, 25 and 10 percent of ascending values, without repeats."""
+    shares = [100 - share if at_least else share for share in _OTHER_SHARES]
+    limits_N = np.percentile(values_N, shares, method="inverted_cdf")
+    return list(dict.fromkeys(float(f"{value:.3g}") for value in limits_N))
+
+
+def _kept(values_N: np.ndarray, limit: float, at_least: bool) -> str:
+    """The number and share of ascending values within a limit, in words."""
+    below = int(np.searchsorted(values_N, limit, side="left" if at_least else "right"))
+    kept = len(values_N) - below if at_least else below
+    return f"{kept} ({kept / len(values_N):.0%})"
