@@ -97,6 +97,28 @@ class BucketConfig(Section):
         return Bucket(self.frames, self.height, self.width)
 
 
+class ScenesConfig(Section):
+    """Cutting of videos at scene changes, by PySceneDetect (`pip install mmspeed[scenes]`)."""
+
+    detector: Literal["content", "adaptive"] = Field(
+        "content",
+        description="`content`: a cut is a change of colour, saturation and brightness above `threshold` from one frame to the next; `adaptive`: one that is `threshold` times that of the frames around it, which fast camera movement does not reach.",
+    )
+    threshold: float | None = Field(
+        None,
+        gt=0,
+        description="Change that makes a cut; null: 27 for `content`, 3 for `adaptive`, as in PySceneDetect.",
+    )
+    min_seconds: float = Field(
+        1.0, ge=0, description="Scenes shorter than this, in seconds, are left out, such as flashes and fades."
+    )
+
+    @property
+    def least_change(self) -> float:
+        """The threshold, the detector's own if none is set."""
+        return self.threshold or {"content": 27.0, "adaptive": 3.0}[self.detector]
+
+
 class DataConfig(Section):
     """The media to train on, and how they are cut into samples."""
 
@@ -119,6 +141,10 @@ class DataConfig(Section):
     windows: Annotated[int, Field(ge=1)] | Literal["all"] = Field(
         1,
         description="Time windows taken from a video for a bucket, evenly spaced and without overlap; fewer if the video is too short. `all`: as many as fit.",
+    )
+    scenes: ScenesConfig | None = Field(
+        None,
+        description="Cut videos into scenes: each scene has its own windows, and none crosses a cut. Null: videos are not cut.",
     )
     crops: int = Field(
         1,

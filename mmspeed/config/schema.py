@@ -21,6 +21,7 @@ from .inputs import (
     LinearVaeConfig,
     MiniLmTextConfig,
     PreprocessConfig,
+    ScenesConfig,
     Section,
     SourceConfig,
     TextConfig,
@@ -59,6 +60,7 @@ __all__ = [
     "PublishedModelConfig",
     "RunConfig",
     "SampleConfig",
+    "ScenesConfig",
     "Section",
     "ShiftConfig",
     "SourceConfig",
@@ -76,7 +78,7 @@ __all__ = [
 # Keys of data, and of its sources, that older caches do not record.
 _LATER_KEYS = (
     *("background", "caption_prefix", "caption_suffix", "default_caption", "max_repeated", "missing_caption"),
-    *("mirror", "mirror_words", "untagged", "min", "max"),
+    *("mirror", "mirror_words", "untagged", "min", "max", "scenes"),
 )
 _LATER_SOURCE_KEYS = ("caption_prefix", "caption_suffix")
 

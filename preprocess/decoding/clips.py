@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -19,6 +20,7 @@ from mmspeed.preprocess.decoding.decode import Cut
 from mmspeed.preprocess.decoding.pixel_rules import NEWEST_RULES, PixelRules
 from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.scaling import pixel_parts
+from mmspeed.preprocess.decoding.scenes import scenes_between
 from mmspeed.preprocess.decoding.transform import crop_boxes, rank_buckets
 from mmspeed.preprocess.decoding.windows import choose_windows
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
@@ -134,17 +136,56 @@ def select_clips(
     seed: int,
     identify: Callable[[Source], str] | None = None,
     rules: PixelRules | None = None,
+    cuts: Sequence[int] | None = None,
 ) -> tuple[Clip, ...]:
     """The clips that `data` selects from a probed source: for its best kept buckets, the windows and crops of each, and mirror images.
 
     Ordered by bucket (the best first), window and crop; at least one. `seed` is for the draws of `data.buckets[].keep`. `identify` gives
-    the source's content id (by default its digest), and `rules` are those of its pixels (by default those of new caches). Raises
-    Rejected with the reason, and OSError if the file cannot be read.
+    the source's content id (by default its digest), and `rules` are those of its pixels (by default those of new caches). With the
+    `cuts` of a video (first frames of scenes by their index) clips are selected from each scene as from a video, and their windows are
+    numbered through. Raises Rejected with the reason, and OSError if the file cannot be read.
     """
-    keep = {b.bucket(): b.keep for b in data.buckets}
-    ranked = rank_buckets(probe, tuple(keep), data.fps, data.allow_upscale)
+    rank_buckets(
+        probe, [b.bucket() for b in data.buckets], data.fps, data.allow_upscale
+    )  # raises before the file is read
     content = content_id(source, full_hash) if identify is None else identify(source)
     rules = rules or PixelRules(untagged=data.untagged, background=data.background)
+    if cuts is None or data.scenes is None:
+        return tuple(_scene_clips(source, probe, data, content, seed, rules))
+    scenes = scenes_between(cuts, probe.pts_seconds, probe.step, data.scenes.min_seconds)
+    clips: list[Clip] = []
+    windows: Counter[Bucket] = Counter()  # of the scenes before
+    refusals = [
+        Rejected(Reason.TOO_SHORT, f"all of its {len(cuts) + 1} scenes are shorter than data.scenes.min_seconds")
+    ]
+    for scene in scenes:
+        part = replace(probe, pts_seconds=probe.pts_seconds[scene.start : scene.stop])
+        try:
+            of_scene = _scene_clips(source, part, data, content, seed, rules)
+        except Rejected as refusal:
+            why = f"of {len(cuts) + 1} scenes none gives a clip; the last: {refusal.detail}"
+            refusals.append(Rejected(refusal.reason, why))
+            continue
+        for clip in of_scene:
+            indices = tuple(index + scene.start for index in clip.indices)
+            clips.append(replace(clip, indices=indices, window=clip.window + windows[clip.bucket]))
+        windows.update(_windows_of(of_scene))
+    if not clips:
+        raise refusals[-1]
+    return tuple(clips)
+
+
+def _windows_of(clips: Sequence[Clip]) -> dict[Bucket, int]:
+    """The number of windows in each bucket."""
+    return {clip.bucket: clip.window + 1 for clip in clips}  # the last of a bucket has its highest number
+
+
+def _scene_clips(
+    source: Source, probe: Probe, data: DataConfig, content: str, seed: int, rules: PixelRules
+) -> list[Clip]:
+    """The clips of one scene, whose frames `probe` has, or of a whole source. Raises Rejected."""
+    keep = {b.bucket(): b.keep for b in data.buckets}
+    ranked = rank_buckets(probe, tuple(keep), data.fps, data.allow_upscale)
     buckets = kept_buckets(ranked, keep, content, seed)
     if not buckets:
         raise Rejected(Reason.NOT_KEPT, f"drawn out of {', '.join(map(str, ranked))} by data.buckets[].keep")
@@ -170,4 +211,4 @@ def select_clips(
                     pixel_parts=pixel_parts(rules, probe, crop),
                 )
                 clips.append(clip)
-    return tuple(clips)
+    return clips

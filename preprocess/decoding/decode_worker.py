@@ -8,7 +8,8 @@ imports; without torchcodec it imports no torch, to start in a moment. Its first
     {"command": "open", "source", limits}         {"probe"}
     {"command": "read", "source", "cuts", limits} for each cut, as it is complete: {"position", "shape"} and its planes
                                                   (F, 3, H, W), or {"position", "rejected", "detail"}; then {"end"}
-    "other" in both: the JSON of an `OtherDecoder`, or null
+    {"command": "scenes", "source", "detector"}   after each batch of frames: {"position": its number, "cuts": those found}; then {"end"}
+    "other" in all: the JSON of an `OtherDecoder`, or null
     any                                           {"rejected", "detail"}: the whole request failed; "together" when
                                                   one of its cuts may be why, so that each is to be tried alone
 
@@ -36,6 +37,7 @@ from mmspeed.preprocess.decoding.decode import Cut, stream
 from mmspeed.preprocess.decoding.other_decoders import OtherDecoder, examine, why_unusable
 from mmspeed.preprocess.decoding.pixel_rules import PixelRules
 from mmspeed.preprocess.decoding.probe import Probe, allow_large_pictures, probe
+from mmspeed.preprocess.decoding.scenes import SceneDetector, find_cuts
 from mmspeed.preprocess.sources.rejections import Reason, Rejected, in_words
 from mmspeed.preprocess.sources.source import Source
 
@@ -101,6 +103,12 @@ class _Server:
             self._held = source, probed if other is None else examine(source, probed, other)
         if request["command"] == "open":
             yield {"probe": self._held[1].to_json()}, None
+            return
+        if request["command"] == "scenes":
+            cuts_of_batches = find_cuts(source, self._held[1], SceneDetector(**request["detector"]))
+            for position, new_cuts in enumerate(cuts_of_batches):
+                yield {"position": position, "cuts": new_cuts}, None
+            yield {"end": True}, None
             return
         cuts = [cut_from_json(tree) for tree in request["cuts"]]
         for position, result in stream(source, self._held[1], cuts, other):

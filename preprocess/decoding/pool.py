@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 
 import numpy as np
@@ -21,6 +22,7 @@ from mmspeed.preprocess.decoding.other_decoders import OtherDecoder
 from mmspeed.preprocess.decoding.pixel_rules import PixelRules
 from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.recipe import Recipe
+from mmspeed.preprocess.decoding.scene_memory import SceneMemory, scene_memory
 from mmspeed.preprocess.decoding.worker import DecodeWorker, StoppedError
 from mmspeed.preprocess.sources.fetched import MediaStore
 from mmspeed.preprocess.sources.rejections import Reason, Rejected, Rejection, in_words
@@ -40,6 +42,7 @@ class Selected:
     clips: tuple[Clip, ...]
     probe: Probe
     dropped: tuple[Rejection, ...] = ()  # clips that repeat too many frames, beside others that do not
+    cuts: int = 0  # scene cuts in it (`data.scenes`)
 
 
 @dataclass(frozen=True)
@@ -153,23 +156,25 @@ def source_events(
     wanted: Callable[[Clip], bool] | None,
     recipe: Recipe,
     media: MediaStore,
+    memory: SceneMemory | None = None,
 ) -> Iterator[Event]:
-    """Yield the events of one source; see `DecodePool.run`. A remote one has a local copy in `media` meanwhile."""
+    """Yield the events of one source; see `DecodePool.run`. A remote one has a local copy in `media` meanwhile.
+
+    With `memory` videos are cut into scenes.
+    """
     data, limit = config.data, config.preprocess.time_limit
     probe: Probe | None = None
     with ExitStack() as stack:
         try:
             here = stack.enter_context(media.local(source))
             probe = worker.open(here, int(data.max_file_mb * 1e6), data.max_pixels, limit)
-            selected = select_clips(
-                source,
-                probe,
-                data,
-                config.preprocess.full_hash,
-                seed,
-                lambda _: recipe.contents.id_of(here),
-                recipe.rules,
-            )
+            select = partial(select_clips, source, probe, data, config.preprocess.full_hash, seed, rules=recipe.rules)
+            selected = select(lambda _: recipe.contents.id_of(here))
+            cuts: tuple[int, ...] = ()
+            if memory is not None and len(probe.pts_seconds) > 1:
+                content, detector = selected[0].content_id, memory.detector
+                cuts = memory.cuts(content, partial(worker.scene_cuts, here, detector, limit))
+                selected = select(lambda _: content, cuts=cuts)
             clips, dropped = without_repeats(selected, data.max_repeated)
             if wanted is not None:
                 recipe.contents.remember(here, clips[0].content_id)
@@ -177,7 +182,7 @@ def source_events(
             rejected = error if isinstance(error, Rejected) else _unreadable(error)
             yield Failed(source, None, rejected, probe if isinstance(error, Rejected) else None)
         else:
-            yield Selected(source, clips, probe, dropped)
+            yield Selected(source, clips, probe, dropped, len(cuts))
             wanted_clips = [] if wanted is None else [clip for clip in clips if wanted(clip)]
             for position, result in worker.read(here, [clip.cut for clip in wanted_clips], limit):
                 clip = wanted_clips[position].decoded_by(probe.reader or probe.decoder)
@@ -221,6 +226,7 @@ class _PoolRun:
         self._waiting: dict[int, deque[Event | BaseException]] = {}  # by number of the source, for those in progress
         self._begun = self._done = 0  # numbers of sources; in order, the current one is `_done`
         self._stopped = False
+        self._memory = scene_memory(config.data, recipe.contents.root)
         other = chosen_decoder(config, recipe.rules)
         self._workers = [DecodeWorker(other) for _ in range(size)]
         self._threads = [
@@ -260,7 +266,7 @@ class _PoolRun:
                 try:
                     source = self._sources[number]
                     for event in source_events(
-                        worker, source, self._config, self._seed, self._wanted, self._recipe, self._media
+                        worker, source, self._config, self._seed, self._wanted, self._recipe, self._media, self._memory
                     ):
                         self._put(number, event)
                 except StoppedError:

@@ -25,6 +25,7 @@ from mmspeed.preprocess.decoding.decode_worker import HEADER, cut_to_json, pack,
 from mmspeed.preprocess.decoding.other_decoders import OtherDecoder
 from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.pyav_libraries import with_pyav_libraries
+from mmspeed.preprocess.decoding.scenes import SceneDetector
 from mmspeed.preprocess.sources.rejections import Reason, Rejected, death_in_words
 from mmspeed.preprocess.sources.source import Source
 
@@ -108,6 +109,11 @@ class DecodeWorker:
         except Rejected as rejected:
             for position in remaining:
                 yield position, rejected
+
+    def scene_cuts(self, source: Source, detector: SceneDetector, time_limit: float) -> list[int]:
+        """The scene cuts of a video. Each batch of frames has `time_limit` seconds. Raises Rejected."""
+        request = {"command": "scenes", "source": source_to_json(source), "detector": detector.to_json()}
+        return [cut for reply, _ in self._ask(request, time_limit) for cut in reply.get("cuts", ())]
 
     def thumbnail(self, source: Source, width: int, time_limit: float = _THUMBNAIL_SECONDS) -> np.ndarray:
         """The first frame as (H, W, 3) uint8, upright, at most `width` wide. Raises Rejected."""

@@ -118,6 +118,9 @@ class LatentStage:
     def _plan(self, event: Selected) -> None:
         content_id = event.clips[0].content_id
         split = split_of(event.source, content_id, self.config.data, self._seed)
+        self.report.scene_cuts += event.cuts
+        self.report.cut_videos += event.cuts > 0
+        self.statistics.add_cuts(event.cuts)
         unmirrored = left_unmirrored(event.clips, self.config.data)
         self.report.unmirrored += unmirrored
         self.statistics.add_source(event.source, event.probe, event.clips, unmirrored)

@@ -47,6 +47,8 @@ class BuildReport:
     clips_reused: int = 0
     clips_failed: int = 0
     unmirrored: int = 0  # sources that are not mirrored for their captions
+    scene_cuts: int = 0  # in all videos (data.scenes)
+    cut_videos: int = 0  # videos with a cut
     texts: int = 0
     texts_reused: int = 0
     texts_failed: int = 0  # captions that could not be encoded
@@ -71,7 +73,8 @@ class BuildReport:
 
     _SUMS = (
         *("encoded", "reused", "rejected", "partial", "clips_encoded", "clips_reused", "clips_failed"),
-        *("unmirrored", "texts", "texts_reused", "texts_failed", "captions_truncated", "seconds_of_video"),
+        *("unmirrored", "scene_cuts", "cut_videos"),
+        *("texts", "texts_reused", "texts_failed", "captions_truncated", "seconds_of_video"),
         *("latent_seconds", "start_seconds", "busy_seconds", "decode_wait_seconds", "write_wait_seconds"),
     )
     _COUNTERS = ("decoders", "decoder_refusals", "latent_batches", "text_batches")
@@ -147,6 +150,8 @@ class BuildReport:
             lines.append(
                 f"  samples: {_counts(self.splits)}; buckets (frames x height x width): {_counts(self.buckets)}"
             )
+        if self.scene_cuts:
+            lines.append(scene_line(self.scene_cuts, self.cut_videos))
         lines += [*self._speed_lines(), *self._caption_lines()]
         if self.ignored:
             lines.append(f"  hidden files ignored: {self.ignored}")
@@ -213,6 +218,11 @@ class BuildReport:
         if self.captions_dropped:
             lines.append(f"  captions beyond the limit for a clip, left out: {self.captions_dropped}")
         return lines
+
+
+def scene_line(cuts: int, videos: int) -> str:
+    """A line on the scene cuts of all videos."""
+    return f"  scene cuts (data.scenes): {cuts}, in {videos} videos"
 
 
 def unmirrored_line(sources: int) -> str:

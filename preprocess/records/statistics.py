@@ -61,7 +61,7 @@ _SUMS = (
     ),
     *("frames", "frames_taken", "milliseconds", "milliseconds_taken", "milliseconds_possible"),
     *("pixels", "pixels_kept"),
-    "unmirrored",
+    *("unmirrored", "scene_cuts", "cut_videos"),
 )
 
 
@@ -190,7 +190,7 @@ class DataStatistics:
     `rejected_captions` are those of usable sources.
     Times are of videos only: their whole length, the part inside clips, and the part that `data.windows: all` would cover.
     `pixels` are those of all frames in clips, `pixels_kept` those inside the crops. `use` has such counts for each bucket.
-    `unmirrored` counts sources that are not mirrored for their captions.
+    `unmirrored` counts sources that are not mirrored for their captions, `scene_cuts` cuts in `cut_videos` sources.
     """
 
     sums: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(_SUMS, 0)))
@@ -263,6 +263,11 @@ class DataStatistics:
             self.sums["pixels"] += used.pixels
             self.sums["pixels_kept"] += used.pixels_kept
         self._show(source, probe, clips, seconds)
+
+    def add_cuts(self, cuts: int) -> None:
+        """Add the scene cuts of a source."""
+        self.sums["scene_cuts"] += cuts
+        self.sums["cut_videos"] += cuts > 0
 
     def add_sample(self, bucket: Bucket, split: str, dataset: str) -> None:
         """Add a sample of the named data set."""

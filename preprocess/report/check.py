@@ -24,7 +24,7 @@ from mmspeed.models.text.encoders import text_identity
 from mmspeed.preprocess.decoding.clips import left_unmirrored, split_of
 from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Selected
 from mmspeed.preprocess.decoding.recipe import Recipe
-from mmspeed.preprocess.records.build_report import refusal_line, unmirrored_line
+from mmspeed.preprocess.records.build_report import refusal_line, scene_line, unmirrored_line
 from mmspeed.preprocess.records.keys import latent_parts, text_parts
 from mmspeed.preprocess.records.sample_table import PlannedSource, samples_of
 from mmspeed.preprocess.records.source_shapes import SourceShapes
@@ -197,6 +197,7 @@ def _survey(
                 line.advance()
                 source, clips = event.source, event.clips
                 numbers.add_source(source, event.probe, clips, left_unmirrored(clips, config.data))
+                numbers.add_cuts(event.cuts)
                 for rejection in event.dropped:
                     numbers.add_rejection(rejection, whole=False)
                 split = split_of(source, clips[0].content_id, config.data, pool.seed)
@@ -226,6 +227,8 @@ def _count_lines(numbers: DataStatistics) -> list[str]:
         lines.append(f"  decoders: {', '.join(f'{name} {count}' for name, count in sorted(decoders.items()))}")
     if refusals:
         lines.append(refusal_line(refusals))
+    if sums["scene_cuts"]:
+        lines.append(scene_line(sums["scene_cuts"], sums["cut_videos"]))
     if sums["unmirrored"]:
         lines.append(unmirrored_line(sums["unmirrored"]))
     train = numbers.samples("train")

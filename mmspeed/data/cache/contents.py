@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from .keys import digest
 
@@ -27,23 +28,35 @@ class ContentLine:
 
 def read_contents(root: Path) -> Iterator[ContentLine]:
     """Yield the lines of a cache, in the order of the files' names; a line cut off by a kill counts as absent. Raises OSError."""
-    for path in sorted((root / CONTENTS).glob("*.jsonl")):
-        for row in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                check, text = json.loads(row)
-                if digest(text.encode()) != check:
-                    continue
-                tree = json.loads(text)
-                location, offset, size, changed, inode = tree.pop("file")
-                yield ContentLine((location, offset, size, changed, inode), **tree)
-            except (ValueError, KeyError, TypeError, AttributeError):
-                continue
+    for tree in checked_trees(root / CONTENTS):
+        try:
+            location, offset, size, changed, inode = tree.pop("file")
+            yield ContentLine((location, offset, size, changed, inode), **tree)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue
 
 
 def append_content(root: Path, name: str, line: ContentLine) -> None:
     """Append a line to `contents/<name>.jsonl`, durably. Raises OSError."""
-    text = json.dumps(asdict(line))
-    path = root / CONTENTS / f"{name}.jsonl"
+    append_checked(root / CONTENTS / f"{name}.jsonl", asdict(line))
+
+
+def checked_trees(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the values of the lines that `append_checked` wrote to the `*.jsonl` of a folder, without damaged lines. Raises OSError."""
+    for path in sorted(folder.glob("*.jsonl")):
+        for row in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                check, text = json.loads(row)
+                tree = json.loads(text) if digest(text.encode()) == check else None
+            except (ValueError, TypeError, AttributeError):
+                continue
+            if isinstance(tree, dict):
+                yield tree
+
+
+def append_checked(path: Path, tree: dict[str, Any]) -> None:
+    """Append a line of JSON and its digest, durably. Raises OSError."""
+    text = json.dumps(tree)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as file:
         file.write(f"{json.dumps([digest(text.encode()), text])}\n")

@@ -16,6 +16,7 @@ from mmspeed.data.cache.codec_file import codec_facts, own_codec
 from mmspeed.data.cache.contents import append_content, read_contents
 from mmspeed.data.cache.files import write_whole
 from mmspeed.data.cache.keys import number_duplicates
+from mmspeed.data.cache.scenes import append_scenes, read_scenes
 from mmspeed.data.cache.shards import shard_sha256
 from mmspeed.data.cache.tables import (
     Sample,
@@ -83,6 +84,7 @@ def merge(into: Path, sources: Sequence[Path], shard_bytes: int = 256_000_000) -
         repair(into)
         _bring_codec(into, parts)
         _bring_contents(into, caches)
+        _bring_scenes(into, caches)
         known = {(e.section, e.key) for path in index_files(into) for e in rows_of(into, shard_of_index(path))}
         for one in caches:
             with care_lock(one.root) if os.access(one.root, os.W_OK) else nullcontext():
@@ -205,6 +207,15 @@ def _bring_contents(into: Path, caches: Sequence[_Contents]) -> None:
         if line not in known:
             known.add(line)
             append_content(into, "merged", line)
+
+
+def _bring_scenes(into: Path, caches: Sequence[_Contents]) -> None:
+    """Add the scene cuts that the caches remember and `into` lacks."""
+    known = set(read_scenes(into))
+    for line in (line for one in caches for line in read_scenes(one.root)):
+        if line not in known:
+            known.add(line)
+            append_scenes(into, "merged", line)
 
 
 def _bring_entries(into: Path, root: Path, known: set[tuple[str, str]], shard_bytes: int, report: MergeReport) -> None:

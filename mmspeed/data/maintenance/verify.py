@@ -21,6 +21,7 @@ from mmspeed.data.cache.contents import CONTENTS
 from mmspeed.data.cache.files import TEMP_SUFFIX, held
 from mmspeed.data.cache.index import ENTRIES_NAME, ENTRIES_SCHEMA, SAMPLES_NAME, SAMPLES_SCHEMA, fits
 from mmspeed.data.cache.payloads import BROKEN, DamagedError, padded, pread, read_sound, sealed_table, trusted_rows
+from mmspeed.data.cache.scenes import SCENES
 from mmspeed.data.cache.shards import shard_sha256
 from mmspeed.data.cache.tables import (
     SCHEMA_VERSION,
@@ -286,7 +287,7 @@ def _check_others(root: Path, shards: list[str], findings: Findings) -> None:
             or path.suffix == ".lock"
             or (parts[0] in ("index", "rejects") and len(parts) == 2 and path.suffix in (".parquet", ".arrow"))
             or (parts[0] == "codec" and path.suffix == ".safetensors")
-            or (parts[0] == CONTENTS and path.suffix == ".jsonl")
+            or (parts[0] in (CONTENTS, SCENES) and path.suffix == ".jsonl")
             or (parts[0] == PARTS and path.suffix in (".parquet", ".json"))
         ):
             findings.foreign.append(name)
