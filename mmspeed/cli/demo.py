@@ -90,7 +90,7 @@ def run_demo(output: str | Path = "mmspeed-demo", short: bool = False) -> list[P
     log.info("3/4 sample: text to video with the trained weights")
     pipe = TextToVideo.from_run(config.run_dir)
     prompts = list(config.validate_.prompts)
-    with ProgressLine("sample", config.sample.steps * len(prompts), "step") as progress:
+    with ProgressLine("sample", (pipe.config.sample.steps or 0) * len(prompts), "step") as progress:
         videos = pipe(prompts, seed=1, on_step=lambda done, total: progress.advance())
     paths = []
     for index, video in enumerate(videos):

@@ -131,7 +131,7 @@ def _write_videos(
     for path, size in zip(paths, pipe.sizes(requests), strict=True):
         check_output(path, size.frames)
     videos, files = [], iter(paths[rank::world])
-    steps = (choice.steps or pipe.config.sample.steps) * len(paths[rank::world])
+    steps = (choice.steps or pipe.config.sample.steps or 0) * len(paths[rank::world])
     with log.ProgressLine("sample", steps, "step") as line:
 
         def tell(done: int, total: int) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from .inputs import Section
+from .shift import checked_range, checked_shift
 from .sparse import SparseConfig
 from .training import Weighting, WeightingSection
 
@@ -41,6 +42,31 @@ class FamilyObjectiveConfig(WeightingSection):
     weighting: Weighting = Field(
         "sample", description="What counts alike in the gradients of an epoch, as in the other kinds."
     )
+    timesteps: Literal["uniform", "logit_normal"] = Field(
+        "logit_normal", description="Distribution of training times before the shift, of models of a flow."
+    )
+    shift: float | Literal["auto"] | dict[str, float] | None = Field(
+        None, description="Timestep shift in training, as in kind flow; null: that of the repository's scheduler."
+    )
+    guidance: float | None = Field(
+        None, ge=0, description="Scale that a guidance-distilled model is given in training; null: its pipeline's own."
+    )
+    range: tuple[float, float] | None = Field(
+        None, description="Lowest and highest model time that is trained, from 0 (data) to 1 (noise); null: all."
+    )
+    expert: Literal["high", "low"] | None = Field(
+        None,
+        description="Expert of a model with two, of `high` noise or of `low` noise: sets `range` and `model.subfolder` by the repository.",
+    )
+
+    _shift = field_validator("shift", mode="before")(lambda value: value if value is None else checked_shift(value))
+    _range = field_validator("range")(checked_range)
+
+    @model_validator(mode="after")
+    def _one_range(self) -> FamilyObjectiveConfig:
+        if self.expert is not None and self.range is not None:
+            raise ValueError("expert sets the range of times itself: leave range out")
+        return self
 
 
 def default_kind(section: str, tree: Mapping[str, Any]) -> str:

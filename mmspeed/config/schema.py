@@ -32,7 +32,7 @@ from .memory import MemoryConfig, refused
 from .parallel import ParallelConfig
 from .places import absolute_places, base_name, is_url, mirror_folder
 from .published import FamilyObjectiveConfig, PublishedModelConfig, with_repository
-from .shift import ShiftConfig, checked_shift
+from .shift import ShiftConfig, checked_range, checked_shift
 from .sparse import SparseConfig, planner_from_scratch
 from .training import BatchingConfig, StageConfig, TrainConfig, Weighting, WeightingSection
 
@@ -110,6 +110,17 @@ class ObjectiveSection(WeightingSection):
         "sample",
         description="What counts alike in the gradients of an epoch. `sample`: samples, whatever their buckets and whatever `batching` is; `token`: tokens of the model, so that a sample counts by its length; `step`: steps, so that a sample's share depends on `batching` (and, without `slots`, on the number of devices). Runs from before this key have `step`.",
     )
+    range: tuple[float, float] | None = Field(
+        None,
+        description="Lowest and highest model time that is trained, from 0 (data) to 1 (noise): the distribution of times is cut there. Null: all.",
+    )
+    guidance: float | None = Field(
+        None,
+        ge=0,
+        description="Scale that a guidance-distilled model is given in training; null: its pipeline's own. Other models take none.",
+    )
+
+    _range = field_validator("range")(checked_range)
 
 
 class FlowConfig(ObjectiveSection):
@@ -171,6 +182,11 @@ class DdpmConfig(ObjectiveSection):
     prediction: Literal["v", "epsilon"] = Field("v", description="Quantity that the model predicts.")
     zero_terminal_snr: bool = Field(
         True, description="Rescale the schedule so that the last timestep is pure noise (needs v-prediction)."
+    )
+    snr_shift_scale: float = Field(
+        1.0,
+        gt=0,
+        description="Divisor of the signal-to-noise ratio of every timestep, before it is rescaled: above 1 there is more noise. CogVideoX-2b has 3.",
     )
     min_snr_gamma: float | None = Field(
         None,
@@ -255,8 +271,14 @@ class ValidateConfig(Section):
 class SampleConfig(Section):
     """Defaults of `mmspeed sample` and of the videos sampled during training."""
 
-    steps: int = Field(30, ge=1, description="Steps of the sampler.")
-    guidance: float = Field(4.0, ge=0, description="Classifier-free guidance scale; 1: none.")
+    steps: int | None = Field(
+        None, ge=1, description="Steps of the sampler; null: 30, and for a published model its pipeline's own number."
+    )
+    guidance: float | None = Field(
+        None,
+        ge=0,
+        description="Classifier-free guidance scale, or the scale that a guidance-distilled model is given; 1: none. Null: 4, and for a published model its pipeline's own.",
+    )
     guidance_rescale: float = Field(
         0.0,
         ge=0,
@@ -524,7 +546,8 @@ class Config(RunConfig):
 
     @model_validator(mode="after")
     def _sampler_fits(self) -> Config:
-        fitting = ("auto", *self.objective.samplers)
+        own = ("family",) if isinstance(self.model, PublishedModelConfig) else ()
+        fitting = ("auto", *own, *self.objective.samplers)
         if self.sample.sampler not in fitting:
             raise ValueError(
                 f"sample.sampler {self.sample.sampler} does not go with objective {self.objective.kind}: use {' or '.join(fitting)}"

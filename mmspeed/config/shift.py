@@ -87,5 +87,12 @@ def checked_shift(value: Any) -> Any:
     return float(value)
 
 
+def checked_range(value: tuple[float, float] | None) -> tuple[float, float] | None:
+    """The value of `objective.range`. Raises ValueError for ends out of order or outside of [0, 1]."""
+    if value is not None and not 0 <= value[0] < value[1] <= 1:
+        raise ValueError("must be [low, high] with 0 <= low < high <= 1, such as [0.875, 1]")
+    return value
+
+
 def _positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0

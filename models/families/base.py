@@ -68,6 +68,29 @@ class SmallClass:
         return {**known, "attention_head_dim": self.head, **blocks, **self.own(config, sizes, width)}
 
 
+def per_thousand(timestep: float) -> float:
+    """The model time of a timestep from 0 to 1000."""
+    return timestep / TIMES
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What the official pipeline does around its scheduler.
+
+    Args:
+        steps, guidance: the pipeline's own.
+        sigmas: (steps) -> the noise levels that it hands to the scheduler; None: the scheduler makes them.
+        time: (timestep of the scheduler) -> model time.
+        sign: factor from the prediction to what the scheduler takes.
+    """
+
+    steps: int = 50
+    guidance: float = 5.0
+    sigmas: Callable[[int], list[float]] | None = None
+    time: Callable[[float], float] = per_thousand
+    sign: float = 1.0
+
+
 @dataclass(frozen=True)
 class Published:
     """A repository on the hub, and the videos that its model was trained for.
@@ -97,6 +120,7 @@ class Family:
         call: the call of the class's forward, where nothing else is known.
         small: rules for small models of it.
         variant: the call that a repository's model_index.json asks for; None: always `call`.
+        sampling: what its pipeline does around the scheduler.
         text: the use of its text encoders; None where it is not known.
         published: repositories by the short names that `mmspeed init --model` takes; the first is the usual one.
         unused: patterns (as of fnmatch) of the parameters that training as `call` says never reaches, which are frozen; in a pattern
@@ -108,6 +132,7 @@ class Family:
     call: ModelCall
     small: SmallClass
     variant: Callable[[Index], ModelCall] | None = None
+    sampling: Sampling = Sampling()
     text: TextRecipe | None = None
     published: Mapping[str, Published] = field(default_factory=dict)
     unused: tuple[str, ...] = ()

@@ -20,6 +20,7 @@ from mmspeed.models.families.base import (
     Family,
     Latent,
     Published,
+    Sampling,
     SmallClass,
     SmallSizes,
     check_sizes,
@@ -129,6 +130,8 @@ def _cogvideox(config: Config, sizes: SmallSizes, width: int) -> dict[str, Any]:
 
 # the encoder runs over padding, and the transformer takes all of its rows
 TEXT = TextRecipe((EncoderRecipe(226, padded=True, stored="all"),))
+LAST = TIMES - 1  # index of the noisiest of its timesteps
+SAMPLING = Sampling(steps=50, guidance=6.0, time=lambda timestep: timestep / LAST)
 PUBLISHED = {
     "cogvideox-2b": Published("zai-org/CogVideoX-2b", 49, 480, 720, 8.0, (4, 16)),
     "cogvideox-5b": Published("zai-org/CogVideoX-5b", 49, 480, 720, 8.0, (4, 16)),
@@ -140,6 +143,7 @@ FAMILY = Family(
     "CogVideoXTransformer3DModel",
     CogVideoXCall(),
     SmallClass(CogVideoXCall.patch, 16, _cogvideox),
+    sampling=SAMPLING,
     text=TEXT,
     published=PUBLISHED,
 )

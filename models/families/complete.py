@@ -11,45 +11,120 @@ from mmspeed.config.schema import (
     FlowConfig,
     ObjectiveConfig,
     PublishedModelConfig,
+    SampleConfig,
+    ShiftConfig,
 )
 from mmspeed.errors import UserError
-from mmspeed.models.build import repository_of
+from mmspeed.models.build import family_of_section, repository_of
+from mmspeed.models.diffusers.repository import Repository
+from mmspeed.models.families.base import Sampling
 
 Scheduler = dict[str, Any]  # the contents of scheduler_config.json
+STEPS, GUIDANCE = 30, 4.0  # of sampling from models of our own
+EXPERTS = {"high": "transformer", "low": "transformer_2"}  # folders of the two experts of a repository
+SCHEDULES = {"linear": "linear", "scaled_linear": "scaled_linear", "squaredcos_cap_v2": "cosine"}
+PREDICTIONS = {"v_prediction": "v", "epsilon": "epsilon"}
 
 
 def completed(config: Config) -> Config:
-    """The config with the objective of its model's repository in place of `objective: {kind: family}`; others stay as they are.
+    """The config with every choice made that depends on the model's repository: objective, expert, sampler and its numbers.
 
-    Raises UserError for a model without a repository, and for a scheduler that no objective is known for.
+    Of a completed config, and of a model of our own, nothing else changes. Raises UserError for an objective of a repository without a
+    published model, for a scheduler that no objective is known for, and for an expert of a model that has none.
     """
-    section = config.objective
-    if not isinstance(section, FamilyObjectiveConfig):
-        return config
-    if not isinstance(config.model, PublishedModelConfig):
+    section, model = config.objective, config.model
+    if not isinstance(model, PublishedModelConfig):
+        if isinstance(section, FamilyObjectiveConfig):
+            raise UserError(
+                "objective.kind: family is that of a published model: set model.kind: diffusers, or kind: flow or ddpm"
+            )
+        return config.model_copy(update={"sample": completed_sample(config.sample, Sampling(STEPS, GUIDANCE))})
+    changes: dict[str, Any] = {}
+    if isinstance(section, FamilyObjectiveConfig):
+        repository = repository_of(model)
+        section, model = of_expert(repository, section, model)
+        changes = {"objective": objective_of(repository.config("scheduler"), section), "model": model}
+    sampling = family_of_section(model).sampling
+    sample = config.sample
+    if sample.sampler == "auto" and repository_of(model).has("scheduler"):
+        sample = sample.model_copy(update={"sampler": "family"})
+    return config.model_copy(update={**changes, "sample": completed_sample(sample, sampling)})
+
+
+def completed_sample(sample: SampleConfig, sampling: Sampling) -> SampleConfig:
+    """The section with a number of steps and a guidance, where it names none."""
+    steps = sampling.steps if sample.steps is None else sample.steps
+    guidance = sampling.guidance if sample.guidance is None else sample.guidance
+    return sample.model_copy(update={"steps": steps, "guidance": guidance})
+
+
+def of_expert(
+    repository: Repository, section: FamilyObjectiveConfig, model: PublishedModelConfig
+) -> tuple[FamilyObjectiveConfig, PublishedModelConfig]:
+    """The sections of the expert that the objective names, with its range of times and its folder.
+
+    Raises UserError for a model of two experts of which none is named, and for an expert of a model that has one.
+    """
+    boundary = repository.index.get("boundary_ratio")
+    if section.expert is None:
+        if boundary is not None and section.range is None:
+            raise UserError(
+                f"model.pretrained: {repository.pretrained} has two experts, of times above and below {boundary}: set objective.expert "
+                "to high or low"
+            )
+        return section, model
+    if boundary is None:
         raise UserError(
-            "objective.kind: family is that of a published model: set model.kind: diffusers, or kind: flow or ddpm"
+            f"objective.expert: {repository.pretrained} has one transformer for all times: leave expert out"
         )
-    objective = objective_of(repository_of(config.model).config("scheduler"), section)
-    return config.model_copy(update={"objective": objective})
+    times = (float(boundary), 1.0) if section.expert == "high" else (0.0, float(boundary))
+    return (
+        section.model_copy(update={"range": times}),
+        model.model_copy(update={"subfolder": EXPERTS[section.expert]}),
+    )
 
 
 def objective_of(scheduler: Scheduler, section: FamilyObjectiveConfig) -> ObjectiveConfig:
     """The objective of a repository's scheduler. Raises UserError for a scheduler that is not known."""
-    name = scheduler.get("_class_name", "")
-    if "CogVideoX" in name or scheduler.get("prediction_type") == "v_prediction":
+    shared = {"weighting": section.weighting, "range": section.range, "guidance": section.guidance}
+    name = str(scheduler.get("_class_name", ""))
+    predicted = scheduler.get("prediction_type")
+    if predicted in PREDICTIONS:
+        if section.shift is not None:
+            raise UserError(f"objective.shift goes with a flow, and {name} is of a denoising diffusion: leave it out")
         return DdpmConfig(
             kind="ddpm",
-            weighting=section.weighting,
-            steps=scheduler.get("num_train_timesteps", 1000),
-            schedule=scheduler.get("beta_schedule", "scaled_linear"),
-            beta_start=scheduler.get("beta_start", 0.00085),
-            beta_end=scheduler.get("beta_end", 0.012),
-            zero_terminal_snr=scheduler.get("rescale_betas_zero_snr", False),
+            steps=scheduler["num_train_timesteps"],
+            schedule=_known(SCHEDULES, scheduler["beta_schedule"], name),
+            beta_start=scheduler["beta_start"],
+            beta_end=scheduler["beta_end"],
+            prediction=_known(PREDICTIONS, predicted, name),
+            zero_terminal_snr=bool(scheduler.get("rescale_betas_zero_snr", False)),
+            snr_shift_scale=scheduler.get("snr_shift_scale", 1.0),
+            **shared,
         )
-    shift = scheduler.get("flow_shift", scheduler.get("shift"))
-    if shift is None:
+    if name != "FlowMatchEulerDiscreteScheduler" and predicted != "flow_prediction":
         raise UserError(
             f"model.pretrained: no objective is known for the scheduler {name}: write the section `objective`"
         )
-    return FlowConfig(kind="flow", weighting=section.weighting, shift=float(shift))
+    shift: dict[str, Any] = {"shift": section.shift}
+    if section.shift is None and scheduler.get("use_dynamic_shifting", False):
+        rule = ShiftConfig(
+            rule=scheduler.get("time_shift_type", "exponential"),
+            base_tokens=scheduler.get("base_image_seq_len", 256),
+            base_shift=scheduler.get("base_shift", 0.5),
+            max_tokens=scheduler.get("max_image_seq_len", 4096),
+            max_shift=scheduler.get("max_shift", 1.15),
+        )
+        shift = {"shift": "auto", "auto_shift": rule}
+    elif section.shift is None:
+        shift = {"shift": float(scheduler.get("flow_shift") or scheduler.get("shift") or 1.0)}
+    return FlowConfig(kind="flow", timesteps=section.timesteps, **shift, **shared)
+
+
+def _known(names: dict[str, Any], name: str, scheduler: str) -> Any:
+    if name not in names:
+        raise UserError(
+            f"model.pretrained: {scheduler} has {name!r}, for which no objective is known: write `objective`"
+        )
+    return names[name]

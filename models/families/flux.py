@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from mmspeed.models.families.base import (
     Family,
     Latent,
     Published,
+    Sampling,
     SmallClass,
     SmallSizes,
     check_sizes,
@@ -118,6 +120,7 @@ TEXT = TextRecipe(
         EncoderRecipe(77, gives="pooled"),
     )
 )
+SAMPLING = Sampling(steps=28, guidance=3.5, sigmas=lambda steps: [float(s) for s in np.linspace(1.0, 1 / steps, steps)])
 PUBLISHED = {
     "flux.1-dev": Published("black-forest-labs/FLUX.1-dev", 1, 1024, 1024, 1.0, (1, 16)),
 }
@@ -127,6 +130,7 @@ FAMILY = Family(
     NAME,
     FluxCall(),
     SmallClass(FluxCall.patch, 12, _flux),
+    sampling=SAMPLING,
     text=TEXT,
     published=PUBLISHED,
 )

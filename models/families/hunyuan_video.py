@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from mmspeed.models.families.base import (
     Family,
     Latent,
     Published,
+    Sampling,
     SmallClass,
     SmallSizes,
     check_sizes,
@@ -118,6 +120,9 @@ TEXT = TextRecipe(
         EncoderRecipe(77, "text_encoder_2", "tokenizer_2", "pooled"),
     )
 )
+SAMPLING = Sampling(
+    steps=50, guidance=6.0, sigmas=lambda steps: [float(s) for s in np.linspace(1.0, 0.0, steps + 1)[:-1]]
+)
 PUBLISHED = {
     "hunyuan-video": Published("hunyuanvideo-community/HunyuanVideo", 129, 720, 1280, 24.0, (4, 16)),
 }
@@ -127,6 +132,7 @@ FAMILY = Family(
     "HunyuanVideoTransformer3DModel",
     HunyuanVideoCall(),
     SmallClass(HunyuanVideoCall.patch, 12, _hunyuan_video),
+    sampling=SAMPLING,
     text=TEXT,
     published=PUBLISHED,
 )

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from mmspeed.errors import UserError
@@ -19,6 +20,7 @@ from mmspeed.models.families.base import (
     Family,
     Latent,
     Published,
+    Sampling,
     SmallClass,
     SmallSizes,
     check_sizes,
@@ -105,6 +107,7 @@ def _ltx(config: Config, sizes: SmallSizes, width: int) -> dict[str, Any]:
 
 # the encoder runs over padding, whose rows the transformer's mask leaves out
 TEXT = TextRecipe((EncoderRecipe(128, padded=True),))
+SAMPLING = Sampling(steps=50, guidance=3.0, sigmas=lambda steps: [float(s) for s in np.linspace(1.0, 1 / steps, steps)])
 PUBLISHED = {
     "ltx-2b": Published("Lightricks/LTX-Video", 161, 512, 704, 25.0, (8, 32)),
 }
@@ -114,6 +117,7 @@ FAMILY = Family(
     "LTXVideoTransformer3DModel",
     LtxCall(),
     SmallClass(LtxCall.patch, 12, _ltx),
+    sampling=SAMPLING,
     text=TEXT,
     published=PUBLISHED,
 )

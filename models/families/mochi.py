@@ -18,6 +18,7 @@ from mmspeed.models.families.base import (
     Family,
     Latent,
     Published,
+    Sampling,
     SmallClass,
     SmallSizes,
     check_sizes,
@@ -96,6 +97,18 @@ def _mochi(config: Config, sizes: SmallSizes, width: int) -> dict[str, Any]:
 
 
 TEXT = TextRecipe((EncoderRecipe(256),))
+THRESHOLD = 0.025  # noise level up to which the first half of the steps goes evenly
+
+
+def _sigmas(steps: int) -> list[float]:
+    """Noise levels that fall evenly, then with the square of the step, as the pipeline's."""
+    from diffusers.pipelines.mochi.pipeline_mochi import linear_quadratic_schedule
+
+    return [float(sigma) for sigma in linear_quadratic_schedule(steps, THRESHOLD)]
+
+
+# its scheduler counts from noise, and takes the model's own sign
+SAMPLING = Sampling(steps=64, guidance=4.5, sigmas=_sigmas, time=lambda timestep: 1 - timestep / TIMES, sign=-1.0)
 PUBLISHED = {
     "mochi-1": Published("genmo/mochi-1-preview", 163, 480, 848, 30.0, (6, 16)),
 }
@@ -105,6 +118,7 @@ FAMILY = Family(
     "MochiTransformer3DModel",
     MochiCall(),
     SmallClass(MochiCall.patch, 12, _mochi),
+    sampling=SAMPLING,
     text=TEXT,
     published=PUBLISHED,
     # the last block returns no text

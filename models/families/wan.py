@@ -21,6 +21,7 @@ from mmspeed.models.families.base import (
     Index,
     Latent,
     Published,
+    Sampling,
     SmallClass,
     SmallSizes,
     check_sizes,
@@ -117,6 +118,7 @@ def _short(call: ModelCall, text_tokens: int) -> ModelCall:
 
 # padded with zeros to 512 rows by the call: the encoder is given the mask
 TEXT = TextRecipe((EncoderRecipe(512, clean="diffusers.pipelines.wan.pipeline_wan:prompt_clean"),))
+SAMPLING = Sampling(steps=50, guidance=5.0)
 PUBLISHED = {
     "wan2.1-1.3b": Published("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", 81, 480, 832, 16.0, (4, 16)),
     "wan2.1-14b": Published("Wan-AI/Wan2.1-T2V-14B-Diffusers", 81, 720, 1280, 16.0, (4, 16)),
@@ -130,6 +132,7 @@ FAMILY = Family(
     WanCall(),
     SmallClass(WanCall.patch, 12, _wan, _short),
     variant,
+    sampling=SAMPLING,
     text=TEXT,
     published=PUBLISHED,
 )

@@ -38,6 +38,8 @@ def betas(cfg: DdpmConfig) -> Tensor:
 def alphas_cumprod(cfg: DdpmConfig) -> Tensor:
     """abar of every timestep, float64 (S,), falling; its last entry is exactly 0 under `zero_terminal_snr`."""
     abar = torch.cumprod(1 - betas(cfg), dim=0)
+    if cfg.snr_shift_scale != 1:  # the signal-to-noise ratio abar / (1 - abar), divided by it
+        abar = abar / (cfg.snr_shift_scale + (1 - cfg.snr_shift_scale) * abar)
     return rescale_zero_terminal_snr(abar) if cfg.zero_terminal_snr else abar
 
 

@@ -66,12 +66,26 @@ def time_from_quantile(u_B: Tensor, cfg: FlowConfig) -> Tensor:
     """The training time below which a share `u_B` in [0, 1) of all training times lies, float64 (B,).
 
     The inverse CDF of the configured distribution, then the shift (a number: see `sized`). Uniform numbers give training times; the
-    middles of equal parts of [0, 1] give fixed times for validation.
+    middles of equal parts of [0, 1] give fixed times for validation. With a `range` the distribution is cut at its ends.
     """
     u_B = u_B.double().clamp(SMALLEST_QUANTILE, LARGEST_QUANTILE)
+    if cfg.range is not None:
+        low, high = (quantile_of_time(time, cfg) for time in cfg.range)
+        cut = cfg.model_copy(update={"range": None})
+        # rounding may step over an end
+        return time_from_quantile(low + u_B * (high - low), cut).clamp(*cfg.range)
     if cfg.timesteps == "logit_normal":
         u_B = torch.sigmoid(cfg.logit_mean + cfg.logit_std * torch.special.ndtri(u_B))
     return shift_time(u_B, number_of_shift(cfg))
+
+
+def quantile_of_time(time: float, cfg: FlowConfig) -> float:
+    """The share of all training times below a time in [0, 1], without the config's `range`: the inverse of `time_from_quantile`."""
+    shift = number_of_shift(cfg)
+    t = torch.tensor(time / (shift - (shift - 1) * time), dtype=torch.float64)
+    if cfg.timesteps == "logit_normal":
+        t = torch.special.ndtr((torch.logit(t) - cfg.logit_mean) / cfg.logit_std)
+    return float(t)
 
 
 def euler_times(steps: int, shift: float) -> Tensor:

@@ -11,6 +11,7 @@ Legend: B batch, C channels, T h w latent.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Protocol
 
@@ -21,7 +22,10 @@ from mmspeed.config.schema import DdpmConfig, FamilyObjectiveConfig, FlowConfig,
 from mmspeed.errors import UserError, nearest
 from mmspeed.pipelines.diffusion import ddpm, flow, samplers, schedulers
 from mmspeed.pipelines.diffusion.samplers import OnStep, Predict
+from mmspeed.pipelines.diffusion.schedulers import FamilySampler
 from mmspeed.shapes import Bucket
+
+ROUNDING = 1e-9  # of a time that stands for a whole step
 
 
 class Objective(Protocol):
@@ -73,12 +77,14 @@ class FlowObjective:
 
     sampler_names: tuple[str, ...] = FlowConfig.samplers
 
-    def __init__(self, cfg: FlowConfig) -> None:
-        self.cfg = cfg
+    def __init__(self, cfg: FlowConfig, family: FamilySampler | None = None) -> None:
+        self.cfg, self.family = cfg, family
 
     def sized(self, bucket: Bucket, tokens: int) -> FlowObjective:
         cfg = flow.sized(self.cfg, bucket, tokens)
-        return self if cfg is self.cfg else FlowObjective(cfg)
+        if cfg is self.cfg and self.family is None:
+            return self
+        return FlowObjective(cfg, None if self.family is None else self.family.sized(tokens))
 
     def time_from_quantile(self, u_B: Tensor) -> Tensor:
         return flow.time_from_quantile(u_B, self.cfg)
@@ -99,6 +105,8 @@ class FlowObjective:
     def sample(
         self, predict: Predict, noise_BCThw: Tensor, steps: int, sampler: str = "auto", on_step: OnStep | None = None
     ) -> Tensor:
+        if sampler == "family":
+            return _family(self.family).sample(predict, noise_BCThw, steps, on_step)
         name = _pick_sampler(sampler, self.sampler_names, "flow")
         if steps < 1:
             raise UserError(f"sample.steps is {steps}: use at least 1")
@@ -115,15 +123,18 @@ class DdpmObjective:
 
     sampler_names: tuple[str, ...] = DdpmConfig.samplers
 
-    def __init__(self, cfg: DdpmConfig) -> None:
-        self.cfg = cfg
+    def __init__(self, cfg: DdpmConfig, family: FamilySampler | None = None) -> None:
+        self.cfg, self.family = cfg, family
         self.alphas_cumprod = ddpm.alphas_cumprod(cfg)
 
     def sized(self, bucket: Bucket, tokens: int) -> DdpmObjective:
-        return self
+        return self if self.family is None else DdpmObjective(self.cfg, self.family.sized(tokens))
 
     def time_from_quantile(self, u_B: Tensor) -> Tensor:
-        index_B = (u_B.double() * self.cfg.steps).floor().clamp(0, self.cfg.steps - 1)
+        last = self.cfg.steps - 1
+        low, high = self.cfg.range or (0.0, 1.0)
+        first, end = math.ceil(low * last - ROUNDING), math.floor(high * last + ROUNDING)
+        index_B = (first + u_B.double() * (end - first + 1)).floor().clamp(first, end)
         return self.time_of(index_B)
 
     def time_of(self, index_B: Tensor) -> Tensor:
@@ -157,6 +168,8 @@ class DdpmObjective:
     def sample(
         self, predict: Predict, noise_BCThw: Tensor, steps: int, sampler: str = "auto", on_step: OnStep | None = None
     ) -> Tensor:
+        if sampler == "family":
+            return _family(self.family).sample(predict, noise_BCThw, steps, on_step)
         name = _pick_sampler(sampler, self.sampler_names, "ddpm")
         if not 1 <= steps <= self.cfg.steps:
             raise UserError(f"sample.steps is {steps}: use 1 to {self.cfg.steps}, the objective's timesteps")
@@ -170,11 +183,23 @@ class DdpmObjective:
         return samplers.ddim(predict, noise_BCThw, times, abars, decompose, on_step)
 
 
-def make_objective(cfg: ObjectiveConfig) -> FlowObjective | DdpmObjective:
-    """The objective of a config section. Raises ValueError for kind `family`: `mmspeed.models.families.complete` replaces it."""
+def make_objective(cfg: ObjectiveConfig, family: FamilySampler | None = None) -> FlowObjective | DdpmObjective:
+    """The objective of a config section; `family`: the sampler of a published model's repository, for `sampler: family`.
+
+    Raises ValueError for kind `family`: `mmspeed.models.families.complete` replaces it.
+    """
     if isinstance(cfg, FamilyObjectiveConfig):
         raise ValueError("complete the config first (mmspeed.models.families.complete)")
-    return FlowObjective(cfg) if isinstance(cfg, FlowConfig) else DdpmObjective(cfg)
+    return FlowObjective(cfg, family) if isinstance(cfg, FlowConfig) else DdpmObjective(cfg, family)
+
+
+def _family(sampler: FamilySampler | None) -> FamilySampler:
+    """The repository's sampler. Raises UserError for a model without one."""
+    if sampler is None:
+        raise UserError(
+            "sample.sampler: family is the scheduler of a published model's repository, and this model has none"
+        )
+    return sampler
 
 
 def _working_pair(x0: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:

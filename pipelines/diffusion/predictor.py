@@ -6,7 +6,7 @@ Legend: B batch, C channels, T h w latent, L caption tokens, D text width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -52,6 +52,12 @@ class Predictor(CountsFlops, Protocol):
         """The prediction, of the shape of `x_BCThw`. `t_B` is float32 in [0, 1], on the device of the latent."""
         ...
 
+    def guided(self, scale: float) -> tuple[Predictor, float]:
+        """(the predictor, the scale of classifier-free guidance) for a wanted guidance: a guidance-distilled model is given it, and then
+        needs no second prediction.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class OwnPredictor:
@@ -63,6 +69,9 @@ class OwnPredictor:
 
     def predict(self, model: nn.Module, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> Tensor:
         return ask_own(model, x_BCThw, t_B, conditions)
+
+    def guided(self, scale: float) -> tuple[Predictor, float]:
+        return self, scale
 
     def tokens(self, latent: tuple[int, int, int]) -> int:
         return self.bare.tokens(latent)
@@ -91,11 +100,26 @@ class PublishedPredictor:
         arguments = self.call.call(self.config, x_BCThw, t_B, conditions)
         return self.call.prediction(self.config, model(**arguments), x_BCThw)
 
+    def guided(self, scale: float) -> tuple[Predictor, float]:
+        call = with_guidance(self.call, self.config, scale)
+        return (self, scale) if call is None else (replace(self, call=call), 1.0)
+
     def tokens(self, latent: tuple[int, int, int]) -> int:
         return self.call.tokens(self.config, latent)
 
     def flops(self, latent: tuple[int, int, int], text_tokens: int) -> int:
         return self.call.flops(self.config, latent, text_tokens)
+
+
+def with_guidance(call: ModelCall, config: Mapping[str, Any], scale: float) -> ModelCall | None:
+    """The call that gives a guidance-distilled model a scale; None for a model that takes none.
+
+    `config`: the arguments that the model was made with.
+    """
+    if not config.get("guidance_embeds") or not is_dataclass(call) or not hasattr(call, "guidance"):
+        return None
+    distilled: ModelCall = replace(call, guidance=scale)
+    return distilled
 
 
 def make_predictor(
@@ -120,6 +144,11 @@ def make_predictor(
     _check_objective(name, call, objective)
     call.check(config, channels, text_width)
     declare_known_plan(model)
+    if objective.guidance is not None:
+        distilled = with_guidance(call, config, objective.guidance)
+        if distilled is None:
+            raise UserError(f"objective.guidance: {name} takes no guidance here: leave it out")
+        call = distilled
     return PublishedPredictor(name, call, dict(config))
 
 

@@ -8,12 +8,18 @@ Legend: B batch, C channels, T h w latent.
 
 from __future__ import annotations
 
-from typing import Protocol
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from mmspeed.config.schema import DdpmConfig
+from mmspeed.config.schema import Config, DdpmConfig, PublishedModelConfig
+from mmspeed.errors import UserError
+from mmspeed.models.build import family_of_section, repository_of
+from mmspeed.models.families.base import Sampling
 from mmspeed.pipelines.diffusion.ddpm import trailing_timesteps
 from mmspeed.pipelines.diffusion.samplers import OnStep, Predict, call, tell, working
 
@@ -80,6 +86,79 @@ def multistep(
         x = scheduler.step(predicted, timestep, x, return_dict=False)[0].to(x.dtype)
         tell(on_step, i + 1, total)
     return x
+
+
+@dataclass(frozen=True)
+class FamilySampler:
+    """The sampler of a published model: its repository's own scheduler, driven as its pipeline does.
+
+    Args:
+        scheduler: the contents of the repository's scheduler_config.json.
+        sampling: what the pipeline does around it.
+        tokens: of the model, of the videos that are sampled; None: not known yet (see `sized`).
+    """
+
+    scheduler: Mapping[str, Any]
+    sampling: Sampling
+    tokens: int | None = None
+
+    def sized(self, tokens: int) -> FamilySampler:
+        """The sampler of videos of so many tokens."""
+        return replace(self, tokens=tokens)
+
+    def prepared(self, steps: int) -> Any:
+        """The scheduler, set to a number of steps. Raises UserError for a scheduler that diffusers does not have, or of another kind."""
+        import diffusers
+
+        name = str(self.scheduler.get("_class_name"))
+        kind = getattr(diffusers, name, None)
+        if kind is None or "sample" not in inspect.signature(kind.step).parameters:
+            raise UserError(f"sample.sampler: family: the scheduler {name} of the model's repository is not known")
+        if "old_pred_original_sample" in inspect.signature(kind.step).parameters:
+            raise UserError(
+                f"sample.sampler: family does not drive {name}, which draws noise in every step: use another sampler"
+            )
+        scheduler = kind.from_config(dict(self.scheduler))
+        arguments: dict[str, Any] = {}
+        if self.sampling.sigmas is not None:
+            arguments["sigmas"] = self.sampling.sigmas(steps)
+        if scheduler.config.get("use_dynamic_shifting", False):
+            arguments["mu"] = self._mu(scheduler.config)
+        scheduler.set_timesteps(**(arguments if "sigmas" in arguments else {"num_inference_steps": steps, **arguments}))
+        if hasattr(scheduler, "set_begin_index"):
+            scheduler.set_begin_index(0)
+        return scheduler
+
+    def _mu(self, config: Mapping[str, Any]) -> float:
+        """The exponent of the shift, on a line over the tokens."""
+        if self.tokens is None:
+            raise ValueError("the shift depends on the size of videos: take the sampler of a size first (sized)")
+        base, top = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
+        fewest, most = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+        slope = (top - base) / (most - fewest)
+        return float(self.tokens * slope + (base - slope * fewest))
+
+    @torch.no_grad()
+    def sample(self, predict: Predict, noise_BCThw: Tensor, steps: int, on_step: OnStep | None = None) -> Tensor:
+        """Data (B, C, T, h, w) from noise, float32; one call of `predict` a step. Raises UserError as `prepared`."""
+        scheduler = self.prepared(steps)
+        x = working(noise_BCThw) * float(getattr(scheduler, "init_noise_sigma", 1.0))
+        total = len(scheduler.timesteps)
+        for i, timestep in enumerate(scheduler.timesteps):
+            predicted = self.sampling.sign * call(predict, x, self.sampling.time(timestep.item()))
+            x = scheduler.step(predicted, timestep, x, return_dict=False)[0].to(x.dtype)
+            tell(on_step, i + 1, total)
+        return x
+
+
+def family_sampler(config: Config) -> FamilySampler | None:
+    """The sampler of a config's published model; None for a model of our own, and for a repository without a scheduler."""
+    if not isinstance(config.model, PublishedModelConfig):
+        return None
+    repository = repository_of(config.model)
+    if not repository.has("scheduler"):
+        return None
+    return FamilySampler(repository.config("scheduler"), family_of_section(config.model).sampling)
 
 
 def _make(name: str, **settings: str | float | bool) -> Scheduler:

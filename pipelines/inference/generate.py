@@ -15,7 +15,7 @@ from mmspeed import rng
 from mmspeed.compute.sparse.module import warm_plans
 from mmspeed.device import Device
 from mmspeed.pipelines.diffusion.objective import Objective
-from mmspeed.pipelines.diffusion.predictor import Ask, ask_own, conditions_of_texts
+from mmspeed.pipelines.diffusion.predictor import Predictor, conditions_of_texts
 from mmspeed.pipelines.diffusion.samplers import OnStep, Predict, guided
 from mmspeed.protocols import TextEntry
 from mmspeed.protocols.calls import Conditions
@@ -45,15 +45,15 @@ def generate_latents(
     device: Device,
     on_step: Callable[[int, int], None] | None = None,
     *,
-    ask: Ask = ask_own,
+    predictor: Predictor,
     fps: float = 24.0,
     strides: Strides | None = None,
 ) -> Tensor:
     """Latents (P, C, T, h, w) float32 of P texts, sampled one after the other: the memory of one video.
 
     The noise of each is drawn by its name (law 1), so a prompt's video does not depend on the other prompts.
-    `on_step(done, total)` counts the steps of all texts. objective: that of the videos' size (`sized`). ask: the call of the model;
-    fps, strides: for a model that takes them.
+    `on_step(done, total)` counts the steps of all texts. objective: that of the videos' size (`sized`). predictor: of the model's
+    predictions; fps, strides: for a model that takes them.
     """
     was_training = model.training
     model.eval()
@@ -69,7 +69,7 @@ def generate_latents(
 
             latents.append(
                 sample_together(
-                    model, objective, [text], [negative], noise_1CThw, settings, device, tell, ask, fps, strides
+                    model, objective, [text], [negative], noise_1CThw, settings, device, tell, predictor, fps, strides
                 )
             )
     finally:
@@ -86,8 +86,8 @@ def sample_together(
     noise_PCThw: Tensor,
     settings: SampleSettings,
     device: Device,
-    on_step: OnStep | None = None,
-    ask: Ask = ask_own,
+    on_step: OnStep | None,
+    predictor: Predictor,
     fps: float = 24.0,
     strides: Strides | None = None,
 ) -> Tensor:
@@ -98,21 +98,22 @@ def sample_together(
     # plans of sparse attention begin with those of the step before, by condition
     with warm_plans(model) as use:
         both = [conditions_of_texts(each, device.torch_device, fps, strides) for each in (texts, negatives)]
+        own, scale = predictor.guided(settings.guidance)
         predict = guided(
-            _predictor(model, ask, both[0], lambda: use("text")),
-            _predictor(model, ask, both[1], lambda: use("negative")),
-            settings.guidance,
+            _predictor(model, own, both[0], lambda: use("text")),
+            _predictor(model, own, both[1], lambda: use("negative")),
+            scale,
             settings.rescale,
         )
         noise_PCThw = noise_PCThw.to(device.torch_device)
         return objective.sample(predict, noise_PCThw, settings.steps, settings.sampler, on_step=on_step)
 
 
-def _predictor(model: nn.Module, ask: Ask, conditions: Conditions, before: Callable[[], None]) -> Predict:
+def _predictor(model: nn.Module, predictor: Predictor, conditions: Conditions, before: Callable[[], None]) -> Predict:
     """The prediction function of the model under one caption; `before()` runs before each call."""
 
     def predict(x_1CThw: Tensor, t_1: Tensor) -> Tensor:
         before()
-        return ask(model, x_1CThw, t_1, conditions).float()
+        return predictor.predict(model, x_1CThw, t_1, conditions).float()
 
     return predict

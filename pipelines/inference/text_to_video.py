@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import nn
 
 from mmspeed import rng
 from mmspeed.compute.sparse.controller import SparsityController
@@ -24,14 +25,18 @@ from mmspeed.config.schema import TextConfig
 from mmspeed.data.cache.files import private_file
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
+from mmspeed.initialize import materialize
 from mmspeed.log import get_logger
 from mmspeed.loop.checkpoint.manager import best, latest, load_weights, step_name, steps_in
-from mmspeed.models import SoraDiT, build_model
-from mmspeed.models.build import sora_section
+from mmspeed.models import SoraDiT
+from mmspeed.models.build import call_of, outline
 from mmspeed.models.codecs.vae import load_codec
-from mmspeed.models.text.encoders import load_text_encoder, text_identity
+from mmspeed.models.families.complete import completed
+from mmspeed.models.text.encoders import load_text_encoder, text_identity, text_width
 from mmspeed.parallel import autocast
 from mmspeed.pipelines.diffusion.objective import make_objective
+from mmspeed.pipelines.diffusion.predictor import make_predictor
+from mmspeed.pipelines.diffusion.schedulers import family_sampler
 from mmspeed.pipelines.inference.generate import SampleSettings, sample_together
 from mmspeed.pipelines.inference.media import Video, from_model_range
 from mmspeed.pipelines.inference.prompts import VideoRequest, noise_names
@@ -115,10 +120,12 @@ def sampler_settings(
     rescale = config.sample.guidance_rescale if guidance_rescale is None else guidance_rescale
     if not 0 <= rescale <= 1:
         raise UserError(f"sample.guidance_rescale is {rescale}: use 0 (none) to 1")
+    sample = completed(config).sample
+    assert sample.steps is not None and sample.guidance is not None
     return SampleSettings(
-        steps=steps or config.sample.steps,
-        guidance=config.sample.guidance if guidance is None else guidance,
-        sampler=sampler or config.sample.sampler,
+        steps=steps or sample.steps,
+        guidance=sample.guidance if guidance is None else guidance,
+        sampler=sampler or sample.sampler,
         seed=seed,
         rescale=rescale,
     )
@@ -173,16 +180,20 @@ class TextToVideo:
     def __init__(
         self,
         config: Config,
-        model: SoraDiT,
+        model: nn.Module,
         codec: VideoCodec,
         device: Device,
         generator: int | None = None,
         checkpoint: str | None = None,
     ) -> None:
+        config = completed(config)
         self.config, self.model, self.codec, self.device = config, model, codec, device
+        self.predictor = make_predictor(
+            model, config.objective, codec.channels, text_width(config.text), call_of(config.model)
+        )
         self.checkpoint = checkpoint  # the name of the folder that the weights are from
         self.generator = generator  # of the noise, a version of `mmspeed.rng`; None: the newest
-        self.objective = make_objective(config.objective)
+        self.objective = make_objective(config.objective, family_sampler(config))
 
     @classmethod
     def from_run(
@@ -197,7 +208,7 @@ class TextToVideo:
         Raises UserError when the run, the checkpoint or its EMA is missing.
         """
         folder = RunFolder.open(run)
-        config, info = folder.config(), folder.info()
+        config, info = completed(folder.config()), folder.info()
         if weights not in ("ema", "model"):
             raise UserError(f"weights are 'ema' or 'model', not {weights!r}")
         if weights == "ema" and config.train.ema_decay is None:
@@ -205,9 +216,8 @@ class TextToVideo:
         chosen = pick(device)
         chosen.activate()
         path = find_checkpoint(folder, checkpoint)
-        model = build_model(
-            sora_section(config, "mmspeed sample"), info["latent_channels"], info["text_width"], device="meta"
-        ).to_empty(device="cpu")
+        model = outline(config.model, info["latent_channels"], info["text_width"])
+        materialize(model, torch.device("cpu"))
         for layer in clustered_layers(model).values():
             layer.reset()
         step = load_weights(path, model, weights)["step"]
@@ -222,7 +232,7 @@ class TextToVideo:
 
     def size(self, frames: int | None = None, height: int | None = None, width: int | None = None) -> Bucket:
         """The size of the videos that a call with these arguments makes. Raises UserError when it cannot be made."""
-        return video_shape(self.config, self.codec.strides, self.model, frames, height, width)
+        return video_shape(self.config, self.codec.strides, self.predictor, frames, height, width)
 
     def __call__(
         self,
@@ -280,7 +290,7 @@ class TextToVideo:
             config, choice.steps, choice.guidance, choice.sampler, Seed(0, self.generator), choice.rescale
         )
         objectives = {
-            size: self.objective.sized(size, self.model.tokens(self.codec.strides.latent(size))) for size in sizes
+            size: self.objective.sized(size, self.predictor.tokens(self.codec.strides.latent(size))) for size in sizes
         }
         self.model.eval()
         mine = list(range(rank, len(requests), world))
@@ -313,6 +323,9 @@ class TextToVideo:
                     settings,
                     self.device,
                     tell,
+                    self.predictor,
+                    config.data.fps or 24.0,
+                    self.codec.strides,
                 )
             except torch.OutOfMemoryError:
                 if count == 1:
@@ -342,7 +355,7 @@ class TextToVideo:
         """The first requests of the queue that are sampled in one batch."""
         size = sizes[queue[0]]
         if most is None:
-            most = max(1, TOKENS_TOGETHER // self.model.tokens(self.codec.strides.latent(size)))
+            most = max(1, TOKENS_TOGETHER // self.predictor.tokens(self.codec.strides.latent(size)))
         return list(itertools.takewhile(lambda index: sizes[index] == size, queue[:most]))
 
 

@@ -53,6 +53,7 @@ from mmspeed.pipelines.diffusion.predictor import (
     make_predictor,
     prepare_training,
 )
+from mmspeed.pipelines.diffusion.schedulers import family_sampler
 from mmspeed.pipelines.tasks.base import largest_batch, usual_batch
 from mmspeed.pipelines.tasks.mlp_trials import MlpTrials
 from mmspeed.pipelines.tasks.synthetic import EncoderShapes, sketched, synthetic_batch
@@ -113,7 +114,7 @@ class VideoTask:
         self.config, self.maker, self._build = config, maker, build or with_weights
         self._call = call_of(config.model) if call is None and build is None else call
         self.weighting = config.weighting
-        self.objective: Objective = make_objective(config.objective)
+        self.objective: Objective = make_objective(config.objective, family_sampler(config))
         self.frame_mask: FrameMask | None = FRAME_MASKS[config.train.loss_frames]
         self._inputs: EncoderShapes | None = None
         self._cache: DatasetCache | None = None

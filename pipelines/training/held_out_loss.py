@@ -127,7 +127,7 @@ class VideoValidation:
             (codec.channels, *codec.strides.latent(bucket)),
             settings,
             place.device,
-            ask=self.predictor.predict,
+            predictor=self.predictor,
             fps=config.data.fps or 24.0,
             strides=codec.strides,
         )

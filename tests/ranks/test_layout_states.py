@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -31,6 +31,7 @@ from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.models.sora.model import on_meta
 from mmspeed.parallel import TokenLayout, make_layout, parallelize, sum_shared_gradients, token_layout
 from mmspeed.pipelines.diffusion.objective import make_objective
+from mmspeed.pipelines.diffusion.predictor import OwnPredictor
 from mmspeed.pipelines.inference.generate import SampleSettings, generate_latents
 from mmspeed.protocols import TextEntry
 from tests.support.sequence_steps import Case, Groups, build, loss_of, make_batch
@@ -190,6 +191,7 @@ def sampled(model: nn.Module, frames: int) -> Tensor:
         shape,
         settings,
         CPU,
+        predictor=OwnPredictor(cast(Any, model)),
     )
 
 

@@ -108,7 +108,6 @@ def save_cogvideox(folder: Path, kind: str = "5b", **changes: Any) -> Path:
     from diffusers import (
         AutoencoderKLCogVideoX,
         CogVideoXDDIMScheduler,
-        CogVideoXDPMScheduler,
         CogVideoXPipeline,
         CogVideoXTransformer3DModel,
     )
@@ -123,8 +122,7 @@ def save_cogvideox(folder: Path, kind: str = "5b", **changes: Any) -> Path:
     }  # fmt: skip
     if kind == "1.5":
         sizes |= {"patch_size_t": 2, "ofs_embed_dim": 16, "patch_bias": False, "sample_frames": 9}
-    scheduler_class = CogVideoXDDIMScheduler if kind == "2b" else CogVideoXDPMScheduler
-    scheduler = scheduler_class(
+    scheduler = CogVideoXDDIMScheduler(
         beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", prediction_type="v_prediction", set_alpha_to_one=True,
         rescale_betas_zero_snr=True, snr_shift_scale=3.0 if kind == "2b" else 1.0,
         timestep_spacing="linspace" if kind == "2b" else "trailing",
@@ -244,7 +242,10 @@ def save_flux(folder: Path, **changes: Any) -> Path:
     from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 
     parts = folder.with_name(f".{folder.name}-parts")
-    save_tiny_vae(parts / "vae", "kl", latent_channels=16, use_quant_conv=False, use_post_quant_conv=False)
+    save_tiny_vae(
+        parts / "vae", "kl", latent_channels=16, use_quant_conv=False, use_post_quant_conv=False, block_out_channels=(8,) * 4,
+        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
+    )  # fmt: skip
     save_tiny_text_encoder(parts / "text", "t5")
     save_tiny_text_encoder(parts / "clip", "clip", max_position_embeddings=77)
     sizes = {

@@ -59,7 +59,7 @@ def test_a_video_of_wan_is_that_of_its_own_pipeline(name: str, shift: float) -> 
     text, negative = (TextEntry(rng.normal((length, model.config["text_dim"]), 0, length)) for length in (5, 1))  # type: ignore[index]
     shape, settings = (channels, 3, 4, 6), SampleSettings(steps=6, guidance=3.0, sampler=name, seed=1)
     ours = generate_latents(
-        model, FlowObjective(cfg), [text], negative, ["a"], shape, settings, Device("cpu", 0), ask=predictor.predict
+        model, FlowObjective(cfg), [text], negative, ["a"], shape, settings, Device("cpu", 0), predictor=predictor
     )
     pipe: Any = WanPipeline(None, None, None, THEIRS[name](**FLOW, flow_shift=shift), model)  # type: ignore[arg-type]
     pipe.set_progress_bar_config(disable=True)

@@ -1,0 +1,186 @@
+"""Samples of published models: our loop with the repository's scheduler gives the latents of the official pipeline.
+
+Legend: B batch, C channels, T h w latent.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmspeed.config import Config, make_config
+from mmspeed.device import Device
+from mmspeed.errors import UserError
+from mmspeed.models.build import call_of, repository_of, with_weights
+from mmspeed.models.families.base import packed
+from mmspeed.models.families.complete import completed
+from mmspeed.models.text.encoders import load_text_encoder
+from mmspeed.pipelines.diffusion.objective import make_objective
+from mmspeed.pipelines.diffusion.predictor import make_predictor
+from mmspeed.pipelines.diffusion.schedulers import family_sampler
+from mmspeed.pipelines.inference.generate import SampleSettings, sample_together
+from mmspeed.shapes import Bucket, Strides
+from tests.support.tiny_repositories import REPOSITORIES, save_cogvideox
+
+CPU = Device("cpu", 0)
+FPS = 25.0
+# name -> strides of the codec, latent channels, patch of packed latents
+FACTS: dict[str, tuple[Strides, int, tuple[int, int, int] | None]] = {
+    "wan": (Strides(4, 8), 16, None),
+    "ltx": (Strides(8, 32), 128, (1, 1, 1)),
+    "cogvideox-5b": (Strides(4, 8), 16, None),
+    "cogvideox-2b": (Strides(4, 8), 16, None),
+    "hunyuan-video": (Strides(4, 8), 16, None),
+    "mochi": (Strides(6, 8), 12, None),
+    "flux": (Strides(1, 8), 16, (1, 2, 2)),
+}
+PROMPT, NEGATIVE = "a rabbit runs over a green meadow", "dark"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("repositories")
+    for name in FACTS:
+        REPOSITORIES.get(name, lambda place: save_cogvideox(place, "2b"))(folder / name)
+    return folder
+
+
+def config_of(home: Path, name: str, **sections: Any) -> Config:
+    bucket = {"frames": 1, "height": 64, "width": 96}
+    tree = {
+        "data": {"sources": [{"path": "videos"}], "buckets": [bucket], "fps": FPS},
+        "model": {"kind": "diffusers", "pretrained": str(home / name)},
+        **sections,
+    }
+    return completed(make_config(tree))
+
+
+def shape_of(name: str) -> tuple[Bucket, tuple[int, int, int, int]]:
+    """(pixels, latent (C, T, h, w)) of the sampled videos."""
+    strides, channels, _ = FACTS[name]
+    latent = (1, 8, 8) if name == "flux" else (3, 4, 6)
+    return strides.pixels(latent), (channels, *latent)
+
+
+def ours(home: Path, name: str, noise: Tensor, steps: int, guidance: float) -> Tensor:
+    """Latents of our loop."""
+    config = config_of(home, name)
+    model = with_weights(config.model, 0, 0, "cpu")
+    fill(model)
+    model.eval()
+    bucket, shape = shape_of(name)
+    encoder = load_text_encoder(config.text, CPU)
+    predictor = make_predictor(model, config.objective, shape[0], encoder.width, call_of(config.model))
+    objective = make_objective(config.objective, family_sampler(config)).sized(bucket, predictor.tokens(shape[1:]))
+    text, negative = encoder.encode([PROMPT, NEGATIVE])
+    settings = SampleSettings(steps, guidance, config.sample.sampler, 0)
+    return sample_together(
+        model, objective, [text], [negative], noise, settings, CPU, None, predictor, FPS, FACTS[name][0]
+    )
+
+
+def fill(model: Any) -> None:
+    """Fill a model that came without memory from its files."""
+    from mmspeed.initialize import materialize, read_weights
+    from mmspeed.protocols import source_of
+
+    materialize(model, torch.device("cpu"))
+    source = source_of(model)
+    assert source is not None
+    read_weights(model, source)
+
+
+def official(home: Path, name: str, noise: Tensor, steps: int, guidance: float) -> Tensor:
+    """Latents (B, C, T, h, w) of the repository's own pipeline, from the same noise."""
+    import diffusers
+
+    pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(home / name)
+    pipeline.set_progress_bar_config(disable=True)
+    bucket, _ = shape_of(name)
+    arguments: dict[str, Any] = {"height": bucket.height, "width": bucket.width, "num_inference_steps": steps}
+    arguments |= {"guidance_scale": guidance, "output_type": "latent", "return_dict": False}
+    patch = FACTS[name][2]
+    latents = noise if patch is None else packed(noise, patch)
+    if name.startswith("cogvideox"):
+        latents = noise.transpose(1, 2)
+    if name != "flux":
+        arguments["num_frames"] = bucket.frames
+    if name == "ltx":
+        arguments["frame_rate"] = FPS
+    if name not in ("flux", "hunyuan-video"):
+        arguments["negative_prompt"] = NEGATIVE
+    if name == "wan":
+        arguments["max_sequence_length"] = 512
+    (result,) = pipeline(PROMPT, latents=latents.clone(), **arguments)
+    if name.startswith("cogvideox"):
+        return result.transpose(1, 2)
+    return result if patch is None else unpack(result, patch, noise)
+
+
+def unpack(tokens: Tensor, patch: tuple[int, int, int], like: Tensor) -> Tensor:
+    from mmspeed.models.families.base import unpacked
+
+    return unpacked(tokens, patch, like)
+
+
+CASES = [(name, steps, guidance) for name in FACTS for steps, guidance in ((3, 4.0), (8, 1.0))]
+
+
+@pytest.mark.parametrize(("name", "steps", "guidance"), [*CASES, ("cogvideox-5b", 30, 4.0)])
+def test_samples_are_those_of_the_pipeline(home: Path, name: str, steps: int, guidance: float) -> None:
+    _, shape = shape_of(name)
+    noise = torch.randn((1, *shape), generator=torch.Generator().manual_seed(3))
+    found, truth = ours(home, name, noise, steps, guidance), official(home, name, noise, steps, guidance)
+    assert (found - noise).abs().max() > 0.1  # it went somewhere
+    torch.testing.assert_close(found, truth, atol=1e-5, rtol=1e-5)
+
+
+def test_the_defaults_are_the_pipelines_own(home: Path) -> None:
+    sample = config_of(home, "wan").sample
+    assert (sample.sampler, sample.steps, sample.guidance) == ("family", 50, 5.0)
+    sample = config_of(home, "hunyuan-video", sample={"steps": 4, "sampler": "euler"}).sample
+    assert (sample.sampler, sample.steps, sample.guidance) == ("euler", 4, 6.0)
+    own = completed(
+        make_config({"data": {"sources": [{"path": "v"}], "buckets": [{"frames": 1, "height": 8, "width": 8}]}})
+    )
+    assert (own.sample.sampler, own.sample.steps, own.sample.guidance) == ("auto", 30, 4.0)
+
+
+def test_a_scheduler_that_draws_noise_is_refused(home: Path, tmp_path: Path) -> None:
+    import json
+    import shutil
+
+    shutil.copytree(home / "cogvideox-5b", tmp_path / "other")
+    path = tmp_path / "other" / "scheduler" / "scheduler_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"_class_name": "CogVideoXDPMScheduler"}))
+    sampler = family_sampler(config_of(tmp_path, "other"))
+    assert sampler is not None
+    with pytest.raises(UserError, match="does not drive CogVideoXDPMScheduler, which draws noise in every step"):
+        sampler.prepared(3)
+
+
+def test_objectives_are_those_of_the_schedulers(home: Path) -> None:
+    from mmspeed.config.schema import DdpmConfig, FlowConfig
+    from mmspeed.pipelines.diffusion.ddpm import alphas_cumprod
+
+    for name in FACTS:
+        config = config_of(home, name)
+        scheduler = repository_of(config.model).config("scheduler")  # type: ignore[arg-type]
+        if name.startswith("cogvideox"):
+            import diffusers
+
+            assert isinstance(config.objective, DdpmConfig)
+            assert config.objective.snr_shift_scale == (3.0 if name == "cogvideox-2b" else 1.0)
+            truth = diffusers.CogVideoXDDIMScheduler.from_config(scheduler).alphas_cumprod  # type: ignore[attr-defined]
+            torch.testing.assert_close(alphas_cumprod(config.objective).float(), truth.float(), atol=1e-6, rtol=1e-4)
+        else:
+            assert isinstance(config.objective, FlowConfig)
+            shift = config.objective.shift_of(Bucket(1, 64, 96), 1024)
+            expected = {"wan": 3.0, "ltx": 2.71828**0.95, "hunyuan-video": 7.0, "mochi": 1.0, "flux": 2.71828**0.63}[
+                name
+            ]
+            assert shift == pytest.approx(expected, rel=1e-3)
