@@ -75,7 +75,7 @@ def per_thousand(timestep: float) -> float:
 
 @dataclass(frozen=True)
 class Sampling:
-    """What the official pipeline does around its scheduler.
+    """The settings of the official pipeline around its scheduler.
 
     Args:
         steps, guidance: the pipeline's own.
