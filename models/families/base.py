@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -68,6 +69,16 @@ class SmallClass:
         return {**known, "attention_head_dim": self.head, **blocks, **self.own(config, sizes, width)}
 
 
+def even_sigmas(steps: int) -> list[float]:
+    """Noise levels 1, ..., 1 / steps, evenly spaced."""
+    return [float(sigma) for sigma in np.linspace(1.0, 1 / steps, steps)]
+
+
+def sigmas_to_zero(steps: int) -> list[float]:
+    """Noise levels from 1 towards 0, evenly spaced, without the 0 itself."""
+    return [float(sigma) for sigma in np.linspace(1.0, 0.0, steps + 1)[:-1]]
+
+
 def per_thousand(timestep: float) -> float:
     """The model time of a timestep from 0 to 1000."""
     return timestep / TIMES
@@ -82,6 +93,8 @@ class Sampling:
         sigmas: (steps) -> the noise levels that it hands to the scheduler; None: the scheduler makes them.
         time: (timestep of the scheduler) -> model time.
         sign: factor from the prediction to what the scheduler takes.
+        pack, unpack: the latent (B, C, T, h, w) as the pipeline holds it, and back to the shape of another one.
+        renormed: True where a guided prediction gets the norm of the one with the caption, over the last dim of the packed latent.
     """
 
     steps: int = 50
@@ -89,6 +102,18 @@ class Sampling:
     sigmas: Callable[[int], list[float]] | None = None
     time: Callable[[float], float] = per_thousand
     sign: float = 1.0
+    pack: Callable[[Tensor], Tensor] = lambda x_BCThw: x_BCThw
+    unpack: Callable[[Tensor, Tensor], Tensor] = lambda x, like_BCThw: x
+    renormed: bool = False
+
+    def guided(self, cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
+        """The prediction under classifier-free guidance, (B, C, T, h, w) as both."""
+        both = uncond + scale * (cond - uncond)
+        if not self.renormed:
+            return both
+        rows, mixed = self.pack(cond), self.pack(both)
+        ratio = torch.norm(rows, dim=-1, keepdim=True) / torch.norm(mixed, dim=-1, keepdim=True)
+        return self.unpack(mixed * ratio, cond)
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,19 @@ def _cogvideox(config: Config, sizes: SmallSizes, width: int) -> dict[str, Any]:
 # the encoder runs over padding, and the transformer takes all of its rows
 TEXT = TextRecipe((EncoderRecipe(226, padded=True, stored="all"),))
 LAST = TIMES - 1  # index of the noisiest of its timesteps
-SAMPLING = Sampling(steps=50, guidance=6.0, time=lambda timestep: timestep / LAST)
+
+
+def _frames_first(x_BCThw: Tensor) -> Tensor:
+    return x_BCThw.transpose(1, 2)
+
+
+def _channels_first(x_BTChw: Tensor, like_BCThw: Tensor) -> Tensor:
+    return x_BTChw.transpose(1, 2)
+
+
+SAMPLING = Sampling(
+    steps=50, guidance=6.0, time=lambda timestep: timestep / LAST, pack=_frames_first, unpack=_channels_first
+)
 PUBLISHED = {
     "cogvideox-2b": Published("zai-org/CogVideoX-2b", 49, 480, 720, 8.0, (4, 16)),
     "cogvideox-5b": Published("zai-org/CogVideoX-5b", 49, 480, 720, 8.0, (4, 16)),

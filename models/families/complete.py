@@ -23,6 +23,10 @@ Scheduler = dict[str, Any]  # the contents of scheduler_config.json
 STEPS, GUIDANCE = 30, 4.0  # of sampling from models of our own
 EXPERTS = {"high": "transformer", "low": "transformer_2"}  # folders of the two experts of a repository
 SCHEDULES = {"linear": "linear", "scaled_linear": "scaled_linear", "squaredcos_cap_v2": "cosine"}
+# facts of a scheduler, which an objective written by hand is held against
+FACTS = (
+    "shift", "auto_shift", "steps", "schedule", "beta_start", "beta_end", "prediction", "zero_terminal_snr", "snr_shift_scale",
+)  # fmt: skip
 PREDICTIONS = {"v_prediction": "v", "epsilon": "epsilon"}
 
 
@@ -49,6 +53,28 @@ def completed(config: Config) -> Config:
     if sample.sampler == "auto" and repository_of(model).has("scheduler"):
         sample = sample.model_copy(update={"sampler": "family"})
     return config.model_copy(update={**changes, "sample": completed_sample(sample, sampling)})
+
+
+def objective_warnings(config: Config) -> list[str]:
+    """The differences between an objective written by hand and that of the model's repository; none where there is no repository.
+
+    Also none where its scheduler is of no known objective.
+    """
+    written, model = config.objective, config.model
+    if isinstance(written, FamilyObjectiveConfig) or not isinstance(model, PublishedModelConfig):
+        return []
+    try:
+        own = objective_of(repository_of(model).config("scheduler"), FamilyObjectiveConfig(kind="family"))
+    except UserError:
+        return []
+    if written.kind != own.kind:
+        differences = [f"kind is {written.kind}, the scheduler's {own.kind}"]
+    else:
+        mine, theirs = written.model_dump(), own.model_dump()
+        names = [name for name in FACTS if mine.get(name) != theirs.get(name)]
+        differences = [f"{name} is {mine[name]}, the scheduler's {theirs[name]}" for name in names]
+    words = f"objective is not the one that {model.pretrained} was trained with: {'; '.join(differences)}"
+    return [f"{words}; leave the section out, or set kind: family"] if differences else []
 
 
 def completed_sample(sample: SampleConfig, sampling: Sampling) -> SampleConfig:

@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from mmspeed.models.families.base import (
     SmallClass,
     SmallSizes,
     check_sizes,
+    even_sigmas,
     first_output,
     only_images,
     outputs_of,
@@ -120,7 +120,7 @@ TEXT = TextRecipe(
         EncoderRecipe(77, gives="pooled"),
     )
 )
-SAMPLING = Sampling(steps=28, guidance=3.5, sigmas=lambda steps: [float(s) for s in np.linspace(1.0, 1 / steps, steps)])
+SAMPLING = Sampling(steps=28, guidance=3.5, sigmas=even_sigmas)
 PUBLISHED = {
     "flux.1-dev": Published("black-forest-labs/FLUX.1-dev", 1, 1024, 1024, 1.0, (1, 16)),
 }

@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +27,7 @@ from mmspeed.models.families.base import (
     first_output,
     outputs_of,
     pooled_of,
+    sigmas_to_zero,
     small_channels,
     token_grid,
     width_of,
@@ -120,9 +120,7 @@ TEXT = TextRecipe(
         EncoderRecipe(77, "text_encoder_2", "tokenizer_2", "pooled"),
     )
 )
-SAMPLING = Sampling(
-    steps=50, guidance=6.0, sigmas=lambda steps: [float(s) for s in np.linspace(1.0, 0.0, steps + 1)[:-1]]
-)
+SAMPLING = Sampling(steps=50, guidance=6.0, sigmas=sigmas_to_zero)
 PUBLISHED = {
     "hunyuan-video": Published("hunyuanvideo-community/HunyuanVideo", 129, 720, 1280, 24.0, (4, 16)),
 }

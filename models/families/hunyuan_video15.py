@@ -21,9 +21,11 @@ from mmspeed.models.families.base import (
     Family,
     Latent,
     Published,
+    Sampling,
     SmallClass,
     SmallSizes,
     first_output,
+    sigmas_to_zero,
     token_grid,
     width_of,
 )
@@ -161,6 +163,7 @@ def _few(call: ModelCall, text_tokens: int) -> ModelCall:
 
 # of the last block, whose text goes nowhere
 LAST_TEXT = ("attn.add_q_proj.*", "attn.norm_added_q.*", "attn.to_add_out.*", "ff_context.*")
+SAMPLING = Sampling(steps=50, guidance=6.0, sigmas=sigmas_to_zero)
 PUBLISHED = {
     "hunyuan-video1.5-480p": Published(
         "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v", 121, 480, 832, 24.0, (4, 16)
@@ -175,6 +178,7 @@ FAMILY = Family(
     NAME,
     HunyuanVideo15Call(),
     SmallClass(HunyuanVideo15Call.patch, 12, _hunyuan_video15, _few),
+    sampling=SAMPLING,
     published=PUBLISHED,
     unused=(
         "image_embedder.*",  # text to video gives it zeros, and leaves its tokens out

@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from mmspeed.errors import UserError
@@ -24,6 +23,7 @@ from mmspeed.models.families.base import (
     SmallClass,
     SmallSizes,
     check_sizes,
+    even_sigmas,
     first_output,
     outputs_of,
     packed,
@@ -107,7 +107,7 @@ def _ltx(config: Config, sizes: SmallSizes, width: int) -> dict[str, Any]:
 
 # the encoder runs over padding, whose rows the transformer's mask leaves out
 TEXT = TextRecipe((EncoderRecipe(128, padded=True),))
-SAMPLING = Sampling(steps=50, guidance=3.0, sigmas=lambda steps: [float(s) for s in np.linspace(1.0, 1 / steps, steps)])
+SAMPLING = Sampling(steps=50, guidance=3.0, sigmas=even_sigmas)
 PUBLISHED = {
     "ltx-2b": Published("Lightricks/LTX-Video", 161, 512, 704, 25.0, (8, 32)),
 }

@@ -18,9 +18,11 @@ from mmspeed.models.families.base import (
     Family,
     Latent,
     Published,
+    Sampling,
     SmallClass,
     SmallSizes,
     check_sizes,
+    even_sigmas,
     first_output,
     only_images,
     packed,
@@ -31,6 +33,7 @@ from mmspeed.models.families.base import (
 from mmspeed.protocols.calls import Conditions, Predicted
 
 NAME = "QwenImageTransformer2DModel"
+PATCH: Latent = (1, 2, 2)  # of the pipeline
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,17 @@ def _qwen_image(config: Config, sizes: SmallSizes, width: int) -> dict[str, Any]
 
 # of the last block, whose text goes nowhere
 LAST_TEXT = ("attn.add_q_proj.*", "attn.norm_added_q.*", "attn.to_add_out.*", "txt_mlp.*")
+
+
+def _packed(x_BCThw: Tensor) -> Tensor:
+    return packed(x_BCThw, PATCH)
+
+
+def _unpacked(tokens_BNP: Tensor, like_BCThw: Tensor) -> Tensor:
+    return unpacked(tokens_BNP, PATCH, like_BCThw)
+
+
+SAMPLING = Sampling(steps=50, guidance=4.0, sigmas=even_sigmas, pack=_packed, unpack=_unpacked, renormed=True)
 PUBLISHED = {
     "qwen-image": Published("Qwen/Qwen-Image", 1, 1328, 1328, 1.0, (1, 16)),
 }
@@ -110,6 +124,7 @@ FAMILY = Family(
     NAME,
     QwenImageCall(),
     SmallClass(QwenImageCall.patch, 12, _qwen_image),
+    sampling=SAMPLING,
     published=PUBLISHED,
     unused=tuple(f"transformer_blocks.-1.{part}" for part in LAST_TEXT),
 )

@@ -72,11 +72,21 @@ def time_from_quantile(u_B: Tensor, cfg: FlowConfig) -> Tensor:
     if cfg.range is not None:
         low, high = (quantile_of_time(time, cfg) for time in cfg.range)
         cut = cfg.model_copy(update={"range": None})
-        # rounding may step over an end
-        return time_from_quantile(low + u_B * (high - low), cut).clamp(*cfg.range)
+        # rounding may step over an end, and that to float32, in which the model gets times
+        return time_from_quantile(low + u_B * (high - low), cut).clamp(*_float32_inside(cfg.range))
     if cfg.timesteps == "logit_normal":
         u_B = torch.sigmoid(cfg.logit_mean + cfg.logit_std * torch.special.ndtri(u_B))
     return shift_time(u_B, number_of_shift(cfg))
+
+
+def _float32_inside(bounds: tuple[float, float]) -> tuple[float, float]:
+    """The least and the largest float32 number between two bounds."""
+    low, high = (torch.tensor(bound, dtype=torch.float32) for bound in bounds)
+    if low.double() < bounds[0]:
+        low = torch.nextafter(low, torch.tensor(1.0))
+    if high.double() > bounds[1]:
+        high = torch.nextafter(high, torch.tensor(0.0))
+    return float(low), float(high)
 
 
 def quantile_of_time(time: float, cfg: FlowConfig) -> float:

@@ -32,6 +32,7 @@ class Objective(Protocol):
     """The interface of an objective in training and sampling."""
 
     sampler_names: tuple[str, ...]  # the first is the one of `auto`
+    family: FamilySampler | None  # of a published model's repository
 
     def sized(self, bucket: Bucket, tokens: int) -> Objective:
         """The objective of samples of a bucket, of `tokens` tokens each; itself where nothing depends on size.

@@ -66,11 +66,21 @@ def ddim(
     return x
 
 
-def guided(predict_cond: Predict, predict_uncond: Predict, scale: float, rescale: float = 0.0) -> Predict:
+Mix = Callable[[Tensor, Tensor, float], Tensor]  # (with the caption, without, scale) -> the guided prediction
+
+
+def mixed(cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
+    """uncond + scale (cond - uncond), of the shape of both."""
+    return uncond + scale * (cond - uncond)
+
+
+def guided(
+    predict_cond: Predict, predict_uncond: Predict, scale: float, rescale: float = 0.0, mix: Mix = mixed
+) -> Predict:
     """The prediction under classifier-free guidance (Ho & Salimans 2022): uncond + scale (cond - uncond).
 
     Scales 1 and 0 are one of the two predictions alone, and call only that one. `rescale`: the share, from 0 to 1, by which the guided
-    prediction of each sample gets the standard deviation of `cond` (Lin et al. 2023, section 3.4).
+    prediction of each sample gets the standard deviation of `cond` (Lin et al. 2023, section 3.4). `mix`: another rule in place of the sum.
     """
     if scale == 1:
         return predict_cond
@@ -80,7 +90,7 @@ def guided(predict_cond: Predict, predict_uncond: Predict, scale: float, rescale
     def predict(x_BCThw: Tensor, t_B: Tensor) -> Tensor:
         uncond = predict_uncond(x_BCThw, t_B).to(x_BCThw.dtype)
         cond = predict_cond(x_BCThw, t_B).to(x_BCThw.dtype)
-        both = uncond + scale * (cond - uncond)
+        both = mix(cond, uncond, scale)
         return both if rescale == 0 else rescaled(both, cond, rescale)
 
     return predict

@@ -114,10 +114,6 @@ class FamilySampler:
         kind = getattr(diffusers, name, None)
         if kind is None or "sample" not in inspect.signature(kind.step).parameters:
             raise UserError(f"sample.sampler: family: the scheduler {name} of the model's repository is not known")
-        if "old_pred_original_sample" in inspect.signature(kind.step).parameters:
-            raise UserError(
-                f"sample.sampler: family does not drive {name}, which draws noise in every step: use another sampler"
-            )
         scheduler = kind.from_config(dict(self.scheduler))
         arguments: dict[str, Any] = {}
         if self.sampling.sigmas is not None:
@@ -142,13 +138,36 @@ class FamilySampler:
     def sample(self, predict: Predict, noise_BCThw: Tensor, steps: int, on_step: OnStep | None = None) -> Tensor:
         """Data (B, C, T, h, w) from noise, float32; one call of `predict` a step. Raises UserError as `prepared`."""
         scheduler = self.prepared(steps)
-        x = working(noise_BCThw) * float(getattr(scheduler, "init_noise_sigma", 1.0))
-        total = len(scheduler.timesteps)
-        for i, timestep in enumerate(scheduler.timesteps):
-            predicted = self.sampling.sign * call(predict, x, self.sampling.time(timestep.item()))
-            x = scheduler.step(predicted, timestep, x, return_dict=False)[0].to(x.dtype)
-            tell(on_step, i + 1, total)
-        return x
+        takes = inspect.signature(scheduler.step).parameters
+        further = {"generator": generators(noise_BCThw)} if "generator" in takes else {}
+        pack, unpack, start = self.sampling.pack, self.sampling.unpack, working(noise_BCThw)
+        x = pack(start) * float(getattr(scheduler, "init_noise_sigma", 1.0))
+        timesteps, data = scheduler.timesteps, None
+        for i, timestep in enumerate(timesteps):
+            time = self.sampling.time(timestep.item())
+            predicted = self.sampling.sign * pack(call(predict, unpack(x, start), time))
+            if (
+                "old_pred_original_sample" in takes
+            ):  # it keeps the data that the step before predicted outside of itself
+                before = timesteps[i - 1] if i else None
+                x, data = scheduler.step(predicted, data, timestep, before, x, **further, return_dict=False)
+            else:
+                x = scheduler.step(predicted, timestep, x, **further, return_dict=False)[0]
+            x = x.to(start.dtype)
+            tell(on_step, i + 1, len(timesteps))
+        return unpack(x, start)
+
+
+def generators(noise_BCThw: Tensor) -> list[torch.Generator]:
+    """Generators of the noise that some schedulers add in their steps, one for each sample, begun by the sample's first noise.
+
+    So a sample's draws depend on its seed and prompt, and on nothing that is sampled beside it.
+    """
+    begun = []
+    for noise in noise_BCThw.detach().float().cpu():
+        seed = int.from_bytes(noise.flatten()[:2].contiguous().numpy().tobytes(), "little") >> 1
+        begun.append(torch.Generator().manual_seed(seed))
+    return begun
 
 
 def family_sampler(config: Config) -> FamilySampler | None:

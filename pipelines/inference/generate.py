@@ -16,7 +16,7 @@ from mmspeed.compute.sparse.module import warm_plans
 from mmspeed.device import Device
 from mmspeed.pipelines.diffusion.objective import Objective
 from mmspeed.pipelines.diffusion.predictor import Predictor, conditions_of_texts
-from mmspeed.pipelines.diffusion.samplers import OnStep, Predict, guided
+from mmspeed.pipelines.diffusion.samplers import OnStep, Predict, guided, mixed
 from mmspeed.protocols import TextEntry
 from mmspeed.protocols.calls import Conditions
 from mmspeed.shapes import Strides
@@ -98,12 +98,14 @@ def sample_together(
     # plans of sparse attention begin with those of the step before, by condition
     with warm_plans(model) as use:
         both = [conditions_of_texts(each, device.torch_device, fps, strides) for each in (texts, negatives)]
+        family = objective.family if settings.sampler == "family" else None
         own, scale = predictor.guided(settings.guidance)
         predict = guided(
             _predictor(model, own, both[0], lambda: use("text")),
             _predictor(model, own, both[1], lambda: use("negative")),
             scale,
             settings.rescale,
+            mixed if family is None else family.sampling.guided,
         )
         noise_PCThw = noise_PCThw.to(device.torch_device)
         return objective.sample(predict, noise_PCThw, settings.steps, settings.sampler, on_step=on_step)

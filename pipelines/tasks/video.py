@@ -40,7 +40,7 @@ from mmspeed.models import SoraDiT
 from mmspeed.models.build import call_of, repository_of, size_warnings, with_weights
 from mmspeed.models.codecs.vae import codec_geometry
 from mmspeed.models.diffusers.plans import declare_known_plan
-from mmspeed.models.families.complete import completed
+from mmspeed.models.families.complete import completed, objective_warnings
 from mmspeed.models.sparse_note import sparse_lines, sparse_warnings
 from mmspeed.models.text.encoders import caption_limit, text_width
 from mmspeed.parallel import token_layout, unwrap
@@ -110,7 +110,9 @@ class VideoTask:
         build: BuildModel | None = None,
         call: ModelCall | None = None,
     ) -> None:
-        config = completed(with_recorded_weighting(config))
+        config = with_recorded_weighting(config)
+        self._objective_warnings = objective_warnings(config)
+        config = completed(config)
         self.config, self.maker, self._build = config, maker, build or with_weights
         self._call = call_of(config.model) if call is None and build is None else call
         self.weighting = config.weighting
@@ -253,10 +255,11 @@ class VideoTask:
             self._mlp_trials.before_steps((self.latent(bucket), size) for bucket, size in sizes.items())
 
     def notes(self) -> tuple[list[str], list[str]]:
-        """Lines and warnings: of sparse attention, of weights that stay frozen, of sizes far from those of a published model."""
+        """Lines and warnings: of sparse attention, of weights that stay frozen, of an objective and sizes unlike a published model's."""
         latents, own = {bucket: self.latent(bucket) for bucket in sorted(self.cache.samples.buckets())}, self.own
         if not isinstance(own, SoraDiT):
-            return unused_lines(self._unused or []), size_warnings(self.config.model, sorted(latents))
+            warnings = [*self._objective_warnings, *size_warnings(self.config.model, sorted(latents))]
+            return unused_lines(self._unused or []), warnings
         return sparse_lines(own, latents), sparse_warnings(own, latents, self.config)
 
     def compare_start(self, start: str) -> list[str]:

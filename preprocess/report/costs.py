@@ -16,6 +16,7 @@ from mmspeed.errors import UserError
 from mmspeed.log import format_bytes, format_figure
 from mmspeed.memory.recompute.regions import check_policies
 from mmspeed.models.build import check_inputs, counts_of, outline, size_warnings, words_of
+from mmspeed.models.families.complete import objective_warnings
 from mmspeed.models.sora.model import SoraDiT
 from mmspeed.models.sparse_note import sparse_lines
 from mmspeed.models.text.encoders import text_width
@@ -230,7 +231,7 @@ def hints(config: Config, statistics: DataStatistics, costs: Costs | None, trunc
         suggestions.append(f"{truncated} captions are cut to {config.text.max_tokens} tokens: text.max_tokens")
     if sums["beyond_limit"]:
         suggestions.append(f"{sums['beyond_limit']} sources are left out by data.limit: {config.data.limit}")
-    suggestions += size_warnings(config.model, config.buckets)
+    suggestions += [*objective_warnings(config), *size_warnings(config.model, config.buckets)]
     if statistics.samples("train") and not statistics.samples("val"):
         suggestions.append("nothing is held out for validation; set data.val_fraction, such as 0.02")
     return suggestions

@@ -108,6 +108,7 @@ def save_cogvideox(folder: Path, kind: str = "5b", **changes: Any) -> Path:
     from diffusers import (
         AutoencoderKLCogVideoX,
         CogVideoXDDIMScheduler,
+        CogVideoXDPMScheduler,
         CogVideoXPipeline,
         CogVideoXTransformer3DModel,
     )
@@ -122,7 +123,8 @@ def save_cogvideox(folder: Path, kind: str = "5b", **changes: Any) -> Path:
     }  # fmt: skip
     if kind == "1.5":
         sizes |= {"patch_size_t": 2, "ofs_embed_dim": 16, "patch_bias": False, "sample_frames": 9}
-    scheduler = CogVideoXDDIMScheduler(
+    scheduler_class = CogVideoXDDIMScheduler if kind == "2b" else CogVideoXDPMScheduler
+    scheduler = scheduler_class(
         beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", prediction_type="v_prediction", set_alpha_to_one=True,
         rescale_betas_zero_snr=True, snr_shift_scale=3.0 if kind == "2b" else 1.0,
         timestep_spacing="linspace" if kind == "2b" else "trailing",
