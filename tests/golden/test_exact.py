@@ -199,3 +199,15 @@ def test_there_are_12_on_one_process_and_4_on_two() -> None:
 def test_a_checkout_that_python_does_not_find_is_refused(tmp_path: Path) -> None:
     with pytest.raises(exact.FailedError, match="is not in the old checkout"):
         exact.make_side("old", tmp_path, tmp_path)
+
+
+def test_old_code_that_has_a_witness_is_spoken_to_in_its_own_keys(tmp_path: Path) -> None:
+    """Its configs have the names that its own table gives; a commit from before the witness has those of the table here."""
+    (tmp_path / "checkout" / "tests" / "golden").mkdir(parents=True)
+    for package in ("mmspeed", "tests", "tests/golden"):
+        (tmp_path / "checkout" / package).mkdir(exist_ok=True)
+        (tmp_path / "checkout" / package / "__init__.py").touch()
+    tables = "NEW_KEYS = {'memory.spans': 'room.policy'}\nNEW_VALUES = {'a.b': {True: 'on'}}\n"
+    (tmp_path / "checkout" / "tests" / "golden" / "exact_cases.py").write_text(tables)
+    side = exact.make_side("old", tmp_path / "checkout", tmp_path)
+    assert (side.keys, side.values, side.own) == ({"memory.spans": "room.policy"}, {"a.b": {True: "on"}}, {})

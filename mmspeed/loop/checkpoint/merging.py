@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mmspeed.data.cache.files import private_file
 from mmspeed.errors import UserError
 
 from .load import of_role, open_checkpoint
@@ -96,13 +97,11 @@ def whole_tensor(folder: Path, index: dict[str, Any], name: str) -> Tensor:
 
 
 def _save(tensors: dict[str, Tensor], target: Path, sources: list[str]) -> None:
-    temporary = target.with_name(f".{target.name}.tmp")
     try:
-        save_file(tensors, temporary, metadata={"format": "pt", "averages_of": json.dumps(sources)})
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
+        with private_file(target) as temporary:
+            save_file(tensors, temporary, metadata={"format": "pt", "averages_of": json.dumps(sources)})
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
         sync_folder(target.parent)
     except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
         raise UserError(f"{target} cannot be written: {error}") from None
