@@ -203,6 +203,13 @@ def check(
             help="Instead, check that this layout computes the same as one process: the config, reduced in size, on CPU processes.",
         ),
     ] = None,
+    against_official: Annotated[
+        bool,
+        typer.Option(
+            "--against-official",
+            help="Instead, compare the call that training makes of a published model with the official pipeline's.",
+        ),
+    ] = False,
 ) -> None:
     """Read the sources and report the schedule and its cost, in lines and as an HTML page; needs no accelerator."""
     from mmspeed.config import load_run_config
@@ -213,6 +220,12 @@ def check(
         other_options = {"--report": report_file, "--suggest-buckets": suggest_buckets, "--ranks": ranks}
         with log.Working(f"checking the layout {parallel}"):
             code = check_parallel(load_run_config(config, overrides or ()), parallel, other_options)
+        raise typer.Exit(code)
+    if against_official:
+        from .check import check_official
+
+        with log.Working("comparing with the official pipeline"):
+            code = check_official(load_run_config(config, overrides or ()))
         raise typer.Exit(code)
     from rich.console import Console
 

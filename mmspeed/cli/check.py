@@ -46,6 +46,19 @@ def check_parallel(config: RunConfig, layout: str, others: Mapping[str, object])
     return 0 if result.passed else 1
 
 
+def check_official(config: RunConfig) -> int:
+    """Print how the call that training makes of a published model compares with its official pipeline's; return 0 if they agree, else 1.
+
+    Raises UserError for a model that has no official pipeline.
+    """
+    from mmspeed.config import video_config
+    from mmspeed.pipelines.tasks.official_check import check_against_official
+
+    result = check_against_official(video_config(config, "--against-official"))
+    print("\n".join(result.lines()))
+    return 0 if result.passed else 1
+
+
 def model_lines(config: RunConfig) -> list[str]:
     """Lines about the policies that the model's blocks can have, and those chosen for the budget.
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mmspeed.models.diffusers.products import attention, linear
 from mmspeed.models.families.base import (
+    TIMES,
     Config,
     Family,
     Latent,
@@ -68,7 +69,7 @@ class FluxCall:
         )
         arguments = {
             "hidden_states": packed(x_BCThw, PATCH),
-            "timestep": t_B,
+            "timestep": TIMES * t_B / TIMES,  # rounded as the pipeline rounds it
             "encoder_hidden_states": text_BLD,
             "pooled_projections": pooled_BD.to(x_BCThw.dtype),
             "txt_ids": x_BCThw.new_zeros(text_BLD.shape[1], 3),

@@ -14,6 +14,7 @@ from torch import Tensor
 from mmspeed.errors import UserError
 from mmspeed.models.diffusers.products import attention, linear
 from mmspeed.models.families.base import (
+    TIMES,
     Config,
     Family,
     Latent,
@@ -64,7 +65,7 @@ class QwenImageCall:
         patch, b = self.patch(config), len(x_BCThw)
         return {
             "hidden_states": packed(x_BCThw, patch),
-            "timestep": t_B,
+            "timestep": TIMES * t_B / TIMES,  # rounded as the pipeline rounds it
             "encoder_hidden_states": conditions.text_BLD.to(x_BCThw.dtype),
             "encoder_hidden_states_mask": conditions.text_mask_BL,
             "img_shapes": [[token_grid(tuple(x_BCThw.shape[2:]), patch)]] * b,

@@ -1,0 +1,333 @@
+"""Compare the call that training makes of a published transformer with the call of the model's official pipeline.
+
+Both calls are recorded and go no further, so the transformer is an outline without weights. The official pipeline gets the same noisy
+latents, in whatever shape it draws its noise, the same time and the same captions; it encodes these itself.
+
+Legend: B batch, C channels, T h w latent, L caption tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from mmspeed import rng
+from mmspeed.config import Config
+from mmspeed.config.schema import PublishedModelConfig
+from mmspeed.data.loading.collate import draw_noise, pad_texts, video_batch
+from mmspeed.device import Device
+from mmspeed.errors import UserError
+from mmspeed.models.build import outline, repository_of
+from mmspeed.models.diffusers.repository import Repository
+from mmspeed.models.text.encoders import load_text_encoder
+from mmspeed.models.weights import quiet
+from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.protocols import Batch
+from mmspeed.shapes import Bucket, as_bucket
+
+PROMPTS = ("a red fox runs over fresh snow in the morning sun", "rain")
+QUANTILE = 0.37  # of the time, the same for all: a pipeline has one time
+ENCODED = (
+    1e-6  # the largest difference of captions, of their largest number: encoders sum in another order in another batch
+)
+RATE = 24.0  # frames per second, where the config names none
+Arguments = Mapping[str, Any]
+# arguments that change nothing in training, and those that stand for an absent one
+SILENT = ("return_dict", "attention_kwargs", "joint_attention_kwargs")
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One argument of both calls.
+
+    Args:
+        name: of the forward's argument.
+        ours, official: the kind of value, in words.
+        error: the largest difference of the numbers that count; None where the two cannot be compared.
+        allowed: the largest that is right.
+    """
+
+    name: str
+    ours: str
+    official: str
+    error: float | None
+    allowed: float
+
+    @property
+    def right(self) -> bool:
+        """True where both calls agree."""
+        return self.error is not None and self.error <= self.allowed
+
+    def line(self) -> str:
+        """A line of the report."""
+        told = "cannot be compared" if self.error is None else f"differ by {self.error:.3g}" if self.error else "equal"
+        return f"{'' if self.right else 'WRONG: '}{self.name}: ours {self.ours}, official {self.official}: {told}"
+
+
+@dataclass(frozen=True)
+class OfficialCheck:
+    """The comparison of the calls of a bucket. `name`: of the class."""
+
+    name: str
+    bucket: Bucket
+    arguments: tuple[Compared, ...]
+
+    @property
+    def passed(self) -> bool:
+        """True where all arguments agree."""
+        return all(argument.right for argument in self.arguments)
+
+    def lines(self) -> list[str]:
+        """The report."""
+        told = "is the official pipeline's" if self.passed else "differs from the official pipeline's"
+        head = f"{self.name}: the call of training at {self.bucket} {told}"
+        return [head, *(f"  {argument.line()}" for argument in self.arguments)]
+
+
+def check_against_official(config: Config, prompts: Sequence[str] = PROMPTS) -> OfficialCheck:
+    """The comparison for the first bucket of a config with a published model.
+
+    The text encoders of the config and the pipeline's are loaded, one after the other. Raises UserError for another model, and where the
+    repository's pipeline is not in diffusers or takes no captions alone.
+    """
+    if not isinstance(config.model, PublishedModelConfig):
+        raise UserError("--against-official compares published models: model.kind is sora")
+    repository, task = repository_of(config.model), VideoTask(config)
+    task.open_without_data()
+    bucket = as_bucket(config.buckets[0])
+    batch = training_batch(task, bucket, prompts)
+    model = outline(config.model, task.inputs.channels, task.inputs.text_width)
+    ours = recorded(model, lambda: task.loss({"model": model}, batch))
+    pipeline = official_pipeline(repository, model)
+    t = float(time_of(task, batch)[0])
+    official = official_call(pipeline, model, noisy(task, batch), t, prompts, bucket, config.data.fps or RATE)
+    return OfficialCheck(repository.class_name, bucket, compared(ours, official))
+
+
+def training_batch(task: VideoTask, bucket: Bucket, prompts: Sequence[str]) -> Batch:
+    """A batch as the loader makes it, of random latents with these captions, all at one time."""
+    entries = load_text_encoder(task.config.text, Device("cpu", 0)).encode(list(prompts))
+    text_BLD, mask_BL = pad_texts(entries)
+    pooled = [entry.pooled_D for entry in entries if entry.pooled_D is not None]
+    names, shape_CThw = [("check", 0, i) for i in range(len(prompts))], (task.inputs.channels, *task.latent(bucket))
+    return video_batch(
+        latents_BCThw=torch.stack([rng.normal(shape_CThw, 0, "official", i) for i in range(len(prompts))]),
+        text_BLD=text_BLD,
+        text_mask_BL=mask_BL,
+        weights_B=torch.ones(len(prompts)),
+        names=names,
+        bucket=bucket,
+        sources=["check"] * len(prompts),
+        pooled_BD=torch.stack(pooled).float() if len(pooled) == len(entries) else None,
+        noise_BCThw=draw_noise(names, shape_CThw, 0),
+        u_B=torch.full((len(prompts),), QUANTILE, dtype=torch.float64),
+        fps_B=torch.full((len(prompts),), task.config.data.fps or RATE) if task.predictor.timed else None,
+    )
+
+
+def time_of(task: VideoTask, batch: Batch) -> Tensor:
+    """The model times (B,) of a batch."""
+    bucket, latent = as_bucket(batch.shape), batch["latents"].shape[2:]
+    objective = task.objective.sized(bucket, task.predictor.tokens((latent[0], latent[1], latent[2])))
+    return objective.time_from_quantile(batch["quantiles"]).float()
+
+
+def noisy(task: VideoTask, batch: Batch) -> Tensor:
+    """The noisy latents (B, C, T, h, w) of a batch."""
+    return task.objective.training_pair(batch["latents"], batch["noise"], time_of(task, batch))[0]
+
+
+class _RecordedError(Exception):
+    """Ends a call whose arguments are known."""
+
+
+def recorded(model: nn.Module, run: Callable[[], object]) -> Arguments:
+    """The arguments, by name, with which `run` first calls a model, which is not computed."""
+    calls: list[Arguments] = []
+    names = inspect.signature(type(model).forward)
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append(
+            {key: each for key, each in names.bind(module, *args, **kwargs).arguments.items() if key != "self"}
+        )
+        raise _RecordedError
+
+    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        run()
+    except _RecordedError:
+        pass
+    finally:
+        handle.remove()
+    if not calls:
+        raise UserError(f"{type(model).__name__} was not called")
+    return calls[0]
+
+
+def official_pipeline(repository: Repository, model: nn.Module) -> Any:
+    """The repository's own pipeline around a transformer, on the CPU. Raises UserError for a pipeline that diffusers lacks."""
+    import diffusers
+
+    name = repository.index.get("_class_name", "")
+    kind = getattr(diffusers, name, None)
+    if kind is None:
+        raise UserError(
+            f"{repository.key}: diffusers {diffusers.__version__} has no pipeline {name or 'of this repository'}"
+        )
+    own = repository.index.get(repository.transformer)
+    places = [part for part, place in repository.index.items() if place == own]  # also a second expert
+    with quiet():
+        pipeline = kind.from_pretrained(repository.folder, **dict.fromkeys(places, model), local_files_only=True)
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.__class__ = type(name, (kind,), {"_execution_device": torch.device("cpu")})
+    return pipeline
+
+
+@torch.no_grad()
+def official_call(
+    pipeline: Any, model: nn.Module, x_BCThw: Tensor, t: float, prompts: Sequence[str], bucket: Bucket, fps: float
+) -> Arguments:
+    """The arguments with which a pipeline calls its transformer for these noisy latents, at model time `t`."""
+    takes, guided = inspect.signature(pipeline.__call__).parameters, _config(model).get("guidance_embeds", False)
+    given: dict[str, Any] = {
+        "height": bucket.height,
+        "width": bucket.width,
+        "num_frames": bucket.frames,
+        "num_inference_steps": 2,
+        "output_type": "latent",
+        "frame_rate": fps,
+        **({} if guided else {"guidance_scale": 1.0}),  # without a second prediction
+    }
+    _set_time(pipeline.scheduler, t)
+    keys = {key: each for key, each in given.items() if key in takes}
+
+    def run() -> None:
+        with _DrawsThese(x_BCThw):
+            pipeline(prompt=list(prompts), **keys)
+
+    return recorded(model, run)
+
+
+def _set_time(scheduler: Any, t: float) -> None:
+    """Let a scheduler have one step, at model time `t`, in its own units."""
+    steps = scheduler.config.num_train_timesteps
+    if scheduler.config.get("prediction_type") == "v_prediction":
+        time = torch.tensor([round(t * (steps - 1))])
+    else:
+        sigma = torch.tensor([t], dtype=torch.float32)
+        time = (1.0 - sigma if scheduler.config.get("invert_sigmas") else sigma) * steps
+
+    def set_timesteps(
+        num_inference_steps: Any = None, device: Any = None, sigmas: Any = None, timesteps: Any = None, mu: Any = None
+    ) -> None:
+        scheduler.timesteps, scheduler.num_inference_steps = time, 1
+        scheduler.sigmas = torch.tensor([t, 0.0])
+
+    scheduler.set_timesteps = set_timesteps
+
+
+class _DrawsThese(TorchFunctionMode):
+    """A mode in which noise of the latent's size is the latent (B, C, T, h, w), with its dims in the order that is asked for."""
+
+    def __init__(self, x_BCThw: Tensor) -> None:
+        super().__init__()
+        self.x_BCThw = x_BCThw
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.randn:
+            size = tuple(args[0]) if args and isinstance(args[0], Sequence) else tuple(args)
+            x_BCThw = self.x_BCThw
+            for each in (x_BCThw, x_BCThw.transpose(1, 2), x_BCThw[:, :, 0]):
+                if tuple(each.shape) == size and each.numel() == x_BCThw.numel():
+                    return each.clone()
+        return func(*args, **(kwargs or {}))
+
+
+def compared(ours: Arguments, official: Arguments) -> tuple[Compared, ...]:
+    """The arguments of two calls of one class. Rows of captions that a mask leaves out do not count."""
+    names = [name for name in dict.fromkeys((*ours, *official)) if name not in SILENT]
+    found = []
+    for name in names:
+        one, other = ours.get(name), official.get(name)
+        if one is None and other is None:
+            continue
+        allowed = ENCODED if name.startswith(("encoder_hidden_states", "pooled")) and "mask" not in name else 0.0
+        if allowed and isinstance(other, Tensor):
+            allowed *= max(1.0, float(other.abs().max()))
+        found.append(Compared(name, _words(one), _words(other), _difference(name, one, other, ours, official), allowed))
+    return tuple(found)
+
+
+def _difference(name: str, one: Any, other: Any, ours: Arguments, official: Arguments) -> float | None:
+    """The largest difference of two arguments; None for those of other kinds or shapes."""
+    if "mask" in name:
+        return _of_masks(one, other)
+    mask = _mask_of(name, ours)
+    if mask is not None and isinstance(one, Tensor) and isinstance(other, Tensor) and one.ndim == other.ndim == 3:
+        if other.shape[1] < one.shape[1] or one.shape[2] != other.shape[2] or len(one) != len(other):
+            return None
+        one, other = one[mask], other[:, : one.shape[1]][mask]
+    return _distance(one, other)
+
+
+def _distance(one: Any, other: Any) -> float | None:
+    """The largest difference of two values: tensors of one shape and kind, numbers, or sequences of them."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return None
+        return float((one.double() - other.double()).abs().max()) if one.numel() else 0.0
+    if isinstance(one, Sequence) and isinstance(other, Sequence) and len(one) == len(other):
+        each = [_distance(*pair) for pair in zip(one, other, strict=True)]
+        return None if None in each else max((error for error in each if error is not None), default=0.0)
+    if isinstance(one, Tensor) and isinstance(
+        other, int | float
+    ):  # one for each sample, where the pipeline has one for all
+        return float((one.double() - torch.tensor(other, dtype=one.dtype).double()).abs().max())
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        return abs(one - other)
+    return None
+
+
+def _of_masks(one: Any, other: Any) -> float | None:
+    """0 for masks (B, L) that show the same tokens; an absent one shows all, and what lies beyond the shorter one must be hidden."""
+    masks = [mask.bool() for mask in (one, other) if isinstance(mask, Tensor)]
+    if len(masks) == 1:
+        return float((~masks[0]).any())
+    if len(masks) != 2 or len(masks[0]) != len(masks[1]):
+        return None
+    length = min(mask.shape[1] for mask in masks)
+    same = torch.equal(masks[0][:, :length], masks[1][:, :length])
+    return float(not same or any(bool(mask[:, length:].any()) for mask in masks))
+
+
+def _mask_of(name: str, arguments: Arguments) -> Tensor | None:
+    """The mask of a caption among the arguments of its call; None where it has none."""
+    second = name.endswith("_2")
+    for key, each in arguments.items():
+        if (
+            "mask" in key
+            and key.endswith("_2") == second
+            and isinstance(each, Tensor)
+            and name.startswith("encoder_hidden")
+        ):
+            return each.bool()
+    return None
+
+
+def _words(value: Any) -> str:
+    """A value in words: a tensor by its number type and shape."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    if isinstance(value, Sequence) and any(isinstance(each, Tensor) for each in value):
+        return f"[{', '.join(map(_words, value))}]"
+    return "none" if value is None else repr(value)
+
+
+def _config(model: nn.Module) -> Any:
+    return model.config

@@ -1,0 +1,102 @@
+"""The call that training makes of each published class, from captions of its own encoders, is the official pipeline's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mmspeed.cli.app import app
+from mmspeed.config import Config, make_config
+from mmspeed.errors import UserError
+from mmspeed.pipelines.tasks.official_check import check_against_official, compared
+from tests.support.covers import slow_but
+from tests.support.tiny_repositories import REPOSITORIES, save_cogvideox, save_wan
+
+IMAGES = ("flux", "qwen-image")
+
+
+def config_of(folder: Path, name: str, *overrides: str) -> Config:
+    size = (1, 32, 48) if name in IMAGES else (25, 64, 96) if name == "ltx" else (13, 32, 48)
+    tree: dict[str, Any] = {
+        "data": {
+            "sources": [{"path": str(folder / "clips.jsonl")}],
+            "buckets": [dict(zip(("frames", "height", "width"), size, strict=True))],
+            "fps": 16.0,
+        },
+        "model": {"kind": "diffusers", "pretrained": str(folder / name)},
+    }
+    return make_config(tree, overrides, origin="test")
+
+
+@pytest.mark.parametrize("name", slow_but(REPOSITORIES, {"wan", "cogvideox-5b", "flux"}))
+def test_the_call_is_the_official_pipelines(tmp_path: Path, name: str) -> None:
+    REPOSITORIES[name](tmp_path / name)
+    check = check_against_official(config_of(tmp_path, name))
+    assert check.passed, "\n".join(check.lines())
+    exact = {argument.name: argument.error for argument in check.arguments}
+    assert exact["hidden_states"] == exact["timestep"] == 0.0
+    assert any(name.startswith("encoder_hidden_states") for name in exact)
+    assert "is the official pipeline's" in check.lines()[0]
+
+
+@pytest.mark.parametrize("kind", ["2b", "1.5"])
+def test_the_call_of_other_cogvideox_models(tmp_path: Path, kind: str) -> None:
+    save_cogvideox(tmp_path / "cogvideox", kind, **({"ofs_embed_dim": None} if kind == "1.5" else {}))
+    check = check_against_official(
+        config_of(tmp_path, "cogvideox", "data.buckets=[{frames: 5, height: 32, width: 48}]")
+    )
+    assert check.passed, "\n".join(check.lines())
+    assert ("image_rotary_emb" in {argument.name for argument in check.arguments}) == (kind == "1.5")
+
+
+def test_wan_5b_has_the_pipelines_times_of_tokens(tmp_path: Path) -> None:
+    folder = save_wan(tmp_path / "wan")
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps({**index, "expand_timesteps": True}))
+    check = check_against_official(config_of(tmp_path, "wan"))
+    assert check.passed, "\n".join(check.lines())
+    assert next(argument for argument in check.arguments if argument.name == "timestep").ours == "float32 (2, 24)"
+
+
+def test_wrong_calls_are_found() -> None:
+    """Rounded times, another padding, a missing argument and a mask that hides another token."""
+    text, mask = torch.randn(2, 3, 4), torch.tensor([[True, True, True], [True, False, False]])
+    official = {
+        "hidden_states": torch.randn(2, 4, 1, 2, 2), "timestep": torch.tensor([630.4, 630.4]), "guidance": torch.ones(2),
+        "encoder_hidden_states": torch.cat([text, torch.randn(2, 2, 4)], 1),
+        "encoder_attention_mask": torch.cat([mask, torch.zeros(2, 2)], 1).long(),
+    }  # fmt: skip
+    ours = {**official, "encoder_hidden_states": text, "encoder_attention_mask": mask}
+
+    def wrong(**changes: Any) -> list[str]:
+        return [argument.name for argument in compared({**ours, **changes}, official) if not argument.right]
+
+    assert wrong() == []
+    assert wrong(encoder_hidden_states=torch.where(mask[..., None], text, 9.0)) == []  # padding under a mask
+    assert wrong(timestep=official["timestep"].round()) == ["timestep"]
+    assert wrong(timestep=official["timestep"].bfloat16()) == ["timestep"]
+    assert wrong(guidance=None) == ["guidance"]
+    assert wrong(hidden_states=official["hidden_states"].transpose(3, 4)) == ["hidden_states"]
+    assert wrong(encoder_hidden_states=text + 1e-3) == ["encoder_hidden_states"]
+    assert wrong(encoder_attention_mask=torch.ones(2, 3)) == ["encoder_attention_mask"]
+
+
+def test_only_published_models_have_an_official_pipeline(tmp_path: Path) -> None:
+    tree = {"data": {"sources": [{"path": str(tmp_path)}], "buckets": [{"frames": 1, "height": 16, "width": 16}]}}
+    with pytest.raises(UserError, match=r"--against-official compares published models: model.kind is sora"):
+        check_against_official(make_config(tree, (), origin="test"))
+
+
+def test_the_command_prints_both_calls(tmp_path: Path) -> None:
+    save_wan(tmp_path / "wan")
+    source = "data: {sources: [{path: clips.jsonl}], buckets: [{frames: 5, height: 32, width: 32}]}\n"
+    (tmp_path / "own.yaml").write_text(source + f"model: {{kind: diffusers, pretrained: {tmp_path / 'wan'}}}\n")
+    result = CliRunner().invoke(app, ["check", str(tmp_path / "own.yaml"), "--against-official"])
+    assert result.exit_code == 0, result.output
+    assert "WanTransformer3DModel: the call of training at 5x32x32 is the official pipeline's" in result.output
+    assert "timestep: ours float32 (2,), official float32 (2,): equal" in result.output
