@@ -20,6 +20,7 @@ from tests.support.spawn import run_ranks
 
 TOLERANCE = 1e-5
 WHOLE, PARTS = BlockPolicies.everywhere({"block": "recompute"}), BlockPolicies.everywhere(REGIONS)  # type: ignore[arg-type]
+PARTS_OF_JOINT = BlockPolicies.everywhere({"attention": "recompute", "mlp": "recompute"})
 AGAIN = BlockPolicies.everywhere({"block": "recompute"}, exchange_again=True)
 SELECTIVE = BlockPolicies.everywhere({"block": "selective"})
 CHUNKS = BlockPolicies(mlp_chunk=16)
@@ -74,6 +75,10 @@ TWO: dict[str, Case] = {
     "ltx ring, two micro-batches": replace(LTX_RING, batches=BOTH, keeping=PARTS),
     "ltx ring, an image": replace(LTX_RING, batches=({"frames": 1},)),
     "ltx ring, sharded": replace(LTX_RING, strategy="fsdp"),
+    "hunyuan 1.5 tp": Case("hunyuan 1.5", tp=2, batches=({},)),
+    "hunyuan 1.5 tp, recomputed": Case("hunyuan 1.5", tp=2, batches=({"frames": 3},), keeping=WHOLE),
+    "qwen tp": Case("qwen, images", tp=2, batches=({},)),
+    "qwen tp, regions": Case("qwen, images", tp=2, batches=({"text": 5},), keeping=PARTS_OF_JOINT),
 }
 FSDP: dict[str, Any] = {"strategy": "fsdp"}
 FOUR: dict[str, Case] = {
@@ -88,6 +93,9 @@ FOUR: dict[str, Case] = {
     "ulysses x ring": Case(ulysses=2, ring=2),
     "ulysses x ring, sparse": Case(ulysses=2, ring=2, sparse="before"),
     "tp 4": Case(tp=4),
+    "hunyuan 1.5 tp x ring": Case("hunyuan 1.5", tp=2, ring=2, batches=({},), **FSDP),
+    "qwen tp x ulysses": Case("qwen, images", tp=2, ulysses=2, batches=({},), **FSDP),
+    "mochi ulysses x ring": Case("mochi", ulysses=2, ring=2, batches=({},)),
     "ltx ulysses x ring": Case("ltx", ulysses=2, ring=2),
     "ltx ulysses x ring, sparse, recomputed": Case("ltx", ulysses=2, ring=2, sparse="before", keeping=WHOLE),
 }
@@ -112,6 +120,8 @@ FAST = {
     "ring, two micro-batches, regions",
     "ltx ulysses, sparse",
     "ltx ring, an image",
+    "hunyuan 1.5 tp",
+    "qwen tp",
 }
 FAST_OF_FOUR = {"tp x ulysses", "tp x ring, regions", "ulysses x ring, sparse"}
 TWO_PARAMETERS = slow_but(TWO, FAST)

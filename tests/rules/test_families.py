@@ -1,0 +1,67 @@
+"""No family of published models is named in the code outside of its file, the registry, plans and codecs."""
+
+from __future__ import annotations
+
+import ast
+
+from mmspeed.models.families import FAMILIES
+from tests.rules.sources import CODE, name, python_files, syntax
+
+OWN = ("models/families/", "models/diffusers/", "models/codecs/")  # codecs have classes of their own
+# files with a message that names official pipelines a user may take instead
+MESSAGES = ("pipelines/inference/text_to_video.py",)
+
+
+def _docstrings(tree: ast.AST) -> set[int]:
+    """The ids of the nodes of docstrings."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and node.body:
+            first = node.body[0]
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                found.add(id(first.value))
+    return found
+
+
+def _words(tree: ast.AST) -> list[tuple[int, str]]:
+    """(line, text) of strings other than docstrings, names, attributes and imported modules."""
+    docstrings, found = _docstrings(tree), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            found.append((node.lineno, node.value))
+        elif isinstance(node, ast.Name):
+            found.append((node.lineno, node.id))
+        elif isinstance(node, ast.Attribute):
+            found.append((node.lineno, node.attr))
+        elif isinstance(node, ast.ImportFrom):
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+    return found
+
+
+def _named(text: str) -> bool:
+    """True for a text that names the class of a family, its module, or is its name."""
+    modules = {type(family.call).__module__ for family in FAMILIES.values()}
+    calls = {type(family.call).__name__ for family in FAMILIES.values()}
+    names = {family.name for family in FAMILIES.values()} | {
+        each for family in FAMILIES.values() for each in family.published
+    }
+    return (
+        text in names
+        or any(kind in text for kind in FAMILIES)
+        or any(text == module or text.startswith(f"{module}.") for module in modules)
+        or text in calls
+    )
+
+
+def test_no_family_is_named_elsewhere() -> None:
+    files = [path for path in python_files(*CODE) if not name(path).startswith(OWN) and name(path) not in MESSAGES]
+    assert len(files) > 200
+    found = [f"{name(path)}:{line}: {text}" for path in files for line, text in _words(syntax(path)) if _named(text)]
+    assert found == []
+
+
+def test_a_name_is_noticed() -> None:
+    code = '"""Wan, WanTransformer3DModel."""\nif kind == "wan" or model.__class__.__name__ == "MochiTransformer3DModel": pass\n'
+    assert [text for _, text in _words(ast.parse(code)) if _named(text)] == ["wan", "MochiTransformer3DModel"]
+    code = "from mmspeed.models.families.wan import WanCall\ncall = WanCall()\n"
+    assert len([text for _, text in _words(ast.parse(code)) if _named(text)]) == 2

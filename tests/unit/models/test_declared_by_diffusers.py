@@ -1,0 +1,64 @@
+"""Our plans of published classes beside what diffusers declares of them, `_cp_plan` and `_tp_plan`, where a class has these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from mmspeed.models.diffusers.plans import plan_for
+from mmspeed.protocols.plan import Gather, Split
+from tests.support.video_transformers import make_model
+
+CASES = ("wan", "ltx", "cogvideox", "hunyuan", "hunyuan 1.5", "mochi", "qwen, images", "flux, images")
+# what diffusers splits and we do not, by case
+WHOLE: Mapping[str, set[tuple[str, str]]] = {
+    # text that is cross-attended to is short, and stays whole on every process
+    "ltx": {("", "encoder_hidden_states"), ("", "encoder_attention_mask")},
+    # only models of edits have it, which are refused
+    "qwen, images": {("transformer_blocks.*", "modulate_index")},
+}
+
+
+def declared(model: Any) -> dict[tuple[str, str], tuple[str, int]]:
+    """(module, argument or place) -> (split or gather, dim), as diffusers declares it."""
+    found = {}
+    for module, what in (getattr(model, "_cp_plan", None) or {}).items():
+        parts = (
+            what.items() if isinstance(what, Mapping) else enumerate(what if isinstance(what, list | tuple) else [what])
+        )
+        for key, part in parts:
+            for each in part if isinstance(part, list | tuple) else [part]:
+                if each is not None:
+                    dim = getattr(each, "split_dim", getattr(each, "gather_dim", None))
+                    found[module, str(key)] = ("gather" if hasattr(each, "gather_dim") else "split", int(dim))
+    return found
+
+
+def ours(model: Any) -> dict[tuple[str, str], tuple[str, int]]:
+    """The same of our plan, with dims from the front."""
+    plan, found = plan_for(model), {}
+    for module, changes in [*plan.inputs.items(), *plan.outputs.items()]:
+        for key, change in changes.items():
+            if isinstance(change, Split | Gather):
+                found[module, str(key)] = ("gather" if isinstance(change, Gather) else "split", change.dim)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_splits_are_those_that_diffusers_declares(case: str) -> None:
+    model = make_model(case)
+    theirs, own = declared(model), ours(model)
+    missing = {key: what for key, what in theirs.items() if own.get(key) != what}
+    assert missing.keys() == WHOLE.get(case, set()), missing
+    assert bool(theirs) or case in ("cogvideox", "hunyuan", "hunyuan 1.5", "mochi")
+
+
+def test_roles_are_those_that_diffusers_declares() -> None:
+    """For Flux it also cuts rows that hold two parts, which our plan has no role for."""
+    model: Any = make_model("qwen, images")
+    roles = {
+        name: {"column": "colwise", "row": "rowwise"}[linear.role] for name, linear in plan_for(model).linears.items()
+    }
+    assert roles == model._tp_plan
