@@ -147,7 +147,7 @@ SAMPLING = Sampling(
 PUBLISHED = {
     "cogvideox-2b": Published("zai-org/CogVideoX-2b", 49, 480, 720, 8.0, (4, 16)),
     "cogvideox-5b": Published("zai-org/CogVideoX-5b", 49, 480, 720, 8.0, (4, 16)),
-    "cogvideox1.5-5b": Published("zai-org/CogVideoX1.5-5B", 81, 768, 1360, 16.0, (4, 16)),
+    "cogvideox1.5-5b": Published("zai-org/CogVideoX1.5-5B", 77, 768, 1360, 16.0, (4, 16)),
 }
 
 FAMILY = Family(
