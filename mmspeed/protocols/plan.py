@@ -44,6 +44,7 @@ class Split:
         ndim: a tensor with another number of dims stays whole.
         broadcast: a dim of size 1 stays whole.
         least: tokens that every process must get.
+        channels: the dim of its channels or heads, of which a process keeps those of its tensor-parallel part.
         positions: the tensor (T, S, X) holds the tokens' positions along this dim; an attention across processes gets those of all.
 
     The first split of a forward pass gives a sequence's length; all others must agree.
@@ -56,6 +57,7 @@ class Split:
     ndim: int | None = None
     broadcast: bool = False
     least: int = 0
+    channels: int | None = None
     positions: Attended | None = None
 
 

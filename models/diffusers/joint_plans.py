@@ -83,18 +83,30 @@ def hunyuan_video15_plan(model: nn.Module) -> ModelPlan:
 def mochi_plan(model: nn.Module) -> ModelPlan:
     """The plan of MochiTransformer3DModel: joint attention over [video, text], sample by sample without padding.
 
-    Its rotary frequencies are trained, one set for each head.
+    Its rotary frequencies are trained, one set for each head. Its MLPs have gates beside their values in one weight, which is not split:
+    under tensor parallelism they compute with all of it on own tokens.
     """
-    inputs = _streams("transformer_blocks")
-    inputs["transformer_blocks.*"] = {"encoder_attention_mask": Split("text", 1)}
+    attention, inputs = "transformer_blocks.*.attn1", _streams("transformer_blocks")
+    inputs["transformer_blocks.*"] = {"encoder_attention_mask": Split("text", 1, level="seen")}
+    inputs[attention] = {"hidden_states": Seen("video", 1), "encoder_hidden_states": Seen("text", 1)}
+    rotary = Split("video", 0, level="seen", channels=1)
+    columns = [f"{attention}.{name}" for name in ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")]
     return ModelPlan(
         blocks=tuple(listed(model, "transformer_blocks")),
         before=("patch_embed", "time_embed", "rope"),
         after=("norm_out", "proj_out"),
         inputs=inputs,
-        outputs={"rope": {0: Split("video", 0), 1: Split("video", 0)}, "proj_out": {0: VIDEO}},
-        attention={"transformer_blocks.*.attn1": Site(("video", "text"), masks="trimmed")},
+        outputs={"rope": {0: rotary, 1: rotary}, "proj_out": {0: VIDEO}},
+        attention={attention: Site(("video", "text"), masks="trimmed")},
+        linears={
+            **{name: Linear("column") for name in columns},
+            f"{attention}.to_out.0": SUM,
+            **(
+                {f"{attention}.to_add_out": TEXT_SUM} if config_of(model).num_layers > 1 else {}
+            ),  # the last block has none
+        },
         heads=config_of(model).num_attention_heads,
+        divided={attention: ("heads",)},
         regions={"attention": Region(("attn1",)), "mlp": Region(("ff",))},
         draws=draws(model),
         image=("hidden_states", 2),

@@ -78,15 +78,31 @@ def _added(model: nn.Module, name: str) -> tuple[str, ...]:
 
 
 def ltx_plan(model: nn.Module) -> ModelPlan:
-    """The plan of LTXVideoTransformer3DModel. Rotary frequencies are (B, N, E); timesteps (B,) or one per token (B, N)."""
+    """The plan of LTXVideoTransformer3DModel. Rotary frequencies are (B, N, E); timesteps (B,) or one per token (B, N).
+
+    Under tensor parallelism it is as Wan's; a process has the frequencies of its heads.
+    """
+    attention, mlp = ("transformer_blocks.*.attn1", "transformer_blocks.*.attn2"), "transformer_blocks.*.ff"
+    rotary = Split("video", 1, level="seen", channels=2)
+    columns = [f"transformer_blocks.*.attn*.{name}" for name in ("to_q", "to_k", "to_v")] + [f"{mlp}.net.0.proj"]
     return ModelPlan(
         blocks=tuple(listed(model, "transformer_blocks")),
         before=("proj_in", "time_embed", "caption_projection"),
         after=("norm_out", "proj_out"),
-        inputs={"": {"hidden_states": Split("video", 1), "timestep": TIMESTEP}},
-        outputs={"rope": {0: Split("video", 1), 1: Split("video", 1)}, "proj_out": {0: VIDEO}},
+        inputs={
+            "": {"hidden_states": Split("video", 1), "timestep": TIMESTEP},
+            **{name: {"hidden_states": Seen("video", 1)} for name in (*attention, mlp)},
+        },
+        outputs={"rope": {0: rotary, 1: rotary}, "proj_out": {0: VIDEO}},
         attention={"transformer_blocks.*.attn1": Site(("video",), layout="BNAD")},
+        linears={
+            **{name: Linear("column") for name in columns},
+            "transformer_blocks.*.attn*.to_out.0": SUM,
+            f"{mlp}.net.2": SUM,
+        },
         heads=config_of(model).num_attention_heads,
+        channel_norms=("transformer_blocks.*.attn*.norm_q", "transformer_blocks.*.attn*.norm_k"),
+        divided=dict.fromkeys(attention, ("heads",)),
         regions={"attention": Region(("attn1",)), "cross_attention": Region(("attn2",)), "mlp": Region(("ff",))},
         chunks=chunks_of("ff", config_of(model).activation_fn),
         draws=draws(model),

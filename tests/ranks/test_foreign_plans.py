@@ -77,6 +77,11 @@ TWO: dict[str, Case] = {
     "ltx ring, sharded": replace(LTX_RING, strategy="fsdp"),
     "hunyuan 1.5 tp": Case("hunyuan 1.5", tp=2, batches=({},)),
     "hunyuan 1.5 tp, recomputed": Case("hunyuan 1.5", tp=2, batches=({"frames": 3},), keeping=WHOLE),
+    "ltx tp": Case("ltx", tp=2),
+    "ltx tp, a timestep a token, chunks": Case("ltx, a timestep a token", tp=2, keeping=CHUNKS),
+    "ltx tp, an image, regions": Case("ltx", tp=2, batches=({"frames": 1},), keeping=PARTS),
+    "mochi tp": Case("mochi", tp=2),
+    "mochi tp, recomputed": Case("mochi", tp=2, batches=({"frames": 3},), keeping=WHOLE),
     "qwen tp": Case("qwen, images", tp=2, batches=({},)),
     "qwen tp, regions": Case("qwen, images", tp=2, batches=({"text": 5},), keeping=PARTS_OF_JOINT),
 }
@@ -94,6 +99,8 @@ FOUR: dict[str, Case] = {
     "ulysses x ring, sparse": Case(ulysses=2, ring=2, sparse="before"),
     "tp 4": Case(tp=4),
     "hunyuan 1.5 tp x ring": Case("hunyuan 1.5", tp=2, ring=2, batches=({},), **FSDP),
+    "ltx tp x ring": Case("ltx", tp=2, ring=2, **FSDP),
+    "mochi tp x ulysses": Case("mochi", tp=2, ulysses=2, **FSDP),
     "qwen tp x ulysses": Case("qwen, images", tp=2, ulysses=2, batches=({},), **FSDP),
     "mochi ulysses x ring": Case("mochi", ulysses=2, ring=2, batches=({},)),
     "ltx ulysses x ring": Case("ltx", ulysses=2, ring=2),
@@ -121,6 +128,8 @@ FAST = {
     "ltx ulysses, sparse",
     "ltx ring, an image",
     "hunyuan 1.5 tp",
+    "ltx tp",
+    "mochi tp",
     "qwen tp",
 }
 FAST_OF_FOUR = {"tp x ulysses", "tp x ring, regions", "ulysses x ring, sparse"}

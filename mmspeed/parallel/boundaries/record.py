@@ -200,6 +200,7 @@ class ForwardRecord:
         """
         if split.ndim is not None and tensor.ndim != split.ndim:
             return tensor
+        tensor = self._part_of_channels(tensor, split)
         names = (split.sequence,) if isinstance(split.sequence, str) else split.sequence
         columns, rows = tensor.shape[split.dim], 1 if split.rows is None else tensor.shape[split.rows]
         if split.positions is not None:
@@ -229,6 +230,13 @@ class ForwardRecord:
         if joined.shape == tensor.shape:
             return tensor
         return joined.clone() if len(parts) == 1 and joined.is_floating_point() else joined
+
+    def _part_of_channels(self, tensor: Tensor, split: Split) -> Tensor:
+        """The channels of this process's heads; their number divides, as that of the heads does."""
+        axis = self.sequences.layout.tensor
+        if split.channels is None or axis.size == 1:
+            return tensor
+        return tensor.chunk(axis.size, split.channels)[axis.rank].contiguous()
 
     def _columns(
         self, part: Tensor, split: Split, held: TokenRange, name: str, begin: int, length: int

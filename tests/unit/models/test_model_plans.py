@@ -172,7 +172,7 @@ def refusals() -> dict[str, str]:
             loss_of(parallelize(model, mesh, "none", layout=layout), make_inputs("wan"))
         told[name] = str(caught.value)
 
-    for case in ("ltx", "cogvideox", "hunyuan", "chronoedit, by its own declaration"):
+    for case in ("flux, images", "cogvideox", "hunyuan", "chronoedit, by its own declaration"):
         catch(case, make_model(case))
     model, plan = wan()
     catch("no layer", model, replace(plan, linears={"blocks.*.norm1": Linear("column")}))
@@ -206,7 +206,7 @@ def refused() -> dict[str, str]:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("ltx", "the plan of LTXVideoTransformer3DModel gives its layers no roles; use ring and ulysses"),
+        ("flux, images", "the plan of FluxTransformer2DModel gives its layers no roles; use ring and ulysses"),
         ("cogvideox", "the plan of CogVideoXTransformer3DModel gives its layers no roles"),
         ("hunyuan", "the plan of HunyuanVideoTransformer3DModel gives its layers no roles"),
         ("chronoedit, by its own declaration", "ChronoEditTransformer3DModel has no plan"),
