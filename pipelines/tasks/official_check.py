@@ -66,8 +66,10 @@ class Compared:
 
     def line(self) -> str:
         """A line of the report."""
-        told = "cannot be compared" if self.error is None else f"differ by {self.error:.3g}" if self.error else "equal"
-        return f"{'' if self.right else 'WRONG: '}{self.name}: ours {self.ours}, official {self.official}: {told}"
+        verdict = (
+            "cannot be compared" if self.error is None else f"differ by {self.error:.3g}" if self.error else "equal"
+        )
+        return f"{'' if self.right else 'WRONG: '}{self.name}: ours {self.ours}, official {self.official}: {verdict}"
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,8 @@ class OfficialCheck:
 
     def lines(self) -> list[str]:
         """The report."""
-        told = "is the official pipeline's" if self.passed else "differs from the official pipeline's"
-        head = f"{self.name}: the call of training at {self.bucket} {told}"
+        verdict = "is the official pipeline's" if self.passed else "differs from the official pipeline's"
+        head = f"{self.name}: the call of training at {self.bucket} {verdict}"
         return [head, *(f"  {argument.line()}" for argument in self.arguments)]
 
 
@@ -195,7 +197,7 @@ def official_call(
 ) -> Arguments:
     """The arguments with which a pipeline calls its transformer for these noisy latents, at model time `t`."""
     takes, guided = inspect.signature(pipeline.__call__).parameters, _config(model).get("guidance_embeds", False)
-    given: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "height": bucket.height,
         "width": bucket.width,
         "num_frames": bucket.frames,
@@ -205,7 +207,7 @@ def official_call(
         **({} if guided else {"guidance_scale": 1.0}),  # without a second prediction
     }
     _set_time(pipeline.scheduler, t)
-    keys = {key: each for key, each in given.items() if key in takes}
+    keys = {key: each for key, each in settings.items() if key in takes}
 
     def run() -> None:
         with _DrawsThese(x_BCThw):
@@ -252,7 +254,7 @@ class _DrawsThese(TorchFunctionMode):
 def compared(ours: Arguments, official: Arguments) -> tuple[Compared, ...]:
     """The arguments of two calls of one class. Rows of captions that a mask leaves out do not count."""
     names = [name for name in dict.fromkeys((*ours, *official)) if name not in SILENT]
-    found = []
+    pairs = []
     for name in names:
         one, other = ours.get(name), official.get(name)
         if one is None and other is None:
@@ -260,8 +262,8 @@ def compared(ours: Arguments, official: Arguments) -> tuple[Compared, ...]:
         allowed = ENCODED if name.startswith(("encoder_hidden_states", "pooled")) and "mask" not in name else 0.0
         if allowed and isinstance(other, Tensor):
             allowed *= max(1.0, float(other.abs().max()))
-        found.append(Compared(name, _words(one), _words(other), _difference(name, one, other, ours, official), allowed))
-    return tuple(found)
+        pairs.append(Compared(name, _words(one), _words(other), _difference(name, one, other, ours, official), allowed))
+    return tuple(pairs)
 
 
 def _difference(name: str, one: Any, other: Any, ours: Arguments, official: Arguments) -> float | None:
