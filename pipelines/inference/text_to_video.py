@@ -25,11 +25,13 @@ from mmspeed.config.schema import TextConfig
 from mmspeed.data.cache.files import private_file
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
-from mmspeed.initialize import materialize
+from mmspeed.initialize import materialize, read_weights
 from mmspeed.log import get_logger
+from mmspeed.loop.checkpoint.load import open_checkpoint
 from mmspeed.loop.checkpoint.manager import best, latest, load_weights, step_name, steps_in
+from mmspeed.loop.checkpoint.storage import FROZEN
 from mmspeed.models import SoraDiT
-from mmspeed.models.build import call_of, outline
+from mmspeed.models.build import call_of, with_weights
 from mmspeed.models.codecs.vae import load_codec
 from mmspeed.models.families.complete import completed
 from mmspeed.models.text.encoders import load_text_encoder, text_identity, text_width
@@ -41,7 +43,7 @@ from mmspeed.pipelines.inference.generate import SampleSettings, sample_together
 from mmspeed.pipelines.inference.media import Video, from_model_range
 from mmspeed.pipelines.inference.prompts import VideoRequest, noise_names
 from mmspeed.pipelines.run.run_folder import RunFolder, sync_file
-from mmspeed.protocols import CountsFlops, TextEntry, VideoCodec
+from mmspeed.protocols import CountsFlops, TextEntry, VideoCodec, source_of
 from mmspeed.rng import Seed
 from mmspeed.shapes import Strides
 
@@ -216,8 +218,11 @@ class TextToVideo:
         chosen = pick(device)
         chosen.activate()
         path = find_checkpoint(folder, checkpoint)
-        model = outline(config.model, info["latent_channels"], info["text_width"])
+        model = with_weights(config.model, info["latent_channels"], info["text_width"], "meta")
         materialize(model, torch.device("cpu"))
+        source = source_of(model)
+        if source is not None and FROZEN in open_checkpoint(path)[0]:  # what did not train is in the base alone
+            read_weights(model, source)
         for layer in clustered_layers(model).values():
             layer.reset()
         step = load_weights(path, model, weights)["step"]

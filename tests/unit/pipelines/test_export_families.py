@@ -16,6 +16,7 @@ from mmspeed.initialize import materialize, read_weights
 from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState
 from mmspeed.models.build import repository_of, with_weights
 from mmspeed.pipelines.inference.export import export_run
+from mmspeed.pipelines.inference.text_to_video import TextToVideo
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.protocols import source_of
 from tests.support import tiny_repositories
@@ -48,7 +49,8 @@ def made_run(folder: Path, base: Path, frozen: int) -> tuple[Path, nn.Module]:
             if parameter.requires_grad:
                 parameter.mul_(1.25)
     run = RunFolder(config.run_dir)
-    run.write_start(config, {"base": {"model": repository_of(config.model).fingerprint}}, {})
+    info = {"base": {"model": repository_of(config.model).fingerprint}, "latent_channels": 16, "text_width": 16}
+    run.write_start(config, info, {})
     CheckpointManager(run.checkpoints).save(1, TrainingState(model), blocking=True)
     return run.root, model
 
@@ -71,3 +73,10 @@ def test_the_official_pipeline_loads_the_export(tmp_path: Path, family: str) -> 
     assert {name: type(part) for name, part in pipeline.components.items()} == {
         name: type(part) for name, part in base.components.items()
     }
+
+
+def test_sampling_takes_from_the_base_what_did_not_train(tmp_path: Path) -> None:
+    run, model = made_run(tmp_path, tiny_repositories.save_wan(tmp_path / "base"), frozen=2)
+    own = TextToVideo.from_run(run, device="cpu").model.state_dict()
+    assert own.keys() == model.state_dict().keys()
+    assert all(torch.equal(own[name], tensor) for name, tensor in model.state_dict().items())
