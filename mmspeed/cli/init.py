@@ -36,7 +36,7 @@ FIRST_KEYS = {
     "model": "size",
     "checkpoint": "every",
     "validate": "every",
-    "sample": "steps",
+    "sample": "sampler",
     "parallel": "strategy",
     "memory": "activation_policy",
     "device": "kind",
