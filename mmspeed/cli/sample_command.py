@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,6 +24,19 @@ if TYPE_CHECKING:
 RunFolder = Annotated[
     Path,
     typer.Argument(metavar="RUN", help="Folder of a run, such as runs/my-run.", autocompletion=completion.run_folders),
+]
+
+ImageFile = Annotated[Path | None, typer.Option(metavar="FILE", help="First frame, for a run with conditioning.first.")]
+LastImageFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Last frame, beside --image, for a run with conditioning.first_last."),
+]
+VideoFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Video to go on from, with its last frames, for a run with conditioning.prefix."),
+]
+PrefixFrames = Annotated[
+    int | None, typer.Option(min=1, help="Frames of --video; by default as many as the run was trained with.")
 ]
 
 
@@ -45,7 +58,8 @@ def sample(
         typer.Option(
             "--prompts",
             metavar="FILE",
-            help="File with a prompt a line, or .jsonl with an object a line: prompt, and maybe negative, seed, frames, height, width.",
+            help="File with a prompt a line, or .jsonl with an object a line: prompt, and maybe negative, seed, frames, height, width, "
+            "image, last_image, video, prefix_frames.",
         ),
     ] = None,
     out: Annotated[
@@ -69,9 +83,10 @@ def sample(
     frames: Annotated[int | None, typer.Option(min=1, help="Frames of the video.")] = None,
     height: Annotated[int | None, typer.Option(min=8, help="Height in pixels.")] = None,
     width: Annotated[int | None, typer.Option(min=8, help="Width in pixels.")] = None,
-    image: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="First frame, for models that take one; SoraDiT takes none.")
-    ] = None,
+    image: ImageFile = None,
+    last_image: LastImageFile = None,
+    video: VideoFile = None,
+    prefix_frames: PrefixFrames = None,
     checkpoint: Annotated[
         str,
         typer.Option(metavar="STEP|best|latest", help="Checkpoint to load.", autocompletion=completion.checkpoints),
@@ -92,28 +107,38 @@ def sample(
     with spoken.loading():
         from mmspeed.pipelines import TextToVideo
         from mmspeed.pipelines.inference.agreement import require_same_sampling
-        from mmspeed.pipelines.inference.text_to_video import SamplerChoice, refuse_image
+        from mmspeed.pipelines.inference.text_to_video import SamplerChoice
 
-    if image is not None:
-        refuse_image(run_folder)
     with log.Working("loading the run", tell=False):
         pipe = TextToVideo.from_run(run_folder, checkpoint=checkpoint, weights=weights.value, device=device)
-    requests = [
-        replace(
-            each,
-            negative=negative_prompt if each.negative is None else each.negative,
-            seed=seed if each.seed is None else each.seed,
-            frames=each.frames or frames,
-            height=each.height or height,
-            width=each.width or width,
-        )
-        for each in requests
-    ]
+    sizes = {"frames": frames, "height": height, "width": width}
+    files = {"image": image, "last_image": last_image, "video": video, "prefix_frames": prefix_frames}
+    requests = [completed(each, negative_prompt, seed, sizes, files) for each in requests]
     choice = SamplerChoice(steps, guidance, sampler, guidance_rescale)
     require_same_sampling(pipe, requests, choice, processes())
     _write_videos(pipe, requests, paths, choice, None if prompts else sheet_path(out))
     if log.rank() == 0:
         spoken.then(f"report {run_folder}")
+
+
+def completed(
+    request: VideoRequest,
+    negative: str | None,
+    seed: int,
+    sizes: dict[str, int | None],
+    files: dict[str, Path | int | None],
+) -> VideoRequest:
+    """The request with the command's values where it has none of its own; files together: those of one or of the other."""
+    own = asdict(request)
+    values: dict[str, Any] = {name: own[name] or size for name, size in sizes.items()}
+    if request.image is None and request.video is None:
+        values |= {name: str(value) if isinstance(value, Path) else value for name, value in files.items()}
+    return replace(
+        request,
+        negative=negative if request.negative is None else request.negative,
+        seed=seed if request.seed is None else request.seed,
+        **values,
+    )
 
 
 def processes() -> int:

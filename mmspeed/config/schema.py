@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from mmspeed.errors import UserError
 from mmspeed.shapes import Bucket
 
+from .conditioning import ConditioningConfig
 from .inputs import (
     BucketConfig,
     DataConfig,
@@ -41,6 +42,7 @@ __all__ = [
     "Bucket",
     "BucketConfig",
     "CheckpointConfig",
+    "ConditioningConfig",
     "Config",
     "DataConfig",
     "DdpmConfig",
@@ -461,7 +463,7 @@ class Config(RunConfig):
         "model.weights",
     )
     order: ClassVar[tuple[str, ...]] = (
-        "task", "name", "output", "seed", "data", "vae", "text", "preprocess", "model", "objective", "train", "batching", "curriculum",
+        "task", "name", "output", "seed", "data", "vae", "text", "preprocess", "model", "objective", "conditioning", "train", "batching", "curriculum",
         "checkpoint", "validate", "sample", "parallel", "memory", "device", "trackers", "tracking",
     )  # fmt: skip
 
@@ -476,6 +478,10 @@ class Config(RunConfig):
     model: AnyModelConfig = Field(default_factory=ModelConfig, description="The diffusion transformer.")
     objective: ObjectiveConfig = Field(
         default_factory=lambda: FlowConfig(kind="flow"), description="The training objective."
+    )
+    conditioning: ConditioningConfig = Field(
+        default_factory=ConditioningConfig,
+        description="Frames that the model is trained to be given, such as the first one of a video from an image.",
     )
     curriculum: tuple[StageConfig, ...] = Field(
         (),

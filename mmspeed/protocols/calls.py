@@ -37,6 +37,15 @@ class Conditions:
     strides: Strides | None = None
     named: Mapping[str, Tensor] = field(default_factory=dict)
 
+    @property
+    def anchors(self) -> Tensor | None:
+        """bool (B, T), True at latent frames that are given; None where the task gives none."""
+        return self.named.get("given")
+
+    def times_of(self, t_B: Tensor) -> Tensor:
+        """The times as a model with times of frames takes them: (B, T), 0 at given frames; (B,) where the task gives none."""
+        return t_B if self.anchors is None else t_B[:, None].where(~self.anchors, 0.0)
+
 
 class ModelCall(Protocol):
     """The call of one class's forward, and its cost. Data and pure functions; `config` is the model's own."""

@@ -121,6 +121,16 @@ class DiffusionModel(TrainableModel, CountsFlops, Protocol):
 
 
 @runtime_checkable
+class TakesAnchors(Protocol):
+    """A model that can be given latent frames: clean, at time 0, where others are noisy."""
+
+    @property
+    def anchor_modes(self) -> tuple[str, ...]:
+        """The modes of the config section `conditioning` that the model can be trained in."""
+        ...
+
+
+@runtime_checkable
 class CountsDenseFlops(Protocol):
     """A model whose attention may be sparse, and which also counts the cost of dense attention."""
 

@@ -23,6 +23,7 @@ from mmspeed.compute.sparse.attention import check_backend
 from mmspeed.compute.sparse.module import ClusteredAttention, clustered_layers
 from mmspeed.compute.sparse.plan import usual_tail_clusters
 from mmspeed.compute.structured import Attend
+from mmspeed.config.conditioning import MODES, Mode
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError
 from mmspeed.initialize import init_weights, initial_value
@@ -245,7 +246,7 @@ class SoraDiT(nn.Module):
 
         Args:
             t: in [0, 1], of samples (B,) or of latent frames (B, T): 0 at frames that are given, such as the first one of a
-                video made from an image (times of frames are internal: no pipeline reaches them yet). It should come as float32
+                video made from an image (see `conditioning` in the config). It should come as float32
                 (bfloat16 holds no more than 8 bits of it).
             text_mask_BL: bool, True at real tokens.
             video_mask_BThw: bool, True at real latents, False at padding: no token attends to a patch without a real latent.
@@ -276,6 +277,11 @@ class SoraDiT(nn.Module):
         shift, scale = self.final_modulation(cond).chunk(2, dim=-1)
         out_BTSP = self.final(x_BTSE, shift, scale, frame_TS)
         return unpatchify(out_BTSP.flatten(1, 2), config.patch, grid).to(x_BCThw.dtype)
+
+    @property
+    def anchor_modes(self) -> tuple[Mode, ...]:
+        """The modes of `conditioning`: all, or none alone where a patch of several frames would mix their times."""
+        return MODES if self.config.patch[0] == 1 else ("none",)
 
     def _checked_times(self, t: Tensor, x_BCThw: Tensor) -> Tensor:
         """The times, checked to be of samples (B,) or of latent frames (B, T), which a patch of several frames would mix."""

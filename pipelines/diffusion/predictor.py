@@ -18,7 +18,7 @@ from mmspeed.errors import UserError
 from mmspeed.models.diffusers.loading import keep_float32
 from mmspeed.models.diffusers.plans import declare_known_plan
 from mmspeed.models.families import call_for, class_name
-from mmspeed.protocols import Batch, CountsFlops, DiffusionModel, TextEntry, check_model
+from mmspeed.protocols import Batch, CountsFlops, DiffusionModel, TakesAnchors, TextEntry, check_model
 from mmspeed.protocols.calls import Conditions, Configured, ModelCall
 from mmspeed.protocols.model import lacking_members
 from mmspeed.shapes import Strides
@@ -30,8 +30,9 @@ Ask = Callable[[nn.Module, Tensor, Tensor, Conditions], Tensor]  # as `Predictor
 
 
 def ask_own(model: nn.Module, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> Tensor:
-    """The prediction of a model that takes latents, times and captions as they are."""
-    prediction_BCThw: Tensor = model(x_BCThw, t_B, conditions.text_BLD, conditions.text_mask_BL)
+    """The prediction of a model that takes latents, times (of frames, where some are given) and captions as they are."""
+    times = conditions.times_of(t_B)
+    prediction_BCThw: Tensor = model(x_BCThw, times, conditions.text_BLD, conditions.text_mask_BL)
     return prediction_BCThw
 
 
@@ -46,6 +47,11 @@ class Predictor(CountsFlops, Protocol):
     @property
     def pooled_width(self) -> int:
         """Width of the vector of a whole caption that the model takes; 0: it takes none."""
+        ...
+
+    @property
+    def anchor_modes(self) -> tuple[str, ...]:
+        """The modes of the config section `conditioning` that the model can be trained in."""
         ...
 
     def predict(self, model: nn.Module, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> Tensor:
@@ -66,6 +72,10 @@ class OwnPredictor:
     bare: DiffusionModel
     timed: bool = False
     pooled_width: int = 0
+
+    @property
+    def anchor_modes(self) -> tuple[str, ...]:
+        return self.bare.anchor_modes if isinstance(self.bare, TakesAnchors) else ("none",)
 
     def predict(self, model: nn.Module, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> Tensor:
         return ask_own(model, x_BCThw, t_B, conditions)
@@ -95,6 +105,10 @@ class PublishedPredictor:
     @property
     def pooled_width(self) -> int:
         return self.call.pooled_width(self.config)
+
+    @property
+    def anchor_modes(self) -> tuple[str, ...]:
+        return ("none",)
 
     def predict(self, model: nn.Module, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> Tensor:
         arguments = self.call.call(self.config, x_BCThw, t_B, conditions)

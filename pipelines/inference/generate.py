@@ -6,7 +6,7 @@ Legend: P prompts, C T h w latent, L tokens, D text width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from mmspeed import rng
 from mmspeed.compute.sparse.module import warm_plans
 from mmspeed.device import Device
+from mmspeed.pipelines.diffusion.anchors import held, holding
 from mmspeed.pipelines.diffusion.objective import Objective
 from mmspeed.pipelines.diffusion.predictor import Predictor, conditions_of_texts
 from mmspeed.pipelines.diffusion.samplers import OnStep, Predict, guided, mixed
+from mmspeed.pipelines.inference.anchor_media import Anchors
 from mmspeed.protocols import TextEntry
 from mmspeed.protocols.calls import Conditions
 from mmspeed.shapes import Strides
@@ -90,14 +92,19 @@ def sample_together(
     predictor: Predictor,
     fps: float = 24.0,
     strides: Strides | None = None,
+    anchors: Anchors | None = None,
 ) -> Tensor:
     """Latents (P, C, T, h, w) float32 of P texts in one batch, from their noise; the model is in eval mode.
 
-    negatives: the text to steer away from, of each. A model whose attention keeps clusters between steps takes one text at a time.
+    negatives: the text to steer away from, of each. given: latent frames that the videos have, clean at every step.
+    A model whose attention keeps clusters between steps takes one text at a time.
     """
     # plans of sparse attention begin with those of the step before, by condition
     with warm_plans(model) as use:
         both = [conditions_of_texts(each, device.torch_device, fps, strides) for each in (texts, negatives)]
+        anchors = None if anchors is None else anchors.to(device.torch_device)
+        if anchors is not None:
+            both = [replace(each, named={**each.named, "given": anchors.mask_PT}) for each in both]
         family = objective.family if settings.sampler == "family" else None
         own, scale = predictor.guided(settings.guidance)
         predict = guided(
@@ -108,7 +115,11 @@ def sample_together(
             mixed if family is None else family.sampling.guided,
         )
         noise_PCThw = noise_PCThw.to(device.torch_device)
-        return objective.sample(predict, noise_PCThw, settings.steps, settings.sampler, on_step=on_step)
+        if anchors is None:
+            return objective.sample(predict, noise_PCThw, settings.steps, settings.sampler, on_step=on_step)
+        predict = holding(predict, anchors.clean_PCThw, anchors.mask_PT)
+        video_PCThw = objective.sample(predict, noise_PCThw, settings.steps, settings.sampler, on_step=on_step)
+        return held(video_PCThw, anchors.clean_PCThw, anchors.mask_PT)
 
 
 def _predictor(model: nn.Module, predictor: Predictor, conditions: Conditions, before: Callable[[], None]) -> Predict:

@@ -13,6 +13,7 @@ from mmspeed.data.cache.keys import number_duplicates
 from mmspeed.errors import UserError, nearest
 
 JSON_LINES = (".jsonl", ".ndjson")
+FILES = ("image", "last_image", "video")
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,10 @@ class VideoRequest:
     frames: int | None = None
     height: int | None = None
     width: int | None = None
+    image: str | None = None  # files that the video begins or ends with; see `mmspeed.pipelines.inference.anchor_media`
+    last_image: str | None = None
+    video: str | None = None
+    prefix_frames: int | None = None
     line: int = 0
 
 
@@ -39,13 +44,18 @@ class _Row(BaseModel):
     frames: int | None = Field(None, ge=1)
     height: int | None = Field(None, ge=8)
     width: int | None = Field(None, ge=8)
+    image: str | None = None
+    last_image: str | None = None
+    video: str | None = None
+    prefix_frames: int | None = Field(None, ge=1)
 
 
 def read_requests(path: str | Path) -> list[VideoRequest]:
     """The requests of a file, in order; empty lines are passed over.
 
-    A file that ends in .jsonl or .ndjson has a JSON object a line (keys: prompt, negative, seed, frames, height, width), any other a
-    prompt a line. Raises UserError, which names the line, for one that cannot be read, and for a file without prompts.
+    A file that ends in .jsonl or .ndjson has a JSON object a line (keys: prompt, negative, seed, frames, height, width, image, last_image,
+    video, prefix_frames; files are taken from its folder), any other a prompt a line.
+    Raises UserError, which names the line, for one that cannot be read, and for a file without prompts.
     """
     path = Path(path)
     try:
@@ -56,7 +66,7 @@ def read_requests(path: str | Path) -> list[VideoRequest]:
         raise UserError(f"{path}: is no UTF-8 text: {error.reason} at byte {error.start}") from None
     of_json = path.suffix.lower() in JSON_LINES
     requests = [
-        _of_json(line, number, f"{path}, line {number}") if of_json else VideoRequest(line.strip(), line=number)
+        _of_json(line, number, path) if of_json else VideoRequest(line.strip(), line=number)
         for number, line in enumerate(lines, start=1)
         if line.strip()
     ]
@@ -72,12 +82,15 @@ def noise_names(requests: Iterable[tuple[str, int]]) -> list[str]:
     return [next(by_seed[seed]) for _, seed in requests]
 
 
-def _of_json(line: str, number: int, origin: str) -> VideoRequest:
+def _of_json(line: str, number: int, path: Path) -> VideoRequest:
+    origin = f"{path}, line {number}"
     try:
         row = _Row.model_validate_json(line)
     except ValidationError as error:
         raise UserError(f"{origin}: {_describe(error.errors()[0])}") from None
-    return VideoRequest(**row.model_dump(), line=number)
+    files = {name: getattr(row, name) for name in FILES}
+    places = {name: None if file is None else str(path.parent / file) for name, file in files.items()}
+    return VideoRequest(**row.model_dump() | places, line=number)
 
 
 def _describe(problem: Any) -> str:

@@ -30,7 +30,6 @@ from mmspeed.log import get_logger
 from mmspeed.loop.checkpoint.load import open_checkpoint
 from mmspeed.loop.checkpoint.manager import best, latest, load_weights, step_name, steps_in
 from mmspeed.loop.checkpoint.storage import FROZEN
-from mmspeed.models import SoraDiT
 from mmspeed.models.build import call_of, with_weights
 from mmspeed.models.codecs.vae import load_codec
 from mmspeed.models.families.complete import completed
@@ -39,6 +38,7 @@ from mmspeed.parallel import autocast
 from mmspeed.pipelines.diffusion.objective import make_objective
 from mmspeed.pipelines.diffusion.predictor import make_predictor
 from mmspeed.pipelines.diffusion.schedulers import family_sampler
+from mmspeed.pipelines.inference.anchor_media import anchors_of, mode_of
 from mmspeed.pipelines.inference.generate import SampleSettings, sample_together
 from mmspeed.pipelines.inference.media import Video, from_model_range
 from mmspeed.pipelines.inference.prompts import VideoRequest, noise_names
@@ -136,15 +136,6 @@ def sampler_settings(
 def clean_prompt(prompt: str) -> str:
     """A prompt from the command line with bytes that are no UTF-8 replaced by characters that a tokenizer accepts."""
     return prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-
-
-def refuse_image(run: str | Path) -> None:
-    """Raises UserError: the models that runs train go from text to video, and take no first frame."""
-    model = RunFolder.open(run).info().get("model", SoraDiT.__name__)
-    raise UserError(
-        f"--image: {run} trains {model if isinstance(model, str) else SoraDiT.__name__}, which takes no first frame, as all models that "
-        "`mmspeed sample` loads; of diffusers' own pipelines WanImageToVideoPipeline and CogVideoXImageToVideoPipeline take one"
-    )
 
 
 def find_checkpoint(folder: RunFolder, which: str | int) -> Path:
@@ -252,9 +243,16 @@ class TextToVideo:
         frames: int | None = None,
         height: int | None = None,
         width: int | None = None,
+        image: str | Path | None = None,
+        last_image: str | Path | None = None,
+        video: str | Path | None = None,
+        prefix_frames: int | None = None,
         on_step: Callable[[int, int], None] | None = None,
     ) -> list[Video]:
         """Sample a video for each prompt. Missing arguments are taken from the run's config.
+
+        image, last_image: files of the first and last frame, for a run with that mode of `conditioning`. video: a file that the videos
+        go on from; prefix_frames: so many frames of its end, by default those that the run was trained with.
 
         The same seed, prompt and settings give the same video. Raises UserError for a size that the codec cannot make or the timestep
         shift does not know, for a sampler of the other objective, and for a rescale outside of 0 to 1.
@@ -262,7 +260,11 @@ class TextToVideo:
         prompts = [prompts] if isinstance(prompts, str) else prompts
         if not prompts:
             raise UserError("no prompt was given")
-        requests = [VideoRequest(prompt, negative_prompt, seed, frames, height, width) for prompt in prompts]
+        first, last, before = (None if file is None else str(file) for file in (image, last_image, video))
+        requests = [
+            VideoRequest(prompt, negative_prompt, seed, frames, height, width, first, last, before, prefix_frames)
+            for prompt in prompts
+        ]
         settings = SamplerChoice(steps, guidance, sampler, guidance_rescale)
         return [video for _, video in self.sample(requests, settings, on_step, together=1)]
 
@@ -331,6 +333,7 @@ class TextToVideo:
                     self.predictor,
                     config.data.fps or 24.0,
                     self.codec.strides,
+                    anchors=anchors_of([requests[index] for index in group], config, self.codec, size),
                 )
             except torch.OutOfMemoryError:
                 if count == 1:
@@ -352,6 +355,7 @@ class TextToVideo:
     def _size_of(self, request: VideoRequest) -> Bucket:
         """The size of a request's video. Raises UserError, which names its line, for one that cannot be made."""
         try:
+            mode_of(request, self.config)
             return self.size(request.frames, request.height, request.width)
         except UserError as error:
             raise UserError(f"line {request.line}: {error}") if request.line else error from None

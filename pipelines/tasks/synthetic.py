@@ -40,8 +40,12 @@ def synthetic_batch(
     items: int,
     length: int,
     seed: int,
+    anchors: bool = False,
 ) -> Batch:
-    """A batch of random latents with captions of half to all of `length` tokens, and the model's other inputs."""
+    """A batch of random latents with captions of half to all of `length` tokens, and the model's other inputs.
+
+    given: the task gives frames; here none, which costs as much.
+    """
     shape_CThw = (inputs.channels, *latent)
     lengths_B = torch.tensor([length - i % 4 * (length // 8) for i in range(items)])
 
@@ -60,6 +64,7 @@ def synthetic_batch(
         noise_BCThw=alike("noise", *shape_CThw),
         u_B=(torch.arange(items, dtype=torch.float64) + 0.5) / items,
         fps_B=torch.full((items,), FPS) if predictor.timed else None,
+        anchor_BT=torch.zeros(items, latent[0], dtype=torch.bool) if anchors else None,
     )
 
 

@@ -20,6 +20,7 @@ from mmspeed.compute.sparse.module import clustered_layers
 from mmspeed.config import Config, with_recorded_weighting
 from mmspeed.config.schema import ModelConfig, PublishedModelConfig
 from mmspeed.data import Batching, BatchSampler, DatasetCache, Loader, Sample
+from mmspeed.data.loading.anchor_frames import check_anchors
 from mmspeed.data.loading.collate import VideoCollate
 from mmspeed.data.loading.first_epoch import OnlineEncoder
 from mmspeed.data.loading.frame_masks import FRAME_MASKS, FrameMask
@@ -44,6 +45,7 @@ from mmspeed.models.families.complete import completed, objective_warnings
 from mmspeed.models.sparse_note import sparse_lines, sparse_warnings
 from mmspeed.models.text.encoders import caption_limit, text_width
 from mmspeed.parallel import token_layout, unwrap
+from mmspeed.pipelines.diffusion.anchors import check_modes, counted_frames, held
 from mmspeed.pipelines.diffusion.objective import Objective, make_objective
 from mmspeed.pipelines.diffusion.predictor import (
     OwnPredictor,
@@ -118,6 +120,7 @@ class VideoTask:
         self.weighting = config.weighting
         self.objective: Objective = make_objective(config.objective, family_sampler(config))
         self.frame_mask: FrameMask | None = FRAME_MASKS[config.train.loss_frames]
+        self.conditioning = config.conditioning if config.conditioning.gives_frames else None
         self._inputs: EncoderShapes | None = None
         self._cache: DatasetCache | None = None
         self.whole = True
@@ -193,6 +196,7 @@ class VideoTask:
             model = self._build(self.config.model, self.inputs.channels, self.inputs.text_width, "meta")
         sizes = self.inputs.channels, self.inputs.text_width
         predictor = make_predictor(model, self.config.objective, *sizes, self._call)
+        check_modes(self.config.conditioning, predictor.anchor_modes, type(model).__name__)
         if isinstance(predictor, PublishedPredictor):
             prepare_training(model)
             if self._unused is None:
@@ -222,7 +226,8 @@ class VideoTask:
     def loss(self, models: Models, batch: Batch) -> Terms:
         """The loss of each sample (B,), float32, with the noise and the timestep drawn for it at reading.
 
-        A batch with a tensor `loss_mask` (B, T) counts its latent frames by it.
+        A batch with a tensor `loss_mask` (B, T) counts its latent frames by it; frames that `given` (B, T) names carry no noise and
+        do not count.
         """
         if self._mlp_trials is not None:
             self._mlp_trials.meet(batch)
@@ -232,8 +237,11 @@ class VideoTask:
         t_B = objective.time_from_quantile(batch["quantiles"]).float()  # computed on the CPU
         x_BCThw, target_BCThw = objective.training_pair(latents_BCThw, batch["noise"], t_B)
         conditions = conditions_of(batch, None if self._inputs is None else self._inputs.strides)
+        if conditions.anchors is not None:
+            x_BCThw = held(x_BCThw, latents_BCThw, conditions.anchors)
         prediction_BCThw = self.predictor.predict(models["model"], x_BCThw, t_B.to(device), conditions)
-        mask = (batch["loss_mask"],) if "loss_mask" in batch else ()
+        mask_BT = counted_frames(batch)
+        mask = () if mask_BT is None else (mask_BT,)
         loss_B = objective.sample_loss(prediction_BCThw, target_BCThw, t_B, *mask)
         return {"loss": replace(self.term(loss_B, batch), time_I=t_B)}
 
@@ -284,7 +292,9 @@ class VideoTask:
             prefetch=config.train.prefetch,
             workers=config.train.loader_workers,
             device=place.device,
-            collate=VideoCollate(cache, seed, config.train.caption_dropout, self.predictor.timed, self.frame_mask),
+            collate=VideoCollate(
+                cache, seed, config.train.caption_dropout, self.predictor.timed, self.frame_mask, self.conditioning
+            ),
         )
         return VideoData(self, sampler, loader)
 
@@ -328,13 +338,21 @@ class VideoTask:
             self.predictor.tokens(latent)
         except ValueError as error:
             raise UserError(f"bucket {bucket} does not fit the model: {error}") from None
+        check_anchors(self.config.conditioning, bucket, self.inputs.strides)
         return latent
 
     def synthetic_batch(self, shape: ShapeClass, items: int, place: RunPlace, tokens: int | None = None) -> Batch:
         """A batch of random latents with captions of half to all of `tokens` (None: the usual number), on the device."""
         length = min(COUNTED_TEXT_TOKENS if tokens is None else tokens, self.caption_limit)
         batch = synthetic_batch(
-            self.inputs, self.predictor, as_bucket(shape), self.latent(shape), items, length, self.config.seed
+            self.inputs,
+            self.predictor,
+            as_bucket(shape),
+            self.latent(shape),
+            items,
+            length,
+            self.config.seed,
+            self.conditioning is not None,
         )
         return batch.to(place.device.torch_device, torch.float32)
 
@@ -420,7 +438,15 @@ class VideoTask:
         present = data.present if isinstance(data, VideoData) else list[Sample]
         held_out, predictor = self.held_out, self.predictor
         validation = VideoValidation(
-            self.config, self.cache, held_out, predictor, self.objective, present, place, self.frame_mask
+            self.config,
+            self.cache,
+            held_out,
+            predictor,
+            self.objective,
+            present,
+            place,
+            self.frame_mask,
+            self.conditioning,
         )
         return validation or None
 

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from mmspeed import comm, rng
 from mmspeed.config import Config
+from mmspeed.config.conditioning import ConditioningConfig
 from mmspeed.data import DatasetCache, Sample, SampleUse
 from mmspeed.data.loading.collate import assemble
 from mmspeed.data.loading.frame_masks import FrameMask
 from mmspeed.log import get_logger
 from mmspeed.models.codecs.vae import load_codec
+from mmspeed.pipelines.diffusion.anchors import counted_frames, held
 from mmspeed.pipelines.diffusion.objective import Objective, mean_error
 from mmspeed.pipelines.diffusion.predictor import Predictor, conditions_of
 from mmspeed.pipelines.inference.generate import generate_latents
@@ -47,10 +49,11 @@ class VideoValidation:
         present: Callable[[list[Sample]], list[Sample]],
         place: RunPlace,
         frame_mask: FrameMask | None = None,
+        conditioning: ConditioningConfig | None = None,
     ) -> None:
         self.config, self.cache, self.samples = config, cache, samples
         self.predictor, self.objective, self.present, self.place = predictor, objective, present, place
-        self.frame_mask = frame_mask
+        self.frame_mask, self.conditioning = frame_mask, conditioning
         self.folder = RunFolder(place.folder)
         self.prompts = list(config.validate_.prompts)
         self.strides = Strides(*cache.info["encoders"]["vae"]["strides"])
@@ -85,6 +88,7 @@ class VideoValidation:
             self.place,
             self.predictor,
             self.frame_mask,
+            self.conditioning,
         )
         return {f"quantile {q}": Term(losses[q], weights, trains=False) for q in range(quantiles)}
 
@@ -161,12 +165,13 @@ def held_out_losses(
     place: RunPlace,
     predictor: Predictor,
     frame_mask: FrameMask | None = None,
+    conditioning: ConditioningConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The unweighted losses (Q, B) of this rank's samples at the middles of equal parts of the training distribution, and weights (B,).
 
     Noise is keyed by (sample, quantile), the caption is the first, nothing is dropped: the losses of two steps differ by the weights
     alone. Both are float64 on the CPU. A sample counts on the rank that leads its group.
-    frame_mask: of the latent frames that count; None: all.
+    frame_mask: of the latent frames that count; None: all. conditioning: as in training; a sample's mode is always the same.
     """
     strides = Strides(*cache.info["encoders"]["vae"]["strides"])
     was_training, device = model.training, place.device
@@ -181,9 +186,10 @@ def held_out_losses(
             caption_dropout=0.0,
             fps=predictor.timed,
             frame_mask=frame_mask,
+            conditioning=conditioning,
         )
         batch = batch.to(device.torch_device, torch.float32)
-        mask_BT = batch["loss_mask"] if "loss_mask" in batch else None
+        mask_BT, conditions = counted_frames(batch), conditions_of(batch, strides)
         latent = strides.latent(sample.bucket)
         objective_of_size = objective.sized(sample.bucket, predictor.tokens(latent))
         weights.append(float(real and place.leads))
@@ -194,7 +200,9 @@ def held_out_losses(
             u_B = torch.tensor([(q + 0.5) / quantiles], dtype=torch.float64)
             t_B = objective_of_size.time_from_quantile(u_B).float()
             x_t, target = objective_of_size.training_pair(batch["latents"], noise, t_B)
-            prediction = predictor.predict(model, x_t, device.to_device(t_B), conditions_of(batch, strides))
+            if conditions.anchors is not None:
+                x_t = held(x_t, batch["latents"], conditions.anchors)
+            prediction = predictor.predict(model, x_t, device.to_device(t_B), conditions)
             rows[-1].append(mean_error(prediction, target, mask_BT).item())
     model.train(was_training)
     losses_QB = torch.tensor(rows, dtype=torch.float64).T if rows else torch.zeros(quantiles, 0, dtype=torch.float64)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspeed.config.conditioning import ConditioningConfig
 from mmspeed.data.cache.reader import DatasetCache
 from mmspeed.data.cache.tables import Sample
 from mmspeed.data.sampling.sampler import SampleUse
@@ -19,6 +20,7 @@ from mmspeed.protocols import Batch, BatchShape, Item, NumberRule, TextEntry
 from mmspeed.rng import normal, uniform
 from mmspeed.shapes import Bucket, Strides
 
+from .anchor_frames import anchor_frames, draw_mode, prefix_of
 from .frame_masks import FrameMask, checked_mask
 
 # Quantiles of times stay on the CPU in float64; all other numbers take the number type of the computation.
@@ -30,6 +32,7 @@ RULES: dict[str, NumberRule] = {
     "text_mask": "keep",
     "fps": "keep",
     "loss_mask": "keep",
+    "given": "keep",
     "quantiles": "host",
 }
 
@@ -49,9 +52,29 @@ def first_frame(stored: dict[str, Tensor]) -> Tensor:
     """The latent (C, 1, h, w), float32, of a clip's first frame alone: the condition of image-to-video training.
 
     For a causal codec it is the entry's first latent frame, which depends on the first frame only; for other codecs
-    `preprocess.first_frame` stores it separately. Internal: no pipeline uses it yet.
+    `preprocess.first_frame` stores it separately.
     """
     return (stored["first"] if "first" in stored else stored["mean"][:, :1]).float()
+
+
+def give_frames(
+    latent_CThw: Tensor,
+    stored: dict[str, Tensor],
+    conditioning: ConditioningConfig,
+    strides: Strides,
+    seed: int,
+    name: Name,
+) -> tuple[Tensor, Tensor]:
+    """(latent, bool (T,), True at the frames of it that are given in this use of a sample).
+
+    A given first frame is the one that was encoded alone, where the cache has it.
+    """
+    mode = draw_mode(conditioning, seed, name)
+    prefix = prefix_of(conditioning.prefix_frames, strides) if mode == "prefix" else 0
+    anchor_T = anchor_frames(mode, latent_CThw.shape[1], prefix, seed, name)
+    if mode in ("first", "first_last") and bool(anchor_T.any()) and "first" in stored:
+        latent_CThw = torch.cat((first_frame(stored), latent_CThw[:, 1:]), dim=1)
+    return latent_CThw, anchor_T
 
 
 def choose_latent(sample: Sample, seed: int, name: Name) -> str:
@@ -103,6 +126,7 @@ def video_batch(
     u_B: Tensor | None = None,
     fps_B: Tensor | None = None,
     loss_mask_BT: Tensor | None = None,
+    anchor_BT: Tensor | None = None,
 ) -> Batch:
     """Make the batch of samples of one bucket.
 
@@ -115,6 +139,7 @@ def video_batch(
         u_B: float64 in [0, 1), the quantile of each sample's time.
         fps_B: frames per second of each clip, for models that take them.
         loss_mask_BT: the latent frames that count in a sample's loss (True, or a weight); None: all.
+        given_BT: bool, True at latent frames that the model is given; None: the task gives none.
     """
     optional = {
         "text_pooled": pooled_BD,
@@ -122,6 +147,7 @@ def video_batch(
         "quantiles": u_B,
         "fps": fps_B,
         "loss_mask": loss_mask_BT,
+        "given": anchor_BT,
     }
     tensors = {"latents": latents_BCThw, "text": text_BLD, "text_mask": text_mask_BL}
     tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
@@ -141,21 +167,29 @@ def assemble(
     noise: bool = False,
     fps: bool = False,
     frame_mask: FrameMask | None = None,
+    conditioning: ConditioningConfig | None = None,
 ) -> Batch:
     """Read the batch of (draw, weight) pairs of one bucket; an item does not depend on the others in its batch.
 
     With `noise` the batch holds the draws of training, so that they are made before the model waits for them; with `fps` the frames
-    per second of each clip, as stored in the cache (1 for an image); with `frame_mask` the latent frames that count in the loss.
+    per second of each clip, as stored in the cache (1 for an image); with `frame_mask` the latent frames that count in the loss; with
+    `conditioning` the latent frames that are given, in the mode that is drawn by name: as they are in `latents`.
 
     No draw may be of a lost sample; `rank_batches` replaces those. Raises UserError if an entry is missing or
     damaged, if latents of the bucket differ in shape, or for a mask of other frames or of none.
     """
-    latents, texts, rates, masks = [], [], [], []
+    latents, texts, rates, masks, anchors = [], [], [], [], []
+    strides = Strides(*cache.info["encoders"]["vae"]["strides"])
     for draw, _ in draws:
         latent_key = choose_latent(draw.sample, seed, draw.name)
-        latents.append(draw_latent(cache.latent(latent_key), seed, draw.name))
+        stored = cache.latent(latent_key)
+        latent_CThw = draw_latent(stored, seed, draw.name)
+        if conditioning is not None:
+            latent_CThw, anchor_T = give_frames(latent_CThw, stored, conditioning, strides, seed, draw.name)
+            anchors.append(anchor_T)
+        latents.append(latent_CThw)
         if frame_mask is not None:
-            mask_T = frame_mask(cache.entry(latent_key, "latents"), Strides(*cache.info["encoders"]["vae"]["strides"]))
+            mask_T = frame_mask(cache.entry(latent_key, "latents"), strides)
             masks.append(checked_mask(mask_T, latents[-1].shape[1], draw.sample.source))
         if fps:
             rates.append(cache.entry(latent_key, "latents").fps or 1.0)
@@ -184,6 +218,7 @@ def assemble(
         u_B=draw_quantiles(names, seed) if noise else None,
         fps_B=torch.tensor(rates) if fps else None,
         loss_mask_BT=torch.stack(masks) if masks else None,
+        anchor_BT=torch.stack(anchors) if anchors else None,
     )
 
 
@@ -197,10 +232,12 @@ class VideoCollate:
         caption_dropout: float,
         fps: bool = False,
         frame_mask: FrameMask | None = None,
+        conditioning: ConditioningConfig | None = None,
     ) -> None:
         self._cache: DatasetCache | None = cache
         self._opening = cache.__reduce__()
         self._seed, self._caption_dropout, self._fps, self._frame_mask = seed, caption_dropout, fps, frame_mask
+        self._conditioning = conditioning
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_cache": None}
@@ -223,6 +260,7 @@ class VideoCollate:
             noise=True,
             fps=self._fps,
             frame_mask=self._frame_mask,
+            conditioning=self._conditioning,
         )
 
     def shape(self, draws: Sequence[tuple[SampleUse[Sample], float]]) -> BatchShape:
@@ -241,6 +279,8 @@ class VideoCollate:
             tensors["fps"] = (count,)
         if self._frame_mask is not None:
             tensors["loss_mask"] = (count, latent[1])
+        if self._conditioning is not None:
+            tensors["given"] = (count, latent[1])
         pooled = [self._text(draw).pooled_D for draw, _ in draws]
         if pooled[0] is not None and None not in pooled:
             tensors["text_pooled"] = (count, *pooled[0].shape)

@@ -119,7 +119,7 @@ def test_a_file_of_prompts_makes_a_video_a_line(run: Path, tmp_path: Path, capsy
         (["-p", "a", "--prompts", "FILE"], "not both"),
         (["--prompts", "none.txt"], "none.txt: cannot be read"),
         (["--prompts", "FILE"], "line 2: a video of 6x32x48"),
-        (["-p", "a", "--image", "a.png"], "SoraDiT, which takes no first frame"),
+        (["-p", "a", "--image", "a.png"], "trained without conditioning.first, so its model takes no such frames"),
     ],
 )
 def test_what_cannot_be_sampled_is_one_line(

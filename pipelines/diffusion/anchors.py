@@ -1,0 +1,50 @@
+"""Frames that a model is given: clean where others are noisy, without loss, and held while a video is sampled.
+
+Legend: B batch, C channels, T h w latent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from mmspeed.config.conditioning import ConditioningConfig
+from mmspeed.errors import UserError
+from mmspeed.pipelines.diffusion.samplers import Predict
+from mmspeed.protocols import Batch
+
+
+def held(x_BCThw: Tensor, clean_BCThw: Tensor, anchor_BT: Tensor) -> Tensor:
+    """`x_BCThw` with the clean latents at given frames."""
+    return clean_BCThw.to(x_BCThw).where(anchor_BT[:, None, :, None, None], x_BCThw)
+
+
+def counted_frames(batch: Batch) -> Tensor | None:
+    """The latent frames (B, T) that count in the loss, True or a weight: those of the batch's mask that are not given; None: all."""
+    mask_BT, anchor_BT = (batch[name] if name in batch else None for name in ("loss_mask", "given"))
+    if anchor_BT is None or mask_BT is None:
+        return mask_BT if anchor_BT is None else ~anchor_BT
+    return mask_BT.where(~anchor_BT, 0)
+
+
+def holding(predict: Predict, clean_BCThw: Tensor, anchor_BT: Tensor) -> Predict:
+    """The prediction for latents whose given frames are the clean ones, whatever a sampler has made of them."""
+
+    def predict_held(x_BCThw: Tensor, t_B: Tensor) -> Tensor:
+        return predict(held(x_BCThw, clean_BCThw, anchor_BT), t_B)
+
+    return predict_held
+
+
+def check_modes(conditioning: ConditioningConfig, modes: Sequence[str], model: str) -> None:
+    """Raises UserError for a mode of the config that a model (as messages call it) lacks."""
+    lacking = next((mode for mode in conditioning.shares if mode not in modes), None)
+    if lacking is None:
+        return
+    known = ", ".join(modes)
+    if lacking == "none":
+        raise UserError(
+            f"conditioning: {model} is always given frames: its modes are {known}, so give them shares that are 1 together"
+        )
+    raise UserError(f"conditioning.{lacking}: {model} cannot be trained so: its modes are {known}")

@@ -1,0 +1,137 @@
+"""Videos from images: `mmspeed sample --image` with a run that was trained with given frames, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmspeed.__main__ import main
+from mmspeed.config import make_config
+from mmspeed.config.conditioning import ConditioningConfig
+from mmspeed.errors import UserError
+from mmspeed.pipelines import TextToVideo, TrainPipeline
+from mmspeed.pipelines.inference.anchor_media import anchors_of, image_file, mode_of, video_end
+from mmspeed.pipelines.inference.media import Video
+from mmspeed.pipelines.inference.prompts import VideoRequest, read_requests
+from mmspeed.shapes import Bucket
+from tests.support.decoding import video_of
+from tests.support.runs import small_config
+
+SHARES = ("conditioning.first=0.4", "conditioning.mask=0.4", "conditioning.prefix_frames=5", "sample.frames=9")
+
+
+@pytest.fixture(scope="module")
+def run(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps, and a picture and a video beside it."""
+    home = Path(shutil.copytree(small_cache, tmp_path_factory.mktemp("given") / "home"))
+    config = small_config(home, "train.steps=2", *SHARES)
+    TrainPipeline(config).run()
+    rows, columns = np.mgrid[0:40, 0:70]
+    picture = np.stack([rows * 3 + columns] * 3, axis=-1).astype(np.uint8)  # grey: the codec's few channels hold it
+    Image.fromarray(picture).save(config.run_dir / "first.png")
+    Image.fromarray(255 - picture).save(config.run_dir / "last.png")
+    Video(np.stack([np.roll(picture, 3 * number, axis=1) for number in range(20)]), 16.0).save(config.run_dir / "v.mp4")
+    return config.run_dir
+
+
+@pytest.fixture(scope="module")
+def pipe(run: Path) -> TextToVideo:
+    return TextToVideo.from_run(run, device="cpu")
+
+
+def decoded(pipe: TextToVideo, request: VideoRequest) -> tuple[np.ndarray, np.ndarray]:
+    """(frames of the sampled video, frames of its given latents)."""
+    size = pipe.size()
+    anchors = anchors_of([request], pipe.config, pipe.codec, size)
+    assert anchors is not None
+    ((_, video),) = pipe.sample([request], together=1)
+    clean = pipe.codec.decode(anchors.clean_PCThw)[0].permute(1, 2, 3, 0)
+    return video.frames_FHWC.astype(int), ((clean + 1) * 127.5).round().clamp(0, 255).numpy().astype(int)
+
+
+def test_given_frames_are_held_to_the_end(run: Path, pipe: TextToVideo) -> None:
+    first, last, video = (str(run / name) for name in ("first.png", "last.png", "v.mp4"))
+    frames = pipe.size().frames
+    for request, same in (
+        (VideoRequest("a", image=first), [0]),
+        (VideoRequest("a", image=first, last_image=last), [0, frames - 1]),
+        (VideoRequest("a", video=video), [0, 4]),
+    ):
+        made, anchors = decoded(pipe, request)
+        assert np.abs(made[same] - anchors[same]).max() <= 1
+    picture = image_file(run / "first.png", pipe.size()).astype(int)
+    made, _ = decoded(pipe, VideoRequest("a", image=first))
+    error = np.abs(made[0] - picture).mean()
+    ((_, plain),) = pipe.sample([VideoRequest("a")], together=1)
+    assert 4 * error < np.abs(plain.frames_FHWC[0].astype(int) - picture).mean()
+
+
+def test_a_request_among_others_is_as_alone(run: Path, pipe: TextToVideo) -> None:
+    requests = [VideoRequest("a", image=str(run / "first.png")), VideoRequest("b")]
+    together = [video.frames_FHWC.astype(int) for _, video in pipe.sample(requests)]
+    for request, frames in zip(requests, together, strict=True):
+        ((_, alone),) = pipe.sample([request], together=1)
+        assert np.abs(alone.frames_FHWC.astype(int) - frames).max() <= 1
+
+
+def test_the_command_reads_images_and_files_of_prompts(run: Path, tmp_path: Path) -> None:
+    common = ["sample", str(run), "--device", "cpu", "--steps", "2"]
+    out = tmp_path / "v.mp4"
+    assert main([*common, "-p", "a", "--image", str(run / "first.png"), "-o", str(out)]) == 0
+    assert video_of(out)[0].shape[0] == TextToVideo.from_run(run, device="cpu").size().frames
+    shutil.copy(run / "first.png", tmp_path / "one.png")
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "a", "image": "one.png"}) + "\n", encoding="utf-8")
+    (request,) = read_requests(tmp_path / "p.jsonl")
+    assert request.image == str(tmp_path / "one.png")
+    assert main([*common, "--prompts", str(tmp_path / "p.jsonl"), "-o", str(tmp_path / "w.mp4")]) == 0
+    assert np.abs(video_of(tmp_path / "w-0001.mp4")[0].astype(int) - video_of(out)[0]).max() <= 1
+
+
+def test_pictures_are_fitted_and_the_end_of_a_video_is_taken(run: Path) -> None:
+    size = Bucket(9, 16, 32)
+    assert image_file(run / "first.png", size).shape == (16, 32, 3)
+    at_rate, every = video_end(run / "v.mp4", 5, 8.0, size), video_end(run / "v.mp4", 9, None, size)
+    assert at_rate.shape == (5, 16, 32, 3) and np.array_equal(at_rate, every[::2])
+    with pytest.raises(UserError, match=r"v\.mp4: is shorter than the 33 frames that are given at 8 frames a second"):
+        video_end(run / "v.mp4", 33, 8.0, size)
+    with pytest.raises(UserError, match=r"run\.json: is no picture that can be read"):
+        image_file(run / "run.json", size)
+    with pytest.raises(UserError, match=r"run\.json: is no video that can be read"):
+        video_end(run / "run.json", 5, None, size)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"last_image": "a.png"}, "--last-image goes with --image"),
+        ({"image": "a.png", "video": "v.mp4"}, "give it, or --image, not both"),
+        ({"prefix_frames": 5}, "--prefix-frames goes with --video"),
+        ({"image": "none.png"}, "none.png: is no picture"),
+        ({"video": "v.mp4", "prefix_frames": 4}, "4 given frames end within a latent frame"),
+        ({"video": "v.mp4", "prefix_frames": 9}, "with those that are given none is to be made"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(pipe: TextToVideo, files: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        list(pipe.sample([VideoRequest("a", **files)]))  # type: ignore[arg-type]
+
+
+def test_a_run_without_the_mode_says_so(pipe: TextToVideo) -> None:
+    conditioning = ConditioningConfig(first=0.2, prefix=0.1, prefix_frames=5)
+    config = pipe.config.model_copy(update={"conditioning": conditioning})
+    assert mode_of(VideoRequest("a", video="v.mp4", prefix_frames=5), config) == "prefix"
+    with pytest.raises(UserError, match="the run was trained to go on from 5 frames"):
+        mode_of(VideoRequest("a", video="v.mp4", prefix_frames=9), config)
+    with pytest.raises(UserError, match=r"--last-image: the run was trained without conditioning\.first_last"):
+        mode_of(VideoRequest("a", image="a.png", last_image="b.png"), config)
+
+
+def test_old_records_have_no_given_frames(run: Path) -> None:
+    """A config from before the section is one without given frames."""
+    tree = small_config(run.parent.parent).model_dump(mode="json", by_alias=True, exclude={"conditioning"})
+    assert not make_config(tree, origin="test").conditioning.gives_frames
