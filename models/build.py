@@ -19,7 +19,7 @@ from mmspeed.models.diffusers.sparsified import sparsify
 from mmspeed.models.families import Family, Published, family_of, published_models
 from mmspeed.models.sora.sizes import build_model, resolve_config
 from mmspeed.protocols import CountsFlops, ModelCall
-from mmspeed.protocols.calls import Configured
+from mmspeed.protocols.calls import Configured, TakesConditions
 from mmspeed.shapes import Bucket
 
 AnySection = ModelConfig | PublishedModelConfig
@@ -74,6 +74,20 @@ def with_weights(section: AnySection, channels: int, text_width: int, device: st
         return build_model(section, channels, text_width, device=device)
     repository = repository_of(section)
     return _prepared(stored_model(repository, class_of(repository)), section)
+
+
+def stored_conditions(config: Config) -> tuple[str, ...]:
+    """Names of the latents of given frames that the config's model needs beside a clip's own: `grey_first`, of its first frame and grey
+
+    Raises UserError for a model that cannot be reached.
+    """
+    if isinstance(config.model, ModelConfig) or not config.conditioning.gives_frames:
+        return ()
+    call, repository = call_of(config.model), repository_of(config.model)
+    if not isinstance(call, TakesConditions):
+        return ()
+    how = call.anchors(repository.config(repository.transformer)).how
+    return () if how == "replace" else tuple(f"{how}_{mode}" for mode in config.conditioning.shares)
 
 
 def class_of(repository: Repository) -> Any:

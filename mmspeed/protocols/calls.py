@@ -47,6 +47,28 @@ class Conditions:
         return t_B if self.anchors is None else t_B[:, None].where(~self.anchors, 0.0)
 
 
+@dataclass(frozen=True)
+class AnchorRule:
+    """The ways in which a model can be given latent frames.
+
+    modes: those of the config section `conditioning` that it can be trained in.
+    how: `replace`: given frames are clean latents at time 0, without loss; `grey`: the codec's latents of the given frames with grey ones
+    after them are further channels (`condition` in `Conditions.named`), and all frames are noisy and count.
+    """
+
+    modes: tuple[str, ...] = ("none",)
+    how: Literal["replace", "grey"] = "replace"
+
+
+@runtime_checkable
+class TakesConditions(Protocol):
+    """A call of models that can be given latent frames."""
+
+    def anchors(self, config: Mapping[str, Any]) -> AnchorRule:
+        """The ways in which a model of these arguments can be given frames."""
+        ...
+
+
 class ModelCall(Protocol):
     """The call of one class's forward, and its cost. Data and pure functions; `config` is the model's own."""
 

@@ -1,4 +1,4 @@
-"""LTX-Video, text to video.
+"""LTX-Video, text to video and image to video.
 
 Legend: B batch, C channels, T h w latent, N tokens of a video, L caption tokens, E model width.
 """
@@ -27,13 +27,14 @@ from mmspeed.models.families.base import (
     first_output,
     outputs_of,
     packed,
+    per_token,
     small_channels,
     token_grid,
     unpacked,
     width_of,
 )
 from mmspeed.models.text.recipes import EncoderRecipe, TextRecipe
-from mmspeed.protocols.calls import Conditions, Predicted
+from mmspeed.protocols.calls import AnchorRule, Conditions, Predicted
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ class LtxCall:
             "LTXVideoTransformer3DModel", config, channels * math.prod(self.patch(config)), text_width, "caption_channels"
         )  # fmt: skip
 
+    def anchors(self, config: Config) -> AnchorRule:
+        """The first frame, clean, at time 0 of its tokens."""
+        return AnchorRule(("none", "first"))
+
     def call(self, config: Config, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> dict[str, Any]:
         """The arguments of the forward. Raises UserError without frames per second."""
         if conditions.fps_B is None or conditions.strides is None:
@@ -59,10 +64,11 @@ class LtxCall:
                 "LTXVideoTransformer3DModel needs the frames per second of each clip, and the codec's strides"
             )
         frames, height, width = token_grid(tuple(x_BCThw.shape[2:]), self.patch(config))  # the class counts in tokens
+        tokens = frames * height * width
         seconds = (conditions.strides.temporal / conditions.fps_B)[:, None, None, None, None]
         return {
             "hidden_states": packed(x_BCThw, self.patch(config)),
-            "timestep": TIMES * t_B,
+            "timestep": TIMES * (t_B if conditions.anchors is None else per_token(conditions.times_of(t_B), tokens)),
             "encoder_hidden_states": conditions.text_BLD.to(x_BCThw.dtype),
             "encoder_attention_mask": conditions.text_mask_BL,
             "num_frames": frames,

@@ -1,4 +1,4 @@
-"""Wan 2.1 and 2.2, text to video.
+"""Wan 2.1 and 2.2, text to video and, without an image encoder, image to video.
 
 Legend: B batch, C channels, T h w latent, N tokens of a video, L caption tokens, E model width.
 """
@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mmspeed.errors import UserError
@@ -34,12 +35,14 @@ from mmspeed.models.families.base import (
     width_of,
 )
 from mmspeed.models.text.recipes import EncoderRecipe, TextRecipe
-from mmspeed.protocols.calls import Conditions, ModelCall, Predicted
+from mmspeed.protocols.calls import AnchorRule, Conditions, ModelCall, Predicted
+
+MASKS = 4  # frames of pixels of a latent frame, and so channels of the mask
 
 
 @dataclass(frozen=True)
 class WanCall:
-    """The call of WanTransformer3DModel, text to video.
+    """The call of WanTransformer3DModel, text to video, and image to video by 36 input channels or a time for each token.
 
     text_tokens: captions are padded with zeros to so many tokens, which are attended to: the model was trained so.
     expand_timesteps: each token has its own time (Wan 2.2 5B), which a given first frame needs.
@@ -54,17 +57,27 @@ class WanCall:
         return 0
 
     def check(self, config: Config, channels: int, text_width: int) -> None:
-        """Raises UserError for an image-to-video model and for sizes that differ."""
-        check_sizes("WanTransformer3DModel", config, channels, text_width, "text_dim")
+        """Raises UserError for sizes that differ, and for a model that also takes an image encoder's embeddings."""
+        inputs = outputs_of(config) if takes_channels(config) else config["in_channels"]
+        check_sizes("WanTransformer3DModel", {**config, "in_channels": inputs}, channels, text_width, "text_dim")
         if config["image_dim"] is not None:
-            raise UserError("WanTransformer3DModel: image_dim is set: image-to-video models cannot be trained yet")
+            raise UserError(
+                "WanTransformer3DModel: image_dim is set: models that take an image encoder's embeddings (Wan 2.1) cannot be trained yet; "
+                "those of Wan 2.2 take none"
+            )
+
+    def anchors(self, config: Config) -> AnchorRule:
+        """The first frame, clean, with a time for each token; or the first, or first and last, as channels, always."""
+        if self.expand_timesteps:
+            return AnchorRule(("none", "first"))
+        return AnchorRule(("first", "first_last"), "grey") if takes_channels(config) else AnchorRule()
 
     def call(self, config: Config, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> dict[str, Any]:
-        """The arguments of the forward. Raises UserError for captions of more than `text_tokens`."""
+        """The arguments of the forward. Raises UserError for captions of more than `text_tokens`, and without a needed condition."""
         latent: Latent = x_BCThw.shape[2], x_BCThw.shape[3], x_BCThw.shape[4]
-        times = per_token(t_B, self.tokens(config, latent)) if self.expand_timesteps else t_B
+        times = per_token(conditions.times_of(t_B), self.tokens(config, latent)) if self.expand_timesteps else t_B
         return {
-            "hidden_states": x_BCThw,
+            "hidden_states": with_condition(x_BCThw, conditions) if takes_channels(config) else x_BCThw,
             "timestep": TIMES * times,
             "encoder_hidden_states": filled(conditions, self.text_tokens, x_BCThw.dtype),
             "return_dict": False,
@@ -96,14 +109,37 @@ class WanCall:
         return t, h, w
 
 
+def takes_channels(config: Config) -> bool:
+    """True for an image-to-video model: noisy latents, masks and conditions are its channels."""
+    inputs = config.get("in_channels")
+    return inputs is not None and bool(inputs == 2 * outputs_of(config) + MASKS)
+
+
+def with_condition(x_BCThw: Tensor, conditions: Conditions) -> Tensor:
+    """Noisy latents, masks of given frames of pixels, and latents of the given frames, as channels in this order.
+
+    A latent frame after the first stands for `MASKS` frames of pixels, of which the last may be given. Raises UserError without them.
+    """
+    anchor_BT, condition_BCThw = conditions.anchors, conditions.named.get("condition")
+    if anchor_BT is None or condition_BCThw is None:
+        raise UserError("WanTransformer3DModel takes given frames: set the section `conditioning`, such as {first: 1}")
+    mask_B4T = anchor_BT.to(x_BCThw)[:, None].repeat(1, MASKS, 1)
+    mask_B4T[:, :-1, 1:] = 0
+    mask_B4Thw = mask_B4T[..., None, None].expand(-1, -1, -1, *x_BCThw.shape[3:])
+    return torch.cat((x_BCThw, mask_B4Thw, condition_BCThw.to(x_BCThw)), dim=1)
+
+
 def variant(index: Index) -> ModelCall:
     """The call of a repository's transformer: Wan 2.2 5B gives each token a time."""
     return WanCall(expand_timesteps=bool(index.get("expand_timesteps", False)))
 
 
 def _wan(config: Config, sizes: SmallSizes, width: int) -> dict[str, Any]:
+    channels = small_channels(config, sizes.channels)
+    if takes_channels(config):
+        channels["in_channels"] = 2 * channels["out_channels"] + MASKS
     return {
-        **small_channels(config, sizes.channels),
+        **channels,
         "text_dim": sizes.text_width,
         "freq_dim": WIDTH_OF_TIMES,
         "ffn_dim": sizes.hidden(config["ffn_dim"], 2 * width),

@@ -20,9 +20,13 @@ def held(x_BCThw: Tensor, clean_BCThw: Tensor, anchor_BT: Tensor) -> Tensor:
     return clean_BCThw.to(x_BCThw).where(anchor_BT[:, None, :, None, None], x_BCThw)
 
 
-def counted_frames(batch: Batch) -> Tensor | None:
-    """The latent frames (B, T) that count in the loss, True or a weight: those of the batch's mask that are not given; None: all."""
+def counted_frames(batch: Batch, how: str) -> Tensor | None:
+    """The latent frames (B, T) that count in the loss, True or a weight; None: all.
+
+    They are those of the batch's mask; given ones, too, in families that concatenate (`how` is not `replace`, see `GivenRule`).
+    """
     mask_BT, anchor_BT = (batch[name] if name in batch else None for name in ("loss_mask", "given"))
+    anchor_BT = anchor_BT if how == "replace" else None
     if anchor_BT is None or mask_BT is None:
         return mask_BT if anchor_BT is None else ~anchor_BT
     return mask_BT.where(~anchor_BT, 0)

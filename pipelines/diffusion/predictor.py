@@ -19,7 +19,7 @@ from mmspeed.models.diffusers.loading import keep_float32
 from mmspeed.models.diffusers.plans import declare_known_plan
 from mmspeed.models.families import call_for, class_name
 from mmspeed.protocols import Batch, CountsFlops, DiffusionModel, TakesAnchors, TextEntry, check_model
-from mmspeed.protocols.calls import Conditions, Configured, ModelCall
+from mmspeed.protocols.calls import AnchorRule, Conditions, Configured, ModelCall, TakesConditions
 from mmspeed.protocols.model import lacking_members
 from mmspeed.shapes import Strides
 
@@ -50,8 +50,8 @@ class Predictor(CountsFlops, Protocol):
         ...
 
     @property
-    def anchor_modes(self) -> tuple[str, ...]:
-        """The modes of the config section `conditioning` that the model can be trained in."""
+    def anchors(self) -> AnchorRule:
+        """The ways in which the model can be given latent frames."""
         ...
 
     def predict(self, model: nn.Module, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> Tensor:
@@ -74,8 +74,8 @@ class OwnPredictor:
     pooled_width: int = 0
 
     @property
-    def anchor_modes(self) -> tuple[str, ...]:
-        return self.bare.anchor_modes if isinstance(self.bare, TakesAnchors) else ("none",)
+    def anchors(self) -> AnchorRule:
+        return AnchorRule(self.bare.anchor_modes) if isinstance(self.bare, TakesAnchors) else AnchorRule()
 
     def predict(self, model: nn.Module, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> Tensor:
         return ask_own(model, x_BCThw, t_B, conditions)
@@ -107,8 +107,8 @@ class PublishedPredictor:
         return self.call.pooled_width(self.config)
 
     @property
-    def anchor_modes(self) -> tuple[str, ...]:
-        return ("none",)
+    def anchors(self) -> AnchorRule:
+        return self.call.anchors(self.config) if isinstance(self.call, TakesConditions) else AnchorRule()
 
     def predict(self, model: nn.Module, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> Tensor:
         arguments = self.call.call(self.config, x_BCThw, t_B, conditions)

@@ -356,6 +356,11 @@ class TextToVideo:
         """The size of a request's video. Raises UserError, which names its line, for one that cannot be made."""
         try:
             mode_of(request, self.config)
+            if "none" not in self.predictor.anchors.modes:
+                raise UserError(
+                    f"{type(self.model).__name__} of this run takes frames as channels, which mmspeed sample cannot give it yet: "
+                    "mmspeed export writes it for its official pipeline"
+                )
             return self.size(request.frames, request.height, request.width)
         except UserError as error:
             raise UserError(f"line {request.line}: {error}") if request.line else error from None

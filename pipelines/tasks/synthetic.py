@@ -65,6 +65,7 @@ def synthetic_batch(
         u_B=(torch.arange(items, dtype=torch.float64) + 0.5) / items,
         fps_B=torch.full((items,), FPS) if predictor.timed else None,
         anchor_BT=torch.zeros(items, latent[0], dtype=torch.bool) if anchors else None,
+        condition_BCThw=alike("condition", *shape_CThw) if predictor.anchors.how != "replace" else None,
     )
 
 
@@ -95,7 +96,10 @@ def sketched(
     def loss(tensors: Sketched) -> Tensor:
         data_BCThw, noise_BCThw, t_B, text_BLD, mask_BL, pooled_BD, fps_B = tensors
         target_BCThw = noise_BCThw - data_BCThw
-        conditions = Conditions(text_BLD, mask_BL, pooled_BD, fps_B, inputs.strides)
+        named: dict[str, Tensor] = {}
+        if predictor.anchors.how != "replace":
+            named = {"given": torch.zeros(items, latent[0], dtype=torch.bool), "condition": torch.zeros(shape_BCThw)}
+        conditions = Conditions(text_BLD, mask_BL, pooled_BD, fps_B, inputs.strides, named)
         prediction_BCThw = predictor.predict(model, data_BCThw + noise_BCThw, t_B, conditions)
         return (prediction_BCThw - target_BCThw).square().mean()
 

@@ -20,7 +20,7 @@ from mmspeed.errors import UserError
 from mmspeed.models.families import FAMILIES, class_name
 from mmspeed.models.families.base import SmallSizes
 from mmspeed.protocols import Conditions, ModelCall
-from mmspeed.protocols.calls import TakesTexts
+from mmspeed.protocols.calls import TakesConditions, TakesTexts
 from mmspeed.shapes import Strides
 
 CHANNELS, TEXT_WIDTH, TEXT_TOKENS, SAMPLES = 4, 16, 7, 2
@@ -68,7 +68,9 @@ def unreached(kind: type[nn.Module], config: Mapping[str, Any], call: ModelCall)
         for parameter in model.parameters():
             spread = 0.1 if parameter.ndim > 1 else 0.02
             parameter.data = spread * torch.randn(parameter.shape, generator=g) + (parameter.ndim == 1)
-        inputs = call.call(arguments, x_BCThw, torch.rand(SAMPLES, generator=g), _conditions(call, arguments, g))
+        inputs = call.call(
+            arguments, x_BCThw, torch.rand(SAMPLES, generator=g), _conditions(call, arguments, g, latent)
+        )
         prediction_BCThw = call.prediction(arguments, model(**inputs), x_BCThw)
         (prediction_BCThw - target_BCThw).square().mean().backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -130,7 +132,9 @@ def _takes(call: ModelCall, config: Mapping[str, Any], latent: tuple[int, int, i
     return True
 
 
-def _conditions(call: ModelCall, config: Mapping[str, Any], g: torch.Generator) -> Conditions:
+def _conditions(
+    call: ModelCall, config: Mapping[str, Any], g: torch.Generator, latent: tuple[int, int, int]
+) -> Conditions:
     """Random conditions of the samples, all of whose tokens count."""
 
     def normal(*size: int) -> Tensor:
@@ -140,6 +144,8 @@ def _conditions(call: ModelCall, config: Mapping[str, Any], g: torch.Generator) 
     mask_BL = torch.ones(SAMPLES, TEXT_TOKENS, dtype=torch.bool)
     for name, width in (call.texts(config) if isinstance(call, TakesTexts) else {}).items():
         named |= {name: normal(TEXT_TOKENS, width), f"{name}_mask": mask_BL}
+    if isinstance(call, TakesConditions) and call.anchors(config).how != "replace":
+        named |= {"given": torch.ones(SAMPLES, latent[0], dtype=torch.bool), "condition": normal(CHANNELS, *latent)}
     pooled = call.pooled_width(config)
     return Conditions(
         normal(TEXT_TOKENS, TEXT_WIDTH),

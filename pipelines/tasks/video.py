@@ -196,7 +196,7 @@ class VideoTask:
             model = self._build(self.config.model, self.inputs.channels, self.inputs.text_width, "meta")
         sizes = self.inputs.channels, self.inputs.text_width
         predictor = make_predictor(model, self.config.objective, *sizes, self._call)
-        check_modes(self.config.conditioning, predictor.anchor_modes, type(model).__name__)
+        check_modes(self.config.conditioning, predictor.anchors.modes, type(model).__name__)
         if isinstance(predictor, PublishedPredictor):
             prepare_training(model)
             if self._unused is None:
@@ -237,10 +237,10 @@ class VideoTask:
         t_B = objective.time_from_quantile(batch["quantiles"]).float()  # computed on the CPU
         x_BCThw, target_BCThw = objective.training_pair(latents_BCThw, batch["noise"], t_B)
         conditions = conditions_of(batch, None if self._inputs is None else self._inputs.strides)
-        if conditions.anchors is not None:
+        if conditions.anchors is not None and self.predictor.anchors.how == "replace":
             x_BCThw = held(x_BCThw, latents_BCThw, conditions.anchors)
         prediction_BCThw = self.predictor.predict(models["model"], x_BCThw, t_B.to(device), conditions)
-        mask_BT = counted_frames(batch)
+        mask_BT = counted_frames(batch, self.predictor.anchors.how)
         mask = () if mask_BT is None else (mask_BT,)
         loss_B = objective.sample_loss(prediction_BCThw, target_BCThw, t_B, *mask)
         return {"loss": replace(self.term(loss_B, batch), time_I=t_B)}
@@ -293,7 +293,13 @@ class VideoTask:
             workers=config.train.loader_workers,
             device=place.device,
             collate=VideoCollate(
-                cache, seed, config.train.caption_dropout, self.predictor.timed, self.frame_mask, self.conditioning
+                cache,
+                seed,
+                config.train.caption_dropout,
+                self.predictor.timed,
+                self.frame_mask,
+                self.conditioning,
+                self.predictor.anchors.how,
             ),
         )
         return VideoData(self, sampler, loader)
@@ -339,6 +345,8 @@ class VideoTask:
         except ValueError as error:
             raise UserError(f"bucket {bucket} does not fit the model: {error}") from None
         check_anchors(self.config.conditioning, bucket, self.inputs.strides)
+        if bucket.is_image and "none" not in self.predictor.anchors.modes:
+            raise UserError(f"bucket {bucket} is of images, and the model is always given a video's first frame")
         return latent
 
     def synthetic_batch(self, shape: ShapeClass, items: int, place: RunPlace, tokens: int | None = None) -> Batch:

@@ -187,9 +187,10 @@ def held_out_losses(
             fps=predictor.timed,
             frame_mask=frame_mask,
             conditioning=conditioning,
+            how=predictor.anchors.how,
         )
         batch = batch.to(device.torch_device, torch.float32)
-        mask_BT, conditions = counted_frames(batch), conditions_of(batch, strides)
+        mask_BT, conditions = counted_frames(batch, predictor.anchors.how), conditions_of(batch, strides)
         latent = strides.latent(sample.bucket)
         objective_of_size = objective.sized(sample.bucket, predictor.tokens(latent))
         weights.append(float(real and place.leads))
@@ -200,7 +201,7 @@ def held_out_losses(
             u_B = torch.tensor([(q + 0.5) / quantiles], dtype=torch.float64)
             t_B = objective_of_size.time_from_quantile(u_B).float()
             x_t, target = objective_of_size.training_pair(batch["latents"], noise, t_B)
-            if conditions.anchors is not None:
+            if conditions.anchors is not None and predictor.anchors.how == "replace":
                 x_t = held(x_t, batch["latents"], conditions.anchors)
             prediction = predictor.predict(model, x_t, device.to_device(t_B), conditions)
             rows[-1].append(mean_error(prediction, target, mask_BT).item())

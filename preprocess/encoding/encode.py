@@ -22,6 +22,7 @@ from mmspeed.data.cache.payloads import not_finite
 from mmspeed.data.cache.writer import latent_tensors, text_tensors
 from mmspeed.device import Device, is_device_fault, parse_dtype
 from mmspeed.errors import UserError
+from mmspeed.models.build import stored_conditions
 from mmspeed.models.codecs.vae import codec_geometry, codec_identity, load_codec
 from mmspeed.models.text.encoders import TransformersEncoder, load_text_encoder, text_identity, text_width
 from mmspeed.models.text.family import FamilyTextEncoder
@@ -97,9 +98,14 @@ class Encoders:
         """Strides of the codec. A codec of diffusers is loaded for this, and stays loaded."""
         return self._geometry()[1]
 
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        """Names of the latents of given frames that the config's model needs beside a clip's own."""
+        return self._once("conditions", lambda: stored_conditions(self.config))
+
     def latent_key(self, clip: Clip) -> str:
         """The key of a clip's entry."""
-        return entry_key(latent_parts(self.config, self.codec_fingerprint, clip))
+        return entry_key(latent_parts(self.config, self.codec_fingerprint, clip, self.conditions))
 
     def text_key(self, caption: str) -> str:
         """The key of a caption's entry, also of the empty one."""
@@ -222,14 +228,17 @@ def encode_latents(
     Raises UserError if the device fails, which is not the fault of a file.
     """
     codec, dtype = encoders.codec, parse_dtype(encoders.config.preprocess.latent_dtype)
-    first_too = encoders.config.preprocess.first_frame and bool(videos) and not videos[0][0].bucket.is_image
+    whole = bool(videos) and not videos[0][0].bucket.is_image
+    first_too, conditions = encoders.config.preprocess.first_frame and whole, encoders.conditions if whole else ()
 
     def encode(some: Sequence[tuple[Clip, np.ndarray]]) -> list[Tensors | Rejected]:
         try:
             video_BCFHW = torch.stack([to_model_range(frames_FHWC) for _, frames_FHWC in some])
             encode_all = _together(codec) if len(some) > 1 else codec.encode
-            first = encode_all(video_BCFHW[:, :, :1]).mean_BCThw if first_too else None
-            return _entries(encode_all(video_BCFHW), first)
+            others = {"first": encode_all(video_BCFHW[:, :, :1]).mean_BCThw} if first_too else {}
+            for name in conditions:
+                others[name] = encode_all(with_grey(video_BCFHW, last=name == "grey_first_last")).mean_BCThw
+            return _entries(encode_all(video_BCFHW), others)
         except (RuntimeError, ValueError, MemoryError) as error:
             full = is_memory_full(error)
             if (is_device_fault(error) and not full) or (full and len(some) == 1):
@@ -245,20 +254,27 @@ def encode_latents(
     return [r if isinstance(r, Rejected) else _rounded(r, dtype) for r in results]
 
 
+def with_grey(video_BCFHW: Tensor, last: bool) -> Tensor:
+    """The video with grey pixels in all frames but the first, and but the last where `last` is set."""
+    grey_BCFHW = torch.zeros_like(video_BCFHW)
+    places = [0, -1] if last else [0]
+    grey_BCFHW[:, :, places] = video_BCFHW[:, :, places]
+    return grey_BCFHW
+
+
 def _together(codec: VideoCodec) -> Callable[[Tensor], Posterior]:
     """The codec's method that encodes several videos in one pass, if it has one; `encode` guarantees that each is encoded alone."""
     together: Callable[[Tensor], Posterior] = getattr(codec, "encode_together", codec.encode)
     return together
 
 
-def _entries(posterior: Posterior, first_BC1hw: Tensor | None) -> list[Tensors | Rejected]:
+def _entries(posterior: Posterior, others: dict[str, Tensor]) -> list[Tensors | Rejected]:
     mean_BCThw, logvar_BCThw = posterior.mean_BCThw.cpu(), posterior.logvar_BCThw
     logvar_BCThw = None if logvar_BCThw is None else logvar_BCThw.cpu()
     entries: list[Tensors | Rejected] = []
     for index, mean_CThw in enumerate(mean_BCThw):
         logvar_CThw = None if logvar_BCThw is None else logvar_BCThw[index]
-        first_C1hw = None if first_BC1hw is None else first_BC1hw[index].cpu()
-        stored = latent_tensors(mean_CThw, logvar_CThw, first_C1hw)
+        stored = latent_tensors(mean_CThw, logvar_CThw) | {name: each[index].cpu() for name, each in others.items()}
         entries.append({name: tensor.clone() for name, tensor in stored.items()})
     return entries
 
@@ -322,7 +338,7 @@ def encode_texts(
 
 def latent_entry(encoders: Encoders, clip: Clip, tensors: Tensors) -> dict[str, Any]:
     """The arguments of `CacheWriter.add` for a clip's entry: they do not depend on the process, so its bytes do not either."""
-    parts = latent_parts(encoders.config, encoders.codec_fingerprint, clip)
+    parts = latent_parts(encoders.config, encoders.codec_fingerprint, clip, encoders.conditions)
     return {
         "section": "latents",
         "key": entry_key(parts),

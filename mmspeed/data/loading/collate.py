@@ -33,6 +33,7 @@ RULES: dict[str, NumberRule] = {
     "fps": "keep",
     "loss_mask": "keep",
     "given": "keep",
+    "condition": "compute",
     "quantiles": "host",
 }
 
@@ -75,6 +76,15 @@ def give_frames(
     if mode in ("first", "first_last") and bool(anchor_T.any()) and "first" in stored:
         latent_CThw = torch.cat((first_frame(stored), latent_CThw[:, 1:]), dim=1)
     return latent_CThw, anchor_T
+
+
+def condition_latent(stored: dict[str, Tensor], name: str, source: str) -> Tensor:
+    """The latent (C, T, h, w) of given frames that an entry stores under a name. Raises UserError where it has none."""
+    if name not in stored:
+        raise UserError(
+            f"the cache's entry of {source} has no {name}, which `conditioning` needs: run mmspeed preprocess, which adds it"
+        )
+    return stored[name].float()
 
 
 def choose_latent(sample: Sample, seed: int, name: Name) -> str:
@@ -127,6 +137,7 @@ def video_batch(
     fps_B: Tensor | None = None,
     loss_mask_BT: Tensor | None = None,
     anchor_BT: Tensor | None = None,
+    condition_BCThw: Tensor | None = None,
 ) -> Batch:
     """Make the batch of samples of one bucket.
 
@@ -140,6 +151,7 @@ def video_batch(
         fps_B: frames per second of each clip, for models that take them.
         loss_mask_BT: the latent frames that count in a sample's loss (True, or a weight); None: all.
         given_BT: bool, True at latent frames that the model is given; None: the task gives none.
+        condition_BCThw: latents of given frames, for models that take them as further channels.
     """
     optional = {
         "text_pooled": pooled_BD,
@@ -148,6 +160,7 @@ def video_batch(
         "fps": fps_B,
         "loss_mask": loss_mask_BT,
         "given": anchor_BT,
+        "condition": condition_BCThw,
     }
     tensors = {"latents": latents_BCThw, "text": text_BLD, "text_mask": text_mask_BL}
     tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
@@ -168,17 +181,19 @@ def assemble(
     fps: bool = False,
     frame_mask: FrameMask | None = None,
     conditioning: ConditioningConfig | None = None,
+    how: str = "replace",
 ) -> Batch:
     """Read the batch of (draw, weight) pairs of one bucket; an item does not depend on the others in its batch.
 
     With `noise` the batch holds the draws of training, so that they are made before the model waits for them; with `fps` the frames
     per second of each clip, as stored in the cache (1 for an image); with `frame_mask` the latent frames that count in the loss; with
-    `conditioning` the latent frames that are given, in the mode that is drawn by name: as they are in `latents`.
+    `conditioning` the latent frames that are given, in the mode that is drawn by name: as they are in `latents`, or where `how` is `grey`
+    (see `mmspeed.protocols.calls.GivenRule`) in latents of their own.
 
     No draw may be of a lost sample; `rank_batches` replaces those. Raises UserError if an entry is missing or
     damaged, if latents of the bucket differ in shape, or for a mask of other frames or of none.
     """
-    latents, texts, rates, masks, anchors = [], [], [], [], []
+    latents, texts, rates, masks, anchors, conditions = [], [], [], [], [], []
     strides = Strides(*cache.info["encoders"]["vae"]["strides"])
     for draw, _ in draws:
         latent_key = choose_latent(draw.sample, seed, draw.name)
@@ -187,6 +202,9 @@ def assemble(
         if conditioning is not None:
             latent_CThw, anchor_T = give_frames(latent_CThw, stored, conditioning, strides, seed, draw.name)
             anchors.append(anchor_T)
+            if how != "replace":
+                name = f"{how}_{draw_mode(conditioning, seed, draw.name)}"
+                conditions.append(condition_latent(stored, name, draw.sample.source))
         latents.append(latent_CThw)
         if frame_mask is not None:
             mask_T = frame_mask(cache.entry(latent_key, "latents"), strides)
@@ -219,6 +237,7 @@ def assemble(
         fps_B=torch.tensor(rates) if fps else None,
         loss_mask_BT=torch.stack(masks) if masks else None,
         anchor_BT=torch.stack(anchors) if anchors else None,
+        condition_BCThw=torch.stack(conditions) if conditions else None,
     )
 
 
@@ -233,11 +252,12 @@ class VideoCollate:
         fps: bool = False,
         frame_mask: FrameMask | None = None,
         conditioning: ConditioningConfig | None = None,
+        how: str = "replace",
     ) -> None:
         self._cache: DatasetCache | None = cache
         self._opening = cache.__reduce__()
         self._seed, self._caption_dropout, self._fps, self._frame_mask = seed, caption_dropout, fps, frame_mask
-        self._conditioning = conditioning
+        self._conditioning, self._how = conditioning, how
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_cache": None}
@@ -261,6 +281,7 @@ class VideoCollate:
             fps=self._fps,
             frame_mask=self._frame_mask,
             conditioning=self._conditioning,
+            how=self._how,
         )
 
     def shape(self, draws: Sequence[tuple[SampleUse[Sample], float]]) -> BatchShape:
@@ -281,6 +302,8 @@ class VideoCollate:
             tensors["loss_mask"] = (count, latent[1])
         if self._conditioning is not None:
             tensors["given"] = (count, latent[1])
+            if self._how != "replace":
+                tensors["condition"] = (count, *latent)
         pooled = [self._text(draw).pooled_D for draw, _ in draws]
         if pooled[0] is not None and None not in pooled:
             tensors["text_pooled"] = (count, *pooled[0].shape)

@@ -222,7 +222,7 @@ def test_a_mixin_does_not_hide_a_class() -> None:
         ("ltx", {}, FLOW, (3, D), r"LTXVideo.* takes 4 channels and returns 4, the latents here have 3: name .* under `vae`"),
         ("hunyuan", {}, FLOW, (C, 7), r"takes captions of width 8, here 7: name .* under `text`"),
         ("hunyuan, first frame given", {}, FLOW, (C, D), r"image_condition_type is token_replace: image-to-video"),
-        ("wan", {"image_dim": 8}, FLOW, (C, D), r"image_dim is set: image-to-video"),
+        ("wan", {"image_dim": 8}, FLOW, (C, D), r"image_dim is set: models that take an image encoder"),
         ("hunyuan 1.5", {"in_channels": 8}, FLOW, (C, D), r"takes 8 channels \(noise, condition, mask\) and returns 4, the latents have 4"),
         ("hunyuan 1.5", {}, FLOW, (C, 7), r"takes captions of width 8, here 7: name .* under `text`"),
         ("hunyuan 1.5", {"use_meanflow": True}, FLOW, (C, D), r"use_meanflow is set"),

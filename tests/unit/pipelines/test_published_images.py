@@ -1,0 +1,159 @@
+"""Published models that are given frames: calls equal to the official image-to-video pipelines', and training from a cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from mmspeed import rng
+from mmspeed.cli.init import write_config
+from mmspeed.config import Config, load_config
+from mmspeed.config.schema import DiffusersVaeConfig
+from mmspeed.data import DatasetCache
+from mmspeed.device import Device
+from mmspeed.errors import UserError
+from mmspeed.models.codecs.vae import load_codec
+from mmspeed.models.families.ltx import LtxCall
+from mmspeed.models.families.wan import WanCall
+from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.preprocess.encoding.encode import with_grey
+from mmspeed.protocols import Conditions, RunPlace
+from mmspeed.shapes import Strides
+from tests.support.runs import losses
+from tests.support.tiny_repositories import save_ltx, save_wan
+
+FRAMES, HEIGHT, WIDTH = 9, 32, 64
+SMALL = (
+    "data.limit=4", "data.buckets=[{frames: 13, height: 32, width: 48}]", "data.val_fraction=0", "validate.prompts=[]",
+    "train.steps=2", "train.log_every=1", "train.ema_decay=null",
+)  # fmt: skip
+
+
+def picture(seed: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (HEIGHT, WIDTH, 3), dtype=np.uint8))
+
+
+def pixels(*pictures: Image.Image) -> Tensor:
+    frames_FHWC = torch.from_numpy(np.stack([np.asarray(each) for each in pictures])).float()
+    return (frames_FHWC / 127.5 - 1).permute(3, 0, 1, 2)[None]
+
+
+def first_call(pipeline: Any, text_BLD: Tensor, **arguments: Any) -> dict[str, Any]:
+    """The arguments of the transformer's first call in an official pipeline."""
+    seen: list[dict[str, Any]] = []
+    handle = pipeline.transformer.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline(
+        prompt_embeds=text_BLD, num_frames=FRAMES, height=HEIGHT, width=WIDTH, num_inference_steps=2, guidance_scale=1.0,
+        output_type="latent", **arguments,
+    )  # fmt: skip
+    handle.remove()
+    return seen[0]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_wan_conditions_are_the_pipelines(tmp_path: Path, last: bool) -> None:
+    from diffusers import WanImageToVideoPipeline, WanPipeline
+
+    save_wan(tmp_path / "wan", in_channels=36)
+    parts = WanPipeline.from_pretrained(tmp_path / "wan").components
+    official = WanImageToVideoPipeline(
+        **{**parts, "image_processor": None, "image_encoder": None, "transformer_2": None}
+    )
+    noise, text_BLD = rng.normal((1, 16, 3, 4, 8), 0, "x"), rng.normal((1, 512, 16), 0, "text")
+    first, end = picture(0), picture(1)
+    seen = first_call(official, text_BLD, image=first, latents=noise, **({"last_image": end} if last else {}))
+    codec = load_codec(
+        DiffusersVaeConfig(kind="diffusers", pretrained=str(tmp_path / "wan"), subfolder="vae"), Device("cpu", 0)
+    )
+    video = with_grey(pixels(first, *[picture(2)] * (FRAMES - 2), end), last=last)
+    condition = codec.encode(video).mean_BCThw
+    anchors_BT = torch.tensor([[True, False, last]])
+    conditions = Conditions(
+        text_BLD, torch.ones(1, 512, dtype=torch.bool), named={"given": anchors_BT, "condition": condition}
+    )
+    config, call = dict(official.transformer.config), WanCall()
+    got = call.call(config, noise, seen["timestep"] / 1000, conditions)
+    assert got["hidden_states"].shape == seen["hidden_states"].shape == (1, 36, 3, 4, 8)
+    assert torch.equal(got["hidden_states"][:, :20], seen["hidden_states"][:, :20])  # noisy latents and masks
+    torch.testing.assert_close(got["hidden_states"], seen["hidden_states"], atol=1e-6, rtol=1e-6)
+    assert condition[:, :, 1:].abs().max() > 0.1  # grey frames are no zeros in latents
+    modes = call.anchors(config)
+    assert modes.modes == ("first", "first_last") and modes.how == "grey"
+    with pytest.raises(UserError, match="set the section `conditioning`"):
+        call.call(config, noise, torch.ones(1), Conditions(text_BLD, torch.ones(1, 512, dtype=torch.bool)))
+
+
+def test_a_time_for_each_token_is_0_where_a_frame_is_given(tmp_path: Path) -> None:
+    """Wan 2.2 5B and LTX: the clean latent in the first frame, times of tokens as the pipelines'."""
+    from diffusers import LTXImageToVideoPipeline, LTXPipeline, WanImageToVideoPipeline, WanPipeline
+
+    anchors_BT = torch.tensor([[True, False, False]])
+    save_wan(tmp_path / "wan")
+    parts = {**WanPipeline.from_pretrained(tmp_path / "wan").components, "image_processor": None, "image_encoder": None}
+    official: Any = WanImageToVideoPipeline(**{**parts, "transformer_2": None}, expand_timesteps=True)
+    text_BLD = rng.normal((1, 512, 16), 0, "text")
+    seen = first_call(official, text_BLD, image=picture(0))
+    mask_BL = torch.ones(1, 512, dtype=torch.bool)
+    time = seen["timestep"].max().float()[None] / 1000
+    conditions = Conditions(text_BLD, mask_BL, named={"given": anchors_BT})
+    call = WanCall(expand_timesteps=True)
+    got = call.call(dict(official.transformer.config), seen["hidden_states"], time, conditions)
+    torch.testing.assert_close(got["timestep"], seen["timestep"].float(), atol=1e-4, rtol=1e-6)
+    assert (got["timestep"][0] == 0).tolist() == [True] * 8 + [False] * 16
+
+    save_ltx(tmp_path / "ltx")
+    official = LTXImageToVideoPipeline(**LTXPipeline.from_pretrained(tmp_path / "ltx").components)
+    text_BLD, mask_BL = rng.normal((1, 128, 16), 0, "text"), torch.ones(1, 128, dtype=torch.bool)
+    frames = {"num_frames": 17, "height": 32, "width": 64}
+    seen_calls: list[dict[str, Any]] = []
+    official.transformer.register_forward_pre_hook(lambda m, a, kwargs: seen_calls.append(kwargs), with_kwargs=True)
+    official.set_progress_bar_config(disable=True)
+    official(
+        image=picture(0), prompt_embeds=text_BLD, prompt_attention_mask=mask_BL, num_inference_steps=2, guidance_scale=1.0,
+        output_type="latent", frame_rate=24, **frames,
+    )  # fmt: skip
+    seen = seen_calls[0]
+    x_BCThw = seen["hidden_states"].transpose(1, 2).unflatten(2, (3, 1, 2))
+    conditions = Conditions(
+        text_BLD, mask_BL, fps_B=torch.tensor([24.0]), strides=Strides(8, 32), named={"given": anchors_BT}
+    )
+    time = seen["timestep"].max().float()[None] / 1000
+    got = LtxCall().call(dict(official.transformer.config), x_BCThw, time, conditions)
+    assert torch.equal(got["hidden_states"], seen["hidden_states"])
+    torch.testing.assert_close(got["timestep"], seen["timestep"].float(), atol=1e-4, rtol=1e-6)
+    assert (got["timestep"][0] == 0).tolist() == [True] * 2 + [False] * 4
+
+
+def config_of(folder: Path, *overrides: str) -> Config:
+    return load_config(folder / "own.yaml", (*SMALL, *overrides))
+
+
+def test_an_image_to_video_model_is_trained_from_a_cache(tmp_path: Path) -> None:
+    """The first epoch encodes the condition of each clip, and a model that is always given frames says so."""
+    save_wan(tmp_path / "tiny-wan", in_channels=36)
+    write_config(tmp_path / "own.yaml", model=str(tmp_path / "tiny-wan"))
+    place = RunPlace(Device("cpu", 0))
+    config = config_of(tmp_path, "conditioning.first=0.5", "conditioning.first_last=0.5")
+    TrainPipeline(config, online=True).run()
+    assert len(losses(config)) == 2
+    task = VideoTask(config)
+    task.open(place)
+    (batch, *_) = (batch for step in task.data(place).steps(0, 1) for batch in step.batches)
+    assert batch["condition"].shape == batch["latents"].shape
+    for anchor_T, condition_CThw in zip(batch["given"], batch["condition"], strict=True):
+        assert bool(anchor_T[0]) and condition_CThw[:, 1:].abs().max() > 0.1
+    cache = DatasetCache(config.cache_root)
+    stored = cache.latent(cache.split("train")[0].latent_keys[0])
+    assert {"mean", "grey_first", "grey_first_last"} <= set(stored)
+    with pytest.raises(UserError, match=r"is always given frames: its modes are first, first_last"):
+        VideoTask(config_of(tmp_path)).use(task.inputs).build()
