@@ -5,7 +5,8 @@ Legend: B batch, C channels, F H W pixels, T h w latent, L caption tokens, D tex
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -15,13 +16,15 @@ from mmspeed.shapes import Strides
 
 @dataclass(frozen=True)
 class TextEntry:
-    """An encoded caption: real tokens only, no padding.
+    """An encoded caption: real tokens only, no padding but that which a model takes as it takes tokens.
 
-    `pooled_D` is one vector for the whole caption, which some encoders give and some models take.
+    `pooled_D` is one vector for the whole caption, which some encoders give and some models take. `others` holds the rows (L, D) of
+    further encoders under their names in a batch, such as `text_2`; there may be none of them (L = 0).
     """
 
     embeds_LD: Tensor
     pooled_D: Tensor | None = None
+    others: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

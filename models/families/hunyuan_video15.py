@@ -5,6 +5,7 @@ Legend: B batch, C channels, T h w latent, N tokens of a video, L caption tokens
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +30,7 @@ from mmspeed.models.families.base import (
     token_grid,
     width_of,
 )
+from mmspeed.models.text.recipes import EncoderRecipe, TextRecipe
 from mmspeed.protocols.calls import Conditions, ModelCall, Predicted
 
 NAME = "HunyuanVideo15Transformer3DModel"
@@ -164,6 +166,25 @@ def _few(call: ModelCall, text_tokens: int) -> ModelCall:
 # of the last block, whose text goes nowhere
 LAST_TEXT = ("attn.add_q_proj.*", "attn.norm_added_q.*", "attn.to_add_out.*", "ff_context.*")
 SAMPLING = Sampling(steps=50, guidance=6.0, sigmas=sigmas_to_zero)
+
+
+def template() -> dict[str, Any]:
+    """The system's message before a caption, from the pipeline, whose function has it as a default."""
+    from diffusers import HunyuanVideo15Pipeline
+
+    parameters = inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters
+    values = {name: parameters[name].default for name in ("system_message", "crop_start")}
+    return {"template": values["system_message"], "crop_start": values["crop_start"], "chat": True}
+
+
+# words in quotation marks of a caption, by an encoder of bytes
+GLYPH_WORDS = "diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5:extract_glyph_texts"
+TEXT = TextRecipe(
+    (
+        EncoderRecipe(1000, layer=-3, template="mmspeed.models.families.hunyuan_video15:template"),
+        EncoderRecipe(256, "text_encoder_2", "tokenizer_2", GLYPHS, clean=GLYPH_WORDS),
+    )
+)
 PUBLISHED = {
     "hunyuan-video1.5-480p": Published(
         "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v", 121, 480, 832, 24.0, (4, 16)
@@ -179,6 +200,7 @@ FAMILY = Family(
     HunyuanVideo15Call(),
     SmallClass(HunyuanVideo15Call.patch, 12, _hunyuan_video15, _few),
     sampling=SAMPLING,
+    text=TEXT,
     published=PUBLISHED,
     unused=(
         "image_embedder.*",  # text to video gives it zeros, and leaves its tokens out

@@ -31,6 +31,7 @@ from mmspeed.models.families.base import (
     unpacked,
     width_of,
 )
+from mmspeed.models.text.recipes import EncoderRecipe, TextRecipe
 from mmspeed.protocols.calls import Conditions, Predicted
 
 NAME = "QwenImageTransformer2DModel"
@@ -116,6 +117,18 @@ def _unpacked(tokens_BNP: Tensor, like_BCThw: Tensor) -> Tensor:
 
 
 SAMPLING = Sampling(steps=50, guidance=4.0, sigmas=even_sigmas, pack=_packed, unpack=_unpacked, renormed=True)
+
+
+def template() -> dict[str, Any]:
+    """The words around a caption, from the pipeline, which keeps them in its objects."""
+    from diffusers import QwenImagePipeline
+
+    nothing: Any = None
+    pipeline: Any = QwenImagePipeline(nothing, nothing, nothing, nothing, nothing)
+    return {"template": pipeline.prompt_template_encode, "crop_start": pipeline.prompt_template_encode_start_idx}
+
+
+TEXT = TextRecipe((EncoderRecipe(1024, layer=-1, template="mmspeed.models.families.qwen_image:template"),))
 PUBLISHED = {
     "qwen-image": Published("Qwen/Qwen-Image", 1, 1328, 1328, 1.0, (1, 16)),
 }
@@ -126,6 +139,7 @@ FAMILY = Family(
     QwenImageCall(),
     SmallClass(QwenImageCall.patch, 12, _qwen_image),
     sampling=SAMPLING,
+    text=TEXT,
     published=PUBLISHED,
     unused=tuple(f"transformer_blocks.-1.{part}" for part in LAST_TEXT),
 )

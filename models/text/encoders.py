@@ -8,6 +8,7 @@ Legend: B batch, L caption tokens, D text width.
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +93,13 @@ def text_width(cfg: TextConfig) -> int:
 class TransformersEncoder:
     """A `TextEncoder` over a transformers model: the last hidden state of a caption's tokens.
 
-    `truncated` counts the captions that were cut to `max_tokens`.
+    `truncated` counts the captions that were cut to `max_tokens`. No other encoder cuts any, and no padding is stored.
     """
 
     def __init__(self, model: Any, tokenizer: Any, max_tokens: int, fingerprint: str) -> None:
         self.model, self.tokenizer, self.max_tokens, self.fingerprint = model, tokenizer, max_tokens, fingerprint
-        self.truncated = 0
+        self.truncated, self.padding_rows = 0, 0
+        self.truncated_by: Counter[str] = Counter()
         self._device = next(model.parameters()).device
         self._stand_in = self._token_of_nothing()
         self.width = self._encode_one("").embeds_LD.shape[1]

@@ -6,6 +6,8 @@ Legend: B batch, L caption tokens, D text width.
 from __future__ import annotations
 
 import importlib.util
+import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -82,12 +84,18 @@ def load_family_text_encoder(cfg: FamilyTextConfig, device: Device) -> FamilyTex
 
 
 class FamilyTextEncoder:
-    """A `TextEncoder` over all text encoders of a repository. `truncated` counts the captions that were cut."""
+    """A `TextEncoder` over all text encoders of a repository.
+
+    `truncated` counts the captions that were cut to `text.max_tokens` or the model's own limit, `truncated_by` those that further
+    encoders cut, by the encoder's folder and its limit; `padding_rows` counts rows of padding that the model takes.
+    """
 
     def __init__(self, parts: Sequence[_Part], fingerprint: str) -> None:
         self.parts, self.fingerprint = parts, fingerprint
-        self.truncated = 0
+        self.truncated, self.padding_rows = 0, 0
+        self.truncated_by: Counter[str] = Counter()
         self.width = self.encode([""])[0].embeds_LD.shape[1]
+        self.padding_rows = 0  # those of captions alone
 
     def encode(self, captions: list[str]) -> list[TextEntry]:
         """The entry of each caption, float32 on the CPU."""
@@ -97,6 +105,10 @@ class FamilyTextEncoder:
         """The ids of a caption's tokens for each encoder, with padding where it is encoded."""
         tokens = [part.tokenize(caption) for part in self.parts]
         self.truncated += tokens[0][1]
+        if self.parts[0].recipe.stored == "all":
+            self.padding_rows += len(tokens[0][0]) - _real(tokens[0][0], self.parts[0].tokenizer.pad_token_id)
+        further = zip(self.parts[1:], tokens[1:], strict=True)
+        self.truncated_by.update(f"{part.recipe.encoder} ({part.length} tokens)" for part, (_, cut) in further if cut)
         return tuple(ids for ids, _ in tokens)
 
     @staticmethod
@@ -107,9 +119,16 @@ class FamilyTextEncoder:
     def encode_ids(self, ids: Sequence[Ids]) -> list[TextEntry]:
         """The entries of captions with equal `lengths`, from one pass of each encoder."""
         results = [part.encode([each[place] for each in ids]) for place, part in enumerate(self.parts)]
-        rows = next(result for part, result in zip(self.parts, results, strict=True) if part.recipe.gives == "rows")
-        pooled = next((r for part, r in zip(self.parts, results, strict=True) if part.recipe.gives == "pooled"), None)
-        return [TextEntry(embeds_LD, None if pooled is None else pooled[place]) for place, embeds_LD in enumerate(rows)]
+        by_name = {part.recipe.gives: result for part, result in zip(self.parts, results, strict=True)}
+        rows, pooled = by_name.pop("rows"), by_name.pop("pooled", None)
+        return [
+            TextEntry(
+                embeds_LD,
+                None if pooled is None else pooled[place],
+                {name: result[place] for name, result in by_name.items()},
+            )
+            for place, embeds_LD in enumerate(rows)
+        ]
 
 
 class _Folders:
@@ -125,13 +144,15 @@ class _Folders:
             if not repository.has(name):
                 repository.config(name)  # names the folders
         # whole tokenizer folders: their files have many names
-        patterns = (*weight_patterns(STEM), *("*.json", "*.txt", "*.model"))
+        patterns = (*weight_patterns(STEM), *("*.json", "*.txt", "*.model", "*.jinja"))
         root = resolve(repository.pretrained, [recipe.encoder, recipe.tokenizer], repository.revision, patterns, KEY)
         return cls(root, root / recipe.encoder, root / recipe.tokenizer)
 
     def files(self) -> list[Path]:
         """The files that the encoder's numbers depend on."""
-        tokenizer = [path for path in sorted(self.tokenizer.iterdir()) if path.suffix in (".json", ".txt", ".model")]
+        tokenizer = [
+            path for path in sorted(self.tokenizer.iterdir()) if path.suffix in (".json", ".txt", ".model", ".jinja")
+        ]
         return [self.encoder / "config.json", *weight_files(self.encoder, STEM, KEY), *tokenizer]
 
 
@@ -159,8 +180,12 @@ class _Part:
         """Raises UserError where the tokenizer cuts the template otherwise than the recipe says: captions would lose tokens."""
         if self.template is None:
             return
-        front = self.template.text.partition("{}")[0]
-        counted = len(self.tokenizer(front, verbose=False)["input_ids"])
+        if self.template.chat:
+            pair = zip(self._ids("rabbit"), self._ids("meadow"), strict=False)
+            counted = sum(1 for _ in itertools.takewhile(lambda ids: ids[0] == ids[1], pair))
+        else:
+            front = self.template.text.partition("{}")[0]
+            counted = len(self.tokenizer(front, verbose=False)["input_ids"])
         if abs(counted - self.cut) > 1:  # a piece of the caption may join the template's last one
             raise UserError(
                 f"{KEY}: the tokenizer makes {counted} tokens of the template in front of a caption, and {self.cut} are cut off: "
@@ -170,19 +195,35 @@ class _Part:
     def tokenize(self, caption: str) -> tuple[tuple[int, ...], bool]:
         """(the ids of a caption, True where it was cut)."""
         words = self.clean(caption)
-        words = words if self.template is None else self.template.text.format(words)
+        if words is None:
+            return (), False
         most = self.length + self.cut
-        whole = self.tokenizer(words, verbose=False)["input_ids"]
+        whole = self._ids(words)
         cut = len(whole) > most
         # the model was trained on its own length, however far captions are cut
         length = self.recipe.length + self.cut
-        ids = self.tokenizer(words, truncation=True, max_length=most, verbose=False)["input_ids"] if cut else whole
+        ids = self._ids(words, truncation=True, max_length=most) if cut else whole
         if self.recipe.padded:
             ids = self.tokenizer.pad({"input_ids": [ids]}, padding="max_length", max_length=length)["input_ids"][0]
         return tuple(ids), cut
 
+    def _ids(self, words: str, **limits: Any) -> list[int]:
+        """The ids of a caption inside of the template."""
+        if self.template is not None and self.template.chat:
+            system, user = {"role": "system", "content": self.template.text}, {"role": "user", "content": words or " "}
+            return _plain_ids(
+                self.tokenizer.apply_chat_template(
+                    [system, user], add_generation_prompt=True, tokenize=True, return_dict=True, **limits
+                )
+            )
+        words = words if self.template is None else self.template.text.format(words)
+        return _plain_ids(self.tokenizer(words, verbose=False, **limits))
+
     def encode(self, ids: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """The rows (L, D) of each caption, or its vector (D), float32 on the CPU."""
+        if not ids[0]:  # of all of them: they are equally long
+            width = int(getattr(self.model.config, "text_config", self.model.config).hidden_size)
+            return [torch.zeros(0, width) for _ in ids]
         recipe, ids_BL = self.recipe, torch.tensor(ids, device=self.device)
         arguments: dict[str, Any] = {} if recipe.padded else {"attention_mask": torch.ones_like(ids_BL)}
         with torch.inference_mode():
@@ -194,6 +235,10 @@ class _Part:
         if recipe.padded and recipe.stored == "real":
             counts = [_real(each, self.tokenizer.pad_token_id) for each in ids]
         return [_copy(rows_LD[self.cut : count]) for rows_LD, count in zip(rows_BLD, counts, strict=True)]
+
+
+def _plain_ids(encoding: Any) -> list[int]:
+    return list(encoding["input_ids"])
 
 
 def _real(ids: Sequence[int], padding: int) -> int:

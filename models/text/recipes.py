@@ -7,15 +7,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-Clean = Callable[[str], str]
+Clean = Callable[[str], str | None]
 
 
 @dataclass(frozen=True)
 class Template:
-    """Words around a caption, and the tokens of them that are cut off in front. `text` holds `{}` in the caption's place."""
+    """Words around a caption, and the tokens of them that are cut off in front.
+
+    `text` holds `{}` in the caption's place; with `chat` it is the system's message before the user's, which is the caption, in the
+    tokenizer's own form of a conversation.
+    """
 
     text: str
     cut: int
+    chat: bool = False
 
 
 @dataclass(frozen=True)
@@ -25,19 +30,22 @@ class EncoderRecipe:
     Args:
         length: tokens that a caption is cut to, the template's cut ones apart.
         encoder, tokenizer: folders in the repository.
-        gives: `rows` for the hidden states of tokens, `pooled` for one vector of a caption.
+        gives: `rows` for the hidden states of tokens, `pooled` for one vector of a caption; another name, such as `text_2`, for rows
+            beside the first ones, which a batch holds under it.
         padded: True for an encoder that runs over padding up to `length`, without a mask: padding changes its rows.
             False for one that is given the mask, or looks backwards only: without padding it gives the same rows.
         stored: rows of an entry: those of `real` tokens, or `all`, where the transformer takes rows of padding, too.
         layer: hidden state, counted from the end; None: the last one, after the encoder's own norm.
-        template: reference "module:name" of a mapping with `template` and `crop_start`; None: the caption alone.
-        clean: reference "module:function" of what is done to a caption first; None: nothing.
+        template: reference "module:name" of a mapping with `template` and `crop_start` (and `chat`), or of a function that returns one;
+            None: the caption alone.
+        clean: reference "module:function" of what is done to a caption first; None: nothing. Where the function returns None, the
+            caption has no rows of this encoder.
     """
 
     length: int
     encoder: str = "text_encoder"
     tokenizer: str = "tokenizer"
-    gives: Literal["rows", "pooled"] = "rows"
+    gives: str = "rows"
     padded: bool = False
     stored: Literal["real", "all"] = "real"
     layer: int | None = None
@@ -48,8 +56,9 @@ class EncoderRecipe:
         """The template, from the library that defines it."""
         if self.template is None:
             return None
-        tree = cast("dict[str, Any]", _referred(self.template))
-        return Template(str(tree["template"]), int(tree["crop_start"]))
+        reference = _referred(self.template)
+        tree = cast("dict[str, Any]", reference() if callable(reference) else reference)
+        return Template(str(tree["template"]), int(tree["crop_start"]), bool(tree.get("chat", False)))
 
     def cleaning(self) -> Clean:
         """The function that a caption goes through first."""

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from mmspeed.config.schema import DdpmConfig, FlowConfig, ObjectiveConfig
-from mmspeed.data.loading.collate import pad_texts
+from mmspeed.data.loading.collate import pad_other_texts, pad_texts
 from mmspeed.errors import UserError
 from mmspeed.models.diffusers.loading import keep_float32
 from mmspeed.models.diffusers.plans import declare_known_plan
 from mmspeed.models.families import call_for, class_name
 from mmspeed.protocols import Batch, CountsFlops, DiffusionModel, TakesAnchors, TextEntry, check_model
-from mmspeed.protocols.calls import AnchorRule, Conditions, Configured, ModelCall, TakesConditions
+from mmspeed.protocols.calls import AnchorRule, Conditions, Configured, ModelCall, TakesConditions, TakesTexts
 from mmspeed.protocols.model import lacking_members
 from mmspeed.shapes import Strides
 
@@ -54,6 +54,11 @@ class Predictor(CountsFlops, Protocol):
         """The ways in which the model can be given latent frames."""
         ...
 
+    @property
+    def texts(self) -> Mapping[str, int]:
+        """Widths of the captions of further encoders that the model takes, by name."""
+        ...
+
     def predict(self, model: nn.Module, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> Tensor:
         """The prediction, of the shape of `x_BCThw`. `t_B` is float32 in [0, 1], on the device of the latent."""
         ...
@@ -76,6 +81,10 @@ class OwnPredictor:
     @property
     def anchors(self) -> AnchorRule:
         return AnchorRule(self.bare.anchor_modes) if isinstance(self.bare, TakesAnchors) else AnchorRule()
+
+    @property
+    def texts(self) -> Mapping[str, int]:
+        return {}
 
     def predict(self, model: nn.Module, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> Tensor:
         return ask_own(model, x_BCThw, t_B, conditions)
@@ -109,6 +118,10 @@ class PublishedPredictor:
     @property
     def anchors(self) -> AnchorRule:
         return self.call.anchors(self.config) if isinstance(self.call, TakesConditions) else AnchorRule()
+
+    @property
+    def texts(self) -> Mapping[str, int]:
+        return self.call.texts(self.config) if isinstance(self.call, TakesTexts) else {}
 
     def predict(self, model: nn.Module, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> Tensor:
         arguments = self.call.call(self.config, x_BCThw, t_B, conditions)
@@ -220,4 +233,5 @@ def conditions_of_texts(
     text_BLD, mask_BL = (tensor.to(device) for tensor in pad_texts(texts))
     pooled = [text.pooled_D.float() for text in texts if text.pooled_D is not None]
     pooled_BD = torch.stack(pooled).to(device) if len(pooled) == len(texts) else None
-    return Conditions(text_BLD, mask_BL, pooled_BD, torch.full((len(texts),), fps, device=device), strides)
+    named = {name: tensor.to(device) for name, tensor in pad_other_texts(texts).items()}
+    return Conditions(text_BLD, mask_BL, pooled_BD, torch.full((len(texts),), fps, device=device), strides, named)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from mmspeed import rng
 from mmspeed.compute.sparse.controller import SparsityController
@@ -68,21 +68,22 @@ def stored_prompts(path: Path, prompts: list[str], config: TextConfig, device: D
     if path.exists():
         with safe_open(path, "pt") as file:
             if file.metadata() == wanted:
-                names = set(file.keys())
-                return [
-                    TextEntry(
-                        file.get_tensor(str(index)),
-                        file.get_tensor(f"{index}.pooled") if f"{index}.pooled" in names else None,
-                    )
-                    for index in range(len(prompts))
-                ]
+                stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+                return [_entry_of(stored, str(index)) for index in range(len(prompts))]
     entries = encode_prompts(prompts, config, device)
     tensors = {str(i): e.embeds_LD.float().contiguous() for i, e in enumerate(entries)}
     tensors |= {f"{i}.pooled": e.pooled_D.float().contiguous() for i, e in enumerate(entries) if e.pooled_D is not None}
+    tensors |= {f"{i}.{name}": t.float().contiguous() for i, e in enumerate(entries) for name, t in e.others.items()}
     with private_file(path) as temporary:
         save_file(tensors, temporary, metadata=wanted)
         sync_file(temporary)
     return entries
+
+
+def _entry_of(stored: Mapping[str, Tensor], index: str) -> TextEntry:
+    """The entry of a prompt's number in the file of stored prompts."""
+    others = {name.partition(".")[2]: tensor for name, tensor in stored.items() if name.startswith(f"{index}.")}
+    return TextEntry(stored[index], others.pop("pooled", None), others)
 
 
 def video_shape(

@@ -19,6 +19,7 @@ from mmspeed.protocols.calls import Conditions
 from mmspeed.shapes import Bucket, Strides
 
 FPS = 24.0  # of synthetic clips
+FURTHER_TOKENS = 64  # of captions of further encoders, such as words to be drawn
 
 Sketched = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -52,10 +53,15 @@ def synthetic_batch(
     def alike(name: str, *size: int) -> Tensor:
         return rng.normal(size, seed, "profile", name).expand(items, *size).contiguous()
 
+    mask_BL = torch.arange(length) < lengths_B[:, None]
+    others: dict[str, Tensor] = {}
+    further = min(length, FURTHER_TOKENS)
+    for name, width in predictor.texts.items():
+        others |= {name: alike(name, further, width), f"{name}_mask": mask_BL[:, :further]}
     return video_batch(
         latents_BCThw=alike("latents", *shape_CThw),
         text_BLD=alike("text", length, inputs.text_width),
-        text_mask_BL=torch.arange(length) < lengths_B[:, None],
+        text_mask_BL=mask_BL,
         weights_B=torch.ones(items),
         names=[("profile", 0, i) for i in range(items)],
         bucket=bucket,
@@ -66,6 +72,7 @@ def synthetic_batch(
         fps_B=torch.full((items,), FPS) if predictor.timed else None,
         anchor_BT=torch.zeros(items, latent[0], dtype=torch.bool) if anchors else None,
         condition_BCThw=alike("condition", *shape_CThw) if predictor.anchors.how != "replace" else None,
+        others=others,
     )
 
 
@@ -99,6 +106,9 @@ def sketched(
         named: dict[str, Tensor] = {}
         if predictor.anchors.how != "replace":
             named = {"given": torch.zeros(items, latent[0], dtype=torch.bool), "condition": torch.zeros(shape_BCThw)}
+        for name, width in predictor.texts.items():
+            further = min(length, FURTHER_TOKENS)
+            named |= {name: text_BLD.new_empty(items, further, width), f"{name}_mask": mask_BL[:, :further]}
         conditions = Conditions(text_BLD, mask_BL, pooled_BD, fps_B, inputs.strides, named)
         prediction_BCThw = predictor.predict(model, data_BCThw + noise_BCThw, t_B, conditions)
         return (prediction_BCThw - target_BCThw).square().mean()

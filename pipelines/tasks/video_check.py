@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mmspeed import comm, rng
 from mmspeed.config import Config, RunConfig
@@ -206,10 +207,15 @@ class ShrunkRun:
         shape, predictor = (CHANNELS, *self.strides.latent(bucket)), self._task.predictor
         text, pooled = (self.small_samples.text_tokens, TEXT_WIDTH), (predictor.pooled_width,)
         lengths_B = torch.tensor([1 + rng.key64(seed, "caption length", name[0]) % (text[0] - 1) for name in names])
+        mask_BL = torch.arange(text[0])[None] < lengths_B[:, None]
+        others: dict[str, Tensor] = {}
+        for other, width in predictor.texts.items():
+            rows = [rng.normal((text[0], width), seed, other, name[0]) for name in names]
+            others |= {other: torch.stack(rows), f"{other}_mask": mask_BL}
         return video_batch(
             latents_BCThw=torch.stack([rng.normal(shape, seed, "latent", name[0]) for name in names]),
             text_BLD=torch.stack([rng.normal(text, seed, "text", name[0]) for name in names]),
-            text_mask_BL=torch.arange(text[0])[None] < lengths_B[:, None],
+            text_mask_BL=mask_BL,
             weights_B=torch.tensor([weight for _, weight in part], dtype=torch.float32),
             names=names,
             bucket=bucket,
@@ -220,6 +226,7 @@ class ShrunkRun:
             noise_BCThw=draw_noise(names, shape, seed),
             u_B=draw_quantiles(names, seed),
             fps_B=torch.tensor([_fps(seed, name[0]) for name in names]) if predictor.timed else None,
+            others=others,
         )
 
     # -- what must hold -------------------------------------------------------------------------------------------------

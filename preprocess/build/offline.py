@@ -16,7 +16,7 @@ from mmspeed.config import Config
 from mmspeed.data import CacheWriter
 from mmspeed.data.cache.index import compile_index
 from mmspeed.data.cache.tables import SAMPLES_FILE, read_info, write_rejects, write_samples
-from mmspeed.device import pick
+from mmspeed.device import parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_bytes, get_logger
 from mmspeed.preprocess.build.coordination import BuildCoordinator, ProcessRecord, WorkShare, locked
@@ -180,7 +180,8 @@ def encode_captions(
 ) -> dict[str, str]:
     """Encode and store captions, also the empty one; return the details of those that cannot be encoded, by key."""
     failures: dict[str, str] = {}
-    config, truncated = encoders.config.preprocess, encoders.text.truncated
+    config, encoder = encoders.config.preprocess, encoders.text
+    truncated, truncated_by, padding = encoder.truncated, encoder.truncated_by.copy(), encoder.padding_rows
     trusted = TrustedBatches(config.text_batch, config.exact_batches)
     with ProgressLine("captions", len(captions), "caption") as line:
         for caption, tensors in encode_texts(encoders, trusted, captions):
@@ -195,7 +196,11 @@ def encode_captions(
     report.texts += len(captions) - len(failures)
     report.texts_failed += len(failures)
     report.text_batches += trusted.counts
-    report.captions_truncated += encoders.text.truncated - truncated
+    report.captions_truncated += encoder.truncated - truncated
+    report.captions_cut_by += encoder.truncated_by - truncated_by
+    report.caption_padding_rows += encoder.padding_rows - padding
+    row_bytes = encoder.width * parse_dtype(config.text_dtype).itemsize
+    report.caption_padding_bytes += (encoder.padding_rows - padding) * row_bytes
     return failures
 
 

@@ -53,6 +53,9 @@ class BuildReport:
     texts_reused: int = 0
     texts_failed: int = 0  # captions that could not be encoded
     captions_truncated: int = 0  # cut to text.max_tokens by the encoder
+    captions_cut_by: Counter[str] = field(default_factory=Counter)  # further encoders, with their limits
+    caption_padding_rows: int = 0  # stored because the model takes them as it takes tokens
+    caption_padding_bytes: int = 0
     seconds_of_video: float = 0.0
     latent_seconds: float = 0.0  # from the first request for a clip to the last one encoded, summed over processes
     start_seconds: float = 0.0  # of these until the first clip was decoded
@@ -75,9 +78,10 @@ class BuildReport:
         *("encoded", "reused", "rejected", "partial", "clips_encoded", "clips_reused", "clips_failed"),
         *("unmirrored", "scene_cuts", "cut_videos"),
         *("texts", "texts_reused", "texts_failed", "captions_truncated", "seconds_of_video"),
+        *("caption_padding_rows", "caption_padding_bytes"),
         *("latent_seconds", "start_seconds", "busy_seconds", "decode_wait_seconds", "write_wait_seconds"),
     )
-    _COUNTERS = ("decoders", "decoder_refusals", "latent_batches", "text_batches")
+    _COUNTERS = ("decoders", "decoder_refusals", "latent_batches", "text_batches", "captions_cut_by")
 
     @classmethod
     def of(cls, root: Path, listing: SourceListing) -> BuildReport:
@@ -211,6 +215,13 @@ class BuildReport:
             )
         if self.unmirrored:
             lines.append(unmirrored_line(self.unmirrored))
+        if self.captions_cut_by:
+            lines.append(f"  captions cut by further encoders: {_counts(self.captions_cut_by)}")
+        if self.caption_padding_rows:
+            size = self.caption_padding_bytes / 1e6
+            lines.append(
+                f"  rows of padding, which the model takes, in captions: {self.caption_padding_rows}, {size:.1f} MB"
+            )
         if self.captions_repaired:
             lines.append(f"  captions with bytes that are not UTF-8: {self.captions_repaired}; replaced by U+FFFD")
         if self.captions_stripped:

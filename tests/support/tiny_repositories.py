@@ -5,6 +5,8 @@ Patch, strides, latent channels, token limits and norms are the published ones; 
 
 from __future__ import annotations
 
+import inspect
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -276,6 +278,121 @@ def save_flux(folder: Path, **changes: Any) -> Path:
     return folder
 
 
+# -- QwenImage and HunyuanVideo 1.5 ----------------------------------------------------------------------------------------
+
+# a conversation as Qwen2.5's tokenizer writes it
+CONVERSATION = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tiny_qwen_tokenizer(front: str, cut: int) -> Any:
+    """A byte-level Qwen tokenizer that makes `cut` tokens of what stands before the caption, as the published one does."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import Qwen2Tokenizer
+
+    marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    for size in range(300, 700):
+        learnt = ByteLevelBPETokenizer()
+        learnt.train_from_iterator([front] * 4, vocab_size=size, min_frequency=1, show_progress=False)
+        model = json.loads(learnt._tokenizer.to_str())["model"]
+        tokenizer = Qwen2Tokenizer(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]])
+        tokenizer.add_special_tokens({"pad_token": marks[0], "additional_special_tokens": marks[1:]})
+        tokenizer.padding_side, tokenizer.chat_template = "right", CONVERSATION
+        if len(tokenizer(front)["input_ids"]) <= cut:
+            return tokenizer
+    raise AssertionError("no size of the vocabulary gives so few tokens")
+
+
+def _tiny_qwen(tokenizer: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 2048,
+        "pad_token_id": tokenizer.pad_token_id, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e6},
+    }  # fmt: skip
+
+
+def save_qwen_image(folder: Path, **changes: Any) -> Path:
+    """The repository of a tiny QwenImage pipeline; `changes` are the transformer's."""
+    import transformers
+    from diffusers import (
+        AutoencoderKLQwenImage,
+        FlowMatchEulerDiscreteScheduler,
+        QwenImagePipeline,
+        QwenImageTransformer2DModel,
+    )
+
+    parts = folder.with_name(f".{folder.name}-parts")
+    save_tiny_vae(parts / "vae", "qwenimage", z_dim=16, latents_mean=MEANS, latents_std=DEVIATIONS)
+    nothing: Any = None
+    bare = QwenImagePipeline(nothing, nothing, nothing, nothing, nothing)
+    front = bare.prompt_template_encode.partition("{}")[0]
+    tokenizer = tiny_qwen_tokenizer(front, bare.prompt_template_encode_start_idx)
+    vision = {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 16, "patch_size": 14,
+        "fullatt_block_indexes": [0],
+    }  # fmt: skip
+    sizes = {
+        "in_channels": 64, "out_channels": 16, "num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 2,
+        "joint_attention_dim": 16, "axes_dims_rope": (4, 4, 4), "patch_size": 2,
+    }  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        encoder = transformers.Qwen2_5_VLForConditionalGeneration(
+            transformers.Qwen2_5_VLConfig(text_config=_tiny_qwen(tokenizer), vision_config=vision)
+        )
+    pipeline: Any = QwenImagePipeline(
+        tokenizer=tokenizer,
+        text_encoder=encoder,
+        vae=AutoencoderKLQwenImage.from_pretrained(parts / "vae"),
+        transformer=randomized(QwenImageTransformer2DModel(**{**sizes, **changes})),
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+    )
+    pipeline.save_pretrained(folder)
+    return folder
+
+
+def save_hunyuan_video15(folder: Path, **changes: Any) -> Path:
+    """The repository of a tiny HunyuanVideo 1.5 text-to-video pipeline; `changes` are the transformer's."""
+    import transformers
+    from diffusers import (
+        AutoencoderKLHunyuanVideo15,
+        ClassifierFreeGuidance,
+        FlowMatchEulerDiscreteScheduler,
+        HunyuanVideo15Pipeline,
+        HunyuanVideo15Transformer3DModel,
+    )
+
+    parts = folder.with_name(f".{folder.name}-parts")
+    save_tiny_vae(parts / "vae", "hunyuan1.5", latent_channels=32)
+    defaults = inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters
+    message, cut = defaults["system_message"].default, defaults["crop_start"].default
+    tokenizer = tiny_qwen_tokenizer(f"<|im_start|>system\n{message}<|im_end|>\n<|im_start|>user\n", cut)
+    sizes = {
+        "in_channels": 65, "out_channels": 32, "num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 2,
+        "num_refiner_layers": 1, "text_embed_dim": 16, "text_embed_2_dim": 24, "image_embed_dim": 16, "patch_size": 1,
+        "patch_size_t": 1, "rope_axes_dim": (4, 4, 4),
+    }  # fmt: skip
+    glyphs = {"vocab_size": 384, "d_model": 24, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        encoder = transformers.Qwen2_5_VLTextModel(transformers.Qwen2_5_VLTextConfig(**_tiny_qwen(tokenizer)))
+        of_bytes = transformers.T5EncoderModel(transformers.T5Config(**glyphs))
+    pipeline: Any = HunyuanVideo15Pipeline(
+        text_encoder=encoder,
+        tokenizer=tokenizer,
+        transformer=randomized(HunyuanVideo15Transformer3DModel(**{**sizes, **changes})),
+        vae=AutoencoderKLHunyuanVideo15.from_pretrained(parts / "vae"),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
+        text_encoder_2=of_bytes,
+        tokenizer_2=transformers.ByT5Tokenizer(),
+        guider=ClassifierFreeGuidance(),
+    )
+    pipeline.save_pretrained(folder)
+    return folder
+
+
 REPOSITORIES: dict[str, Callable[[Path], Path]] = {
     "wan": save_wan,
     "ltx": save_ltx,
@@ -283,4 +400,6 @@ REPOSITORIES: dict[str, Callable[[Path], Path]] = {
     "hunyuan-video": save_hunyuan_video,
     "mochi": save_mochi,
     "flux": save_flux,
+    "qwen-image": save_qwen_image,
+    "hunyuan-video-1.5": save_hunyuan_video15,
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -172,7 +172,7 @@ class DatasetCache:
         tensors = self._tensors(section, key)
         if "embeds" not in tensors:
             raise UserError(f"cache {self.location}: entry {key} holds no caption; run mmspeed preprocess again")
-        return TextEntry(embeds_LD=tensors["embeds"], pooled_D=tensors.get("pooled"))
+        return text_entry_of(tensors)
 
     def _tensors(self, section: str, key: str) -> dict[str, Tensor]:
         """The tensors of an entry, as views of its payload."""
@@ -275,6 +275,12 @@ class DatasetCache:
             f"cache {self.location}: shard {place.shard} is damaged at entry {key}{when}; "
             "delete that file and run mmspeed preprocess again: it encodes only that shard's entries again"
         )
+
+
+def text_entry_of(tensors: Mapping[str, Tensor]) -> TextEntry:
+    """The entry whose `text_tensors` these are."""
+    others = {name: tensor for name, tensor in tensors.items() if name not in ("embeds", "pooled")}
+    return TextEntry(tensors["embeds"], tensors.get("pooled"), others)
 
 
 def _read_rows(root: Path, remote: RemoteStore | None, shard: str) -> tuple[pa.Table, dict[tuple[str, str], int]]:

@@ -130,7 +130,8 @@ def latent_tensors(
 
 def text_tensors(entry: TextEntry) -> dict[str, Tensor]:
     """The tensors of an entry of section `texts` or `null`, under the reader's names."""
-    return {"embeds": entry.embeds_LD} | ({} if entry.pooled_D is None else {"pooled": entry.pooled_D})
+    pooled = {} if entry.pooled_D is None else {"pooled": entry.pooled_D}
+    return {"embeds": entry.embeds_LD, **pooled, **entry.others}
 
 
 @dataclass

@@ -5,7 +5,7 @@ No encoder is run and no video is opened here. Legend: B batch, C channels, T h 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -112,6 +112,20 @@ def pad_texts(texts: Sequence[TextEntry]) -> tuple[Tensor, Tensor]:
     return text_BLD, mask_BL
 
 
+def pad_other_texts(texts: Sequence[TextEntry]) -> dict[str, Tensor]:
+    """Captions of further encoders by name, each padded as by `pad_texts`, with its mask under the name `<name>_mask`.
+
+    Raises UserError where not all entries have the same ones.
+    """
+    names = list(texts[0].others)
+    if any(list(text.others) != names for text in texts):
+        raise UserError("some captions were encoded by more encoders than others; run mmspeed preprocess again")
+    padded: dict[str, Tensor] = {}
+    for name in names:
+        padded[name], padded[f"{name}_mask"] = pad_texts([TextEntry(text.others[name]) for text in texts])
+    return padded
+
+
 def draw_noise(names: Sequence[Name], shape_CThw: tuple[int, ...], seed: int) -> Tensor:
     """Standard normal noise (B, C, T, h, w), float32 on the CPU, of samples named (key, epoch, repeat) (law 1)."""
     return torch.stack([normal(shape_CThw, seed, "noise", *name) for name in names])
@@ -138,6 +152,7 @@ def video_batch(
     loss_mask_BT: Tensor | None = None,
     anchor_BT: Tensor | None = None,
     condition_BCThw: Tensor | None = None,
+    others: Mapping[str, Tensor] | None = None,
 ) -> Batch:
     """Make the batch of samples of one bucket.
 
@@ -152,6 +167,7 @@ def video_batch(
         loss_mask_BT: the latent frames that count in a sample's loss (True, or a weight); None: all.
         given_BT: bool, True at latent frames that the model is given; None: the task gives none.
         condition_BCThw: latents of given frames, for models that take them as further channels.
+        others: further inputs of the model under their names, such as captions of a second encoder; those of bool are masks.
     """
     optional = {
         "text_pooled": pooled_BD,
@@ -164,12 +180,16 @@ def video_batch(
     }
     tensors = {"latents": latents_BCThw, "text": text_BLD, "text_mask": text_mask_BL}
     tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
+    tensors |= others or {}
+    rules: dict[str, NumberRule] = {
+        name: "keep" if tensor.dtype == torch.bool else "compute" for name, tensor in (others or {}).items()
+    }
     quantiles: list[float | None] = [None] * len(names) if u_B is None else u_B.tolist()
     items = [
         Item(*name, source=source, shape=bucket.name, quantile=quantile)
         for name, source, quantile in zip(names, sources, quantiles, strict=True)
     ]
-    return Batch(tensors, items, weights_B, bucket, RULES)
+    return Batch(tensors, items, weights_B, bucket, {**rules, **RULES} if rules else RULES)
 
 
 def assemble(
@@ -238,6 +258,7 @@ def assemble(
         loss_mask_BT=torch.stack(masks) if masks else None,
         anchor_BT=torch.stack(anchors) if anchors else None,
         condition_BCThw=torch.stack(conditions) if conditions else None,
+        others=pad_other_texts(texts),
     )
 
 
@@ -285,7 +306,7 @@ class VideoCollate:
         )
 
     def shape(self, draws: Sequence[tuple[SampleUse[Sample], float]]) -> BatchShape:
-        """The shapes of a batch's tensors, from the index of the cache; captions are read for their pooled vectors."""
+        """The shapes of a batch's tensors, from the index of the cache; captions are read for their vectors and further rows."""
         encoders, bucket = self.cache.info["encoders"], draws[0][0].sample.bucket
         latent = (encoders["vae"]["channels"], *Strides(*encoders["vae"]["strides"]).latent(bucket))
         count, length = len(draws), max(self._text_tokens(draw) for draw, _ in draws)
@@ -304,9 +325,13 @@ class VideoCollate:
             tensors["given"] = (count, latent[1])
             if self._how != "replace":
                 tensors["condition"] = (count, *latent)
-        pooled = [self._text(draw).pooled_D for draw, _ in draws]
+        texts = [self._text(draw) for draw, _ in draws]
+        pooled = [text.pooled_D for text in texts]
         if pooled[0] is not None and None not in pooled:
             tensors["text_pooled"] = (count, *pooled[0].shape)
+        for name, tensor in texts[0].others.items():
+            longest = max(text.others[name].shape[0] for text in texts)
+            tensors |= {name: (count, longest, tensor.shape[1]), f"{name}_mask": (count, longest)}
         return BatchShape(bucket, count, tensors)
 
     def _text(self, draw: SampleUse[Sample]) -> TextEntry:

@@ -14,15 +14,16 @@ from mmspeed.data import CacheWriter, DatasetCache
 from mmspeed.data.cache.keys import entry_key
 from mmspeed.data.cache.tables import write_info, write_rejects, write_samples
 from mmspeed.data.cache.writer import text_tensors
-from mmspeed.data.loading.collate import pad_texts
+from mmspeed.data.loading.collate import pad_other_texts
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.models.text.encoders import load_text_encoder, text_identity, text_width
 from mmspeed.models.text.family import FamilyTextEncoder
+from mmspeed.pipelines.diffusion.predictor import conditions_of_texts
 from mmspeed.protocols import TextEntry
 from tests.support.tiny_repositories import REPOSITORIES
 
-NAMES = ["wan", "ltx", "cogvideox-5b", "hunyuan-video", "mochi", "flux"]
+NAMES = ["wan", "ltx", "cogvideox-5b", "hunyuan-video", "mochi", "flux", "qwen-image", "hunyuan-video-1.5"]
 LIMITS = {"wan": 512, "cogvideox-5b": 226}
 CPU = Device("cpu", 0)
 
@@ -39,13 +40,24 @@ def section(home: Path, name: str, **changes: Any) -> FamilyTextConfig:
     return FamilyTextConfig(kind="family", pretrained=str(home / name), **changes)
 
 
+def official_pipeline(home: Path, name: str) -> Any:
+    """The pipeline of a repository, whose transformer and codec take no part in texts; some ask the codec for its strides."""
+    import diffusers
+
+    absent = {"transformer": None} | ({} if name == "hunyuan-video-1.5" else {"vae": None})
+    return diffusers.DiffusionPipeline.from_pretrained(home / name, **absent)
+
+
 @torch.no_grad()
 def official(home: Path, name: str, caption: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(rows (L, D), mask (L,) where the pipeline has one, pooled (D) where it has one) of a caption."""
-    import diffusers
-
-    # the transformer and codec take no part in it
-    pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(home / name, transformer=None, vae=None)
+    pipeline = official_pipeline(home, name)
+    if name == "hunyuan-video-1.5":
+        rows, mask, _, _ = pipeline.encode_prompt(caption, device="cpu")
+        return rows[0], mask[0], None
+    if name == "qwen-image":
+        rows, mask = pipeline.encode_prompt(caption, device="cpu")
+        return rows[0], None if mask is None else mask[0], None
     if name == "hunyuan-video":
         rows, pooled, mask = pipeline.encode_prompt(caption, device="cpu")
         return rows[0], mask[0], pooled[0]
@@ -59,8 +71,8 @@ def official(home: Path, name: str, caption: str) -> tuple[Tensor, Tensor | None
     return pipeline.encode_prompt(caption, do_classifier_free_guidance=False, device="cpu", **longest)[0][0], None, None
 
 
-def stored(root: Path, encoder: FamilyTextEncoder, captions: list[str]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(text (B, L, D), mask (B, L), pooled (B, D)) of captions that went through a cache on disk."""
+def stored(root: Path, encoder: FamilyTextEncoder, captions: list[str]) -> list[TextEntry]:
+    """The entries of captions, from a cache on disk."""
     keys = []
     with CacheWriter(root) as writer:
         for number, caption in enumerate(captions):
@@ -72,10 +84,7 @@ def stored(root: Path, encoder: FamilyTextEncoder, captions: list[str]) -> tuple
     write_rejects(root, [])
     write_info(root, {"encoders": {}, "fps": 8.0, "made_for": {}})
     cache = DatasetCache(root)
-    entries: list[TextEntry] = [cache.text(key) for key in keys]
-    text_BLD, mask_BL = pad_texts(entries)
-    pooled = [entry.pooled_D for entry in entries if entry.pooled_D is not None]
-    return text_BLD, mask_BL, torch.stack(pooled) if pooled else None
+    return [cache.text(key) for key in keys]
 
 
 def prompts(encoder: FamilyTextEncoder) -> list[str]:
@@ -97,7 +106,8 @@ def test_entries_are_those_of_the_pipeline(home: Path, tmp_path: Path, name: str
     assert isinstance(encoder, FamilyTextEncoder)
     captions = prompts(encoder)
     encoder.truncated = 0
-    text_BLD, mask_BL, pooled_BD = stored(tmp_path / "cache", encoder, captions)
+    conditions = conditions_of_texts(stored(tmp_path / "cache", encoder, captions), torch.device("cpu"), 8.0, None)
+    text_BLD, mask_BL, pooled_BD = conditions.text_BLD, conditions.text_mask_BL, conditions.pooled_BD
     assert encoder.truncated == 1
     assert encoder.width == text_width(section(home, name)) == text_BLD.shape[2]
     for place, caption in enumerate(captions):
@@ -111,6 +121,38 @@ def test_entries_are_those_of_the_pipeline(home: Path, tmp_path: Path, name: str
         assert (pooled_D is None) == (pooled_BD is None)
         if pooled_D is not None and pooled_BD is not None:
             torch.testing.assert_close(pooled_BD[place], pooled_D, atol=1e-6, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_words_in_quotes_are_a_caption_of_their_own(home: Path, tmp_path: Path) -> None:
+    name = "hunyuan-video-1.5"
+    encoder = load_text_encoder(section(home, name), CPU)
+    assert isinstance(encoder, FamilyTextEncoder)
+    captions = [
+        "",
+        "a rabbit",
+        'a sign "OPEN" and "SHUT", again "OPEN"',
+        "a \u201cmeadow\u201d",
+        '"' + "long " * 80 + '"',
+    ]
+    conditions = conditions_of_texts(stored(tmp_path / "cache", encoder, captions), torch.device("cpu"), 8.0, None)
+    rows_BLD, mask_BL = conditions.named["text_2"], conditions.named["text_2_mask"]
+    assert rows_BLD.shape == (5, 256, 24) and mask_BL.sum(1).tolist()[:2] == [0, 0]
+    assert encoder.truncated == 0 and encoder.truncated_by == {"text_encoder_2 (256 tokens)": 1}
+    for place, caption in enumerate(captions):
+        _, _, official_LD, real_L = (each[0] for each in official_pipeline(home, name).encode_prompt(caption, "cpu"))
+        assert torch.equal(mask_BL[place], real_L.bool())
+        torch.testing.assert_close(rows_BLD[place][mask_BL[place]], official_LD[mask_BL[place]], atol=1e-6, rtol=1e-5)
+
+
+def test_captions_without_any_quotes_make_a_batch(home: Path, tmp_path: Path) -> None:
+    encoder = load_text_encoder(section(home, "hunyuan-video-1.5"), CPU)
+    assert isinstance(encoder, FamilyTextEncoder)
+    entries = stored(tmp_path / "cache", encoder, ["a rabbit", "two birds sing"])
+    padded = pad_other_texts(entries)
+    assert padded["text_2"].shape == (2, 0, 24) and padded["text_2_mask"].shape == (2, 0)
+    with pytest.raises(UserError, match="encoded by more encoders than others"):
+        pad_other_texts([entries[0], TextEntry(entries[0].embeds_LD)])
 
 
 def test_rows_of_padding_are_stored_where_the_model_takes_them(home: Path) -> None:
