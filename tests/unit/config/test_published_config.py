@@ -45,6 +45,8 @@ def test_a_section_may_name_another_repository_or_kind() -> None:
 
 
 def test_own_models_keep_their_defaults_with_and_without_a_kind() -> None:
+    tree = {"data": DATA, "model": {"size": "nano"}}
+    assert Config.model_validate(tree).model == make_config(tree).model  # without the loader, too
     for section in ({}, {"model": {"size": "nano"}}, {"model": {"kind": "sora", "size": "nano"}}):
         config = make_config({"name": "own", "data": DATA, **section})
         assert isinstance(config.model, ModelConfig)
