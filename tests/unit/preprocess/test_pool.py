@@ -25,7 +25,12 @@ FASTSTART = {"movflags": "faststart"}
 def config_of(workers: int = 2, **data: Any) -> Config:
     buckets = [{"frames": 4, "height": 32, "width": 48}, {"frames": 1, "height": 32, "width": 48}]
     data = {"sources": [{"path": "x"}], "buckets": buckets, "fps": 4, "windows": "all"} | data
-    tree = {"data": data, "vae": {"kind": "linear"}, "text": {"kind": "minilm"}, "model": {"kind": "sora", "size": "tiny"}}
+    tree = {
+        "data": data,
+        "vae": {"kind": "linear"},
+        "text": {"kind": "minilm"},
+        "model": {"kind": "sora", "size": "tiny"},
+    }
     return Config.model_validate(tree | {"name": "x", "preprocess": {"decode_workers": workers}})
 
 
