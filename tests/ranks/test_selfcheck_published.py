@@ -63,6 +63,7 @@ RIGHT: dict[str, Case] = {
     "wan, ulysses": ("wan", "ulysses=2", (), "right"),
     "wan, tp, recomputed": ("wan", "tp=2", ("memory.activation_policy.block=recompute",), "right"),
     "ltx, ring": ("ltx", "ring=2", (), "right"),
+    "ltx, tp": ("ltx", "tp=2", (), "right"),
     "wan, ring, sparse": ("wan", "ring=2", (SPARSE,), "right"),
     "hunyuan, ulysses": ("hunyuan", "ulysses=2", (), "right"),
     "cogvideox, ring": ("cogvideox", "ring=2", (), "right"),
@@ -73,10 +74,12 @@ WRONG: dict[str, Case] = {
     "forgetful": ("ltx", "ulysses=2", (), "forgetful"),
 }
 CASES = RIGHT | WRONG
-SLOW = ("wan, ulysses", "cogvideox, ring")
+SLOW = ("wan, ulysses", "ltx, tp", "cogvideox, ring")
 REFUSED: dict[str, tuple[Case, str]] = {
     "dsp": (("wan", "dsp=2", (), "right"), "parallel.dsp 2: every block of WanTransformer3DModel attends over all tokens"),
-    "tp of ltx": (("ltx", "tp=2", (), "right"), "parallel.tp: the plan of LTXVideoTransformer3DModel gives its layers no roles"),
+    "tp of hunyuan": (
+        ("hunyuan", "tp=2", (), "right"), "parallel.tp: the plan of HunyuanVideoTransformer3DModel gives its layers no roles",
+    ),
     "sparse and split": (
         ("hunyuan", "ulysses=2", (SPARSE,), "right"), "joint attention of video and text is either sparse or split",
     ),

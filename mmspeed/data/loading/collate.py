@@ -192,6 +192,11 @@ def video_batch(
     return Batch(tensors, items, weights_B, bucket, {**rules, **RULES} if rules else RULES)
 
 
+def strides_of(cache: DatasetCache) -> Strides:
+    """The strides of the codec that a cache was made with."""
+    return Strides(*cache.info["encoders"]["vae"]["strides"])
+
+
 def assemble(
     cache: DatasetCache,
     draws: Sequence[tuple[SampleUse[Sample], float]],
@@ -214,20 +219,19 @@ def assemble(
     damaged, if latents of the bucket differ in shape, or for a mask of other frames or of none.
     """
     latents, texts, rates, masks, anchors, conditions = [], [], [], [], [], []
-    strides = Strides(*cache.info["encoders"]["vae"]["strides"])
     for draw, _ in draws:
         latent_key = choose_latent(draw.sample, seed, draw.name)
         stored = cache.latent(latent_key)
         latent_CThw = draw_latent(stored, seed, draw.name)
         if conditioning is not None:
-            latent_CThw, anchor_T = give_frames(latent_CThw, stored, conditioning, strides, seed, draw.name)
+            latent_CThw, anchor_T = give_frames(latent_CThw, stored, conditioning, strides_of(cache), seed, draw.name)
             anchors.append(anchor_T)
             if how != "replace":
                 name = f"{how}_{draw_mode(conditioning, seed, draw.name)}"
                 conditions.append(condition_latent(stored, name, draw.sample.source))
         latents.append(latent_CThw)
         if frame_mask is not None:
-            mask_T = frame_mask(cache.entry(latent_key, "latents"), strides)
+            mask_T = frame_mask(cache.entry(latent_key, "latents"), strides_of(cache))
             masks.append(checked_mask(mask_T, latents[-1].shape[1], draw.sample.source))
         if fps:
             rates.append(cache.entry(latent_key, "latents").fps or 1.0)
@@ -308,7 +312,7 @@ class VideoCollate:
     def shape(self, draws: Sequence[tuple[SampleUse[Sample], float]]) -> BatchShape:
         """The shapes of a batch's tensors, from the index of the cache; captions are read for their vectors and further rows."""
         encoders, bucket = self.cache.info["encoders"], draws[0][0].sample.bucket
-        latent = (encoders["vae"]["channels"], *Strides(*encoders["vae"]["strides"]).latent(bucket))
+        latent = (encoders["vae"]["channels"], *strides_of(self.cache).latent(bucket))
         count, length = len(draws), max(self._text_tokens(draw) for draw, _ in draws)
         tensors = {
             "latents": (count, *latent),

@@ -225,7 +225,7 @@ def test_nan_gradients_reach_the_parameters_and_finite_ones_do_not_heal_them() -
 def test_what_it_refuses() -> None:
     bf16, float32 = parameters([(4,)], torch.bfloat16), parameters([(4,)], torch.float32)
     with pytest.raises(ValueError, match="bfloat16"):
-        tiered([{"params": float32}], adamw, "split", "device")
+        tiered([{"params": parameters([(4,)], torch.float16)}], adamw, "split", "device")
     with pytest.raises(ValueError, match="float32"):
         tiered([{"params": bf16}], adamw, "parameters", "device")
     with pytest.raises(ValueError, match="one group"):

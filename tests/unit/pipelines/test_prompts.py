@@ -24,7 +24,7 @@ def test_json_lines_have_settings_of_their_own(tmp_path: Path) -> None:
     ("line", "expected"),
     [
         ('{"prompt": "a", "sede": 1}', "line 2: unknown key 'sede'; did you mean 'seed'?"),
-        ('{"prompt": "a", "image": "a.png"}', "line 2: unknown key 'image' (known: prompt,"),
+        ('{"prompt": "a", "audio": "a.wav"}', "line 2: unknown key 'audio' (known: prompt,"),
         ('{"text": "a"}', "line 2: 'prompt' is missing"),
         ('{"prompt": "a", "seed": -1}', "line 2: 'seed': input should be greater than or equal to 0"),
         ('{"prompt": "a", "seed": "1"}', "line 2: 'seed': input should be a valid integer"),
