@@ -77,9 +77,9 @@ def with_weights(section: AnySection, channels: int, text_width: int, device: st
 
 
 def stored_conditions(config: Config) -> tuple[str, ...]:
-    """Names of the latents of given frames that the config's model needs beside a clip's own: `grey_first`, of its first frame and grey
+    """Names of the latents of given frames that the config's model needs beside a clip's own, such as `grey_first`.
 
-    Raises UserError for a model that cannot be reached.
+    That one is of the clip's first frame and grey ones behind it. Raises UserError for a model that cannot be reached.
     """
     if isinstance(config.model, ModelConfig) or not config.conditioning.gives_frames:
         return ()

@@ -52,13 +52,17 @@ class ShiftConfig(Section):
         base = self.base_shift if self.base_shift is not None else 1.0 if self.rule == "sqrt" else 0.5
         return base, self.max_tokens or 4096, 1.15 if self.max_shift is None else self.max_shift
 
+    def on_line(self, tokens: int) -> float:
+        """The m of a sample of `tokens` tokens, for rules other than `sqrt`."""
+        base, most, top = self.ends
+        slope = (top - base) / (most - self.base_tokens)
+        return tokens * slope + (base - slope * self.base_tokens)  # in the order of diffusers' calculate_shift
+
     def shift(self, tokens: int) -> float:
         """The shift of a sample of `tokens` tokens. Raises ValueError where a line has fallen to 0 or an exponential is too large."""
-        base, most, top = self.ends
         if self.rule == "sqrt":
-            return base * math.sqrt(tokens / self.base_tokens)
-        slope = (top - base) / (most - self.base_tokens)
-        m = tokens * slope + (base - slope * self.base_tokens)  # in the order of diffusers' calculate_shift
+            return self.ends[0] * math.sqrt(tokens / self.base_tokens)
+        m = self.on_line(tokens)
         if self.rule == "linear" and m <= 0:
             raise ValueError(f"the line of objective.auto_shift is {m:.3g} at {tokens} tokens; a shift is above 0")
         if self.rule == "exponential" and abs(m) > LARGEST_EXPONENT:

@@ -14,7 +14,7 @@ from mmspeed.models.families import cogvideox, flux, hunyuan_video, hunyuan_vide
 from mmspeed.models.families.base import Family, Published
 from mmspeed.protocols.calls import ModelCall
 
-__all__ = ["FAMILIES", "Family", "Published", "call_for", "class_name", "family_of", "published_models"]
+__all__ = ["FAMILIES", "Family", "Published", "call_for", "class_name", "family_in", "family_of", "published_models"]
 
 FAMILIES: Mapping[str, Family] = {
     family.transformer: family
@@ -31,9 +31,15 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
+def family_in(kind: type) -> Family | None:
+    """The family of a class, below any mixins; None where it has none."""
+    return next((FAMILIES[own.__name__] for own in kind.__mro__ if own.__name__ in FAMILIES), None)
+
+
 def class_name(model: nn.Module) -> str | None:
     """The name of a model's class in `FAMILIES`, below any mixins; None where it has none."""
-    return next((own.__name__ for own in type(model).__mro__ if own.__name__ in FAMILIES), None)
+    family = family_in(type(model))
+    return None if family is None else family.transformer
 
 
 def family_of(name: str, key: str) -> Family:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from mmspeed.config.schema import (
@@ -15,8 +16,9 @@ from mmspeed.config.schema import (
     ShiftConfig,
 )
 from mmspeed.errors import UserError
-from mmspeed.models.build import family_of_section, repository_of
+from mmspeed.models.build import repository_of
 from mmspeed.models.diffusers.repository import Repository
+from mmspeed.models.families import family_of
 from mmspeed.models.families.base import Sampling
 
 Scheduler = dict[str, Any]  # the contents of scheduler_config.json
@@ -44,13 +46,14 @@ def completed(config: Config) -> Config:
             )
         return config.model_copy(update={"sample": completed_sample(config.sample, Sampling(STEPS, GUIDANCE))})
     changes: dict[str, Any] = {}
+    sample, repository = config.sample, repository_of(model)
     if isinstance(section, FamilyObjectiveConfig):
-        repository = repository_of(model)
         section, model = of_expert(repository, section, model)
         changes = {"objective": objective_of(repository.config("scheduler"), section), "model": model}
-    sampling = family_of_section(model).sampling
-    sample = config.sample
-    if sample.sampler == "auto" and repository_of(model).has("scheduler"):
+        if model is not config.model:
+            repository = repository_of(model)
+    sampling = family_of(repository.class_name, repository.key).sampling
+    if sample.sampler == "auto" and repository.has("scheduler"):
         sample = sample.model_copy(update={"sampler": "family"})
     return config.model_copy(update={**changes, "sample": completed_sample(sample, sampling)})
 
@@ -135,17 +138,21 @@ def objective_of(scheduler: Scheduler, section: FamilyObjectiveConfig) -> Object
         )
     shift: dict[str, Any] = {"shift": section.shift}
     if section.shift is None and scheduler.get("use_dynamic_shifting", False):
-        rule = ShiftConfig(
-            rule=scheduler.get("time_shift_type", "exponential"),
-            base_tokens=scheduler.get("base_image_seq_len", 256),
-            base_shift=scheduler.get("base_shift", 0.5),
-            max_tokens=scheduler.get("max_image_seq_len", 4096),
-            max_shift=scheduler.get("max_shift", 1.15),
-        )
-        shift = {"shift": "auto", "auto_shift": rule}
+        shift = {"shift": "auto", "auto_shift": shift_by_tokens(scheduler)}
     elif section.shift is None:
         shift = {"shift": float(scheduler.get("flow_shift") or scheduler.get("shift") or 1.0)}
     return FlowConfig(kind="flow", timesteps=section.timesteps, **shift, **shared)
+
+
+def shift_by_tokens(scheduler: Mapping[str, Any]) -> ShiftConfig:
+    """The dynamic shift of a scheduler's config, with the defaults of diffusers."""
+    return ShiftConfig(
+        rule=scheduler.get("time_shift_type", "exponential"),
+        base_tokens=scheduler.get("base_image_seq_len", 256),
+        base_shift=scheduler.get("base_shift", 0.5),
+        max_tokens=scheduler.get("max_image_seq_len", 4096),
+        max_shift=scheduler.get("max_shift", 1.15),
+    )
 
 
 def _known(names: dict[str, Any], name: str, scheduler: str) -> Any:

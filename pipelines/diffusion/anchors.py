@@ -23,7 +23,7 @@ def held(x_BCThw: Tensor, clean_BCThw: Tensor, anchor_BT: Tensor) -> Tensor:
 def counted_frames(batch: Batch, how: str) -> Tensor | None:
     """The latent frames (B, T) that count in the loss, True or a weight; None: all.
 
-    They are those of the batch's mask; given ones, too, in families that concatenate (`how` is not `replace`, see `GivenRule`).
+    They are those of the batch's mask; given ones, too, in families that concatenate (`how` is not `replace`, see `AnchorRule`).
     """
     mask_BT, anchor_BT = (batch[name] if name in batch else None for name in ("loss_mask", "given"))
     anchor_BT = anchor_BT if how == "replace" else None

@@ -5,7 +5,7 @@ Legend: B batch, C channels, T h w latent, L caption tokens, D text width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, Protocol, cast
 
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from mmspeed.config.schema import DdpmConfig, FlowConfig, ObjectiveConfig
-from mmspeed.data.loading.collate import pad_other_texts, pad_texts
+from mmspeed.data.loading.collate import pad_other_texts, pad_texts, pooled_vectors
 from mmspeed.errors import UserError
+from mmspeed.models.build import PublishedCounts
 from mmspeed.models.diffusers.loading import keep_float32
 from mmspeed.models.diffusers.plans import declare_known_plan
 from mmspeed.models.families import call_for, class_name
@@ -26,7 +27,6 @@ from mmspeed.shapes import Strides
 # tensors of the video task's batches; others are further inputs of the model, by name
 OWN_TENSORS = ("latents", "text", "text_mask", "text_pooled", "noise", "fps", "loss_mask", "quantiles")
 STEPS_OF_V = 1000  # of published models that predict v
-Ask = Callable[[nn.Module, Tensor, Tensor, Conditions], Tensor]  # as `Predictor.predict`
 
 
 def ask_own(model: nn.Module, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> Tensor:
@@ -100,12 +100,10 @@ class OwnPredictor:
 
 
 @dataclass(frozen=True)
-class PublishedPredictor:
-    """The predictor of a published class, by its call. `config`: the arguments that the model was made with."""
+class PublishedPredictor(PublishedCounts):
+    """The predictor of a published class, by its call. `name`: of the class."""
 
-    name: str  # of the class
-    call: ModelCall
-    config: Mapping[str, Any]
+    name: str
 
     @property
     def timed(self) -> bool:
@@ -130,12 +128,6 @@ class PublishedPredictor:
     def guided(self, scale: float) -> tuple[Predictor, float]:
         call = with_guidance(self.call, self.config, scale)
         return (self, scale) if call is None else (replace(self, call=call), 1.0)
-
-    def tokens(self, latent: tuple[int, int, int]) -> int:
-        return self.call.tokens(self.config, latent)
-
-    def flops(self, latent: tuple[int, int, int], text_tokens: int) -> int:
-        return self.call.flops(self.config, latent, text_tokens)
 
 
 def with_guidance(call: ModelCall, config: Mapping[str, Any], scale: float) -> ModelCall | None:
@@ -176,7 +168,7 @@ def make_predictor(
         if distilled is None:
             raise UserError(f"objective.guidance: {name} takes no guidance here: leave it out")
         call = distilled
-    return PublishedPredictor(name, call, dict(config))
+    return PublishedPredictor(call, dict(config), name)
 
 
 def prepare_training(model: nn.Module) -> None:
@@ -231,7 +223,7 @@ def conditions_of_texts(
 ) -> Conditions:
     """The conditions of the prediction for captions of one batch, on a device."""
     text_BLD, mask_BL = (tensor.to(device) for tensor in pad_texts(texts))
-    pooled = [text.pooled_D.float() for text in texts if text.pooled_D is not None]
-    pooled_BD = torch.stack(pooled).to(device) if len(pooled) == len(texts) else None
+    pooled_BD = pooled_vectors(texts)
+    pooled_BD = None if pooled_BD is None else pooled_BD.to(device)
     named = {name: tensor.to(device) for name, tensor in pad_other_texts(texts).items()}
     return Conditions(text_BLD, mask_BL, pooled_BD, torch.full((len(texts),), fps, device=device), strides, named)

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from mmspeed.config.schema import Config, DdpmConfig, PublishedModelConfig
 from mmspeed.errors import UserError
-from mmspeed.models.build import family_of_section, repository_of
+from mmspeed.models.build import repository_of
+from mmspeed.models.families import family_of
 from mmspeed.models.families.base import Sampling
+from mmspeed.models.families.complete import shift_by_tokens
 from mmspeed.pipelines.diffusion.ddpm import trailing_timesteps
 from mmspeed.pipelines.diffusion.samplers import OnStep, Predict, call, tell, working
 
@@ -129,10 +131,7 @@ class FamilySampler:
         """The exponent of the shift, on a line over the tokens."""
         if self.tokens is None:
             raise ValueError("the shift depends on the size of videos: take the sampler of a size first (sized)")
-        base, top = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
-        fewest, most = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
-        slope = (top - base) / (most - fewest)
-        return float(self.tokens * slope + (base - slope * fewest))
+        return shift_by_tokens(config).on_line(self.tokens)
 
     @torch.no_grad()
     def sample(self, predict: Predict, noise_BCThw: Tensor, steps: int, on_step: OnStep | None = None) -> Tensor:
@@ -177,7 +176,8 @@ def family_sampler(config: Config) -> FamilySampler | None:
     repository = repository_of(config.model)
     if not repository.has("scheduler"):
         return None
-    return FamilySampler(repository.config("scheduler"), family_of_section(config.model).sampling)
+    family = family_of(repository.class_name, repository.key)
+    return FamilySampler(repository.config("scheduler"), family.sampling)
 
 
 def _make(name: str, **settings: str | float | bool) -> Scheduler:

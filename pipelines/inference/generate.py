@@ -96,7 +96,7 @@ def sample_together(
 ) -> Tensor:
     """Latents (P, C, T, h, w) float32 of P texts in one batch, from their noise; the model is in eval mode.
 
-    negatives: the text to steer away from, of each. given: latent frames that the videos have, clean at every step.
+    negatives: the text to steer away from, of each. anchors: latent frames that the videos have, clean at every step.
     A model whose attention keeps clusters between steps takes one text at a time.
     """
     # plans of sparse attention begin with those of the step before, by condition

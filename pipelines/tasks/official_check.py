@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from mmspeed import rng
 from mmspeed.config import Config
 from mmspeed.config.schema import PublishedModelConfig
-from mmspeed.data.loading.collate import draw_noise, pad_texts, video_batch
+from mmspeed.data.loading.collate import draw_noise, pad_other_texts, pad_texts, pooled_vectors, video_batch
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.models.build import outline, repository_of
@@ -116,7 +116,6 @@ def training_batch(task: VideoTask, bucket: Bucket, prompts: Sequence[str]) -> B
     """A batch as the loader makes it, of random latents with these captions, all at one time."""
     entries = load_text_encoder(task.config.text, Device("cpu", 0)).encode(list(prompts))
     text_BLD, mask_BL = pad_texts(entries)
-    pooled = [entry.pooled_D for entry in entries if entry.pooled_D is not None]
     names, shape_CThw = [("check", 0, i) for i in range(len(prompts))], (task.inputs.channels, *task.latent(bucket))
     return video_batch(
         latents_BCThw=torch.stack([rng.normal(shape_CThw, 0, "official", i) for i in range(len(prompts))]),
@@ -126,10 +125,11 @@ def training_batch(task: VideoTask, bucket: Bucket, prompts: Sequence[str]) -> B
         names=names,
         bucket=bucket,
         sources=["check"] * len(prompts),
-        pooled_BD=torch.stack(pooled).float() if len(pooled) == len(entries) else None,
+        pooled_BD=pooled_vectors(entries),
         noise_BCThw=draw_noise(names, shape_CThw, 0),
         u_B=torch.full((len(prompts),), QUANTILE, dtype=torch.float64),
         fps_B=torch.full((len(prompts),), task.config.data.fps or RATE) if task.predictor.timed else None,
+        others=pad_other_texts(entries),
     )
 
 

@@ -20,7 +20,7 @@ from mmspeed.config.tasks import referred
 from mmspeed.errors import UserError
 from mmspeed.models.build import bare
 from mmspeed.models.diffusers.repository import Repository
-from mmspeed.models.families import FAMILIES, call_for, class_name, family_of
+from mmspeed.models.families import FAMILIES, call_for, class_name, family_in, family_of
 from mmspeed.models.families.base import SmallClass, SmallSizes, token_grid
 from mmspeed.models.families.complete import completed
 from mmspeed.pipelines.sparsify import sparsify_model
@@ -120,7 +120,9 @@ class PublishedModel:
     @property
     def small(self) -> SmallClass:
         """The rules for small models of its class."""
-        return next(FAMILIES[own.__name__].small for own in referred(self.kind).__mro__ if own.__name__ in FAMILIES)
+        family = family_in(referred(self.kind))
+        assert family is not None  # `of` and `of_repository` have seen to it
+        return family.small
 
 
 @dataclass(frozen=True, kw_only=True)

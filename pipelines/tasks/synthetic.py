@@ -45,7 +45,7 @@ def synthetic_batch(
 ) -> Batch:
     """A batch of random latents with captions of half to all of `length` tokens, and the model's other inputs.
 
-    given: the task gives frames; here none, which costs as much.
+    anchors: the task gives frames; here none, which costs as much.
     """
     shape_CThw = (inputs.channels, *latent)
     lengths_B = torch.tensor([length - i % 4 * (length // 8) for i in range(items)])

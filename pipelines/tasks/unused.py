@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspeed.errors import UserError
-from mmspeed.models.families import FAMILIES, class_name
+from mmspeed.models.families import FAMILIES, class_name, family_in
 from mmspeed.models.families.base import SmallSizes
 from mmspeed.protocols import Conditions, ModelCall
 from mmspeed.protocols.calls import TakesConditions, TakesTexts
@@ -53,7 +53,9 @@ def matching(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
 
 def unreached(kind: type[nn.Module], config: Mapping[str, Any], call: ModelCall) -> Unreached:
     """The tensors that a step of a small model of a class leaves untouched. `config`: the large model's arguments; `call`: its call."""
-    small = next(FAMILIES[own.__name__].small for own in kind.__mro__ if own.__name__ in FAMILIES)
+    family = family_in(kind)
+    assert family is not None  # `freeze_unused` leaves others alone
+    small = family.small
     t, h, w = small.patch(config)
     images = not _takes(call, config, (2 * t, 2 * h, 2 * w))
     latent = (t if images else 2 * t, 2 * h, 2 * w)

@@ -112,6 +112,12 @@ def pad_texts(texts: Sequence[TextEntry]) -> tuple[Tensor, Tensor]:
     return text_BLD, mask_BL
 
 
+def pooled_vectors(texts: Sequence[TextEntry]) -> Tensor | None:
+    """The pooled vectors (B, D) of captions in float32; None unless each has one."""
+    pooled = [text.pooled_D.float() for text in texts if text.pooled_D is not None]
+    return torch.stack(pooled) if len(pooled) == len(texts) else None
+
+
 def pad_other_texts(texts: Sequence[TextEntry]) -> dict[str, Tensor]:
     """Captions of further encoders by name, each padded as by `pad_texts`, with its mask under the name `<name>_mask`.
 
@@ -213,7 +219,7 @@ def assemble(
     With `noise` the batch holds the draws of training, so that they are made before the model waits for them; with `fps` the frames
     per second of each clip, as stored in the cache (1 for an image); with `frame_mask` the latent frames that count in the loss; with
     `conditioning` the latent frames that are given, in the mode that is drawn by name: as they are in `latents`, or where `how` is `grey`
-    (see `mmspeed.protocols.calls.GivenRule`) in latents of their own.
+    (see `mmspeed.protocols.calls.AnchorRule`) in latents of their own.
 
     No draw may be of a lost sample; `rank_batches` replaces those. Raises UserError if an entry is missing or
     damaged, if latents of the bucket differ in shape, or for a mask of other frames or of none.
@@ -245,7 +251,6 @@ def assemble(
                 "run mmspeed preprocess again"
             )
     text_BLD, mask_BL = pad_texts(texts)
-    pooled = [text.pooled_D for text in texts if text.pooled_D is not None]
     names = [draw.name for draw, _ in draws]
     return video_batch(
         latents_BCThw=torch.stack(latents),
@@ -255,7 +260,7 @@ def assemble(
         names=names,
         bucket=draws[0][0].sample.bucket,
         sources=[draw.sample.source for draw, _ in draws],
-        pooled_BD=torch.stack(pooled).float() if len(pooled) == len(texts) else None,
+        pooled_BD=pooled_vectors(texts),
         noise_BCThw=draw_noise(names, tuple(latents[0].shape), seed) if noise else None,
         u_B=draw_quantiles(names, seed) if noise else None,
         fps_B=torch.tensor(rates) if fps else None,
