@@ -5,6 +5,8 @@ Legend: B batch, C channels, T h w latent, N tokens of a video, L caption tokens
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +18,7 @@ from torch.nn import functional as F
 
 from mmspeed.errors import UserError
 from mmspeed.models.text.recipes import TextRecipe
-from mmspeed.protocols.calls import Conditions, ModelCall
+from mmspeed.protocols.calls import Conditions, ModelCall, Predicted
 
 Config = Mapping[str, Any]  # the arguments that a class was made with
 Index = Mapping[str, Any]  # the contents of a repository's model_index.json
@@ -24,6 +26,32 @@ Latent = tuple[int, int, int]
 TIMES = 1000.0  # units of these models' time, from 0 to 1 of ours
 MOST_BLOCKS = 2  # of each list, in a small model
 WIDTH_OF_TIMES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyCall(ABC):
+    """The parts of a `ModelCall` that are alike in most families; one has its own `patch`, `check`, `call` and `flops`.
+
+    Here: it predicts a velocity, takes neither frames per second nor a pooled vector, and returns the prediction as it is.
+    """
+
+    predicts: Predicted = "velocity"
+    timed: bool = False
+
+    @staticmethod
+    @abstractmethod
+    def patch(config: Config) -> Latent:
+        """The latent positions of a token along time, height and width."""
+
+    def pooled_width(self, config: Config) -> int:
+        return 0
+
+    def prediction(self, config: Config, output: Any, x_BCThw: Tensor) -> Tensor:
+        return first_output(output)
+
+    def tokens(self, config: Config, latent: Latent) -> int:
+        """Tokens of the sample, without those of captions, which may attend together with them."""
+        return math.prod(token_grid(latent, self.patch(config)))
 
 
 @dataclass(frozen=True)

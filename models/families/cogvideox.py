@@ -18,6 +18,7 @@ from mmspeed.models.families.base import (
     WIDTH_OF_TIMES,
     Config,
     Family,
+    FamilyCall,
     Latent,
     Published,
     Sampling,
@@ -36,17 +37,13 @@ from mmspeed.protocols.calls import Conditions, Predicted
 
 
 @dataclass(frozen=True)
-class CogVideoXCall:
+class CogVideoXCall(FamilyCall):
     """The call of CogVideoXTransformer3DModel, text to video: frames before channels, times as integer steps of 1000.
 
     Captions are padded with zeros to the model's own length, `max_text_seq_length`, as its positions expect.
     """
 
     predicts: Predicted = "v"
-    timed: bool = False
-
-    def pooled_width(self, config: Config) -> int:
-        return 0
 
     def check(self, config: Config, channels: int, text_width: int) -> None:
         """Raises UserError for an image-to-video model and for sizes that differ."""
@@ -69,10 +66,6 @@ class CogVideoXCall:
 
     def prediction(self, config: Config, output: Any, x_BCThw: Tensor) -> Tensor:
         return first_output(output).transpose(1, 2)
-
-    def tokens(self, config: Config, latent: Latent) -> int:
-        """Tokens of the video; captions attend together with them."""
-        return math.prod(token_grid(latent, self.patch(config)))
 
     def flops(self, config: Config, latent: Latent, text_tokens: int) -> int:
         n, l, e = self.tokens(config, latent), config["max_text_seq_length"], width_of(config)  # noqa: E741

@@ -17,6 +17,7 @@ from mmspeed.models.families.base import (
     TIMES,
     Config,
     Family,
+    FamilyCall,
     Latent,
     Published,
     Sampling,
@@ -34,22 +35,20 @@ from mmspeed.models.families.base import (
     width_of,
 )
 from mmspeed.models.text.recipes import EncoderRecipe, TextRecipe
-from mmspeed.protocols.calls import Conditions, Predicted
+from mmspeed.protocols.calls import Conditions
 
 NAME = "FluxTransformer2DModel"
 PATCH: Latent = (1, 2, 2)  # the pipeline packs tokens; the class has patches of 1
 
 
 @dataclass(frozen=True)
-class FluxCall:
+class FluxCall(FamilyCall):
     """The call of FluxTransformer2DModel, text to image: packed tokens with their places, times from 0 to 1, captions without a mask.
 
     guidance: the scale that is passed to a guidance-distilled model (`guidance_embeds`); the pipeline's own is 3.5.
     """
 
     guidance: float = 3.5
-    predicts: Predicted = "velocity"
-    timed: bool = False
 
     def pooled_width(self, config: Config) -> int:
         return int(config["pooled_projection_dim"])
@@ -86,7 +85,7 @@ class FluxCall:
     def tokens(self, config: Config, latent: Latent) -> int:
         """Tokens of the image; captions attend together with them. Raises ValueError for a video too."""
         only_images(latent)
-        return math.prod(token_grid(latent, PATCH))
+        return super().tokens(config, latent)
 
     def flops(self, config: Config, latent: Latent, text_tokens: int) -> int:
         n, l, e = self.tokens(config, latent), text_tokens, width_of(config)  # noqa: E741

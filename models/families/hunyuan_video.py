@@ -18,34 +18,31 @@ from mmspeed.models.families.base import (
     TIMES,
     Config,
     Family,
+    FamilyCall,
     Latent,
     Published,
     Sampling,
     SmallClass,
     SmallSizes,
     check_sizes,
-    first_output,
     outputs_of,
     pooled_of,
     sigmas_to_zero,
     small_channels,
-    token_grid,
     width_of,
 )
 from mmspeed.models.text.recipes import EncoderRecipe, TextRecipe
-from mmspeed.protocols.calls import Conditions, Predicted
+from mmspeed.protocols.calls import Conditions
 
 
 @dataclass(frozen=True)
-class HunyuanVideoCall:
+class HunyuanVideoCall(FamilyCall):
     """The call of HunyuanVideoTransformer3DModel, text to video.
 
     guidance: the scale that is passed to a guidance-distilled model (`guidance_embeds`); the pipeline's own is 6.
     """
 
     guidance: float = 6.0
-    predicts: Predicted = "velocity"
-    timed: bool = False
 
     def pooled_width(self, config: Config) -> int:
         return int(config["pooled_projection_dim"])
@@ -73,13 +70,6 @@ class HunyuanVideoCall:
         if config["guidance_embeds"]:
             arguments["guidance"] = torch.full_like(t_B, TIMES * self.guidance)
         return arguments
-
-    def prediction(self, config: Config, output: Any, x_BCThw: Tensor) -> Tensor:
-        return first_output(output)
-
-    def tokens(self, config: Config, latent: Latent) -> int:
-        """Tokens of the video; captions attend together with them."""
-        return math.prod(token_grid(latent, self.patch(config)))
 
     def flops(self, config: Config, latent: Latent, text_tokens: int) -> int:
         n, l, e = self.tokens(config, latent), text_tokens, width_of(config)  # noqa: E741

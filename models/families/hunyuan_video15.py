@@ -20,18 +20,17 @@ from mmspeed.models.families.base import (
     TIMES,
     Config,
     Family,
+    FamilyCall,
     Latent,
     Published,
     Sampling,
     SmallClass,
     SmallSizes,
-    first_output,
     sigmas_to_zero,
-    token_grid,
     width_of,
 )
 from mmspeed.models.text.recipes import EncoderRecipe, TextRecipe
-from mmspeed.protocols.calls import Conditions, ModelCall, Predicted
+from mmspeed.protocols.calls import Conditions, ModelCall
 
 NAME = "HunyuanVideo15Transformer3DModel"
 GLYPHS, GLYPHS_MASK = "text_2", "text_2_mask"  # the words to be drawn, by an encoder of bytes
@@ -40,7 +39,7 @@ SMALL_WIDTH = 8
 
 
 @dataclass(frozen=True)
-class HunyuanVideo15Call:
+class HunyuanVideo15Call(FamilyCall):
     """The call of HunyuanVideo15Transformer3DModel, text to video: condition, its mask and image tokens are zeros, as in its pipeline.
 
     Args:
@@ -50,11 +49,6 @@ class HunyuanVideo15Call:
 
     glyph_tokens: int = 256
     image_tokens: int = 729
-    predicts: Predicted = "velocity"
-    timed: bool = False
-
-    def pooled_width(self, config: Config) -> int:
-        return 0
 
     def texts(self, config: Config) -> dict[str, int]:
         """Widths of the captions of further encoders."""
@@ -109,13 +103,6 @@ class HunyuanVideo15Call:
             )
         text_BLD = text_BLD.masked_fill(~mask_BL[..., None], 0.0)
         return F.pad(text_BLD, (0, 0, 0, missing)), F.pad(mask_BL, (0, missing))
-
-    def prediction(self, config: Config, output: Any, x_BCThw: Tensor) -> Tensor:
-        return first_output(output)
-
-    def tokens(self, config: Config, latent: Latent) -> int:
-        """Tokens of the video; captions, glyphs and image tokens attend together with them."""
-        return math.prod(token_grid(latent, self.patch(config)))
 
     def flops(self, config: Config, latent: Latent, text_tokens: int) -> int:
         n, l, e = self.tokens(config, latent), text_tokens, width_of(config)  # noqa: E741

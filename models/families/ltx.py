@@ -17,6 +17,7 @@ from mmspeed.models.families.base import (
     TIMES,
     Config,
     Family,
+    FamilyCall,
     Latent,
     Published,
     Sampling,
@@ -34,18 +35,14 @@ from mmspeed.models.families.base import (
     width_of,
 )
 from mmspeed.models.text.recipes import EncoderRecipe, TextRecipe
-from mmspeed.protocols.calls import AnchorRule, Conditions, Predicted
+from mmspeed.protocols.calls import AnchorRule, Conditions
 
 
 @dataclass(frozen=True)
-class LtxCall:
+class LtxCall(FamilyCall):
     """The call of LTXVideoTransformer3DModel, text to video: tokens are packed, and positions are in seconds and pixels."""
 
-    predicts: Predicted = "velocity"
     timed: bool = True
-
-    def pooled_width(self, config: Config) -> int:
-        return 0
 
     def check(self, config: Config, channels: int, text_width: int) -> None:
         """Raises UserError for sizes that differ."""
@@ -80,9 +77,6 @@ class LtxCall:
 
     def prediction(self, config: Config, output: Any, x_BCThw: Tensor) -> Tensor:
         return unpacked(first_output(output), self.patch(config), x_BCThw)
-
-    def tokens(self, config: Config, latent: Latent) -> int:
-        return math.prod(token_grid(latent, self.patch(config)))
 
     def flops(self, config: Config, latent: Latent, text_tokens: int) -> int:
         n, l, e = self.tokens(config, latent), text_tokens, width_of(config)  # noqa: E741

@@ -16,6 +16,7 @@ from mmspeed.models.families.base import (
     TIMES,
     Config,
     Family,
+    FamilyCall,
     Latent,
     Published,
     Sampling,
@@ -25,27 +26,20 @@ from mmspeed.models.families.base import (
     first_output,
     outputs_of,
     small_channels,
-    token_grid,
     width_of,
 )
 from mmspeed.models.text.recipes import EncoderRecipe, TextRecipe
-from mmspeed.protocols.calls import Conditions, Predicted
+from mmspeed.protocols.calls import Conditions
 
 POOLING_HEADS = 8  # of the class, which divide the captions' width
 
 
 @dataclass(frozen=True)
-class MochiCall:
+class MochiCall(FamilyCall):
     """The call of MochiTransformer3DModel: its time runs from noise, 0, to data, 1000, and it returns data - noise.
 
     Each caption attends by its own tokens alone.
     """
-
-    predicts: Predicted = "velocity"
-    timed: bool = False
-
-    def pooled_width(self, config: Config) -> int:
-        return 0
 
     def check(self, config: Config, channels: int, text_width: int) -> None:
         """Raises UserError for sizes that differ."""
@@ -63,10 +57,6 @@ class MochiCall:
 
     def prediction(self, config: Config, output: Any, x_BCThw: Tensor) -> Tensor:
         return -first_output(output)
-
-    def tokens(self, config: Config, latent: Latent) -> int:
-        """Tokens of the video; captions attend together with them."""
-        return math.prod(token_grid(latent, self.patch(config)))
 
     def flops(self, config: Config, latent: Latent, text_tokens: int) -> int:
         n, l, e = self.tokens(config, latent), text_tokens, width_of(config)  # noqa: E741

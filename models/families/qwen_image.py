@@ -17,6 +17,7 @@ from mmspeed.models.families.base import (
     TIMES,
     Config,
     Family,
+    FamilyCall,
     Latent,
     Published,
     Sampling,
@@ -32,21 +33,15 @@ from mmspeed.models.families.base import (
     width_of,
 )
 from mmspeed.models.text.recipes import EncoderRecipe, TextRecipe
-from mmspeed.protocols.calls import Conditions, Predicted
+from mmspeed.protocols.calls import Conditions
 
 NAME = "QwenImageTransformer2DModel"
 PATCH: Latent = (1, 2, 2)  # of the pipeline
 
 
 @dataclass(frozen=True)
-class QwenImageCall:
+class QwenImageCall(FamilyCall):
     """The call of QwenImageTransformer2DModel, text to image: packed tokens, times from 0 to 1, captions with their mask."""
-
-    predicts: Predicted = "velocity"
-    timed: bool = False
-
-    def pooled_width(self, config: Config) -> int:
-        return 0
 
     def check(self, config: Config, channels: int, text_width: int) -> None:
         """Raises UserError for models of edits and layers, and for sizes that differ."""
@@ -79,7 +74,7 @@ class QwenImageCall:
     def tokens(self, config: Config, latent: Latent) -> int:
         """Tokens of the image; captions attend together with them. Raises ValueError for a video too."""
         only_images(latent)
-        return math.prod(token_grid(latent, self.patch(config)))
+        return super().tokens(config, latent)
 
     def flops(self, config: Config, latent: Latent, text_tokens: int) -> int:
         n, l, e = self.tokens(config, latent), text_tokens, width_of(config)  # noqa: E741

@@ -19,6 +19,7 @@ from mmspeed.models.families.base import (
     WIDTH_OF_TIMES,
     Config,
     Family,
+    FamilyCall,
     Index,
     Latent,
     Published,
@@ -27,21 +28,19 @@ from mmspeed.models.families.base import (
     SmallSizes,
     check_sizes,
     filled,
-    first_output,
     outputs_of,
     per_token,
     small_channels,
-    token_grid,
     width_of,
 )
 from mmspeed.models.text.recipes import EncoderRecipe, TextRecipe
-from mmspeed.protocols.calls import AnchorRule, Conditions, ModelCall, Predicted
+from mmspeed.protocols.calls import AnchorRule, Conditions, ModelCall
 
 MASKS = 4  # frames of pixels of a latent frame, and so channels of the mask
 
 
 @dataclass(frozen=True)
-class WanCall:
+class WanCall(FamilyCall):
     """The call of WanTransformer3DModel, text to video, and image to video by 36 input channels or a time for each token.
 
     text_tokens: captions are padded with zeros to so many tokens, which are attended to: the model was trained so.
@@ -50,11 +49,6 @@ class WanCall:
 
     text_tokens: int = 512
     expand_timesteps: bool = False
-    predicts: Predicted = "velocity"
-    timed: bool = False
-
-    def pooled_width(self, config: Config) -> int:
-        return 0
 
     def check(self, config: Config, channels: int, text_width: int) -> None:
         """Raises UserError for sizes that differ, and for a model that also takes an image encoder's embeddings."""
@@ -82,12 +76,6 @@ class WanCall:
             "encoder_hidden_states": filled(conditions, self.text_tokens, x_BCThw.dtype),
             "return_dict": False,
         }
-
-    def prediction(self, config: Config, output: Any, x_BCThw: Tensor) -> Tensor:
-        return first_output(output)
-
-    def tokens(self, config: Config, latent: Latent) -> int:
-        return math.prod(token_grid(latent, self.patch(config)))
 
     def flops(self, config: Config, latent: Latent, text_tokens: int) -> int:
         n, l, e = self.tokens(config, latent), self.text_tokens, width_of(config)  # noqa: E741 (the legend's letter)
