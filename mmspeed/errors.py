@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from collections.abc import Sequence
 from typing import Literal
 
 LAUNCHED = "MMSPEED_LAUNCHER"  # set by `mmspeed --nproc` in the processes that it starts
@@ -41,3 +42,9 @@ def nearest(word: str, choices: "list[str] | tuple[str, ...]") -> str:
 
     matches = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
     return f"; did you mean '{matches[0]}'?" if matches else ""
+
+
+def first_names(names: Sequence[str], most: int = 8, count: int | None = None) -> str:
+    """`a, b and 3 more`: the first `most` of some names, and the number of the others. `count`: of all, where only some are given."""
+    left = (len(names) if count is None else count) - len(names[:most])
+    return ", ".join(names[:most]) + (f" and {left} more" if left > 0 else "")

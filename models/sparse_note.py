@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mmspeed.config import Config
+from mmspeed.errors import first_names
 from mmspeed.models.sora.model import SoraDiT
 from mmspeed.shapes import Bucket
 
@@ -30,8 +31,7 @@ def sparse_lines(model: SoraDiT, latents: Mapping[Bucket, Latent]) -> list[str]:
     if dense:
         lines.append(
             f"  dense all the same, with fewer than model.sparse.min_tokens ({sparse.min_tokens}): "
-            + ", ".join(f"{bucket} ({short[bucket]} tokens)" for bucket in dense[:4])
-            + (f" and {len(dense) - 4} more" if len(dense) > 4 else "")
+            + first_names([f"{bucket} ({short[bucket]} tokens)" for bucket in dense], 4)
         )
     return lines
 

@@ -31,7 +31,7 @@ class DivergenceWatch:
     """The running values of calm steps, and the spike under way.
 
     `first`: the first of the `streak` steps above the limit that are the last ones, None without any. `samples`: the sources of some of
-    their samples. `skipped`: updates that were not applied; `roll_backs` and `left_out` (uses of samples) only grow.
+    their `sample_count` samples. `skipped`: updates that were not applied; `roll_backs` and `left_out` (uses of samples) only grow.
     """
 
     def __init__(self, rule: DivergenceConfig) -> None:
@@ -39,8 +39,9 @@ class DivergenceWatch:
         self.losses: deque[float] = deque(maxlen=rule.window)
         self.norms: deque[float] = deque(maxlen=rule.window)
         self.first: int | None = None
-        self.streak = self.skipped = self.roll_backs = self.left_out = 0
+        self.streak = self.sample_count = self.skipped = self.roll_backs = self.left_out = 0
         self.samples: list[str] = []
+        self._limits: tuple[float, float] | None = None  # of the calm steps so far
 
     @property
     def watching(self) -> bool:
@@ -56,7 +57,9 @@ class DivergenceWatch:
         """The limits of loss and gradient norm; infinite before there are enough calm steps."""
         if not self.watching:
             return math.inf, math.inf
-        return limit_of(self.losses, self.rule.factor), limit_of(self.norms, self.rule.factor)
+        if self._limits is None:
+            self._limits = limit_of(self.losses, self.rule.factor), limit_of(self.norms, self.rule.factor)
+        return self._limits
 
     def above(self, loss: float, norm: float) -> bool:
         """True for values above their limits, and for those that are not finite."""
@@ -71,15 +74,18 @@ class DivergenceWatch:
             if self.rule.action != "none":
                 self.losses.append(loss)
                 self.norms.append(norm)
+                self._limits = None
             self.calm_down()
             return
         self.first = step if self.first is None else self.first
         self.streak += 1
-        self.samples += [source for _, source in zip(range(MOST_NAMED - len(self.samples)), samples, strict=False)]
+        sources = list(samples)
+        self.samples += sources[: MOST_NAMED - len(self.samples)]
+        self.sample_count += len(sources)
 
     def calm_down(self) -> None:
         """Forget the spike under way."""
-        self.first, self.streak, self.samples = None, 0, []
+        self.first, self.streak, self.samples, self.sample_count = None, 0, [], 0
 
     def sound(self, step: int) -> int | None:
         """The newest step whose checkpoint is known to be from before a spike, after `step` steps; None while nothing is compared.
@@ -98,6 +104,7 @@ class DivergenceWatch:
             "first": self.first,
             "streak": self.streak,
             "samples": self.samples,
+            "sample_count": self.sample_count,
             "skipped": self.skipped,
             "roll_backs": self.roll_backs,
             "left_out": self.left_out,
@@ -107,7 +114,9 @@ class DivergenceWatch:
         """Go on from a checkpoint's state; of what only grows, the greater number holds."""
         self.losses = deque(state["losses"], maxlen=self.rule.window)
         self.norms = deque(state["norms"], maxlen=self.rule.window)
+        self._limits = None
         self.first, self.streak, self.samples = state["first"], state["streak"], list(state["samples"])
+        self.sample_count = state.get("sample_count", len(self.samples))  # of earlier versions: those that were kept
         self.skipped = state["skipped"]
         self.roll_backs = max(self.roll_backs, state["roll_backs"])
         self.left_out = max(self.left_out, state["left_out"])

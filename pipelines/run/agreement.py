@@ -25,7 +25,7 @@ from mmspeed import comm
 from mmspeed.config import RunConfig
 from mmspeed.config.leaves import flat
 from mmspeed.device import Device
-from mmspeed.errors import UserError
+from mmspeed.errors import UserError, first_names
 from mmspeed.loop.checkpoint.seals import chunk_digest
 from mmspeed.parallel import unwrap
 from mmspeed.version import __version__
@@ -140,8 +140,7 @@ def _differences(reports: list[Any]) -> str:
         groups.setdefault(differs, []).append(f"{rank} ({host})")
     parts = []
     for differs, ranks in list(groups.items())[:NAMED]:
-        names = ", ".join(ranks[:NAMED]) + (f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else "")
-        parts.append(f"on rank {names} {differs}")
+        parts.append(f"on rank {first_names(ranks, NAMED)} {differs}")
     left = f"; and {len(groups) - NAMED} more kinds of difference" if len(groups) > NAMED else ""
     return f"the ranks of this run differ from rank 0 ({reports[0][0]}): {'; '.join(parts)}{left}"
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from mmspeed.errors import first_names
 from mmspeed.protocols import StepData
 
 Part = Literal["set-up", "step", "checkpoint", "validation"]
@@ -46,10 +47,7 @@ class LastAttempt:
 
     def sentence(self) -> str:
         """The reason not to try once more."""
-        names = ", ".join(self.samples[:NAMED]) + (
-            f" and {len(self.samples) - NAMED} more" if len(self.samples) > NAMED else ""
-        )
-        what = f"; its samples: {names}" if names else ""
+        what = f"; its samples: {first_names(self.samples, NAMED)}" if self.samples else ""
         return (
             f"{self.place} failed in two attempts in a row, so the run ends{what}. The lines of both attempts say how it failed; "
             "the same command tries again"

@@ -12,7 +12,7 @@ from mmspeed.data import DatasetCache
 from mmspeed.data.cache.files import BusyError
 from mmspeed.data.loading.first_epoch import OnlineEncoder
 from mmspeed.device import Device
-from mmspeed.errors import UserError
+from mmspeed.errors import UserError, first_names
 from mmspeed.log import get_logger
 from mmspeed.models.codecs.vae import codec_identity
 from mmspeed.models.text.encoders import text_identity
@@ -65,9 +65,8 @@ def check_cache(cache: DatasetCache, config: Config) -> None:
     recorded, wanted = config.recorded_settings(cache.info["made_for"]), config.sample_settings()
     other = [one for name in wanted for one in _others(f"data.{name}", recorded.get(name), wanted[name])]
     if other:
-        more = f" and {len(other) - _NAMED} more" if len(other) > _NAMED else ""
         raise UserError(
-            f"the samples in the cache {config.cache_root} were made with other {', '.join(other[:_NAMED])}{more}; "
+            f"the samples in the cache {config.cache_root} were made with other {first_names(other, _NAMED)}; "
             "run `mmspeed preprocess` again (present entries are not encoded again), or give each data set its own data.cache"
         )
     weights = config.codec_weights

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from mmspeed.config.divergence import DivergenceConfig
-from mmspeed.errors import UserError
+from mmspeed.errors import UserError, first_names
 from mmspeed.loop.divergence import DivergenceWatch
 from mmspeed.loop.step import StepResult
 from mmspeed.protocols import Data, LeavesOut, StepData, Task
@@ -74,7 +74,7 @@ class SpikeGuard:
             "skip": f"{watch.streak} updates in a row were not applied",
             "roll_back": f"there were {watch.roll_backs} roll-backs before",
         }.get(rule.action)
-        samples = ", ".join(watch.samples[:8]) + (", ..." if len(watch.samples) > 8 else "")
+        samples = first_names(watch.samples, count=watch.sample_count)
         raise UserError(
             f"{line}{f'; {done}' if done else ''}. Samples: {samples}. No checkpoint was written since step {watch.first}: lower train.lr, "
             "or look at these samples"

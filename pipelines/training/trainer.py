@@ -24,9 +24,6 @@ from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, Working, format_seconds, get_logger
 from mmspeed.loop.callbacks import Averages, Callback, LearningRate, Signals, Sparsity, StepOutcome
-from mmspeed.loop.checkpoint.load import identity, identity_of_start, load_start
-from mmspeed.loop.checkpoint.manager import CheckpointManager, DamagedCheckpointError
-from mmspeed.loop.frozen import frozen_names
 from mmspeed.loop.means import StepMeans
 from mmspeed.loop.signals import StopSignals
 from mmspeed.loop.step import StepResult, train_step
@@ -35,18 +32,21 @@ from mmspeed.loop.watch.rank_times import RankTimes
 from mmspeed.mesh import process_group
 from mmspeed.pipelines.report.run_page import write_report
 from mmspeed.pipelines.run.agreement import WeightsAgreement, require_agreement, run_facts
-from mmspeed.pipelines.run.build import Assembly, Placement, assemble, base_files, place
-from mmspeed.pipelines.run.run_folder import RunFolder, trim_metrics
+from mmspeed.pipelines.run.build import assemble, base_files, place
+from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.pipelines.run.telemetry import Telemetry, TelemetryCallback
 from mmspeed.pipelines.tasks import make_task, maker_of
 from mmspeed.pipelines.training import opening
 from mmspeed.pipelines.training.events import Events, TrainCallback
+from mmspeed.pipelines.training.judgement import StepJudge
 from mmspeed.pipelines.training.oom_advice import OomAdvisor
-from mmspeed.pipelines.training.spikes import RollBackError, SpikeGuard, roll_back_row
+from mmspeed.pipelines.training.run_state import Run
+from mmspeed.pipelines.training.saved_state import SavedStates
+from mmspeed.pipelines.training.spikes import RollBackError, SpikeGuard
 from mmspeed.pipelines.training.validation import Validator
 from mmspeed.pipelines.training.watch import RunWatch
 from mmspeed.pipelines.tuning.memory_search import policies_under_budget
-from mmspeed.protocols import Data, LeavesOut, ReadsAgain, RunPlace, StepData, Task
+from mmspeed.protocols import ReadsAgain, RunPlace, StepData, Task
 from mmspeed.rendezvous import restarts
 
 log = get_logger("train")
@@ -54,24 +54,6 @@ log = get_logger("train")
 LOCK_PATIENCE = (
     60.0  # seconds that a restarted run waits for the folder, which a rank of the last attempt may still hold
 )
-
-LONG_WAIT = 1.0  # seconds of waiting for the write before, above which there is a line
-
-
-@dataclass
-class Run:
-    """A run that is ready for its first step."""
-
-    task: Task
-    placement: Placement
-    place: RunPlace
-    data: Data
-    parts: Assembly
-    manager: CheckpointManager
-    spikes: SpikeGuard
-    step: int = 0  # of the next step
-    skipped: int = 0  # steps left out so far because of a value that was not finite
-    left_out: int = 0  # uses of samples left out so far, without which the rest of a step was computed again
 
 
 @dataclass(frozen=True)
@@ -130,6 +112,8 @@ class TrainPipeline:
         self.online = online or maker is not None
         self.events = Events(callbacks)
         self.folder = RunFolder(config.run_dir)
+        self.saved = SavedStates(config, self.folder)
+        self.judge = StepJudge(config, self.folder, self.saved)
 
     def run(self) -> TrainResult:
         """Train to the end, or until a signal or a file stops the run."""
@@ -171,20 +155,12 @@ class TrainPipeline:
             self._tell(where, opening.model_line(config, parts.models))
             self.task.prepare(parts.models, where)
         # 2. the state of a run that was stopped
-        manager = CheckpointManager(
-            self.folder.checkpoints,
-            keep_last=config.checkpoint.keep_last,
-            keep_best=config.checkpoint.keep_best,
-            keep_every=config.checkpoint.keep_every,
-            keep_hours=config.checkpoint.keep_hours,
-            local=Path(config.checkpoint.local) if config.checkpoint.local is not None else None,
-            keep_local=config.checkpoint.keep_local,
-        )
+        manager = self.saved.manager()
         spikes = SpikeGuard(config.train.divergence, self.task, data)
         run = Run(self.task, placement, where, data, parts, manager, spikes)
         manager.on_written = self.events.saved
         with Working("looking for a checkpoint", tell=False):
-            self._resume(run)
+            self.saved.resume(run)
         if run.step >= config.train.steps:
             manager.wait()
             return TrainResult(self.folder.root, run.step, True, True, None, 0.0)
@@ -223,33 +199,7 @@ class TrainPipeline:
                             run.manager.wait()  # all ranks are here: let the checkpoint under way complete
                         raise
                 watch.enter("checkpoint", run.step)
-                row = self._roll_back(run, spike)
-
-    def _roll_back(self, run: Run, spike: RollBackError) -> dict[str, object]:
-        """Return to the newest checkpoint from before a spike, and leave the spike's samples out; returns a row of metrics.jsonl.
-
-        Raises UserError without such a checkpoint.
-        """
-        last, watch = run.step, run.spikes.watch
-        checkpoint = run.manager.newest_until(watch.sound(last) or 0)
-        if checkpoint is None:
-            raise UserError(
-                f"{spike.line}. No checkpoint has {watch.rule.steps} calm steps after it, so there is none to return to: "
-                "lower train.lr or checkpoint.every"
-            )
-        assert isinstance(run.data, LeavesOut)
-        samples = run.data.leave_out(range(spike.first - 1, last))
-        watch.roll_backs, watch.left_out = watch.roll_backs + 1, watch.left_out + len(samples)
-        self._restore(run, checkpoint, [])
-        run.manager.remove_after(run.step)
-        if run.place.rank == 0:
-            trim_metrics(self.folder.metrics, run.step)
-            log.warning(
-                f"{spike.line}. Going back to step {run.step}, without the samples of these steps: {_named(samples)} "
-                f"(roll-back {watch.roll_backs} of {watch.rule.roll_backs})"
-            )
-        comm.barrier()
-        return roll_back_row(spike.first, last, run.step, samples)
+                row = self.judge.roll_back(run, spike)
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
@@ -264,106 +214,6 @@ class TrainPipeline:
             log.info(line)
         for warning in warnings:
             log.warning(warning)
-
-    def _resume(self, run: Run) -> None:
-        """Resume from the newest sound checkpoint, or begin, with the weights of train.start_from if it is set."""
-        config, parts, where = self.config, run.parts, run.place
-        changed = self.folder.check_same(config)
-        files = base_files(parts.models)
-        self.folder.check_base(files)
-        # rank 0 looks for it: another node's view of the folder may be older
-        newest = run.manager.latest() if where.rank == 0 else None
-        name = comm.broadcast_object(newest.name if newest is not None else None)
-        copy = run.manager.newest_copy(name)
-        fresh = name is None and copy is None
-        start = config.train.start_from
-        if start is not None and (fresh or frozen_names(parts.model)):  # checkpoints hold no frozen weights
-            for difference in run.task.compare_start(start) if where.rank == 0 and fresh else ():
-                log.warning(difference)
-            require_agreement({"train.start_from": identity_of_start(start)}, "give all of them the same checkpoint")
-            load_start(start, parts.model, parts.optimizer)
-            if parts.ema is not None:
-                parts.ema.restart(parts.model)
-        if copy is not None and self._restore_copy(run, copy, changed, name):
-            name = None
-        while name is not None:
-            try:
-                self._restore(run, self.folder.checkpoints / name, changed)
-                break
-            except DamagedCheckpointError as error:
-                name = self._fall_back(run, name, error)
-        bases = self._bases(run)
-        if where.rank == 0 and run.step < config.train.steps:
-            parameters = sum(p.numel() for p in parts.model.parameters())
-            info = {**run.task.info(), "parameters": parameters, "data": run.data.fingerprint}
-            info["versions"] = {"generator": where.generator}
-            info |= bases | ({"base": files} if files else {})
-            self.folder.write_start(config, info, run.task.files())
-            trim_metrics(self.folder.metrics, run.step)
-        comm.barrier()
-
-    def _restore_copy(self, run: Run, copy: Path, changed: list[str], name: str | None) -> bool:
-        """Take the state of the copies on the local disks. False where they cannot be used, and the checkpoint `name` is to be read."""
-        try:
-            self._restore(run, copy, changed)
-        except DamagedCheckpointError as error:
-            if name is None:  # the state may be a part of the copy's, and there is nothing else to read
-                raise
-            if run.place.rank == 0:
-                log.warning(f"{error}\nthe copies are not used: the run goes on from {name}")
-            return False
-        if run.place.rank == 0:
-            log.info(f"going on from the copies of step {run.step} on the local disks")
-        return True
-
-    def _restore(self, run: Run, path: Path, changed: list[str]) -> None:
-        """Take the state of a checkpoint. Raises DamagedCheckpointError on all ranks; the state may then be a part of it."""
-        config, where, state = self.config, run.place, run.parts.state()
-        run.manager.check(path)
-        if path.parent == self.folder.checkpoints:  # copies on local disks hold the parts of their own hosts
-            require_agreement({"checkpoint": identity(path)}, "give all of them the same run folder")
-        unknown = run.manager.check_frozen_roles(path, state.frozen)
-        if unknown and where.rank == 0:
-            log.warning(
-                f"{path} records no weights of {', '.join(unknown)}: they are taken to be those that it was trained beside"
-            )
-        meta = run.manager.load(path, state.model, state.optimizer, state.ema)
-        for role, other in state.others.items():
-            run.manager.load(path, other.model, other.optimizer, other.ema, role)
-        if "divergence" in meta:
-            run.spikes.watch.resume(meta["divergence"])
-        run.step, run.skipped, run.left_out = int(meta["step"]), int(meta["skipped"]), int(meta.get("left_out", 0))
-        if changed and where.rank == 0:
-            log.info(f"going on from step {run.step}; changed since it was saved: {', '.join(changed)}")
-        if "order" not in meta:
-            raise UserError(
-                f"{path} is of an earlier mmspeed, which wrote no place in the order: choose another `name`"
-            )
-        message = run.data.resume(meta["order"])
-        if message is not None and where.rank == 0 and run.step < config.train.steps:
-            log.warning(f"step {run.step}: {message}")
-
-    def _fall_back(self, run: Run, name: str, error: DamagedCheckpointError) -> str:
-        """Move a damaged checkpoint aside; returns the name of the one before it.
-
-        Raises `error` without one, or where `train.resume` is strict.
-        """
-        names = run.manager.set_aside(name) if self.config.train.resume == "newest" else None
-        if names is None:
-            raise error
-        aside, older = names
-        if run.place.rank == 0:
-            log.warning(f"{error}\nit is kept as {aside}, and the run goes on from {older} (train.resume: newest)")
-        return older
-
-    def _bases(self, run: Run) -> dict[str, Any]:
-        """Fingerprints for run.json of weights that do not train, those of further models by role. A collective call."""
-        state, manager = run.parts.state(), run.manager
-        base = manager.frozen(state.model)
-        others = {role: other.model for role, other in state.others.items()} | dict(state.frozen)
-        by_role = {role: manager.frozen(model, role) for role, model in others.items()}
-        roles = {role: {"frozen": fingerprint} for role, fingerprint in by_role.items() if fingerprint is not None}
-        return ({"frozen": base} if base is not None else {}) | ({"roles": roles} if roles else {})
 
     def _callbacks(
         self,
@@ -424,13 +274,9 @@ class TrainPipeline:
                 for callback in callbacks:
                     callback.after_step(outcome)
                 # 2. an update that is not finite changed nothing and ended its step; too many of them end the run
-                if result is not None and result.left_out:
-                    self._computed_again(run, result, telemetry)
-                if result is None:
-                    self._all_lost(run, data, telemetry)
-                else:
-                    loss = result.loss if result.finite else loss
-                    self._look_at(run, data, result, telemetry)
+                if result is not None and result.finite:
+                    loss = result.loss
+                self.judge.judge(run, data, result, telemetry)
                 # 3. progress and metrics
                 line.advance(note=_note(means, telemetry))
                 last, wish = run.step == train.steps, signals.request
@@ -442,7 +288,7 @@ class TrainPipeline:
                 if due and not owed:
                     watch.enter("checkpoint", run.step)
                     with Working(f"step {run.step}: saving", tell=False):
-                        self._save(run, telemetry, blocking=last or wish == "stop")
+                        self.saved.save(run, telemetry, blocking=last or wish == "stop")
                     if last or wish == "stop":
                         requests.answered()
                 if last or run.step % config.validate_.every == 0:
@@ -450,7 +296,7 @@ class TrainPipeline:
                     with memory.around_validation(), Working(f"step {run.step}: validating", tell=False):
                         best = self._validate(run, validator, telemetry)
                     if best and not due and run.spikes.calm:
-                        self._save(run, telemetry, blocking=False)
+                        self.saved.save(run, telemetry, blocking=False)
                 run.manager.poll()
                 telemetry.resume_clock()
                 if wish == "stop" and not last:
@@ -512,16 +358,6 @@ class TrainPipeline:
             row |= callback.row()
         telemetry.write(row)
 
-    def _all_lost(self, run: Run, data: StepData, telemetry: Telemetry) -> None:
-        sources = [item.source for item in data.items if not item.left_out]
-        if data.left_out and run.place.rank == 0:
-            log.info(f"step {run.step}: {data.left_out} samples are left out since a roll-back")
-        if not sources:
-            return
-        where = self.folder.root / "metrics.jsonl"
-        log.warning(f"step {run.step} has no sample: {', '.join(sources[:4])} failed (all are listed in {where})")
-        telemetry.write({"kind": "lost", "step": run.step, "samples": sources})
-
     def _validate(self, run: Run, validator: Validator, telemetry: Telemetry) -> bool:
         """Validate and sample. True where the held-out loss is the lowest so far, so that this step is worth a checkpoint."""
         row: Mapping[str, Any] = validator.validate(run.step)
@@ -539,29 +375,6 @@ class TrainPipeline:
         # rank 0 decides: saving takes all ranks, and another node's view of the record may be older
         return bool(comm.broadcast_object(run.manager.mark_best(run.step, loss) and self.config.checkpoint.keep_best))
 
-    def _save(self, run: Run, telemetry: Telemetry, blocking: bool) -> None:
-        """Save, and write a row of how long training stood still for it."""
-        meta = {
-            "step": run.step,
-            "order": run.data.state(run.step),
-            "skipped": run.skipped,
-            "left_out": run.left_out,
-            "divergence": run.spikes.watch.state(),
-            "world": run.place.world,
-            "versions": {"generator": run.place.generator},
-        }
-        blocking = blocking or not self.config.checkpoint.asynchronous
-        stall = run.manager.save(run.step, run.parts.state(meta), blocking=blocking)
-        row = {"kind": "checkpoint", "step": run.step, "wait_seconds": stall.waited, "copy_seconds": stall.copied}
-        if run.manager.local is not None:
-            row["local_failures"] = run.manager.local.failures
-        telemetry.write(row)
-        if stall.waited > LONG_WAIT and run.place.rank == 0 and not blocking:
-            log.warning(
-                f"step {run.step}: training waited {format_seconds(stall.waited)} until the checkpoint before this one was written; "
-                "raise checkpoint.every, or write to a faster disk"
-            )
-
     def _peak(self, device: Device) -> tuple[float, str]:
         """(peak FLOP/s of one device, where the figure is from), the same on all ranks."""
         if self.config.device.peak_tflops is not None:
@@ -569,54 +382,6 @@ class TrainPipeline:
         dtype = parse_dtype(self.config.device.dtype)
         flops, source = comm.broadcast_object(list(device.peak_flops(dtype)) if dist.get_rank() == 0 else None)
         return flops, source
-
-    @staticmethod
-    def _computed_again(run: Run, result: StepResult, telemetry: Telemetry) -> None:
-        """Record the samples of a step that were left out, so that the others count."""
-        run.left_out += len(result.left_out)
-        telemetry.write({"kind": "left_out", "step": run.step, "samples": list(result.left_out)})
-        if run.place.rank == 0:
-            log.warning(
-                f"step {run.step}: the loss of {_named(result.left_out)} is not finite; computed again without "
-                f"({run.left_out} left out so far)"
-            )
-
-    def _look_at(self, run: Run, data: StepData, result: StepResult, telemetry: Telemetry) -> None:
-        """Judge a step's values. Raises UserError or RollBackError where the run cannot go on from here."""
-        if result.withheld and run.place.rank == 0:
-            log.warning(
-                f"step {run.step}: loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g}; the update is not applied"
-            )
-        run.spikes.take(run.step, data, result)
-        run.manager.sound = run.spikes.watch.sound(run.step)
-        if not result.finite:
-            self._non_finite(run, result, telemetry)
-        run.spikes.judge(run.step, result)
-
-    def _non_finite(self, run: Run, result: StepResult, telemetry: Telemetry) -> None:
-        """Record a step that was left out. Raises UserError, or RollBackError, when there are more than train.skip_non_finite."""
-        run.skipped += 1
-        samples = _named(result.bad) or "none alone (the gradient overflowed)"
-        message = f"step {run.step}: loss {result.loss}, gradient norm {result.grad_norm}; samples with a non-finite loss: {samples}"
-        telemetry.write({"kind": "non_finite", "step": run.step, "loss": result.loss, "samples": result.bad})
-        effect = "Nothing was updated"
-        if result.updated:
-            done = ", ".join(sorted(result.updated))
-            effect = f"Update '{result.broken}' is not finite and ended the step; of this step {done} was updated"
-        if run.skipped > self.config.train.skip_non_finite:
-            if self.config.train.divergence.action == "roll_back":
-                run.spikes.end(run.step, result)
-            raise UserError(
-                f"{message}. {effect}. Lower train.lr, look at these samples, or allow skips with train.skip_non_finite."
-            )
-        log.warning(
-            f"{message}; {'the step is skipped' if not result.updated else effect} ({run.skipped} of {self.config.train.skip_non_finite})"
-        )
-
-
-def _named(samples: Sequence[str]) -> str:
-    """The first of these samples, and the number of the others."""
-    return ", ".join(samples[:8]) + (f" and {len(samples) - 8} more" if len(samples) > 8 else "")
 
 
 def _note(means: StepMeans, telemetry: Telemetry) -> str:

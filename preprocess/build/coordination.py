@@ -26,7 +26,7 @@ import pyarrow as pa
 from mmspeed.data.cache.files import TempFile, abandoned, disk_errors, try_lock, write_whole
 from mmspeed.data.cache.keys import digest
 from mmspeed.data.cache.tables import parquet_bytes, read_facts, read_table
-from mmspeed.errors import UserError
+from mmspeed.errors import UserError, first_names
 from mmspeed.log import get_logger
 from mmspeed.preprocess.records.sample_table import ClipRow
 
@@ -366,5 +366,4 @@ def locked(path: Path, words: str) -> Iterator[None]:
 
 
 def _some(ranks: Sequence[int]) -> str:
-    names = ", ".join(map(str, ranks[:8]))
-    return f"{names} and {len(ranks) - 8} more" if len(ranks) > 8 else names
+    return first_names([str(rank) for rank in ranks])

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from mmspeed.errors import UserError
+from mmspeed.errors import UserError, first_names
 from mmspeed.preprocess.sources.rejections import readable
 
 Row = tuple[int, "dict[str, Any] | str"]  # the line or row number, from 1, and the row or its problem
@@ -52,9 +52,8 @@ class Columns:
         required += [("correct data.min and data.max", column) for column in self.scores]
         for advice, column in required:
             if column not in names:
-                first = ", ".join(repr(name[:100]) for name in list(names)[:_SHOWN_COLUMNS])
-                more = f" and {len(names) - _SHOWN_COLUMNS} more" if len(names) > _SHOWN_COLUMNS else ""
-                raise UserError(f"data.sources: {path} has no column '{column}'; it has {first}{more}: {advice}")
+                first = first_names([repr(name[:100]) for name in names], _SHOWN_COLUMNS)
+                raise UserError(f"data.sources: {path} has no column '{column}'; it has {first}: {advice}")
 
 
 def read_jsonl(path: str, columns: Columns) -> Iterator[Row]:

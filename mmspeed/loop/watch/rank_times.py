@@ -22,6 +22,7 @@ from torch import nn
 from mmspeed import comm
 from mmspeed.config.watchdog import WatchdogConfig
 from mmspeed.device import Device
+from mmspeed.errors import first_names
 from mmspeed.log import get_logger
 from mmspeed.loop.callbacks import BaseCallback, StepOutcome
 
@@ -209,11 +210,8 @@ class RankTimes(BaseCallback):
     def _name(self, slow: Sequence[dict[str, Any]]) -> None:
         if torch.distributed.get_rank() != 0:
             return
-        named = ", ".join(f"rank {one['rank']} ({one['host']}) {one['factor']:.2f} x" for one in slow[:4])
-        more = f" and {len(slow) - 4} more" if len(slow) > 4 else ""
-        log.warning(
-            f"slow: {named}{more} the median computing time of the other ranks, over {self.rule.steps} steps or more"
-        )
+        named = first_names([f"rank {one['rank']} ({one['host']}) {one['factor']:.2f} x" for one in slow], 4)
+        log.warning(f"slow: {named} the median computing time of the other ranks, over {self.rule.steps} steps or more")
 
 
 def _in_short(column: Sequence[float]) -> list[float]:

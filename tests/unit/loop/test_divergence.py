@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from mmspeed.config.divergence import DivergenceConfig
 from mmspeed.errors import UserError
+from mmspeed.loop import divergence
 from mmspeed.loop.checkpoint import load
 from mmspeed.loop.checkpoint.retention import Retention
 from mmspeed.loop.divergence import DivergenceWatch, limit_of
@@ -80,6 +81,29 @@ def test_a_checkpoint_is_sound_when_calm_steps_have_followed() -> None:
     assert watched([1.0] * 3).sound(3) is None  # nothing is compared yet
     assert watched([1.0] * 6).sound(6) == 4
     assert watched([1.0] * 6 + [9.0]).sound(7) == 4 == watched([1.0] * 6 + [9.0, 9.0]).sound(8)
+
+
+def test_medians_are_taken_once_a_step_with_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The judge of an update looks at the same calm steps as the rule after it."""
+    taken: list[int] = []
+    own = divergence.limit_of
+    monkeypatch.setattr(divergence, "limit_of", lambda values, factor: taken.append(len(values)) or own(values, factor))
+    watch = watched([1.0] * 4, DivergenceConfig(action="skip", factor=5, steps=2, window=4))
+    for step, loss in enumerate((1.0, 9.0, 1.0), 5):
+        before = len(taken)
+        watch.above(loss, 1.0)
+        watch.observe(step, loss, 1.0, ())
+        assert len(taken) - before <= 2, "one for the loss and one for the norm"
+    assert watch.limits() == (own(list(watch.losses), 5), own(list(watch.norms), 5))
+
+
+def test_the_samples_of_a_long_spike_are_counted() -> None:
+    watch = watched([1.0] * 4)
+    for step in range(5, 8):
+        watch.observe(step, 9.0, 1.0, [f"{step}-{number}.mp4" for number in range(40)])
+    assert len(watch.samples) == divergence.MOST_NAMED and watch.sample_count == 120
+    watch.calm_down()
+    assert watch.sample_count == 0
 
 
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=30), st.integers(0, 30))

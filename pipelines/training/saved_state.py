@@ -1,0 +1,166 @@
+"""The saved states of a run: what it goes on from at its start and after a spike, and what it saves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mmspeed import comm
+from mmspeed.config import RunConfig
+from mmspeed.errors import UserError
+from mmspeed.log import format_seconds, get_logger
+from mmspeed.loop.checkpoint.load import identity, identity_of_start, load_start
+from mmspeed.loop.checkpoint.manager import CheckpointManager, DamagedCheckpointError
+from mmspeed.loop.frozen import frozen_names
+from mmspeed.pipelines.run.agreement import require_agreement
+from mmspeed.pipelines.run.build import base_files
+from mmspeed.pipelines.run.run_folder import RunFolder, trim_metrics
+from mmspeed.pipelines.run.telemetry import Telemetry
+from mmspeed.pipelines.training.run_state import Run
+
+log = get_logger("train")
+
+LONG_WAIT = 1.0  # seconds of waiting for the write before, above which there is a line
+
+
+class SavedStates:
+    """The checkpoints of a run in its folder and on local disks. All methods but `manager` are collective calls."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder) -> None:
+        self.config, self.folder = config, folder
+
+    def manager(self) -> CheckpointManager:
+        """The manager of the run's checkpoints, as the config says."""
+        section = self.config.checkpoint
+        return CheckpointManager(
+            self.folder.checkpoints,
+            keep_last=section.keep_last,
+            keep_best=section.keep_best,
+            keep_every=section.keep_every,
+            keep_hours=section.keep_hours,
+            local=Path(section.local) if section.local is not None else None,
+            keep_local=section.keep_local,
+        )
+
+    def resume(self, run: Run) -> None:
+        """Resume from the newest sound checkpoint, or begin, with the weights of train.start_from if it is set."""
+        config, parts, where = self.config, run.parts, run.place
+        changed = self.folder.check_same(config)
+        files = base_files(parts.models)
+        self.folder.check_base(files)
+        # rank 0 looks for it: another node's view of the folder may be older
+        newest = run.manager.latest() if where.rank == 0 else None
+        name = comm.broadcast_object(newest.name if newest is not None else None)
+        copy = run.manager.newest_copy(name)
+        fresh = name is None and copy is None
+        start = config.train.start_from
+        if start is not None and (fresh or frozen_names(parts.model)):  # checkpoints hold no frozen weights
+            for difference in run.task.compare_start(start) if where.rank == 0 and fresh else ():
+                log.warning(difference)
+            require_agreement({"train.start_from": identity_of_start(start)}, "give all of them the same checkpoint")
+            load_start(start, parts.model, parts.optimizer)
+            if parts.ema is not None:
+                parts.ema.restart(parts.model)
+        if copy is not None and self._restore_copy(run, copy, changed, name):
+            name = None
+        while name is not None:
+            try:
+                self.restore(run, self.folder.checkpoints / name, changed)
+                break
+            except DamagedCheckpointError as error:
+                name = self._fall_back(run, name, error)
+        bases = self._bases(run)
+        if where.rank == 0 and run.step < config.train.steps:
+            parameters = sum(p.numel() for p in parts.model.parameters())
+            info = {**run.task.info(), "parameters": parameters, "data": run.data.fingerprint}
+            info["versions"] = {"generator": where.generator}
+            info |= bases | ({"base": files} if files else {})
+            self.folder.write_start(config, info, run.task.files())
+            trim_metrics(self.folder.metrics, run.step)
+        comm.barrier()
+
+    def _restore_copy(self, run: Run, copy: Path, changed: list[str], name: str | None) -> bool:
+        """Take the state of the copies on the local disks. False where they cannot be used, and the checkpoint `name` is to be read."""
+        try:
+            self.restore(run, copy, changed)
+        except DamagedCheckpointError as error:
+            if name is None:  # the state may be a part of the copy's, and there is nothing else to read
+                raise
+            if run.place.rank == 0:
+                log.warning(f"{error}\nthe copies are not used: the run goes on from {name}")
+            return False
+        if run.place.rank == 0:
+            log.info(f"going on from the copies of step {run.step} on the local disks")
+        return True
+
+    def restore(self, run: Run, path: Path, changed: list[str]) -> None:
+        """Take the state of a checkpoint. Raises DamagedCheckpointError on all ranks; the state may then be a part of it."""
+        config, where, state = self.config, run.place, run.parts.state()
+        run.manager.check(path)
+        if path.parent == self.folder.checkpoints:  # copies on local disks hold the parts of their own hosts
+            require_agreement({"checkpoint": identity(path)}, "give all of them the same run folder")
+        unknown = run.manager.check_frozen_roles(path, state.frozen)
+        if unknown and where.rank == 0:
+            log.warning(
+                f"{path} records no weights of {', '.join(unknown)}: they are taken to be those that it was trained beside"
+            )
+        meta = run.manager.load(path, state.model, state.optimizer, state.ema)
+        for role, other in state.others.items():
+            run.manager.load(path, other.model, other.optimizer, other.ema, role)
+        if "divergence" in meta:
+            run.spikes.watch.resume(meta["divergence"])
+        run.step, run.skipped, run.left_out = int(meta["step"]), int(meta["skipped"]), int(meta.get("left_out", 0))
+        if changed and where.rank == 0:
+            log.info(f"going on from step {run.step}; changed since it was saved: {', '.join(changed)}")
+        if "order" not in meta:
+            raise UserError(
+                f"{path} is of an earlier mmspeed, which wrote no place in the order: choose another `name`"
+            )
+        message = run.data.resume(meta["order"])
+        if message is not None and where.rank == 0 and run.step < config.train.steps:
+            log.warning(f"step {run.step}: {message}")
+
+    def _fall_back(self, run: Run, name: str, error: DamagedCheckpointError) -> str:
+        """Move a damaged checkpoint aside; returns the name of the one before it.
+
+        Raises `error` without one, or where `train.resume` is strict.
+        """
+        names = run.manager.set_aside(name) if self.config.train.resume == "newest" else None
+        if names is None:
+            raise error
+        aside, older = names
+        if run.place.rank == 0:
+            log.warning(f"{error}\nit is kept as {aside}, and the run goes on from {older} (train.resume: newest)")
+        return older
+
+    def _bases(self, run: Run) -> dict[str, Any]:
+        """Fingerprints for run.json of weights that do not train, those of further models by role. A collective call."""
+        state, manager = run.parts.state(), run.manager
+        base = manager.frozen(state.model)
+        others = {role: other.model for role, other in state.others.items()} | dict(state.frozen)
+        by_role = {role: manager.frozen(model, role) for role, model in others.items()}
+        roles = {role: {"frozen": fingerprint} for role, fingerprint in by_role.items() if fingerprint is not None}
+        return ({"frozen": base} if base is not None else {}) | ({"roles": roles} if roles else {})
+
+    def save(self, run: Run, telemetry: Telemetry, blocking: bool) -> None:
+        """Save, and write a row of how long training stood still for it."""
+        meta = {
+            "step": run.step,
+            "order": run.data.state(run.step),
+            "skipped": run.skipped,
+            "left_out": run.left_out,
+            "divergence": run.spikes.watch.state(),
+            "world": run.place.world,
+            "versions": {"generator": run.place.generator},
+        }
+        blocking = blocking or not self.config.checkpoint.asynchronous
+        stall = run.manager.save(run.step, run.parts.state(meta), blocking=blocking)
+        row = {"kind": "checkpoint", "step": run.step, "wait_seconds": stall.waited, "copy_seconds": stall.copied}
+        if run.manager.local is not None:
+            row["local_failures"] = run.manager.local.failures
+        telemetry.write(row)
+        if stall.waited > LONG_WAIT and run.place.rank == 0 and not blocking:
+            log.warning(
+                f"step {run.step}: training waited {format_seconds(stall.waited)} until the checkpoint before this one was written; "
+                "raise checkpoint.every, or write to a faster disk"
+            )
