@@ -6,9 +6,9 @@ import os
 
 from mmspeed.config.schema import SourceConfig
 from mmspeed.preprocess.sources.captions import MAX_CAPTION_BYTES
-from mmspeed.preprocess.sources.containers import is_pickle
-from mmspeed.preprocess.sources.listing import CAPTION_ENDINGS, SourceCollector, ending, is_media, unknown_ending
-from mmspeed.preprocess.sources.rejections import Reason, in_words
+from mmspeed.preprocess.sources.groups import collect_group
+from mmspeed.preprocess.sources.listing import SourceCollector
+from mmspeed.preprocess.sources.rejections import Reason, Rejected, in_words
 
 
 def read_folder(collector: SourceCollector, config: SourceConfig, root: str) -> None:
@@ -17,6 +17,7 @@ def read_folder(collector: SourceCollector, config: SourceConfig, root: str) -> 
     Links are followed everywhere, since data sets are often spread over several disks; each folder is entered once.
     """
     entered = {os.path.realpath(root)}
+    files_of_root, place = LocalFiles(root), os.path.basename(root.rstrip(os.sep))
 
     def unreadable(error: OSError) -> None:
         collector.files += 1
@@ -32,8 +33,10 @@ def read_folder(collector: SourceCollector, config: SourceConfig, root: str) -> 
         groups: dict[str, list[str]] = {}
         for name in sorted(set(files) - set(hidden)):
             groups.setdefault(os.path.splitext(name)[0], []).append(name)
+        below = os.path.relpath(folder, root).replace(os.sep, "/")
         for names in groups.values():
-            _read_group(collector, config, root, folder, names)
+            relative = [name if below == "." else f"{below}/{name}" for name in names]
+            collect_group(collector, files_of_root, relative, config.caption_column, place)
 
 
 def _enter(folder: str, name: str, entered: set[str]) -> bool:
@@ -44,40 +47,26 @@ def _enter(folder: str, name: str, entered: set[str]) -> bool:
     return first
 
 
-def _read_group(collector: SourceCollector, config: SourceConfig, root: str, folder: str, names: list[str]) -> None:
-    """Collect the files of one stem."""
-    media = [name for name in names if is_media(name)]
-    captions = collector.captions()
-    unreadable = ""
-    for name in names:
-        path = os.path.join(folder, name)
-        relative = os.path.relpath(path, root).replace(os.sep, "/")
-        if name in media:
-            continue
+class LocalFiles:
+    """The files of a folder on this machine."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+
+    def check(self, name: str) -> None:
+        path = os.path.join(self.root, name)
         if not os.path.isfile(path):
-            collector.reject(relative, *no_file(path))
-        elif is_pickle(name):
-            collector.reject(relative, Reason.PICKLE, Reason.PICKLE.explanation)
-        elif ending(name) not in CAPTION_ENDINGS:
-            collector.reject(relative, Reason.NOT_MEDIA, unknown_ending(name))
-        elif not media:
-            collector.reject(relative, Reason.ORPHAN_CAPTION, "a caption without a media file of its name")
-        else:
-            collector.caption_files += 1
-            try:
-                with open(path, "rb") as file:
-                    captions.add_file(name, file.read(MAX_CAPTION_BYTES + 1), config.caption_column)
-            except OSError as error:
-                unreadable = f"its caption {name} cannot be read: {in_words(error)}"
-    for name in media:
-        path = os.path.join(folder, name)
-        relative = os.path.relpath(path, root).replace(os.sep, "/")
-        if not os.path.isfile(path):
-            collector.reject(relative, *no_file(path))
-        elif unreadable:
-            collector.reject(relative, Reason.UNREADABLE, unreadable)
-        else:
-            collector.add(relative, path, captions, "train", os.path.basename(root.rstrip(os.sep)))
+            raise Rejected(*no_file(path))
+
+    def caption(self, name: str) -> bytes:
+        try:
+            with open(os.path.join(self.root, name), "rb") as file:
+                return file.read(MAX_CAPTION_BYTES + 1)
+        except OSError as error:
+            raise Rejected(Reason.UNREADABLE, in_words(error)) from None
+
+    def medium(self, name: str) -> tuple[str, None]:
+        return os.path.join(self.root, name), None
 
 
 def no_file(path: str) -> tuple[Reason, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, BinaryIO, cast
@@ -18,9 +18,9 @@ from mmspeed.data.cache.stores import attempt, is_absent, open_store, protocol_o
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine
 from mmspeed.preprocess.sources.captions import MAX_CAPTION_BYTES
-from mmspeed.preprocess.sources.containers import is_pickle
 from mmspeed.preprocess.sources.fetched import MediaStore
-from mmspeed.preprocess.sources.listing import CAPTION_ENDINGS, SourceCollector, ending, is_media, unknown_ending
+from mmspeed.preprocess.sources.groups import collect_group
+from mmspeed.preprocess.sources.listing import CAPTION_ENDINGS, SourceCollector, ending, is_media
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from mmspeed.preprocess.sources.remote import BLOCK_BYTES, RemoteFile, open_remote
 from mmspeed.preprocess.sources.tar_samples import collect_tar, head_bytes
@@ -109,40 +109,9 @@ class RemoteListing:
         wanted = [
             n for names in groups.values() if any(map(is_media, names)) for n in names if ending(n) in CAPTION_ENDINGS
         ]
-        texts = _Texts(url, files, wanted)
+        stored = StoredFiles(url, files, _Texts(url, files, wanted), self.media)
         for names in groups.values():
-            self._read_group(config, url, files, names, texts)
-
-    def _read_group(
-        self, config: SourceConfig, url: str, files: dict[str, dict[str, Any]], names: list[str], texts: _Texts
-    ) -> None:
-        """Collect the files of one stem."""
-        collector = self.collector
-        media = [name for name in names if is_media(name)]
-        captions, unreadable = collector.captions(), ""
-        for name in names:
-            if name in media:
-                continue
-            if is_pickle(name):
-                collector.reject(name, Reason.PICKLE, Reason.PICKLE.explanation)
-            elif ending(name) not in CAPTION_ENDINGS:
-                collector.reject(name, Reason.NOT_MEDIA, unknown_ending(name))
-            elif not media:
-                collector.reject(name, Reason.ORPHAN_CAPTION, "a caption without a media file of its name")
-            else:
-                collector.caption_files += 1
-                data = texts.read(name)
-                if isinstance(data, Exception):
-                    unreadable = f"its caption {base_name(name)} cannot be read: {reason_of(data)}"
-                else:
-                    captions.add_file(name, data, config.caption_column)
-        for name in media:
-            place = f"{url.rstrip('/')}/{name}"
-            if unreadable:
-                collector.reject(name, Reason.UNREADABLE, unreadable)
-            else:
-                facts = self.media.files.facts(place, files[name], listed=True)
-                collector.add(name, place, captions, "train", base_name(url), remote=facts)
+            collect_group(self.collector, stored, names, config.caption_column, base_name(url))
 
     def _file(self, url: str) -> RemoteFile:
         """The facts of a tar or manifest, asked once."""
@@ -233,6 +202,26 @@ class _Texts:
             )
         except Exception as error:  # every store raises its own types
             return error
+
+
+class StoredFiles:
+    """The files of a folder in a store. `files`: the store's facts of each."""
+
+    def __init__(self, url: str, files: Mapping[str, dict[str, Any]], texts: _Texts, media: MediaStore) -> None:
+        self.url, self.files, self.texts, self.media = url.rstrip("/"), files, texts, media
+
+    def check(self, name: str) -> None:
+        """Pass: the store lists files alone."""
+
+    def caption(self, name: str) -> bytes:
+        data = self.texts.read(name)
+        if isinstance(data, Exception):
+            raise Rejected(Reason.UNREADABLE, reason_of(data))
+        return data
+
+    def medium(self, name: str) -> tuple[str, RemoteFile]:
+        place = f"{self.url}/{name}"
+        return place, self.media.files.facts(place, self.files[name], listed=True)
 
 
 @contextmanager
