@@ -213,7 +213,7 @@ OPEN: dict[str, str] = {
     "pipelines/training/held_out_loss.py": "row",
     "pipelines/training/oom_advice.py": "frames optimizer segments summed_blocks",
     "pipelines/training/open_cache.py": "recorded wanted",
-    "pipelines/training/saved_state.py": "_bases row",
+    "pipelines/training/saved_state.py": "_bases",
     "pipelines/training/trainer.py": "row",
     "pipelines/training/validation.py": "row validate",
     "pipelines/tuning/memory_estimate.py": "_here root",
