@@ -20,7 +20,14 @@ from torch.overrides import TorchFunctionMode
 from mmspeed import rng
 from mmspeed.config import Config
 from mmspeed.config.schema import PublishedModelConfig
-from mmspeed.data.loading.collate import draw_noise, pad_other_texts, pad_texts, pooled_vectors, video_batch
+from mmspeed.data.loading.collate import (
+    choose_text,
+    draw_noise,
+    pad_other_texts,
+    pad_texts,
+    pooled_vectors,
+    video_batch,
+)
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.models.build import outline, repository_of
@@ -28,10 +35,12 @@ from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.text.encoders import load_text_encoder
 from mmspeed.models.weights import quiet
 from mmspeed.pipelines.tasks.video import VideoTask
-from mmspeed.protocols import Batch
+from mmspeed.protocols import Batch, RunPlace
+from mmspeed.rng import Seed
 from mmspeed.shapes import Bucket, as_bucket
 
-PROMPTS = ("a red fox runs over fresh snow in the morning sun", "rain")
+# of different lengths; words in quotation marks are drawn as glyphs by some models
+PROMPTS = ("a red fox runs over fresh snow in the morning sun", 'a sign that says "rain"')
 QUANTILE = 0.37  # of the time, the same for all: a pipeline has one time
 ENCODED = (
     1e-6  # the largest difference of captions, of their largest number: encoders sum in another order in another batch
@@ -74,11 +83,12 @@ class Compared:
 
 @dataclass(frozen=True)
 class OfficialCheck:
-    """The comparison of the calls of a bucket. `name`: of the class."""
+    """The comparison of the calls of a bucket. `name`: of the class; `batch`: where the samples are from, in words."""
 
     name: str
     bucket: Bucket
     arguments: tuple[Compared, ...]
+    batch: str
 
     @property
     def passed(self) -> bool:
@@ -89,27 +99,58 @@ class OfficialCheck:
         """The report."""
         verdict = "is the official pipeline's" if self.passed else "differs from the official pipeline's"
         head = f"{self.name}: the call of training at {self.bucket} {verdict}"
-        return [head, *(f"  {argument.line()}" for argument in self.arguments)]
+        return [head, f"  {self.batch}", *(f"  {argument.line()}" for argument in self.arguments)]
 
 
-def check_against_official(config: Config, prompts: Sequence[str] = PROMPTS) -> OfficialCheck:
-    """The comparison for the first bucket of a config with a published model.
+def check_against_official(
+    config: Config, prompts: Sequence[str] = PROMPTS, captions: Callable[[], Mapping[str, str]] | None = None
+) -> OfficialCheck:
+    """The comparison for a config with a published model.
 
+    captions: those of the config's sources by the keys of their entries. With them, and where the config's cache can be trained on, the
+    samples are the first two that training reads from it; otherwise random latents of the first bucket, with the captions `prompts`.
     The text encoders of the config and the pipeline's are loaded, one after the other. Raises UserError for another model, and where the
     repository's pipeline is not in diffusers or takes no captions alone.
     """
     if not isinstance(config.model, PublishedModelConfig):
         raise UserError("--against-official compares published models: model.kind is sora")
     repository, task = repository_of(config.model), VideoTask(config)
-    task.open_without_data()
-    bucket = as_bucket(config.buckets[0])
-    batch = training_batch(task, bucket, prompts)
+    cached = None if captions is None else cached_batch(task, captions)
+    if isinstance(cached, tuple):
+        batch, prompts = cached
+        words = f"{batch.size} samples of the cache {config.cache_root}"
+    else:
+        task.open_without_data()
+        batch = training_batch(task, as_bucket(config.buckets[0]), prompts)
+        words = "random latents" if cached is None else f"random latents, because {cached}"
     model = outline(config.model, task.inputs.channels, task.inputs.text_width)
     ours = recorded(model, lambda: task.loss({"model": model}, batch))
     pipeline = official_pipeline(repository, model)
-    t = float(time_of(task, batch)[0])
-    official = official_call(pipeline, model, noisy(task, batch), t, prompts, bucket, config.data.fps or RATE)
-    return OfficialCheck(repository.class_name, bucket, compared(ours, official))
+    official = official_calls(pipeline, model, task, batch, prompts)
+    return OfficialCheck(repository.class_name, as_bucket(batch.shape), compared(ours, official), words)
+
+
+def cached_batch(task: VideoTask, captions: Callable[[], Mapping[str, str]]) -> tuple[Batch, list[str]] | str:
+    """(the first two samples that training reads from the task's cache, with different captions where there are some; their captions).
+
+    Of no cache that can be trained on: the reason.
+    """
+    place = RunPlace(Device("cpu", 0))
+    try:
+        task.open(place)
+    except UserError as error:
+        return str(error)
+    data, dropout = task.data(place), task.config.train.caption_dropout
+    seed = Seed(task.config.seed, place.generator)
+    uses = [use for use in data.sampler.draws(0) if not use.lost]
+    keys = {use.name: choose_text(use.sample, seed, use.name, dropout) or task.cache.null_key for use in uses}
+    first, *others = [use for use in uses if use.sample.bucket == uses[0].sample.bucket]
+    others.sort(key=lambda use: keys[use.name] == keys[first.name])
+    pair, words = [first, *others[:1]], captions()
+    unknown = next((use.sample.source for use in pair if keys[use.name] not in words), None)
+    if unknown is not None:
+        raise UserError(f"{unknown}: its caption in the cache is not that of the sources: run mmspeed preprocess again")
+    return data.loader.collate([(use, 1.0) for use in pair]), [words[keys[use.name]] for use in pair]
 
 
 def training_batch(task: VideoTask, bucket: Bucket, prompts: Sequence[str]) -> Batch:
@@ -189,6 +230,33 @@ def official_pipeline(repository: Repository, model: nn.Module) -> Any:
     pipeline.set_progress_bar_config(disable=True)
     pipeline.__class__ = type(name, (kind,), {"_execution_device": torch.device("cpu")})
     return pipeline
+
+
+def official_calls(pipeline: Any, model: nn.Module, task: VideoTask, batch: Batch, prompts: Sequence[str]) -> Arguments:
+    """The arguments with which a pipeline calls its transformer for the samples of a batch.
+
+    A pipeline has one time and one frame rate for all of its samples: it is called for each of the batch's, and its sample is taken.
+    """
+    x_BCThw, bucket, times_B = noisy(task, batch), as_bucket(batch.shape), time_of(task, batch).tolist()
+    rates_B = batch["fps"].tolist() if "fps" in batch else [task.config.data.fps or RATE] * batch.size
+    calls: dict[tuple[float, float], Arguments] = {}
+    for t, fps in zip(times_B, rates_B, strict=True):
+        if (t, fps) not in calls:
+            calls[t, fps] = official_call(pipeline, model, x_BCThw, t, prompts, bucket, fps)
+    return of_samples([calls[each] for each in zip(times_B, rates_B, strict=True)])
+
+
+def of_samples(calls: Sequence[Arguments]) -> Arguments:
+    """One call from a call for each sample: of tensors with a row a sample, row b of call b; of the others those of the first."""
+
+    def row_of_each(name: str) -> Any:
+        values = [call.get(name) for call in calls]
+        tensors = [each for each in values if isinstance(each, Tensor) and each.ndim and len(each) == len(calls)]
+        if len(tensors) < len(calls):
+            return values[0]
+        return torch.stack([each[place] for place, each in enumerate(tensors)])
+
+    return {name: row_of_each(name) for name in calls[0]}
 
 
 @torch.no_grad()

@@ -365,7 +365,7 @@ def save_hunyuan_video15(folder: Path, **changes: Any) -> Path:
     )
 
     parts = folder.with_name(f".{folder.name}-parts")
-    save_tiny_vae(parts / "vae", "hunyuan1.5", latent_channels=32)
+    save_tiny_vae(parts / "vae", "hunyuan1.5", latent_channels=32, block_out_channels=(8, 16, 32, 64, 64))
     defaults = inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters
     message, cut = defaults["system_message"].default, defaults["crop_start"].default
     tokenizer = tiny_qwen_tokenizer(f"<|im_start|>system\n{message}<|im_end|>\n<|im_start|>user\n", cut)

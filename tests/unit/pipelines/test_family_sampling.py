@@ -23,6 +23,7 @@ from mmspeed.pipelines.diffusion.predictor import make_predictor
 from mmspeed.pipelines.diffusion.schedulers import family_sampler, generators
 from mmspeed.pipelines.inference.generate import SampleSettings, sample_together
 from mmspeed.shapes import Bucket, Strides
+from tests.support.covers import slow_but
 from tests.support.tiny_repositories import REPOSITORIES, save_cogvideox
 
 CPU = Device("cpu", 0)
@@ -36,7 +37,10 @@ FACTS: dict[str, tuple[Strides, int, tuple[int, int, int] | None]] = {
     "hunyuan-video": (Strides(4, 8), 16, None),
     "mochi": (Strides(6, 8), 12, None),
     "flux": (Strides(1, 8), 16, (1, 2, 2)),
+    "qwen-image": (Strides(1, 8), 16, (1, 2, 2)),
+    "hunyuan-video-1.5": (Strides(4, 16), 32, None),
 }
+IMAGES = ("flux", "qwen-image")
 PROMPT, NEGATIVE = "a rabbit runs over a green meadow", "dark"
 
 
@@ -61,7 +65,7 @@ def config_of(home: Path, name: str, **sections: Any) -> Config:
 def shape_of(name: str) -> tuple[Bucket, tuple[int, int, int, int]]:
     """(pixels, latent (C, T, h, w)) of the sampled videos."""
     strides, channels, _ = FACTS[name]
-    latent = (1, 8, 8) if name == "flux" else (3, 4, 6)
+    latent = (1, 8, 8) if name in IMAGES else (3, 4, 6)
     return strides.pixels(latent), (channels, *latent)
 
 
@@ -101,16 +105,16 @@ def official(home: Path, name: str, noise: Tensor, steps: int, guidance: float) 
     pipeline.set_progress_bar_config(disable=True)
     bucket, _ = shape_of(name)
     arguments: dict[str, Any] = {"height": bucket.height, "width": bucket.width, "num_inference_steps": steps}
-    arguments |= {"guidance_scale": guidance, "output_type": "latent", "return_dict": False}
+    arguments |= {"output_type": "latent", "return_dict": False, **guided_arguments(pipeline, name, guidance)}
     patch = FACTS[name][2]
     latents = noise if patch is None else packed(noise, patch)
     if name.startswith("cogvideox"):
         latents = noise.transpose(1, 2)
-    if name != "flux":
+    if name not in IMAGES:
         arguments["num_frames"] = bucket.frames
     if name == "ltx":
         arguments["frame_rate"] = FPS
-    if name not in ("flux", "hunyuan-video"):
+    if name not in ("flux", "hunyuan-video"):  # which are given their guidance
         arguments["negative_prompt"] = NEGATIVE
     if name == "wan":
         arguments["max_sequence_length"] = 512
@@ -121,17 +125,35 @@ def official(home: Path, name: str, noise: Tensor, steps: int, guidance: float) 
     return result if patch is None else unpack(result, patch, noise)
 
 
+def guided_arguments(pipeline: Any, name: str, guidance: float) -> dict[str, Any]:
+    """The guidance as each pipeline takes it: by an argument, or from an object of its own."""
+    if name == "qwen-image":
+        return {"true_cfg_scale": guidance}
+    if name == "hunyuan-video-1.5":
+        pipeline.guider = pipeline.guider.new(guidance_scale=guidance)
+        return {}
+    return {"guidance_scale": guidance}
+
+
 def unpack(tokens: Tensor, patch: tuple[int, int, int], like: Tensor) -> Tensor:
     from mmspeed.models.families.base import unpacked
 
     return unpacked(tokens, patch, like)
 
 
-CASES = [(name, steps, guidance) for name in FACTS for steps, guidance in ((3, 4.0), (8, 1.0))]
+CASES = {
+    f"{name}-{steps}": (name, steps, guidance)
+    for name, steps, guidance in (
+        *((name, *each) for name in FACTS for each in ((3, 4.0), (8, 1.0))),
+        ("cogvideox-5b", 30, 4.0),
+    )
+}
+SLOW = {"qwen-image-8", "hunyuan-video-1.5-8"}
 
 
-@pytest.mark.parametrize(("name", "steps", "guidance"), [*CASES, ("cogvideox-5b", 30, 4.0)])
-def test_samples_are_those_of_the_pipeline(home: Path, name: str, steps: int, guidance: float) -> None:
+@pytest.mark.parametrize("case", slow_but(CASES, CASES.keys() - SLOW))
+def test_samples_are_those_of_the_pipeline(home: Path, case: str) -> None:
+    name, steps, guidance = CASES[case]
     _, shape = shape_of(name)
     noise = torch.randn((1, *shape), generator=torch.Generator().manual_seed(3))
     found, truth = ours(home, name, noise, steps, guidance), official(home, name, noise, steps, guidance)
@@ -167,7 +189,8 @@ def test_objectives_are_those_of_the_schedulers(home: Path) -> None:
         else:
             assert isinstance(config.objective, FlowConfig)
             shift = config.objective.shift_of(Bucket(1, 64, 96), 1024)
-            expected = {"wan": 3.0, "ltx": 2.71828**0.95, "hunyuan-video": 7.0, "mochi": 1.0, "flux": 2.71828**0.63}[
-                name
-            ]
+            expected = {
+                "wan": 3.0, "ltx": 2.71828**0.95, "hunyuan-video": 7.0, "mochi": 1.0, "flux": 2.71828**0.63, "qwen-image": 2.71828**0.63,
+                "hunyuan-video-1.5": 5.0,
+            }[name]  # fmt: skip
             assert shift == pytest.approx(expected, rel=1e-3)

@@ -6,14 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import av
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from mmspeed.cli.app import app
+from mmspeed.cli.demo import write_manifest
 from mmspeed.config import Config, make_config
 from mmspeed.errors import UserError
 from mmspeed.pipelines.tasks.official_check import check_against_official, compared
+from mmspeed.preprocess import CacheBuilder
+from mmspeed.preprocess.build.captions import captions_by_key
 from tests.support.covers import slow_but
 from tests.support.tiny_repositories import REPOSITORIES, save_cogvideox, save_wan
 
@@ -42,6 +46,50 @@ def test_the_call_is_the_official_pipelines(tmp_path: Path, name: str) -> None:
     assert exact["hidden_states"] == exact["timestep"] == 0.0
     assert any(name.startswith("encoder_hidden_states") for name in exact)
     assert "is the official pipeline's" in check.lines()[0]
+
+
+def write_pictures(manifest: Path) -> None:
+    """Put the first frame of each clip of a manifest in its place."""
+    rows = [json.loads(line) for line in manifest.read_text().splitlines()]
+    for number, row in enumerate(rows):
+        with av.open(row["video"]) as clip:
+            next(clip.decode(video=0)).to_image().save(manifest.with_name(f"{number}.png"))
+        row["video"] = str(manifest.with_name(f"{number}.png"))
+    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def with_a_cache(folder: Path, name: str) -> Config:
+    """A config with two of the demo's clips, or a frame of each, encoded into its cache by the repository's own codec and text encoders."""
+    write_manifest(folder / "clips.jsonl", ("bbb_000", "earth_000"))
+    if name in IMAGES:
+        write_pictures(folder / "clips.jsonl")
+    settings = ("train.batch_size=2", "preprocess.decode_workers=1", f"data.cache={folder / 'cache'}")
+    config = config_of(folder, name, *settings, f"output={folder / 'runs'}")
+    CacheBuilder(config).run()
+    return config
+
+
+@pytest.mark.parametrize("name", slow_but(REPOSITORIES, {"qwen-image"}))
+def test_the_call_from_entries_of_the_cache_is_the_official_pipelines(tmp_path: Path, name: str) -> None:
+    """Two clips with captions and times of their own, as training reads them."""
+    REPOSITORIES[name](tmp_path / name)
+    config = with_a_cache(tmp_path, name)
+    check = check_against_official(config, captions=lambda: captions_by_key(config))
+    assert check.passed, "\n".join(check.lines())
+    assert check.lines()[1] == f"  2 samples of the cache {config.cache_root}"
+    exact = {argument.name: argument for argument in check.arguments}
+    assert exact["hidden_states"].error == exact["timestep"].error == 0.0
+    assert exact["timestep"].ours.startswith("int64 (2," if name.startswith("cogvideox") else "float32 (2,")
+
+
+def test_a_caption_that_the_cache_does_not_know(tmp_path: Path) -> None:
+    REPOSITORIES["wan"](tmp_path / "wan")
+    config = with_a_cache(tmp_path, "wan")
+    with pytest.raises(UserError, match=r"its caption in the cache is not that of the sources: run mmspeed preprocess"):
+        check_against_official(config, captions=dict)
+    other = config.model_copy(update={"data": config.data.model_copy(update={"fps": 8.0})})
+    check = check_against_official(other, captions=dict)
+    assert check.passed and check.lines()[1].startswith("  random latents, because the samples in the cache")
 
 
 @pytest.mark.parametrize("kind", ["2b", "1.5"])
