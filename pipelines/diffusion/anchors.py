@@ -52,3 +52,12 @@ def check_modes(conditioning: ConditioningConfig, modes: Sequence[str], model: s
             f"conditioning: {model} is always given frames: its modes are {known}, so give them shares that are 1 together"
         )
     raise UserError(f"conditioning.{lacking}: {model} cannot be trained so: its modes are {known}")
+
+
+def check_prompts(prompts: Sequence[str], modes: Sequence[str]) -> None:
+    """Raises UserError for prompts of validation, which come without frames, and a model that is always given some (`modes`)."""
+    if prompts and "none" not in modes:
+        raise UserError(
+            "validate.prompts: the model makes videos of given frames alone, and validation gives it none: leave prompts out, and use "
+            "mmspeed sample with --image"
+        )

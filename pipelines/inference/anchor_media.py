@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import av
@@ -20,20 +20,41 @@ from mmspeed.config import Config
 from mmspeed.config.conditioning import Mode
 from mmspeed.data.loading.anchor_frames import anchor_frames, prefix_of
 from mmspeed.errors import UserError
+from mmspeed.models.codecs.frames import frame_latents
 from mmspeed.pipelines.inference.prompts import VideoRequest
 from mmspeed.protocols import VideoCodec
+from mmspeed.protocols.calls import AnchorRule
 from mmspeed.shapes import Bucket
+
+OPTIONS = {
+    "prefix": "--video",
+    "first_last": "--last-image",
+    "first": "--image",
+}  # of `mmspeed sample`, by the mode that they ask for
 
 
 @dataclass(frozen=True)
 class Anchors:
-    """Given latent frames of videos: bool (P, T), True at given ones, and latents (P, C, T, h, w) that hold them, zeros elsewhere."""
+    """Given latent frames of videos.
+
+    Args:
+        mask_PT: bool, True at given ones.
+        latents_PCThw: where `held`, latents that hold the given frames, zeros elsewhere; else the latents that the model takes as further
+            channels, as a cache has them.
+        held: True where the videos have these latents at every step and in the end.
+    """
 
     mask_PT: Tensor
-    clean_PCThw: Tensor
+    latents_PCThw: Tensor
+    held: bool = True
 
     def to(self, device: torch.device) -> Anchors:
-        return Anchors(self.mask_PT.to(device), self.clean_PCThw.to(device))
+        return replace(self, mask_PT=self.mask_PT.to(device), latents_PCThw=self.latents_PCThw.to(device))
+
+    @property
+    def named(self) -> dict[str, Tensor]:
+        """The model's inputs, by their names in a batch."""
+        return {"given": self.mask_PT} | ({} if self.held else {"condition": self.latents_PCThw})
 
 
 def mode_of(request: VideoRequest, config: Config) -> Mode:
@@ -49,9 +70,8 @@ def mode_of(request: VideoRequest, config: Config) -> Mode:
     mode: Mode = "prefix" if request.video is not None else "first_last" if request.last_image is not None else "first"
     shares = config.conditioning.shares
     if mode not in shares and "mask" not in shares:
-        option = {"prefix": "--video", "first_last": "--last-image", "first": "--image"}[mode]
         raise UserError(
-            f"{option}: the run was trained without conditioning.{mode}, so its model takes no such frames; "
+            f"{OPTIONS[mode]}: the run was trained without conditioning.{mode}, so its model takes no such frames; "
             f"train with a share of it, such as `conditioning: {{{mode}: 0.5}}`"
         )
     trained = config.conditioning.prefix_frames
@@ -60,19 +80,27 @@ def mode_of(request: VideoRequest, config: Config) -> Mode:
     return mode
 
 
-def anchors_of(requests: Sequence[VideoRequest], config: Config, codec: VideoCodec, size: Bucket) -> Anchors | None:
-    """The given latents of requests of one size, on the CPU; None where they name no files.
+def check_request(request: VideoRequest, config: Config, rule: AnchorRule) -> None:
+    """Raises UserError for files that a request lacks or that do not go together, and for a mode that the run lacks."""
+    mode = mode_of(request, config)
+    if mode not in rule.modes:
+        files = "--image" if "first" in rule.modes else "--image and --last-image"
+        raise UserError(f"the model of this run makes videos of given frames alone: give {files}")
 
-    A last frame is encoded as the end of a video that stands still after the first one. Raises UserError for a file that cannot be read,
-    and for given frames that leave nothing to make.
+
+def anchors_of(
+    requests: Sequence[VideoRequest], config: Config, codec: VideoCodec, size: Bucket, rule: AnchorRule
+) -> Anchors | None:
+    """The given latents of requests of one size, on the CPU; None where they name no files. `rule`: of the model.
+
+    Raises UserError for a file that cannot be read, and for given frames that leave nothing to make.
     """
     modes = [mode_of(request, config) for request in requests]
     if set(modes) == {"none"}:
         return None
-    masks, cleans = [], []
-    frames, height, width = codec.strides.latent(size)
+    masks, latents = [], []
+    frames = codec.strides.latent(size)[0]
     for request, mode in zip(requests, modes, strict=True):
-        clean_CThw = torch.zeros(codec.channels, frames, height, width)
         count = request.prefix_frames or config.conditioning.prefix_frames
         prefix = prefix_of(count, codec.strides) if mode == "prefix" else 0
         mask_T = anchor_frames(mode, frames, prefix, 0, ("", 0, 0))
@@ -82,23 +110,58 @@ def anchors_of(requests: Sequence[VideoRequest], config: Config, codec: VideoCod
             )
         if mode == "prefix":
             pixels = video_end(Path(str(request.video)), count, config.data.fps, size)
-            clean_CThw[:, :prefix] = encoded(codec, pixels)
-        elif mode != "none":
-            first = image_file(Path(str(request.image)), size)
-            clean_CThw[:, :1] = encoded(codec, first[None])
-            if mode == "first_last":
-                last = image_file(Path(str(request.last_image)), size)
-                stay = size.frames - codec.strides.temporal
-                clean_CThw[:, -1:] = encoded(codec, np.stack([first] * stay + [last] * (size.frames - stay)))[:, -1:]
+        elif mode == "none":
+            pixels = np.zeros((0, size.height, size.width, 3), np.uint8)
+        else:
+            files = (request.image, *([request.last_image] if mode == "first_last" else []))
+            pixels = np.stack([image_file(Path(str(file)), size) for file in files])
+        encode = further_channels if rule.how != "replace" else clean_latents
         masks.append(mask_T)
-        cleans.append(clean_CThw)
-    return Anchors(torch.stack(masks), torch.stack(cleans))
+        latents.append(encode(codec, mode, pixels, size))
+    return Anchors(torch.stack(masks), torch.stack(latents), held=rule.how == "replace")
+
+
+def clean_latents(codec: VideoCodec, mode: Mode, pixels_FHWC: np.ndarray, size: Bucket) -> Tensor:
+    """Latents (C, T, h, w) of a video of a size whose given frames are these, zeros elsewhere.
+
+    pixels_FHWC: none, the frames of a prefix, or the first and maybe the last frame, uint8. A last frame is encoded as the end of a video
+    that stands still after the first one, since a latent frame holds several frames.
+    """
+    clean_CThw = torch.zeros(codec.channels, *codec.strides.latent(size))
+    front_CThw = (
+        encoded(codec, pixels_FHWC[: 1 if mode == "first_last" else len(pixels_FHWC)])
+        if mode != "none"
+        else clean_CThw[:, :0]
+    )
+    clean_CThw[:, : front_CThw.shape[1]] = front_CThw
+    if mode == "first_last":
+        stay = size.frames - codec.strides.temporal
+        still_FHWC = np.repeat(pixels_FHWC, [stay, size.frames - stay], axis=0)
+        clean_CThw[:, -1:] = encoded(codec, still_FHWC)[:, -1:]
+    return clean_CThw
+
+
+def further_channels(codec: VideoCodec, mode: Mode, pixels_FHWC: np.ndarray, size: Bucket) -> Tensor:
+    """The latents (C, T, h, w) that a model takes as further channels for a mode: of a video whose other frames are grey.
+
+    pixels_FHWC: the first and maybe the last frame, uint8.
+    """
+    video_1CFHW = torch.zeros(1, 3, size.frames, size.height, size.width)
+    pixels_1CFHW = in_model_range(pixels_FHWC)
+    video_1CFHW[:, :, 0], video_1CFHW[:, :, -1] = pixels_1CFHW[:, :, 0], pixels_1CFHW[:, :, -1]
+    name = f"grey_{mode}"
+    return frame_latents(video_1CFHW, [name], codec.encode)[name][0].float().cpu()
+
+
+def in_model_range(frames_FHWC: np.ndarray) -> Tensor:
+    """Frames (F, H, W, 3), uint8, as a video (1, 3, F, H, W) in [-1, 1]."""
+    video_FHWC = torch.from_numpy(frames_FHWC.astype(np.float32)) / 127.5 - 1
+    return video_FHWC.permute(3, 0, 1, 2)[None]
 
 
 def encoded(codec: VideoCodec, frames_FHWC: np.ndarray) -> Tensor:
     """The mean of the latents (C, T, h, w) of frames (F, H, W, 3), uint8, on the CPU."""
-    video_FHWC = torch.from_numpy(frames_FHWC.astype(np.float32)) / 127.5 - 1
-    return codec.encode(video_FHWC.permute(3, 0, 1, 2)[None]).mean_BCThw[0].float().cpu()
+    return codec.encode(in_model_range(frames_FHWC)).mean_BCThw[0].float().cpu()
 
 
 def image_file(path: Path, size: Bucket) -> np.ndarray:

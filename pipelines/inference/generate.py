@@ -96,7 +96,7 @@ def sample_together(
 ) -> Tensor:
     """Latents (P, C, T, h, w) float32 of P texts in one batch, from their noise; the model is in eval mode.
 
-    negatives: the text to steer away from, of each. anchors: latent frames that the videos have, clean at every step.
+    negatives: the text to steer away from, of each. anchors: latent frames that the model is given.
     A model whose attention keeps clusters between steps takes one text at a time.
     """
     # plans of sparse attention begin with those of the step before, by condition
@@ -104,7 +104,7 @@ def sample_together(
         both = [conditions_of_texts(each, device.torch_device, fps, strides) for each in (texts, negatives)]
         anchors = None if anchors is None else anchors.to(device.torch_device)
         if anchors is not None:
-            both = [replace(each, named={**each.named, "given": anchors.mask_PT}) for each in both]
+            both = [replace(each, named={**each.named, **anchors.named}) for each in both]
         family = objective.family if settings.sampler == "family" else None
         own, scale = predictor.guided(settings.guidance)
         predict = guided(
@@ -115,11 +115,11 @@ def sample_together(
             mixed if family is None else family.sampling.guided,
         )
         noise_PCThw = noise_PCThw.to(device.torch_device)
-        if anchors is None:
+        if anchors is None or not anchors.held:
             return objective.sample(predict, noise_PCThw, settings.steps, settings.sampler, on_step=on_step)
-        predict = holding(predict, anchors.clean_PCThw, anchors.mask_PT)
+        predict = holding(predict, anchors.latents_PCThw, anchors.mask_PT)
         video_PCThw = objective.sample(predict, noise_PCThw, settings.steps, settings.sampler, on_step=on_step)
-        return held(video_PCThw, anchors.clean_PCThw, anchors.mask_PT)
+        return held(video_PCThw, anchors.latents_PCThw, anchors.mask_PT)
 
 
 def _predictor(model: nn.Module, predictor: Predictor, conditions: Conditions, before: Callable[[], None]) -> Predict:

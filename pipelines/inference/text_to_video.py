@@ -38,7 +38,7 @@ from mmspeed.parallel import autocast
 from mmspeed.pipelines.diffusion.objective import make_objective
 from mmspeed.pipelines.diffusion.predictor import make_predictor
 from mmspeed.pipelines.diffusion.schedulers import family_sampler
-from mmspeed.pipelines.inference.anchor_media import anchors_of, mode_of
+from mmspeed.pipelines.inference.anchor_media import Anchors, anchors_of, check_request
 from mmspeed.pipelines.inference.generate import SampleSettings, sample_together
 from mmspeed.pipelines.inference.media import Video, from_model_range
 from mmspeed.pipelines.inference.prompts import VideoRequest, noise_names
@@ -334,7 +334,7 @@ class TextToVideo:
                     self.predictor,
                     config.data.fps or 24.0,
                     self.codec.strides,
-                    anchors=anchors_of([requests[index] for index in group], config, self.codec, size),
+                    anchors=self._anchors([requests[index] for index in group], size),
                 )
             except torch.OutOfMemoryError:
                 if count == 1:
@@ -356,15 +356,14 @@ class TextToVideo:
     def _size_of(self, request: VideoRequest) -> Bucket:
         """The size of a request's video. Raises UserError, which names its line, for one that cannot be made."""
         try:
-            mode_of(request, self.config)
-            if "none" not in self.predictor.anchors.modes:
-                raise UserError(
-                    f"{type(self.model).__name__} of this run takes frames as channels, which mmspeed sample cannot give it yet: "
-                    "mmspeed export writes it for its official pipeline"
-                )
+            check_request(request, self.config, self.predictor.anchors)
             return self.size(request.frames, request.height, request.width)
         except UserError as error:
             raise UserError(f"line {request.line}: {error}") if request.line else error from None
+
+    def _anchors(self, requests: Sequence[VideoRequest], size: Bucket) -> Anchors | None:
+        """The frames that requests of one size are given."""
+        return anchors_of(requests, self.config, self.codec, size, self.predictor.anchors)
 
     def _group(self, queue: list[int], sizes: list[Bucket], most: int | None) -> list[int]:
         """The first requests of the queue that are sampled in one batch."""

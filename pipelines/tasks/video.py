@@ -45,7 +45,7 @@ from mmspeed.models.families.complete import completed, objective_warnings
 from mmspeed.models.sparse_note import sparse_lines, sparse_warnings
 from mmspeed.models.text.encoders import caption_limit, text_width
 from mmspeed.parallel import token_layout, unwrap
-from mmspeed.pipelines.diffusion.anchors import check_modes, counted_frames, held
+from mmspeed.pipelines.diffusion.anchors import check_modes, check_prompts, counted_frames, held
 from mmspeed.pipelines.diffusion.objective import Objective, make_objective
 from mmspeed.pipelines.diffusion.predictor import (
     OwnPredictor,
@@ -197,6 +197,7 @@ class VideoTask:
         sizes = self.inputs.channels, self.inputs.text_width
         predictor = make_predictor(model, self.config.objective, *sizes, self._call)
         check_modes(self.config.conditioning, predictor.anchors.modes, type(model).__name__)
+        check_prompts(self.config.validate_.prompts, predictor.anchors.modes)
         if isinstance(predictor, PublishedPredictor):
             prepare_training(model)
             if self._unused is None:

@@ -23,6 +23,7 @@ from mmspeed.data.cache.writer import latent_tensors, text_tensors
 from mmspeed.device import Device, is_device_fault, parse_dtype
 from mmspeed.errors import UserError
 from mmspeed.models.build import stored_conditions
+from mmspeed.models.codecs.frames import frame_latents
 from mmspeed.models.codecs.vae import codec_geometry, codec_identity, load_codec
 from mmspeed.models.text.encoders import TransformersEncoder, load_text_encoder, text_identity, text_width
 from mmspeed.models.text.family import FamilyTextEncoder
@@ -229,16 +230,13 @@ def encode_latents(
     """
     codec, dtype = encoders.codec, parse_dtype(encoders.config.preprocess.latent_dtype)
     whole = bool(videos) and not videos[0][0].bucket.is_image
-    first_too, conditions = encoders.config.preprocess.first_frame and whole, encoders.conditions if whole else ()
+    names = (*(["first"] if encoders.config.preprocess.first_frame else []), *encoders.conditions) if whole else ()
 
     def encode(some: Sequence[tuple[Clip, np.ndarray]]) -> list[Tensors | Rejected]:
         try:
             video_BCFHW = torch.stack([to_model_range(frames_FHWC) for _, frames_FHWC in some])
             encode_all = _together(codec) if len(some) > 1 else codec.encode
-            others = {"first": encode_all(video_BCFHW[:, :, :1]).mean_BCThw} if first_too else {}
-            for name in conditions:
-                others[name] = encode_all(with_grey(video_BCFHW, last=name == "grey_first_last")).mean_BCThw
-            return _entries(encode_all(video_BCFHW), others)
+            return _entries(encode_all(video_BCFHW), frame_latents(video_BCFHW, names, encode_all))
         except (RuntimeError, ValueError, MemoryError) as error:
             full = is_memory_full(error)
             if (is_device_fault(error) and not full) or (full and len(some) == 1):
@@ -252,14 +250,6 @@ def encode_latents(
     # Compared before rounding: results that round to equal values on the items of a trial may not on others.
     results = trusted.encode(videos, videos[0][0].bucket, encode, _same)
     return [r if isinstance(r, Rejected) else _rounded(r, dtype) for r in results]
-
-
-def with_grey(video_BCFHW: Tensor, last: bool) -> Tensor:
-    """The video with grey pixels in all frames but the first, and but the last where `last` is set."""
-    grey_BCFHW = torch.zeros_like(video_BCFHW)
-    places = [0, -1] if last else [0]
-    grey_BCFHW[:, :, places] = video_BCFHW[:, :, places]
-    return grey_BCFHW
 
 
 def _together(codec: VideoCodec) -> Callable[[Tensor], Posterior]:

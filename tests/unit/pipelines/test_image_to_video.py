@@ -47,10 +47,10 @@ def pipe(run: Path) -> TextToVideo:
 def decoded(pipe: TextToVideo, request: VideoRequest) -> tuple[np.ndarray, np.ndarray]:
     """(frames of the sampled video, frames of its given latents)."""
     size = pipe.size()
-    anchors = anchors_of([request], pipe.config, pipe.codec, size)
+    anchors = anchors_of([request], pipe.config, pipe.codec, size, pipe.predictor.anchors)
     assert anchors is not None
     ((_, video),) = pipe.sample([request], together=1)
-    clean = pipe.codec.decode(anchors.clean_PCThw)[0].permute(1, 2, 3, 0)
+    clean = pipe.codec.decode(anchors.latents_PCThw)[0].permute(1, 2, 3, 0)
     return video.frames_FHWC.astype(int), ((clean + 1) * 127.5).round().clamp(0, 255).numpy().astype(int)
 
 

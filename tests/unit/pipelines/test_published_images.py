@@ -18,12 +18,12 @@ from mmspeed.config.schema import DiffusersVaeConfig
 from mmspeed.data import DatasetCache
 from mmspeed.device import Device
 from mmspeed.errors import UserError
+from mmspeed.models.codecs.frames import with_grey
 from mmspeed.models.codecs.vae import load_codec
 from mmspeed.models.families.ltx import LtxCall
 from mmspeed.models.families.wan import WanCall
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.tasks.video import VideoTask
-from mmspeed.preprocess.encoding.encode import with_grey
 from mmspeed.protocols import Conditions, RunPlace
 from mmspeed.shapes import Strides
 from tests.support.runs import losses

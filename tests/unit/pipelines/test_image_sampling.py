@@ -1,0 +1,124 @@
+"""Videos from pictures with published models: the latents are those of the official image-to-video pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from mmspeed import rng
+from mmspeed.config import Config, make_config
+from mmspeed.device import Device
+from mmspeed.errors import UserError
+from mmspeed.initialize import materialize, read_weights
+from mmspeed.models.build import with_weights
+from mmspeed.models.codecs.vae import load_codec
+from mmspeed.models.families.complete import completed
+from mmspeed.pipelines.inference.prompts import VideoRequest
+from mmspeed.pipelines.inference.text_to_video import SamplerChoice, TextToVideo
+from mmspeed.pipelines.tasks.synthetic import EncoderShapes
+from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.protocols import source_of
+from mmspeed.shapes import Strides
+from tests.support.tiny_repositories import save_wan
+
+CPU = Device("cpu", 0)
+FRAMES, HEIGHT, WIDTH = 9, 32, 48
+PROMPT, NEGATIVE = "a rabbit runs over a green meadow", "dark"
+Save = Callable[[Path], Any]
+# name -> (its repository, the pictures that it is given)
+CASES: dict[str, tuple[Save, tuple[str, ...]]] = {
+    "wan 2.2, first": (lambda folder: save_wan(folder, in_channels=36), ("image",)),
+    "wan 2.2, first and last": (lambda folder: save_wan(folder, in_channels=36), ("image", "last_image")),
+}
+
+
+def pictures(folder: Path, names: tuple[str, ...]) -> dict[str, Path]:
+    """Files of pictures of the videos' own size, which need not be scaled."""
+    files = {}
+    for seed, name in enumerate(names):
+        pixels = np.random.default_rng(seed).integers(0, 256, (HEIGHT, WIDTH, 3), dtype=np.uint8)
+        files[name] = folder / f"{name}.png"
+        Image.fromarray(pixels).save(files[name])
+    return files
+
+
+def config_of(folder: Path, *overrides: str) -> Config:
+    tree = {
+        "data": {
+            "sources": [{"path": "videos"}],
+            "buckets": [{"frames": FRAMES, "height": HEIGHT, "width": WIDTH}],
+            "fps": 16.0,
+        },
+        "model": {"kind": "diffusers", "pretrained": str(folder)},
+    }
+    return completed(make_config(tree, overrides, origin="test"))
+
+
+def pipeline_of(folder: Path, modes: tuple[str, ...]) -> TextToVideo:
+    """The base as a run would have it before its first step."""
+    config = config_of(folder, *(f"conditioning.{mode}={1 / len(modes)}" for mode in modes))
+    model = with_weights(config.model, 0, 0, "cpu")
+    materialize(model, torch.device("cpu"))
+    source = source_of(model)
+    assert source is not None
+    read_weights(model, source)
+    return TextToVideo(config, model.eval(), load_codec(config.vae, CPU), CPU)
+
+
+def ours(pipe: TextToVideo, files: dict[str, Path], steps: int, guidance: float, **sizes: int) -> Tensor:
+    """The latents that a call decodes."""
+    seen: list[Tensor] = []
+    decode = pipe.codec.decode
+    pipe.codec.decode = lambda latents: seen.append(latents) or decode(latents)  # type: ignore[method-assign, func-returns-value]
+    request = VideoRequest(PROMPT, NEGATIVE, 5, **sizes, **{name: str(path) for name, path in files.items()})
+    list(pipe.sample([request], SamplerChoice(steps, guidance), together=1))
+    pipe.codec.decode = decode  # type: ignore[method-assign]
+    return seen[0]
+
+
+def official(folder: Path, noise: Tensor, files: dict[str, Path], steps: int, guidance: float) -> Tensor:
+    """The latents of the official pipeline, from the same noise."""
+    from diffusers import WanImageToVideoPipeline
+
+    pipeline: Any = WanImageToVideoPipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    (latents,) = pipeline(
+        prompt=PROMPT, negative_prompt=NEGATIVE, height=HEIGHT, width=WIDTH, num_frames=FRAMES, latents=noise,
+        num_inference_steps=steps, guidance_scale=guidance, output_type="latent", return_dict=False,
+        **{name: Image.open(path) for name, path in files.items()},
+    )  # fmt: skip
+    return latents
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_samples_are_those_of_the_pipeline(tmp_path: Path, name: str) -> None:
+    """3 and 8 steps, with and without guidance."""
+    save, names = CASES[name]
+    save(tmp_path / "repository")
+    files = pictures(tmp_path, names)
+    pipe = pipeline_of(tmp_path / "repository", ("first_last",) if len(names) == 2 else ("first",))
+    noise = rng.normal((16, 3, 4, 6), 5, "sample", PROMPT)[None]
+    for steps, guidance in ((3, 4.0), (8, 1.0)):
+        made = ours(pipe, files, steps, guidance)
+        assert (made - noise).abs().max() > 0.1  # it went somewhere
+        truth = official(tmp_path / "repository", noise, files, steps, guidance)
+        torch.testing.assert_close(made, truth, atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_that_is_always_given_frames_says_what_it_needs(tmp_path: Path) -> None:
+    save_wan(tmp_path / "wan", in_channels=36)
+    pipe = pipeline_of(tmp_path / "wan", ("first",))
+    with pytest.raises(UserError, match=r"^the model of this run makes videos of given frames alone: give --image$"):
+        pipe.sizes([VideoRequest("a")])
+    with pytest.raises(UserError, match=r"--last-image: the run was trained without conditioning\.first_last"):
+        pipe.sizes([VideoRequest("a", image="a.png", last_image="b.png")])
+    config = config_of(tmp_path / "wan", "conditioning.first=1", "validate.prompts=[a]")
+    with pytest.raises(UserError, match=r"^validate\.prompts: the model makes videos of given frames alone"):
+        VideoTask(config).use(EncoderShapes(16, Strides(4, 8), 16)).build()
