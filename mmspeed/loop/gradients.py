@@ -84,6 +84,9 @@ def squared_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) -
             raise ValueError("the norm of sharded gradients needs the mesh, which knows their replicas")
         copies = mesh.copies(layout_of(parameter)) if mesh is not None else 1
         part = grad.to_local() if isinstance(grad, DTensor) else grad
-        square = torch.linalg.vector_norm(part, dtype=torch.float32).double().square() / copies
+        square = (
+            torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32)).double().square()
+            / copies
+        )
         total = square if total is None else total + square
     return total.item() if total is not None else 0.0

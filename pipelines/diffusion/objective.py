@@ -203,17 +203,22 @@ def _family(sampler: FamilySampler | None) -> FamilySampler:
     return sampler
 
 
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """The tensor in float32; one in float64 as it is."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 def _working_pair(x0: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(x0.dtype, torch.float32)
     return x0.to(dtype), noise.to(dtype)
 
 
 def mean_error(predicted_BCThw: Tensor, target_BCThw: Tensor, mask_BT: Tensor | None = None) -> Tensor:
-    """The mean squared error of each sample, float32 (B,), over the latent frames that count (`mask_BT`; None: all).
+    """The mean squared error of each sample, at least float32 (B,), over the latent frames that count (`mask_BT`; None: all).
 
     0 for a sample of which no frame counts.
     """
-    squares_BCThw = (predicted_BCThw.float() - target_BCThw.float()).square()
+    squares_BCThw = (at_least_float32(predicted_BCThw) - at_least_float32(target_BCThw)).square()
     if mask_BT is None:
         return squares_BCThw.flatten(1).mean(dim=1)
     weight_BT = mask_BT.to(squares_BCThw)

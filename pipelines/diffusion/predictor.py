@@ -176,8 +176,8 @@ def prepare_training(model: nn.Module) -> None:
     model.train()
     keep_float32(model)
     for parameter in model.parameters():
-        if parameter.requires_grad and parameter.dtype != torch.float32:
-            parameter.data = parameter.data.float()
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
 
 
 def _refuse(model: nn.Module) -> None:

@@ -1,0 +1,152 @@
+"""Training of published models is that of a plain loop: diffusers' scheduler, torch's AdamW; and it learns.
+
+Legend: B batch, C channels, T h w latent, L caption tokens, D text width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mmspeed.config import Config, make_config
+from mmspeed.initialize import materialize, read_weights
+from mmspeed.log import read_metrics
+from mmspeed.models.build import with_weights
+from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines.tasks import maker_of
+from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.protocols import Batch, Models, Terms, source_of
+from tests.support.runs import small_tree
+from tests.support.tiny_repositories import save_cogvideox, save_wan
+
+STEPS = 20
+Loss = Callable[[nn.Module, Batch], Tensor]  # of the samples of a batch (B,)
+
+
+def filled(*arguments: Any) -> Any:
+    """The published model of a section, with the weights of its files, in memory."""
+    model = with_weights(*arguments)
+    materialize(model, torch.device("cpu"))
+    source = source_of(model)
+    assert source is not None
+    read_weights(model, source)
+    return model
+
+
+class DoubleTask(VideoTask):
+    """The video task in float64: the model's weights, and all that a batch gives it. Keeps the batches that it trains on."""
+
+    def __init__(self, config: Config, maker: Any = None) -> None:
+        super().__init__(config, maker, lambda *arguments: filled(*arguments).double())
+        self.batches: list[Batch] = []
+        self.start: dict[str, Tensor] = {}
+        self.model: nn.Module | None = None
+
+    def loss(self, models: Models, batch: Batch) -> Terms:
+        self.model = models["model"]
+        if not self.batches:
+            self.start = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        self.batches.append(batch)
+        return super().loss(models, batch.to(torch.device("cpu"), torch.float64))
+
+
+def configured(folder: Path, base: Path, **train: Any) -> Config:
+    tree = small_tree(folder, clips=5)
+    del tree["vae"], tree["model"]
+    steady = {"steps": STEPS, "batch_size": 2, "lr": 1e-3, "weight_decay": 0.01, "ema_decay": None, "clip_norm": 1.0}
+    return make_config(
+        {
+            **tree,
+            "model": {"kind": "diffusers", "pretrained": str(base)},
+            "train": {**tree["train"], **steady, **train},
+            "validate": {"samples": 0},
+            "checkpoint": {"every": 1000},
+        }
+    )
+
+
+def quantile_to_time(u_B: Tensor, scheduler: Any, shift: float) -> Tensor:
+    """Logit-normal times under the scheduler's own shift, in float32 as models get them."""
+    sigma_B = torch.sigmoid(torch.special.ndtri(u_B))
+    return torch.as_tensor(scheduler._time_shift_linear(shift, 1.0, sigma_B)).float()
+
+
+def wan_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Loss of Wan by hand: diffusers' flow scheduler, captions with zeros to 512 tokens, times up to 1000."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    scheduler: Any = FlowMatchEulerDiscreteScheduler()
+    latents, noise, text = (batch[name].double() for name in ("latents", "noise", "text"))
+    t_B = quantile_to_time(batch["quantiles"], scheduler, 3.0)
+    scheduler.sigmas, scheduler.timesteps = t_B.double(), 1000 * t_B
+    x_t = scheduler.scale_noise(latents, scheduler.timesteps, noise)
+    text = text * batch["text_mask"][..., None]
+    text_BLD = nn.functional.pad(text, (0, 0, 0, 512 - text.shape[1]))
+    (velocity,) = model(x_t, 1000 * t_B, text_BLD, return_dict=False)
+    return (velocity - (noise - latents)).square().flatten(1).mean(1)
+
+
+def cogvideox_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Loss of CogVideoX-2b by hand: diffusers' DDIM scheduler at whole steps, frames before channels."""
+    from diffusers import CogVideoXDDIMScheduler
+
+    scheduler: Any = CogVideoXDDIMScheduler(
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", prediction_type="v_prediction",
+        rescale_betas_zero_snr=True, snr_shift_scale=3.0,
+    )  # fmt: skip
+    latents, noise, text = (batch[name].double() for name in ("latents", "noise", "text"))
+    index_B = (1000 * batch["quantiles"]).floor().long()
+    x_t = scheduler.add_noise(latents, noise, index_B).transpose(1, 2)
+    (v,) = model(x_t, text, index_B, return_dict=False)
+    return (v.transpose(1, 2) - scheduler.get_velocity(latents, noise, index_B)).square().flatten(1).mean(1)
+
+
+def plain_loop(model: nn.Module, batches: list[Batch], config: Config, loss: Loss) -> list[float]:
+    """Train by torch's AdamW with a linear warm-up and clipping; returns the losses. Matrices decay, vectors do not."""
+    train = config.train
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False))
+    groups = [{"params": matrices, "weight_decay": train.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, eps=train.eps, foreach=False)
+    losses = []
+    for step, batch in enumerate(batches):
+        for group in optimizer.param_groups:
+            group["lr"] = train.lr * min(1.0, (step + 1) / (train.warmup_steps + 1))
+        value = loss(model, batch).mean()
+        value.backward()  # type: ignore[no-untyped-call]
+        assert train.clip_norm is not None
+        torch.nn.utils.clip_grad_norm_(model.parameters(), train.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.item())
+    return losses
+
+
+@pytest.mark.parametrize("family", ["wan", "cogvideox-2b"])
+def test_twenty_steps_are_those_of_a_plain_loop(
+    tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In float64, through preprocessing, cache, loader and loop: parameters agree within 1e-9, and all of them move."""
+    save, loss = (save_wan, wan_loss) if family == "wan" else (lambda to: save_cogvideox(to, "2b"), cogvideox_loss)
+    config = configured(tmp_path, save(tmp_path / family))
+    task = DoubleTask(config, maker_of(config))
+    TrainPipeline(config, task=task).run()
+    assert task.model is not None and len(task.batches) == STEPS
+    reference = filled(task.config.model, 16, 16, "cpu").double()
+    assert all(torch.equal(value, task.start[name]) for name, value in reference.state_dict().items())
+    losses = plain_loop(reference, task.batches, config, loss)
+    trained = task.model.state_dict()
+    error = max(float((value - trained[name]).abs().max()) for name, value in reference.state_dict().items())
+    moved = [float((value - task.start[name]).abs().max()) for name, value in trained.items()]
+    rows = [row["loss"] for row in read_metrics(config.run_dir / "metrics.jsonl") if row["kind"] == "train"]
+    apart = max(abs(one - other) for one, other in zip(rows, losses, strict=True))
+    with capsys.disabled():
+        print(
+            f"\n{family}: parameters apart {error:.1e}, losses {apart:.1e}; moved {min(moved):.1e} to {max(moved):.1e}"
+        )
+    assert error < 1e-9 and apart < 1e-9
+    assert max(moved) >= 1e-3
