@@ -61,6 +61,13 @@ class Split:
     positions: Attended | None = None
 
 
+def names_of(sequence: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The names of one sequence, of several, or of none."""
+    if sequence is None:
+        return ()
+    return (sequence,) if isinstance(sequence, str) else sequence
+
+
 @dataclass(frozen=True)
 class Leading:
     """An integer argument, a number of tokens at the start of `sequence`, replaced by the number of them on this process."""
@@ -72,10 +79,22 @@ class Leading:
 class Seen:
     """An all-gather over `tp` of a tensor: from this process's own tokens to those that its tensor-parallel processes see.
 
-    For a module whose column layers share their input, such as the projections of queries, keys and values.
+    For a module whose column layers share their input, such as the projections of queries, keys and values; or for the output of a norm
+    that several modules take. `sequence`: as in `Split`; all tokens of the first sequence come first, then those of the next.
     """
 
-    sequence: str
+    sequence: str | tuple[str, ...]
+    dim: int
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A reduce-scatter over `tp` of a module's output: from parts of a sum, for the tokens seen, to the sum for own tokens.
+
+    For a module that ends with a row layer without a sequence, and that cuts the tokens of several sequences apart after it.
+    """
+
+    sequence: str | tuple[str, ...]
     dim: int
 
 
@@ -143,13 +162,23 @@ class Site:
 class Linear:
     """The role of a linear layer under tensor parallelism.
 
-    sequence, dim: the sequence whose own tokens are gathered before a column layer, or come back summed after a row layer. None: tokens do
-        not move; the layer's input is whole on all processes (a caption), or comes gathered (`Seen`).
+    sequence, dim: the sequence whose own tokens are gathered before a column layer, or come back summed after a row layer; several where
+        these follow one another along `dim`. None: tokens do not move; the layer's input is whole on all processes (a caption), or comes
+        gathered (`Seen`), or a module around a row layer sums its results (`Summed`).
+    joined: the widths of the tensors that are joined in a row layer's input, each of which has channels on all processes. Checkpoints and
+        sharding cut the weight's columns in one piece; a process gets the columns that its channels need from the others before the
+        product.
     """
 
     role: Role
-    sequence: str | None = None
+    sequence: str | tuple[str, ...] | None = None
     dim: int = -2
+    joined: tuple[int, ...] = ()
+
+    @property
+    def sequences(self) -> tuple[str, ...]:
+        """The names of its sequences."""
+        return names_of(self.sequence)
 
 
 @dataclass(frozen=True)
@@ -199,13 +228,14 @@ class ModelPlan:
         draws: its blocks draw random numbers (dropout).
         image: (argument of the model's forward, dim) that gives the number of frames; dim None: the argument is that number. When it is 1
             no tokens are split over a group: every process computes its own.
+        stills: its samples are images alone, whose tokens are split, and attended to sparsely, as those of a video.
         causal: attention is causal; parts are then cut in zigzag order, in which all processes of a ring have equal work.
         long_text: this sequence is split only from the length on that the configuration sets (`parallel.shard_text`).
     """
 
     blocks: tuple[Block, ...]
     inputs: Mapping[str, Mapping[str, Split | Leading | Seen]] = field(default_factory=dict)
-    outputs: Mapping[str, Mapping[int | str, Split | Gather]] = field(default_factory=dict)
+    outputs: Mapping[str, Mapping[int | str, Split | Gather | Seen | Summed]] = field(default_factory=dict)
     attention: Mapping[str, Site] = field(default_factory=dict)
     linears: Mapping[str, Linear] = field(default_factory=dict)
     heads: int | None = None
@@ -219,6 +249,7 @@ class ModelPlan:
     after: tuple[str, ...] = ()
     draws: bool = True
     image: tuple[str, int | None] | None = None
+    stills: bool = False
     causal: bool = False
     long_text: str | None = None
 

@@ -11,7 +11,20 @@ from torch import nn
 
 from mmspeed.errors import UserError
 from mmspeed.models.diffusers.plan_parts import SUM, VIDEO, config_of, draws, listed
-from mmspeed.protocols.plan import Leading, Linear, ModelPlan, Region, Seen, Site, Split
+from mmspeed.protocols.plan import (
+    Block,
+    Gather,
+    Leading,
+    Linear,
+    ModelPlan,
+    Region,
+    Seen,
+    Site,
+    Split,
+    Summed,
+    base_of_adapters,
+    named_like,
+)
 
 TEXT_SUM = Linear("row", "text", dim=1)
 Inputs = dict[str, dict[str, Split | Leading | Seen]]
@@ -20,27 +33,37 @@ Inputs = dict[str, dict[str, Split | Leading | Seen]]
 def hunyuan_video_plan(model: nn.Module) -> ModelPlan:
     """The plan of HunyuanVideoTransformer3DModel: blocks of two streams, then of one, with joint attention masked over [video, text].
 
-    Its blocks cut text off by `[:-n]`, which takes everything for n = 0: every process needs a text token.
+    Its blocks cut text off by `[:-n]`, which takes everything for n = 0: every process needs a text token. Under tensor parallelism
+    blocks of one stream gather tokens for their MLP and, stream by stream, for attention; one layer sums both.
     """
-    blocks = tuple(
-        block for name in ("transformer_blocks", "single_transformer_blocks") for block in listed(model, name)
-    )
-    if not blocks:
-        raise UserError(f"{type(model).__name__} has no blocks")
-    first = blocks[0].name
+    blocks, joint = _both_stacks(model), ("video", "text")
+    two, one = "transformer_blocks.*", "single_transformer_blocks.*"
     stacks = dict.fromkeys(f"{block.name.partition('.')[0]}.*" for block in blocks)
-    every: dict[str, Split | Leading] = {"attention_mask": Split(("video", "text"), -1), "num_tokens": Leading("video")}
-    inputs: dict[str, dict[str, Split | Leading | Seen]] = {
-        first: {"hidden_states": Split("video", 1), "encoder_hidden_states": Split("text", 1, least=1)}
+    every: dict[str, Split | Leading | Seen] = {
+        "attention_mask": Split(joint, -1, level="seen"),
+        "num_tokens": Leading("video"),
     }
+    inputs: Inputs = {
+        blocks[0].name: {"hidden_states": Split("video", 1), "encoder_hidden_states": Split("text", 1, least=1)}
+    }
+    linears: dict[str, Linear] = {}
+    if two in stacks:
+        inputs |= _seen(f"{two}.attn", "ff", "ff_context")
+        linears |= _roles(f"{two}.attn", "ff", "ff_context")
+    if one in stacks:
+        inputs[f"{one}.attn"] = {"hidden_states": Seen("video", 1), "encoder_hidden_states": Seen("text", 1)}
+        linears |= _roles_of_one(model, one, joint, Linear("column", joint, dim=1))
+    rotary = Split("video", 0, level="seen")
     return ModelPlan(
         blocks=blocks,
         before=("x_embedder", "context_embedder", "time_text_embed"),
         after=("norm_out", "proj_out"),
         inputs={**inputs, **dict.fromkeys(stacks, every)},
-        outputs={"rope": {0: Split("video", 0), 1: Split("video", 0)}, "proj_out": {0: VIDEO}},
-        attention={f"{stack}.attn": Site(("video", "text")) for stack in stacks},
+        outputs={"rope": {0: rotary, 1: rotary}, "proj_out": {0: VIDEO}},
+        attention={f"{stack}.attn": Site(joint) for stack in stacks},
+        linears=linears,
         heads=config_of(model).num_attention_heads,
+        divided={f"{stack}.attn": ("heads",) for stack in stacks},
         regions={"attention": Region(("attn",))},
         draws=draws(model),
         image=("hidden_states", 2),
@@ -132,34 +155,68 @@ def qwen_image_plan(model: nn.Module) -> ModelPlan:
         heads=config_of(model).num_attention_heads,
         regions={"attention": Region(("attn",)), "mlp": Region(("img_mlp", "txt_mlp"))},
         draws=draws(model),
+        stills=True,
     )
 
 
 def flux_plan(model: nn.Module) -> ModelPlan:
-    """The plan of FluxTransformer2DModel: blocks of two streams, then of one, over [text, image]; an image's tokens are `video`."""
+    """The plan of FluxTransformer2DModel: blocks of two streams, then of one, over [text, image]; an image's tokens are `video`.
+
+    Under tensor parallelism the norm of a block of one stream gathers tokens for its attention and its MLP, and one layer sums both.
+    """
+    blocks, joint = _both_stacks(model), ("text", "video")
+    two, one = "transformer_blocks.*", "single_transformer_blocks.*"
+    stacks = dict.fromkeys(f"{block.name.partition('.')[0]}.*" for block in blocks)
+    inputs: Inputs = {
+        "": {
+            "hidden_states": Split("video", 1),
+            "encoder_hidden_states": Split("text", 1),
+            "img_ids": Split("video", 0, level="seen"),
+            "txt_ids": Split("text", 0, level="seen"),
+        }
+    }
+    outputs: dict[str, dict[int | str, Split | Gather | Seen | Summed]] = {"proj_out": {0: VIDEO}}
+    linears: dict[str, Linear] = {}
+    if two in stacks:
+        inputs |= _seen(f"{two}.attn", "ff", "ff_context")
+        linears |= _roles(f"{two}.attn", "ff", "ff_context")
+    if one in stacks:
+        outputs[f"{one}.norm"] = {0: Seen(joint, 1)}
+        linears |= _roles_of_one(model, one, joint, Linear("column"))
     return ModelPlan(
-        blocks=tuple(
-            block for name in ("transformer_blocks", "single_transformer_blocks") for block in listed(model, name)
-        ),
+        blocks=blocks,
         before=("x_embedder", "context_embedder", "time_text_embed"),
         after=("norm_out", "proj_out"),
-        inputs={
-            "": {
-                "hidden_states": Split("video", 1),
-                "encoder_hidden_states": Split("text", 1),
-                "img_ids": Split("video", 0),
-                "txt_ids": Split("text", 0),
-            }
-        },
-        outputs={"proj_out": {0: VIDEO}},
-        attention={
-            "transformer_blocks.*.attn": Site(("text", "video")),
-            "single_transformer_blocks.*.attn": Site(("text", "video")),
-        },
+        inputs=inputs,
+        outputs=outputs,
+        attention={f"{stack}.attn": Site(joint) for stack in stacks},
+        linears=linears,
         heads=config_of(model).num_attention_heads,
+        divided={f"{stack}.attn": ("heads",) for stack in stacks},
         regions={"attention": Region(("attn",))},
         draws=draws(model),
+        stills=True,
     )
+
+
+def _both_stacks(model: nn.Module) -> tuple[Block, ...]:
+    """The blocks of two streams, then of one. Raises UserError for a model without any."""
+    blocks = tuple(
+        block for name in ("transformer_blocks", "single_transformer_blocks") for block in listed(model, name)
+    )
+    if not blocks:
+        raise UserError(f"{type(model).__name__} has no blocks")
+    return blocks
+
+
+def _roles_of_one(model: nn.Module, block: str, joint: tuple[str, ...], mlp: Linear) -> dict[str, Linear]:
+    """Roles of the layers of one stream: `proj_out` takes the heads of attention and the hidden units of the MLP side by side."""
+    width = config_of(model).num_attention_heads * config_of(model).attention_head_dim
+    mlps = (base_of_adapters(module) for name, module in model.named_modules() if named_like(name, f"{block}.proj_mlp"))
+    hidden = next((layer.out_features for layer in mlps if isinstance(layer, nn.Linear)), 0)
+    columns = {f"{block}.attn.{name}": Linear("column") for name in ("to_q", "to_k", "to_v")}
+    out = Linear("row", joint, dim=1, joined=(width, hidden))
+    return {**columns, f"{block}.proj_mlp": mlp, f"{block}.proj_out": out}
 
 
 def _streams(blocks: str, least: int = 0) -> Inputs:

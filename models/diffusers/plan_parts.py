@@ -15,6 +15,7 @@ from mmspeed.protocols.plan import Block, Chunked, Gather, Linear
 
 VIDEO = Gather("video", 1)
 SUM = Linear("row", "video", dim=1)
+ROW = Linear("row")  # a module around the layer sums what it gives
 # the elementwise activations of diffusers' FeedForward
 ACTIVATIONS: Mapping[str, Any] = {"gelu": "gelu", "gelu-approximate": "gelu_tanh", "linear-silu": "silu"}
 

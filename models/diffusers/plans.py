@@ -12,12 +12,13 @@ For other classes diffusers' own declaration (`_cp_plan`) is read, where it spli
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from torch import nn
 
 from mmspeed.errors import UserError
 from mmspeed.models.diffusers import joint_plans
-from mmspeed.models.diffusers.plan_parts import SUM, VIDEO, chunks_of, config_of, draws, listed, repeated
+from mmspeed.models.diffusers.plan_parts import ROW, SUM, VIDEO, chunks_of, config_of, draws, listed, repeated
 from mmspeed.protocols.plan import (
     Gather,
     Leading,
@@ -27,6 +28,7 @@ from mmspeed.protocols.plan import (
     Seen,
     Site,
     Split,
+    Summed,
     declare_plan,
     plan_of,
 )
@@ -64,9 +66,6 @@ def wan_plan(model: nn.Module) -> ModelPlan:
 
 
 def _wan_linears(model: nn.Module) -> dict[str, Linear]:
-    """Roles of the layers; none where projections are fused, since their weight cannot be split by heads."""
-    if any(vars(module).get("fused_projections") for module in model.modules()):
-        return {}
     columns = [f"blocks.*.attn*.{name}" for name in ("to_q", "to_k", "to_v")]
     columns += [*_added(model, "add_k_proj"), *_added(model, "add_v_proj"), "blocks.*.ffn.net.0.proj"]
     return {name: Linear("column") for name in columns} | {"blocks.*.attn*.to_out.0": SUM, "blocks.*.ffn.net.2": SUM}
@@ -111,18 +110,31 @@ def ltx_plan(model: nn.Module) -> ModelPlan:
 
 
 def cogvideox_plan(model: nn.Module) -> ModelPlan:
-    """The plan of CogVideoXTransformer3DModel: text and video attend jointly; the caller may pass rotary frequencies (N, D)."""
+    """The plan of CogVideoXTransformer3DModel: text and video attend jointly; the caller may pass rotary frequencies (N, D).
+
+    One layer projects what attention gave for both, and the module cuts them apart after it, so they are summed at the module's output.
+    """
+    attention, mlp, joint = "transformer_blocks.*.attn1", "transformer_blocks.*.ff", ("text", "video")
+    columns = [f"{attention}.{name}" for name in ("to_q", "to_k", "to_v")] + [f"{mlp}.net.0.proj"]
     return ModelPlan(
         blocks=tuple(listed(model, "transformer_blocks")),
         before=("patch_embed", "time_embedding"),
         after=("norm_final", "norm_out", "proj_out"),
         inputs={
-            "": {"image_rotary_emb": Split("video", 0, ndim=2)},
+            "": {"image_rotary_emb": Split("video", 0, ndim=2, level="seen")},
             "transformer_blocks.0": {"hidden_states": Split("video", 1), "encoder_hidden_states": Split("text", 1)},
+            attention: {"hidden_states": Seen("video", 1), "encoder_hidden_states": Seen("text", 1)},
+            mlp: {"hidden_states": Seen(joint, 1)},
         },
-        outputs={"proj_out": {0: VIDEO}},
-        attention={"transformer_blocks.*.attn1": Site(("text", "video"))},
+        outputs={attention: {0: Summed("video", 1), 1: Summed("text", 1)}, "proj_out": {0: VIDEO}},
+        attention={attention: Site(joint)},
+        linears={
+            **{name: Linear("column") for name in columns},
+            f"{attention}.to_out.0": ROW,
+            f"{mlp}.net.2": Linear("row", joint, dim=1),
+        },
         heads=config_of(model).num_attention_heads,
+        divided={attention: ("heads",)},
         regions={"attention": Region(("attn1",)), "mlp": Region(("ff",))},
         draws=draws(model),
         image=("hidden_states", 1),
@@ -147,14 +159,13 @@ def plan_for(model: nn.Module) -> ModelPlan:
     Raises UserError where it has neither.
     """
     known = _known(model)
-    return converted(model) if known is None else known(model)
+    return converted(model) if known is None else known
 
 
 def declare_known_plan(model: nn.Module) -> None:
     """Declare the plan of a model's class on it, in place, unless the model has a plan already or its class has none here."""
-    known = _known(model)
-    if plan_of(model) is None and known is not None:
-        declare_plan(model, known(model))
+    if plan_of(model) is None and (known := _known(model)) is not None:
+        declare_plan(model, known)
 
 
 def converted(model: nn.Module) -> ModelPlan:
@@ -171,7 +182,7 @@ def converted(model: nn.Module) -> ModelPlan:
             f"{name}: no plan is known for it; write one (docs/any-model.md) and call mmspeed.parallel.sequence_parallel"
         )
     inputs: dict[str, dict[str, Split | Leading | Seen]] = {}
-    outputs: dict[str, dict[int | str, Split | Gather]] = {}
+    outputs: dict[str, dict[int | str, Split | Gather | Seen | Summed]] = {}
     for module, what in declared.items():
         if not isinstance(what, Mapping):
             gathers = what if isinstance(what, list | tuple) else [what]
@@ -217,5 +228,9 @@ def _self_attention(model: nn.Module) -> dict[str, Site]:
     return sites
 
 
-def _known(model: nn.Module) -> Callable[[nn.Module], ModelPlan] | None:
-    return next((PLANS[own.__name__] for own in type(model).__mro__ if own.__name__ in PLANS), None)
+def _known(model: nn.Module) -> ModelPlan | None:
+    """The plan of a model's class; without roles where projections are fused, since one weight holds queries, keys and values then."""
+    make = next((PLANS[own.__name__] for own in type(model).__mro__ if own.__name__ in PLANS), None)
+    plan = None if make is None else make(model)
+    fused = plan is not None and any(vars(module).get("fused_projections") for module in model.modules())
+    return replace(plan, linears={}) if plan is not None and fused else plan

@@ -29,6 +29,8 @@ from tests.support.foreign_steps import whole, worst
 from tests.support.spawn import run_ranks
 from tests.support.video_transformers import loss_of, make_inputs, make_model
 
+# blocks of one stream: their last layer takes heads and hidden units side by side
+JOINED = r"single_transformer_blocks\.0\.(attn\.to_[qkv]|proj_mlp|proj_out)"
 LAYERS = ["to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2"]
 
 
@@ -37,9 +39,11 @@ class Case:
     parallel: ParallelConfig
     strategy: Any = "none"
     keeping: BlockPolicies | None = None
+    model: str = "wan"
 
 
 CASES = {
+    "tp of joined channels": Case(ParallelConfig(tp=2), model="flux, images"),
     "tp": Case(ParallelConfig(tp=2)),
     "tp, fsdp, recomputed, MLPs in parts": Case(
         ParallelConfig(tp=2), "fsdp", BlockPolicies.everywhere({"block": "recompute"}, mlp_chunk=7)
@@ -58,9 +62,9 @@ def lora(**changes: Any) -> LoraConfig:
     return LoraConfig(**{"r": 3, "target_modules": LAYERS, "init_lora_weights": False, "lora_bias": True, **changes})
 
 
-def adapted(config: PeftConfig) -> nn.Module:
-    """A small Wan whose base is frozen, under an adapter."""
-    model = make_model("wan")
+def adapted(config: PeftConfig, name: str = "wan") -> nn.Module:
+    """A small model, Wan or another, whose base is frozen, under an adapter."""
+    model = make_model(name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(4)
         inject_adapter_in_model(config, model)
@@ -77,12 +81,13 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def step_of(case: Case, meshes: Meshes) -> dict[str, Any]:
     mesh, layout = meshes.of(case.parallel)
-    inputs, alone = make_inputs("wan"), adapted(lora())
+    layers = lora() if case.model == "wan" else lora(target_modules=JOINED)
+    inputs, alone = make_inputs(case.model), adapted(layers, case.model)
     true = loss_of(alone, inputs)
     true.backward()
     names = list(alone.state_dict())
     before = layout.ledger.copy()
-    model = parallelize(adapted(lora()), mesh, case.strategy, layout=layout, keeping=case.keeping)
+    model = parallelize(adapted(layers, case.model), mesh, case.strategy, layout=layout, keeping=case.keeping)
     loss = loss_of(model, inputs)
     (loss / dist.get_world_size()).backward()  # all give the same loss
     sum_shared_gradients(model.parameters(), layout.tensor)
@@ -191,7 +196,7 @@ def found() -> dict[str, Any]:
     return run_ranks(computed, 2, CASES, tuple(REFUSED))[0]
 
 
-def hold(step: dict[str, Any], tp: bool) -> None:
+def hold(step: dict[str, Any], case: Case) -> None:
     assert step["loss"] <= 1e-5 and step["gradient"] <= 1e-5, step
     assert step["names"] and step["changed"] == [] and step["frozen"] and step["uncrossed"] == [] and step["calls"], (
         step
@@ -199,12 +204,13 @@ def hold(step: dict[str, Any], tp: bool) -> None:
     columns = [f"to_{x}.{part}" for x in "kqv" for part in ("base_layer.bias", "base_layer.weight")]
     columns += [f"to_{x}.lora_B.default.{part}" for x in "kqv" for part in ("bias", "weight")]
     rows = ["to_out.0.base_layer.weight", "to_out.0.lora_A.default.weight"]
-    assert not tp or set(step["split"]) == {*columns, *rows}
+    if case.model == "wan" and case.parallel.tp > 1:
+        assert set(step["split"]) == {*columns, *rows}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_and_one_agree(name: str) -> None:
-    hold(found()[name], CASES[name].parallel.tp > 1)
+    hold(found()[name], CASES[name])
 
 
 def test_adapters_add_no_exchange() -> None:
@@ -221,7 +227,7 @@ def test_adapters_add_no_exchange() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_FOUR)
 def test_four_processes_and_one_agree(name: str) -> None:
-    hold(run_ranks(computed, 4, {name: OF_FOUR[name]})[0][name], True)
+    hold(run_ranks(computed, 4, {name: OF_FOUR[name]})[0][name], OF_FOUR[name])
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -21,6 +21,7 @@ from tests.support.spawn import run_ranks
 TOLERANCE = 1e-5
 WHOLE, PARTS = BlockPolicies.everywhere({"block": "recompute"}), BlockPolicies.everywhere(REGIONS)  # type: ignore[arg-type]
 PARTS_OF_JOINT = BlockPolicies.everywhere({"attention": "recompute", "mlp": "recompute"})
+ATTENTION = BlockPolicies.everywhere({"attention": "recompute"})
 AGAIN = BlockPolicies.everywhere({"block": "recompute"}, exchange_again=True)
 SELECTIVE = BlockPolicies.everywhere({"block": "selective"})
 CHUNKS = BlockPolicies(mlp_chunk=16)
@@ -83,6 +84,16 @@ TWO: dict[str, Case] = {
     "mochi tp": Case("mochi", tp=2),
     "mochi tp, recomputed": Case("mochi", tp=2, batches=({"frames": 3},), keeping=WHOLE),
     "qwen tp": Case("qwen, images", tp=2, batches=({},)),
+    "flux tp": Case("flux, images", tp=2, batches=({}, {"text": 5})),
+    "flux tp, recomputed": Case("flux, images", tp=2, batches=({"text": 5},), keeping=WHOLE),
+    "flux tp, exchanged again": Case("flux, images", tp=2, batches=({},), keeping=AGAIN),
+    "flux tp, compiled": Case("flux, images", tp=2, batches=({},), compile="eager"),
+    "hunyuan tp": Case("hunyuan, first frame given", tp=2, batches=({"frames": 3},)),
+    "hunyuan tp, regions": Case("hunyuan", tp=2, batches=({},), keeping=ATTENTION),
+    "hunyuan tp, an image": Case("hunyuan", tp=2, batches=({"frames": 1},)),
+    "cogvideox tp": Case("cogvideox", tp=2),
+    "cogvideox tp, less text than processes": Case("cogvideox, sincos", tp=2, batches=({"text": 1},), keeping=WHOLE),
+    "cogvideox tp, an image, regions": Case("cogvideox", tp=2, batches=({"frames": 1},), keeping=PARTS_OF_JOINT),
     "qwen tp, regions": Case("qwen, images", tp=2, batches=({"text": 5},), keeping=PARTS_OF_JOINT),
 }
 FSDP: dict[str, Any] = {"strategy": "fsdp"}
@@ -102,6 +113,12 @@ FOUR: dict[str, Case] = {
     "ltx tp x ring": Case("ltx", tp=2, ring=2, **FSDP),
     "mochi tp x ulysses": Case("mochi", tp=2, ulysses=2, **FSDP),
     "qwen tp x ulysses": Case("qwen, images", tp=2, ulysses=2, batches=({},), **FSDP),
+    "flux tp 4": Case("flux, images", tp=4, batches=({},)),
+    "flux tp x ulysses": Case("flux, images", tp=2, ulysses=2, batches=({},), **FSDP),
+    "hunyuan tp 4": Case("hunyuan, first frame given", tp=4, batches=({},)),
+    "hunyuan tp x ring": Case("hunyuan", tp=2, ring=2, batches=({},), **FSDP),
+    "cogvideox tp 4": Case("cogvideox", tp=4, batches=({},)),
+    "cogvideox tp x ring": Case("cogvideox", tp=2, ring=2, batches=({"text": 1, "frames": 3},), **FSDP),
     "mochi ulysses x ring": Case("mochi", ulysses=2, ring=2, batches=({},)),
     "ltx ulysses x ring": Case("ltx", ulysses=2, ring=2),
     "ltx ulysses x ring, sparse, recomputed": Case("ltx", ulysses=2, ring=2, sparse="before", keeping=WHOLE),
@@ -131,6 +148,9 @@ FAST = {
     "ltx tp",
     "mochi tp",
     "qwen tp",
+    "flux tp",
+    "hunyuan tp",
+    "cogvideox tp",
 }
 FAST_OF_FOUR = {"tp x ulysses", "tp x ring, regions", "ulysses x ring, sparse"}
 TWO_PARAMETERS = slow_but(TWO, FAST)
@@ -208,3 +228,10 @@ def test_layers_of_tensor_parallelism_exchange_what_the_plan_says() -> None:
     blocks, gathers, norms = 2, 3, 4
     assert calls["all_gather tp"] == blocks * (gathers + norms) + blocks * gathers + 1, calls
     assert calls["reduce_scatter tp"] == blocks * gathers + blocks * (gathers + norms) + 1, calls
+
+
+def test_a_layer_after_joined_channels_exchanges_columns_of_its_weight() -> None:
+    """Of one block of one stream: once forward, and once for the gradient."""
+    found = found_on_two(True)
+    assert found["flux tp"]["calls"]["columns tp"] == 2 * 2 and found["hunyuan tp"]["calls"]["columns tp"] == 2
+    assert "columns tp" not in found["cogvideox tp"]["calls"]

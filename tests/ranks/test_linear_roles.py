@@ -16,7 +16,7 @@ from mmspeed.config.parallel import ParallelConfig
 from mmspeed.errors import UserError
 from mmspeed.memory import BlockPolicies
 from mmspeed.parallel import parallelize, sum_shared_gradients, uncrossed
-from mmspeed.protocols.plan import Linear, ModelPlan, declare_plan, plan_of
+from mmspeed.protocols.plan import Linear, ModelPlan, Summed, declare_plan, plan_of
 from tests.support.added_model import Meshes
 from tests.support.foreign_steps import whole, worst
 from tests.support.roles_toy import StackedExperts, TokenModel, loss_of, tokens_of
@@ -90,6 +90,10 @@ def tied(model: TokenModel, plan: ModelPlan) -> ModelPlan:
     return plan
 
 
+def summed(_: TokenModel, plan: ModelPlan) -> ModelPlan:
+    return replace(plan, outputs={**plan.outputs, "blocks.*": {0: Summed("text", 1)}})
+
+
 def three_experts(model: TokenModel, plan: ModelPlan) -> ModelPlan:
     experts = model.get_submodule("blocks.1.experts")
     experts.register_parameter("weight", nn.Parameter(torch.zeros(3, 16, 16)))
@@ -101,6 +105,9 @@ WRONG: dict[str, tuple[Callable[[TokenModel, ModelPlan], ModelPlan], str]] = {
     "no experts": (with_role("blocks.*.router", Linear("expert", "text", dim=1)), "(Linear) has the role expert in the plan; such a"),
     "two roles": (with_role("blocks.0.qkv", Linear("column", "text", dim=1)), "plan, linears: blocks.0.qkv (Linear) has two roles"),
     "no sequence": (with_role("blocks.*.out", Linear("row")), "name their sequence"),
+    "summed twice": (summed, "blocks.0.out (Linear) has a sequence, and a module around it sums its results (Summed): keep one"),
+    "two sequences": (with_role("head", Linear("vocabulary", ("text", "text"), dim=1)), "the role vocabulary, which takes one sequence"),
+    "joined": (with_role("blocks.*.qkv", Linear("column", "text", dim=1, joined=(8, 8))), "the role column; `joined` is for row layers"),
     "a forward of its own": (changed("head", lambda _: Doubled(16, 10)), "(Doubled) has the role vocabulary and a forward of its own"),
     "an adapter": (changed("blocks.1.qkv", Adapted), "blocks.1.qkv (Adapted) has the role column, and its adapter is no LoRA"),
     "an adapter of experts": (changed("blocks.0.experts", Adapted), "(Adapted) has the role expert, and its adapter is no LoRA"),

@@ -66,6 +66,7 @@ RIGHT: dict[str, Case] = {
     "ltx, tp": ("ltx", "tp=2", (), "right"),
     "wan, ring, sparse": ("wan", "ring=2", (SPARSE,), "right"),
     "hunyuan, ulysses": ("hunyuan", "ulysses=2", (), "right"),
+    "hunyuan, tp": ("hunyuan", "tp=2", (), "right"),
     "cogvideox, ring": ("cogvideox", "ring=2", (), "right"),
 }
 WRONG: dict[str, Case] = {
@@ -74,12 +75,9 @@ WRONG: dict[str, Case] = {
     "forgetful": ("ltx", "ulysses=2", (), "forgetful"),
 }
 CASES = RIGHT | WRONG
-SLOW = ("wan, ulysses", "ltx, tp", "cogvideox, ring")
+SLOW = ("wan, ulysses", "ltx, tp", "hunyuan, tp", "cogvideox, ring")
 REFUSED: dict[str, tuple[Case, str]] = {
     "dsp": (("wan", "dsp=2", (), "right"), "parallel.dsp 2: every block of WanTransformer3DModel attends over all tokens"),
-    "tp of hunyuan": (
-        ("hunyuan", "tp=2", (), "right"), "parallel.tp: the plan of HunyuanVideoTransformer3DModel gives its layers no roles",
-    ),
     "sparse and split": (
         ("hunyuan", "ulysses=2", (SPARSE,), "right"), "joint attention of video and text is either sparse or split",
     ),

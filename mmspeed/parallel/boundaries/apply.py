@@ -25,6 +25,7 @@ from mmspeed.protocols.plan import (
     Attended,
     ModelPlan,
     Seen,
+    Summed,
     base_of_adapters,
     declare_plan,
     modules_like,
@@ -178,6 +179,7 @@ class Boundaries:
         """The boundaries that the plan's inputs, outputs and running tokens ask for, by module name; none on one process."""
         boundaries: dict[str, ModuleBoundary] = {}
         layout = self.sequences.layout
+        tp = layout.tensor.size > 1
         if layout.size == 1:
             return boundaries
 
@@ -185,12 +187,13 @@ class Boundaries:
             return boundaries.setdefault(name, self._boundary(name, module))
 
         for pattern, inputs in self.plan.inputs.items():
-            moved = {k: what for k, what in inputs.items() if layout.tensor.size > 1 or not isinstance(what, Seen)}
+            moved = {k: what for k, what in inputs.items() if tp or not isinstance(what, Seen)}
             for name, module in modules_like(self.model, pattern, "plan, inputs") if moved else ():
                 of(name, module).inputs.update(moved)
         for pattern, outputs in self.plan.outputs.items():
-            for name, module in modules_like(self.model, pattern, "plan, outputs"):
-                of(name, module).outputs.update(outputs)
+            given = {k: what for k, what in outputs.items() if tp or not isinstance(what, Seen | Summed)}
+            for name, module in modules_like(self.model, pattern, "plan, outputs") if given else ():
+                of(name, module).outputs.update(given)
         for block in self.plan.blocks:
             if block.tokens:
                 of(block.name, self.model.get_submodule(block.name)).tokens.update(block.tokens)

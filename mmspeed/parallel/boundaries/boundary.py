@@ -14,7 +14,7 @@ from torch import nn
 
 from mmspeed.errors import UserError, nearest
 from mmspeed.graphs import outside_graphs
-from mmspeed.protocols.plan import Attended, Gather, Leading, Seen, Split, Tokens
+from mmspeed.protocols.plan import Attended, Gather, Leading, Seen, Split, Summed, Tokens
 from mmspeed.replay import record_or_replay, set_fact
 
 from .names import arguments
@@ -46,7 +46,7 @@ class ModuleBoundary(Boundary):
     names: tuple[str, ...]  # of the positional arguments of its forward
     before: Attended
     inputs: dict[str, Split | Leading | Seen] = field(default_factory=dict)
-    outputs: dict[int | str, Split | Gather] = field(default_factory=dict)
+    outputs: dict[int | str, Split | Gather | Seen | Summed] = field(default_factory=dict)
     tokens: dict[str, Tokens] = field(default_factory=dict)
     gives: Attended | None = None
 
@@ -82,7 +82,7 @@ class ModuleBoundary(Boundary):
                 raise UserError(
                     f"{where}: its forward returns {', '.join(map(repr, items)) or 'none'}; correct the plan{places}"
                 )
-            if isinstance(what, Split):
+            if not isinstance(what, Gather):
                 items[place] = self.piece(record, items[place], what, where)
             elif items[place] is not None:
                 if not isinstance(items[place], torch.Tensor):
@@ -108,7 +108,7 @@ class ModuleBoundary(Boundary):
             f"{self.where}: its output is a {type(out).__name__}; the plan can change tensors, and those in lists, tuples and dicts"
         )
 
-    def piece(self, record: ForwardRecord, value: Any, what: Split | Leading | Seen, where: str) -> Any:
+    def piece(self, record: ForwardRecord, value: Any, what: Split | Leading | Seen | Summed, where: str) -> Any:
         """The part of an argument or output, or of each tensor in a list, that this process computes with."""
         if value is None:
             return None
@@ -118,10 +118,11 @@ class ModuleBoundary(Boundary):
             return type(value)([self.piece(record, item, what, where) for item in value])
         if not isinstance(value, torch.Tensor):
             raise UserError(f"{where} is a {type(value).__name__}; the plan can split tensors and lists of them")
-        if isinstance(what, Seen):
+        if isinstance(what, Seen | Summed):
             if self.sequences.layout.tensor.size == 1:
                 return value
-            return record.gather_seen(value, what.sequence, what.dim, self.attends, where)
+            move = record.gather_seen if isinstance(what, Seen) else record.scatter_own
+            return move(value, what.sequence, what.dim, self.attends, where)
         return record.cut(value, what, self.attends, where)
 
 
@@ -180,7 +181,7 @@ class RootBoundary:
                 raise UserError(
                     f"{self.boundary.where}: the grid of video tokens is {shape}; it is (time, height, width), 1 at least"
                 )
-            image = t == 1
+            image = t == 1 and not sequences.plan.stills
         if sequences.plan.image is not None and (value := arguments_by_name.get(sequences.plan.image[0])) is not None:
             dim = sequences.plan.image[1]
             image = (value if dim is None else value.shape[dim]) == 1

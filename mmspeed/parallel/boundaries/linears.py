@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from mmspeed.comm import all_gather, all_to_all, even_sizes
+from mmspeed.comm import Axis, RowCounts, all_gather, all_to_all, even_sizes, swap_rows
+from mmspeed.compute.autocast import autocast_alike
 from mmspeed.errors import UserError
 from mmspeed.graphs import outside_graphs
 from mmspeed.memory.chunks import is_plain_linear
 from mmspeed.mixin import mix_in
 from mmspeed.parallel.tensor import local
-from mmspeed.protocols.plan import Attended, Linear, PreparesInput, base_of_adapters
+from mmspeed.protocols.plan import Attended, Linear, PreparesInput, Summed, base_of_adapters, named_like
 
 from .adapted import low_rank_parts, refused_weight
 from .boundary import Boundary
@@ -49,8 +50,8 @@ class LinearBoundary(Boundary):
 
     @property
     def leaves(self) -> bool:
-        """True where the product's results are exchanged."""
-        return self.linear.role in ("row", "vocabulary", "expert")
+        """True where the product's results are exchanged here, and not around a module that holds the layer."""
+        return self.linear.role != "column" and (self.linear.role != "row" or self.linear.sequence is not None)
 
     @outside_graphs
     def enter(self, x: Tensor) -> Tensor:
@@ -81,11 +82,58 @@ class LinearBoundary(Boundary):
     def _all_to_all(self, x: Tensor, scatter_dim: int, gather_dim: int) -> Tensor:
         """Exchange the tokens seen with a part of the channels for own tokens with all channels, or back, by the dims."""
         record, tensor = self.sequences.record(self.where), self.sequences.layout.tensor
-        assert self.linear.sequence is not None
+        assert isinstance(self.linear.sequence, str)  # of `split_layer`
         widths = record.widths(self.linear.sequence, self.attends, self.where)
         channels = even_sizes(self.channels, tensor.size)
         sizes = {self.linear.dim: widths, -1: channels}
         return all_to_all(x, tensor, scatter_dim, gather_dim, sizes[scatter_dim], sizes[gather_dim])
+
+
+@dataclass(frozen=True)
+class JoinedColumns:
+    """The columns of a row layer's weight whose input joins several tensors, each with channels on all processes of an axis.
+
+    Every process stores one piece of the columns, as of any row layer, and needs a piece for each tensor.
+    """
+
+    axis: Axis
+    widths: tuple[int, ...]
+
+    def __deepcopy__(self, memo: Any) -> JoinedColumns:
+        return self  # process groups cannot be copied, and nothing in it belongs to one copy
+
+    @outside_graphs
+    def needed(self, stored_OI: Tensor) -> Tensor:
+        """The columns (O, I of this process) that the product takes, in their order, from those that are stored here."""
+        stored_OI = autocast_alike(stored_OI)[0]  # the product would round them anyway
+        me, places, begin = self.axis.rank, range(self.axis.size), self._stored(self.axis.rank).start
+
+        def cut(piece: range) -> Tensor:
+            return stored_OI[:, piece.start - begin : piece.stop - begin]
+
+        to_all = [self._pieces(me, place) if place != me else [] for place in places]
+        sends = tuple(sum(map(len, pieces)) for pieces in to_all)
+        comes = tuple(sum(map(len, self._pieces(place, me))) if place != me else 0 for place in places)
+        sent_OI = torch.cat([stored_OI[:, :0], *(cut(piece) for pieces in to_all for piece in pieces)], 1)
+        received_OI = swap_rows(sent_OI.t(), self.axis, RowCounts(sends, comes), "columns").t()
+        before = sum(comes[:me])
+        own = (cut(piece) for piece in self._pieces(me, me))
+        return torch.cat([received_OI[:, :before], *own, received_OI[:, before:]], 1)
+
+    def _stored(self, place: int) -> range:
+        each = sum(self.widths) // self.axis.size
+        return range(place * each, (place + 1) * each)
+
+    def _pieces(self, source: int, to: int) -> list[range]:
+        """The stored columns of a process that another one needs, in their order."""
+        stored, begin, pieces = self._stored(source), 0, []
+        for width in self.widths:
+            each = width // self.axis.size
+            needed = range(begin + to * each, begin + (to + 1) * each)
+            piece = range(max(stored.start, needed.start), min(stored.stop, needed.stop))
+            pieces += [piece] if len(piece) else []
+            begin += width
+        return pieces
 
 
 class HasRole(nn.Module):
@@ -97,11 +145,12 @@ class HasRole(nn.Module):
 class HoldsPart(nn.Linear):
     """A linear layer of which this process holds a part.
 
-    `_bias_share`: the share of its bias that it adds, where all processes add to one sum. `_used`: a forward computed with it; a flag,
-    since torch.compile would recompile for each value of a count.
+    `_bias_share`: the share of its bias that it adds, where all processes add to one sum. `_joined`: for a row layer whose input joins
+    several tensors. `_used`: a forward computed with it; a flag, since torch.compile would recompile for each value of a count.
     """
 
     _bias_share: float
+    _joined: JoinedColumns | None = None
     _used: bool = False
 
     def applied_weights(self) -> tuple[Tensor, Tensor | None]:
@@ -110,7 +159,8 @@ class HoldsPart(nn.Linear):
         bias = local(self.bias) if self.bias is not None else None
         if bias is not None and self._bias_share != 1.0:
             bias = bias * self._bias_share
-        return local(self.weight), bias
+        weight = local(self.weight)
+        return (weight if self._joined is None else self._joined.needed(weight)), bias
 
 
 def was_used(layer: nn.Module) -> bool:
@@ -211,17 +261,14 @@ def split_layer(
     where = described(name, layer)
     if isinstance(layer, HasRole):
         raise UserError(f"plan, linears: {where} has two roles; keep one of the patterns that match it")
-    if linear.role in ("row", "expert") and linear.sequence is None:
-        raise UserError(
-            f"plan, linears: {where} has the role {linear.role}, whose results are summed to own tokens: name their sequence"
-        )
+    _check_role(linear, name, where, sequences)
     mixin: type[HasRole] = HasRole
     if base_of_adapters(layer) is not layer:
         base, first, second = low_rank_parts(layer, linear.role, where)
         channels = _check_channels(base.weight, mesh, linear, name)
         row = linear.role == "row"
         for each in (base, *(first if row else second)):
-            _split_weight(each, mesh, linear)
+            _split_weight(each, mesh, linear, sequences.layout.tensor)
         for each in second if row else ():  # whole on every process, and its output goes into the same sum
             mix_in(each, SplitWeight, rename=False)._bias_share = 1.0 / mesh.size()
     elif linear.role == "expert":
@@ -232,8 +279,29 @@ def split_layer(
     else:
         layer = _checked(layer, linear, where)
         channels = _check_channels(layer.weight, mesh, linear, name)
-        _split_weight(layer, mesh, linear)
+        _split_weight(layer, mesh, linear, sequences.layout.tensor)
     mix_in(layer, mixin, rename=False)._linear = LinearBoundary(sequences, where, attends, linear, channels)
+
+
+def _check_role(linear: Linear, name: str, where: str, sequences: Sequences) -> None:
+    """Raises UserError for a role whose exchange is not declared, or is not computed."""
+    sums = {
+        pattern for pattern, outs in sequences.plan.outputs.items() if any(isinstance(w, Summed) for w in outs.values())
+    }
+    parts = name.split(".")
+    summed = any(named_like(".".join(parts[:depth]), pattern) for depth in range(len(parts)) for pattern in sums)
+    if linear.sequence is None and (linear.role == "expert" or (linear.role == "row" and not summed)):
+        raise UserError(
+            f"plan, linears: {where} has the role {linear.role}, whose results are summed to own tokens: name their sequence"
+        )
+    if linear.role == "row" and summed and linear.sequence is not None:
+        raise UserError(
+            f"plan, linears: {where} has a sequence, and a module around it sums its results (Summed): keep one"
+        )
+    if linear.role in ("vocabulary", "expert") and len(linear.sequences) > 1:
+        raise UserError(f"plan, linears: {where} has the role {linear.role}, which takes one sequence")
+    if linear.joined and linear.role != "row":
+        raise UserError(f"plan, linears: {where} has the role {linear.role}; `joined` is for row layers")
 
 
 def split_norm(norm: nn.Module, sequences: Sequences, name: str, attends: Attended) -> None:
@@ -276,17 +344,24 @@ def _check_channels(weight: Tensor, mesh: DeviceMesh, linear: Linear, name: str)
     if count % mesh.size():
         kind = "experts" if linear.role == "expert" else "channels"
         raise UserError(f"parallel.tp {mesh.size()} does not divide the {count} {kind} of {name}")
+    if linear.joined and (sum(linear.joined) != count or any(width % mesh.size() for width in linear.joined)):
+        widths = " and ".join(map(str, linear.joined))
+        raise UserError(
+            f"parallel.tp {mesh.size()}: the {count} channels of {name} join {widths}: their sum must be all, and tp divide each"
+        )
     return count
 
 
-def _split_weight(layer: nn.Linear, mesh: DeviceMesh, linear: Linear) -> None:
+def _split_weight(layer: nn.Linear, mesh: DeviceMesh, linear: Linear, tensor: Axis) -> None:
     """Cut a linear layer to this process's part of its weight, and of its bias where the outputs are split."""
     row = linear.role == "row"
     layer.register_parameter("weight", _part(layer.weight, 1 if row else 0, mesh))
     if layer.bias is not None and not row:
         layer.bias = _part(layer.bias, 0, mesh)
     mixin: type[HoldsPart] = SplitPreparingLinear if isinstance(layer, PreparesInput) else SplitWeight
-    mix_in(layer, mixin, rename=False)._bias_share = 1.0 / mesh.size() if row else 1.0
+    mixed = mix_in(layer, mixin, rename=False)
+    mixed._bias_share = 1.0 / mesh.size() if row else 1.0
+    mixed._joined = JoinedColumns(tensor, linear.joined) if linear.joined else None
 
 
 def _part(whole: Tensor, along: int, mesh: DeviceMesh) -> nn.Parameter:

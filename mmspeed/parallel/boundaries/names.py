@@ -17,9 +17,11 @@ from mmspeed.protocols.plan import (
     PreparesInput,
     Seen,
     Split,
+    Summed,
     base_of_adapters,
     check_adapter,
     modules_like,
+    names_of,
 )
 
 
@@ -96,7 +98,7 @@ def _check_numbers(module: nn.Module, attributes: Iterable[str], where: str) -> 
             raise UserError(f"plan, divided: {where} has no whole number {attribute!r}{nearest(attribute, known)}")
 
 
-def _moved(plan: ModelPlan) -> Iterator[tuple[str, Split | Leading | Seen | Gather]]:
+def _moved(plan: ModelPlan) -> Iterator[tuple[str, Split | Leading | Seen | Gather | Summed]]:
     """The (where, what) of each argument and output that a plan names."""
     for pattern, inputs in plan.inputs.items():
         yield from ((f"plan, inputs, {pattern!r}, {key!r}", what) for key, what in inputs.items())
@@ -128,15 +130,14 @@ def check_positions(plan: ModelPlan, sequence: str, attends: Attended, where: st
 def _sequences(plan: ModelPlan) -> Iterator[tuple[str, str]]:
     """The (where, name) of each sequence that a plan names."""
     for where, what in _moved(plan):
-        yield from ((where, name) for name in ((what.sequence,) if isinstance(what.sequence, str) else what.sequence))
+        yield from ((where, name) for name in names_of(what.sequence))
     for block in plan.blocks:
         for argument, tokens in block.tokens.items():
             yield f"plan, blocks, {block.name!r}, {argument!r}", tokens.sequence
     for pattern, site in plan.attention.items():
         yield from ((f"plan, attention, {pattern!r}", name) for name in (*site.queries, *(site.keys or ())))
     for pattern, linear in plan.linears.items():
-        if linear.sequence is not None:
-            yield f"plan, linears, {pattern!r}", linear.sequence
+        yield from ((f"plan, linears, {pattern!r}", name) for name in linear.sequences)
     if plan.long_text is not None:
         yield "plan, long_text", plan.long_text
 

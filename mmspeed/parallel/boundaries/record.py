@@ -27,7 +27,7 @@ from mmspeed.compute.autocast import autocast_alike
 from mmspeed.errors import UserError
 from mmspeed.graphs import outside_graphs
 from mmspeed.parallel.sequence.zigzag import zigzag_order
-from mmspeed.protocols.plan import Attended, Gather, ModelPlan, Split, Tokens
+from mmspeed.protocols.plan import Attended, Gather, ModelPlan, Split, Summed, Tokens, names_of
 from mmspeed.replay import fact
 from mmspeed.torch_internals import tree_leaves
 
@@ -45,7 +45,9 @@ class Sequences:
         self.untensored = replace(layout, tensor=replace(layout.tensor, size=1, rank=0))
         self.factorised = plan.factorised
         self.gridded = {tokens.sequence for block in plan.blocks for tokens in block.tokens.values()}
-        self.tensor_split = {linear.sequence for linear in plan.linears.values() if linear.sequence is not None}
+        self.tensor_split = {name for linear in plan.linears.values() for name in linear.sequences}
+        sums = (what for outputs in plan.outputs.values() for what in outputs.values() if isinstance(what, Summed))
+        self.tensor_split |= {name for what in sums for name in names_of(what.sequence)}
         # over Ulysses alone, the parts of processes that attend together follow one another without it
         self.zigzag = plan.causal and layout.hybrid.size > 1 and layout.axes.ring.size * layout.tensor.size > 1
         self.uses: Counter[str] = Counter()  # by boundary
@@ -201,7 +203,7 @@ class ForwardRecord:
         if split.ndim is not None and tensor.ndim != split.ndim:
             return tensor
         tensor = self._part_of_channels(tensor, split)
-        names = (split.sequence,) if isinstance(split.sequence, str) else split.sequence
+        names = names_of(split.sequence)
         columns, rows = tensor.shape[split.dim], 1 if split.rows is None else tensor.shape[split.rows]
         if split.positions is not None:
             self.positions[f"{names[0]} {split.positions}"] = tensor
@@ -251,20 +253,20 @@ class ForwardRecord:
         return [_narrowed(part, split.dim, each, begin) for each in ranges]
 
     def _check_least(self, split: Split, name: str, attends: Attended, where: str) -> None:
-        if not split.least or not self.is_split(name, where):
+        if not split.least:
             return
-        sizes, layout = self.all_sizes(name, attends, where), self.sequences.layout
-        if min(sizes) < split.least:
+        places = self.sequences.layout.places() if self.is_split(name, where) else [None]
+        columns = [part for place in places for part in self.held(name, attends, where, place).columns]
+        if len(columns) > 1 and min(map(len, columns)) < split.least:
             raise UserError(
-                f"{where}: {sum(sizes)} tokens of {name!r} for {layout.whole.size} ranks; this model needs {split.least} on "
-                f"every rank: pad to {layout.whole.size * split.least} (and mask), or lower parallel.ring or parallel.ulysses"
+                f"{where}: {sum(map(len, columns))} tokens of {name!r} for {len(columns)} ranks; this model needs {split.least} on "
+                f"every rank: pad to {len(columns) * split.least} (and mask), or lower parallel.ring, ulysses or tp"
             )
 
     def leading(self, count: int, sequence: str, attends: Attended, where: str) -> int:
         """The number of the first `count` tokens of a sequence of one row on this process; a part keeps its tokens' order."""
-        if not self.is_split(sequence, where):
-            return count
-        columns = self.held(sequence, attends, where).columns[0]
+        held = self.held(sequence, attends, where)
+        columns = held.columns[self.sequences.layout.tensor.rank if len(held.columns) > 1 else 0]
         if self.sequences.zigzag:
             order = zigzag_order(self.shape(sequence, where)[1], self.sequences.layout.axes.ring.size)
             return int((order[columns.start : columns.stop] < count).sum())
@@ -349,17 +351,32 @@ class ForwardRecord:
     # -- tensor parallelism ---------------------------------------------------------------------------------------------
 
     @outside_graphs
-    def gather_seen(self, x: Tensor, sequence: str, dim: int, attends: Attended, where: str) -> Tensor:
-        """The tokens seen, from the own ones of each tensor-parallel process."""
+    def gather_seen(
+        self, x: Tensor, sequence: str | tuple[str, ...], dim: int, attends: Attended, where: str
+    ) -> Tensor:
+        """The tokens seen, from the own ones of each tensor-parallel process: of several sequences, all of the first, then the next."""
+        widths = [self.widths(name, attends, where) for name in names_of(sequence)]
+        by_process = list(zip(*widths, strict=True))
         # norms may give float32, which the next layer would round anyway
-        return all_gather(
-            autocast_alike(x)[0], self.sequences.layout.tensor, dim, self.widths(sequence, attends, where)
-        )
+        joined = all_gather(autocast_alike(x)[0], self.sequences.layout.tensor, dim, [*map(sum, by_process)])
+        if len(widths) == 1:
+            return joined
+        parts = joined.split([width for process in by_process for width in process], dim)
+        return torch.cat([part for place in range(len(widths)) for part in parts[place :: len(widths)]], dim)
 
     @outside_graphs
-    def scatter_own(self, x: Tensor, sequence: str, dim: int, attends: Attended, where: str) -> Tensor:
-        """The own tokens of the sum over tensor-parallel processes."""
-        return reduce_scatter(x, self.sequences.layout.tensor, dim, self.widths(sequence, attends, where))
+    def scatter_own(
+        self, x: Tensor, sequence: str | tuple[str, ...], dim: int, attends: Attended, where: str
+    ) -> Tensor:
+        """The own tokens of the sum over tensor-parallel processes; several sequences lie as `gather_seen` gives them."""
+        widths, tensor = (
+            [self.widths(name, attends, where) for name in names_of(sequence)],
+            self.sequences.layout.tensor,
+        )
+        if len(widths) > 1:
+            parts = x.split([width for each in widths for width in each], dim)
+            x = torch.cat([part for place in range(tensor.size) for part in parts[place :: tensor.size]], dim)
+        return reduce_scatter(x, tensor, dim, [*map(sum, zip(*widths, strict=True))])
 
     # -- agreement of all processes -------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from diffusers.hooks.tensor_parallel import PackedRowwiseParallel
 
 from mmspeed.models.diffusers.plans import plan_for
 from mmspeed.protocols.plan import Gather, Split
@@ -55,10 +56,17 @@ def test_splits_are_those_that_diffusers_declares(case: str) -> None:
     assert bool(theirs) or case in ("cogvideox", "hunyuan", "hunyuan 1.5", "mochi")
 
 
-def test_roles_are_those_that_diffusers_declares() -> None:
-    """For Flux it also cuts rows that hold two parts, which our plan has no role for."""
-    model: Any = make_model("qwen, images")
-    roles = {
-        name: {"column": "colwise", "row": "rowwise"}[linear.role] for name, linear in plan_for(model).linears.items()
-    }
-    assert roles == model._tp_plan
+@pytest.mark.parametrize("case", ["qwen, images", "flux, images"])
+def test_roles_are_those_that_diffusers_declares(case: str) -> None:
+    """Layers that take the channels of two others side by side are cut by both there, too, with the same widths."""
+    model: Any = make_model(case)
+    words, roles, joined = {"column": "colwise", "row": "rowwise"}, {}, {}
+    for name, linear in plan_for(model).linears.items():
+        if linear.joined:
+            joined[name] = list(linear.joined)
+        else:
+            roles[name] = words[linear.role]
+    packed = {name for name, style in model._tp_plan.items() if isinstance(style, PackedRowwiseParallel)}
+    assert roles == {name: style for name, style in model._tp_plan.items() if name not in packed}
+    assert joined == {name: model.get_submodule(name.replace("*", "0"))._tp_packed_row_blocks for name in packed}
+    assert bool(packed) == (case == "flux, images")

@@ -129,8 +129,9 @@ def test_heads_that_do_not_divide_are_told() -> None:
         check_layout(model, ParallelConfig(dsp=2))
 
 
-def test_fused_projections_have_no_roles() -> None:
-    model, _ = wan()
+@pytest.mark.parametrize("case", ["wan", "flux, images", "cogvideox"])
+def test_fused_projections_have_no_roles(case: str) -> None:
+    model = make_model(case)
     model.fuse_qkv_projections()  # type: ignore[operator]
     assert plan_for(model).linears == {}
 
@@ -172,8 +173,14 @@ def refusals() -> dict[str, str]:
             loss_of(parallelize(model, mesh, "none", layout=layout), make_inputs("wan"))
         told[name] = str(caught.value)
 
-    for case in ("flux, images", "cogvideox", "hunyuan", "chronoedit, by its own declaration"):
-        catch(case, make_model(case))
+    catch("chronoedit", make_model("chronoedit, by its own declaration"))
+    model = make_model("flux, images")
+    model.fuse_qkv_projections()  # type: ignore[operator]
+    catch("fused", model)
+    model = make_model("flux, images")
+    plan = plan_for(model)
+    joined = {"single_transformer_blocks.*.proj_out": Linear("row", ("text", "video"), dim=1, joined=(40, 80))}
+    catch("joined", model, replace(plan, linears={**plan.linears, **joined}))
     model, plan = wan()
     catch("no layer", model, replace(plan, linears={"blocks.*.norm1": Linear("column")}))
     model, plan = wan(num_attention_heads=3)
@@ -206,10 +213,9 @@ def refused() -> dict[str, str]:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("flux, images", "the plan of FluxTransformer2DModel gives its layers no roles; use ring and ulysses"),
-        ("cogvideox", "the plan of CogVideoXTransformer3DModel gives its layers no roles"),
-        ("hunyuan", "the plan of HunyuanVideoTransformer3DModel gives its layers no roles"),
-        ("chronoedit, by its own declaration", "ChronoEditTransformer3DModel has no plan"),
+        ("fused", "the plan of FluxTransformer2DModel gives its layers no roles; use ring and ulysses"),
+        ("joined", "the 200 channels of single_transformer_blocks.0.proj_out join 40 and 80: their sum must be all"),
+        ("chronoedit", "ChronoEditTransformer3DModel has no plan"),
         ("no layer", "blocks.0.norm1 (FP32LayerNorm) has the role column in the plan and is no linear layer"),
         ("heads", "parallel.tp 2 does not divide the model's 3 heads: use one of 1, 3"),
         ("channels", "parallel.tp 2 does not divide the 33 channels of blocks.0.ffn.net.0.proj"),
