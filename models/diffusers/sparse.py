@@ -29,6 +29,48 @@ def _wan(model: nn.Module) -> Grid:
     return grid
 
 
+def _mochi(model: nn.Module) -> Grid:
+    config: Any = model.config
+    p = config.patch_size
+
+    def grid(arguments: Arguments) -> tuple[int, int, int]:
+        frames, height, width = arguments["hidden_states"].shape[2:]
+        return frames, height // p, width // p
+
+    return grid
+
+
+def _qwen_image(model: nn.Module) -> Grid:
+    def grid(arguments: Arguments) -> tuple[int, int, int]:
+        """The image's own places. Raises UserError for samples of several images, and for images of several sizes."""
+        shapes = [[shape] if isinstance(shape, tuple) else list(shape) for shape in arguments["img_shapes"]]
+        each = {tuple(int(size) for size in shape) for images in shapes for shape in images}
+        if len(each) != 1 or any(len(images) != 1 for images in shapes):
+            raise UserError(
+                f"{type(model).__name__}: sparse attention takes one image a sample, all of one size, and not those of an edit"
+            )
+        ((t, h, w),) = each
+        return t, h, w
+
+    return grid
+
+
+def _flux(model: nn.Module) -> Grid:
+    def grid(arguments: Arguments) -> tuple[int, int, int]:
+        """The image's rows and columns, by the places of its tokens (N, 3). Raises UserError for places of other than one image."""
+        places_N3 = arguments["img_ids"]
+        places_N3 = places_N3[0] if places_N3.ndim == 3 else places_N3  # an older form, which the class still takes
+        height, width = (int(size) + 1 for size in places_N3[:, 1:].amax(0).tolist())
+        if height * width != len(places_N3):
+            raise UserError(
+                f"{type(model).__name__}: sparse attention takes the places of one image's tokens, row by row; these are {len(places_N3)} "
+                f"in {height} x {width}"
+            )
+        return 1, height, width
+
+    return grid
+
+
 def _hunyuan_video(model: nn.Module) -> Grid:
     config: Any = model.config
     t, p = config.patch_size_t, config.patch_size
@@ -70,6 +112,10 @@ GRIDS: Mapping[str, Callable[[nn.Module], Grid]] = {
     "LTXVideoTransformer3DModel": _ltx,
     "CogVideoXTransformer3DModel": _cogvideox,
     "HunyuanVideoTransformer3DModel": _hunyuan_video,
+    "HunyuanVideo15Transformer3DModel": _hunyuan_video,
+    "MochiTransformer3DModel": _mochi,
+    "QwenImageTransformer2DModel": _qwen_image,
+    "FluxTransformer2DModel": _flux,
 }
 
 
@@ -92,7 +138,11 @@ def sparse_plan(model: nn.Module, attention: Mapping[str, tuple[str, ...]] | Non
                 f"sparse attention: {pattern!r} has the sequences {sequences!r}; use ('video',), ('text', 'video') or "
                 "('video', 'text')"
             )
-    sites = {pattern: Site(tuple(sequences)) for pattern, sequences in attention.items()}
+    own = {} if known is None else known.attention  # which says how the class hides padding
+    sites = {
+        pattern: replace(own.get(pattern, Site(())), queries=tuple(sequences))
+        for pattern, sequences in attention.items()
+    }
     return ModelPlan(blocks=(), attention=sites) if known is None else replace(known, attention=sites)
 
 

@@ -10,14 +10,28 @@ import mmspeed
 from mmspeed.pipelines.sparsify import ModelSparsity
 from tests.support.video_transformers import Inputs, loss_of, make_model
 
-CASES = ("wan", "ltx", "cogvideox", "hunyuan")
-JOINT = ("cogvideox", "hunyuan")
+CASES = ("wan", "ltx", "cogvideox", "hunyuan", "hunyuan 1.5", "mochi", "qwen, images", "flux, images")
+JOINT = CASES[2:]
+IMAGES = ("qwen, images", "flux, images")
+FIRST = ("cogvideox", *IMAGES)  # text stands before the video
+MASKED = ("hunyuan", "hunyuan 1.5", "qwen, images")
 TOKENS, TEXT = 45, 7
+
+
+def text_of(case: str) -> int:
+    """Tokens of text that attend; with HunyuanVideo 1.5 also five of glyphs and three of an image."""
+    return TEXT + 8 if case == "hunyuan 1.5" else TEXT
+
+
+def calls_of_samples(case: str) -> int:
+    """Attentions of one module for two samples: Mochi's attends to one after the other."""
+    return 2 if case == "mochi" else 1
 SMALL: dict[str, Any] = {"min_tokens": 1, "cluster_size": 8, "dense_steps": 1}
 
 
 def plain_model(case: str) -> nn.Module:
-    deep = {"num_layers": 2, "num_single_layers": 2} if case == "hunyuan" else {"num_layers": 3}
+    two_stacks = case.partition(",")[0] in ("hunyuan", "flux")
+    deep = {"num_layers": 2, "num_single_layers": 2} if two_stacks else {"num_layers": 3}
     return make_model(case, **deep)
 
 

@@ -62,10 +62,19 @@ class WatchedCalls:
 
 @dataclass
 class WarmStarts:
-    """Centroids of the plans at the last sampling step of a video, by condition (caption, empty caption)."""
+    """Centroids of the plans at the last sampling step of a video, by condition (caption, empty caption).
+
+    `sample`: where a module attends sample by sample, the number of the one that attends now.
+    """
 
     condition: str = ""
+    sample: int = 0
     starts: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """The key of the present call's centroids."""
+        return f"{self.condition}, {self.sample}" if self.sample else self.condition
 
 
 class ClusteredAttention(RecordedModule):
@@ -272,12 +281,12 @@ class ClusteredAttention(RecordedModule):
 
     def warm_start(self) -> tuple[Tensor | None, Tensor | None]:
         """Centroids of queries and of keys at the previous sampling step."""
-        return (None, None) if self.warm is None else self.warm.starts.get(self.warm.condition, (None, None))
+        return (None, None) if self.warm is None else self.warm.starts.get(self.warm.key, (None, None))
 
     def carry_over(self, centroids_GCD: Tensor | None, tail_centroids_GKD: Tensor | None) -> None:
         """Keep centroids for the next sampling step."""
         if self.warm is not None and centroids_GCD is not None:
-            self.warm.starts[self.warm.condition] = (centroids_GCD, tail_centroids_GKD)
+            self.warm.starts[self.warm.key] = (centroids_GCD, tail_centroids_GKD)
 
 
 def useful_pairs(plan: ClusterPlan, tail: bool) -> Tensor:

@@ -367,6 +367,8 @@ class _Taken(TorchFunctionMode):
         if enable_gqa and key.shape[1] != query.shape[1]:
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         _check_plain(Structure(causal=is_causal), query, key, value, where)
+        if self.site.site.masks == "trimmed" and layer.warm is not None:
+            layer.warm.sample = self.calls - 1
         if scale is not None:
             query = query * (scale * query.shape[-1] ** 0.5)
         if self.site.crosses(self.record):
