@@ -53,7 +53,7 @@ def sparsify_model(
 ) -> ModelSparsity:
     """Make the self-attention of a video transformer sparse, in place. Returns its controller.
 
-    transformer: a diffusers model (Wan, LTX, CogVideoX, HunyuanVideo), or any with `grid` and a plan or `attention`. config: a
+    transformer: a diffusers model of a class in docs/any-model.md, or any with `grid` and a plan or `attention`. config: a
     `SparseConfig`, its fields, a string like "keep=0.2,planner=clusters", or a whole config, whose `model.sparse` is used. attention: the
     self-attention modules, as patterns of their names, each with its sequences in order: ("video",) or ("text", "video"). grid: a
     function of the arguments of the model's forward, by name, that returns the video's tokens along time, height and width.

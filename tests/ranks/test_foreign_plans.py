@@ -92,7 +92,7 @@ TWO: dict[str, Case] = {
     "hunyuan tp, regions": Case("hunyuan", tp=2, batches=({},), keeping=ATTENTION),
     "hunyuan tp, an image": Case("hunyuan", tp=2, batches=({"frames": 1},)),
     "cogvideox tp": Case("cogvideox", tp=2),
-    "cogvideox tp, less text than processes": Case("cogvideox, sincos", tp=2, batches=({"text": 1},), keeping=WHOLE),
+    "cogvideox tp, less text than processes": Case("cogvideox", tp=2, batches=({"text": 1},), keeping=WHOLE),
     "cogvideox tp, an image, regions": Case("cogvideox", tp=2, batches=({"frames": 1},), keeping=PARTS_OF_JOINT),
     "qwen tp, regions": Case("qwen, images", tp=2, batches=({"text": 5},), keeping=PARTS_OF_JOINT),
 }

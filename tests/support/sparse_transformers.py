@@ -26,6 +26,8 @@ def text_of(case: str) -> int:
 def calls_of_samples(case: str) -> int:
     """Attentions of one module for two samples: Mochi's attends to one after the other."""
     return 2 if case == "mochi" else 1
+
+
 SMALL: dict[str, Any] = {"min_tokens": 1, "cluster_size": 8, "dense_steps": 1}
 
 

@@ -191,9 +191,9 @@ class Boundaries:
             for name, module in modules_like(self.model, pattern, "plan, inputs") if moved else ():
                 of(name, module).inputs.update(moved)
         for pattern, outputs in self.plan.outputs.items():
-            given = {k: what for k, what in outputs.items() if tp or not isinstance(what, Seen | Summed)}
-            for name, module in modules_like(self.model, pattern, "plan, outputs") if given else ():
-                of(name, module).outputs.update(given)
+            changes = {k: what for k, what in outputs.items() if tp or not isinstance(what, Seen | Summed)}
+            for name, module in modules_like(self.model, pattern, "plan, outputs") if changes else ():
+                of(name, module).outputs.update(changes)
         for block in self.plan.blocks:
             if block.tokens:
                 of(block.name, self.model.get_submodule(block.name)).tokens.update(block.tokens)

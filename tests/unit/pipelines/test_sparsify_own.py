@@ -159,3 +159,16 @@ def test_configs() -> None:
             sparse_config(wrong)
     with pytest.raises(UserError, match="config is a list"):
         sparse_config([1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "words"),
+    [
+        ("qwen, images", {"img_shapes": [[(1, 5, 9), (1, 5, 9)]] * 2}, "sparse attention takes one image a sample"),
+        ("flux, images", {"img_ids": torch.tensor([[0.0, 4, 9]] * 45)}, "row by row; these are 45 in 5 x 10"),
+    ],
+)
+def test_images_beside_others_have_no_grid(case: str, changes: dict[str, Any], words: str) -> None:
+    model, _ = sparse_model(case, keep=0.3)
+    with pytest.raises(UserError, match=words):
+        loss_of(model, {**make_inputs(case), **changes})
