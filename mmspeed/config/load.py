@@ -23,7 +23,7 @@ from .renamed import RESHARDED, note, refuse_old, translated
 from .schema import Config, ModelConfig, RunConfig
 from .tasks import config_class, known_tasks
 from .training import Weighting, WeightingSection
-from .yaml_text import TooManyNodesError, parse_yaml
+from .yaml_text import FastLoader, TooManyNodesError, parse_yaml
 
 AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
@@ -117,7 +117,7 @@ def today(record: Mapping[str, Any], origin: str | Path) -> dict[str, Any]:
 def _read_tree(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises UserError for anything else."""
     try:
-        tree = parse_yaml(path.read_text(encoding="utf-8"), _YamlLoader)
+        tree = parse_yaml(path.read_text(encoding="utf-8"), _YamlLoader, _FastYamlLoader)
     except FileNotFoundError:
         raise UserError(f"{path}: no such config file; `mmspeed init {path}` writes one") from None
     except IsADirectoryError:
@@ -191,8 +191,8 @@ def sections(kind: type[BaseModel]) -> list[tuple[str, Any]]:
     return sorted(keyed, key=lambda row: order.get(row[0], len(order)))
 
 
-class _YamlLoader(yaml.SafeLoader):
-    """YAML's safe loader, which refuses a duplicate key in a mapping: the first value would be lost."""
+class _UniqueKeys(yaml.constructor.SafeConstructor):
+    """Refuses a duplicate key in a mapping: the first value would be lost."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys: set[str] = set()
@@ -202,6 +202,13 @@ class _YamlLoader(yaml.SafeLoader):
                     raise yaml.constructor.ConstructorError(None, None, f"duplicate key '{key.value}'", key.start_mark)
                 keys.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+class _YamlLoader(_UniqueKeys, yaml.SafeLoader):
+    """YAML's safe loader, with unique keys."""
+
+
+_FastYamlLoader: type[Any] = type("_FastYamlLoader", (_UniqueKeys, FastLoader), {})  # the same over libyaml
 
 
 class _YamlDumper(yaml.SafeDumper):

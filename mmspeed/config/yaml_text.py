@@ -10,38 +10,47 @@ MOST_NODES = 100_000  # after aliases are followed; a config of every key has so
 MOST_LEVELS = 100
 TOO_DEEP = f"it is nested too deeply, by more than {MOST_LEVELS} levels"
 
-# libyaml's scanner where PyYAML brings it: some ten times as fast
-_FastLoader: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+# libyaml's parser where PyYAML brings it: some ten times as fast; its errors are worded otherwise
+FastLoader: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class TooManyNodesError(yaml.YAMLError):
     """YAML with more nodes than `MOST_NODES` or levels than `MOST_LEVELS`, or with a node that contains itself."""
 
 
-def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
-    """The value of a YAML document, by `loader`.
+def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader, fast: type[Any] = FastLoader) -> Any:
+    """The value of a YAML document, by `fast`, a loader like `loader` over libyaml; what that refuses is read by `loader`, for its words.
 
     Raises yaml.YAMLError; for more than `MOST_NODES` nodes or `MOST_LEVELS` levels TooManyNodesError, before anything is built.
     """
     _require_small(text)
-    instance = loader(text)
     try:
-        node = instance.get_single_node()
+        try:
+            return _value(fast(text))
+        except TooManyNodesError:
+            raise
+        except yaml.YAMLError:
+            return _value(loader(text))
+    except RecursionError:  # where another error ended the count of levels
+        raise TooManyNodesError(TOO_DEEP) from None
+
+
+def _value(loader: Any) -> Any:
+    try:
+        node = loader.get_single_node()
         if node is None:
             return None
         _require_few_nodes(node)
-        return instance.construct_document(node)
-    except RecursionError:  # where another error ended the count of levels
-        raise TooManyNodesError(TOO_DEEP) from None
+        return loader.construct_document(node)
     finally:
-        instance.dispose()
+        loader.dispose()
 
 
 def _require_small(text: str) -> None:
     """Count the nodes and levels that the text itself holds, without building them."""
     count = depth = 0
     try:
-        for event in yaml.parse(text, Loader=_FastLoader):
+        for event in yaml.parse(text, Loader=FastLoader):
             count += isinstance(event, yaml.NodeEvent)
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if count > MOST_NODES:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
 from mmspeed.mesh import Mesh, by_mesh, layout_of
 from mmspeed.parallel.tensor import local
@@ -55,16 +55,19 @@ def clip_gradients(
     norm = _norm_of(kinds, mesh)
     if weight != 1.0:
         norm = norm / weight
+    factor = None
     if scale is not None:
         norm = norm * scale
         factor = torch.full_like(norm, scale)
-        if clip_norm is not None:
-            factor = factor * (clip_norm / (norm + CLIP_EPS)).clamp(max=1.0)
-        for kind in kinds:
-            multiply_each_([local(p.grad) for p in kind if p.grad is not None], factor)
-    elif clip_norm is not None:
-        for kind in kinds:
-            clip_grads_with_norm_(kind, clip_norm, norm)
+    if clip_norm is not None:
+        clip = (clip_norm / (norm + CLIP_EPS)).clamp(max=1.0)
+        factor = clip if factor is None else factor * clip
+    if factor is not None:
+        for kind in (
+            kinds
+        ):  # parts of this process: of a list of sharded tensors torch derives each layout, for a second or more
+            parts = [local(p.grad) for p in kind if p.grad is not None]
+            multiply_each_(parts, factor.to(parts[0].device))
     return norm
 
 

@@ -362,12 +362,27 @@ def modules_like(module: nn.Module, pattern: str, where: str) -> list[tuple[str,
 
     Raises UserError with the nearest names where there is none; `where` is the place in the plan.
     """
-    named = list(module.named_modules())
-    matches = [(name, part) for name, part in named if named_like(name, pattern)]
+    matches = _matches(module, pattern)
     if not matches:
-        hint = nearest(pattern, [name for name, _ in named])
+        hint = nearest(pattern, [name for name, _ in module.named_modules()])
         raise UserError(f"{where}: {type(module).__name__} has no module {pattern!r}{hint}")
     return matches
+
+
+def _matches(module: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
+    """The modules whose names match, each once; descends only where the pattern leads, as plans are looked up often."""
+    matches = {"": module}
+    for wanted in pattern.split(".") if pattern else ():
+        matches = {
+            f"{name}.{child}" if name else child: part
+            for name, parent in matches.items()
+            for child, part in parent.named_children()
+            if fnmatchcase(child, wanted)
+        }
+    names: dict[nn.Module, str] = {}
+    for name, part in matches.items():
+        names.setdefault(part, name)
+    return [(name, part) for part, name in names.items()]
 
 
 def plan_of(model: nn.Module) -> ModelPlan | None:

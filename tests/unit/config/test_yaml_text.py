@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
-from mmspeed.config import load_run_config
-from mmspeed.config.yaml_text import MOST_NODES, TooManyNodesError, parse_yaml
+from mmspeed.config import dump_config, load_run_config
+from mmspeed.config.yaml_text import MOST_NODES, FastLoader, TooManyNodesError, parse_yaml
 from mmspeed.errors import UserError
+from tests.support.runs import small_config
 
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)
@@ -45,3 +48,39 @@ def test_overrides_have_the_same_limit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "a: 1", "a: &x [1, 2]\nb: *x", "- x\n" * 5_000, "# nothing"])
 def test_other_yaml_is_read_as_always(text: str) -> None:
     assert parse_yaml(text) == yaml.safe_load(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["a: [1\nb: 2", "a: b: c", "\tx: 1", "a: 'x", "a: &x 1\nb: *y", "a: !!python/name:x 1"]
+)
+def test_errors_are_in_the_words_of_one_parser(text: str) -> None:
+    """Of PyYAML's own, with and without libyaml."""
+    messages = []
+    for fast in (FastLoader, yaml.SafeLoader):
+        with pytest.raises(yaml.YAMLError) as error:
+            parse_yaml(text, fast=fast)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+
+
+leaves = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=20))
+trees = st.recursive(leaves, lambda part: st.lists(part) | st.dictionaries(st.text(max_size=8), part), max_leaves=12)
+
+
+@given(trees)
+def test_both_parsers_read_the_same(tree: object) -> None:
+    for text in (yaml.safe_dump(tree), yaml.safe_dump(tree, allow_unicode=True, default_flow_style=True)):
+        assert parse_yaml(text) == parse_yaml(text, fast=yaml.SafeLoader) == tree
+
+
+@pytest.mark.skipif(not yaml.__with_libyaml__, reason="PyYAML without libyaml")
+def test_configs_are_read_by_libyaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own parser takes ten times as long, and a resumed run reads several configs."""
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(small_config(tmp_path)))
+    monkeypatch.setattr(yaml.scanner.Scanner, "fetch_more_tokens", None)
+    assert load_run_config(path).name == "small"
+    path.write_text("a: 1\na: 2\n")
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="duplicate key 'a'"):
+        load_run_config(path)

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from mmspeed import rng
 from mmspeed.config.schema import TrainConfig
 from mmspeed.errors import UserError
+from mmspeed.loop.gradients import clip_gradients
 from mmspeed.loop.optimizers.build import make_optimizer
 from mmspeed.loop.step import StepResult
 from mmspeed.memory import BlockPolicies
@@ -79,6 +81,22 @@ def test_clipping_scales_by_the_global_norm() -> None:
     close(clipped, {n: g * (0.01 / result.grad_norm) for n, g in truth.items()})
     _, kept = step(ToyDiT(), split(KEYS, 8, 0, 1, 4), clip=1e6)
     close(kept, truth)
+
+
+@pytest.mark.parametrize("clip", [0.01, 1e6])
+def test_clipping_is_that_of_torch_bit_by_bit(clip: float) -> None:
+    """Also of gradients of two number types."""
+    models = [ToyDiT().to(dtype) for dtype in (torch.float32, torch.bfloat16)]
+    parameters = [p for model in models for p in model.parameters()]
+    for number, parameter in enumerate(parameters):
+        parameter.grad = rng.normal(parameter.shape, 0, "gradient", number).to(parameter.dtype)
+    before = [p.grad.clone() for p in parameters if p.grad is not None]
+    norm = clip_gradients(models, clip)
+    clipped = [p.grad for p in parameters]
+    for parameter, grad in zip(parameters, before, strict=True):
+        parameter.grad = grad
+    assert torch.equal(norm, nn.utils.clip_grad_norm_(parameters, clip))
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(parameters, clipped, strict=True))
 
 
 def test_recomputation_is_bitwise_and_costs_a_forward() -> None:

@@ -9,7 +9,7 @@ from mmspeed.errors import UserError
 from mmspeed.memory.chunks import exact_chunks, set_chunks
 from mmspeed.mixin import mix_in
 from mmspeed.protocols import trainable
-from mmspeed.protocols.plan import ModelPlan, declare_plan, plan_of
+from mmspeed.protocols.plan import ModelPlan, declare_plan, modules_like, named_like, plan_of
 from tests.support.mlps import PlainMlp, chunk_sizes
 from tests.support.toy import ToyDiT
 
@@ -35,6 +35,25 @@ def test_chunks_are_set_where_they_are_declared() -> None:
     assert chunk_sizes(block) == [3] and not exact_chunks(block)
     assert set_chunks(block, 5) and chunk_sizes(block) == [5] and [mlp.size for mlp in exact_chunks(block)] == [5]
     assert chunk_sizes(nn.Sequential(nn.Linear(2, 2), block)) == [5]  # nothing is put on what is not declared
+
+
+@pytest.mark.parametrize(
+    "pattern", ["", "*", "blocks.*", "blocks.1", "blocks.*.*", "b*.?.attn", "blocks.[01].mlp.*", "final", "*.*.*.*"]
+)
+def test_modules_like_a_pattern_are_those_whose_names_match(pattern: str) -> None:
+    model = ToyDiT()
+    names = [name for name, _ in model.named_modules() if named_like(name, pattern)]
+    if names:
+        assert modules_like(model, pattern, "plan") == [(name, model.get_submodule(name)) for name in names]
+    else:
+        with pytest.raises(UserError, match=r"^plan: ToyDiT has no module"):
+            modules_like(model, pattern, "plan")
+
+
+def test_a_module_of_two_names_matches_once() -> None:
+    shared = nn.Linear(2, 2)
+    model = nn.ModuleDict({"a": nn.ModuleList([shared]), "b": nn.ModuleList([shared])})
+    assert modules_like(model, "*.0", "plan") == [("a.0", shared)]
 
 
 def test_a_plan_is_taken_from_the_model_that_declares_one() -> None:
