@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +80,31 @@ def multiply_each_(tensors: list[Tensor], factor: Tensor) -> None:
 def copy_each_(tensors: list[Tensor], sources: list[Tensor]) -> None:
     """Copy each source to its tensor, in the tensor's dtype."""
     torch._foreach_copy_(tensors, sources)
+
+
+class AdamWOfParts(torch.optim.AdamW):
+    """AdamW that computes with this process's parts of sharded tensors, with the same numbers; states are sharded as their parameters.
+
+    Of lists of sharded tensors torch derives the layout of every result, for seconds at the first step of each shape.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        has_complex: bool = super()._init_group(group, *lists)
+        *sharded, _ = lists  # parameters, gradients and moments; the last are counts of steps
+        rows = list(zip(*filter(None, sharded), strict=True))
+        if rows and all(self._alike(row) for row in rows):
+            for tensors in sharded:
+                tensors[:] = [cast(Any, tensor).to_local() for tensor in tensors]
+        return has_complex
+
+    @staticmethod
+    def _alike(tensors: Sequence[Tensor]) -> bool:
+        """True for sharded tensors of one layout whose parts are no summands."""
+        from torch.distributed.tensor import DTensor
+
+        layouts = [(t.device_mesh, t.placements) if isinstance(t, DTensor) else None for t in tensors]
+        first = layouts[0]
+        return first is not None and layouts.count(first) == len(layouts) and not any(p.is_partial() for p in first[1])
 
 
 # ---- operators. Arguments and results are those of the operators of these names in torch's native_functions.yaml

@@ -58,13 +58,6 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def one_by_one(optimizer: Any) -> Any:
-    """An optimizer that updates a tensor at a time: how each list of sharded tensors is split takes torch long to find out."""
-    for group in optimizer.param_groups:
-        group["foreach"] = False
-    return optimizer
-
-
 class Layouts:
     """Meshes and layouts by name, made once."""
 
@@ -117,7 +110,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, ema: EMA) -> di
 def written(name: str, layouts: Layouts, folder: Path) -> dict[str, Tensor]:
     """Two steps under a layout, and a checkpoint; what it must hold."""
     model, layout = layouts.fresh(name, 0)
-    optimizer, ema = one_by_one(make_optimizer(model, CFG)), EMA(model, 0.9)
+    optimizer, ema = make_optimizer(model, CFG), EMA(model, 0.9)
     for step in range(2):
         out = model(
             rng.normal((1, 3, 3, 4, 4), 0, step), torch.tensor([0.5]), torch.ones(1, 4, 10), torch.ones(1, 4) > 0
@@ -133,7 +126,7 @@ def written(name: str, layouts: Layouts, folder: Path) -> dict[str, Tensor]:
 
 def read(name: str, layouts: Layouts, folder: Path) -> dict[str, Tensor]:
     model, _ = layouts.fresh(name, 1)
-    optimizer, ema = one_by_one(make_optimizer(model, CFG)), EMA(model, 0.9)
+    optimizer, ema = make_optimizer(model, CFG), EMA(model, 0.9)
     load(folder / "step-00000002", model, optimizer, ema)
     return state_of(model, optimizer, ema)
 
@@ -216,7 +209,7 @@ def sample_gaps(layouts: Layouts) -> dict[str, float]:
 def broken_step(layouts: Layouts) -> dict[str, Any]:
     """A gradient of one tensor-parallel rank is not a number."""
     model, layout = layouts.fresh("tp", 0)
-    optimizer = one_by_one(make_optimizer(model, CFG))
+    optimizer = make_optimizer(model, CFG)
     before = [whole(p) for p in model.parameters()]
     case = Case(1, 1)
 

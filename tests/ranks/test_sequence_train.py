@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,10 +52,9 @@ def train(folder: str, mixed: bool, *runs: tuple[str, ...]) -> None:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache, and the run `one` of one rank."""
-    folder = tmp_path_factory.mktemp("sequence")
-    CacheBuilder(small_config(folder)).run()
+    folder = Path(shutil.copytree(small_cache, tmp_path_factory.mktemp("sequence") / "home"))
     run_ranks(train, 1, str(folder), False, ("name=one",))
     return folder
 

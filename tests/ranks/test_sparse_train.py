@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mmspeed.log import read_metrics
-from mmspeed.preprocess import CacheBuilder
 from tests.support.runs import SAVED_ONCE, losses, small_config
 from tests.support.spawn import run_ranks
 
@@ -37,10 +37,9 @@ def train(folder: str, *runs: tuple[str, ...]) -> None:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one rank, one of two that share the data, and two of ranks that share a video."""
-    folder = tmp_path_factory.mktemp("sparse")
-    CacheBuilder(small_config(folder)).run()
+    folder = Path(shutil.copytree(small_cache, tmp_path_factory.mktemp("sparse") / "home"))
     run_ranks(train, 1, str(folder), ("name=one",))
     run_ranks(
         train,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from mmspeed.pipelines import TextToVideo
-from mmspeed.preprocess import CacheBuilder
 from tests.support.runs import SAVED_ONCE, losses, small_config
 from tests.support.spawn import run_ranks
 
@@ -24,10 +24,9 @@ def train(folder: str, overrides: tuple[str, ...]) -> None:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache, and the run `one` of one process."""
-    folder = tmp_path_factory.mktemp("ranks")
-    CacheBuilder(small_config(folder)).run()
+    folder = Path(shutil.copytree(small_cache, tmp_path_factory.mktemp("ranks") / "home"))
     run_ranks(train, 1, str(folder), ("name=one",))
     return folder
 

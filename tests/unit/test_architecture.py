@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 import threading
 from collections.abc import Generator
@@ -15,7 +16,6 @@ import pytest
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.pipelines.tasks.video_data import VideoData
 from mmspeed.pipelines.training.trainer import TrainPipeline
-from mmspeed.preprocess import CacheBuilder
 from mmspeed.protocols import RunPlace, StepData
 from tests.support.runs import small_config
 
@@ -91,11 +91,11 @@ def listed_files() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def traced_files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def traced_files(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The files of one step of training, in order of first call."""
     off = ["validate.every=100", "checkpoint.every=100", "train.prefetch=0", "train.loader_workers=0"]
-    config = small_config(tmp_path_factory.mktemp("run"), "train.steps=3", *off)
-    CacheBuilder(config).run()
+    home = Path(shutil.copytree(small_cache, tmp_path_factory.mktemp("run") / "home"))
+    config = small_config(home, "train.steps=3", *off)
     task = TracedTask(config)
     task.recorder = FileRecorder()
     try:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.utils.data import DataLoader
 
 from mmspeed import torch_internals as internals
@@ -577,3 +577,55 @@ def test_asked_before_restarts() -> None:
         api.elastic_launch(config, sys.executable)("-c", "import sys; sys.exit(3)")
     assert asked == [([3], 3), ([3], 2)]
     assert api.LocalElasticAgent is own
+
+
+class ShardedLists(internals.TorchDispatchMode):
+    """The operators that are called with lists of sharded tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(part, list | tuple) and any(isinstance(t, DTensor) for t in part) for part in args):
+            self.names.add(func._overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_adamw_of_parts_is_adamw_bit_by_bit() -> None:
+    """And torch is asked for no list of sharded tensors, whose layouts it would derive."""
+    results, lists = [], []
+    for kind in (torch.optim.AdamW, internals.AdamWOfParts):
+        with process_group(CPU):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 3))
+            fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+            optimizer = kind(model.parameters(), lr=0.1, foreach=True)
+            for _ in range(3):
+                model(torch.ones(2, 5)).square().sum().backward()
+                with ShardedLists() as seen:
+                    optimizer.step()
+                optimizer.zero_grad()
+            states = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+            assert all(isinstance(state, DTensor) for state in states)
+            results.append([tensor.full_tensor() for tensor in (*model.parameters(), *states)])
+            lists.append({name for name in seen.names if name.startswith("_foreach")})
+    assert all(map(torch.equal, *results))
+    assert lists[0] and not lists[1]
+
+
+def test_adamw_of_parts_leaves_other_tensors_to_adamw() -> None:
+    """Plain ones, and gradients that are summands."""
+    for sharded in (False, True):
+        with process_group(CPU):
+            mesh, value = dist.init_device_mesh("cpu", (1,)), torch.tensor([1.0, 2.0])
+            parameters = []
+            for _ in range(2):
+                weight = value.clone()
+                parameter = nn.Parameter(distribute_tensor(weight, mesh, [Replicate()]) if sharded else weight)
+                parameter.grad = DTensor.from_local(value, mesh, [Partial()]) if sharded else value
+                parameters.append(parameter)
+            for kind, parameter in zip((torch.optim.AdamW, internals.AdamWOfParts), parameters, strict=True):
+                kind([parameter], lr=0.1, foreach=True).step()
+            first, second = (p.full_tensor() if isinstance(p, DTensor) else p for p in parameters)
+            assert torch.equal(first, second) and not torch.equal(first, value)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import Muon, Optimizer
 
 from mmspeed.config.memory import MemoryConfig, parse_bytes
 from mmspeed.config.training import TrainConfig
@@ -21,6 +21,7 @@ from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from mmspeed.mesh import Mesh, by_mesh, layout_of
 from mmspeed.parallel import is_half, take_float32_gradients, unwrap
 from mmspeed.protocols import blocks_of
+from mmspeed.torch_internals import AdamWOfParts
 
 from .gradient_release import ReleasingOptimizer
 
@@ -93,7 +94,7 @@ def _by_dtype(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 def make_adamw(groups: Groups, cfg: TrainConfig) -> Optimizer:
     """AdamW (Loshchilov and Hutter, 2019)."""
     # foreach: one launch for many tensors on every kind of device, and for shards, where torch's default is a loop
-    return AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, foreach=True)
+    return AdamWOfParts(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, foreach=True)
 
 
 def make_adamw8bit(groups: Groups, cfg: TrainConfig) -> Optimizer:
