@@ -21,6 +21,7 @@ BLOCK = 64 * 1024
 BLOCKS = 16
 WHOLE = 2 * BLOCK * BLOCKS  # safetensors up to this size are hashed whole
 VOLATILE = ("_diffusers_version", "_name_or_path", "transformers_version")  # written anew by every save
+HEADER_LIMIT = 100 << 20  # bytes; that of safetensors itself
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -126,6 +127,20 @@ def weight_files(folder: Path, stem: str, key: str) -> list[Path]:
     if missing or not names:
         raise UserError(f"{key}: {index} names {missing[0] if missing else 'no files'}, which {folder} lacks")
     return [index, *(folder / name for name in names)]
+
+
+def header_of(path: Path, key: str) -> dict[str, Any]:
+    """The header of a safetensors file, {name: {"dtype", "shape", "data_offsets"}}. Raises UserError for another file."""
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= HEADER_LIMIT:
+                raise ValueError("its header is not one of safetensors")
+            header: dict[str, Any] = json.loads(file.read(length))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{key}: {path} cannot be read as safetensors: {error}") from None
+    header.pop("__metadata__", None)
+    return header
 
 
 def fingerprint(root: Path, files: Iterable[Path], settings: Mapping[str, object]) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mmspeed.protocols.plan import Structure
 
 from .attention import attention, attention_apart, with_heads_of
+from .operators.documents import document_attention
 
 
 class Attend(nn.Module):
@@ -31,6 +32,8 @@ def structured_attention(
     None: tokens are in order. Raises ValueError for shapes that do not fit.
     """
     plain = not structure.causal and structure.window is None and structure.documents_BN is None
+    if structure.bounds_Z is not None:
+        return _within_bounds(q_BAND, k_BKMD, v_BKMW, structure, structure.bounds_Z)
     if q_BAND.dim() == 5 and plain:
         return attention_apart(q_BAND, k_BKMD, v_BKMW, structure.key_mask_BN)
     if q_BAND.dim() == 5:
@@ -46,6 +49,20 @@ def structured_attention(
     dead_B1N1 = ~seen_B1NM.any(-1, keepdim=True)  # kernels differ in their output for rows that see nothing
     out_BANW = F.scaled_dot_product_attention(q_BAND, k_BAMD, v_BAMW, attn_mask=seen_B1NM | dead_B1N1)
     return out_BANW.masked_fill(dead_B1N1, 0.0)
+
+
+def _within_bounds(q_BAND: Tensor, k_BKMD: Tensor, v_BKMW: Tensor, structure: Structure, bounds_Z: Tensor) -> Tensor:
+    """Causal attention within documents that follow one another, over the tokens of all rows."""
+    if (
+        not structure.causal
+        or structure.key_mask_BN is not None
+        or structure.documents_BN is not None
+        or q_BAND.dim() != 4
+    ):
+        raise ValueError("attention within the bounds of documents is causal, of (B, A, N, D), and takes no other mask")
+    q_TAD, k_TKD, v_TKW = (x.transpose(1, 2).flatten(0, 1) for x in (q_BAND, k_BKMD, v_BKMW))
+    out_TAW: Tensor = document_attention(q_TAD, k_TKD, v_TKW, bounds_Z, structure.window)
+    return out_TAW.unflatten(0, (q_BAND.shape[0], q_BAND.shape[2])).transpose(1, 2)
 
 
 def _check(q_BAND: Tensor, k_BKMD: Tensor, structure: Structure) -> None:

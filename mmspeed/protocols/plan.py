@@ -277,6 +277,7 @@ class Structure:
         causal: each query sees the keys up to its own place.
         window: each query sees so many keys to either side.
         documents_BN: numbers of the documents of packed tokens, which see only their own document.
+        bounds_Z: the same for documents that follow one another: cumulative lengths, from 0 to B x N, over the tokens of all rows.
     """
 
     key_mask_BN: Tensor | None = None
@@ -285,6 +286,7 @@ class Structure:
     causal: bool = False
     window: int | None = None
     documents_BN: Tensor | None = None
+    bounds_Z: Tensor | None = None
 
 
 @runtime_checkable

@@ -5,23 +5,19 @@ A model's parameters are on the meta device, in float32; its buffers, such as ta
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mmspeed.errors import UserError
-from mmspeed.models.diffusers.repository import Repository, header_of
+from mmspeed.models.diffusers.repository import Repository
+from mmspeed.models.stored import FileWeights, shapes_of
 from mmspeed.models.weights import first_line, quiet
 from mmspeed.protocols import Part, declare_float32, declare_source
-
-NUMBERS = ("F64", "F32", "F16", "BF16")  # number types of weights that train
 
 
 def empty_model(kind: Any, config: Mapping[str, Any]) -> nn.Module:
@@ -68,57 +64,31 @@ def weights_of(repository: Repository, model: nn.Module) -> RepositoryWeights:
         return source  # in the names of diffusers, and `check` says what it lacks
 
 
-class RepositoryWeights:
+class RepositoryWeights(FileWeights):
     """The weights of a model in a repository's safetensors, as a `WeightSource`."""
 
     def __init__(self, repository: Repository, model: nn.Module) -> None:
-        self._repository, self._kind = repository, type(model).__name__
-        self._wanted = shapes_of(model)
+        super().__init__(model, repository.key)
+        self._repository = repository
         self._ignored: list[str] = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
 
-    def check(self) -> None:
-        """Raises UserError where the files lack a tensor of the model, hold another one, or one of another shape."""
+    @property
+    def place(self) -> str:
         repository = self._repository
-        place = repository.file or repository.folder / repository.transformer
-        check_tensors(self._wanted, self.shapes, f"{repository.key}: {place}", self._ignored)
+        return str(repository.file or repository.folder / repository.transformer)
+
+    @property
+    def ignored(self) -> Sequence[str]:
+        return self._ignored
 
     @cached_property
     def fingerprint(self) -> str:
         """The repository's own."""
         return self._repository.fingerprint
 
-    @cached_property
-    def _places(self) -> dict[str, tuple[Path, dict[str, Any]]]:
-        """(file, entry of its header) of each tensor. Raises UserError for numbers that are no weights."""
-        key = self._repository.key
-        files = [path for path in self._repository.weight_files() if path.suffix == ".safetensors"]
-        places = {name: (path, entry) for path in files for name, entry in header_of(path, key).items()}
-        for name, (path, entry) in places.items():
-            if entry["dtype"] not in NUMBERS:
-                raise UserError(
-                    f"{key}: `{name}` in {path} is {entry['dtype']}: only float32, bfloat16 and float16 are trained"
-                )
-        return places
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each tensor."""
-        return {name: tuple(entry["shape"]) for name, (_, entry) in self._places.items()}
-
-    def read(self, parts: Mapping[str, Part]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the wanted part of each named tensor, file by file. Raises UserError as `check`, and for a file that cannot be read."""
-        self.check()
-        by_file: dict[Path, list[str]] = {}
-        for name in parts:
-            by_file.setdefault(self._places[name][0], []).append(name)
-        for path, names in by_file.items():
-            with ExitStack() as stack:
-                try:
-                    file: Any = stack.enter_context(safe_open(path, framework="pt"))
-                    for name in names:
-                        yield name, _part(file, name, parts[name])
-                except (SafetensorError, OSError) as error:
-                    raise UserError(f"{self._repository.key}: {path} cannot be read: {error}") from None
+    def safetensors(self) -> list[Path]:
+        """The transformer's files, or the single one that the config names."""
+        return [path for path in self._repository.weight_files() if path.suffix == ".safetensors"]
 
 
 class OriginalWeights(RepositoryWeights):
@@ -157,42 +127,3 @@ class OriginalWeights(RepositoryWeights):
         except (KeyError, RuntimeError, ValueError, IndexError) as error:
             raise UserError(f"{key}: {path} is no file of a {self._kind}: {first_line(error)}") from error
         return converted
-
-
-def _part(file: Any, name: str, part: Part) -> Tensor:
-    """A part of a tensor in an open file."""
-    if not part:
-        scalar: Tensor = file.get_tensor(name)
-        return scalar
-    block: Tensor = file.get_slice(name)[part]
-    return block
-
-
-def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter and saved buffer of a model, by name."""
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
-def check_tensors(
-    wanted: Mapping[str, tuple[int, ...]],
-    shapes: Mapping[str, tuple[int, ...]],
-    where: str,
-    ignored: Sequence[str] = (),
-) -> None:
-    """Raises UserError where files lack a wanted tensor, hold another one, or one of another shape: the first, and how many.
-
-    `ignored`: patterns of names that files may hold beside.
-    """
-    missing = [name for name in wanted if name not in shapes]
-    surplus = [n for n in shapes if n not in wanted and not any(re.search(pattern, n) for pattern in ignored)]
-    other = [name for name in wanted if name in shapes and shapes[name] != wanted[name]]
-    for names, words in (
-        (missing, "lacks {}"),
-        (surplus, "holds {}, which the model does not have"),
-        (other, "holds {} in another shape"),
-    ):
-        if names:
-            first = f"`{names[0]}`" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-            shape = f": {shapes[names[0]]} there, {wanted[names[0]]} by its config.json" if names is other else ""
-            total = f" ({len(missing)} missing, {len(surplus)} surplus, {len(other)} of another shape)"
-            raise UserError(f"{where} {words.format(first)}{shape}{total}")

@@ -6,7 +6,6 @@ Every error is one line that names the config key at fault.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,7 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from mmspeed.errors import UserError
-from mmspeed.models.weights import fingerprint, folders_in, read_json, resolve, weight_files, weight_patterns
+from mmspeed.models.weights import (
+    fingerprint,
+    folders_in,
+    header_of,
+    read_json,
+    resolve,
+    weight_files,
+    weight_patterns,
+)
 
 INDEX = "model_index.json"
 STEM = "diffusion_pytorch_model"
@@ -22,7 +29,6 @@ STEM = "diffusion_pytorch_model"
 CONFIGS = ("config.json", "scheduler_config.json", "preprocessor_config.json", "tokenizer_config.json")
 SMALL_FILES = tuple(f"*/{name}" for name in (*CONFIGS, "*.safetensors.index.json"))
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-HEADER_LIMIT = 100 << 20  # bytes; that of safetensors itself
 SCALES = ("scale_weight", "weight_scale", "scale_input", "input_scale", "scaled_fp8", "weight_scale_inv")
 FP8 = ("F8_E4M3", "F8_E5M2", "F8_E8M0")
 
@@ -188,20 +194,6 @@ def _without_weights(folder: Path) -> str:
     if pickles:
         return f"{lacks}, only pickles such as {pickles[0]}, which mmspeed does not read: save it again as safetensors"
     return lacks
-
-
-def header_of(path: Path, key: str) -> dict[str, Any]:
-    """The header of a safetensors file, {name: {"dtype", "shape", "data_offsets"}}. Raises UserError for another file."""
-    try:
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= HEADER_LIMIT:
-                raise ValueError("its header is not one of safetensors")
-            header: dict[str, Any] = json.loads(file.read(length))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{key}: {path} cannot be read as safetensors: {error}") from None
-    header.pop("__metadata__", None)
-    return header
 
 
 def refuse_quantised(path: Path, key: str) -> None:

@@ -5,17 +5,14 @@ Weights go from a checkpoint of any layout to the files one tensor at a time: no
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from mmspeed.config.schema import PublishedModelConfig
@@ -24,18 +21,18 @@ from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine
 from mmspeed.loop.checkpoint.load import of_role, open_checkpoint
 from mmspeed.loop.checkpoint.merging import whole_tensor
-from mmspeed.loop.checkpoint.seals import chunk_digest
 from mmspeed.loop.checkpoint.storage import EMA_UPDATES, FROZEN, ROLES
 from mmspeed.models.build import bare, repository_of
-from mmspeed.models.diffusers.loading import RepositoryWeights, check_tensors, shapes_of, weights_of
+from mmspeed.models.diffusers.loading import RepositoryWeights, weights_of
 from mmspeed.models.diffusers.repository import INDEX, STEM, Repository
+from mmspeed.models.stored import check_tensors, shapes_of
 from mmspeed.models.weights import resolve
+from mmspeed.models.writing import TensorEntry, write_tensors
 from mmspeed.pipelines.inference.text_to_video import find_checkpoint
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.protocols import stays_float32
 
 Others = Literal["link", "copy", "none"]
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 OTHER_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")  # of components; no pickles
 
 
@@ -53,17 +50,10 @@ class ExportedRepository:
 
 
 @dataclass(frozen=True)
-class _TensorEntry:
-    """A tensor to write: its name in the class, and its source: a name in the checkpoint, or None for the base's."""
+class _StoredEntry(TensorEntry):
+    """A tensor to write, and its source: a name in the checkpoint, or None for the base's."""
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    stored: str | None
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+    stored: str | None = None
 
 
 def export_run(
@@ -140,35 +130,23 @@ def _write_component(
     model = bare(repository)
     source = weights_of(repository, model)
     entries = _entries(place, role, source, model, weights, dtype)
-    shards = _sharded(entries, shard_bytes)
     index = open_checkpoint(place)[1]["tensors"]
 
-    def value_of(entry: _TensorEntry) -> Tensor:
+    def value_of(entry: _StoredEntry) -> Tensor:
         if entry.stored is not None:
             tensor = whole_tensor(place, index, entry.stored)
         else:
             ((_, tensor),) = source.read({entry.name: tuple(slice(0, size) for size in entry.shape)})
         return tensor.to(entry.dtype).contiguous()
 
-    placed: dict[str, str] = {}
     with ProgressLine(f"export {repository.transformer}", len(entries), "tensor") as line:
-        for number, shard in enumerate(shards, 1):
-            one = f"{STEM}.safetensors"
-            name = one if len(shards) == 1 else f"{STEM}-{number:05d}-of-{len(shards):05d}.safetensors"
-            digests: dict[str, str] = {}
-            _write_file(target / name, shard, _noted(shard, value_of, digests, line))
-            _compare(target / name, digests)
-            placed |= {entry.name: name for entry in shard}
-    total = sum(entry.nbytes for entry in entries)
-    if len(shards) > 1:
-        contents = {"metadata": {"total_size": total}, "weight_map": placed}
-        (target / f"{STEM}.safetensors.index.json").write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+        total = write_tensors(target, STEM, entries, value_of, shard_bytes, line.advance)
     return len(entries), total
 
 
 def _entries(
     place: Path, role: str | None, source: RepositoryWeights, model: nn.Module, weights: str, dtype: torch.dtype
-) -> list[_TensorEntry]:
+) -> list[_StoredEntry]:
     """The tensors of a model in its order. Raises UserError where neither checkpoint nor base has one, or in another shape."""
     meta, index = open_checkpoint(place)
     facts = meta if role is None else meta[ROLES][role]
@@ -185,64 +163,9 @@ def _entries(
         elif name in base:
             shapes[name] = base[name]
         kind = torch.float32 if stays_float32(model, name) else dtype
-        entries.append(_TensorEntry(name, tuple(tensor.shape), kind, key))
+        entries.append(_StoredEntry(name, tuple(tensor.shape), kind, key))
     check_tensors(shapes_of(model), shapes, f"checkpoint {place}")
     return entries
-
-
-def _sharded(entries: Sequence[_TensorEntry], shard_bytes: int) -> list[list[_TensorEntry]]:
-    """The tensors in files of at most so many bytes, in their order; a larger tensor has a file of its own."""
-    shards: list[list[_TensorEntry]] = [[]]
-    size = 0
-    for entry in entries:
-        if shards[-1] and size + entry.nbytes > shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(entry)
-        size += entry.nbytes
-    return shards
-
-
-def _noted(
-    shard: Sequence[_TensorEntry], value_of: Any, digests: dict[str, str], line: ProgressLine
-) -> Iterator[Tensor]:
-    """The values of a file's tensors, whose hashes are noted."""
-    for entry in shard:
-        value = value_of(entry)
-        digests[entry.name] = chunk_digest(value)
-        yield value
-        line.advance()
-
-
-def _write_file(path: Path, entries: Sequence[_TensorEntry], values: Iterator[Tensor]) -> None:
-    """Write a safetensors file, one tensor after another."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for entry in entries:
-        begin, end = end, end + entry.nbytes
-        header[entry.name] = {"dtype": DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for value in values:
-            file.write(value.reshape(-1).view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _compare(path: Path, digests: Mapping[str, str]) -> None:
-    """Raises UserError where a file does not give back the tensors that were written."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            sound = set(file.keys()) == set(digests)
-            other = [
-                name for name, digest in digests.items() if not sound or chunk_digest(file.get_tensor(name)) != digest
-            ]
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} was written and cannot be read: {error}") from None
-    if other:
-        raise UserError(f"{path}: `{other[0]}` is not what was written: look at the disk, and export again")
 
 
 def _write_others(repository: Repository, work: Path, trained: Sequence[str], how: Others) -> tuple[str, ...]:

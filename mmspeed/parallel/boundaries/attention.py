@@ -130,6 +130,8 @@ def _attend(
         _check_plain(structure, q_BAND, k_BAMD, v_BAMD, site.where)
     if not site.crosses(record):
         return _local(local, q_BAND, k_BAMD, v_BAMD, structure)
+    if structure.bounds_Z is not None:
+        raise UserError(f"{site.where}: attention within the bounds of documents is not computed across processes yet")
     axes, q_sizes, k_sizes = site.sizes(record)
     mask = structure.key_mask_BN
     if sparse is not None:

@@ -143,11 +143,11 @@ def integers(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (missing, r"lacks `proj_out\.weight` and 1 more \(2 missing, 0 surplus, 0 of another shape\)"),
+        (missing, r"lacks `proj_out\.weight`, `proj_out\.bias` \(2 missing, 0 surplus, 0 of another shape\)"),
         (surplus, r"holds `other\.weight`, which the model does not have \(0 missing, 1 surplus"),
         (
             misshaped,
-            r"holds `blocks\.0\.ffn\.net\.0\.proj\.weight` and 5 more in another shape: \(32, 24\) there, \(64, 24\) by its config",
+            r"holds `blocks\.0\.ffn\.net\.0\.proj\.weight`, .* and 1 more in another shape: \(32, 24\) there, \(64, 24\) by its config",
         ),
         (integers, r"`proj_out\.bias` in .* is I8"),
     ],
@@ -227,7 +227,7 @@ def test_a_single_file_in_its_authors_names_or_diffusers_own(
         ("wan.ckpt", "is a pickle"),
         ("nothing.safetensors", "there is no file"),
         ("scaled.safetensors", r"is an fp8 file \(`scaled_fp8` holds scales\)"),
-        ("other.safetensors", r"lacks `scale_shift_table` and \d+ more"),
+        ("other.safetensors", r"lacks `scale_shift_table`, .* and \d+ more"),
     ],
 )
 def test_files_that_hold_no_weights_of_the_model(wan: Path, tmp_path: Path, name: str, message: str) -> None:

@@ -1,0 +1,1 @@
+"""Operators of language models, each with an eager twin: `mmspeed.compute.registry` lists them."""

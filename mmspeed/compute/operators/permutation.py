@@ -1,0 +1,96 @@
+"""Rows of tokens in the order of the experts that they go to, and back.
+
+Legend: T tokens, K experts of a token, R = T x K rows, G experts, E width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import Implementation, Operator
+
+
+@dataclass(frozen=True)
+class ExpertOrder:
+    """The order of rows by expert. Row r of the order is choice `order_R[r] % K` of token `order_R[r] // K`.
+
+    place_R: the row of each choice. ends_G: the end of each expert's rows.
+    """
+
+    order_R: Tensor
+    place_R: Tensor
+    ends_G: Tensor
+    choices: int
+
+    @property
+    def tokens(self) -> Tensor:
+        """The token of each row."""
+        return self.order_R // self.choices
+
+
+def order_by_expert(expert_TK: Tensor, experts: int) -> ExpertOrder:
+    """Sort choices by their expert, tokens of one expert in their order; nothing is read on the host."""
+    flat_R = expert_TK.flatten()
+    order_R = flat_R.argsort(stable=True)
+    place_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(flat_R), device=flat_R.device))
+    counts_G = torch.zeros(experts, dtype=torch.int64, device=flat_R.device)
+    counts_G = counts_G.scatter_add_(0, flat_R.long(), torch.ones_like(flat_R, dtype=torch.int64))
+    return ExpertOrder(order_R, place_R, counts_G.cumsum(0).to(torch.int32), expert_TK.shape[1])
+
+
+class _Permute(torch.autograd.Function):
+    """Rows of tokens; backward sums each token's choices in their order, without atomic additions."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TE: Tensor, token_R: Tensor, place_R: Tensor, choices: int) -> Tensor:
+        ctx.save_for_backward(place_R)
+        ctx.choices = choices
+        return x_TE.index_select(0, token_R)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (place_R,) = ctx.saved_tensors
+        return grads[0].index_select(0, place_R).unflatten(0, (-1, ctx.choices)).sum(1), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """The sum of each token's rows; backward gives each of them the token's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RE: Tensor, token_R: Tensor, place_R: Tensor, choices: int) -> Tensor:
+        ctx.save_for_backward(token_R)
+        return rows_RE.index_select(0, place_R).unflatten(0, (-1, choices)).sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (token_R,) = ctx.saved_tensors
+        return grads[0].index_select(0, token_R), None, None, None
+
+
+def gathered_permute(x_TE: Tensor, order: ExpertOrder) -> Tensor:
+    """The row of each choice's token in the order of experts, `rows_RE`."""
+    return _Permute.apply(x_TE, order.tokens, order.place_R, order.choices)  # type: ignore[no-any-return]
+
+
+def eager_permute(x_TE: Tensor, order: ExpertOrder) -> Tensor:
+    """The same by indexing, whose backward adds rows to tokens one by one."""
+    return x_TE[order.tokens]
+
+
+def gathered_combine(rows_RE: Tensor, order: ExpertOrder) -> Tensor:
+    """The sum over the choices of each token, `out_TE`, in the order of choices."""
+    return _Combine.apply(rows_RE, order.tokens, order.place_R, order.choices)  # type: ignore[no-any-return]
+
+
+def eager_combine(rows_RE: Tensor, order: ExpertOrder) -> Tensor:
+    """The same by adding rows to tokens one by one."""
+    tokens = len(rows_RE) // order.choices
+    return rows_RE.new_zeros(tokens, rows_RE.shape[1]).index_add(0, order.tokens, rows_RE)
+
+
+permute = Operator("permute", (Implementation("gather", gathered_permute), Implementation("eager", eager_permute)))
+combine = Operator("combine", (Implementation("gather", gathered_combine), Implementation("eager", eager_combine)))

@@ -1,0 +1,40 @@
+"""The operators of language models, by name: their implementations, and the rule that says which one serves a call.
+
+    operator               implementations, the eager twin last
+    document_attention     varlen (CUDA, half types), each (a fused call for each document), eager
+    rms_norm               torch, eager
+    swiglu                 lean (backward keeps its inputs alone), eager
+    rotary                 lean (backward keeps no activation), eager
+    linear_cross_entropy   chunked (no logits in full), eager
+    grouped_product        grouped_mm (of torch), loop
+    permute, combine       gather (backward without atomic additions), eager
+
+`counting` counts the calls of each implementation.
+"""
+
+from __future__ import annotations
+
+from .operators.base import Implementation, Operator, counting
+from .operators.cross_entropy import linear_cross_entropy
+from .operators.documents import document_attention
+from .operators.grouped import grouped_product
+from .operators.norms import rms_norm
+from .operators.permutation import combine, permute
+from .operators.swiglu import swiglu
+from .operators.turns import rotary
+
+__all__ = ["OPERATORS", "Implementation", "Operator", "counting"]
+
+OPERATORS: dict[str, Operator] = {
+    operator.name: operator
+    for operator in (
+        document_attention,
+        rms_norm,
+        swiglu,
+        rotary,
+        linear_cross_entropy,
+        grouped_product,
+        permute,
+        combine,
+    )
+}

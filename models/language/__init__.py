@@ -1,0 +1,1 @@
+"""Language models: one decoder for the families of transformers that it reads and writes."""

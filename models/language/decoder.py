@@ -1,0 +1,200 @@
+"""A decoder: tokens to logits, or to the loss of each token. Its plan is `mmspeed.models.language.plan`.
+
+Legend: B rows (packs), N tokens of a row, T = B x N, E width, V vocabulary, Z one more than documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mmspeed.compute.operators.cross_entropy import IGNORED, linear_cross_entropy
+from mmspeed.compute.operators.documents import numbers_of, positions_of
+from mmspeed.initialize import init_weights
+from mmspeed.models.language.attention import GroupedAttention, LatentAttention, ScaleNorm
+from mmspeed.models.language.config import DecoderSettings
+from mmspeed.models.language.experts import ExpertMlp, GatedMlp
+from mmspeed.models.language.initial import initial_values
+from mmspeed.models.language.plan import decoder_plan
+from mmspeed.protocols import ModelPlan, declare_float32, declare_plan
+
+
+class DecoderOutput(NamedTuple):
+    """The results of a forward pass.
+
+    logits_BNV: without targets. loss_BN, lse_BN: with targets, the cross-entropy of each token and the log-sum-exp of its logits, whose
+    square is the z-loss; 0 where the target is IGNORED. balance_B: sum over blocks of the experts' auxiliary loss, where there is one.
+    further: (loss_BN, lse_BN), or logits, of the modules that predict further tokens.
+    """
+
+    logits_BNV: Tensor | None = None
+    loss_BN: Tensor | None = None
+    lse_BN: Tensor | None = None
+    balance_B: Tensor | None = None
+    further: tuple[tuple[Tensor, ...], ...] = ()
+
+
+class DecoderBlock(nn.Module):
+    """Attention and an MLP, or experts, each behind a norm; sandwiched: with a norm behind it too."""
+
+    def __init__(self, settings: DecoderSettings, place: int) -> None:
+        super().__init__()
+        width, eps, window = settings.width, settings.norm_eps, settings.window(place)
+        self.sandwich = settings.sandwich
+        self.input_layernorm = ScaleNorm(width, eps)
+        self.self_attn: nn.Module = (
+            GroupedAttention(settings, window)
+            if settings.latent is None
+            else LatentAttention(settings, settings.latent, window)
+        )
+        self.post_attention_layernorm = ScaleNorm(width, eps)
+        if self.sandwich:
+            self.pre_mlp_layernorm, self.post_mlp_layernorm = ScaleNorm(width, eps), ScaleNorm(width, eps)
+        self.mlp: nn.Module
+        if settings.experts is not None and settings.has_experts(place):
+            self.mlp = ExpertMlp(settings, settings.experts)
+        else:
+            self.mlp = GatedMlp(width, settings.hidden, settings.mlp_bias)
+
+    def forward(self, x_BNE: Tensor, pos_BN: Tensor, bounds_Z: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(tokens, the experts' auxiliary loss of each row (B,))."""
+        attended_BNE = self.self_attn(self.input_layernorm(x_BNE), pos_BN, bounds_Z)
+        if self.sandwich:
+            x_BNE = x_BNE + self.post_attention_layernorm(attended_BNE)
+            inner_BNE = self.mlp(self.pre_mlp_layernorm(x_BNE))
+        else:
+            x_BNE = x_BNE + attended_BNE
+            inner_BNE = self.mlp(self.post_attention_layernorm(x_BNE))
+        inner_BNE, balance_B = inner_BNE if isinstance(inner_BNE, tuple) else (inner_BNE, None)
+        if self.sandwich:
+            inner_BNE = self.post_mlp_layernorm(inner_BNE)
+        return x_BNE + inner_BNE, balance_B
+
+
+class FurtherModule(nn.Module):
+    """Predicts one more token (multi-token prediction, DeepSeek-V3): from the tokens of the module before and a later embedding."""
+
+    def __init__(self, settings: DecoderSettings, place: int) -> None:
+        super().__init__()
+        width, eps = settings.width, settings.norm_eps
+        self.enorm, self.hnorm = ScaleNorm(width, eps), ScaleNorm(width, eps)
+        self.eh_proj = nn.Linear(2 * width, width, bias=False)
+        self.mtp_block = DecoderBlock(settings, place)
+        self.post_norm = ScaleNorm(width, eps)
+
+    def forward(
+        self, x_BNE: Tensor, later_BNE: Tensor, pos_BN: Tensor, bounds_Z: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(tokens behind the norm, the experts' auxiliary loss of each row); `later_BNE`: embeddings of later tokens."""
+        x_BNE = self.eh_proj(torch.cat((self.enorm(later_BNE), self.hnorm(x_BNE)), dim=-1))
+        x_BNE, balance_B = self.mtp_block(x_BNE, pos_BN, bounds_Z)
+        return self.post_norm(x_BNE), balance_B
+
+
+class Decoder(nn.Module):
+    """A language model; it starts with the weights of seed 0, except on the meta device (`mmspeed.initialize`)."""
+
+    plan: ModelPlan
+
+    def __init__(self, settings: DecoderSettings) -> None:
+        super().__init__()
+        self.settings = settings
+        self.embed_tokens = nn.Embedding(settings.vocabulary, settings.width)
+        self.layers = nn.ModuleList(DecoderBlock(settings, place) for place in range(settings.depth))
+        self.norm = ScaleNorm(settings.width, settings.norm_eps)
+        self.lm_head = None if settings.tied else nn.Linear(settings.width, settings.vocabulary, bias=False)
+        self.mtp = nn.ModuleList(FurtherModule(settings, settings.depth + place) for place in range(settings.further))
+        declare_plan(self, decoder_plan(settings))
+        declare_float32(self, ("gate",))  # the router
+        if not self.norm.weight.is_meta:
+            init_weights(self, 0)
+
+    def forward(self, ids_BN: Tensor, bounds_Z: Tensor | None = None, target_BN: Tensor | None = None) -> DecoderOutput:
+        """The logits of the token behind each token, or their losses against `target_BN`.
+
+        Args:
+            bounds_Z: cumulative lengths of the documents over the tokens of all rows, from 0 to B x N: attention and positions never
+                cross a document, nor the end of a row. None: each row is one document.
+            target_BN: ids, or IGNORED; `next_tokens` makes them. With targets no logits are ever in memory in full.
+        """
+        if bounds_Z is not None and len(ids_BN) > 1:
+            bounds_Z = torch.cat((bounds_Z, _row_bounds(ids_BN).to(bounds_Z.dtype))).sort().values
+        pos_BN = _positions(ids_BN, bounds_Z)
+        x_BNE = self.embed_tokens(ids_BN)
+        balances = []
+        for block in self.layers:
+            x_BNE, balance_B = block(x_BNE, pos_BN, bounds_Z)
+            balances.append(balance_B)
+        x_BNE = self.norm(x_BNE)
+        output = self._predict(x_BNE, target_BN)
+        further = []
+        for step, module in enumerate(self.mtp, 1):
+            later_BN = later_tokens(ids_BN, bounds_Z, step)
+            x_BNE, balance_B = module(x_BNE, self.embed_tokens(later_BN), pos_BN + step, bounds_Z)
+            balances.append(balance_B)
+            target = None if target_BN is None else later_targets(target_BN, bounds_Z, step)
+            further.append(self._predict(x_BNE, target))
+        summed = [balance_B for balance_B in balances if balance_B is not None]
+        balance = torch.stack(summed).sum(0) if summed else None
+        if target_BN is None:
+            return DecoderOutput(logits_BNV=output[0], balance_B=balance, further=tuple(further))
+        return DecoderOutput(None, output[0], output[1], balance, tuple(further))
+
+    def _predict(self, x_BNE: Tensor, target_BN: Tensor | None) -> tuple[Tensor, ...]:
+        """(logits,), or (losses, log-sum-exps) of targets."""
+        weight_VE = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        if target_BN is None:
+            return (nn.functional.linear(x_BNE, weight_VE),)
+        loss_T, lse_T = linear_cross_entropy(x_BNE.flatten(0, 1), weight_VE, target_BN.flatten())
+        return loss_T.view_as(target_BN), lse_T.view_as(target_BN)
+
+    def initial_weights(self, seed: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield every parameter with the whole float32 value on the CPU that it starts from, by its name (law 1); reset routers."""
+        return initial_values(self, self.settings, seed)
+
+
+def _positions(ids_BN: Tensor, bounds_Z: Tensor | None) -> Tensor:
+    """The place of each token in its document."""
+    if bounds_Z is None:
+        return torch.arange(ids_BN.shape[1], device=ids_BN.device).expand_as(ids_BN)
+    return positions_of(bounds_Z, ids_BN.numel()).view_as(ids_BN)
+
+
+def _row_bounds(x_BN: Tensor) -> Tensor:
+    """The bounds of documents that are one row each."""
+    return torch.arange(len(x_BN) + 1, device=x_BN.device) * x_BN.shape[1]
+
+
+def _shifted(x_BN: Tensor, bounds_Z: Tensor | None, step: int) -> tuple[Tensor, Tensor]:
+    """(the values `step` tokens later, True where that token is of the same document)."""
+    bounds_Z = _row_bounds(x_BN) if bounds_Z is None else bounds_Z
+    flat_T = x_BN.flatten()
+    place_T = torch.arange(len(flat_T), device=x_BN.device)
+    last_T = bounds_Z[numbers_of(bounds_Z, len(flat_T)) + 1].long() - 1
+    later_T = torch.minimum(place_T + step, last_T)
+    return flat_T[later_T].view_as(x_BN), (place_T + step <= last_T).view_as(x_BN)
+
+
+def later_tokens(ids_BN: Tensor, bounds_Z: Tensor | None, step: int) -> Tensor:
+    """The id `step` tokens behind each token; near the end of a document its last one."""
+    return _shifted(ids_BN, bounds_Z, step)[0]
+
+
+def next_tokens(ids_BN: Tensor, bounds_Z: Tensor | None = None, counts_BN: Tensor | None = None) -> Tensor:
+    """Targets: the id behind each token, IGNORED for a document's last token, which never predicts the next document's first.
+
+    counts_BN: True at tokens that are to be predicted, such as an assistant's; None: all are.
+    """
+    target_BN, inside_BN = _shifted(ids_BN, bounds_Z, 1)
+    if counts_BN is not None:
+        inside_BN = inside_BN & _shifted(counts_BN, bounds_Z, 1)[0]
+    return torch.where(inside_BN, target_BN, IGNORED)
+
+
+def later_targets(target_BN: Tensor, bounds_Z: Tensor | None, step: int) -> Tensor:
+    """Targets of a module `step` tokens further on; IGNORED where these are of another document."""
+    later_BN, inside_BN = _shifted(target_BN, bounds_Z, step)
+    return torch.where(inside_BN, later_BN, IGNORED)

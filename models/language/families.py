@@ -1,0 +1,165 @@
+"""Families of transformers that the decoder computes: from config.json to settings and back, and the hub's names of tensors.
+
+All four share the names of their parts. On disk each expert is a tensor of its own, and modules for further tokens are blocks behind the
+last one; in memory experts are stacked, and gate and up of an expert lie one behind the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mmspeed.errors import UserError, nearest
+from mmspeed.models.assemblies import Assembly, Joined, Stacked
+from mmspeed.models.language.config import DecoderSettings, ExpertSettings, LatentSettings, rotary_settings
+
+Tree = Mapping[str, Any]
+FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}
+# tensors that files may hold beside the model's: tables of old releases, and the tied head
+IGNORED_NAMES = (r"rotary_emb\.inv_freq$",)
+SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # of a module for further tokens: copies of the model's own
+
+
+def settings_of(tree: Tree, key: str, further: int = 0) -> DecoderSettings:
+    """The settings of a config.json. further: modules for further tokens. Raises UserError for what the decoder does not compute."""
+    kind = tree.get("model_type")
+    if kind not in FAMILIES:
+        raise UserError(
+            f"{key}: models of type {kind!r} are not read{nearest(str(kind), list(FAMILIES))}: {', '.join(FAMILIES)}"
+        )
+    if tree.get("hidden_act", "silu") != "silu":
+        raise UserError(f"{key}: hidden_act {tree['hidden_act']!r} is not computed, silu is")
+    if tree.get("attention_dropout"):
+        raise UserError(
+            f"{key}: attention_dropout {tree['attention_dropout']} is not computed: set it to 0 in config.json"
+        )
+    try:
+        width, heads = int(tree["hidden_size"]), int(tree["num_attention_heads"])
+        bias = bool(tree.get("attention_bias", False))
+        return DecoderSettings(
+            vocabulary=int(tree["vocab_size"]),
+            width=width,
+            depth=int(tree["num_hidden_layers"]),
+            heads=heads,
+            hidden=int(tree["intermediate_size"]),
+            key_heads=int(tree.get("num_key_value_heads") or heads),
+            head_width=int(tree.get("head_dim") or width // heads),
+            latent=_latent(tree) if kind == "deepseek_v3" else None,
+            query_norm=kind in ("qwen3", "qwen3_moe"),
+            qkv_bias=bias,
+            out_bias=bias,
+            mlp_bias=kind == "llama" and bool(tree.get("mlp_bias", False)),
+            norm_eps=float(tree.get("rms_norm_eps", 1e-6)),
+            rotary=rotary_settings(
+                _rope(tree),
+                kind == "deepseek_v3" and bool(tree.get("rope_interleave", True)),
+                tree.get("max_position_embeddings"),
+            ),
+            windows=_windows(tree),
+            tied=bool(tree.get("tie_word_embeddings", False)),
+            experts=_experts(tree, kind),
+            further=further,
+            first_std=float(tree.get("initializer_range", 0.02)),
+        )
+    except KeyError as error:
+        raise UserError(f"{key}: config.json lacks {error.args[0]!r}") from None
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from None
+
+
+def _rope(tree: Tree) -> dict[str, Any]:
+    """The rotary parameters, in the words of transformers 5 or of before."""
+    parameters = dict(tree.get("rope_parameters") or tree.get("rope_scaling") or {})
+    parameters.setdefault("rope_theta", tree.get("rope_theta", 10_000.0))
+    if parameters.get("rope_type", parameters.get("type")) in ("llama3", "yarn"):
+        parameters.setdefault("original_max_position_embeddings", tree.get("max_position_embeddings"))
+    return parameters
+
+
+def _windows(tree: Tree) -> tuple[int | None, ...]:
+    """The windows of blocks: a window of w tokens, the query's own among them, is w - 1 earlier keys."""
+    window, depth = tree.get("sliding_window"), int(tree["num_hidden_layers"])
+    if window is None or not tree.get("use_sliding_window", False):
+        return ()
+    kinds = tree.get("layer_types")
+    if kinds is None:
+        first = int(tree.get("max_window_layers", 0)) if "max_window_layers" in tree else 0
+        kinds = ["sliding_attention" if place >= first else "full_attention" for place in range(depth)]
+    unknown = set(kinds) - {"sliding_attention", "full_attention"}
+    if unknown:
+        raise UserError(f"layers of type {sorted(unknown)[0]!r} are not computed")
+    return tuple(int(window) - 1 if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _latent(tree: Tree) -> LatentSettings:
+    rank = tree.get("q_lora_rank")
+    return LatentSettings(
+        query_rank=None if rank is None else int(rank),
+        key_rank=int(tree["kv_lora_rank"]),
+        plain=int(tree["qk_nope_head_dim"]),
+        rotary=int(tree["qk_rope_head_dim"]),
+        value=int(tree["v_head_dim"]),
+    )
+
+
+def _experts(tree: Tree, kind: str) -> ExpertSettings | None:
+    depth = int(tree["num_hidden_layers"])
+    if kind == "qwen3_moe":
+        step, plain = int(tree.get("decoder_sparse_step", 1)), tree.get("mlp_only_layers") or ()
+        dense = tuple(place for place in range(depth) if place in plain or (place + 1) % step)
+        return ExpertSettings(
+            count=int(tree["num_experts"] if "num_experts" in tree else tree["num_local_experts"]),
+            chosen=int(tree["num_experts_per_tok"]),
+            width=int(tree["moe_intermediate_size"]),
+            normalised=bool(tree.get("norm_topk_prob", False)),
+            dense=dense,
+        )
+    if kind != "deepseek_v3":
+        return None
+    computed: dict[str, Any] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+    for name, value in computed.items():
+        if tree.get(name, value) != value:
+            raise UserError(f"{name} {tree[name]!r} is not computed, {value!r} is")
+    return ExpertSettings(
+        count=int(tree["n_routed_experts"]),
+        chosen=int(tree["num_experts_per_tok"]),
+        width=int(tree["moe_intermediate_size"]),
+        shared=int(tree.get("n_shared_experts") or 0),
+        scores="sigmoid",
+        normalised=bool(tree.get("norm_topk_prob", True)),
+        scaling=float(tree.get("routed_scaling_factor", 1.0)),
+        groups=int(tree.get("n_group") or 1),
+        chosen_groups=int(tree.get("topk_group") or 1),
+        bias=True,
+        dense=tuple(range(min(depth, int(tree.get("first_k_dense_replace", 0))))),
+    )
+
+
+def hub_names(settings: DecoderSettings, names: list[str]) -> dict[str, Assembly]:
+    """The tensors of files that each parameter or buffer of a decoder is put together from, by its name here."""
+    return {name: _hub_name(settings, name) for name in names}
+
+
+def _hub_name(settings: DecoderSettings, name: str) -> Assembly:
+    if name.startswith("lm_head."):
+        return name
+    head, _, rest = name.partition(".")
+    if head == "mtp":
+        module, _, part = rest.partition(".")
+        part = part.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
+        name = f"layers.{settings.depth + int(module)}.{part}"
+    stem, _, last = name.rpartition(".")
+    if not stem.endswith(".experts"):
+        return f"model.{name}"
+    assert settings.experts is not None
+    parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+    experts = []
+    for number in range(settings.experts.count):
+        pieces = tuple(f"model.{stem}.{number}.{part}.weight" for part in parts)
+        experts.append(pieces[0] if len(pieces) == 1 else Joined(pieces))
+    return Stacked(tuple(experts))
