@@ -58,7 +58,7 @@ def call_of(section: AnySection) -> ModelCall | None:
     if isinstance(section, ModelConfig):
         return None
     repository = repository_of(section)
-    return family_of(repository.class_name, KEY).call_of(repository.index)
+    return family_of(repository.class_name, KEY).call_of(repository.index, repository.config)
 
 
 def outline(section: AnySection, channels: int, text_width: int) -> nn.Module:
@@ -77,17 +77,16 @@ def with_weights(section: AnySection, channels: int, text_width: int, device: st
 
 
 def stored_conditions(config: Config) -> tuple[str, ...]:
-    """Names of the latents of given frames that the config's model needs beside a clip's own, such as `grey_first`.
+    """Names of the latents of given frames that the config's model needs beside a clip's own (`AnchorRule.stored`).
 
-    That one is of the clip's first frame and grey ones behind it. Raises UserError for a model that cannot be reached.
+    Raises UserError for a model that cannot be reached.
     """
     if isinstance(config.model, ModelConfig) or not config.conditioning.gives_frames:
         return ()
     call, repository = call_of(config.model), repository_of(config.model)
     if not isinstance(call, TakesConditions):
         return ()
-    how = call.anchors(repository.config(repository.transformer)).how
-    return () if how == "replace" else tuple(f"{how}_{mode}" for mode in config.conditioning.shares)
+    return call.anchors(repository.config(repository.transformer)).stored(config.conditioning.shares)
 
 
 def class_of(repository: Repository) -> Any:

@@ -5,7 +5,7 @@ Legend: B batch, C channels, T h w latent, L caption tokens, D text width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -51,13 +51,32 @@ class Conditions:
 class AnchorRule:
     """The ways in which a model can be given latent frames.
 
-    modes: those of the config section `conditioning` that it can be trained in.
-    how: `replace`: given frames are clean latents at time 0, without loss; `grey`: the codec's latents of the given frames with grey ones
-    after them are further channels (`condition` in `Conditions.named`), and all frames are noisy and count.
+    Args:
+        modes: those of the config section `conditioning` that it can be trained in.
+        how: `replace`: given frames are clean latents at time 0, without loss. Otherwise latents of given frames are further channels
+            (`condition` in `Conditions.named`), and all frames are noisy and count: with `grey` they are the codec's latents of the given
+            frames with grey ones after them, with `zeros` the latent of the first frame and zeros after it.
+        alone: True where the first frame is given as the codec encodes it alone, which is stored beside the clip's own latent.
+        drawn: True where that latent is a draw from the codec's posterior; else it is the mean.
+        blend: share of the first frame in the noise that sampling begins with.
+        cut: frames in front that a sampled video loses.
     """
 
     modes: tuple[str, ...] = ("none",)
-    how: Literal["replace", "grey"] = "replace"
+    how: Literal["replace", "grey", "zeros"] = "replace"
+    alone: bool = False
+    drawn: bool = False
+    blend: float = 0.0
+    cut: int = 0
+
+    def stored(self, modes: Iterable[str]) -> tuple[str, ...]:
+        """Names of the tensors that an entry needs beside the clip's own latent for these modes: `first`, or `grey_` and the mode."""
+        frames = [mode for mode in modes if mode != "none"]
+        if self.how == "grey":
+            return tuple(f"grey_{mode}" for mode in frames)
+        if not self.alone or not {"first", "first_last"} & set(frames):
+            return ()
+        return ("first", "first_logvar") if self.drawn else ("first",)
 
 
 @runtime_checkable

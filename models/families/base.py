@@ -22,6 +22,7 @@ from mmspeed.protocols.calls import Conditions, ModelCall, Predicted
 
 Config = Mapping[str, Any]  # the arguments that a class was made with
 Index = Mapping[str, Any]  # the contents of a repository's model_index.json
+Parts = Callable[[str], Config]  # (folder of a repository) -> its settings, such as those of the codec
 Latent = tuple[int, int, int]
 TIMES = 1000.0  # units of these models' time, from 0 to 1 of ours
 MOST_BLOCKS = 2  # of each list, in a small model
@@ -172,9 +173,12 @@ class Family:
         transformer: the name of its class in diffusers.
         call: the call of the class's forward, where nothing else is known.
         small: rules for small models of it.
-        variant: the call that a repository's model_index.json asks for; None: always `call`.
+        variant: the call that a repository asks for, by its model_index.json and the settings of its parts; None: always `call`.
         sampling: what its pipeline does around the scheduler.
         text: the use of its text encoders; None where it is not known.
+        other_texts: the same for pipelines, by their classes, that use them in another way.
+        from_images: the pipeline of diffusers that makes videos from images; None: there is none.
+        one_image: True where that pipeline takes one image for all prompts, not one for each.
         published: repositories by the short names that `mmspeed init --model` takes; the first is the usual one.
         unused: patterns (as of fnmatch) of the parameters that training as `call` says never reaches, which are frozen; in a pattern
             `-1` stands for the last block of a list.
@@ -184,15 +188,22 @@ class Family:
     transformer: str
     call: ModelCall
     small: SmallClass
-    variant: Callable[[Index], ModelCall] | None = None
+    variant: Callable[[Index, Parts], ModelCall] | None = None
     sampling: Sampling = Sampling()
     text: TextRecipe | None = None
+    other_texts: Mapping[str, TextRecipe | None] = field(default_factory=dict)
+    from_images: str | None = None
+    one_image: bool = False
     published: Mapping[str, Published] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
 
-    def call_of(self, index: Index) -> ModelCall:
+    def call_of(self, index: Index, parts: Parts) -> ModelCall:
         """The call of a repository's transformer. `index`: the contents of its model_index.json."""
-        return self.call if self.variant is None else self.variant(index)
+        return self.call if self.variant is None else self.variant(index, parts)
+
+    def text_of(self, index: Index) -> TextRecipe | None:
+        """The use of a repository's text encoders; None where it is not known."""
+        return self.other_texts.get(index.get("_class_name", ""), self.text)
 
 
 def token_grid(latent: tuple[int, ...], patch: tuple[int, ...]) -> Latent:
@@ -224,7 +235,7 @@ def check_sizes(name: str, config: Config, channels: int, text_width: int, text_
     if inputs != channels or outputs != channels:
         raise UserError(
             f"{name} takes {inputs} channels and returns {outputs}, the latents here have {channels}: name the model's own codec under "
-            "`vae` (a model that takes more than it returns is for image-to-video, which cannot be trained yet)"
+            "`vae` (a model that takes more than it returns is for image-to-video of a kind that is not known here)"
         )
     if config[text_key] != text_width:
         raise UserError(
@@ -290,9 +301,20 @@ def first_output(output: Any) -> Tensor:
 
 
 def small_channels(config: Config, channels: int) -> dict[str, Any]:
-    """Numbers of input and output channels; a model with more inputs than outputs keeps more."""
-    inputs, outputs = config["in_channels"], config["out_channels"] or config["in_channels"]
-    return {"in_channels": channels + (inputs != outputs), "out_channels": channels}
+    """Numbers of input and output channels; a model that takes latents of given frames and masks, too, keeps so many of both."""
+    latents, masks = divmod(config["in_channels"], outputs_of(config))
+    return {"in_channels": latents * channels + masks, "out_channels": channels}
+
+
+def channels_of_frames(name: str, conditions: Conditions, like_BCThw: Tensor) -> tuple[Tensor, Tensor]:
+    """(bool (B, T), True at given latent frames; their latents (B, C, T, h, w)) of a model that takes these as channels.
+
+    Raises UserError where the task gives no frames.
+    """
+    anchor_BT, condition_BCThw = conditions.anchors, conditions.named.get("condition")
+    if anchor_BT is None or condition_BCThw is None:
+        raise UserError(f"{name} takes given frames: set the section `conditioning`, such as {{first: 1}}")
+    return anchor_BT, condition_BCThw.to(like_BCThw)
 
 
 def _plain(value: Any) -> Any:

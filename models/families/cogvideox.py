@@ -1,4 +1,4 @@
-"""CogVideoX 2b, 5b and 1.5, text to video.
+"""CogVideoX 2b, 5b and 1.5, text to video and image to video.
 
 Legend: B batch, C channels, T h w latent, N tokens of a video, L caption tokens, E model width.
 """
@@ -19,11 +19,14 @@ from mmspeed.models.families.base import (
     Config,
     Family,
     FamilyCall,
+    Index,
     Latent,
+    Parts,
     Published,
     Sampling,
     SmallClass,
     SmallSizes,
+    channels_of_frames,
     check_sizes,
     filled,
     first_output,
@@ -33,26 +36,44 @@ from mmspeed.models.families.base import (
     width_of,
 )
 from mmspeed.models.text.recipes import EncoderRecipe, TextRecipe
-from mmspeed.protocols.calls import Conditions, Predicted
+from mmspeed.protocols.calls import AnchorRule, Conditions, ModelCall, Predicted
+
+NAME = "CogVideoXTransformer3DModel"
+FROM_IMAGES = "CogVideoXImageToVideoPipeline"
 
 
 @dataclass(frozen=True)
 class CogVideoXCall(FamilyCall):
-    """The call of CogVideoXTransformer3DModel, text to video: frames before channels, times as integer steps of 1000.
+    """The call of CogVideoXTransformer3DModel: frames before channels, times as integer steps of 1000.
 
-    Captions are padded with zeros to the model's own length, `max_text_seq_length`, as its positions expect.
+    Captions are padded with zeros to the model's own length, `max_text_seq_length`, as its positions expect. A model with twice as many
+    input channels as outputs also takes the latent of the first frame, and zeros after it.
+
+    image_scale: factor from that latent as the codec normalises it to the one that the model takes.
     """
 
+    image_scale: float = 1.0
     predicts: Predicted = "v"
 
     def check(self, config: Config, channels: int, text_width: int) -> None:
-        """Raises UserError for an image-to-video model and for sizes that differ."""
-        check_sizes("CogVideoXTransformer3DModel", config, channels, text_width, "text_embed_dim")
+        """Raises UserError for sizes that differ."""
+        inputs = outputs_of(config) if takes_channels(config) else config["in_channels"]
+        check_sizes(NAME, {**config, "in_channels": inputs}, channels, text_width, "text_embed_dim")
+
+    def anchors(self, config: Config) -> AnchorRule:
+        """The first frame as channels, always, of a model from images; a draw from the codec's posterior, as in the pipeline."""
+        return AnchorRule(("first",), "zeros", alone=True, drawn=True) if takes_channels(config) else AnchorRule()
 
     def call(self, config: Config, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> dict[str, Any]:
-        """The arguments of the forward. Raises UserError for captions of more tokens than the model has places."""
+        """The arguments of the forward. Raises UserError for captions of more tokens than the model has places, and without given frames
+        of a model that takes them.
+        """
+        channels_BCThw = x_BCThw
+        if takes_channels(config):
+            _, condition_BCThw = channels_of_frames(NAME, conditions, x_BCThw)
+            channels_BCThw = torch.cat((x_BCThw, self.image_scale * condition_BCThw), dim=1)
         arguments = {
-            "hidden_states": x_BCThw.transpose(1, 2),
+            "hidden_states": channels_BCThw.transpose(1, 2),
             "timestep": (t_B * (TIMES - 1)).round().long(),
             "encoder_hidden_states": filled(conditions, config["max_text_seq_length"], x_BCThw.dtype),
             "return_dict": False,
@@ -84,6 +105,23 @@ class CogVideoXCall(FamilyCall):
     @staticmethod
     def patch(config: Config) -> Latent:
         return config["patch_size_t"] or 1, config["patch_size"], config["patch_size"]
+
+
+def takes_channels(config: Config) -> bool:
+    """True for an image-to-video model: the latent of the first frame is further channels."""
+    inputs = config.get("in_channels")
+    return inputs is not None and bool(inputs == 2 * outputs_of(config))
+
+
+def variant(index: Index, parts: Parts) -> ModelCall:
+    """The call of a repository's transformer: some were trained with the image's latent divided by the codec's factor instead of
+    multiplied.
+    """
+    if index.get("_class_name") != FROM_IMAGES:
+        return CogVideoXCall()
+    codec = parts("vae")
+    factor = float(codec["scaling_factor"])
+    return CogVideoXCall(image_scale=factor**-2 if codec.get("invert_scale_latents", False) else 1.0)
 
 
 def rotary_of_cogvideox(config: Config, grid: tuple[int, int, int], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -145,10 +183,12 @@ PUBLISHED = {
 
 FAMILY = Family(
     "cogvideox",
-    "CogVideoXTransformer3DModel",
+    NAME,
     CogVideoXCall(),
     SmallClass(CogVideoXCall.patch, 16, _cogvideox),
+    variant,
     sampling=SAMPLING,
     text=TEXT,
+    from_images=FROM_IMAGES,
     published=PUBLISHED,
 )

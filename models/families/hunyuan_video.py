@@ -1,4 +1,4 @@
-"""HunyuanVideo, text to video.
+"""HunyuanVideo, text to video and image to video.
 
 Legend: B batch, C channels, T h w latent, N tokens of a video, L caption tokens, E model width.
 """
@@ -6,24 +6,26 @@ Legend: B batch, C channels, T h w latent, N tokens of a video, L caption tokens
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmspeed.errors import UserError
 from mmspeed.models.diffusers.products import attention, linear
 from mmspeed.models.families.base import (
     TIMES,
     Config,
     Family,
     FamilyCall,
+    Index,
     Latent,
+    Parts,
     Published,
     Sampling,
     SmallClass,
     SmallSizes,
+    channels_of_frames,
     check_sizes,
     outputs_of,
     pooled_of,
@@ -32,12 +34,21 @@ from mmspeed.models.families.base import (
     width_of,
 )
 from mmspeed.models.text.recipes import EncoderRecipe, TextRecipe
-from mmspeed.protocols.calls import Conditions
+from mmspeed.protocols.calls import AnchorRule, Conditions, ModelCall
+
+NAME = "HunyuanVideoTransformer3DModel"
+FROM_IMAGES = "HunyuanVideoImageToVideoPipeline"
+CHANNELS = "latent_concat"
+BLEND = 1e-3  # share of the image in the pipeline's first noise
+LOST_FRAMES = 4  # of a video of a model that takes channels, which the pipeline cuts off in front
 
 
 @dataclass(frozen=True)
 class HunyuanVideoCall(FamilyCall):
-    """The call of HunyuanVideoTransformer3DModel, text to video.
+    """The call of HunyuanVideoTransformer3DModel.
+
+    A model from images has `image_condition_type`: with `latent_concat` its further channels are the latent of the first frame, with zeros
+    after it, and a mask; with `token_replace` its first latent frame is clean, and it takes time 0 there by itself.
 
     guidance: the scale that is passed to a guidance-distilled model (`guidance_embeds`); the pipeline's own is 6.
     """
@@ -48,19 +59,25 @@ class HunyuanVideoCall(FamilyCall):
         return int(config["pooled_projection_dim"])
 
     def check(self, config: Config, channels: int, text_width: int) -> None:
-        """Raises UserError for an image-to-video model and for sizes that differ."""
-        check_sizes("HunyuanVideoTransformer3DModel", config, channels, text_width, "text_embed_dim")
-        if config["image_condition_type"] is not None:
-            raise UserError(
-                f"HunyuanVideoTransformer3DModel: image_condition_type is {config['image_condition_type']}: image-to-video models "
-                "cannot be trained yet"
-            )
+        """Raises UserError for sizes that differ."""
+        inputs = outputs_of(config) if takes_channels(config) else config["in_channels"]
+        check_sizes(NAME, {**config, "in_channels": inputs}, channels, text_width, "text_embed_dim")
+
+    def anchors(self, config: Config) -> AnchorRule:
+        """The first frame, always, of a model from images: as channels, or in its place."""
+        kind = config.get("image_condition_type")
+        if kind is None:
+            return AnchorRule()
+        rule = AnchorRule(("first",), alone=True, blend=BLEND)
+        return replace(rule, how="zeros", cut=LOST_FRAMES) if kind == CHANNELS else rule
 
     def call(self, config: Config, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> dict[str, Any]:
-        """The arguments of the forward. Raises UserError without pooled vectors, or with those of another width."""
-        pooled_BD = pooled_of("HunyuanVideoTransformer3DModel", conditions, self.pooled_width(config))
+        """The arguments of the forward. Raises UserError without pooled vectors, or with those of another width, and without given frames
+        of a model that takes them.
+        """
+        pooled_BD = pooled_of(NAME, conditions, self.pooled_width(config))
         arguments = {
-            "hidden_states": x_BCThw,
+            "hidden_states": with_condition(x_BCThw, conditions) if takes_channels(config) else x_BCThw,
             "timestep": TIMES * t_B,
             "encoder_hidden_states": conditions.text_BLD.to(x_BCThw.dtype),
             "encoder_attention_mask": conditions.text_mask_BL,
@@ -75,13 +92,14 @@ class HunyuanVideoCall(FamilyCall):
         n, l, e = self.tokens(config, latent), text_tokens, width_of(config)  # noqa: E741
         s, hidden, patch = n + l, int(config["mlp_ratio"] * e), math.prod(self.patch(config))
         times = linear(1, 256, e) + linear(1, e, e)
-        conditions = times * (2 if config["guidance_embeds"] else 1)
+        twice = config.get("image_condition_type") == "token_replace"  # time 0, too, through each norm
+        conditions = times * (1 + bool(config["guidance_embeds"]) + twice)
         conditions += linear(1, config["pooled_projection_dim"], e) + linear(1, e, e)
         text = config["text_embed_dim"]
         refiner = times + linear(1, text, e) + linear(1, e, e) + linear(l, text, e)
         refined = linear(l, e, 4 * e) + attention(l, l, e) + linear(1, e, 2 * e) + linear(l, e, 8 * e)
-        both = 2 * linear(1, e, 6 * e) + linear(s, e, 4 * e) + attention(s, s, e) + linear(s, e, 2 * hidden)
-        single = linear(1, e, 3 * e) + linear(s, e, 3 * e) + attention(s, s, e) + linear(s, e, hidden)
+        both = (2 + twice) * linear(1, e, 6 * e) + linear(s, e, 4 * e) + attention(s, s, e) + linear(s, e, 2 * hidden)
+        single = (1 + twice) * linear(1, e, 3 * e) + linear(s, e, 3 * e) + attention(s, s, e) + linear(s, e, hidden)
         single += linear(s, e + hidden, e)
         ends = (
             linear(n, patch * config["in_channels"], e) + linear(1, e, 2 * e) + linear(n, e, patch * outputs_of(config))
@@ -92,6 +110,23 @@ class HunyuanVideoCall(FamilyCall):
     @staticmethod
     def patch(config: Config) -> Latent:
         return config["patch_size_t"], config["patch_size"], config["patch_size"]
+
+
+def takes_channels(config: Config) -> bool:
+    """True for a model whose channels are noisy latents, the latent of the first frame, and a mask."""
+    return config.get("image_condition_type") == CHANNELS
+
+
+def with_condition(x_BCThw: Tensor, conditions: Conditions) -> Tensor:
+    """Noisy latents, latents of given frames and their mask, as channels in this order. Raises UserError without them."""
+    anchor_BT, condition_BCThw = channels_of_frames(NAME, conditions, x_BCThw)
+    mask_B1Thw = anchor_BT.to(x_BCThw)[:, None, :, None, None].expand(-1, -1, -1, *x_BCThw.shape[3:])
+    return torch.cat((x_BCThw, condition_BCThw, mask_B1Thw), dim=1)
+
+
+def variant(index: Index, parts: Parts) -> ModelCall:
+    """The call of a repository's transformer: the pipeline from images has another guidance."""
+    return HunyuanVideoCall(guidance=1.0) if index.get("_class_name") == FROM_IMAGES else HunyuanVideoCall()
 
 
 def _hunyuan_video(config: Config, sizes: SmallSizes, width: int) -> dict[str, Any]:
@@ -117,10 +152,13 @@ PUBLISHED = {
 
 FAMILY = Family(
     "hunyuan-video",
-    "HunyuanVideoTransformer3DModel",
+    NAME,
     HunyuanVideoCall(),
     SmallClass(HunyuanVideoCall.patch, 12, _hunyuan_video),
+    variant,
     sampling=SAMPLING,
     text=TEXT,
+    other_texts={FROM_IMAGES: None},
+    from_images=FROM_IMAGES,
     published=PUBLISHED,
 )

@@ -51,8 +51,8 @@ class LtxCall(FamilyCall):
         )  # fmt: skip
 
     def anchors(self, config: Config) -> AnchorRule:
-        """The first frame, clean, at time 0 of its tokens."""
-        return AnchorRule(("none", "first"))
+        """The first frame, or those before, clean, at time 0 of their tokens."""
+        return AnchorRule(("none", "first", "prefix"))
 
     def call(self, config: Config, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> dict[str, Any]:
         """The arguments of the forward. Raises UserError without frames per second."""
@@ -119,5 +119,6 @@ FAMILY = Family(
     SmallClass(LtxCall.patch, 12, _ltx),
     sampling=SAMPLING,
     text=TEXT,
+    from_images="LTXImageToVideoPipeline",
     published=PUBLISHED,
 )

@@ -22,10 +22,12 @@ from mmspeed.models.families.base import (
     FamilyCall,
     Index,
     Latent,
+    Parts,
     Published,
     Sampling,
     SmallClass,
     SmallSizes,
+    channels_of_frames,
     check_sizes,
     filled,
     outputs_of,
@@ -61,9 +63,9 @@ class WanCall(FamilyCall):
             )
 
     def anchors(self, config: Config) -> AnchorRule:
-        """The first frame, clean, with a time for each token; or the first, or first and last, as channels, always."""
+        """The first frame, or those before, clean, with a time for each token; or the first, or first and last, as channels, always."""
         if self.expand_timesteps:
-            return AnchorRule(("none", "first"))
+            return AnchorRule(("none", "first", "prefix"))
         return AnchorRule(("first", "first_last"), "grey") if takes_channels(config) else AnchorRule()
 
     def call(self, config: Config, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> dict[str, Any]:
@@ -108,26 +110,21 @@ def with_condition(x_BCThw: Tensor, conditions: Conditions) -> Tensor:
 
     A latent frame after the first stands for `MASKS` frames of pixels, of which the last may be given. Raises UserError without them.
     """
-    anchor_BT, condition_BCThw = conditions.anchors, conditions.named.get("condition")
-    if anchor_BT is None or condition_BCThw is None:
-        raise UserError("WanTransformer3DModel takes given frames: set the section `conditioning`, such as {first: 1}")
+    anchor_BT, condition_BCThw = channels_of_frames("WanTransformer3DModel", conditions, x_BCThw)
     mask_B4T = anchor_BT.to(x_BCThw)[:, None].repeat(1, MASKS, 1)
     mask_B4T[:, :-1, 1:] = 0
     mask_B4Thw = mask_B4T[..., None, None].expand(-1, -1, -1, *x_BCThw.shape[3:])
-    return torch.cat((x_BCThw, mask_B4Thw, condition_BCThw.to(x_BCThw)), dim=1)
+    return torch.cat((x_BCThw, mask_B4Thw, condition_BCThw), dim=1)
 
 
-def variant(index: Index) -> ModelCall:
+def variant(index: Index, parts: Parts) -> ModelCall:
     """The call of a repository's transformer: Wan 2.2 5B gives each token a time."""
     return WanCall(expand_timesteps=bool(index.get("expand_timesteps", False)))
 
 
 def _wan(config: Config, sizes: SmallSizes, width: int) -> dict[str, Any]:
-    channels = small_channels(config, sizes.channels)
-    if takes_channels(config):
-        channels["in_channels"] = 2 * channels["out_channels"] + MASKS
     return {
-        **channels,
+        **small_channels(config, sizes.channels),
         "text_dim": sizes.text_width,
         "freq_dim": WIDTH_OF_TIMES,
         "ffn_dim": sizes.hidden(config["ffn_dim"], 2 * width),
@@ -158,5 +155,7 @@ FAMILY = Family(
     variant,
     sampling=SAMPLING,
     text=TEXT,
+    from_images="WanImageToVideoPipeline",
+    one_image=True,
     published=PUBLISHED,
 )

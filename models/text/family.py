@@ -34,11 +34,13 @@ def family_recipe(cfg: FamilyTextConfig) -> tuple[Repository, TextRecipe]:
     """The repository of a config and its family's recipe. Raises UserError for a family whose texts are not known."""
     repository = Repository.open(cfg.pretrained, cfg.revision, KEY)
     family = family_of(repository.class_name, KEY)
-    if family.text is None:
+    recipe = family.text_of(repository.index)
+    if recipe is None:
+        pipeline = repository.index.get("_class_name", family.name)
         raise UserError(
-            f"text.kind: the text encoders of {family.name} are not known; name one with text.kind: transformers"
+            f"text.kind: the text encoders of {pipeline} are not known; name one with text.kind: transformers"
         )
-    return repository, family.text
+    return repository, recipe
 
 
 def family_text_identity(cfg: FamilyTextConfig) -> str:

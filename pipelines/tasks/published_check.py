@@ -93,7 +93,12 @@ class PublishedModel:
         kind = type(model)
         assert isinstance(model, Configured)
         config = {name: value for name, value in model.config.items() if not name.startswith("_")}
-        return cls(f"{kind.__module__}:{kind.__qualname__}", config, (), call or family.call_of(repository.index))
+        return cls(
+            f"{kind.__module__}:{kind.__qualname__}",
+            config,
+            (),
+            call or family.call_of(repository.index, repository.config),
+        )
 
     @classmethod
     def from_json(cls, known: Mapping[str, Any]) -> PublishedModel:

@@ -300,7 +300,7 @@ class VideoTask:
                 self.predictor.timed,
                 self.frame_mask,
                 self.conditioning,
-                self.predictor.anchors.how,
+                self.predictor.anchors,
             ),
         )
         return VideoData(self, sampler, loader)

@@ -187,7 +187,7 @@ def held_out_losses(
             fps=predictor.timed,
             frame_mask=frame_mask,
             conditioning=conditioning,
-            how=predictor.anchors.how,
+            rule=predictor.anchors,
         )
         batch = batch.to(device.torch_device, torch.float32)
         mask_BT, conditions = counted_frames(batch, predictor.anchors.how), conditions_of(batch, strides)

@@ -81,7 +81,7 @@ def save_ltx(folder: Path, **changes: Any) -> Path:
     )
 
     parts = folder.with_name(f".{folder.name}-parts")
-    save_tiny_vae(parts / "vae", "ltx", latent_channels=128)
+    save_tiny_vae(parts / "vae", "ltx", latent_channels=128, scaling_factor=1.0)
     save_tiny_text_encoder(parts / "text", "t5")
     sizes = {
         "in_channels": 128, "out_channels": 128, "num_attention_heads": 2, "attention_head_dim": 16, "cross_attention_dim": 32,
@@ -104,22 +104,24 @@ def save_ltx(folder: Path, **changes: Any) -> Path:
 # -- CogVideoX ----------------------------------------------------------------------------------------------------------
 
 
-def save_cogvideox(folder: Path, kind: str = "5b", **changes: Any) -> Path:
-    """The repository of a tiny CogVideoX text-to-video pipeline (`kind` 2b, 5b or 1.5); `changes` are the transformer's."""
+def save_cogvideox(folder: Path, kind: str = "5b", images: bool = False, **changes: Any) -> Path:
+    """The repository of a tiny CogVideoX pipeline (`kind` 2b, 5b or 1.5), text or image to video; `changes` are the transformer's."""
     import transformers
     from diffusers import (
         AutoencoderKLCogVideoX,
         CogVideoXDDIMScheduler,
         CogVideoXDPMScheduler,
+        CogVideoXImageToVideoPipeline,
         CogVideoXPipeline,
         CogVideoXTransformer3DModel,
     )
 
     parts = folder.with_name(f".{folder.name}-parts")
-    save_tiny_vae(parts / "vae", "cogvideox", latent_channels=16, scaling_factor=0.7)
+    invert = images and kind == "1.5"
+    save_tiny_vae(parts / "vae", "cogvideox", latent_channels=16, scaling_factor=0.7, invert_scale_latents=invert)
     save_tiny_text_encoder(parts / "text", "t5")
     sizes: dict[str, Any] = {
-        "num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 16, "out_channels": 16, "time_embed_dim": 16,
+        "num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 32 if images else 16, "out_channels": 16, "time_embed_dim": 16,
         "text_embed_dim": 16, "num_layers": 2, "sample_width": 12, "sample_height": 8, "sample_frames": 9,
         "max_text_seq_length": 226, "use_rotary_positional_embeddings": kind != "2b",
     }  # fmt: skip
@@ -131,7 +133,7 @@ def save_cogvideox(folder: Path, kind: str = "5b", **changes: Any) -> Path:
         rescale_betas_zero_snr=True, snr_shift_scale=3.0 if kind == "2b" else 1.0,
         timestep_spacing="linspace" if kind == "2b" else "trailing",
     )  # fmt: skip
-    pipeline: Any = CogVideoXPipeline(
+    pipeline: Any = (CogVideoXImageToVideoPipeline if images else CogVideoXPipeline)(
         tokenizer=transformers.T5Tokenizer.from_pretrained(parts / "text"),
         text_encoder=transformers.T5EncoderModel.from_pretrained(parts / "text"),
         vae=AutoencoderKLCogVideoX.from_pretrained(parts / "vae"),

@@ -6,6 +6,7 @@ No encoder is run and no video is opened here. Legend: B batch, C channels, T h 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from mmspeed.data.cache.tables import Sample
 from mmspeed.data.sampling.sampler import SampleUse
 from mmspeed.errors import UserError
 from mmspeed.protocols import Batch, BatchShape, Item, NumberRule, TextEntry
+from mmspeed.protocols.calls import AnchorRule
 from mmspeed.rng import normal, uniform
 from mmspeed.shapes import Bucket, Strides
 
@@ -49,42 +51,64 @@ def draw_latent(stored: dict[str, Tensor], seed: int, name: Name) -> Tensor:
     return mean_CThw + torch.exp(0.5 * stored["logvar"].float()) * noise_CThw
 
 
-def first_frame(stored: dict[str, Tensor]) -> Tensor:
+def first_frame(stored: Mapping[str, Tensor], seed: int | None = None, name: Name | None = None) -> Tensor:
     """The latent (C, 1, h, w), float32, of a clip's first frame alone: the condition of image-to-video training.
 
-    For a causal codec it is the entry's first latent frame, which depends on the first frame only; for other codecs
-    `preprocess.first_frame` stores it separately.
+    For a causal codec it is the entry's first latent frame, which depends on the first frame only; for other codecs it is stored
+    separately, where the model needs it or `preprocess.first_frame` asks for it. With a seed and a name it is a draw from the posterior
+    that these determine, where the entry has one; else the mean.
     """
-    return (stored["first"] if "first" in stored else stored["mean"][:, :1]).float()
+    mean_C1hw = (stored["first"] if "first" in stored else stored["mean"][:, :1]).float()
+    if seed is None or name is None or "first_logvar" not in stored:
+        return mean_C1hw
+    noise_C1hw = normal(mean_C1hw.shape, seed, "first_posterior", *name)
+    return mean_C1hw + torch.exp(0.5 * stored["first_logvar"].float()) * noise_C1hw
+
+
+@dataclass(frozen=True)
+class GivenFrames:
+    """The frames that a use of a sample is given.
+
+    Args:
+        latent_CThw: the sample's latent, in which a given first frame is the one that was encoded alone, where the cache has it and the
+            model takes it in its place.
+        anchor_T: bool, True at given latent frames.
+        condition_CThw: latents of the given frames, of a model that takes them as further channels.
+    """
+
+    latent_CThw: Tensor
+    anchor_T: Tensor
+    condition_CThw: Tensor | None = None
 
 
 def give_frames(
     latent_CThw: Tensor,
-    stored: dict[str, Tensor],
+    stored: Mapping[str, Tensor],
     conditioning: ConditioningConfig,
+    rule: AnchorRule,
     strides: Strides,
     seed: int,
     name: Name,
-) -> tuple[Tensor, Tensor]:
-    """(latent, bool (T,), True at the frames of it that are given in this use of a sample).
-
-    A given first frame is the one that was encoded alone, where the cache has it.
-    """
+    source: str,
+) -> GivenFrames:
+    """The frames that a use of a sample is given, in the mode that is drawn for it. Raises UserError where an entry lacks a latent."""
     mode = draw_mode(conditioning, seed, name)
     prefix = prefix_of(conditioning.prefix_frames, strides) if mode == "prefix" else 0
     anchor_T = anchor_frames(mode, latent_CThw.shape[1], prefix, seed, name)
+    if bool(anchor_T.any()) and (missing := [each for each in rule.stored([mode])[:1] if each not in stored]):
+        raise UserError(
+            f"the cache's entry of {source} has no {missing[0]}, which `conditioning` needs: run mmspeed preprocess, which adds it"
+        )
+    if rule.how == "grey":
+        return GivenFrames(latent_CThw, anchor_T, stored[f"grey_{mode}"].float())
+    if rule.how == "zeros":
+        condition_CThw = torch.zeros_like(latent_CThw)
+        if bool(anchor_T.any()):
+            condition_CThw[:, :1] = first_frame(stored, seed, name) if rule.drawn else first_frame(stored)
+        return GivenFrames(latent_CThw, anchor_T, condition_CThw)
     if mode in ("first", "first_last") and bool(anchor_T.any()) and "first" in stored:
         latent_CThw = torch.cat((first_frame(stored), latent_CThw[:, 1:]), dim=1)
-    return latent_CThw, anchor_T
-
-
-def condition_latent(stored: dict[str, Tensor], name: str, source: str) -> Tensor:
-    """The latent (C, T, h, w) of given frames that an entry stores under a name. Raises UserError where it has none."""
-    if name not in stored:
-        raise UserError(
-            f"the cache's entry of {source} has no {name}, which `conditioning` needs: run mmspeed preprocess, which adds it"
-        )
-    return stored[name].float()
+    return GivenFrames(latent_CThw, anchor_T)
 
 
 def choose_latent(sample: Sample, seed: int, name: Name) -> str:
@@ -171,7 +195,7 @@ def video_batch(
         u_B: float64 in [0, 1), the quantile of each sample's time.
         fps_B: frames per second of each clip, for models that take them.
         loss_mask_BT: the latent frames that count in a sample's loss (True, or a weight); None: all.
-        given_BT: bool, True at latent frames that the model is given; None: the task gives none.
+        anchor_BT: bool, True at latent frames that the model is given; None: the task gives none.
         condition_BCThw: latents of given frames, for models that take them as further channels.
         others: further inputs of the model under their names, such as captions of a second encoder; those of bool are masks.
     """
@@ -212,14 +236,13 @@ def assemble(
     fps: bool = False,
     frame_mask: FrameMask | None = None,
     conditioning: ConditioningConfig | None = None,
-    how: str = "replace",
+    rule: AnchorRule = AnchorRule(),
 ) -> Batch:
     """Read the batch of (draw, weight) pairs of one bucket; an item does not depend on the others in its batch.
 
     With `noise` the batch holds the draws of training, so that they are made before the model waits for them; with `fps` the frames
     per second of each clip, as stored in the cache (1 for an image); with `frame_mask` the latent frames that count in the loss; with
-    `conditioning` the latent frames that are given, in the mode that is drawn by name: as they are in `latents`, or where `how` is `grey`
-    (see `mmspeed.protocols.calls.AnchorRule`) in latents of their own.
+    `conditioning` the latent frames that are given, in the mode that is drawn by name and in the way that `rule` says.
 
     No draw may be of a lost sample; `rank_batches` replaces those. Raises UserError if an entry is missing or
     damaged, if latents of the bucket differ in shape, or for a mask of other frames or of none.
@@ -230,11 +253,13 @@ def assemble(
         stored = cache.latent(latent_key)
         latent_CThw = draw_latent(stored, seed, draw.name)
         if conditioning is not None:
-            latent_CThw, anchor_T = give_frames(latent_CThw, stored, conditioning, strides_of(cache), seed, draw.name)
-            anchors.append(anchor_T)
-            if how != "replace":
-                name = f"{how}_{draw_mode(conditioning, seed, draw.name)}"
-                conditions.append(condition_latent(stored, name, draw.sample.source))
+            frames = give_frames(
+                latent_CThw, stored, conditioning, rule, strides_of(cache), seed, draw.name, draw.sample.source
+            )
+            latent_CThw = frames.latent_CThw
+            anchors.append(frames.anchor_T)
+            if frames.condition_CThw is not None:
+                conditions.append(frames.condition_CThw)
         latents.append(latent_CThw)
         if frame_mask is not None:
             mask_T = frame_mask(cache.entry(latent_key, "latents"), strides_of(cache))
@@ -282,12 +307,12 @@ class VideoCollate:
         fps: bool = False,
         frame_mask: FrameMask | None = None,
         conditioning: ConditioningConfig | None = None,
-        how: str = "replace",
+        rule: AnchorRule = AnchorRule(),
     ) -> None:
         self._cache: DatasetCache | None = cache
         self._opening = cache.__reduce__()
         self._seed, self._caption_dropout, self._fps, self._frame_mask = seed, caption_dropout, fps, frame_mask
-        self._conditioning, self._how = conditioning, how
+        self._conditioning, self._rule = conditioning, rule
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_cache": None}
@@ -311,7 +336,7 @@ class VideoCollate:
             fps=self._fps,
             frame_mask=self._frame_mask,
             conditioning=self._conditioning,
-            how=self._how,
+            rule=self._rule,
         )
 
     def shape(self, draws: Sequence[tuple[SampleUse[Sample], float]]) -> BatchShape:
@@ -332,7 +357,7 @@ class VideoCollate:
             tensors["loss_mask"] = (count, latent[1])
         if self._conditioning is not None:
             tensors["given"] = (count, latent[1])
-            if self._how != "replace":
+            if self._rule.how != "replace":
                 tensors["condition"] = (count, *latent)
         texts = [self._text(draw) for draw, _ in draws]
         pooled = [text.pooled_D for text in texts]

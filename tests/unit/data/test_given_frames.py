@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,12 @@ import torch
 from mmspeed.config import Config
 from mmspeed.config.conditioning import MODES, ConditioningConfig
 from mmspeed.data.loading.anchor_frames import anchor_frames, check_anchors, draw_mode, prefix_of
-from mmspeed.data.loading.collate import give_frames
+from mmspeed.data.loading.collate import GivenFrames, give_frames
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.protocols import Batch, RunPlace
+from mmspeed.protocols.calls import AnchorRule
 from mmspeed.shapes import Bucket, Strides
 from tests.support.published import published_config, write_cache
 
@@ -106,11 +108,30 @@ def test_shares_that_do_not_fit_are_one_line(tmp_path: Path, overrides: tuple[st
 def test_a_first_frame_encoded_alone_takes_its_place() -> None:
     latent_CThw, alone_C1hw = torch.randn(2, 3, 4, 4), torch.randn(2, 1, 4, 4)
     config, before = ConditioningConfig(first=1.0), latent_CThw.clone()
-    anchors, mask_T = give_frames(latent_CThw, {"first": alone_C1hw}, config, STRIDES, 0, ("a", 0, 0))
-    assert torch.equal(anchors[:, :1], alone_C1hw) and torch.equal(anchors[:, 1:], latent_CThw[:, 1:])
-    assert mask_T.tolist() == [True, False, False] and torch.equal(latent_CThw, before)  # the cache's bytes stay
-    whole, _ = give_frames(latent_CThw, {"mean": latent_CThw}, config, STRIDES, 0, ("a", 0, 0))
-    assert torch.equal(whole, latent_CThw)
+
+    def frames(stored: dict[str, torch.Tensor], rule: AnchorRule = AnchorRule(), epoch: int = 0) -> GivenFrames:
+        return give_frames(latent_CThw, stored, config, rule, STRIDES, 0, ("a", epoch, 0), "a.mp4")
+
+    alone = frames({"first": alone_C1hw})
+    assert torch.equal(alone.latent_CThw[:, :1], alone_C1hw)
+    assert torch.equal(alone.latent_CThw[:, 1:], latent_CThw[:, 1:])
+    assert alone.anchor_T.tolist() == [True, False, False] and torch.equal(
+        latent_CThw, before
+    )  # the cache's bytes stay
+    assert torch.equal(frames({"mean": latent_CThw}).latent_CThw, latent_CThw)
+
+    rule = AnchorRule(("first",), "zeros", alone=True)  # as further channels
+    stored = {"mean": latent_CThw, "first": alone_C1hw, "first_logvar": torch.full_like(alone_C1hw, -2.0)}
+    channels = frames(stored, rule)
+    assert channels.condition_CThw is not None and torch.equal(channels.latent_CThw, latent_CThw)
+    assert torch.equal(channels.condition_CThw[:, :1], alone_C1hw) and not channels.condition_CThw[:, 1:].any()
+    drawn, again, other = (
+        frames(stored, replace(rule, drawn=True), epoch).condition_CThw[:, :1]  # type: ignore[index]
+        for epoch in (0, 0, 1)
+    )
+    assert torch.equal(drawn, again) and not torch.equal(drawn, other) and not torch.equal(drawn, alone_C1hw)
+    with pytest.raises(UserError, match=r"the cache's entry of a\.mp4 has no first, which `conditioning` needs"):
+        frames({"mean": latent_CThw}, rule)
 
 
 def test_training_gives_frames_clean_at_time_0_without_loss(home: Path) -> None:

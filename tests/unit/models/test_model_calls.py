@@ -150,6 +150,30 @@ def test_operations_are_what_torch_counts(name: str) -> None:
     assert predictor.flops((frames_of(name), H, W), L) == counter.get_total_flops()
 
 
+@pytest.mark.parametrize(
+    ("case", "changes", "objective"),
+    [
+        ("cogvideox", {"in_channels": 2 * C}, DDPM),
+        ("hunyuan", {"in_channels": 2 * C + 1, "image_condition_type": "latent_concat"}, FLOW),
+        ("hunyuan, first frame given", {}, FLOW),
+    ],
+)
+def test_models_from_images_count_their_operations(case: str, changes: dict[str, Any], objective: Any) -> None:
+    """Also of further channels, and of time 0 for a replaced frame."""
+    model = make_model(case, out_channels=C, **changes)
+    predictor = make_predictor(model, objective, C, D)
+    assert isinstance(predictor, PublishedPredictor) and predictor.anchors.modes == ("first",)
+    one, x_BCThw = conditions(), latent()
+    named = {"given": torch.tensor([[True, False, False]]), "condition": x_BCThw[:1]}
+    single = Conditions(one.text_BLD[:1], one.text_mask_BL[:1], one.pooled_BD[:1], named=named)  # type: ignore[index]
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
+        assert predictor.predict(model, x_BCThw[:1], TIMES[:1], single).shape == x_BCThw[:1].shape
+    assert predictor.flops((T, H, W), L) == counter.get_total_flops()
+    if "in_channels" in changes:
+        with pytest.raises(UserError, match="set the section `conditioning`"):
+            predictor.predict(model, x_BCThw[:1], TIMES[:1], replace(single, named={}))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_of_the_patches(name: str) -> None:
     model, predictor = model_of(name)
@@ -221,7 +245,6 @@ def test_a_mixin_does_not_hide_a_class() -> None:
         ("wan", {"in_channels": 9}, FLOW, (C, D), r"takes 9 channels and returns 4, the latents here have 4: .*image-to-video"),
         ("ltx", {}, FLOW, (3, D), r"LTXVideo.* takes 4 channels and returns 4, the latents here have 3: name .* under `vae`"),
         ("hunyuan", {}, FLOW, (C, 7), r"takes captions of width 8, here 7: name .* under `text`"),
-        ("hunyuan, first frame given", {}, FLOW, (C, D), r"image_condition_type is token_replace: image-to-video"),
         ("wan", {"image_dim": 8}, FLOW, (C, D), r"image_dim is set: models that take an image encoder"),
         ("hunyuan 1.5", {"in_channels": 8}, FLOW, (C, D), r"takes 8 channels \(noise, condition, mask\) and returns 4, the latents have 4"),
         ("hunyuan 1.5", {}, FLOW, (C, 7), r"takes captions of width 8, here 7: name .* under `text`"),
@@ -253,8 +276,12 @@ def test_wan_5b_takes_a_time_for_each_token() -> None:
     family, x = FAMILIES["WanTransformer3DModel"], latent()
     model = make_model("wan")
     config = dict(model.config)  # type: ignore[arg-type]
-    assert family.call_of({"boundary_ratio": 0.875}) == family.call_of({"expand_timesteps": False}) == WanCall()
-    call = family.call_of({"expand_timesteps": True})
+    assert (
+        family.call_of({"boundary_ratio": 0.875}, {}.get)
+        == family.call_of({"expand_timesteps": False}, {}.get)
+        == WanCall()
+    )
+    call = family.call_of({"expand_timesteps": True}, {}.get)
     arguments = call.call(config, x, TIMES, conditions())
     mask = torch.ones(T, H, W)
     for given, t in zip(arguments["timestep"], 1000 * TIMES, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from mmspeed.pipelines.tasks.official_check import check_against_official, compa
 from mmspeed.preprocess import CacheBuilder
 from mmspeed.preprocess.build.captions import captions_by_key
 from tests.support.covers import slow_but
-from tests.support.tiny_repositories import REPOSITORIES, save_cogvideox, save_wan
+from tests.support.tiny_repositories import REPOSITORIES, save_cogvideox, save_ltx, save_wan
 
 IMAGES = ("flux", "qwen-image")
 
@@ -40,7 +41,7 @@ def config_of(folder: Path, name: str, *overrides: str) -> Config:
 @pytest.mark.parametrize("name", slow_but(REPOSITORIES, {"wan", "cogvideox-5b", "flux"}))
 def test_the_call_is_the_official_pipelines(tmp_path: Path, name: str) -> None:
     REPOSITORIES[name](tmp_path / name)
-    check = check_against_official(config_of(tmp_path, name))
+    (check,) = check_against_official(config_of(tmp_path, name))
     assert check.passed, "\n".join(check.lines())
     exact = {argument.name: argument.error for argument in check.arguments}
     assert exact["hidden_states"] == exact["timestep"] == 0.0
@@ -74,7 +75,7 @@ def test_the_call_from_entries_of_the_cache_is_the_official_pipelines(tmp_path: 
     """Two clips with captions and times of their own, as training reads them."""
     REPOSITORIES[name](tmp_path / name)
     config = with_a_cache(tmp_path, name)
-    check = check_against_official(config, captions=lambda: captions_by_key(config))
+    (check,) = check_against_official(config, captions=lambda: captions_by_key(config))
     assert check.passed, "\n".join(check.lines())
     assert check.lines()[1] == f"  2 samples of the cache {config.cache_root}"
     exact = {argument.name: argument for argument in check.arguments}
@@ -88,14 +89,14 @@ def test_a_caption_that_the_cache_does_not_know(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"its caption in the cache is not that of the sources: run mmspeed preprocess"):
         check_against_official(config, captions=dict)
     other = config.model_copy(update={"data": config.data.model_copy(update={"fps": 8.0})})
-    check = check_against_official(other, captions=dict)
+    (check,) = check_against_official(other, captions=dict)
     assert check.passed and check.lines()[1].startswith("  random latents, because the samples in the cache")
 
 
 @pytest.mark.parametrize("kind", ["2b", "1.5"])
 def test_the_call_of_other_cogvideox_models(tmp_path: Path, kind: str) -> None:
     save_cogvideox(tmp_path / "cogvideox", kind, **({"ofs_embed_dim": None} if kind == "1.5" else {}))
-    check = check_against_official(
+    (check,) = check_against_official(
         config_of(tmp_path, "cogvideox", "data.buckets=[{frames: 5, height: 32, width: 48}]")
     )
     assert check.passed, "\n".join(check.lines())
@@ -103,12 +104,45 @@ def test_the_call_of_other_cogvideox_models(tmp_path: Path, kind: str) -> None:
 
 
 def test_wan_5b_has_the_pipelines_times_of_tokens(tmp_path: Path) -> None:
-    folder = save_wan(tmp_path / "wan")
-    index = json.loads((folder / "model_index.json").read_text())
-    (folder / "model_index.json").write_text(json.dumps({**index, "expand_timesteps": True}))
-    check = check_against_official(config_of(tmp_path, "wan"))
+    save_wan_5b(tmp_path / "wan")
+    (check,) = check_against_official(config_of(tmp_path, "wan"))
     assert check.passed, "\n".join(check.lines())
     assert next(argument for argument in check.arguments if argument.name == "timestep").ours == "float32 (2, 24)"
+
+
+def save_wan_5b(folder: Path) -> Path:
+    save_wan(folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps({**index, "expand_timesteps": True}))
+    return folder
+
+
+# name -> (repository, modes, arguments of the pipeline that hold what the codec made of images)
+IMAGES_TO_VIDEO: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
+    "wan, 36 channels": (lambda folder: save_wan(folder, in_channels=36), ("first", "first_last")),
+    "wan 5b": (save_wan_5b, ("none", "first")),
+    "ltx": (save_ltx, ("none", "first")),
+    "cogvideox-5b": (lambda folder: save_cogvideox(folder, "5b", images=True), ("first",)),
+    "cogvideox-1.5": (lambda folder: save_cogvideox(folder, "1.5", images=True), ("first",)),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(IMAGES_TO_VIDEO, {"cogvideox-1.5", "wan, 36 channels", "ltx"}))
+def test_the_call_from_images_is_the_official_pipelines(tmp_path: Path, name: str) -> None:
+    """In each mode: noisy latents, masks and times bitwise, what the codec makes of the images within 1e-6."""
+    save, modes = IMAGES_TO_VIDEO[name]
+    save(tmp_path / name)
+    share = f"conditioning={{{', '.join(f'{mode}: {1 / len(modes)}' for mode in modes)}}}"
+    buckets = ["data.buckets=[{frames: 5, height: 32, width: 48}]"] if name == "cogvideox-1.5" else []
+    checks = check_against_official(config_of(tmp_path, name, share, *buckets))
+    assert [check.mode for check in checks] == list(modes)
+    for check in checks:
+        assert check.passed, "\n".join(check.lines())
+        errors = {argument.name: argument.error for argument in check.arguments}
+        assert errors["hidden_states"] == errors["timestep"] == 0.0
+        assert ("hidden_states (encoded frames)" in errors) == (check.mode != "none")
+        assert ("ofs" in errors) == (name == "cogvideox-1.5")
+    assert checks[-1].lines()[0].endswith(f"with frames of mode {modes[-1]}, is the official pipeline's")
 
 
 def test_wrong_calls_are_found() -> None:

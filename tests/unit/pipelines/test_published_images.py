@@ -14,12 +14,15 @@ from torch import Tensor
 from mmspeed import rng
 from mmspeed.cli.init import write_config
 from mmspeed.config import Config, load_config
+from mmspeed.config.conditioning import ConditioningConfig
 from mmspeed.config.schema import DiffusersVaeConfig
 from mmspeed.data import DatasetCache
+from mmspeed.data.loading.collate import give_frames
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.models.codecs.frames import with_grey
+from mmspeed.models.codecs.frames import frame_latents, with_grey
 from mmspeed.models.codecs.vae import load_codec
+from mmspeed.models.families import FAMILIES
 from mmspeed.models.families.ltx import LtxCall
 from mmspeed.models.families.wan import WanCall
 from mmspeed.pipelines import TrainPipeline
@@ -27,7 +30,7 @@ from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.protocols import Conditions, RunPlace
 from mmspeed.shapes import Strides
 from tests.support.runs import losses
-from tests.support.tiny_repositories import save_ltx, save_wan
+from tests.support.tiny_repositories import save_cogvideox, save_hunyuan_video, save_ltx, save_wan
 
 FRAMES, HEIGHT, WIDTH = 9, 32, 64
 SMALL = (
@@ -134,6 +137,53 @@ def test_a_time_for_each_token_is_0_where_a_frame_is_given(tmp_path: Path) -> No
     assert (got["timestep"][0] == 0).tolist() == [True] * 2 + [False] * 4
 
 
+@pytest.mark.parametrize("kind", ["latent_concat", "token_replace"])
+def test_hunyuan_video_is_given_the_first_frame_as_its_pipeline_gives_it(tmp_path: Path, kind: str) -> None:
+    from diffusers import HunyuanVideoImageToVideoPipeline, HunyuanVideoPipeline
+
+    concat = kind == "latent_concat"
+    changes = {"image_condition_type": kind, "guidance_embeds": not concat, "in_channels": 33 if concat else 16}
+    save_hunyuan_video(tmp_path / "hunyuan", **changes)
+    parts: Any = HunyuanVideoPipeline.from_pretrained(tmp_path / "hunyuan").components
+    official: Any = HunyuanVideoImageToVideoPipeline(**parts, image_processor=None)
+    noise, text_BLD, pooled_BD = (
+        rng.normal(size, 0, name) for size, name in (((1, 16, 3, 4, 8), "x"), ((1, 6, 16), "text"), ((1, 16), "pooled"))
+    )
+    mask_BL = torch.arange(6)[None] < 4
+    seen = first_call(
+        official,
+        text_BLD,
+        image=picture(0),
+        latents=noise,
+        pooled_prompt_embeds=pooled_BD,
+        prompt_attention_mask=mask_BL,
+    )
+    codec = load_codec(
+        DiffusersVaeConfig(kind="diffusers", pretrained=str(tmp_path / "hunyuan"), subfolder="vae"), Device("cpu", 0)
+    )
+    call: Any = FAMILIES["HunyuanVideoTransformer3DModel"].call_of({"_class_name": type(official).__name__}, {}.get)
+    config = dict(official.transformer.config)
+    rule = call.anchors(config)
+    assert rule.modes == ("first",) and rule.how == ("zeros" if concat else "replace")
+    stored = {
+        name: each[0] for name, each in frame_latents(pixels(picture(0)), rule.stored(["first"]), codec.encode).items()
+    }
+    assert list(stored) == ["first"]  # this codec mixes frames: the first one is encoded alone
+    image_latent = stored["first"].expand(-1, 3, -1, -1)
+    start = noise[0] * torch.tensor(0.999) + image_latent * (1 - torch.tensor(0.999))  # what the pipeline begins with
+    given = give_frames(start, stored, ConditioningConfig(first=1.0), rule, codec.strides, 0, ("a", 0, 0), "a")
+    assert given.anchor_T.tolist() == [True, False, False] and (given.condition_CThw is None) != concat
+    named = {"given": given.anchor_T[None]} | ({"condition": given.condition_CThw[None]} if concat else {})  # type: ignore[index]
+    conditions = Conditions(text_BLD, mask_BL, pooled_BD, named=named)
+    got = call.call(config, given.latent_CThw[None], seen["timestep"].float() / 1000, conditions)
+    torch.testing.assert_close(got["hidden_states"], seen["hidden_states"], atol=1e-6, rtol=1e-6)
+    if concat:
+        assert torch.equal(got["hidden_states"][:, 16:], seen["hidden_states"][:, 16:])
+    for name in ("timestep", "guidance", "pooled_projections", "encoder_hidden_states"):
+        assert name not in got or torch.equal(got[name], seen[name]), name
+    assert torch.equal(got["encoder_attention_mask"], seen["encoder_attention_mask"].bool())
+
+
 def config_of(folder: Path, *overrides: str) -> Config:
     return load_config(folder / "own.yaml", (*SMALL, *overrides))
 
@@ -157,3 +207,22 @@ def test_an_image_to_video_model_is_trained_from_a_cache(tmp_path: Path) -> None
     assert {"mean", "grey_first", "grey_first_last"} <= set(stored)
     with pytest.raises(UserError, match=r"is always given frames: its modes are first, first_last"):
         VideoTask(config_of(tmp_path)).use(task.inputs).build()
+
+
+def test_the_first_frame_alone_is_stored_for_a_codec_that_mixes_frames(tmp_path: Path) -> None:
+    """CogVideoX: the image's latent is drawn from its posterior by name, other frames of the condition are zeros."""
+    save_cogvideox(tmp_path / "tiny", "5b", images=True)
+    write_config(tmp_path / "own.yaml", model=str(tmp_path / "tiny"))
+    config = config_of(tmp_path, "conditioning.first=1", "train.steps=1", "data.limit=2")
+    TrainPipeline(config, online=True).run()
+    assert len(losses(config)) == 1
+    task = VideoTask(config)
+    task.open(RunPlace(Device("cpu", 0)))
+    (batch, *_) = (batch for step in task.data(RunPlace(Device("cpu", 0))).steps(0, 1) for batch in step.batches)
+    cache = DatasetCache(config.cache_root)
+    stored = cache.latent(cache.split("train")[0].latent_keys[0])
+    assert {"mean", "logvar", "first", "first_logvar"} <= set(stored)
+    assert not batch["condition"][:, :, 1:].any() and batch["given"][:, 0].all()
+    assert not torch.equal(batch["condition"][:, :, 0], batch["latents"][:, :, 0])  # all frames are noisy and count
+    again = next(batch for step in task.data(RunPlace(Device("cpu", 0))).steps(0, 1) for batch in step.batches)
+    assert torch.equal(again["condition"], batch["condition"])
