@@ -175,6 +175,7 @@ class Family:
         small: rules for small models of it.
         variant: the call that a repository asks for, by its model_index.json and the settings of its parts; None: always `call`.
         sampling: what its pipeline does around the scheduler.
+        other_sampling: the same of further pipelines, by their classes.
         text: the use of its text encoders; None where it is not known.
         other_texts: the same for pipelines, by their classes, that use them in another way.
         from_images: the pipeline of diffusers that makes videos from images; None: there is none.
@@ -190,6 +191,7 @@ class Family:
     small: SmallClass
     variant: Callable[[Index, Parts], ModelCall] | None = None
     sampling: Sampling = Sampling()
+    other_sampling: Mapping[str, Sampling] = field(default_factory=dict)
     text: TextRecipe | None = None
     other_texts: Mapping[str, TextRecipe | None] = field(default_factory=dict)
     from_images: str | None = None
@@ -200,6 +202,10 @@ class Family:
     def call_of(self, index: Index, parts: Parts) -> ModelCall:
         """The call of a repository's transformer. `index`: the contents of its model_index.json."""
         return self.call if self.variant is None else self.variant(index, parts)
+
+    def sampling_of(self, index: Index) -> Sampling:
+        """What the pipeline of a repository does around the scheduler."""
+        return self.other_sampling.get(index.get("_class_name", ""), self.sampling)
 
     def text_of(self, index: Index) -> TextRecipe | None:
         """The use of a repository's text encoders; None where it is not known."""

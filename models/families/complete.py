@@ -52,7 +52,7 @@ def completed(config: Config) -> Config:
         changes = {"objective": objective_of(repository.config("scheduler"), section), "model": model}
         if model is not config.model:
             repository = repository_of(model)
-    sampling = family_of(repository.class_name, repository.key).sampling
+    sampling = family_of(repository.class_name, repository.key).sampling_of(repository.index)
     if sample.sampler == "auto" and repository.has("scheduler"):
         sample = sample.model_copy(update={"sampler": "family"})
     return config.model_copy(update={**changes, "sample": completed_sample(sample, sampling)})

@@ -40,6 +40,7 @@ NAME = "HunyuanVideoTransformer3DModel"
 FROM_IMAGES = "HunyuanVideoImageToVideoPipeline"
 CHANNELS = "latent_concat"
 BLEND = 1e-3  # share of the image in the pipeline's first noise
+GUIDANCE_FROM_IMAGES = 1.0  # the default of the pipeline
 LOST_FRAMES = 4  # of a video of a model that takes channels, which the pipeline cuts off in front
 
 
@@ -126,7 +127,7 @@ def with_condition(x_BCThw: Tensor, conditions: Conditions) -> Tensor:
 
 def variant(index: Index, parts: Parts) -> ModelCall:
     """The call of a repository's transformer: the pipeline from images has another guidance."""
-    return HunyuanVideoCall(guidance=1.0) if index.get("_class_name") == FROM_IMAGES else HunyuanVideoCall()
+    return HunyuanVideoCall(GUIDANCE_FROM_IMAGES) if index.get("_class_name") == FROM_IMAGES else HunyuanVideoCall()
 
 
 def _hunyuan_video(config: Config, sizes: SmallSizes, width: int) -> dict[str, Any]:
@@ -157,6 +158,7 @@ FAMILY = Family(
     SmallClass(HunyuanVideoCall.patch, 12, _hunyuan_video),
     variant,
     sampling=SAMPLING,
+    other_sampling={FROM_IMAGES: replace(SAMPLING, guidance=GUIDANCE_FROM_IMAGES)},
     text=TEXT,
     other_texts={FROM_IMAGES: None},
     from_images=FROM_IMAGES,

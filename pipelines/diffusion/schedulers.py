@@ -177,7 +177,7 @@ def family_sampler(config: Config) -> FamilySampler | None:
     if not repository.has("scheduler"):
         return None
     family = family_of(repository.class_name, repository.key)
-    return FamilySampler(repository.config("scheduler"), family.sampling)
+    return FamilySampler(repository.config("scheduler"), family.sampling_of(repository.index))
 
 
 def _make(name: str, **settings: str | float | bool) -> Scheduler:

@@ -40,13 +40,22 @@ class Anchors:
     Args:
         mask_PT: bool, True at given ones.
         latents_PCThw: where `held`, latents that hold the given frames, zeros elsewhere; else the latents that the model takes as further
-            channels, as a cache has them.
+            channels.
         held: True where the videos have these latents at every step and in the end.
+        blend: share of the first frame in the noise that sampling begins with.
     """
 
     mask_PT: Tensor
     latents_PCThw: Tensor
     held: bool = True
+    blend: float = 0.0
+
+    def begun(self, noise_PCThw: Tensor) -> Tensor:
+        """The latents that sampling begins with: noise, with its share of the first frame."""
+        if not self.blend:
+            return noise_PCThw
+        share = torch.tensor(1 - self.blend, device=noise_PCThw.device)
+        return noise_PCThw * share + self.latents_PCThw[:, :, :1] * (1 - share)
 
     def to(self, device: torch.device) -> Anchors:
         return replace(self, mask_PT=self.mask_PT.to(device), latents_PCThw=self.latents_PCThw.to(device))
@@ -115,10 +124,10 @@ def anchors_of(
         else:
             files = (request.image, *([request.last_image] if mode == "first_last" else []))
             pixels = np.stack([image_file(Path(str(file)), size) for file in files])
-        encode = further_channels if rule.how != "replace" else clean_latents
+        encode = further_channels if rule.how == "grey" else clean_latents
         masks.append(mask_T)
         latents.append(encode(codec, mode, pixels, size))
-    return Anchors(torch.stack(masks), torch.stack(latents), held=rule.how == "replace")
+    return Anchors(torch.stack(masks), torch.stack(latents), rule.how == "replace", rule.blend)
 
 
 def clean_latents(codec: VideoCodec, mode: Mode, pixels_FHWC: np.ndarray, size: Bucket) -> Tensor:

@@ -115,6 +115,8 @@ def sample_together(
             mixed if family is None else family.sampling.guided,
         )
         noise_PCThw = noise_PCThw.to(device.torch_device)
+        if anchors is not None:
+            noise_PCThw = anchors.begun(noise_PCThw)
         if anchors is None or not anchors.held:
             return objective.sample(predict, noise_PCThw, settings.steps, settings.sampler, on_step=on_step)
         predict = holding(predict, anchors.latents_PCThw, anchors.mask_PT)

@@ -344,9 +344,9 @@ class TextToVideo:
                 log.warning(f"{count} videos of {size} do not fit into memory at a time: {most} are sampled together")
                 continue
             mine, done = mine[count:], done + settings.steps * count
-            for index, video in zip(
-                group, decode_videos(self.codec, latents_PCThw, config.data.fps or 24.0), strict=True
-            ):
+            cut = self.predictor.anchors.cut
+            videos = decode_videos(self.codec, latents_PCThw, config.data.fps or 24.0, cut)
+            for index, video in zip(group, videos, strict=True):
                 yield requests[index], video
 
     def sizes(self, requests: Sequence[VideoRequest]) -> list[Bucket]:
@@ -373,6 +373,6 @@ class TextToVideo:
         return list(itertools.takewhile(lambda index: sizes[index] == size, queue[:most]))
 
 
-def decode_videos(codec: VideoCodec, latents_PCThw: torch.Tensor, fps: float) -> list[Video]:
-    """The video of each latent."""
-    return [from_model_range(codec.decode(latent[None])[0], fps) for latent in latents_PCThw]
+def decode_videos(codec: VideoCodec, latents_PCThw: torch.Tensor, fps: float, cut: int = 0) -> list[Video]:
+    """The video of each latent, without `cut` frames in front."""
+    return [from_model_range(codec.decode(latent[None])[0][:, cut:], fps) for latent in latents_PCThw]

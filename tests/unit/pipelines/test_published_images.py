@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from mmspeed import rng
+from mmspeed.__main__ import main
 from mmspeed.cli.init import write_config
 from mmspeed.config import Config, load_config
 from mmspeed.config.conditioning import ConditioningConfig
@@ -26,6 +28,10 @@ from mmspeed.models.families import FAMILIES
 from mmspeed.models.families.ltx import LtxCall
 from mmspeed.models.families.wan import WanCall
 from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines.inference.anchor_media import anchors_of
+from mmspeed.pipelines.inference.media import Video
+from mmspeed.pipelines.inference.prompts import VideoRequest
+from mmspeed.pipelines.inference.text_to_video import SamplerChoice, TextToVideo
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.protocols import Conditions, RunPlace
 from mmspeed.shapes import Strides
@@ -226,3 +232,36 @@ def test_the_first_frame_alone_is_stored_for_a_codec_that_mixes_frames(tmp_path:
     assert not torch.equal(batch["condition"][:, :, 0], batch["latents"][:, :, 0])  # all frames are noisy and count
     again = next(batch for step in task.data(RunPlace(Device("cpu", 0))).steps(0, 1) for batch in step.batches)
     assert torch.equal(again["condition"], batch["condition"])
+
+    picture(0).save(tmp_path / "one.png")
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "a", "image": "one.png", "seed": 1}) + "\n")
+    common = ["sample", str(config.run_dir), "--device", "cpu", "--steps", "2", "--weights", "model"]
+    assert main([*common, "--prompts", str(tmp_path / "p.jsonl"), "-o", str(tmp_path / "v.mp4")]) == 0
+    assert (tmp_path / "v-0001.mp4").exists()
+    pipe = TextToVideo.from_run(config.run_dir, device="cpu")
+    with pytest.raises(UserError, match=r"the model of this run makes videos of given frames alone: give --image"):
+        pipe("a", steps=2)
+    (one,) = pipe("a", steps=2, image=tmp_path / "one.png")
+    picture(1).save(tmp_path / "two.png")
+    (two,) = pipe("a", steps=2, image=tmp_path / "two.png")
+    assert (one.frames_FHWC != two.frames_FHWC).any()
+
+
+def test_ltx_goes_on_from_a_video(tmp_path: Path) -> None:
+    """Mode `prefix`: a video's last frames, clean at time 0, are the first of what is made."""
+    save_ltx(tmp_path / "tiny")
+    write_config(tmp_path / "own.yaml", model=str(tmp_path / "tiny"))
+    shares = "conditioning={prefix: 0.5, first: 0.5, prefix_frames: 9}"
+    config = config_of(
+        tmp_path, shares, "train.steps=1", "data.limit=2", "data.buckets=[{frames: 17, height: 32, width: 64}]"
+    )
+    TrainPipeline(config, online=True).run()
+    pipe = TextToVideo.from_run(config.run_dir, device="cpu")
+    before = Video(np.random.default_rng(0).integers(0, 256, (30, 32, 64, 3), dtype=np.uint8), config.data.fps or 8.0)
+    before.save(tmp_path / "before.mp4")
+    request = VideoRequest("a", video=str(tmp_path / "before.mp4"))
+    anchors = anchors_of([request], pipe.config, pipe.codec, pipe.size(), pipe.predictor.anchors)
+    assert anchors is not None and anchors.mask_PT.tolist() == [[True, True, False]]
+    ((_, video),) = pipe.sample([request], SamplerChoice(steps=2), together=1)
+    clean_FHWC = pipe.codec.decode(anchors.latents_PCThw)[0].permute(1, 2, 3, 0)
+    assert video.frames_FHWC.shape == clean_FHWC.shape == (17, 32, 64, 3)
