@@ -89,6 +89,18 @@ def stored_conditions(config: Config) -> tuple[str, ...]:
     return call.anchors(repository.config(repository.transformer)).stored(config.conditioning.shares)
 
 
+def mode_of_images(section: PublishedModelConfig) -> str | None:
+    """The first mode of `conditioning` of a model that is always given frames; None for one that makes videos from text, too.
+
+    Raises UserError for a model that cannot be reached.
+    """
+    call, repository = call_of(section), repository_of(section)
+    if not isinstance(call, TakesConditions):
+        return None
+    modes = call.anchors(repository.config(repository.transformer)).modes
+    return None if "none" in modes else modes[0]
+
+
 def class_of(repository: Repository) -> Any:
     """The class of diffusers that a repository's transformer is of. Raises UserError for one that no family has."""
     import diffusers

@@ -49,7 +49,8 @@ class VideoPreparation:
             bucket = {"frames": target.frames, **dict(zip(("height", "width"), target.sizes[0], strict=True))}
             section = {"kind": "diffusers", "pretrained": target.repository}
             data = {**data, "fps": target.fps, "buckets": [bucket]}
-            return {"data": data, "model": section, "train": {"lr": FINE_TUNING_RATE}}
+            given = {} if target.mode is None else {"conditioning": {target.mode: 1.0}}
+            return {"data": data, "model": section, **given, "train": {"lr": FINE_TUNING_RATE}}
         return {
             "data": data,
             "vae": {"kind": "linear"},
@@ -72,6 +73,8 @@ class VideoPreparation:
         values, fitted = dict(cls.starting_values(name, videos, model)), fit.values()
         source = {**values["data"]["sources"][0], **fit.columns}
         values["data"] = {**values["data"], "sources": [source], **fitted["data"]}
+        if "conditioning" in values:  # videos in training have no images
+            return values, fit.lines()
         return {**values, "validate": fitted["validate"]}, fit.lines()
 
     def check(

@@ -154,6 +154,7 @@ class Published:
         frames, height, width: of the largest video.
         fps: frames per second.
         grid: (frames, pixels) that videos are multiples of: frames after the first one, and height and width.
+        mode: of `conditioning`, in which a model that makes videos from images alone is trained; None for others.
     """
 
     repository: str
@@ -162,6 +163,7 @@ class Published:
     width: int
     fps: float
     grid: tuple[int, int]
+    mode: str | None = None
 
 
 @dataclass(frozen=True)

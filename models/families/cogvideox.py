@@ -178,7 +178,9 @@ SAMPLING = Sampling(
 PUBLISHED = {
     "cogvideox-2b": Published("zai-org/CogVideoX-2b", 49, 480, 720, 8.0, (4, 16)),
     "cogvideox-5b": Published("zai-org/CogVideoX-5b", 49, 480, 720, 8.0, (4, 16)),
+    "cogvideox-5b-i2v": Published("zai-org/CogVideoX-5b-I2V", 49, 480, 720, 8.0, (4, 16), "first"),
     "cogvideox1.5-5b": Published("zai-org/CogVideoX1.5-5B", 77, 768, 1360, 16.0, (4, 16)),
+    "cogvideox1.5-5b-i2v": Published("zai-org/CogVideoX1.5-5B-I2V", 77, 768, 1360, 16.0, (4, 16), "first"),
 }
 
 FAMILY = Family(

@@ -15,7 +15,7 @@ from mmspeed.config import Bucket, Config, make_config
 from mmspeed.config.schema import PublishedModelConfig
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine
-from mmspeed.models.build import family_of_section, videos_of
+from mmspeed.models.build import family_of_section, mode_of_images, videos_of
 from mmspeed.preprocess.decoding.clips import Clip, select_clips, split_of
 from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Selected, without_repeats
 from mmspeed.preprocess.decoding.probe import Probe
@@ -53,6 +53,7 @@ class Target:
         sizes: height and width of the largest bucket, then of smaller ones for media that do not fill it.
         fps: frames per second that the model was trained with; None: those that suit the media.
         grid: the buckets that fit codec and model; None: of the built-in codec and the smallest model.
+        mode: of `conditioning`, for a model that makes videos from images alone; None for others.
     """
 
     repository: str | None = None
@@ -60,6 +61,7 @@ class Target:
     sizes: tuple[tuple[int, int], ...] = SIZES
     fps: float | None = None
     grid: BucketGrid | None = None
+    mode: str | None = None
 
 
 def target_of(model: str) -> Target:
@@ -70,13 +72,13 @@ def target_of(model: str) -> Target:
     repository, videos = videos_of(model)
     if videos is not None:
         frames, pixels = videos.grid
-        grid = BucketGrid(frames, 1, pixels, pixels)
+        grid, mode = BucketGrid(frames, 1, pixels, pixels), videos.mode
     else:
         section = PublishedModelConfig(kind="diffusers", pretrained=repository)
         videos = next(iter(family_of_section(section).published.values()))
         buckets = [{"frames": videos.frames, "height": videos.height, "width": videos.width}]
         tree = {"data": {"sources": [{"path": repository}], "buckets": buckets}, "model": section.model_dump()}
-        grid = grid_of(make_config(tree, origin="--model"))
+        grid, mode = grid_of(make_config(tree, origin="--model")), mode_of_images(section)
     sizes = [
         (
             max(grid.height, round(videos.height * share / grid.height) * grid.height),
@@ -84,7 +86,7 @@ def target_of(model: str) -> Target:
         )
         for share in SHARES
     ]
-    return Target(repository, videos.frames, tuple(dict.fromkeys(sizes)), videos.fps, grid)
+    return Target(repository, videos.frames, tuple(dict.fromkeys(sizes)), videos.fps, grid, mode)
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,9 @@ def test_init_fits_buckets_to_the_model(home: Path) -> None:
 def test_init_knows_short_names_and_says_near_ones(tmp_path: Path) -> None:
     write_config(tmp_path / "a.yaml", model="wan2.1-1.3b")
     assert "pretrained: Wan-AI/Wan2.1-T2V-1.3B-Diffusers" in (tmp_path / "a.yaml").read_text()
+    write_config(tmp_path / "c.yaml", model="cogvideox-5b-i2v")  # which makes videos from images alone
+    config = load_config(tmp_path / "c.yaml")
+    assert config.conditioning.shares == {"first": 1.0} and config.validate_.prompts == ()
     with pytest.raises(UserError, match=r"wan2.1-1b is no short name \(did you mean 'wan2.1-14b'|wan2.1-1.3b"):
         write_config(tmp_path / "b.yaml", model="wan2.1-1b")
 

@@ -19,6 +19,7 @@ from mmspeed.pipelines.inference.anchor_media import anchors_of, image_file, mod
 from mmspeed.pipelines.inference.media import Video
 from mmspeed.pipelines.inference.prompts import VideoRequest, read_requests
 from mmspeed.shapes import Bucket
+from tests.claims import given_frames
 from tests.support.decoding import video_of
 from tests.support.runs import small_config
 
@@ -135,3 +136,10 @@ def test_old_records_have_no_given_frames(run: Path) -> None:
     """A config from before the section is one without given frames."""
     tree = small_config(run.parent.parent).model_dump(mode="json", by_alias=True, exclude={"conditioning"})
     assert not make_config(tree, origin="test").conditioning.gives_frames
+
+
+@pytest.mark.slow
+def test_given_frames_are_learnt(tmp_path: Path) -> None:
+    """On held-out clips the loss is clearly lower with the right first frame than with another clip's, or none."""
+    result = given_frames.measure(tmp_path)
+    assert result.passed, result.line()

@@ -212,14 +212,15 @@ def test_an_image_to_video_model_is_trained_from_a_cache(tmp_path: Path) -> None
     stored = cache.latent(cache.split("train")[0].latent_keys[0])
     assert {"mean", "grey_first", "grey_first_last"} <= set(stored)
     with pytest.raises(UserError, match=r"is always given frames: its modes are first, first_last"):
-        VideoTask(config_of(tmp_path)).use(task.inputs).build()
+        VideoTask(config_of(tmp_path, "conditioning.first=0")).use(task.inputs).build()
 
 
 def test_the_first_frame_alone_is_stored_for_a_codec_that_mixes_frames(tmp_path: Path) -> None:
     """CogVideoX: the image's latent is drawn from its posterior by name, other frames of the condition are zeros."""
     save_cogvideox(tmp_path / "tiny", "5b", images=True)
     write_config(tmp_path / "own.yaml", model=str(tmp_path / "tiny"))
-    config = config_of(tmp_path, "conditioning.first=1", "train.steps=1", "data.limit=2")
+    assert load_config(tmp_path / "own.yaml").conditioning.shares == {"first": 1.0}  # as the model always is
+    config = config_of(tmp_path, "train.steps=1", "data.limit=2")
     TrainPipeline(config, online=True).run()
     assert len(losses(config)) == 1
     task = VideoTask(config)
