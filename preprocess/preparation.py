@@ -49,8 +49,8 @@ class VideoPreparation:
             bucket = {"frames": target.frames, **dict(zip(("height", "width"), target.sizes[0], strict=True))}
             section = {"kind": "diffusers", "pretrained": target.repository}
             data = {**data, "fps": target.fps, "buckets": [bucket]}
-            given = {} if target.mode is None else {"conditioning": {target.mode: 1.0}}
-            return {"data": data, "model": section, **given, "train": {"lr": FINE_TUNING_RATE}}
+            modes = {} if target.mode is None else {"conditioning": {target.mode: 1.0}}
+            return {"data": data, "model": section, **modes, "train": {"lr": FINE_TUNING_RATE}}
         return {
             "data": data,
             "vae": {"kind": "linear"},

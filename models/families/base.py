@@ -206,7 +206,7 @@ class Family:
         return self.call if self.variant is None else self.variant(index, parts)
 
     def sampling_of(self, index: Index) -> Sampling:
-        """What the pipeline of a repository does around the scheduler."""
+        """The settings of a repository's pipeline around the scheduler."""
         return self.other_sampling.get(index.get("_class_name", ""), self.sampling)
 
     def text_of(self, index: Index) -> TextRecipe | None:

@@ -27,7 +27,7 @@ from mmspeed.config import Config
 from mmspeed.config.conditioning import ConditioningConfig, Mode
 from mmspeed.config.schema import PublishedModelConfig
 from mmspeed.data.loading.collate import (
-    GivenFrames,
+    AnchorFrames,
     choose_text,
     draw_noise,
     give_frames,
@@ -170,7 +170,7 @@ def _with_frames(task: VideoTask, repository: Repository, mode: Mode, prompts: S
     bucket, family = as_bucket(task.config.buckets[0]), family_of(repository.class_name, repository.key)
     images = pictures(bucket, 1 if family.one_image else len(prompts))
     latents = random_latents(task, bucket, len(prompts))
-    batch = training_batch(task, bucket, prompts, given_frames(task, bucket, latents, mode, images))
+    batch = training_batch(task, bucket, prompts, encoded_frames(task, bucket, latents, mode, images))
     model = outline(task.config.model, task.inputs.channels, task.inputs.text_width)
     models = {"model": model}
     ours, marked = (recorded(model, partial(task.loss, models, each)) for each in (batch, without_encodings(batch)))
@@ -231,7 +231,7 @@ def random_latents(task: VideoTask, bucket: Bucket, count: int) -> list[Tensor]:
 
 
 def training_batch(
-    task: VideoTask, bucket: Bucket, prompts: Sequence[str], frames: Sequence[GivenFrames] = ()
+    task: VideoTask, bucket: Bucket, prompts: Sequence[str], frames: Sequence[AnchorFrames] = ()
 ) -> Batch:
     """A batch as the loader makes it, of random latents with these captions, all at one time; `frames`: those that samples are given."""
     entries = load_text_encoder(task.config.text, Device("cpu", 0)).encode(list(prompts))
@@ -267,13 +267,13 @@ def without_encodings(batch: Batch) -> Batch:
     return replace(batch, tensors=tensors)
 
 
-def given_frames(
+def encoded_frames(
     task: VideoTask,
     bucket: Bucket,
     latents: Sequence[Tensor],
     mode: Mode,
     images: Sequence[tuple[Image.Image, Image.Image]],
-) -> list[GivenFrames]:
+) -> list[AnchorFrames]:
     """The frames that videos with these latents are given, encoded as `mmspeed preprocess` does; a draw of the codec is its mean."""
     rule, codec = task.predictor.anchors, load_codec(task.config.vae, Device("cpu", 0), task.config.codec_weights)
     frames = []

@@ -66,7 +66,7 @@ def first_frame(stored: Mapping[str, Tensor], seed: int | None = None, name: Nam
 
 
 @dataclass(frozen=True)
-class GivenFrames:
+class AnchorFrames:
     """The frames that a use of a sample is given.
 
     Args:
@@ -90,7 +90,7 @@ def give_frames(
     seed: int,
     name: Name,
     source: str,
-) -> GivenFrames:
+) -> AnchorFrames:
     """The frames that a use of a sample is given, in the mode that is drawn for it. Raises UserError where an entry lacks a latent."""
     mode = draw_mode(conditioning, seed, name)
     prefix = prefix_of(conditioning.prefix_frames, strides) if mode == "prefix" else 0
@@ -100,15 +100,15 @@ def give_frames(
             f"the cache's entry of {source} has no {missing[0]}, which `conditioning` needs: run mmspeed preprocess, which adds it"
         )
     if rule.how == "grey":
-        return GivenFrames(latent_CThw, anchor_T, stored[f"grey_{mode}"].float())
+        return AnchorFrames(latent_CThw, anchor_T, stored[f"grey_{mode}"].float())
     if rule.how == "zeros":
         condition_CThw = torch.zeros_like(latent_CThw)
         if bool(anchor_T.any()):
             condition_CThw[:, :1] = first_frame(stored, seed, name) if rule.drawn else first_frame(stored)
-        return GivenFrames(latent_CThw, anchor_T, condition_CThw)
+        return AnchorFrames(latent_CThw, anchor_T, condition_CThw)
     if mode in ("first", "first_last") and bool(anchor_T.any()) and "first" in stored:
         latent_CThw = torch.cat((first_frame(stored), latent_CThw[:, 1:]), dim=1)
-    return GivenFrames(latent_CThw, anchor_T)
+    return AnchorFrames(latent_CThw, anchor_T)
 
 
 def choose_latent(sample: Sample, seed: int, name: Name) -> str:

@@ -12,7 +12,7 @@ import torch
 from mmspeed.config import Config
 from mmspeed.config.conditioning import MODES, ConditioningConfig
 from mmspeed.data.loading.anchor_frames import anchor_frames, check_anchors, draw_mode, prefix_of
-from mmspeed.data.loading.collate import GivenFrames, give_frames
+from mmspeed.data.loading.collate import AnchorFrames, give_frames
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.pipelines.tasks.video import VideoTask
@@ -109,7 +109,7 @@ def test_a_first_frame_encoded_alone_takes_its_place() -> None:
     latent_CThw, alone_C1hw = torch.randn(2, 3, 4, 4), torch.randn(2, 1, 4, 4)
     config, before = ConditioningConfig(first=1.0), latent_CThw.clone()
 
-    def frames(stored: dict[str, torch.Tensor], rule: AnchorRule = AnchorRule(), epoch: int = 0) -> GivenFrames:
+    def frames(stored: dict[str, torch.Tensor], rule: AnchorRule = AnchorRule(), epoch: int = 0) -> AnchorFrames:
         return give_frames(latent_CThw, stored, config, rule, STRIDES, 0, ("a", epoch, 0), "a.mp4")
 
     alone = frames({"first": alone_C1hw})
