@@ -73,6 +73,10 @@ def sample(
     negative_prompt: Annotated[str | None, typer.Option(help="Text to steer away from.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of the sampler.")] = None,
     guidance: Annotated[float | None, typer.Option(min=0, help="Classifier-free guidance scale; 1: none.")] = None,
+    guidance_2: Annotated[
+        float | None,
+        typer.Option("--guidance-2", min=0, help="The same of the expert of low noise, of a model with two."),
+    ] = None,
     guidance_rescale: Annotated[
         float | None, typer.Option(min=0, max=1, help="Rescale of the guided prediction; 0: none.")
     ] = None,
@@ -114,7 +118,7 @@ def sample(
     sizes = {"frames": frames, "height": height, "width": width}
     files = {"image": image, "last_image": last_image, "video": video, "prefix_frames": prefix_frames}
     requests = [completed(each, negative_prompt, seed, sizes, files) for each in requests]
-    choice = SamplerChoice(steps, guidance, sampler, guidance_rescale)
+    choice = SamplerChoice(steps, guidance, sampler, guidance_rescale, guidance_2)
     require_same_sampling(pipe, requests, choice, processes())
     _write_videos(pipe, requests, paths, choice, None if prompts else sheet_path(out))
     if log.rank() == 0:

@@ -26,6 +26,10 @@ class PublishedModelConfig(Section):
     )
     revision: str | None = Field(None, description="Branch, tag or commit of the hub id.")
     subfolder: str = Field("transformer", description="Folder inside `pretrained` that holds the transformer.")
+    second_subfolder: str | None = Field(
+        None,
+        description="Folder inside `pretrained` of a second transformer that is trained, too, for times below `objective.boundary`.",
+    )
     weights: str | None = Field(
         None,
         description="A `.safetensors` file with other weights of the transformer, in the names of diffusers or of the model's authors.",
@@ -59,6 +63,14 @@ class FamilyObjectiveConfig(WeightingSection):
         description="Expert of a model with two, of `high` noise or of `low` noise: sets `range` and `model.subfolder` by the repository.",
     )
 
+    experts: Literal["both"] | None = Field(
+        None,
+        description="`both`: a step trains one of a model's two experts; sets `boundary` and `model.second_subfolder` by the repository.",
+    )
+    high_share: float = Field(
+        0.5, gt=0, lt=1, description="With `experts: both`, the share of steps that train the expert of high noise."
+    )
+
     _shift = field_validator("shift", mode="before")(lambda value: value if value is None else checked_shift(value))
     _range = field_validator("range")(checked_range)
 
@@ -66,6 +78,8 @@ class FamilyObjectiveConfig(WeightingSection):
     def _one_range(self) -> FamilyObjectiveConfig:
         if self.expert is not None and self.range is not None:
             raise ValueError("expert sets the range of times itself: leave range out")
+        if self.experts is not None and (self.expert is not None or self.range is not None):
+            raise ValueError("experts: both trains all times, by two experts: leave expert and range out")
         return self
 
 

@@ -122,7 +122,23 @@ class ObjectiveSection(WeightingSection):
         description="Scale that a guidance-distilled model is given in training; null: its pipeline's own. Other models take none.",
     )
 
+    boundary: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Model time from which on a step trains the expert in `model.subfolder`; below it that in `model.second_subfolder`. `experts: both` of a published model's own objective sets it. Null: one model for all times.",
+    )
+    high_share: float = Field(
+        0.5, gt=0, lt=1, description="With `boundary`, the share of steps that train the expert of times above it."
+    )
+
     _range = field_validator("range")(checked_range)
+
+    @model_validator(mode="after")
+    def _experts(self) -> ObjectiveSection:
+        if self.boundary is not None and self.range is not None:
+            raise ValueError("boundary divides all times between two experts: leave range out")
+        return self
 
 
 class FlowConfig(ObjectiveSection):
@@ -280,6 +296,11 @@ class SampleConfig(Section):
         None,
         ge=0,
         description="Classifier-free guidance scale, or the scale that a guidance-distilled model is given; 1: none. Null: 4, and for a published model its pipeline's own.",
+    )
+    guidance_2: float | None = Field(
+        None,
+        ge=0,
+        description="Guidance scale of the expert of low noise, of a published model with two; null: that of `guidance`. `guidance: 1` means none for both.",
     )
     guidance_rescale: float = Field(
         0.0,

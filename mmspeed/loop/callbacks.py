@@ -86,21 +86,21 @@ class LearningRate(BaseCallback):
 class Sparsity(BaseCallback):
     """Controls the thresholds of sparse attention. `saved_flops` counts the operations left out since the last call."""
 
-    def __init__(self, controller: SparsityController, sum_over_ranks: SumOverRanks) -> None:
-        self.controller, self.sum = controller, sum_over_ranks
+    def __init__(self, controller: SparsityController, sum_over_ranks: SumOverRanks, role: str = "model") -> None:
+        self.controller, self.sum, self.role = controller, sum_over_ranks, role
 
     @classmethod
-    def of(cls, model: nn.Module, sum_over_ranks: SumOverRanks) -> list[Sparsity]:
-        """The callback of a model with sparse attention; none for one whose attention is all dense."""
+    def of(cls, model: nn.Module, sum_over_ranks: SumOverRanks, role: str = "model") -> list[Sparsity]:
+        """The callback of a role's model with sparse attention; none for one whose attention is all dense."""
         controller = SparsityController.of(model)
-        return [] if controller is None else [cls(controller, sum_over_ranks)]
+        return [] if controller is None else [cls(controller, sum_over_ranks, role)]
 
     def before_step(self, step: int) -> None:
         self.controller.before_step(step)
 
     def after_step(self, outcome: StepOutcome) -> None:
-        result = outcome.result
-        self.controller.after_step(self.sum, finite=result is None or (result.finite and not result.withheld))
+        # a model that did not learn in the step has measured nothing
+        self.controller.after_step(self.sum, finite=outcome.result is None or outcome.updated(self.role))
 
     def saved_flops(self) -> float:
         """Operations that attention left out since the last call, of all ranks. A collective call."""

@@ -98,7 +98,9 @@ def train_step(
     out, too. `accept`: as for `apply_update`. Raises UserError as `apply_update`.
     """
     several = len(learners) > 1
-    due = [learner for learner in learners if step % learner.update.every == 0]
+    due = [learner for learner in learners if learner.update.due(step)]
+    if not due:
+        raise ValueError(f"no update is made at step {step}: those of a task make at least one at every step")
     reused: MicroBatches = list(batches) if len(due) > 1 else batches
     left_out: tuple[str, ...] = ()
     results: dict[str, StepResult] = {}

@@ -119,6 +119,9 @@ class Update:
         name: unique among the updates of a task.
         optimizer: None: the config's settings. The same in all updates of a role.
         every: it is made at steps 0, `every`, 2 `every` and so on. At least one update is made at every step.
+        when: instead of `every`, True for the steps at which it is made: a pure function of the step's number, the same on all ranks.
+        rests: at other steps the weights, moments and averages of its roles lie in the host's memory, where the device is not the host:
+            so no loss of another update, and no callback after a step, reads them.
     """
 
     loss: LossFunction
@@ -126,6 +129,12 @@ class Update:
     name: str = "model"
     optimizer: OptimizerSetting | None = None
     every: int = 1
+    when: Callable[[int], bool] | None = None
+    rests: bool = False
+
+    def due(self, step: int) -> bool:
+        """True where it is made at step number `step`, from 0."""
+        return step % self.every == 0 if self.when is None else self.when(step)
 
 
 class Validation(Protocol):

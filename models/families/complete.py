@@ -49,7 +49,12 @@ def completed(config: Config) -> Config:
     sample, repository = config.sample, repository_of(model)
     if isinstance(section, FamilyObjectiveConfig):
         section, model = of_expert(repository, section, model)
-        changes = {"objective": objective_of(repository.config("scheduler"), section), "model": model}
+        objective = objective_of(repository.config("scheduler"), section)
+        if section.experts is not None:
+            objective = objective.model_copy(
+                update={"boundary": boundary_of(repository), "high_share": section.high_share}
+            )
+        changes = {"objective": objective, "model": model}
         if model is not config.model:
             repository = repository_of(model)
     sampling = family_of(repository.class_name, repository.key).sampling_of(repository.index)
@@ -92,25 +97,39 @@ def of_expert(
 ) -> tuple[FamilyObjectiveConfig, PublishedModelConfig]:
     """The sections of the expert that the objective names, with its range of times and its folder.
 
-    Raises UserError for a model of two experts of which none is named, and for an expert of a model that has one.
+    With `experts: both` the model has both folders. Raises UserError for a model of two experts of which none is named, and for an expert
+    of a model that has one.
     """
-    boundary = repository.index.get("boundary_ratio")
-    if section.expert is None:
+    boundary = boundary_of(repository)
+    if section.expert is None and section.experts is None:
         if boundary is not None and section.range is None:
             raise UserError(
                 f"model.pretrained: {repository.pretrained} has two experts, of times above and below {boundary}: set objective.expert "
-                "to high or low"
+                "to high or low, or objective.experts to both"
             )
         return section, model
     if boundary is None:
-        raise UserError(
-            f"objective.expert: {repository.pretrained} has one transformer for all times: leave expert out"
-        )
-    times = (float(boundary), 1.0) if section.expert == "high" else (0.0, float(boundary))
+        key = "expert" if section.experts is None else "experts"
+        raise UserError(f"objective.{key}: {repository.pretrained} has one transformer for all times: leave {key} out")
+    if section.experts is not None:
+        if model.weights is not None:
+            raise UserError("model.weights is one file, and objective.experts: both trains two models: leave one out")
+        high, low = EXPERTS["high"], EXPERTS["low"]
+        for folder in (high, low):
+            repository.of(folder)  # there is one, or an error that lists the folders
+        return section, model.model_copy(update={"subfolder": high, "second_subfolder": low})
+    times = (boundary, 1.0) if section.expert == "high" else (0.0, boundary)
+    assert section.expert is not None
     return (
         section.model_copy(update={"range": times}),
         model.model_copy(update={"subfolder": EXPERTS[section.expert]}),
     )
+
+
+def boundary_of(repository: Repository) -> float | None:
+    """The model time that divides a repository's two experts; None where it has one model for all times."""
+    boundary = repository.index.get("boundary_ratio")
+    return None if boundary is None else float(boundary)
 
 
 def objective_of(scheduler: Scheduler, section: FamilyObjectiveConfig) -> ObjectiveConfig:

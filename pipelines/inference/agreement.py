@@ -33,6 +33,8 @@ def sampling_facts(pipe: TextToVideo, requests: Sequence[VideoRequest], choice: 
     }
     for number, request in enumerate(requests, 1):
         facts |= flat(asdict(request), f"prompt {number}")
+    if pipe.other is not None:
+        facts |= tensor_facts("other expert", pipe.other.model)
     return facts | flat(asdict(choice), "sampler") | tensor_facts("model", pipe.model)
 
 

@@ -25,6 +25,7 @@ from mmspeed.loop.checkpoint.storage import EMA_UPDATES, FROZEN, ROLES
 from mmspeed.models.build import bare, repository_of
 from mmspeed.models.diffusers.loading import RepositoryWeights, weights_of
 from mmspeed.models.diffusers.repository import INDEX, STEM, Repository
+from mmspeed.models.families.complete import completed
 from mmspeed.models.stored import check_tensors, shapes_of
 from mmspeed.models.weights import resolve
 from mmspeed.models.writing import TensorEntry, write_tensors
@@ -73,7 +74,7 @@ def export_run(
     read again and compared. Raises UserError for a run without a repository, another base than the run's, and a folder that exists.
     """
     folder, out = RunFolder.open(run), Path(out)
-    section = folder.config().model
+    section = completed(folder.config()).model  # the expert's folder, where there are two
     if not isinstance(section, PublishedModelConfig):
         raise UserError(
             f"{run}: its config names no repository of diffusers (model.kind: {section.kind}), so no other library has a class for its "
@@ -84,14 +85,14 @@ def export_run(
     if weights == "ema" and folder.config().train.ema_decay is None:
         weights = "model"  # a run without a moving average has nothing else
     repository, place = repository_of(section), find_checkpoint(folder, checkpoint)
-    folder.check_base({"model": repository.fingerprint})
+    components = _components(place, repository)
+    folder.check_base({role or "model": repository.of(component).fingerprint for role, component in components})
     work = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(work, ignore_errors=True)
     try:
         with disk_errors(out):
             work.mkdir(parents=True)
             tensors = nbytes = 0
-            components = _components(place, repository)
             for role, component in components:
                 count, size = _write_component(
                     place, role, repository.of(component), work / component, weights, dtype, shard_bytes

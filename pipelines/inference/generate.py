@@ -6,6 +6,7 @@ Legend: P prompts, C T h w latent, L tokens, D text width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +16,7 @@ from mmspeed import rng
 from mmspeed.compute.sparse.module import warm_plans
 from mmspeed.device import Device
 from mmspeed.pipelines.diffusion.anchors import held, holding
+from mmspeed.pipelines.diffusion.experts import OtherExpert
 from mmspeed.pipelines.diffusion.objective import Objective
 from mmspeed.pipelines.diffusion.predictor import Predictor, conditions_of_texts
 from mmspeed.pipelines.diffusion.samplers import OnStep, Predict, guided, mixed
@@ -33,6 +35,7 @@ class SampleSettings:
     sampler: str
     seed: int
     rescale: float = 0.0  # of guidance
+    guidance_2: float | None = None  # of the expert of low noise; None: `guidance`
 
 
 @torch.no_grad()
@@ -50,15 +53,18 @@ def generate_latents(
     predictor: Predictor,
     fps: float = 24.0,
     strides: Strides | None = None,
+    other: OtherExpert | None = None,
 ) -> Tensor:
     """Latents (P, C, T, h, w) float32 of P texts, sampled one after the other: the memory of one video.
 
     The noise of each is drawn by its name (law 1), so a prompt's video does not depend on the other prompts.
     `on_step(done, total)` counts the steps of all texts. objective: that of the videos' size (`sized`). predictor: of the model's
-    predictions; fps, strides: for a model that takes them.
+    predictions; fps, strides: for a model that takes them. other: the expert that predicts at the times that are not the model's.
     """
-    was_training = model.training
-    model.eval()
+    models = [model] if other is None else [model, other.model]
+    was_training = [each.training for each in models]
+    for each in models:
+        each.eval()
     total = settings.steps * len(texts)
     latents = []
     try:
@@ -71,11 +77,13 @@ def generate_latents(
 
             latents.append(
                 sample_together(
-                    model, objective, [text], [negative], noise_1CThw, settings, device, tell, predictor, fps, strides
+                    model, objective, [text], [negative], noise_1CThw, settings, device, tell, predictor, fps, strides,
+                    other=other,
                 )
-            )
+            )  # fmt: skip
     finally:
-        model.train(was_training)
+        for each, training in zip(models, was_training, strict=True):
+            each.train(training)
     return torch.cat(latents)
 
 
@@ -93,27 +101,44 @@ def sample_together(
     fps: float = 24.0,
     strides: Strides | None = None,
     anchors: Anchors | None = None,
+    other: OtherExpert | None = None,
 ) -> Tensor:
     """Latents (P, C, T, h, w) float32 of P texts in one batch, from their noise; the model is in eval mode.
 
     negatives: the text to steer away from, of each. anchors: latent frames that the model is given.
-    A model whose attention keeps clusters between steps takes one text at a time.
+    other: the expert that predicts at the times that are not the model's. A model whose attention keeps clusters between steps takes one
+    text at a time.
     """
     # plans of sparse attention begin with those of the step before, by condition
-    with warm_plans(model) as use:
+    with ExitStack() as stack:
+        uses = {
+            id(each): stack.enter_context(warm_plans(each))
+            for each in (model, *([] if other is None else [other.model]))
+        }
         both = [conditions_of_texts(each, device.torch_device, fps, strides) for each in (texts, negatives)]
         anchors = None if anchors is None else anchors.to(device.torch_device)
         if anchors is not None:
             both = [replace(each, named={**each.named, **anchors.named}) for each in both]
         family = objective.family if settings.sampler == "family" else None
-        own, scale = predictor.guided(settings.guidance)
-        predict = guided(
-            _predictor(model, own, both[0], lambda: use("text")),
-            _predictor(model, own, both[1], lambda: use("negative")),
-            scale,
-            settings.rescale,
-            mixed if family is None else family.sampling.guided,
-        )
+
+        def guided_by(expert: nn.Module, guidance: float) -> Predict:
+            own, scale = predictor.guided(guidance)
+            use = uses[id(expert)]
+            return guided(
+                _predictor(expert, own, both[0], lambda: use("text")),
+                _predictor(expert, own, both[1], lambda: use("negative")),
+                scale,
+                settings.rescale,
+                mixed if family is None else family.sampling.guided,
+            )
+
+        if other is None:
+            predict = guided_by(model, settings.guidance)
+        else:
+            # as in the official pipeline, no guidance of the first expert is none of both
+            low = settings.guidance if settings.guidance_2 is None or settings.guidance == 1 else settings.guidance_2
+            own_scale, other_scale = (low, settings.guidance) if other.noise == "high" else (settings.guidance, low)
+            predict = other.switched(guided_by(model, own_scale), guided_by(other.model, other_scale))
         noise_PCThw = noise_PCThw.to(device.torch_device)
         if anchors is not None:
             noise_PCThw = anchors.begun(noise_PCThw)

@@ -18,23 +18,19 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mmspeed import rng
-from mmspeed.compute.sparse.controller import SparsityController
 from mmspeed.compute.sparse.module import clustered_layers
 from mmspeed.config import Bucket, Config
 from mmspeed.config.schema import TextConfig
 from mmspeed.data.cache.files import private_file
-from mmspeed.device import Device, parse_dtype, pick
+from mmspeed.device import Device, pick
 from mmspeed.errors import UserError
-from mmspeed.initialize import materialize, read_weights
 from mmspeed.log import get_logger
-from mmspeed.loop.checkpoint.load import open_checkpoint
-from mmspeed.loop.checkpoint.manager import best, latest, load_weights, step_name, steps_in
-from mmspeed.loop.checkpoint.storage import FROZEN
-from mmspeed.models.build import call_of, with_weights
+from mmspeed.loop.checkpoint.manager import best, latest, step_name, steps_in
+from mmspeed.models.build import call_of
 from mmspeed.models.codecs.vae import load_codec
 from mmspeed.models.families.complete import completed
 from mmspeed.models.text.encoders import load_text_encoder, text_identity, text_width
-from mmspeed.parallel import autocast
+from mmspeed.pipelines.diffusion.experts import OtherExpert
 from mmspeed.pipelines.diffusion.objective import make_objective
 from mmspeed.pipelines.diffusion.predictor import make_predictor
 from mmspeed.pipelines.diffusion.schedulers import family_sampler
@@ -42,8 +38,9 @@ from mmspeed.pipelines.inference.anchor_media import Anchors, anchors_of, check_
 from mmspeed.pipelines.inference.generate import SampleSettings, sample_together
 from mmspeed.pipelines.inference.media import Video, from_model_range
 from mmspeed.pipelines.inference.prompts import VideoRequest, noise_names
+from mmspeed.pipelines.inference.run_models import load_model, load_other
 from mmspeed.pipelines.run.run_folder import RunFolder, sync_file
-from mmspeed.protocols import CountsFlops, TextEntry, VideoCodec, source_of
+from mmspeed.protocols import CountsFlops, TextEntry, VideoCodec
 from mmspeed.rng import Seed
 from mmspeed.shapes import Strides
 
@@ -118,6 +115,7 @@ def sampler_settings(
     sampler: str | None,
     seed: int,
     guidance_rescale: float | None = None,
+    guidance_2: float | None = None,
 ) -> SampleSettings:
     """The requested settings, completed from `sample` in the config. Raises UserError for a rescale outside of 0 to 1."""
     rescale = config.sample.guidance_rescale if guidance_rescale is None else guidance_rescale
@@ -131,6 +129,7 @@ def sampler_settings(
         sampler=sampler or sample.sampler,
         seed=seed,
         rescale=rescale,
+        guidance_2=sample.guidance_2 if guidance_2 is None else guidance_2,
     )
 
 
@@ -162,6 +161,7 @@ class SamplerChoice:
     guidance: float | None = None
     sampler: str | None = None
     rescale: float | None = None
+    guidance_2: float | None = None  # of the expert of low noise
 
 
 class TextToVideo:
@@ -179,12 +179,14 @@ class TextToVideo:
         device: Device,
         generator: int | None = None,
         checkpoint: str | None = None,
+        other: OtherExpert | None = None,
     ) -> None:
         config = completed(config)
         self.config, self.model, self.codec, self.device = config, model, codec, device
         self.predictor = make_predictor(
             model, config.objective, codec.channels, text_width(config.text), call_of(config.model)
         )
+        self.other = other  # of a model with two experts, the one that predicts at other times
         self.checkpoint = checkpoint  # the name of the folder that the weights are from
         self.generator = generator  # of the noise, a version of `mmspeed.rng`; None: the newest
         self.objective = make_objective(config.objective, family_sampler(config))
@@ -210,22 +212,11 @@ class TextToVideo:
         chosen = pick(device)
         chosen.activate()
         path = find_checkpoint(folder, checkpoint)
-        model = with_weights(config.model, info["latent_channels"], info["text_width"], "meta")
-        materialize(model, torch.device("cpu"))
-        source = source_of(model)
-        if source is not None and FROZEN in open_checkpoint(path)[0]:  # what did not train is in the base alone
-            read_weights(model, source)
-        for layer in clustered_layers(model).values():
-            layer.reset()
-        step = load_weights(path, model, weights)["step"]
-        sparsity = SparsityController.of(model)
-        if sparsity is not None:
-            sparsity.before_step(step)  # dense, if the checkpoint is of the dense steps
-        model.to(chosen.torch_device).eval()
-        if config.device.dtype != "float32":
-            autocast(model, parse_dtype(config.device.dtype))
+        sizes = info["latent_channels"], info["text_width"]
+        model = load_model(config, config.model, sizes, path, weights, chosen)
+        other = load_other(config, sizes, path, weights, chosen)
         codec = load_codec(config.vae, chosen, folder.codec_weights if config.vae.kind == "linear" else None)
-        return cls(config, model, codec, chosen, folder.generator(), path.name)
+        return cls(config, model, codec, chosen, folder.generator(), path.name, other)
 
     def size(self, frames: int | None = None, height: int | None = None, width: int | None = None) -> Bucket:
         """The size of the videos that a call with these arguments makes. Raises UserError when it cannot be made."""
@@ -238,6 +229,7 @@ class TextToVideo:
         negative_prompt: str | None = None,
         steps: int | None = None,
         guidance: float | None = None,
+        guidance_2: float | None = None,
         guidance_rescale: float | None = None,
         sampler: str | None = None,
         seed: int = 0,
@@ -266,7 +258,7 @@ class TextToVideo:
             VideoRequest(prompt, negative_prompt, seed, frames, height, width, first, last, before, prefix_frames)
             for prompt in prompts
         ]
-        settings = SamplerChoice(steps, guidance, sampler, guidance_rescale)
+        settings = SamplerChoice(steps, guidance, sampler, guidance_rescale, guidance_2)
         return [video for _, video in self.sample(requests, settings, on_step, together=1)]
 
     def sample(
@@ -295,8 +287,8 @@ class TextToVideo:
         names = noise_names(zip(prompts, seeds, strict=True))
         sizes = self.sizes(requests)
         settings = sampler_settings(
-            config, choice.steps, choice.guidance, choice.sampler, Seed(0, self.generator), choice.rescale
-        )
+            config, choice.steps, choice.guidance, choice.sampler, Seed(0, self.generator), choice.rescale, choice.guidance_2
+        )  # fmt: skip
         objectives = {
             size: self.objective.sized(size, self.predictor.tokens(self.codec.strides.latent(size))) for size in sizes
         }
@@ -334,6 +326,7 @@ class TextToVideo:
                     self.predictor,
                     config.data.fps or 24.0,
                     self.codec.strides,
+                    other=self.other,
                     anchors=self._anchors([requests[index] for index in group], size),
                 )
             except torch.OutOfMemoryError:

@@ -20,6 +20,7 @@ from mmspeed.initialize import init_weights, materialize, own_part, read_weights
 from mmspeed.loop.averages import EMA
 from mmspeed.loop.checkpoint.manager import TrainingState
 from mmspeed.loop.optimizers.build import AnyOptimizer, make_optimizer
+from mmspeed.loop.resting import Rests
 from mmspeed.loop.runner import SequentialRunner
 from mmspeed.loop.step import Learner
 from mmspeed.memory import ActivationPolicies
@@ -46,12 +47,18 @@ class Assembly:
     """The models, learners and averages of a run.
 
     `models` by role, as `parallelize` made them; a learner for each update of a step; averages of the roles that learn, where the run
-    has averages.
+    has averages. `rests`: the callback that rests roles between their updates; None where none rests, or the device is the host.
     """
 
     models: Mapping[str, nn.Module]
     learners: Sequence[Learner]
     averages: Mapping[str, EMA]
+    rests: Rests | None = None
+
+    def wake(self) -> None:
+        """Bring every role that rests in the host's memory back to the device: it is about to be read."""
+        if self.rests is not None:
+            self.rests.wake()
 
     @property
     def roles(self) -> list[str]:
@@ -187,7 +194,10 @@ def assemble(
     if config.train.ema_decay is not None:
         averages = {role: make_ema(models[role], optimizers[role], config, device) for role in learning}
     learners = [learner(update, models, placement.strategy, optimizers, device) for update in updates]
-    return Assembly(models, learners, averages)
+    rests = None
+    if device.kind != "cpu" and any(update.rests for update in updates):
+        rests = Rests(learners, models, averages, device.torch_device)
+    return Assembly(models, learners, averages, rests)
 
 
 def _put_whole(put: Callable[[nn.Parameter, Tensor], None], parameter: nn.Parameter, value: Tensor) -> None:

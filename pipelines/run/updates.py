@@ -31,13 +31,15 @@ def learning_roles(
             )
         if update.every < 1:
             raise UserError(f"{subject} is made at every {update.every}-th step: `every` is 1 or more")
+        if update.when is not None and update.every > 1:
+            raise UserError(f"{subject} has both `every` and `when`: each names its steps")
         for role in update.roles:
             if settings.setdefault(role, update.optimizer) != update.optimizer:
                 raise UserError(f"{subject} has another optimizer setting for the role {role} than an update before it")
     names = [update.name for update in updates]
     if len(set(names)) < len(names):
         raise UserError(f"the task {task} has updates of one name, {', '.join(names)}: terms are named by it")
-    if all(update.every > 1 for update in updates):
+    if all(update.every > 1 and update.when is None for update in updates):
         raise UserError(
             f"the task {task} has no update that is made at every step: {', '.join(names) or 'none at all'}"
         )

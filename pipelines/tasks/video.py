@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ from mmspeed.models.sparse_note import sparse_lines, sparse_warnings
 from mmspeed.models.text.encoders import caption_limit, text_width
 from mmspeed.parallel import token_layout, unwrap
 from mmspeed.pipelines.diffusion.anchors import check_modes, check_prompts, counted_frames, held
+from mmspeed.pipelines.diffusion.experts import EXPERTS, Expert, experts_of, objective_of_expert
 from mmspeed.pipelines.diffusion.objective import Objective, make_objective
 from mmspeed.pipelines.diffusion.predictor import (
     OwnPredictor,
@@ -118,7 +119,15 @@ class VideoTask:
         self.config, self.maker, self._build = config, maker, build or with_weights
         self._call = call_of(config.model) if call is None and build is None else call
         self.weighting = config.weighting
-        self.objective: Objective = make_objective(config.objective, family_sampler(config))
+        family = family_sampler(config)
+        self.objective: Objective = make_objective(config.objective, family)
+        self.experts = experts_of(config)
+        self._of_expert: dict[Expert, Objective] = {}
+        if self.experts is not None:
+            self._of_expert = {
+                each: make_objective(objective_of_expert(config.objective, each), family) for each in EXPERTS
+            }
+        self.seed: int = Seed(config.seed)
         self.frame_mask: FrameMask | None = FRAME_MASKS[config.train.loss_frames]
         self.conditioning = config.conditioning if config.conditioning.gives_frames else None
         self._inputs: EncoderShapes | None = None
@@ -135,6 +144,7 @@ class VideoTask:
     def open(self, place: RunPlace) -> None:
         """Open the config's cache. Raises UserError when it cannot be used and there is no maker."""
         self.group = patient_group() if self.maker is not None else None
+        self.seed = Seed(self.config.seed, place.generator)
         self._cache, self.whole = open_cache(self.config, self.maker, place.device, place.rank, place.world, self.group)
         encoders = self._cache.info["encoders"]
         self.use(
@@ -155,7 +165,7 @@ class VideoTask:
         """The task of another config over the same data and sizes."""
         other = VideoTask(config, self.maker, self._build, self._call)
         other._inputs, other._cache, other.whole, other.group = self._inputs, self._cache, self.whole, self.group
-        other._unused = self._unused
+        other._unused, other.seed = self._unused, self.seed
         return other
 
     @property
@@ -175,8 +185,25 @@ class VideoTask:
     # -- models ---------------------------------------------------------------------------------------------------------
 
     def build(self) -> dict[str, nn.Module]:
-        """The model, under the role "model". Raises UserError for one that is no diffusion model, or of another objective or sizes."""
-        return {"model": self._make()[0]}
+        """The model, under the role "model"; of two experts that of low noise under the name of its folder.
+
+        Raises UserError for one that is no diffusion model, or of another objective or sizes, and for experts of unlike settings.
+        """
+        model, predictor = self._make()
+        if self.experts is None:
+            return {"model": model}
+        low, other = self._make(self._section_of_low())
+        if _settings(other) != _settings(predictor):
+            raise UserError(
+                f"model.second_subfolder: {self.experts.roles['low']} has other settings than its fellow expert"
+            )
+        return {"model": model, self.experts.roles["low"]: low}
+
+    def _section_of_low(self) -> PublishedModelConfig:
+        """The section of the expert of low noise alone."""
+        section = self.config.model
+        assert isinstance(section, PublishedModelConfig)
+        return section.model_copy(update={"subfolder": section.second_subfolder, "second_subfolder": None})
 
     def outlines(self) -> dict[str, nn.Module]:
         """The model, under the role "model", without data: of our own with sizes of captions and latents that may be others."""
@@ -188,12 +215,19 @@ class VideoTask:
             parameter.is_meta for parameter in model.parameters()
         ):  # it came with its weights, which are read once
             self._spare = model
-        return {"model": model}
+        if self.experts is None:
+            return {"model": model}
+        low = self._build(self._section_of_low(), 1, 1, "meta")
+        declare_known_plan(low)
+        return {"model": model, self.experts.roles["low"]: low}
 
-    def _make(self) -> tuple[nn.Module, Predictor]:
-        model, self._spare = self._spare, None
+    def _make(self, section: PublishedModelConfig | None = None) -> tuple[nn.Module, Predictor]:
+        """The model of a section, None: of the config's, ready to train, and its predictor."""
+        model: nn.Module | None = None
+        if section is None:
+            model, self._spare = self._spare, None
         if model is None:
-            model = self._build(self.config.model, self.inputs.channels, self.inputs.text_width, "meta")
+            model = self._build(section or self.config.model, self.inputs.channels, self.inputs.text_width, "meta")
         sizes = self.inputs.channels, self.inputs.text_width
         predictor = make_predictor(model, self.config.objective, *sizes, self._call)
         check_modes(self.config.conditioning, predictor.anchors.modes, type(model).__name__)
@@ -221,8 +255,27 @@ class VideoTask:
         return self.predictor.bare if isinstance(self.predictor, OwnPredictor) else None
 
     def updates(self) -> Sequence[Update]:
-        """The single update, of the model by the objective's loss."""
-        return (Update(self.loss),)
+        """The single update, of the model by the objective's loss; or one of each expert, at the steps that are drawn for it."""
+        if self.experts is None:
+            return (Update(self.loss),)
+        return tuple(
+            Update(
+                partial(self._loss_of_expert, role, expert),
+                (role,),
+                expert,
+                when=partial(self._is_drawn, expert),
+                rests=True,
+            )
+            for expert, role in self.experts.roles.items()
+        )
+
+    def _is_drawn(self, expert: Expert, step: int) -> bool:
+        assert self.experts is not None
+        return self.experts.drawn(self.seed, step) == expert
+
+    def _loss_of_expert(self, role: str, expert: Expert, models: Models, batch: Batch) -> Terms:
+        """The loss of each sample by an expert, at a time in its range."""
+        return self._loss(models[role], batch, self._of_expert[expert])
 
     def loss(self, models: Models, batch: Batch) -> Terms:
         """The loss of each sample (B,), float32, with the noise and the timestep drawn for it at reading.
@@ -230,17 +283,20 @@ class VideoTask:
         A batch with a tensor `loss_mask` (B, T) counts its latent frames by it; frames that `given` (B, T) names carry no noise and
         do not count.
         """
+        return self._loss(models["model"], batch, self.objective)
+
+    def _loss(self, model: nn.Module, batch: Batch, objective: Objective) -> Terms:
         if self._mlp_trials is not None:
             self._mlp_trials.meet(batch)
         latents_BCThw = batch["latents"]
         device, (frames, height, width) = latents_BCThw.device, latents_BCThw.shape[2:]
-        objective = self.objective.sized(as_bucket(batch.shape), self.predictor.tokens((frames, height, width)))
+        objective = objective.sized(as_bucket(batch.shape), self.predictor.tokens((frames, height, width)))
         t_B = objective.time_from_quantile(batch["quantiles"]).float()  # computed on the CPU
         x_BCThw, target_BCThw = objective.training_pair(latents_BCThw, batch["noise"], t_B)
         conditions = conditions_of(batch, None if self._inputs is None else self._inputs.strides)
         if conditions.anchors is not None and self.predictor.anchors.how == "replace":
             x_BCThw = held(x_BCThw, latents_BCThw, conditions.anchors)
-        prediction_BCThw = self.predictor.predict(models["model"], x_BCThw, t_B.to(device), conditions)
+        prediction_BCThw = self.predictor.predict(model, x_BCThw, t_B.to(device), conditions)
         mask_BT = counted_frames(batch, self.predictor.anchors.how)
         mask = () if mask_BT is None else (mask_BT,)
         loss_B = objective.sample_loss(prediction_BCThw, target_BCThw, t_B, *mask)
@@ -456,6 +512,7 @@ class VideoTask:
             place,
             self.frame_mask,
             self.conditioning,
+            self.experts,
         )
         return validation or None
 
@@ -484,7 +541,7 @@ class VideoTask:
         return {**named, "vae.strides": [strides.temporal, strides.spatial]}
 
     def export(self, models: Models) -> Iterator[tuple[str, Tensor]]:
-        """The model's parameters and saved buffers, whole, one at a time."""
+        """The parameters and saved buffers of the model, of two experts that of high noise, whole, one at a time."""
         return whole_tensors(models["model"])
 
     def shrunk(self, known: Mapping[str, Any] | None = None) -> CheckTask:
@@ -495,6 +552,22 @@ class VideoTask:
         section = self.config.model
         if isinstance(section, ModelConfig):
             return shrunk_video(self, known)
+        config = self.config if self.experts is None else self._config_of_high()
         if known is not None:
-            return rebuild_published(self.config, known)
-        return shrunk_published(self.config, PublishedModel.of_repository(repository_of(section), self._call))
+            return rebuild_published(config, known)
+        return shrunk_published(config, PublishedModel.of_repository(repository_of(section), self._call))
+
+    def _config_of_high(self) -> Config:
+        """The config of the expert of high noise alone: experts are of one class, whose layouts are compared by one."""
+        section = self.config.model
+        assert isinstance(section, PublishedModelConfig)
+        model = section.model_copy(update={"second_subfolder": None})
+        return self.config.model_copy(
+            update={"model": model, "objective": objective_of_expert(self.config.objective, "high")}
+        )
+
+
+def _settings(predictor: Predictor) -> dict[str, Any]:
+    """The arguments that a published model was made with, without the records that diffusers keeps beside them."""
+    assert isinstance(predictor, PublishedPredictor)
+    return {name: value for name, value in predictor.config.items() if not name.startswith("_")}

@@ -20,7 +20,8 @@ from mmspeed.data.loading.frame_masks import FrameMask
 from mmspeed.log import get_logger
 from mmspeed.models.codecs.vae import load_codec
 from mmspeed.pipelines.diffusion.anchors import counted_frames, held
-from mmspeed.pipelines.diffusion.objective import Objective, mean_error
+from mmspeed.pipelines.diffusion.experts import EXPERTS, OtherExpert, TrainedExperts, objective_of_expert
+from mmspeed.pipelines.diffusion.objective import Objective, make_objective, mean_error
 from mmspeed.pipelines.diffusion.predictor import Predictor, conditions_of
 from mmspeed.pipelines.inference.generate import generate_latents
 from mmspeed.pipelines.inference.media import contact_sheet, save_image
@@ -50,7 +51,9 @@ class VideoValidation:
         place: RunPlace,
         frame_mask: FrameMask | None = None,
         conditioning: ConditioningConfig | None = None,
+        experts: TrainedExperts | None = None,
     ) -> None:
+        self.experts = experts
         self.config, self.cache, self.samples = config, cache, samples
         self.predictor, self.objective, self.present, self.place = predictor, objective, present, place
         self.frame_mask, self.conditioning = frame_mask, conditioning
@@ -74,23 +77,39 @@ class VideoValidation:
         return bool(self.samples or self.prompts)
 
     def measure(self, models: Models) -> Terms:
-        """The unweighted losses of this rank's held-out samples, a term for each quantile; none without samples."""
-        samples, quantiles = self._present(), self.config.validate_.quantiles
+        """The unweighted losses of this rank's held-out samples, a term for each quantile; none without samples.
+
+        Of two experts each has its own quantiles, of the times in its range: first those of low noise.
+        """
+        samples = self._present()
         if not samples:
             return {}
-        losses, weights = held_out_losses(
-            models["model"],
-            self.cache,
-            samples,
-            self.objective,
-            quantiles,
-            rng.Seed(self.config.seed, self.place.generator),
-            self.place,
-            self.predictor,
-            self.frame_mask,
-            self.conditioning,
-        )
-        return {f"quantile {q}": Term(losses[q], weights, trains=False) for q in range(quantiles)}
+        terms: dict[str, Term] = {}
+        for name, role, objective in self._learners():
+            losses, weights = held_out_losses(
+                models[role],
+                self.cache,
+                samples,
+                objective,
+                self.config.validate_.quantiles,
+                rng.Seed(self.config.seed, self.place.generator),
+                self.place,
+                self.predictor,
+                self.frame_mask,
+                self.conditioning,
+            )
+            terms |= {f"{name}{q}": Term(losses_B, weights, trains=False) for q, losses_B in enumerate(losses)}
+        return terms
+
+    def _learners(self) -> list[tuple[str, str, Objective]]:
+        """(name before the number of a quantile, role, objective) of each model that learns, from near the data to near noise."""
+        if self.experts is None:
+            return [("quantile ", "model", self.objective)]
+        family, roles = self.objective.family, self.experts.roles
+        return [
+            (f"{each} quantile ", roles[each], make_objective(objective_of_expert(self.config.objective, each), family))
+            for each in reversed(EXPERTS)
+        ]
 
     def divisors(self) -> Divisors:
         """The number of held-out samples."""
@@ -98,12 +117,18 @@ class VideoValidation:
 
     def row(self, values: Mapping[str, float]) -> dict[str, Any]:
         """Mean held-out loss, over all and by timestep quantile (from near the data to near noise)."""
-        by_quantile = list(values.values())
-        return {
+        by_expert = {
+            each: [value for name, value in values.items() if name.startswith(f"{each} ")] for each in reversed(EXPERTS)
+        }
+        by_quantile = list(values.values()) if self.experts is None else [*by_expert["low"], *by_expert["high"]]
+        row: dict[str, Any] = {
             "loss": sum(by_quantile) / len(by_quantile),
             "by_quantile": by_quantile,
             "samples": len(self._present()),
         }
+        if self.experts is not None:
+            row["by_expert"] = {each: sum(part) / len(part) for each, part in by_expert.items()}
+        return row
 
     def _objective_of(self, bucket: Bucket) -> Objective:
         return self.objective.sized(bucket, self.predictor.tokens(self.strides.latent(bucket)))
@@ -134,6 +159,9 @@ class VideoValidation:
             predictor=self.predictor,
             fps=config.data.fps or 24.0,
             strides=codec.strides,
+            other=None
+            if self.experts is None
+            else OtherExpert(models[self.experts.roles["low"]], self.experts.boundary, "low"),
         )
         if not place.leads:  # the first of the group has the same latents
             return

@@ -9,7 +9,7 @@ from mmspeed import comm
 from mmspeed.config import RunConfig
 from mmspeed.errors import UserError
 from mmspeed.log import format_seconds, get_logger
-from mmspeed.loop.checkpoint.load import identity, identity_of_start, load_start
+from mmspeed.loop.checkpoint.load import identity, identity_of_start, learned, load_start, starting_checkpoint
 from mmspeed.loop.checkpoint.manager import CheckpointManager, DamagedCheckpointError
 from mmspeed.loop.frozen import frozen_names
 from mmspeed.pipelines.run.agreement import require_agreement
@@ -58,9 +58,7 @@ class SavedStates:
             for difference in run.task.compare_start(start) if where.rank == 0 and fresh else ():
                 log.warning(difference)
             require_agreement({"train.start_from": identity_of_start(start)}, "give all of them the same checkpoint")
-            load_start(start, parts.model, parts.optimizer)
-            if parts.ema is not None:
-                parts.ema.restart(parts.model)
+            self._load_start(start, run)
         if copy is not None and self._restore_copy(run, copy, changed, name):
             name = None
         while name is not None:
@@ -79,6 +77,20 @@ class SavedStates:
             trim_metrics(self.folder.metrics, run.step)
         comm.barrier()
 
+    @staticmethod
+    def _load_start(start: str, run: Run) -> None:
+        """Take the weights of `train.start_from`: of the first role, and of the others that it holds."""
+        parts, folder = run.parts, starting_checkpoint(start)
+        for number, (role, optimizer) in enumerate(parts.optimizers.items()):
+            if number and not learned(folder, role):
+                if run.place.rank == 0:
+                    log.warning(f"train.start_from: {folder} holds no weights of the role {role}, which keeps its own")
+                continue
+            model = parts.models[role]
+            load_start(start, model, optimizer, role if number else None)
+            if role in parts.averages:
+                parts.averages[role].restart(model)
+
     def _restore_copy(self, run: Run, copy: Path, changed: list[str], name: str | None) -> bool:
         """Take the state of the copies on the local disks. False where they cannot be used, and the checkpoint `name` is to be read."""
         try:
@@ -95,6 +107,7 @@ class SavedStates:
 
     def restore(self, run: Run, path: Path, changed: list[str]) -> None:
         """Take the state of a checkpoint. Raises DamagedCheckpointError on all ranks; the state may then be a part of it."""
+        run.parts.wake()
         config, where, state = self.config, run.place, run.parts.state()
         run.manager.check(path)
         if path.parent == self.folder.checkpoints:  # copies on local disks hold the parts of their own hosts
@@ -153,6 +166,7 @@ class SavedStates:
             "world": run.place.world,
             "versions": {"generator": run.place.generator},
         }
+        run.parts.wake()
         blocking = blocking or not self.config.checkpoint.asynchronous
         stall = run.manager.save(run.step, run.parts.state(meta), blocking=blocking)
         row = {"kind": "checkpoint", "step": run.step, "wait_seconds": stall.waited, "copy_seconds": stall.copied}

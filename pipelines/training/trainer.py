@@ -226,10 +226,11 @@ class TrainPipeline:
     ) -> list[Callback]:
         """The callbacks around each step, in this order on all ranks."""
         parts, config = run.parts, self.config
-        sparsity = [one for role in parts.roles for one in Sparsity.of(parts.models[role], comm.all_reduce_sum)]
+        sparsity = [one for role in parts.roles for one in Sparsity.of(parts.models[role], comm.all_reduce_sum, role)]
         averages = [Averages(ema, parts.models[role], role) for role, ema in parts.averages.items()]
         return [
             times,
+            *([] if parts.rests is None else [parts.rests]),
             LearningRate(config.train, parts.rate_factors),
             *sparsity,
             *averages,

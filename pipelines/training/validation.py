@@ -28,6 +28,7 @@ class Validator:
         started = time.monotonic()
         row: dict[str, Any] = {"kind": "validation", "step": step}
         models = self.parts.models
+        self.parts.wake()
         with contextlib.ExitStack() as swapped:
             for role, ema in self.parts.averages.items():
                 swapped.enter_context(ema.swap(models[role]))

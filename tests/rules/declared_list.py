@@ -46,7 +46,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
     },
     "a word whose values a type or a table lists": {
         "mmspeed/loop/checkpoint/load.py": {
-            "load_weights(folder, unwrap(model), which, alone, optimizer)  # type: ignore[arg-type]",
+            "load_weights(folder, unwrap(model), which, alone, optimizer, role)  # type: ignore[arg-type]",
         },
         "mmspeed/memory/planning/options.py": {
             "cast(ActivationPolicies, dict(block[option].ways))",
@@ -164,7 +164,7 @@ OPEN: dict[str, str] = {
     "mmspeed/loop/callbacks.py": "row",
     "mmspeed/loop/divergence.py": "state",
     "mmspeed/loop/checkpoint/folder.py": "meta",
-    "mmspeed/loop/checkpoint/load.py": "entries index load load_weights meta open_checkpoint recorded tensors",
+    "mmspeed/loop/checkpoint/load.py": "_opened entries index load load_weights meta open_checkpoint recorded tensors",
     "mmspeed/loop/checkpoint/manager.py": "_facts _split entries facts future items keep load meta",
     "mmspeed/loop/checkpoint/local.py": "index meta",
     "mmspeed/loop/checkpoint/maintenance.py": "index",

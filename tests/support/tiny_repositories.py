@@ -67,6 +67,16 @@ def save_wan(folder: Path, shift: float = 3.0, **changes: Any) -> Path:
     return folder
 
 
+def save_wan_experts(folder: Path, boundary: float = 0.875, shift: float = 3.0, **changes: Any) -> Path:
+    """The repository of a tiny Wan 2.2 A14B: two transformers of other weights, of times from `boundary` on and below it."""
+    save_wan(folder, shift, **changes)
+    randomized(wan_transformer(**changes), seed=1).save_pretrained(folder / "transformer_2")  # type: ignore[operator]
+    index = json.loads((folder / "model_index.json").read_text())
+    index |= {"boundary_ratio": boundary, "transformer_2": index["transformer"]}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return folder
+
+
 # -- LTX-Video ----------------------------------------------------------------------------------------------------------
 
 

@@ -269,6 +269,21 @@ def _read_of_hosts(
             raise DamagedCheckpointError(message)
 
 
+def _opened(folder: Path, role: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(meta, index) of a checkpoint, the former with the facts of a role; None: the first. Raises UserError where it holds none of it."""
+    meta, index = open_checkpoint(folder)
+    if role is None:
+        return meta, index
+    if not learned(folder, role):
+        raise UserError(f"checkpoint {folder} holds no state of the role {role}: begin a new run")
+    return {key: value for key, value in meta.items() if key not in (FROZEN, STATE)} | meta[ROLES][role], index
+
+
+def learned(folder: Path, role: str) -> bool:
+    """True where a checkpoint holds the state of a further role that learned."""
+    return EMA_UPDATES in open_checkpoint(folder)[0].get(ROLES, {}).get(role, {})
+
+
 def load(
     folder: Path,
     model: nn.Module,
@@ -289,11 +304,7 @@ def load(
     All ranks call it. Returns the saved `meta` with `step`. Raises DamagedCheckpointError when the checkpoint is incomplete or damaged
     (the objects may then hold a part of it), UserError when it is missing, of another model or optimizer, or of another base.
     """
-    meta, index = open_checkpoint(folder)
-    if role is not None:
-        if EMA_UPDATES not in meta.get(ROLES, {}).get(role, {}):
-            raise UserError(f"checkpoint {folder} holds no state of the role {role}: begin a new run")
-        meta = {key: value for key, value in meta.items() if key not in (FROZEN, STATE)} | meta[ROLES][role]
+    meta, index = _opened(folder, role)
     of_model, of_ema, of_optimizer = (of_role(part, role) for part in ("model", "ema", "optimizer"))
     weights = room_for_weights(model, optimizer)
     base = []
@@ -336,13 +347,14 @@ def load_weights(
     which: Which = "ema",
     alone: bool = True,
     optimizer: AnyOptimizer | None = None,
+    role: str | None = None,
 ) -> dict[str, Any]:
     """Load weights alone, in the number type that `model` has, by one process `alone` or by all. Returns and raises as `load`.
 
     `optimizer` is that of a model in training: where it holds the float32 weights, they are loaded there. Parameters that did not
-    train, and so are not in the checkpoint, stay as they are and must be those that it was trained on.
+    train, and so are not in the checkpoint, stay as they are and must be those that it was trained on. `role`: as for `load`.
     """
-    meta, index = open_checkpoint(folder)
+    meta, index = _opened(folder, role)
     if which == "ema" and meta[EMA_UPDATES] is None:
         raise UserError(f"checkpoint {folder} has no EMA weights: load the model's own")
     stored, state = index["tensors"], declared_state(model)
@@ -352,8 +364,12 @@ def load_weights(
     wanted = {}
     base = []  # of which the checkpoint has a fingerprint alone
     for name, tensor in weights.items():
-        average = f"ema.{name}"
-        key = average if which == "ema" and (name in averaged or average in stored) else f"model.{name}"
+        average = f"{of_role('ema', role)}.{name}"
+        key = (
+            average
+            if which == "ema" and (name in averaged or average in stored)
+            else f"{of_role('model', role)}.{name}"
+        )
         if key not in stored and name in parameters and FROZEN in meta:
             base.append(name)
         elif key in stored or name not in state:
@@ -399,18 +415,20 @@ def identity_of_start(place: str | Path) -> str:
         return json.dumps("missing")
 
 
-def load_start(place: str | Path, model: nn.Module, optimizer: AnyOptimizer | None = None) -> None:
+def load_start(
+    place: str | Path, model: nn.Module, optimizer: AnyOptimizer | None = None, role: str | None = None
+) -> None:
     """Fill a model's parameters from a checkpoint, whatever its layout: with its moving average where it has one.
 
-    `optimizer` takes them where it holds the float32 weights.
+    `optimizer` takes them where it holds the float32 weights. `role`: that of a further model that learned; None: the first.
 
     All ranks call it. Thresholds of sparse attention are loaded too where both models have them. Raises UserError when
     there is no checkpoint, or a parameter is missing, left over or of another shape.
     """
     folder = starting_checkpoint(place)
     try:
-        averaged = open_checkpoint(folder)[0][EMA_UPDATES] is not None
+        averaged = _opened(folder, role)[0][EMA_UPDATES] is not None
         which, alone = "ema" if averaged else "model", not dist.is_initialized()
-        load_weights(folder, unwrap(model), which, alone, optimizer)  # type: ignore[arg-type]
+        load_weights(folder, unwrap(model), which, alone, optimizer, role)  # type: ignore[arg-type]
     except UserError as error:
         raise UserError(f"train.start_from: {error}") from None

@@ -37,6 +37,18 @@ def transform(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
+def plain_tensors(value: Any) -> list[Tensor]:
+    """The plain tensors in a value: in dicts and lists, and inside tensor subclasses such as shards and quantised states."""
+    tensors: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    transform(value, note)
+    return tensors
+
+
 class DeviceStates:
     """The states of one bucket's masters, where the optimizer has made them."""
 

@@ -1,0 +1,60 @@
+"""Runs of both experts of a tiny Wan 2.2 A14B, on however many ranks call this."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mmspeed.config import Config, make_config
+from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.protocols import Models
+from tests.support.runs import SAVED_ONCE, small_tree
+
+SEED = 5  # of whose first three steps two are of high noise and the third is of low noise
+
+
+def experts_config(folder: Path, *overrides: str, **objective: Any) -> Config:
+    """Three steps of both experts of `folder / "base"` on the demo clips."""
+    tree = small_tree(folder, clips=5)
+    del tree["vae"], tree["model"]
+    train = {"steps": 3, "batch_size": 2, "ema_decay": 0.9}
+    return make_config(
+        {
+            **tree,
+            "seed": SEED,
+            "model": {"kind": "diffusers", "pretrained": str(folder / "base")},
+            "objective": {"kind": "family", **(objective or {"experts": "both"})},
+            "train": {**tree["train"], **train},
+            "validate": {"every": 3, "samples": 1, "quantiles": 2, "report": False},
+        },
+        (*SAVED_ONCE, *overrides),
+        origin="test",
+    )
+
+
+class WatchedTask(VideoTask):
+    """The video task, which notes the times that each expert trains on."""
+
+    def __init__(self, config: Config, maker: Any = None) -> None:
+        super().__init__(config, maker)
+        self.times: list[tuple[str, float, float]] = []  # of a step's micro-batches: expert, lowest and highest time
+
+    def _loss_of_expert(self, role: str, expert: Any, models: Models, batch: Any) -> Any:
+        terms = super()._loss_of_expert(role, expert, models, batch)
+        time_I = terms["loss"].time_I
+        assert time_I is not None
+        self.times.append((expert, float(time_I.min()), float(time_I.max())))
+        return terms
+
+
+def train_experts(folder: str, overrides: tuple[str, ...] = ()) -> None:
+    """Train, with a first epoch where the cache is not complete."""
+    TrainPipeline(experts_config(Path(folder), *overrides), online=True).run()
+
+
+def train_whole_and_in_parts(folder: str, name: str, overrides: tuple[str, ...] = ()) -> None:
+    """The run `name`, and the run `name`-parts, which is stopped after two steps and goes on."""
+    train_experts(folder, (f"name={name}", *overrides))
+    for stop in ("train.steps=2", "train.steps=3"):
+        train_experts(folder, (f"name={name}-parts", *overrides, stop))
