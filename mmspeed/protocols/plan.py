@@ -228,7 +228,7 @@ class ModelPlan:
         draws: its blocks draw random numbers (dropout).
         image: (argument of the model's forward, dim) that gives the number of frames; dim None: the argument is that number. When it is 1
             no tokens are split over a group: every process computes its own.
-        stills: its samples are images alone, whose tokens are split, and attended to sparsely, as those of a video.
+        stills: its samples are images alone, which may have sparse attention, and whose tokens are split where a group shares them.
         causal: attention is causal; parts are then cut in zigzag order, in which all processes of a ring have equal work.
         long_text: this sequence is split only from the length on that the configuration sets (`parallel.shard_text`).
     """

@@ -225,8 +225,10 @@ class BlockProfiler:
         def work() -> None:
             x, beside = _PreviousLayer.apply(chain[0].first), []
             for call in chain:
-                x, *more = call.run(x)
-                beside += more
+                outs = list(call.run(x))
+                # the next block's running tokens; some blocks return those of a caption first
+                x = outs.pop(next((at for at, out in enumerate(outs) if out.shape == x.shape), 0))
+                beside += outs
             torch.autograd.backward([_NextLayer.apply(out) for out in (x, *beside)])
 
         works: list[tuple[Work, Work]] = [(partial(prepare, each), work) for each in ways]

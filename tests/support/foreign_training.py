@@ -6,6 +6,7 @@ Used by `tests/ranks/test_foreign_train.py`; one spawn of ranks computes several
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,6 +28,7 @@ from mmspeed.device import pick
 from mmspeed.loop.gradients import clip_gradients
 from mmspeed.memory.chunked import chunked_mlp
 from mmspeed.mesh import process_group
+from mmspeed.models.families.hunyuan_video15 import HunyuanVideo15Call
 from mmspeed.models.families.wan import WanCall
 from mmspeed.parallel import parallelize, sum_shared_gradients, uncrossed, unwrap
 from mmspeed.pipelines.run import build
@@ -41,11 +43,14 @@ Combination = dict[str, str]
 
 ODD = "data.buckets=[{frames: 9, height: 48, width: 48}, {frames: 1, height: 48, width: 48}]"
 EXACT = "tau: 0, min_tokens: 1, cluster_size: 8, dense_first: 0, dense_last: 0, dense_steps: 0"
+# the share of keys of acceptance, by the kernels and by dense attention under the mask of the plan
+THIRD = "planner: tiles, keep: 0.3, tile: [1, 2, 2], min_tokens: 1, dense_first: 0, dense_last: 0, dense_steps: 0"
 HALF = "planner: tiles, keep: 0.5, tile: [1, 2, 2], min_tokens: 1, dense_first: 0, dense_last: 1, dense_steps: 0"
 
 # setting -> value -> keys of the config. What is not a key of it is done by `Techniques`.
 OVERRIDES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "layout": {
+        "alone": (),
         "fsdp": ("parallel.strategy=fsdp",),
         "ddp": ("parallel.strategy=ddp",),
         "hsdp": ("parallel.strategy=fsdp", "parallel.dp_replicate=2"),
@@ -57,6 +62,7 @@ OVERRIDES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "ulysses ddp": ("parallel.strategy=ddp", "parallel.ulysses=2"),
         "ring ddp": ("parallel.strategy=ddp", "parallel.ring=2"),
         "ulysses hsdp": ("parallel.strategy=fsdp", "parallel.ulysses=2", "parallel.dp_replicate=2"),
+        "ulysses x ring ddp": ("parallel.strategy=ddp", "parallel.ulysses=2", "parallel.ring=2"),
         "ulysses x ring": ("parallel.strategy=fsdp", "parallel.ulysses=2", "parallel.ring=2"),
         "tp x ulysses": ("parallel.strategy=fsdp", "parallel.tp=2", "parallel.ulysses=2"),
         "tp x ring": ("parallel.strategy=fsdp", "parallel.tp=2", "parallel.ring=2"),
@@ -74,7 +80,13 @@ OVERRIDES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "compiled, block": ("train.compile=true", "memory.activation_policy.block=recompute"),
         "budget": (),
     },
-    "sparse": {"no": (), "all kept": (f"model.sparse={{{EXACT}}}",), "half": (f"model.sparse={{{HALF}}}",)},
+    "sparse": {
+        "no": (),
+        "all kept": (f"model.sparse={{{EXACT}}}",),
+        "half": (f"model.sparse={{{HALF}}}",),
+        "30 %": (f"model.sparse={{{THIRD}}}",),
+        "30 %, by the mask": (f"model.sparse={{{THIRD}, backend: masked}}",),
+    },
     "shape": {"video": (), "odd": (ODD,), "image": ()},
     "text": {
         "given": (),
@@ -87,7 +99,10 @@ OVERRIDES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 DATA = ("shape", "text")  # settings that one process has too
 LONG = (131, 77)  # tokens of captions, odd and uneven
 # Captions of few tokens are filled up to few: among 512, of which most are zeros, gradients of cross-attention cancel to rounding
-CALLS: Mapping[str, ModelCall | None] = {"wan": WanCall(text_tokens=9), "ltx": None}
+CALLS: Mapping[str, ModelCall] = {
+    "wan": WanCall(text_tokens=9),
+    "hunyuan15": HunyuanVideo15Call(glyph_tokens=9, image_tokens=3),
+}
 
 
 @dataclass
@@ -114,16 +129,21 @@ def take_step(
     combination: Combination,
     settings: Sequence[str] | None = None,
     dtype: torch.dtype = torch.float32,
+    data_keys: tuple[str, ...] = (),
 ) -> Step:
     """A step of a combination, or of some settings of it alone, on however many ranks call this.
 
+    `data_keys`: keys of the config that name other data than the usual.
     With float64 weights and latents as `dtype`, on one process, its gradients show the rounding of those in float32.
     """
-    label = "-".join(combination.values()).replace(" ", "_").replace(",", "")
-    config = published_config(Path(folder), name, f"name={label}", *overrides(combination, Path(folder), settings))
+    label = re.sub("[^a-z0-9-]", "_", "-".join(combination.values()))
+    config = published_config(
+        Path(folder), name, f"name={label}", *overrides(combination, Path(folder), settings), *data_keys
+    )
     device, techniques = pick("cpu"), Techniques()
     with process_group(device), techniques.watched():
-        call = None if combination["text"] == "long" else CALLS[name]  # the class's own: Wan attends to 512 tokens
+        # the class's own for long captions: Wan attends to 512 tokens
+        call = None if combination["text"] == "long" else CALLS.get(name)
         task = PublishedVideoTask(config, lambda: load(Path(folder), name), call=call)
         placement = place(config, device)
         where = placement.at(device, config.run_dir)
@@ -136,7 +156,8 @@ def take_step(
             parts.model.double()
         techniques.of(parts.model)
         task.prepare(parts.models, where)
-        data, batches = wanted_step(task, where, combination["shape"] == "image")
+        only = all(bucket.is_image for bucket in config.buckets)
+        data, batches = wanted_step(task, where, only or combination["shape"] == "image")
         learner = parts.learners[0]
         record = learner.runner.run(
             lambda batch: learner.update.loss(parts.models, batch.to(device.torch_device, dtype)),
@@ -149,6 +170,8 @@ def take_step(
         loss = sum(float(record.total(kind, device.torch_device)) for kind in record.kinds) / count
         gradients = {}
         for key, parameter in parts.model.named_parameters():
+            if not parameter.requires_grad:  # training never reaches it
+                continue
             assert parameter.grad is not None, key
             whole = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
             gradients[key.removeprefix("module.")] = whole.detach().clone().numpy()
@@ -188,6 +211,7 @@ class Techniques:
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()  # of modules whose names end so, and of parts of MLPs
         self.keeping: Any = None
+        self.attentions = 0  # of the model's blocks
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -213,9 +237,12 @@ class Techniques:
 
     def of(self, model: nn.Module) -> None:
         """Count the calls of one layer of each block; graphs are left alone."""
-        for name, module in unwrap(model).named_modules():
-            for layer in ("attn1.to_q", "attn2.to_q"):
-                if name.endswith(layer):
+        self.attentions = 0
+        blocks = [block for _, block in blocks_of(unwrap(model))]
+        for name, module in (named for block in blocks for named in block.named_modules()):
+            for layer in ("attn.to_q", "attn1.to_q", "attn2.to_q"):
+                if name == layer:
+                    self.attentions += 1
                     module.register_forward_pre_hook(partial(self._called, layer))
 
     def _called(self, layer: str, module: nn.Module, args: Any) -> None:
@@ -235,6 +262,7 @@ class Techniques:
         groups = self.keeping.groups if self.keeping is not None else None
         return {
             "calls": dict(self.calls),
+            "attentions": self.attentions,
             "ledger": {f"{kind} {axis}": n for (kind, axis), n in placement.layout.ledger.bytes.items()},
             "uncrossed": uncrossed(bare),
             "sharded blocks": sum(isinstance(block, FSDPModule) for _, block in blocks_of(bare)),
@@ -246,12 +274,14 @@ class Techniques:
         }
 
 
-def take_steps(folder: str, name: str, combinations: list[Combination]) -> list[tuple[float, Any, float, Any]]:
+def take_steps(
+    folder: str, name: str, combinations: list[Combination], data_keys: tuple[str, ...] = ()
+) -> list[tuple[float, Any, float, Any]]:
     """Of each combination what `take_step` gave, as plain values; the error of one names it."""
     found = []
     for combination in combinations:
         try:
-            step = take_step(folder, name, combination)
+            step = take_step(folder, name, combination, data_keys=data_keys)
         except Exception as error:
             raise AssertionError(f"{combination}: {error}") from error
         found.append((step.loss, step.gradients, step.norm, step.counters))

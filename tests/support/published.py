@@ -5,7 +5,7 @@ Legend: B batch, C channels, T h w latent, L caption tokens, D text width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +41,14 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 # the same of models of images, which take buckets of one frame
 IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {"qwen": ("qwen, images", {}, {"kind": "flow"})}
+# the same of further families, which `prepare` saves where it is asked to
+OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "hunyuan15": ("hunyuan 1.5", {"num_layers": 3}, {"kind": "flow"}),
+    "mochi": ("mochi", {}, {"kind": "flow"}),
+    "flux": ("flux, images", {"num_layers": 2, "num_single_layers": 2}, {"kind": "flow"}),
+}
+PUBLISHED = MODELS | IMAGES | OTHERS
+STILLS = ("qwen", "flux")
 
 
 def published_config(folder: Path, name: str, *overrides: str) -> Config:
@@ -55,7 +63,7 @@ def published_config(folder: Path, name: str, *overrides: str) -> Config:
         },
         "vae": {"kind": "diffusers", "pretrained": str(folder / "no-codec")},
         "text": {"kind": "transformers", "pretrained": str(folder / "no-encoder"), "max_tokens": 7},
-        "objective": (MODELS | IMAGES)[name][2],
+        "objective": PUBLISHED[name][2],
         "train": {"steps": 6, "batch_size": 3, "lr": 1e-3, "warmup_steps": 2, "log_every": 1},
         "validate": {"every": 3, "samples": 1, "quantiles": 2, "report": False},
         "checkpoint": {"every": 2},
@@ -65,9 +73,10 @@ def published_config(folder: Path, name: str, *overrides: str) -> Config:
     return make_config(tree, overrides, origin="test")
 
 
-def prepare(folder: Path) -> None:
-    """Save the models as checkpoints of diffusers, and write the cache."""
-    for name, (case, changes, _) in (MODELS | IMAGES).items():
+def prepare(folder: Path, names: Iterable[str] = (*MODELS, *IMAGES)) -> None:
+    """Save models as checkpoints of diffusers, and write the cache."""
+    for name in names:
+        case, changes, _ = PUBLISHED[name]
         model: Any = make_model(case, **changes)
         model.save_pretrained(folder / "models" / name)
     write_cache(published_config(folder, "wan"))
@@ -78,10 +87,12 @@ def write_cache(
     samples: int = 12,
     captions: tuple[int, int] = (3, 5),
     taken: Callable[[int, Bucket], Sequence[int]] = lambda _, bucket: range(bucket.frames),
+    glyphs: bool = False,
 ) -> None:
     """Videos and images with captions of two lengths in turn (in tokens) and pooled vectors; the first sample is held out.
 
-    `taken`: the frames of its source that a sample by its number is recorded to be made of.
+    `taken`: the frames of its source that a sample by its number is recorded to be made of. `glyphs`: captions of at least four tokens
+    have a second part, `text_2`.
     """
     root = config.local_cache_dir()
     buckets = sorted(config.buckets, key=lambda bucket: bucket.is_image)  # a video's, an image's
@@ -102,7 +113,10 @@ def write_cache(
             if section == "texts":
                 texts.append(entry_key(parts))
             embeds_LD = rng.normal((length, D), 0, "text", length).bfloat16()
-            entry = TextEntry(embeds_LD, rng.normal((POOLED,), 0, "pooled", length).bfloat16())
+            second = {"text_2": rng.normal((4 if length > 3 else 0, D), 0, "glyphs", length).bfloat16()}
+            entry = TextEntry(
+                embeds_LD, rng.normal((POOLED,), 0, "pooled", length).bfloat16(), others=second if glyphs else {}
+            )
             writer.add(section, entry_key(parts), text_tensors(entry), {"caption": "x" * (length - 1)}, tokens=length)
     keys = number_duplicates(sample_key([key], texts[row % 2 :][:1]) for row, (key, _) in enumerate(latents))
     rows = [
@@ -123,7 +137,7 @@ def load(folder: Path, name: str) -> nn.Module:
     """The saved model, as users load it."""
     import diffusers
 
-    case, changes, _ = (MODELS | IMAGES)[name]
+    case, changes, _ = PUBLISHED[name]
     model = make_model(case, **changes)
     loaded: nn.Module = getattr(diffusers, type(model).__name__).from_pretrained(folder / "models" / name)
     return loaded

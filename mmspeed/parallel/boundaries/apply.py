@@ -208,7 +208,7 @@ class Boundaries:
         for pattern, site in self.plan.attention.items():
             for name, module in modules_like(self.model, pattern, "plan, attention"):
                 sparse = sparse_layer(module) is not None
-                if sparse and len(site.queries) > 1 and layout.whole.size > 1:
+                if sparse and len(site.queries) > 1 and layout.whole.size > 1 and not self.sequences.apart:
                     raise UserError(
                         f"{described(name, module)}: joint attention of {' and '.join(site.queries)} is either sparse or split over "
                         "processes for now, not both: use dp, tp or strategy: fsdp beside sparse attention"
@@ -374,7 +374,8 @@ def sequence_parallel(
     hybrid = replace(
         one, name="sequence", size=axes.size, rank=axes.rank, group=one.group if one.size == axes.size else None
     )
-    boundaries = Boundaries(model, Sequences(plan, TokenLayout(axes, hybrid, whole=hybrid)), check_inputs=True)
+    sequences = Sequences(plan, TokenLayout(axes, hybrid, whole=hybrid), shares_images=True)
+    boundaries = Boundaries(model, sequences, check_inputs=True)
     declare_plan(model, plan)
     if axes.size > 1:
         boundaries.put_inside()

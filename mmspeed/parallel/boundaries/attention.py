@@ -69,6 +69,8 @@ class SiteBoundary(Boundary):
         if self.keys == self.site.queries:
             return any(self.sequences.may_cross(name, self.attends) for name in self.keys)
         layout, long = self.sequences.layout, self.sequences.plan.long_text
+        if self.sequences.apart:
+            return False
         return layout.whole.size > 1 and any(name != long or layout.text_from is not None for name in self.keys)
 
     def crosses(self, record: ForwardRecord) -> bool:

@@ -37,10 +37,15 @@ _RECORD: ContextVar[ForwardRecord | None] = ContextVar("mmspeed_forward", defaul
 
 
 class Sequences:
-    """State that the boundaries of one model share: its plan, the layout, and counts of their uses; nothing of a single forward."""
+    """State that the boundaries of one model share: its plan, the layout, and counts of their uses; nothing of a single forward.
 
-    def __init__(self, plan: ModelPlan, layout: TokenLayout) -> None:
+    `shares_images`: the processes of a group compute each image together. In a run of mmspeed images are dealt to single processes, and the
+    tokens of a model of images stay whole.
+    """
+
+    def __init__(self, plan: ModelPlan, layout: TokenLayout, shares_images: bool = False) -> None:
         self.plan, self.layout = plan, layout
+        self.apart = plan.stills and not shares_images  # each process of a group has samples of its own
         # of sequences that tensor-parallel processes all have whole
         self.untensored = replace(layout, tensor=replace(layout.tensor, size=1, rank=0))
         self.factorised = plan.factorised
@@ -65,6 +70,8 @@ class Sequences:
 
     def may_cross(self, sequence: str, attends: Attended) -> bool:
         """True where an attention along a dim has tokens of a sequence on other processes, if the sequence is split over the group."""
+        if self.apart:
+            return False
         if self.factorised and sequence not in self.gridded:  # over all processes alike
             return self.layout.whole.size > 1
         return self.layout.hybrid.size > 1 and attends == self.layout.crossing(self.factorised)
@@ -135,7 +142,7 @@ class ForwardRecord:
     def is_split(self, sequence: str, where: str) -> bool:
         """True where the tokens of a sequence lie on several processes of the group."""
         layout = self.sequences.layout
-        if self.image or layout.whole.size == 1:
+        if self.image or self.sequences.apart or layout.whole.size == 1:
             return False
         if sequence != self.sequences.plan.long_text:
             return True
