@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,9 +17,15 @@ from mmspeed.errors import UserError
 from . import completion, launch, spoken
 
 if TYPE_CHECKING:
-    from mmspeed.pipelines import TextToVideo
+    from mmspeed.pipelines.diffusion.samplers import OnStep
+    from mmspeed.pipelines.inference.media import Video
     from mmspeed.pipelines.inference.prompts import VideoRequest
-    from mmspeed.pipelines.inference.text_to_video import SamplerChoice
+    from mmspeed.shapes import Bucket
+
+    Videos = Iterator[tuple[VideoRequest, Video]]
+
+# steps, guidance, sampler, rescale, guidance of the expert of low noise
+Settings = tuple[int | None, float | None, str | None, float | None, float | None]
 
 RunFolder = Annotated[
     Path,
@@ -37,6 +43,14 @@ VideoFile = Annotated[
 ]
 PrefixFrames = Annotated[
     int | None, typer.Option(min=1, help="Frames of --video; by default as many as the run was trained with.")
+]
+
+Official = Annotated[
+    bool,
+    typer.Option(
+        "--official",
+        help="Sample with the official pipeline of a published model, from a run or from a folder of mmspeed export.",
+    ),
 ]
 
 
@@ -100,29 +114,40 @@ def sample(
     nproc: Annotated[
         int | None, typer.Option("--nproc", help="Processes to start on this machine, which share the prompts.")
     ] = None,
+    official: Official = False,
 ) -> None:
     """Make videos from text with a trained run. Omitted options are taken from the run's config."""
     spoken.begin("sample", run_folder)
     requests, paths = requested(prompt or [], prompts, out)
+    sizes = {"frames": frames, "height": height, "width": width}
+    files = {"image": image, "last_image": last_image, "video": video, "prefix_frames": prefix_frames}
+    requests = [completed(each, negative_prompt, seed, sizes, files) for each in requests]
+    sheet = None if prompts else sheet_path(out)
+    job = SampleJob(run_folder, checkpoint, weights, device, requests, paths, sheet)
+    settings = steps, guidance, sampler, guidance_rescale, guidance_2
+    if official:
+        if launch.wanted(nproc) or processes() > 1:
+            raise UserError("--official: the official pipeline samples in one process: leave --nproc out")
+        _sample_officially(job, settings)
+        return
     if launch.wanted(nproc):
         debug = bool(context.obj.get("debug"))
         raise typer.Exit(launch.launch(without_nproc(context.obj["arguments"]), int(nproc or 1), debug))
     launch.follow_launcher()
-    with spoken.loading():
-        from mmspeed.pipelines import TextToVideo
-        from mmspeed.pipelines.inference.agreement import require_same_sampling
-        from mmspeed.pipelines.inference.text_to_video import SamplerChoice
+    _sample_run(job, settings)
 
-    with log.Working("loading the run", tell=False):
-        pipe = TextToVideo.from_run(run_folder, checkpoint=checkpoint, weights=weights.value, device=device)
-    sizes = {"frames": frames, "height": height, "width": width}
-    files = {"image": image, "last_image": last_image, "video": video, "prefix_frames": prefix_frames}
-    requests = [completed(each, negative_prompt, seed, sizes, files) for each in requests]
-    choice = SamplerChoice(steps, guidance, sampler, guidance_rescale, guidance_2)
-    require_same_sampling(pipe, requests, choice, processes())
-    _write_videos(pipe, requests, paths, choice, None if prompts else sheet_path(out))
-    if log.rank() == 0:
-        spoken.then(f"report {run_folder}")
+
+@dataclass(frozen=True)
+class SampleJob:
+    """The videos to make of a run's weights, their files, and the file of their contact sheet, if there is to be one."""
+
+    place: Path
+    checkpoint: str
+    weights: Weights
+    device: str
+    requests: list[VideoRequest]
+    paths: list[Path]
+    sheet: Path | None
 
 
 def completed(
@@ -150,31 +175,78 @@ def processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def _sample_run(job: SampleJob, settings: Settings) -> None:
+    """Make this process's share of the videos with the samplers of mmspeed."""
+    with spoken.loading():
+        from mmspeed.pipelines import TextToVideo
+        from mmspeed.pipelines.inference.agreement import require_same_sampling
+        from mmspeed.pipelines.inference.text_to_video import SamplerChoice
+
+    with log.Working("loading the run", tell=False):
+        pipe = TextToVideo.from_run(job.place, checkpoint=job.checkpoint, weights=job.weights.value, device=job.device)
+    choice = SamplerChoice(*settings)
+    require_same_sampling(pipe, job.requests, choice, processes())
+    rank, world = log.rank(), processes()
+    together = None if job.sheet is None else 1
+
+    def make(tell: OnStep) -> Videos:
+        return pipe.sample(job.requests, choice, tell, together=together, rank=rank, world=world)
+
+    mine = job.paths[rank::world]
+    count = (choice.steps or pipe.config.sample.steps or 0) * len(mine)
+    _write_videos(make, pipe.sizes(job.requests), job.paths, mine, count, job.sheet if world == 1 else None)
+    if log.rank() == 0:
+        spoken.then(f"report {job.place}")
+
+
+def _sample_officially(job: SampleJob, settings: Settings) -> None:
+    """Make the videos with the official pipeline of a run or an export."""
+    with spoken.loading():
+        from mmspeed.pipelines.inference.official import OfficialSampler
+        from mmspeed.pipelines.inference.text_to_video import SamplerChoice
+
+    with log.Working("loading the official pipeline", tell=False):
+        pipe = OfficialSampler.open(job.place, checkpoint=job.checkpoint, weights=job.weights.value, device=job.device)
+    choice = SamplerChoice(*settings)
+    count = (choice.steps or pipe.sample_config.steps or 0) * len(job.paths)
+    _write_videos(
+        lambda tell: pipe.sample(job.requests, choice, tell),
+        pipe.sizes(job.requests),
+        job.paths,
+        job.paths,
+        count,
+        job.sheet,
+    )
+
+
 def _write_videos(
-    pipe: TextToVideo, requests: list[VideoRequest], paths: list[Path], choice: SamplerChoice, sheet: Path | None
+    make: Callable[[OnStep], Videos],
+    sizes: Sequence[Bucket],
+    paths: Sequence[Path],
+    mine: Sequence[Path],
+    steps: int,
+    sheet: Path | None,
 ) -> None:
-    """Make this process's share of the videos and print their files; with a `sheet`, one after another, and then their contact sheet."""
+    """Make videos of these sizes and print their files; with a `sheet` also their contact sheet. `mine`: the files of this process."""
     from mmspeed.pipelines.inference.media import check_output, contact_sheet, save_image
 
-    rank, world = log.rank(), processes()
-    for path, size in zip(paths, pipe.sizes(requests), strict=True):
+    for path, size in zip(paths, sizes, strict=True):
         check_output(path, size.frames)
-    videos, files = [], iter(paths[rank::world])
-    steps = (choice.steps or pipe.config.sample.steps or 0) * len(paths[rank::world])
+    videos, prompts, files = [], [], iter(mine)
     with log.ProgressLine("sample", steps, "step") as line:
 
         def tell(done: int, total: int) -> None:
             line.advance(done - line.done)
 
-        together = None if sheet is None else 1
-        for _, video in pipe.sample(requests, choice, tell, together=together, rank=rank, world=world):
+        for request, video in make(tell):
             path = next(files)
             video.save(path)
             print(path, flush=True)
             if sheet is not None:
                 videos.append(video)
-    if sheet is not None and world == 1:
-        save_image(contact_sheet(videos, [request.prompt for request in requests]), sheet)
+                prompts.append(request.prompt)
+    if sheet is not None:
+        save_image(contact_sheet(videos, prompts), sheet)
         print(sheet)
 
 

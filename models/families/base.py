@@ -182,6 +182,7 @@ class Family:
         other_texts: the same for pipelines, by their classes, that use them in another way.
         from_images: the pipeline of diffusers that makes videos from images; None: there is none.
         one_image: True where that pipeline takes one image for all prompts, not one for each.
+        text_variant: the use that a repository's model_index.json asks for; None: always `text`.
         published: repositories by the short names that `mmspeed init --model` takes; the first is the usual one.
         unused: patterns (as of fnmatch) of the parameters that training as `call` says never reaches, which are frozen; in a pattern
             `-1` stands for the last block of a list.
@@ -198,6 +199,7 @@ class Family:
     other_texts: Mapping[str, TextRecipe | None] = field(default_factory=dict)
     from_images: str | None = None
     one_image: bool = False
+    text_variant: Callable[[Index], TextRecipe] | None = None
     published: Mapping[str, Published] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
 
@@ -211,6 +213,8 @@ class Family:
 
     def text_of(self, index: Index) -> TextRecipe | None:
         """The use of a repository's text encoders; None where it is not known."""
+        if self.text_variant is not None:
+            return self.text_variant(index)
         return self.other_texts.get(index.get("_class_name", ""), self.text)
 
 

@@ -120,7 +120,17 @@ TEXT = TextRecipe(
         EncoderRecipe(77, gives="pooled"),
     )
 )
-SAMPLING = Sampling(steps=28, guidance=3.5, sigmas=even_sigmas)
+
+
+def _packed(x_BCThw: Tensor) -> Tensor:
+    return packed(x_BCThw, PATCH)
+
+
+def _unpacked(tokens_BNP: Tensor, like_BCThw: Tensor) -> Tensor:
+    return unpacked(tokens_BNP, PATCH, like_BCThw)
+
+
+SAMPLING = Sampling(steps=28, guidance=3.5, sigmas=even_sigmas, pack=_packed, unpack=_unpacked)
 PUBLISHED = {
     "flux.1-dev": Published("black-forest-labs/FLUX.1-dev", 1, 1024, 1024, 1.0, (1, 16)),
 }

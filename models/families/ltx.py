@@ -107,7 +107,18 @@ def _ltx(config: Config, sizes: SmallSizes, width: int) -> dict[str, Any]:
 
 # the encoder runs over padding, whose rows the transformer's mask leaves out
 TEXT = TextRecipe((EncoderRecipe(128, padded=True),))
-SAMPLING = Sampling(steps=50, guidance=3.0, sigmas=even_sigmas)
+PATCH: Latent = (1, 1, 1)  # of the pipeline
+
+
+def _packed(x_BCThw: Tensor) -> Tensor:
+    return packed(x_BCThw, PATCH)
+
+
+def _unpacked(tokens_BNP: Tensor, like_BCThw: Tensor) -> Tensor:
+    return unpacked(tokens_BNP, PATCH, like_BCThw)
+
+
+SAMPLING = Sampling(steps=50, guidance=3.0, sigmas=even_sigmas, pack=_packed, unpack=_unpacked)
 PUBLISHED = {
     "ltx-2b": Published("Lightricks/LTX-Video", 161, 512, 704, 25.0, (8, 32)),
 }

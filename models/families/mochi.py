@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from mmspeed.models.diffusers.products import attention, linear
 from mmspeed.models.families.base import (
@@ -17,6 +18,7 @@ from mmspeed.models.families.base import (
     Config,
     Family,
     FamilyCall,
+    Index,
     Latent,
     Published,
     Sampling,
@@ -46,12 +48,13 @@ class MochiCall(FamilyCall):
         check_sizes("MochiTransformer3DModel", config, channels, text_width, "text_embed_dim")
 
     def call(self, config: Config, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> dict[str, Any]:
-        """The arguments of the forward."""
+        """The arguments of the forward. Captions without a row, such as the empty one, get one that the mask leaves out."""
+        missing = int(conditions.text_BLD.shape[1] == 0)
         return {
             "hidden_states": x_BCThw,
             "timestep": TIMES * (1.0 - t_B),
-            "encoder_hidden_states": conditions.text_BLD.to(x_BCThw.dtype),
-            "encoder_attention_mask": conditions.text_mask_BL,
+            "encoder_hidden_states": F.pad(conditions.text_BLD.to(x_BCThw.dtype), (0, 0, 0, missing)),
+            "encoder_attention_mask": F.pad(conditions.text_mask_BL, (0, missing)),
             "return_dict": False,
         }
 
@@ -87,6 +90,20 @@ def _mochi(config: Config, sizes: SmallSizes, width: int) -> dict[str, Any]:
 
 
 TEXT = TextRecipe((EncoderRecipe(256),))
+FORCED = "force_zeros_for_empty_prompt"  # of model_index.json, as in the published one
+
+
+def not_empty(caption: str) -> str | None:
+    """The caption; None for the empty one, of which the model sees no row."""
+    return caption or None
+
+
+def _text(index: Index) -> TextRecipe:
+    """The use of the encoder: where the repository says so, the pipeline masks all rows of the empty caption."""
+    clean = "mmspeed.models.families.mochi:not_empty" if index.get(FORCED) else None
+    return TextRecipe((EncoderRecipe(256, clean=clean),))
+
+
 THRESHOLD = 0.025  # noise level up to which the first half of the steps goes evenly
 
 
@@ -110,6 +127,7 @@ FAMILY = Family(
     SmallClass(MochiCall.patch, 12, _mochi),
     sampling=SAMPLING,
     text=TEXT,
+    text_variant=_text,
     published=PUBLISHED,
     # the last block returns no text
     unused=("transformer_blocks.-1.attn1.add_q_proj.*", "transformer_blocks.-1.attn1.norm_added_q.*"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -128,9 +128,32 @@ def _write_component(
     """Write a transformer's folder: config.json as the base has it, and the weights. Returns (tensors, bytes)."""
     target.mkdir()
     shutil.copyfile(repository.folder / repository.transformer / "config.json", target / "config.json")
-    model = bare(repository)
+    entries, value_of = _weights(place, role, repository, bare(repository), weights, dtype)
+    with ProgressLine(f"export {repository.transformer}", len(entries), "tensor") as line:
+        total = write_tensors(target, STEM, entries, value_of, shard_bytes, line.advance)
+    return len(entries), total
+
+
+def trained_models(place: Path, repository: Repository, weights: str, dtype: torch.dtype) -> dict[str, nn.Module]:
+    """The transformers that a run trains, whole in memory and in eval mode, by component: what an export of them would load as.
+
+    place: the checkpoint. dtype: number type of the weights; what the class keeps in float32 stays so. Raises UserError as an export.
+    """
+    models = {}
+    for role, component in _components(place, repository):
+        own = repository.of(component)
+        model = bare(own)
+        entries, value_of = _weights(place, role, own, model, weights, dtype)
+        model.load_state_dict({entry.name: value_of(entry) for entry in entries}, assign=True)
+        models[component] = model.eval().requires_grad_(False)
+    return models
+
+
+def _weights(
+    place: Path, role: str | None, repository: Repository, model: nn.Module, weights: str, dtype: torch.dtype
+) -> tuple[list[_StoredEntry], Callable[[_StoredEntry], Tensor]]:
+    """The tensors of a model, and the function that reads one, from the checkpoint or from the base."""
     source = weights_of(repository, model)
-    entries = _entries(place, role, source, model, weights, dtype)
     index = open_checkpoint(place)[1]["tensors"]
 
     def value_of(entry: _StoredEntry) -> Tensor:
@@ -140,9 +163,7 @@ def _write_component(
             ((_, tensor),) = source.read({entry.name: tuple(slice(0, size) for size in entry.shape)})
         return tensor.to(entry.dtype).contiguous()
 
-    with ProgressLine(f"export {repository.transformer}", len(entries), "tensor") as line:
-        total = write_tensors(target, STEM, entries, value_of, shard_bytes, line.advance)
-    return len(entries), total
+    return _entries(place, role, source, model, weights, dtype), value_of
 
 
 def _entries(

@@ -61,7 +61,7 @@ _SUMS = (
     ),
     *("frames", "frames_taken", "milliseconds", "milliseconds_taken", "milliseconds_possible"),
     *("pixels", "pixels_kept"),
-    *("unmirrored", "scene_cuts", "cut_videos"),
+    *("mirrored", "unmirrored", "scene_cuts", "cut_videos"),
 )
 
 
@@ -190,7 +190,8 @@ class DataStatistics:
     `rejected_captions` are those of usable sources.
     Times are of videos only: their whole length, the part inside clips, and the part that `data.windows: all` would cover.
     `pixels` are those of all frames in clips, `pixels_kept` those inside the crops. `use` has such counts for each bucket.
-    `unmirrored` counts sources that are not mirrored for their captions, `scene_cuts` cuts in `cut_videos` sources.
+    `mirrored` counts mirror images among the clips, `unmirrored` sources that are not mirrored for their captions, `scene_cuts` cuts in
+    `cut_videos` sources.
     """
 
     sums: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(_SUMS, 0)))
@@ -236,6 +237,7 @@ class DataStatistics:
 
     def add_source(self, source: Source, probe: Probe, clips: Sequence[Clip], unmirrored: bool = False) -> None:
         """Add a source with its clips, at least one; `unmirrored`: see `clips.left_unmirrored`."""
+        self.sums["mirrored"] += sum(clip.mirrored for clip in clips)
         self.sums["unmirrored"] += unmirrored
         is_image = len(probe.pts_seconds) == 1
         self.sums["selected"] += 1

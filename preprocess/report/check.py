@@ -116,7 +116,8 @@ def check(
     seconds = time.monotonic() - started
     numbers = report.statistics
     report.lines_ += [*_count_lines(numbers), *_caption_lines(config.data, listing.sources)]
-    report.lines_ += [] if listing.scores is None else listing.scores.lines()
+    scores = [] if listing.scores is None else listing.scores.summaries()
+    report.lines_ += [line for score in scores for line in score.lines()]
     if not numbers.usable:
         report.problems.append("no source is usable, so there is nothing to train on")
     elif not numbers.samples("train"):
@@ -148,6 +149,7 @@ def check(
         cache=cache,
         encode=encode,
         peaks=peaks(config) if costs is not None else (),
+        scores=scores,
         thumbnails=take_thumbnails(config, numbers.shown),
     )
     report.page = write_page(data_page, page or default_path(config))

@@ -97,6 +97,7 @@ def write_build_page(
         for sample in samples:
             statistics.add_sample(sample.bucket, sample.split, sample.dataset)
         page = _build_page(config, statistics, report, channels, strides)
+        page.scores = [] if listing.scores is None else listing.scores.summaries()
         path = write_page(page, default_path(config))
         _write_record(config, statistics, report)
         return path

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mmspeed.config import Bucket, Config, dump_config
+from mmspeed.config.schema import DataConfig
 from mmspeed.data.sampling.batch_sizes import COUNTED_TEXT_TOKENS
 from mmspeed.log import format_bytes, format_figure, format_seconds
 from mmspeed.models.build import size_of
@@ -29,6 +30,7 @@ from mmspeed.preprocess.report.charts import (
 from mmspeed.preprocess.report.costs import UTILISATION, Costs
 from mmspeed.preprocess.report.page_schedule import schedule_section
 from mmspeed.preprocess.sources.rejections import Reason
+from mmspeed.preprocess.sources.scores import ScoreSummary
 from mmspeed.redaction import redacted
 from mmspeed.version import __version__
 
@@ -71,6 +73,7 @@ class DataPage:
     cache: CacheState | None = None
     encode: Sequence[tuple[str, str, str]] = ()  # what, how much, how it is known
     peaks: Sequence[tuple[str, float]] = ()  # device, FLOP/s
+    scores: Sequence[ScoreSummary] = ()
     thumbnails: Sequence[tuple[ThumbnailSource, bytes | None]] = field(
         default_factory=list
     )  # JPEG; None: it could not be read
@@ -84,7 +87,8 @@ def render(page: DataPage) -> str:
         f" {foreign(page.config.cache_dir)}</p>",
         _verdict(page),
         _summary(page),
-        _inputs(page.statistics, page.config.data.max_caption_chars),
+        _inputs(page.statistics, page.config.data),
+        _scores(page.scores),
         _rejects(page),
         _charts(page.statistics),
         _buckets(page),
@@ -134,7 +138,7 @@ def _summary(page: DataPage) -> str:
     return tiles(parts)
 
 
-def _inputs(numbers: DataStatistics, max_chars: int) -> str:
+def _inputs(numbers: DataStatistics, data: DataConfig) -> str:
     sums = numbers.sums
     rows = [
         ("usable sources", numbers.usable, ""),
@@ -164,11 +168,18 @@ def _inputs(numbers: DataStatistics, max_chars: int) -> str:
         ("pixels of the frames taken", f"{sums['pixels'] / 1e6:,.1f} M", f"{sums['pixels_kept'] / 1e6:,.1f} M inside the crop"
          f"{_share(sums, 'pixels_kept', 'pixels')}"),
         ("sources without a caption", f"{sums['missing_captions']:,}", "taken by data.missing_caption"),
-        ("captions cut", f"{sums['captions_cut']:,}", f"to {max_chars:,} characters"),
+        ("captions cut", f"{sums['captions_cut']:,}", f"to {data.max_caption_chars:,} characters"),
         ("captions repaired", f"{sums['captions_repaired']:,}", "had bytes that are not UTF-8"),
         ("captions stripped", f"{sums['captions_stripped']:,}", "of control and invisible characters"),
         ("captions dropped", f"{sums['captions_dropped']:,}", "beyond the limit for a source"),
     ]  # fmt: skip
+    if data.scenes is not None:
+        videos = f"in {sums['cut_videos']:,} of {sums['videos']:,} videos; no clip crosses one (data.scenes)"
+        times.append(("scene cuts", f"{sums['scene_cuts']:,}", videos))
+    if data.mirror:
+        clips = f"{sums['mirrored']:,} of {sum(numbers.clips().values()):,} clips (data.mirror)"
+        left = f"{sums['unmirrored']:,} sources have none, for their captions (data.mirror_words)"
+        times.append(("mirror images", f"{sums['mirrored']:,}", f"{clips}; {left}"))
     used = [(cell(text(a)), cell(text(b), True), cell(text(c), words=True)) for a, b, c in times]
     kinds = [
         card("File endings", bars(numbers.counts["endings"].top(10), "sources by file ending")),
@@ -185,6 +196,31 @@ def _inputs(numbers: DataStatistics, max_chars: int) -> str:
 
 def _share(sums: Mapping[str, int], part: str, whole: str) -> str:
     return f", {sums[part] / sums[whole]:.0%}" if sums[whole] else ""
+
+
+def _scores(scores: Sequence[ScoreSummary]) -> str:
+    """A table of the columns that data.min and data.max name; nothing where they name none."""
+    if not scores:
+        return ""
+    rows = []
+    for score in scores:
+        missing = f"<br><span class=sub>{score.missing:,} without a number</span>" if score.missing else ""
+        quantiles = ", ".join(f"{share} % {value:.4g}" for share, value in score.quantiles)
+        limits = "".join(
+            f"<li><b>data.{one.key} {one.limit:g} keeps {text(one.kept)}</b><br><span class=sub>others: "
+            f"{text('; '.join(f'{limit:.4g} keeps {kept}' for limit, kept in one.others))}</span></li>"
+            for one in score.thresholds
+        )
+        rows.append(
+            (
+                cell(foreign(_cut(score.column, _DETAIL)), words=True),
+                cell(f"{score.count:,}{missing}", True),
+                cell(text(quantiles or "none"), words=True),
+                cell(f"<ul>{limits}</ul>", words=True),
+            )
+        )
+    note = '<p class="sub">Of all sources with captions, before any threshold.</p>'
+    return "<h2>Scores</h2>" + table(("column", "sources", "quantiles", "thresholds"), rows, (1,), stack=True) + note
 
 
 def _rejects(page: DataPage) -> str:

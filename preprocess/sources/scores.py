@@ -27,6 +27,38 @@ class ScoreColumn:
     missing: int = 0
 
 
+@dataclass(frozen=True)
+class Threshold:
+    """A threshold of a column and what it keeps: `key` is `min` or `max`, `others` are (threshold, what it keeps)."""
+
+    key: str
+    limit: float
+    kept: str
+    others: tuple[tuple[float, str], ...]
+
+
+@dataclass(frozen=True)
+class ScoreSummary:
+    """A column of scores: of how many sources, how many have none, (percent, value) of quantiles, and its thresholds."""
+
+    column: str
+    count: int
+    missing: int
+    quantiles: tuple[tuple[int, float], ...] = ()
+    thresholds: tuple[Threshold, ...] = ()
+
+    def lines(self) -> list[str]:
+        """The summary in lines."""
+        without = f", {self.missing} without a number" if self.missing else ""
+        lines = [f"  score {self.column}: of {self.count} sources{without}"]
+        if self.quantiles:
+            lines.append(f"    quantiles: {'  '.join(f'{share} % {value:.4g}' for share, value in self.quantiles)}")
+        for one in self.thresholds:
+            lines.append(f"    data.{one.key} {one.limit:g} keeps {one.kept}")
+            lines.append(f"      others: {'; '.join(f'{limit:.4g} keeps {kept}' for limit, kept in one.others)}")
+        return lines
+
+
 @dataclass
 class ScoreLimits:
     """The thresholds of a config, and the scores that they were compared with."""
@@ -65,26 +97,28 @@ class ScoreLimits:
             return Reason.ABOVE_MAXIMUM, f"'{column}' is {score:g}, and data.max allows {self.greatest[column]:g}"
         return None
 
-    def lines(self) -> list[str]:
+    def summaries(self) -> list[ScoreSummary]:
         """Quantiles of each column, and the sources that each threshold and some others keep."""
-        return [line for column in self.columns for line in self._column_lines(column)]
+        return [self._summary(column) for column in self.columns]
 
-    def _column_lines(self, column: str) -> list[str]:
+    def _summary(self, column: str) -> ScoreSummary:
         seen = self.seen[column]
-        values = np.sort(np.frombuffer(seen.values)) if seen.values else np.empty(0)
-        without = f", {seen.missing} without a number" if seen.missing else ""
-        lines = [f"  score {column}: of {len(values)} sources{without}"]
-        if not len(values):
-            return lines
-        quantiles = np.percentile(values, _SHOWN, method="inverted_cdf")
-        shown = "  ".join(f"{share} % {value:.4g}" for share, value in zip(_SHOWN, quantiles, strict=True))
-        lines.append(f"    quantiles: {shown}")
-        for key, limits, at_least in (("min", self.least, True), ("max", self.greatest, False)):
-            if column in limits:
-                lines.append(f"    data.{key} {limits[column]:g} keeps {_kept(values, limits[column], at_least)}")
-                others = (f"{limit:.4g} keeps {_kept(values, limit, at_least)}" for limit in _others(values, at_least))
-                lines.append(f"      others: {'; '.join(others)}")
-        return lines
+        values_N = np.sort(np.frombuffer(seen.values)) if seen.values else np.empty(0)
+        if not len(values_N):
+            return ScoreSummary(column, 0, seen.missing)
+        quantiles = np.percentile(values_N, _SHOWN, method="inverted_cdf").tolist()
+        thresholds = [
+            Threshold(
+                key,
+                limits[column],
+                _kept(values_N, limits[column], at_least),
+                tuple((limit, _kept(values_N, limit, at_least)) for limit in _others(values_N, at_least)),
+            )
+            for key, limits, at_least in (("min", self.least, True), ("max", self.greatest, False))
+            if column in limits
+        ]
+        pairs = tuple(zip(_SHOWN, quantiles, strict=True))
+        return ScoreSummary(column, len(values_N), seen.missing, pairs, tuple(thresholds))
 
 
 def number(value: Any) -> float:

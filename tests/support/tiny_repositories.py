@@ -225,8 +225,8 @@ def save_hunyuan_video(folder: Path, shift: float = 7.0, **changes: Any) -> Path
 # -- Mochi --------------------------------------------------------------------------------------------------------------
 
 
-def save_mochi(folder: Path, **changes: Any) -> Path:
-    """The repository of a tiny Mochi pipeline; `changes` are the transformer's."""
+def save_mochi(folder: Path, forced: bool = False, **changes: Any) -> Path:
+    """The repository of a tiny Mochi pipeline; `changes` are the transformer's. forced: the empty prompt's rows are masked."""
     import transformers
     from diffusers import AutoencoderKLMochi, FlowMatchEulerDiscreteScheduler, MochiPipeline, MochiTransformer3DModel
 
@@ -244,6 +244,7 @@ def save_mochi(folder: Path, **changes: Any) -> Path:
         vae=AutoencoderKLMochi.from_pretrained(parts / "vae"),
         transformer=randomized(MochiTransformer3DModel(**{**sizes, **changes})),
         scheduler=FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
+        force_zeros_for_empty_prompt=forced,
     )
     pipeline.save_pretrained(folder)
     return folder

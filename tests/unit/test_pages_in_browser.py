@@ -65,6 +65,20 @@ def data_page(folder: Path) -> Path:
     return page
 
 
+def scored_page(folder: Path) -> Path:
+    """The page of clips with scores, thresholds of two columns, one with a long name, and mirror images."""
+    long = "aesthetic_" * 12
+    limits = (f"data.min={{motion: 1.5, {long}: 5.25}}", f"data.max={{{long}: 6.5}}", "data.mirror=true")
+    config: Config = small_config(folder, *limits, clips=4)
+    manifest = Path(config.data.sources[0].path)
+    rows = [json.loads(line) for line in manifest.read_text().splitlines()]
+    scores = [{"motion": 1 + number, long: 5 + number / 3} for number in range(len(rows))]
+    manifest.write_text("".join(json.dumps({**row, **own}) + "\n" for row, own in zip(rows, scores, strict=True)))
+    page = folder / "scored.html"
+    check_config(config, page, None, None)
+    return page
+
+
 def named(seen: Sequence[View]) -> list[str]:
     """What is wrong in views, a line each."""
     return [
@@ -85,7 +99,8 @@ def named(seen: Sequence[View]) -> list[str]:
 @needs_browser
 def test_pages_fit_their_windows_and_are_legible(tmp_path: Path) -> None:
     assert PROGRAM is not None
-    seen = views(PROGRAM, [run_page(tmp_path / "run"), data_page(tmp_path / "data")], WIDTHS)
+    pages = [run_page(tmp_path / "run"), data_page(tmp_path / "data"), scored_page(tmp_path / "scored")]
+    seen = views(PROGRAM, pages, WIDTHS)
     if shots := os.environ.get("MMSPEED_SCREENSHOTS"):
         for view in seen:
             (Path(shots) / f"{view.page}-{view.width}-{view.scheme}.png").write_bytes(view.png)

@@ -15,33 +15,18 @@ from torch import Tensor
 from mmspeed.config import Config, make_config
 from mmspeed.device import Device
 from mmspeed.models.build import call_of, repository_of, with_weights
-from mmspeed.models.families.base import packed
 from mmspeed.models.families.complete import completed
 from mmspeed.models.text.encoders import load_text_encoder
 from mmspeed.pipelines.diffusion.objective import make_objective
 from mmspeed.pipelines.diffusion.predictor import make_predictor
-from mmspeed.pipelines.diffusion.schedulers import family_sampler, generators
+from mmspeed.pipelines.diffusion.schedulers import family_sampler
 from mmspeed.pipelines.inference.generate import SampleSettings, sample_together
-from mmspeed.shapes import Bucket, Strides
+from mmspeed.shapes import Bucket
 from tests.support.covers import slow_but
-from tests.support.tiny_repositories import REPOSITORIES, save_cogvideox
+from tests.support.official_pipelines import FACTS, FPS, NEGATIVE, PROMPT, load_official, official_latents, shape_of
+from tests.support.tiny_repositories import REPOSITORIES, save_cogvideox, save_mochi
 
 CPU = Device("cpu", 0)
-FPS = 25.0
-# name -> strides of the codec, latent channels, patch of packed latents
-FACTS: dict[str, tuple[Strides, int, tuple[int, int, int] | None]] = {
-    "wan": (Strides(4, 8), 16, None),
-    "ltx": (Strides(8, 32), 128, (1, 1, 1)),
-    "cogvideox-5b": (Strides(4, 8), 16, None),
-    "cogvideox-2b": (Strides(4, 8), 16, None),
-    "hunyuan-video": (Strides(4, 8), 16, None),
-    "mochi": (Strides(6, 8), 12, None),
-    "flux": (Strides(1, 8), 16, (1, 2, 2)),
-    "qwen-image": (Strides(1, 8), 16, (1, 2, 2)),
-    "hunyuan-video-1.5": (Strides(4, 16), 32, None),
-}
-IMAGES = ("flux", "qwen-image")
-PROMPT, NEGATIVE = "a rabbit runs over a green meadow", "dark"
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +47,7 @@ def config_of(home: Path, name: str, **sections: Any) -> Config:
     return completed(make_config(tree))
 
 
-def shape_of(name: str) -> tuple[Bucket, tuple[int, int, int, int]]:
-    """(pixels, latent (C, T, h, w)) of the sampled videos."""
-    strides, channels, _ = FACTS[name]
-    latent = (1, 8, 8) if name in IMAGES else (3, 4, 6)
-    return strides.pixels(latent), (channels, *latent)
-
-
-def ours(home: Path, name: str, noise: Tensor, steps: int, guidance: float) -> Tensor:
+def ours(home: Path, name: str, noise: Tensor, steps: int, guidance: float, negative_prompt: str = NEGATIVE) -> Tensor:
     """Latents of our loop."""
     config = config_of(home, name)
     model = with_weights(config.model, 0, 0, "cpu")
@@ -79,7 +57,7 @@ def ours(home: Path, name: str, noise: Tensor, steps: int, guidance: float) -> T
     encoder = load_text_encoder(config.text, CPU)
     predictor = make_predictor(model, config.objective, shape[0], encoder.width, call_of(config.model))
     objective = make_objective(config.objective, family_sampler(config)).sized(bucket, predictor.tokens(shape[1:]))
-    text, negative = encoder.encode([PROMPT, NEGATIVE])
+    text, negative = encoder.encode([PROMPT, negative_prompt])
     settings = SampleSettings(steps, guidance, config.sample.sampler, 0)
     return sample_together(
         model, objective, [text], [negative], noise, settings, CPU, None, predictor, FPS, FACTS[name][0]
@@ -97,50 +75,6 @@ def fill(model: Any) -> None:
     read_weights(model, source)
 
 
-def official(home: Path, name: str, noise: Tensor, steps: int, guidance: float) -> Tensor:
-    """Latents (B, C, T, h, w) of the repository's own pipeline, from the same noise."""
-    import diffusers
-
-    pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(home / name)
-    pipeline.set_progress_bar_config(disable=True)
-    bucket, _ = shape_of(name)
-    arguments: dict[str, Any] = {"height": bucket.height, "width": bucket.width, "num_inference_steps": steps}
-    arguments |= {"output_type": "latent", "return_dict": False, **guided_arguments(pipeline, name, guidance)}
-    patch = FACTS[name][2]
-    latents = noise if patch is None else packed(noise, patch)
-    if name.startswith("cogvideox"):
-        latents = noise.transpose(1, 2)
-    if name not in IMAGES:
-        arguments["num_frames"] = bucket.frames
-    if name == "ltx":
-        arguments["frame_rate"] = FPS
-    if name not in ("flux", "hunyuan-video"):  # which are given their guidance
-        arguments["negative_prompt"] = NEGATIVE
-    if name == "wan":
-        arguments["max_sequence_length"] = 512
-    arguments["generator"] = generators(noise)  # of a scheduler that draws noise in its steps
-    (result,) = pipeline(PROMPT, latents=latents.clone(), **arguments)
-    if name.startswith("cogvideox"):
-        return result.transpose(1, 2)
-    return result if patch is None else unpack(result, patch, noise)
-
-
-def guided_arguments(pipeline: Any, name: str, guidance: float) -> dict[str, Any]:
-    """The guidance as each pipeline takes it: by an argument, or from an object of its own."""
-    if name == "qwen-image":
-        return {"true_cfg_scale": guidance}
-    if name == "hunyuan-video-1.5":
-        pipeline.guider = pipeline.guider.new(guidance_scale=guidance)
-        return {}
-    return {"guidance_scale": guidance}
-
-
-def unpack(tokens: Tensor, patch: tuple[int, int, int], like: Tensor) -> Tensor:
-    from mmspeed.models.families.base import unpacked
-
-    return unpacked(tokens, patch, like)
-
-
 CASES = {
     f"{name}-{steps}": (name, steps, guidance)
     for name, steps, guidance in (
@@ -156,9 +90,24 @@ def test_samples_are_those_of_the_pipeline(home: Path, case: str) -> None:
     name, steps, guidance = CASES[case]
     _, shape = shape_of(name)
     noise = torch.randn((1, *shape), generator=torch.Generator().manual_seed(3))
-    found, truth = ours(home, name, noise, steps, guidance), official(home, name, noise, steps, guidance)
+    found = ours(home, name, noise, steps, guidance)
+    truth = official_latents(load_official(home / name), name, noise, steps, guidance)
     assert (found - noise).abs().max() > 0.1  # it went somewhere
     torch.testing.assert_close(found, truth, atol=1e-5, rtol=1e-5)
+
+
+def test_mochi_masks_an_empty_negative_prompt_where_its_repository_says_so(tmp_path: Path) -> None:
+    """The published repository does; the empty caption then has no rows, in sampling and in the cache's entry for dropped captions."""
+    save_mochi(tmp_path / "mochi", forced=True)
+    noise = torch.randn((1, *shape_of("mochi")[1]), generator=torch.Generator().manual_seed(3))
+    found = ours(tmp_path, "mochi", noise, 3, 4.0, "")
+    truth = official_latents(load_official(tmp_path / "mochi"), "mochi", noise, 3, 4.0, "")
+    torch.testing.assert_close(found, truth, atol=1e-5, rtol=1e-5)
+    encoder = load_text_encoder(config_of(tmp_path, "mochi").text, CPU)
+    assert [tuple(entry.embeds_LD.shape) for entry in encoder.encode(["", "rain"])] == [(0, 16), (4, 16)]
+    save_mochi(tmp_path / "other" / "mochi")
+    other = ours(tmp_path / "other", "mochi", noise, 3, 4.0, "")
+    assert (other - found).abs().max() > 1e-4  # which sees the empty prompt's last token
 
 
 def test_the_defaults_are_the_pipelines_own(home: Path) -> None:

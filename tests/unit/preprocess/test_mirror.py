@@ -137,4 +137,7 @@ def test_no_words_mirror_all(tmp_path: Path) -> None:
     world.tree["data"]["mirror_words"] = []
     report = check(world.config)
     assert report.statistics.sums["unmirrored"] == 0 and sum(report.statistics.clips().values()) == 6
+    assert report.statistics.sums["mirrored"] == 3 and report.page is not None
+    page = report.page.read_text()
+    assert "mirror images" in page and "3 of 6 clips (data.mirror); 0 sources have none" in page
     assert json.dumps(world.config.sample_settings())

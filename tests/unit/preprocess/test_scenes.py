@@ -144,7 +144,11 @@ def test_windows_cross_no_cut_and_are_counted(tmp_path: Path) -> None:
     parts = [[latent_parts(config, "c", clip) for clip in some["one.mp4"]] for some in (clips, planned(uncut))]
     assert parts[0] == parts[1]
     line = "  scene cuts (data.scenes): 2, in 1 videos"
-    assert line in check(config).lines() and not any("scene cuts" in one for one in check(uncut).lines())
+    checked = check(config)
+    assert (
+        checked.page is not None and "in 1 of 2 videos; no clip crosses one (data.scenes)" in checked.page.read_text()
+    )
+    assert line in checked.lines() and not any("scene cuts" in one for one in check(uncut).lines())
     report = CacheBuilder(config).run()
     assert report.encoded == 2 and line in report.lines()
     assert not verify(config.cache_dir).foreign

@@ -117,7 +117,7 @@ def test_the_counts_of_every_threshold_are_exact(values: list[float], limit: flo
     for key in ("min", "max"):
         limits = ScoreLimits({"a": limit}, {}) if key == "min" else ScoreLimits({}, {"a": limit})
         kept = sum(limits.refusal({"a": value}) is None for value in values)
-        head, quantiles, threshold, others = limits.lines()
+        head, quantiles, threshold, others = limits.summaries()[0].lines()
         assert head == f"  score a: of {len(values)} sources"
         assert quantiles.startswith(f"    quantiles: 0 % {min(values):.4g}")
         assert quantiles.endswith(f"100 % {max(values):.4g}")
@@ -135,7 +135,8 @@ def test_check_shows_quantiles_and_what_other_thresholds_keep(tmp_path: Path) ->
     table = [json.loads(line) | {"aesthetic": 4 + n, "motion": 0.5} for n, line in enumerate(manifest.open())]
     config = small_config(tmp_path, "data.min={aesthetic: 5, motion: 0.1}", "data.max={aesthetic: 6.5}", clips=4)
     manifest.write_text("".join(json.dumps(row) + "\n" for row in table))
-    lines = check(config).lines()
+    report = check(config)
+    lines = report.lines()
     assert "  below_minimum        1  clips.jsonl:1" not in lines
     assert any(line.startswith("  below_minimum        1") for line in lines)
     assert any(line.startswith("  above_maximum        1") for line in lines)
@@ -146,6 +147,17 @@ def test_check_shows_quantiles_and_what_other_thresholds_keep(tmp_path: Path) ->
     assert lines[at + 4] == "    data.max 6.5 keeps 3 (75%)"
     assert "  score motion: of 4 sources" in lines
     assert any("hint: 1 rejected as below_minimum: lower data.min" in line for line in lines)
+    assert report.page is not None
+    page = report.page.read_text()
+    for words in ("<h2>Scores</h2>", "aesthetic", "data.min 5 keeps 3 (75%)", "data.max 6.5 keeps 3 (75%)", "100 % 7"):
+        assert words in page
+
+
+def test_the_page_has_no_scores_without_thresholds_and_no_mirror_images_without_the_option(tmp_path: Path) -> None:
+    report = check(small_config(tmp_path))
+    assert report.page is not None
+    page = report.page.read_text()
+    assert "<h2>Scores</h2>" not in page and "mirror images" not in page and "scene cuts" not in page
 
 
 def test_caches_from_before_have_no_thresholds(tmp_path: Path) -> None:
