@@ -13,6 +13,10 @@ from torch import Tensor
 
 from mmspeed.shapes import Strides
 
+# names of the embeddings of the pictures that a mode gives
+PICTURES: Mapping[str, tuple[str, ...]] = {"first": ("image_first",), "first_last": ("image_first", "image_last")}
+IMAGES = tuple(dict.fromkeys(name for names in PICTURES.values() for name in names))
+
 # The quantity that a model was trained to predict: "velocity", noise - data of a flow; "v" of a denoising diffusion of 1000 steps.
 Predicted = Literal["velocity", "v"]
 
@@ -27,7 +31,8 @@ class Conditions:
         pooled_BD: one vector for each caption, where the text encoder gives one.
         fps_B: frames per second of each clip, float32; of an image any number.
         strides: frames and pixels that a latent position covers.
-        named: further inputs by their names in a batch: captions of a second encoder (`text_2`, (B, L, D)) with their mask (`text_2_mask`).
+        named: further inputs by their names in a batch: captions of a second encoder (`text_2`, (B, L, D)) with their mask (`text_2_mask`),
+        and those of given frames (see `AnchorRule`).
     """
 
     text_BLD: Tensor
@@ -60,6 +65,8 @@ class AnchorRule:
         drawn: True where that latent is a draw from the codec's posterior; else it is the mean.
         blend: share of the first frame in the noise that sampling begins with.
         cut: frames in front that a sampled video loses.
+        embedding: (rows, width) of an image encoder's embedding of each given picture, which the model takes beside the latents (`image` in
+            `Conditions.named`, (B, pictures, rows, width)); None: it takes none.
     """
 
     modes: tuple[str, ...] = ("none",)
@@ -68,15 +75,31 @@ class AnchorRule:
     drawn: bool = False
     blend: float = 0.0
     cut: int = 0
+    embedding: tuple[int, int] | None = None
+
+    def pictures(self, mode: str) -> tuple[str, ...]:
+        """Names of the embeddings of the pictures that a mode gives, in their order in a batch."""
+        return () if self.embedding is None else PICTURES.get(mode, ())
+
+    @property
+    def image_size(self) -> tuple[int, int, int] | None:
+        """(pictures, rows, width) of a sample's embeddings, as many in all modes; None for a model that takes none."""
+        return (
+            None if self.embedding is None else (max(len(self.pictures(mode)) for mode in self.modes), *self.embedding)
+        )
 
     def stored(self, modes: Iterable[str]) -> tuple[str, ...]:
-        """Names of the tensors that an entry needs beside the clip's own latent for these modes: `first`, or `grey_` and the mode."""
+        """Names of the tensors that an entry needs beside the clip's own latent for these modes.
+
+        They are `first`, or `grey_` and the mode, and embeddings (`image_first`).
+        """
         frames = [mode for mode in modes if mode != "none"]
+        images = tuple(dict.fromkeys(name for mode in frames for name in self.pictures(mode)))
         if self.how == "grey":
-            return tuple(f"grey_{mode}" for mode in frames)
+            return (*(f"grey_{mode}" for mode in frames), *images)
         if not self.alone or not {"first", "first_last"} & set(frames):
-            return ()
-        return ("first", "first_logvar") if self.drawn else ("first",)
+            return images
+        return ("first", *(["first_logvar"] if self.drawn else []), *images)
 
 
 @runtime_checkable

@@ -146,6 +146,24 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class ImageRecipe:
+    """The use of a repository's image encoder, whose embedding of a given frame the model takes.
+
+    Args:
+        encoder, processor: folders in the repository.
+        layer: hidden state, counted from the end; None: the last one, after the encoder's own norm.
+        processing: settings of the processor's call.
+        version: counts up when the same files give other numbers.
+    """
+
+    encoder: str = "image_encoder"
+    processor: str = "image_processor"
+    layer: int | None = None
+    processing: Mapping[str, bool] = field(default_factory=dict)
+    version: int = 1
+
+
+@dataclass(frozen=True)
 class Published:
     """A repository on the hub, and the videos that its model was trained for.
 
@@ -180,6 +198,7 @@ class Family:
         other_sampling: the same of further pipelines, by their classes.
         text: the use of its text encoders; None where it is not known.
         other_texts: the same for pipelines, by their classes, that use them in another way.
+        image: the use of its image encoder; None for families without one.
         from_images: the pipeline of diffusers that makes videos from images; None: there is none.
         one_image: True where that pipeline takes one image for all prompts, not one for each.
         text_variant: the use that a repository's model_index.json asks for; None: always `text`.
@@ -197,6 +216,7 @@ class Family:
     other_sampling: Mapping[str, Sampling] = field(default_factory=dict)
     text: TextRecipe | None = None
     other_texts: Mapping[str, TextRecipe | None] = field(default_factory=dict)
+    image: ImageRecipe | None = None
     from_images: str | None = None
     one_image: bool = False
     text_variant: Callable[[Index], TextRecipe] | None = None
@@ -327,6 +347,18 @@ def channels_of_frames(name: str, conditions: Conditions, like_BCThw: Tensor) ->
     if anchor_BT is None or condition_BCThw is None:
         raise UserError(f"{name} takes given frames: set the section `conditioning`, such as {{first: 1}}")
     return anchor_BT, condition_BCThw.to(like_BCThw)
+
+
+def pictures_of(name: str, conditions: Conditions, width: int) -> Tensor:
+    """Embeddings (B, pictures, rows, D) of given pictures. Raises UserError without them, and for those of another width."""
+    image_BKLD = conditions.named.get("image")
+    if image_BKLD is None or image_BKLD.shape[-1] != width:
+        other = "none" if image_BKLD is None else f"one of width {image_BKLD.shape[-1]}"
+        raise UserError(
+            f"{name} takes an image encoder's embedding of width {width} of each given frame, here {other}: name a repository with the "
+            "model's own image encoder"
+        )
+    return image_BKLD
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""HunyuanVideo 1.5, text to video.
+"""HunyuanVideo 1.5, text to video and image to video.
 
 Legend: B batch, C channels, T h w latent, N tokens of a video, L caption tokens, G glyph tokens, I image tokens, E model width.
 """
@@ -21,17 +21,23 @@ from mmspeed.models.families.base import (
     Config,
     Family,
     FamilyCall,
+    ImageRecipe,
+    Index,
     Latent,
+    Parts,
     Published,
     Sampling,
     SmallClass,
     SmallSizes,
+    channels_of_frames,
+    pictures_of,
     sigmas_to_zero,
     width_of,
 )
 from mmspeed.models.text.recipes import EncoderRecipe, TextRecipe
-from mmspeed.protocols.calls import Conditions, ModelCall
+from mmspeed.protocols.calls import AnchorRule, Conditions, ModelCall
 
+FROM_IMAGES = "HunyuanVideo15ImageToVideoPipeline"
 NAME = "HunyuanVideo15Transformer3DModel"
 GLYPHS, GLYPHS_MASK = "text_2", "text_2_mask"  # the words to be drawn, by an encoder of bytes
 HIDDEN_OF_GLYPHS = 2048  # of the class
@@ -40,15 +46,19 @@ SMALL_WIDTH = 8
 
 @dataclass(frozen=True)
 class HunyuanVideo15Call(FamilyCall):
-    """The call of HunyuanVideo15Transformer3DModel, text to video: condition, its mask and image tokens are zeros, as in its pipeline.
+    """The call of HunyuanVideo15Transformer3DModel.
+
+    Text to video has zeros for the condition, its mask and the image's embedding, as its pipeline does.
 
     Args:
         glyph_tokens: rows of the second caption, filled with zeros that the mask leaves out.
-        image_tokens: rows of the image's embedding, all zeros, which the class then leaves out.
+        image_tokens: rows of the image's embedding; where all are zeros, the class leaves them out.
+        images: True for a model that is always given the first frame.
     """
 
     glyph_tokens: int = 256
     image_tokens: int = 729
+    images: bool = False
 
     def texts(self, config: Config) -> dict[str, int]:
         """Widths of the captions of further encoders."""
@@ -72,20 +82,36 @@ class HunyuanVideo15Call(FamilyCall):
                 f"{NAME}: use_meanflow is set: models of few steps and for larger sizes cannot be trained yet"
             )
 
+    def anchors(self, config: Config) -> AnchorRule:
+        """Of a model for images the first frame, always: its latent alone as channels, and the embedding of the picture."""
+        if not self.images:
+            return AnchorRule()
+        return AnchorRule(("first",), "zeros", alone=True, embedding=(self.image_tokens, config["image_embed_dim"]))
+
     def call(self, config: Config, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> dict[str, Any]:
-        """The arguments of the forward. Raises UserError without the second caption, or with one that is too long or of another width."""
+        """The arguments of the forward. Raises UserError for inputs that are missing, or of another size."""
         glyphs_BGD, mask_BG = self._glyphs(config, conditions)
-        unknown_BCThw = torch.zeros_like(x_BCThw)
+        condition_BCThw, mask_B1Thw, image_BID = self._frames(config, x_BCThw, conditions)
         return {
-            "hidden_states": torch.cat([x_BCThw, unknown_BCThw, unknown_BCThw[:, :1]], dim=1),
+            "hidden_states": torch.cat([x_BCThw, condition_BCThw, mask_B1Thw], dim=1),
             "timestep": TIMES * t_B,
             "encoder_hidden_states": conditions.text_BLD.to(x_BCThw.dtype),
             "encoder_attention_mask": conditions.text_mask_BL,
             "encoder_hidden_states_2": glyphs_BGD.to(x_BCThw.dtype),
             "encoder_attention_mask_2": mask_BG,
-            "image_embeds": x_BCThw.new_zeros(len(x_BCThw), self.image_tokens, config["image_embed_dim"]),
+            "image_embeds": image_BID,
             "return_dict": False,
         }
+
+    def _frames(self, config: Config, x_BCThw: Tensor, conditions: Conditions) -> tuple[Tensor, Tensor, Tensor]:
+        """(latents of given frames (B, C, T, h, w), their mask (B, 1, T, h, w), the picture's embedding (B, I, D))."""
+        width = config["image_embed_dim"]
+        if not self.images:
+            unknown_BCThw = torch.zeros_like(x_BCThw)
+            return unknown_BCThw, unknown_BCThw[:, :1], x_BCThw.new_zeros(len(x_BCThw), self.image_tokens, width)
+        anchor_BT, condition_BCThw = channels_of_frames(NAME, conditions, x_BCThw)
+        mask_B1Thw = anchor_BT[:, None, :, None, None].to(x_BCThw).expand_as(x_BCThw[:, :1])
+        return condition_BCThw, mask_B1Thw, pictures_of(NAME, conditions, width)[:, 0].to(x_BCThw.dtype)
 
     def _glyphs(self, config: Config, conditions: Conditions) -> tuple[Tensor, Tensor]:
         """The second caption (B, G, D), filled with zeros, and its mask."""
@@ -150,6 +176,11 @@ def _few(call: ModelCall, text_tokens: int) -> ModelCall:
     return replace(call, glyph_tokens=text_tokens, image_tokens=min(call.image_tokens, 3))
 
 
+def variant(index: Index, parts: Parts) -> ModelCall:
+    """The call of a repository's transformer: by its pipeline it is always given a first frame, or never."""
+    return HunyuanVideo15Call(images=index.get("_class_name") == FROM_IMAGES)
+
+
 # of the last block, whose text goes nowhere
 LAST_TEXT = ("attn.add_q_proj.*", "attn.norm_added_q.*", "attn.to_add_out.*", "ff_context.*")
 SAMPLING = Sampling(steps=50, guidance=6.0, sigmas=sigmas_to_zero)
@@ -179,6 +210,12 @@ PUBLISHED = {
     "hunyuan-video1.5-720p": Published(
         "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v", 121, 720, 1280, 24.0, (4, 16)
     ),
+    "hunyuan-video1.5-480p-i2v": Published(
+        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v", 121, 480, 832, 24.0, (4, 16), "first"
+    ),
+    "hunyuan-video1.5-720p-i2v": Published(
+        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v", 121, 720, 1280, 24.0, (4, 16), "first"
+    ),
 }
 
 FAMILY = Family(
@@ -186,8 +223,12 @@ FAMILY = Family(
     NAME,
     HunyuanVideo15Call(),
     SmallClass(HunyuanVideo15Call.patch, 12, _hunyuan_video15, _few),
+    variant,
     sampling=SAMPLING,
     text=TEXT,
+    image=ImageRecipe(processor="feature_extractor", processing={"do_resize": True, "do_convert_rgb": True}),
+    from_images=FROM_IMAGES,
+    one_image=True,
     published=PUBLISHED,
     unused=(
         "image_embedder.*",  # text to video gives it zeros, and leaves its tokens out

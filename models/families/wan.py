@@ -1,6 +1,6 @@
-"""Wan 2.1 and 2.2, text to video and, without an image encoder, image to video.
+"""Wan 2.1 and 2.2, text to video and image to video; that of 2.1 also takes an image encoder's embeddings.
 
-Legend: B batch, C channels, T h w latent, N tokens of a video, L caption tokens, E model width.
+Legend: B batch, C channels, T h w latent, N tokens of a video, L caption tokens, E model width, I rows of a picture's embedding.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from mmspeed.models.families.base import (
     Config,
     Family,
     FamilyCall,
+    ImageRecipe,
     Index,
     Latent,
     Parts,
@@ -32,12 +33,15 @@ from mmspeed.models.families.base import (
     filled,
     outputs_of,
     per_token,
+    pictures_of,
     small_channels,
     width_of,
 )
 from mmspeed.models.text.recipes import EncoderRecipe, TextRecipe
 from mmspeed.protocols.calls import AnchorRule, Conditions, ModelCall
 
+SMALL_IMAGE = 5, 16  # rows and width of a picture's embedding, in a small model
+TEXT_BEHIND_IMAGES = 512  # rows, by the class
 MASKS = 4  # frames of pixels of a latent frame, and so channels of the mask
 
 
@@ -47,26 +51,35 @@ class WanCall(FamilyCall):
 
     text_tokens: captions are padded with zeros to so many tokens, which are attended to: the model was trained so.
     expand_timesteps: each token has its own time (Wan 2.2 5B), which a given first frame needs.
+    image_tokens: rows of a given picture's embedding, for models that take them (`image_dim`, Wan 2.1).
     """
 
     text_tokens: int = 512
+    image_tokens: int = 257
     expand_timesteps: bool = False
 
     def check(self, config: Config, channels: int, text_width: int) -> None:
-        """Raises UserError for sizes that differ, and for a model that also takes an image encoder's embeddings."""
+        """Raises UserError for sizes that differ, and for an image encoder's embeddings without channels of given frames."""
         inputs = outputs_of(config) if takes_channels(config) else config["in_channels"]
         check_sizes("WanTransformer3DModel", {**config, "in_channels": inputs}, channels, text_width, "text_dim")
-        if config["image_dim"] is not None:
+        if config["image_dim"] is not None and not takes_channels(config):
             raise UserError(
-                "WanTransformer3DModel: image_dim is set: models that take an image encoder's embeddings (Wan 2.1) cannot be trained yet; "
-                "those of Wan 2.2 take none"
+                "WanTransformer3DModel: image_dim is set, but its input channels do not hold given frames: no known model of Wan is so"
             )
 
     def anchors(self, config: Config) -> AnchorRule:
-        """The first frame, or those before, clean, with a time for each token; or the first, or first and last, as channels, always."""
+        """The first frame, or those before, clean, with a time for each token; or the first, or first and last, as channels, always.
+
+        A model that takes embeddings of pictures takes that of the first frame, or with positions for two those of first and last.
+        """
         if self.expand_timesteps:
             return AnchorRule(("none", "first", "prefix"))
-        return AnchorRule(("first", "first_last"), "grey") if takes_channels(config) else AnchorRule()
+        if not takes_channels(config):
+            return AnchorRule()
+        if config.get("image_dim") is None:
+            return AnchorRule(("first", "first_last"), "grey")
+        mode = "first" if config.get("pos_embed_seq_len") is None else "first_last"
+        return AnchorRule((mode,), "grey", embedding=(self.image_tokens, config["image_dim"]))
 
     def call(self, config: Config, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> dict[str, Any]:
         """The arguments of the forward. Raises UserError for captions of more than `text_tokens`, and without a needed condition."""
@@ -75,12 +88,25 @@ class WanCall(FamilyCall):
         return {
             "hidden_states": with_condition(x_BCThw, conditions) if takes_channels(config) else x_BCThw,
             "timestep": TIMES * times,
-            "encoder_hidden_states": filled(conditions, self.text_tokens, x_BCThw.dtype),
+            "encoder_hidden_states": filled(conditions, self.rows_of_text(config), x_BCThw.dtype),
+            **self._pictures(config, conditions, x_BCThw.dtype),
             "return_dict": False,
         }
 
+    def _pictures(self, config: Config, conditions: Conditions, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Embeddings (pictures of all samples, I, D), those of a sample one after the other, of a model that takes them."""
+        width = config.get("image_dim")
+        if width is None:
+            return {}
+        image_BKID = pictures_of("WanTransformer3DModel", conditions, width)
+        return {"encoder_hidden_states_image": image_BKID.to(dtype).flatten(0, 1)}
+
+    def rows_of_text(self, config: Config) -> int:
+        """Rows of a caption; the class counts on 512 behind those of pictures."""
+        return self.text_tokens if config.get("image_dim") is None else TEXT_BEHIND_IMAGES
+
     def flops(self, config: Config, latent: Latent, text_tokens: int) -> int:
-        n, l, e = self.tokens(config, latent), self.text_tokens, width_of(config)  # noqa: E741 (the legend's letter)
+        n, l, e = self.tokens(config, latent), self.rows_of_text(config), width_of(config)  # noqa: E741 (the legend's letter)
         patch, hidden = math.prod(self.patch(config)), config["ffn_dim"]
         times = n if self.expand_timesteps else 1
         conditions = (
@@ -90,6 +116,10 @@ class WanCall(FamilyCall):
         own = linear(n, e, 4 * e) + attention(n, n, e)
         cross = linear(n, e, 2 * e) + linear(l, e, 2 * e) + attention(n, l, e)
         mlp = linear(n, e, 2 * hidden)
+        if (width := config.get("image_dim")) is not None:  # keys and values of their own, for the same queries
+            rows = self.image_tokens * (1 if config.get("pos_embed_seq_len") is None else 2)
+            conditions += linear(rows, width, width) + linear(rows, width, e)
+            cross += linear(rows, e, 2 * e) + attention(n, rows, e)
         ends = linear(n, patch * config["in_channels"], e) + linear(n, e, patch * outputs_of(config))
         return conditions + config["num_layers"] * (own + cross + mlp) + ends
 
@@ -123,7 +153,12 @@ def variant(index: Index, parts: Parts) -> ModelCall:
 
 
 def _wan(config: Config, sizes: SmallSizes, width: int) -> dict[str, Any]:
+    image: dict[str, Any] = {}
+    if config.get("image_dim") is not None:
+        places = None if config.get("pos_embed_seq_len") is None else 2 * SMALL_IMAGE[0]
+        image = {"image_dim": SMALL_IMAGE[1], "added_kv_proj_dim": width, "pos_embed_seq_len": places}
     return {
+        **image,
         **small_channels(config, sizes.channels),
         "text_dim": sizes.text_width,
         "freq_dim": WIDTH_OF_TIMES,
@@ -134,7 +169,7 @@ def _wan(config: Config, sizes: SmallSizes, width: int) -> dict[str, Any]:
 def _short(call: ModelCall, text_tokens: int) -> ModelCall:
     """The call with less padding: among many tokens of it the gradients of captions cancel to rounding."""
     assert isinstance(call, WanCall)
-    return replace(call, text_tokens=min(call.text_tokens, text_tokens))
+    return replace(call, text_tokens=min(call.text_tokens, text_tokens), image_tokens=SMALL_IMAGE[0])
 
 
 # padded with zeros to 512 rows by the call: the encoder is given the mask
@@ -143,6 +178,9 @@ SAMPLING = Sampling(steps=50, guidance=5.0)
 PUBLISHED = {
     "wan2.1-1.3b": Published("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", 81, 480, 832, 16.0, (4, 16)),
     "wan2.1-14b": Published("Wan-AI/Wan2.1-T2V-14B-Diffusers", 81, 720, 1280, 16.0, (4, 16)),
+    "wan2.1-i2v-480p": Published("Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", 81, 480, 832, 16.0, (4, 16), "first"),
+    "wan2.1-i2v-720p": Published("Wan-AI/Wan2.1-I2V-14B-720P-Diffusers", 81, 720, 1280, 16.0, (4, 16), "first"),
+    "wan2.1-flf2v": Published("Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers", 81, 720, 1280, 16.0, (4, 16), "first_last"),
     "wan2.2-5b": Published("Wan-AI/Wan2.2-TI2V-5B-Diffusers", 121, 704, 1280, 24.0, (4, 32)),
     "wan2.2-a14b": Published("Wan-AI/Wan2.2-T2V-A14B-Diffusers", 81, 720, 1280, 16.0, (4, 16)),
 }
@@ -155,6 +193,7 @@ FAMILY = Family(
     variant,
     sampling=SAMPLING,
     text=TEXT,
+    image=ImageRecipe(layer=-2),  # the hidden states before the last layer
     from_images="WanImageToVideoPipeline",
     one_image=True,
     published=PUBLISHED,

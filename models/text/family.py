@@ -164,10 +164,10 @@ class _Part:
     def __init__(self, repository: Repository, recipe: EncoderRecipe, cfg: FamilyTextConfig, device: Device) -> None:
         self.recipe, self.device = recipe, device.torch_device
         folders = _Folders.of(repository, recipe)
-        self.tokenizer = _load(repository, recipe.tokenizer, folders.tokenizer, {})
+        self.tokenizer = load_component(repository, recipe.tokenizer, folders.tokenizer, {})
         settings = {"dtype": parse_dtype(cfg.dtype), "use_safetensors": True}
         weight_files(folders.encoder, STEM, KEY)
-        self.model = _load(repository, recipe.encoder, folders.encoder, settings).eval().requires_grad_(False)
+        self.model = load_component(repository, recipe.encoder, folders.encoder, settings).eval().requires_grad_(False)
         self.model.to(self.device)
         self.template, self.clean = recipe.template_of(), recipe.cleaning()
         self.length = min(cfg.max_tokens, recipe.length) if recipe.gives == "rows" else recipe.length
@@ -256,17 +256,28 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.to("cpu", torch.float32, copy=True)
 
 
-def _load(repository: Repository, component: str, folder: Path, settings: dict[str, Any]) -> Any:
-    """A component of transformers, by the class that model_index.json names. Raises UserError where it does not load."""
+def load_component(
+    repository: Repository,
+    component: str,
+    folder: Path,
+    settings: dict[str, Any],
+    key: str = KEY,
+    usual: str = "AutoTokenizer",
+) -> Any:
+    """A component of transformers, by the class that model_index.json names: a model with `settings`, a tokenizer or processor without.
+
+    key: the config key that errors name. usual: the class of a tokenizer or processor that the index does not name. Raises UserError where
+    it does not load.
+    """
     import transformers
 
-    library, name = repository.components.get(component, ("transformers", "AutoTokenizer"))
+    library, name = repository.components.get(component, ("transformers", usual))
     if library != "transformers" or not hasattr(transformers, name):
-        name = "AutoTokenizer" if not settings else "AutoModel"
-    if settings and read_json(folder / "config.json", KEY).get("model_type") is None:
-        raise UserError(f"{KEY}: {folder / 'config.json'} names no model_type, so it is no model of transformers")
+        name = usual if not settings else "AutoModel"
+    if settings and read_json(folder / "config.json", key).get("model_type") is None:
+        raise UserError(f"{key}: {folder / 'config.json'} names no model_type, so it is no model of transformers")
     try:
         with quiet():
             return getattr(transformers, name).from_pretrained(folder, local_files_only=True, **settings)
     except Exception as error:  # wrong or truncated files fail anywhere inside
-        raise UserError(f"{KEY}: {folder} does not load as {name}: {first_line(error)}") from error
+        raise UserError(f"{key}: {folder} does not load as {name}: {first_line(error)}") from error

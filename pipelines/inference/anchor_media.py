@@ -43,12 +43,14 @@ class Anchors:
             channels.
         held: True where the videos have these latents at every step and in the end.
         blend: share of the first frame in the noise that sampling begins with.
+        image_PKLD: embeddings of the K given pictures, for a model that takes them.
     """
 
     mask_PT: Tensor
     latents_PCThw: Tensor
     held: bool = True
     blend: float = 0.0
+    image_PKLD: Tensor | None = None
 
     def begun(self, noise_PCThw: Tensor) -> Tensor:
         """The latents that sampling begins with: noise, with its share of the first frame."""
@@ -58,12 +60,16 @@ class Anchors:
         return noise_PCThw * share + self.latents_PCThw[:, :, :1] * (1 - share)
 
     def to(self, device: torch.device) -> Anchors:
-        return replace(self, mask_PT=self.mask_PT.to(device), latents_PCThw=self.latents_PCThw.to(device))
+        image_PKLD = None if self.image_PKLD is None else self.image_PKLD.to(device)
+        mask_PT, latents_PCThw = self.mask_PT.to(device), self.latents_PCThw.to(device)
+        return replace(self, mask_PT=mask_PT, latents_PCThw=latents_PCThw, image_PKLD=image_PKLD)
 
     @property
     def named(self) -> dict[str, Tensor]:
         """The model's inputs, by their names in a batch."""
-        return {"given": self.mask_PT} | ({} if self.held else {"condition": self.latents_PCThw})
+        condition_PCThw = None if self.held else self.latents_PCThw
+        inputs = {"given": self.mask_PT, "condition": condition_PCThw, "image": self.image_PKLD}
+        return {name: tensor for name, tensor in inputs.items() if tensor is not None}
 
 
 def mode_of(request: VideoRequest, config: Config) -> Mode:
@@ -91,17 +97,28 @@ def mode_of(request: VideoRequest, config: Config) -> Mode:
 
 def check_request(request: VideoRequest, config: Config, rule: AnchorRule) -> None:
     """Raises UserError for files that a request lacks or that do not go together, and for a mode that the run lacks."""
-    mode = mode_of(request, config)
-    if mode not in rule.modes:
+    if mode_of(request, config) not in rule.modes:
         files = "--image" if "first" in rule.modes else "--image and --last-image"
         raise UserError(f"the model of this run makes videos of given frames alone: give {files}")
 
 
-def anchors_of(
-    requests: Sequence[VideoRequest], config: Config, codec: VideoCodec, size: Bucket, rule: AnchorRule
-) -> Anchors | None:
-    """The given latents of requests of one size, on the CPU; None where they name no files. `rule`: of the model.
+def pictures_of(request: VideoRequest, config: Config, size: Bucket) -> list[np.ndarray]:
+    """The first and maybe the last picture of a request that names such, fitted to a size: (H, W, 3), uint8. Raises UserError."""
+    files = (request.image, *([request.last_image] if mode_of(request, config) == "first_last" else []))
+    return [image_file(Path(str(file)), size) for file in files]
 
+
+def anchors_of(
+    requests: Sequence[VideoRequest],
+    config: Config,
+    codec: VideoCodec,
+    size: Bucket,
+    rule: AnchorRule,
+    embeddings: Sequence[Tensor] = (),
+) -> Anchors | None:
+    """The given latents of requests of one size, on the CPU; None where they name no files.
+
+    rule: of the model. embeddings: (K, L, D) of the pictures of each request, for a model that takes them.
     Raises UserError for a file that cannot be read, and for given frames that leave nothing to make.
     """
     modes = [mode_of(request, config) for request in requests]
@@ -122,12 +139,12 @@ def anchors_of(
         elif mode == "none":
             pixels = np.zeros((0, size.height, size.width, 3), np.uint8)
         else:
-            files = (request.image, *([request.last_image] if mode == "first_last" else []))
-            pixels = np.stack([image_file(Path(str(file)), size) for file in files])
+            pixels = np.stack(pictures_of(request, config, size))
         encode = further_channels if rule.how == "grey" else clean_latents
         masks.append(mask_T)
         latents.append(encode(codec, mode, pixels, size))
-    return Anchors(torch.stack(masks), torch.stack(latents), rule.how == "replace", rule.blend)
+    image_PKLD = torch.stack(list(embeddings)) if embeddings else None
+    return Anchors(torch.stack(masks), torch.stack(latents), rule.how == "replace", rule.blend, image_PKLD)
 
 
 def clean_latents(codec: VideoCodec, mode: Mode, pixels_FHWC: np.ndarray, size: Bucket) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mmspeed import rng
 from mmspeed.compute.sparse.module import clustered_layers
 from mmspeed.config import Bucket, Config
-from mmspeed.config.schema import TextConfig
+from mmspeed.config.schema import PublishedModelConfig, TextConfig
 from mmspeed.data.cache.files import private_file
 from mmspeed.device import Device, pick
 from mmspeed.errors import UserError
@@ -29,12 +29,13 @@ from mmspeed.loop.checkpoint.manager import best, latest, step_name, steps_in
 from mmspeed.models.build import call_of
 from mmspeed.models.codecs.vae import load_codec
 from mmspeed.models.families.complete import completed
+from mmspeed.models.image_encoder import load_image_encoder
 from mmspeed.models.text.encoders import load_text_encoder, text_identity, text_width
 from mmspeed.pipelines.diffusion.experts import OtherExpert
 from mmspeed.pipelines.diffusion.objective import make_objective
 from mmspeed.pipelines.diffusion.predictor import make_predictor
 from mmspeed.pipelines.diffusion.schedulers import family_sampler
-from mmspeed.pipelines.inference.anchor_media import Anchors, anchors_of, check_request
+from mmspeed.pipelines.inference.anchor_media import Anchors, anchors_of, check_request, pictures_of
 from mmspeed.pipelines.inference.generate import SampleSettings, sample_together
 from mmspeed.pipelines.inference.media import Video, from_model_range
 from mmspeed.pipelines.inference.prompts import VideoRequest, noise_names
@@ -295,8 +296,8 @@ class TextToVideo:
         self.model.eval()
         mine = list(range(rank, len(requests), world))
         total = len(mine)
-        words = list(dict.fromkeys(text for index in mine for text in (prompts[index], negatives[index])))
-        texts = dict(zip(words, encode_prompts(words, config.text, self.device), strict=True)) if words else {}
+        texts = self._texts(text for index in mine for text in (prompts[index], negatives[index]))
+        images = self._embeddings({index: (requests[index], sizes[index]) for index in mine})
         # clusters of sparse attention are kept for one video
         most = 1 if clustered_layers(self.model) else together
         done = 0
@@ -327,7 +328,7 @@ class TextToVideo:
                     config.data.fps or 24.0,
                     self.codec.strides,
                     other=self.other,
-                    anchors=self._anchors([requests[index] for index in group], size),
+                    anchors=self._anchors([(requests[index], images.get(index)) for index in group], size),
                 )
             except torch.OutOfMemoryError:
                 if count == 1:
@@ -354,9 +355,27 @@ class TextToVideo:
         except UserError as error:
             raise UserError(f"line {request.line}: {error}") if request.line else error from None
 
-    def _anchors(self, requests: Sequence[VideoRequest], size: Bucket) -> Anchors | None:
-        """The frames that requests of one size are given."""
-        return anchors_of(requests, self.config, self.codec, size, self.predictor.anchors)
+    def _texts(self, texts: Iterable[str]) -> dict[str, TextEntry]:
+        """The entries of texts; the encoder is freed afterwards."""
+        words = list(dict.fromkeys(texts))
+        return dict(zip(words, encode_prompts(words, self.config.text, self.device), strict=True)) if words else {}
+
+    def _embeddings(self, requests: Mapping[int, tuple[VideoRequest, Bucket]]) -> dict[int, Tensor]:
+        """The embeddings (K, L, D) of the pictures of numbered requests, of a model that takes them; the encoder is freed afterwards."""
+        if self.predictor.anchors.embedding is None or not requests:
+            return {}
+        assert isinstance(self.config.model, PublishedModelConfig)  # others take none
+        encoder = load_image_encoder(self.config.model, self.device)
+        return {
+            index: encoder.encode(pictures_of(request, self.config, size))
+            for index, (request, size) in requests.items()
+        }
+
+    def _anchors(self, requests: Sequence[tuple[VideoRequest, Tensor | None]], size: Bucket) -> Anchors | None:
+        """The frames that requests of one size are given, each with the embeddings of its pictures, where the model takes them."""
+        embeddings = [image_KLD for _, image_KLD in requests if image_KLD is not None]
+        only = [request for request, _ in requests]
+        return anchors_of(only, self.config, self.codec, size, self.predictor.anchors, embeddings)
 
     def _group(self, queue: list[int], sizes: list[Bucket], most: int | None) -> list[int]:
         """The first requests of the queue that are sampled in one batch."""

@@ -43,6 +43,7 @@ from mmspeed.models.codecs.frames import frame_latents
 from mmspeed.models.codecs.vae import load_codec
 from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.families import family_of
+from mmspeed.models.image_encoder import image_embeddings, load_image_encoder
 from mmspeed.models.text.encoders import load_text_encoder
 from mmspeed.models.weights import quiet
 from mmspeed.pipelines.tasks.video import VideoTask
@@ -239,6 +240,7 @@ def training_batch(
     latents = [each.latent_CThw for each in frames] or random_latents(task, bucket, len(prompts))
     names, shape_CThw = [("check", 0, i) for i in range(len(prompts))], tuple(latents[0].shape)
     conditions = [each.condition_CThw for each in frames if each.condition_CThw is not None]
+    embeddings = [each.image_KLD for each in frames if each.image_KLD is not None]
     return video_batch(
         latents_BCThw=torch.stack(latents),
         text_BLD=text_BLD,
@@ -253,6 +255,7 @@ def training_batch(
         fps_B=torch.full((len(prompts),), task.config.data.fps or RATE) if task.predictor.timed else None,
         anchor_BT=torch.stack([each.anchor_T for each in frames]) if frames else None,
         condition_BCThw=torch.stack(conditions) if conditions else None,
+        image_BKLD=torch.stack(embeddings) if embeddings else None,
         others=pad_other_texts(entries),
     )
 
@@ -276,13 +279,19 @@ def encoded_frames(
 ) -> list[AnchorFrames]:
     """The frames that videos with these latents are given, encoded as `mmspeed preprocess` does; a draw of the codec is its mean."""
     rule, codec = task.predictor.anchors, load_codec(task.config.vae, Device("cpu", 0), task.config.codec_weights)
-    frames = []
+    frames, encoder = [], None
     for latent_CThw, (first, last) in zip(latents, itertools.cycle(images), strict=False):
         video_1CFHW = torch.zeros(1, 3, bucket.frames, bucket.height, bucket.width)
         for place, picture in ((0, first), (-1, last)):
             video_1CFHW[0, :, place] = torch.from_numpy(np.array(picture)).permute(2, 0, 1).float() / 127.5 - 1
         names = [name for name in rule.stored([mode]) if not name.endswith("_logvar")]
         stored = {name: each[0] for name, each in frame_latents(video_1CFHW, names, codec.encode).items()}
+        if rule.embedding is not None and encoder is None:
+            assert isinstance(task.config.model, PublishedModelConfig)  # as the check has seen
+            encoder = load_image_encoder(task.config.model, Device("cpu", 0))
+        if encoder is not None:
+            clip_FHW3 = np.stack([np.array(first), np.array(last)])
+            stored |= {name: each[0] for name, each in image_embeddings(encoder, names, [clip_FHW3]).items()}
         if (
             rule.how == "replace" and not names
         ):  # a causal codec: the first latent frame is that of the first frame alone
@@ -418,6 +427,11 @@ def official_call(
         **({} if guided else {"guidance_scale": 1.0}),  # without a second prediction
     }
     _set_time(pipeline.scheduler, t)
+    processor = getattr(pipeline, "video_processor", None)
+    if processor is not None and hasattr(
+        processor, "calculate_default_height_width"
+    ):  # a size that the pipeline would choose by the picture's
+        processor.calculate_default_height_width = lambda *_, **__: (bucket.height, bucket.width)
     keys = {key: each for key, each in settings.items() if key in takes}
 
     def run() -> None:
@@ -480,7 +494,11 @@ def compared(ours: Arguments, official: Arguments, marked: Arguments | None = No
         if isinstance(codec, Tensor) and codec.is_floating_point() and bool(codec.isnan().any()):
             pairs += _parts(name, one, other, codec.isnan())
             continue
-        allowed = ENCODED if name.startswith(("encoder_hidden_states", "pooled")) and "mask" not in name else 0.0
+        allowed = (
+            ENCODED
+            if name.startswith(("encoder_hidden_states", "pooled", "image_embeds")) and "mask" not in name
+            else 0.0
+        )
         if allowed and isinstance(other, Tensor):
             allowed *= max(1.0, float(other.abs().max()))
         pairs.append(Compared(name, _words(one), _words(other), _difference(name, one, other, ours, official), allowed))

@@ -53,7 +53,7 @@ def synthetic_batch(
     def alike(name: str, *size: int) -> Tensor:
         return rng.normal(size, seed, "profile", name).expand(items, *size).contiguous()
 
-    mask_BL = torch.arange(length) < lengths_B[:, None]
+    mask_BL, rule = torch.arange(length) < lengths_B[:, None], predictor.anchors
     others: dict[str, Tensor] = {}
     further = min(length, FURTHER_TOKENS)
     for name, width in predictor.texts.items():
@@ -71,7 +71,8 @@ def synthetic_batch(
         u_B=(torch.arange(items, dtype=torch.float64) + 0.5) / items,
         fps_B=torch.full((items,), FPS) if predictor.timed else None,
         anchor_BT=torch.zeros(items, latent[0], dtype=torch.bool) if anchors else None,
-        condition_BCThw=alike("condition", *shape_CThw) if predictor.anchors.how != "replace" else None,
+        condition_BCThw=alike("condition", *shape_CThw) if rule.how != "replace" else None,
+        image_BKLD=None if rule.image_size is None else alike("image", *rule.image_size),
         others=others,
     )
 
@@ -104,8 +105,11 @@ def sketched(
         data_BCThw, noise_BCThw, t_B, text_BLD, mask_BL, pooled_BD, fps_B = tensors
         target_BCThw = noise_BCThw - data_BCThw
         named: dict[str, Tensor] = {}
-        if predictor.anchors.how != "replace":
+        rule = predictor.anchors
+        if rule.how != "replace":
             named = {"given": torch.zeros(items, latent[0], dtype=torch.bool), "condition": torch.zeros(shape_BCThw)}
+        if rule.image_size is not None:
+            named["image"] = text_BLD.new_empty(items, *rule.image_size)
         for name, width in predictor.texts.items():
             further = min(length, FURTHER_TOKENS)
             named |= {name: text_BLD.new_empty(items, further, width), f"{name}_mask": mask_BL[:, :further]}

@@ -20,7 +20,7 @@ from mmspeed.errors import UserError
 from mmspeed.models.families import FAMILIES, class_name, family_in
 from mmspeed.models.families.base import SmallSizes
 from mmspeed.protocols import Conditions, ModelCall
-from mmspeed.protocols.calls import TakesConditions, TakesTexts
+from mmspeed.protocols.calls import AnchorRule, TakesConditions, TakesTexts
 from mmspeed.shapes import Strides
 
 CHANNELS, TEXT_WIDTH, TEXT_TOKENS, SAMPLES = 4, 16, 7, 2
@@ -146,7 +146,10 @@ def _conditions(
     mask_BL = torch.ones(SAMPLES, TEXT_TOKENS, dtype=torch.bool)
     for name, width in (call.texts(config) if isinstance(call, TakesTexts) else {}).items():
         named |= {name: normal(TEXT_TOKENS, width), f"{name}_mask": mask_BL}
-    if isinstance(call, TakesConditions) and call.anchors(config).how != "replace":
+    rule = call.anchors(config) if isinstance(call, TakesConditions) else AnchorRule()
+    if rule.image_size is not None:
+        named["image"] = normal(*rule.image_size)
+    if rule.how != "replace":
         named |= {"given": torch.ones(SAMPLES, latent[0], dtype=torch.bool), "condition": normal(CHANNELS, *latent)}
     pooled = call.pooled_width(config)
     return Conditions(

@@ -212,6 +212,12 @@ class ShrunkRun:
         for other, width in predictor.texts.items():
             rows = [rng.normal((text[0], width), seed, other, name[0]) for name in names]
             others |= {other: torch.stack(rows), f"{other}_mask": mask_BL}
+        frames: dict[str, Any] = {}
+        if (rule := predictor.anchors).how != "replace":  # the model always takes the first frame's latents
+            frames["anchor_BT"] = (torch.arange(shape[1]) == 0).expand(len(names), -1)
+            frames["condition_BCThw"] = torch.stack([rng.normal(shape, seed, "condition", name[0]) for name in names])
+        if (size := rule.image_size) is not None:
+            frames["image_BKLD"] = torch.stack([rng.normal(size, seed, "image", name[0]) for name in names])
         return video_batch(
             latents_BCThw=torch.stack([rng.normal(shape, seed, "latent", name[0]) for name in names]),
             text_BLD=torch.stack([rng.normal(text, seed, "text", name[0]) for name in names]),
@@ -227,6 +233,7 @@ class ShrunkRun:
             u_B=draw_quantiles(names, seed),
             fps_B=torch.tensor([_fps(seed, name[0]) for name in names]) if predictor.timed else None,
             others=others,
+            **frames,
         )
 
     # -- what must hold -------------------------------------------------------------------------------------------------

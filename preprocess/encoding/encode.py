@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mmspeed.config import Config
+from mmspeed.config.schema import PublishedModelConfig
 from mmspeed.data.cache.keys import entry_key
 from mmspeed.data.cache.payloads import not_finite
 from mmspeed.data.cache.writer import latent_tensors, text_tensors
@@ -25,6 +26,7 @@ from mmspeed.errors import UserError
 from mmspeed.models.build import stored_conditions
 from mmspeed.models.codecs.frames import frame_latents
 from mmspeed.models.codecs.vae import codec_geometry, codec_identity, load_codec
+from mmspeed.models.image_encoder import ImageEncoder, image_embeddings, image_fingerprint, load_image_encoder
 from mmspeed.models.text.encoders import TransformersEncoder, load_text_encoder, text_identity, text_width
 from mmspeed.models.text.family import FamilyTextEncoder
 from mmspeed.preprocess.decoding.clips import Clip
@@ -32,17 +34,19 @@ from mmspeed.preprocess.decoding.transform import to_model_range
 from mmspeed.preprocess.records.keys import latent_parts, text_parts
 from mmspeed.preprocess.sources.rejections import Reason, Rejected, in_words
 from mmspeed.protocols import Posterior, TextEntry, VideoCodec
+from mmspeed.protocols.calls import IMAGES
 from mmspeed.shapes import Strides
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Tensors = dict[str, Tensor]  # of an entry, by the names that the reader knows
 
+NAMES = ("codec", "text", "image")  # of encoders
 CAPTIONS_AT_ONCE = 4096  # sorted by length together; bounds the memory
 
 
 class Encoders:
-    """The codec and the text encoder of a config on a device, loaded at their first use.
+    """The codec, the text encoder and, where its model needs one, the image encoder of a config on a device, loaded at their first use.
 
     Fingerprints, the text's width, and of the linear codec the geometry too, are read from files without loading. Raises
     UserError at the first use of a missing or unreadable encoder.
@@ -52,6 +56,7 @@ class Encoders:
         self.config, self.device = config, device
         self._codec: VideoCodec | None = None
         self._text: TransformersEncoder | FamilyTextEncoder | None = None
+        self._image: ImageEncoder | None = None
         self._known: dict[str, Any] = {}
 
     @property
@@ -70,9 +75,17 @@ class Encoders:
         return self._text
 
     @property
+    def image(self) -> ImageEncoder:
+        """The image encoder of the model's repository, loaded at first use."""
+        if self._image is None:
+            assert isinstance(self.config.model, PublishedModelConfig)  # others take no embeddings
+            self._image = load_image_encoder(self.config.model, self.device)
+        return self._image
+
+    @property
     def loaded(self) -> tuple[str, ...]:
-        """The encoders in memory, of `codec` and `text`."""
-        return tuple(name for name in ("codec", "text") if getattr(self, f"_{name}") is not None)
+        """The encoders in memory, of `codec`, `text` and `image`."""
+        return tuple(name for name in NAMES if getattr(self, f"_{name}") is not None)
 
     @property
     def codec_fingerprint(self) -> str:
@@ -83,6 +96,11 @@ class Encoders:
     def text_fingerprint(self) -> str:
         """Fingerprint of the text encoder's weights, tokenizer and settings."""
         return self._once("text", lambda: text_identity(self.config.text))
+
+    @property
+    def image_fingerprint(self) -> str | None:
+        """Fingerprint of the image encoder; None where nothing of it is stored."""
+        return self._once("image", lambda: image_fingerprint(self.config))
 
     @property
     def text_width(self) -> int:
@@ -101,24 +119,28 @@ class Encoders:
 
     @property
     def conditions(self) -> tuple[str, ...]:
-        """Names of the latents of given frames that the config's model needs beside a clip's own."""
+        """Names of what the config's model needs of given frames beside a clip's own latents: further latents, and embeddings."""
         return self._once("conditions", lambda: stored_conditions(self.config))
 
     def latent_key(self, clip: Clip) -> str:
         """The key of a clip's entry."""
-        return entry_key(latent_parts(self.config, self.codec_fingerprint, clip, self.conditions))
+        return entry_key(self.latent_parts(clip))
+
+    def latent_parts(self, clip: Clip) -> dict[str, Any]:
+        """The parts of the key of a clip's entry."""
+        return latent_parts(self.config, self.codec_fingerprint, clip, self.conditions, self.image_fingerprint)
 
     def text_key(self, caption: str) -> str:
         """The key of a caption's entry, also of the empty one."""
         return entry_key(text_parts(self.config, self.text_fingerprint, caption))
 
     def free(self, *names: str) -> tuple[int, int]:
-        """Drop the encoders of these names (default: `codec` and `text`); return bytes of device memory in use before and after.
+        """Drop the encoders of these names (default: all); return bytes of device memory in use before and after.
 
         Fingerprints, width and geometry stay known. On CPU the bytes are the process's resident memory.
         """
         before = self.device.memory_bytes()
-        for name in names or ("codec", "text"):
+        for name in names or NAMES:
             setattr(self, f"_{name}", None)
         gc.collect()  # modules have reference cycles
         self.device.empty_cache()
@@ -236,7 +258,10 @@ def encode_latents(
         try:
             video_BCFHW = torch.stack([to_model_range(frames_FHWC) for _, frames_FHWC in some])
             encode_all = _together(codec) if len(some) > 1 else codec.encode
-            return _entries(encode_all(video_BCFHW), frame_latents(video_BCFHW, names, encode_all))
+            others = frame_latents(video_BCFHW, names, encode_all)
+            if any(name in IMAGES for name in names):
+                others |= image_embeddings(encoders.image, names, [frames_FHWC for _, frames_FHWC in some])
+            return _entries(encode_all(video_BCFHW), others)
         except (RuntimeError, ValueError, MemoryError) as error:
             full = is_memory_full(error)
             if (is_device_fault(error) and not full) or (full and len(some) == 1):
@@ -276,7 +301,8 @@ def _rounded(entry: Tensors, dtype: torch.dtype) -> Tensors | Rejected:
     if bad is None:
         return stored
     name = {"logvar": "log-variance", "first": "first frame"}.get(bad, bad)
-    return Rejected(Reason.ENCODE_FAILED, f"the codec's {name} holds numbers that are not finite")
+    encoder = "image encoder" if bad in IMAGES else "codec"
+    return Rejected(Reason.ENCODE_FAILED, f"the {encoder}'s {name} holds numbers that are not finite")
 
 
 def _device_failed(clip: Clip, error: BaseException) -> UserError:
@@ -328,7 +354,7 @@ def encode_texts(
 
 def latent_entry(encoders: Encoders, clip: Clip, tensors: Tensors) -> dict[str, Any]:
     """The arguments of `CacheWriter.add` for a clip's entry: they do not depend on the process, so its bytes do not either."""
-    parts = latent_parts(encoders.config, encoders.codec_fingerprint, clip, encoders.conditions)
+    parts = encoders.latent_parts(clip)
     return {
         "section": "latents",
         "key": entry_key(parts),

@@ -12,15 +12,23 @@ ENCODING_VERSION = 2  # raise it when the path from file to entry changes its nu
 TRANSFORM = "crop-bicubic/2"  # scaling of a crop to the bucket's pixels; raise its number when it gives others
 
 
-def latent_parts(config: Config, codec_fingerprint: str, clip: Clip, conditions: Sequence[str] = ()) -> dict[str, Any]:
+def latent_parts(
+    config: Config,
+    codec_fingerprint: str,
+    clip: Clip,
+    conditions: Sequence[str] = (),
+    image_fingerprint: str | None = None,
+) -> dict[str, Any]:
     """The parts of a latent's key: not the source's name or location, nor the number of its window or crop.
 
     A property of the cache's recipe (`mmspeed.data.cache.versions`) is a part only where it makes other pixels than its version 1.
-    `conditions`: names of the latents of given frames that are stored too (`stored_conditions`).
+    `conditions`: names of what is stored of given frames, too (`stored_conditions`); `image_fingerprint`: of the image encoder, where
+    embeddings are among them.
     """
     extra: dict[str, Any] = {"first_frame": True} if config.preprocess.first_frame and not clip.bucket.is_image else {}
     if conditions and not clip.bucket.is_image:
         extra |= {"conditions": sorted(conditions)}
+        extra |= {} if image_fingerprint is None else {"image_encoder": image_fingerprint}
     extra |= {"mirrored": True} if clip.mirrored else {}
     return {
         **extra,

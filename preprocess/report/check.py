@@ -21,6 +21,7 @@ from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_seconds
 from mmspeed.models.build import stored_conditions
 from mmspeed.models.codecs.vae import codec_geometry, codec_identity
+from mmspeed.models.image_encoder import image_fingerprint
 from mmspeed.models.text.encoders import text_identity
 from mmspeed.preprocess.decoding.clips import left_unmirrored, split_of
 from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Selected
@@ -184,6 +185,7 @@ def _survey(
     """Probe every source; count it, its samples, the entries that it needs, and its shape (even if it fits no bucket)."""
     numbers.add_listing(listing)
     name, conditions = codec if codec is not None else _NO_CODEC, stored_conditions(config)
+    image = image_fingerprint(config)
     stored = needs.stored.keys["latents"]
     no_key: Callable[[Any], str] = lambda part: ""  # noqa: E731 (samples are only counted here)
     with (
@@ -208,7 +210,7 @@ def _survey(
                 for sample in samples_of([planned], no_key, no_key, config.data, _ONE_TO_ONE):
                     numbers.add_sample(sample.bucket, sample.split, sample.dataset)
                 for clip in clips:
-                    parts = latent_parts(config, name, clip, conditions)
+                    parts = latent_parts(config, name, clip, conditions, image)
                     needs.upgrades.add(clip, event.probe, entry_key(parts) in stored)
                     if needs.latents.add(parts):
                         needs.missing_pixels += clip.bucket.frames * clip.bucket.height * clip.bucket.width

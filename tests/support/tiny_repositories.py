@@ -77,6 +77,41 @@ def save_wan_experts(folder: Path, boundary: float = 0.875, shift: float = 3.0, 
     return folder
 
 
+def tiny_image_encoder(kind: str) -> tuple[Any, Any]:
+    """(an image encoder of transformers, its image processor): CLIP with 257 rows, or SigLIP with 729, of width 16."""
+    import transformers
+
+    tf: Any = transformers
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "patch_size": 14,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if kind == "clip":
+            return tf.CLIPVisionModel(tf.CLIPVisionConfig(**sizes, image_size=224)).eval(), tf.CLIPImageProcessor()
+        size = {"height": 384, "width": 384}
+        encoder = tf.SiglipVisionModel(tf.SiglipVisionConfig(**sizes, image_size=384)).eval()
+        return encoder, tf.SiglipImageProcessor(size=size)
+
+
+def save_wan_images(folder: Path, last: bool = False, **changes: Any) -> Path:
+    """The repository of a tiny Wan 2.1 image-to-video pipeline, with `last` of first and last frames; `changes` are the transformer's."""
+    from diffusers import WanImageToVideoPipeline, WanPipeline
+
+    sizes = {"in_channels": 36, "image_dim": 16, "added_kv_proj_dim": 24, "pos_embed_seq_len": 514 if last else None}
+    save_wan(folder, **{**sizes, **changes})
+    encoder, processor = tiny_image_encoder("clip")
+    parts = WanPipeline.from_pretrained(folder).components
+    WanImageToVideoPipeline(
+        **{**parts, "image_encoder": encoder, "image_processor": processor, "transformer_2": None}
+    ).save_pretrained(folder)
+    return folder
+
+
 # -- LTX-Video ----------------------------------------------------------------------------------------------------------
 
 
@@ -403,6 +438,19 @@ def save_hunyuan_video15(folder: Path, **changes: Any) -> Path:
         guider=ClassifierFreeGuidance(),
     )
     pipeline.save_pretrained(folder)
+    return folder
+
+
+def save_hunyuan_video15_images(folder: Path, **changes: Any) -> Path:
+    """The repository of a tiny HunyuanVideo 1.5 image-to-video pipeline; `changes` are the transformer's."""
+    from diffusers import HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15Pipeline
+
+    save_hunyuan_video15(folder, **changes)
+    encoder, extractor = tiny_image_encoder("siglip")
+    parts = HunyuanVideo15Pipeline.from_pretrained(folder).components
+    HunyuanVideo15ImageToVideoPipeline(
+        **{**parts, "image_encoder": encoder, "feature_extractor": extractor}
+    ).save_pretrained(folder)
     return folder
 
 

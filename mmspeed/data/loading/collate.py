@@ -36,6 +36,7 @@ RULES: dict[str, NumberRule] = {
     "loss_mask": "keep",
     "given": "keep",
     "condition": "compute",
+    "image": "compute",
     "quantiles": "host",
 }
 
@@ -74,11 +75,13 @@ class AnchorFrames:
             model takes it in its place.
         anchor_T: bool, True at given latent frames.
         condition_CThw: latents of the given frames, of a model that takes them as further channels.
+        image_KLD: embeddings of the K given pictures, of a model that takes them.
     """
 
     latent_CThw: Tensor
     anchor_T: Tensor
     condition_CThw: Tensor | None = None
+    image_KLD: Tensor | None = None
 
 
 def give_frames(
@@ -95,20 +98,26 @@ def give_frames(
     mode = draw_mode(conditioning, seed, name)
     prefix = prefix_of(conditioning.prefix_frames, strides) if mode == "prefix" else 0
     anchor_T = anchor_frames(mode, latent_CThw.shape[1], prefix, seed, name)
-    if bool(anchor_T.any()) and (missing := [each for each in rule.stored([mode])[:1] if each not in stored]):
+    if bool(anchor_T.any()) and (missing := _missing(rule, mode, stored)):
         raise UserError(
             f"the cache's entry of {source} has no {missing[0]}, which `conditioning` needs: run mmspeed preprocess, which adds it"
         )
+    image_KLD = torch.stack([stored[each].float() for each in rule.pictures(mode)]) if rule.pictures(mode) else None
     if rule.how == "grey":
-        return AnchorFrames(latent_CThw, anchor_T, stored[f"grey_{mode}"].float())
+        return AnchorFrames(latent_CThw, anchor_T, stored[f"grey_{mode}"].float(), image_KLD)
     if rule.how == "zeros":
         condition_CThw = torch.zeros_like(latent_CThw)
         if bool(anchor_T.any()):
             condition_CThw[:, :1] = first_frame(stored, seed, name) if rule.drawn else first_frame(stored)
-        return AnchorFrames(latent_CThw, anchor_T, condition_CThw)
+        return AnchorFrames(latent_CThw, anchor_T, condition_CThw, image_KLD)
     if mode in ("first", "first_last") and bool(anchor_T.any()) and "first" in stored:
         latent_CThw = torch.cat((first_frame(stored), latent_CThw[:, 1:]), dim=1)
-    return AnchorFrames(latent_CThw, anchor_T)
+    return AnchorFrames(latent_CThw, anchor_T, image_KLD=image_KLD)
+
+
+def _missing(rule: AnchorRule, mode: str, stored: Mapping[str, Tensor]) -> list[str]:
+    """Names of what a mode needs and an entry lacks; a log-variance may be absent, of a codec without one."""
+    return [each for each in rule.stored([mode]) if each not in stored and not each.endswith("_logvar")]
 
 
 def choose_latent(sample: Sample, seed: int, name: Name) -> str:
@@ -182,6 +191,7 @@ def video_batch(
     loss_mask_BT: Tensor | None = None,
     anchor_BT: Tensor | None = None,
     condition_BCThw: Tensor | None = None,
+    image_BKLD: Tensor | None = None,
     others: Mapping[str, Tensor] | None = None,
 ) -> Batch:
     """Make the batch of samples of one bucket.
@@ -197,6 +207,7 @@ def video_batch(
         loss_mask_BT: the latent frames that count in a sample's loss (True, or a weight); None: all.
         anchor_BT: bool, True at latent frames that the model is given; None: the task gives none.
         condition_BCThw: latents of given frames, for models that take them as further channels.
+        image_BKLD: embeddings of the given pictures, for models that take them.
         others: further inputs of the model under their names, such as captions of a second encoder; those of bool are masks.
     """
     optional = {
@@ -207,6 +218,7 @@ def video_batch(
         "loss_mask": loss_mask_BT,
         "given": anchor_BT,
         "condition": condition_BCThw,
+        "image": image_BKLD,
     }
     tensors = {"latents": latents_BCThw, "text": text_BLD, "text_mask": text_mask_BL}
     tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
@@ -247,7 +259,7 @@ def assemble(
     No draw may be of a lost sample; `rank_batches` replaces those. Raises UserError if an entry is missing or
     damaged, if latents of the bucket differ in shape, or for a mask of other frames or of none.
     """
-    latents, texts, rates, masks, anchors, conditions = [], [], [], [], [], []
+    latents, texts, rates, masks, anchors, conditions, images = [], [], [], [], [], [], []
     for draw, _ in draws:
         latent_key = choose_latent(draw.sample, seed, draw.name)
         stored = cache.latent(latent_key)
@@ -260,6 +272,8 @@ def assemble(
             anchors.append(frames.anchor_T)
             if frames.condition_CThw is not None:
                 conditions.append(frames.condition_CThw)
+            if frames.image_KLD is not None:
+                images.append(frames.image_KLD)
         latents.append(latent_CThw)
         if frame_mask is not None:
             mask_T = frame_mask(cache.entry(latent_key, "latents"), strides_of(cache))
@@ -292,6 +306,7 @@ def assemble(
         loss_mask_BT=torch.stack(masks) if masks else None,
         anchor_BT=torch.stack(anchors) if anchors else None,
         condition_BCThw=torch.stack(conditions) if conditions else None,
+        image_BKLD=torch.stack(images) if images else None,
         others=pad_other_texts(texts),
     )
 
@@ -359,6 +374,8 @@ class VideoCollate:
             tensors["given"] = (count, latent[1])
             if self._rule.how != "replace":
                 tensors["condition"] = (count, *latent)
+            if self._rule.image_size is not None:
+                tensors["image"] = (count, *self._rule.image_size)
         texts = [self._text(draw) for draw, _ in draws]
         pooled = [text.pooled_D for text in texts]
         if pooled[0] is not None and None not in pooled:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,9 @@ from mmspeed.pipelines.inference.text_to_video import SamplerChoice, TextToVideo
 from mmspeed.pipelines.tasks.synthetic import EncoderShapes
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.protocols import source_of
-from mmspeed.shapes import Strides
-from tests.support.tiny_repositories import save_wan
+from mmspeed.shapes import Bucket, Strides
+from tests.support.covers import slow_but
+from tests.support.tiny_repositories import save_hunyuan_video15_images, save_wan, save_wan_images
 
 CPU = Device("cpu", 0)
 FRAMES, HEIGHT, WIDTH = 9, 32, 48
@@ -36,6 +38,9 @@ Save = Callable[[Path], Any]
 CASES: dict[str, tuple[Save, tuple[str, ...]]] = {
     "wan 2.2, first": (lambda folder: save_wan(folder, in_channels=36), ("image",)),
     "wan 2.2, first and last": (lambda folder: save_wan(folder, in_channels=36), ("image", "last_image")),
+    "wan 2.1, first": (save_wan_images, ("image",)),
+    "wan 2.1, first and last": (lambda folder: save_wan_images(folder, last=True), ("image", "last_image")),
+    "hunyuan-video-1.5, first": (save_hunyuan_video15_images, ("image",)),
 }
 
 
@@ -85,26 +90,34 @@ def ours(pipe: TextToVideo, files: dict[str, Path], steps: int, guidance: float,
 
 def official(folder: Path, noise: Tensor, files: dict[str, Path], steps: int, guidance: float) -> Tensor:
     """The latents of the official pipeline, from the same noise."""
-    from diffusers import WanImageToVideoPipeline
+    import diffusers
 
-    pipeline: Any = WanImageToVideoPipeline.from_pretrained(folder)
+    name = json.loads((folder / "model_index.json").read_text())["_class_name"]
+    pipeline: Any = getattr(diffusers, "WanImageToVideoPipeline" if name == "WanPipeline" else name).from_pretrained(
+        folder
+    )
     pipeline.set_progress_bar_config(disable=True)
+    settings: dict[str, Any] = {"height": HEIGHT, "width": WIDTH, "guidance_scale": guidance}
+    if "guider" in pipeline.components:  # it takes its guidance and size otherwise
+        pipeline.guider = pipeline.guider.new(guidance_scale=guidance)
+        pipeline.video_processor.calculate_default_height_width = lambda *_, **__: (HEIGHT, WIDTH)
+        settings = {}
     (latents,) = pipeline(
-        prompt=PROMPT, negative_prompt=NEGATIVE, height=HEIGHT, width=WIDTH, num_frames=FRAMES, latents=noise,
-        num_inference_steps=steps, guidance_scale=guidance, output_type="latent", return_dict=False,
-        **{name: Image.open(path) for name, path in files.items()},
+        prompt=PROMPT, negative_prompt=NEGATIVE, num_frames=FRAMES, latents=noise, num_inference_steps=steps,
+        output_type="latent", return_dict=False, **settings, **{name: Image.open(path) for name, path in files.items()},
     )  # fmt: skip
     return latents
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(CASES, {"wan 2.1, first and last", "hunyuan-video-1.5, first"}))
 def test_samples_are_those_of_the_pipeline(tmp_path: Path, name: str) -> None:
     """3 and 8 steps, with and without guidance."""
     save, names = CASES[name]
     save(tmp_path / "repository")
     files = pictures(tmp_path, names)
     pipe = pipeline_of(tmp_path / "repository", ("first_last",) if len(names) == 2 else ("first",))
-    noise = rng.normal((16, 3, 4, 6), 5, "sample", PROMPT)[None]
+    shape = (pipe.codec.channels, *pipe.codec.strides.latent(Bucket(FRAMES, HEIGHT, WIDTH)))
+    noise = rng.normal(shape, 5, "sample", PROMPT)[None]
     for steps, guidance in ((3, 4.0), (8, 1.0)):
         made = ours(pipe, files, steps, guidance)
         assert (made - noise).abs().max() > 0.1  # it went somewhere

@@ -20,7 +20,14 @@ from mmspeed.pipelines.tasks.official_check import check_against_official, compa
 from mmspeed.preprocess import CacheBuilder
 from mmspeed.preprocess.build.captions import captions_by_key
 from tests.support.covers import slow_but
-from tests.support.tiny_repositories import REPOSITORIES, save_cogvideox, save_ltx, save_wan
+from tests.support.tiny_repositories import (
+    REPOSITORIES,
+    save_cogvideox,
+    save_hunyuan_video15_images,
+    save_ltx,
+    save_wan,
+    save_wan_images,
+)
 
 IMAGES = ("flux", "qwen-image")
 
@@ -120,6 +127,9 @@ def save_wan_5b(folder: Path) -> Path:
 # name -> (repository, modes, arguments of the pipeline that hold what the codec made of images)
 IMAGES_TO_VIDEO: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     "wan, 36 channels": (lambda folder: save_wan(folder, in_channels=36), ("first", "first_last")),
+    "wan 2.1": (save_wan_images, ("first",)),
+    "wan 2.1, first and last": (lambda folder: save_wan_images(folder, last=True), ("first_last",)),
+    "hunyuan-video-1.5": (save_hunyuan_video15_images, ("first",)),
     "wan 5b": (save_wan_5b, ("none", "first")),
     "ltx": (save_ltx, ("none", "first")),
     "cogvideox-5b": (lambda folder: save_cogvideox(folder, "5b", images=True), ("first",)),
@@ -127,7 +137,7 @@ IMAGES_TO_VIDEO: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(IMAGES_TO_VIDEO, {"cogvideox-1.5", "wan, 36 channels", "ltx"}))
+@pytest.mark.parametrize("name", slow_but(IMAGES_TO_VIDEO, {"cogvideox-1.5", "wan 2.1, first and last", "ltx"}))
 def test_the_call_from_images_is_the_official_pipelines(tmp_path: Path, name: str) -> None:
     """In each mode: noisy latents, masks and times bitwise, what the codec makes of the images within 1e-6."""
     save, modes = IMAGES_TO_VIDEO[name]
