@@ -101,6 +101,11 @@ def mode_of_images(section: PublishedModelConfig) -> str | None:
     return None if "none" in modes else modes[0]
 
 
+def has_experts(section: PublishedModelConfig) -> bool:
+    """True for the repository of a model with two experts. Raises UserError for one that cannot be reached."""
+    return repository_of(section).index.get("boundary_ratio") is not None
+
+
 def class_of(repository: Repository) -> Any:
     """The class of diffusers that a repository's transformer is of. Raises UserError for one that no family has."""
     import diffusers

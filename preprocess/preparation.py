@@ -50,7 +50,8 @@ class VideoPreparation:
             section = {"kind": "diffusers", "pretrained": target.repository}
             data = {**data, "fps": target.fps, "buckets": [bucket]}
             modes = {} if target.mode is None else {"conditioning": {target.mode: 1.0}}
-            return {"data": data, "model": section, **modes, "train": {"lr": FINE_TUNING_RATE}}
+            experts = {"objective": {"kind": "family", "experts": "both"}} if target.experts else {}
+            return {"data": data, "model": section, **experts, **modes, "train": {"lr": FINE_TUNING_RATE}}
         return {
             "data": data,
             "vae": {"kind": "linear"},

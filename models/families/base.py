@@ -173,6 +173,7 @@ class Published:
         fps: frames per second.
         grid: (frames, pixels) that videos are multiples of: frames after the first one, and height and width.
         mode: of `conditioning`, in which a model that makes videos from images alone is trained; None for others.
+        experts: True for a model with two experts, of times near noise and near data.
     """
 
     repository: str
@@ -182,6 +183,7 @@ class Published:
     fps: float
     grid: tuple[int, int]
     mode: str | None = None
+    experts: bool = False
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,7 @@ PUBLISHED = {
     "wan2.1-i2v-720p": Published("Wan-AI/Wan2.1-I2V-14B-720P-Diffusers", 81, 720, 1280, 16.0, (4, 16), "first"),
     "wan2.1-flf2v": Published("Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers", 81, 720, 1280, 16.0, (4, 16), "first_last"),
     "wan2.2-5b": Published("Wan-AI/Wan2.2-TI2V-5B-Diffusers", 121, 704, 1280, 24.0, (4, 32)),
-    "wan2.2-a14b": Published("Wan-AI/Wan2.2-T2V-A14B-Diffusers", 81, 720, 1280, 16.0, (4, 16)),
+    "wan2.2-a14b": Published("Wan-AI/Wan2.2-T2V-A14B-Diffusers", 81, 720, 1280, 16.0, (4, 16), experts=True),
 }
 
 FAMILY = Family(

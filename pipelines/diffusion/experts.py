@@ -82,3 +82,13 @@ def objective_of_expert(objective: ObjectiveConfig, expert: Expert) -> Objective
         raise ValueError("the objective has no boundary between two experts")
     times = (objective.boundary, 1.0) if expert == "high" else (0.0, objective.boundary)
     return objective.model_copy(update={"boundary": None, "range": times})
+
+
+def config_of_high(config: Config) -> Config:
+    """A completed config of both experts with that of high noise alone; any other as it is."""
+    model = config.model
+    if experts_of(config) is None:
+        return config
+    assert isinstance(model, PublishedModelConfig)
+    alone = model.model_copy(update={"second_subfolder": None})
+    return config.model_copy(update={"model": alone, "objective": objective_of_expert(config.objective, "high")})

@@ -23,6 +23,7 @@ from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.families import FAMILIES, call_for, class_name, family_in, family_of
 from mmspeed.models.families.base import SmallClass, SmallSizes, token_grid
 from mmspeed.models.families.complete import completed
+from mmspeed.pipelines.diffusion.experts import config_of_high, experts_of
 from mmspeed.pipelines.sparsify import sparsify_model
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.pipelines.tasks.video_check import (
@@ -159,8 +160,10 @@ def shrunk_published(config: Config, model: PublishedModel, known: Mapping[str, 
 
     Raises UserError for a bucket that fits neither codec nor model.
     """
-    config = completed(config)
+    both, config = experts_of(completed(config)), config_of_high(completed(config))
     strides, remarks = known_strides(config, known)
+    if both is not None:
+        remarks.append("one expert is compared: both are of one class and one layout")
     small, name = model.small, model.kind.rpartition(":")[2]
     patch = small.patch(model.config)
     samples = shrunk_samples(config, strides, patch, partial(token_grid, patch=patch))

@@ -552,19 +552,9 @@ class VideoTask:
         section = self.config.model
         if isinstance(section, ModelConfig):
             return shrunk_video(self, known)
-        config = self.config if self.experts is None else self._config_of_high()
         if known is not None:
-            return rebuild_published(config, known)
-        return shrunk_published(config, PublishedModel.of_repository(repository_of(section), self._call))
-
-    def _config_of_high(self) -> Config:
-        """The config of the expert of high noise alone: experts are of one class, whose layouts are compared by one."""
-        section = self.config.model
-        assert isinstance(section, PublishedModelConfig)
-        model = section.model_copy(update={"second_subfolder": None})
-        return self.config.model_copy(
-            update={"model": model, "objective": objective_of_expert(self.config.objective, "high")}
-        )
+            return rebuild_published(self.config, known)
+        return shrunk_published(self.config, PublishedModel.of_repository(repository_of(section), self._call))
 
 
 def _settings(predictor: Predictor) -> dict[str, Any]:

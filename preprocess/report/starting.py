@@ -15,7 +15,7 @@ from mmspeed.config import Bucket, Config, make_config
 from mmspeed.config.schema import PublishedModelConfig
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine
-from mmspeed.models.build import family_of_section, mode_of_images, videos_of
+from mmspeed.models.build import family_of_section, has_experts, mode_of_images, videos_of
 from mmspeed.preprocess.decoding.clips import Clip, select_clips, split_of
 from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Selected, without_repeats
 from mmspeed.preprocess.decoding.probe import Probe
@@ -54,6 +54,7 @@ class Target:
         fps: frames per second that the model was trained with; None: those that suit the media.
         grid: the buckets that fit codec and model; None: of the built-in codec and the smallest model.
         mode: of `conditioning`, for a model that makes videos from images alone; None for others.
+        experts: True for a model with two experts.
     """
 
     repository: str | None = None
@@ -62,6 +63,7 @@ class Target:
     fps: float | None = None
     grid: BucketGrid | None = None
     mode: str | None = None
+    experts: bool = False
 
 
 def target_of(model: str) -> Target:
@@ -72,13 +74,14 @@ def target_of(model: str) -> Target:
     repository, videos = videos_of(model)
     if videos is not None:
         frames, pixels = videos.grid
-        grid, mode = BucketGrid(frames, 1, pixels, pixels), videos.mode
+        grid, mode, experts = BucketGrid(frames, 1, pixels, pixels), videos.mode, videos.experts
     else:
         section = PublishedModelConfig(kind="diffusers", pretrained=repository)
         videos = next(iter(family_of_section(section).published.values()))
         buckets = [{"frames": videos.frames, "height": videos.height, "width": videos.width}]
         tree = {"data": {"sources": [{"path": repository}], "buckets": buckets}, "model": section.model_dump()}
         grid, mode = grid_of(make_config(tree, origin="--model")), mode_of_images(section)
+        experts = has_experts(section)
     sizes = [
         (
             max(grid.height, round(videos.height * share / grid.height) * grid.height),
@@ -86,7 +89,7 @@ def target_of(model: str) -> Target:
         )
         for share in SHARES
     ]
-    return Target(repository, videos.frames, tuple(dict.fromkeys(sizes)), videos.fps, grid, mode)
+    return Target(repository, videos.frames, tuple(dict.fromkeys(sizes)), videos.fps, grid, mode, experts)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from mmspeed.pipelines.tasks import maker_of
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.pipelines.training.held_out_loss import held_out_losses
 from mmspeed.protocols import Batch, Models, RunPlace, Terms, source_of
+from tests.support.covers import slow_but
 from tests.support.runs import small_tree
 from tests.support.tiny_repositories import save_cogvideox, save_wan
 
@@ -134,7 +135,7 @@ def plain_loop(model: nn.Module, batches: list[Batch], config: Config, loss: Los
     return losses
 
 
-@pytest.mark.parametrize("family", ["wan", "cogvideox-2b"])
+@pytest.mark.parametrize("family", slow_but(("wan", "cogvideox-2b"), {"wan"}))
 def test_twenty_steps_are_those_of_a_plain_loop(
     tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
