@@ -72,13 +72,22 @@ def init_weights(
 
 
 def read_weights(
-    model: nn.Module, source: WeightSource, put: Callable[[nn.Parameter, Tensor], None] = set_part
+    model: nn.Module,
+    source: WeightSource,
+    put: Callable[[nn.Parameter, Tensor], None] = set_part,
+    frozen_alone: bool = False,
 ) -> None:
     """Fill every parameter and saved buffer of a model from files; each process reads the bytes of its own parts alone.
 
     `model` is the bare one, sharded or not, after `materialize`. `put(parameter, part)` takes the part of each value that this process
-    holds, in the number type of the files, on the CPU.
+    holds, in the number type of the files, on the CPU. `frozen_alone`: parameters that train and buffers are left as they are, for a
+    checkpoint to fill, and where nothing is frozen no file is opened.
     """
+    if frozen_alone:
+        frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        for name, part in source.read({name: own_span(tensor) for name, tensor in frozen.items()}) if frozen else ():
+            put(frozen[name], part)
+        return
     parameters = dict(model.named_parameters())
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict().keys()}
     for name, part in source.read({name: own_span(tensor) for name, tensor in {**parameters, **buffers}.items()}):

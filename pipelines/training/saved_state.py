@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from mmspeed import comm
 from mmspeed.config import RunConfig
@@ -21,6 +24,19 @@ from mmspeed.pipelines.training.run_state import Run
 log = get_logger("train")
 
 LONG_WAIT = 1.0  # seconds of waiting for the write before, above which there is a line
+
+
+@dataclass(frozen=True)
+class Found:
+    """The saved state that a run goes on from: the name of its newest checkpoint, and the copy on this rank's local disk."""
+
+    name: str | None = None
+    copy: Path | None = None
+
+    @property
+    def fresh(self) -> bool:
+        """True for a run that begins."""
+        return self.name is None and self.copy is None
 
 
 class SavedStates:
@@ -42,20 +58,22 @@ class SavedStates:
             keep_local=section.keep_local,
         )
 
-    def resume(self, run: Run) -> None:
+    def find(self, manager: CheckpointManager) -> Found:
+        """The newest saved state, whose bytes are not looked at yet."""
+        # rank 0 looks for it: another node's view of the folder may be older
+        newest = manager.latest() if dist.get_rank() == 0 else None
+        name = comm.broadcast_object(newest.name if newest is not None else None)
+        return Found(name, manager.newest_copy(name))
+
+    def resume(self, run: Run, found: Found) -> None:
         """Resume from the newest sound checkpoint, or begin, with the weights of train.start_from if it is set."""
         config, parts, where = self.config, run.parts, run.place
         changed = self.folder.check_same(config)
         files = base_files(parts.models)
         self.folder.check_base(files)
-        # rank 0 looks for it: another node's view of the folder may be older
-        newest = run.manager.latest() if where.rank == 0 else None
-        name = comm.broadcast_object(newest.name if newest is not None else None)
-        copy = run.manager.newest_copy(name)
-        fresh = name is None and copy is None
-        start = config.train.start_from
-        if start is not None and (fresh or frozen_names(parts.model)):  # checkpoints hold no frozen weights
-            for difference in run.task.compare_start(start) if where.rank == 0 and fresh else ():
+        name, copy, start = found.name, found.copy, config.train.start_from
+        if start is not None and (found.fresh or frozen_names(parts.model)):  # checkpoints hold no frozen weights
+            for difference in run.task.compare_start(start) if where.rank == 0 and found.fresh else ():
                 log.warning(difference)
             require_agreement({"train.start_from": identity_of_start(start)}, "give all of them the same checkpoint")
             self._load_start(start, run)

@@ -146,24 +146,29 @@ class TrainPipeline:
         require_agreement(flat({"data": data.fingerprint, **self.task.info()}), "give all of them the same data")
         self._tell(where, opening.data_line(data, config.train.steps))
         choice = policies_under_budget(config, self.task, where)
+        manager = self.saved.manager()
+        with Working("looking for a checkpoint", tell=False):
+            found = self.saved.find(manager)
         with Working("building the model", tell=False):
             weights, bare = WeightsAgreement(), self.task.build()
             weights.require_same_built(bare)
             require_agreement(flat({"base": base_files(bare)}), "give all of them the same files of weights")
-            parts = assemble(config, self.task, bare, placement, device, choice, generator, weights.add_drawn)
+            resumed = not found.fresh
+            parts = assemble(
+                config, self.task, bare, placement, device, choice, generator, weights.add_drawn, resumed=resumed
+            )
             weights.require_same_drawn(parts.models)
             self._tell(where, opening.model_line(config, parts.models))
-            self.task.prepare(parts.models, where)
         # 2. the state of a run that was stopped
-        manager = self.saved.manager()
         spikes = SpikeGuard(config.train.divergence, self.task, data)
         run = Run(self.task, placement, where, data, parts, manager, spikes)
         manager.on_written = self.events.saved
-        with Working("looking for a checkpoint", tell=False):
-            self.saved.resume(run)
+        with Working("reading the checkpoint", tell=False):
+            self.saved.resume(run, found)  # now all weights have values
         if run.step >= config.train.steps:
             manager.wait()
             return TrainResult(self.folder.root, run.step, True, True, None, 0.0)
+        self.task.prepare(parts.models, where)
         watch.begin(run.step)
         # 3. the steps
         with Working("measuring the device's peak", tell=False):
