@@ -28,7 +28,7 @@ TARGET = Path(__file__).resolve().parents[2] / "docs" / "config.md"
 HEADER = """\
 # Configuration
 
-<!-- Made from mmspeed/config/schema.py by `python -m mmspeed.config.docs`; edit the fields there, not this file. -->
+<!-- Made from the fields in mmspeed/config/ by `python -m mmspeed.config.docs`; edit the fields there, not this file. -->
 
 A run is described by one YAML file. `mmspeed init my-run --full` writes one with every key in it, and
 `mmspeed train my-run.yaml --print-config` shows the whole resolved configuration. Any key can be overridden behind

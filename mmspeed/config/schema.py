@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from mmspeed.errors import UserError
 from mmspeed.shapes import Bucket
 
+from .checkpoint import CheckpointConfig
 from .conditioning import ConditioningConfig
+from .device import DeviceConfig
 from .inputs import (
     BucketConfig,
     DataConfig,
@@ -30,10 +32,13 @@ from .inputs import (
     VaeConfig,
 )
 from .memory import MemoryConfig, refused
+from .model import AnyModelConfig, ModelConfig
+from .objective import DdpmConfig, FlowConfig, ObjectiveConfig, ObjectiveSection
+from .observation import SampleConfig, TrackingConfig, ValidateConfig
 from .parallel import ParallelConfig
 from .places import absolute_places, base_name, is_url, mirror_folder
 from .published import FamilyObjectiveConfig, PublishedModelConfig, with_repository
-from .shift import ShiftConfig, checked_range, checked_shift
+from .shift import ShiftConfig
 from .sparse import SparseConfig, planner_from_scratch
 from .training import BatchingConfig, StageConfig, TrainConfig, Weighting, WeightingSection
 
@@ -83,270 +88,6 @@ _LATER_KEYS = (
     *("mirror", "mirror_words", "untagged", "min", "max", "scenes"),
 )
 _LATER_SOURCE_KEYS = ("caption_prefix", "caption_suffix")
-
-
-class ModelConfig(Section):
-    """SoraDiT, trained from its beginning. `size` names a preset; every other field that is set overrides it."""
-
-    kind: Literal["sora"] = Field("sora", description="SoraDiT, our own diffusion transformer.")
-    size: str = Field("tiny", description="Named size: see `mmspeed.models.SIZES`.")
-    arrangement: Literal["factorised", "full"] = Field(
-        "factorised",
-        description="`factorised`: spatial and temporal blocks in turn. `full`: every block attends over all tokens.",
-    )
-    width: int | None = Field(None, ge=16, description="Model width E.")
-    depth: int | None = Field(None, ge=1, description="Number of blocks.")
-    heads: int | None = Field(None, ge=1, description="Attention heads; width / heads must be even and at least 12.")
-    mlp_ratio: float | None = Field(None, gt=0, description="Hidden width of the MLP as a multiple of the model width.")
-    patch: tuple[int, int, int] | None = Field(None, description="Latent frames, rows and columns that make one token.")
-    adaln_rank: int | None = Field(None, ge=1, description="Rank of each block's own part of the timestep modulation.")
-    sparse: SparseConfig | None = Field(None, description="Sparse self-attention; null: all attention is dense.")
-
-
-class ObjectiveSection(WeightingSection):
-    """Base of the sections of objectives of diffusion."""
-
-    samplers: ClassVar[tuple[str, ...]]  # names of `sample.sampler` that fit; `auto` takes the first
-
-    weighting: Weighting = Field(
-        "sample",
-        description="What counts alike in the gradients of an epoch. `sample`: samples, whatever their buckets and whatever `batching` is; `token`: tokens of the model, so that a sample counts by its length; `step`: steps, so that a sample's share depends on `batching` (and, without `slots`, on the number of devices). Runs from before this key have `step`.",
-    )
-    range: tuple[float, float] | None = Field(
-        None,
-        description="Lowest and highest model time that is trained, from 0 (data) to 1 (noise): the distribution of times is cut there. Null: all.",
-    )
-    guidance: float | None = Field(
-        None,
-        ge=0,
-        description="Scale that a guidance-distilled model is given in training; null: its pipeline's own. Other models take none.",
-    )
-
-    boundary: float | None = Field(
-        None,
-        gt=0,
-        lt=1,
-        description="Model time from which on a step trains the expert in `model.subfolder`; below it that in `model.second_subfolder`. `experts: both` of a published model's own objective sets it. Null: one model for all times.",
-    )
-    high_share: float = Field(
-        0.5, gt=0, lt=1, description="With `boundary`, the share of steps that train the expert of times above it."
-    )
-
-    _range = field_validator("range")(checked_range)
-
-    @model_validator(mode="after")
-    def _experts(self) -> ObjectiveSection:
-        if self.boundary is not None and self.range is not None:
-            raise ValueError("boundary divides all times between two experts: leave range out")
-        return self
-
-
-class FlowConfig(ObjectiveSection):
-    """Rectified flow: straight lines from data to noise, velocity prediction."""
-
-    samplers: ClassVar[tuple[str, ...]] = ("euler", "heun", "unipc", "dpm++")
-
-    kind: Literal["flow"] = Field(description="Rectified flow.")
-    timesteps: Literal["uniform", "logit_normal"] = Field(
-        "logit_normal", description="Distribution that training times are drawn from."
-    )
-    logit_mean: float = Field(0.0, description="Mean of the logit-normal distribution.")
-    logit_std: float = Field(1.0, gt=0, description="Standard deviation of the logit-normal distribution.")
-    shift: float | Literal["auto"] | dict[str, float] = Field(
-        1.0,
-        description="Timestep shift s > 0: t' = s t / (1 + (s - 1) t), in training and in sampling. Above 1, more timesteps are near noise, as large videos need. `auto`: by the number of tokens of the model (`auto_shift`). `{13x96x160: 3.0, ...}`: a number for each bucket.",
-    )
-    auto_shift: ShiftConfig | None = Field(
-        None,
-        description="Formula of `shift: auto`; null: the square root of the number of tokens of the model, 1 at 256.",
-    )
-
-    _shift = field_validator("shift", mode="before")(checked_shift)
-
-    @model_validator(mode="after")
-    def _auto(self) -> FlowConfig:
-        if self.shift != "auto" and self.auto_shift is not None:
-            raise ValueError("auto_shift goes with shift: auto")
-        return self
-
-    def shift_of(self, bucket: Bucket, tokens: int) -> float:
-        """The shift of samples of a bucket, of `tokens` tokens each. Raises UserError for a bucket without one."""
-        if isinstance(self.shift, float):
-            return self.shift
-        if isinstance(self.shift, dict):
-            if str(bucket) not in self.shift:
-                raise UserError(
-                    f"objective.shift has no number for {bucket}: add it, use one of {', '.join(self.shift)}, or shift: auto"
-                )
-            return self.shift[str(bucket)]
-        try:
-            return (self.auto_shift or ShiftConfig()).shift(tokens)
-        except ValueError as error:
-            raise UserError(f"objective.shift: auto has no shift for {bucket}: {error}") from None
-
-
-class DdpmConfig(ObjectiveSection):
-    """Discrete diffusion with epsilon- or v-prediction."""
-
-    samplers: ClassVar[tuple[str, ...]] = ("ddim", "unipc", "dpm++")
-
-    kind: Literal["ddpm"] = Field(description="Denoising diffusion.")
-    steps: int = Field(1000, ge=2, description="Number of training timesteps.")
-    schedule: Literal["linear", "scaled_linear", "cosine"] = Field(
-        "scaled_linear", description="Noise schedule, as diffusers names it (`cosine` is its squaredcos_cap_v2)."
-    )
-    beta_start: float = Field(0.00085, gt=0, lt=1, description="First beta of the linear schedules.")
-    beta_end: float = Field(0.012, gt=0, lt=1, description="Last beta of the linear schedules.")
-    prediction: Literal["v", "epsilon"] = Field("v", description="Quantity that the model predicts.")
-    zero_terminal_snr: bool = Field(
-        True, description="Rescale the schedule so that the last timestep is pure noise (needs v-prediction)."
-    )
-    snr_shift_scale: float = Field(
-        1.0,
-        gt=0,
-        description="Divisor of the signal-to-noise ratio of every timestep, before it is rescaled: above 1 there is more noise. CogVideoX-2b has 3.",
-    )
-    min_snr_gamma: float | None = Field(
-        None,
-        gt=0,
-        description="Cap of the signal-to-noise weight of the loss (min-SNR, often 5); null: no weighting.",
-    )
-    allow_zero_weight: bool = Field(
-        False,
-        description="Take `min_snr_gamma` with `zero_terminal_snr` and v-prediction although its weight at pure noise is 0, so that the first step of sampling is not trained.",
-    )
-
-    @model_validator(mode="after")
-    def _terminal(self) -> DdpmConfig:
-        if self.zero_terminal_snr and self.prediction == "epsilon":
-            raise ValueError(
-                "zero_terminal_snr needs prediction: v (epsilon carries no information about the data at pure noise); set zero_terminal_snr: false"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _noise_is_trained(self) -> DdpmConfig:
-        untrained = self.min_snr_gamma is not None and self.zero_terminal_snr and self.prediction == "v"
-        if untrained and not self.allow_zero_weight:
-            raise ValueError(
-                "min_snr_gamma with zero_terminal_snr and prediction: v has the weight 0 at pure noise, where sampling begins; "
-                "leave min_snr_gamma out, set zero_terminal_snr: false, or force it by allow_zero_weight: true"
-            )
-        if self.allow_zero_weight and not untrained:
-            raise ValueError("allow_zero_weight goes with min_snr_gamma, zero_terminal_snr and prediction: v")
-        return self
-
-
-ObjectiveConfig = Annotated[FlowConfig | DdpmConfig | FamilyObjectiveConfig, Field(discriminator="kind")]
-AnyModelConfig = Annotated[ModelConfig | PublishedModelConfig, Field(discriminator="kind")]
-
-
-class CheckpointConfig(Section):
-    """Saving of a run's state."""
-
-    every: int = Field(500, ge=1, description="Steps between two checkpoints. The end of a run is always saved.")
-    keep_last: int = Field(2, ge=1, description="Number of newest checkpoints to keep.")
-    keep_best: bool = Field(True, description="Also keep the checkpoint with the lowest validation loss.")
-    keep_every: int | None = Field(
-        None, ge=1, description="Also keep each checkpoint whose step is a multiple of this; null: none for its step."
-    )
-    keep_hours: float | None = Field(
-        None,
-        gt=0,
-        description="Also keep the first checkpoint of each period of this many hours; null: none for its time.",
-    )
-    asynchronous: bool = Field(True, description="Write in the background while training continues.")
-    local: str | None = Field(
-        None,
-        description="Folder on each node's own disk where checkpoints are written first, and from which a restart reads them if every node has its part; null: none.",
-    )
-    keep_local: int = Field(1, ge=1, description="Number of newest checkpoints to keep in `local`.")
-    grace_seconds: float | None = Field(
-        None,
-        gt=0,
-        description="Seconds from SIGTERM or SIGUSR1 until the process is killed, near whose end a line says if nothing was saved. Null: those of torch's launcher, in a Slurm job at most 30; after SIGUSR1 those to the end of the job.",
-    )
-
-
-class ValidateConfig(Section):
-    """Held-out loss and samples during training, from the EMA weights."""
-
-    every: int = Field(500, ge=1, description="Steps between two validations. The end of a run is always validated.")
-    report: bool = Field(True, description="Write `report.html` at each validation.")
-    samples: int = Field(16, ge=0, description="Held-out samples that the loss is computed on; 0: no held-out loss.")
-    quantiles: int = Field(
-        4,
-        ge=1,
-        le=100,
-        description="Fixed timesteps a sample is evaluated at: the middles of this many equal parts of the training distribution.",
-    )
-    prompts: tuple[str, ...] = Field(
-        (), description="Prompts to generate samples for during training, such as captions of videos."
-    )
-    seed: int = Field(0, description="Seed of the samples.")
-
-
-class SampleConfig(Section):
-    """Defaults of `mmspeed sample` and of the videos sampled during training."""
-
-    steps: int | None = Field(
-        None, ge=1, description="Steps of the sampler; null: 30, and for a published model its pipeline's own number."
-    )
-    guidance: float | None = Field(
-        None,
-        ge=0,
-        description="Classifier-free guidance scale, or the scale that a guidance-distilled model is given; 1: none. Null: 4, and for a published model its pipeline's own.",
-    )
-    guidance_2: float | None = Field(
-        None,
-        ge=0,
-        description="Guidance scale of the expert of low noise, of a published model with two; null: that of `guidance`. `guidance: 1` means none for both.",
-    )
-    guidance_rescale: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="Share by which a guided prediction gets the spread of the prediction with the caption, against overexposure (Lin et al. 2023, who use 0.7); 0: none.",
-    )
-    sampler: Literal["auto", "family", "euler", "heun", "ddim", "unipc", "dpm++"] = Field(
-        "auto",
-        description="`euler` or `heun` for flow, `ddim` for ddpm; `unipc` and `dpm++` (of diffusers) for both; `family`: the scheduler of a published model's repository; `auto`: euler or ddim, and for a published model `family`.",
-    )
-    negative_prompt: str = Field("", description="Prompt that guidance steers away from.")
-    frames: int | None = Field(None, ge=1, description="Frames of the video; null: those of the first video bucket.")
-    height: int | None = Field(None, ge=8, description="Height in pixels; null: that of the first video bucket.")
-    width: int | None = Field(None, ge=8, description="Width in pixels; null: that of the first video bucket.")
-
-
-class DeviceConfig(Section):
-    """The device that the run computes on."""
-
-    kind: Literal["auto", "cpu", "cuda", "npu", "mps"] = Field(
-        "auto",
-        description="Kind of device; `auto` takes npu, else cuda, else cpu. `mps` is the GPU of an Apple machine, one of which one process uses.",
-    )
-    dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Number type of forward and backward. Parameters, optimizer and EMA stay in float32."
-    )
-    peak_tflops: float | None = Field(
-        None,
-        gt=0,
-        description="Peak TFLOP/s of one device that MFU is measured against; null: the data sheet's, or measured.",
-    )
-
-
-class TrackingConfig(Section):
-    """The name and contents of a run at its trackers."""
-
-    project: str = Field(
-        "mmspeed", min_length=1, description="Project of the run, at trackers that have projects (not TensorBoard)."
-    )
-    run: str | None = Field(
-        None,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        description="Name of the run at the trackers; null: `name`. A resumed run goes on under its id, which `trackers.json` in its folder holds.",
-    )
-    videos: bool = Field(True, description="Log the videos sampled during training, with their prompts.")
 
 
 class RunConfig(Section):

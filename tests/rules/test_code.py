@@ -18,7 +18,7 @@ VENDORS = re.compile(r"\b(cuda|npu|nccl|hccl|torch_npu|cudnn|cublas)\b", re.IGNO
 # Ascend installation, and the backend files of compute: those that pick a fused operator by the kind of device, beside its eager twin.
 VENDOR_FILES = {
     "mmspeed/device.py",
-    "mmspeed/config/schema.py",
+    "mmspeed/config/device.py",
     "mmspeed/compute/attention.py",
     "mmspeed/cli/ascend_checks.py",
 }
