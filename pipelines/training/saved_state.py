@@ -27,7 +27,7 @@ LONG_WAIT = 1.0  # seconds of waiting for the write before, above which there is
 
 
 @dataclass(frozen=True)
-class Found:
+class NewestState:
     """The saved state that a run goes on from: the name of its newest checkpoint, and the copy on this rank's local disk."""
 
     name: str | None = None
@@ -58,22 +58,22 @@ class SavedStates:
             keep_local=section.keep_local,
         )
 
-    def find(self, manager: CheckpointManager) -> Found:
+    def find(self, manager: CheckpointManager) -> NewestState:
         """The newest saved state, whose bytes are not looked at yet."""
         # rank 0 looks for it: another node's view of the folder may be older
-        newest = manager.latest() if dist.get_rank() == 0 else None
-        name = comm.broadcast_object(newest.name if newest is not None else None)
-        return Found(name, manager.newest_copy(name))
+        latest = manager.latest() if dist.get_rank() == 0 else None
+        name = comm.broadcast_object(latest.name if latest is not None else None)
+        return NewestState(name, manager.newest_copy(name))
 
-    def resume(self, run: Run, found: Found) -> None:
+    def resume(self, run: Run, newest: NewestState) -> None:
         """Resume from the newest sound checkpoint, or begin, with the weights of train.start_from if it is set."""
         config, parts, where = self.config, run.parts, run.place
         changed = self.folder.check_same(config)
         files = base_files(parts.models)
         self.folder.check_base(files)
-        name, copy, start = found.name, found.copy, config.train.start_from
-        if start is not None and (found.fresh or frozen_names(parts.model)):  # checkpoints hold no frozen weights
-            for difference in run.task.compare_start(start) if where.rank == 0 and found.fresh else ():
+        name, copy, start = newest.name, newest.copy, config.train.start_from
+        if start is not None and (newest.fresh or frozen_names(parts.model)):  # checkpoints hold no frozen weights
+            for difference in run.task.compare_start(start) if where.rank == 0 and newest.fresh else ():
                 log.warning(difference)
             require_agreement({"train.start_from": identity_of_start(start)}, "give all of them the same checkpoint")
             self._load_start(start, run)

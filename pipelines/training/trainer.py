@@ -148,12 +148,12 @@ class TrainPipeline:
         choice = policies_under_budget(config, self.task, where)
         manager = self.saved.manager()
         with Working("looking for a checkpoint", tell=False):
-            found = self.saved.find(manager)
+            newest = self.saved.find(manager)
         with Working("building the model", tell=False):
             weights, bare = WeightsAgreement(), self.task.build()
             weights.require_same_built(bare)
             require_agreement(flat({"base": base_files(bare)}), "give all of them the same files of weights")
-            resumed = not found.fresh
+            resumed = not newest.fresh
             parts = assemble(
                 config, self.task, bare, placement, device, choice, generator, weights.add_drawn, resumed=resumed
             )
@@ -164,7 +164,7 @@ class TrainPipeline:
         run = Run(self.task, placement, where, data, parts, manager, spikes)
         manager.on_written = self.events.saved
         with Working("reading the checkpoint", tell=False):
-            self.saved.resume(run, found)  # now all weights have values
+            self.saved.resume(run, newest)  # now all weights have values
         if run.step >= config.train.steps:
             manager.wait()
             return TrainResult(self.folder.root, run.step, True, True, None, 0.0)
