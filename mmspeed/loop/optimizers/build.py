@@ -93,8 +93,17 @@ def _by_dtype(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 def make_adamw(groups: Groups, cfg: TrainConfig) -> Optimizer:
     """AdamW (Loshchilov and Hutter, 2019)."""
-    # foreach: one launch for many tensors on every kind of device, and for shards, where torch's default is a loop
-    return AdamWOfParts(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, foreach=True)
+    for group in groups:
+        group["foreach"] = _by_lists(group["params"])
+    return AdamWOfParts(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps)
+
+
+def _by_lists(parameters: list[nn.Parameter]) -> bool:
+    """True where AdamW takes all tensors by one launch, which holds a temporary of each at once.
+
+    On the CPU, where nothing is launched, it goes tensor by tensor, with the same numbers; those of half types would differ.
+    """
+    return any(p.device.type != "cpu" or p.dtype not in (torch.float32, torch.float64) for p in parameters)
 
 
 def make_adamw8bit(groups: Groups, cfg: TrainConfig) -> Optimizer:

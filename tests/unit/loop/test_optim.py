@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmspeed.config.memory import MemoryConfig
 from mmspeed.config.schema import TrainConfig
@@ -98,6 +101,41 @@ def test_muon_has_the_matrices_of_blocks_and_adamw_the_rest() -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
     assert isinstance(one, torch.optim.Optimizer)
     assert sum("momentum_buffer" in state for state in one.state.values()) == 6
+
+
+class _Names(TorchDispatchMode):
+    """Keeps the operators of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func._overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_adamw_goes_tensor_by_tensor_on_the_cpu_with_the_numbers_of_its_lists() -> None:
+    """A list would hold a temporary of every parameter at once."""
+    torch.manual_seed(0)
+    model = ToyDiT()
+    twin = copy.deepcopy(model)
+    cfg = TrainConfig(lr=1e-2, weight_decay=0.1)
+    one = make_optimizer(model, cfg)
+    groups = [
+        {"params": [p for p in twin.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in twin.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    other = torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, foreach=True)
+    for _ in range(5):
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        with _Names() as seen:
+            one.step()
+        other.step()
+    assert "sqrt" in seen.names and not any(name.startswith("_foreach") for name in seen.names)
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
 
 
 def test_updates_of_muon_are_as_large_as_those_of_adamw() -> None:
