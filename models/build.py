@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -16,9 +16,9 @@ from mmspeed.models.diffusers.plans import declare_known_plan
 from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.diffusers.sparse import grid_of, sparse_plan
 from mmspeed.models.diffusers.sparsified import sparsify
-from mmspeed.models.families import Family, Published, family_of, published_models
+from mmspeed.models.families import Family, Published, call_for, family_of, published_models
 from mmspeed.models.sora.sizes import build_model, resolve_config
-from mmspeed.protocols import CountsFlops, ModelCall
+from mmspeed.protocols import ModelCall
 from mmspeed.protocols.calls import Configured, TakesConditions
 from mmspeed.shapes import Bucket
 
@@ -29,8 +29,8 @@ FAR = 4  # times as many pixels as a model was trained for, or as few
 
 
 @dataclass(frozen=True)
-class PublishedCounts:
-    """Tokens and operations of a published class, by its call. `config`: the arguments that the model was made with."""
+class FamilyCounts:
+    """Tokens and operations of a class, by its call. `config`: the arguments that the model was made with."""
 
     call: ModelCall
     config: Mapping[str, Any]
@@ -54,7 +54,7 @@ def family_of_section(section: PublishedModelConfig) -> Family:
 
 
 def call_of(section: AnySection) -> ModelCall | None:
-    """The call that a published model's repository asks for; None for SoraDiT, which takes inputs as they are."""
+    """The call that a published model's repository asks for; None for SoraDiT, whose class has one."""
     if isinstance(section, ModelConfig):
         return None
     repository = repository_of(section)
@@ -126,13 +126,17 @@ def _prepared(model: nn.Module, section: PublishedModelConfig) -> nn.Module:
     return model
 
 
-def counts_of(section: AnySection, model: nn.Module) -> CountsFlops:
+def counts_of(section: AnySection, model: nn.Module) -> FamilyCounts:
     """The counts of tokens and operations of a section's model."""
-    call = call_of(section)
-    if call is None:
-        return cast(CountsFlops, model)
-    assert isinstance(model, Configured)
-    return PublishedCounts(call, dict(model.config))
+    return FamilyCounts(call_of(section) or call_for(model), arguments_of(model))
+
+
+def arguments_of(model: nn.Module) -> dict[str, Any]:
+    """The arguments that a model was made with, by name: those of its `config`; none where it has none."""
+    config = getattr(model, "config", None)
+    if is_dataclass(config) and not isinstance(config, type):
+        return {each.name: getattr(config, each.name) for each in fields(config)}
+    return dict(config) if isinstance(config, Mapping) else {}
 
 
 def patch_of(section: AnySection) -> Latent:
@@ -140,7 +144,7 @@ def patch_of(section: AnySection) -> Latent:
     if isinstance(section, ModelConfig):
         return resolve_config(section, 1, 1).patch
     repository = repository_of(section)
-    return family_of(repository.class_name, KEY).small.patch(repository.config(repository.transformer))
+    return family_of(repository.class_name, KEY).small_class.patch(repository.config(repository.transformer))
 
 
 def size_of(section: AnySection) -> str:

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 
 from mmspeed.config import Config
 from mmspeed.errors import first_names
-from mmspeed.models.sora.model import SoraDiT
+from mmspeed.models.sora.model import SoraDiTConfig
 from mmspeed.shapes import Bucket
 
 Latent = tuple[int, int, int]
 
 
-def sparse_lines(model: SoraDiT, latents: Mapping[Bucket, Latent]) -> list[str]:
+def sparse_lines(sizes: SoraDiTConfig, latents: Mapping[Bucket, Latent]) -> list[str]:
     """Lines that name the blocks with sparse attention, and the buckets that stay dense; none for a dense model."""
-    config, sparse = model.config, model.config.sparse
+    sparse = sizes.sparse
     if sparse is None:
         return []
     aim = f"error {sparse.error:.1%}" if sparse.error is not None else f"{sparse.keep:.0%} of the pairs"
@@ -23,10 +23,10 @@ def sparse_lines(model: SoraDiT, latents: Mapping[Bucket, Latent]) -> list[str]:
     if sparse.grouping in ("window", "skip"):
         aim = "a fixed pattern"
     lines = [
-        f"sparse attention: {sparse.grouping}, tail {sparse.tail}, {aim}, in {len(config.sparse_blocks)} of {config.depth} blocks, "
+        f"sparse attention: {sparse.grouping}, tail {sparse.tail}, {aim}, in {len(sizes.sparse_blocks)} of {sizes.depth} blocks, "
         f"after {sparse.dense_steps} dense steps"
     ]
-    short = {bucket: _longest(model, latent) for bucket, latent in latents.items()}
+    short = {bucket: _longest(sizes, latent) for bucket, latent in latents.items()}
     dense = [bucket for bucket, keys in short.items() if bucket.frames > 1 and keys < sparse.min_tokens]
     if dense:
         lines.append(
@@ -36,14 +36,14 @@ def sparse_lines(model: SoraDiT, latents: Mapping[Bucket, Latent]) -> list[str]:
     return lines
 
 
-def sparse_warnings(model: SoraDiT, latents: Mapping[Bucket, Latent], config: Config) -> list[str]:
+def sparse_warnings(sizes: SoraDiTConfig, latents: Mapping[Bucket, Latent], config: Config) -> list[str]:
     """Lines about what keeps a run with `model.sparse` from ever having sparse attention; none where nothing does."""
-    sparse = model.config.sparse
+    sparse = sizes.sparse
     if sparse is None:
         return []
     warnings = []
     videos = {bucket: latent for bucket, latent in latents.items() if bucket.frames > 1}
-    if not any(_longest(model, latent) >= sparse.min_tokens for latent in videos.values()):
+    if not any(_longest(sizes, latent) >= sparse.min_tokens for latent in videos.values()):
         warnings.append("no video is long enough for sparse attention: all stays dense; lower model.sparse.min_tokens")
     if sparse.dense_steps >= config.train.steps:
         steps = f"model.sparse.dense_steps is {sparse.dense_steps}, train.steps {config.train.steps}"
@@ -51,7 +51,7 @@ def sparse_warnings(model: SoraDiT, latents: Mapping[Bucket, Latent], config: Co
     return warnings
 
 
-def _longest(model: SoraDiT, latent: Latent) -> int:
+def _longest(sizes: SoraDiTConfig, latent: Latent) -> int:
     """Tokens of the longest sequence that a sparse block attends over."""
-    grid = model.config.grid(latent)
-    return max(model.config.attended(block, grid) for block in model.config.sparse_blocks)
+    grid = sizes.grid(latent)
+    return max(sizes.attended(block, grid) for block in sizes.sparse_blocks)

@@ -13,12 +13,15 @@ from torch import Tensor
 
 from mmspeed.shapes import Strides
 
+from .task import Work
+
 # names of the embeddings of the pictures that a mode gives
 PICTURES: Mapping[str, tuple[str, ...]] = {"first": ("image_first",), "first_last": ("image_first", "image_last")}
 IMAGES = tuple(dict.fromkeys(name for names in PICTURES.values() for name in names))
 
 # The quantity that a model was trained to predict: "velocity", noise - data of a flow; "v" of a denoising diffusion of 1000 steps.
-Predicted = Literal["velocity", "v"]
+# "any": what the objective asks for, of a class that begins untrained.
+Predicted = Literal["velocity", "v", "any"]
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,15 @@ class TakesTexts(Protocol):
 
     def texts(self, config: Mapping[str, Any]) -> Mapping[str, int]:
         """Widths of these captions."""
+        ...
+
+
+@runtime_checkable
+class CountsWork(Protocol):
+    """A call that counts the work of a forward pass by kind."""
+
+    def work(self, config: Mapping[str, Any], latent: tuple[int, int, int], text_tokens: int) -> Work:
+        """Work of the forward pass of one sample, if all attention were dense."""
         ...
 
 

@@ -139,6 +139,20 @@ class CountsDenseFlops(Protocol):
         ...
 
 
+@runtime_checkable
+class LaysOutTokens(Protocol):
+    """A model whose tokens stand in rows and columns, so that attention may go along either."""
+
+    @property
+    def head_width(self) -> int:
+        """Width of an attention head."""
+        ...
+
+    def rows_and_columns(self, latent: tuple[int, int, int]) -> tuple[int, int]:
+        """Rows and columns of the tokens of one sample whose latent is (T, h, w)."""
+        ...
+
+
 def trainable(model: nn.Module, task: str | None = None) -> TrainableModel:
     """The module as a model that can be trained. Raises UserError that names what it lacks."""
     check_model(model, TrainableModel, task)

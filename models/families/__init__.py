@@ -1,4 +1,4 @@
-"""Families of published video transformers: a file and a line here for each.
+"""Families of video transformers, published ones and our own: a file and a line here for each.
 
 `FAMILIES` looks a family up by the name of its transformer's class.
 """
@@ -10,11 +10,21 @@ from collections.abc import Mapping
 from torch import nn
 
 from mmspeed.errors import UserError, nearest
-from mmspeed.models.families import cogvideox, flux, hunyuan_video, hunyuan_video15, ltx, mochi, qwen_image, wan
+from mmspeed.models.families import cogvideox, flux, hunyuan_video, hunyuan_video15, ltx, mochi, qwen_image, sora, wan
 from mmspeed.models.families.base import Family, Published
 from mmspeed.protocols.calls import ModelCall
 
-__all__ = ["FAMILIES", "Family", "Published", "call_for", "class_name", "family_in", "family_of", "published_models"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "Published",
+    "call_for",
+    "class_name",
+    "family_in",
+    "family_of",
+    "published_classes",
+    "published_models",
+]
 
 FAMILIES: Mapping[str, Family] = {
     family.transformer: family
@@ -27,6 +37,7 @@ FAMILIES: Mapping[str, Family] = {
         mochi.FAMILY,
         qwen_image.FAMILY,
         flux.FAMILY,
+        sora.FAMILY,
     )
 }
 
@@ -42,12 +53,17 @@ def class_name(model: nn.Module) -> str | None:
     return None if family is None else family.transformer
 
 
+def published_classes() -> list[str]:
+    """The names of the classes that begin with a repository's weights."""
+    return [name for name, family in FAMILIES.items() if not family.seeded]
+
+
 def family_of(name: str, key: str) -> Family:
     """The family of a class of diffusers. Raises UserError, naming the config's `key` and the known classes, for any other."""
-    if name not in FAMILIES:
-        known = ", ".join(FAMILIES)
+    known = published_classes()
+    if name not in known:
         raise UserError(
-            f"{key}: {name} is no class that mmspeed trains{nearest(name, list(FAMILIES))}: known are {known}"
+            f"{key}: {name} is no class that mmspeed trains{nearest(name, known)}: known are {', '.join(known)}"
         )
     return FAMILIES[name]
 

@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -19,6 +19,11 @@ from torch.nn import functional as F
 from mmspeed.errors import UserError
 from mmspeed.models.text.recipes import TextRecipe
 from mmspeed.protocols.calls import Conditions, ModelCall, Predicted
+
+if TYPE_CHECKING:
+    from mmspeed.config import Config as RunConfig
+    from mmspeed.plan.traffic import AttentionWorkload
+    from mmspeed.shapes import Bucket
 
 Config = Mapping[str, Any]  # the arguments that a class was made with
 Index = Mapping[str, Any]  # the contents of a repository's model_index.json
@@ -53,6 +58,21 @@ class FamilyCall(ABC):
     def tokens(self, config: Config, latent: Latent) -> int:
         """Tokens of the sample, without those of captions, which may attend together with them."""
         return math.prod(token_grid(latent, self.patch(config)))
+
+
+@runtime_checkable
+class DescribesAttention(Protocol):
+    """A call that knows of the blocks' attention what `check` and the start of a run say."""
+
+    def sparse_notes(
+        self, config: Config, latents: Mapping[Bucket, Latent], run: RunConfig
+    ) -> tuple[list[str], list[str]]:
+        """Lines and warnings about sparse blocks, for latents of these buckets."""
+        ...
+
+    def attention_workload(self, config: Config, latent: Latent, text_tokens: int, size: int) -> AttentionWorkload:
+        """The sizes of a step of one sample, for the traffic of split sequences. size: bytes of a number in the computation."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -194,7 +214,7 @@ class Family:
         name: its name in messages and on the command line.
         transformer: the name of its class in diffusers.
         call: the call of the class's forward, where nothing else is known.
-        small: rules for small models of it.
+        small: rules for small models of it; None for a class of ours, which its task makes small.
         variant: the call that a repository asks for, by its model_index.json and the settings of its parts; None: always `call`.
         sampling: what its pipeline does around the scheduler.
         other_sampling: the same of further pipelines, by their classes.
@@ -207,12 +227,13 @@ class Family:
         published: repositories by the short names that `mmspeed init --model` takes; the first is the usual one.
         unused: patterns (as of fnmatch) of the parameters that training as `call` says never reaches, which are frozen; in a pattern
             `-1` stands for the last block of a list.
+        seeded: True for a class of ours, whose weights begin from a seed; the others begin with a repository's.
     """
 
     name: str
     transformer: str
     call: ModelCall
-    small: SmallClass
+    small: SmallClass | None
     variant: Callable[[Index, Parts], ModelCall] | None = None
     sampling: Sampling = Sampling()
     other_sampling: Mapping[str, Sampling] = field(default_factory=dict)
@@ -224,6 +245,7 @@ class Family:
     text_variant: Callable[[Index], TextRecipe] | None = None
     published: Mapping[str, Published] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
+    seeded: bool = False
 
     def call_of(self, index: Index, parts: Parts) -> ModelCall:
         """The call of a repository's transformer. `index`: the contents of its model_index.json."""
@@ -232,6 +254,12 @@ class Family:
     def sampling_of(self, index: Index) -> Sampling:
         """The settings of a repository's pipeline around the scheduler."""
         return self.other_sampling.get(index.get("_class_name", ""), self.sampling)
+
+    @property
+    def small_class(self) -> SmallClass:
+        """The rules for small models of a published class."""
+        assert self.small is not None, self.name
+        return self.small
 
     def text_of(self, index: Index) -> TextRecipe | None:
         """The use of a repository's text encoders; None where it is not known."""

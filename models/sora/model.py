@@ -23,7 +23,6 @@ from mmspeed.compute.sparse.attention import check_backend
 from mmspeed.compute.sparse.module import ClusteredAttention, clustered_layers
 from mmspeed.compute.sparse.plan import usual_tail_clusters
 from mmspeed.compute.structured import Attend
-from mmspeed.config.conditioning import MODES, Mode
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError
 from mmspeed.initialize import init_weights, initial_value
@@ -278,11 +277,6 @@ class SoraDiT(nn.Module):
         out_BTSP = self.final(x_BTSE, shift, scale, frame_TS)
         return unpatchify(out_BTSP.flatten(1, 2), config.patch, grid).to(x_BCThw.dtype)
 
-    @property
-    def anchor_modes(self) -> tuple[Mode, ...]:
-        """The modes of `conditioning`: all, or none alone where a patch of several frames would mix their times."""
-        return MODES if self.config.patch[0] == 1 else ("none",)
-
     def _checked_times(self, t: Tensor, x_BCThw: Tensor) -> Tensor:
         """The times, checked to be of samples (B,) or of latent frames (B, T), which a patch of several frames would mix."""
         if t.dim() == 1:
@@ -304,6 +298,15 @@ class SoraDiT(nn.Module):
                 f"the video mask is bool of the shape {wanted}, not {mask_BThw.dtype} {tuple(mask_BThw.shape)}"
             )
         return patchify(mask_BThw[:, None], self.config.patch).any(-1).unflatten(1, shape)
+
+    @property
+    def head_width(self) -> int:
+        """Width of an attention head."""
+        return self.config.width // self.config.heads
+
+    def rows_and_columns(self, latent: tuple[int, int, int]) -> tuple[int, int]:
+        """The shape of the tokens of one sample in blocks. Raises as `tokens`."""
+        return self.config.rows_and_columns(self.config.grid(latent))
 
     def tokens(self, latent: tuple[int, int, int]) -> int:
         """Tokens of one sample whose latent is (T, h, w). Raises ValueError when it does not divide into patches."""

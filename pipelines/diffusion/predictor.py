@@ -12,18 +12,20 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from mmspeed.config.schema import DdpmConfig, FlowConfig, ObjectiveConfig
+from mmspeed.config.schema import Config, DdpmConfig, FlowConfig, ObjectiveConfig
 from mmspeed.data.loading.collate import pad_other_texts, pad_texts, pooled_vectors
 from mmspeed.errors import UserError
-from mmspeed.models.build import PublishedCounts
+from mmspeed.models.build import FamilyCounts, arguments_of
 from mmspeed.models.diffusers.loading import keep_float32
 from mmspeed.models.diffusers.plans import declare_known_plan
-from mmspeed.models.families import call_for, class_name
-from mmspeed.protocols import Batch, CountsFlops, DiffusionModel, TakesAnchors, TextEntry, check_model
-from mmspeed.protocols.calls import AnchorRule, Conditions, Configured, ModelCall, TakesConditions, TakesTexts
-from mmspeed.protocols.model import lacking_members
-from mmspeed.shapes import Strides
+from mmspeed.models.families import call_for, class_name, family_in
+from mmspeed.models.families.base import DescribesAttention
+from mmspeed.protocols import Batch, CountsFlops, DiffusionModel, TakesAnchors, TextEntry, Work, check_model
+from mmspeed.protocols.calls import AnchorRule, Conditions, CountsWork, ModelCall, TakesConditions, TakesTexts
+from mmspeed.protocols.model import CountsDenseFlops, lacking_members
+from mmspeed.shapes import Bucket, Strides
 
+Latent = tuple[int, int, int]
 # tensors of the video task's batches; others are further inputs of the model, by name
 OWN_TENSORS = ("latents", "text", "text_mask", "text_pooled", "noise", "fps", "loss_mask", "quantiles")
 STEPS_OF_V = 1000  # of published models that predict v
@@ -63,6 +65,14 @@ class Predictor(CountsFlops, Protocol):
         """The prediction, of the shape of `x_BCThw`. `t_B` is float32 in [0, 1], on the device of the latent."""
         ...
 
+    def work(self, latent: tuple[int, int, int], text_tokens: int) -> Work:
+        """Work of the forward pass of one sample by kind, as far as it is known, if all attention were dense."""
+        ...
+
+    def notes(self, latents: Mapping[Bucket, Latent], config: Config) -> tuple[list[str], list[str]]:
+        """Lines and warnings at the start of a run of `config`, about attention over latents of these buckets."""
+        ...
+
     def guided(self, scale: float) -> tuple[Predictor, float]:
         """(the predictor, the scale of classifier-free guidance) for a wanted guidance: a guidance-distilled model is given it, and then
         needs no second prediction.
@@ -98,12 +108,20 @@ class OwnPredictor:
     def flops(self, latent: tuple[int, int, int], text_tokens: int) -> int:
         return self.bare.flops(latent, text_tokens)
 
+    def work(self, latent: tuple[int, int, int], text_tokens: int) -> Work:
+        dense = self.bare.dense_flops if isinstance(self.bare, CountsDenseFlops) else self.bare.flops
+        return Work(products=float(dense(latent, text_tokens)))
+
+    def notes(self, latents: Mapping[Bucket, Latent], config: Config) -> tuple[list[str], list[str]]:
+        return [], []
+
 
 @dataclass(frozen=True)
-class PublishedPredictor(PublishedCounts):
-    """The predictor of a published class, by its call. `name`: of the class."""
+class FamilyPredictor(FamilyCounts):
+    """The predictor of a class, by its call. name: of the class; seeded: True for one whose weights begin from a seed."""
 
     name: str
+    seeded: bool = False
 
     @property
     def timed(self) -> bool:
@@ -124,6 +142,16 @@ class PublishedPredictor(PublishedCounts):
     def predict(self, model: nn.Module, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> Tensor:
         arguments = self.call.call(self.config, x_BCThw, t_B, conditions)
         return self.call.prediction(self.config, model(**arguments), x_BCThw)
+
+    def work(self, latent: tuple[int, int, int], text_tokens: int) -> Work:
+        if isinstance(self.call, CountsWork):
+            return self.call.work(self.config, latent, text_tokens)
+        return Work(products=float(self.flops(latent, text_tokens)))
+
+    def notes(self, latents: Mapping[Bucket, Latent], config: Config) -> tuple[list[str], list[str]]:
+        if not isinstance(self.call, DescribesAttention):
+            return [], []
+        return self.call.sparse_notes(self.config, latents, config)
 
     def guided(self, scale: float) -> tuple[Predictor, float]:
         call = with_guidance(self.call, self.config, scale)
@@ -157,8 +185,8 @@ def make_predictor(
         if lacking_members(model, DiffusionModel):
             _refuse(model)
         return OwnPredictor(cast(DiffusionModel, model))
-    call = call or call_for(model)
-    config = model.config if isinstance(model, Configured) else {}
+    call, family = call or call_for(model), family_in(type(model))
+    config = arguments_of(model)
     name = class_name(model) or type(model).__name__
     _check_objective(name, call, objective)
     call.check(config, channels, text_width)
@@ -168,7 +196,7 @@ def make_predictor(
         if distilled is None:
             raise UserError(f"objective.guidance: {name} takes no guidance here: leave it out")
         call = distilled
-    return PublishedPredictor(call, dict(config), name)
+    return FamilyPredictor(call, config, name, family is not None and family.seeded)
 
 
 def prepare_training(model: nn.Module) -> None:
@@ -193,6 +221,8 @@ def _refuse(model: nn.Module) -> None:
 
 
 def _check_objective(name: str, call: ModelCall, objective: ObjectiveConfig) -> None:
+    if call.predicts == "any":
+        return
     if call.predicts == "velocity":
         if not isinstance(objective, FlowConfig):
             raise UserError(

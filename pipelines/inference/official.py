@@ -24,7 +24,7 @@ from mmspeed.config import Bucket, Config
 from mmspeed.config.schema import DiffusersVaeConfig, FamilyTextConfig, PublishedModelConfig, SampleConfig
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
-from mmspeed.models.build import PublishedCounts, repository_of
+from mmspeed.models.build import FamilyCounts, repository_of
 from mmspeed.models.codecs.vae import DiffusersCodec
 from mmspeed.models.diffusers.repository import INDEX, Repository, header_of
 from mmspeed.models.families import family_of
@@ -75,9 +75,8 @@ class OfficialSampler:
         self.text_rows = None if recipe is None else recipe.encoders[0].length
         config = repository.config(repository.transformer)
         self.embedded = bool(config.get("guidance_embeds"))  # the model is given the guidance
-        self.counts = PublishedCounts(
-            family.call_of(repository.index, repository.config), dict(pipeline.transformer.config)
-        )
+        call = family.call_of(repository.index, repository.config)
+        self.counts = FamilyCounts(call, dict(pipeline.transformer.config))
         self.codec = DiffusersCodec(pipeline.vae, OPTION)
 
     @classmethod

@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch import nn
 
 from mmspeed.device import Device
 from mmspeed.log import get_logger
 from mmspeed.memory.chunked_trial import MlpShape, MlpTrial, trial_line, try_mlp_in_parts
 from mmspeed.memory.chunks import exact_chunks
-from mmspeed.models import SoraDiT
 from mmspeed.parallel import TokenLayout
 from mmspeed.protocols import Batch
-from mmspeed.protocols.plan import blocks_of, parts_of
+from mmspeed.protocols.model import LaysOutTokens
+from mmspeed.protocols.plan import blocks_of, parts_of, plan_of
 
 log = get_logger("train")
 
@@ -32,8 +33,10 @@ class MlpTrials:
         first: True for the process that logs all results; the others log only trials that are not bitwise equal.
     """
 
-    def __init__(self, model: SoraDiT, layout: TokenLayout, dtype: torch.dtype, device: Device, first: bool) -> None:
-        self.model, self.layout, self.dtype, self.device, self.first = model, layout, dtype, device, first
+    def __init__(self, model: nn.Module, layout: TokenLayout, dtype: torch.dtype, device: Device, first: bool) -> None:
+        assert isinstance(model, LaysOutTokens)
+        self.model, self.plan = model, plan_of(model)
+        self.layout, self.dtype, self.device, self.first = layout, dtype, device, first
         self.mlps = [(parts_of(block).attends, mlp) for _, block in blocks_of(model) for mlp in exact_chunks(block)]
         self.trials: dict[MlpShape, MlpTrial] = {}
         self._met: set[tuple[Latent, int]] = set()
@@ -50,8 +53,8 @@ class MlpTrials:
 
     def shapes(self, latent: Latent, samples: int) -> set[MlpShape]:
         """The shapes of all MLPs in parts for a micro-batch of `samples` samples of a latent, on this process."""
-        config, layout, factorised = self.model.config, self.layout, self.model.plan.factorised
-        shape, tensor = config.rows_and_columns(config.grid(latent)), layout.tensor
+        layout, factorised = self.layout, self.plan is not None and self.plan.factorised
+        shape, tensor = self.model.rows_and_columns(latent), layout.tensor
         shapes_here = set()
         for attends, mlp in self.mlps:
             tokens_here = layout.unsplit(shape) if latent[0] == 1 else layout.held(shape, attends, factorised)

@@ -20,7 +20,7 @@ from mmspeed.config.tasks import referred
 from mmspeed.errors import UserError
 from mmspeed.models.build import bare
 from mmspeed.models.diffusers.repository import Repository
-from mmspeed.models.families import FAMILIES, call_for, class_name, family_in, family_of
+from mmspeed.models.families import call_for, class_name, family_in, family_of, published_classes
 from mmspeed.models.families.base import SmallClass, SmallSizes, token_grid
 from mmspeed.models.families.complete import completed
 from mmspeed.pipelines.diffusion.experts import config_of_high, experts_of
@@ -67,9 +67,10 @@ class PublishedModel:
     def of(cls, model: nn.Module, call: ModelCall | None) -> PublishedModel:
         """The description of a loaded model. Raises UserError for one that a small model cannot represent."""
         kind = type(model)
-        if class_name(model) is None or not isinstance(model, Configured):
+        if class_name(model) not in published_classes() or not isinstance(model, Configured):
+            known = ", ".join(published_classes())
             raise UserError(
-                f"check --parallel makes small models of these published classes: {', '.join(FAMILIES)}, not of {kind.__name__}. "
+                f"check --parallel makes small models of these published classes: {known}, not of {kind.__name__}. "
                 "Give its task a `shrunk` of its own (mmspeed.protocols.CheckTask)"
             )
         reference = f"{kind.__module__}:{kind.__qualname__}"
@@ -128,7 +129,7 @@ class PublishedModel:
         """The rules for small models of its class."""
         family = family_in(referred(self.kind))
         assert family is not None  # `of` and `of_repository` have seen to it
-        return family.small
+        return family.small_class
 
 
 @dataclass(frozen=True, kw_only=True)

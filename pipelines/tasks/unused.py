@@ -55,7 +55,7 @@ def unreached(kind: type[nn.Module], config: Mapping[str, Any], call: ModelCall)
     """The tensors that a step of a small model of a class leaves untouched. `config`: the large model's arguments; `call`: its call."""
     family = family_in(kind)
     assert family is not None  # `freeze_unused` leaves others alone
-    small = family.small
+    small = family.small_class
     t, h, w = small.patch(config)
     images = not _takes(call, config, (2 * t, 2 * h, 2 * w))
     latent = (t if images else 2 * t, 2 * h, 2 * w)

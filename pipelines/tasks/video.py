@@ -6,7 +6,7 @@ Legend: B samples of a micro-batch, C channels, T h w latent, L caption tokens, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -37,21 +37,18 @@ from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 from mmspeed.loop.checkpoint.state import whole_tensors
 from mmspeed.mesh import patient_group
-from mmspeed.models import SoraDiT
 from mmspeed.models.build import call_of, repository_of, size_warnings, with_weights
 from mmspeed.models.codecs.vae import codec_geometry
 from mmspeed.models.diffusers.plans import declare_known_plan
 from mmspeed.models.families.complete import completed, objective_warnings
-from mmspeed.models.sparse_note import sparse_lines, sparse_warnings
 from mmspeed.models.text.encoders import caption_limit, text_width
 from mmspeed.parallel import token_layout, unwrap
 from mmspeed.pipelines.diffusion.anchors import check_modes, check_prompts, counted_frames, held
 from mmspeed.pipelines.diffusion.experts import EXPERTS, Expert, experts_of, objective_of_expert
 from mmspeed.pipelines.diffusion.objective import Objective, make_objective
 from mmspeed.pipelines.diffusion.predictor import (
-    OwnPredictor,
+    FamilyPredictor,
     Predictor,
-    PublishedPredictor,
     conditions_of,
     make_predictor,
     prepare_training,
@@ -69,9 +66,7 @@ from mmspeed.pipelines.tuning.profile import load_measured, setting_of
 from mmspeed.protocols import (
     Batch,
     CheckTask,
-    CountsDenseFlops,
     Data,
-    DiffusionModel,
     Divisors,
     MicroBatchSize,
     ModelCall,
@@ -87,6 +82,7 @@ from mmspeed.protocols import (
     Validation,
     Work,
 )
+from mmspeed.protocols.model import LaysOutTokens
 from mmspeed.rng import Seed
 from mmspeed.shapes import Bucket, Strides, as_bucket
 
@@ -232,7 +228,7 @@ class VideoTask:
         predictor = make_predictor(model, self.config.objective, *sizes, self._call)
         check_modes(self.config.conditioning, predictor.anchors.modes, type(model).__name__)
         check_prompts(self.config.validate_.prompts, predictor.anchors.modes)
-        if isinstance(predictor, PublishedPredictor):
+        if isinstance(predictor, FamilyPredictor) and not predictor.seeded:
             prepare_training(model)
             if self._unused is None:
                 self._unused = freeze_unused(model, predictor.config, predictor.call)
@@ -245,14 +241,9 @@ class VideoTask:
         """The predictor of the task's model, which also counts its work; it holds no model that computes."""
         if self._predictor is None:
             model, self._predictor = self._make()
-            if isinstance(self._predictor, PublishedPredictor):
+            if isinstance(self._predictor, FamilyPredictor) and not self._predictor.seeded:
                 self._spare = model
         return self._predictor
-
-    @property
-    def own(self) -> DiffusionModel | None:
-        """A model that counts work and never computes; None for a published class."""
-        return self.predictor.bare if isinstance(self.predictor, OwnPredictor) else None
 
     def updates(self) -> Sequence[Update]:
         """The single update, of the model by the objective's loss; or one of each expert, at the steps that are drawn for it."""
@@ -311,9 +302,9 @@ class VideoTask:
     def prepare(self, models: Models, place: RunPlace) -> None:
         """Try out the kernel of sparse attention and MLPs in parts. Raises UserError where the kernel does not support this device."""
         model, dtype = unwrap(models["model"]), parse_dtype(self.config.device.dtype)
-        if isinstance(model, SoraDiT):
+        if isinstance(model, LaysOutTokens):
             for layer in list(clustered_layers(model).values())[:1]:
-                layer.try_out(place.device.torch_device, dtype, model.config.width // model.config.heads)
+                layer.try_out(place.device.torch_device, dtype, model.head_width)
             self._mlp_trials = MlpTrials(model, token_layout(model), dtype, place.device, place.rank == 0)
             batching = self.batching(place)
             sizes = {bucket: usual_batch(batching, bucket, place.groups).items for bucket in self.buckets()}
@@ -321,11 +312,10 @@ class VideoTask:
 
     def notes(self) -> tuple[list[str], list[str]]:
         """Lines and warnings: of sparse attention, of weights that stay frozen, of an objective and sizes unlike a published model's."""
-        latents, own = {bucket: self.latent(bucket) for bucket in sorted(self.cache.samples.buckets())}, self.own
-        if not isinstance(own, SoraDiT):
-            warnings = [*self._objective_warnings, *size_warnings(self.config.model, sorted(latents))]
-            return unused_lines(self._unused or []), warnings
-        return sparse_lines(own, latents), sparse_warnings(own, latents, self.config)
+        latents = {bucket: self.latent(bucket) for bucket in sorted(self.cache.samples.buckets())}
+        lines, warnings = self.predictor.notes(latents, self.config)
+        size = size_warnings(self.config.model, sorted(latents))
+        return [*unused_lines(self._unused or []), *lines], [*self._objective_warnings, *size, *warnings]
 
     def compare_start(self, start: str) -> list[str]:
         """The differences between the model of `start` (a run or a checkpoint) and this task's that the weights do not show."""
@@ -468,12 +458,7 @@ class VideoTask:
         """Work of a sample's forward pass, as if all attention were dense."""
         latent = self.inputs.strides.latent(as_bucket(shape))
         length = min(COUNTED_TEXT_TOKENS, self.caption_limit) if text_tokens is None else text_tokens
-        own = self.own
-        if isinstance(own, SoraDiT):
-            return own.work(latent, length)
-        if isinstance(own, CountsDenseFlops):
-            return Work(products=float(own.dense_flops(latent, length)))
-        return Work(products=float(self.predictor.flops(latent, length)))
+        return self.predictor.work(latent, length)
 
     def usage(self, step: StepData) -> StepUsage:
         """The usage of a step. Captions count as the longest of this rank."""
@@ -533,10 +518,11 @@ class VideoTask:
 
     def setting(self) -> dict[str, Any]:
         """The model's sizes and the codec's strides."""
-        strides, predictor, own = self.inputs.strides, self.predictor, self.own
-        sizes = asdict(own.config) if isinstance(own, SoraDiT) else self.config.model.model_dump(mode="json")
-        if isinstance(predictor, PublishedPredictor):
-            sizes = {"class": predictor.name} | {k: v for k, v in predictor.config.items() if not k.startswith("_")}
+        strides, predictor = self.inputs.strides, self.predictor
+        sizes = self.config.model.model_dump(mode="json")
+        if isinstance(predictor, FamilyPredictor):
+            sizes = {k: v for k, v in predictor.config.items() if not k.startswith("_")}
+            sizes |= {} if predictor.seeded else {"class": predictor.name}
         named = {f"model.{name}": to_jsonable_python(value) for name, value in sizes.items()}
         return {**named, "vae.strides": [strides.temporal, strides.spatial]}
 
@@ -559,5 +545,5 @@ class VideoTask:
 
 def _settings(predictor: Predictor) -> dict[str, Any]:
     """The arguments that a published model was made with, without the records that diffusers keeps beside them."""
-    assert isinstance(predictor, PublishedPredictor)
+    assert isinstance(predictor, FamilyPredictor)
     return {name: value for name, value in predictor.config.items() if not name.startswith("_")}

@@ -15,14 +15,12 @@ from mmspeed.device import PEAK_FLOPS, accelerators, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes, format_figure
 from mmspeed.memory.recompute.regions import check_policies
-from mmspeed.models.build import check_inputs, counts_of, outline, size_warnings, words_of
+from mmspeed.models.build import FamilyCounts, check_inputs, counts_of, outline, size_warnings, words_of
+from mmspeed.models.families.base import DescribesAttention
 from mmspeed.models.families.complete import objective_warnings
-from mmspeed.models.sora.model import SoraDiT
-from mmspeed.models.sparse_note import sparse_lines
 from mmspeed.models.text.encoders import text_width
 from mmspeed.parallel import check_layout
 from mmspeed.plan.degrees import degree_lines
-from mmspeed.plan.traffic import AttentionWorkload
 from mmspeed.preprocess.records.caption_lengths import CaptionLengths
 from mmspeed.preprocess.records.statistics import DataStatistics
 from mmspeed.preprocess.report.schedule_preview import SchedulePreview, preview_schedule
@@ -109,7 +107,8 @@ def estimate(
     check_layout(model, config.parallel)
     for _, block in blocks_of(model):
         check_policies(block, config.memory.activation_policy)
-    costs_of_one = sample_costs(counts_of(config.model, model), strides, config.text.max_tokens)
+    counts_of_one = counts_of(config.model, model)
+    costs_of_one = sample_costs(counts_of_one, strides, config.text.max_tokens)
     train, val, clips = statistics.samples("train"), statistics.samples("val"), statistics.clips()
     rows, latent_bytes = [], 0.0
     moments = 1 if config.vae.kind == "linear" else 2  # mean alone, or mean and log-variance
@@ -134,15 +133,17 @@ def estimate(
     except UserError as error:
         problems.append(f"the schedule is not known: {error}")
     parameters = sum(p.numel() for p in model.parameters())
-    own = model if isinstance(model, SoraDiT) else None
     latents = {row.bucket: strides.latent(row.bucket) for row in rows if row.train}
-    attention = [] if own is None else sparse_lines(own, latents)
-    degrees = [] if own is None else _degree_lines(config, own, strides, rows, worlds)
+    attention: list[str] = []
+    degrees: list[str] = []
+    if isinstance(counts_of_one.call, DescribesAttention):
+        attention, _ = counts_of_one.call.sparse_notes(counts_of_one.config, latents, config)
+        degrees = _degree_lines(config, counts_of_one, strides, rows, worlds)
     return Costs(parameters, tuple(rows), latent_bytes, text, outlook, tuple(attention), tuple(degrees)), problems
 
 
 def _degree_lines(
-    config: Config, model: SoraDiT, strides: Strides, rows: Sequence[BucketCost], worlds: Sequence[int] | None
+    config: Config, counts: FamilyCounts, strides: Strides, rows: Sequence[BucketCost], worlds: Sequence[int] | None
 ) -> list[str]:
     """Lines about the degrees' traffic for the longest video, on the devices of the config, `worlds` or this machine; none for one."""
     videos = [row for row in rows if row.train and not row.bucket.is_image]
@@ -151,16 +152,10 @@ def _degree_lines(
     devices = parallel.sequence if parallel.sequence > 1 else next((count for count in shared if count > 1), 1)
     if not videos or devices < 2:
         return []
-    sizes, bucket = model.config, max(videos, key=lambda row: row.tokens).bucket
-    work = AttentionWorkload(
-        batch=1,
-        grid=sizes.grid(strides.latent(bucket)),
-        width=sizes.width,
-        heads=sizes.heads,
-        spans=tuple(sizes.span(block) for block in range(sizes.depth)),
-        values=sizes.patch_values,
-        text=config.text.max_tokens,
-        element_size=_BYTES[config.device.dtype],
+    bucket = max(videos, key=lambda row: row.tokens).bucket
+    assert isinstance(counts.call, DescribesAttention)
+    work = counts.call.attention_workload(
+        counts.config, strides.latent(bucket), config.text.max_tokens, _BYTES[config.device.dtype]
     )
     return degree_lines(work, parallel, devices, f"video {bucket}")
 

@@ -20,7 +20,7 @@ from mmspeed.config.schema import FlowConfig
 from mmspeed.errors import UserError
 from mmspeed.models.diffusers import plans
 from mmspeed.models.families import FAMILIES
-from mmspeed.pipelines.diffusion.predictor import PublishedPredictor, make_predictor
+from mmspeed.pipelines.diffusion.predictor import FamilyPredictor, make_predictor
 from mmspeed.pipelines.tasks.unused import freeze_unused
 from mmspeed.protocols import Conditions, blocks_of
 from tests.support.pages import ROOT, blocks
@@ -69,7 +69,7 @@ def conditions() -> Conditions:
 def test_the_family_is_called_counted_and_planned(page: ModuleType) -> None:
     model, given = model_of(), conditions()
     predictor = make_predictor(model, FlowConfig(kind="flow"), 4, 8)
-    assert isinstance(predictor, PublishedPredictor) and len(blocks_of(model)) == 3
+    assert isinstance(predictor, FamilyPredictor) and len(blocks_of(model)) == 3
     x = torch.randn(2, 4, 1, 6, 8, generator=torch.Generator().manual_seed(1))
     by_hand = model(x[:, :, 0], given.text_BLD, given.pooled_BD, 1000 * TIMES, return_dict=False)[0]
     torch.testing.assert_close(predictor.predict(model, x, TIMES, given)[:, :, 0], by_hand, rtol=0, atol=0)

@@ -18,7 +18,7 @@ from mmspeed.models.families.cogvideox import CogVideoXCall
 from mmspeed.models.families.hunyuan_video import HunyuanVideoCall
 from mmspeed.models.families.wan import WanCall
 from mmspeed.pipelines.diffusion.objective import DdpmObjective
-from mmspeed.pipelines.diffusion.predictor import PublishedPredictor, make_predictor
+from mmspeed.pipelines.diffusion.predictor import FamilyPredictor, make_predictor
 from mmspeed.protocols import Conditions, blocks_of
 from mmspeed.shapes import Strides
 from tests.support.published import called_by_hand
@@ -68,11 +68,11 @@ def latent(name: str = "", seed: int = 1) -> Tensor:
     return torch.randn(B, C, frames_of(name), H, W, generator=torch.Generator().manual_seed(seed))
 
 
-def model_of(name: str) -> tuple[nn.Module, PublishedPredictor]:
+def model_of(name: str) -> tuple[nn.Module, FamilyPredictor]:
     case, changes, objective = MODELS[name]
     model = make_model(case, **changes)
     predictor = make_predictor(model, objective, C, D)
-    assert isinstance(predictor, PublishedPredictor)
+    assert isinstance(predictor, FamilyPredictor)
     return model, predictor
 
 
@@ -162,7 +162,7 @@ def test_models_from_images_count_their_operations(case: str, changes: dict[str,
     """Also of further channels, and of time 0 for a replaced frame."""
     model = make_model(case, out_channels=C, **changes)
     predictor = make_predictor(model, objective, C, D)
-    assert isinstance(predictor, PublishedPredictor) and predictor.anchors.modes == ("first",)
+    assert isinstance(predictor, FamilyPredictor) and predictor.anchors.modes == ("first",)
     one, x_BCThw = conditions(), latent()
     named = {"given": torch.tensor([[True, False, False]]), "condition": x_BCThw[:1]}
     single = Conditions(one.text_BLD[:1], one.text_mask_BL[:1], one.pooled_BD[:1], named=named)  # type: ignore[index]

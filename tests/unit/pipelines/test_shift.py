@@ -53,7 +53,11 @@ class Times(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.seen: list[tuple[int, list[float]]] = []
-        model.register_forward_pre_hook(lambda _, args: self.seen.append((args[0].shape[2], args[1].tolist())))
+
+        def note(module: nn.Module, args: tuple[object, ...], inputs: dict[str, torch.Tensor]) -> None:
+            self.seen.append((inputs["x_BCThw"].shape[2], inputs["t"].tolist()))
+
+        model.register_forward_pre_hook(note, with_kwargs=True)
 
 
 @pytest.mark.parametrize("shift", SHIFTS)
