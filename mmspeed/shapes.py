@@ -6,7 +6,10 @@ N tokens of a sample; L caption tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+_FAR = 32  # latent positions within which a size that fits is looked for
 
 
 @dataclass(frozen=True, order=True)
@@ -85,3 +88,31 @@ class Strides:
         """The bucket whose latent is (T, h, w)."""
         t, h, w = latent
         return Bucket(1 + (t - 1) * self.temporal, h * self.spatial, w * self.spatial)
+
+    def tokens(self, bucket: Bucket, count: Callable[[tuple[int, int, int]], int]) -> int:
+        """Tokens of a bucket by a model's count of a latent (T, h, w).
+
+        Raises ValueError, with the nearest sizes in frames or pixels, for a bucket that codec or model does not take.
+        """
+        latent = self.latent(bucket)
+        try:
+            return count(latent)
+        except ValueError as error:
+            raise ValueError(f"{error}{self._nearest(latent, count)}") from None
+
+    def _nearest(self, latent: tuple[int, int, int], count: Callable[[tuple[int, int, int]], int]) -> str:
+        """Words for the nearest sizes along the one dim that is at fault; none where several are, or nothing near fits."""
+        for place, label in enumerate(("frames", "height", "width")):
+            sizes = []
+            for sign in (-1, 1):
+                for step in range(1, min(_FAR, latent[place]) if sign < 0 else _FAR):
+                    other = tuple(size + sign * step * (at == place) for at, size in enumerate(latent))
+                    try:
+                        count((other[0], other[1], other[2]))
+                    except ValueError:
+                        continue
+                    sizes.append(getattr(self.pixels((other[0], other[1], other[2])), label))
+                    break
+            if sizes:
+                return f" (buckets of {label} {' or '.join(map(str, sizes))} fit)"
+        return ""

@@ -388,7 +388,7 @@ class VideoTask:
         except ValueError as error:
             raise UserError(f"bucket {bucket} does not fit the codec: {error}") from None
         try:
-            self.predictor.tokens(latent)
+            self.inputs.strides.tokens(bucket, self.predictor.tokens)
         except ValueError as error:
             raise UserError(f"bucket {bucket} does not fit the model: {error}") from None
         check_anchors(self.config.conditioning, bucket, self.inputs.strides)

@@ -260,7 +260,7 @@ def sample_costs(model: CountsFlops, strides: Strides, max_text_tokens: int) -> 
     """The costs of a model, which may be on the meta device."""
     text = min(COUNTED_TEXT_TOKENS, max_text_tokens)
     return SampleCosts(
-        tokens=lambda bucket: model.tokens(strides.latent(as_bucket(bucket))),
+        tokens=lambda bucket: strides.tokens(as_bucket(bucket), model.tokens),
         flops=lambda bucket: 3.0 * model.flops(strides.latent(as_bucket(bucket)), text),
     )
 

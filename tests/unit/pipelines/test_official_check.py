@@ -17,8 +17,10 @@ from mmspeed.cli.demo import write_manifest
 from mmspeed.config import Config, make_config
 from mmspeed.errors import UserError
 from mmspeed.pipelines.tasks.official_check import check_against_official, compared
+from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.preprocess import CacheBuilder
 from mmspeed.preprocess.build.captions import captions_by_key
+from mmspeed.shapes import as_bucket
 from tests.support.covers import slow_but
 from tests.support.tiny_repositories import (
     REPOSITORIES,
@@ -108,6 +110,18 @@ def test_the_call_of_other_cogvideox_models(tmp_path: Path, kind: str) -> None:
     )
     assert check.passed, "\n".join(check.lines())
     assert ("image_rotary_emb" in {argument.name for argument in check.arguments}) == (kind == "1.5")
+
+
+def test_odd_latent_frames_are_an_error_with_the_next_buckets(tmp_path: Path) -> None:
+    """Of CogVideoX 1.5: its pipeline adds a frame of noise in front and drops it from the sample, which training does not do."""
+    save_cogvideox(tmp_path / "cogvideox", "1.5", ofs_embed_dim=None)
+    config = config_of(tmp_path, "cogvideox", "data.buckets=[{frames: 9, height: 32, width: 48}]")
+    task = VideoTask(config)
+    task.open_without_data()
+    with pytest.raises(
+        UserError, match=r"latent frames 3 of \(3, 4, 6\) is .* use 2 or 4 \(buckets of frames 5 or 13 fit\)"
+    ):
+        task.latent(as_bucket(config.buckets[0]))
 
 
 def test_wan_5b_has_the_pipelines_times_of_tokens(tmp_path: Path) -> None:
