@@ -245,7 +245,7 @@ def test_a_mixin_does_not_hide_a_class() -> None:
         ("wan", {"in_channels": 9}, FLOW, (C, D), r"takes 9 channels and returns 4, the latents here have 4: .*image-to-video"),
         ("ltx", {}, FLOW, (3, D), r"LTXVideo.* takes 4 channels and returns 4, the latents here have 3: name .* under `vae`"),
         ("hunyuan", {}, FLOW, (C, 7), r"takes captions of width 8, here 7: name .* under `text`"),
-        ("wan", {"image_dim": 8}, FLOW, (C, D), r"image_dim is set: models that take an image encoder"),
+        ("wan", {"image_dim": 8}, FLOW, (C, D), r"image_dim is set, but its input channels do not hold given frames"),
         ("hunyuan 1.5", {"in_channels": 8}, FLOW, (C, D), r"takes 8 channels \(noise, condition, mask\) and returns 4, the latents have 4"),
         ("hunyuan 1.5", {}, FLOW, (C, 7), r"takes captions of width 8, here 7: name .* under `text`"),
         ("hunyuan 1.5", {"use_meanflow": True}, FLOW, (C, D), r"use_meanflow is set"),
