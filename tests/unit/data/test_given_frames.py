@@ -139,7 +139,7 @@ def test_training_gives_frames_clean_at_time_0_without_loss(home: Path) -> None:
     calls: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     class Recorder(torch.nn.Module):
-        def forward(self, x_BCThw: torch.Tensor, t: torch.Tensor, *texts: torch.Tensor) -> torch.Tensor:
+        def forward(self, x_BCThw: torch.Tensor, t: torch.Tensor, **texts: torch.Tensor) -> torch.Tensor:
             calls.append((x_BCThw, t))
             return noise_BCThw
 
