@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +42,21 @@ class FamilyCounts:
         return self.call.flops(self.config, latent, text_tokens)
 
 
-def repository_of(section: PublishedModelConfig) -> Repository:
-    """The repository of a model. Raises UserError for one that cannot be reached, or that holds no transformer."""
-    repository = Repository.open(section.pretrained, section.revision, KEY, section.subfolder)
+def repository_of(section: PublishedModelConfig, opened: Repository | None = None) -> Repository:
+    """The repository of a model; of a hub id the hub is asked, unless it is `opened` before, perhaps for another of its transformers.
+
+    Raises UserError for one that cannot be reached, or that holds no transformer.
+    """
+    if opened is not None and (opened.pretrained, opened.revision) == (section.pretrained, section.revision):
+        repository = replace(opened.of(section.subfolder), file=None)
+    else:
+        repository = Repository.open(section.pretrained, section.revision, KEY, section.subfolder)
     return repository if section.weights is None else repository.with_file(Path(section.weights), "model.weights")
+
+
+def opened_of(section: AnySection) -> Repository | None:
+    """`repository_of`, to be handed on as `opened`; None for SoraDiT, which has none."""
+    return repository_of(section) if isinstance(section, PublishedModelConfig) else None
 
 
 def family_of_section(section: PublishedModelConfig) -> Family:
@@ -53,26 +64,28 @@ def family_of_section(section: PublishedModelConfig) -> Family:
     return family_of(repository_of(section).class_name, KEY)
 
 
-def call_of(section: AnySection) -> ModelCall | None:
+def call_of(section: AnySection, opened: Repository | None = None) -> ModelCall | None:
     """The call that a published model's repository asks for; None for SoraDiT, whose class has one."""
     if isinstance(section, ModelConfig):
         return None
-    repository = repository_of(section)
+    repository = repository_of(section, opened)
     return family_of(repository.class_name, KEY).call_of(repository.index, repository.config)
 
 
-def outline(section: AnySection, channels: int, text_width: int) -> nn.Module:
+def outline(section: AnySection, channels: int, text_width: int, opened: Repository | None = None) -> nn.Module:
     """The model on the meta device: its class, plan and shapes, without weights."""
     if isinstance(section, ModelConfig):
         return build_model(section, channels, text_width, device="meta")
-    return _prepared(bare(repository_of(section)), section)
+    return _prepared(bare(repository_of(section, opened)), section)
 
 
-def with_weights(section: AnySection, channels: int, text_width: int, device: str) -> nn.Module:
+def with_weights(
+    section: AnySection, channels: int, text_width: int, device: str, opened: Repository | None = None
+) -> nn.Module:
     """The model to train: SoraDiT on a device, a published one without memory, with the files of its weights."""
     if isinstance(section, ModelConfig):
         return build_model(section, channels, text_width, device=device)
-    repository = repository_of(section)
+    repository = repository_of(section, opened)
     return _prepared(stored_model(repository, class_of(repository)), section)
 
 
@@ -83,7 +96,8 @@ def stored_conditions(config: Config) -> tuple[str, ...]:
     """
     if isinstance(config.model, ModelConfig) or not config.conditioning.gives_frames:
         return ()
-    call, repository = call_of(config.model), repository_of(config.model)
+    repository = repository_of(config.model)
+    call = call_of(config.model, repository)
     if not isinstance(call, TakesConditions):
         return ()
     return call.anchors(repository.config(repository.transformer)).stored(config.conditioning.shares)
@@ -94,7 +108,8 @@ def mode_of_images(section: PublishedModelConfig) -> str | None:
 
     Raises UserError for a model that cannot be reached.
     """
-    call, repository = call_of(section), repository_of(section)
+    repository = repository_of(section)
+    call = call_of(section, repository)
     if not isinstance(call, TakesConditions):
         return None
     modes = call.anchors(repository.config(repository.transformer)).modes
@@ -126,9 +141,9 @@ def _prepared(model: nn.Module, section: PublishedModelConfig) -> nn.Module:
     return model
 
 
-def counts_of(section: AnySection, model: nn.Module) -> FamilyCounts:
+def counts_of(section: AnySection, model: nn.Module, opened: Repository | None = None) -> FamilyCounts:
     """The counts of tokens and operations of a section's model."""
-    return FamilyCounts(call_of(section) or call_for(model), arguments_of(model))
+    return FamilyCounts(call_of(section, opened) or call_for(model), arguments_of(model))
 
 
 def arguments_of(model: nn.Module) -> dict[str, Any]:
@@ -173,9 +188,11 @@ def videos_of(name: str) -> tuple[str, Published | None]:
     return name, next((place for place in known.values() if place.repository == name), None)
 
 
-def check_inputs(section: AnySection, model: nn.Module, channels: int, text_width: int) -> None:
+def check_inputs(
+    section: AnySection, model: nn.Module, channels: int, text_width: int, opened: Repository | None = None
+) -> None:
     """Raises UserError for a published model that takes other latents or captions than these."""
-    call = call_of(section)
+    call = call_of(section, opened)
     if call is not None:
         assert isinstance(model, Configured)
         call.check(dict(model.config), channels, text_width)

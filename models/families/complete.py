@@ -32,11 +32,12 @@ FACTS = (
 PREDICTIONS = {"v_prediction": "v", "epsilon": "epsilon"}
 
 
-def completed(config: Config) -> Config:
+def completed(config: Config, opened: Repository | None = None) -> Config:
     """The config with every choice made that depends on the model's repository: objective, expert, sampler and its numbers.
 
-    Of a completed config, and of a model of our own, nothing else changes. Raises UserError for an objective of a repository without a
-    published model, for a scheduler that no objective is known for, and for an expert of a model that has none.
+    `opened`: the repository, as of `opened_of`. Of a completed config, and of a model of our own, nothing else changes. Raises UserError
+    for an objective of a repository without a published model, for a scheduler that no objective is known for, and for an expert of a
+    model that has none.
     """
     section, model = config.objective, config.model
     if not isinstance(model, PublishedModelConfig):
@@ -45,8 +46,12 @@ def completed(config: Config) -> Config:
                 "objective.kind: family is that of a published model: set model.kind: diffusers, or kind: flow or ddpm"
             )
         return config.model_copy(update={"sample": completed_sample(config.sample, Sampling(STEPS, GUIDANCE))})
+    sample = config.sample
+    if not isinstance(section, FamilyObjectiveConfig) and None not in (sample.steps, sample.guidance):
+        if sample.sampler != "auto":
+            return config
     changes: dict[str, Any] = {}
-    sample, repository = config.sample, repository_of(model)
+    repository = repository_of(model, opened)
     if isinstance(section, FamilyObjectiveConfig):
         section, model = of_expert(repository, section, model)
         objective = objective_of(repository.config("scheduler"), section)
@@ -56,14 +61,14 @@ def completed(config: Config) -> Config:
             )
         changes = {"objective": objective, "model": model}
         if model is not config.model:
-            repository = repository_of(model)
+            repository = repository_of(model, repository)
     sampling = family_of(repository.class_name, repository.key).sampling_of(repository.index)
     if sample.sampler == "auto" and repository.has("scheduler"):
         sample = sample.model_copy(update={"sampler": "family"})
     return config.model_copy(update={**changes, "sample": completed_sample(sample, sampling)})
 
 
-def objective_warnings(config: Config) -> list[str]:
+def objective_warnings(config: Config, opened: Repository | None = None) -> list[str]:
     """The differences between an objective written by hand and that of the model's repository; none where there is no repository.
 
     Also none where its scheduler is of no known objective.
@@ -72,7 +77,8 @@ def objective_warnings(config: Config) -> list[str]:
     if isinstance(written, FamilyObjectiveConfig) or not isinstance(model, PublishedModelConfig):
         return []
     try:
-        own = objective_of(repository_of(model).config("scheduler"), FamilyObjectiveConfig(kind="family"))
+        scheduler = repository_of(model, opened).config("scheduler")
+        own = objective_of(scheduler, FamilyObjectiveConfig(kind="family"))
     except UserError:
         return []
     if written.kind != own.kind:

@@ -19,6 +19,7 @@ from torch import Tensor
 from mmspeed.config.schema import Config, DdpmConfig, PublishedModelConfig
 from mmspeed.errors import UserError
 from mmspeed.models.build import repository_of
+from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.families import family_of
 from mmspeed.models.families.base import Sampling
 from mmspeed.models.families.complete import shift_by_tokens
@@ -169,11 +170,11 @@ def generators(noise_BCThw: Tensor) -> list[torch.Generator]:
     return begun
 
 
-def family_sampler(config: Config) -> FamilySampler | None:
+def family_sampler(config: Config, opened: Repository | None = None) -> FamilySampler | None:
     """The sampler of a config's published model; None for a model of our own, and for a repository without a scheduler."""
     if not isinstance(config.model, PublishedModelConfig):
         return None
-    repository = repository_of(config.model)
+    repository = repository_of(config.model, opened)
     if not repository.has("scheduler"):
         return None
     family = family_of(repository.class_name, repository.key)

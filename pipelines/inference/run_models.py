@@ -18,6 +18,7 @@ from mmspeed.loop.checkpoint.load import open_checkpoint
 from mmspeed.loop.checkpoint.manager import load_weights
 from mmspeed.loop.checkpoint.storage import FROZEN, ROLES
 from mmspeed.models.build import repository_of, with_weights
+from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.families.complete import EXPERTS as FOLDERS
 from mmspeed.models.families.complete import boundary_of
 from mmspeed.parallel import autocast
@@ -33,12 +34,13 @@ def load_model(
     weights: Literal["ema", "model"],
     device: Device,
     role: str | None = None,
+    opened: Repository | None = None,
 ) -> nn.Module:
     """The model of a section on the device, to sample from, with a role's weights of a checkpoint; None: with those of its repository.
 
-    sizes: (latent channels, text width). Raises UserError where weights are missing.
+    sizes: (latent channels, text width). opened: the section's repository. Raises UserError where weights are missing.
     """
-    model = with_weights(section, *sizes, "meta")
+    model = with_weights(section, *sizes, "meta", opened)
     materialize(model, torch.device("cpu"))
     source = source_of(model)
     if source is not None and (checkpoint is None or _lacks_frozen(checkpoint, role)):
@@ -63,7 +65,12 @@ def _lacks_frozen(checkpoint: Path, role: str | None) -> bool:
 
 
 def load_other(
-    config: Config, sizes: tuple[int, int], checkpoint: Path, weights: Literal["ema", "model"], device: Device
+    config: Config,
+    sizes: tuple[int, int],
+    checkpoint: Path,
+    weights: Literal["ema", "model"],
+    device: Device,
+    opened: Repository | None = None,
 ) -> OtherExpert | None:
     """The expert that samples beside a run's first model: the run's own where it trained both, else the repository's.
 
@@ -75,8 +82,10 @@ def load_other(
     if trained is not None:
         low = trained.roles["low"]
         own = section.model_copy(update={"subfolder": low, "second_subfolder": None})
-        return OtherExpert(load_model(config, own, sizes, checkpoint, weights, device, low), trained.boundary, "low")
-    repository = repository_of(section)
+        return OtherExpert(
+            load_model(config, own, sizes, checkpoint, weights, device, low, opened), trained.boundary, "low"
+        )
+    repository = repository_of(section, opened)
     boundary, folders = boundary_of(repository), {folder: noise for noise, folder in FOLDERS.items()}
     if boundary is None or section.subfolder not in folders:
         return None
@@ -84,4 +93,4 @@ def load_other(
     if not repository.has(FOLDERS[noise]):
         return None
     base = section.model_copy(update={"subfolder": FOLDERS[noise], "weights": None})
-    return OtherExpert(load_model(config, base, sizes, None, weights, device), boundary, noise)
+    return OtherExpert(load_model(config, base, sizes, None, weights, device, None, repository), boundary, noise)

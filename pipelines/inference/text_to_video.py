@@ -26,8 +26,9 @@ from mmspeed.device import Device, pick
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 from mmspeed.loop.checkpoint.manager import best, latest, step_name, steps_in
-from mmspeed.models.build import call_of
+from mmspeed.models.build import call_of, opened_of
 from mmspeed.models.codecs.vae import load_codec
+from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.families.complete import completed
 from mmspeed.models.image_encoder import load_image_encoder
 from mmspeed.models.text.encoders import load_text_encoder, text_identity, text_width
@@ -181,16 +182,18 @@ class TextToVideo:
         generator: int | None = None,
         checkpoint: str | None = None,
         other: OtherExpert | None = None,
+        opened: Repository | None = None,
     ) -> None:
-        config = completed(config)
+        opened = opened_of(config.model) if opened is None else opened
+        config = completed(config, opened)
         self.config, self.model, self.codec, self.device = config, model, codec, device
         self.predictor = make_predictor(
-            model, config.objective, codec.channels, text_width(config.text), call_of(config.model)
+            model, config.objective, codec.channels, text_width(config.text), call_of(config.model, opened)
         )
         self.other = other  # of a model with two experts, the one that predicts at other times
         self.checkpoint = checkpoint  # the name of the folder that the weights are from
         self.generator = generator  # of the noise, a version of `mmspeed.rng`; None: the newest
-        self.objective = make_objective(config.objective, family_sampler(config))
+        self.objective = make_objective(config.objective, family_sampler(config, opened))
 
     @classmethod
     def from_run(
@@ -205,7 +208,9 @@ class TextToVideo:
         Raises UserError when the run, the checkpoint or its EMA is missing.
         """
         folder = RunFolder.open(run)
-        config, info = completed(folder.config()), folder.info()
+        config, info = folder.config(), folder.info()
+        opened = opened_of(config.model)
+        config = completed(config, opened)
         if weights not in ("ema", "model"):
             raise UserError(f"weights are 'ema' or 'model', not {weights!r}")
         if weights == "ema" and config.train.ema_decay is None:
@@ -214,10 +219,10 @@ class TextToVideo:
         chosen.activate()
         path = find_checkpoint(folder, checkpoint)
         sizes = info["latent_channels"], info["text_width"]
-        model = load_model(config, config.model, sizes, path, weights, chosen)
-        other = load_other(config, sizes, path, weights, chosen)
+        model = load_model(config, config.model, sizes, path, weights, chosen, opened=opened)
+        other = load_other(config, sizes, path, weights, chosen, opened)
         codec = load_codec(config.vae, chosen, folder.codec_weights if config.vae.kind == "linear" else None)
-        return cls(config, model, codec, chosen, folder.generator(), path.name, other)
+        return cls(config, model, codec, chosen, folder.generator(), path.name, other, opened)
 
     def size(self, frames: int | None = None, height: int | None = None, width: int | None = None) -> Bucket:
         """The size of the videos that a call with these arguments makes. Raises UserError when it cannot be made."""

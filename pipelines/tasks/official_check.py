@@ -132,7 +132,8 @@ def check_against_official(
     """
     if not isinstance(config.model, PublishedModelConfig):
         raise UserError("--against-official compares published models: model.kind is sora")
-    repository, task = repository_of(config.model), VideoTask(config)
+    repository = repository_of(config.model)
+    task = VideoTask(config, opened=repository)
     modes = [mode for mode in config.conditioning.shares if mode in OFFICIAL_MODES]
     if not modes:
         known = ", ".join(OFFICIAL_MODES)
@@ -158,7 +159,7 @@ def _without_frames(
         task.open_without_data()
         batch = training_batch(task, as_bucket(task.config.buckets[0]), prompts)
         words = "random latents" if cached is None else f"random latents, because {cached}"
-    model = outline(task.config.model, task.inputs.channels, task.inputs.text_width)
+    model = outline(task.config.model, task.inputs.channels, task.inputs.text_width, repository)
     ours = recorded(model, lambda: task.loss({"model": model}, batch))
     pipeline = official_pipeline(repository, model, repository.index.get("_class_name", ""))
     official = official_calls(pipeline, model, task, batch, prompts)
@@ -172,7 +173,7 @@ def _with_frames(task: VideoTask, repository: Repository, mode: Mode, prompts: S
     images = pictures(bucket, 1 if family.one_image else len(prompts))
     latents = random_latents(task, bucket, len(prompts))
     batch = training_batch(task, bucket, prompts, encoded_frames(task, bucket, latents, mode, images))
-    model = outline(task.config.model, task.inputs.channels, task.inputs.text_width)
+    model = outline(task.config.model, task.inputs.channels, task.inputs.text_width, repository)
     models = {"model": model}
     ours, marked = (recorded(model, partial(task.loss, models, each)) for each in (batch, without_encodings(batch)))
     pipeline = official_pipeline(repository, model, family.from_images or "that makes videos from images")

@@ -37,9 +37,10 @@ from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 from mmspeed.loop.checkpoint.state import whole_tensors
 from mmspeed.mesh import patient_group
-from mmspeed.models.build import call_of, repository_of, size_warnings, with_weights
+from mmspeed.models.build import call_of, opened_of, repository_of, size_warnings, with_weights
 from mmspeed.models.codecs.vae import codec_geometry
 from mmspeed.models.diffusers.plans import declare_known_plan
+from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.families.complete import completed, objective_warnings
 from mmspeed.models.text.encoders import caption_limit, text_width
 from mmspeed.parallel import token_layout, unwrap
@@ -98,6 +99,7 @@ class VideoTask:
     With a `maker` (`mmspeed.preprocess.OnlineBuilder`) an incomplete cache is completed during the first epoch. `build` makes the model of
     a config section; by default SoraDiT, or the published class of the section's repository. It may return a published class of diffusers,
     with its weights: see `PublishedVideoTask`. `call`: the call of such a class's forward; None: found by its name or repository.
+    `opened`: the section's repository, where it is open already.
     """
 
     name = "video"
@@ -108,14 +110,16 @@ class VideoTask:
         maker: OnlineEncoder | None = None,
         build: BuildModel | None = None,
         call: ModelCall | None = None,
+        opened: Repository | None = None,
     ) -> None:
         config = with_recorded_weighting(config)
-        self._objective_warnings = objective_warnings(config)
-        config = completed(config)
-        self.config, self.maker, self._build = config, maker, build or with_weights
-        self._call = call_of(config.model) if call is None and build is None else call
-        self.weighting = config.weighting
-        family = family_sampler(config)
+        opened = opened_of(config.model) if opened is None else opened
+        self._objective_warnings = objective_warnings(config, opened)
+        config = completed(config, opened)
+        self.config, self.maker, self._build = config, maker, build or partial(with_weights, opened=opened)
+        self._call = call_of(config.model, opened) if call is None and build is None else call
+        self._opened, self.weighting = opened, config.weighting
+        family = family_sampler(config, opened)
         self.objective: Objective = make_objective(config.objective, family)
         self.experts = experts_of(config)
         self._of_expert: dict[Expert, Objective] = {}
@@ -159,7 +163,7 @@ class VideoTask:
 
     def with_config(self, config: Config) -> VideoTask:
         """The task of another config over the same data and sizes."""
-        other = VideoTask(config, self.maker, self._build, self._call)
+        other = VideoTask(config, self.maker, self._build, self._call, self._opened)
         other._inputs, other._cache, other.whole, other.group = self._inputs, self._cache, self.whole, self.group
         other._unused, other.seed = self._unused, self.seed
         return other
@@ -540,7 +544,8 @@ class VideoTask:
             return shrunk_video(self, known)
         if known is not None:
             return rebuild_published(self.config, known)
-        return shrunk_published(self.config, PublishedModel.of_repository(repository_of(section), self._call))
+        repository = repository_of(section, self._opened)
+        return shrunk_published(self.config, PublishedModel.of_repository(repository, self._call))
 
 
 def _settings(predictor: Predictor) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from mmspeed.device import PEAK_FLOPS, accelerators, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes, format_figure
 from mmspeed.memory.recompute.regions import check_policies
-from mmspeed.models.build import FamilyCounts, check_inputs, counts_of, outline, size_warnings, words_of
+from mmspeed.models.build import FamilyCounts, check_inputs, counts_of, opened_of, outline, size_warnings, words_of
 from mmspeed.models.families.base import DescribesAttention
 from mmspeed.models.families.complete import objective_warnings
 from mmspeed.models.text.encoders import text_width
@@ -99,15 +99,16 @@ def estimate(
     if problems:
         return None, problems
     width = text_width(config.text)
-    model = outline(config.model, channels, width)
+    opened = opened_of(config.model)
+    model = outline(config.model, channels, width, opened)
     try:
-        check_inputs(config.model, model, channels, width)
+        check_inputs(config.model, model, channels, width, opened)
     except UserError as error:
         return None, [str(error)]
     check_layout(model, config.parallel)
     for _, block in blocks_of(model):
         check_policies(block, config.memory.activation_policy)
-    counts_of_one = counts_of(config.model, model)
+    counts_of_one = counts_of(config.model, model, opened)
     costs_of_one = sample_costs(counts_of_one, strides, config.text.max_tokens)
     train, val, clips = statistics.samples("train"), statistics.samples("val"), statistics.clips()
     rows, latent_bytes = [], 0.0
