@@ -5,7 +5,7 @@ Legend: B samples of a micro-batch, C channels, T h w latent, L caption tokens, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -54,10 +54,6 @@ def synthetic_batch(
         return rng.normal(size, seed, "profile", name).expand(items, *size).contiguous()
 
     mask_BL, rule = torch.arange(length) < lengths_B[:, None], predictor.anchors
-    others: dict[str, Tensor] = {}
-    further = min(length, FURTHER_TOKENS)
-    for name, width in predictor.texts.items():
-        others |= {name: alike(name, further, width), f"{name}_mask": mask_BL[:, :further]}
     return video_batch(
         latents_BCThw=alike("latents", *shape_CThw),
         text_BLD=alike("text", length, inputs.text_width),
@@ -73,8 +69,19 @@ def synthetic_batch(
         anchor_BT=torch.zeros(items, latent[0], dtype=torch.bool) if anchors else None,
         condition_BCThw=alike("condition", *shape_CThw) if rule.how != "replace" else None,
         image_BKLD=None if rule.image_size is None else alike("image", *rule.image_size),
-        others=others,
+        others=further_captions(predictor.texts, mask_BL[:, :FURTHER_TOKENS], alike),
     )
+
+
+def further_captions(
+    texts: Mapping[str, int], mask_BL: Tensor, draw: Callable[[str, int, int], Tensor]
+) -> dict[str, Tensor]:
+    """Captions of further encoders by their names, with their masks, as a batch holds them.
+
+    `texts`: their widths; `draw(name, L, D)` makes one for each sample, (B, L, D).
+    """
+    captions = {name: draw(name, mask_BL.shape[1], width) for name, width in texts.items()}
+    return captions | {f"{name}_mask": mask_BL for name in texts}
 
 
 def sketched(
@@ -110,9 +117,9 @@ def sketched(
             named = {"given": torch.zeros(items, latent[0], dtype=torch.bool), "condition": torch.zeros(shape_BCThw)}
         if rule.image_size is not None:
             named["image"] = text_BLD.new_empty(items, *rule.image_size)
-        for name, width in predictor.texts.items():
-            further = min(length, FURTHER_TOKENS)
-            named |= {name: text_BLD.new_empty(items, further, width), f"{name}_mask": mask_BL[:, :further]}
+        named |= further_captions(
+            predictor.texts, mask_BL[:, :FURTHER_TOKENS], lambda _, *size: text_BLD.new_empty(items, *size)
+        )
         conditions = Conditions(text_BLD, mask_BL, pooled_BD, fps_B, inputs.strides, named)
         prediction_BCThw = predictor.predict(model, data_BCThw + noise_BCThw, t_B, conditions)
         return (prediction_BCThw - target_BCThw).square().mean()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from mmspeed.errors import UserError
 from mmspeed.models.families import FAMILIES, class_name, family_in
 from mmspeed.models.families.base import SmallSizes
+from mmspeed.pipelines.tasks.synthetic import further_captions
 from mmspeed.protocols import Conditions, ModelCall
 from mmspeed.protocols.calls import AnchorRule, TakesConditions, TakesTexts
 from mmspeed.shapes import Strides
@@ -144,8 +145,8 @@ def _conditions(
 
     named: dict[str, Tensor] = {}
     mask_BL = torch.ones(SAMPLES, TEXT_TOKENS, dtype=torch.bool)
-    for name, width in (call.texts(config) if isinstance(call, TakesTexts) else {}).items():
-        named |= {name: normal(TEXT_TOKENS, width), f"{name}_mask": mask_BL}
+    if isinstance(call, TakesTexts):
+        named |= further_captions(call.texts(config), mask_BL, lambda _, *size: normal(*size))
     rule = call.anchors(config) if isinstance(call, TakesConditions) else AnchorRule()
     if rule.image_size is not None:
         named["image"] = normal(*rule.image_size)

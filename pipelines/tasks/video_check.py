@@ -32,7 +32,7 @@ from mmspeed.models import SoraDiTConfig
 from mmspeed.models.build import sora_section
 from mmspeed.models.codecs.vae import codec_geometry
 from mmspeed.models.sora.sizes import resolve_config
-from mmspeed.pipelines.tasks.synthetic import EncoderShapes
+from mmspeed.pipelines.tasks.synthetic import EncoderShapes, further_captions
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.protocols import Batch, CheckNotes, Item, RunPlace, StepData
 from mmspeed.shapes import Bucket, Strides
@@ -205,34 +205,32 @@ class ShrunkRun:
         """The micro-batch of (draw, weight) pairs of one bucket: the content of a sample depends on its name alone."""
         seed, names, bucket = self.config.seed, [draw.name for draw, _ in part], part[0][0].sample.bucket
         shape, predictor = (CHANNELS, *self.strides.latent(bucket)), self._task.predictor
-        text, pooled = (self.small_samples.text_tokens, TEXT_WIDTH), (predictor.pooled_width,)
+        text = (self.small_samples.text_tokens, TEXT_WIDTH)
         lengths_B = torch.tensor([1 + rng.key64(seed, "caption length", name[0]) % (text[0] - 1) for name in names])
         mask_BL = torch.arange(text[0])[None] < lengths_B[:, None]
-        others: dict[str, Tensor] = {}
-        for other, width in predictor.texts.items():
-            rows = [rng.normal((text[0], width), seed, other, name[0]) for name in names]
-            others |= {other: torch.stack(rows), f"{other}_mask": mask_BL}
+
+        def normal(kind: str, *size: int) -> Tensor:
+            return torch.stack([rng.normal(size, seed, kind, name[0]) for name in names])
+
         frames: dict[str, Any] = {}
         if (rule := predictor.anchors).how != "replace":  # the model always takes the first frame's latents
             frames["anchor_BT"] = (torch.arange(shape[1]) == 0).expand(len(names), -1)
-            frames["condition_BCThw"] = torch.stack([rng.normal(shape, seed, "condition", name[0]) for name in names])
+            frames["condition_BCThw"] = normal("condition", *shape)
         if (size := rule.image_size) is not None:
-            frames["image_BKLD"] = torch.stack([rng.normal(size, seed, "image", name[0]) for name in names])
+            frames["image_BKLD"] = normal("image", *size)
         return video_batch(
-            latents_BCThw=torch.stack([rng.normal(shape, seed, "latent", name[0]) for name in names]),
-            text_BLD=torch.stack([rng.normal(text, seed, "text", name[0]) for name in names]),
+            latents_BCThw=normal("latent", *shape),
+            text_BLD=normal("text", *text),
             text_mask_BL=mask_BL,
             weights_B=torch.tensor([weight for _, weight in part], dtype=torch.float32),
             names=names,
             bucket=bucket,
             sources=["synthetic"] * len(part),
-            pooled_BD=torch.stack([rng.normal(pooled, seed, "pooled", name[0]) for name in names])
-            if pooled[0]
-            else None,
+            pooled_BD=normal("pooled", predictor.pooled_width) if predictor.pooled_width else None,
             noise_BCThw=draw_noise(names, shape, seed),
             u_B=draw_quantiles(names, seed),
             fps_B=torch.tensor([_fps(seed, name[0]) for name in names]) if predictor.timed else None,
-            others=others,
+            others=further_captions(predictor.texts, mask_BL, normal),
             **frames,
         )
 
