@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmspeed.compute.autocast import without_autocast
 from mmspeed.compute.operators.grouped import grouped_product
 from mmspeed.compute.operators.permutation import combine, order_by_expert, permute
 from mmspeed.compute.operators.swiglu import swiglu
@@ -62,7 +63,7 @@ class Router(RecordedModule):
     def forward(self, x_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(weights_TK, expert_TK, scores_TG): weights and scores in float32, or float64 for such tokens."""
         settings, dtype = self.settings, torch.promote_types(x_TE.dtype, torch.float32)
-        with torch.autocast(x_TE.device.type, enabled=False):
+        with without_autocast(x_TE):
             logits_TG = F.linear(x_TE.to(dtype), self.weight.to(dtype))
             scores_TG = logits_TG.softmax(-1) if settings.scores == "softmax" else logits_TG.sigmoid()
             expert_TK, fresh = self.record_or_replay(lambda: self.choose(scores_TG.detach()))

@@ -59,11 +59,13 @@ def decoder_of(folder: Path, settings: DecoderSettings, key: str = KEY) -> Decod
 
 
 def on_meta(settings: DecoderSettings) -> Decoder:
-    """A decoder whose parameters have no memory; buffers, which are small, have their values."""
-    from accelerate import init_empty_weights
-
-    with init_empty_weights(include_buffers=False):
-        return Decoder(settings)
+    """A decoder whose parameters have no memory; the buffers of its routers, which are small, have the values of a new model."""
+    with torch.device("meta"):
+        model = Decoder(settings)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module.register_buffer(name, torch.zeros(buffer.shape), name not in module._non_persistent_buffers_set)
+    return model
 
 
 def _modules(folder: Path, tree: Mapping[str, Any], key: str) -> int:
