@@ -45,7 +45,9 @@ def classes(folder: Path) -> tuple[Any, Any]:
         main: Any = DeepseekV3ForCausalLM.from_pretrained(
             folder, attn_implementation="eager", experts_implementation="eager"
         )
-        main._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[34]\."]  # by which it knows modules of 61 layers alone
+        main._keys_to_ignore_on_load_unexpected = [
+            r"model\.layers\.[34]\."
+        ]  # by which it knows modules of 61 layers alone
         return main.train(), MtpModel.from_pretrained(main).train()
 
 
