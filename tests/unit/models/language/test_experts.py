@@ -173,3 +173,17 @@ def test_a_half_model_routes_in_float32() -> None:
 def test_experts_that_do_not_fit(changes: dict[str, int], message: str) -> None:
     with pytest.raises(UserError, match=message):
         small(**changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_blocks_with_experts_compile() -> None:
+    """In float32 a graph has no grouped product and breaks at the loop."""
+    plain, compiled = Decoder(small()).train(), Decoder(small()).train()
+    parallelize(compiled, None, "none", compile="aot_eager")
+    for model in (plain, compiled):
+        output = run(model)
+        assert output.loss_BN is not None
+        output.loss_BN.sum().backward()
+    for (name, one), (_, other) in zip(plain.named_parameters(), compiled.named_parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5, msg=name)

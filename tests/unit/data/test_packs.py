@@ -1,0 +1,150 @@
+"""Packs of documents: every token of an epoch in exactly one of them, whatever is changed on the way, and steps of equal cost."""
+
+from __future__ import annotations
+
+import resource
+import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmspeed.data.sampling import packs as packing
+from mmspeed.data.sampling.packs import (
+    PackMode,
+    Packs,
+    TokenRanges,
+    joined,
+    pack,
+    steps_of_equal_cost,
+    whole_documents,
+)
+
+MODES = st.sampled_from(["documents", "stream"])
+LENGTHS = st.lists(st.integers(0, 40), max_size=60)
+LIKE_TEXT = 400, 1.2  # median and sigma of a log-normal distribution of lengths
+
+
+def like_text(count: int, seed: int = 0) -> npt.NDArray[np.int64]:
+    median, sigma = LIKE_TEXT
+    return np.maximum(1, np.exp(np.random.default_rng(seed).normal(np.log(median), sigma, count))).astype(np.int64)
+
+
+def tokens_of(ranges: TokenRanges) -> list[tuple[int, int]]:
+    """Every token as (document, place)."""
+    rows = zip(ranges.document.tolist(), ranges.begin.tolist(), ranges.count.tolist(), strict=True)
+    return [(document, begin + place) for document, begin, count in rows for place in range(count)]
+
+
+def all_tokens(lengths: list[int]) -> list[tuple[int, int]]:
+    return [(document, place) for document, length in enumerate(lengths) for place in range(length)]
+
+
+@given(LENGTHS, st.integers(1, 30), MODES, st.integers(0, 3))
+@settings(max_examples=150, deadline=None)
+def test_every_token_is_in_exactly_one_pack(lengths: list[int], length: int, mode: PackMode, epoch: int) -> None:
+    packs = pack(whole_documents(lengths), length, mode, 7, epoch)
+    assert sorted(tokens_of(packs.ranges)) == all_tokens(lengths)
+    assert packs.ranges.count.min(initial=1) >= 1 and packs.tokens().max(initial=0) <= length
+    assert sum(len(packs.pieces(number)) for number in range(len(packs))) == len(packs.ranges)
+    squares = [sum(count**2 for _, _, count in packs.pieces(number)) for number in range(len(packs))]
+    assert packs.squares().tolist() == squares
+    if mode == "documents":  # cut only where it must be: into full packs and a rest
+        pieces = np.bincount(packs.ranges.document, minlength=len(lengths)).tolist()
+        assert pieces == [-(-size // length) for size in lengths]
+        assert packs.cut == sum(size > length for size in lengths)
+    else:
+        assert (packs.tokens()[:-1] == length).all() and len(packs) == -(-sum(lengths) // length)
+
+
+@given(LENGTHS, st.lists(st.tuples(st.integers(1, 30), st.floats(0, 1), MODES), min_size=1, max_size=4))
+@settings(max_examples=100, deadline=None)
+def test_an_epoch_goes_on_with_another_length(lengths: list[int], stages: list[tuple[int, float, PackMode]]) -> None:
+    """Some packs are used, the rest is packed again with another length and mode: each token exactly once."""
+    left, used = whole_documents(lengths), list[tuple[int, int]]()
+    for number, (length, share, mode) in enumerate(stages):
+        packs = pack(left, length, mode, 7, 0, number)
+        steps = steps_of_equal_cost(packs.squares(), 2, 7, 0, number)
+        done = steps[: round(share * len(steps))]
+        numbers = np.concatenate(done) if done else np.zeros(0, np.int64)
+        for one in numbers.tolist():
+            part = slice(int(packs.offsets[one]), int(packs.offsets[one + 1]))
+            used += tokens_of(packs.ranges.take(part))
+        left = packs.rest(numbers)
+    assert sorted(used + tokens_of(left)) == all_tokens(lengths)
+
+
+def test_ranges_that_touch_are_joined() -> None:
+    ranges = TokenRanges(np.array([1, 0, 1, 1]), np.array([4, 0, 0, 9]), np.array([3, 2, 4, 1]))
+    assert [each.tolist() for each in (joined(ranges).document, joined(ranges).begin, joined(ranges).count)] == [
+        [0, 1, 1],
+        [0, 0, 9],
+        [2, 7, 1],
+    ]
+    whole = whole_documents([30, 7])
+    rest = pack(whole, 8, "documents", 0).rest(np.zeros(0, np.int64))
+    assert rest.count.tolist() == whole.count.tolist() and rest.document.tolist() == [0, 1]
+
+
+def same(one: Packs, other: Packs) -> bool:
+    return np.array_equal(one.offsets, other.offsets) and all(
+        np.array_equal(getattr(one.ranges, name), getattr(other.ranges, name))
+        for name in ("document", "begin", "count")
+    )
+
+
+@pytest.mark.parametrize("mode", ["documents", "stream"])
+def test_packs_are_a_pure_function_of_names(mode: PackMode) -> None:
+    ranges = whole_documents(like_text(500))
+    packs = pack(ranges, 512, mode, 3, 0)
+    assert same(packs, pack(ranges, 512, mode, 3, 0))
+    assert not same(packs, pack(ranges, 512, mode, 3, 1)) and not same(packs, pack(ranges, 512, mode, 4, 0))
+
+
+def test_windows_are_packed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "WINDOW", 100)
+    lengths = like_text(450)
+    packs = pack(whole_documents(lengths), 512, "documents", 3, 0)
+    assert sorted(tokens_of(packs.ranges)) == all_tokens(lengths.tolist())
+
+
+@pytest.mark.parametrize("mode", ["documents", "stream"])
+def test_little_padding_and_steps_of_equal_cost(mode: PackMode) -> None:
+    """20,000 documents of the lengths of web text, packs of 4,096, 64 ranks with one pack each."""
+    packs = pack(whole_documents(like_text(20_000)), 4_096, mode, 0, 0)
+    assert packs.padding <= 0.005
+    cost = packs.tokens() + packs.squares() / (6 * 2_048)  # of a width of 2,048
+    steps = steps_of_equal_cost(cost, 64, 0, 0)
+    assert sorted(np.concatenate(steps).tolist()) == list(range(len(packs)))
+    assert [len(step) for step in steps[:-1]] == [64] * (len(packs) // 64)
+    shares = [cost[step].max() / cost[step].mean() for step in steps[:-1]]
+    assert np.mean(shares) <= 1.02
+    at_random = [part.max() / part.mean() for part in np.split(cost[: len(cost) // 64 * 64], len(cost) // 64)]
+    assert mode == "stream" or np.mean(at_random) > 1.1  # without sorting
+
+
+def test_nothing_to_pack() -> None:
+    for mode in ("documents", "stream"):
+        packs = pack(whole_documents([0, 0]), 8, mode, 0)  # type: ignore[arg-type]
+        assert len(packs) == 0 and packs.padding == 0 and not len(packs.rest(np.zeros(0, np.int64)))
+    with pytest.raises(ValueError, match="document 1 has -2 tokens"):
+        whole_documents([3, -2])
+    with pytest.raises(ValueError, match="packs of 0 tokens"):
+        pack(whole_documents([3]), 0, "stream", 0)
+    with pytest.raises(ValueError, match="steps of 0 packs"):
+        steps_of_equal_cost(np.ones(3), 0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["documents", "stream"])
+def test_ten_million_documents(mode: PackMode) -> None:
+    """In under 60 s of a core and 2 GB."""
+    lengths: npt.NDArray[Any] = like_text(10_000_000)
+    began = time.process_time()
+    packs = pack(whole_documents(lengths), 4_096, mode, 0, 0)
+    assert time.process_time() - began < 60
+    assert packs.ranges.tokens == lengths.sum() and packs.padding < 0.001
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 << 20  # kB
