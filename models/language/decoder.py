@@ -105,6 +105,9 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(settings.vocabulary, settings.width)
         self.layers = nn.ModuleList(DecoderBlock(settings, place) for place in range(settings.depth))
         self.norm = ScaleNorm(settings.width, settings.norm_eps)
+        self.whole = (
+            nn.Identity()
+        )  # a module of its own, so that the plan can name it: tokens of all processes come together here
         self.lm_head = None if settings.tied else nn.Linear(settings.width, settings.vocabulary, bias=False)
         self.mtp = nn.ModuleList(FurtherModule(settings, settings.depth + place) for place in range(settings.further))
         declare_plan(self, decoder_plan(settings))
@@ -145,6 +148,7 @@ class Decoder(nn.Module):
 
     def _predict(self, x_BNE: Tensor, target_BN: Tensor | None) -> tuple[Tensor, ...]:
         """(logits,), or (losses, log-sum-exps) of targets."""
+        x_BNE = self.whole(x_BNE)
         weight_VE = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         if target_BN is None:
             return (nn.functional.linear(x_BNE, weight_VE),)

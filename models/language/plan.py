@@ -1,24 +1,65 @@
-"""Declare the plan of a decoder: its blocks and the parts of them that may be recomputed or offloaded by themselves."""
+"""Declare the plan of a decoder: where tokens are split, roles of its linear layers, and parts of blocks with policies of their own.
+
+Tokens are split behind the embeddings and joined before the head, which every process computes whole. Experts are whole on every process
+and compute its own tokens.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from mmspeed.models.language.config import DecoderSettings
-from mmspeed.protocols.plan import Block, ModelPlan, Region
+from mmspeed.protocols.plan import Block, Gather, Leading, Linear, ModelPlan, Region, Seen, Site, Split
 
 REGIONS = {"attention": Region(("self_attn",)), "mlp": Region(("mlp",))}
+COLUMN, SUM, SEEN = Linear("column"), Linear("row", "text", dim=1), {"x_BNE": Seen("text", dim=1)}
 
 
 def decoder_plan(settings: DecoderSettings) -> ModelPlan:
-    """The plan of a decoder; modules for further tokens are blocks behind the others."""
-    blocks = [Block(f"layers.{place}") for place in range(settings.depth)]
-    blocks += [Block(f"mtp.{place}.mtp_block") for place in range(settings.further)]
-    return ModelPlan(
-        blocks=tuple(blocks),
+    """The plan of a decoder; modules for further tokens are blocks behind the others.
+
+    A decoder whose experts have an auxiliary loss is not split: the loss is of the tokens of all processes.
+    """
+    names = [f"layers.{place}" for place in range(settings.depth)]
+    further = [f"mtp.{place}" for place in range(settings.further)]
+    blocks = [*names, *(f"{name}.mtp_block" for name in further)]
+    plan = ModelPlan(
+        blocks=tuple(Block(name) for name in blocks),
         before=("embed_tokens",),
-        after=("norm",) if settings.tied else ("norm", "lm_head"),
+        after=("norm", "whole") if settings.tied else ("norm", "whole", "lm_head"),
         heads=settings.heads,
         key_heads=settings.key_heads,
         regions=REGIONS,
         draws=False,
         causal=True,
     )
+    if settings.experts is not None and settings.experts.balance is not None:
+        return plan
+    inputs: dict[str, dict[str, Split | Leading | Seen]] = {"embed_tokens": {"input": Split("text", dim=1)}}
+    linears: dict[str, Linear] = {}
+    for place, name in enumerate(blocks):
+        inputs[name] = {"pos_BN": Split("text", dim=1, level="seen")}
+        inputs[f"{name}.self_attn"] = dict(SEEN)
+        linears |= {f"{name}.self_attn.{part}": role for part, role in _attention_roles(settings)}
+        if not settings.has_experts(place):
+            inputs[f"{name}.mlp"] = dict(SEEN)
+            linears |= {f"{name}.mlp.gate_proj": COLUMN, f"{name}.mlp.up_proj": COLUMN, f"{name}.mlp.down_proj": SUM}
+    return ModelPlan(
+        **{
+            **vars(plan),
+            "inputs": inputs,
+            "outputs": {"whole": {0: Gather("text", dim=1)}},
+            "attention": {f"{name}.self_attn.attend": Site(("text",), calls=True, sparse=False) for name in blocks},
+            "linears": linears,
+        }
+    )
+
+
+def _attention_roles(settings: DecoderSettings) -> Iterator[tuple[str, Linear]]:
+    """The roles of an attention's layers; projections to vectors of low rank are whole on every process."""
+    latent = settings.latent
+    if latent is None:
+        yield from ((part, COLUMN) for part in ("q_proj", "k_proj", "v_proj"))
+    else:
+        yield from ((part, COLUMN) for part in ("q_proj" if latent.query_rank is None else "q_b_proj", "kv_b_proj"))
+    yield "o_proj", SUM

@@ -132,8 +132,6 @@ def _attend(
         _check_plain(structure, q_BAND, k_BAMD, v_BAMD, site.where)
     if not site.crosses(record):
         return _local(local, q_BAND, k_BAMD, v_BAMD, structure)
-    if structure.bounds_Z is not None:
-        raise UserError(f"{site.where}: attention within the bounds of documents is not computed across processes yet")
     axes, q_sizes, k_sizes = site.sizes(record)
     mask = structure.key_mask_BN
     if sparse is not None:
@@ -141,7 +139,7 @@ def _attend(
         return sparse_attention(
             q_BAND, k_BAMD, v_BAMD, mask, axes, q_sizes, k_sizes, positions_NX, sparse, layout=site.layout
         )  # fmt: skip
-    if structure.window is not None or structure.documents_BN is not None:
+    if structure.window is not None or structure.documents_BN is not None or structure.bounds_Z is not None:
         return _joined(site, q_BAND, k_BAMD, v_BAMD, structure, axes, q_sizes, record)
     if structure.causal:
         _check_order(site, axes)
@@ -187,7 +185,11 @@ def _joined(
         if not q_BAND.numel():
             return of_nothing(q_BAND, k_BAND, v_BAND)
         joined = replace(structure, key_mask_BN=mask_BN, documents_BN=documents)
-        return structured_attention(q_BAND, k_BAND, v_BAND, joined, place_N)
+        if structure.bounds_Z is None:
+            return structured_attention(q_BAND, k_BAND, v_BAND, joined, place_N)
+        order_N = place_N.argsort()  # bounds are of tokens in their order
+        q, k, v = (x.index_select(2, order_N) for x in (q_BAND, k_BAND, v_BAND))
+        return structured_attention(q, k, v, joined).index_select(2, place_N)
 
     mask = structure.key_mask_BN
     return with_heads_exchanged(
@@ -200,7 +202,7 @@ def _check_plain(structure: Structure, q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: T
     kinds = {
         "causal mask": structure.causal,
         "window": structure.window is not None,
-        "documents": structure.documents_BN is not None,
+        "documents": structure.documents_BN is not None or structure.bounds_Z is not None,
         "grouped keys": q_BAND.shape[-3] != k_BAMD.shape[-3],
         "values of another width than keys": k_BAMD.shape[-1] != v_BAMD.shape[-1],
     }
