@@ -15,6 +15,7 @@ from mmspeed.version import __version__
 
 from .kernels import dense_checks
 from .noise import noise_checks
+from .operators import operator_checks
 from .rates import rate_checks
 from .rows import Check, Outcome, QualifyResult, error_text, run_checks
 from .sparse_kernels import sparse_checks
@@ -25,7 +26,7 @@ CheckMaker = Callable[[Device, bool], Iterator[Check]]
 # What decides whether training is right comes first, what takes longest last.
 PARTS: dict[str, tuple[CheckMaker, ...]] = {
     "noise": (noise_checks,),
-    "kernels": (dense_checks, sparse_checks),
+    "kernels": (dense_checks, sparse_checks, operator_checks),
     "rates": (rate_checks,),
     "swap": (swapping_checks,),
     "steps": (step_checks,),
