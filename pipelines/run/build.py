@@ -161,7 +161,7 @@ def assemble(
     A model on the meta device gets the weights of its files, of which each process reads its own parts, or those of the config's seed,
     drawn by a version of the `generator`; another keeps its weights. `drawn("role.name", value)` is called with each value that is
     drawn, whole. `stand_ins`: files are not read, and small arbitrary numbers take the place of their weights. `resumed`: a checkpoint
-    will fill the weights that train; in models that learn, files are read for the others alone, and nothing is drawn where all train.
+    will fill the weights that train; in models that learn, files are read for the others alone.
     Models that no update trains are frozen. `choice`: the activation policies of each block under a memory budget. Raises UserError for
     a model that lacks part of `TrainableModel`, as `learning_roles`, and for a budget with several roles that learn.
     """
@@ -186,11 +186,9 @@ def assemble(
     for role in sorted(empty):
         put = part_setter(models[role], optimizers[role]) if role in optimizers else set_part
         model, source = bare[role], source_of(bare[role])
-        kept = resumed and role in optimizers
         if source is not None:
+            kept = resumed and role in optimizers
             stand_in_weights(model, put) if stand_ins else read_weights(model, source, put, frozen_alone=kept)
-            continue
-        if kept and all(parameter.requires_grad for parameter in model.parameters()):
             continue
         assert isinstance(model, InitializesWeights)  # `_placed` has seen to it
         whole, seed = partial(_put_whole, put), Seed(config.seed, generator)

@@ -1,11 +1,9 @@
-"""A run that goes on reads its weights from the checkpoint alone: the files of its base are not read again, and nothing is drawn."""
+"""A run that goes on reads its weights from the checkpoint alone: the files of its base are not read again."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,10 +13,9 @@ from mmspeed.cli.init import write_config
 from mmspeed.config import load_config
 from mmspeed.initialize import materialize, read_weights
 from mmspeed.models.diffusers.loading import RepositoryWeights
-from mmspeed.models.sora.model import SoraDiT
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.protocols import Part
-from tests.support.runs import losses, small_config
+from tests.support.runs import losses
 from tests.support.tiny_repositories import save_wan
 from tests.unit.pipelines.test_fine_tuning import SMALL
 
@@ -56,28 +53,6 @@ def test_the_files_of_a_base_are_read_once(tmp_path: Path, monkeypatch: pytest.M
     assert run("name=parts", "train.ema_decay=0.9") == 0
     one, other = (losses(load_config(tmp_path / "own.yaml", (*SMALL, f"name={name}"))) for name in ("whole", "parts"))
     assert one == other and len(one) == 3
-
-
-def test_nothing_is_drawn_for_a_model_whose_checkpoint_holds_all(
-    small_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_is_nan: None
-) -> None:
-    drawn: list[str] = []
-    own = SoraDiT.initial_weights
-
-    def counted(self: SoraDiT, seed: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        for parameter, value in own(self, seed):
-            drawn.append("one")
-            yield parameter, value
-
-    monkeypatch.setattr(SoraDiT, "initial_weights", counted)
-    home = Path(shutil.copytree(small_cache, tmp_path / "home"))
-    TrainPipeline(small_config(home, "name=whole", "train.steps=3")).run()
-    TrainPipeline(small_config(home, "name=parts", "train.steps=2")).run()
-    assert len(drawn) > 20
-    drawn.clear()
-    TrainPipeline(small_config(home, "name=parts", "train.steps=3")).run()
-    assert not drawn
-    assert losses(small_config(home, "name=parts")) == losses(small_config(home, "name=whole"))
 
 
 class Files:
