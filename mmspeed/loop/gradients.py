@@ -63,9 +63,8 @@ def clip_gradients(
         clip = (clip_norm / (norm + CLIP_EPS)).clamp(max=1.0)
         factor = clip if factor is None else factor * clip
     if factor is not None:
-        for kind in (
-            kinds
-        ):  # parts of this process: of a list of sharded tensors torch derives each layout, for a second or more
+        # parts of this process: of a list of sharded tensors torch derives each layout, for a second or more
+        for kind in kinds:
             parts = [local(p.grad) for p in kind if p.grad is not None]
             multiply_each_(parts, factor.to(parts[0].device))
     return norm

@@ -274,14 +274,18 @@ def _opened(folder: Path, role: str | None) -> tuple[dict[str, Any], dict[str, A
     meta, index = open_checkpoint(folder)
     if role is None:
         return meta, index
-    if not learned(folder, role):
+    if not _learned(meta, role):
         raise UserError(f"checkpoint {folder} holds no state of the role {role}: begin a new run")
     return {key: value for key, value in meta.items() if key not in (FROZEN, STATE)} | meta[ROLES][role], index
 
 
 def learned(folder: Path, role: str) -> bool:
     """True where a checkpoint holds the state of a further role that learned."""
-    return EMA_UPDATES in open_checkpoint(folder)[0].get(ROLES, {}).get(role, {})
+    return _learned(open_checkpoint(folder)[0], role)
+
+
+def _learned(meta: dict[str, Any], role: str) -> bool:
+    return EMA_UPDATES in meta.get(ROLES, {}).get(role, {})
 
 
 def load(
