@@ -291,9 +291,15 @@ def outputs_of(config: Config) -> int:
     return int(config["out_channels"] or config["in_channels"])
 
 
-def check_sizes(name: str, config: Config, channels: int, text_width: int, text_key: str) -> None:
-    """Raises UserError where latents or captions have other sizes than the model's."""
-    inputs, outputs = config["in_channels"], outputs_of(config)
+def check_sizes(
+    name: str, config: Config, channels: int, text_width: int, text_key: str, takes_frames: bool = False
+) -> None:
+    """Raises UserError where latents or captions have other sizes than the model's.
+
+    takes_frames: True where the channels that are not returned hold given frames.
+    """
+    outputs = outputs_of(config)
+    inputs = outputs if takes_frames else config["in_channels"]
     if inputs != channels or outputs != channels:
         raise UserError(
             f"{name} takes {inputs} channels and returns {outputs}, the latents here have {channels}: name the model's own codec under "
@@ -349,7 +355,7 @@ def packed(x_BCThw: Tensor, patch: tuple[int, int, int]) -> Tensor:
     return parts.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)
 
 
-def unpacked(tokens_BNP: Tensor, patch: tuple[int, int, int], like_BCThw: Tensor) -> Tensor:
+def unpacked(tokens_BNP: Tensor, like_BCThw: Tensor, patch: tuple[int, int, int]) -> Tensor:
     """The latent of these tokens, of a known shape."""
     (t, h, w), (p_t, p_h, p_w) = token_grid(tuple(like_BCThw.shape[2:]), patch), patch
     parts = tokens_BNP.unflatten(2, (-1, p_t, p_h, p_w)).unflatten(1, (t, h, w))

@@ -57,8 +57,7 @@ class CogVideoXCall(FamilyCall):
 
     def check(self, config: Config, channels: int, text_width: int) -> None:
         """Raises UserError for sizes that differ."""
-        inputs = outputs_of(config) if takes_channels(config) else config["in_channels"]
-        check_sizes(NAME, {**config, "in_channels": inputs}, channels, text_width, "text_embed_dim")
+        check_sizes(NAME, config, channels, text_width, "text_embed_dim", takes_channels(config))
 
     def anchors(self, config: Config) -> AnchorRule:
         """The first frame as channels, always, of a model from images; a draw from the codec's posterior, as in the pipeline."""

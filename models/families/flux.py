@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ class FluxCall(FamilyCall):
         return arguments
 
     def prediction(self, config: Config, output: Any, x_BCThw: Tensor) -> Tensor:
-        return unpacked(first_output(output), PATCH, x_BCThw)
+        return unpacked(first_output(output), x_BCThw, PATCH)
 
     def tokens(self, config: Config, latent: Latent) -> int:
         """Tokens of the image; captions attend together with them. Raises ValueError for a video too."""
@@ -122,15 +123,9 @@ TEXT = TextRecipe(
 )
 
 
-def _packed(x_BCThw: Tensor) -> Tensor:
-    return packed(x_BCThw, PATCH)
-
-
-def _unpacked(tokens_BNP: Tensor, like_BCThw: Tensor) -> Tensor:
-    return unpacked(tokens_BNP, PATCH, like_BCThw)
-
-
-SAMPLING = Sampling(steps=28, guidance=3.5, sigmas=even_sigmas, pack=_packed, unpack=_unpacked)
+SAMPLING = Sampling(
+    steps=28, guidance=3.5, sigmas=even_sigmas, pack=partial(packed, patch=PATCH), unpack=partial(unpacked, patch=PATCH)
+)
 PUBLISHED = {
     "flux.1-dev": Published("black-forest-labs/FLUX.1-dev", 1, 1024, 1024, 1.0, (1, 16)),
 }

@@ -61,8 +61,7 @@ class HunyuanVideoCall(FamilyCall):
 
     def check(self, config: Config, channels: int, text_width: int) -> None:
         """Raises UserError for sizes that differ."""
-        inputs = outputs_of(config) if takes_channels(config) else config["in_channels"]
-        check_sizes(NAME, {**config, "in_channels": inputs}, channels, text_width, "text_embed_dim")
+        check_sizes(NAME, config, channels, text_width, "text_embed_dim", takes_channels(config))
 
     def anchors(self, config: Config) -> AnchorRule:
         """The first frame, always, of a model from images: as channels, or in its place."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -76,7 +77,7 @@ class LtxCall(FamilyCall):
         }
 
     def prediction(self, config: Config, output: Any, x_BCThw: Tensor) -> Tensor:
-        return unpacked(first_output(output), self.patch(config), x_BCThw)
+        return unpacked(first_output(output), x_BCThw, self.patch(config))
 
     def flops(self, config: Config, latent: Latent, text_tokens: int) -> int:
         n, l, e = self.tokens(config, latent), text_tokens, width_of(config)  # noqa: E741
@@ -110,15 +111,9 @@ TEXT = TextRecipe((EncoderRecipe(128, padded=True),))
 PATCH: Latent = (1, 1, 1)  # of the pipeline
 
 
-def _packed(x_BCThw: Tensor) -> Tensor:
-    return packed(x_BCThw, PATCH)
-
-
-def _unpacked(tokens_BNP: Tensor, like_BCThw: Tensor) -> Tensor:
-    return unpacked(tokens_BNP, PATCH, like_BCThw)
-
-
-SAMPLING = Sampling(steps=50, guidance=3.0, sigmas=even_sigmas, pack=_packed, unpack=_unpacked)
+SAMPLING = Sampling(
+    steps=50, guidance=3.0, sigmas=even_sigmas, pack=partial(packed, patch=PATCH), unpack=partial(unpacked, patch=PATCH)
+)
 PUBLISHED = {
     "ltx-2b": Published("Lightricks/LTX-Video", 161, 512, 704, 25.0, (8, 32)),
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -69,7 +70,7 @@ class QwenImageCall(FamilyCall):
         }
 
     def prediction(self, config: Config, output: Any, x_BCThw: Tensor) -> Tensor:
-        return unpacked(first_output(output), self.patch(config), x_BCThw)
+        return unpacked(first_output(output), x_BCThw, self.patch(config))
 
     def tokens(self, config: Config, latent: Latent) -> int:
         """Tokens of the image; captions attend together with them. Raises ValueError for a video too."""
@@ -103,15 +104,14 @@ def _qwen_image(config: Config, sizes: SmallSizes, width: int) -> dict[str, Any]
 LAST_TEXT = ("attn.add_q_proj.*", "attn.norm_added_q.*", "attn.to_add_out.*", "txt_mlp.*")
 
 
-def _packed(x_BCThw: Tensor) -> Tensor:
-    return packed(x_BCThw, PATCH)
-
-
-def _unpacked(tokens_BNP: Tensor, like_BCThw: Tensor) -> Tensor:
-    return unpacked(tokens_BNP, PATCH, like_BCThw)
-
-
-SAMPLING = Sampling(steps=50, guidance=4.0, sigmas=even_sigmas, pack=_packed, unpack=_unpacked, renormed=True)
+SAMPLING = Sampling(
+    steps=50,
+    guidance=4.0,
+    sigmas=even_sigmas,
+    pack=partial(packed, patch=PATCH),
+    unpack=partial(unpacked, patch=PATCH),
+    renormed=True,
+)
 
 
 def template() -> dict[str, Any]:

@@ -60,8 +60,7 @@ class WanCall(FamilyCall):
 
     def check(self, config: Config, channels: int, text_width: int) -> None:
         """Raises UserError for sizes that differ, and for an image encoder's embeddings without channels of given frames."""
-        inputs = outputs_of(config) if takes_channels(config) else config["in_channels"]
-        check_sizes("WanTransformer3DModel", {**config, "in_channels": inputs}, channels, text_width, "text_dim")
+        check_sizes("WanTransformer3DModel", config, channels, text_width, "text_dim", takes_channels(config))
         if config["image_dim"] is not None and not takes_channels(config):
             raise UserError(
                 "WanTransformer3DModel: image_dim is set, but its input channels do not hold given frames: no known model of Wan is so"

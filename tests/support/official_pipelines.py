@@ -79,7 +79,7 @@ def official_latents(
     (result,) = pipeline(PROMPT, latents=latents.clone(), **arguments)
     if name.startswith("cogvideox"):
         return result.transpose(1, 2)
-    return result if patch is None else unpacked(result, patch, noise)
+    return result if patch is None else unpacked(result, noise, patch)
 
 
 def guided_arguments(pipeline: Any, name: str, guidance: float) -> dict[str, Any]:

@@ -170,4 +170,4 @@ def official(
     result: Tensor = pipeline(**arguments)[0]
     if name.startswith("cogvideox"):
         return result.transpose(1, 2)
-    return unpacked(result, (1, 1, 1), noise) if name == "ltx" else result
+    return unpacked(result, noise, (1, 1, 1)) if name == "ltx" else result
