@@ -11,16 +11,14 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tests.support.covers import pairwise
-from tests.support.foreign_training import Combination, take_step, take_steps
+from tests.support.foreign_training import Combination, differences, take_step, take_steps
 from tests.support.published import PUBLISHED, STILLS, prepare, published_config, write_cache
 from tests.support.spawn import run_ranks
 
-TOLERANCE = 1e-5
 MOST = 10  # combinations of one spawn
 JOINT = ("cogvideox", "hunyuan", "hunyuan15", "mochi")
 LAYOUTS = {
@@ -121,30 +119,20 @@ def proofs(combination: Combination, counters: dict[str, Any]) -> dict[str, bool
     return found
 
 
+def floor(key: str) -> float:
+    """The share of the largest gradient below which a gradient is not looked at.
+
+    A bias of all keys moves all scores alike, which softmax forgets: its gradient is rounding.
+    """
+    return 1e-2 if "k_proj.bias" in key or "to_k.bias" in key else 1e-3
+
+
 def hold(folder: Path, combination: Combination, ranks: list[Any]) -> list[str]:
     """What is wrong with a combination."""
     family, sparse = combination["family"], combination["sparse"]
     truth = alone(str(folder), family, sparse)
     wrong = [f"{what} is not proven: {ranks[0][3]}" for what, ok in proofs(combination, ranks[0][3]).items() if not ok]
-    loss = sum(rank[0] for rank in ranks)
-    if abs(loss - truth.loss) > TOLERANCE * truth.loss:
-        wrong.append(f"loss {loss}, of one process {truth.loss}")
-    largest = max(np.abs(value).max() for value in truth.gradients.values())
-    for number, (_, gradients, norm, _) in enumerate(ranks):
-        if abs(norm - truth.norm) > TOLERANCE * truth.norm:
-            wrong.append(f"rank {number}: norm {norm}, of one process {truth.norm}")
-        assert gradients.keys() == truth.gradients.keys()
-        errors = {key: np.abs(gradients[key] - value).max() for key, value in truth.gradients.items()}
-        # a bias of all keys moves all scores alike, which softmax forgets: its gradient is rounding
-        floors = {key: (1e-2 if "k_proj.bias" in key or "to_k.bias" in key else 1e-3) * largest for key in errors}
-        shares = {key: errors[key] / max(np.abs(value).max(), floors[key]) for key, value in truth.gradients.items()}
-        far = sorted(((share, key) for key, share in shares.items() if share > TOLERANCE), reverse=True)
-        if far:  # is it rounding? Then float64 is as near to the ranks as to the one process
-            exact = alone(str(folder), family, sparse, torch.float64).gradients
-            rounding = {key: np.abs(truth.gradients[key] - exact[key]).max() for _, key in far}
-            far = [(share, key) for share, key in far if np.abs(gradients[key] - exact[key]).max() > 2 * rounding[key]]
-        if far:
-            wrong.append(f"rank {number}: {len(far)} of {len(errors)} gradients are wrong: {far[:3]}")
+    wrong += differences(truth, ranks, floor, partial(alone, str(folder), family, sparse, torch.float64))
     return [f"{combination}: {what}" for what in wrong]
 
 

@@ -12,16 +12,14 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tests.support.covers import pairwise
-from tests.support.foreign_training import DATA, LONG, ODD, OVERRIDES, Combination, take_step, take_steps
+from tests.support.foreign_training import DATA, LONG, ODD, OVERRIDES, Combination, differences, take_step, take_steps
 from tests.support.published import prepare, published_config, write_cache
 from tests.support.spawn import run_ranks
 
-TOLERANCE = 1e-5
 MOST = 6  # combinations of one spawn
 REST: dict[str, list[str]] = {
     "sparse": ["no", "all kept", "half"],
@@ -161,26 +159,9 @@ def hold(folder: Path, name: str, world: int, combination: Combination, ranks: l
     wrong = [
         f"{what} is not proven: {ranks[0][3]}" for what, ok in proofs(combination, world, ranks[0][3]).items() if not ok
     ]
-    loss = sum(rank[0] for rank in ranks)
-    if abs(loss - truth.loss) > TOLERANCE * truth.loss:
-        wrong.append(f"loss {loss}, of one process {truth.loss}")
-    largest = max(np.abs(value).max() for value in truth.gradients.values())
-    for number, (_, gradients, norm, _) in enumerate(ranks):
-        if abs(norm - truth.norm) > TOLERANCE * truth.norm:
-            wrong.append(f"rank {number}: norm {norm}, of one process {truth.norm}")
-        assert gradients.keys() == truth.gradients.keys()
-        errors = {
-            key: np.abs(gradients[key] - value).max()
-            / max(np.abs(value).max(), floor(key, combination["text"]) * largest)
-            for key, value in truth.gradients.items()
-        }
-        far = sorted(((error, key) for key, error in errors.items() if error > TOLERANCE), reverse=True)
-        if far:  # is it rounding? Then float64 is as near to the ranks as to the one process
-            exact = alone(str(folder), name, combination["shape"], combination["text"], sparse, torch.float64).gradients
-            rounding = {key: np.abs(truth.gradients[key] - exact[key]).max() for _, key in far}
-            far = [(error, key) for error, key in far if np.abs(gradients[key] - exact[key]).max() > 2 * rounding[key]]
-        if far:
-            wrong.append(f"rank {number}: {len(far)} of {len(errors)} gradients are wrong: {far[:3]}")
+    data = combination["shape"], combination["text"], sparse
+    exact = partial(alone, str(folder), name, *data, torch.float64)
+    wrong += differences(truth, ranks, lambda key: floor(key, combination["text"]), exact)
     return [f"{combination}: {what}" for what in wrong]
 
 

@@ -105,6 +105,9 @@ CALLS: Mapping[str, ModelCall] = {
 }
 
 
+TOLERANCE = 1e-5  # of a gradient's largest entry
+
+
 @dataclass
 class Step:
     """What a step gave on one process of it: its share of the loss, whole gradients, their norm, and counters."""
@@ -286,3 +289,36 @@ def take_steps(
             raise AssertionError(f"{combination}: {error}") from error
         found.append((step.loss, step.gradients, step.norm, step.counters))
     return found
+
+
+def differences(
+    truth: Step, ranks: Sequence[Any], floor: Callable[[str], float], exact: Callable[[], Step]
+) -> list[str]:
+    """The differences of ranks, as of `take_steps`, from the step of one process: loss, norms and gradients beyond `TOLERANCE`.
+
+    floor: of a gradient, the share of the largest entry of all below which its own is not looked at. exact: makes the step of one process
+    in float64; a gradient further off than the tolerance is rounding where that is as near to the ranks as to the one process.
+    """
+    wrong = []
+    loss = sum(rank[0] for rank in ranks)
+    if abs(loss - truth.loss) > TOLERANCE * truth.loss:
+        wrong.append(f"loss {loss}, of one process {truth.loss}")
+    largest = max(np.abs(value).max() for value in truth.gradients.values())
+    for number, (_, gradients, norm, _) in enumerate(ranks):
+        if abs(norm - truth.norm) > TOLERANCE * truth.norm:
+            wrong.append(f"rank {number}: norm {norm}, of one process {truth.norm}")
+        assert gradients.keys() == truth.gradients.keys()
+        errors = {
+            key: np.abs(gradients[key] - value).max() / max(np.abs(value).max(), floor(key) * largest)
+            for key, value in truth.gradients.items()
+        }
+        far = sorted(((error, key) for key, error in errors.items() if error > TOLERANCE), reverse=True)
+        if far:
+            precise = exact().gradients
+            rounding = {key: np.abs(truth.gradients[key] - precise[key]).max() for _, key in far}
+            far = [
+                (error, key) for error, key in far if np.abs(gradients[key] - precise[key]).max() > 2 * rounding[key]
+            ]
+        if far:
+            wrong.append(f"rank {number}: {len(far)} of {len(errors)} gradients are wrong: {far[:3]}")
+    return wrong
