@@ -96,6 +96,17 @@ class Repository:
         name = self.index.get("_class_name")
         return str(name) if name is not None else None
 
+    def pipeline_class(self, name: str | None) -> Any:
+        """The pipeline of a name in diffusers. Raises UserError where there is none."""
+        import diffusers
+
+        kind = getattr(diffusers, name or "", None)
+        if kind is None:
+            raise UserError(
+                f"{self.key}: diffusers {diffusers.__version__} has no pipeline {name or 'of this repository'}"
+            )
+        return kind
+
     def has(self, component: str) -> bool:
         """True where there is a folder of that component, with its settings."""
         return any((self.folder / component / name).is_file() for name in CONFIGS)

@@ -29,7 +29,7 @@ from mmspeed.models.families.complete import completed
 from mmspeed.models.stored import check_tensors, shapes_of
 from mmspeed.models.weights import resolve
 from mmspeed.models.writing import TensorEntry, write_tensors
-from mmspeed.pipelines.inference.text_to_video import find_checkpoint
+from mmspeed.pipelines.inference.text_to_video import find_checkpoint, weights_there
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.protocols import stays_float32
 
@@ -82,11 +82,9 @@ def export_run(
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out: {out} exists already; name a new folder")
-    if weights == "ema" and folder.config().train.ema_decay is None:
-        weights = "model"  # a run without a moving average has nothing else
+    weights = weights_there(folder.config(), weights)
     repository, place = repository_of(section), find_checkpoint(folder, checkpoint)
-    components = _components(place, repository)
-    folder.check_base({role or "model": repository.of(component).fingerprint for role, component in components})
+    components = _components(folder, place, repository)
     work = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(work, ignore_errors=True)
     try:
@@ -109,11 +107,16 @@ def export_run(
     return ExportedRepository(out, place.name, weights, tensors, nbytes, names, further)
 
 
-def _components(place: Path, repository: Repository) -> list[tuple[str | None, str]]:
-    """(role in the checkpoint, component) of each transformer that the run trains; None: the first role."""
+def _components(folder: RunFolder, place: Path, repository: Repository) -> list[tuple[str | None, str]]:
+    """(role in the checkpoint, component) of each transformer that the run trains; None: the first role.
+
+    Raises UserError where the files of one are not those that the run began with.
+    """
     roles = open_checkpoint(place)[0].get(ROLES, {})
     learned = [role for role, facts in roles.items() if EMA_UPDATES in facts and repository.has(role)]
-    return [(None, repository.transformer), *((role, role) for role in learned)]
+    components = [(None, repository.transformer), *((role, role) for role in learned)]
+    folder.check_base({role or "model": repository.of(component).fingerprint for role, component in components})
+    return components
 
 
 def _write_component(
@@ -134,13 +137,16 @@ def _write_component(
     return len(entries), total
 
 
-def trained_models(place: Path, repository: Repository, weights: str, dtype: torch.dtype) -> dict[str, nn.Module]:
+def trained_models(
+    folder: RunFolder, place: Path, repository: Repository, weights: str, dtype: torch.dtype
+) -> dict[str, nn.Module]:
     """The transformers that a run trains, whole in memory and in eval mode, by component: what an export of them would load as.
 
-    place: the checkpoint. dtype: number type of the weights; what the class keeps in float32 stays so. Raises UserError as an export.
+    folder, place: the run and its checkpoint. dtype: number type of the weights; what the class keeps in float32 stays so.
+    Raises UserError as an export.
     """
     models = {}
-    for role, component in _components(place, repository):
+    for role, component in _components(folder, place, repository):
         own = repository.of(component)
         model = bare(own)
         entries, value_of = _weights(place, role, own, model, weights, dtype)

@@ -22,6 +22,7 @@ from PIL import Image, ImageDraw, ImageFont
 from mmspeed.data.cache.files import private_file
 from mmspeed.errors import UserError
 
+RATE = 24.0  # frames per second, where nothing names any
 X264_OPTIONS = {"crf": "18", "preset": "medium"}  # visually close to lossless
 SMPTE170M = 6  # the code of BT.601 for primaries, transfer and matrix in a video stream
 MAX_CELL_WIDTH = 256  # pixels of a frame on a contact sheet

@@ -34,14 +34,19 @@ from mmspeed.pipelines.diffusion.samplers import OnStep
 from mmspeed.pipelines.diffusion.schedulers import generators
 from mmspeed.pipelines.inference.anchor_media import image_file
 from mmspeed.pipelines.inference.export import OTHER_FILES, trained_models
-from mmspeed.pipelines.inference.media import Video
+from mmspeed.pipelines.inference.media import RATE, Video
 from mmspeed.pipelines.inference.prompts import VideoRequest, noise_names
-from mmspeed.pipelines.inference.text_to_video import SamplerChoice, clean_prompt, find_checkpoint
+from mmspeed.pipelines.inference.text_to_video import (
+    SamplerChoice,
+    clean_prompt,
+    find_checkpoint,
+    usual_size,
+    weights_there,
+)
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.rng import Seed
 
 OPTION = "--official"
-RATE = 24.0  # frames per second, where neither config nor pipeline names any
 OWN_SAMPLERS = (None, "auto", "family")  # the repository's own scheduler
 NUMBERS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 NO_GUIDANCE = 1.0  # of a pipeline: one prediction alone
@@ -101,15 +106,10 @@ class OfficialSampler:
         folder = RunFolder.open(place)
         config = completed(folder.config())
         repository = repository_of(published_section(config, place))
-        if weights == "ema" and config.train.ema_decay is None:
-            weights = "model"  # a run without a moving average has nothing else
-        folder.check_base({"model": repository.fingerprint})
-        dtype = parse_dtype(config.device.dtype)
-        models = trained_models(find_checkpoint(folder, checkpoint), repository, weights, dtype)
+        dtype, path = parse_dtype(config.device.dtype), find_checkpoint(folder, checkpoint)
+        models = trained_models(folder, path, repository, weights_there(config, weights), dtype)
         pipeline = load_pipeline(repository, models, dtype, chosen)
-        size, first = config.sample, next((each for each in config.buckets if not each.is_image), config.buckets[0])
-        bucket = Bucket(size.frames or first.frames, size.height or first.height, size.width or first.width)
-        defaults = Defaults(config.sample, bucket, config.data.fps or RATE)  # as mmspeed sample
+        defaults = Defaults(config.sample, usual_size(config), config.data.fps or RATE)  # as mmspeed sample
         return cls(pipeline, repository, defaults, chosen, folder.generator())
 
     # -- requests -------------------------------------------------------------------------------------------------------
@@ -278,12 +278,7 @@ def load_pipeline(repository: Repository, models: Mapping[str, nn.Module], dtype
 
     Raises UserError where diffusers has no such pipeline, and where files are missing or do not load.
     """
-    import diffusers
-
-    kind = getattr(diffusers, str(repository.pipeline), None)
-    if kind is None:
-        name = repository.pipeline or "of this repository"
-        raise UserError(f"{repository.key}: diffusers {diffusers.__version__} has no pipeline {name}")
+    kind = repository.pipeline_class(repository.pipeline)
     names = [name for name in repository.components if name not in models]
     root = resolve(repository.pretrained, names, repository.revision, OTHER_FILES, repository.key)
     try:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mmspeed import rng
 from mmspeed.compute.sparse.module import clustered_layers
-from mmspeed.config import Bucket, Config
+from mmspeed.config import Bucket, Config, RunConfig
 from mmspeed.config.schema import PublishedModelConfig, TextConfig
 from mmspeed.data.cache.files import private_file
 from mmspeed.device import Device, pick
@@ -38,7 +38,7 @@ from mmspeed.pipelines.diffusion.predictor import make_predictor
 from mmspeed.pipelines.diffusion.schedulers import family_sampler
 from mmspeed.pipelines.inference.anchor_media import Anchors, anchors_of, check_request, pictures_of
 from mmspeed.pipelines.inference.generate import SampleSettings, sample_together
-from mmspeed.pipelines.inference.media import Video, from_model_range
+from mmspeed.pipelines.inference.media import RATE, Video, from_model_range
 from mmspeed.pipelines.inference.prompts import VideoRequest, noise_names
 from mmspeed.pipelines.inference.run_models import load_model, load_other
 from mmspeed.pipelines.run.run_folder import RunFolder, sync_file
@@ -97,17 +97,19 @@ def video_shape(
 
     Raises UserError when the codec or the model cannot make that size.
     """
-    first = next((b for b in config.buckets if not b.is_image), config.buckets[0])
-    bucket = Bucket(
-        frames or config.sample.frames or first.frames,
-        height or config.sample.height or first.height,
-        width or config.sample.width or first.width,
-    )
+    own = usual_size(config)
+    bucket = Bucket(frames or own.frames, height or own.height, width or own.width)
     try:
         model.tokens(strides.latent(bucket))
     except ValueError as error:
         raise UserError(f"a video of {bucket} (frames x height x width) cannot be made: {error}") from None
     return bucket
+
+
+def usual_size(config: Config) -> Bucket:
+    """The size of videos for which nothing else is asked: that of `sample` in the config, completed from its first video bucket."""
+    size, first = config.sample, next((each for each in config.buckets if not each.is_image), config.buckets[0])
+    return Bucket(size.frames or first.frames, size.height or first.height, size.width or first.width)
 
 
 def sampler_settings(
@@ -153,6 +155,11 @@ def find_checkpoint(folder: RunFolder, which: str | int) -> Path:
     if not str(which).isdigit() or int(which) not in steps:
         raise UserError(f"{folder.root} has no checkpoint {which!r}: there are latest, best and the steps {steps}")
     return folder.checkpoints / step_name(int(which))
+
+
+def weights_there(config: RunConfig, weights: Literal["ema", "model"]) -> Literal["ema", "model"]:
+    """The wanted weights of a run; the model's own of one without a moving average, which has nothing else."""
+    return "model" if config.train.ema_decay is None else weights
 
 
 @dataclass(frozen=True)
@@ -213,8 +220,7 @@ class TextToVideo:
         config = completed(config, opened)
         if weights not in ("ema", "model"):
             raise UserError(f"weights are 'ema' or 'model', not {weights!r}")
-        if weights == "ema" and config.train.ema_decay is None:
-            weights = "model"  # a run without a moving average has nothing else
+        weights = weights_there(config, weights)
         chosen = pick(device)
         chosen.activate()
         path = find_checkpoint(folder, checkpoint)
@@ -330,7 +336,7 @@ class TextToVideo:
                     self.device,
                     tell,
                     self.predictor,
-                    config.data.fps or 24.0,
+                    config.data.fps or RATE,
                     self.codec.strides,
                     other=self.other,
                     anchors=self._anchors([(requests[index], images.get(index)) for index in group], size),
@@ -344,7 +350,7 @@ class TextToVideo:
                 continue
             mine, done = mine[count:], done + settings.steps * count
             cut = self.predictor.anchors.cut
-            videos = decode_videos(self.codec, latents_PCThw, config.data.fps or 24.0, cut)
+            videos = decode_videos(self.codec, latents_PCThw, config.data.fps or RATE, cut)
             for index, video in zip(group, videos, strict=True):
                 yield requests[index], video
 

@@ -46,6 +46,8 @@ from mmspeed.models.families import family_of
 from mmspeed.models.image_encoder import image_embeddings, load_image_encoder
 from mmspeed.models.text.encoders import load_text_encoder
 from mmspeed.models.weights import quiet
+from mmspeed.pipelines.inference.anchor_media import in_model_range
+from mmspeed.pipelines.inference.media import RATE
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.protocols import Batch, RunPlace
 from mmspeed.rng import Seed
@@ -54,11 +56,9 @@ from mmspeed.shapes import Bucket, as_bucket
 # of different lengths; words in quotation marks are drawn as glyphs by some models
 PROMPTS = ("a red fox runs over fresh snow in the morning sun", 'a sign that says "rain"')
 QUANTILE = 0.37  # of the time, the same for all: a pipeline has one time
-ENCODED = (
-    1e-6  # the largest difference of captions, of their largest number: encoders sum in another order in another batch
-)
+# the largest difference of captions, of their largest number: encoders sum in another order in another batch
+ENCODED = 1e-6
 OFFICIAL_MODES: tuple[Mode, ...] = ("none", "first", "first_last")  # those that some official pipeline has
-RATE = 24.0  # frames per second, where the config names none
 Arguments = Mapping[str, Any]
 # arguments that change nothing in training, and those that stand for an absent one
 SILENT = ("return_dict", "attention_kwargs", "joint_attention_kwargs")
@@ -284,7 +284,7 @@ def encoded_frames(
     for latent_CThw, (first, last) in zip(latents, itertools.cycle(images), strict=False):
         video_1CFHW = torch.zeros(1, 3, bucket.frames, bucket.height, bucket.width)
         for place, picture in ((0, first), (-1, last)):
-            video_1CFHW[0, :, place] = torch.from_numpy(np.array(picture)).permute(2, 0, 1).float() / 127.5 - 1
+            video_1CFHW[:, :, place] = in_model_range(np.array(picture)[None])[:, :, 0]
         names = [name for name in rule.stored([mode]) if not name.endswith("_logvar")]
         stored = {name: each[0] for name, each in frame_latents(video_1CFHW, names, codec.encode).items()}
         if rule.embedding is not None and encoder is None:
@@ -293,9 +293,8 @@ def encoded_frames(
         if encoder is not None:
             clip_FHW3 = np.stack([np.array(first), np.array(last)])
             stored |= {name: each[0] for name, each in image_embeddings(encoder, names, [clip_FHW3]).items()}
-        if (
-            rule.how == "replace" and not names
-        ):  # a causal codec: the first latent frame is that of the first frame alone
+        # a causal codec: the first latent frame is that of the first frame alone
+        if rule.how == "replace" and not names:
             stored |= {name: each[0] for name, each in frame_latents(video_1CFHW, ["first"], codec.encode).items()}
         only = ConditioningConfig.model_validate({mode: 1.0})
         frames.append(give_frames(latent_CThw, stored, only, rule, task.inputs.strides, 0, ("check", 0, 0), "check"))
@@ -343,13 +342,7 @@ def recorded(model: nn.Module, run: Callable[[], object]) -> Arguments:
 
 def official_pipeline(repository: Repository, model: nn.Module, name: str) -> Any:
     """The pipeline of a name around a repository's transformer, on the CPU. Raises UserError for a pipeline that diffusers lacks."""
-    import diffusers
-
-    kind = getattr(diffusers, name, None)
-    if kind is None:
-        raise UserError(
-            f"{repository.key}: diffusers {diffusers.__version__} has no pipeline {name or 'of this repository'}"
-        )
+    kind = repository.pipeline_class(name)
     own = repository.index.get(repository.transformer)
     places = [part for part, place in repository.index.items() if place == own]  # also a second expert
     with quiet():
@@ -429,9 +422,8 @@ def official_call(
     }
     _set_time(pipeline.scheduler, t)
     processor = getattr(pipeline, "video_processor", None)
-    if processor is not None and hasattr(
-        processor, "calculate_default_height_width"
-    ):  # a size that the pipeline would choose by the picture's
+    # a size that the pipeline would choose by the picture's
+    if processor is not None and hasattr(processor, "calculate_default_height_width"):
         processor.calculate_default_height_width = lambda *_, **__: (bucket.height, bucket.width)
     keys = {key: each for key, each in settings.items() if key in takes}
 
@@ -539,9 +531,8 @@ def _distance(one: Any, other: Any) -> float | None:
     if isinstance(one, Sequence) and isinstance(other, Sequence) and len(one) == len(other):
         each = [_distance(*pair) for pair in zip(one, other, strict=True)]
         return None if None in each else max((error for error in each if error is not None), default=0.0)
-    if isinstance(one, Tensor) and isinstance(
-        other, int | float
-    ):  # one for each sample, where the pipeline has one for all
+    # one for each sample, where the pipeline has one for all
+    if isinstance(one, Tensor) and isinstance(other, int | float):
         return float((one.double() - torch.tensor(other, dtype=one.dtype).double()).abs().max())
     if isinstance(one, int | float) and isinstance(other, int | float):
         return abs(one - other)

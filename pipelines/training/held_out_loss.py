@@ -24,7 +24,7 @@ from mmspeed.pipelines.diffusion.experts import EXPERTS, OtherExpert, TrainedExp
 from mmspeed.pipelines.diffusion.objective import Objective, make_objective, mean_error
 from mmspeed.pipelines.diffusion.predictor import Predictor, conditions_of
 from mmspeed.pipelines.inference.generate import generate_latents
-from mmspeed.pipelines.inference.media import contact_sheet, save_image
+from mmspeed.pipelines.inference.media import RATE, contact_sheet, save_image
 from mmspeed.pipelines.inference.text_to_video import decode_videos, sampler_settings, stored_prompts, video_shape
 from mmspeed.pipelines.run.run_folder import RunFolder, write_text
 from mmspeed.pipelines.tasks.base import shares
@@ -157,7 +157,7 @@ class VideoValidation:
             settings,
             place.device,
             predictor=self.predictor,
-            fps=config.data.fps or 24.0,
+            fps=config.data.fps or RATE,
             strides=codec.strides,
             other=None
             if self.experts is None
@@ -165,7 +165,7 @@ class VideoValidation:
         )
         if not place.leads:  # the first of the group has the same latents
             return
-        videos = decode_videos(codec, latents, config.data.fps or 24.0)
+        videos = decode_videos(codec, latents, config.data.fps or RATE)
         del codec
         place.device.empty_cache()
         folder = self.folder.samples / f"step-{step:08d}"

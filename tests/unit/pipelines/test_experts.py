@@ -20,6 +20,7 @@ from mmspeed.models.text.encoders import load_text_encoder
 from mmspeed.pipelines import TextToVideo, TrainPipeline
 from mmspeed.pipelines.inference.export import export_run
 from mmspeed.pipelines.inference.generate import SampleSettings, sample_together
+from mmspeed.pipelines.inference.official import OfficialSampler
 from mmspeed.pipelines.tasks import maker_of
 from mmspeed.pipelines.tasks.published_check import rebuild_published
 from mmspeed.pipelines.tasks.video import VideoTask
@@ -134,6 +135,21 @@ def test_both_are_exported_and_loaded_by_the_official_pipeline(home: Path) -> No
     for role, model in ((None, pipeline.transformer), (LOW, pipeline.transformer_2)):
         averages = of_role(state, "ema", role)
         assert all(torch.equal(value, averages[name]) for name, value in model.state_dict().items())
+
+
+def test_a_changed_base_of_the_second_expert_is_refused(home: Path) -> None:
+    (path,) = (home / "base" / LOW).glob("*.safetensors")
+    whole = path.read_bytes()
+    try:
+        path.write_bytes(whole[:-4] + bytes(4))
+        for use in (
+            lambda: export_run(home / "runs" / "whole", home / "changed"),
+            lambda: OfficialSampler.open(home / "runs" / "whole"),
+        ):
+            with pytest.raises(UserError, match=f"another base: the weights of the role {LOW}"):
+                use()
+    finally:
+        path.write_bytes(whole)
 
 
 def test_a_run_begins_with_both_experts_of_another(home: Path) -> None:
