@@ -59,9 +59,9 @@ def opened_of(section: AnySection) -> Repository | None:
     return repository_of(section) if isinstance(section, PublishedModelConfig) else None
 
 
-def family_of_section(section: PublishedModelConfig) -> Family:
+def family_of_section(section: PublishedModelConfig, opened: Repository | None = None) -> Family:
     """The family of a model, by its repository. Raises UserError for a class that no family has."""
-    return family_of(repository_of(section).class_name, KEY)
+    return family_of(repository_of(section, opened).class_name, KEY)
 
 
 def call_of(section: AnySection, opened: Repository | None = None) -> ModelCall | None:
@@ -103,22 +103,13 @@ def stored_conditions(config: Config) -> tuple[str, ...]:
     return call.anchors(repository.config(repository.transformer)).stored(config.conditioning.shares)
 
 
-def mode_of_images(section: PublishedModelConfig) -> str | None:
-    """The first mode of `conditioning` of a model that is always given frames; None for one that makes videos from text, too.
-
-    Raises UserError for a model that cannot be reached.
-    """
-    repository = repository_of(section)
+def mode_of_images(section: PublishedModelConfig, repository: Repository) -> str | None:
+    """The first mode of `conditioning` of a model that is always given frames; None for one that makes videos from text, too."""
     call = call_of(section, repository)
     if not isinstance(call, TakesConditions):
         return None
     modes = call.anchors(repository.config(repository.transformer)).modes
     return None if "none" in modes else modes[0]
-
-
-def has_experts(section: PublishedModelConfig) -> bool:
-    """True for the repository of a model with two experts. Raises UserError for one that cannot be reached."""
-    return repository_of(section).index.get("boundary_ratio") is not None
 
 
 def class_of(repository: Repository) -> Any:
@@ -152,6 +143,11 @@ def arguments_of(model: nn.Module) -> dict[str, Any]:
     if is_dataclass(config) and not isinstance(config, type):
         return {each.name: getattr(config, each.name) for each in fields(config)}
     return dict(config) if isinstance(config, Mapping) else {}
+
+
+def own_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments in a `config` of diffusers, without the records that it keeps beside them."""
+    return {name: value for name, value in config.items() if not name.startswith("_")}
 
 
 def patch_of(section: AnySection) -> Latent:

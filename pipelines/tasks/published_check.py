@@ -18,7 +18,7 @@ from mmspeed.config.schema import ModelConfig, PublishedModelConfig
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.config.tasks import referred
 from mmspeed.errors import UserError
-from mmspeed.models.build import bare
+from mmspeed.models.build import bare, own_arguments
 from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.families import call_for, class_name, family_in, family_of, published_classes
 from mmspeed.models.families.base import SmallClass, SmallSizes, token_grid
@@ -81,7 +81,7 @@ class PublishedModel:
             )
         described = cls(
             reference,
-            {name: value for name, value in model.config.items() if not name.startswith("_")},
+            own_arguments(model.config),
             tuple(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
             call or call_for(model),
         )
@@ -94,7 +94,7 @@ class PublishedModel:
         family, model = family_of(repository.class_name, repository.key), bare(repository)
         kind = type(model)
         assert isinstance(model, Configured)
-        config = {name: value for name, value in model.config.items() if not name.startswith("_")}
+        config = own_arguments(model.config)
         return cls(
             f"{kind.__module__}:{kind.__qualname__}",
             config,
@@ -161,7 +161,8 @@ def shrunk_published(config: Config, model: PublishedModel, known: Mapping[str, 
 
     Raises UserError for a bucket that fits neither codec nor model.
     """
-    both, config = experts_of(completed(config)), config_of_high(completed(config))
+    whole = completed(config)
+    both, config = experts_of(whole), config_of_high(whole)
     strides, remarks = known_strides(config, known)
     if both is not None:
         remarks.append("one expert is compared: both are of one class and one layout")

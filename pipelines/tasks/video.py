@@ -37,7 +37,7 @@ from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 from mmspeed.loop.checkpoint.state import whole_tensors
 from mmspeed.mesh import patient_group
-from mmspeed.models.build import call_of, opened_of, repository_of, size_warnings, with_weights
+from mmspeed.models.build import call_of, opened_of, own_arguments, repository_of, size_warnings, with_weights
 from mmspeed.models.codecs.vae import codec_geometry
 from mmspeed.models.diffusers.plans import declare_known_plan
 from mmspeed.models.diffusers.repository import Repository
@@ -193,7 +193,8 @@ class VideoTask:
         if self.experts is None:
             return {"model": model}
         low, other = self._make(self._section_of_low())
-        if _settings(other) != _settings(predictor):
+        assert isinstance(predictor, FamilyPredictor) and isinstance(other, FamilyPredictor)
+        if own_arguments(other.config) != own_arguments(predictor.config):
             raise UserError(
                 f"model.second_subfolder: {self.experts.roles['low']} has other settings than its fellow expert"
             )
@@ -525,7 +526,7 @@ class VideoTask:
         strides, predictor = self.inputs.strides, self.predictor
         sizes = self.config.model.model_dump(mode="json")
         if isinstance(predictor, FamilyPredictor):
-            sizes = {k: v for k, v in predictor.config.items() if not k.startswith("_")}
+            sizes = own_arguments(predictor.config)
             sizes |= {} if predictor.seeded else {"class": predictor.name}
         named = {f"model.{name}": to_jsonable_python(value) for name, value in sizes.items()}
         return {**named, "vae.strides": [strides.temporal, strides.spatial]}
@@ -546,9 +547,3 @@ class VideoTask:
             return rebuild_published(self.config, known)
         repository = repository_of(section, self._opened)
         return shrunk_published(self.config, PublishedModel.of_repository(repository, self._call))
-
-
-def _settings(predictor: Predictor) -> dict[str, Any]:
-    """The arguments that a published model was made with, without the records that diffusers keeps beside them."""
-    assert isinstance(predictor, FamilyPredictor)
-    return {name: value for name, value in predictor.config.items() if not name.startswith("_")}

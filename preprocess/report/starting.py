@@ -15,7 +15,8 @@ from mmspeed.config import Bucket, Config, make_config
 from mmspeed.config.schema import PublishedModelConfig
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine
-from mmspeed.models.build import family_of_section, has_experts, mode_of_images, videos_of
+from mmspeed.models.build import family_of_section, mode_of_images, repository_of, videos_of
+from mmspeed.models.families.complete import boundary_of
 from mmspeed.preprocess.decoding.clips import Clip, select_clips, split_of
 from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Selected, without_repeats
 from mmspeed.preprocess.decoding.probe import Probe
@@ -77,11 +78,12 @@ def target_of(model: str) -> Target:
         grid, mode, experts = BucketGrid(frames, 1, pixels, pixels), videos.mode, videos.experts
     else:
         section = PublishedModelConfig(kind="diffusers", pretrained=repository)
-        videos = next(iter(family_of_section(section).published.values()))
+        opened = repository_of(section)
+        videos = next(iter(family_of_section(section, opened).published.values()))
         buckets = [{"frames": videos.frames, "height": videos.height, "width": videos.width}]
         tree = {"data": {"sources": [{"path": repository}], "buckets": buckets}, "model": section.model_dump()}
-        grid, mode = grid_of(make_config(tree, origin="--model")), mode_of_images(section)
-        experts = has_experts(section)
+        grid, mode = grid_of(make_config(tree, origin="--model")), mode_of_images(section, opened)
+        experts = boundary_of(opened) is not None
     sizes = [
         (
             max(grid.height, round(videos.height * share / grid.height) * grid.height),
