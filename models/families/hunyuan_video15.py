@@ -83,7 +83,7 @@ class HunyuanVideo15Call(FamilyCall):
             )
 
     def anchors(self, config: Config) -> AnchorRule:
-        """Of a model for images the first frame, always: its latent alone as channels, and the embedding of the picture."""
+        """The first frame, always, of a model from images: its latent alone as channels, and the embedding of the picture."""
         if not self.images:
             return AnchorRule()
         return AnchorRule(("first",), "zeros", alone=True, embedding=(self.image_tokens, config["image_embed_dim"]))
