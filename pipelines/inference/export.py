@@ -29,7 +29,7 @@ from mmspeed.models.families.complete import completed
 from mmspeed.models.stored import check_tensors, shapes_of
 from mmspeed.models.weights import resolve
 from mmspeed.models.writing import TensorEntry, write_tensors
-from mmspeed.pipelines.inference.text_to_video import find_checkpoint, weights_there
+from mmspeed.pipelines.inference.text_to_video import find_checkpoint, present_weights
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.protocols import stays_float32
 
@@ -82,7 +82,7 @@ def export_run(
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out: {out} exists already; name a new folder")
-    weights = weights_there(folder.config(), weights)
+    weights = present_weights(folder.config(), weights)
     repository, place = repository_of(section), find_checkpoint(folder, checkpoint)
     components = _components(folder, place, repository)
     work = out.with_name(f".{out.name}.tmp")

@@ -40,8 +40,8 @@ from mmspeed.pipelines.inference.text_to_video import (
     SamplerChoice,
     clean_prompt,
     find_checkpoint,
+    present_weights,
     usual_size,
-    weights_there,
 )
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.rng import Seed
@@ -107,7 +107,7 @@ class OfficialSampler:
         config = completed(folder.config())
         repository = repository_of(published_section(config, place))
         dtype, path = parse_dtype(config.device.dtype), find_checkpoint(folder, checkpoint)
-        models = trained_models(folder, path, repository, weights_there(config, weights), dtype)
+        models = trained_models(folder, path, repository, present_weights(config, weights), dtype)
         pipeline = load_pipeline(repository, models, dtype, chosen)
         defaults = Defaults(config.sample, usual_size(config), config.data.fps or RATE)  # as mmspeed sample
         return cls(pipeline, repository, defaults, chosen, folder.generator())

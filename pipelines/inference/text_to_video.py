@@ -157,7 +157,7 @@ def find_checkpoint(folder: RunFolder, which: str | int) -> Path:
     return folder.checkpoints / step_name(int(which))
 
 
-def weights_there(config: RunConfig, weights: Literal["ema", "model"]) -> Literal["ema", "model"]:
+def present_weights(config: RunConfig, weights: Literal["ema", "model"]) -> Literal["ema", "model"]:
     """The wanted weights of a run; the model's own of one without a moving average, which has nothing else."""
     return "model" if config.train.ema_decay is None else weights
 
@@ -220,7 +220,7 @@ class TextToVideo:
         config = completed(config, opened)
         if weights not in ("ema", "model"):
             raise UserError(f"weights are 'ema' or 'model', not {weights!r}")
-        weights = weights_there(config, weights)
+        weights = present_weights(config, weights)
         chosen = pick(device)
         chosen.activate()
         path = find_checkpoint(folder, checkpoint)
