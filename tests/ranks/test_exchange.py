@@ -494,14 +494,13 @@ CASES: tuple[Callable[[Axis], None], ...] = (
     _case_rows_of_run_time,
     _case_one_order,
     _case_links,
-    _case_compiled,
 )
 
 
-def _run() -> dict[str, str]:
-    """What went wrong, by case and way."""
+def _run(cases: tuple[Callable[[Axis], None], ...] = CASES) -> dict[str, str]:
+    """The tracebacks of failures, by case and way."""
     problems = {}
-    for case, way in itertools.product(CASES, WAYS):
+    for case, way in itertools.product(cases, WAYS):
         try:
             case(Axis("a", dist.group.WORLD, dist.get_world_size(), dist.get_rank(), exchange=way))
         except Exception:
@@ -520,3 +519,8 @@ def problems(request: pytest.FixtureRequest) -> list[dict[str, str]]:
 def test_exchange(case: Callable[[Axis], None], way: ExchangeMethod, problems: list[dict[str, str]]) -> None:
     for rank, found in enumerate(problems):
         assert f"{case.__name__} {way}" not in found, f"rank {rank}:\n{found[f'{case.__name__} {way}']}"
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])  # compilation is dear: seconds of each rank
+def test_exchanges_compile(world: int) -> None:
+    assert run_ranks(_run, world, (_case_compiled,), timeout=120) == [{}] * world
