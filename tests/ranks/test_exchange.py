@@ -521,6 +521,7 @@ def test_exchange(case: Callable[[Axis], None], way: ExchangeMethod, problems: l
         assert f"{case.__name__} {way}" not in found, f"rank {rank}:\n{found[f'{case.__name__} {way}']}"
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])  # compilation is dear: seconds of each rank
+# compilation takes seconds of each rank
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_exchanges_compile(world: int) -> None:
     assert run_ranks(_run, world, (_case_compiled,), timeout=120) == [{}] * world
