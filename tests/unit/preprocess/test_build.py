@@ -37,6 +37,7 @@ from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from mmspeed.preprocess.sources.source import Source
 from tests.support.media import make_zoo, zoo_tree
 from tests.support.runs import small_config, small_tree
+from tests.support.spawn import run_ranks
 from tests.support.tiny_models import save_tiny_text_encoder, save_tiny_vae
 
 PROBE = Probe(
@@ -117,22 +118,30 @@ def test_a_second_run_encodes_nothing_and_each_change_only_what_depends_on_it(tm
     assert (faster.encoded, faster.texts) == (8, 0)
 
 
-def test_two_processes_make_the_same_entries_as_one(small_cache: Path, tmp_path: Path) -> None:
+def build(folder: str, *overrides: str) -> None:
+    CacheBuilder(small_config(Path(folder), *overrides)).run()
+
+
+@pytest.mark.parametrize("way", ["ranks", pytest.param("launched", marks=pytest.mark.slow)])
+def test_two_processes_make_the_same_entries_as_one(small_cache: Path, tmp_path: Path, way: str) -> None:
     shutil.copytree(small_cache, tmp_path / "one")
     one = small_config(tmp_path / "one")
-    two = small_config(tmp_path / "two", f"data.sources.0.path={one.data.sources[0].path}")
-    file = tmp_path / "two.yaml"
-    file.write_text(dump_config(two))
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        [sys.executable, "-m", "mmspeed", "preprocess", str(file), "--nproc", "2"],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "8 of 8 sources" in done.stdout + done.stderr
+    sources = f"data.sources.0.path={one.data.sources[0].path}"
+    if way == "ranks":  # in processes that have imported what a command would import
+        run_ranks(build, 2, str(tmp_path / "two"), sources)
+    else:
+        file = tmp_path / "two.yaml"
+        file.write_text(dump_config(small_config(tmp_path / "two", sources)))
+        environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+        done = subprocess.run(
+            [sys.executable, "-m", "mmspeed", "preprocess", str(file), "--nproc", "2"],
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "8 of 8 sources" in done.stdout + done.stderr
     assert checksums(tmp_path / "two" / "cache") == checksums(tmp_path / "one" / "cache")
     keys = [[s.key for s in DatasetCache(tmp_path / name / "cache").samples] for name in ("one", "two")]
     assert keys[0] == keys[1]
