@@ -219,11 +219,11 @@ class Family:
         sampling: what its pipeline does around the scheduler.
         other_sampling: the same of further pipelines, by their classes.
         text: the use of its text encoders; None where it is not known.
-        other_texts: the same for pipelines, by their classes, that use them in another way.
         image: the use of its image encoder; None for families without one.
         from_images: the pipeline of diffusers that makes videos from images; None: there is none.
         one_image: True where that pipeline takes one image for all prompts, not one for each.
-        text_variant: the use that a repository's model_index.json asks for; None: always `text`.
+        image_in_latents: True where it takes latents for those that hold the image already, not for noise.
+        text_variant: the use that a repository asks for, by its model_index.json and the settings of its parts; None: always `text`.
         published: repositories by the short names that `mmspeed init --model` takes; the first is the usual one.
         unused: patterns (as of fnmatch) of the parameters that training as `call` says never reaches, which are frozen; in a pattern
             `-1` stands for the last block of a list.
@@ -238,11 +238,11 @@ class Family:
     sampling: Sampling = Sampling()
     other_sampling: Mapping[str, Sampling] = field(default_factory=dict)
     text: TextRecipe | None = None
-    other_texts: Mapping[str, TextRecipe | None] = field(default_factory=dict)
     image: ImageRecipe | None = None
     from_images: str | None = None
     one_image: bool = False
-    text_variant: Callable[[Index], TextRecipe] | None = None
+    image_in_latents: bool = False
+    text_variant: Callable[[Index, Parts], TextRecipe] | None = None
     published: Mapping[str, Published] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
     seeded: bool = False
@@ -261,11 +261,9 @@ class Family:
         assert self.small is not None, self.name
         return self.small
 
-    def text_of(self, index: Index) -> TextRecipe | None:
+    def text_of(self, index: Index, parts: Parts) -> TextRecipe | None:
         """The use of a repository's text encoders; None where it is not known."""
-        if self.text_variant is not None:
-            return self.text_variant(index)
-        return self.other_texts.get(index.get("_class_name", ""), self.text)
+        return self.text if self.text_variant is None else self.text_variant(index, parts)
 
 
 def token_grid(latent: tuple[int, ...], patch: tuple[int, ...]) -> Latent:

@@ -33,7 +33,7 @@ from mmspeed.models.families.base import (
     small_channels,
     width_of,
 )
-from mmspeed.models.text.recipes import EncoderRecipe, TextRecipe
+from mmspeed.models.text.recipes import EncoderRecipe, PictureUse, TextRecipe
 from mmspeed.protocols.calls import AnchorRule, Conditions, ModelCall
 
 NAME = "HunyuanVideoTransformer3DModel"
@@ -139,12 +139,22 @@ def _hunyuan_video(config: Config, sizes: SmallSizes, width: int) -> dict[str, A
 
 
 TEMPLATE = "diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video:DEFAULT_PROMPT_TEMPLATE"
-TEXT = TextRecipe(
-    (
-        EncoderRecipe(256, layer=-3, template=TEMPLATE),
-        EncoderRecipe(77, "text_encoder_2", "tokenizer_2", "pooled"),
-    )
-)
+TEMPLATE_OF_IMAGES = "diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video_image2video:DEFAULT_PROMPT_TEMPLATE"
+POOLED = EncoderRecipe(77, "text_encoder_2", "tokenizer_2", "pooled")
+TEXT = TextRecipe((EncoderRecipe(256, layer=-3, template=TEMPLATE), POOLED))
+
+
+def text_variant(index: Index, parts: Parts) -> TextRecipe:
+    """The use of a repository's text encoders: the pipeline from images shows the first frame to the first of them.
+
+    Of the picture's rows it takes every second one, or every fourth of a model that replaces frames; of a negative prompt's, every second.
+    """
+    if index.get("_class_name") != FROM_IMAGES:
+        return TEXT
+    picture = PictureUse(every=2 if takes_channels(parts("transformer")) else 4, every_of_black=2)
+    return TextRecipe((EncoderRecipe(256, layer=-3, template=TEMPLATE_OF_IMAGES, picture=picture), POOLED))
+
+
 SAMPLING = Sampling(steps=50, guidance=6.0, sigmas=sigmas_to_zero)
 PUBLISHED = {
     "hunyuan-video": Published("hunyuanvideo-community/HunyuanVideo", 129, 720, 1280, 24.0, (4, 16)),
@@ -159,7 +169,7 @@ FAMILY = Family(
     sampling=SAMPLING,
     other_sampling={FROM_IMAGES: replace(SAMPLING, guidance=GUIDANCE_FROM_IMAGES)},
     text=TEXT,
-    other_texts={FROM_IMAGES: None},
+    text_variant=text_variant,
     from_images=FROM_IMAGES,
     published=PUBLISHED,
 )

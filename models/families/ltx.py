@@ -126,5 +126,6 @@ FAMILY = Family(
     sampling=SAMPLING,
     text=TEXT,
     from_images="LTXImageToVideoPipeline",
+    image_in_latents=True,
     published=PUBLISHED,
 )

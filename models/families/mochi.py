@@ -20,6 +20,7 @@ from mmspeed.models.families.base import (
     FamilyCall,
     Index,
     Latent,
+    Parts,
     Published,
     Sampling,
     SmallClass,
@@ -98,7 +99,7 @@ def not_empty(caption: str) -> str | None:
     return caption or None
 
 
-def _text(index: Index) -> TextRecipe:
+def _text(index: Index, parts: Parts) -> TextRecipe:
     """The use of the encoder: where the repository says so, the pipeline masks all rows of the empty caption."""
     clean = "mmspeed.models.families.mochi:not_empty" if index.get(FORCED) else None
     return TextRecipe((EncoderRecipe(256, clean=clean),))

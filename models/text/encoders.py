@@ -9,6 +9,7 @@ Legend: B batch, L caption tokens, D text width.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,10 @@ from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 from mmspeed.models.text.family import (
     FamilyTextEncoder,
+    Picture,
     family_caption_limit,
+    family_picture_rows,
+    family_sees_pictures,
     family_text_identity,
     family_text_width,
     load_family_text_encoder,
@@ -76,9 +80,23 @@ def text_identity(cfg: TextConfig) -> str:
     return _identity(root, folder, tokenizer_folder, cfg.max_tokens, _dtype(cfg))
 
 
+def entries_beside(
+    encoder: TransformersEncoder | FamilyTextEncoder, captions: list[str], pictures: Sequence[Picture | None] | None
+) -> list[TextEntry]:
+    """The entries of captions; where the encoder sees pictures, each beside its own, (H, W, 3), uint8, None: black."""
+    if isinstance(encoder, FamilyTextEncoder) and encoder.sees_pictures:
+        return encoder.encode(captions, pictures)
+    return encoder.encode(captions)
+
+
 def caption_limit(cfg: TextConfig) -> int:
-    """Tokens of the longest caption: `max_tokens`, or the family's own limit where that is smaller."""
-    return family_caption_limit(cfg) if isinstance(cfg, FamilyTextConfig) else cfg.max_tokens
+    """Rows of the longest caption: `max_tokens`, or the family's own limit where that is smaller, and those of a picture beside it."""
+    return family_caption_limit(cfg) + family_picture_rows(cfg) if isinstance(cfg, FamilyTextConfig) else cfg.max_tokens
+
+
+def sees_pictures(cfg: TextConfig) -> bool:
+    """True where the entry of a caption depends on a picture beside it, too; from reading files only."""
+    return isinstance(cfg, FamilyTextConfig) and family_sees_pictures(cfg)
 
 
 def text_width(cfg: TextConfig) -> int:

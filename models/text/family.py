@@ -13,7 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from PIL import Image
 from torch import Tensor
 
 from mmspeed.config.schema import FamilyTextConfig
@@ -21,20 +24,22 @@ from mmspeed.device import Device, parse_dtype
 from mmspeed.errors import UserError
 from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.families import family_of
-from mmspeed.models.text.recipes import EncoderRecipe, TextRecipe
+from mmspeed.models.text.recipes import EncoderRecipe, PictureUse, Template, TextRecipe
 from mmspeed.models.weights import fingerprint, first_line, quiet, read_json, resolve, weight_files, weight_patterns
 from mmspeed.protocols import TextEntry
 
 KEY = "text.pretrained"
 STEM = "model"
 Ids = tuple[tuple[int, ...], ...]  # of a caption's tokens, for each encoder
+Picture = npt.NDArray[np.uint8]  # (H, W, 3)
+BLACK = np.zeros((16, 16, 3), np.uint8)  # processors scale it
 
 
 def family_recipe(cfg: FamilyTextConfig) -> tuple[Repository, TextRecipe]:
     """The repository of a config and its family's recipe. Raises UserError for a family whose texts are not known."""
     repository = Repository.open(cfg.pretrained, cfg.revision, KEY)
     family = family_of(repository.class_name, KEY)
-    recipe = family.text_of(repository.index)
+    recipe = family.text_of(repository.index, repository.config)
     if recipe is None:
         pipeline = repository.index.get("_class_name", family.name)
         raise UserError(
@@ -51,19 +56,49 @@ def family_text_identity(cfg: FamilyTextConfig) -> str:
     files = {path for place in folders for path in place.files()}
     templates = [part.template_of() for part in recipe.encoders]
     settings = {
-        "recipe": asdict(recipe),
-        "templates": [None if each is None else asdict(each) for each in templates],
+        "recipe": _without_pictures(asdict(recipe)),
+        "templates": [None if each is None else _settings_of(each) for each in templates],
         "dtype": cfg.dtype,
         "max_tokens": family_caption_limit(cfg),
         # captions are cleaned by it where it is installed
         "ftfy": any(part.clean for part in recipe.encoders) and importlib.util.find_spec("ftfy") is not None,
     }
+    if recipe.sees_pictures:  # transformers scales pictures otherwise where torchvision is not installed
+        settings["torchvision"] = importlib.util.find_spec("torchvision") is not None
     return fingerprint(root, files, settings)
+
+
+def _settings_of(template: Template) -> dict[str, Any]:
+    """A template's fields; those of a picture only where it has one, so that the others keep their names."""
+    return {name: value for name, value in asdict(template).items() if name != "picture" or any(value)}
+
+
+def _without_pictures(recipe: dict[str, Any]) -> dict[str, Any]:
+    """A recipe's fields without the pictures of encoders that see none."""
+    encoders = [
+        {name: value for name, value in encoder.items() if name != "picture" or value is not None}
+        for encoder in recipe["encoders"]
+    ]
+    return {**recipe, "encoders": encoders}
 
 
 def family_caption_limit(cfg: FamilyTextConfig) -> int:
     """Tokens of the longest caption, from the family's recipe."""
     return min(cfg.max_tokens, family_recipe(cfg)[1].encoders[0].length)
+
+
+def family_picture_rows(cfg: FamilyTextConfig) -> int:
+    """Rows of an entry that are of a picture, at most; 0 where the encoders see words alone."""
+    first = family_recipe(cfg)[1].encoders[0]
+    template = first.template_of()
+    if first.picture is None or template is None:
+        return 0
+    return len(range(*template.picture, min(first.picture.every, first.picture.every_of_black)))
+
+
+def family_sees_pictures(cfg: FamilyTextConfig) -> bool:
+    """True where entries depend on a given picture, too."""
+    return family_recipe(cfg)[1].sees_pictures
 
 
 def family_text_width(cfg: FamilyTextConfig) -> int:
@@ -94,14 +129,22 @@ class FamilyTextEncoder:
 
     def __init__(self, parts: Sequence[_Part], fingerprint: str) -> None:
         self.parts, self.fingerprint = parts, fingerprint
+        self.sees_pictures = any(part.recipe.picture is not None for part in parts)
         self.truncated, self.padding_rows = 0, 0
         self.truncated_by: Counter[str] = Counter()
         self.width = self.encode([""])[0].embeds_LD.shape[1]
         self.padding_rows = 0  # those of captions alone
 
-    def encode(self, captions: list[str]) -> list[TextEntry]:
-        """The entry of each caption, float32 on the CPU."""
-        return [self.encode_ids([self.tokenize(caption)])[0] for caption in captions]
+    def encode(self, captions: list[str], pictures: Sequence[Picture | None] | None = None) -> list[TextEntry]:
+        """The entry of each caption, float32 on the CPU.
+
+        pictures: (H, W, 3), uint8, that encoders see beside the captions; None: a black one, as for negative prompts.
+        """
+        seen = [None] * len(captions) if pictures is None else pictures
+        return [
+            self.encode_ids([self.tokenize(caption)], picture)[0]
+            for caption, picture in zip(captions, seen, strict=True)
+        ]
 
     def tokenize(self, caption: str) -> Ids:
         """The ids of a caption's tokens for each encoder, with padding where it is encoded."""
@@ -118,9 +161,9 @@ class FamilyTextEncoder:
         """Numbers of tokens; captions with equal ones are encoded together."""
         return tuple(len(each) for each in ids)
 
-    def encode_ids(self, ids: Sequence[Ids]) -> list[TextEntry]:
-        """The entries of captions with equal `lengths`, from one pass of each encoder."""
-        results = [part.encode([each[place] for each in ids]) for place, part in enumerate(self.parts)]
+    def encode_ids(self, ids: Sequence[Ids], picture: Picture | None = None) -> list[TextEntry]:
+        """The entries of captions with equal `lengths`, from one pass of each encoder; all beside one picture, where encoders see it."""
+        results = [part.encode([each[place] for each in ids], picture) for place, part in enumerate(self.parts)]
         by_name = {part.recipe.gives: result for part, result in zip(self.parts, results, strict=True)}
         rows, pooled = by_name.pop("rows"), by_name.pop("pooled", None)
         return [
@@ -136,26 +179,31 @@ class FamilyTextEncoder:
 class _Folders:
     """The folders of one encoder and its tokenizer, whose files are fetched where they are not here."""
 
-    def __init__(self, root: Path, encoder: Path, tokenizer: Path) -> None:
-        self.root, self.encoder, self.tokenizer = root, encoder, tokenizer
+    def __init__(self, root: Path, encoder: Path, tokenizer: Path, processor: Path | None = None) -> None:
+        self.root, self.encoder, self.tokenizer, self.processor = root, encoder, tokenizer, processor
 
     @classmethod
     def of(cls, repository: Repository, recipe: EncoderRecipe) -> _Folders:
         """The folders in a repository. Raises UserError, with the folders there, where one is missing."""
-        for name in (recipe.encoder, recipe.tokenizer):
+        processor = None if recipe.picture is None else recipe.picture.processor
+        names = [recipe.encoder, recipe.tokenizer, *([] if processor is None else [processor])]
+        for name in names:
             if not repository.has(name):
                 repository.config(name)  # names the folders
         # whole tokenizer folders: their files have many names
         patterns = (*weight_patterns(STEM), *("*.json", "*.txt", "*.model", "*.jinja"))
-        root = resolve(repository.pretrained, [recipe.encoder, recipe.tokenizer], repository.revision, patterns, KEY)
-        return cls(root, root / recipe.encoder, root / recipe.tokenizer)
+        root = resolve(repository.pretrained, names, repository.revision, patterns, KEY)
+        return cls(
+            root, root / recipe.encoder, root / recipe.tokenizer, None if processor is None else root / processor
+        )
 
     def files(self) -> list[Path]:
         """The files that the encoder's numbers depend on."""
         tokenizer = [
             path for path in sorted(self.tokenizer.iterdir()) if path.suffix in (".json", ".txt", ".model", ".jinja")
         ]
-        return [self.encoder / "config.json", *weight_files(self.encoder, STEM, KEY), *tokenizer]
+        processor = [] if self.processor is None else sorted(self.processor.glob("*.json"))
+        return [self.encoder / "config.json", *weight_files(self.encoder, STEM, KEY), *tokenizer, *processor]
 
 
 class _Part:
@@ -169,6 +217,16 @@ class _Part:
         weight_files(folders.encoder, STEM, KEY)
         self.model = load_component(repository, recipe.encoder, folders.encoder, settings).eval().requires_grad_(False)
         self.model.to(self.device)
+        self.processor: Any = None
+        if recipe.picture is not None:
+            self.processor = load_component(
+                repository,
+                recipe.picture.processor,
+                folders.root / recipe.picture.processor,
+                {},
+                KEY,
+                "AutoImageProcessor",
+            )
         self.template, self.clean = recipe.template_of(), recipe.cleaning()
         self.length = min(cfg.max_tokens, recipe.length) if recipe.gives == "rows" else recipe.length
         self._check_template()
@@ -188,6 +246,12 @@ class _Part:
         else:
             front = self.template.text.partition("{}")[0]
             counted = len(self.tokenizer(front, verbose=False)["input_ids"])
+            place = self.template.picture[0]
+            ids = self._ids("")
+            if self.recipe.picture is not None and ids[place : place + 1] != [int(self.model.config.image_token_index)]:
+                raise UserError(
+                    f"{KEY}: the tokenizer does not put the template's image token at place {place}: it is not the model's own"
+                )
         if abs(counted - self.cut) > 1:  # a piece of the caption may join the template's last one
             raise UserError(
                 f"{KEY}: the tokenizer makes {counted} tokens of the template in front of a caption, and {self.cut} are cut off: "
@@ -221,8 +285,10 @@ class _Part:
         words = words if self.template is None else self.template.text.format(words)
         return _plain_ids(self.tokenizer(words, verbose=False, **limits))
 
-    def encode(self, ids: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """The rows (L, D) of each caption, or its vector (D), float32 on the CPU."""
+    def encode(self, ids: Sequence[tuple[int, ...]], picture: Picture | None = None) -> list[Tensor]:
+        """The rows (L, D) of each caption, or its vector (D), float32 on the CPU. `picture`: for an encoder that sees one; None: black."""
+        if self.recipe.picture is not None:
+            return [self._encode_seen(each, picture, self.recipe.picture) for each in ids]
         if not ids[0]:  # of all of them: they are equally long
             width = int(getattr(self.model.config, "text_config", self.model.config).hidden_size)
             return [torch.zeros(0, width) for _ in ids]
@@ -237,6 +303,35 @@ class _Part:
         if recipe.padded and recipe.stored == "real":
             counts = [_real(each, self.tokenizer.pad_token_id) for each in ids]
         return [_copy(rows_LD[self.cut : count]) for rows_LD, count in zip(rows_BLD, counts, strict=True)]
+
+    def _encode_seen(self, ids: Sequence[int], picture: Picture | None, use: PictureUse) -> Tensor:
+        """The rows (L, D) of a picture and a caption, as HunyuanVideo's pipeline takes them from a Llava model."""
+        assert self.template is not None
+        begin, end = self.template.picture
+        more = end - begin - 1  # rows of the picture beyond its token
+        token = int(self.model.config.image_token_index)
+        place = list(ids).index(token)
+        ids_1L = torch.tensor([[*ids[:place], *[token] * (more + 1), *ids[place + 1 :]]], device=self.device)
+        shown = Image.fromarray(BLACK if picture is None else picture)
+        pixels = self.processor(shown, return_tensors="pt").pixel_values.to(self.device, self.model.dtype)
+        with torch.inference_mode():
+            output = self.model(
+                input_ids=ids_1L, attention_mask=torch.ones_like(ids_1L), pixel_values=pixels, output_hidden_states=True
+            )
+        assert self.recipe.layer is not None
+        rows_LD = output.hidden_states[self.recipe.layer][0]
+        mark = self.tokenizer.convert_tokens_to_ids(use.mark)
+        marks = [number for number, each in enumerate(ids) if each == mark]
+        # a caption that was cut has lost the answer's mark: its last tokens are left out in its place
+        whole = len(marks) >= self.template.text.count(use.mark)
+        answer = (marks[-1] if whole else len(ids) - 1) + 1
+        every = use.every_of_black if picture is None else use.every
+        parts = (
+            rows_LD[begin:end:every],
+            rows_LD[self.cut + more : answer + more - use.cut],
+            rows_LD[answer + more :],
+        )
+        return _copy(torch.cat(parts))
 
 
 def _plain_ids(encoding: Any) -> list[int]:

@@ -15,12 +15,34 @@ class Template:
     """Words around a caption, and the tokens of them that are cut off in front.
 
     `text` holds `{}` in the caption's place; with `chat` it is the system's message before the user's, which is the caption, in the
-    tokenizer's own form of a conversation.
+    tokenizer's own form of a conversation. `picture`: the first row of a picture, and the one after its last.
     """
 
     text: str
     cut: int
     chat: bool = False
+    picture: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class PictureUse:
+    """The use of a picture in an encoder's template, whose image token stands for the rows of the picture.
+
+    Rows of the picture come first, every `every`-th of them, then those of the caption, without the `cut` tokens that end with the last
+    `mark` (those that begin the answer).
+
+    Args:
+        every: of the rows of a picture; `every_of_black` of the black picture, which the empty caption and negative prompts are encoded
+            with.
+        processor: folder of the image processor.
+        mark, cut: the token, and the number of tokens up to it that are left out.
+    """
+
+    every: int
+    every_of_black: int
+    processor: str = "image_processor"
+    mark: str = "<|end_header_id|>"
+    cut: int = 4
 
 
 @dataclass(frozen=True)
@@ -40,6 +62,7 @@ class EncoderRecipe:
             None: the caption alone.
         clean: reference "module:function" of what is done to a caption first; None: nothing. Where the function returns None, the
             caption has no rows of this encoder.
+        picture: the use of a given picture, which the encoder sees beside the caption; None: it sees words alone.
     """
 
     length: int
@@ -51,6 +74,7 @@ class EncoderRecipe:
     layer: int | None = None
     template: str | None = None
     clean: str | None = None
+    picture: PictureUse | None = None
 
     def template_of(self) -> Template | None:
         """The template, from the library that defines it."""
@@ -58,7 +82,8 @@ class EncoderRecipe:
             return None
         reference = _referred(self.template)
         tree = cast("dict[str, Any]", reference() if callable(reference) else reference)
-        return Template(str(tree["template"]), int(tree["crop_start"]), bool(tree.get("chat", False)))
+        begin, end = (int(tree.get(name, 0)) for name in ("image_emb_start", "image_emb_end"))
+        return Template(str(tree["template"]), int(tree["crop_start"]), bool(tree.get("chat", False)), (begin, end))
 
     def cleaning(self) -> Clean:
         """The function that a caption goes through first."""
@@ -74,6 +99,11 @@ class TextRecipe:
 
     encoders: tuple[EncoderRecipe, ...]
     version: int = 1
+
+    @property
+    def sees_pictures(self) -> bool:
+        """True where entries depend on a given picture, too."""
+        return any(encoder.picture is not None for encoder in self.encoders)
 
 
 def _referred(reference: str) -> Any:

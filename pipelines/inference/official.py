@@ -74,9 +74,10 @@ class OfficialSampler:
         self.pipeline, self.device, self.generator = pipeline, device, generator
         self.name, self.sampling = str(repository.pipeline), family.sampling_of(repository.index)
         self.takes = inspect.signature(type(pipeline).__call__).parameters
+        self.image_in_latents = family.image_in_latents
         self.bucket, self.fps = defaults.bucket, defaults.fps
         self.sample_config = completed_sample(defaults.sample, self.sampling)
-        recipe = family.text_of(repository.index)
+        recipe = family.text_of(repository.index, repository.config)
         self.text_rows = None if recipe is None else recipe.encoders[0].length
         config = repository.config(repository.transformer)
         self.embedded = bool(config.get("guidance_embeds"))  # the model is given the guidance
@@ -181,7 +182,7 @@ class OfficialSampler:
                 arguments["frame_rate"] = fps
             try:
                 with torch.no_grad():
-                    pixels = self.pipeline(prompts[place], **arguments)[0]
+                    pixels = self.pipeline(prompt=prompts[place], **arguments)[0]
             except ValueError as error:  # the pipelines' own checks of their arguments
                 raise UserError(f"{OPTION}: {self.name}: {first_line(error)}") from None
             if on_step is not None:
@@ -252,8 +253,9 @@ class OfficialSampler:
             self.counts.tokens(latent)
         except ValueError:
             return drawn  # latents that the pipeline completes to the model's patch
-        # pipelines from images may take latents for those that hold the image already
-        return drawn if "image" in self.takes else {**drawn, "latents": self._packed(noise_PCThw)}
+        held = "image" in self.takes and self.image_in_latents
+        sized = "height" in self.takes or "image" not in self.takes  # else the pipeline takes the image's own size
+        return drawn if held or not sized else {**drawn, "latents": self._packed(noise_PCThw)}
 
     def _packed(self, noise_PCThw: Tensor) -> Tensor:
         return self.sampling.pack(noise_PCThw).to(self.device.torch_device, self.pipeline.transformer.dtype)

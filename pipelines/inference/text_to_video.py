@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -31,7 +32,7 @@ from mmspeed.models.codecs.vae import load_codec
 from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.families.complete import completed
 from mmspeed.models.image_encoder import load_image_encoder
-from mmspeed.models.text.encoders import load_text_encoder, text_identity, text_width
+from mmspeed.models.text.encoders import entries_beside, load_text_encoder, sees_pictures, text_identity, text_width
 from mmspeed.pipelines.diffusion.experts import OtherExpert
 from mmspeed.pipelines.diffusion.objective import make_objective
 from mmspeed.pipelines.diffusion.predictor import make_predictor
@@ -51,10 +52,15 @@ log = get_logger("sample")
 TOKENS_TOGETHER = 16_384  # of the model, in a batch of videos; more is hardly faster
 
 
-def encode_prompts(prompts: list[str], config: TextConfig, device: Device) -> list[TextEntry]:
-    """The text entries of prompts, on the CPU; the encoder is freed afterwards."""
+def encode_prompts(
+    prompts: list[str], config: TextConfig, device: Device, pictures: Sequence[np.ndarray | None] | None = None
+) -> list[TextEntry]:
+    """The text entries of prompts, on the CPU; the encoder is freed afterwards.
+
+    pictures: (H, W, 3), uint8, for an encoder that sees them beside the prompts; None in place of one: black.
+    """
     encoder = load_text_encoder(config, device)
-    entries = encoder.encode(prompts)
+    entries = entries_beside(encoder, prompts, pictures)
     del encoder
     gc.collect()
     device.empty_cache()
@@ -306,11 +312,11 @@ class TextToVideo:
         }
         self.model.eval()
         mine = list(range(rank, len(requests), world))
-        total = len(mine)
-        texts = self._texts(text for index in mine for text in (prompts[index], negatives[index]))
-        images = self._embeddings({index: (requests[index], sizes[index]) for index in mine})
-        # clusters of sparse attention are kept for one video
-        most = 1 if clustered_layers(self.model) else together
+        numbered = {index: (requests[index], sizes[index]) for index in mine}
+        texts = self._texts({index: prompts[index] for index in mine}, self._seen(numbered))
+        negative_texts = self._texts({index: negatives[index] for index in mine}, {})
+        images = self._embeddings(numbered)
+        most = 1 if clustered_layers(self.model) else together  # clusters of sparse attention are kept for one video
         done = 0
         while mine:
             size = sizes[mine[0]]
@@ -323,14 +329,14 @@ class TextToVideo:
 
             def tell(step: int, of: int, before: int = done, count: int = count) -> None:
                 if on_step is not None:
-                    on_step(before + step * count, settings.steps * total)
+                    on_step(before + step * count, settings.steps * len(numbered))
 
             try:
                 latents_PCThw = sample_together(
                     self.model,
                     objectives[size],
-                    [texts[prompts[index]] for index in group],
-                    [texts[negatives[index]] for index in group],
+                    [texts[index] for index in group],
+                    [negative_texts[index] for index in group],
                     noise_PCThw,
                     settings,
                     self.device,
@@ -366,10 +372,22 @@ class TextToVideo:
         except UserError as error:
             raise UserError(f"line {request.line}: {error}") if request.line else error from None
 
-    def _texts(self, texts: Iterable[str]) -> dict[str, TextEntry]:
-        """The entries of texts; the encoder is freed afterwards."""
-        words = list(dict.fromkeys(texts))
-        return dict(zip(words, encode_prompts(words, self.config.text, self.device), strict=True)) if words else {}
+    def _seen(self, requests: Mapping[int, tuple[VideoRequest, Bucket]]) -> dict[int, np.ndarray]:
+        """The first pictures (H, W, 3), uint8, of numbered requests, where the text encoder sees them; else none."""
+        if not sees_pictures(self.config.text):
+            return {}
+        return {index: pictures_of(request, self.config, size)[0] for index, (request, size) in requests.items()}
+
+    def _texts(self, texts: Mapping[int, str], seen: Mapping[int, np.ndarray]) -> dict[int, TextEntry]:
+        """The entries of numbered texts, each beside its picture where it has one; the encoder is freed afterwards."""
+        names = {index: (text, index if index in seen else None) for index, text in texts.items()}
+        wanted = list(dict.fromkeys(names.values()))
+        if not wanted:
+            return {}
+        pictures = [None if index is None else seen[index] for _, index in wanted]
+        entries = encode_prompts([text for text, _ in wanted], self.config.text, self.device, pictures)
+        by_name = dict(zip(wanted, entries, strict=True))
+        return {index: by_name[name] for index, name in names.items()}
 
     def _embeddings(self, requests: Mapping[int, tuple[VideoRequest, Bucket]]) -> dict[int, Tensor]:
         """The embeddings (K, L, D) of the pictures of numbered requests, of a model that takes them; the encoder is freed afterwards."""

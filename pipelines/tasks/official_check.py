@@ -44,7 +44,7 @@ from mmspeed.models.codecs.vae import load_codec
 from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.families import family_of
 from mmspeed.models.image_encoder import image_embeddings, load_image_encoder
-from mmspeed.models.text.encoders import load_text_encoder
+from mmspeed.models.text.encoders import entries_beside, load_text_encoder
 from mmspeed.models.weights import quiet
 from mmspeed.pipelines.inference.anchor_media import in_model_range
 from mmspeed.pipelines.inference.media import RATE
@@ -172,7 +172,8 @@ def _with_frames(task: VideoTask, repository: Repository, mode: Mode, prompts: S
     bucket, family = as_bucket(task.config.buckets[0]), family_of(repository.class_name, repository.key)
     images = pictures(bucket, 1 if family.one_image else len(prompts))
     latents = random_latents(task, bucket, len(prompts))
-    batch = training_batch(task, bucket, prompts, encoded_frames(task, bucket, latents, mode, images))
+    seen = [np.array(first) for _, (first, _) in zip(prompts, itertools.cycle(images), strict=False)]
+    batch = training_batch(task, bucket, prompts, encoded_frames(task, bucket, latents, mode, images), seen)
     model = outline(task.config.model, task.inputs.channels, task.inputs.text_width, repository)
     models = {"model": model}
     ours, marked = (recorded(model, partial(task.loss, models, each)) for each in (batch, without_encodings(batch)))
@@ -233,10 +234,17 @@ def random_latents(task: VideoTask, bucket: Bucket, count: int) -> list[Tensor]:
 
 
 def training_batch(
-    task: VideoTask, bucket: Bucket, prompts: Sequence[str], frames: Sequence[AnchorFrames] = ()
+    task: VideoTask,
+    bucket: Bucket,
+    prompts: Sequence[str],
+    frames: Sequence[AnchorFrames] = (),
+    seen: Sequence[np.ndarray] | None = None,
 ) -> Batch:
-    """A batch as the loader makes it, of random latents with these captions, all at one time; `frames`: those that samples are given."""
-    entries = load_text_encoder(task.config.text, Device("cpu", 0)).encode(list(prompts))
+    """A batch as the loader makes it, of random latents with these captions, all at one time.
+
+    frames: those that samples are given. seen: pictures (H, W, 3) beside the captions, for a text encoder that sees them.
+    """
+    entries = entries_beside(load_text_encoder(task.config.text, Device("cpu", 0)), list(prompts), seen)
     text_BLD, mask_BL = pad_texts(entries)
     latents = [each.latent_CThw for each in frames] or random_latents(task, bucket, len(prompts))
     names, shape_CThw = [("check", 0, i) for i in range(len(prompts))], tuple(latents[0].shape)

@@ -74,7 +74,10 @@ class CacheBuilder:
     # -- the work -------------------------------------------------------------------------------------------------
 
     def _work(self, report: BuildReport) -> ProcessRecord:
-        """Encode this process's share: the texts, then, with the text encoder out of memory, the latents."""
+        """Encode this process's share: the texts, then, with the text encoder out of memory, the latents.
+
+        Texts whose encoder sees a clip's first frame are encoded with the latents.
+        """
         if self.share.rank == 0:
             report.rejections += self.listing.rejections
         shard_bytes = int(self.config.preprocess.shard_mb * 1e6)
@@ -83,6 +86,7 @@ class CacheBuilder:
                 stage = LatentStage(self.config, self.encoders, store, report, recipe=self.setup.recipe)
                 failures = self._encode_texts(store, report, stage.statistics)
                 rows = stage.run(self.listing.sources[self.share.rank :: self.share.world])
+                failures |= stage.failed_captions
         facts = {
             "codec": self.encoders.codec_fingerprint,
             "report": report.to_json(),
@@ -101,7 +105,7 @@ class CacheBuilder:
         report.texts_reused += self.share.rank == 0 and not todo
         seen: set[str] = set()
         for source in self.listing.sources:
-            for caption in source.captions:
+            for caption in () if self.encoders.sees_pictures else source.captions:
                 key = self.encoders.text_key(caption)
                 if self.share.takes(key) and key not in seen:
                     seen.add(key)

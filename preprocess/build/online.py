@@ -51,6 +51,7 @@ class OnlineBuilder:
     def __init__(self, config: Config) -> None:
         self.config = config
         self._stack = ExitStack()  # resources that are open between `start` and `close`
+        self.texts_with_sources = False
         self._moved: list[Entry] = []  # entries of shards that were sealed after their locations were reported
 
     # -- before the first step ------------------------------------------------------------------------------------
@@ -71,10 +72,10 @@ class OnlineBuilder:
         rows, rejections = self._probe(rank, world)
         rows, rejections = self._gather(rows, rejections, group)
         comm.first_does(lambda: self._write_plan(rows, [*self.setup.listing.rejections, *rejections]), rank, group)
+        self.texts_with_sources = self.setup.encoders.sees_pictures
+        listed = () if self.texts_with_sources else self.setup.listing.sources
         self._captions = {
-            self.setup.encoders.text_key(caption): caption
-            for source in self.setup.listing.sources
-            for caption in source.captions
+            self.setup.encoders.text_key(caption): caption for source in listed for caption in source.captions
         }
         self._sources = {source.name: source for source in self.setup.listing.sources}
 
@@ -176,7 +177,7 @@ class OnlineBuilder:
                 pending.discard(event.source.name)
         self._stage.flush()
         captions = [self._captions[key] for key in task.texts if not self._store.has("texts", key)]
-        encoded = EncodedEntries()
+        encoded = EncodedEntries(lost_texts=dict(self._stage.failed_captions))
         for caption, tensors in encode_texts(self.setup.encoders, self._trusted, captions) if captions else ():
             if isinstance(tensors, Rejected):
                 encoded.lost_texts[self.setup.encoders.text_key(caption)] = tensors.detail

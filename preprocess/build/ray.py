@@ -198,6 +198,7 @@ class EncodeActor:
                         self.config, self.encoders, store, report, self.trusted, Recipe.of(self.config, builds=True)
                     )
                     clip_rows, statistics = stage.run([_source_of(row) for row in rows]), stage.statistics
+                    failures = stage.failed_captions
         finally:
             writer.close()  # seals the shards, so that the reported entries exist
         facts: dict[str, Any] = {"report": report.to_json(), "statistics": statistics.to_json()}
@@ -229,7 +230,8 @@ def _missing_captions(setup: BuildSetup) -> tuple[list[str], int]:
     """The distinct captions that the cache lacks, the empty one included, and the number that it has."""
     stored = StoredEntries(setup.root).keys
     missing, stored_count, checked = list[str](), 0, set[tuple[str, str]]()
-    captions = (caption for source in setup.listing.sources for caption in source.captions)
+    sources = () if setup.encoders.sees_pictures else setup.listing.sources  # those go with the latents
+    captions = (caption for source in sources for caption in source.captions)
     for section, section_captions in (("null", iter([""])), ("texts", captions)):
         for caption in section_captions:
             key = setup.encoders.text_key(caption)

@@ -110,7 +110,12 @@ class BuildSetup:
                 log.info(f"fitted the linear codec on {clips} clips: {weights}")
 
     def check_buckets(self) -> None:
-        """Raise UserError for a bucket that the codec's strides do not divide."""
+        """Raise UserError for a bucket that the codec's strides do not divide, and for captions that belong to no one picture."""
+        if self.encoders.sees_pictures and self.config.data.variants == "draw":
+            raise UserError(
+                "data.variants: the model's text encoder sees the first frame beside the caption, so each variant has captions of its own: "
+                "use each"
+            )
         for bucket in self.config.buckets:
             try:
                 self.encoders.strides.latent(bucket)

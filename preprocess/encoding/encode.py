@@ -27,7 +27,13 @@ from mmspeed.models.build import stored_conditions
 from mmspeed.models.codecs.frames import frame_latents
 from mmspeed.models.codecs.vae import codec_geometry, codec_identity, load_codec
 from mmspeed.models.image_encoder import ImageEncoder, image_embeddings, image_fingerprint, load_image_encoder
-from mmspeed.models.text.encoders import TransformersEncoder, load_text_encoder, text_identity, text_width
+from mmspeed.models.text.encoders import (
+    TransformersEncoder,
+    load_text_encoder,
+    sees_pictures,
+    text_identity,
+    text_width,
+)
 from mmspeed.models.text.family import FamilyTextEncoder
 from mmspeed.preprocess.decoding.clips import Clip
 from mmspeed.preprocess.decoding.transform import to_model_range
@@ -130,9 +136,18 @@ class Encoders:
         """The parts of the key of a clip's entry."""
         return latent_parts(self.config, self.codec_fingerprint, clip, self.conditions, self.image_fingerprint)
 
-    def text_key(self, caption: str) -> str:
-        """The key of a caption's entry, also of the empty one."""
-        return entry_key(text_parts(self.config, self.text_fingerprint, caption))
+    @property
+    def sees_pictures(self) -> bool:
+        """True where the entry of a caption depends on its clip's first frame, too."""
+        return self._once("pictures", lambda: sees_pictures(self.config.text))
+
+    def text_key(self, caption: str, clip: Clip | None = None) -> str:
+        """The key of a caption's entry, also of the empty one; `clip`: whose caption it is, None for the empty one of training."""
+        return entry_key(self.text_parts(caption, clip))
+
+    def text_parts(self, caption: str, clip: Clip | None = None) -> dict[str, Any]:
+        """The parts of the key of a caption's entry."""
+        return text_parts(self.config, self.text_fingerprint, caption, clip if self.sees_pictures else None)
 
     def free(self, *names: str) -> tuple[int, int]:
         """Drop the encoders of these names (default: all); return bytes of device memory in use before and after.
@@ -340,16 +355,31 @@ def encode_texts(
             except (RuntimeError, MemoryError) as error:
                 raise UserError(f"the text encoder failed on a caption of {length[0]} tokens: {error}") from error
             for caption, entry in zip(names, entries, strict=True):
-                stored = {name: tensor.to(dtype) for name, tensor in text_tensors(entry).items()}
-                if not_finite(stored) is None:
-                    yield caption, stored
-                elif caption:
-                    detail = f"the text encoder's numbers for {caption[:80]!r} are not finite"
-                    yield caption, Rejected(Reason.CAPTION_FAILED, detail)
-                else:
-                    raise UserError(
-                        "the text encoder's output for the empty caption is not finite: try text.dtype: float32"
-                    )
+                yield caption, _stored_text(caption, entry, dtype)
+
+
+def encode_seen(encoders: Encoders, captions: Sequence[str], picture_HW3: np.ndarray) -> list[Tensors | Rejected]:
+    """The tensors of the entries of a clip's captions, by a text encoder that sees its first frame, uint8, beside them.
+
+    Counts and errors are those of `encode_texts`.
+    """
+    encoder, dtype = encoders.text, parse_dtype(encoders.config.preprocess.text_dtype)
+    assert isinstance(encoder, FamilyTextEncoder)  # others see words alone
+    try:
+        entries = encoder.encode(list(captions), [picture_HW3] * len(captions))
+    except (RuntimeError, MemoryError) as error:
+        raise UserError(f"the text encoder failed on a caption and a picture: {error}") from error
+    return [_stored_text(caption, entry, dtype) for caption, entry in zip(captions, entries, strict=True)]
+
+
+def _stored_text(caption: str, entry: TextEntry, dtype: torch.dtype) -> Tensors | Rejected:
+    """A caption's tensors in the type in which they are stored; Rejected where they are not finite. UserError for the empty caption."""
+    stored = {name: tensor.to(dtype) for name, tensor in text_tensors(entry).items()}
+    if not_finite(stored) is None:
+        return stored
+    if not caption:
+        raise UserError("the text encoder's output for the empty caption is not finite: try text.dtype: float32")
+    return Rejected(Reason.CAPTION_FAILED, f"the text encoder's numbers for {caption[:80]!r} are not finite")
 
 
 def latent_entry(encoders: Encoders, clip: Clip, tensors: Tensors) -> dict[str, Any]:
@@ -369,9 +399,14 @@ def latent_entry(encoders: Encoders, clip: Clip, tensors: Tensors) -> dict[str, 
     }
 
 
-def text_entry(encoders: Encoders, caption: str, tensors: Tensors, section: str = "texts") -> dict[str, Any]:
-    """The arguments of `CacheWriter.add` for a caption's entry; `section` is `null` for that of the empty caption."""
-    parts = text_parts(encoders.config, encoders.text_fingerprint, caption)
+def text_entry(
+    encoders: Encoders, caption: str, tensors: Tensors, section: str = "texts", clip: Clip | None = None
+) -> dict[str, Any]:
+    """The arguments of `CacheWriter.add` for a caption's entry; `section` is `null` for that of the empty caption.
+
+    clip: whose caption it is, where the encoder sees its first frame, too.
+    """
+    parts = encoders.text_parts(caption, clip)
     tokens = tensors["embeds"].shape[0]
     return {"section": section, "key": entry_key(parts), "tensors": tensors, "meta": parts, "tokens": tokens}
 

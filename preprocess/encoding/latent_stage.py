@@ -17,7 +17,14 @@ from mmspeed.preprocess.decoding.pool import DecodePool, Event, Failed, Finished
 from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.recipe import Recipe
 from mmspeed.preprocess.encoding.async_writer import BackgroundWriter
-from mmspeed.preprocess.encoding.encode import Encoders, TrustedBatches, encode_latents, latent_entry
+from mmspeed.preprocess.encoding.encode import (
+    Encoders,
+    TrustedBatches,
+    encode_latents,
+    encode_seen,
+    latent_entry,
+    text_entry,
+)
 from mmspeed.preprocess.records.build_report import BuildReport
 from mmspeed.preprocess.records.sample_table import ClipRow, PlannedSource, rows_of
 from mmspeed.preprocess.records.statistics import DataStatistics
@@ -55,6 +62,9 @@ class LatentStage:
         self._source_by_key: dict[str, str] = {}  # key -> the source that it was, or is being, encoded for
         self._undecoded: dict[tuple[str, str], Rejected] = {}  # by source and key
         self._unencoded: dict[str, Rejected] = {}  # by key, which sources of the same content share
+        # of text encoders that see pictures: the details of captions that cannot be encoded, and those that were tried, by key
+        self.failed_captions: dict[str, str] = {}
+        self._captions_tried: set[str] = set()
         self._waiting: dict[Bucket, list[tuple[Clip, np.ndarray]]] = {}
 
     def run(self, sources: Sequence[Source]) -> list[ClipRow]:
@@ -74,6 +84,9 @@ class LatentStage:
                 self.take(event)
                 line.advance(isinstance(event, Finished))
             self.flush()
+        if self.encoders.sees_pictures:
+            keys = {key for rows in self._rows for row in rows for key in row.text_keys}
+            self.report.texts_reused += len(keys - self._captions_tried)
         self.report.latent_seconds += time.monotonic() - started
         self.report.latent_batches += self.trusted.counts - self._counted
         return self.rows()
@@ -113,7 +126,18 @@ class LatentStage:
 
     def wanted(self, clip: Clip) -> bool:
         """True if a clip must be decoded. Called by the decoders' threads."""
-        return not self.store.has("latents", self.encoders.latent_key(clip))
+        return not self.store.has("latents", self.encoders.latent_key(clip)) or bool(self._missing_captions(clip))
+
+    def _missing_captions(self, clip: Clip) -> list[str]:
+        """The captions of a clip without an entry, where the text encoder sees its first frame beside them; else none."""
+        if not self.encoders.sees_pictures:
+            return []
+        keys = {caption: self.encoders.text_key(caption, clip) for caption in clip.source.captions}
+        return [
+            caption
+            for caption, key in keys.items()
+            if key not in self.failed_captions and not self.store.has("texts", key)
+        ]
 
     def _plan(self, event: Selected) -> None:
         content_id = event.clips[0].content_id
@@ -148,6 +172,7 @@ class LatentStage:
 
     def _collect(self, event: Frames) -> None:
         """Add a decoded clip to its bucket, and encode the bucket when its batch is full."""
+        self._encode_captions(event.clip, event.frames_FHWC)
         key = self.encoders.latent_key(event.clip)
         if key in self._source_by_key or key in self._unencoded or self.store.has("latents", key):
             return  # another source of the same content came first
@@ -178,6 +203,27 @@ class LatentStage:
             self.report.seconds_of_video += clip.seconds
             self.report.decoders[clip.decoder] += 1
         self.report.write_wait_seconds += self.store.waited - waited
+
+    def _encode_captions(self, clip: Clip, frames_FHWC: np.ndarray) -> None:
+        """Encode and store the captions of a clip that are missing, beside its first frame."""
+        captions = self._missing_captions(clip)
+        if not captions:
+            return
+        encoder, report = self.encoders.text, self.report
+        truncated, truncated_by = encoder.truncated, encoder.truncated_by.copy()
+        for caption, tensors in zip(captions, encode_seen(self.encoders, captions, frames_FHWC[0]), strict=True):
+            key = self.encoders.text_key(caption, clip)
+            self._captions_tried.add(key)
+            if isinstance(tensors, Rejected):
+                self.failed_captions[key] = tensors.detail
+                report.texts_failed += 1
+                continue
+            entry = text_entry(self.encoders, caption, tensors, clip=clip)
+            self.store.add(**entry)
+            self.statistics.add_caption_tokens(entry["tokens"])
+            report.texts += 1
+        report.captions_truncated += encoder.truncated - truncated
+        report.captions_cut_by += encoder.truncated_by - truncated_by
 
     def _kept(self, rows: list[ClipRow]) -> list[ClipRow]:
         """The rows of one source whose clips are in the cache; the others are counted and reported."""

@@ -45,9 +45,26 @@ def latent_parts(
     }
 
 
-def text_parts(config: Config, text_fingerprint: str, caption: str) -> dict[str, Any]:
-    """The parts of a text's key; the fingerprint covers weights, tokenizer, number type and length limit."""
+def picture_parts(clip: Clip) -> dict[str, Any]:
+    """The parts of a clip's first frame, which some text encoders see beside a caption."""
     return {
+        **clip.pixel_parts,
+        **({"mirrored": True} if clip.mirrored else {}),
+        "transform": TRANSFORM,
+        "content": clip.content_id,
+        "frame": clip.indices[0],
+        "crop": list(clip.crop),
+        "size": [clip.bucket.height, clip.bucket.width],
+    }
+
+
+def text_parts(config: Config, text_fingerprint: str, caption: str, clip: Clip | None = None) -> dict[str, Any]:
+    """The parts of a text's key; the fingerprint covers weights, tokenizer, number type and length limit.
+
+    clip: whose first frame the encoder sees, too; None: it sees words alone, or the black picture.
+    """
+    return {
+        **({} if clip is None else {"picture": picture_parts(clip)}),
         "version": ENCODING_VERSION,
         "caption": caption,
         "encoder": text_fingerprint,

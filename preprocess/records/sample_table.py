@@ -48,11 +48,10 @@ class ClipRow:
 
 
 def rows_of(
-    planned: Iterable[PlannedSource], latent_key: Callable[[Clip], str], text_key: Callable[[str], str]
+    planned: Iterable[PlannedSource], latent_key: Callable[[Clip], str], text_key: Callable[[str, Clip], str]
 ) -> Iterator[ClipRow]:
     """Yield a row for every clip."""
     for one in planned:
-        text_keys = tuple(text_key(caption) for caption in one.source.captions)
         for clip in one.clips:
             yield ClipRow(
                 source=one.source.name,
@@ -62,7 +61,7 @@ def rows_of(
                 window=clip.window,
                 crop=clip.crop_number,
                 latent_key=latent_key(clip),
-                text_keys=text_keys,
+                text_keys=tuple(text_key(caption, clip) for caption in one.source.captions),
                 dataset=one.source.dataset,
             )
 
@@ -119,7 +118,7 @@ def samples_of_rows(rows: Iterable[ClipRow], data: DataConfig, strides: Strides)
 def samples_of(
     planned: Iterable[PlannedSource],
     latent_key: Callable[[Clip], str],
-    text_key: Callable[[str], str],
+    text_key: Callable[[str, Clip], str],
     data: DataConfig,
     strides: Strides,
 ) -> list[Sample]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from mmspeed.log import ProgressLine, format_seconds
 from mmspeed.models.build import stored_conditions
 from mmspeed.models.codecs.vae import codec_geometry, codec_identity
 from mmspeed.models.image_encoder import image_fingerprint
-from mmspeed.models.text.encoders import text_identity
+from mmspeed.models.text.encoders import sees_pictures, text_identity
 from mmspeed.preprocess.decoding.clips import left_unmirrored, split_of
 from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Selected
 from mmspeed.preprocess.decoding.recipe import Recipe
@@ -187,7 +187,8 @@ def _survey(
     name, conditions = codec if codec is not None else _NO_CODEC, stored_conditions(config)
     image = image_fingerprint(config)
     stored = needs.stored.keys["latents"]
-    no_key: Callable[[Any], str] = lambda part: ""  # noqa: E731 (samples are only counted here)
+    no_key: Callable[..., str] = lambda *parts: ""  # noqa: E731 (samples are only counted here)
+    beside_pictures = sees_pictures(config.text)
     with (
         DecodePool(config, listing.sources, recipe) as pool,
         ProgressLine("probe", len(listing.sources), "source") as line,
@@ -214,8 +215,8 @@ def _survey(
                     needs.upgrades.add(clip, event.probe, entry_key(parts) in stored)
                     if needs.latents.add(parts):
                         needs.missing_pixels += clip.bucket.frames * clip.bucket.height * clip.bucket.width
-                for caption in source.captions:
-                    needs.texts.add(text_parts(config, text, caption))
+                for caption, seen in product(source.captions, clips if beside_pictures else (None,)):
+                    needs.texts.add(text_parts(config, text, caption, seen))
 
 
 def _count_lines(numbers: DataStatistics) -> list[str]:

@@ -92,14 +92,18 @@ def guided_arguments(pipeline: Any, name: str, guidance: float) -> dict[str, Any
     return {"guidance_scale": guidance}
 
 
-def made_run(folder: Path, base: Path, frozen: int) -> tuple[Path, nn.Module]:
-    """A run's folder with one checkpoint of the repository's model, moved; its first `frozen` parameters do not train."""
+def made_run(folder: Path, base: Path, frozen: int, **sections: Any) -> tuple[Path, nn.Module]:
+    """A run's folder with one checkpoint of the repository's model, moved; its first `frozen` parameters do not train.
+
+    sections: more of the config.
+    """
     tree: dict[str, Any] = {
         "name": "own",
         "output": str(folder / "runs"),
         "data": {"sources": [{"path": str(folder)}], "buckets": [{"frames": 9, "height": 32, "width": 48}]},
         "model": {"kind": "diffusers", "pretrained": str(base)},
         "train": {"ema_decay": None},
+        **sections,
     }
     config = make_config(tree, (), origin="test")
     assert isinstance(config.model, PublishedModelConfig)

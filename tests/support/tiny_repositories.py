@@ -192,18 +192,26 @@ def save_cogvideox(folder: Path, kind: str = "5b", images: bool = False, **chang
 # -- HunyuanVideo -------------------------------------------------------------------------------------------------------
 
 
-def tiny_llama_tokenizer(template: str, cut: int) -> Any:
-    """A byte-level tokenizer that makes `cut` tokens of what stands before the caption in a template, as the published one does."""
+def tiny_llama_tokenizer(template: str, cut: int, *further: str) -> Any:
+    """A byte-level tokenizer that makes `cut` tokens of what stands before the caption in a template, as the published one does.
+
+    further: special tokens beside the usual ones; with some, a text begins with the token of its beginning, as the published one's.
+    """
     from tokenizers import ByteLevelBPETokenizer
+    from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
 
-    marks = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<pad>"]
+    marks = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<pad>", *further]
     front = template.partition("{}")[0]
     for size in range(300, 700):
         learnt = ByteLevelBPETokenizer()
         learnt.train_from_iterator(
             [front] * 4, vocab_size=size, min_frequency=1, show_progress=False, special_tokens=marks
         )
+        if further:
+            learnt._tokenizer.post_processor = TemplateProcessing(
+                single=f"{marks[0]} $A", special_tokens=[(marks[0], 0)]
+            )
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=learnt._tokenizer,
             bos_token=marks[0],
@@ -254,6 +262,42 @@ def save_hunyuan_video(folder: Path, shift: float = 7.0, **changes: Any) -> Path
         scheduler=FlowMatchEulerDiscreteScheduler(shift=shift),
     )
     pipeline.save_pretrained(folder)
+    return folder
+
+
+def save_hunyuan_video_images(folder: Path, replaces: bool = False, **changes: Any) -> Path:
+    """The repository of a tiny HunyuanVideo image-to-video pipeline, whose first text encoder is a Llava model.
+
+    The transformer takes the first frame as further channels or, where it `replaces` frames, in its place. `changes`: of its settings.
+    """
+    import transformers
+    from diffusers import HunyuanVideoImageToVideoPipeline, HunyuanVideoPipeline
+    from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video_image2video import DEFAULT_PROMPT_TEMPLATE as TEMPLATE
+
+    kind = (
+        {"image_condition_type": "token_replace"}
+        if replaces
+        else {"image_condition_type": "latent_concat", "in_channels": 33}
+    )
+    save_hunyuan_video(folder, **{**kind, **changes})
+    tokenizer = tiny_llama_tokenizer(TEMPLATE["template"], TEMPLATE["crop_start"], "<image>")
+    tf: Any = transformers
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        llava = tf.LlavaForConditionalGeneration(
+            tf.LlavaConfig(
+                vision_config=tf.CLIPVisionConfig(**sizes, num_hidden_layers=3, patch_size=14, image_size=336),
+                text_config=tf.LlamaConfig(
+                    **sizes, vocab_size=len(tokenizer), num_hidden_layers=4, num_key_value_heads=1, max_position_embeddings=1024,
+                    pad_token_id=tokenizer.pad_token_id,
+                ),
+                image_token_index=tokenizer.convert_tokens_to_ids("<image>"), pad_token_id=tokenizer.pad_token_id,
+            )
+        ).eval()  # fmt: skip
+    processor = tf.CLIPImageProcessor(size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336})
+    parts = {**HunyuanVideoPipeline.from_pretrained(folder).components, "tokenizer": tokenizer, "text_encoder": llava}
+    HunyuanVideoImageToVideoPipeline(**parts, image_processor=processor).save_pretrained(folder)
     return folder
 
 

@@ -48,7 +48,12 @@ class EncodeJob:
 
 
 class OnlineEncoder(Protocol):
-    """Interface through which training uses preprocess to encode entries. All its files are in the cache's format."""
+    """Interface through which training uses preprocess to encode entries. All its files are in the cache's format.
+
+    texts_with_sources: True, after `plan`, where captions are encoded with the sources that they belong to; jobs then name no texts.
+    """
+
+    texts_with_sources: bool
 
     def plan(self, device: Device, rank: int, world: int, group: dist.ProcessGroup | None) -> None:
         """Examine every source and write the tables of the future samples. A collective call.
@@ -220,11 +225,13 @@ class FirstEpoch:
         """This rank's tasks by step: `first` with the first step (in parts without steps), then the uses of `steps` in order."""
         sources, texts = EncodeOwners(), EncodeOwners()
         for step, ranks, sample in self._uses(first, steps):
-            if self._lacks_latent(sample):
+            missing = [
+                key for key in sample.text_keys if key not in self.lost_texts and not self.cache.has("texts", key)
+            ]
+            if self._lacks_latent(sample) or (missing and self.maker.texts_with_sources):
                 sources.used(sample.source, step, ranks)
-            for key in sample.text_keys:
-                if key not in self.lost_texts and not self.cache.has("texts", key):
-                    texts.used(key, step, ranks)
+            for key in () if self.maker.texts_with_sources else missing:
+                texts.used(key, step, ranks)
         by_step: dict[int, tuple[list[str], list[str]]] = {}
         for kind, owners in enumerate((sources, texts)):
             for thing, (step, rank) in owners.by_thing.items():
