@@ -158,6 +158,10 @@ def text_variant(index: Index, parts: Parts) -> TextRecipe:
 SAMPLING = Sampling(steps=50, guidance=6.0, sigmas=sigmas_to_zero)
 PUBLISHED = {
     "hunyuan-video": Published("hunyuanvideo-community/HunyuanVideo", 129, 720, 1280, 24.0, (4, 16)),
+    "hunyuan-video-i2v": Published("hunyuanvideo-community/HunyuanVideo-I2V", 129, 720, 1280, 24.0, (4, 16), "first"),
+    "hunyuan-video-i2v-33ch": Published(
+        "hunyuanvideo-community/HunyuanVideo-I2V-33ch", 129, 720, 1280, 24.0, (4, 16), "first"
+    ),
 }
 
 FAMILY = Family(
