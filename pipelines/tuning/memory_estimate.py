@@ -20,6 +20,7 @@ from mmspeed.config.memory import parse_bytes
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes
+from mmspeed.loop.optimizers.build import by_lists
 from mmspeed.memory.offload.offloader import Offloader, OffloadGroup
 from mmspeed.memory.offload.storage_view import StorageView, guarded, part_of_storage
 from mmspeed.memory.planning.knapsack import Option
@@ -186,9 +187,15 @@ def shape_figures(
             memory=memory,
             average=config.train.ema_decay is not None,
             optimizer=config.train.optimizer,
+            by_lists=by_lists(config.train.optimizer, _kind(config)),
             gradients_stay=step.accumulates or config.parallel.strategy == "ddp",
             keep_last=memory.keep_last,
         )
+
+
+def _kind(config: RunConfig) -> str:
+    """The kind of device that a config asks for; `auto`: of the one that is here."""
+    return pick("auto").kind if config.device.kind == "auto" else config.device.kind
 
 
 def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
@@ -213,6 +220,8 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
     static = static_bytes(
         part(numbers, shards), memory, average=figures.static.average > 0, optimizer=config.train.optimizer
     )
+    if not (memory.tiered or by_lists(config.train.optimizer, _kind(config))):
+        static = replace(static, update=part(figures.static.update, shards))
     gathered = 0
     if sharded:  # the weights of the block that computes, and of the next one
         gathered = (

@@ -27,6 +27,7 @@ from mmspeed.config.renamed import renamed_policies, translated_setting
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_bytes, get_logger
+from mmspeed.loop.optimizers.build import by_lists
 from mmspeed.memory import ActivationPolicies, set_policies
 from mmspeed.memory.offload.offloader import Offloader
 from mmspeed.memory.planning.measure import DeviceProfiler
@@ -131,6 +132,7 @@ def measured_figures(
             memory=config.memory,
             average=config.train.ema_decay is not None,
             optimizer=config.train.optimizer,
+            by_lists=by_lists(config.train.optimizer, device.kind),
             gradients_stay=step.accumulates or steps.strategy == "ddp",
             keep_last=config.memory.keep_last,
         )

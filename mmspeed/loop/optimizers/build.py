@@ -103,7 +103,13 @@ def _by_lists(parameters: list[nn.Parameter]) -> bool:
 
     On the CPU, where nothing is launched, it goes tensor by tensor, with the same numbers; those of half types would differ.
     """
-    return any(p.device.type != "cpu" or p.dtype not in (torch.float32, torch.float64) for p in parameters)
+    full = (torch.float32, torch.float64)
+    return any(by_lists("adamw", p.device.type) or p.dtype not in full for p in parameters)
+
+
+def by_lists(optimizer: str, device_kind: str) -> bool:
+    """True where an optimizer of float32 weights takes all tensors by one launch on a kind of device."""
+    return device_kind != "cpu" or optimizer == "adamw8bit"
 
 
 def make_adamw8bit(groups: Groups, cfg: TrainConfig) -> Optimizer:

@@ -122,19 +122,28 @@ class StaticMemory:
 
 
 def static_bytes(
-    numbers: int, memory: MemoryConfig, *, average: bool, optimizer: str = "adamw", largest: int = 0
+    numbers: int,
+    memory: MemoryConfig,
+    *,
+    average: bool,
+    optimizer: str = "adamw",
+    largest: int = 0,
+    by_lists: bool = True,
 ) -> StaticMemory:
     """The static memory of so many parameters on a device that holds them, by formula.
 
     average: whether they have a moving average. largest: elements of the largest parameter, which a bucket must at least hold.
+    by_lists: False where the optimizer takes one parameter after another, as AdamW does on the CPU.
     """
     half = memory.master != "parameters"
     each = STATE_BYTES.get(optimizer, 8.0)
     bucket = 4 * max(largest, min(numbers, parse_bytes(memory.bucket) // 4))
     if memory.tiered:  # masters and states of a bucket and of the next one that comes, and the update itself
         update = (2 if half else 1) * bucket + (2 * int(bucket * each / 4) if memory.states == "host" else 0)
-    else:  # the kernels of lists of tensors hold one float32 value for each parameter at a time
+    elif by_lists:  # the kernels of lists of tensors hold one float32 value for each parameter at a time
         update = 4 * numbers
+    else:  # a root and a quotient
+        update = 2 * 4 * largest
     return StaticMemory(
         parameters=(2 if half else 4) * numbers,
         master={"parameters": 0, "float32": 4, "split": 2, "host": 0}[memory.master] * numbers,

@@ -18,13 +18,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmspeed.config.memory import MemoryConfig
 from mmspeed.config.schema import TrainConfig
+from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.loop.averages import EMA, ema_decay
 from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load
 from mmspeed.loop.checkpoint.state import states_to_save
-from mmspeed.loop.optimizers.build import learning_rate, make_optimizer, set_learning_rate
+from mmspeed.loop.optimizers.build import by_lists, learning_rate, make_adamw, make_optimizer, set_learning_rate
 from mmspeed.loop.signals import StopSignals
+from mmspeed.memory import peak_bytes
 from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
+from mmspeed.memory.planning.options import static_bytes
 from mmspeed.parallel import make_half
 from mmspeed.plan.throughput import ThroughputMeter, mfu, training_flops
 from tests.support.tiers import TIERS
@@ -287,3 +290,16 @@ def test_folders_named_as_requests_ask_for_nothing(tmp_path: Path) -> None:
     for name in ("save", "stop"):
         (tmp_path / name).mkdir()
     assert StopSignals(tmp_path).poll() == "none" and len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_workspace_of_an_update_on_the_cpu_is_that_of_its_largest_parameter() -> None:
+    """A root and a quotient: what memory budgets count on."""
+    model = nn.ParameterList([nn.Parameter(torch.ones(700, 900)), nn.Parameter(torch.ones(30, 20))])
+    cfg = TrainConfig()
+    optimizer = make_adamw([{"params": list(model), "weight_decay": 0.1}], cfg)
+    for parameter in model:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    taken = peak_bytes(Device("cpu", 0), 0, optimizer.step)
+    static = static_bytes(630_600, MemoryConfig(), average=False, largest=630_000, by_lists=by_lists("adamw", "cpu"))
+    assert static.update == pytest.approx(taken, rel=0.01)
