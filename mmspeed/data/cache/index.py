@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -263,7 +263,7 @@ class _Entries:
         arrays = [
             _binary(columns[f.name]) if f.type == _KEY else pa.array(columns[f.name], f.type) for f in ENTRIES_SCHEMA
         ]
-        _write(path, arrays, ENTRIES_SCHEMA, facts)
+        write_batch(path, arrays, ENTRIES_SCHEMA, asdict(facts))
         return len(columns["key"])
 
 
@@ -324,7 +324,7 @@ def _write_samples(root: Path, target: Path, listing: IndexFiles, entries: _Entr
         lacking=len(lacking),
         lacking_source=columns["source"][int(lacking[0])].as_py() if len(lacking) else "",
     )
-    _write(target / SAMPLES_NAME, [columns[name] for name in SAMPLES_SCHEMA.names], SAMPLES_SCHEMA, facts)
+    write_batch(target / SAMPLES_NAME, [columns[name] for name in SAMPLES_SCHEMA.names], SAMPLES_SCHEMA, asdict(facts))
     return len(columns["key"])
 
 
@@ -383,9 +383,9 @@ def _binary(keys: Array) -> pa.Array:
     return pa.FixedSizeBinaryArray.from_buffers(_KEY, len(keys), [None, pa.py_buffer(np.ascontiguousarray(keys))])
 
 
-def _write(path: Path, arrays: list[pa.Array], schema: pa.Schema, facts: IndexFacts) -> None:
-    """Write one record batch as a sealed Arrow file, atomically."""
-    schema = schema.with_metadata({FACTS: json.dumps(asdict(facts)), "mmspeed.seal": BLANK})
+def write_batch(path: Path, arrays: list[pa.Array], schema: pa.Schema, facts: Mapping[str, Any]) -> None:
+    """Write one record batch as a sealed Arrow file with `facts` in its metadata, atomically. Raises UserError if the disk is full."""
+    schema = schema.with_metadata({FACTS: json.dumps(facts), "mmspeed.seal": BLANK})
     with disk_errors(path):
         temp = TempFile(path.parent)
         try:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -74,6 +74,27 @@ class RemoteStore:
             known["index"] = [digest_of_files([[name, *row] for name, row in parquet.items()])]
             self._remember(known)
         return tables
+
+    def copy_tables(self, folders: Sequence[str]) -> Path:
+        """Copy `cache.json` and the files in these folders of the cache, as far as they have changed; returns the local folder.
+
+        Files that are gone there are deleted here. Raises UserError if there is no cache, or it cannot be reached.
+        """
+        remote = self._list("cache.json")
+        if not remote:
+            raise UserError(f"no dataset cache at {self.url}; build one in a folder and copy it there")
+        for folder in folders:
+            remote |= self._list(folder)
+        with self._lock(), disk_errors(self.folder):
+            known = self._manifest()
+            for name, row in remote.items():
+                self._copy(name, row, known)
+            for folder in folders:
+                for path in (self.folder / folder).glob("[!.]*"):
+                    if f"{folder}/{path.name}" not in remote:
+                        path.unlink(missing_ok=True)
+            self._remember(known)
+        return self.folder
 
     def table(self, name: str) -> Path:
         """The local copy of a table of the index, such as `index/texts-000000.parquet`."""

@@ -1,0 +1,172 @@
+"""Text caches: blocks of documents and their table, read back, damaged, held out, far away."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmspeed.data.cache.document_blocks import (
+    DOCUMENTS_NAME,
+    DOCUMENTS_SCHEMA,
+    TABLE_VERSION,
+    Document,
+    HeldOut,
+    check_of,
+    id_type,
+    write_text_cache,
+)
+from mmspeed.data.cache.documents import TextCache, read_document_table
+from mmspeed.data.cache.index import write_batch
+from mmspeed.data.cache.keys import digest
+from mmspeed.data.cache.tokenizer_file import END, TokenizerFacts, byte_tokenizer, store_tokenizer
+from mmspeed.errors import UserError
+
+
+def _facts(vocabulary: int, end: int | None = None) -> TokenizerFacts:
+    return TokenizerFacts("ids", vocabulary, end)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    documents=st.lists(st.lists(st.integers(0, 299), max_size=20), max_size=30),
+    vocabulary=st.sampled_from([300, 70_000]),
+    block=st.integers(1, 7),
+)
+def test_documents_come_back(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], vocabulary: int, block: int
+) -> None:
+    root = tmp_path_factory.mktemp("texts")
+    counts = write_text_cache(root, {"a": documents, "b": documents[:3]}, _facts(vocabulary, 2), block=block)
+    cache = TextCache(root)
+    kept = [ids for ids in [*documents, *documents[:3]] if ids]
+    assert [cache.ids(number).tolist() for number in range(len(cache))] == kept
+    assert cache.lengths.tolist() == [len(ids) for ids in kept]
+    assert counts.documents == len(kept) and counts.tokens == sum(map(len, kept))
+    assert counts.rejected.get("empty", 0) == len(documents) + len(documents[:3]) - len(kept)
+    assert cache.source.tolist() == [0] * len([ids for ids in documents if ids]) + [1] * len(
+        [ids for ids in documents[:3] if ids]
+    )
+    assert (cache.sources, cache.vocabulary, cache.end_of_document) == (["a", "b"], vocabulary, 2)
+    for number, ids in enumerate(kept):
+        assert cache.ids(number).dtype == id_type(vocabulary)
+        assert cache.ids(number, len(ids) // 2, len(ids) - len(ids) // 2).tolist() == ids[len(ids) // 2 :]
+        assert cache.trained(number) is None
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "kind"), [(256, "uint8"), (257, "uint16"), (65_536, "uint16"), (65_537, "uint32")]
+)
+def test_ids_take_the_smallest_type(tmp_path: Path, vocabulary: int, kind: str) -> None:
+    write_text_cache(tmp_path, {"a": [[vocabulary - 1, 0]]}, _facts(vocabulary))
+    ids = TextCache(tmp_path).ids(0)
+    assert (ids.dtype, ids.tolist()) == (np.dtype(kind), [vocabulary - 1, 0])
+    with pytest.raises(UserError, match=f"outside of a vocabulary of {vocabulary}"):
+        write_text_cache(tmp_path / "b", {"a": [[vocabulary]]}, _facts(vocabulary))
+
+
+def test_marks_of_chats(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    marks = [generator.random(length) < 0.5 for length in (3, 17, 1, 8)]
+    rows = [Document(np.arange(len(mark)), digest(bytes([n])), mark) for n, mark in enumerate(marks)]
+    write_text_cache(tmp_path, {"a": [*rows, [5, 6]]}, _facts(99))
+    cache = TextCache(tmp_path)
+    for number, mark in enumerate([*marks, np.ones(2, bool)]):
+        trained = cache.trained(number)
+        assert trained is not None and trained.tolist() == mark.tolist()
+        part = cache.trained(number, 1 % len(mark), len(mark) - 1 % len(mark))
+        assert part is not None and part.tolist() == mark[1 % len(mark) :].tolist()
+
+
+def test_equal_documents_are_held_out_together(tmp_path: Path) -> None:
+    documents = [[number % 500, 1 + number % 3] for number in range(6_000)]
+    write_text_cache(tmp_path / "a", {"a": documents}, _facts(600), HeldOut(0.2, 1))
+    write_text_cache(tmp_path / "b", {"a": documents[::-1]}, _facts(600), HeldOut(0.2, 1))
+    write_text_cache(tmp_path / "c", {"a": documents}, _facts(600), HeldOut(0.2, 2))
+    one, other, seed = (TextCache(tmp_path / name) for name in "abc")
+    assert one.held_out.tolist() == other.held_out.tolist()[::-1] != seed.held_out.tolist()
+    sides: dict[tuple[int, ...], bool] = {}
+    for ids, side in zip(documents, one.held_out.tolist(), strict=True):
+        assert sides.setdefault(tuple(ids), side) == side
+    assert 0.15 < one.held_out.mean() < 0.25
+    assert len({one.fingerprint, other.fingerprint, seed.fingerprint}) == 3
+
+
+def test_the_same_documents_are_the_same_files(tmp_path: Path) -> None:
+    for name in "ab":
+        write_text_cache(tmp_path / name, {"a": [[1, 2], [3]] * 50}, _facts(300), block=7)
+    files = [sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a").rglob("*") if p.is_file())]
+    assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files[0])
+    assert len(list((tmp_path / "a" / "texts").glob("*.tar"))) == 1
+
+
+def test_damaged_ids_are_noticed(tmp_path: Path) -> None:
+    write_text_cache(tmp_path, {"a": [list(range(100, 160)), list(range(60))]}, _facts(256))
+    shard = tmp_path / "texts" / "000000.tar"
+    data = bytearray(shard.read_bytes())
+    data[data.index(bytes(range(100, 160))) + 10] ^= 1
+    shard.write_bytes(data)
+    cache = TextCache(tmp_path)
+    with pytest.raises(UserError, match="damaged at document 0: its checksum differs"):
+        cache.ids(0, 0, 1)
+    assert cache.ids(1).tolist() == list(range(60))
+    with pytest.raises(IndexError, match=r"document 1 has 60 ids, not \[50, 61\)"):
+        cache.ids(1, 50, 11)
+
+
+def test_the_tokenizer_is_the_cache_s_own(tmp_path: Path) -> None:
+    facts, tokenizer = store_tokenizer(tmp_path, byte_tokenizer(), "bytes", END)
+    text = "Grüße, 世界!\n  \x00 ok"
+    assert tokenizer.encode(text) == list(text.encode())
+    write_text_cache(tmp_path, {"a": [[*tokenizer.encode(text), 256]]}, facts)
+    cache = TextCache(tmp_path)
+    assert (cache.vocabulary, cache.end_of_document) == (257, 256)
+    assert cache.tokenizer().decode(cache.ids(0).tolist()) == text
+    assert cache.tokenizer_folder == tmp_path / "tokenizer"
+    (tmp_path / "tokenizer" / "tokenizer.json").write_bytes(b"{}")
+    with pytest.raises(UserError, match=r"tokenizer\.json is not as it was written"):
+        cache.tokenizer()
+
+
+def test_no_tokenizer_no_table_no_texts(tmp_path: Path) -> None:
+    write_text_cache(tmp_path, {"a": [[1]]}, _facts(9))
+    cache = TextCache(tmp_path)
+    assert cache.tokenizer_folder is None
+    with pytest.raises(UserError, match="made of ids and has no tokenizer"):
+        cache.tokenizer()
+    (tmp_path / "index" / DOCUMENTS_NAME).unlink()
+    with pytest.raises(UserError, match="lists no documents yet; run mmspeed preprocess"):
+        TextCache(tmp_path)
+
+
+def test_a_copy_far_away(tmp_path: Path) -> None:
+    facts, tokenizer = store_tokenizer(tmp_path / "near", byte_tokenizer(), "bytes", END)
+    write_text_cache(tmp_path / "near", {"a": [tokenizer.encode("abc"), tokenizer.encode("de")]}, facts)
+    for _ in range(2):
+        cache = TextCache(f"file://{tmp_path / 'near'}", tmp_path / "mirror")
+        assert [cache.tokenizer().decode(cache.ids(number).tolist()) for number in range(2)] == ["abc", "de"]
+        assert cache.root != tmp_path / "near"
+
+
+def test_ten_million_documents_open_at_once(tmp_path: Path) -> None:
+    """The table alone; 250 MB of it are written once and never read."""
+    rows = 10_000_000
+    arrays = [pa.array(np.zeros(rows, f.type.to_pandas_dtype()), f.type) for f in DOCUMENTS_SCHEMA]
+    facts = {"version": TABLE_VERSION, "blocks": ["0" * 32], "sources": [], "fingerprint": "x"}
+    write_batch(tmp_path / "index" / DOCUMENTS_NAME, arrays, DOCUMENTS_SCHEMA, facts)
+    read_document_table(tmp_path / "index" / DOCUMENTS_NAME)
+    began = time.perf_counter()
+    table = read_document_table(tmp_path / "index" / DOCUMENTS_NAME)
+    seconds = time.perf_counter() - began
+    assert len(table.columns["length"]) == rows
+    assert seconds < 0.05, seconds
+
+
+def test_marks_change_the_check() -> None:
+    ids = np.arange(5, dtype=np.uint16)
+    assert len({check_of(ids), check_of(ids, np.ones(5, bool)), check_of(ids, np.zeros(5, bool))}) == 3
