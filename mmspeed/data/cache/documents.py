@@ -78,7 +78,7 @@ def _column(batch: pa.RecordBatch, name: str) -> Array:
 
 
 @dataclass(frozen=True)
-class _Block:
+class _BlockIds:
     """The ids of a block and its packed marks, as views of a mapping."""
 
     ids: Array
@@ -129,7 +129,7 @@ class TextCache:
         self.vocabulary, self.end_of_document = self._facts.vocabulary, self._facts.end_of_document
         self.fingerprint = self._table.fingerprint
         self._places: dict[str, PayloadLocation] | None = None
-        self._blocks: dict[int, _Block] = {}
+        self._blocks: dict[int, _BlockIds] = {}
         self._shards: dict[str, memoryview] = {}
         self._checked = np.zeros(len(self.lengths), np.bool_)
 
@@ -178,13 +178,13 @@ class TextCache:
         if len(ids) and int(ids.max()) >= self.vocabulary:
             raise self._damaged(document, "it holds an id outside of the vocabulary")
 
-    def _block(self, document: int) -> _Block:
+    def _block(self, document: int) -> _BlockIds:
         number = int(self._table.columns["block"][document])
         if number not in self._blocks:
             self._blocks[number] = self._open(document, number)
         return self._blocks[number]
 
-    def _open(self, document: int, number: int) -> _Block:
+    def _open(self, document: int, number: int) -> _BlockIds:
         if not 0 <= number < len(self._table.blocks):
             raise self._damaged(document, "it is of a block that there is not")
         key = self._table.blocks[number]
@@ -198,7 +198,7 @@ class TextCache:
             raise self._damaged(document, f"shard {place.shard} cannot be read: {error}") from error
         if ids.dtype != id_type(self.vocabulary) or ids.ndim != 1 or (marks is not None and len(marks) * 8 < len(ids)):
             raise self._damaged(document, "its block is of another form")
-        return _Block(ids, marks)
+        return _BlockIds(ids, marks)
 
     def _place(self, key: str) -> PayloadLocation:
         if self._places is None:

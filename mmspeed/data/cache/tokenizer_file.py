@@ -26,7 +26,7 @@ NAMES = (MAIN, "tokenizer_config.json", "special_tokens_map.json", "chat_templat
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """What a cache records of its tokenizer.
+    """The facts of a cache's tokenizer.
 
     Args:
         kind: `bytes`, `train` or `transformers`; `ids` where documents came as ids, without a tokenizer.

@@ -1,0 +1,139 @@
+"""The sections of a language run that say where its texts come from, and how they become token ids."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from .inputs import Section
+from .places import base_name
+
+
+class TextSourceConfig(Section):
+    """Files of texts, chats or token ids."""
+
+    path: str = Field(
+        description="File or folder: `.jsonl`, `.csv`, `.parquet`, `.txt`, `.tar`, each also behind `.gz` or `.zst`; Megatron's `.bin` beside its `.idx`. `*` names several. Relative paths are taken from the config file."
+    )
+    name: str | None = Field(
+        None,
+        min_length=1,
+        description="Name of this source; null: the last part of `path`, numbered where two are the same.",
+    )
+    repeats: int = Field(1, ge=1, description="Times each of its documents is used in an epoch. Not with weights.")
+    weight: float | None = Field(
+        None,
+        gt=0,
+        description="Share of this source in an epoch's tokens, relative to the other sources' weights: all have one, or none.",
+    )
+    content: Literal["text", "chat", "ids"] = Field(
+        "text",
+        description="What a row holds: a text; a chat (a list of messages with `role` and `content`), which is written by the tokenizer's template and has its loss on the assistant's tokens; or token ids.",
+    )
+    column: str | None = Field(
+        None,
+        min_length=1,
+        description="Column of a table, or key of a JSON line or of a JSON file in a tar; null: `text`, `messages` or `ids`, by `content`.",
+    )
+    split: Literal["file", "blank_line"] = Field(
+        "file",
+        description="Documents of a `.txt` file: the whole file, or the parts between blank lines.",
+    )
+
+
+class TextsConfig(Section):
+    """Texts and their cache."""
+
+    sources: tuple[TextSourceConfig, ...] = Field(min_length=1, description="Sources of the texts.")
+    cache: str = Field(description="Folder of the text cache; a URL for a copy that is read only.")
+    validation: float = Field(
+        0.01, ge=0, lt=1, description="Share of the documents held out for validation, drawn by content."
+    )
+    temperature: float | None = Field(
+        None,
+        gt=0,
+        description="Mix several sources with shares of size ** (1 / temperature): 1 follows their tokens, larger values are more even. Null: every document once, or by the sources' weights.",
+    )
+    max_tokens: int | None = Field(
+        None, ge=1, description="Longer documents are rejected as too long, in tokens; null: none are."
+    )
+    max_document_mb: float = Field(
+        64.0, gt=0, description="Larger documents are rejected as too large before they become tokens, in megabytes."
+    )
+    processes: int = Field(
+        0,
+        ge=0,
+        description="Processes that turn texts into tokens; 0: the command's own alone. The cache has the same bytes.",
+    )
+    shard_mb: float = Field(256.0, gt=0, description="Size of the cache's shards, in megabytes.")
+
+    @model_validator(mode="after")
+    def _mixing(self) -> TextsConfig:
+        weights = [source.weight for source in self.sources]
+        if any(weights) and not all(weights):
+            raise ValueError("give every source a weight, or none")
+        shares = any(weights) or self.temperature is not None
+        if any(weights) and self.temperature is not None:
+            raise ValueError("the sources' weights and temperature both set the shares of sources: use one of them")
+        if shares and any(source.repeats > 1 for source in self.sources):
+            raise ValueError(
+                "repeats of a source and shares (weight, temperature) both set how often it is used: use one of them"
+            )
+        names = [source.name for source in self.sources if source.name is not None]
+        repeated = next((name for name in names if names.count(name) > 1), None)
+        if repeated is not None:
+            raise ValueError(f"two sources have the name {repeated}")
+        return self
+
+    def column_of(self, source: TextSourceConfig) -> str:
+        """The column or key that holds a source's documents."""
+        return source.column or {"text": "text", "chat": "messages", "ids": "ids"}[source.content]
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """The name of each source, in order; all are distinct."""
+        explicit = {source.name for source in self.sources if source.name is not None}
+        names: list[str] = []
+        for source in self.sources:
+            base = name = source.name or base_name(source.path) or "texts"
+            number = 2
+            while source.name is None and (name in explicit or name in names):
+                name, number = f"{base}-{number}", number + 1
+            names.append(name)
+        return tuple(names)
+
+
+class BytesTokenizerConfig(Section):
+    """The bytes of UTF-8, 256 ids, and one for the end of a document."""
+
+    kind: Literal["bytes"] = Field("bytes", description="The bytes of UTF-8.")
+
+
+class TrainedTokenizerConfig(Section):
+    """A byte-level BPE that is trained once on a sample of the texts, and stored in the cache."""
+
+    kind: Literal["train"] = Field(description="A tokenizer of these texts.")
+    size: int = Field(8192, ge=257, description="Number of ids, the end of a document included.")
+    sample_mb: float = Field(
+        100.0, gt=0, description="Texts that it is trained on, in megabytes; they are taken from the sources in turn."
+    )
+
+
+class StoredTokenizerConfig(Section):
+    """The fast tokenizer of a transformers folder; no code in it is run."""
+
+    kind: Literal["transformers"] = Field(description="A tokenizer that is there already.")
+    path: str = Field(description="Folder with a `tokenizer.json`, or a hub id.")
+    revision: str | None = Field(None, description="Branch, tag or commit on the hub; null: its main branch.")
+    end_of_document: str | None = Field(
+        None, description="Token behind each document; null: its end of sequence (`eos_token`), if it has one."
+    )
+    chat_template: str | None = Field(
+        None, description="Template of chats in place of the folder's, as Jinja text; null: the folder's."
+    )
+
+
+TokenizerConfig = Annotated[
+    BytesTokenizerConfig | TrainedTokenizerConfig | StoredTokenizerConfig, Field(discriminator="kind")
+]
