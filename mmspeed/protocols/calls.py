@@ -70,6 +70,7 @@ class AnchorRule:
         cut: frames in front that a sampled video loses.
         embedding: (rows, width) of an image encoder's embedding of each given picture, which the model takes beside the latents (`image` in
             `Conditions.named`, (B, pictures, rows, width)); None: it takes none.
+        whole: True where the pipeline embeds a picture as it is given; else what of it is in the video.
     """
 
     modes: tuple[str, ...] = ("none",)
@@ -79,6 +80,7 @@ class AnchorRule:
     blend: float = 0.0
     cut: int = 0
     embedding: tuple[int, int] | None = None
+    whole: bool = False
 
     def pictures(self, mode: str) -> tuple[str, ...]:
         """Names of the embeddings of the pictures that a mode gives, in their order in a batch."""

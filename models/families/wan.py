@@ -78,7 +78,7 @@ class WanCall(FamilyCall):
         if config.get("image_dim") is None:
             return AnchorRule(("first", "first_last"), "grey")
         mode = "first" if config.get("pos_embed_seq_len") is None else "first_last"
-        return AnchorRule((mode,), "grey", embedding=(self.image_tokens, config["image_dim"]))
+        return AnchorRule((mode,), "grey", embedding=(self.image_tokens, config["image_dim"]), whole=True)
 
     def call(self, config: Config, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> dict[str, Any]:
         """The arguments of the forward. Raises UserError for captions of more than `text_tokens`, and without a needed condition."""

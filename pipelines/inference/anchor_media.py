@@ -102,10 +102,14 @@ def check_request(request: VideoRequest, config: Config, rule: AnchorRule) -> No
         raise UserError(f"the model of this run makes videos of given frames alone: give {files}")
 
 
-def pictures_of(request: VideoRequest, config: Config, size: Bucket) -> list[np.ndarray]:
-    """The first and maybe the last picture of a request that names such, fitted to a size: (H, W, 3), uint8. Raises UserError."""
+def pictures_of(request: VideoRequest, config: Config, size: Bucket | None) -> list[np.ndarray]:
+    """The first and maybe the last picture of a request that names such, fitted to a size; None: whole. (H, W, 3), uint8.
+
+    Raises UserError.
+    """
     files = (request.image, *([request.last_image] if mode_of(request, config) == "first_last" else []))
-    return [image_file(Path(str(file)), size) for file in files]
+    paths = [Path(str(file)) for file in files]
+    return [np.array(picture_file(path)) if size is None else image_file(path, size) for path in paths]
 
 
 def anchors_of(
@@ -192,9 +196,14 @@ def encoded(codec: VideoCodec, frames_FHWC: np.ndarray) -> Tensor:
 
 def image_file(path: Path, size: Bucket) -> np.ndarray:
     """The picture of a file, upright, scaled to cover the size and cut around its middle: (H, W, 3), uint8. Raises UserError."""
+    return fitted(picture_file(path), size)
+
+
+def picture_file(path: Path) -> Image.Image:
+    """The picture of a file, upright and in RGB. Raises UserError."""
     try:
         with Image.open(path) as image:
-            return fitted(ImageOps.exif_transpose(image), size)
+            return ImageOps.exif_transpose(image).convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise UserError(f"{path}: is no picture that can be read: {str(error).splitlines()[0]}") from None
 

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from mmspeed import rng
@@ -32,7 +31,7 @@ from mmspeed.models.families.complete import completed, completed_sample
 from mmspeed.models.weights import first_line, quiet, resolve
 from mmspeed.pipelines.diffusion.samplers import OnStep
 from mmspeed.pipelines.diffusion.schedulers import generators
-from mmspeed.pipelines.inference.anchor_media import image_file
+from mmspeed.pipelines.inference.anchor_media import picture_file
 from mmspeed.pipelines.inference.export import OTHER_FILES, trained_models
 from mmspeed.pipelines.inference.media import RATE, Video
 from mmspeed.pipelines.inference.prompts import VideoRequest, noise_names
@@ -226,7 +225,7 @@ class OfficialSampler:
             "return_dict": False,
         }
         settings |= {
-            name: Image.fromarray(image_file(Path(file), size))
+            name: picture_file(Path(file))
             for name, file in (("image", request.image), ("last_image", request.last_image))
             if file is not None
         }

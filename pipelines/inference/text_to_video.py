@@ -373,10 +373,10 @@ class TextToVideo:
             raise UserError(f"line {request.line}: {error}") if request.line else error from None
 
     def _seen(self, requests: Mapping[int, tuple[VideoRequest, Bucket]]) -> dict[int, np.ndarray]:
-        """The first pictures (H, W, 3), uint8, of numbered requests, where the text encoder sees them; else none."""
+        """The first pictures (H, W, 3), uint8, as they are given, of numbered requests, where the text encoder sees them; else none."""
         if not sees_pictures(self.config.text):
             return {}
-        return {index: pictures_of(request, self.config, size)[0] for index, (request, size) in requests.items()}
+        return {index: pictures_of(request, self.config, None)[0] for index, (request, _) in requests.items()}
 
     def _texts(self, texts: Mapping[int, str], seen: Mapping[int, np.ndarray]) -> dict[int, TextEntry]:
         """The entries of numbered texts, each beside its picture where it has one; the encoder is freed afterwards."""
@@ -396,7 +396,7 @@ class TextToVideo:
         assert isinstance(self.config.model, PublishedModelConfig)  # others take none
         encoder = load_image_encoder(self.config.model, self.device)
         return {
-            index: encoder.encode(pictures_of(request, self.config, size))
+            index: encoder.encode(pictures_of(request, self.config, None if self.predictor.anchors.whole else size))
             for index, (request, size) in requests.items()
         }
 

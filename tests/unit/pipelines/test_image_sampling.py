@@ -21,6 +21,7 @@ from mmspeed.initialize import materialize, read_weights
 from mmspeed.models.build import with_weights
 from mmspeed.models.codecs.vae import load_codec
 from mmspeed.models.families.complete import completed
+from mmspeed.pipelines.inference.anchor_media import image_file
 from mmspeed.pipelines.inference.prompts import VideoRequest
 from mmspeed.pipelines.inference.text_to_video import SamplerChoice, TextToVideo
 from mmspeed.pipelines.tasks.synthetic import EncoderShapes
@@ -28,7 +29,12 @@ from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.protocols import source_of
 from mmspeed.shapes import Bucket, Strides
 from tests.support.covers import slow_but
-from tests.support.tiny_repositories import save_hunyuan_video15_images, save_wan, save_wan_images
+from tests.support.tiny_repositories import (
+    save_hunyuan_video15_images,
+    save_hunyuan_video_images,
+    save_wan,
+    save_wan_images,
+)
 
 CPU = Device("cpu", 0)
 FRAMES, HEIGHT, WIDTH = 9, 32, 48
@@ -135,3 +141,50 @@ def test_a_model_that_is_always_given_frames_says_what_it_needs(tmp_path: Path) 
     config = config_of(tmp_path / "wan", "conditioning.first=1", "validate.prompts=[a]")
     with pytest.raises(UserError, match=r"^validate\.prompts: the model makes videos of given frames alone"):
         VideoTask(config).use(EncoderShapes(16, Strides(4, 8), 16)).build()
+
+
+# name -> (its repository, the argument of the transformer's call that holds what an encoder makes of the whole picture)
+WHOLE: dict[str, tuple[Save, str]] = {
+    "wan 2.1": (save_wan_images, "encoder_hidden_states_image"),
+    "hunyuan-video": (save_hunyuan_video_images, "encoder_hidden_states"),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_encoders_are_given_the_picture_as_it_is(tmp_path: Path, name: str) -> None:
+    """A picture of another shape than the video's: what is embedded is not what was cut for the codec, as in the pipeline."""
+    save, argument = WHOLE[name]
+    save(tmp_path / "repository")
+    pixels = np.random.default_rng(0).integers(0, 256, (90, 40, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "image.png")
+    files = {"image": tmp_path / "image.png"}
+    pipe = pipeline_of(tmp_path / "repository", ("first",))
+    seen: list[Tensor] = []
+
+    def keep(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        seen.append(kwargs[argument])
+
+    pipe.model.register_forward_pre_hook(keep, with_kwargs=True)
+    ours(pipe, files, 1, 1.0)
+    diffusers_call(tmp_path / "repository", files, keep)
+    mine, truth = seen[0], seen[-1]
+    torch.testing.assert_close(mine, truth[:, : mine.shape[1]], atol=1e-6, rtol=1e-5)
+    (tmp_path / "cut").mkdir()
+    Image.fromarray(image_file(tmp_path / "image.png", Bucket(FRAMES, HEIGHT, WIDTH))).save(
+        tmp_path / "cut" / "image.png"
+    )
+    ours(pipe, {"image": tmp_path / "cut" / "image.png"}, 1, 1.0)
+    assert (seen[-1] - mine).abs().max() > 1e-4
+
+
+def diffusers_call(folder: Path, files: dict[str, Path], keep: Callable[..., None]) -> None:
+    """A step of the official pipeline, whose transformer's arguments `keep` is called with."""
+    import diffusers
+
+    pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.transformer.register_forward_pre_hook(keep, with_kwargs=True)
+    pipeline(
+        prompt=PROMPT, height=HEIGHT, width=WIDTH, num_frames=FRAMES, num_inference_steps=1, guidance_scale=1.0,
+        output_type="latent", **{name: Image.open(path) for name, path in files.items()},
+    )  # fmt: skip
