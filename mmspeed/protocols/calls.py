@@ -6,10 +6,11 @@ Legend: B batch, C channels, T h w latent, L caption tokens, D text width.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mmspeed.shapes import Strides
 
@@ -49,6 +50,14 @@ class Conditions:
     def anchors(self) -> Tensor | None:
         """bool (B, T), True at latent frames that are given; None where the task gives none."""
         return self.named.get("given")
+
+    def with_text_of(self, tokens: int) -> Conditions:
+        """The conditions with captions of at least so many tokens, zeros that the mask leaves out behind shorter ones."""
+        missing = tokens - self.text_BLD.shape[1]
+        if missing <= 0:
+            return self
+        text_BLD, mask_BL = pad(self.text_BLD, (0, 0, 0, missing)), pad(self.text_mask_BL, (0, missing))
+        return replace(self, text_BLD=text_BLD, text_mask_BL=mask_BL)
 
     def times_of(self, t_B: Tensor) -> Tensor:
         """The times as a model with times of frames takes them: (B, T), 0 at given frames; (B,) where the task gives none."""

@@ -20,9 +20,11 @@ from mmspeed.models.diffusers.loading import keep_float32
 from mmspeed.models.diffusers.plans import declare_known_plan
 from mmspeed.models.families import call_for, class_name, family_in
 from mmspeed.models.families.base import DescribesAttention
+from mmspeed.parallel import token_layout, unwrap
 from mmspeed.protocols import Batch, CountsFlops, DiffusionModel, TakesAnchors, TextEntry, Work, check_model
 from mmspeed.protocols.calls import AnchorRule, Conditions, CountsWork, ModelCall, TakesConditions, TakesTexts
 from mmspeed.protocols.model import CountsDenseFlops, lacking_members
+from mmspeed.protocols.plan import Split, plan_of
 from mmspeed.shapes import Bucket, Strides
 
 Latent = tuple[int, int, int]
@@ -140,6 +142,7 @@ class FamilyPredictor(FamilyCounts):
         return self.call.texts(self.config) if isinstance(self.call, TakesTexts) else {}
 
     def predict(self, model: nn.Module, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> Tensor:
+        conditions = conditions.with_text_of(least_text(model))
         arguments = self.call.call(self.config, x_BCThw, t_B, conditions)
         return self.call.prediction(self.config, model(**arguments), x_BCThw)
 
@@ -237,6 +240,17 @@ def _check_objective(name: str, call: ModelCall, objective: ObjectiveConfig) -> 
             f"objective.prediction is {objective.prediction} and objective.steps {objective.steps}: {name} predicts v at one of "
             f"{STEPS_OF_V} steps; use {right}"
         )
+
+
+def least_text(model: nn.Module) -> int:
+    """Tokens that captions must have so that each process of the model's layout gets those that its plan asks for."""
+    bare = unwrap(model)
+    plan = plan_of(bare)
+    if plan is None:
+        return 0
+    splits = [split for inputs in plan.inputs.values() for split in inputs.values() if isinstance(split, Split)]
+    least = max((split.least for split in splits if split.sequence == "text"), default=0)
+    return least * token_layout(bare).size
 
 
 def conditions_of(batch: Batch, strides: Strides | None) -> Conditions:

@@ -195,7 +195,10 @@ def wanted_step(task: PublishedVideoTask, where: RunPlace, images: bool) -> tupl
 
 
 def under_a_tight_budget(config: Config, task: PublishedVideoTask, where: RunPlace) -> Any:
-    """The policies that are chosen under a budget between what a step takes at least and what it takes without one."""
+    """The policies that are chosen under a budget between what a step takes at least and what it takes without one.
+
+    None where these are the same within a hundredth, since a model of two blocks may take most in the update: then nothing is to be chosen.
+    """
 
     def chosen(label: str, budget: int) -> tuple[Any, dict[str, Any]]:
         memory = config.memory.model_copy(update={"budget": budget})
@@ -204,7 +207,10 @@ def under_a_tight_budget(config: Config, task: PublishedVideoTask, where: RunPla
         return found, json.loads((under.run_dir / "memory.json").read_text())
 
     _, roomy = chosen("roomy", 10**9)
-    choice, _ = chosen("tight", (roomy["measured"]["peak_bytes"] + roomy["least_bytes"]) // 2)
+    peak, least = roomy["measured"]["peak_bytes"], roomy["least_bytes"]
+    if peak - least < peak // 100:
+        return None
+    choice, _ = chosen("tight", peak - (peak - least) // 4)
     return choice
 
 
