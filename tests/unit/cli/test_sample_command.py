@@ -55,6 +55,23 @@ def sample_on_ranks(commands: list[list[str]]) -> tuple[int, str, str]:
     return code, out.getvalue(), err.getvalue()
 
 
+def raw_videos(run: str, together: int | None, rank: int, world: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """(latent, frames (F, H, W, 3) before any video file) of a process's share of three requests of one size, by their prompts."""
+    pipe = TextToVideo.from_run(run, device="cpu")
+    decode = pipe.codec.decode
+    latents: list[np.ndarray] = []
+    pipe.codec.decode = lambda x_1CThw: latents.append(x_1CThw.numpy().copy()) or decode(x_1CThw)  # type: ignore[method-assign, func-returns-value]
+    requests = [VideoRequest(prompt, seed=1) for prompt in ("a rabbit", "the sea", "a hill")]
+    videos = list(pipe.sample(requests, SamplerChoice(steps=4), together=together, rank=rank, world=world))
+    pairs = zip(videos, latents, strict=True)
+    return {request.prompt: (latent, video.frames_FHWC) for (request, video), latent in pairs}
+
+
+def raw_on_ranks(run: str) -> list[dict[str, tuple[np.ndarray, np.ndarray]]]:
+    """`raw_videos` of this rank in batches of its own, and one at a time."""
+    return [raw_videos(run, together, dist.get_rank(), dist.get_world_size()) for together in (None, 1)]
+
+
 def disagreements(cases: list[list[tuple[str, str, int | None]]]) -> list[str]:
     """The error of each case, in which each rank has its own run folder, second prompt and steps; empty where there is none."""
     found = []
@@ -141,6 +158,19 @@ def test_processes_of_nproc_share_a_file(run: Path, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "mmspeed", *words], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split()) == [f"sample-{line:04}.mp4" for line in (1, 2, 3)]
+
+
+def test_raw_frames_of_two_processes_are_those_of_one(run: Path) -> None:
+    """One at a time to the bit; in batches, which are smaller with more processes, up to the rounding of a frame to 255 levels."""
+    shares = run_ranks(raw_on_ranks, 2, str(run))
+    for place, together in enumerate((None, 1)):
+        whole = raw_videos(str(run), together, 0, 1)
+        parts = shares[0][place] | shares[1][place]
+        assert parts.keys() == whole.keys() and len(shares[1][place]) == 1
+        for prompt, (latent, frames_FHWC) in whole.items():
+            other, others_FHWC = parts[prompt]
+            assert np.abs(latent - other).max() <= (1e-4 if together is None else 0)
+            assert np.abs(frames_FHWC.astype(int) - others_FHWC).max() <= (1 if together is None else 0)
 
 
 def test_where_videos_go(tmp_path: Path) -> None:
