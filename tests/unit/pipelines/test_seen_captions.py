@@ -59,7 +59,7 @@ def test_entries_are_those_of_the_pipeline(repositories: dict[str, Path], tmp_pa
     pipeline, config = official(repositories[kind]), config_of(tmp_path, repositories[kind])
     encoder: Any = load_text_encoder(config.text, Device("cpu", 0))
     picture = np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)
-    for caption in CAPTIONS:
+    for caption in (*CAPTIONS, as_long_as_it_fits(encoder)):
         for shown in (picture, None):
             image = Image.new("RGB", (64, 48)) if shown is None else Image.fromarray(shown)
             every = {} if shown is None else {"image_embed_interleave": 2 if kind == "channels" else 4}
@@ -68,6 +68,14 @@ def test_entries_are_those_of_the_pipeline(repositories: dict[str, Path], tmp_pa
             torch.testing.assert_close(entry.embeds_LD, rows[0][mask[0].bool()], atol=1e-6, rtol=0)
             torch.testing.assert_close(entry.pooled_D, pooled[0], atol=1e-6, rtol=0)
     assert encoder.truncated == 2
+
+
+def as_long_as_it_fits(encoder: Any) -> str:
+    """The longest caption of one word that is not cut."""
+    words = 1
+    while not encoder.parts[0].tokenize(" ".join(["meadow"] * (words + 1)))[1]:
+        words += 1
+    return " ".join(["meadow"] * words)
 
 
 def first_frames(config: Config) -> dict[str, np.ndarray]:
