@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from mmspeed.preprocess.records.build_report import BuildReport
     from mmspeed.preprocess.report.check import check
     from mmspeed.preprocess.report.starting import DataFit, fit_data
+    from mmspeed.preprocess.texts.build import TextCacheBuilder
 
-__all__ = ["BuildReport", "CacheBuilder", "DataFit", "OnlineBuilder", "check", "fit_data"]
+__all__ = ["BuildReport", "CacheBuilder", "DataFit", "OnlineBuilder", "TextCacheBuilder", "check", "fit_data"]
 
 _HOME = {
     "CacheBuilder": "build.offline",
@@ -20,6 +21,7 @@ _HOME = {
     "check": "report.check",
     "DataFit": "report.starting",
     "fit_data": "report.starting",
+    "TextCacheBuilder": "texts.build",
 }
 
 

@@ -19,7 +19,14 @@ def stat_lines(facts: Mapping[str, Any]) -> list[str]:
     from mmspeed.data.maintenance.stats import should_pack
 
     lines = [f"cache {facts['root']}, made by mmspeed {facts['mmspeed']}, schema {facts['schema']}"]
-    lines.append(f"  samples: {', '.join(f'{n} {split}' for split, n in facts['samples'].items()) or 'none'}")
+    if (documents := facts.get("documents")) is not None:
+        lines += [
+            f"  source {name}: {row['documents']:,} documents, {row['tokens']:,} tokens"
+            for name, row in documents["sources"].items()
+        ]
+        lines.append(f"  held out: {documents['held_out']:,} documents")
+    else:
+        lines.append(f"  samples: {', '.join(f'{n} {split}' for split, n in facts['samples'].items()) or 'none'}")
     lines += bars([(f"bucket {b}", sum(splits.values())) for b, splits in facts["buckets"].items()], "samples")
     for folder, count in facts["folders"].items():
         part = folder.replace("/", " ")

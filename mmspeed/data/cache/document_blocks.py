@@ -166,15 +166,17 @@ def add_block(
     documents: Sequence[Document],
     vocabulary: int,
     recipe: Mapping[str, Any],
-    source: str | None = None,
 ) -> str:
-    """Add a block of documents to a cache and return its key; nothing is written if it is there already."""
+    """Add a block of documents to a cache and return its key; nothing is written if it is there already.
+
+    Its index names no source: a shard that was sealed and not yet indexed when its writer was killed then gets the same index.
+    """
     contents = [document.content for document in documents]
     parts = block_parts(contents, recipe)
     key = entry_key(parts)
     tokens = sum(len(document.ids) for document in documents)
     tensors = block_tensors(documents, vocabulary)
-    writer.add(SECTION, key, tensors, parts, tokens=tokens, content_id=parts["contents"], source=source)
+    writer.add(SECTION, key, tensors, parts, tokens=tokens, content_id=parts["contents"])
     return key
 
 
@@ -267,7 +269,7 @@ def write_text_cache(
         for number, (name, rows) in enumerate(documents.items()):
             for part in _parts(rows, block):
                 try:
-                    key = add_block(writer, part, tokenizer.vocabulary, recipe, name)
+                    key = add_block(writer, part, tokenizer.vocabulary, recipe)
                 except ValueError as error:
                     raise UserError(f"source {name}: {error}") from error
                 written.append((key, number, block_tensors(part, tokenizer.vocabulary)))

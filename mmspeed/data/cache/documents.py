@@ -6,6 +6,7 @@ compared with its checksum when they are first read in a process, and ids are be
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 import os
@@ -16,6 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from torch import Tensor
 
 from mmspeed.config.places import is_url
 from mmspeed.errors import UserError
@@ -85,6 +87,54 @@ class _BlockIds:
     marks: Array | None
 
 
+class BlockStore:
+    """The payloads of a cache's blocks by key, mapped from its shards or fetched from a remote copy."""
+
+    def __init__(self, root: Path, location: str, remote: RemoteStore | None = None) -> None:
+        self.root, self.location, self._remote = root, location, remote
+        self._places: dict[str, PayloadLocation] | None = None
+        self._shards: dict[str, memoryview] = {}
+
+    def tensors(self, key: str, verify: bool = False) -> dict[str, Tensor]:
+        """The tensors of a block as views of its payload, whose checksum is compared if `verify`.
+
+        Raises UserError if there is no such block, ValueError if its payload is damaged, OSError if it cannot be read.
+        """
+        place = self._place(key)
+        payload = self._payload(key, place)
+        if verify and hashlib.sha256(payload).digest()[: len(place.checksum)] != place.checksum:
+            raise ValueError(f"its checksum in {place.shard} differs")
+        return tensors_of(payload)
+
+    def _place(self, key: str) -> PayloadLocation:
+        if self._places is None:
+            names = ("key", "section", "shard", "offset", "bytes", "checksum")
+            schema, places = pa.schema([entry_schema().field(name) for name in names]), {}
+            for path in index_files(self.root):
+                for row in read_table(path, schema).to_pylist():
+                    if row["section"] == SECTION:
+                        checksum = bytes.fromhex(row["checksum"])
+                        places[row["key"]] = PayloadLocation(row["shard"], row["offset"], row["bytes"], checksum)
+            self._places = places
+        if key not in self._places:
+            raise UserError(f"cache {self.location} has no block {key} any more; run mmspeed preprocess again")
+        return self._places[key]
+
+    def _payload(self, key: str, place: PayloadLocation) -> memoryview:
+        if self._remote is not None:
+            return self._remote.view(SECTION, key, place)
+        if place.shard not in self._shards:
+            fd = os.open(self.root / place.shard, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                self._shards[place.shard] = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
+            finally:
+                os.close(fd)
+        payload = self._shards[place.shard][place.offset : place.offset + place.size]
+        if len(payload) != place.size:
+            raise ValueError(f"{place.shard} is cut short")
+        return payload
+
+
 class TextCache:
     """The documents of a text cache, by number in the order of its sources.
 
@@ -128,9 +178,8 @@ class TextCache:
         self.repeats = [source.repeats for source in self._table.sources]
         self.vocabulary, self.end_of_document = self._facts.vocabulary, self._facts.end_of_document
         self.fingerprint = self._table.fingerprint
-        self._places: dict[str, PayloadLocation] | None = None
+        self._store = BlockStore(self.root, self.location, self._remote)
         self._blocks: dict[int, _BlockIds] = {}
-        self._shards: dict[str, memoryview] = {}
         self._checked = np.zeros(len(self.lengths), np.bool_)
 
     def __reduce__(self) -> tuple[type[TextCache], tuple[Any, ...]]:
@@ -187,46 +236,15 @@ class TextCache:
     def _open(self, document: int, number: int) -> _BlockIds:
         if not 0 <= number < len(self._table.blocks):
             raise self._damaged(document, "it is of a block that there is not")
-        key = self._table.blocks[number]
-        place = self._place(key)
         try:
-            payload = self._payload(key, place)
-            tensors = tensors_of(payload)
+            tensors = self._store.tensors(self._table.blocks[number])
             ids = tensors["ids"].numpy()
             marks = tensors["trained"].numpy() if "trained" in tensors else None
         except (ValueError, KeyError, OSError) as error:
-            raise self._damaged(document, f"shard {place.shard} cannot be read: {error}") from error
+            raise self._damaged(document, f"its block cannot be read: {error}") from error
         if ids.dtype != id_type(self.vocabulary) or ids.ndim != 1 or (marks is not None and len(marks) * 8 < len(ids)):
             raise self._damaged(document, "its block is of another form")
         return _BlockIds(ids, marks)
-
-    def _place(self, key: str) -> PayloadLocation:
-        if self._places is None:
-            names = ("key", "section", "shard", "offset", "bytes", "checksum")
-            schema, places = pa.schema([entry_schema().field(name) for name in names]), {}
-            for path in index_files(self.root):
-                for row in read_table(path, schema).to_pylist():
-                    if row["section"] == SECTION:
-                        checksum = bytes.fromhex(row["checksum"])
-                        places[row["key"]] = PayloadLocation(row["shard"], row["offset"], row["bytes"], checksum)
-            self._places = places
-        if key not in self._places:
-            raise UserError(f"cache {self.location} has no block {key} any more; run mmspeed preprocess again")
-        return self._places[key]
-
-    def _payload(self, key: str, place: PayloadLocation) -> memoryview:
-        if self._remote is not None:
-            return self._remote.view(SECTION, key, place)
-        if place.shard not in self._shards:
-            fd = os.open(self.root / place.shard, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                self._shards[place.shard] = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
-            finally:
-                os.close(fd)
-        payload = self._shards[place.shard][place.offset : place.offset + place.size]
-        if len(payload) != place.size:
-            raise ValueError("it is cut short")
-        return payload
 
     def _damaged(self, document: int, why: str) -> UserError:
         return UserError(

@@ -39,6 +39,7 @@ from mmspeed.log import progress
 from mmspeed.rng import recorded_version
 
 from .prune_pack import blocks_of, care_lock, forget_compiled, publish, rows_of
+from .verify import is_text_cache
 
 _MUST_AGREE = ("encoders", "latent_dtype", "text_dtype", "encoding_version", "fps")
 _OWN = ("mmspeed", "schema", "seal", "build")  # written by write_info, or of one build only
@@ -102,6 +103,8 @@ def merge(into: Path, sources: Sequence[Path], shard_bytes: int = 256_000_000) -
 
 def _open(root: Path) -> _Contents:
     info = read_info(root)
+    if is_text_cache(root, info):
+        raise UserError(f"{root} is a cache of texts, which are not merged: name all sources in one config")
     samples, null_key = read_samples(root)
     return _Contents(root, info, samples, null_key)
 

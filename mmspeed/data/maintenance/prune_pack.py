@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from mmspeed.data.cache.document_blocks import DOCUMENTS_NAME
+from mmspeed.data.cache.documents import read_document_table
 from mmspeed.data.cache.files import READERS_LOCK, TEMP_SUFFIX, abandoned, disk_errors, try_lock
 from mmspeed.data.cache.payloads import BROKEN, DamagedError, StoredPayload, read_block, sealed_table, trusted_rows
 from mmspeed.data.cache.shards import ShardWriter
@@ -24,6 +26,7 @@ from mmspeed.data.cache.tables import (
     OldSamplesError,
     index_files,
     index_path,
+    read_info,
     read_samples,
     sample_schema,
     shard_of_index,
@@ -33,7 +36,7 @@ from mmspeed.data.cache.writer import repair
 from mmspeed.errors import UserError
 from mmspeed.log import progress
 
-from .verify import PARTS, held, unfinished_parts
+from .verify import PARTS, held, is_text_cache, unfinished_parts
 
 LOCK = ".care.lock"
 Where = tuple[str, str]  # section and key
@@ -79,9 +82,13 @@ def remove_leftovers(root: Path) -> list[str]:
 
 
 def forget_compiled(root: Path) -> None:
-    """Delete the index that is derived from the Parquet files; the next reader compiles it again."""
+    """Delete the index that is derived from the Parquet files; the next reader compiles it again.
+
+    The table of documents names blocks by their keys, and stays.
+    """
     for path in (root / "index").glob("[!.]*.arrow"):
-        path.unlink(missing_ok=True)
+        if path.name != DOCUMENTS_NAME:
+            path.unlink(missing_ok=True)
 
 
 # -- copying entries ------------------------------------------------------------------------------------------------
@@ -245,6 +252,28 @@ def plan_prune(root: Path, keep_codecs: Sequence[str] = ()) -> PrunePlan:
     """
     if unfinished_parts(root):
         raise UserError(f"a build of {root} is unfinished: run `mmspeed preprocess`, or delete {root / PARTS}")
+    used, null_key = _text_blocks(root) if is_text_cache(root, read_info(root)) else _sample_entries(root)
+
+    def is_used(entry: Entry) -> bool:
+        if entry.key in used[entry.section] or (entry.section == "null" and null_key is None):
+            return True
+        codec = str(json.loads(entry.meta).get("codec", "")) if keep_codecs and entry.section == "latents" else ""
+        return any(codec.startswith(start) for start in keep_codecs) if codec else False
+
+    everything = shelves(root, is_used)
+    orphans = [path for path in index_files(root) if not (root / shard_of_index(path)).exists()]
+    leftovers = [p.relative_to(root).as_posix() for p in root.rglob(f".*{TEMP_SUFFIX}") if not held(p)]
+    return PrunePlan(everything, orphans, why_unused(everything, used), leftovers)
+
+
+def _text_blocks(root: Path) -> tuple[dict[str, set[str]], str | None]:
+    """The keys by section of the blocks that the table of documents names."""
+    blocks = set(read_document_table(root / "index" / DOCUMENTS_NAME, checked=True).blocks)
+    return {"latents": set(), "texts": blocks, "null": set()}, None
+
+
+def _sample_entries(root: Path) -> tuple[dict[str, set[str]], str | None]:
+    """The keys by section that the samples refer to, and the key of their empty caption."""
     try:
         sealed_table(root / "index" / "samples.parquet", sample_schema())
     except FileNotFoundError:
@@ -261,17 +290,7 @@ def plan_prune(root: Path, keep_codecs: Sequence[str] = ()) -> PrunePlan:
         "texts": {key for sample in samples for key in sample.text_keys},
         "null": {null_key} if null_key else set(),
     }
-
-    def is_used(entry: Entry) -> bool:
-        if entry.key in used[entry.section] or (entry.section == "null" and null_key is None):
-            return True
-        codec = str(json.loads(entry.meta).get("codec", "")) if keep_codecs and entry.section == "latents" else ""
-        return any(codec.startswith(start) for start in keep_codecs) if codec else False
-
-    everything = shelves(root, is_used)
-    orphans = [path for path in index_files(root) if not (root / shard_of_index(path)).exists()]
-    leftovers = [p.relative_to(root).as_posix() for p in root.rglob(f".*{TEMP_SUFFIX}") if not held(p)]
-    return PrunePlan(everything, orphans, why_unused(everything, used), leftovers)
+    return used, null_key
 
 
 def why_unused(shelved: Sequence[ShardUsage], used: dict[str, set[str]]) -> Counter[str]:

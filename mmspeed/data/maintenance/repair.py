@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mmspeed.data.cache.document_blocks import DOCUMENTS_NAME
 from mmspeed.data.cache.payloads import BROKEN, DamagedError, read_block, read_sound, salvage, trusted_rows
 from mmspeed.data.cache.shards import shard_sha256
 from mmspeed.data.cache.tables import SECTIONS, Entry, index_files, shard_of_index, write_index
@@ -129,6 +130,12 @@ def _mend_file(root: Path, path: str, report: MendReport) -> None:
             os.replace(root / path, root / f"{path}.damaged")
             report.done.append(f"set {path} aside as {path}.damaged")
         report.ask(_CODEC)
+    elif path.startswith("tokenizer/"):
+        report.ask(_REMAKE)
+    elif path == f"index/{DOCUMENTS_NAME}":
+        (root / path).unlink(missing_ok=True)
+        report.done.append(f"removed {path}")
+        report.ask(_REMAKE)
     elif path.endswith(".arrow"):
         forget_compiled(root)
         report.done.append("removed the compiled index; it is compiled again when the cache is opened")

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from mmspeed.data.cache.document_blocks import DOCUMENTS_NAME
+from mmspeed.data.cache.documents import read_document_table
 from mmspeed.data.cache.files import TEMP_SUFFIX
 from mmspeed.data.cache.tables import (
     entry_schema,
@@ -21,7 +23,7 @@ from mmspeed.data.cache.tables import (
     shard_of_index,
 )
 
-from .verify import held
+from .verify import held, is_text_cache
 
 _BARS = 8  # of a histogram
 SMALL = 0.5  # of the largest shard of a folder: many smaller ones are worth packing
@@ -31,7 +33,8 @@ def census(root: Path | str) -> dict[str, Any]:
     """The facts of `mmspeed cache stat`, in JSON's types. Raises UserError if a table is damaged or there is no cache."""
     root = Path(root)
     info = read_info(root)
-    samples, _ = read_samples(root)
+    documents = _documents(root) if is_text_cache(root, info) else None
+    samples = [] if documents is not None else read_samples(root)[0]
     files = [path for path in root.rglob("*") if path.is_file()]
     disk = shutil.disk_usage(root)
     keys: dict[str, set[str]] = {"latents": set(), "texts": set(), "null": set()}
@@ -55,7 +58,9 @@ def census(root: Path | str) -> dict[str, Any]:
             sizes.append(lengths)
     used = {
         "latents": {key for sample in samples for key in sample.latent_keys},
-        "texts": {key for sample in samples for key in sample.text_keys},
+        "texts": {key for sample in samples for key in sample.text_keys}
+        if documents is None
+        else documents.pop("blocks"),
     }
     temporary = [path for path in files if path.name.startswith(".") and path.name.endswith(TEMP_SUFFIX)]
     return {
@@ -67,6 +72,7 @@ def census(root: Path | str) -> dict[str, Any]:
             str(bucket): dict(Counter(s.split for s in samples if s.bucket == bucket))
             for bucket in sorted({sample.bucket for sample in samples})
         },
+        "documents": documents,
         "lost_samples": sum(sample.lost for sample in samples),
         "folders": {name: dict(count) for name, count in sorted(parts.items())},
         "tokens": histogram(tokens),
@@ -81,6 +87,21 @@ def census(root: Path | str) -> dict[str, Any]:
         "shards_gone": orphans,
         "writers_at_work": sum(held(path) for path in temporary),
         "left_by_killed_writers": sum(not held(path) for path in temporary),
+    }
+
+
+def _documents(root: Path) -> dict[str, Any]:
+    """The documents and tokens of each source of a text cache, those held out, and the keys of its blocks."""
+    table = read_document_table(root / "index" / DOCUMENTS_NAME)
+    source, length = table.columns["source"], table.columns["length"].astype(np.int64)
+    held_out = table.columns["held_out"] != 0
+    return {
+        "blocks": set(table.blocks),
+        "held_out": int(held_out.sum()),
+        "sources": {
+            one.name: {"documents": int((source == number).sum()), "tokens": int(length[source == number].sum())}
+            for number, one in enumerate(table.sources)
+        },
     }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import tarfile
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ import pyarrow as pa
 from mmspeed.data.cache.checksum import is_sealed, sealed_file
 from mmspeed.data.cache.codec_file import codec_problems
 from mmspeed.data.cache.contents import CONTENTS
+from mmspeed.data.cache.document_blocks import DOCUMENTS_NAME
+from mmspeed.data.cache.documents import read_document_table
 from mmspeed.data.cache.files import TEMP_SUFFIX, held
 from mmspeed.data.cache.index import ENTRIES_NAME, ENTRIES_SCHEMA, SAMPLES_NAME, SAMPLES_SCHEMA, fits
 from mmspeed.data.cache.payloads import BROKEN, DamagedError, padded, pread, read_sound, sealed_table, trusted_rows
@@ -38,6 +41,7 @@ from mmspeed.data.cache.tables import (
     sample_schema,
     shard_of_index,
 )
+from mmspeed.data.cache.tokenizer_file import FOLDER, NAMES, tokenizer_problems
 from mmspeed.errors import UserError
 from mmspeed.log import progress
 
@@ -189,18 +193,16 @@ def _is_description(data: bytes) -> bool:
 
 def _check_tables(root: Path, info: dict[str, Any], findings: Findings) -> None:
     """Check samples and rejects: present if cache.json is, as they were written, and samples refer to existing entries."""
+    if is_text_cache(root, info):
+        _check_documents(root, info, findings)
+        return
     described, samples = (root / "cache.json").exists(), Path("index/samples.parquet")
     if not described and not (root / samples).exists():
         findings.notes.append("cache.json and the table of samples do not exist yet: preprocess has not finished")
         return
     if not described:
         findings.damage.append(Damage("cache.json", "is missing"))
-    rejects = {"rejects/rejects.parquet", *(f"rejects/{p.name}" for p in (root / "rejects").glob("[!.]*.parquet"))}
-    for name in sorted(rejects):
-        try:
-            sealed_table(root / name, pa.schema({column: pa.string() for column in RejectionRow._fields}))
-        except BROKEN as error:
-            findings.damage.append(Damage(name, _first_line(error)))
+    _check_rejects(root, findings)
     try:
         sealed_table(root / samples, sample_schema())
         _check_samples(root, findings)
@@ -208,6 +210,43 @@ def _check_tables(root: Path, info: dict[str, Any], findings: Findings) -> None:
         findings.notes.append(str(error))
     except BROKEN as error:
         findings.damage.append(Damage(samples.as_posix(), _first_line(error)))
+
+
+def _check_rejects(root: Path, findings: Findings) -> None:
+    rejects = {"rejects/rejects.parquet", *(f"rejects/{p.name}" for p in (root / "rejects").glob("[!.]*.parquet"))}
+    for name in sorted(rejects):
+        try:
+            sealed_table(root / name, pa.schema({column: pa.string() for column in RejectionRow._fields}))
+        except BROKEN as error:
+            findings.damage.append(Damage(name, _first_line(error)))
+
+
+def is_text_cache(root: Path, info: Mapping[str, Any]) -> bool:
+    """True if a cache holds documents of token ids; `info` is its cache.json, empty if that is lost."""
+    return info.get("task") == "language" or (not info and (root / "index" / DOCUMENTS_NAME).exists())
+
+
+def _check_documents(root: Path, info: Mapping[str, Any], findings: Findings) -> None:
+    """Check the tokenizer, the table of documents and the rejects of a text cache, and that the table's blocks are stored."""
+    if not (root / "cache.json").exists():
+        findings.damage.append(Damage("cache.json", "is missing"))
+    findings.damage += [Damage(path, what) for path, what in tokenizer_problems(root, info)]
+    table = root / "index" / DOCUMENTS_NAME
+    if not table.exists() and "rejected" not in info:
+        findings.notes.append("the table of documents does not exist yet: preprocess has not finished")
+        return
+    _check_rejects(root, findings)
+    try:
+        shard_sha256(table)  # an unreadable disk block raises here; in a mapping it would kill the process
+        blocks = read_document_table(table, checked=True).blocks
+    except BROKEN as error:
+        findings.damage.append(Damage(f"index/{DOCUMENTS_NAME}", _first_line(error)))
+        return
+    lacking = set(blocks) - stored_keys(root)["texts"]
+    if lacking:
+        findings.lacking = len(lacking)
+        what = f"{len(lacking)} of {len(blocks)} blocks of documents are not stored"
+        findings.notes.append(f"incomplete: {what}; `mmspeed preprocess` makes them")
 
 
 def _check_samples(root: Path, findings: Findings) -> None:
@@ -287,6 +326,7 @@ def _check_others(root: Path, shards: list[str], findings: Findings) -> None:
             or path.suffix == ".lock"
             or (parts[0] in ("index", "rejects") and len(parts) == 2 and path.suffix in (".parquet", ".arrow"))
             or (parts[0] == "codec" and path.suffix == ".safetensors")
+            or (parts[0] == FOLDER and len(parts) == 2 and path.name in NAMES)
             or (parts[0] in (CONTENTS, SCENES) and path.suffix == ".jsonl")
             or (parts[0] == PARTS and path.suffix in (".parquet", ".json"))
         ):

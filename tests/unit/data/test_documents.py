@@ -11,20 +11,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mmspeed.cli.cache_text import stat_lines
 from mmspeed.data.cache.document_blocks import (
     DOCUMENTS_NAME,
     DOCUMENTS_SCHEMA,
     TABLE_VERSION,
     Document,
     HeldOut,
+    add_block,
     check_of,
     id_type,
     write_text_cache,
+    write_text_info,
 )
 from mmspeed.data.cache.documents import TextCache, read_document_table
 from mmspeed.data.cache.index import write_batch
 from mmspeed.data.cache.keys import digest
+from mmspeed.data.cache.tables import read_info, write_rejects
 from mmspeed.data.cache.tokenizer_file import END, TokenizerFacts, byte_tokenizer, store_tokenizer
+from mmspeed.data.cache.writer import CacheWriter
+from mmspeed.data.maintenance.merge import merge
+from mmspeed.data.maintenance.prune_pack import pack, prune
+from mmspeed.data.maintenance.repair import mend
+from mmspeed.data.maintenance.stats import census
+from mmspeed.data.maintenance.verify import verify
 from mmspeed.errors import UserError
 
 
@@ -170,3 +180,68 @@ def test_ten_million_documents_open_at_once(tmp_path: Path) -> None:
 def test_marks_change_the_check() -> None:
     ids = np.arange(5, dtype=np.uint16)
     assert len({check_of(ids), check_of(ids, np.ones(5, bool)), check_of(ids, np.zeros(5, bool))}) == 3
+
+
+def _whole(root: Path) -> Path:
+    facts, tokenizer = store_tokenizer(root, byte_tokenizer(), "bytes", END)
+    write_text_cache(root, {"a": [tokenizer.encode(f"document {n} " * 9) for n in range(40)]}, facts, block=13)
+    write_rejects(root, [("a:3", "empty", "")])
+    write_text_info(root, facts, {}, rejected={"empty": 1})
+    return root
+
+
+def test_a_whole_text_cache_is_verified(tmp_path: Path) -> None:
+    findings = verify(_whole(tmp_path))
+    assert (findings.damage, findings.foreign, findings.notes, findings.entries) == ([], [], [], 4)
+
+
+@pytest.mark.parametrize("rounds", [60, pytest.param(2_000, marks=pytest.mark.slow)])
+def test_random_damages_are_noticed(tmp_path: Path, rounds: int) -> None:
+    """A bit, a cut or a missing file, anywhere in the cache."""
+    files = sorted(path for path in _whole(tmp_path).rglob("*") if path.is_file() and not path.name.endswith(".lock"))
+    assert len(files) == 7
+    generator = np.random.default_rng(rounds)
+    for number in range(rounds):
+        path = files[number % len(files)]
+        data = path.read_bytes()
+        place, how = int(generator.integers(len(data))), int(generator.integers(8))
+        if how == 0:
+            path.unlink()
+        elif how == 1:
+            path.write_bytes(data[:place])
+        else:
+            changed = bytearray(data)
+            changed[place] ^= 1 << int(generator.integers(8))
+            path.write_bytes(changed)
+        try:
+            assert verify(tmp_path).damage, (path, place, how)
+        except UserError as error:  # cache.json of another schema, which no seal can tell apart
+            assert path.name == "cache.json" and "schema" in str(error)
+        path.write_bytes(data)
+    assert not verify(tmp_path).damage
+
+
+def test_a_missing_block_is_incomplete(tmp_path: Path) -> None:
+    for path in [*_whole(tmp_path).glob("texts/*"), *tmp_path.glob("index/texts-*")]:
+        path.unlink()
+    assert verify(tmp_path).lacking == 4
+
+
+def test_maintenance_of_a_text_cache(tmp_path: Path) -> None:
+    facts = TokenizerFacts.of_json(read_info(_whole(tmp_path))["tokenizer"])
+    before = [TextCache(tmp_path).ids(number).tolist() for number in range(40)]
+    with CacheWriter(tmp_path) as writer:
+        add_block(writer, [Document(np.arange(9), digest(b"old"))], facts.vocabulary, {})
+    stat = census(tmp_path)
+    assert stat["documents"]["sources"]["a"]["documents"] == 40 and stat["unused"]["texts"] == 1
+    assert "  source a: 40 documents" in "\n".join(stat_lines(stat))
+    assert prune(tmp_path).entries == 1
+    pack(tmp_path, 1_000_000)
+    assert [TextCache(tmp_path).ids(number).tolist() for number in range(40)] == before
+    shard = next(iter((tmp_path / "texts").glob("*.tar")))
+    data = bytearray(shard.read_bytes())
+    data[data.index(np.array([*b"document 20"], np.uint16).tobytes())] ^= 1
+    shard.write_bytes(data)
+    assert mend(tmp_path).lost and verify(tmp_path).lacking == 1
+    with pytest.raises(UserError, match="texts, which are not merged"):
+        merge(tmp_path / "both", [tmp_path])

@@ -1,0 +1,1 @@
+"""Preprocessing of texts, chats and token ids into the text cache."""

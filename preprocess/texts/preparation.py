@@ -1,0 +1,147 @@
+"""Preparation of the language task: a first config, a check of the texts, and their cache. Methods import what they need."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from mmspeed.config.places import absolute_places
+from mmspeed.config.texts import TextsConfig, TextSourceConfig, TokenizerConfig
+from mmspeed.errors import UserError
+
+if TYPE_CHECKING:
+    from mmspeed.config import RunConfig
+
+_LOOKED_AT = 20  # first rows of a source that tell its column
+
+
+class TextSections(Protocol):
+    """The sections of a config that texts are prepared by."""
+
+    texts: TextsConfig
+    tokenizer: TokenizerConfig
+
+
+@dataclass
+class TextCheck:
+    """The rows of each source by name: documents, bytes, and rejected ones by reason."""
+
+    documents: Counter[str] = field(default_factory=Counter)
+    size: Counter[str] = field(default_factory=Counter)
+    rejected: dict[str, Counter[str]] = field(default_factory=dict)
+    examples: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    @property
+    def problems(self) -> list[str]:
+        """Sources without a document."""
+        return [f"source {name} holds no document" for name in self.rejected if not self.documents[name]]
+
+    def lines(self) -> list[str]:
+        """The counts in lines."""
+        lines = []
+        for name, reasons in self.rejected.items():
+            lines.append(f"source {name}: {self.documents[name]:,} documents, {self.size[name] / 1e6:,.1f} MB")
+            for reason, count in sorted(reasons.items()):
+                lines.append(f"  rejected, {reason}: {count:,}, such as {self.examples[name, reason]}")
+        return [*lines, *self.problems]
+
+    def print(self, console: Any = None) -> None:
+        """Print the lines."""
+        for line in self.lines():
+            if console is None:
+                print(line)
+            else:
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class TextPreparation:
+    """Preparation of texts, chats and token ids, by a config with the sections `texts` and `tokenizer`."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        sections = cast(TextSections, config)
+        self._texts, self._tokenizer = sections.texts, sections.tokenizer
+
+    @classmethod
+    def starting_values(cls, name: str, videos: str | None, model: str | None = None) -> Mapping[str, Any]:
+        """Initial sections `texts` and `tokenizer` for the texts at a path. Raises UserError without one, and for a model."""
+        if model is not None:
+            raise UserError("init of a run of texts takes no --model; name the folder under model.pretrained")
+        if videos is None:
+            raise UserError("name the texts of the run: a folder or file of jsonl, csv, parquet, txt or tar")
+        return {
+            "texts": {"sources": [{"path": videos}], "cache": f"cache/{name}"},
+            "tokenizer": {"kind": "train", "size": 8192},
+        }
+
+    @classmethod
+    def fitted_values(
+        cls, name: str, videos: str | None, folder: Path, model: str | None = None
+    ) -> tuple[Mapping[str, Any], Sequence[str]]:
+        """The initial sections with the content and column of the first rows. Raises UserError where no row can be used."""
+        values = dict(cls.starting_values(name, videos, model))
+        place = absolute_places(folder, str(videos))
+        keys, line = _fit(place)
+        source = {**values["texts"]["sources"][0], **keys}
+        return {**values, "texts": {**values["texts"], "sources": [source]}}, [line]
+
+    def check(
+        self, page: Path | None = None, suggest_buckets: int | None = None, ranks: Sequence[int] | None = None
+    ) -> TextCheck:
+        """Read every row and count documents and rejected ones; texts are not turned into tokens, and no page is written.
+
+        Raises UserError for options of videos, and where there are no texts.
+        """
+        from mmspeed.preprocess.texts.sources import rows_of
+
+        for option, value in (("--report", page), ("--suggest-buckets", suggest_buckets)):
+            if value is not None:
+                raise UserError(f"{option} is of videos; a check of texts does not take it")
+        result = TextCheck()
+        for name, source in zip(self._texts.source_names, self._texts.sources, strict=True):
+            reasons = result.rejected.setdefault(name, Counter())
+            for row in rows_of(self._texts, source):
+                if row.reason:
+                    reasons[row.reason] += 1
+                    result.examples.setdefault((name, row.reason), row.place)
+                else:
+                    result.documents[name] += 1
+                    result.size[name] += row.size
+        return result
+
+    def build(self, shard: str | None = None, upgrade: Sequence[str] = ()) -> list[str]:
+        """Build or complete the text cache. Raises UserError like `TextCacheBuilder`, and for parts and upgrades."""
+        from mmspeed.preprocess.texts.build import TextCacheBuilder
+
+        if shard is not None or upgrade:
+            option = "--shard" if shard is not None else "--upgrade"
+            raise UserError(f"{option} is of caches of videos; texts.processes divides the work of a text cache")
+        return TextCacheBuilder(self._texts, self._tokenizer, self.config.seed).run().lines()
+
+    def build_on_ray(self, workers: int | None = None) -> list[str]:
+        """Raise UserError: text caches are built on one machine."""
+        raise UserError("--ray is of caches of videos; texts.processes divides the work of a text cache")
+
+    def maker(self) -> None:
+        """None: texts become tokens before training."""
+
+
+def _fit(place: str) -> tuple[dict[str, str], str]:
+    """The keys of a source by which its first rows can be used, and a line about them. Raises UserError if there are none."""
+    from mmspeed.preprocess.texts.sources import rows_of
+
+    tried = []
+    for content, column in (("text", "text"), ("chat", "messages"), ("ids", "ids"), ("text", "content")):
+        source = TextSourceConfig(path=place, content=content, column=column)  # type: ignore[arg-type]
+        texts = TextsConfig(sources=(source,), cache="-")
+        for number, row in enumerate(rows_of(texts, source)):
+            if not row.reason:
+                keys = {} if (content, column) == ("text", "text") else {"content": content, "column": column}
+                return keys, f"the texts are taken as {content}, column {column}"
+            if number == _LOOKED_AT:
+                break
+        tried.append(column)
+    raise UserError(f"{place}: none of the columns {', '.join(tried)} holds a text, a chat or ids in its first rows")

@@ -1,0 +1,375 @@
+"""Read documents from files: JSON lines, CSV, Parquet, text, webdataset tars, each also compressed, and Megatron's bin and idx.
+
+A file is read as a stream, and a document larger than the limit is never held: it is rejected, as is every other row that is none.
+"""
+
+from __future__ import annotations
+
+import csv
+import glob
+import gzip
+import io
+import json
+import tarfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mmspeed.config.places import is_url
+from mmspeed.config.texts import TextsConfig, TextSourceConfig
+from mmspeed.errors import UserError
+
+_PIECE = 1 << 20
+_PACKED = (".gz", ".zst")
+_RATIO, _FREE = 200, 1 << 26  # a file that decompresses to more than 200 times its size, and 64 MiB, is no text
+_MAGIC = b"MMIDIDX\x00\x00"
+_ID_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # of Megatron's index
+_csv_limit = threading.Lock()  # the limit of a field belongs to the interpreter
+
+
+@dataclass(frozen=True)
+class TextRow:
+    """A row of a source: its place for messages, and its text, chat or ids; or the reason why there is none."""
+
+    place: str
+    value: Any = None
+    reason: str = ""
+    detail: str = ""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the value, as text."""
+        if isinstance(self.value, np.ndarray):
+            return int(self.value.nbytes)
+        return len(self.value) if isinstance(self.value, str) else len(str(self.value))
+
+
+class TooLargeError(Exception):
+    """A file decompresses to more than any text does."""
+
+
+def files_of(source: TextSourceConfig) -> list[Path]:
+    """The files of a source, in order. Raises UserError if there are none."""
+    if is_url(source.path):
+        raise UserError(f"{source.path} is not on this machine's disks; copy the texts here and name their folder")
+    path = Path(source.path).expanduser()
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith(".") and _kind(p))
+    elif path.is_file():
+        files = [path]
+    else:
+        files = sorted(Path(name) for name in glob.glob(str(path)) if Path(name).is_file())
+    if not files:
+        raise UserError(
+            f"{source.path}: no texts there; files end in {', '.join(sorted(_READERS))}, and may be behind .gz or .zst"
+        )
+    for file in files:
+        if not _kind(file):
+            raise UserError(
+                f"{file}: files of texts end in {', '.join(sorted(_READERS))}, each also behind .gz or .zst"
+            )
+    return files
+
+
+def rows_of(texts: TextsConfig, source: TextSourceConfig) -> Iterator[TextRow]:
+    """Yield the rows of a source, in the order of its files. Raises UserError if a file cannot be opened."""
+    limit = int(texts.max_document_mb * 1e6)
+    for path in files_of(source):
+        try:
+            yield from _READERS[_kind(path)](path, source, texts.column_of(source), limit)
+        except TooLargeError:
+            yield TextRow(str(path), reason="too_large", detail=f"it decompresses to more than {_RATIO} times its size")
+        except (OSError, EOFError, tarfile.TarError, pa.ArrowException, ValueError) as error:
+            yield TextRow(str(path), reason="broken_line", detail=f"the file cannot be read further: {_line(error)}")
+
+
+def _kind(path: Path) -> str:
+    """The ending that says how a file is read; empty for files that are no texts."""
+    suffixes = (
+        [suffix for suffix in path.suffixes if suffix not in _PACKED] if path.suffix in _PACKED else path.suffixes
+    )
+    ending = suffixes[-1] if suffixes else ""
+    return ending if ending in _READERS else ""
+
+
+class _Unpacked(io.RawIOBase):
+    """A file's bytes, decompressed. Raises TooLargeError for more bytes than any text would give."""
+
+    def __init__(self, path: Path) -> None:
+        self._most = max(_FREE, _RATIO * path.stat().st_size)
+        self._count = 0
+        if path.suffix == ".gz":
+            self._file: Any = gzip.open(path, "rb")
+        elif path.suffix == ".zst":
+            self._file = pa.CompressedInputStream(pa.OSFile(str(path)), "zstd")
+        else:
+            self._file = open(path, "rb")  # noqa: SIM115 (closed by `close`)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._file.read(min(len(buffer), _PIECE))
+        self._count += len(data)
+        if self._count > self._most:
+            raise TooLargeError
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _open(path: Path) -> io.BufferedReader:
+    return io.BufferedReader(_Unpacked(path), _PIECE)
+
+
+def _lines(file: IO[bytes], limit: int) -> Iterator[bytes | None]:
+    """Yield the lines of a file; None for one above the limit, which is skipped and never held."""
+    while line := file.readline(limit + 1):
+        if len(line) <= limit or line.endswith(b"\n"):
+            yield line
+            continue
+        while (rest := file.readline(_PIECE)) and not rest.endswith(b"\n"):
+            pass
+        yield None
+
+
+def _json_lines(path: Path, source: TextSourceConfig, column: str, limit: int) -> Iterator[TextRow]:
+    with _open(path) as file:
+        for number, line in enumerate(_lines(file, limit), 1):
+            if line is None:
+                yield TextRow(f"{path}:{number}", reason="too_large")
+            elif line.strip():
+                yield _of_json(f"{path}:{number}", line, source, column)
+
+
+def _of_json(place: str, data: bytes, source: TextSourceConfig, column: str) -> TextRow:
+    try:
+        tree = json.loads(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        return TextRow(place, reason="not_utf8", detail=str(error.reason))
+    except (ValueError, RecursionError) as error:
+        return TextRow(place, reason="broken_line", detail=_line(error))
+    if not isinstance(tree, dict):
+        return TextRow(place, reason="broken_line", detail="it is not a mapping")
+    if column not in tree:
+        return TextRow(place, reason="missing_column", detail=f"it has no {column}")
+    return checked(place, tree[column], source)
+
+
+def checked(place: str, value: Any, source: TextSourceConfig) -> TextRow:
+    """A row of a value, or its rejection if the value is not what the source's `content` says."""
+    if source.content == "text":
+        if not isinstance(value, str):
+            return TextRow(place, reason="not_a_string", detail=f"it is of type {type(value).__name__}")
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return TextRow(
+                place, reason="not_utf8", detail="it holds half of a surrogate pair, or bytes that are no text"
+            )
+        return TextRow(place, value) if value.strip() else TextRow(place, reason="empty")
+    if not isinstance(value, (list, np.ndarray)):
+        what = "a list of messages" if source.content == "chat" else "a list of ids"
+        return TextRow(
+            place, reason="bad_chat" if source.content == "chat" else "unknown_ids", detail=f"it is not {what}"
+        )
+    if not len(value):
+        return TextRow(place, reason="empty")
+    if source.content == "chat":
+        return TextRow(place, value)
+    if isinstance(value, list) and not all(type(number) is int and abs(number) < 1 << 62 for number in value):
+        return TextRow(place, reason="unknown_ids", detail="it holds something else than whole numbers")
+    return TextRow(place, np.asarray(value, np.int64))
+
+
+def _csv(path: Path, source: TextSourceConfig, column: str, limit: int) -> Iterator[TextRow]:
+    with _open(path) as file, io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="") as text:
+        rows, number, header = csv.reader(text, strict=False), 0, None
+        while True:
+            try:
+                with _csv_limit:
+                    before = csv.field_size_limit(limit)
+                    try:
+                        row = next(rows, None)
+                    finally:
+                        csv.field_size_limit(before)
+            except csv.Error as error:
+                number += 1
+                large = "field limit" in str(error)
+                yield TextRow(
+                    f"{path}:{rows.line_num}", reason="too_large" if large else "broken_line", detail=str(error)
+                )
+                continue
+            if row is None:
+                return
+            if header is None:
+                header = row
+                if column not in header:
+                    yield TextRow(
+                        str(path), reason="missing_column", detail=f"its columns are {', '.join(header)[:200]}"
+                    )
+                    return
+            elif row:
+                yield _of_cell(f"{path}:{rows.line_num}", row, header.index(column), source)
+
+
+def _of_cell(place: str, row: list[str], index: int, source: TextSourceConfig) -> TextRow:
+    if index >= len(row):
+        return TextRow(place, reason="broken_line", detail="it has too few fields")
+    if source.content == "text":
+        return checked(place, row[index], source)
+    try:
+        return checked(place, json.loads(row[index]), source)
+    except (ValueError, RecursionError) as error:
+        return TextRow(place, reason="broken_line", detail=_line(error))
+
+
+def _parquet(path: Path, source: TextSourceConfig, column: str, limit: int) -> Iterator[TextRow]:
+    with _whole(path) as stream, pq.ParquetFile(stream) as file:
+        if column not in file.schema_arrow.names:
+            names = ", ".join(file.schema_arrow.names)[:200]
+            yield TextRow(str(path), reason="missing_column", detail=f"its columns are {names}")
+            return
+        number = 0
+        for batch in file.iter_batches(batch_size=256, columns=[column]):
+            values = batch.column(0)
+            text = pa.types.is_string(values.type) or pa.types.is_large_string(values.type)
+            for value in values.cast(pa.large_binary()) if text else values:
+                number += 1
+                place, plain = f"{path}:{number}", value.as_py()
+                if isinstance(plain, bytes) and text:
+                    if len(plain) > limit:
+                        yield TextRow(place, reason="too_large")
+                        continue
+                    try:
+                        plain = plain.decode()
+                    except UnicodeDecodeError as error:
+                        yield TextRow(place, reason="not_utf8", detail=str(error.reason))
+                        continue
+                yield checked(place, plain, source)
+
+
+def _whole(path: Path) -> Any:
+    """A file that can be read at any place; a compressed one in memory."""
+    if path.suffix not in _PACKED:
+        return pa.memory_map(str(path))
+    with _open(path) as file:
+        return pa.BufferReader(file.read())
+
+
+def _text(path: Path, source: TextSourceConfig, column: str, limit: int) -> Iterator[TextRow]:
+    with _open(path) as file:
+        if source.split == "file":
+            data = file.read(limit + 1)
+            yield TextRow(str(path), reason="too_large") if len(data) > limit else _of_bytes(str(path), data, source)
+            return
+        part: list[bytes] = []
+        first, size, large = 1, 0, False
+        for number, line in enumerate(_lines(file, limit), 1):
+            if line is None or line.strip():
+                first = first if part or large else number
+                size += len(line or b"")
+                large |= line is None or size > limit
+                if large:
+                    part.clear()
+                else:
+                    part.append(line or b"")
+                continue
+            if part or large:
+                yield _of_part(f"{path}:{first}", part, large, source)
+            part, size, large = [], 0, False
+        if part or large:
+            yield _of_part(f"{path}:{first}", part, large, source)
+
+
+def _of_part(place: str, part: list[bytes], large: bool, source: TextSourceConfig) -> TextRow:
+    return TextRow(place, reason="too_large") if large else _of_bytes(place, b"".join(part), source)
+
+
+def _of_bytes(place: str, data: bytes, source: TextSourceConfig) -> TextRow:
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        return TextRow(place, reason="not_utf8", detail=f"at byte {error.start}: {error.reason}")
+    if source.content == "text":
+        return checked(place, text, source)
+    return TextRow(place, reason="not_a_string", detail=f"a text file holds no {source.content}")
+
+
+def _tar(path: Path, source: TextSourceConfig, column: str, limit: int) -> Iterator[TextRow]:
+    with _open(path) as file, tarfile.open(fileobj=file, mode="r|") as tar:
+        for member in tar:
+            ending = member.name.rpartition(".")[2]
+            if not member.isfile() or ending not in ("txt", "json"):
+                continue
+            place = f"{path}:{member.name}"
+            if member.size > limit:
+                yield TextRow(place, reason="too_large")
+                continue
+            content = tar.extractfile(member)
+            data = b"" if content is None else content.read()
+            if ending == "json":
+                if (
+                    source.content != "text" or column.encode() in data
+                ):  # others stand beside a text, as its description
+                    yield _of_json(place, data, source, column)
+            else:
+                yield _of_bytes(place, data, source)
+
+
+def _megatron(path: Path, source: TextSourceConfig, column: str, limit: int) -> Iterator[TextRow]:
+    index = path.with_suffix(".idx")
+    if source.content != "ids":
+        yield TextRow(str(path), reason="not_a_string", detail="it holds token ids; write content: ids")
+        return
+    if not index.is_file():
+        yield TextRow(str(path), reason="broken_line", detail=f"there is no {index.name} beside it")
+        return
+    data = index.read_bytes()
+    if data[:9] != _MAGIC or len(data) < 34 or int.from_bytes(data[9:17], "little") != 1:
+        yield TextRow(str(index), reason="broken_line", detail="it is no index of Megatron, version 1")
+        return
+    kind = _ID_TYPES.get(data[17])
+    sequences, documents = (int.from_bytes(data[at : at + 8], "little") for at in (18, 26))
+    if kind is None or len(data) < 34 + 12 * sequences + 8 * documents:
+        yield TextRow(str(index), reason="broken_line", detail="it is cut short, or of a type that is no id")
+        return
+    lengths = np.frombuffer(data, "<i4", sequences, 34).astype(np.int64)
+    begins = np.frombuffer(data, "<i8", sequences, 34 + 4 * sequences)
+    bounds = np.frombuffer(data, "<i8", documents, 34 + 12 * sequences)
+    size = path.stat().st_size
+    ids = np.memmap(path, kind, mode="r") if size else np.empty(0, kind)
+    for number, (start, stop) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
+        place = f"{path}:{number}"
+        if not 0 <= start <= stop <= sequences:
+            yield TextRow(place, reason="broken_line", detail="its index points outside of its sequences")
+            continue
+        first, many = (int(begins[start]), int(lengths[start:stop].sum())) if stop > start else (0, 0)
+        if first < 0 or many < 0 or first + many * ids.itemsize > size or first % ids.itemsize:
+            yield TextRow(place, reason="broken_line", detail="its index points outside of the file")
+            continue
+        at = first // ids.itemsize
+        yield checked(place, np.asarray(ids[at : at + many], np.int64), source)
+
+
+def _line(error: BaseException) -> str:
+    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+
+
+_READERS: dict[str, Callable[[Path, TextSourceConfig, str, int], Iterator[TextRow]]] = {
+    ".jsonl": _json_lines,
+    ".csv": _csv,
+    ".parquet": _parquet,
+    ".txt": _text,
+    ".tar": _tar,
+    ".bin": _megatron,
+}

@@ -1,0 +1,88 @@
+"""The commands init, check and preprocess go through the preparation of texts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import pytest
+from pydantic import Field
+
+from mmspeed.cli.app import run
+from mmspeed.config import RunConfig
+from mmspeed.config.tasks import TASKS, TaskEntry
+from mmspeed.config.texts import BytesTokenizerConfig, TextsConfig, TokenizerConfig
+from mmspeed.data.cache.documents import TextCache
+from mmspeed.errors import UserError
+from mmspeed.preprocess.texts.preparation import TextPreparation
+
+
+class WordsConfig(RunConfig):
+    """A run of texts."""
+
+    order: ClassVar[tuple[str, ...]] = ("task", "name", "texts", "tokenizer")
+    task: Literal["words"] = Field("words", description="What is trained.")
+    texts: TextsConfig = Field(description="Texts.")
+    tokenizer: TokenizerConfig = Field(BytesTokenizerConfig(), description="Tokenizer.")
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    entry = TaskEntry(
+        f"{__name__}:none", f"{__name__}:WordsConfig", "mmspeed.preprocess.texts.preparation:TextPreparation"
+    )
+    monkeypatch.setitem(TASKS, "words", entry)
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": ""}\n{"text": "two"}\n')
+    tree = {
+        "task": "words",
+        "name": "w",
+        "texts": {"sources": [{"path": str(tmp_path / "a.jsonl")}], "cache": str(tmp_path / "cache")},
+        "tokenizer": {"kind": "bytes"},
+    }
+    path = tmp_path / "w.yaml"
+    path.write_text(json.dumps(tree))
+    return path
+
+
+def test_preprocess_builds_the_cache(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["preprocess", str(config)]) == 0
+    printed = capsys.readouterr().out
+    assert "2 documents, 8 tokens" in printed and "rejected, empty: 1, such as" in printed
+    assert len(TextCache(tmp_path / "cache")) == 2
+    assert run(["cache", "verify", str(tmp_path / "cache")]) == 0
+
+
+def test_check_counts_rows() -> None:
+    texts = TextsConfig(sources=({"path": "/nothing/*.jsonl"},), cache="-")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="no texts there"):
+        TextPreparation(WordsConfig(name="w", texts=texts)).check()
+
+
+def test_check_names_sources_without_documents(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": 3}\n')
+    (tmp_path / "b.jsonl").write_text("{}\n")
+    sources = ({"path": str(tmp_path / "a.jsonl")}, {"path": str(tmp_path / "b.jsonl")})
+    texts = TextsConfig(sources=sources, cache="-")  # type: ignore[arg-type]
+    check = TextPreparation(WordsConfig(name="w", texts=texts)).check()
+    assert check.problems == ["source b.jsonl holds no document"]
+    assert "source a.jsonl: 1 documents, 0.0 MB" in check.lines()
+    assert any(line.startswith("  rejected, not_a_string: 1") for line in check.lines())
+
+
+@pytest.mark.parametrize(
+    ("row", "keys"),
+    [
+        ({"text": "x"}, {}),
+        ({"messages": [{"role": "user", "content": "x"}]}, {"content": "chat", "column": "messages"}),
+        ({"ids": [1]}, {"content": "ids", "column": "ids"}),
+        ({"content": "x"}, {"content": "text", "column": "content"}),
+    ],
+)
+def test_a_first_config_takes_the_column_that_is_there(tmp_path: Path, row: object, keys: dict[str, str]) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    values, lines = TextPreparation.fitted_values("w", "a.jsonl", tmp_path)
+    assert values["texts"]["sources"] == [{"path": "a.jsonl", **keys}] and lines
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match="none of the columns text, messages, ids, content"):
+        TextPreparation.fitted_values("w", "a.jsonl", tmp_path)

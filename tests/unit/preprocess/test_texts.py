@@ -1,0 +1,320 @@
+"""Text caches from files: every kind of file, every rejection by name, chats, ids, tokenizers, kills and processes."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pydantic import TypeAdapter
+
+from mmspeed.config.texts import TextsConfig, TokenizerConfig
+from mmspeed.data.cache.documents import TextCache
+from mmspeed.errors import UserError
+from mmspeed.preprocess.texts.build import TextCacheBuilder, TextReport
+
+WORDS = ["Once upon a time", "there was\na rabbit", "Grüße", "世界 and more"]
+
+
+def build(
+    root: Path, sources: list[dict[str, Any]], tokenizer: dict[str, Any] | None = None, **texts: Any
+) -> tuple[TextReport, TextCache]:
+    values = {"sources": sources, "cache": str(root / "cache"), "validation": 0.0, **texts}
+    config = TypeAdapter(TokenizerConfig).validate_python(tokenizer or {"kind": "bytes"})
+    report = TextCacheBuilder(TextsConfig(**values), config).run()
+    return report, TextCache(root / "cache")
+
+
+def texts_of(cache: TextCache) -> list[str]:
+    tokenizer = cache.tokenizer()
+    return [tokenizer.decode(cache.ids(number).tolist()) for number in range(len(cache))]
+
+
+def write(path: Path, rows: list[Any], column: str = "text") -> Path:
+    """A file of rows, of the kind that its name says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    packing = path.suffix if path.suffix in (".gz", ".zst") else ""
+    kind = Path(path.name.removesuffix(packing)).suffix
+    if kind == ".jsonl":
+        data = "".join(json.dumps({column: row}) + "\n" for row in rows).encode()
+    elif kind == ".csv":
+        text = io.StringIO()
+        csv.writer(text).writerows([["n", column], *([str(n), row] for n, row in enumerate(rows))])
+        data = text.getvalue().encode()
+    elif kind == ".parquet":
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.table({column: rows}), sink)
+        data = sink.getvalue().to_pybytes()
+    elif kind == ".tar":
+        stream = io.BytesIO()
+        with tarfile.open(fileobj=stream, mode="w") as tar:
+            for number, row in enumerate(rows):
+                info = tarfile.TarInfo(f"{number}.txt")
+                info.size = len(row.encode())
+                tar.addfile(info, io.BytesIO(row.encode()))
+        data = stream.getvalue()
+    else:
+        data = "\n\n \n".join(rows).encode()
+    if packing == ".gz":
+        data = gzip.compress(data)
+    elif packing == ".zst":
+        data = pa.Codec("zstd").compress(data, asbytes=True)
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("packing", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("kind", [".jsonl", ".csv", ".parquet", ".tar", ".txt"])
+def test_every_kind_of_file(tmp_path: Path, kind: str, packing: str) -> None:
+    path = write(tmp_path / f"a{kind}{packing}", WORDS)
+    report, cache = build(tmp_path, [{"path": str(path), "split": "blank_line"}])
+    assert [text.strip() for text in texts_of(cache)] == WORDS
+    assert cache.ids(2).tolist() == [*"Grüße".encode(), *(b"\n" if kind == ".txt" else b""), 256]
+    assert (report.documents, sum(report.rejected.values())) == (4, 0)
+
+
+def test_a_folder_of_files_each_a_document(tmp_path: Path) -> None:
+    for number, words in enumerate(WORDS):
+        write(tmp_path / "texts" / "deep" / f"{number}.txt", [words])
+    (tmp_path / "texts" / "README.md").write_text("not taken")
+    _, cache = build(tmp_path, [{"path": str(tmp_path / "texts")}, {"path": str(tmp_path / "texts/deep/*.txt")}])
+    assert texts_of(cache) == WORDS * 2
+    assert cache.sources == ["texts", "*.txt"] and cache.source.tolist() == [0] * 4 + [1] * 4
+
+
+def test_rejections_by_name_and_count(tmp_path: Path) -> None:
+    lines = [
+        b'{"text": "kept"}',
+        b'{"text": "  "}',
+        b'{"text": 3}',
+        b'{"txt": "x"}',
+        b'{"text": "x"',
+        b'{"text": "\xff\xfe"}',
+        b'{"text": "\\ud800"}',
+        b"[1]",
+        b"[" * 100_000,
+        b'{"text": "' + b"x" * 300_000 + b'"}',
+        b'{"text": "' + b"y" * 2_000 + b'"}',
+        b'{"text": "last"}',
+    ]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    report, cache = build(tmp_path, [{"path": str(tmp_path / "a.jsonl")}], max_tokens=1_000, max_document_mb=0.2)
+    assert texts_of(cache) == ["kept", "last"]
+    assert report.rejected == {
+        "empty": 1,
+        "not_a_string": 1,
+        "missing_column": 1,
+        "broken_line": 3,
+        "not_utf8": 2,
+        "too_large": 1,
+        "too_long": 1,
+    }
+    assert {row["reason"] for row in cache.rejects()} == set(report.rejected)
+    assert cache.info["rejected"] == dict(report.rejected)
+    again, _ = build(tmp_path, [{"path": str(tmp_path / "a.jsonl")}], max_tokens=1_000, max_document_mb=0.2)
+    assert (again.rejected, again.reused) == (report.rejected, 1)
+
+
+def test_bombs_are_refused_without_memory(tmp_path: Path) -> None:
+    good = write(tmp_path / "good.jsonl", ["kept"])
+    with gzip.open(tmp_path / "bomb.jsonl.gz", "wb", compresslevel=9) as file:
+        for _ in range(100):
+            file.write(bytes(1 << 20))
+    report, cache = build(tmp_path, [{"path": str(tmp_path / "bomb.jsonl.gz")}, {"path": str(good)}])
+    assert report.rejected["too_large"] == 1 and len(cache) == 1
+    assert "more than 200 times" in report.examples["too_large"]
+
+
+def test_broken_files_lose_nothing_else(tmp_path: Path) -> None:
+    good = write(tmp_path / "a" / "z.jsonl", ["kept"])
+    for name in ("b.jsonl.gz", "c.parquet", "d.tar", "e.jsonl.zst"):
+        (good.parent / name).write_bytes(b"no such thing" * 100)
+    whole = write(good.parent / "f.tar", WORDS).read_bytes()
+    (good.parent / "f.tar").write_bytes(whole[:1_540])  # the second member is cut
+    write(good.parent / "g.parquet", ["x"], "other")
+    report, cache = build(tmp_path, [{"path": str(good.parent)}])
+    assert texts_of(cache) == [WORDS[0], "kept"]
+    assert report.rejected == {"broken_line": 5, "missing_column": 1}
+
+
+MARKED = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|endoftext|>{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+PLAIN = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+LAST_ONLY = "{% for m in messages %}{% if loop.last %}<|{{ m.role }}|>{% endif %}{{ m.content }}{% endfor %}"
+CHAT = [
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "four"},
+    {"role": "user", "content": "sure?"},
+    {"role": "assistant", "content": "yes, four"},
+]
+
+
+def folder_of(root: Path, tmp_path: Path) -> Path:
+    """A transformers folder with a tokenizer."""
+    build(root, [{"path": str(write(tmp_path / "seed.jsonl", WORDS))}])
+    return root / "cache" / "tokenizer"
+
+
+@pytest.mark.parametrize("template", [MARKED, PLAIN])
+def test_chats_have_their_loss_on_the_assistant(tmp_path: Path, template: str) -> None:
+    folder = folder_of(tmp_path / "seed", tmp_path)
+    path = tmp_path / "chats.jsonl"
+    chats = [CHAT, CHAT[:1], [{"role": "user"}, "x"], [{"content": "x"}], []]
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    tokenizer = {"kind": "transformers", "path": str(folder), "chat_template": template}
+    report, cache = build(tmp_path, [{"path": str(path), "content": "chat"}], tokenizer)
+    marks = cache.trained(0)
+    assert marks is not None and report.rejected == {"bad_chat": 3, "empty": 1}
+    spans = cache.tokenizer().decode(cache.ids(0)[marks].tolist(), special=True)
+    assert spans == "four<|endoftext|>yes, four<|endoftext|>"
+    assert (
+        cache.tokenizer().decode(cache.ids(0)[~marks].tolist())
+        == "<|user|>2 + 2?<|assistant|><|user|>sure?<|assistant|>"
+    )
+
+
+def test_a_template_that_changes_earlier_turns_is_refused(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "seed", tmp_path)
+    path = write(tmp_path / "chats.jsonl", [CHAT], "messages")
+    tokenizer = {"kind": "transformers", "path": str(folder), "chat_template": LAST_ONLY}
+    with pytest.raises(UserError, match=r"no document that can be used\nrejected, bad_chat: 1"):
+        build(tmp_path, [{"path": str(path), "content": "chat"}], tokenizer)
+    with pytest.raises(UserError, match="has no chat template"):
+        build(tmp_path / "b", [{"path": str(path), "content": "chat"}])
+
+
+def megatron(path: Path, documents: list[list[list[int]]], kind: str = "<u2", code: int = 8) -> Path:
+    """Megatron's bin and idx of documents of sequences."""
+    sequences = [np.array(sequence, kind) for document in documents for sequence in document]
+    path.write_bytes(b"".join(sequence.tobytes() for sequence in sequences))
+    lengths = np.array([len(sequence) for sequence in sequences], "<i4")
+    begins = np.concatenate([[0], np.cumsum([sequence.nbytes for sequence in sequences])[:-1]]).astype("<i8")
+    bounds = np.cumsum([0, *map(len, documents)]).astype("<i8")
+    head = b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little") + bytes([code])
+    head += len(lengths).to_bytes(8, "little") + len(bounds).to_bytes(8, "little")
+    path.with_suffix(".idx").write_bytes(head + lengths.tobytes() + begins.tobytes() + bounds.tobytes())
+    return path
+
+
+def test_token_ids_are_taken(tmp_path: Path) -> None:
+    rows = write(tmp_path / "ids.jsonl", [[1, 2], [], [257], [-1], ["x"], [True], 5], "ids")
+    table = write(tmp_path / "ids.parquet", [[3, 4], [5]], "tokens")
+    binary = megatron(tmp_path / "m.bin", [[[6, 7], [8]], [[9]], [[999]]])
+    sources = [
+        {"path": str(rows), "content": "ids"},
+        {"path": str(table), "content": "ids", "column": "tokens"},
+        {"path": str(binary), "content": "ids"},
+    ]
+    report, cache = build(tmp_path, sources)
+    assert [cache.ids(n).tolist() for n in range(len(cache))] == [[1, 2], [3, 4], [5], [6, 7, 8], [9]]
+    assert report.rejected == {"empty": 1, "unknown_ids": 6}
+
+
+def test_an_index_of_megatron_that_lies(tmp_path: Path) -> None:
+    binary = megatron(tmp_path / "m.bin", [[[6, 7]], [[8]]])
+    binary.write_bytes(binary.read_bytes()[:4])
+    report, cache = build(tmp_path, [{"path": str(binary), "content": "ids"}])
+    assert len(cache) == 1 and report.rejected == {"broken_line": 1}
+
+
+def test_a_tokenizer_is_trained_once(tmp_path: Path) -> None:
+    text = " ".join(f"the rabbit number {n % 17} sat in the meadow" for n in range(300))
+    path = write(tmp_path / "a.jsonl", [text, text[::-1]])
+    tokenizer = {"kind": "train", "size": 300}
+    _, cache = build(tmp_path / "a", [{"path": str(path)}], tokenizer)
+    _, same = build(tmp_path / "b", [{"path": str(path)}], tokenizer)
+    assert cache.vocabulary == 300 and texts_of(cache) == [text, text[::-1]]
+    assert len(cache.ids(0)) < len(text) / 2
+    assert cache.info["tokenizer"]["fingerprint"] == same.info["tokenizer"]["fingerprint"]
+    write(tmp_path / "a.jsonl", [text, "more"])
+    _, later = build(tmp_path / "a", [{"path": str(path)}], tokenizer)
+    assert later.info["tokenizer"] == cache.info["tokenizer"] and texts_of(later) == [text, "more"]
+    with pytest.raises(UserError, match="was made with another tokenizer"):
+        build(tmp_path / "a", [{"path": str(path)}])
+
+
+def test_a_folder_of_transformers_is_loaded_again(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    folder = folder_of(tmp_path / "seed", tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.decode(tokenizer("Grüße").input_ids) == "Grüße" and tokenizer.eos_token_id == 256
+    (folder / "evil.py").write_text("raise SystemExit")
+    path = write(tmp_path / "a.jsonl", WORDS)
+    _, cache = build(tmp_path / "b", [{"path": str(path)}], {"kind": "transformers", "path": str(folder)})
+    assert texts_of(cache) == WORDS and cache.tokenizer_folder is not None
+    assert sorted(p.name for p in cache.tokenizer_folder.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="only fast tokenizers are taken"):
+        build(tmp_path / "c", [{"path": str(path)}], {"kind": "transformers", "path": str(folder)})
+
+
+def many(path: Path, count: int = 3_000) -> Path:
+    generator = np.random.default_rng(0)
+    sizes = generator.integers(200, 2_000, count)
+    return write(path, [bytes(generator.integers(97, 123, size, np.uint8)).decode() for size in sizes])
+
+
+def files(root: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file() and not path.name.endswith(".lock")
+    }
+
+
+def test_processes_write_the_same_bytes(tmp_path: Path) -> None:
+    path = many(tmp_path / "a.jsonl")
+    for processes in (0, 2):
+        report, _ = build(tmp_path / str(processes), [{"path": str(path)}], processes=processes, shard_mb=1.0)
+        assert report.blocks > 2 and report.reused == 0
+    assert files(tmp_path / "0") == files(tmp_path / "2")
+
+
+BUILD = """
+import sys
+from mmspeed.config.texts import BytesTokenizerConfig, TextsConfig
+from mmspeed.preprocess.texts.build import TextCacheBuilder
+texts = TextsConfig(sources=[{"path": sys.argv[1]}], cache=sys.argv[2], validation=0.0, shard_mb=1.0)
+TextCacheBuilder(texts, BytesTokenizerConfig()).run()
+"""
+
+
+def test_killed_and_continued_is_the_same_cache(tmp_path: Path) -> None:
+    path = many(tmp_path / "a.jsonl")
+    build(tmp_path / "whole", [{"path": str(path)}], shard_mb=1.0)
+    root = tmp_path / "killed" / "cache"
+    process = subprocess.Popen([sys.executable, "-c", BUILD, str(path), str(root)], start_new_session=True)
+    deadline = time.monotonic() + 120
+    while not list(root.glob("texts/*.tar")) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    report, _ = build(tmp_path / "killed", [{"path": str(path)}], shard_mb=1.0)
+    assert report.reused
+    assert files(tmp_path / "killed" / "cache") == files(tmp_path / "whole" / "cache")
+
+
+def test_an_added_document_changes_few_blocks(tmp_path: Path) -> None:
+    path = many(tmp_path / "a.jsonl", 6_000)
+    first, _ = build(tmp_path, [{"path": str(path)}])
+    path.write_bytes(b'{"text": "in front"}\n' + path.read_bytes())
+    report, cache = build(tmp_path, [{"path": str(path)}])
+    assert texts_of(cache)[0] == "in front" and len(cache) == 6_001
+    assert report.blocks - report.reused <= 1 < first.blocks
