@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from mmspeed.config import RunConfig
+from mmspeed.data.sampling.order import Order
 from mmspeed.data.sampling.weighting import gradient_shares
 from mmspeed.device import Device, devices_here
 from mmspeed.errors import UserError
@@ -118,9 +119,9 @@ def _report_steps(report: TaskReport, config: RunConfig, task: Task, place: RunP
 
 
 def _gradient_lines(config: RunConfig, data: Data) -> list[str]:
-    """The share of each shape class in the gradients of the first epoch; nothing for data that no sampler orders."""
+    """The share of each shape class in the gradients of the first epoch; nothing for data without an order by shape classes."""
     weights = data.weights if isinstance(data, SampledData) else None
-    if weights is None:
+    if weights is None or not isinstance(weights.order, Order):  # packs are of one shape class
         return []
     plan, shapes = weights.order.whole_epoch()
     shares = gradient_shares(plan, shapes, weights.weighting, weights.tokens)

@@ -11,8 +11,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 from torch import Tensor
 
 from mmspeed.config import RunConfig
-from mmspeed.data import Batching, BatchSampler, Loader
+from mmspeed.data import Batching, Loader
 from mmspeed.data.sampling.order import StepLocation
+from mmspeed.data.sampling.sampler import Sampler
 from mmspeed.data.sampling.weighting import StepWeights
 from mmspeed.loop.checkpoint.state import whole_tensors
 from mmspeed.protocols import (
@@ -86,7 +87,7 @@ class TaskDefaults:
 class SampledData(Generic[S]):
     """The data of a trainer, from a sampler's order and its loader. `weights`: of its steps; None: all are 1."""
 
-    def __init__(self, sampler: BatchSampler[S], loader: Loader, weights: StepWeights | None = None) -> None:
+    def __init__(self, sampler: Sampler[S], loader: Loader, weights: StepWeights | None = None) -> None:
         self.sampler, self.loader, self.weights = sampler, loader, weights
 
     @property

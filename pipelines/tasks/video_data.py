@@ -21,7 +21,7 @@ class VideoData(SampledData[Sample]):
     def __init__(self, task: VideoTask, sampler: BatchSampler[Sample], loader: Loader) -> None:
         self.tokens = {bucket: task.tokens(bucket) for pools in sampler.pools for bucket in pools}
         super().__init__(sampler, loader, StepWeights(task.weighting, sampler, self.tokens.__getitem__))
-        self.task = task
+        self.task, self._order = task, sampler
 
     def steps(self, start: int, stop: int) -> Generator[StepData, None, None]:
         """The optimizer steps; missing entries of an incomplete cache are made on the way."""
@@ -30,7 +30,7 @@ class VideoData(SampledData[Sample]):
             assert task.maker is not None
             self.loader.first_epoch = FirstEpoch(
                 task.cache,
-                self.sampler,
+                self._order,
                 task.maker,
                 self.loader.rank,
                 self.loader.world,

@@ -14,7 +14,7 @@ from typing import Any, Protocol, overload
 
 from mmspeed.data.cache.reader import DatasetCache
 from mmspeed.data.sampling.rank_batches import count_present, imbalance, rank_batches
-from mmspeed.data.sampling.sampler import BatchSampler, SampleUse
+from mmspeed.data.sampling.sampler import Sampler, SampleUse
 from mmspeed.device import Device
 from mmspeed.protocols import Batch, BatchShape, Item, StepData, UseName
 
@@ -137,7 +137,7 @@ class Loader:
     def __init__(
         self,
         cache: DatasetCache | None,
-        sampler: BatchSampler[Any],
+        sampler: Sampler[Any],
         rank: int = 0,
         world: int = 1,
         seed: int = 0,

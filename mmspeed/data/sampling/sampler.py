@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from mmspeed.errors import UserError
 from mmspeed.protocols import OrderedSample, ShapeClass
 
 from .mixture import BucketUses
-from .order import Batching, Order, SamplerState, TrainingStage
+from .order import Batching, Order, SamplerState, StepLocation, TrainingStage
 from .schedule import Array
 
 S = TypeVar("S", bound=OrderedSample)
@@ -42,6 +42,55 @@ class SampleUse(Generic[S_co]):
     def name(self) -> tuple[str, int, int]:
         """The key of every random draw of this use (law 1)."""
         return self.sample.key, self.epoch, self.repeat
+
+
+class Sampler(Protocol[S]):
+    """The order of training as loaders and tasks ask for it: of samples that are there (`BatchSampler`), or of packs (`PackSampler`)."""
+
+    batching: Batching
+
+    @property
+    def fingerprint(self) -> str:
+        """A name for the content of all samples."""
+        ...
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of the first epoch."""
+        ...
+
+    @property
+    def first_pass(self) -> int:
+        """The step by which the first epoch has ended."""
+        ...
+
+    def samples_of(self, stage: int) -> int:
+        """The number of samples that a stage uses."""
+        ...
+
+    def draws(self, step: int) -> list[SampleUse[S]]:
+        """The draws of one optimizer step over all devices."""
+        ...
+
+    def leave_out(self, steps: range) -> list[SampleUse[S]]:
+        """Leave the uses of these steps out; returns those that counted until now."""
+        ...
+
+    def locate(self, step: int) -> StepLocation:
+        """The position of an optimizer step."""
+        ...
+
+    def mean_of_epoch(self, step: int, size: Callable[[ShapeClass], float]) -> float:
+        """The mean over the steps of `step`'s epoch of the sizes of their samples."""
+        ...
+
+    def state(self, step: int) -> dict[str, Any]:
+        """The state for a checkpoint taken before `step`."""
+        ...
+
+    def resume(self, state: Mapping[str, Any]) -> str | None:
+        """Continue from a checkpoint's state. Returns a message about changes, or None."""
+        ...
 
 
 class BatchSampler(Order, Generic[S]):
