@@ -63,6 +63,10 @@ QUANTILE = 0.37  # of the time, the same for all: a pipeline has one time
 OFFICIAL_MODES: tuple[Mode, ...] = ("none", "first", "first_last")  # those that some official pipeline has
 
 
+# (config, bucket, count) -> the first and the last frame (H, W, 3), uint8, of up to so many clips
+FramesOfClips = Callable[[Config, Bucket, int], Sequence[tuple[np.ndarray, np.ndarray]]]
+
+
 @dataclass(frozen=True)
 class OfficialCheck:
     """The comparison of the calls of a bucket, in a mode of `conditioning`.
@@ -90,13 +94,17 @@ class OfficialCheck:
 
 
 def check_against_official(
-    config: Config, prompts: Sequence[str] = PROMPTS, captions: Callable[[], Mapping[str, str]] | None = None
+    config: Config,
+    prompts: Sequence[str] = PROMPTS,
+    captions: Callable[[], Mapping[str, str]] | None = None,
+    frames: FramesOfClips | None = None,
 ) -> list[OfficialCheck]:
     """The comparisons for a config with a published model: one for each mode in which it is given frames.
 
     captions: those of the config's sources by the keys of their entries. With them, and where the config's cache can be trained on, the
     samples of mode `none` are the first two that training reads from it; otherwise random latents of the first bucket, with the captions
-    `prompts`. In the other modes latents and images are random. Codec, text encoders and the pipeline's are loaded, one after the other.
+    `prompts`. In the other modes latents are random, and images the first and last `frames` of the config's clips where these can be read,
+    otherwise random too. Codec, text encoders and the pipeline's are loaded, one after the other.
     Raises UserError for another model, and where the repository's pipeline is not in diffusers, or none has any of the config's modes.
     """
     if not isinstance(config.model, PublishedModelConfig):
@@ -110,7 +118,7 @@ def check_against_official(
     return [
         _without_frames(task, repository, prompts, captions)
         if mode == "none"
-        else _with_frames(task, repository, mode, prompts)
+        else _with_frames(task, repository, mode, prompts, frames)
         for mode in modes
     ]
 
@@ -135,11 +143,13 @@ def _without_frames(
     return OfficialCheck(repository.class_name, as_bucket(batch.shape), compared(ours, official), words)
 
 
-def _with_frames(task: VideoTask, repository: Repository, mode: Mode, prompts: Sequence[str]) -> OfficialCheck:
-    """The comparison in a mode that gives frames, of random images."""
+def _with_frames(
+    task: VideoTask, repository: Repository, mode: Mode, prompts: Sequence[str], frames: FramesOfClips | None
+) -> OfficialCheck:
+    """The comparison in a mode that gives frames."""
     task.open_without_data()
     bucket, family = as_bucket(task.config.buckets[0]), family_of(repository.class_name, repository.key)
-    images = pictures(bucket, 1 if family.one_image else len(prompts))
+    images, words = pictures_of_clips(task.config, bucket, 1 if family.one_image else len(prompts), frames)
     latents = random_latents(task, bucket, len(prompts))
     seen = [np.array(first) for _, (first, _) in zip(prompts, itertools.cycle(images), strict=False)]
     batch = training_batch(task, bucket, prompts, encoded_frames(task, bucket, latents, mode, images), seen)
@@ -150,9 +160,7 @@ def _with_frames(task: VideoTask, repository: Repository, mode: Mode, prompts: S
     if task.predictor.anchors.blend:
         keep_latents(pipeline, noisy(task, batch))
     official = official_calls(pipeline, model, task, batch, prompts, image_settings(images, mode, family.one_image))
-    return OfficialCheck(
-        repository.class_name, bucket, compared(ours, official, marked), "random latents and images", mode
-    )
+    return OfficialCheck(repository.class_name, bucket, compared(ours, official, marked), words, mode)
 
 
 def cached_batch(task: VideoTask, captions: Callable[[], Mapping[str, str]]) -> tuple[Batch, list[str]] | str:
@@ -176,6 +184,22 @@ def cached_batch(task: VideoTask, captions: Callable[[], Mapping[str, str]]) -> 
     if unknown is not None:
         raise UserError(f"{unknown}: its caption in the cache is not that of the sources: run mmspeed preprocess again")
     return data.loader.collate([(use, 1.0) for use in pair]), [words[keys[use.name]] for use in pair]
+
+
+def pictures_of_clips(
+    config: Config, bucket: Bucket, count: int, frames: FramesOfClips | None
+) -> tuple[list[tuple[Image.Image, Image.Image]], str]:
+    """(a first and a last picture for each of `count` videos, where they are from in words): random where clips cannot be read."""
+    if frames is None:
+        return pictures(bucket, count), "random latents and images"
+    try:
+        clips = frames(config, bucket, count)
+    except UserError as error:
+        return pictures(bucket, count), f"random latents and images, because {error}"
+    if not clips:
+        return pictures(bucket, count), f"random latents and images, because no clip of {bucket} can be read"
+    images = [(Image.fromarray(first), Image.fromarray(last)) for first, last in clips]
+    return list(itertools.islice(itertools.cycle(images), count)), "random latents, and frames of the config's clips"
 
 
 def pictures(bucket: Bucket, count: int) -> list[tuple[Image.Image, Image.Image]]:

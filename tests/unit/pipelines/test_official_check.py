@@ -21,6 +21,7 @@ from mmspeed.pipelines.tasks.official_check import check_against_official
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.preprocess import CacheBuilder
 from mmspeed.preprocess.build.captions import captions_by_key
+from mmspeed.preprocess.build.pictures import clip_pictures
 from mmspeed.shapes import as_bucket
 from tests.support.covers import slow_but
 from tests.support.tiny_repositories import (
@@ -168,6 +169,22 @@ def test_the_call_from_images_is_the_official_pipelines(tmp_path: Path, name: st
         assert ("hidden_states (encoded frames)" in errors) == (check.mode != "none")
         assert ("ofs" in errors) == (name == "cogvideox-1.5")
     assert checks[-1].lines()[0].endswith(f"with frames of mode {modes[-1]}, is the official pipeline's")
+
+
+def test_images_are_frames_of_the_configs_own_clips(tmp_path: Path) -> None:
+    """They are random only where no clip can be read, and the report says so."""
+    save_wan(tmp_path / "wan", in_channels=36)
+    write_manifest(tmp_path / "clips.jsonl", ("bbb_000", "earth_000"))
+    config = config_of(tmp_path, "wan", "conditioning.first=1", "preprocess.decode_workers=1")
+    (check,) = check_against_official(config, frames=clip_pictures)
+    assert check.passed, "\n".join(check.lines())
+    assert check.lines()[1] == "  random latents, and frames of the config's clips"
+    (first, last), (other, _) = clip_pictures(config, as_bucket(config.buckets[0]), 2)
+    assert first.shape == (32, 48, 3) and (first != last).any() and (first != other).any()
+    for row in ("", json.dumps({"video": str(tmp_path / "none.mp4"), "caption": "a"}) + "\n"):
+        (tmp_path / "clips.jsonl").write_text(row)
+        (check,) = check_against_official(config, frames=clip_pictures)
+        assert check.passed and check.lines()[1].startswith("  random latents and images, because ")
 
 
 def test_wrong_calls_are_found() -> None:
