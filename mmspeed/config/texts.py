@@ -27,6 +27,10 @@ class TextSourceConfig(Section):
         gt=0,
         description="Share of this source in an epoch's tokens, relative to the other sources' weights: all have one, or none.",
     )
+    held_out: bool = Field(
+        False,
+        description="Hold out all of its documents for validation, beside the share `texts.validation` of the others.",
+    )
     content: Literal["text", "chat", "ids"] = Field(
         "text",
         description="What a row holds: a text; a chat (a list of messages with `role` and `content`), which is written by the tokenizer's template and has its loss on the assistant's tokens; or token ids.",

@@ -132,7 +132,7 @@ class TextCacheBuilder:
     ) -> TextReport:
         names = self._texts.source_names
         sources = [
-            TextSource(name, source.weight, source.repeats)
+            TextSource(name, source.weight, source.repeats, source.held_out)
             for name, source in zip(names, self._texts.sources, strict=True)
         ]
         write_rejects(self.root, self._rejects)

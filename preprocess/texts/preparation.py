@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -15,6 +16,7 @@ from mmspeed.errors import UserError
 if TYPE_CHECKING:
     from mmspeed.config import RunConfig
 
+DEMO_TEXTS = "assets/demo-texts"  # of the package
 _LOOKED_AT = 20  # first rows of a source that tell its column
 
 
@@ -67,13 +69,17 @@ class TextPreparation:
 
     @classmethod
     def starting_values(cls, name: str, videos: str | None, model: str | None = None) -> Mapping[str, Any]:
-        """Initial sections `texts` and `tokenizer` for the texts at a path. Raises UserError without one, and for a model."""
+        """Initial sections `texts` and `tokenizer` for the texts at a path; None: those of the package. Raises UserError for a model."""
         if model is not None:
             raise UserError("init of a run of texts takes no --model; name the folder under model.pretrained")
+        sources: list[dict[str, Any]] = [{"path": videos}]
+        texts: dict[str, Any] = {"sources": sources, "cache": f"cache/{name}"}
         if videos is None:
-            raise UserError("name the texts of the run: a folder or file of jsonl, csv, parquet, txt or tar")
+            shipped = Path(str(files("mmspeed"))).resolve() / DEMO_TEXTS
+            sources[:] = [{"path": str(shipped / "train")}, {"path": str(shipped / "validation"), "held_out": True}]
+            texts["validation"] = 0.0
         return {
-            "texts": {"sources": [{"path": videos}], "cache": f"cache/{name}"},
+            "texts": texts,
             "tokenizer": {"kind": "train", "size": 8192},
         }
 
@@ -83,7 +89,11 @@ class TextPreparation:
     ) -> tuple[Mapping[str, Any], Sequence[str]]:
         """The initial sections with the content and column of the first rows. Raises UserError where no row can be used."""
         values = dict(cls.starting_values(name, videos, model))
-        place = absolute_places(folder, str(videos))
+        if videos is None:
+            return values, [
+                "the texts of the package: eight works of Shakespeare and one of Milton; two others are held out"
+            ]
+        place = absolute_places(folder, videos)
         keys, line = _fit(place)
         source = {**values["texts"]["sources"][0], **keys}
         return {**values, "texts": {**values["texts"], "sources": [source]}}, [line]

@@ -89,6 +89,7 @@ class TextSource:
     name: str
     weight: float | None = None
     repeats: int = 1
+    held_out: bool = False  # all of its documents
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,7 @@ def write_table(
         keys.append(key)
         lengths, reason = payload["lengths"].numpy(), payload["reason"].numpy()
         kept = reason == 0
-        marks = held_out.of(payload["content"].numpy()[kept])
+        marks = held_out.of(payload["content"].numpy()[kept]) | sources[source].held_out
         begin = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)[:-1]]) if len(lengths) else np.empty(0)
         rows = int(kept.sum())
         for name, values in {

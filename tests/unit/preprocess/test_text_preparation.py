@@ -86,3 +86,16 @@ def test_a_first_config_takes_the_column_that_is_there(tmp_path: Path, row: obje
     (tmp_path / "a.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match="none of the columns text, messages, ids, content"):
         TextPreparation.fitted_values("w", "a.jsonl", tmp_path)
+
+
+def test_the_texts_of_the_package_are_split_by_work(tmp_path: Path) -> None:
+    values, _ = TextPreparation.fitted_values("w", None, tmp_path)
+    texts = TextsConfig(**{**values["texts"], "cache": str(tmp_path / "cache")})
+    config = WordsConfig(name="w", texts=texts)
+    assert TextPreparation(config).check().problems == []
+    TextPreparation(config).build()
+    cache = TextCache(tmp_path / "cache")
+    assert cache.held_out.tolist() == [False] * 9 + [True] * 2
+    assert cache.sources == ["train", "validation"]
+    assert cache.lengths.sum() == 1_678_597 + 11
+    assert cache.tokenizer().decode(cache.ids(9, 0, 17).tolist()) == "PARADISE REGAINED"
