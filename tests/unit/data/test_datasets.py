@@ -18,7 +18,7 @@ import pytest
 from mmspeed.config import Config
 from mmspeed.config.schema import DataConfig
 from mmspeed.data import DatasetCache, Sample
-from mmspeed.data.cache.index import FACTS, SAMPLES_SCHEMA, IndexFacts, _write, list_index
+from mmspeed.data.cache.index import FACTS, SAMPLES_SCHEMA, IndexFacts, list_index, write_batch
 from mmspeed.data.cache.tables import SAMPLES_FILE, OldSamplesError, parquet_bytes, read_info, sample_schema, write_info
 from mmspeed.data.maintenance.merge import MergeReport, merge, unite_samples
 from mmspeed.data.maintenance.prune_pack import plan_prune
@@ -162,8 +162,8 @@ def make_old(root: Path) -> None:
             [column.take(pa.array(range(len(column)))) for column in batch], schema=batch.schema
         )
     names = [name for name in SAMPLES_SCHEMA.names if name != "dataset"]
-    old = replace(facts, **asdict(list_index(root)), version=1)
-    _write(
+    old = asdict(replace(facts, **asdict(list_index(root)), version=1))
+    write_batch(
         arrow, [batch.column(name) for name in names], pa.schema([SAMPLES_SCHEMA.field(name) for name in names]), old
     )
     entries = root / "index" / "entries.arrow"
@@ -172,7 +172,7 @@ def make_old(root: Path) -> None:
         batch = pa.RecordBatch.from_arrays(
             [column.take(pa.array(range(len(column)))) for column in batch], schema=batch.schema
         )
-    _write(entries, batch.columns, batch.schema, replace(facts, **asdict(list_index(root)), version=1))
+    write_batch(entries, batch.columns, batch.schema, asdict(replace(facts, **asdict(list_index(root)), version=1)))
 
 
 def test_an_old_cache_is_told_in_a_line_and_nothing_calls_it_damaged(
