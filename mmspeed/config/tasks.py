@@ -45,6 +45,11 @@ TASKS: dict[str, TaskEntry] = {
         config="mmspeed.config.schema:Config",
         preparation="mmspeed.preprocess.preparation:VideoPreparation",
     ),
+    "language": TaskEntry(
+        "mmspeed.pipelines.tasks.language:LanguageTask",
+        config="mmspeed.config.language:LanguageConfig",
+        preparation="mmspeed.preprocess.texts.preparation:TextPreparation",
+    ),
 }
 
 

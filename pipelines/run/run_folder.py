@@ -208,6 +208,9 @@ class RunFolder:
         """
         self.root.mkdir(parents=True, exist_ok=True)
         for name, source in files.items():
+            (self.root / name).parent.mkdir(
+                parents=True, exist_ok=True
+            )  # a name may have a folder, as a tokenizer's files have
             with private_file(self.root / name) as temporary:
                 shutil.copyfile(source, temporary)
                 sync_file(temporary)

@@ -85,6 +85,11 @@ class DrawnItems(Sequence[Item]):
     def __init__(self, draws: Sequence[SampleUse[Any]]) -> None:
         self._draws = draws
 
+    @property
+    def draws(self) -> Sequence[SampleUse[Any]]:
+        """The uses of samples that the items name."""
+        return self._draws
+
     def __len__(self) -> int:
         return len(self._draws)
 

@@ -191,7 +191,7 @@ def test_a_command_that_a_task_does_not_have_says_so_in_one_line(
     error = capsys.readouterr().err.strip()
     assert (
         error.count("mmspeed: error: ") == 1
-        and f"`mmspeed {command}` does not support the task toy (only: video)" in error
+        and f"`mmspeed {command}` does not support the task toy (only: video, language)" in error
     )
 
 

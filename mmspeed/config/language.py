@@ -1,0 +1,170 @@
+"""The config of a run of the language task."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from mmspeed.errors import UserError
+
+from .inputs import Section
+from .places import absolute_places, is_url, mirror_folder
+from .schema import RunConfig, joined
+from .texts import BytesTokenizerConfig, StoredTokenizerConfig, TextsConfig, TokenizerConfig
+from .training import Weighting, WeightingSection
+
+OF_VIDEO = ("caption_dropout", "loss_frames")  # keys of `train` that say nothing to a language model
+
+
+class LanguageModelConfig(Section):
+    """A decoder: a named shape, changed by the other keys, or the weights of a transformers folder."""
+
+    shape: str = Field(
+        "tiny-qwen3-0.6b",
+        description="Named shape (`mmspeed.models.language.shapes`), such as `qwen3-0.6b` or `llama3-8b`; `tiny-` before a name is its twin for a CPU. Not with `pretrained`.",
+    )
+    pretrained: str | None = Field(
+        None,
+        description="Folder or hub id of a Llama, Qwen3, Qwen3-MoE or DeepSeek-V3 of transformers, whose weights training begins with; null: weights drawn from `seed`.",
+    )
+    revision: str | None = Field(None, description="Branch, tag or commit on the hub; null: its main branch.")
+    vocabulary: int | None = Field(
+        None,
+        ge=2,
+        description="Rows of the embedding; null: the tokenizer's ids, rounded up to a multiple of 64. Not with `pretrained`.",
+    )
+    width: int | None = Field(None, ge=2, description="Model width E; null: the shape's.")
+    depth: int | None = Field(None, ge=1, description="Number of blocks; null: the shape's.")
+    heads: int | None = Field(None, ge=1, description="Heads of queries; null: the shape's.")
+    key_heads: int | None = Field(None, ge=1, description="Heads of keys and values; null: the shape's.")
+    head_width: int | None = Field(None, ge=2, description="Width of a head, an even number; null: the shape's.")
+    hidden: int | None = Field(None, ge=1, description="Hidden width of dense MLPs; null: the shape's.")
+    tied: bool | None = Field(None, description="Use the embedding as the head; null: as the shape does.")
+    further: int | None = Field(
+        None,
+        ge=0,
+        description="Modules that predict further tokens (multi-token prediction); null: the shape's, or those that the folder holds.",
+    )
+    balance: Literal["sequence", "micro_batch", "global_batch"] | None = Field(
+        None,
+        description="Statistics of the experts' auxiliary loss: of each pack, of the micro-batch, or of the step so far; null: there is no such loss.",
+    )
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> LanguageModelConfig:
+        own = ("shape", "vocabulary", "width", "depth", "heads", "key_heads", "head_width", "hidden", "tied")
+        both = [name for name in own if name in self.model_fields_set and getattr(self, name) is not None]
+        if self.pretrained is not None and both and both != ["shape"]:
+            raise ValueError(f"{both[0]} is that of the folder: leave it out beside `pretrained`")
+        if self.pretrained is not None and both and self.shape != type(self).model_fields["shape"].default:
+            raise ValueError("`shape` and `pretrained` both say which model it is: use one of them")
+        return self
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The settings that are set beside the shape."""
+        names = ("width", "depth", "heads", "key_heads", "head_width", "hidden", "tied", "further")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+class LanguageObjectiveConfig(WeightingSection):
+    """The cross-entropy of each next token, and losses beside it."""
+
+    weighting: Weighting = Field(
+        "token",
+        description="What counts alike in the gradients of an epoch, each step's being its mean over target tokens. `token`: tokens; `step`: steps, also the short last one of an epoch; `sample`: packs.",
+    )
+    z_loss: float = Field(
+        0.0, ge=0, description="Factor of the squared log-sum-exp of each token's logits (PaLM, 2022), such as 1e-4."
+    )
+    balance: float = Field(
+        0.001, ge=0, description="Factor of the experts' auxiliary loss, where `model.balance` asks for one."
+    )
+    further: float = Field(0.3, ge=0, description="Factor of the mean loss of the modules that predict further tokens.")
+
+
+class LanguageConfig(RunConfig):
+    """The config of a run of the language task."""
+
+    fixed_on_resume: ClassVar[tuple[str, ...]] = ("seed", "task", "model", "tokenizer")
+    machine_local: ClassVar[tuple[str, ...]] = (*RunConfig.machine_local, "texts.processes")
+    machine_paths: ClassVar[tuple[str, ...]] = (
+        *RunConfig.machine_paths,
+        "texts.cache",
+        "texts.sources.*.path",
+        "tokenizer.path",
+        "model.pretrained",
+    )
+    order: ClassVar[tuple[str, ...]] = (
+        "task", "name", "output", "seed", "texts", "tokenizer", "model", "sequence_length", "packing", "objective", "train", "batching",
+        "checkpoint", "validate", "parallel", "memory", "device", "trackers", "tracking",
+    )  # fmt: skip
+
+    task: Literal["language"] = Field(description="Name of the task: training on texts.")
+    texts: TextsConfig = Field(description="The texts to train on, and their cache.")
+    tokenizer: TokenizerConfig = Field(
+        default_factory=lambda: BytesTokenizerConfig(kind="bytes"), description="How texts become token ids."
+    )
+    model: LanguageModelConfig = Field(default_factory=LanguageModelConfig, description="The decoder.")
+    sequence_length: int = Field(
+        1024,
+        ge=2,
+        description="Tokens of a pack. A run may go on with another one: exactly the tokens that are left of the epoch are packed again.",
+    )
+    packing: Literal["documents", "stream"] = Field(
+        "documents",
+        description="`documents`: whole documents by best fit, cut only where they are longer than a pack; `stream`: one behind the other, cut where a pack ends. Attention never crosses a document.",
+    )
+    objective: LanguageObjectiveConfig = Field(
+        default_factory=LanguageObjectiveConfig, description="The training objective."
+    )
+
+    @model_validator(mode="after")
+    def _no_keys_of_videos(self) -> LanguageConfig:
+        for name in OF_VIDEO:
+            if (
+                name in self.train.model_fields_set
+                and getattr(self.train, name) != type(self.train).model_fields[name].default
+            ):
+                raise ValueError(f"train.{name} is a key of the task video; this config is of the task language")
+        if self.batching.by == "time":
+            raise ValueError("batching.by: time is measured for videos: use samples, tokens or flops")
+        if self.parallel.ring > 1:
+            raise ValueError("parallel.ring does not split packed documents yet: use ulysses, tp or fsdp")
+        return self
+
+    def absolute(self, base: Path) -> LanguageConfig:
+        """The config with every relative path taken from `base`; hub ids and URLs stay as they are."""
+
+        def folder(name: str) -> str:
+            is_path = name.startswith((".", "~", "/")) or (base / Path(name).expanduser()).exists()
+            return joined(base, name) if is_path else name
+
+        texts = self.texts
+        sources = tuple(
+            source.model_copy(update={"path": absolute_places(base, source.path)}) for source in texts.sources
+        )
+        cache = texts.cache if is_url(texts.cache) else joined(base, texts.cache)
+        changes: dict[str, Any] = {"texts": texts.model_copy(update={"sources": sources, "cache": cache})}
+        if isinstance(self.tokenizer, StoredTokenizerConfig):
+            changes["tokenizer"] = self.tokenizer.model_copy(update={"path": folder(self.tokenizer.path)})
+        if self.model.pretrained is not None:
+            changes["model"] = self.model.model_copy(update={"pretrained": folder(self.model.pretrained)})
+        shared = super().absolute(base)
+        changes |= {"output": shared.output, "train": shared.train, "checkpoint": shared.checkpoint}
+        return self.model_copy(update=changes)
+
+    @property
+    def cache_dir(self) -> Path:
+        """Folder of the text cache; for a remote one, the local folder that holds its tables once it has been opened."""
+        return mirror_folder(self.texts.cache) if is_url(self.texts.cache) else Path(self.texts.cache)
+
+    def local_cache_dir(self) -> Path:
+        """Folder of the text cache, to write to. Raises UserError if the location is a URL."""
+        if is_url(self.texts.cache):
+            raise UserError(
+                f"texts.cache is {self.texts.cache}: a cache is built in a local folder; build it there and copy it to the URL"
+            )
+        return self.cache_dir

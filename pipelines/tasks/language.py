@@ -1,0 +1,360 @@
+"""The language task: packs of documents from a text cache, a decoder, the cross-entropy of each next token.
+
+Legend: B packs of a micro-batch, N tokens of a pack, Z one more than documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mmspeed.compute.operators.cross_entropy import IGNORED
+from mmspeed.config.language import LanguageConfig
+from mmspeed.config.places import is_url
+from mmspeed.data import Batching, Loader
+from mmspeed.data.cache.documents import TextCache
+from mmspeed.data.sampling.batch_sizes import SampleCosts, make_batching
+from mmspeed.data.sampling.pack_order import DocumentSupply, PackLength, PackSample, PackSampler
+from mmspeed.data.sampling.weighting import StepWeights
+from mmspeed.errors import UserError
+from mmspeed.models.language.config import DecoderSettings
+from mmspeed.models.language.counts import forward_work
+from mmspeed.models.language.decoder import Decoder
+from mmspeed.models.language.shapes import shape_named, tiny_twin
+from mmspeed.models.language.weights import on_meta, stored_decoder
+from mmspeed.pipelines.tasks.base import TaskDefaults, largest_batch
+from mmspeed.pipelines.tasks.language_data import (
+    HeldOutPacks,
+    LanguageData,
+    PackCollate,
+    held_out_packs,
+    packs_of,
+    tokens_by_source,
+)
+from mmspeed.protocols import (
+    Batch,
+    CheckTask,
+    Data,
+    Divisors,
+    Item,
+    MicroBatchSize,
+    Models,
+    OrderedSample,
+    RunPlace,
+    ShapeClass,
+    StepData,
+    StepUsage,
+    Term,
+    Terms,
+    Update,
+    Validation,
+    Work,
+)
+from mmspeed.rng import Seed
+
+TINY = "tiny-"
+ROWS = 64  # an embedding has a multiple of these
+
+
+class LanguageTask(TaskDefaults):
+    """The task of training decoders on packed documents. `maker`: none; a text cache is built before training."""
+
+    name = "language"
+    config_class = LanguageConfig
+
+    def __init__(self, config: LanguageConfig, maker: object = None) -> None:
+        self.config = config
+        self._cache: TextCache | None = None
+        self._vocabulary: int | None = None
+        self._spare: Decoder | None = None  # a model of a folder, opened for its settings, that `build` will return
+
+    # -- opening --------------------------------------------------------------------------------------------------------
+
+    def open(self, place: RunPlace) -> None:
+        """Open the text cache. Raises UserError when it cannot be used."""
+        texts = self.config.texts
+        self._cache = TextCache(texts.cache if is_url(texts.cache) else Path(texts.cache))
+        self._vocabulary = self._cache.vocabulary
+        self._check_sizes()
+
+    @property
+    def cache(self) -> TextCache:
+        """The opened cache."""
+        if self._cache is None:
+            raise UserError("this needs the texts: run `mmspeed preprocess` first")
+        return self._cache
+
+    @cached_property
+    def settings(self) -> DecoderSettings:
+        """The decoder's settings. Raises UserError for an unknown shape, and for sizes that do not go together."""
+        section = self.config.model
+        if section.pretrained is not None:
+            self._spare = stored_decoder(section.pretrained, section.revision, section.further)
+            settings = self._spare.settings
+        else:
+            name = section.shape
+            settings = shape_named(name.removeprefix(TINY)).settings
+            if name.startswith(TINY):
+                settings = tiny_twin(settings)
+            rows = section.vocabulary or (
+                settings.vocabulary if self._vocabulary is None else -(-self._vocabulary // ROWS) * ROWS
+            )
+            try:
+                settings = replace(settings, vocabulary=rows, **section.changes)
+            except UserError as error:
+                raise UserError(f"model: {error}") from None
+        if section.balance is not None:
+            if settings.experts is None:
+                raise UserError(f"model.balance: {section.balance} is of experts, and the model has none: leave it out")
+            settings = replace(settings, experts=replace(settings.experts, balance=section.balance))
+        return settings
+
+    def _check_sizes(self) -> None:
+        """Raise UserError for a tokenizer larger than the embedding, and for heads that devices cannot divide."""
+        settings, parallel = self.settings, self.config.parallel
+        if self._vocabulary is not None and self._vocabulary > settings.vocabulary:
+            raise UserError(
+                f"the tokenizer has {self._vocabulary:,} ids and the model's embedding {settings.vocabulary:,} rows: "
+                "use the model's own tokenizer, or raise model.vocabulary"
+            )
+        devices = parallel.together(False)  # that split heads
+        for size, what in ((settings.heads, "heads"), (settings.key_heads, "heads of keys")):
+            if settings.latent is None and size % devices:
+                raise UserError(
+                    f"the model's {size} {what} cannot be divided among the {devices} devices of `parallel`"
+                )
+
+    # -- models ---------------------------------------------------------------------------------------------------------
+
+    def build(self) -> dict[str, nn.Module]:
+        """The decoder, without memory, under the role "model"."""
+        settings, model = self.settings, self._spare
+        if self.config.model.pretrained is None:
+            model = on_meta(settings)
+        elif model is None or model.settings != settings:
+            model = stored_decoder(
+                cast(str, self.config.model.pretrained), self.config.model.revision, settings.further
+            )
+        self._spare = None
+        return {"model": model}
+
+    def outlines(self) -> dict[str, nn.Module]:
+        """The decoder without weights; its embedding may have other rows than that of the tokenizer."""
+        return {"model": on_meta(self.settings)}
+
+    def updates(self) -> Sequence[Update]:
+        """The single update, of the decoder by `loss`."""
+        return (Update(self.loss),)
+
+    def loss(self, models: Models, batch: Batch) -> Terms:
+        """The terms of each pack: sums over its target tokens, and the experts' auxiliary loss."""
+        objective, weights = self.config.objective, batch.weights_I
+        output = models["model"](batch["ids"], batch["bounds"], batch["targets"])
+        terms = {"loss": Term(output.loss_BN.float().sum(1), weights, "tokens")}
+        if objective.z_loss:
+            terms["z_loss"] = Term(objective.z_loss * output.lse_BN.float().square().sum(1), weights, "tokens")
+        if output.balance_B is not None:
+            terms["balance"] = Term(objective.balance * output.balance_B.float(), weights, "samples")
+        if output.further:
+            factor = objective.further / len(output.further)
+            summed_B = torch.stack([loss_BN.float().sum(1) for loss_BN, _ in output.further]).sum(0)
+            terms["further"] = Term(factor * summed_B, weights, "tokens")
+        return terms
+
+    def notes(self) -> tuple[list[str], list[str]]:
+        """A line about the texts."""
+        supply = self.supply
+        tokens = int(np.asarray(self.cache.lengths)[supply.trained].sum(dtype=np.int64))
+        held_out = int(np.count_nonzero(self.cache.held_out))
+        return [f"texts: {supply.documents:,} documents of {tokens:,} tokens to train on, {held_out:,} held out"], []
+
+    # -- data -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> PackLength:
+        """The shape class of packs."""
+        return PackLength(self.config.sequence_length)
+
+    @cached_property
+    def supply(self) -> DocumentSupply:
+        """The documents to train on, with the shares of their sources."""
+        cache, texts = self.cache, self.config.texts
+        named = dict(zip(texts.source_names, texts.sources, strict=True))
+        weights = {name: source.weight for name, source in named.items() if source.weight is not None}
+        return DocumentSupply(
+            cache.lengths,
+            cache.source,
+            ~cache.held_out,
+            cache.sources,
+            cache.fingerprint,
+            {name: source.repeats for name, source in named.items()},
+            weights or None,
+            texts.temperature if not weights else None,
+        )
+
+    @cached_property
+    def _mean_squares(self) -> float:
+        """The mean over packs of the sum of squared lengths, of packs that are full of whole or cut documents."""
+        length = self.config.sequence_length
+        if self._cache is None:
+            return float(length) ** 2
+        lengths = np.asarray(self.cache.lengths)[self.supply.trained].astype(np.int64)
+        full, rest = np.divmod(lengths, length)
+        return float((full * length**2 + rest**2).sum() / max(1, lengths.sum()) * length)
+
+    def _cost(self, tokens: float, squares: float) -> float:
+        """FLOPs of forward and backward."""
+        one = forward_work(self.settings, [1])
+        return 3 * (one.products * tokens + one.attention * squares)
+
+    def batching(self, place: RunPlace) -> Batching:
+        """The packs of a step."""
+        config = self.config
+        costs = SampleCosts(self.tokens, self.cost, lambda sample: self.sample_cost(sample) / self.cost(self.shape))
+        return make_batching(config.batching, config.train, [self.shape], costs, place.dealt, config.parallel)
+
+    def data(self, place: RunPlace) -> LanguageData:
+        """The order of each epoch's packs, and this rank's share of each step."""
+        config, one = self.config, forward_work(self.settings, [1])
+        seed = Seed(config.seed, place.generator)
+        batching = self.batching(place)
+        sampler = PackSampler(
+            self.supply, config.sequence_length, config.packing, batching, one.attention / one.products, seed
+        )
+        loader = Loader(
+            None,
+            sampler,
+            rank=place.number,
+            world=place.dealt,
+            prefetch=config.train.prefetch,
+            workers=config.train.loader_workers,
+            device=place.device,
+            collate=PackCollate(self.cache),
+        )
+        tokens = sampler.packs_of(0).ranges.tokens / len(sampler.packs_of(0))
+        return LanguageData(self.cache, sampler, loader, StepWeights(config.weighting, sampler, lambda _: tokens))
+
+    def shapes(self) -> Sequence[ShapeClass]:
+        """The class of packs."""
+        return [self.shape]
+
+    def synthetic_batch(self, shape: ShapeClass, items: int, place: RunPlace, tokens: int | None = None) -> Batch:
+        """Packs of random ids, each of two documents."""
+        return self._synthetic(shape, items).to(place.device.torch_device, torch.float32)
+
+    def _synthetic(self, shape: ShapeClass, items: int) -> Batch:
+        length = shape.numbers
+        ids_BN = torch.randint(
+            self.settings.vocabulary, (items, length), generator=torch.Generator().manual_seed(self.config.seed)
+        )
+        targets_BN = ids_BN.roll(-1, 1)
+        targets_BN[:, [length // 2 - 1, length - 1]] = IGNORED
+        starts = [row * length + part for row in range(items) for part in (0, length // 2)]
+        bounds = torch.tensor([*starts, items * length], dtype=torch.int32)
+        tensors = {"ids": ids_BN, "targets": targets_BN, "bounds": bounds}
+        return Batch(
+            tensors, [Item(f"synthetic {row}", shape=shape.name) for row in range(items)], torch.ones(items), shape
+        )
+
+    def synthetic_divisors(self, batch: Batch, batches: int) -> Divisors:
+        """The packs and target tokens of `batches` such batches."""
+        targets = int((batch["targets"] != IGNORED).sum()) * batches
+        return {"samples": float(batch.size * batches), "tokens": float(max(1, targets))}
+
+    def sketch(
+        self, model: nn.Module, shape: ShapeClass, items: int
+    ) -> tuple[Callable[[], Any], Callable[[Any], Tensor]]:
+        """(a function that makes a batch of empty tensors, the sum of its terms); each pack counts as one document."""
+
+        def batch() -> Batch:
+            ids_BN = torch.empty(items, shape.numbers, dtype=torch.long)
+            tensors = {"ids": ids_BN, "targets": ids_BN.clone()}
+            return Batch(tensors, [Item(str(row)) for row in range(items)], torch.ones(items), shape)
+
+        def loss(batch: Batch) -> Tensor:
+            output = model(batch["ids"], None, batch["targets"])
+            return cast(Tensor, output.loss_BN.sum() + sum(loss_BN.sum() for loss_BN, _ in output.further))
+
+        return batch, loss
+
+    def largest_micro_batch(self, place: RunPlace) -> MicroBatchSize:
+        """The micro-batch of the run."""
+        return largest_batch(self.batching(place), self.shapes(), self.tokens, place.groups)
+
+    # -- work -----------------------------------------------------------------------------------------------------------
+
+    def tokens(self, shape: ShapeClass) -> int:
+        """Tokens of a pack, padding included."""
+        return shape.numbers
+
+    def work(self, shape: ShapeClass, text_tokens: int | None = None) -> Work:
+        """Work of a full pack of documents of usual lengths."""
+        one = forward_work(self.settings, [1])
+        squares = self._mean_squares * (shape.numbers / self.config.sequence_length) ** 2
+        return Work(one.products * shape.numbers, one.attention * squares, one.elementwise * shape.numbers)
+
+    def cost(self, shape: ShapeClass) -> float:
+        """FLOPs of training on a full pack of documents of usual lengths."""
+        return 3 * self.work(shape).matmul
+
+    def sample_cost(self, sample: OrderedSample) -> float:
+        """FLOPs of training on a pack, by the lengths of its documents."""
+        assert isinstance(sample, PackSample)
+        return self._cost(sample.tokens, sample.squares)
+
+    def usage(self, step: StepData) -> StepUsage:
+        """Packs, real tokens, and the work of the packs."""
+        samples = packs_of(step)
+        works = (forward_work(self.settings, [count for _, _, count in sample.pieces]) for sample in samples)
+        return StepUsage(len(samples), sum(sample.tokens for sample in samples), sum(works, Work()))
+
+    # -- looking at a run -----------------------------------------------------------------------------------------------
+
+    def describe(self, step: StepData) -> dict[str, Any]:
+        """Packs, real tokens, padding and, with several sources, the tokens of each."""
+        samples = packs_of(step)
+        tokens = sum(sample.tokens for sample in samples)
+        places = max(1, len(samples) * self.config.sequence_length)
+        row: dict[str, Any] = {"samples": len(samples), "tokens": tokens, "padding": round(1 - tokens / places, 6)}
+        if len(self.cache.sources) > 1:
+            row["source_tokens"] = tokens_by_source(self.cache, samples)
+        return row
+
+    def validation(self, models: Models, data: Data, place: RunPlace) -> Validation | None:
+        """Loss and perplexity of held-out documents, by source; None where there are none."""
+        packs = held_out_packs(self.cache, self.config.sequence_length, self.config.validate_.samples)
+        if not packs:
+            return None
+        most = self.config.train.micro_batch_size or 8
+        return HeldOutPacks(self.loss, self.cache, packs, most, place)
+
+    def info(self) -> dict[str, Any]:
+        """The texts and their tokenizer."""
+        cache = self.cache
+        return {
+            "texts": {"fingerprint": cache.fingerprint, "vocabulary": cache.vocabulary, "sources": list(cache.sources)}
+        }
+
+    def files(self) -> Mapping[str, Path]:
+        """The tokenizer's files."""
+        folder = self.cache.tokenizer_folder
+        if folder is None:
+            return {}
+        return {f"tokenizer/{path.name}": path for path in sorted(folder.iterdir()) if path.is_file()}
+
+    def setting(self) -> dict[str, Any]:
+        """The model's section, its vocabulary, and the lengths of packs."""
+        section = self.config.model.model_dump(mode="json")
+        named = {f"model.{name}": value for name, value in section.items()}
+        return {**named, "model.rows": self.settings.vocabulary, "sequence_length": self.config.sequence_length}
+
+    def shrunk(self, known: Mapping[str, Any] | None = None) -> CheckTask:
+        """Raise UserError: no small version of it compares layouts yet."""
+        raise UserError("`check --parallel` does not compare layouts of the task language yet: leave --parallel out")

@@ -1,0 +1,213 @@
+"""Packs of documents as batches, training steps and held-out losses.
+
+Legend: B packs of a micro-batch, N tokens of a pack, Z one more than documents, T = B x N.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mmspeed.compute.operators.cross_entropy import IGNORED
+from mmspeed.data import Loader, SampleUse
+from mmspeed.data.loading.loader import DrawnItems
+from mmspeed.data.sampling.pack_order import PackLength, PackSample, PackSampler
+from mmspeed.data.sampling.weighting import StepWeights
+from mmspeed.pipelines.tasks.base import SampledData, shares
+from mmspeed.protocols import Batch, BatchShape, Divisors, Item, LossFunction, Models, RunPlace, StepData, Term, Terms
+
+Array = npt.NDArray[Any]
+PackDraws = Sequence[tuple[SampleUse[PackSample], float]]
+
+
+class DocumentReader(Protocol):
+    """Documents of token ids, as `mmspeed.data.cache.documents.TextCache` holds them."""
+
+    lengths: Array
+    held_out: npt.NDArray[np.bool_]
+    source: Array
+    sources: list[str]
+
+    def ids(self, document: int, begin: int = 0, count: int | None = None) -> Array:
+        """The ids [begin, begin + count) of a document."""
+        ...
+
+    def trained(self, document: int, begin: int = 0, count: int | None = None) -> npt.NDArray[np.bool_] | None:
+        """Marks of the ids that have a loss; None where all have."""
+        ...
+
+
+def targets_of(documents: DocumentReader, sample: PackSample) -> int:
+    """The number of tokens of a pack that are predicted: all with a loss but the first of each range."""
+    total = 0
+    for document, begin, count in sample.pieces:
+        marks = documents.trained(document, begin, count)
+        total += count - 1 if marks is None else int(marks[1:].sum())
+    return total
+
+
+@dataclass(frozen=True)
+class PackCollate:
+    """A maker of batches of packs: `ids` and `targets` (B, N), and the cumulative lengths of documents `bounds` (Z,).
+
+    Places behind a pack's last token are a document of their own, with ids 0 and no targets.
+    """
+
+    documents: DocumentReader
+
+    def __call__(self, draws: PackDraws) -> Batch:
+        samples = [draw.sample for draw, _ in draws]
+        length = samples[0].shape.numbers
+        ids_BN = np.zeros((len(samples), length), np.int64)
+        target_BN = np.full((len(samples), length), IGNORED, np.int64)
+        for row, sample in enumerate(samples):
+            place = 0
+            for document, begin, count in sample.pieces:
+                ids = self.documents.ids(document, begin, count).astype(np.int64)
+                marks = self.documents.trained(document, begin, count)
+                ids_BN[row, place : place + count] = ids
+                next_ids = ids[1:] if marks is None else np.where(marks[1:], ids[1:], IGNORED)
+                target_BN[row, place : place + count - 1] = next_ids
+                place += count
+        tensors = {
+            "ids": torch.from_numpy(ids_BN),
+            "targets": torch.from_numpy(target_BN),
+            "bounds": torch.tensor(bounds_of(samples), dtype=torch.int32),
+        }
+        items = [Item(*draw.name, draw.sample.source, draw.sample.shape.name) for draw, _ in draws]
+        weights = torch.tensor([weight for _, weight in draws], dtype=torch.float32)
+        return Batch(tensors, items, weights, samples[0].shape)
+
+    def shape(self, draws: PackDraws) -> BatchShape:
+        """The shapes of the batch, from its packs' ranges."""
+        samples = [draw.sample for draw, _ in draws]
+        rows = len(samples), samples[0].shape.numbers
+        return BatchShape(
+            samples[0].shape, rows[0], {"ids": rows, "targets": rows, "bounds": (len(bounds_of(samples)),)}
+        )
+
+
+def bounds_of(samples: Sequence[PackSample]) -> list[int]:
+    """Cumulative lengths of the documents of packs that follow one another, padding included as a document."""
+    bounds = [0]
+    for row, sample in enumerate(samples):
+        for _, _, count in sample.pieces:
+            bounds.append(bounds[-1] + count)
+        end = (row + 1) * sample.shape.numbers
+        if bounds[-1] < end:
+            bounds.append(end)
+    return bounds
+
+
+class LanguageData(SampledData[PackSample]):
+    """The order of a language run's packs, with target tokens as divisor."""
+
+    def __init__(
+        self, documents: DocumentReader, sampler: PackSampler, loader: Loader, weights: StepWeights | None
+    ) -> None:
+        super().__init__(sampler, loader, weights)
+        self.documents = documents
+
+    def measure(self, step: StepData) -> StepData:
+        """The step with its packs, target tokens and real tokens."""
+        samples = packs_of(step)
+        if not samples:
+            return step
+        targets = sum(targets_of(self.documents, sample) for sample in samples)
+        divisors = {"samples": float(len(samples)), "tokens": float(max(targets, 1))}
+        return replace(step, divisors=divisors, tokens=sum(sample.tokens for sample in samples))
+
+
+def packs_of(step: StepData) -> list[PackSample]:
+    """The packs of a step over all ranks, without left out ones."""
+    assert isinstance(step.items, DrawnItems)
+    return [draw.sample for draw in step.items.draws if not draw.left_out]
+
+
+class HeldOutPacks:
+    """The mean loss of a target token over packs of held-out documents, of each source too."""
+
+    def __init__(
+        self,
+        loss: LossFunction,
+        documents: DocumentReader,
+        samples: Mapping[str, Sequence[PackSample]],
+        most: int,
+        place: RunPlace,
+    ) -> None:
+        self._loss, self._documents, self._samples = loss, documents, samples
+        self._most, self._place, self._collate = most, place, PackCollate(documents)
+
+    @torch.no_grad()
+    def measure(self, models: Models) -> Terms:
+        """A term `loss` of all packs, and one of each source."""
+        training = [model for model in models.values() if model.training]
+        for model in training:
+            model.eval()
+        device = self._place.device.torch_device
+        terms: dict[str, Term] = {}
+        for source, samples in self._samples.items():
+            mine = shares(samples, self._place)
+            losses, weights = [], []
+            for part in (mine[start : start + self._most] for start in range(0, len(mine), self._most)):
+                draws = [(SampleUse(sample, 0, 0), float(real and self._place.leads)) for sample, real in part]
+                term = self._loss(models, self._collate(draws).to(device, torch.float32))["loss"]
+                losses.append(term.loss_I)
+                weights.append(term.weight_I)
+            terms[source] = Term(torch.cat(losses), torch.cat(weights), source)
+        for model in training:
+            model.train()
+        return terms
+
+    def divisors(self) -> Divisors:
+        """The target tokens of each source."""
+        return {
+            source: float(max(1, sum(targets_of(self._documents, sample) for sample in samples)))
+            for source, samples in self._samples.items()
+        }
+
+    def row(self, values: Mapping[str, float]) -> dict[str, Any]:
+        """Loss and perplexity of a token over all held-out documents, and of each source."""
+        tokens = self.divisors()
+        total = sum(float(tokens[name] or 0) for name in values)
+        loss = sum(values[name] * float(tokens[name] or 0) for name in values) / total
+        row: dict[str, Any] = {"loss": loss, "perplexity": float(np.exp(min(loss, 700.0))), "tokens": int(total)}
+        row["samples"] = sum(map(len, self._samples.values()))
+        if len(values) > 1:
+            row["sources"] = {
+                name: {"loss": value, "perplexity": float(np.exp(min(value, 700.0)))} for name, value in values.items()
+            }
+        return row
+
+    def sample(self, models: Models, step: int) -> None:
+        """Do nothing: texts are sampled from checkpoints."""
+
+
+def held_out_packs(documents: DocumentReader, length: int, most: int) -> dict[str, list[PackSample]]:
+    """Packs of at most `most` held-out documents' beginnings, one document or a part of one each, by source."""
+    by_source: dict[str, list[PackSample]] = {}
+    counts: Counter[str] = Counter()
+    for document in np.flatnonzero(documents.held_out & (documents.lengths > 1)).tolist():
+        source = documents.sources[int(documents.source[document])]
+        if counts[source] < most:
+            counts[source] += 1
+            count = min(int(documents.lengths[document]), length)
+            by_source.setdefault(source, []).append(
+                PackSample(f"held out {document}", ((document, 0, count),), PackLength(length))
+            )
+    return by_source
+
+
+def tokens_by_source(documents: DocumentReader, samples: Sequence[PackSample]) -> dict[str, int]:
+    """Real tokens of packs by their sources."""
+    met: Counter[str] = Counter()
+    for sample in samples:
+        for document, _, count in sample.pieces:
+            met[documents.sources[int(documents.source[document])]] += count
+    return dict(sorted(met.items()))
