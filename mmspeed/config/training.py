@@ -52,11 +52,13 @@ class TrainConfig(Section):
     )
     lr: float = Field(1e-4, gt=0, le=10, description="Peak learning rate: about what a weight moves in a step.")
     warmup_steps: int = Field(50, ge=0, description="Steps over which the learning rate rises from 0.")
-    schedule: Literal["constant", "cosine"] = Field(
-        "constant", description="Course of the learning rate after warm-up."
+    schedule: Literal["constant", "cosine", "wsd"] = Field(
+        "constant",
+        description="Course of the learning rate after warm-up. `wsd`: constant, then straight down over the last steps (warm-up, stable, decay; Hu et al. 2024).",
     )
+    decay_share: float = Field(0.1, gt=0, le=1, description="Share of all steps in which `wsd` goes down.")
     min_lr_ratio: float = Field(
-        0.0, ge=0, le=1, description="Learning rate at the end of the cosine, as a share of `lr`."
+        0.0, ge=0, le=1, description="Learning rate at the end of `cosine` and `wsd`, as a share of `lr`."
     )
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         (0.9, 0.99), description="AdamW's decay rates of the first and second moment."

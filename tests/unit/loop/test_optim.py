@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -55,9 +55,13 @@ def test_decay_shrinks_a_matrix_and_leaves_a_vector() -> None:
         torch.testing.assert_close(p.detach(), before[name] * (0.95 if p.ndim >= 2 else 1.0), rtol=1e-6, atol=0)
 
 
-@given(st.integers(1, 400), st.integers(0, 60), st.floats(0, 1), st.integers(0, 500))
-def test_learning_rate_stays_between_its_ends(steps: int, warmup: int, ratio: float, step: int) -> None:
-    cfg = TrainConfig(steps=steps, warmup_steps=warmup, schedule="cosine", min_lr_ratio=ratio, lr=2.0)
+@given(
+    st.integers(1, 400), st.integers(0, 60), st.floats(0, 1), st.integers(0, 500), st.sampled_from(["cosine", "wsd"])
+)
+def test_learning_rate_stays_between_its_ends(
+    steps: int, warmup: int, ratio: float, step: int, schedule: Literal["cosine", "wsd"]
+) -> None:
+    cfg = TrainConfig(steps=steps, warmup_steps=warmup, schedule=schedule, min_lr_ratio=ratio, lr=2.0)
     lr = learning_rate(step, cfg)
     assert 0 <= lr <= 2.0
     if step < warmup:
@@ -73,6 +77,8 @@ def test_learning_rate_at_known_steps() -> None:
     assert [learning_rate(s, cfg) for s in (0, 1, 3, 4, 100)] == pytest.approx([0.2, 0.4, 0.8, 1.0, 1.0])
     cosine = TrainConfig(steps=11, warmup_steps=0, lr=1.0, schedule="cosine", min_lr_ratio=0.2)
     assert [learning_rate(s, cosine) for s in (0, 5, 10, 99)] == pytest.approx([1.0, 0.6, 0.2, 0.2])
+    stable = TrainConfig(steps=21, warmup_steps=1, lr=1.0, schedule="wsd", decay_share=0.2, min_lr_ratio=0.2)
+    assert [learning_rate(s, stable) for s in (0, 1, 16, 18, 20, 99)] == pytest.approx([0.5, 1.0, 1.0, 0.6, 0.2, 0.2])
     optimizer = make_optimizer(ToyDiT(), cfg)
     set_learning_rate(optimizer, 0.125)
     assert [g["lr"] for g in optimizer.param_groups] == [0.125, 0.125]
