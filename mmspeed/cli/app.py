@@ -164,16 +164,30 @@ def init(
             help="Published model to fine-tune: a short name such as wan2.1-1.3b, a hub id (owner/name) or a folder."
         ),
     ] = None,
+    texts: Annotated[
+        str | None, typer.Option(help="Files or folder of texts, to train a language model on (--task language).")
+    ] = None,
 ) -> None:
     """Write a commented config, ready to edit; with --videos, fitted to your videos; with --model, for fine-tuning a published one."""
+    if texts is not None:
+        if videos is not None or model is not None:
+            raise UserError("--texts is of the task language: give it without --videos and --model")
+        videos, task = texts, "language"
     if videos is not None:  # which are read; anything else takes a moment
         spoken.begin("init", path)
     with spoken.loading():
         from .init import write_config
 
-    with log.Working("looking at the media", tell=False):
+    with log.Working("looking at the data", tell=False):
         config_path = write_config(
-            path, videos, force, task, full, tell=lambda line: print(line, flush=True), model=model
+            path,
+            videos,
+            force,
+            task,
+            full,
+            tell=lambda line: print(line, flush=True),
+            model=model,
+            option="--videos" if texts is None else "--texts",
         )
     print(f"{config_path}: edit it, then run `mmspeed check {config_path}`")
 

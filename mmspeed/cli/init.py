@@ -77,12 +77,13 @@ def write_config(
     full: bool = False,
     tell: Callable[[str], object] = lambda line: None,
     model: str | None = None,
+    option: str = "--videos",
 ) -> Path:
     """Write a config to `path` (`.yaml` is added if it has no such ending) and return the path written.
 
     `videos` is the folder, manifest, tars or URL to train on, which is probed and which the config is fitted to; `tell` is called
     with each line about it. Without `videos` the packaged clips are used. `full`: with every key. `model`: the published model to
-    fine-tune, by a short name, hub id or folder. Raises UserError for a task that is
+    fine-tune, by a short name, hub id or folder. `option`: the name under which the data were given. Raises UserError for a task that is
     unknown or takes no `videos`, if `videos` does not exist or holds nothing to train on, if `path` names a folder, and if the file
     exists and `force` is false.
     """
@@ -95,12 +96,12 @@ def write_config(
     exists = UserError(f"{path} exists already; edit it, name another file, or overwrite it with --force")
     if path.exists() and not force:
         raise exists  # before the videos are read
-    name, source = run_name(path), source_path(path, videos)
+    name, source = run_name(path), source_path(path, videos, option)
     values = None
     if source is not None or model is not None:
         preparation = preparation_class(task)
         if preparation is None:
-            raise unsupported_task(task, "init --videos" if source is not None else "init --model")
+            raise unsupported_task(task, f"init {option}" if source is not None else "init --model")
         tell(f"reading {'the clips of the package' if videos is None else videos}")
         values, findings = preparation.fitted_values(name, source, path.resolve().parent, model)
         for line in findings:
@@ -117,19 +118,21 @@ def run_name(path: Path) -> str:
     return name or "run"
 
 
-def source_path(config: Path, videos: Path | str | None) -> str | None:
-    """The path of the media in the config file: relative if they are beside or below it; None for the demo's.
+def source_path(config: Path, videos: Path | str | None, option: str = "--videos") -> str | None:
+    """The path of the media, or texts, in the config file: relative if they are beside or below it; None for the demo's.
 
     URLs stay as they are, and sets behind `::` are placed one by one.
     """
     if videos is None:
         return None
     if isinstance(videos, str) and (is_url(videos) or "::" in videos):
-        return "::".join(one if is_url(one) else str(source_path(config, Path(one))) for one in videos.split("::"))
+        return "::".join(
+            one if is_url(one) else str(source_path(config, Path(one), option)) for one in videos.split("::")
+        )
     videos = Path(videos)
     named = "{" in str(videos) or ("*" in str(videos) and glob.glob(str(videos)))
     if not videos.exists() and not named:
-        raise UserError(f"--videos: {videos} {absent_hint(videos)}")
+        raise UserError(f"{option}: {videos} {absent_hint(videos)}")
     target, base = videos.resolve(), config.resolve().parent
     return os.path.relpath(target, base) if target.is_relative_to(base) else str(target)
 
@@ -165,6 +168,9 @@ def template(
             model = _chosen(section_options(fields[section]), shown.get(section, {}))
             defaults = {key: default_of(model.model_fields[key]) for key in keys if key in model.model_fields}
             shown[section] = {**defaults, **shown.get(section, {})}
+    shown = {
+        key: value for key, value in shown.items() if value != {}
+    }  # a task's section may have none of the short keys
     own = [] if preparation is not None else [key for key in fields if key not in RunConfig.model_fields]
     lines += [
         f"# A run of mmspeed {__version__}: the keys that people change. `mmspeed init --full` writes every key.",

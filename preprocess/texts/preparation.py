@@ -69,7 +69,7 @@ class TextPreparation:
 
     @classmethod
     def starting_values(cls, name: str, videos: str | None, model: str | None = None) -> Mapping[str, Any]:
-        """Initial sections `texts` and `tokenizer` for the texts at a path; None: those of the package. Raises UserError for a model."""
+        """Initial values for the texts at a path; None: those of the package. Raises UserError for a model."""
         if model is not None:
             raise UserError("init of a run of texts takes no --model; name the folder under model.pretrained")
         sources: list[dict[str, Any]] = [{"path": videos}]
@@ -81,6 +81,9 @@ class TextPreparation:
         return {
             "texts": texts,
             "tokenizer": {"kind": "train", "size": 8192},
+            # for a task that has them
+            "model": {"shape": "tiny-qwen3-0.6b"},
+            "sequence_length": 512,
         }
 
     @classmethod
