@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mmspeed.pipelines.inference.language import LanguageModel
     from mmspeed.pipelines.inference.media import Video
     from mmspeed.pipelines.inference.text_to_video import TextToVideo
     from mmspeed.pipelines.report.run_page import write_report
     from mmspeed.pipelines.training.events import TrainCallback
     from mmspeed.pipelines.training.trainer import TrainPipeline, TrainResult
 
-__all__ = ["TextToVideo", "TrainCallback", "TrainPipeline", "TrainResult", "Video", "write_report"]
+__all__ = ["LanguageModel", "TextToVideo", "TrainCallback", "TrainPipeline", "TrainResult", "Video", "write_report"]
 
 _HOME = {
+    "LanguageModel": "inference.language",
     "TextToVideo": "inference.text_to_video",
     "TrainCallback": "training.events",
     "TrainPipeline": "training.trainer",

@@ -48,25 +48,40 @@ def export(
         typer.Option(help="Link or copy the codec, text encoders and scheduler of the base, or leave them out."),
     ] = OtherComponents.link,
 ) -> None:
-    """Write a fine-tuned model as a folder that diffusers loads: its class by from_pretrained, and the official pipeline."""
+    """Write a trained model as a folder that other libraries load: a published one for diffusers, a language model for transformers."""
     spoken.begin("export", run_folder)
     with spoken.loading():
         import torch
 
         from mmspeed.config.memory import parse_bytes
         from mmspeed.pipelines.inference.export import export_run
+        from mmspeed.pipelines.inference.language import export_language_run
+        from mmspeed.pipelines.run.run_folder import RunFolder as Folder
 
     try:
         shard_bytes = parse_bytes(shard_size)
     except ValueError as error:
         raise UserError(f"--shard-size: {error}") from None
+    own = getattr(torch, dtype.value)
+    if Folder.open(run_folder).task() == "language":
+        if others is not OtherComponents.link:
+            raise UserError("--others is of models of diffusers: leave it out for a language model")
+        with log.Working("exporting", tell=False):
+            written = export_language_run(
+                run_folder, out, checkpoint=checkpoint, weights=weights.value, dtype=own, shard_bytes=shard_bytes
+            )
+        print(
+            f"{written.folder}: {written.tensors} tensors of {written.checkpoint} ({written.weights}), {log.format_bytes(written.bytes)}; "
+            "AutoModelForCausalLM of transformers loads it"
+        )
+        return
     with log.Working("exporting", tell=False):
         exported = export_run(
             run_folder,
             out,
             checkpoint=checkpoint,
             weights=weights.value,
-            dtype=getattr(torch, dtype.value),
+            dtype=own,
             shard_bytes=shard_bytes,
             others=others.value,
         )

@@ -54,6 +54,21 @@ Official = Annotated[
 ]
 
 
+SecondGuidance = Annotated[
+    float | None,
+    typer.Option("--guidance-2", min=0, help="The same of the expert of low noise, of a model with two."),
+]
+MaxNewTokens = Annotated[
+    int | None, typer.Option(min=1, help="Of a language model: most tokens behind a prompt; 128 without it.")
+]
+Temperature = Annotated[
+    float | None, typer.Option(min=0, help="Of a language model: 0, as without it, takes the likeliest token.")
+]
+TopP = Annotated[
+    float | None, typer.Option(min=0, max=1, help="Of a language model: share of the likeliest tokens; 1: all.")
+]
+
+
 class Weights(str, Enum):
     """The weights of a checkpoint to sample from."""
 
@@ -87,10 +102,7 @@ def sample(
     negative_prompt: Annotated[str | None, typer.Option(help="Text to steer away from.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of the sampler.")] = None,
     guidance: Annotated[float | None, typer.Option(min=0, help="Classifier-free guidance scale; 1: none.")] = None,
-    guidance_2: Annotated[
-        float | None,
-        typer.Option("--guidance-2", min=0, help="The same of the expert of low noise, of a model with two."),
-    ] = None,
+    guidance_2: SecondGuidance = None,
     guidance_rescale: Annotated[
         float | None, typer.Option(min=0, max=1, help="Rescale of the guided prediction; 0: none.")
     ] = None,
@@ -115,16 +127,23 @@ def sample(
         int | None, typer.Option("--nproc", help="Processes to start on this machine, which share the prompts.")
     ] = None,
     official: Official = False,
+    max_new_tokens: MaxNewTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
 ) -> None:
-    """Make videos from text with a trained run. Omitted options are taken from the run's config."""
+    """Make videos from text with a trained run, or texts with a language model. Omitted options are taken from the run's config."""
     spoken.begin("sample", run_folder)
+    writing = {"tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
+    if writes_texts(context, run_folder, writing):
+        _write_texts(run_folder, prompt or [], checkpoint, weights, device, seed, writing)
+        return
     requests, paths = requested(prompt or [], prompts, out)
     sizes = {"frames": frames, "height": height, "width": width}
     files = {"image": image, "last_image": last_image, "video": video, "prefix_frames": prefix_frames}
     requests = [completed(each, negative_prompt, seed, sizes, files) for each in requests]
     sheet = None if prompts else sheet_path(out)
     job = SampleJob(run_folder, checkpoint, weights, device, requests, paths, sheet)
-    settings = steps, guidance, sampler, guidance_rescale, guidance_2
+    settings = (steps, guidance, sampler, guidance_rescale, guidance_2)
     if official:
         if launch.wanted(nproc) or processes() > 1:
             raise UserError("--official: the official pipeline samples in one process: leave --nproc out")
@@ -135,6 +154,63 @@ def sample(
         raise typer.Exit(launch.launch(without_nproc(context.obj["arguments"]), int(nproc or 1), debug))
     launch.follow_launcher()
     _sample_run(job, settings)
+
+
+def task_of(place: Path) -> str:
+    """The task of the run in a folder; `video` for a folder without a run's config, such as an exported repository."""
+    from mmspeed.config.yaml_text import parse_yaml
+
+    try:
+        return str(parse_yaml((place / "config.yaml").read_text(encoding="utf-8")).get("task", "video"))
+    except (OSError, ValueError, AttributeError, UserError):
+        return "video"
+
+
+OF_TEXTS = ("run_folder", "prompt", "checkpoint", "weights", "device", "seed", "max_new_tokens", "temperature", "top_p")
+
+
+def writes_texts(context: typer.Context, place: Path, writing: dict[str, Any]) -> bool:
+    """True for a run of a language model. Raises UserError for options of the other task."""
+    if task_of(place) != "language":
+        if any(value is not None for value in writing.values()):
+            raise UserError(
+                "--max-new-tokens, --temperature and --top-p are of language models: leave them out for videos"
+            )
+        return False
+    others = [name for name in context.params if name not in OF_TEXTS and on_command_line(context, name)]
+    if others:
+        raise UserError(f"--{others[0].replace('_', '-')} is of videos, and {place} is a run of a language model")
+    return True
+
+
+def on_command_line(context: typer.Context, name: str) -> bool:
+    """True where an option stands on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _write_texts(
+    place: Path,
+    prompts: list[str],
+    checkpoint: str,
+    weights: Weights,
+    device: str,
+    seed: int,
+    writing: dict[str, Any],
+) -> None:
+    """Print the text that a language model writes behind each prompt, after the prompt."""
+    if not prompts:
+        raise UserError("give a --prompt")
+    with spoken.loading():
+        from mmspeed.pipelines.inference.language import LanguageModel, Writing
+
+    with log.Working("loading the run", tell=False):
+        model = LanguageModel.from_run(place, checkpoint=checkpoint, weights=weights.value, device=device)
+    settings = {name: value for name, value in writing.items() if value is not None}
+    with log.Working("writing", tell=False):
+        texts = model(prompts, Writing(seed=seed, **settings))
+    for prompt, text in zip(prompts, texts, strict=True):
+        print(f"{prompt}{text}")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ last one; in memory experts are stacked, and gate and up of an expert lie one be
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from mmspeed.errors import UserError, nearest
@@ -163,3 +164,96 @@ def _hub_name(settings: DecoderSettings, name: str) -> Assembly:
         pieces = tuple(f"model.{stem}.{number}.{part}.weight" for part in parts)
         experts.append(pieces[0] if len(pieces) == 1 else Joined(pieces))
     return Stacked(tuple(experts))
+
+
+def config_tree(settings: DecoderSettings) -> dict[str, Any]:
+    """The config.json of transformers for a decoder. Raises UserError for settings that none of the families has."""
+    experts, latent = settings.experts, settings.latent
+    kind = "llama" if not settings.query_norm else "qwen3" if experts is None else "qwen3_moe"
+    kind = "deepseek_v3" if latent is not None else kind
+    tree: dict[str, Any] = {
+        "architectures": [FAMILIES[kind]],
+        "model_type": kind,
+        "vocab_size": settings.vocabulary,
+        "hidden_size": settings.width,
+        "num_hidden_layers": settings.depth,
+        "num_attention_heads": settings.heads,
+        "num_key_value_heads": settings.key_heads,
+        "head_dim": settings.head_width,
+        "intermediate_size": settings.hidden,
+        "hidden_act": "silu",
+        "attention_bias": settings.qkv_bias,
+        "rms_norm_eps": settings.norm_eps,
+        "max_position_embeddings": settings.rotary.longest
+        or int((settings.rotary.original or 32_768) * (settings.rotary.factor or 1)),
+        "rope_parameters": _rope_tree(settings),
+        "tie_word_embeddings": settings.tied,
+        "initializer_range": settings.first_std,
+        "use_cache": True,
+    }
+    if kind == "llama":
+        tree["mlp_bias"] = settings.mlp_bias
+    if any(window is not None for window in settings.windows):
+        (window, *_) = {window for window in settings.windows if window is not None}
+        names = ["full_attention" if each is None else "sliding_attention" for each in settings.windows]
+        tree |= {"use_sliding_window": True, "sliding_window": window + 1, "layer_types": names}
+    if latent is not None:
+        tree |= {
+            "q_lora_rank": latent.query_rank,
+            "kv_lora_rank": latent.key_rank,
+            "qk_nope_head_dim": latent.plain,
+            "qk_rope_head_dim": latent.rotary,
+            "v_head_dim": latent.value,
+            "rope_interleave": settings.rotary.interleaved,
+        }
+        del tree["head_dim"]
+    if experts is not None:
+        tree |= {"num_experts_per_tok": experts.chosen, "moe_intermediate_size": experts.width}
+        tree |= {"norm_topk_prob": experts.normalised}
+        if latent is None:
+            tree |= {"num_experts": experts.count, "mlp_only_layers": list(experts.dense), "decoder_sparse_step": 1}
+        else:
+            tree |= {"n_routed_experts": experts.count, "n_shared_experts": experts.shared}
+            tree |= {"routed_scaling_factor": experts.scaling, "first_k_dense_replace": len(experts.dense)}
+            tree |= {"n_group": experts.groups, "topk_group": experts.chosen_groups}
+    elif latent is not None:
+        raise UserError(
+            "a decoder with latent attention and no experts is of no family of transformers: it cannot be written"
+        )
+    again = settings_of(tree, "the config.json", settings.further)
+    differing = [name for name in vars(settings) if _comparable(again, name) != _comparable(settings, name)]
+    if differing:
+        raise UserError(
+            f"no family of transformers ({', '.join(FAMILIES)}) has a decoder like this one, which differs in {', '.join(differing)}: it "
+            "cannot be written"
+        )
+    return tree
+
+
+def _comparable(settings: DecoderSettings, name: str) -> Any:
+    """A setting as it is compared: the longest sequence does not matter where positions are not scaled, nor does how experts learn."""
+    value = getattr(settings, name)
+    if name == "rotary":
+        return replace(value, longest=value.longest if value.kind == "yarn" and value.factor is None else None)
+    if name == "experts" and value is not None:
+        return replace(value, balance=None)
+    if name == "head_width" and settings.latent is not None:
+        return None
+    return value if name != "windows" else tuple(value) or (None,) * settings.depth
+
+
+def _rope_tree(settings: DecoderSettings) -> dict[str, Any]:
+    """The rotary parameters in the words of transformers."""
+    rotary = settings.rotary
+    tree: dict[str, Any] = {"rope_type": rotary.kind, "rope_theta": rotary.theta}
+    if rotary.kind != "default":
+        tree["factor"] = rotary.factor
+    if rotary.kind in ("llama3", "yarn"):
+        tree["original_max_position_embeddings"] = rotary.original
+    if rotary.kind == "llama3":
+        tree |= {"low_freq_factor": rotary.low_frequency, "high_freq_factor": rotary.high_frequency}
+    if rotary.kind == "yarn":
+        tree |= {"beta_fast": rotary.beta_fast, "beta_slow": rotary.beta_slow, "truncate": rotary.truncates}
+        named = {"attention_factor": rotary.attention, "mscale": rotary.scale, "mscale_all_dim": rotary.scale_all}
+        tree |= {name: value for name, value in named.items() if value is not None}
+    return tree

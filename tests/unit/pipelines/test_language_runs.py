@@ -1,0 +1,139 @@
+"""Language models of runs: folders that transformers loads, and texts that they write."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mmspeed.__main__ import main
+from mmspeed.config import make_run_config
+from mmspeed.errors import UserError
+from mmspeed.initialize import materialize
+from mmspeed.loop.checkpoint.load import open_checkpoint
+from mmspeed.loop.checkpoint.manager import latest
+from mmspeed.loop.checkpoint.merging import whole_tensor
+from mmspeed.models.language.families import config_tree, settings_of
+from mmspeed.models.language.shapes import SHAPES, shape_named, tiny_twin
+from mmspeed.models.language.weights import on_meta
+from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines.inference.language import LanguageModel, Writing, export_language_run, run_settings
+from mmspeed.pipelines.run.run_folder import RunFolder
+from mmspeed.preprocess.texts.preparation import TextPreparation
+
+WRITTEN = [name for name in SHAPES if name != "pangu-ultra-moe"]
+
+
+def made_run(folder: Path, **model: Any) -> Path:
+    """The folder of a run of three steps on two hundred lines."""
+    (folder / "a.jsonl").write_text(
+        "".join(
+            json.dumps({"text": f"the rabbit {n} runs over a meadow of {n * n} flowers"}) + "\n" for n in range(200)
+        )
+    )
+    tree = {
+        "task": "language",
+        "name": "own",
+        "output": str(folder / "runs"),
+        "texts": {"sources": [{"path": str(folder / "a.jsonl")}], "cache": str(folder / "cache"), "validation": 0.0},
+        "model": {"shape": "tiny-qwen3-0.6b", **model},
+        "sequence_length": 64,
+        "train": {"steps": 3, "batch_size": 2, "lr": 1e-2, "warmup_steps": 0},
+        "device": {"kind": "cpu"},
+    }
+    config = make_run_config(tree, (), origin="test")
+    TextPreparation(config).build()
+    TrainPipeline(config).run()
+    return config.run_dir
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_run(tmp_path_factory.mktemp("language"))
+
+
+@pytest.mark.parametrize("weights", ["ema", "model"])
+def test_transformers_loads_an_export_and_computes_what_the_decoder_does(
+    run: Path, tmp_path: Path, weights: Any
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    made = export_language_run(run, tmp_path / "out", weights=weights)
+    assert made.weights == weights and made.tensors == len(load_file(tmp_path / "out" / "model.safetensors"))
+    folder = RunFolder.open(run)
+    place, config = latest(folder.checkpoints), folder.run_config()
+    assert place is not None
+    index = open_checkpoint(place)[1]["tensors"]
+    decoder = on_meta(run_settings(folder, config))  # type: ignore[arg-type]
+    materialize(decoder, torch.device("cpu"))
+    decoder.load_state_dict({name: whole_tensor(place, index, f"{weights}.{name}") for name in decoder.state_dict()})
+    ids_BN = torch.randint(0, 256, (2, 30), generator=torch.Generator().manual_seed(0))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        logits_BNV = theirs(ids_BN).logits
+        output = decoder(ids_BN, torch.tensor([0, 30, 60], dtype=torch.int32))
+    torch.testing.assert_close(output.logits_BNV, logits_BNV, atol=2e-6, rtol=2e-6)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "the rabbit 草"
+    assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+    with pytest.raises(UserError, match=r"exists already; name a new folder"):
+        export_language_run(run, tmp_path / "out")
+
+
+def test_greedy_texts_are_those_of_the_likeliest_tokens(run: Path, tmp_path: Path) -> None:
+    """In a batch, with a cache of keys and values, as one prompt after another without it."""
+    export_language_run(run, tmp_path / "out")
+    model = LanguageModel(tmp_path / "out", "cpu")
+    prompts = ["the rabbit", "a"]
+    texts = model(prompts, Writing(tokens=12))
+    for prompt, text in zip(prompts, texts, strict=True):
+        ids = model.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        for _ in range(12):
+            with torch.no_grad():
+                ids.append(int(model.model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+            if ids[-1] == model.tokenizer.eos_token_id:
+                break
+        assert model.tokenizer.decode(ids, skip_special_tokens=True) == prompt + text
+    warm = Writing(tokens=12, temperature=1.5, top_p=0.9, seed=1)
+    assert model(prompts, warm) == model(prompts, warm) != model(prompts, replace(warm, seed=2))
+    with pytest.raises(UserError, match=r"--temperature -1"):
+        Writing(temperature=-1)
+
+
+def test_the_commands_sample_and_export(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sample", str(run), "-p", "the rabbit", "--max-new-tokens", "4", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.startswith("the rabbit")
+    assert not list(run.glob(".sampled*"))
+    for words, message in (
+        (["-p", "a", "--frames", "5"], "--frames is of videos"),
+        ([], "give a --prompt"),
+        (["-p", "a", "--top-p", "0"], "--top-p 0"),
+    ):
+        assert main(["sample", str(run), *words]) == 1
+        assert message in capsys.readouterr().err
+    assert main(["export", str(run), "-o", str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    assert "AutoModelForCausalLM of transformers loads it" in capsys.readouterr().out
+    assert all(value.dtype == torch.bfloat16 for value in load_file(tmp_path / "out" / "model.safetensors").values())
+    assert main(["export", str(run), "-o", str(tmp_path / "two"), "--others", "copy"]) == 1
+    assert "--others is of models of diffusers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_shape_has_a_config_of_transformers(name: str) -> None:
+    from transformers import AutoConfig
+
+    for settings in (shape_named(name).settings, tiny_twin(shape_named(name).settings)):
+        tree = config_tree(settings)
+        again = settings_of(tree, "config.json", settings.further)
+        assert again.rotary.theta == settings.rotary.theta and config_tree(again) == tree
+        assert AutoConfig.for_model(**tree).vocab_size == settings.vocabulary
+
+
+def test_a_shape_of_no_family_is_refused() -> None:
+    with pytest.raises(UserError, match=r"no family of transformers .* differs in sandwich"):
+        config_tree(shape_named("pangu-ultra-moe").settings)
