@@ -19,9 +19,11 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from .json_schema import SHIPPED, schema_text
+from .language import LanguageConfig
 from .load import _models_of, sections
 from .schema import Config
 
+LANGUAGE = "task: language "  # before the titles of its sections
 REQUIRED = object()  # the default of a field that has none
 TARGET = Path(__file__).resolve().parents[2] / "docs" / "config.md"
 
@@ -140,11 +142,20 @@ def generate() -> str:
     parts.append(_table("Top level", "", "The sections, and the keys outside them.", dict(sections(Config))))
     for name, field in sections(Config):
         parts += _sections(field.alias or name, field)
+    shared = dict(sections(Config))
+    own = {
+        name: field
+        for name, field in sections(LanguageConfig)
+        if name not in shared or field.annotation != shared[name].annotation
+    }
+    parts.append(_table(LANGUAGE.rstrip(), "", "The keys of a language model's run that are not those above.", own))
+    for name, field in own.items():
+        parts += _sections(field.alias or name, field, LANGUAGE)
     return "\n".join(parts)
 
 
-def _sections(path: str, field: FieldInfo) -> list[str]:
-    """The tables of the sections that a field may hold, and of those inside them."""
+def _sections(path: str, field: FieldInfo, task: str = "") -> list[str]:
+    """The tables of the sections that a field may hold, and of those inside them. `task`: words before their titles."""
     options = section_options(field)
     tables = []
     for option in options:
@@ -152,9 +163,9 @@ def _sections(path: str, field: FieldInfo) -> list[str]:
         prefix = f"{path}{'[]' if is_list(field) else ''}{choice}"
         title = path if not choice else f"{path}, kind: {kind_of(option)}"
         intro = " ".join((option.__doc__ or "").split())
-        tables.append(_table(title, f"{prefix}.", intro, option.model_fields))
+        tables.append(_table(f"{task}{title}", f"{prefix}.", intro, option.model_fields))
         for name, inner in option.model_fields.items():
-            tables += _sections(f"{prefix}.{inner.alias or name}", inner)
+            tables += _sections(f"{prefix}.{inner.alias or name}", inner, task)
     return tables
 
 
