@@ -250,7 +250,7 @@ def least_text(model: nn.Module) -> int:
         return 0
     splits = [split for inputs in plan.inputs.values() for split in inputs.values() if isinstance(split, Split)]
     least = max((split.least for split in splits if split.sequence == "text"), default=0)
-    return least * token_layout(bare).size
+    return least * token_layout(bare).size if least else 0
 
 
 def conditions_of(batch: Batch, strides: Strides | None) -> Conditions:

@@ -65,7 +65,7 @@ def test_processes_of_a_check_know_it(command: Callable[..., str], tmp_path: Pat
 def test_a_misspelt_task_is_told_with_those_known(command: Callable[..., str], tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(character_tree(tmp_path)), encoding="utf-8")
-    assert "known: video, characters" in refused(command, path)
+    assert "known: video, language, characters" in refused(command, path)
 
 
 def refused(command: Callable[..., str], path: Path) -> str:
