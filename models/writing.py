@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +17,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from mmspeed.data.cache.files import disk_errors, fsync_folder
 from mmspeed.errors import UserError
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -35,6 +38,33 @@ class TensorEntry:
 
 
 E = TypeVar("E", bound=TensorEntry)
+
+
+def require_new(out: Path, option: str = "") -> None:
+    """Raise UserError, which `option` begins, for a folder that exists and is not empty."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{option}{out} exists already; name a new folder")
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yield a folder beside `out` to write into, which becomes `out` at the end of the block, and is removed where that fails.
+
+    Raises UserError for an `out` that exists, and for a full disk.
+    """
+    require_new(out)
+    work = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(work, ignore_errors=True)
+    try:
+        with disk_errors(out):
+            work.mkdir(parents=True)
+            yield work
+            if out.exists():
+                out.rmdir()
+            os.rename(work, out)
+            fsync_folder(out.parent)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def write_tensors(

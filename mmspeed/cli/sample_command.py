@@ -158,10 +158,10 @@ def sample(
 
 def task_of(place: Path) -> str:
     """The task of the run in a folder; `video` for a folder without a run's config, such as an exported repository."""
-    from mmspeed.config.yaml_text import parse_yaml
+    from mmspeed.config.tasks import recorded_task
 
     try:
-        return str(parse_yaml((place / "config.yaml").read_text(encoding="utf-8")).get("task", "video"))
+        return recorded_task(place / "config.yaml")
     except (OSError, ValueError, AttributeError, UserError):
         return "video"
 

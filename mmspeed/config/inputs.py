@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -117,6 +118,52 @@ class ScenesConfig(Section):
     def least_change(self) -> float:
         """The threshold, the detector's own if none is set."""
         return self.threshold or {"content": 27.0, "adaptive": 3.0}[self.detector]
+
+
+class MixedSource(Protocol):
+    """The keys of a source that say how it is mixed with others."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def name(self) -> str | None: ...
+
+    @property
+    def repeats(self) -> int: ...
+
+    @property
+    def weight(self) -> float | None: ...
+
+
+def check_mixing(sources: Sequence[MixedSource], temperature: float | None, key: str) -> None:
+    """Raise ValueError for sources whose weights, repeats and temperature (of that `key`) contradict, and for two of one name."""
+    weights = [source.weight for source in sources]
+    if any(weights) and not all(weights):
+        raise ValueError("give every source a weight, or none")
+    if any(weights) and temperature is not None:
+        raise ValueError(f"the sources' weights and {key} both set the shares of sources: use one of them")
+    if (any(weights) or temperature is not None) and any(source.repeats > 1 for source in sources):
+        raise ValueError(
+            "repeats of a source and shares (weight, temperature) both set how often it is used: use one of them"
+        )
+    names = [source.name for source in sources if source.name is not None]
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise ValueError(f"two sources have the name {repeated}")
+
+
+def distinct_names(sources: Sequence[MixedSource], usual: str) -> tuple[str, ...]:
+    """The name of each source, in order: its own, else that of its path, else the `usual` one, with numbers where two are the same."""
+    explicit = {source.name for source in sources if source.name is not None}
+    names: list[str] = []
+    for source in sources:
+        base = name = source.name or base_name(source.path) or usual
+        number = 2
+        while source.name is None and (name in explicit or name in names):
+            name, number = f"{base}-{number}", number + 1
+        names.append(name)
+    return tuple(names)
 
 
 class DataConfig(Section):
@@ -285,35 +332,13 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _mixing(self) -> DataConfig:
-        weights = [source.weight for source in self.sources]
-        if any(weights) and not all(weights):
-            raise ValueError("give every source a weight, or none")
-        if any(weights) and self.temperature is not None:
-            raise ValueError(
-                "the sources' weights and data.temperature both set the shares of sources: use one of them"
-            )
-        if (any(weights) or self.temperature is not None) and any(source.repeats > 1 for source in self.sources):
-            raise ValueError(
-                "repeats of a source and shares (weight, temperature) both set how often it is used: use one of them"
-            )
-        names = [source.name for source in self.sources if source.name is not None]
-        repeated = next((name for name in names if names.count(name) > 1), None)
-        if repeated is not None:
-            raise ValueError(f"two sources have the name {repeated}")
+        check_mixing(self.sources, self.temperature, "data.temperature")
         return self
 
     @property
     def dataset_names(self) -> tuple[str, ...]:
         """The name of each source, in order; all are distinct."""
-        explicit = {source.name for source in self.sources if source.name is not None}
-        names: list[str] = []
-        for source in self.sources:
-            base = name = source.name or base_name(source.path) or "data"
-            number = 2
-            while source.name is None and (name in explicit or name in names):
-                name, number = f"{base}-{number}", number + 1
-            names.append(name)
-        return tuple(names)
+        return distinct_names(self.sources, "data")
 
 
 class LinearVaeConfig(Section):

@@ -7,11 +7,13 @@ import sys
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any
 
 from mmspeed.errors import UserError, nearest
 
 from .schema import RunConfig
+from .yaml_text import parse_yaml
 
 GROUP = "mmspeed.tasks"  # of entry points; an entry's name is the task's, and its value the task's class
 OURS = "mmspeed"
@@ -77,6 +79,11 @@ def task_entry(task: Any, origin: str = "config") -> TaskEntry:
         hint = nearest(task, known) if isinstance(task, str) else ""
         raise UserError(f"{origin}: task {task!r} is not known{hint} (known: {', '.join(known)})")
     return TaskEntry(declared[0].value, origin=f"the installed package {owners[0]}")
+
+
+def recorded_task(file: Path) -> str:
+    """The name of the task of a run's config, as it was written; the rest is neither read nor checked. Raises OSError, ValueError."""
+    return str(parse_yaml(file.read_text(encoding="utf-8")).get("task", "video"))
 
 
 def task_class(task: Any, origin: str = "config") -> type[Any]:

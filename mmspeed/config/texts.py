@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from .inputs import Section
-from .places import base_name
+from .inputs import Section, check_mixing, distinct_names
 
 
 class TextSourceConfig(Section):
@@ -74,20 +73,7 @@ class TextsConfig(Section):
 
     @model_validator(mode="after")
     def _mixing(self) -> TextsConfig:
-        weights = [source.weight for source in self.sources]
-        if any(weights) and not all(weights):
-            raise ValueError("give every source a weight, or none")
-        shares = any(weights) or self.temperature is not None
-        if any(weights) and self.temperature is not None:
-            raise ValueError("the sources' weights and temperature both set the shares of sources: use one of them")
-        if shares and any(source.repeats > 1 for source in self.sources):
-            raise ValueError(
-                "repeats of a source and shares (weight, temperature) both set how often it is used: use one of them"
-            )
-        names = [source.name for source in self.sources if source.name is not None]
-        repeated = next((name for name in names if names.count(name) > 1), None)
-        if repeated is not None:
-            raise ValueError(f"two sources have the name {repeated}")
+        check_mixing(self.sources, self.temperature, "temperature")
         return self
 
     def column_of(self, source: TextSourceConfig) -> str:
@@ -97,15 +83,7 @@ class TextsConfig(Section):
     @property
     def source_names(self) -> tuple[str, ...]:
         """The name of each source, in order; all are distinct."""
-        explicit = {source.name for source in self.sources if source.name is not None}
-        names: list[str] = []
-        for source in self.sources:
-            base = name = source.name or base_name(source.path) or "texts"
-            number = 2
-            while source.name is None and (name in explicit or name in names):
-                name, number = f"{base}-{number}", number + 1
-            names.append(name)
-        return tuple(names)
+        return distinct_names(self.sources, "texts")
 
 
 class BytesTokenizerConfig(Section):

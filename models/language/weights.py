@@ -5,7 +5,6 @@ Blocks of DeepSeek's fp8 (E4M3, a scale for each 128 x 128 numbers) are multipli
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ from mmspeed.models.language.decoder import Decoder
 from mmspeed.models.language.families import IGNORED_NAMES, SHARED, hub_names, settings_of
 from mmspeed.models.stored import NUMBERS, FileWeights, OpenFiles, shapes_of
 from mmspeed.models.weights import fingerprint, header_of, read_json, resolve, weight_files, weight_patterns
-from mmspeed.models.writing import DTYPES, TensorEntry, write_tensors
+from mmspeed.models.writing import DTYPES, TensorEntry, new_folder, write_tensors
 from mmspeed.protocols import Part, declare_source
 
 STEM = "model"
@@ -182,8 +181,6 @@ def write_folder(
     tensors by their names on the hub, `types_of` the base; None: as they are in the model. Experts are written one by one. The folder is
     whole or absent, and every tensor is read again and compared. Raises UserError for a folder that exists.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists already; name a new folder")
     state, names = model.state_dict(), hub_names(model.settings, list(shapes_of(model)))
     values: dict[str, Tensor] = {}
     for name, tensor in state.items():
@@ -195,19 +192,11 @@ def write_folder(
     def value_of(entry: TensorEntry) -> Tensor:
         return values[entry.name].to("cpu", entry.dtype).contiguous()
 
-    work = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(work, ignore_errors=True)
-    try:
-        work.mkdir(parents=True)
+    with new_folder(out) as work:
         write_tensors(work, STEM, entries, value_of, shard_bytes)
         for path in [base / "config.json", *(path for pattern in OTHER_FILES for path in sorted(base.glob(pattern)))]:
             if path.is_file():
                 shutil.copyfile(path, work / path.name)
-        if out.exists():
-            out.rmdir()
-        os.rename(work, out)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     return [entry.name for entry in entries]
 
 

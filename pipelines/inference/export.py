@@ -5,7 +5,6 @@ Weights go from a checkpoint of any layout to the files one tensor at a time: no
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from mmspeed.config.schema import PublishedModelConfig
-from mmspeed.data.cache.files import disk_errors, fsync_folder
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine
 from mmspeed.loop.checkpoint.load import of_role, open_checkpoint
@@ -28,7 +26,7 @@ from mmspeed.models.diffusers.repository import INDEX, STEM, Repository
 from mmspeed.models.families.complete import completed
 from mmspeed.models.stored import check_tensors, shapes_of
 from mmspeed.models.weights import resolve
-from mmspeed.models.writing import TensorEntry, write_tensors
+from mmspeed.models.writing import TensorEntry, new_folder, require_new, write_tensors
 from mmspeed.pipelines.inference.text_to_video import find_checkpoint, present_weights
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.protocols import stays_float32
@@ -80,30 +78,19 @@ def export_run(
             f"{run}: its config names no repository of diffusers (model.kind: {section.kind}), so no other library has a class for its "
             f"weights: sample with `mmspeed sample {run}`, or write the average with `mmspeed checkpoint merge-ema {run}`"
         )
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out: {out} exists already; name a new folder")
+    require_new(out, "--out: ")
     weights = present_weights(folder.config(), weights)
     repository, place = repository_of(section), find_checkpoint(folder, checkpoint)
     components = _components(folder, place, repository)
-    work = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(work, ignore_errors=True)
-    try:
-        with disk_errors(out):
-            work.mkdir(parents=True)
-            tensors = nbytes = 0
-            for role, component in components:
-                count, size = _write_component(
-                    place, role, repository.of(component), work / component, weights, dtype, shard_bytes
-                )
-                tensors, nbytes = tensors + count, nbytes + size
-            names = tuple(component for _, component in components)
-            further = () if others == "none" else _write_others(repository, work, names, others)
-            if out.exists():
-                out.rmdir()
-            os.rename(work, out)
-            fsync_folder(out.parent)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    with new_folder(out) as work:
+        tensors = nbytes = 0
+        for role, component in components:
+            count, size = _write_component(
+                place, role, repository.of(component), work / component, weights, dtype, shard_bytes
+            )
+            tensors, nbytes = tensors + count, nbytes + size
+        names = tuple(component for _, component in components)
+        further = () if others == "none" else _write_others(repository, work, names, others)
     return ExportedRepository(out, place.name, weights, tensors, nbytes, names, further)
 
 

@@ -19,19 +19,18 @@ import torch
 from torch import Tensor
 
 from mmspeed.config.language import LanguageConfig
-from mmspeed.data.cache.files import disk_errors, fsync_folder
 from mmspeed.device import pick
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine
 from mmspeed.loop.checkpoint.load import open_checkpoint
 from mmspeed.loop.checkpoint.merging import whole_tensor
-from mmspeed.models.assemblies import taken_apart
+from mmspeed.models.assemblies import Assembly, taken_apart
 from mmspeed.models.language.config import DecoderSettings
 from mmspeed.models.language.families import config_tree, hub_names
 from mmspeed.models.language.weights import OTHER_FILES, SHARD_BYTES, STEM, on_meta
 from mmspeed.models.stored import check_tensors, shapes_of
 from mmspeed.models.weights import first_line, quiet, resolve
-from mmspeed.models.writing import TensorEntry, write_tensors
+from mmspeed.models.writing import TensorEntry, new_folder, require_new, write_tensors
 from mmspeed.pipelines.inference.text_to_video import find_checkpoint, present_weights
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.pipelines.tasks.language import LanguageTask
@@ -56,7 +55,7 @@ class _HubTensor(TensorEntry):
     """A tensor to write: piece `place` of what a tensor of the checkpoint is taken apart into."""
 
     stored: str = ""
-    of: str = ""
+    assembly: Assembly = ""
     place: int = 0
 
 
@@ -85,45 +84,31 @@ def export_language_run(
     """
     folder, out = RunFolder.open(run), Path(out)
     config = language_config(folder)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out: {out} exists already; name a new folder")
+    require_new(out, "--out: ")
     kind, place = present_weights(config, weights), find_checkpoint(folder, checkpoint)
     settings = run_settings(folder, config)
     entries = _pieces(place, settings, kind, dtype)
     index = open_checkpoint(place)[1]["tensors"]
-    names = hub_names(settings, [entry.of for entry in entries])
     whole: dict[str, list[Tensor]] = {}  # the last tensor that was read, taken apart
 
     def value_of(entry: _HubTensor) -> Tensor:
         if entry.stored not in whole:
             whole.clear()
             tensor = whole_tensor(place, index, entry.stored)
-            whole[entry.stored] = [piece for _, piece in taken_apart(names[entry.of], tensor)]
+            whole[entry.stored] = [piece for _, piece in taken_apart(entry.assembly, tensor)]
         return whole[entry.stored][entry.place].to(entry.dtype).contiguous()
 
-    work = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(work, ignore_errors=True)
-    try:
-        with disk_errors(out):
-            work.mkdir(parents=True)
-            with ProgressLine("export", len(entries), "tensor") as line:
-                total = write_tensors(work, STEM, entries, value_of, shard_bytes, line.advance)
-            _write_small_files(work, folder, config, settings, dtype)
-            if out.exists():
-                out.rmdir()
-            os.rename(work, out)
-            fsync_folder(out.parent)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    with new_folder(out) as work:
+        with ProgressLine("export", len(entries), "tensor") as line:
+            total = write_tensors(work, STEM, entries, value_of, shard_bytes, line.advance)
+        _write_small_files(work, folder, config, settings, dtype)
     return ExportedFolder(out, place.name, kind, len(entries), total)
 
 
 def run_settings(folder: RunFolder, config: LanguageConfig) -> DecoderSettings:
     """The settings of a run's decoder, whose embedding has rows for the tokenizer that run.json names."""
     texts: dict[str, Any] = folder.info().get("texts", {})
-    task = LanguageTask(config)
-    task._vocabulary = texts.get("vocabulary")
-    return task.settings
+    return LanguageTask(config).use(texts.get("vocabulary")).settings
 
 
 def _pieces(place: Path, settings: DecoderSettings, weights: str, dtype: torch.dtype) -> list[_HubTensor]:
@@ -140,7 +125,7 @@ def _pieces(place: Path, settings: DecoderSettings, weights: str, dtype: torch.d
         kind = torch.float32 if name.endswith("e_score_correction_bias") else dtype
         meta = torch.empty(tensor.shape, device="meta")
         entries += [
-            _HubTensor(hub, tuple(piece.shape), kind, key, name, number)
+            _HubTensor(hub, tuple(piece.shape), kind, key, names[name], number)
             for number, (hub, piece) in enumerate(taken_apart(names[name], meta))
         ]
     check_tensors(shapes_of(model), shapes, f"checkpoint {place}")

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from mmspeed.config import Config, RunConfig, dump_config, load_record, video_config
-from mmspeed.config.yaml_text import parse_yaml
+from mmspeed.config.tasks import recorded_task
 from mmspeed.data.cache.files import private_file, write_whole
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
@@ -116,7 +116,7 @@ class RunFolder:
 
     def task(self) -> str:
         """The name of the run's task, from its config as it was written; the rest is neither read nor checked."""
-        return str(parse_yaml(self.config_file.read_text(encoding="utf-8")).get("task", "video"))
+        return recorded_task(self.config_file)
 
     def config(self) -> Config:
         """The resolved config of a run of the video task. Raises UserError for a run of another task."""

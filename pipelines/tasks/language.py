@@ -81,8 +81,12 @@ class LanguageTask(TaskDefaults):
         """Open the text cache. Raises UserError when it cannot be used."""
         texts = self.config.texts
         self._cache = TextCache(texts.cache if is_url(texts.cache) else Path(texts.cache))
-        self._vocabulary = self._cache.vocabulary
-        self._check_sizes()
+        self.use(self._cache.vocabulary)._check_sizes()
+
+    def use(self, vocabulary: int | None) -> LanguageTask:
+        """Use a tokenizer of so many ids; None: the shape's own. Returns the task."""
+        self._vocabulary = vocabulary
+        return self
 
     @property
     def cache(self) -> TextCache:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -165,18 +166,23 @@ class HeldOutPacks:
             model.train()
         return terms
 
-    def divisors(self) -> Divisors:
+    @cached_property
+    def _targets(self) -> dict[str, float]:
         """The target tokens of each source."""
         return {
             source: float(max(1, sum(targets_of(self._documents, sample) for sample in samples)))
             for source, samples in self._samples.items()
         }
 
+    def divisors(self) -> Divisors:
+        """The target tokens of each source."""
+        return dict(self._targets)
+
     def row(self, values: Mapping[str, float]) -> dict[str, Any]:
         """Loss and perplexity of a token over all held-out documents, and of each source."""
-        tokens = self.divisors()
-        total = sum(float(tokens[name] or 0) for name in values)
-        loss = sum(values[name] * float(tokens[name] or 0) for name in values) / total
+        tokens = self._targets
+        total = sum(tokens[name] for name in values)
+        loss = sum(values[name] * tokens[name] for name in values) / total
         row: dict[str, Any] = {"loss": loss, "perplexity": float(np.exp(min(loss, 700.0))), "tokens": int(total)}
         row["samples"] = sum(map(len, self._samples.values()))
         if len(values) > 1:

@@ -185,9 +185,9 @@ def encode_captions(
     """Encode and store captions, also the empty one; return the details of those that cannot be encoded, by key."""
     failures: dict[str, str] = {}
     config, encoder = encoders.config.preprocess, encoders.text
-    truncated, truncated_by, padding = encoder.truncated, encoder.truncated_by.copy(), encoder.padding_rows
     trusted = TrustedBatches(config.text_batch, config.exact_batches)
-    with ProgressLine("captions", len(captions), "caption") as line:
+    itemsize = parse_dtype(config.text_dtype).itemsize
+    with ProgressLine("captions", len(captions), "caption") as line, report.counting_captions(encoder, itemsize):
         for caption, tensors in encode_texts(encoders, trusted, captions):
             line.advance()
             if isinstance(tensors, Rejected):
@@ -200,11 +200,6 @@ def encode_captions(
     report.texts += len(captions) - len(failures)
     report.texts_failed += len(failures)
     report.text_batches += trusted.counts
-    report.captions_truncated += encoder.truncated - truncated
-    report.captions_cut_by += encoder.truncated_by - truncated_by
-    report.caption_padding_rows += encoder.padding_rows - padding
-    row_bytes = encoder.width * parse_dtype(config.text_dtype).itemsize
-    report.caption_padding_bytes += (encoder.padding_rows - padding) * row_bytes
     return failures
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from mmspeed.config import Bucket, Config
+from mmspeed.device import parse_dtype
 from mmspeed.log import ProgressLine, get_logger
 from mmspeed.preprocess.decoding.clips import Clip, cache_seed, clip_name, left_unmirrored, split_of
 from mmspeed.preprocess.decoding.pool import DecodePool, Event, Failed, Finished, Frames, Selected
@@ -209,21 +210,19 @@ class LatentStage:
         captions = self._missing_captions(clip)
         if not captions:
             return
-        encoder, report = self.encoders.text, self.report
-        truncated, truncated_by = encoder.truncated, encoder.truncated_by.copy()
-        for caption, tensors in zip(captions, encode_seen(self.encoders, captions, frames_FHWC[0]), strict=True):
+        with self.report.counting_captions(self.encoders.text, parse_dtype(self.config.preprocess.text_dtype).itemsize):
+            results = encode_seen(self.encoders, captions, frames_FHWC[0])
+        for caption, tensors in zip(captions, results, strict=True):
             key = self.encoders.text_key(caption, clip)
             self._captions_tried.add(key)
             if isinstance(tensors, Rejected):
                 self.failed_captions[key] = tensors.detail
-                report.texts_failed += 1
+                self.report.texts_failed += 1
                 continue
             entry = text_entry(self.encoders, caption, tensors, clip=clip)
             self.store.add(**entry)
             self.statistics.add_caption_tokens(entry["tokens"])
-            report.texts += 1
-        report.captions_truncated += encoder.truncated - truncated
-        report.captions_cut_by += encoder.truncated_by - truncated_by
+            self.report.texts += 1
 
     def _kept(self, rows: list[ClipRow]) -> list[ClipRow]:
         """The rows of one source whose clips are in the cache; the others are counted and reported."""

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmspeed.data import Sample
 from mmspeed.errors import UserError
 from mmspeed.log import format_seconds
 from mmspeed.preprocess.sources.listing import SourceListing
 from mmspeed.preprocess.sources.rejections import Reason, Rejection
+
+if TYPE_CHECKING:
+    from mmspeed.models.text.encoders import TransformersEncoder
+    from mmspeed.models.text.family import FamilyTextEncoder
 
 EXAMPLES = 3  # rejected sources shown for each reason; rejects/ lists all
 _CLEANED = ("cut", "repaired", "stripped", "dropped")
@@ -112,6 +117,17 @@ class BuildReport:
         for name in self._COUNTERS:
             setattr(self, name, sum((getattr(part, name) for part in parts), Counter()))
         self.rejections = [rejection for part in parts for rejection in part.rejections]
+
+    @contextmanager
+    def counting_captions(self, encoder: TransformersEncoder | FamilyTextEncoder, itemsize: int) -> Iterator[None]:
+        """Add what an encoder cuts and pads of the captions in the block. itemsize: bytes of a stored number."""
+        truncated, cut_by, padding = encoder.truncated, encoder.truncated_by.copy(), encoder.padding_rows
+        yield
+        rows = encoder.padding_rows - padding
+        self.captions_truncated += encoder.truncated - truncated
+        self.captions_cut_by += encoder.truncated_by - cut_by
+        self.caption_padding_rows += rows
+        self.caption_padding_bytes += rows * encoder.width * itemsize
 
     @property
     def busy(self) -> float:

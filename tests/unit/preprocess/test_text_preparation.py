@@ -105,7 +105,7 @@ def test_the_texts_of_the_package_are_split_by_work(tmp_path: Path) -> None:
 def test_init_writes_a_config_of_texts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the package's texts, and of a folder; the config is read back."""
+    """The texts of the package, and those of a folder; the config is read back."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
