@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -70,6 +70,10 @@ class TextsConfig(Section):
         description="Processes that turn texts into tokens; 0: the command's own alone. The cache has the same bytes.",
     )
     shard_mb: float = Field(256.0, gt=0, description="Size of the cache's shards, in megabytes.")
+    online: bool = Field(
+        True,
+        description="Let `mmspeed train` build or complete the cache before its first step; false: an incomplete cache is an error.",
+    )
 
     @model_validator(mode="after")
     def _mixing(self) -> TextsConfig:
@@ -79,6 +83,16 @@ class TextsConfig(Section):
     def column_of(self, source: TextSourceConfig) -> str:
         """The column or key that holds a source's documents."""
         return source.column or {"text": "text", "chat": "messages", "ids": "ids"}[source.content]
+
+    def document_settings(self, seed: int) -> dict[str, Any]:
+        """The settings that decide which documents a cache holds and which are held out; of no paths, which other machines may have."""
+        own = {"weight", "repeats", "path", "name"}
+        sources = [
+            {"name": name, **source.model_dump(mode="json", exclude=own)}
+            for name, source in zip(self.source_names, self.sources, strict=True)
+        ]
+        settings = {"sources": sources, "validation": self.validation, "max_tokens": self.max_tokens}
+        return {**settings, "max_document_mb": self.max_document_mb, "seed": seed if self.validation else None}
 
     @property
     def source_names(self) -> tuple[str, ...]:

@@ -128,7 +128,8 @@ class Term:
     Its value in a step is the sum over all items of all ranks of `loss_I * weight_I`, divided by the step's divisor of the name
     `divisor`. The sum of the losses of all terms that train is differentiated, times the step's weight. Terms whose divisor is known only
     afterwards share their weights, and the divisor is the sum of these. `time_I`: each item's time from 0 (data) to 1 (noise), where the
-    task has one; losses are reported by its quarters.
+    task has one; losses are reported by its quarters. `units_I`: the units of the divisor in each item, such as tokens, where its loss
+    is a sum over them; losses by shape class are reported for a unit.
     """
 
     loss_I: Tensor  # float32
@@ -136,6 +137,7 @@ class Term:
     divisor: str = "samples"
     trains: bool = True  # False: logged alone
     time_I: Tensor | None = None
+    units_I: Tensor | None = None
 
     def total(self) -> Tensor:
         """The weighted sum over the items, a scalar on the device of the losses."""

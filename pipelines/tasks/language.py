@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from mmspeed.compute.operators.cross_entropy import IGNORED
 from mmspeed.config.language import LanguageConfig
-from mmspeed.config.places import is_url
 from mmspeed.data import Batching, Loader
 from mmspeed.data.cache.documents import TextCache
 from mmspeed.data.sampling.batch_sizes import SampleCosts, make_batching
@@ -38,6 +37,7 @@ from mmspeed.pipelines.tasks.language_data import (
     packs_of,
     tokens_by_source,
 )
+from mmspeed.pipelines.tasks.language_start import TextBuilder, open_texts
 from mmspeed.protocols import (
     Batch,
     CheckTask,
@@ -64,13 +64,13 @@ ROWS = 64  # an embedding has a multiple of these
 
 
 class LanguageTask(TaskDefaults):
-    """The task of training decoders on packed documents. `maker`: none; a text cache is built before training."""
+    """The task of training decoders on packed documents. `maker` (`mmspeed.preprocess.TextCacheBuilder`) completes the text cache."""
 
     name = "language"
     config_class = LanguageConfig
 
-    def __init__(self, config: LanguageConfig, maker: object = None) -> None:
-        self.config = config
+    def __init__(self, config: LanguageConfig, maker: TextBuilder | None = None) -> None:
+        self.config, self.maker = config, maker
         self._cache: TextCache | None = None
         self._vocabulary: int | None = None
         self._spare: Decoder | None = None  # a model of a folder, opened for its settings, that `build` will return
@@ -78,10 +78,14 @@ class LanguageTask(TaskDefaults):
     # -- opening --------------------------------------------------------------------------------------------------------
 
     def open(self, place: RunPlace) -> None:
-        """Open the text cache. Raises UserError when it cannot be used."""
-        texts = self.config.texts
-        self._cache = TextCache(texts.cache if is_url(texts.cache) else Path(texts.cache))
+        """Open the text cache; `maker` completes it. Raises UserError when it cannot be used."""
+        self._cache = open_texts(self.config, self.maker, place)
         self.use(self._cache.vocabulary)._check_sizes()
+
+    @property
+    def _longest_turn(self) -> int:
+        """Tokens of an assistant's longest turn; 0 without chats."""
+        return 0 if self._cache is None else int(self._cache.info.get("longest_turn", 0))
 
     def use(self, vocabulary: int | None) -> LanguageTask:
         """Use a tokenizer of so many ids; None: the shape's own. Returns the task."""
@@ -128,6 +132,12 @@ class LanguageTask(TaskDefaults):
                 f"the tokenizer has {self._vocabulary:,} ids and the model's embedding {settings.vocabulary:,} rows: "
                 "use the model's own tokenizer, or raise model.vocabulary"
             )
+        turn, length = self._longest_turn, self.config.sequence_length
+        if turn > length:
+            raise UserError(
+                f"sequence_length: an assistant's turn in the chats has {turn:,} tokens and a pack {length:,}, so that it would be cut "
+                "from what it answers; raise sequence_length, or reject longer chats by texts.max_tokens"
+            )
         devices = parallel.together(False)  # that split heads
         for size, what in ((settings.heads, "heads"), (settings.key_heads, "heads of keys")):
             if settings.latent is None and size % devices:
@@ -161,15 +171,20 @@ class LanguageTask(TaskDefaults):
         """The terms of each pack: sums over its target tokens, and the experts' auxiliary loss."""
         objective, weights = self.config.objective, batch.weights_I
         output = models["model"](batch["ids"], batch["bounds"], batch["targets"])
-        terms = {"loss": Term(output.loss_BN.float().sum(1), weights, "tokens")}
+        targets_B = (batch["targets"] != IGNORED).sum(1)
+
+        def of_tokens(loss_B: Tensor) -> Term:
+            return Term(loss_B, weights, "tokens", units_I=targets_B)
+
+        terms = {"loss": of_tokens(output.loss_BN.float().sum(1))}
         if objective.z_loss:
-            terms["z_loss"] = Term(objective.z_loss * output.lse_BN.float().square().sum(1), weights, "tokens")
+            terms["z_loss"] = of_tokens(objective.z_loss * output.lse_BN.float().square().sum(1))
         if output.balance_B is not None:
             terms["balance"] = Term(objective.balance * output.balance_B.float(), weights, "samples")
         if output.further:
             factor = objective.further / len(output.further)
             summed_B = torch.stack([loss_BN.float().sum(1) for loss_BN, _ in output.further]).sum(0)
-            terms["further"] = Term(factor * summed_B, weights, "tokens")
+            terms["further"] = of_tokens(factor * summed_B)
         return terms
 
     def notes(self) -> tuple[list[str], list[str]]:

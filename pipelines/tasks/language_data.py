@@ -6,7 +6,7 @@ Legend: B packs of a micro-batch, N tokens of a pack, Z one more than documents,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -196,18 +196,37 @@ class HeldOutPacks:
 
 
 def held_out_packs(documents: DocumentReader, length: int, most: int) -> dict[str, list[PackSample]]:
-    """Packs of at most `most` held-out documents' beginnings, one document or a part of one each, by source."""
+    """At most `most` packs of each source's held-out documents: first all beginnings of `length` tokens, then what follows them.
+
+    Ranges of a single token predict nothing and are left out.
+    """
     by_source: dict[str, list[PackSample]] = {}
-    counts: Counter[str] = Counter()
-    for document in np.flatnonzero(documents.held_out & (documents.lengths > 1)).tolist():
-        source = documents.sources[int(documents.source[document])]
-        if counts[source] < most:
-            counts[source] += 1
-            count = min(int(documents.lengths[document]), length)
-            by_source.setdefault(source, []).append(
-                PackSample(f"held out {document}", ((document, 0, count),), PackLength(length))
-            )
+    for number, source in enumerate(documents.sources):
+        mine = np.flatnonzero(documents.held_out & (documents.source == number) & (documents.lengths > 1))
+        packs: list[list[tuple[int, int, int]]] = []
+        room = 0
+        for piece in _pieces(mine, documents.lengths[mine].astype(np.int64), length):
+            if piece[2] > room:
+                if len(packs) == most:
+                    break
+                packs.append([])
+                room = length
+            packs[-1].append(piece)
+            room -= piece[2]
+        if packs:
+            by_source[source] = [
+                PackSample(f"held out {source} {place}", tuple(pieces), PackLength(length))
+                for place, pieces in enumerate(packs)
+            ]
     return by_source
+
+
+def _pieces(documents: Array, lengths: Array, length: int) -> Iterator[tuple[int, int, int]]:
+    """Ranges (document, begin, count) of at most `length` tokens, level by level."""
+    for begin in range(0, int(lengths.max(initial=0)), length):
+        for document, left in zip(documents.tolist(), (lengths - begin).tolist(), strict=True):
+            if left > 1:
+                yield document, begin, min(left, length)
 
 
 def tokens_by_source(documents: DocumentReader, samples: Sequence[PackSample]) -> dict[str, int]:

@@ -63,7 +63,7 @@ def check_cache(cache: DatasetCache, config: Config) -> None:
     """
     encoders = cache.info["encoders"]
     recorded, wanted = config.recorded_settings(cache.info["made_for"]), config.sample_settings()
-    other = [one for name in wanted for one in _others(f"data.{name}", recorded.get(name), wanted[name])]
+    other = [one for name in wanted for one in differing_settings(f"data.{name}", recorded.get(name), wanted[name])]
     if other:
         raise UserError(
             f"the samples in the cache {config.cache_root} were made with other {first_names(other, _NAMED)}; "
@@ -85,7 +85,7 @@ def check_cache(cache: DatasetCache, config: Config) -> None:
             )
 
 
-def _others(name: str, recorded: Any, wanted: Any) -> list[str]:
+def differing_settings(name: str, recorded: Any, wanted: Any) -> list[str]:
     """The settings at or below `name` that differ, named as on the command line: `data.sources.0.name`."""
     if recorded == wanted:
         return []
@@ -94,5 +94,7 @@ def _others(name: str, recorded: Any, wanted: Any) -> list[str]:
             recorded, wanted = dict(enumerate(recorded)), dict(enumerate(wanted))
     if isinstance(recorded, dict) and isinstance(wanted, dict):
         keys = {**wanted, **recorded}
-        return [other for key in keys for other in _others(f"{name}.{key}", recorded.get(key), wanted.get(key))]
+        return [
+            other for key in keys for other in differing_settings(f"{name}.{key}", recorded.get(key), wanted.get(key))
+        ]
     return [name]

@@ -29,6 +29,7 @@ from mmspeed.data.cache.document_blocks import (
     add_block,
     block_parts,
     block_tensors,
+    longest_turn,
     recipe_of,
     write_table,
     write_text_info,
@@ -39,7 +40,7 @@ from mmspeed.data.cache.tables import read_info, write_rejects
 from mmspeed.data.cache.tokenizer_file import TokenizerFacts, tokenizer_problems
 from mmspeed.data.cache.writer import CacheWriter
 from mmspeed.errors import UserError
-from mmspeed.log import format_seconds
+from mmspeed.log import format_seconds, progress
 from mmspeed.preprocess.texts.encode import Encoder, Rule, Worker, content_of
 from mmspeed.preprocess.texts.sources import TextRow, rows_of
 from mmspeed.preprocess.texts.tokenizers import make_tokenizer
@@ -60,6 +61,7 @@ class TextReport:
     held_out: int = 0
     blocks: int = 0
     reused: int = 0
+    longest_turn: int = 0  # ids of an assistant's turn
     rejected: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
@@ -97,23 +99,30 @@ class TextCacheBuilder:
         self.root = Path(texts.cache)
         self._rejects: list[tuple[str, str, str]] = []
 
-    def run(self) -> TextReport:
-        """Build the cache. Raises UserError for sources without texts, a full disk, or a killed worker."""
+    def run(self, processes: int | None = None) -> TextReport:
+        """Build the cache with so many processes (None: `texts.processes`).
+
+        Raises UserError for sources without texts, a full disk, or a killed worker.
+        """
         began, report = time.perf_counter(), TextReport(self.root)
+        processes = self._texts.processes if processes is None else processes
         facts = self._tokenizer()
         recipes = [self._recipe(facts, source) for source in self._texts.sources]
         blocks: list[tuple[str, int, dict[str, Tensor]]] = []
         light: dict[str, dict[str, Tensor]] = {}
         with CacheWriter(self.root, int(self._texts.shard_mb * 1e6)) as writer:
             store = BlockStore(self.root, str(self.root))
-            for rows, documents in self._encoded(writer, facts, recipes, report):
+            blocks_of_rows = self._encoded(writer, facts, recipes, report, processes)
+            for rows, documents in progress(blocks_of_rows, "texts to tokens", unit="blocks"):
                 if documents is None:
-                    if rows.key not in light:
-                        light[rows.key] = self._stored(store, rows.key)
+                    tensors = {} if rows.key in light else self._stored(store, rows.key)
                     report.reused += 1
                 else:
                     add_block(writer, documents, facts.vocabulary, recipes[rows.source])
-                    light[rows.key] = _light(block_tensors(documents, facts.vocabulary))
+                    tensors = block_tensors(documents, facts.vocabulary)
+                if tensors:
+                    report.longest_turn = max(report.longest_turn, longest_turn(tensors))
+                    light[rows.key] = {name: part.clone() for name, part in tensors.items() if name not in _HEAVY}
                 blocks.append((rows.key, rows.source, light[rows.key]))
                 self._list_rejected(rows, light[rows.key]["reason"].tolist(), report)
         report.blocks = len(blocks)
@@ -121,7 +130,7 @@ class TextCacheBuilder:
 
     def _stored(self, store: BlockStore, key: str) -> dict[str, Tensor]:
         try:
-            return _light(store.tensors(key, verify=True))
+            return store.tensors(key, verify=True)
         except (ValueError, OSError) as error:
             raise UserError(
                 f"cache {self.root} is damaged at block {key} ({error}); run `mmspeed cache verify --repair` first"
@@ -137,7 +146,9 @@ class TextCacheBuilder:
         ]
         write_rejects(self.root, self._rejects)
         counts = write_table(self.root, blocks, sources, HeldOut(self._texts.validation, self._seed), facts)
-        self._write_info(facts, rejected=dict(sorted(report.rejected.items())))
+        settings = self._texts.document_settings(self._seed)
+        rejected = dict(sorted(report.rejected.items()))
+        self._write_info(facts, rejected=rejected, made_for=settings, longest_turn=report.longest_turn)
         report.documents, report.tokens, report.held_out = counts.documents, counts.tokens, counts.held_out
         report.seconds = time.perf_counter() - began
         if not counts.documents:
@@ -183,7 +194,12 @@ class TextCacheBuilder:
     # -- rows and blocks --------------------------------------------------------------------------------------------
 
     def _encoded(
-        self, writer: CacheWriter, facts: TokenizerFacts, recipes: list[dict[str, Any]], report: TextReport
+        self,
+        writer: CacheWriter,
+        facts: TokenizerFacts,
+        recipes: list[dict[str, Any]],
+        report: TextReport,
+        processes: int,
     ) -> Iterator[tuple[_Rows, list[Document] | None]]:
         """Yield the blocks in order, each with its documents; None for one that the cache has."""
         encoder = Encoder(self.root)
@@ -194,7 +210,7 @@ class TextCacheBuilder:
             Rule(source.content, facts.vocabulary, facts.end_of_document, self._texts.max_tokens)
             for source in self._texts.sources
         ]
-        if not self._texts.processes:
+        if not processes:
             for rows in self._blocks(recipes, report):
                 known = rows.key in seen or writer.has(SECTION, rows.key)
                 seen.add(rows.key)
@@ -202,13 +218,13 @@ class TextCacheBuilder:
             return
         context = multiprocessing.get_context("spawn")
         waiting: deque[tuple[_Rows, Future[list[Document]] | None]] = deque()
-        pool = ProcessPoolExecutor(self._texts.processes, context, initializer=Worker.begin, initargs=(str(self.root),))
+        pool = ProcessPoolExecutor(processes, context, initializer=Worker.begin, initargs=(str(self.root),))
         try:
             for rows in self._blocks(recipes, report):
                 known = rows.key in seen or writer.has(SECTION, rows.key)
                 seen.add(rows.key)
                 waiting.append((rows, None if known else pool.submit(Worker.run, rows.rows, rules[rows.source])))
-                if len(waiting) > 2 * self._texts.processes:
+                if len(waiting) > 2 * processes:
                     yield _result(*waiting.popleft())
             while waiting:
                 yield _result(*waiting.popleft())
@@ -250,11 +266,6 @@ class TextCacheBuilder:
         report.examples.setdefault(reason, f"{place}{f' ({detail})' if detail else ''}")
         if len(self._rejects) < _LISTED:
             self._rejects.append((place, reason, detail))
-
-
-def _light(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The part of a block's payload that the table is made of."""
-    return {name: tensor.clone() for name, tensor in tensors.items() if name not in _HEAVY}
 
 
 def _rows(source: int, places: list[str], rows: list[tuple[str, Any]], recipe: dict[str, Any]) -> _Rows:

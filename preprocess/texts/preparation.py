@@ -9,12 +9,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from mmspeed.config.places import absolute_places
+from mmspeed.config.places import absolute_places, is_url
 from mmspeed.config.texts import TextsConfig, TextSourceConfig, TokenizerConfig
 from mmspeed.errors import UserError
 
 if TYPE_CHECKING:
     from mmspeed.config import RunConfig
+    from mmspeed.preprocess.texts.build import TextCacheBuilder
 
 DEMO_TEXTS = "assets/demo-texts"  # of the package
 _LOOKED_AT = 20  # first rows of a source that tell its column
@@ -138,8 +139,16 @@ class TextPreparation:
         """Raise UserError: text caches are built on one machine."""
         raise UserError("--ray is of caches of videos; texts.processes divides the work of a text cache")
 
-    def maker(self) -> None:
-        """None: texts become tokens before training."""
+    def maker(self) -> TextCacheBuilder | None:
+        """The builder that completes the cache before the first step; None where the config wants none, and for a copy at a URL."""
+        from mmspeed.preprocess.texts.build import TextCacheBuilder
+
+        texts = self._texts
+        return (
+            TextCacheBuilder(texts, self._tokenizer, self.config.seed)
+            if texts.online and not is_url(texts.cache)
+            else None
+        )
 
 
 def _fit(place: str) -> tuple[dict[str, str], str]:

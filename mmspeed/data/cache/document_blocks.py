@@ -162,6 +162,20 @@ def block_tensors(documents: Sequence[Document], vocabulary: int) -> dict[str, T
     return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
 
 
+def longest_turn(tensors: Mapping[str, Tensor]) -> int:
+    """The most ids with a loss in a row within a document of a block: an assistant's longest turn; 0 where all ids have one."""
+    if "trained" not in tensors:
+        return 0
+    lengths = tensors["lengths"].numpy().astype(np.int64)
+    marks = np.unpackbits(tensors["trained"].numpy())[: lengths.sum()].astype(bool)
+    first = np.zeros(len(marks) + 1, bool)  # of a document; ends behind the last one
+    first[np.cumsum(lengths) - lengths] = first[-1] = True
+    before, behind = np.append(False, marks[:-1]), np.append(marks[1:], False)
+    begins = np.flatnonzero(marks & (~before | first[:-1]))
+    ends = np.flatnonzero(marks & (~behind | first[1:]))
+    return int((ends - begins + 1).max(initial=0))
+
+
 def add_block(
     writer: CacheWriter,
     documents: Sequence[Document],

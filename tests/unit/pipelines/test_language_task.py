@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -40,6 +40,7 @@ class MemoryTexts:
 
     fingerprint, vocabulary, sources = "texts in memory", VOCABULARY, ["plain", "chats"]
     tokenizer_folder, end_of_document = None, None
+    info: ClassVar[dict[str, Any]] = {}
 
     def __init__(self) -> None:
         draws = np.random.default_rng(0)
@@ -216,3 +217,11 @@ def test_a_run_of_texts_in_a_file_goes_on_with_longer_packs_and_keeps_their_toke
         {path.name: path.read_bytes() for path in at.iterdir()} for at in (folder, tmp_path / "cache" / "tokenizer")
     )
     assert kept == built and "tokenizer.json" in kept
+
+
+def test_losses_by_packs_are_those_of_a_token(tmp_path: Path) -> None:
+    """Though the term of a pack is a sum over its tokens."""
+    one = config(tmp_path, "train.steps=1", "objective.z_loss=0")
+    TrainPipeline(one, task=MemoryTask(one)).run()
+    row = next(row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "train")
+    assert row["by_bucket"] == {"packs of 48": pytest.approx(row["loss"], rel=1e-6)}

@@ -1,0 +1,94 @@
+"""Opening of the text cache of a language run: complete, or with a builder that completes it before the first step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Protocol
+
+from mmspeed import comm
+from mmspeed.config.language import LanguageConfig
+from mmspeed.config.places import is_url
+from mmspeed.config.texts import StoredTokenizerConfig
+from mmspeed.data.cache.documents import TextCache
+from mmspeed.data.cache.files import BusyError
+from mmspeed.data.cache.tokenizer_file import MAIN
+from mmspeed.errors import UserError, first_names
+from mmspeed.log import get_logger
+from mmspeed.mesh import patient_group
+from mmspeed.pipelines.training.open_cache import differing_settings
+from mmspeed.protocols import RunPlace
+
+log = get_logger("train")
+
+_NAMED = 4  # settings that a message names
+
+
+class BuildLines(Protocol):
+    """The outcome of a build."""
+
+    def lines(self) -> Sequence[str]:
+        """The outcome in lines."""
+        ...
+
+
+class TextBuilder(Protocol):
+    """A builder of a config's text cache, as `mmspeed.preprocess.TextCacheBuilder`: present blocks are not encoded again."""
+
+    def run(self, processes: int | None = None) -> BuildLines:
+        """Build or complete the cache with so many processes (None: as its config says)."""
+        ...
+
+
+def open_texts(config: LanguageConfig, builder: TextBuilder | None, place: RunPlace) -> TextCache:
+    """The config's text cache; one that is missing, unfinished or of other texts is completed by `builder`. A collective call.
+
+    The packs of an epoch follow from the lengths of all documents, so tokens are there before the first step: rank 0 encodes, with as
+    many processes as the run has here, while the others wait. Raises UserError for a cache that cannot be used.
+    """
+    where: Path | str = config.texts.cache if is_url(config.texts.cache) else Path(config.texts.cache)
+    problem, busy = comm.broadcast_object(_problem(where, config) if place.rank == 0 else None)
+    if problem is not None:
+        if builder is None or busy:
+            raise UserError(problem)
+        here = min(int(os.environ.get("LOCAL_WORLD_SIZE", place.world)), os.cpu_count() or 1)
+
+        def build() -> None:
+            log.info(f"{problem.split(';')[0]}: the texts become tokens before the first step")
+            for line in builder.run(config.texts.processes or (here if here > 1 else 0)).lines():
+                log.info(line)
+
+        comm.first_does(build, place.rank, patient_group())
+    return TextCache(where)
+
+
+def _problem(where: Path | str, config: LanguageConfig) -> tuple[str | None, bool]:
+    """The reason why a cache cannot be trained on as it is (None when it can), and True where another command is using it."""
+    try:
+        cache = TextCache(where)
+    except UserError as error:
+        return str(error), isinstance(error, BusyError)
+    recorded, wanted = cache.info.get("made_for"), config.texts.document_settings(config.seed)
+    if recorded is None:  # of documents that a program handed over
+        return None, False
+    other = [one for name in wanted for one in differing_settings(f"texts.{name}", recorded.get(name), wanted[name])]
+    other += _other_tokenizer(config, cache)
+    if not other:
+        return None, False
+    return (
+        f"the cache {cache.location} was made with other {first_names(other, _NAMED)}; run `mmspeed preprocess` again",
+        False,
+    )
+
+
+def _other_tokenizer(config: LanguageConfig, cache: TextCache) -> list[str]:
+    """The tokenizer's settings in which a cache differs; a folder at another place is the same one if its file is."""
+    wanted = config.tokenizer
+    other = differing_settings("tokenizer", cache.info.get("tokenizer_config"), wanted.model_dump(mode="json"))
+    if other == ["tokenizer.path"] and isinstance(wanted, StoredTokenizerConfig) and Path(wanted.path).is_absolute():
+        main = Path(wanted.path) / MAIN
+        same = not main.is_file() or sha256(main.read_bytes()).hexdigest() == cache.info["tokenizer"]["files"].get(MAIN)
+        return [] if same else other
+    return other

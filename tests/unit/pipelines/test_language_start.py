@@ -1,0 +1,158 @@
+"""A language run whose text cache is missing, unfinished or of other texts: completed before the first step, or refused in a line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from mmspeed.config import make_run_config
+from mmspeed.config.language import LanguageConfig
+from mmspeed.data.cache.documents import TextCache
+from mmspeed.device import Device
+from mmspeed.errors import UserError
+from mmspeed.log import read_metrics
+from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines.tasks import maker_of
+from mmspeed.pipelines.tasks.language import LanguageTask
+from mmspeed.pipelines.tasks.language_data import held_out_packs
+from mmspeed.pipelines.tasks.language_start import open_texts
+from mmspeed.preprocess.texts.build import TextCacheBuilder
+from mmspeed.preprocess.texts.preparation import TextPreparation
+from mmspeed.protocols import RunPlace
+
+ALONE = RunPlace(Device("cpu", 0))
+
+
+def config(home: Path, *overrides: str) -> LanguageConfig:
+    """A run on forty lines."""
+    path = home / "a.jsonl"
+    if not path.exists():
+        path.write_text("".join(json.dumps({"text": f"rabbit {n} of {n * n} flowers"}) + "\n" for n in range(40)))
+    tree = {
+        "task": "language",
+        "output": str(home / "runs"),
+        "texts": {"sources": [{"path": str(path)}], "cache": str(home / "cache"), "validation": 0.1},
+        "model": {"shape": "tiny-llama3-8b", "width": 16, "depth": 1, "hidden": 24, "head_width": 4},
+        "sequence_length": 48,
+        "train": {"steps": 3, "batch_size": 4, "lr": 1e-2, "log_every": 1, "ema_decay": None, "prefetch": 0},
+        "validate": {"report": False},
+        "device": {"kind": "cpu", "peak_tflops": 0.1},
+    }
+    return cast(LanguageConfig, make_run_config(tree, overrides, origin="test"))
+
+
+def losses(home: Path, name: str) -> list[float]:
+    return [row["loss"] for row in read_metrics(home / "runs" / name / "metrics.jsonl") if row["kind"] == "train"]
+
+
+def files(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def train(home: str, name: str) -> None:
+    TrainPipeline(config(Path(home), f"name={name}"), online=True).run()
+
+
+def test_a_run_without_a_cache_makes_the_one_of_preprocess_and_trains_alike(tmp_path: Path) -> None:
+    before, online = tmp_path / "before", tmp_path / "online"
+    for home in (before, online):
+        home.mkdir()
+    TextPreparation(config(before)).build()
+    train(str(before), "run")
+    with pytest.raises(UserError, match="mmspeed preprocess"):
+        TrainPipeline(config(online)).run()
+    train(str(online), "run")
+    assert losses(before, "run") == losses(online, "run") and len(losses(online, "run")) == 3
+    assert files(before / "cache") == files(online / "cache")
+
+
+def test_a_cache_of_other_texts_is_completed_or_refused(tmp_path: Path) -> None:
+    def cache_of(*overrides: str, online: bool = True) -> TextCache:
+        wanted = config(tmp_path, *overrides)
+        return open_texts(wanted, maker_of(wanted) if online else None, ALONE)
+
+    first = cache_of()
+    assert len(first) == 40 and len(cache_of(online=False)) == 40  # as it was made
+    for change, named in (
+        ("texts.max_tokens=23", r"texts\.max_tokens"),
+        ("texts.validation=0.5", r"texts\.validation"),
+        ("seed=1", r"texts\.seed"),
+        ("texts.sources.0.name=other", r"texts\.sources\.0\.name"),
+    ):
+        with pytest.raises(UserError, match=rf"was made with other {named}; run `mmspeed preprocess` again"):
+            cache_of(change, online=False)
+    assert 0 < len(cache_of("texts.max_tokens=23")) < 40  # `train` makes it
+    assert maker_of(config(tmp_path, "texts.online=false")) is None
+    tokenizer = f"tokenizer={{kind: transformers, path: {tmp_path / 'cache' / 'tokenizer'}}}"
+    with pytest.raises(UserError, match="was made with another tokenizer"):
+        cache_of("texts.max_tokens=23", tokenizer)
+
+
+def test_a_tokenizer_at_another_place_is_the_same_one(tmp_path: Path) -> None:
+    made_by = config(tmp_path, f"texts.cache={tmp_path / 'bytes'}")
+    TextPreparation(made_by).build()
+    folder = tmp_path / "here"
+    shutil.copytree(tmp_path / "bytes" / "tokenizer", folder)
+    TextPreparation(config(tmp_path, f"tokenizer={{kind: transformers, path: {folder}}}")).build()
+    for name in ("there", "moved"):
+        shutil.copytree(folder, tmp_path / name)
+    main = tmp_path / "moved" / "tokenizer.json"
+    main.write_text(main.read_text() + " ")
+    same, other = (
+        config(tmp_path, f"tokenizer={{kind: transformers, path: {tmp_path / n}}}") for n in ("there", "moved")
+    )
+    assert len(open_texts(same, None, ALONE)) == 40
+    with pytest.raises(UserError, match=r"was made with other tokenizer\.path"):
+        open_texts(other, None, ALONE)
+
+
+def test_a_pack_shorter_than_an_assistants_turn_is_refused(tmp_path: Path) -> None:
+    seed = config(tmp_path, f"texts.cache={tmp_path / 'bytes'}")
+    TextPreparation(seed).build()
+    chats = [[{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so " * n}] for n in (3, 20, 1)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    template = "{% for m in messages %}{{ m.content }}|{% endfor %}"
+    changes = [
+        f"texts.sources=[{{path: {tmp_path / 'chats.jsonl'}, content: chat}}]",
+        "texts.validation=0.0",
+        f"tokenizer={{kind: transformers, path: {tmp_path / 'bytes' / 'tokenizer'}, chat_template: '{template}'}}",
+    ]
+    wanted = config(tmp_path, *changes)
+    task = LanguageTask(wanted, maker_of(wanted))
+    with pytest.raises(
+        UserError, match=r"sequence_length: an assistant's turn in the chats has 6\d tokens and a pack 48"
+    ):
+        task.open(ALONE)
+    assert TextCacheBuilder(wanted.texts, wanted.tokenizer, wanted.seed).run().longest_turn in range(
+        60, 63
+    )  # of stored blocks
+    LanguageTask(config(tmp_path, *changes, "sequence_length=70"), None).open(ALONE)
+
+
+class Lengths:
+    """Lengths of held-out documents of two sources."""
+
+    def __init__(self, lengths: list[int], source: list[int]) -> None:
+        self.lengths, self.source = np.array(lengths, np.uint32), np.array(source)
+        self.held_out, self.sources = np.ones(len(lengths), bool), ["a", "b"]
+
+
+def test_held_out_packs_are_full_and_begin_with_the_beginnings() -> None:
+    documents: Any = Lengths([5, 25, 1, 4, 11, 3], [0, 0, 0, 0, 0, 1])
+    packs = held_out_packs(documents, 10, 99)
+    assert [pack.pieces for pack in packs["b"]] == [((5, 0, 3),)]
+    assert [pack.pieces for pack in packs["a"]] == [
+        ((0, 0, 5),),
+        ((1, 0, 10),),
+        ((3, 0, 4),),
+        ((4, 0, 10),),
+        ((1, 10, 10),),
+        ((1, 20, 5),),
+    ]
+    assert sum(map(len, held_out_packs(documents, 10, 2).values())) == 3
+    assert held_out_packs(documents, 10, 0) == {}
