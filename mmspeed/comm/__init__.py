@@ -9,6 +9,7 @@ from .collectives import (
     barrier,
     broadcast_object,
     first_does,
+    sum_counts,
 )
 from .exchange import (
     PendingTensors,
@@ -57,5 +58,6 @@ __all__ = [
     "start_all_to_all_many",
     "start_reduce_scatter",
     "start_rows",
+    "sum_counts",
     "swap_rows",
 ]

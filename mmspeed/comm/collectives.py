@@ -42,6 +42,14 @@ def all_reduce_max(values: list[float], group: Group = None) -> list[float]:
     return _all_reduce(values, dist.ReduceOp.MAX, group)
 
 
+def sum_counts(counts: torch.Tensor, group: Group = None) -> torch.Tensor:
+    """Element-wise sum of whole numbers over the group, int64 on their device; nothing is read on the host."""
+    total = counts.to(torch.int64)
+    if not alone(group):
+        dist.all_reduce(total, group=group)
+    return total
+
+
 def barrier(group: Group = None) -> None:
     """Wait until every rank of the group has called this."""
     if not alone(group):

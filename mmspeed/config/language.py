@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from mmspeed.errors import UserError
 
@@ -16,6 +16,29 @@ from .texts import BytesTokenizerConfig, StoredTokenizerConfig, TextsConfig, Tok
 from .training import Weighting, WeightingSection
 
 OF_VIDEO = ("caption_dropout", "loss_frames")  # keys of `train` that say nothing to a language model
+
+
+class ExpertsConfig(Section):
+    """Experts in place of the MLPs of most blocks; null: as the shape has them, or for a shape without experts the value in brackets."""
+
+    count: int | None = Field(None, ge=2, description="Routed experts of a block [8].")
+    per_token: int | None = Field(None, ge=1, description="Experts that each token goes to [2].")
+    width: int | None = Field(None, ge=1, description="Hidden width of an expert [`hidden` / `per_token`].")
+    shared: int | None = Field(None, ge=0, description="Experts that every token goes to [0].")
+    first_dense: int | None = Field(
+        None, ge=0, description="Blocks at the beginning that have an MLP instead of experts [0]."
+    )
+    scores: Literal["softmax", "sigmoid"] | None = Field(
+        None, description="How the router's outputs become scores [softmax]."
+    )
+    normalised: bool | None = Field(None, description="Let the scores of a token's experts sum to 1 [true].")
+    scaling: float | None = Field(None, gt=0, description="A factor of the scores behind that [1].")
+    groups: int | None = Field(None, ge=1, description="Groups of experts [1].")
+    chosen_groups: int | None = Field(None, ge=1, description="Groups whose experts a token can go to [1].")
+    bias: bool | None = Field(
+        None,
+        description="Balance experts by a bias of each one, which takes part in the choice alone and moves after each step by `objective.balance_rate` [false].",
+    )
 
 
 class LanguageModelConfig(Section):
@@ -42,6 +65,11 @@ class LanguageModelConfig(Section):
     head_width: int | None = Field(None, ge=2, description="Width of a head, an even number; null: the shape's.")
     hidden: int | None = Field(None, ge=1, description="Hidden width of dense MLPs; null: the shape's.")
     tied: bool | None = Field(None, description="Use the embedding as the head; null: as the shape does.")
+    windows: int | tuple[int | None, ...] | None = Field(
+        None,
+        description="Earlier tokens that a token sees: a number for all blocks, or a list that the blocks repeat from the first one on, in which null is all of them; null: the shape's.",
+    )
+    experts: ExpertsConfig | None = Field(None, description="Experts; null: the shape's. Not with `pretrained`.")
     further: int | None = Field(
         None,
         ge=0,
@@ -54,13 +82,42 @@ class LanguageModelConfig(Section):
 
     @model_validator(mode="after")
     def _one_origin(self) -> LanguageModelConfig:
-        own = ("shape", "vocabulary", "width", "depth", "heads", "key_heads", "head_width", "hidden", "tied")
+        own = (
+            "shape",
+            "vocabulary",
+            "width",
+            "depth",
+            "heads",
+            "key_heads",
+            "head_width",
+            "hidden",
+            "tied",
+            "windows",
+            "experts",
+        )
         both = [name for name in own if name in self.model_fields_set and getattr(self, name) is not None]
         if self.pretrained is not None and both and both != ["shape"]:
             raise ValueError(f"{both[0]} is that of the folder: leave it out beside `pretrained`")
         if self.pretrained is not None and both and self.shape != type(self).model_fields["shape"].default:
             raise ValueError("`shape` and `pretrained` both say which model it is: use one of them")
         return self
+
+    @field_validator("windows")
+    @classmethod
+    def _some_windows(cls, windows: int | tuple[int | None, ...] | None) -> int | tuple[int | None, ...] | None:
+        listed = windows if isinstance(windows, tuple) else (windows,)
+        if not listed or any(window is not None and window < 0 for window in listed):
+            raise ValueError("a window is a number of earlier tokens, 0 at least, and the list of them is not empty")
+        return windows
+
+    def windows_of(self, depth: int) -> tuple[int | None, ...] | None:
+        """The window of each of `depth` blocks; None: the shape's."""
+        if self.windows is None:
+            return None
+        repeated = self.windows if isinstance(self.windows, tuple) else (self.windows,)
+        if len(repeated) > depth:
+            raise UserError(f"model.windows: {len(repeated)} windows are for more than the model's {depth} blocks")
+        return tuple(repeated[block % len(repeated)] for block in range(depth))
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -81,6 +138,11 @@ class LanguageObjectiveConfig(WeightingSection):
     )
     balance: float = Field(
         0.001, ge=0, description="Factor of the experts' auxiliary loss, where `model.balance` asks for one."
+    )
+    balance_rate: float = Field(
+        0.001,
+        ge=0,
+        description="Step by which the bias of each expert moves against its load after each optimizer step, where the router has biases (DeepSeek-V3, 2024); 0: they stay.",
     )
     further: float = Field(0.3, ge=0, description="Factor of the mean loss of the modules that predict further tokens.")
 

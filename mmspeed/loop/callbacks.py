@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from mmspeed.compute.sparse.controller import SparsityController
 from mmspeed.config.training import TrainConfig
-from mmspeed.protocols import StepData
+from mmspeed.protocols import Models, StepData
 
 from .averages import EMA
+from .counts import counting_modules, spread
 from .optimizers.build import AnyOptimizer, learning_rate, set_learning_rate
 from .signals import Request, StopSignals
 from .step import StepResult
@@ -119,6 +120,23 @@ class Signals(BaseCallback):
 
     def after_step(self, outcome: StepOutcome) -> None:
         self.request = self.signals.poll()
+
+
+class StepCounts(BaseCallback):
+    """Sums of the counts of modules (`CountsSteps`) since the last row, and their spread in that row."""
+
+    def __init__(self, models: Models) -> None:
+        self.names = {name: module.counted for name, module in counting_modules(models).items()}
+        self.sums: dict[str, Tensor] = {}
+
+    def after_step(self, outcome: StepOutcome) -> None:
+        for name, counts in {} if outcome.result is None else outcome.result.counts.items():
+            self.sums[name] = self.sums[name] + counts if name in self.sums else counts
+
+    def row(self) -> dict[str, Any]:
+        sums, self.sums = self.sums, {}
+        kinds = sorted({self.names[name] for name in sums})
+        return {kind: spread({name: sums[name] for name in sums if self.names[name] == kind}) for kind in kinds}
 
 
 class Averages(BaseCallback):

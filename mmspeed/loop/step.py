@@ -18,6 +18,7 @@ from mmspeed.mesh import Mesh
 from mmspeed.parallel import sum_shared_gradients
 from mmspeed.protocols import Divisors, MicroBatches, Models, Update, UseName
 
+from .counts import forget_counts, share_counts
 from .gradients import clip_gradients
 from .optimizers.build import AnyOptimizer
 from .optimizers.gradient_release import ReleasingOptimizer
@@ -48,6 +49,9 @@ class StepResult:
     broken: str | None = None  # the update that is not finite
     withheld: bool = False  # its update was not accepted, and not applied
     trained: tuple[str, ...] = ()  # the terms that train, of all ranks, of the update whose loss this is
+    counts: Mapping[str, torch.Tensor] = field(
+        default_factory=dict, repr=False, compare=False
+    )  # by module, of all ranks
     # of this rank's micro-batches in that update; it alone differs between ranks
     record: RunRecord | None = field(default=None, repr=False, compare=False)
 
@@ -147,6 +151,7 @@ def train_step(
         updated=frozenset().union(*(each.updated for each in results.values())),
         broken=result.broken,
         trained=main.trained,
+        counts={name: counts for each in results.values() for name, counts in each.counts.items()},
         record=main.record,
     )
 
@@ -181,19 +186,20 @@ def apply_update(
     update, releasing = learner.update, learner.releasing
     for optimizer in releasing:
         optimizer.begin(len(batches))
+    learning = {role: models[role] for role in update.roles}
+    forget_counts(learning)
     record = learner.runner.run(
         lambda batch: update.loss(models, batch.to(learner.device, torch.float32)), batches, divisors, weight
     )
-    learning = [models[role] for role in update.roles]
     if tensor is not None:
-        for model in learning:
+        for model in learning.values():
             sum_shared_gradients(model.parameters(), tensor)
     kinds = terms_of_all(record.kinds, group)  # before the wait for the device
     late = _late_divisors(record, kinds, divisors, learner.device, group)
     scale = _late_scale(kinds, late, bool(releasing))
     sums = [record.total(name, learner.device) for name in kinds]
     if not releasing:
-        norm = clip_gradients(learning, clip_norm, mesh, scale, weight)
+        norm = clip_gradients(list(learning.values()), clip_norm, mesh, scale, weight)
         *local, grad_norm = torch.stack([*sums, norm]).tolist()  # the wait for the device
     else:
         local = torch.stack(sums).tolist()
@@ -215,13 +221,18 @@ def apply_update(
         if releasing:
             raise _partly_applied(loss, grad_norm, bad)
     withheld = not broken_ranks and not releasing and accept is not None and not accept(loss, grad_norm)
-    for each in learner.optimizers if not (broken_ranks or withheld) else ():
-        each.step()
+    counts: Mapping[str, torch.Tensor] = {}
+    if not (broken_ranks or withheld):
+        for each in learner.optimizers:
+            each.step()
+        counts = share_counts(learning, group)
     learner.forget_gradients()
     result = StepResult(loss, grad_norm, not broken_ranks, terms=terms, trained=trained, record=record)
     if broken_ranks:
         return replace(result, bad=bad, bad_uses=tuple(uses), broken=update.name)
-    return replace(result, withheld=True) if withheld else replace(result, updated=frozenset(update.roles))
+    if withheld:
+        return replace(result, withheld=True)
+    return replace(result, updated=frozenset(update.roles), counts=counts)
 
 
 def _late_divisors(

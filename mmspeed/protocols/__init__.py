@@ -18,6 +18,7 @@ from .data import (
 from .model import (
     CountsDenseFlops,
     CountsFlops,
+    CountsSteps,
     DeclaredState,
     DiffusionModel,
     InitializesWeights,
@@ -92,6 +93,7 @@ __all__ = [
     "Conditions",
     "CountsDenseFlops",
     "CountsFlops",
+    "CountsSteps",
     "Data",
     "DataSize",
     "DeclaredState",

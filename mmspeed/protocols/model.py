@@ -100,6 +100,33 @@ class DeclaredState(Protocol):
         ...
 
 
+@runtime_checkable
+class CountsSteps(Protocol):
+    """A module that counts in the forward passes of a step and changes its state by the counts of all processes: a router, whose bias
+    follows the loads of its experts.
+
+    Every forward pass counts each item once, recomputed or not. Processes that compute the same items all count them, equally often, so
+    sums over processes have a meaning relative to each other alone.
+    """
+
+    @property
+    def counted(self) -> str:
+        """The name of the counts in metrics.jsonl, the same for modules that count alike."""
+        ...
+
+    def step_counts(self) -> Tensor:
+        """The counts of this process since `forget_counts`: whole numbers, one dim."""
+        ...
+
+    def forget_counts(self) -> None:
+        """Reset the counts to 0: before a step, and before its updates are computed again."""
+        ...
+
+    def after_update(self, counts: Tensor) -> None:
+        """Change the state by the sums over all processes, int64, after an update that was applied; the same on every process."""
+        ...
+
+
 class CountsFlops(Protocol):
     """Counts of the work of a diffusion transformer for one sample."""
 

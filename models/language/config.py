@@ -85,6 +85,7 @@ class ExpertSettings:
         scores: of the router. normalised: the chosen scores of a token sum to 1. scaling: a factor to them after that.
         groups, chosen_groups: a token goes to experts of so many groups alone, those with the greatest sum of two scores.
         bias: a bias of each expert takes part in the choice, not in the weights (balance without a loss, Wang et al. 2024).
+        balance_rate: how far the bias of an expert moves in a step.
         balance: the statistics of an auxiliary loss; None: there is none.
         dense: numbers of blocks with an MLP.
     """
@@ -99,6 +100,7 @@ class ExpertSettings:
     groups: int = 1
     chosen_groups: int = 1
     bias: bool = False
+    balance_rate: float = 0.001
     balance: Balance | None = None
     dense: tuple[int, ...] = ()
 

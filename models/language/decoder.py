@@ -6,7 +6,7 @@ Legend: B rows (packs), N tokens of a row, T = B x N, E width, V vocabulary, Z o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,19 +59,24 @@ class DecoderBlock(nn.Module):
         else:
             self.mlp = GatedMlp(width, settings.hidden, settings.mlp_bias)
 
-    def forward(self, x_BNE: Tensor, pos_BN: Tensor, bounds_Z: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(tokens, the experts' auxiliary loss of each row (B,))."""
+    def forward(
+        self, x_BNE: Tensor, pos_BN: Tensor, bounds_Z: Tensor | None, counted_BN: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(tokens, the experts' auxiliary loss of each row (B,)). counted_BN: True at tokens that count as load; None: all do."""
         attended_BNE = self.self_attn(self.input_layernorm(x_BNE), pos_BN, bounds_Z)
         if self.sandwich:
             x_BNE = x_BNE + self.post_attention_layernorm(attended_BNE)
-            inner_BNE = self.mlp(self.pre_mlp_layernorm(x_BNE))
+            inner_BNE = self._mlp(self.pre_mlp_layernorm(x_BNE), counted_BN)
         else:
             x_BNE = x_BNE + attended_BNE
-            inner_BNE = self.mlp(self.post_attention_layernorm(x_BNE))
+            inner_BNE = self._mlp(self.post_attention_layernorm(x_BNE), counted_BN)
         inner_BNE, balance_B = inner_BNE if isinstance(inner_BNE, tuple) else (inner_BNE, None)
         if self.sandwich:
             inner_BNE = self.post_mlp_layernorm(inner_BNE)
         return x_BNE + inner_BNE, balance_B
+
+    def _mlp(self, x_BNE: Tensor, counted_BN: Tensor | None) -> Any:
+        return self.mlp(x_BNE, counted_BN) if isinstance(self.mlp, ExpertMlp) else self.mlp(x_BNE)
 
 
 class FurtherModule(nn.Module):
@@ -86,11 +91,16 @@ class FurtherModule(nn.Module):
         self.post_norm = ScaleNorm(width, eps)
 
     def forward(
-        self, x_BNE: Tensor, later_BNE: Tensor, pos_BN: Tensor, bounds_Z: Tensor | None
+        self,
+        x_BNE: Tensor,
+        later_BNE: Tensor,
+        pos_BN: Tensor,
+        bounds_Z: Tensor | None,
+        counted_BN: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """(tokens behind the norm, the experts' auxiliary loss of each row); `later_BNE`: embeddings of later tokens."""
         x_BNE = self.eh_proj(torch.cat((self.enorm(later_BNE), self.hnorm(x_BNE)), dim=-1))
-        x_BNE, balance_B = self.mtp_block(x_BNE, pos_BN, bounds_Z)
+        x_BNE, balance_B = self.mtp_block(x_BNE, pos_BN, bounds_Z, counted_BN)
         return self.post_norm(x_BNE), balance_B
 
 
@@ -115,13 +125,20 @@ class Decoder(nn.Module):
         if not self.norm.weight.is_meta:
             init_weights(self, 0)
 
-    def forward(self, ids_BN: Tensor, bounds_Z: Tensor | None = None, target_BN: Tensor | None = None) -> DecoderOutput:
+    def forward(
+        self,
+        ids_BN: Tensor,
+        bounds_Z: Tensor | None = None,
+        target_BN: Tensor | None = None,
+        counted_BN: Tensor | None = None,
+    ) -> DecoderOutput:
         """The logits of the token behind each token, or their losses against `target_BN`.
 
         Args:
             bounds_Z: cumulative lengths of the documents over the tokens of all rows, from 0 to B x N: attention and positions never
                 cross a document, nor the end of a row. None: each row is one document.
             target_BN: ids, or IGNORED; `next_tokens` makes them. With targets no logits are ever in memory in full.
+            counted_BN: True at tokens that count as loads of experts, such as all but padding; None: all do.
         """
         if bounds_Z is not None and len(ids_BN) > 1:
             bounds_Z = torch.cat((bounds_Z, _row_bounds(ids_BN).to(bounds_Z.dtype))).sort().values
@@ -129,14 +146,14 @@ class Decoder(nn.Module):
         x_BNE = self.embed_tokens(ids_BN)
         balances = []
         for block in self.layers:
-            x_BNE, balance_B = block(x_BNE, pos_BN, bounds_Z)
+            x_BNE, balance_B = block(x_BNE, pos_BN, bounds_Z, counted_BN)
             balances.append(balance_B)
         x_BNE = self.norm(x_BNE)
         output = self._predict(x_BNE, target_BN)
         further = []
         for step, module in enumerate(self.mtp, 1):
             later_BN = later_tokens(ids_BN, bounds_Z, step)
-            x_BNE, balance_B = module(x_BNE, self.embed_tokens(later_BN), pos_BN + step, bounds_Z)
+            x_BNE, balance_B = module(x_BNE, self.embed_tokens(later_BN), pos_BN + step, bounds_Z, counted_BN)
             balances.append(balance_B)
             target = None if target_BN is None else later_targets(target_BN, bounds_Z, step)
             further.append(self._predict(x_BNE, target))

@@ -44,13 +44,14 @@ class GatedMlp(nn.Module):
 class Router(RecordedModule):
     """Scores of experts, in float32, and the choice of those that a token goes to.
 
-    `e_score_correction_bias` takes part in the choice alone; `balance` moves it (Wang et al. 2024). `load_G` counts the tokens that experts
-    got in training since the last `balance`, without those of recomputations.
+    `e_score_correction_bias` takes part in the choice alone; it moves after each step (Wang et al. 2024). `load_G` counts the tokens that
+    experts got in training since `forget_counts`, without those of recomputations.
     """
 
     e_score_correction_bias: Tensor
     load_G: Tensor
     state_buffers: ClassVar[Mapping[str, StateRule]] = {}
+    counted = "expert_load"
 
     def __init__(self, width: int, settings: ExpertSettings) -> None:
         super().__init__()
@@ -60,15 +61,18 @@ class Router(RecordedModule):
         if settings.bias:
             self.register_buffer("e_score_correction_bias", torch.zeros(settings.count))
 
-    def forward(self, x_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(weights_TK, expert_TK, scores_TG): weights and scores in float32, or float64 for such tokens."""
+    def forward(self, x_TE: Tensor, counted_T: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """(weights_TK, expert_TK, scores_TG): weights and scores in float32, or float64 for such tokens.
+
+        counted_T: True at tokens that are part of the loads; None: all are.
+        """
         settings, dtype = self.settings, torch.promote_types(x_TE.dtype, torch.float32)
         with without_autocast(x_TE):
             logits_TG = F.linear(x_TE.to(dtype), self.weight.to(dtype))
             scores_TG = logits_TG.softmax(-1) if settings.scores == "softmax" else logits_TG.sigmoid()
             expert_TK, fresh = self.record_or_replay(lambda: self.choose(scores_TG.detach()))
             if fresh and self.training:
-                self._count(expert_TK)
+                self._count(expert_TK, counted_T)
             weights_TK = scores_TG.gather(1, expert_TK)
             if settings.normalised:
                 weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + SMALLEST_SUM)
@@ -96,19 +100,29 @@ class Router(RecordedModule):
             self.e_score_correction_bias.zero_()
 
     @torch.no_grad()
-    def _count(self, expert_TK: Tensor) -> None:
-        self.load_G.add_(loads(expert_TK, self.settings.count))
+    def _count(self, expert_TK: Tensor, counted_T: Tensor | None) -> None:
+        self.load_G.add_(loads(expert_TK, self.settings.count, counted_T))
+
+    def step_counts(self) -> Tensor:
+        """The loads that this process counted since `forget_counts`, whole numbers."""
+        return self.load_G
 
     @torch.no_grad()
-    def balance(self, rate: float, load_G: Tensor | None = None) -> None:
-        """Move the bias of experts with more than the mean load down by `rate`, of those with less up, and forget the loads.
-
-        load_G: loads of all processes; None: those that this one counted.
-        """
-        load_G = self.load_G if load_G is None else load_G
-        if self.settings.bias:
-            self.e_score_correction_bias.add_(rate * torch.sign(load_G.mean() - load_G))
+    def forget_counts(self) -> None:
+        """Forget the loads."""
         self.load_G.zero_()
+
+    @torch.no_grad()
+    def after_update(self, load_G: Tensor) -> None:
+        """Move the bias of experts with more than the mean load down by `balance_rate`, of those with less up.
+
+        load_G: loads of all processes, int64.
+        """
+        if self.settings.bias:
+            above_G = (
+                load_G * len(load_G) - load_G.sum()
+            )  # whole numbers: a load equal to the mean moves nothing, in any layout
+            self.e_score_correction_bias.sub_(self.settings.balance_rate * torch.sign(above_G))
 
 
 class BiasedRouter(Router):
@@ -117,12 +131,12 @@ class BiasedRouter(Router):
     state_buffers: ClassVar[Mapping[str, StateRule]] = {"e_score_correction_bias": "kept"}
 
 
-def loads(expert_TK: Tensor, experts: int) -> Tensor:
-    """The number of choices that fell on each expert, float32 (G,); nothing is read on the host."""
-    flat_R = expert_TK.flatten()
-    return torch.zeros(experts, device=flat_R.device).scatter_add_(
-        0, flat_R, torch.ones_like(flat_R, dtype=torch.float32)
-    )
+def loads(expert_TK: Tensor, experts: int, counted_T: Tensor | None = None) -> Tensor:
+    """The number of choices that fell on each expert, float32 (G,), of the tokens that are counted; nothing is read on the host."""
+    ones_TK = torch.ones_like(expert_TK, dtype=torch.float32)
+    if counted_T is not None:
+        ones_TK = ones_TK * counted_T[:, None]
+    return torch.zeros(experts, device=expert_TK.device).scatter_add_(0, expert_TK.flatten(), ones_TK.flatten())
 
 
 class Experts(nn.Module):
@@ -154,9 +168,13 @@ class ExpertMlp(nn.Module):
         self.experts = Experts(settings.width, experts)
         self.shared_experts = GatedMlp(settings.width, experts.shared * experts.width) if experts.shared else None
 
-    def forward(self, x_BNE: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(tokens, the auxiliary loss of each row (B,)); None where the settings ask for no such loss."""
-        weights_TK, expert_TK, scores_TG = self.gate(x_BNE.flatten(0, 1))
+    def forward(self, x_BNE: Tensor, counted_BN: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """(tokens, the auxiliary loss of each row (B,)); None where the settings ask for no such loss.
+
+        counted_BN: True at tokens that are part of the loads; None: all are.
+        """
+        counted_T = None if counted_BN is None else counted_BN.flatten()
+        weights_TK, expert_TK, scores_TG = self.gate(x_BNE.flatten(0, 1), counted_T)
         out_BNE = self.experts(x_BNE.flatten(0, 1), weights_TK, expert_TK).view_as(x_BNE)
         if self.shared_experts is not None:
             out_BNE = out_BNE + self.shared_experts(x_BNE)
@@ -171,7 +189,7 @@ class ExpertMlp(nn.Module):
             return torch.stack([balance_loss(expert, scores) for expert, scores in parts])
         share_G = None
         if kind == "global_batch" and self.training:  # a recomputation takes the shares of the first pass
-            share_G, _ = record_or_replay(lambda: self.gate.load_G / self.gate.load_G.sum())
+            share_G, _ = record_or_replay(lambda: self.gate.load_G / self.gate.load_G.sum().clamp(min=1))
         return balance_loss(expert_TK, scores_TG, share_G).expand(rows)
 
 

@@ -236,7 +236,7 @@ def _comparable(settings: DecoderSettings, name: str) -> Any:
     if name == "rotary":
         return replace(value, longest=value.longest if value.kind == "yarn" and value.factor is None else None)
     if name == "experts" and value is not None:
-        return replace(value, balance=None)
+        return replace(value, balance=None, balance_rate=0.0)
     if name == "head_width" and settings.latent is not None:
         return None
     return value if name != "windows" else tuple(value) or (None,) * settings.depth

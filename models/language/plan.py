@@ -38,7 +38,7 @@ def decoder_plan(settings: DecoderSettings) -> ModelPlan:
     inputs: dict[str, dict[str, Split | Leading | Seen]] = {"embed_tokens": {"input": Split("text", dim=1)}}
     linears: dict[str, Linear] = {}
     for place, name in enumerate(blocks):
-        inputs[name] = {"pos_BN": Split("text", dim=1, level="seen")}
+        inputs[name] = {"pos_BN": Split("text", dim=1, level="seen"), "counted_BN": Split("text", dim=1)}
         inputs[f"{name}.self_attn"] = dict(SEEN)
         linears |= {f"{name}.self_attn.{part}": role for part, role in _attention_roles(settings)}
         if not settings.has_experts(place):

@@ -37,6 +37,7 @@ from mmspeed.pipelines.tasks.language_data import (
     packs_of,
     tokens_by_source,
 )
+from mmspeed.pipelines.tasks.language_settings import changed
 from mmspeed.pipelines.tasks.language_start import TextBuilder, open_texts
 from mmspeed.protocols import (
     Batch,
@@ -115,13 +116,15 @@ class LanguageTask(TaskDefaults):
                 settings.vocabulary if self._vocabulary is None else -(-self._vocabulary // ROWS) * ROWS
             )
             try:
-                settings = replace(settings, vocabulary=rows, **section.changes)
+                settings = changed(settings, section, rows)
             except UserError as error:
                 raise UserError(f"model: {error}") from None
-        if section.balance is not None:
-            if settings.experts is None:
-                raise UserError(f"model.balance: {section.balance} is of experts, and the model has none: leave it out")
-            settings = replace(settings, experts=replace(settings.experts, balance=section.balance))
+        if section.balance is not None and settings.experts is None:
+            raise UserError(f"model.balance: {section.balance} is of experts, and the model has none: leave it out")
+        if settings.experts is not None:
+            balance = section.balance or settings.experts.balance
+            rate = self.config.objective.balance_rate
+            settings = replace(settings, experts=replace(settings.experts, balance=balance, balance_rate=rate))
         return settings
 
     def _check_sizes(self) -> None:
@@ -170,7 +173,7 @@ class LanguageTask(TaskDefaults):
     def loss(self, models: Models, batch: Batch) -> Terms:
         """The terms of each pack: sums over its target tokens, and the experts' auxiliary loss."""
         objective, weights = self.config.objective, batch.weights_I
-        output = models["model"](batch["ids"], batch["bounds"], batch["targets"])
+        output = models["model"](batch["ids"], batch["bounds"], batch["targets"], batch["counted"])
         targets_B = (batch["targets"] != IGNORED).sum(1)
 
         def of_tokens(loss_B: Tensor) -> Term:
@@ -277,7 +280,8 @@ class LanguageTask(TaskDefaults):
         targets_BN[:, [length // 2 - 1, length - 1]] = IGNORED
         starts = [row * length + part for row in range(items) for part in (0, length // 2)]
         bounds = torch.tensor([*starts, items * length], dtype=torch.int32)
-        tensors = {"ids": ids_BN, "targets": targets_BN, "bounds": bounds}
+        counted_BN = torch.ones(items, length, dtype=torch.bool)
+        tensors = {"ids": ids_BN, "targets": targets_BN, "bounds": bounds, "counted": counted_BN}
         return Batch(
             tensors, [Item(f"synthetic {row}", shape=shape.name) for row in range(items)], torch.ones(items), shape
         )

@@ -57,7 +57,8 @@ def targets_of(documents: DocumentReader, sample: PackSample) -> int:
 class PackCollate:
     """A maker of batches of packs: `ids` and `targets` (B, N), and the cumulative lengths of documents `bounds` (Z,).
 
-    Places behind a pack's last token are a document of their own, with ids 0 and no targets.
+    Places behind a pack's last token are a document of their own, with ids 0 and no targets. `counted` (B, N) is True at all other places
+    of packs that have a weight.
     """
 
     documents: DocumentReader
@@ -67,8 +68,10 @@ class PackCollate:
         length = samples[0].shape.numbers
         ids_BN = np.zeros((len(samples), length), np.int64)
         target_BN = np.full((len(samples), length), IGNORED, np.int64)
-        for row, sample in enumerate(samples):
+        counted_BN = np.zeros((len(samples), length), np.bool_)
+        for row, (sample, (_, weight)) in enumerate(zip(samples, draws, strict=True)):
             place = 0
+            counted_BN[row, : sample.tokens] = weight > 0
             for document, begin, count in sample.pieces:
                 ids = self.documents.ids(document, begin, count).astype(np.int64)
                 marks = self.documents.trained(document, begin, count)
@@ -80,6 +83,7 @@ class PackCollate:
             "ids": torch.from_numpy(ids_BN),
             "targets": torch.from_numpy(target_BN),
             "bounds": torch.tensor(bounds_of(samples), dtype=torch.int32),
+            "counted": torch.from_numpy(counted_BN),
         }
         items = [Item(*draw.name, draw.sample.source, draw.sample.shape.name) for draw, _ in draws]
         weights = torch.tensor([weight for _, weight in draws], dtype=torch.float32)
@@ -89,9 +93,8 @@ class PackCollate:
         """The shapes of the batch, from its packs' ranges."""
         samples = [draw.sample for draw, _ in draws]
         rows = len(samples), samples[0].shape.numbers
-        return BatchShape(
-            samples[0].shape, rows[0], {"ids": rows, "targets": rows, "bounds": (len(bounds_of(samples)),)}
-        )
+        shapes = {"ids": rows, "targets": rows, "counted": rows, "bounds": (len(bounds_of(samples)),)}
+        return BatchShape(samples[0].shape, rows[0], shapes)
 
 
 def bounds_of(samples: Sequence[PackSample]) -> list[int]:

@@ -23,7 +23,7 @@ from mmspeed.data.loading.first_epoch import OnlineEncoder
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, Working, format_seconds, get_logger
-from mmspeed.loop.callbacks import Averages, Callback, LearningRate, Signals, Sparsity, StepOutcome
+from mmspeed.loop.callbacks import Averages, Callback, LearningRate, Signals, Sparsity, StepCounts, StepOutcome
 from mmspeed.loop.means import StepMeans
 from mmspeed.loop.signals import StopSignals
 from mmspeed.loop.step import StepResult, train_step
@@ -241,6 +241,7 @@ class TrainPipeline:
             *averages,
             memory,
             means,
+            StepCounts(parts.models),
             TelemetryCallback(telemetry, run.task, run.data, sparsity),
             self.events,
             signals,

@@ -32,6 +32,7 @@ def test_the_order_of_a_runs_callbacks(tmp_path: Path, monkeypatch: pytest.Monke
         "Averages",
         "OomAdvisor",
         "StepMeans",
+        "StepCounts",
         "TelemetryCallback",
         "Events",
         "Signals",

@@ -1,0 +1,67 @@
+"""Counts of a step, such as loads of experts: summed over all processes after the step's update, and handed to the modules that counted.
+
+Legend: G counts of a module, M modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mmspeed.comm import sum_counts
+from mmspeed.parallel import unwrap
+from mmspeed.protocols import CountsSteps, Models
+
+PERCENTILES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
+
+
+def counting_modules(models: Models) -> dict[str, CountsSteps]:
+    """The modules that count, by role and name."""
+    none: set[type[nn.Module]] = set()  # classes that do not count: a model has thousands of modules of few classes
+    modules: dict[str, CountsSteps] = {}
+    for role, model in models.items():
+        for name, module in unwrap(model).named_modules():
+            if type(module) in none:
+                continue
+            if isinstance(module, CountsSteps):
+                modules[f"{role}.{name}"] = module
+            else:
+                none.add(type(module))
+    return modules
+
+
+def forget_counts(models: Models) -> None:
+    """Reset all counts to 0."""
+    for module in counting_modules(models).values():
+        module.forget_counts()
+
+
+@torch.no_grad()
+def share_counts(models: Models, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
+    """Let each module change its state by the counts of all processes, which are returned, int64, by role and name.
+
+    A collective call, of one exchange on the counts' device.
+    """
+    modules = counting_modules(models)
+    if not modules:
+        return {}
+    local = [module.step_counts() for module in modules.values()]
+    totals = sum_counts(torch.cat(local), group).split([len(counts_G) for counts_G in local])
+    for module, counts_G in zip(modules.values(), totals, strict=True):
+        module.after_update(counts_G)
+    return dict(zip(modules, totals, strict=True))
+
+
+def spread(counts: Mapping[str, Tensor]) -> dict[str, object]:
+    """Percentiles over all modules' counts, each over its module's mean, and the module with the greatest one."""
+    names = list(counts)
+    shares = [
+        each_G.double() / each_G.double().mean().clamp(min=1e-9) for each_G in (counts[name].cpu() for name in names)
+    ]
+    values = torch.cat(shares)
+    highest_M = torch.stack([share_G.max() for share_G in shares])
+    row: dict[str, object] = {name: float(values.quantile(share)) for name, share in PERCENTILES.items()}
+    return row | {"mean_max": float(highest_M.mean()), "worst": names[int(highest_M.argmax())]}

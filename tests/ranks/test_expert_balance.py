@@ -1,0 +1,66 @@
+"""Biases of experts on two processes are those of one: replicas that see other tokens, and processes that share a pack.
+
+A step of three packs is short for two replicas, one of which computes a filler. Losses agree to 1e-5, since sums are taken in another
+order; biases agree exactly, as no load is near the mean.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmspeed.log import read_metrics
+from mmspeed.models.language.experts import Router
+from mmspeed.pipelines import TrainCallback, TrainPipeline
+from tests.support.spawn import run_ranks
+from tests.unit.pipelines.test_expert_balance import EXPERTS
+from tests.unit.pipelines.test_language_task import MemoryTask, config
+
+LAYOUTS = {
+    "one": (),
+    "ddp": ("parallel.strategy=ddp",),
+    "ulysses": ("parallel.ulysses=2",),
+    "fsdp, tp, recomputed": ("parallel.tp=2", "parallel.strategy=fsdp", "memory.activation_policy={block: recompute}"),
+}
+
+
+class Last(TrainCallback):
+    """The biases after the last step, as lists."""
+
+    biases: dict[str, list[float]]
+
+    def on_step(self, event: Any) -> None:
+        model = getattr(event.models["model"], "module", event.models["model"])
+        routers = {name: part for name, part in model.named_modules() if isinstance(part, Router)}
+        self.biases = {name: part.e_score_correction_bias.tolist() for name, part in routers.items()}
+
+
+def trained(folder: str, names: list[str]) -> dict[str, Any]:
+    """(biases, losses, tokens) of a run on each layout."""
+    results = {}
+    for name in names:
+        home, last = Path(folder) / name, Last()
+        settings = config(home, *EXPERTS, "train.micro_batch_size=1", "train.lr=0.002", *LAYOUTS[name])
+        TrainPipeline(settings, task=MemoryTask(settings), callbacks=[last]).run()
+        rows = [row for row in read_metrics(home / "run" / "metrics.jsonl") if row["kind"] == "train"]
+        results[name] = (last.biases, [row["loss"] for row in rows], [row["expert_load"]["max"] for row in rows])
+    return results
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run_ranks(trained, 1, str(tmp_path_factory.mktemp("one")), ["one"])[0]["one"]
+
+
+@pytest.mark.parametrize(
+    "names", [["ddp", "ulysses"], pytest.param(["fsdp, tp, recomputed"], marks=pytest.mark.slow)], ids=str
+)
+def test_two_processes_have_the_biases_of_one(one: Any, tmp_path: Path, names: list[str]) -> None:
+    first, second = run_ranks(trained, 2, str(tmp_path), names)
+    for name in names:
+        biases, losses, highest = first[name]
+        assert biases == second[name][0] == one[0], name
+        assert losses == pytest.approx(one[1], rel=1e-5) and highest == pytest.approx(one[2]), name
+        assert all(any(values) for values in biases.values()) and len(biases) == 2
