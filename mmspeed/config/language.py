@@ -193,8 +193,6 @@ class LanguageConfig(RunConfig):
                 raise ValueError(f"train.{name} is a key of the task video; this config is of the task language")
         if self.batching.by == "time":
             raise ValueError("batching.by: time is measured for videos: use samples, tokens or flops")
-        if self.parallel.ring > 1:
-            raise ValueError("parallel.ring does not split packed documents yet: use ulysses, tp or fsdp")
         return self
 
     def absolute(self, base: Path) -> LanguageConfig:

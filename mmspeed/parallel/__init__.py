@@ -123,7 +123,8 @@ def _checked_plan(model: nn.Module, layout: TokenLayout) -> ModelPlan:
             f"parallel: {type(model).__name__} has no plan, so one sample cannot be computed by {layout.size} processes together; "
             "declare one (mmspeed.protocols.plan.declare_plan, docs/adding-a-model.md)"
         )
-    check_layout(model, ParallelConfig(dsp=layout.dsp.size, ulysses=layout.axes.ulysses.size, tp=layout.tensor.size))
+    ring, ulysses = layout.axes.ring.size, layout.axes.ulysses.size
+    check_layout(model, ParallelConfig(dsp=layout.dsp.size, ring=ring, ulysses=ulysses, tp=layout.tensor.size))
     return plan
 
 
@@ -139,12 +140,17 @@ def _check_tensor(model: nn.Module, strategy: Strategy, mesh: Mesh) -> None:
 
 
 def check_layout(model: nn.Module, parallel: ParallelConfig) -> None:
-    """Raises UserError where the heads of a model (which may be on the meta device) do not fit `ulysses` or `tp`, or its blocks `dsp`."""
+    """Raises UserError where heads of a model (which may be on the meta device) do not fit `ulysses` or `tp`, or blocks `dsp` or `ring`."""
     plan = plan_of(model)
     if parallel.dsp > 1 and (plan is None or not plan.factorised):
         raise UserError(
             f"parallel.dsp {parallel.dsp}: every block of {type(model).__name__} attends over all tokens, so there are no dims to "
             "re-shard them between; use ulysses or ring"
+        )
+    if parallel.ring > 1 and plan is not None and plan.windowed:
+        raise UserError(
+            f"parallel.ring {parallel.ring}: {type(model).__name__} attends within windows, which a ring does not compute; use ulysses, tp "
+            "or fsdp"
         )
     if plan is not None and plan.heads is not None:
         check_heads(plan.heads, parallel.ulysses, parallel.tp, plan.key_heads)

@@ -230,6 +230,10 @@ class ModelPlan:
             no tokens are split over a group: every process computes its own.
         stills: its samples are images alone, which may have sparse attention, and whose tokens are split where a group shares them.
         causal: attention is causal; parts are then cut in zigzag order, in which all processes of a ring have equal work.
+        packed: (argument of the model's forward, sequence). The argument holds cumulative lengths of documents over the tokens of all rows
+            of the causal sequence, as `Structure.bounds_Z`; over a ring the tokens are then shared by documents, in one row. None: the
+            argument, as no argument, says that each row is one document.
+        windowed: attentions see a window of the causal sequence, which a ring does not compute.
         long_text: this sequence is split only from the length on that the configuration sets (`parallel.shard_text`).
     """
 
@@ -251,6 +255,8 @@ class ModelPlan:
     image: tuple[str, int | None] | None = None
     stills: bool = False
     causal: bool = False
+    packed: tuple[str, str] | None = None
+    windowed: bool = False
     long_text: str | None = None
 
     @property

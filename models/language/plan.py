@@ -32,6 +32,8 @@ def decoder_plan(settings: DecoderSettings) -> ModelPlan:
         regions=REGIONS,
         draws=False,
         causal=True,
+        packed=("bounds_Z", "text"),
+        windowed=any(settings.window(place) is not None for place in range(settings.depth + settings.further)),
     )
     if settings.experts is not None and settings.experts.balance is not None:
         return plan

@@ -38,6 +38,7 @@ class Layout:
     shape: str
     tp: int = 1
     ulysses: int = 1
+    ring: int = 1
     strategy: Any = "none"
     keeping: BlockPolicies | None = None
     rows: int = 1
@@ -52,10 +53,16 @@ TWO = {
     "deepseek, fsdp, ulysses, recomputed": Layout("deepseek-v3", ulysses=2, strategy="fsdp", keeping=RECOMPUTED),
     "pangu, tp, recomputed": Layout("pangu-ultra-moe", tp=2, keeping=RECOMPUTED),
     "qwen3 experts, ulysses": Layout("qwen3-30b-a3b", ulysses=2),
+    "qwen3, ring": Layout("qwen3-8b", ring=2),
+    "deepseek, fsdp, ring, recomputed": Layout("deepseek-v3", ring=2, strategy="fsdp", keeping=RECOMPUTED),
+    "qwen3 experts, ring": Layout("qwen3-30b-a3b", ring=2),
     "qwen3 experts, fsdp, tp": Layout("qwen3-30b-a3b", tp=2, strategy="fsdp"),
 }
-FEW = {"qwen3, tp", "qwen3 tied, ulysses", "deepseek, tp", "deepseek, fsdp, ulysses, recomputed"}
+FEW = {"qwen3, ring", "qwen3, tp", "qwen3 tied, ulysses", "deepseek, tp", "deepseek, fsdp, ulysses, recomputed"}
 FOUR = {
+    "deepseek, ring x ulysses": Layout("deepseek-v3", ring=2, ulysses=2),
+    "qwen3, ring x tp, fsdp": Layout("qwen3-8b", ring=2, tp=2, strategy="fsdp"),
+    "llama, ring": Layout("llama3-8b", ring=4, strategy="fsdp"),
     "deepseek, tp x ulysses, fsdp": Layout("deepseek-v3", tp=2, ulysses=2, strategy="fsdp"),
     "llama, ulysses": Layout("llama3-8b", ulysses=4, strategy="fsdp"),
 }
@@ -74,7 +81,7 @@ def backward(model: torch.nn.Module, share: float) -> float:
 
 
 def step(case: Layout) -> dict[str, Any]:
-    parallel = ParallelConfig(tp=case.tp, ulysses=case.ulysses)
+    parallel = ParallelConfig(tp=case.tp, ulysses=case.ulysses, ring=case.ring)
     mesh = make_mesh(Device("cpu", 0), AxisSizes(**parallel.sizes()))
     layout = make_layout(mesh, parallel, Ledger())
     settings = replace(tiny_twin(SHAPES[case.shape].settings), first_std=0.1)
@@ -111,7 +118,7 @@ def on_two(few: bool) -> dict[str, Any]:
 
 def hold(case: Layout, result: dict[str, Any]) -> None:
     assert result["loss"] <= TOLERANCE and result["gradient"] <= TOLERANCE and not result["uncrossed"], result
-    assert {axis for axis in ("tp", "ulysses") if vars(case)[axis] > 1} <= result["sent"]
+    assert {axis for axis in ("tp", "ulysses", "ring") if vars(case)[axis] > 1} <= result["sent"]
 
 
 @pytest.mark.parametrize("name", slow_but(TWO, FEW))

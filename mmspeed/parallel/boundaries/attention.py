@@ -31,7 +31,9 @@ from mmspeed.compute.sparse.module import ClusteredAttention
 from mmspeed.compute.structured import structured_attention
 from mmspeed.errors import UserError
 from mmspeed.graphs import outside_graphs
+from mmspeed.parallel.documents import DocumentShares
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes, hybrid_attention, of_nothing, with_heads_exchanged
+from mmspeed.parallel.sequence.packed_attention import packed_attention
 from mmspeed.parallel.sparse.attention import sparse_attention
 from mmspeed.protocols.plan import AttentionLayout, Site, Structure
 from mmspeed.replay import recording
@@ -139,6 +141,8 @@ def _attend(
         return sparse_attention(
             q_BAND, k_BAMD, v_BAMD, mask, axes, q_sizes, k_sizes, positions_NX, sparse, layout=site.layout
         )  # fmt: skip
+    if record.packed is not None and structure.bounds_Z is not None and axes.ring.size > 1:
+        return _shared(site, q_BAND, k_BAMD, v_BAMD, structure, axes, q_sizes, record.packed.shares)
     if structure.window is not None or structure.documents_BN is not None or structure.bounds_Z is not None:
         return _joined(site, q_BAND, k_BAMD, v_BAMD, structure, axes, q_sizes, record)
     if structure.causal:
@@ -152,6 +156,30 @@ def _check_order(site: SiteBoundary, axes: SequenceAxes) -> None:
     one = site.site.queries == site.keys and len(site.keys) == 1
     if not one or not (site.sequences.zigzag or (axes.ring.size == 1 and site.sequences.layout.tensor.size == 1)):
         raise UserError(f"{site.where}: causal attention across ranks takes one sequence, and a plan with causal=True")
+
+
+def _shared(
+    site: SiteBoundary,
+    q_BAND: Tensor,
+    k_BAMD: Tensor,
+    v_BAMD: Tensor,
+    structure: Structure,
+    axes: SequenceAxes,
+    sizes: tuple[int, ...],
+    shares: DocumentShares,
+) -> Tensor:
+    """Attention within documents that the ranks of a ring share."""
+    window, longest = structure.window, max(shares.cut_lengths, default=0)
+    if structure.key_mask_BN is not None or structure.documents_BN is not None or not structure.causal:
+        raise UserError(f"{site.where}: attention within bounds of documents is causal and takes no other mask")
+    if window is not None and window < longest - 1:
+        raise UserError(
+            f"{site.where}: a window of {window} keys is not computed within a document of {longest} tokens that parallel.ring shares; use "
+            "parallel.ulysses, tp or fsdp instead"
+        )
+    return packed_attention(
+        q_BAND, k_BAMD, v_BAMD, shares, axes, sizes, window=window, layout=site.layout
+    )  # fmt: skip
 
 
 def _joined(

@@ -186,6 +186,8 @@ class RootBoundary:
             dim = sequences.plan.image[1]
             image = (value if dim is None else value.shape[dim]) == 1
         record = ForwardRecord(sequences, bool(image), grid)
+        if sequences.plan.packed is not None and sequences.layout.axes.ring.size > 1:
+            record.bounds_Z = arguments_by_name.get(sequences.plan.packed[0])
         if self.check_inputs:
             record.check_same(arguments_by_name)
         return record

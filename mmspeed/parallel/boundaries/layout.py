@@ -21,7 +21,7 @@ between spatial and temporal blocks after DSP (Zhao et al. 2024); norms on shard
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,5 +129,8 @@ class TokenLayout:
 
     def zigzag_sizes(self, length: int) -> tuple[int, ...]:
         """Lengths of the parts of a causal sequence on all processes of the hybrid axis."""
-        joined = zigzag_lengths(length, self.axes.ring.size)
+        return self.near_sizes(zigzag_lengths(length, self.axes.ring.size))
+
+    def near_sizes(self, joined: Iterable[int]) -> tuple[int, ...]:
+        """Lengths of the parts on all processes of the hybrid axis, from those that the ring's places hold together."""
         return tuple(size for part in joined for size in even_sizes(part, self.axes.ulysses.size))

@@ -84,8 +84,9 @@ def check_plan(model: nn.Module, plan: ModelPlan) -> None:
     for pattern, attributes in plan.divided.items():
         for name, module in modules_like(model, pattern, "plan, divided"):
             _check_numbers(module, attributes, described(name, module))
-    if plan.image is not None:
-        check_argument(type(model), plan.image[0], type(model).__name__)
+    for named in (plan.image, plan.packed):
+        if named is not None:
+            check_argument(type(model), named[0], type(model).__name__)
     for block in plan.blocks:
         check_block(model.get_submodule(block.name), plan)
 
@@ -140,6 +141,8 @@ def _sequences(plan: ModelPlan) -> Iterator[tuple[str, str]]:
         yield from ((f"plan, linears, {pattern!r}", name) for name in linear.sequences)
     if plan.long_text is not None:
         yield "plan, long_text", plan.long_text
+    if plan.packed is not None:
+        yield "plan, packed", plan.packed[1]
 
 
 def check_block(block: nn.Module, plan: ModelPlan) -> None:

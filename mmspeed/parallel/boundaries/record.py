@@ -32,6 +32,7 @@ from mmspeed.replay import fact
 from mmspeed.torch_internals import tree_leaves
 
 from .layout import TokenLayout, TokenRange, split_range
+from .packed import PackedTokens
 
 _RECORD: ContextVar[ForwardRecord | None] = ContextVar("mmspeed_forward", default=None)
 
@@ -110,12 +111,15 @@ def current_record() -> ForwardRecord | None:
 class ForwardRecord:
     """The record of one forward pass. `image`: nothing is split over the group; tensor-parallel processes still share the columns.
 
-    `grid`: video tokens along time, height and width, with sparse attention.
+    `grid`: video tokens along time, height and width, with sparse attention. `bounds_Z`: cumulative lengths of documents that a ring
+    shares, and `packed` their tokens from the first split on.
     """
 
     sequences: Sequences
     image: bool = False
     grid: tuple[int, int, int] | None = None
+    bounds_Z: Tensor | None = None
+    packed: PackedTokens | None = None
     lengths: dict[str, tuple[int, int]] = field(default_factory=dict)
     positions: dict[str, Tensor] = field(default_factory=dict)  # (T, S, X) of a sequence, whole
 
@@ -159,10 +163,18 @@ class ForwardRecord:
             own = split_range(range(shape[1]), layout.whole.size, d * layout.hybrid.size + h)
             return TokenRange(range(shape[0]), (own,))
         if self.sequences.zigzag:
-            sizes = layout.zigzag_sizes(shape[1])
+            sizes = self.causal_order(sequence, where)[1]
             part, tp = range(sum(sizes[:h]), sum(sizes[: h + 1])), layout.tensor.size
             return TokenRange(range(shape[0]), tuple(split_range(part, tp, place) for place in range(tp)))
         return layout.held(shape, attends, self.sequences.factorised, h, d)
+
+    def causal_order(self, sequence: str, where: str) -> tuple[Tensor, tuple[int, ...]]:
+        """(places of a causal sequence in the order in which the processes of ring x ulysses hold them, the number of each process)."""
+        layout, length = self.sequences.layout, self.shape(sequence, where)[1]
+        if self.packed is not None:
+            shares = self.packed.shares
+            return shares.order, layout.near_sizes(shares.sizes)
+        return zigzag_order(length, layout.axes.ring.size), layout.zigzag_sizes(length)
 
     def widths(self, sequence: str, attends: Attended, where: str) -> tuple[int, ...]:
         """The number of own columns of each tensor-parallel process."""
@@ -209,7 +221,7 @@ class ForwardRecord:
         """
         if split.ndim is not None and tensor.ndim != split.ndim:
             return tensor
-        tensor = self._part_of_channels(tensor, split)
+        tensor = self._in_one_row(self._part_of_channels(tensor, split), split, where)
         names = names_of(split.sequence)
         columns, rows = tensor.shape[split.dim], 1 if split.rows is None else tensor.shape[split.rows]
         if split.positions is not None:
@@ -236,7 +248,7 @@ class ForwardRecord:
             lengths = {name: math.prod(self.shape(name, where)) for name in names}
             raise UserError(f"{where}: {columns} places for {lengths} tokens; correct the plan")
         joined = parts[0] if len(parts) == 1 else torch.cat(parts, split.dim)
-        if joined.shape == tensor.shape:
+        if joined.shape == tensor.shape and self.packed is None:
             return tensor
         return joined.clone() if len(parts) == 1 and joined.is_floating_point() else joined
 
@@ -247,13 +259,24 @@ class ForwardRecord:
             return tensor
         return tensor.chunk(axis.size, split.channels)[axis.rank].contiguous()
 
+    def _in_one_row(self, tensor: Tensor, split: Split, where: str) -> Tensor:
+        """Tokens of packs that a ring shares, in one row; any other tensor as it is."""
+        packed = self.sequences.plan.packed
+        if self.bounds_Z is None or packed is None or split.sequence != packed[1] or split.dim == 0:
+            return tensor
+        if self.packed is None:
+            rows, columns = tensor.shape[split.dim - 1 : split.dim + 1]
+            ranks = self.sequences.layout.axes.ring.size
+            self.packed = PackedTokens.of(self.bounds_Z, rows, columns, ranks, where)
+        return self.packed.in_one_row(tensor, split.dim)
+
     def _columns(
         self, part: Tensor, split: Split, held: TokenRange, name: str, begin: int, length: int
     ) -> list[Tensor]:
         own = self.sequences.layout.tensor.rank if len(held.columns) > 1 else 0
         ranges = [held.columns[own]] if split.level == "own" else list(held.columns)
         if self.sequences.zigzag and self.is_split(name, ""):
-            order = zigzag_order(length, self.sequences.layout.axes.ring.size)[ranges[0].start : ranges[-1].stop]
+            order = self.causal_order(name, "")[0][ranges[0].start : ranges[-1].stop]
             return [part.index_select(split.dim, (begin + order).to(part.device))]
         if len(ranges) > 1 and ranges == _neighbours(ranges):  # one part, where they follow one another
             ranges = [range(ranges[0].start, ranges[-1].stop)]
@@ -275,7 +298,7 @@ class ForwardRecord:
         held = self.held(sequence, attends, where)
         columns = held.columns[self.sequences.layout.tensor.rank if len(held.columns) > 1 else 0]
         if self.sequences.zigzag:
-            order = zigzag_order(self.shape(sequence, where)[1], self.sequences.layout.axes.ring.size)
+            order = self.causal_order(sequence, where)[0]
             return int((order[columns.start : columns.stop] < count).sum())
         return min(max(count - columns.start, 0), len(columns))
 
@@ -312,9 +335,10 @@ class ForwardRecord:
     def _gather_group(self, x: Tensor, gather: Gather, attends: Attended, shape: tuple[int, int], where: str) -> Tensor:
         sequences, layout = self.sequences, self.sequences.layout
         if sequences.zigzag:
-            whole = self._gather_hybrid(x, gather.dim, layout.zigzag_sizes(shape[1]))
-            back = zigzag_order(shape[1], layout.axes.ring.size).argsort()
-            return whole.index_select(gather.dim, back.to(whole.device))
+            order, sizes = self.causal_order(gather.sequence, where)
+            whole = self._gather_hybrid(x, gather.dim, sizes)
+            whole = whole.index_select(gather.dim, order.argsort().to(whole.device))
+            return whole if self.packed is None else self.packed.in_rows(whole, gather.dim)
         if gather.sequence not in sequences.gridded:
             if sequences.factorised:
                 return all_gather(x, layout.whole, gather.dim, even_sizes(shape[1], layout.whole.size))

@@ -43,7 +43,7 @@ from .ring_schedule import (
     run_backward,
     run_forward,
 )
-from .zigzag import Piece, causal_pieces, cut_rows, zigzag_lengths
+from .zigzag import Piece, alike, cut_rows, document_pieces, zigzag_lengths
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ def ring_attention(
     k_lengths: Sequence[int],
     *,
     causal: bool = False,
+    documents: Sequence[int] | None = None,
     window: int | None = None,
     outer: Axis | None = None,
     scale: float | None = None,
@@ -100,48 +101,50 @@ def ring_attention(
 
     Keys and values may have fewer heads, by a whole factor, and values another width, which is the output's.
 
-    `k_lengths`: keys of each rank, 0 allowed. `causal`: queries and keys are this rank's two chunks in `zigzag` order. `window`: places of
-    an inner ring (None: a single ring). `outer`: see `AxisLink`. `backend`, `counter`, `key_mask_BM`, `scale`: as in
-    `compute.block_attention`. `order`: the dims of keys and values from the outermost in memory to the innermost, the same on all ranks:
-    where they lie so, nothing is copied. The output lies as the queries do. Every rank of the axis makes the call, and its backward,
-    whatever it holds.
+    `k_lengths`: keys of each rank, 0 allowed. `causal`: queries and keys are this rank's two chunks in `zigzag` order. `documents`: with
+    `causal`, lengths of documents, which see only themselves; each is in zigzag order, and on every rank their chunks follow one another;
+    None: one of all keys. `window`: places of an inner ring (None: a single ring). `outer`: see `AxisLink`. `backend`, `counter`,
+    `key_mask_BM`, `scale`: as in `compute.block_attention`. `order`: the dims of keys and values from the outermost in memory to the
+    innermost, the same on all ranks: where they lie so, nothing is copied. The output lies as the queries do. Every rank of the axis makes
+    the call, and its backward, whatever it holds.
 
     A second derivative is not supported and raises RuntimeError. Raises ValueError for lengths, a window or shapes that do not fit.
     """
     if len(k_lengths) != axis.size or k_lengths[axis.rank] != k_BKMD.shape[2]:
         raise ValueError(f"keys of {tuple(k_lengths)} on {axis.size} ranks, and {k_BKMD.shape[2]} on rank {axis.rank}")
-    total = None
+    lengths = None
     if causal:
-        total = sum(k_lengths)
-        if tuple(k_lengths) != zigzag_lengths(total, axis.size) or q_BAND.shape[2] != k_BKMD.shape[2]:
+        lengths = (sum(k_lengths),) if documents is None else tuple(documents)
+        parts = [zigzag_lengths(length, axis.size) for length in lengths]
+        if tuple(k_lengths) != tuple(map(sum, zip(*parts, strict=True))) or q_BAND.shape[2] != k_BKMD.shape[2]:
             raise ValueError(f"causal ring: queries and keys of {tuple(k_lengths)} are not in zigzag order")
     link = AxisLink(axis, outer, tuple(order))
-    ring = _Ring(axis.rank, tuple(k_lengths), link, total, window, scale, backend, counter)
+    ring = _Ring(axis.rank, tuple(k_lengths), link, lengths, window, scale, backend, counter)
     result: Tensor = _RingAttention.apply(ring, q_BAND, k_BKMD, v_BKMD, key_mask_BM)
     return result
 
 
 @dataclass(frozen=True)
 class _Ring:
-    """A call's settings. `total`: length of the whole sequence when causal."""
+    """A call's settings. `documents`: lengths of the whole documents when causal."""
 
     rank: int
     lengths: tuple[int, ...]
     link: AxisLink
-    total: int | None
+    documents: tuple[int, ...] | None
     window: int | None
     scale: float | None
     backend: str
     counter: Counter[str] | None
 
-    def pieces(self, step: RingStep, queries: int, first: int) -> list[Piece]:
-        """The pieces to compute in a step; `first`: the number of queries in the first rows."""
+    def pieces(self, step: RingStep, queries: int, first: int) -> list[list[Piece]]:
+        """The pieces to compute in a step, those of one shape together; `first`: the number of queries in the first rows."""
         start, stop = {"all": (0, queries), "first": (0, first), "rest": (first, queries)}[step.rows]
         keys = self.lengths[step.owner]
         whole = [Piece(0, queries, 0, keys)] if keys else []
-        if self.total is not None:
-            whole = causal_pieces(self.rank, step.owner, self.total, len(self.lengths))
-        return [part for piece in whole for part in cut_rows(piece, start, stop)]
+        if self.documents is not None:
+            whole = document_pieces(self.rank, step.owner, self.documents, len(self.lengths))
+        return alike([part for piece in whole for part in cut_rows(piece, start, stop)])
 
     def shapes(self, k_BKMD: Tensor, v_BKMW: Tensor, masked: bool) -> Callable[[int], Shapes]:
         """A function from a rank to the shapes of its block: keys, values, and key mask if there is one."""
@@ -179,18 +182,18 @@ class _RingAttention(torch.autograd.Function):
         own = [k_BKMD, v_BKMD] + ([] if key_mask_BM is None else [key_mask_BM.contiguous()])
         dq_BAND = torch.zeros_like(q_BAND, dtype=lse_BAN.dtype)
         queries, dout_BAND = q_BAND.shape[2], laid_out(dout_BAND, ring.link.order)
-        first = first_rows(queries, k_BKMD.element_size(), ring.total is not None)
+        first = first_rows(queries, k_BKMD.element_size(), ring.documents is not None and len(ring.documents) == 1)
 
         def attend(step: RingStep, block: Sequence[Tensor]) -> list[Tensor]:
             grads = [torch.zeros_like(x, dtype=lse_BAN.dtype) for x in block[:2]]
-            for piece in ring.pieces(step, queries, first):
-                rows, keys = slice(piece.q_start, piece.q_stop), slice(piece.k_start, piece.k_stop)
-                k, v, mask = _keys(block, piece)
-                q, dout, out, lse = (x[:, :, rows] for x in (q_BAND, dout_BAND, out_BAND, lse_BAN))
-                dq, dk, dv = block_backward(dout, q, k, v, out, lse, mask, **ring.options(piece))
-                dq_BAND[:, :, rows] += dq
-                grads[0][:, :, keys] += dk
-                grads[1][:, :, keys] += dv
+            for pieces in ring.pieces(step, queries, first):
+                k, v, mask = _keys(block, pieces)
+                q, dout, out, lse = (_rows(x, pieces) for x in (q_BAND, dout_BAND, out_BAND, lse_BAN))
+                shares = block_backward(dout, q, k, v, out, lse, mask, **ring.options(pieces[0]))
+                for piece, dq, dk, dv in zip(pieces, *(x.chunk(len(pieces)) for x in shares), strict=True):
+                    dq_BAND[:, :, piece.q_start : piece.q_stop] += dq
+                    grads[0][:, :, piece.k_start : piece.k_stop] += dk
+                    grads[1][:, :, piece.k_start : piece.k_stop] += dv
             return grads
 
         steps = backward_steps(ring.rank, len(ring.lengths), ring.window)
@@ -206,12 +209,13 @@ def _attend_forward(ring: _Ring, q_BAND: Tensor, own: list[Tensor]) -> tuple[Ten
     lse_BAN = q_BAND.new_full(q_BAND.shape[:3], -torch.inf, dtype=wide)
 
     def attend(step: RingStep, block: Sequence[Tensor]) -> None:
-        for piece in ring.pieces(step, q_BAND.shape[2], 0):
-            rows = slice(piece.q_start, piece.q_stop)
-            k, v, mask = _keys(block, piece)
-            out, lse = block_forward(q_BAND[:, :, rows], k, v, mask, **ring.options(piece))
-            out, lse = merge(out_BAND[:, :, rows], lse_BAN[:, :, rows], out, lse)
-            out_BAND[:, :, rows], lse_BAN[:, :, rows] = out, lse
+        for pieces in ring.pieces(step, q_BAND.shape[2], 0):
+            k, v, mask = _keys(block, pieces)
+            both = block_forward(_rows(q_BAND, pieces), k, v, mask, **ring.options(pieces[0]))
+            for piece, out, lse in zip(pieces, *(x.chunk(len(pieces)) for x in both), strict=True):
+                rows = slice(piece.q_start, piece.q_stop)
+                merged = merge(out_BAND[:, :, rows], lse_BAN[:, :, rows], out, lse)
+                out_BAND[:, :, rows], lse_BAN[:, :, rows] = merged
 
     steps = forward_steps(ring.rank, len(ring.lengths), ring.window)
     run_forward(steps, ring.rank, own, ring.link, ring.shapes(own[0], own[1], len(own) == 3), attend)
@@ -231,6 +235,17 @@ def first_rows(queries: int, element_size: int, causal: bool = False) -> int:
     return round(queries * (share**0.5 if causal else share))
 
 
-def _keys(block: Sequence[Tensor], piece: Piece) -> tuple[Tensor, Tensor, Tensor | None]:
-    keys = slice(piece.k_start, piece.k_stop)
-    return block[0][:, :, keys], block[1][:, :, keys], block[2][:, keys] if len(block) == 3 else None
+def _rows(x: Tensor, pieces: Sequence[Piece]) -> Tensor:
+    """The queries of pieces of one shape, one piece after the other along the batch."""
+    return _stacked([x[:, :, piece.q_start : piece.q_stop] for piece in pieces])
+
+
+def _keys(block: Sequence[Tensor], pieces: Sequence[Piece]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys, values and key mask of pieces of one shape, one piece after the other along the batch."""
+    spans = [slice(piece.k_start, piece.k_stop) for piece in pieces]
+    k, v = (_stacked([x[:, :, span] for span in spans]) for x in block[:2])
+    return k, v, _stacked([block[2][:, span] for span in spans]) if len(block) == 3 else None
+
+
+def _stacked(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -9,6 +9,7 @@ All functions are pure. Legend: N length, R ranks, n queries that a rank holds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -60,6 +61,27 @@ def causal_pieces(rank: int, owner: int, length: int, ranks: int) -> list[Piece]
     else:  # both of its chunks lie between our early and our late one
         piece = Piece(early, early + late, 0, chunks[owner] + chunks[-1 - owner])
     return _not_empty([piece])
+
+
+def document_pieces(rank: int, owner: int, lengths: Sequence[int], ranks: int) -> list[Piece]:
+    """The pieces of several documents, each in zigzag order, whose parts follow one another on every rank: at most one of each."""
+    pieces, q_at, k_at = [], 0, 0
+    for length in lengths:
+        held = zigzag_lengths(length, ranks)
+        for piece in causal_pieces(rank, owner, length, ranks):
+            q_start, q_stop, k_start, k_stop = piece.q_start, piece.q_stop, piece.k_start, piece.k_stop
+            pieces.append(Piece(q_at + q_start, q_at + q_stop, k_at + k_start, k_at + k_stop, piece.causal))
+        q_at, k_at = q_at + held[rank], k_at + held[owner]
+    return pieces
+
+
+def alike(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    """The pieces by their shapes: those of one shape are one call of a kernel."""
+    groups: dict[tuple[int, int, bool], list[Piece]] = {}
+    for piece in pieces:
+        shape = piece.q_stop - piece.q_start, piece.k_stop - piece.k_start, piece.causal
+        groups.setdefault(shape, []).append(piece)
+    return list(groups.values())
 
 
 def cut_rows(piece: Piece, start: int, stop: int) -> list[Piece]:

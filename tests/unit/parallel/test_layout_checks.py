@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from mmspeed.data import BatchSampler
 from mmspeed.data.sampling.batch_sizes import SampleCosts, make_batching
 from mmspeed.errors import UserError
 from mmspeed.models import SoraDiT, SoraDiTConfig
+from mmspeed.models.language.shapes import SHAPES, tiny_twin
+from mmspeed.models.language.weights import on_meta
 from mmspeed.parallel import check_layout, sequence_parallel
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
 from mmspeed.preprocess.report.schedule_preview import preview_schedule
@@ -53,6 +56,15 @@ def test_steps_sized_by_the_devices_count_groups() -> None:
     train, video, image = TrainConfig(batch_size=None), Bucket(9, 32, 32), Bucket(1, 32, 32)
     batching = make_batching(rule, train, [video, image], COSTS, 8, ParallelConfig(ring=2, tp=2))
     assert batching.supply(video, 100).slots == 2 and batching.supply(image, 100).slots == 4
+
+
+def test_windows_over_a_ring_are_told() -> None:
+    settings = tiny_twin(SHAPES["qwen3-8b"].settings)
+    check_layout(on_meta(settings), ParallelConfig(ring=2))
+    windowed = on_meta(replace(settings, windows=(4, *(None,) * (settings.depth - 1))))
+    check_layout(windowed, ParallelConfig(ulysses=2))
+    with pytest.raises(UserError, match="attends within windows, which a ring does not compute"):
+        check_layout(windowed, ParallelConfig(ring=2))
 
 
 def test_heads_that_do_not_fit_are_told() -> None:
