@@ -6,6 +6,7 @@
     swiglu                 lean (backward keeps its inputs alone), eager
     rotary                 lean (backward keeps no activation), eager
     linear_cross_entropy   chunked (no logits in full), eager
+    linear_log_sums        the same for a part of the vocabulary's rows: chunked, eager
     grouped_product        grouped_mm (of torch), loop
     permute, combine       gather (backward without atomic additions), eager
 
@@ -15,7 +16,7 @@
 from __future__ import annotations
 
 from .operators.base import Implementation, Operator, counting
-from .operators.cross_entropy import linear_cross_entropy
+from .operators.cross_entropy import linear_cross_entropy, linear_log_sums
 from .operators.documents import document_attention
 from .operators.grouped import grouped_product
 from .operators.norms import rms_norm
@@ -33,6 +34,7 @@ OPERATORS: dict[str, Operator] = {
         swiglu,
         rotary,
         linear_cross_entropy,
+        linear_log_sums,
         grouped_product,
         permute,
         combine,

@@ -28,8 +28,10 @@ Level = Literal["own", "seen"]
 Attended = Literal["rows", "columns"]
 # The role of a linear layer in its model. "column": each row of its weight makes a channel of its own (heads, hidden units);
 # "row": its inputs are such channels. Between a column layer and its row layer channels never mix. "vocabulary": a column layer whose
-# outputs are the whole vocabulary's logits, gathered. "expert": each process of the axis holds other experts' weights whole.
-Role = Literal["column", "row", "vocabulary", "expert"]
+# outputs are the whole vocabulary's logits, gathered; of a `TokenHead`, the losses of targets, from sums over the rows of each process.
+# "embedding": a table with a row for each id, looked up for the tokens seen; its results, 0 for rows of others, are summed to own tokens.
+# "expert": each process of the axis holds other experts' weights whole.
+Role = Literal["column", "row", "vocabulary", "embedding", "expert"]
 
 
 @dataclass(frozen=True)
@@ -100,11 +102,15 @@ class Summed:
 
 @dataclass(frozen=True)
 class Gather:
-    """A gather that joins the parts of all processes along `dim`, and along `rows` where the tensor has them."""
+    """A gather that joins the parts of all processes along `dim`, and along `rows` where the tensor has them.
+
+    level: the tensor holds a process's own tokens, or those that its tensor-parallel processes see together, which all of them have.
+    """
 
     sequence: str
     dim: int
     rows: int | None = None
+    level: Level = "own"
 
 
 @dataclass(frozen=True)
@@ -160,7 +166,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Linear:
-    """The role of a linear layer under tensor parallelism.
+    """The role of a linear layer, or of an embedding, under tensor parallelism.
 
     sequence, dim: the sequence whose own tokens are gathered before a column layer, or come back summed after a row layer; several where
         these follow one another along `dim`. None: tokens do not move; the layer's input is whole on all processes (a caption), or comes

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mmspeed.compute.operators.cross_entropy import IGNORED, linear_cross_entropy
+from mmspeed.compute.heads import TokenHead
+from mmspeed.compute.operators.cross_entropy import IGNORED
 from mmspeed.compute.operators.documents import numbers_of, positions_of
 from mmspeed.initialize import init_weights
 from mmspeed.models.language.attention import GroupedAttention, LatentAttention, ScaleNorm
@@ -115,10 +116,7 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(settings.vocabulary, settings.width)
         self.layers = nn.ModuleList(DecoderBlock(settings, place) for place in range(settings.depth))
         self.norm = ScaleNorm(settings.width, settings.norm_eps)
-        self.whole = (
-            nn.Identity()
-        )  # a module of its own, so that the plan can name it: tokens of all processes come together here
-        self.lm_head = None if settings.tied else nn.Linear(settings.width, settings.vocabulary, bias=False)
+        self.lm_head = TokenHead(settings.vocabulary, settings.width, settings.tied)
         self.mtp = nn.ModuleList(FurtherModule(settings, settings.depth + place) for place in range(settings.further))
         declare_plan(self, decoder_plan(settings))
         declare_float32(self, ("gate",))  # the router
@@ -165,12 +163,8 @@ class Decoder(nn.Module):
 
     def _predict(self, x_BNE: Tensor, target_BN: Tensor | None) -> tuple[Tensor, ...]:
         """(logits,), or (losses, log-sum-exps) of targets."""
-        x_BNE = self.whole(x_BNE)
-        weight_VE = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        if target_BN is None:
-            return (nn.functional.linear(x_BNE, weight_VE),)
-        loss_T, lse_T = linear_cross_entropy(x_BNE.flatten(0, 1), weight_VE, target_BN.flatten())
-        return loss_T.view_as(target_BN), lse_T.view_as(target_BN)
+        first, lse_BN = self.lm_head(x_BNE, target_BN, self.embed_tokens.weight if self.settings.tied else None)
+        return (first,) if lse_BN is None else (first, lse_BN)
 
     def initial_weights(self, seed: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield every parameter with the whole float32 value on the CPU that it starts from, by its name (law 1); reset routers."""

@@ -1,7 +1,7 @@
 """Declare the plan of a decoder: where tokens are split, roles of its linear layers, and parts of blocks with policies of their own.
 
-Tokens are split behind the embeddings and joined before the head, which every process computes whole. Experts are whole on every process
-and compute its own tokens.
+Tokens are split before the embedding, and the losses of all are joined behind the head; tensor-parallel processes hold rows of both.
+Experts are whole on every process and compute its own tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def decoder_plan(settings: DecoderSettings) -> ModelPlan:
     plan = ModelPlan(
         blocks=tuple(Block(name) for name in blocks),
         before=("embed_tokens",),
-        after=("norm", "whole") if settings.tied else ("norm", "whole", "lm_head"),
+        after=("norm", "lm_head"),
         heads=settings.heads,
         key_heads=settings.key_heads,
         regions=REGIONS,
@@ -37,8 +37,11 @@ def decoder_plan(settings: DecoderSettings) -> ModelPlan:
     )
     if settings.experts is not None and settings.experts.balance is not None:
         return plan
-    inputs: dict[str, dict[str, Split | Leading | Seen]] = {"embed_tokens": {"input": Split("text", dim=1)}}
-    linears: dict[str, Linear] = {}
+    inputs: dict[str, dict[str, Split | Leading | Seen]] = {
+        "embed_tokens": {"input": Split("text", dim=1, level="seen")},
+        "lm_head": {"target_BN": Split("text", dim=1, level="seen")},
+    }
+    linears = {"embed_tokens": Linear("embedding", "text", dim=1), "lm_head": Linear("vocabulary", "text", dim=1)}
     for place, name in enumerate(blocks):
         inputs[name] = {"pos_BN": Split("text", dim=1, level="seen"), "counted_BN": Split("text", dim=1)}
         inputs[f"{name}.self_attn"] = dict(SEEN)
@@ -50,7 +53,7 @@ def decoder_plan(settings: DecoderSettings) -> ModelPlan:
         **{
             **vars(plan),
             "inputs": inputs,
-            "outputs": {"whole": {0: Gather("text", dim=1)}},
+            "outputs": {"lm_head": dict.fromkeys((0, 1), Gather("text", dim=1, level="seen"))},
             "attention": {f"{name}.self_attn.attend": Site(("text",), calls=True, sparse=False) for name in blocks},
             "linears": linears,
         }

@@ -128,8 +128,8 @@ class LanguageTask(TaskDefaults):
         return settings
 
     def _check_sizes(self) -> None:
-        """Raise UserError for a tokenizer larger than the embedding, and for heads that devices cannot divide."""
-        settings, parallel = self.settings, self.config.parallel
+        """Raise UserError for a tokenizer larger than the embedding, and for heads or rows of it that devices cannot divide."""
+        settings, parallel, section = self.settings, self.config.parallel, self.config.model
         if self._vocabulary is not None and self._vocabulary > settings.vocabulary:
             raise UserError(
                 f"the tokenizer has {self._vocabulary:,} ids and the model's embedding {settings.vocabulary:,} rows: "
@@ -147,6 +147,16 @@ class LanguageTask(TaskDefaults):
                 raise UserError(
                     f"the model's {size} {what} cannot be divided among the {devices} devices of `parallel`"
                 )
+        rows, tp = settings.vocabulary, parallel.tp
+        known = self._vocabulary is not None or section.vocabulary is not None or section.pretrained is not None
+        if known and rows % tp:
+            fits = ", ".join(
+                str(n) for n in range(1, tp) if rows % n == settings.heads % n == settings.key_heads % n == 0
+            )
+            more = (
+                f"set model.vocabulary: {-(-rows // tp) * tp}" if section.pretrained is None else f"use one of {fits}"
+            )
+            raise UserError(f"parallel.tp {tp} does not divide the {rows:,} rows of the embedding and the head: {more}")
 
     # -- models ---------------------------------------------------------------------------------------------------------
 
@@ -163,7 +173,8 @@ class LanguageTask(TaskDefaults):
         return {"model": model}
 
     def outlines(self) -> dict[str, nn.Module]:
-        """The decoder without weights; its embedding may have other rows than that of the tokenizer."""
+        """The decoder without weights; its embedding may have other rows than that of the tokenizer. Raises UserError as `open`."""
+        self._check_sizes()
         return {"model": on_meta(self.settings)}
 
     def updates(self) -> Sequence[Update]:

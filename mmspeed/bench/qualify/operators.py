@@ -109,6 +109,11 @@ def _cross_entropy(tokens: int) -> dict[str, Arguments]:
     return {"ignored targets": (_values("x", tokens, 64), 0.2 * _values("w", 1_000, 64), target_T)}
 
 
+def _log_sums(tokens: int) -> dict[str, Arguments]:
+    place_T = torch.arange(tokens) % 1_997 - 500
+    return {"places beyond the rows": (_values("x", tokens, 64), 0.2 * _values("w", 1_000, 64), place_T)}
+
+
 def _order(tokens: int) -> ExpertOrder:
     expert_TK = torch.stack((torch.arange(tokens) % 5, 5 + torch.arange(tokens) % 2), 1)  # of 8; the last has no rows
     return order_by_expert(expert_TK, 8)
@@ -124,6 +129,7 @@ CALLS: dict[str, Callable[[int], dict[str, Arguments]]] = {
     "swiglu": lambda tokens: {"rows": (_values("gate", tokens, 64), _values("up", tokens, 64))},
     "rotary": _rotary,
     "linear_cross_entropy": _cross_entropy,
+    "linear_log_sums": _log_sums,
     "grouped_product": _grouped,
     "permute": lambda tokens: {"two of 8": (_values("x", tokens, 64), _order(tokens))},
     "combine": lambda tokens: {"two of 8": (_values("x", 2 * tokens, 64), _order(tokens))},
@@ -135,6 +141,7 @@ TRAINED = {
     "swiglu": 2,
     "rotary": 1,
     "linear_cross_entropy": 2,
+    "linear_log_sums": 2,
     "grouped_product": 2,
     "permute": 1,
     "combine": 1,

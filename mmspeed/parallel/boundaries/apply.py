@@ -23,6 +23,7 @@ from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
 from mmspeed.parallel.tensor import check_heads
 from mmspeed.protocols.plan import (
     Attended,
+    Linear,
     ModelPlan,
     Seen,
     Summed,
@@ -41,6 +42,8 @@ from .linears import (
     HasRole,
     Leaving,
     LinearBoundary,
+    SplitExperts,
+    SplitHead,
     SplitNorm,
     SplitPreparingLinear,
     split_layer,
@@ -93,10 +96,17 @@ class Boundaries:
         plan, tp = self.plan, mesh.size()
         if plan.heads is not None:
             check_heads(plan.heads, 1, tp, plan.key_heads)
-        for pattern, linear in plan.linears.items():
-            for name, layer in modules_like(self.model, pattern, "plan, linears"):
-                self._check_tied(name, layer)
-                split_layer(layer, mesh, linear, self.sequences, name, self.attends(name))
+        layers = [
+            (name, layer, linear)
+            for pattern, linear in plan.linears.items()
+            for name, layer in modules_like(self.model, pattern, "plan, linears")
+        ]
+        tied = self._tied({name: linear for name, _, linear in layers})
+        for name, layer, linear in layers:
+            split_layer(layer, mesh, linear, self.sequences, name, self.attends(name))
+        for first, *others in tied:
+            for name in others:
+                self.model.get_submodule(name).register_parameter("weight", self.model.get_parameter(f"{first}.weight"))
         for pattern in plan.channel_norms:
             for name, norm in modules_like(self.model, pattern, "plan, channel_norms"):
                 split_norm(norm, self.sequences, name, self.attends(name))
@@ -123,9 +133,9 @@ class Boundaries:
         travelling, boundaries = self._travelling(), self.boundaries
         for name, linear in travelling.items():
             module = self.model.get_submodule(name)
-            if linear.enters and linear.linear.role != "expert" and not isinstance(module, SplitPreparingLinear):
+            if linear.enters and not isinstance(module, SplitPreparingLinear | SplitExperts | SplitHead):
                 mix_in(module, Entering, rename=False)._enters = linear
-            if linear.leaves:
+            if linear.leaves and not isinstance(module, SplitHead):
                 mix_in(module, Leaving, rename=False)
         blocks = {block.name for block in self.plan.blocks}
         for name in (blocks | travelling.keys()) & boundaries.keys():
@@ -225,15 +235,26 @@ class Boundaries:
                 )
         return sites
 
-    def _check_tied(self, name: str, layer: nn.Module) -> None:
-        """Raises UserError for a layer that shares its weight with another module: once split, they would no longer be the same."""
-        own = {id(parameter) for parameter in layer.parameters(recurse=base_of_adapters(layer) is not layer)}
-        for other, parameter in self.model.named_parameters(remove_duplicate=False):
-            if id(parameter) in own and not other.startswith(f"{name}."):
-                raise UserError(
-                    f"parallel.tp: {described(name, layer)} has a role in the plan and shares its weight with {other}; name no role, or "
-                    "give each its own weight"
-                )
+    def _tied(self, roles: Mapping[str, Linear]) -> list[list[str]]:
+        """The names of layers that share a weight, whose rows each of them splits alike.
+
+        Raises UserError for a layer that shares its weight with another module: once split, they would no longer be the same.
+        """
+        every, tied = list(self.model.named_parameters(remove_duplicate=False)), dict[int, list[str]]()
+        for name in roles:
+            layer = self.model.get_submodule(name)
+            own = {id(parameter) for parameter in layer.parameters(recurse=base_of_adapters(layer) is not layer)}
+            for other, parameter in every:
+                if id(parameter) not in own or other.startswith(f"{name}."):
+                    continue
+                pair = [roles.get(each) for each in (name, other.removesuffix(".weight"))]
+                if any(linear is None or linear.role not in ("vocabulary", "embedding") for linear in pair):
+                    raise UserError(
+                        f"parallel.tp: {described(name, layer)} has a role in the plan and shares its weight with {other}; name no role, "
+                        "or give each its own weight"
+                    )
+                tied.setdefault(id(parameter), []).append(name)
+        return list(tied.values())
 
 
 def _divide(module: nn.Module, attribute: str, tp: int, name: str) -> None:

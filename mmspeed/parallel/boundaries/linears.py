@@ -7,7 +7,7 @@ DTensors, so that sharding, checkpoints and the optimizer know how they are spli
 Parameters without a role are on every process of the axis, which computes with them on its own tokens: their gradients are summed over
 the axis after the backward pass (`mmspeed.parallel.tensor.sum_shared_gradients`).
 
-Legend: I O channels in and out, K experts.
+Legend: I O channels in and out, K experts, B batch, N tokens, E width, V rows of a vocabulary on this process.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from mmspeed.comm import Axis, RowCounts, all_gather, all_to_all, even_sizes, swap_rows
 from mmspeed.compute.autocast import autocast_alike
+from mmspeed.compute.heads import TokenHead
+from mmspeed.compute.operators.cross_entropy import linear_log_sums, losses_of
 from mmspeed.errors import UserError
 from mmspeed.graphs import outside_graphs
 from mmspeed.memory.chunks import is_plain_linear
@@ -46,7 +48,7 @@ class LinearBoundary(Boundary):
     @property
     def enters(self) -> bool:
         """True where own tokens are gathered before the product."""
-        return self.linear.role != "row" and self.linear.sequence is not None
+        return self.linear.role not in ("row", "embedding") and self.linear.sequence is not None
 
     @property
     def leaves(self) -> bool:
@@ -73,6 +75,18 @@ class LinearBoundary(Boundary):
         assert sequence is not None
         record = self.sequences.record(self.where)
         return record.scatter_own(out, sequence, dim, self.attends, self.where)
+
+    @property
+    def rank(self) -> int:
+        """This process's place on the axis."""
+        return self.sequences.layout.tensor.rank
+
+    @outside_graphs
+    def of_all(self, x: Tensor, dim: int) -> Tensor:
+        """The tensors of all processes, one after another along a dim, where all have equal sizes."""
+        self.sequences.use(self.where)
+        tensor = self.sequences.layout.tensor
+        return all_gather(x, tensor, dim, (x.shape[dim],) * tensor.size)
 
     @outside_graphs
     def of_experts(self, gates: Tensor) -> Tensor:
@@ -225,6 +239,44 @@ class SplitExperts(HasRole):
         return out
 
 
+class SplitEmbedding(HasRole, nn.Embedding):
+    """Mixed in before an embedding: looks up this process's rows; ids of others give 0."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight_VE = local(self.weight)
+        first = len(weight_VE) * self._linear.rank
+        here = (input >= first) & (input < first + len(weight_VE))
+        padding = -1 if self.padding_idx is None else self.padding_idx - first
+        own = padding if 0 <= padding < len(weight_VE) else None  # a row without gradient
+        rows = F.embedding(torch.where(here, input - first, 0), weight_VE, own)
+        return torch.where(here[..., None], rows, 0.0)
+
+
+class SplitHead(HasRole, TokenHead):
+    """Mixed in before a `TokenHead`: logits of this process's rows of the vocabulary, for all tokens seen.
+
+    Losses come from two numbers of each process and token, the log-sum-exp of its logits and the target's logit; logits are gathered only
+    where they are what is asked for.
+    """
+
+    def forward(
+        self, x_BNE: Tensor, target_BN: Tensor | None = None, tied_VE: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        boundary, weight_VE = self._linear, local(self.rows(tied_VE))
+        if len(weight_VE) == self.vocabulary:
+            raise UserError(
+                f"plan, linears: {boundary.where} has a role, and the embedding that it is tied to has none"
+            )
+        x_BNE = boundary.enter(x_BNE)
+        if target_BN is None:
+            return boundary.of_all(F.linear(x_BNE, weight_VE), -1), None
+        place_T = target_BN.flatten() - len(weight_VE) * boundary.rank
+        own_2T = torch.stack(linear_log_sums(x_BNE.flatten(0, 1), weight_VE, place_T))
+        lse_PT, picked_PT = boundary.of_all(own_2T[None], 0).unbind(1)  # P processes
+        loss_T, lse_T = losses_of(lse_PT.logsumexp(0), picked_PT.sum(0), target_BN.flatten())
+        return loss_T.view_as(target_BN), lse_T.view_as(target_BN)
+
+
 class SplitNorm(nn.RMSNorm):
     """Mixed in before an RMSNorm over all heads, of which a process has some: the squares are summed over the axis."""
 
@@ -253,8 +305,8 @@ def split_layer(
 ) -> None:
     """Split one layer in place.
 
-    Weights are split along O for a column or vocabulary layer, along I for a row layer, whose bias stays whole, and along K for experts;
-    a layer under adapters is split as in `adapted`.
+    Weights are split along O for a column or vocabulary layer, along I for a row layer, whose bias stays whole, along K for experts, and
+    along its rows for an embedding; a layer under adapters is split as in `adapted`.
 
     Raises UserError for a module that is no such layer, that computes more than can be split, or whose channels do not divide.
     """
@@ -276,6 +328,8 @@ def split_layer(
         channels = _check_channels(weight, mesh, linear, name)
         layer.register_parameter("weight", _part(weight, 0, mesh))
         mixin = SplitExperts
+    elif linear.role == "embedding" or isinstance(layer, TokenHead):
+        mixin, channels = _split_rows(layer, mesh, linear, name, where)
     else:
         layer = _checked(layer, linear, where)
         channels = _check_channels(layer.weight, mesh, linear, name)
@@ -290,7 +344,7 @@ def _check_role(linear: Linear, name: str, where: str, sequences: Sequences) -> 
     }
     parts = name.split(".")
     summed = any(named_like(".".join(parts[:depth]), pattern) for depth in range(len(parts)) for pattern in sums)
-    if linear.sequence is None and (linear.role == "expert" or (linear.role == "row" and not summed)):
+    if linear.sequence is None and (linear.role in ("embedding", "expert") or (linear.role == "row" and not summed)):
         raise UserError(
             f"plan, linears: {where} has the role {linear.role}, whose results are summed to own tokens: name their sequence"
         )
@@ -298,7 +352,7 @@ def _check_role(linear: Linear, name: str, where: str, sequences: Sequences) -> 
         raise UserError(
             f"plan, linears: {where} has a sequence, and a module around it sums its results (Summed): keep one"
         )
-    if linear.role in ("vocabulary", "expert") and len(linear.sequences) > 1:
+    if linear.role in ("vocabulary", "embedding", "expert") and len(linear.sequences) > 1:
         raise UserError(f"plan, linears: {where} has the role {linear.role}, which takes one sequence")
     if linear.joined and linear.role != "row":
         raise UserError(f"plan, linears: {where} has the role {linear.role}; `joined` is for row layers")
@@ -311,6 +365,28 @@ def split_norm(norm: nn.Module, sequences: Sequences, name: str, attends: Attend
     mix_in(norm, SplitNorm, rename=False)._linear = LinearBoundary(
         sequences, where, attends, Linear("column"), channels
     )
+
+
+def _split_rows(layer: nn.Module, mesh: DeviceMesh, linear: Linear, name: str, where: str) -> tuple[type[HasRole], int]:
+    """Cut an embedding, or a head without a weight where it is tied, to this process's rows: (its mixin, the rows of all)."""
+    if isinstance(layer, TokenHead):
+        if linear.role != "vocabulary" or linear.sequence is None:
+            raise UserError(f"plan, linears: {where} is a head, whose role is vocabulary, with a sequence")
+        mixin, rows = SplitHead, layer.vocabulary
+    elif type(layer).forward is nn.Embedding.forward and isinstance(layer, nn.Embedding) and not _looks_more(layer):
+        mixin, rows = SplitEmbedding, layer.num_embeddings
+    else:
+        raise UserError(f"parallel.tp: {where} has the role embedding in the plan and is no plain torch.nn.Embedding")
+    if rows % mesh.size():
+        raise UserError(f"parallel.tp {mesh.size()} does not divide the {rows} channels of {name}")
+    if layer.weight is not None:
+        layer.register_parameter("weight", _part(layer.weight, 0, mesh))
+    return mixin, rows
+
+
+def _looks_more(table: nn.Embedding) -> bool:
+    """True for an embedding with sparse gradients, or one that changes its rows."""
+    return table.sparse or table.max_norm is not None or table.scale_grad_by_freq
 
 
 def _weight_of_experts(layer: nn.Module, where: str) -> Tensor:

@@ -323,7 +323,7 @@ class ForwardRecord:
     def gather(self, x: Tensor, gather: Gather, attends: Attended, where: str) -> Tensor:
         """All tokens on every process, from own ones; gradients are summed over the processes that use them."""
         sequences, layout, name = self.sequences, self.sequences.layout, gather.sequence
-        shape, tensored = self.shape(name, where), name in sequences.tensor_split
+        shape, tensored = self.shape(name, where), name in sequences.tensor_split and gather.level == "own"
         if self.is_split(name, where):
             if sequences.zigzag and tensored:  # these parts lie within one of the group's
                 x, tensored = all_gather(x, layout.tensor, gather.dim, self.widths(name, attends, where)), False
@@ -342,6 +342,10 @@ class ForwardRecord:
         if gather.sequence not in sequences.gridded:
             if sequences.factorised:
                 return all_gather(x, layout.whole, gather.dim, even_sizes(shape[1], layout.whole.size))
+            if gather.level == "seen" and layout.tensor.size > 1 and gather.sequence in sequences.tensor_split:
+                raise UserError(
+                    f"{where}: tokens that tensor-parallel processes see are gathered in causal models alone"
+                )
             own = split_range(range(shape[1]), layout.tensor.size, layout.tensor.rank)
             length = len(own) if gather.sequence in sequences.tensor_split else shape[1]
             return self._gather_hybrid(x, gather.dim, even_sizes(length, layout.hybrid.size))

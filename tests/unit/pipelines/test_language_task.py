@@ -193,6 +193,11 @@ def test_keys_and_sizes_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
         opened(tmp_path, "model.vocabulary=64")
     with pytest.raises(UserError, match="the model's 2 heads of keys cannot be divided among the 4 devices"):
         opened(tmp_path, "parallel.tp=4")
+    rows = "parallel.tp 2 does not divide the 99 rows of the embedding and the head: set model.vocabulary: 100"
+    with pytest.raises(UserError, match=rows):
+        opened(tmp_path, "parallel.tp=2", "model.vocabulary=99")
+    with pytest.raises(UserError, match=rows):  # as `check` asks
+        MemoryTask(config(tmp_path, "parallel.tp=2", "model.vocabulary=99")).outlines()
     with pytest.raises(UserError, match="is no known shape"):
         opened(tmp_path, "model.shape=tiny-lama3-8b")
     batch = opened(tmp_path).synthetic_batch(opened(tmp_path).shape, 2, ALONE)

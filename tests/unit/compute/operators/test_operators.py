@@ -44,6 +44,7 @@ CASES: dict[str, list[Callable[[], tuple[Any, ...]]]] = {
         lambda: (numbers(37, 8), numbers(21, 8, seed=1), torch.arange(37) % 21),
         lambda: (numbers(5, 8), numbers(21, 8, seed=1), torch.tensor([IGNORED, 3, IGNORED, 20, 0])),
     ],
+    "linear_log_sums": [lambda: (numbers(37, 8), numbers(21, 8, seed=1), torch.arange(37) - 9)],
     "grouped_product": [lambda: (numbers(10, 8), numbers(5, 4, 8, seed=1), ORDER.ends_G)],
     "permute": [lambda: (numbers(5, 8), ORDER)],
     "combine": [lambda: (numbers(10, 8), ORDER)],

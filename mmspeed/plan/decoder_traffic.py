@@ -1,0 +1,75 @@
+"""Traffic of a decoder's tensor parallelism and of its head: bytes that a rank sends, as the ledger counts them, to the byte.
+
+    exchange                                    forward                       backward              kind of the forward, axis
+    tokens before a split attention or MLP      (m - 1) own E e               (seen - own) E e      all_gather, tp
+    their sums behind it                        (seen - own) E e              (m - 1) own E e       reduce_scatter, tp
+    sums of embedded tokens                     (seen - own) E e              (m - 1) own E e       reduce_scatter, tp
+    tokens before the head                      (m - 1) own E e               (seen - own) E e      all_gather, tp
+    log-sum-exps and targets' logits            (m - 1) 2 seen s              the same              all_gather, tp
+    losses, and log-sum-exps                    (n - 1) 2 seen s              2 (all - seen) s      all_gather, sequence
+
+Gradients of shared parameters (`traffic.gradient_traffic`) and exchanges of attention over shards are not counted here. Logits are never
+exchanged: a gather of them would send (m - 1) seen V / m numbers, where two numbers of each token suffice.
+
+Legend: own, seen, all: tokens of a rank, of its tensor-parallel ranks together, of the pack. E model width, V vocabulary, e bytes of a
+number in the computation, s of one in a loss, m tensor-parallel ranks, n ranks that share the pack.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mmspeed.comm.packing import even_sizes
+
+from .traffic import RankCoordinates, Sent, Traffic
+
+
+@dataclass(frozen=True)
+class DecoderWorkload:
+    """The sizes of a forward and a backward pass.
+
+    Args:
+        batch: packs.
+        width: of the model.
+        split: attentions and MLPs that are split over `tp`; experts are not.
+        predictions: the next token, and further ones.
+        element_size: bytes of a number in the computation.
+        loss_size: bytes of a number in a loss.
+        z_loss: log-sum-exps have gradients of their own.
+    """
+
+    batch: int
+    width: int
+    split: int
+    predictions: int = 1
+    element_size: int = 2
+    loss_size: int = 4
+    z_loss: bool = False
+
+
+def decoder_traffic(work: DecoderWorkload, seen: Sequence[int], tp: int, place: RankCoordinates, rank: int) -> Traffic:
+    """The traffic of a rank. seen: tokens of a pack at each place of the sequence-parallel group; rank: this rank's place in it."""
+    here, ends = seen[rank], work.predictions
+    own = even_sizes(here, tp)[place.tp]
+    token, number = work.batch * work.width * work.element_size, work.batch * work.loss_size
+    gathers, sums = (tp - 1) * own * token, (here - own) * token
+    split = work.split + ends  # each with a gather and a sum: attentions, MLPs, and the head with the embedding
+    of_targets = (tp - 1) * 2 * here * number * ends
+    others, kinds = len(seen) - 1, 1 + work.z_loss
+    forward = {
+        ("all_gather", "tp"): split * gathers + of_targets,
+        ("reduce_scatter", "tp"): split * sums,
+        ("all_gather", "sequence"): others * 2 * here * number * ends,
+    }
+    backward = {
+        ("all_gather", "tp"): split * gathers,
+        ("reduce_scatter", "tp"): split * sums + of_targets,
+        ("reduce_scatter", "sequence"): (sum(seen) - here) * kinds * number * ends,
+    }
+    return Traffic(_nonzero(forward), _nonzero(backward))
+
+
+def _nonzero(sent: dict[tuple[str, str], int]) -> Sent:
+    return Counter({key: count for key, count in sent.items() if count})

@@ -1,0 +1,70 @@
+"""Weights of transformers through a run on several processes: after a step of learning rate nearly 0 they are the same bytes and names.
+
+A config refuses the learning rate 0; with 1e-30 no float32 weight but 0 changes, and the random ones hold no 0.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mmspeed.config import make_run_config
+from mmspeed.log import read_metrics
+from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines.inference.language import export_language_run
+from mmspeed.preprocess.texts.preparation import TextPreparation
+from tests.support.language_models import saved
+from tests.support.spawn import run_ranks
+
+TEXTS = "\n\n".join(f"the rabbit {n} runs over a meadow of {n * n} flowers" for n in range(40))
+
+
+def config(folder: Path, **parallel: int) -> Any:
+    (folder / "a.txt").write_text(TEXTS)
+    tree = {
+        "task": "language",
+        "output": str(folder / "runs"),
+        "texts": {"sources": [{"path": str(folder / "a.txt")}], "cache": str(folder / "cache"), "validation": 0.0},
+        "model": {"pretrained": str(folder / "base")},
+        "sequence_length": 33,
+        "train": {"steps": 1, "batch_size": 2, "lr": 1e-30, "warmup_steps": 0, "ema_decay": 0.5},
+        "parallel": {"strategy": "fsdp", **parallel},
+        "device": {"kind": "cpu"},
+    }
+    return make_run_config(tree, (), origin="test")
+
+
+def trained(folder: Path, parallel: dict[str, int]) -> None:
+    TrainPipeline(config(folder, **parallel)).run()
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "parallel"),
+    [
+        ("qwen3_tied", 2, {"tp": 2}),
+        pytest.param("qwen3_tied", 4, {"tp": 2}, marks=pytest.mark.slow),
+        pytest.param("llama", 4, {"tp": 2}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", 4, {"tp": 2, "ulysses": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_an_unchanged_import_is_exported_byte_for_byte(
+    kind: str, world: int, parallel: dict[str, int], tmp_path: Path
+) -> None:
+    saved(kind, tmp_path / "base", vocab_size=320)
+    whole = config(tmp_path, **parallel)
+    TextPreparation(whole).build()
+    run_ranks(trained, world, tmp_path, parallel)
+    row = [row for row in read_metrics(whole.run_dir / "metrics.jsonl") if row["kind"] == "train"][-1]
+    assert row["grad_norm"] > 0  # a step was taken
+    base = load_file(tmp_path / "base" / "model.safetensors")
+    for weights in ("model", "ema"):
+        out = tmp_path / weights
+        export_language_run(whole.run_dir, out, weights=weights)  # type: ignore[arg-type]
+        written = load_file(out / "model.safetensors")
+        assert written.keys() == base.keys()
+        for name, value in base.items():
+            assert written[name].dtype == value.dtype and torch.equal(written[name], value), name
