@@ -17,6 +17,7 @@ from mmspeed.device import Device
 from mmspeed.errors import UserError, nearest
 from mmspeed.mesh import make_mesh
 from mmspeed.models.diffusers.plans import plan_for
+from mmspeed.models.language.published import language_plan
 from mmspeed.parallel import sequence_parallel
 from mmspeed.protocols.plan import ModelPlan, plan_of
 
@@ -30,11 +31,12 @@ def accelerate_model(
     plan: ModelPlan | None = None,
     ledger: Ledger | None = None,
 ) -> Model:
-    """Make a video transformer compute each sample on `ring` x `ulysses` processes together, in place, and return it.
+    """Make a transformer compute each sample on `ring` x `ulysses` processes together, in place, and return it.
 
-    transformer: a diffusers model (Wan, CogVideoX, HunyuanVideo, LTX, or one whose `_cp_plan` can be read), a model with a plan
-    of its own (`mmspeed.protocols.declare_plan`), or any model with `plan`. config: of its fields (section `parallel`) `ring`, `ulysses`,
-    `ring_window` and `exchange` are used; a string is like "ulysses=4,ring=2". ledger: counts the bytes of exchanges.
+    transformer: a diffusers model (Wan, CogVideoX, HunyuanVideo, LTX, or one whose `_cp_plan` can be read), a language model of
+    transformers (Llama, Qwen3, Qwen3-MoE, DeepSeek-V3 with a head), a model with a plan of its own (`mmspeed.protocols.declare_plan`), or
+    any model with `plan`. config: of its fields (section `parallel`) `ring`, `ulysses`, `ring_window` and `exchange` are used; a string is
+    like "ulysses=4,ring=2". ledger: counts the bytes of exchanges.
 
     The model must be on its device, and the launcher's process group initialised. Ranks of a group are consecutive:
     rank // (ring * ulysses) is the number of a rank's sample. The script itself applies DDP, FSDP, recomputation and compilation, after
@@ -62,7 +64,7 @@ def accelerate_model(
             "torchrun or accelerate, and call torch.distributed.init_process_group (or make the Accelerator) first"
         )
     if plan is None:
-        plan = plan_of(transformer) or plan_for(transformer)
+        plan = plan_of(transformer) or language_plan(transformer) or plan_for(transformer)
     kind = next((parameter.device.type for parameter in transformer.parameters()), "cpu")
     world = dist.get_world_size()
     if world % degree:

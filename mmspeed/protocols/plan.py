@@ -137,7 +137,8 @@ class Block:
 
 # The way in which an intercepted attention hides padding. "keys": a mask (B, 1, 1, M), or none. "pairs": a mask (B, 1, N, N) that shows
 # pairs of tokens that both count. "trimmed": it is called once for each sample, (1, A, n, D), without the padding at the end.
-AttentionMasks = Literal["keys", "pairs", "trimmed"]
+# "whole": a mask (B, 1, N, N) of all tokens, whatever it shows, the same on all processes; without one, attention is as causal as the plan.
+AttentionMasks = Literal["keys", "pairs", "trimmed", "whole"]
 # The memory layout of queries, keys and values, outermost dim first, as all processes know it: B batch, A heads,
 # G rows or columns that attend apart, N tokens, D head width. BNAD is the layout BSH of the projections, NBAD is SBH. Under BNGAD
 # queries, keys, values and output are (B, G, A, N, D), and a mask's B is B x G; else they are (B, A, N, D).

@@ -147,16 +147,17 @@ class LanguageTask(TaskDefaults):
                 raise UserError(
                     f"the model's {size} {what} cannot be divided among the {devices} devices of `parallel`"
                 )
-        rows, tp = settings.vocabulary, parallel.tp
-        known = self._vocabulary is not None or section.vocabulary is not None or section.pretrained is not None
-        if known and rows % tp:
-            fits = ", ".join(
-                str(n) for n in range(1, tp) if rows % n == settings.heads % n == settings.key_heads % n == 0
+        rows, options = settings.vocabulary, (self._vocabulary, section.vocabulary, section.pretrained)
+        if rows % devices and any(
+            option is not None for option in options
+        ):  # else the tokenizer will say how many rows
+            sizes = (rows, settings.heads, settings.key_heads)
+            fits = ", ".join(str(n) for n in range(1, devices) if not any(size % n for size in sizes))
+            even = f"set model.vocabulary: {-(-rows // devices) * devices}"
+            raise UserError(
+                f"parallel.tp {devices} does not divide the {rows:,} rows of the embedding and the head: "
+                f"{even if section.pretrained is None else f'use one of {fits}'}"
             )
-            more = (
-                f"set model.vocabulary: {-(-rows // tp) * tp}" if section.pretrained is None else f"use one of {fits}"
-            )
-            raise UserError(f"parallel.tp {tp} does not divide the {rows:,} rows of the embedding and the head: {more}")
 
     # -- models ---------------------------------------------------------------------------------------------------------
 

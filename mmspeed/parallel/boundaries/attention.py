@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from mmspeed.comm import Axis, all_gather
+from mmspeed.compute.attention import with_heads_of
 from mmspeed.compute.autocast import autocast_alike
 from mmspeed.compute.rope import grid_positions
 from mmspeed.compute.sparse.module import ClusteredAttention
@@ -324,6 +325,11 @@ class _Taken(TorchFunctionMode):
         if dropout_p > 0:
             raise UserError(f"{where}: attention dropout {dropout_p} is not computed across ranks; set it to 0")
         axes, q_sizes, k_sizes = self.site.sizes(self.record)
+        whole = self.site.site.masks == "whole"
+        if (
+            whole and attn_mask is None
+        ):  # transformers asks for no causal order of a single query, which may be one of many
+            is_causal = self.site.sequences.plan.causal
         if is_causal:
             _check_order(self.site, axes)
         if key.shape[1] != query.shape[1] and not enable_gqa:
@@ -336,6 +342,8 @@ class _Taken(TorchFunctionMode):
                     f"{where}: attention has {tensor.shape[2]} {name} where the plan has {sizes[axes.rank]} on this "
                     "rank; correct the splits of this module in the plan, or leave it out if it attends to whole text"
                 )
+        if whole and attn_mask is not None:
+            return self._under_mask(query, key, value, attn_mask, axes, q_sizes, scale)
         mask = None if attn_mask is None else self._key_mask(attn_mask, query.shape[0], key.shape[2])
         return hybrid_attention(
             query, key, value, mask, axes, q_sizes, k_sizes, causal=is_causal, scale=scale, layout=self.site.layout
@@ -346,6 +354,37 @@ class _Taken(TorchFunctionMode):
         if self.site.site.masks == "pairs" and mask.ndim == 4 and mask.shape[2] == mask.shape[3] == keys:
             mask = mask.diagonal(dim1=2, dim2=3)[:, :, None]  # a token that counts sees itself
         return key_mask(mask, batch, keys, self.site.where)
+
+    def _under_mask(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor,
+        axes: SequenceAxes,
+        sizes: tuple[int, ...],
+        scale: float | None,
+    ) -> Tensor:
+        """The attention under a mask of all tokens: heads are exchanged for sequence, so that each process has all tokens of some."""
+        where, tokens = self.site.where, sum(sizes)
+        if axes.ring.size > 1:
+            raise UserError(
+                f"{where}: a mask of all tokens, as of packed documents, padding or a window, is not computed over parallel.ring; use "
+                "parallel.ulysses"
+            )
+        if mask.ndim != 4 or mask.shape[1] != 1 or tuple(mask.shape[2:]) != (tokens, tokens):
+            raise UserError(f"{where}: an attention mask of shape {tuple(mask.shape)}, not (B, 1, {tokens}, {tokens})")
+        place_N = torch.arange(tokens, device=mask.device)
+        place_N = self.record.in_order_of_all(place_N, self.site.keys[0], self.site.attends, where)
+        mask = mask.index_select(2, place_N).index_select(3, place_N)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, _: Tensor | None) -> Tensor:
+            key, value = with_heads_of(query, key, value)
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+
+        return with_heads_exchanged(
+            query, key, value, None, axes, sizes, sizes, attend, layout=self.site.layout, reads="strided"
+        )  # fmt: skip
 
     def _trimmed(
         self,

@@ -369,6 +369,7 @@ def split_norm(norm: nn.Module, sequences: Sequences, name: str, attends: Attend
 
 def _split_rows(layer: nn.Module, mesh: DeviceMesh, linear: Linear, name: str, where: str) -> tuple[type[HasRole], int]:
     """Cut an embedding, or a head without a weight where it is tied, to this process's rows: (its mixin, the rows of all)."""
+    mixin: type[HasRole]
     if isinstance(layer, TokenHead):
         if linear.role != "vocabulary" or linear.sequence is None:
             raise UserError(f"plan, linears: {where} is a head, whose role is vocabulary, with a sequence")
