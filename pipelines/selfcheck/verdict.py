@@ -274,7 +274,7 @@ def _nearest_output(names: set[str], order: Sequence[str]) -> list[str]:
 
 def _block(name: str) -> tuple[str, int] | None:
     """The list of blocks that a parameter belongs to, and the block's number in it; None outside of blocks."""
-    match = re.match(r"(\w*blocks)\.(\d+)\.", name)
+    match = re.match(r"(\w*blocks|layers|mtp)\.(\d+)\.", name)
     return (match[1], int(match[2])) if match else None
 
 

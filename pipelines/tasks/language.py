@@ -391,5 +391,8 @@ class LanguageTask(TaskDefaults):
         return {**named, "model.rows": self.settings.vocabulary, "sequence_length": self.config.sequence_length}
 
     def shrunk(self, known: Mapping[str, Any] | None = None) -> CheckTask:
-        """Raise UserError: no small version of it compares layouts yet."""
-        raise UserError("`check --parallel` does not compare layouts of the task language yet: leave --parallel out")
+        """A tiny twin of the decoder on synthetic documents. Raises UserError for heads or rows that do not fit the layout."""
+        from mmspeed.pipelines.tasks.language_check import shrunk_language
+
+        self._check_sizes()
+        return shrunk_language(self.config, self.settings)

@@ -42,13 +42,13 @@ def trained(folder: Path, parallel: dict[str, int]) -> None:
     TrainPipeline(config(folder, **parallel)).run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "world", "parallel"),
     [
-        ("qwen3_tied", 2, {"tp": 2}),
-        pytest.param("qwen3_tied", 4, {"tp": 2}, marks=pytest.mark.slow),
-        pytest.param("llama", 4, {"tp": 2}, marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", 4, {"tp": 2, "ulysses": 2}, marks=pytest.mark.slow),
+        ("qwen3_tied", 4, {"tp": 2}),
+        ("llama", 4, {"tp": 2}),
+        ("deepseek_v3", 4, {"tp": 2, "ulysses": 2}),
     ],
 )
 def test_an_unchanged_import_is_exported_byte_for_byte(

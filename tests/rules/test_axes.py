@@ -17,7 +17,8 @@ HOMES = re.compile(
     r"mmspeed/(axes|mesh)\.py"  # the table
     r"|mmspeed/(config|parallel|comm|plan)/.*"  # keys; where axes are applied; the ledger and what is expected of it
     r"|mmspeed/(cli/bench_\w+|bench/\w+)\.py"  # benches compare layouts
-    r"|pipelines/(.*/)?(accelerate|video_check|(selfcheck_)?verdict)\.py"  # users are told of keys that do not fit, or what crosses an axis
+    # users are told of keys that do not fit, or what crosses an axis
+    r"|pipelines/(.*/)?(accelerate|(video|language)_check|(selfcheck_)?verdict)\.py"
 )
 
 

@@ -1,0 +1,121 @@
+"""`mmspeed check --parallel` of the language task: layouts that compute what one process does, and a reduction that is left out."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import yaml
+from torch import Tensor, nn
+
+from mmspeed.__main__ import main
+from mmspeed.config.parallel import ParallelConfig
+from mmspeed.config.tasks import TASKS
+from mmspeed.models.language.decoder import Decoder
+from mmspeed.models.language.shapes import SHAPES
+from mmspeed.parallel.tensor import check_heads
+from mmspeed.pipelines.tasks.language import LanguageTask
+from mmspeed.pipelines.tasks.language_check import ShrunkLanguage, SmallLanguageTask, shrunk_settings
+
+
+def written(folder: Path, shape: str = "qwen3-8b", **keys: Any) -> Path:
+    """A config whose texts are nowhere: the check reads none."""
+    path = folder / "run.yaml"
+    tree = {
+        "task": "language",
+        "output": str(folder / "runs"),
+        "texts": {"sources": [{"path": str(folder / "texts.jsonl")}], "cache": str(folder / "cache")},
+        "model": {"shape": shape},
+        "objective": {"z_loss": 1e-3},
+        "device": {"kind": "cpu"},
+        **keys,
+    }
+    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    return path
+
+
+LAYOUTS = {
+    "ulysses": ("qwen3-0.6b", "ulysses=2", ("all_to_all ulysses", "all_gather sequence")),
+    "tp": ("deepseek-v3", "tp=2", ("all_gather tp", "reduce_scatter tp", "all_reduce tp")),
+    "fsdp": ("qwen3-30b-a3b", "dp_shard=2", ()),
+    "ulysses of experts": ("deepseek-v3", "ulysses=2", ("all_to_all ulysses",)),
+    "tp and ulysses": ("llama3-8b", "tp=2,ulysses=2", ("all_gather tp", "all_to_all ulysses")),
+    "ddp": ("qwen3-8b", "strategy=ddp,dp_replicate=2", ()),
+}
+
+
+@pytest.mark.parametrize("name", [n if n == "tp" else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS])
+def test_a_right_layout_passes(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape, layout, sent = LAYOUTS[name]
+    assert main(["check", str(written(tmp_path, shape)), "--parallel", layout]) == 0
+    text = capsys.readouterr().out
+    assert "PASSED" in text and "packs: the 5 gradients of" in text
+    assert all(exchange in text for exchange in sent), text
+
+
+class HalfEmbedding(nn.Embedding):
+    """An embedding with the gradient of the first process alone: those of the others are left out of the sum."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        out = super().forward(input)
+        return out.detach() + (out - out.detach()) * float(dist.get_rank() == 0)
+
+
+class FaultyTask(LanguageTask):
+    """The language task whose embedding leaves the other processes' gradients out of its sum."""
+
+    def shrunk(self, known: Any = None) -> ShrunkLanguage:
+        return FaultyCheck(**vars(super().shrunk(known)))
+
+
+class FaultyCheck(ShrunkLanguage):
+    def task(self) -> SmallLanguageTask:
+        return FaultySmallTask(self.config, self.settings, self.documents)
+
+
+class FaultySmallTask(SmallLanguageTask):
+    def build(self) -> dict[str, nn.Module]:
+        model = super().build()["model"]
+        assert isinstance(model, Decoder)
+        table = HalfEmbedding(model.settings.vocabulary, model.settings.width, device="meta")
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            model.embed_tokens = table
+        return {"model": model}
+
+
+@pytest.mark.slow
+def test_gradients_that_are_left_out_fail(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = dataclasses.replace(TASKS["language"], task="tests.ranks.test_selfcheck_language:FaultyTask")
+    monkeypatch.setitem(TASKS, "language", entry)
+    assert main(["check", str(written(tmp_path)), "--parallel", "ulysses=2"]) == 1
+    text = capsys.readouterr().out
+    assert "FAILED" in text and "packs: 1 of" in text
+    assert "only gradients of embed_tokens differ; the losses are equal" in text
+
+
+def test_a_layout_that_does_not_fit_the_decoder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for layout, message in (
+        ("tp=3", "the model's 32 heads cannot be divided among the 3 devices"),
+        ("tp=16", "the model's 8 heads of keys cannot be divided among the 16 devices"),
+        ("ulysses=2,tp=2,dp_shard=8", "at most 16 are tried"),
+    ):
+        assert main(["check", str(written(tmp_path)), "--parallel", layout]) == 1
+        assert message in capsys.readouterr().err
+    rows = written(tmp_path, model={"shape": "qwen3-8b", "vocabulary": 1001})
+    assert main(["check", str(rows), "--parallel", "tp=2"]) == 1
+    assert "set model.vocabulary: 1002" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("tp", "ulysses"), [(1, 1), (2, 1), (4, 1), (2, 4), (8, 2)])
+def test_a_small_decoder_fits_where_the_decoder_does(tp: int, ulysses: int) -> None:
+    parallel = ParallelConfig(tp=tp, ulysses=ulysses)
+    for name in ("qwen3-8b", "deepseek-v3", "pangu-ultra-moe"):
+        small = shrunk_settings(SHAPES[name].settings, parallel)
+        check_heads(small.heads, ulysses, tp, small.key_heads)
+        assert small.vocabulary % tp == SHAPES[name].settings.vocabulary % tp == 0 and small.hidden % tp == 0
+        assert small.heads <= 64 and small.vocabulary <= 256
