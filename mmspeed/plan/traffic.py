@@ -7,6 +7,7 @@ The numbers are those that the ledger of `mmspeed.comm` counts when the same lay
     queries, keys, values, output     attention over shards, "ulysses" part          all_to_all, ulysses
     key mask                          the same                                       all_gather, ulysses
     blocks of keys and gradients      attention over shards, "ring" part             ring, ring (ring_outer between windows)
+    the same of cut documents alone   packed documents over a ring (`packed_traffic`)
     tokens of tensor parallelism      3 gathers and 3 sums a block                   all_gather and reduce_scatter, tp
     the prediction                    after the last block                           all_gather and reduce_scatter, sequence and tp
     gradients of shared parameters    once a step                                    all_reduce, tp
@@ -234,6 +235,55 @@ def attention_traffic(
             blocks, place.ring, parallel.ring_window, 2 * own_heads * row, batch * masked, work.element_size
         )
     return traffic
+
+
+@dataclass(frozen=True)
+class PackedWorkload:
+    """The sizes of a decoder's forward pass over packed documents, and of its backward pass.
+
+    Args:
+        batch: rows of tokens; 1 over a ring, which takes packs as one row.
+        sizes: tokens of a row on each place of ring x ulysses.
+        shared: of them those of documents that a ring cuts, on each of its places; none without a ring.
+        blocks: with attention, those of modules for further tokens included.
+        joins: how often all tokens come together: before the head, and once for each further token.
+        key_width, value_width: of a head of queries and keys, and of values.
+    """
+
+    batch: int
+    sizes: tuple[int, ...]
+    shared: tuple[int, ...]
+    width: int
+    heads: int
+    key_heads: int
+    key_width: int
+    value_width: int
+    blocks: int
+    joins: int = 1
+    element_size: int = 4
+
+
+def packed_traffic(work: PackedWorkload, parallel: ParallelConfig, place: RankCoordinates) -> Traffic:
+    """The traffic of packed documents over ring x ulysses, without that of `tp`; heads of keys are as many as Ulysses ranks at least."""
+    u, first = parallel.ulysses, place.ring * parallel.ulysses
+    own, joined = work.sizes[first + place.ulysses], sum(work.sizes[first : first + u])
+    number = work.batch * work.element_size
+    queries, keys = (even_sizes(heads // parallel.tp, u)[place.ulysses] for heads in (work.heads, work.key_heads))
+    both = work.key_width + work.value_width
+    others = (work.heads // parallel.tp - queries, work.key_heads // parallel.tp - keys)  # heads of the other ranks
+    cut = own * (others[0] * work.key_width + others[1] * both) + queries * (joined - own) * work.value_width
+    back = (joined - own) * (queries * work.key_width + keys * both) + own * others[0] * work.value_width
+    attention = Traffic(
+        _sent(("all_to_all", "ulysses", cut * number)), _sent(("all_to_all", "ulysses", back * number))
+    )  # fmt: skip
+    if parallel.ring > 1:
+        attention += _ring(work.shared, place.ring, parallel.ring_window, keys * both * number, 0, work.element_size)
+    token, total = work.width * number * work.joins, sum(work.sizes)
+    joins = Traffic(
+        _sent(("all_gather", "sequence", (len(work.sizes) - 1) * own * token)),
+        _sent(("reduce_scatter", "sequence", (total - own) * token)),
+    )
+    return sum((attention for _ in range(work.blocks)), joins)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,62 @@
+"""Decoders on 1, 2 and 4 processes through the loss of their task: a pairwise cover of layouts, kinds of models, memory ways and packs.
+
+Tolerance: 1e-5 of a gradient's largest entry, since sums over processes and heads are taken in another order.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.support.covers import Combination, pairwise
+from tests.support.language_steps import LAYOUTS, SETTINGS, steps
+from tests.support.spawn import run_ranks
+
+TOLERANCE = 1e-5
+FEW = {1: 1, 2: 5, 4: 0}  # combinations that run by default
+
+
+@cache
+def cover() -> list[Combination]:
+    """Combinations in which all pairs of settings meet."""
+    return pairwise(SETTINGS, lambda _: True)
+
+
+def cases(world: int, few: bool) -> list[Combination]:
+    """The combinations of so many processes: the first ones, of different layouts, or the others."""
+    mine = [case for case in cover() if case["layout"] in LAYOUTS[world]]
+    first = list({case["layout"]: case for case in reversed(mine)}.values())[: FEW[world]]
+    return first if few else [case for case in mine if case not in first]
+
+
+def hold(case: Combination, ranks: list[dict[str, Any]]) -> None:
+    first = ranks[0]
+    assert first["names"] and first["loss"] <= TOLERANCE and first["terms"] <= TOLERANCE, (case, first)
+    assert first["gap"] <= TOLERANCE, (case, first)
+    for result in ranks:
+        assert result["sent"] == result["due"] and not result["uncrossed"], (case, result)
+
+
+def hold_all(world: int, few: bool) -> None:
+    wanted = cases(world, few)
+    results = run_ranks(steps, world, world, wanted)
+    for case, *ranks in zip(wanted, *results, strict=True):
+        hold(case, ranks)
+
+
+def test_the_cover_has_many_combinations_of_all_layouts() -> None:
+    assert len(cover()) >= 60
+    assert {case["layout"] for case in cover()} == {name for layouts in LAYOUTS.values() for name in layouts}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_few_compute_what_one_process_does(world: int) -> None:
+    hold_all(world, few=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_all_others_compute_what_one_process_does(world: int) -> None:
+    hold_all(world, few=False)

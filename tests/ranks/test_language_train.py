@@ -1,0 +1,91 @@
+"""Runs of the language task on two processes against one: three steps with validation, for each way to share them.
+
+Tolerance: sums over processes are taken in another order, float32 rounding, grown over three steps of Adam.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmspeed.config import make_run_config
+from mmspeed.log import read_metrics
+from mmspeed.preprocess.texts.preparation import TextPreparation
+from tests.support.runs import SAVED_ONCE
+from tests.support.spawn import run_ranks
+
+TOLERANCE = {"rel": 2e-5}
+LAYOUTS = {
+    "fsdp": (),
+    "ulysses": ("parallel.ulysses=2",),
+    "ring": ("parallel.ring=2",),
+    "tp": ("parallel.tp=2",),
+}
+MODELS = {
+    "dense": ("model.shape=tiny-qwen3-8b", "model.further=1"),
+    "latent": ("model.shape=tiny-deepseek-v3",),
+}
+
+
+def config(folder: Path, *overrides: str) -> Any:
+    tree = {
+        "task": "language",
+        "name": "run",
+        "output": str(folder / "runs"),
+        "texts": {"sources": [{"path": str(folder / "a.jsonl")}], "cache": str(folder / "cache"), "validation": 0.1},
+        "sequence_length": 95,  # odd: a pack's tokens never divide
+        "train": {"steps": 3, "batch_size": 3, "lr": 1e-3, "warmup_steps": 0, "log_every": 1},
+        "validate": {"every": 3, "samples": 4},
+        "device": {"kind": "cpu", "peak_tflops": 0.1},
+    }
+    return make_run_config(tree, (*SAVED_ONCE, *overrides), origin="test")
+
+
+def train(folder: str, runs: dict[str, tuple[str, ...]]) -> None:
+    from mmspeed.pipelines import TrainPipeline
+
+    for name, overrides in runs.items():
+        TrainPipeline(config(Path(folder), f"name={name}", *overrides)).run()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts of 1 to 300 tokens and their cache."""
+    folder = tmp_path_factory.mktemp("texts")
+    texts = ["rabbit " * (1 + number * number % 43) + str(number) for number in range(60)]
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ["x", *texts]))
+    TextPreparation(config(folder)).build()
+    return folder
+
+
+def rows(folder: Path, name: str) -> list[tuple[float, int]]:
+    """(loss, tokens) of each step, and of the validation."""
+    found = read_metrics(config(folder, f"name={name}").run_dir / "metrics.jsonl")
+    kept = [row for row in found if row["kind"] in ("train", "validation")]
+    assert {row["kind"] for row in kept} == {"train", "validation"}
+    return [(row["loss"], row["tokens"]) for row in kept]
+
+
+def hold(home: Path, model: str, layouts: Iterable[str]) -> None:
+    run_ranks(train, 1, str(home), {f"{model}-one": MODELS[model]})
+    run_ranks(train, 2, str(home), {f"{model}-{name}": (*MODELS[model], *LAYOUTS[name]) for name in layouts})
+    one = rows(home, f"{model}-one")
+    assert len(one) >= 4
+    for name in layouts:
+        found = rows(home, f"{model}-{name}")
+        assert [tokens for _, tokens in found] == [tokens for _, tokens in one], name
+        assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in one], **TOLERANCE), name
+
+
+def test_two_processes_of_a_ring_lose_what_one_does(home: Path) -> None:
+    hold(home, "dense", ["ring"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_two_processes_lose_what_one_does(home: Path, model: str) -> None:
+    hold(home, model, LAYOUTS)

@@ -1,0 +1,246 @@
+"""Steps of tiny decoders through the loss of the language task, on any layout, beside the same step of one process in float32.
+
+Used by `tests/ranks/test_language_cover.py`; one spawn of ranks computes many cases.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch.distributed as dist
+from torch import nn
+
+from mmspeed.comm import even_sizes
+from mmspeed.config.language import LanguageConfig
+from mmspeed.config.parallel import ParallelConfig
+from mmspeed.data import SampleUse
+from mmspeed.data.sampling.pack_order import PackLength, PackSample
+from mmspeed.loop.runner import SequentialRunner
+from mmspeed.loop.step import Learner, train_step
+from mmspeed.memory import BlockPolicies
+from mmspeed.models.language.config import DecoderSettings
+from mmspeed.models.language.decoder import Decoder
+from mmspeed.models.language.shapes import SHAPES, tiny_twin
+from mmspeed.parallel import TokenLayout, parallelize, uncrossed, unwrap
+from mmspeed.parallel.documents import share_documents
+from mmspeed.pipelines.tasks.language import LanguageTask
+from mmspeed.pipelines.tasks.language_data import PackCollate, targets_of
+from mmspeed.plan.traffic import PackedWorkload, RankCoordinates, Traffic, packed_traffic
+from mmspeed.protocols import Batch, Update
+from tests.support.covers import Combination
+from tests.support.memory_ways import keeping_of
+from tests.support.sequence_steps import Groups, Still, whole
+
+LENGTH = 31  # of a pack, which no group divides
+# lengths of the documents of four packs; the rest of a pack is padding
+PACKS: dict[str, tuple[tuple[int, ...], ...]] = {
+    "odd": ((7, 13, 11), (5, 9, 17), (3, 19, 8), (23, 6)),
+    "one token": ((1, 17, 2, 9), (1, 1, 29), (30, 1), (1,)),
+    "whole": ((LENGTH,),) * 4,
+    "many": ((2,) * 15 + (1,), (1,) * LENGTH, (3,) * 10, (5, 4, 3, 2, 1, 6, 7)),
+}
+# processes that share a pack and those with other packs: (tp, ulysses, ring, replicas, strategy)
+LAYOUTS: dict[int, dict[str, tuple[int, int, int, int, str]]] = {
+    1: {"one process": (1, 1, 1, 1, "none")},
+    2: {
+        "fsdp": (1, 1, 1, 1, "fsdp"),
+        "replicas": (1, 1, 1, 2, "ddp"),
+        "tp": (2, 1, 1, 1, "fsdp"),
+        "ulysses": (1, 2, 1, 1, "fsdp"),
+        "ring": (1, 1, 2, 1, "fsdp"),
+    },
+    4: {
+        "fsdp x tp": (2, 1, 1, 1, "fsdp"),
+        "fsdp x ulysses": (1, 2, 1, 1, "fsdp"),
+        "fsdp x ring": (1, 1, 2, 1, "fsdp"),
+        "replicas x fsdp": (1, 1, 1, 2, "fsdp"),
+        "replicas x tp": (2, 1, 1, 2, "fsdp"),
+        "replicas x ulysses": (1, 2, 1, 2, "fsdp"),
+        "replicas x ring": (1, 1, 2, 2, "ddp"),
+        "tp x ulysses": (2, 2, 1, 1, "fsdp"),
+        "tp x ring": (2, 1, 2, 1, "fsdp"),
+        "ulysses x ring": (1, 2, 2, 1, "fsdp"),
+        "ulysses of four": (1, 4, 1, 1, "fsdp"),
+        "ring of four": (1, 1, 4, 1, "fsdp"),
+    },
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "kept": {},
+    "recomputed": {"block": "recompute"},
+    "offloaded": {"block": "offload"},
+    "by regions": {"attention": "recompute", "mlp": "offload"},
+}
+SETTINGS = {
+    "layout": [name for layouts in LAYOUTS.values() for name in layouts],
+    "attention": ["grouped", "latent"],
+    "experts": ["none", "replicated"],
+    "further": ["0", "1"],
+    "memory": [*WAYS],
+    "packs": [*PACKS],
+}
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents of these lengths with ids of their own; of every third one only later tokens have a loss."""
+
+    lengths: npt.NDArray[np.int64]
+    held_out: npt.NDArray[np.bool_]
+    source: npt.NDArray[np.int64]
+    sources: list[str]
+
+    def ids(self, document: int, begin: int = 0, count: int | None = None) -> npt.NDArray[np.int64]:
+        ids = np.random.default_rng(document).integers(0, 512, int(self.lengths[document]))
+        return ids[begin : None if count is None else begin + count]
+
+    def trained(self, document: int, begin: int = 0, count: int | None = None) -> npt.NDArray[np.bool_] | None:
+        if document % 3:
+            return None
+        length = int(self.lengths[document])
+        return (np.arange(length) >= length // 2)[begin : None if count is None else begin + count]
+
+
+def packs_named(name: str) -> tuple[Documents, list[PackSample]]:
+    """The documents and the four packs of a kind."""
+    lengths = np.array([length for pack in PACKS[name] for length in pack], dtype=np.int64)
+    documents = Documents(lengths, np.zeros(len(lengths), np.bool_), np.zeros(len(lengths), np.int64), ["texts"])
+    samples, number = [], 0
+    for place, pack in enumerate(PACKS[name]):
+        pieces = tuple((number + part, 0, length) for part, length in enumerate(pack))
+        samples.append(PackSample(f"pack {place}", pieces, PackLength(LENGTH)))
+        number += len(pack)
+    return documents, samples
+
+
+@cache
+def settings_of(attention: str, experts: str, further: str) -> DecoderSettings:
+    """The settings of a tiny decoder of three blocks, two of them with experts where it has any."""
+    twin = tiny_twin(SHAPES["qwen3-30b-a3b" if attention == "grouped" else "deepseek-v3"].settings)
+    assert twin.experts is not None
+    known = replace(twin.experts, balance=None, dense=(0,)) if experts == "replicated" else None
+    key_heads = 4 if attention == "grouped" else 8
+    return replace(twin, experts=known, further=int(further), first_std=0.1, heads=8, key_heads=key_heads)
+
+
+@cache
+def task() -> LanguageTask:
+    """The task, for its loss, with every term."""
+    tree: dict[str, Any] = {
+        "task": "language",
+        "name": "cover",
+        "texts": {"sources": [{"path": "none.txt"}], "cache": "none"},
+    }
+    return LanguageTask(LanguageConfig.model_validate(tree | {"objective": {"z_loss": 1e-3}}))
+
+
+def layout_of(case: Combination) -> tuple[ParallelConfig, int, str]:
+    """(section of the layout, replicas, strategy)."""
+    known = {name: layout for layouts in LAYOUTS.values() for name, layout in layouts.items()}
+    tp, ulysses, ring, replicas, strategy = known[case["layout"]]
+    return ParallelConfig(tp=tp, ulysses=ulysses, ring=ring), replicas, strategy
+
+
+def batches_of(case: Combination, lane: int, lanes: int, share: float) -> list[Batch]:
+    """The micro-batches of a lane, of two packs at most; each pack counts `share` on every process that computes it."""
+    documents, samples = packs_named(case["packs"])
+    mine = samples[lane::lanes]
+    collate = PackCollate(documents)
+    parts = [mine[begin : begin + 2] for begin in range(0, len(mine), 2)]
+    return [collate([(SampleUse(sample, 0, 0), share) for sample in part]) for part in parts]
+
+
+def step(case: Combination, world: int, groups: Groups) -> dict[str, Any]:
+    """A step over all ranks of the world: loss, gradients, bytes sent and those that the formulas give."""
+    settings = settings_of(case["attention"], case["experts"], case["further"])
+    model: nn.Module = Decoder(settings)
+    parallel, replicas, strategy = layout_of(case)
+    layout, mesh, keeping = TokenLayout(), None, BlockPolicies()
+    if WAYS[case["memory"]]:
+        keeping = keeping_of(WAYS[case["memory"]])
+    if world > 1:
+        shard = 1 if strategy == "ddp" else -1
+        mesh, layout = groups.of(-1 if strategy == "ddp" else replicas, shard, parallel)
+    before = layout.ledger.copy()
+    model = parallelize(model, mesh, strategy, layout=layout, keeping=keeping)  # type: ignore[arg-type]
+    optimizer, grads = Still(model.parameters()), dict[str, npt.NDArray[Any]]()
+
+    def keep(*_: Any) -> None:
+        grads.update({n: whole(p.grad) for n, p in unwrap(model).named_parameters() if p.grad is not None})
+
+    optimizer.register_step_pre_hook(keep)
+    together, rank = parallel.group, dist.get_rank() if world > 1 else 0
+    batches = batches_of(case, rank // together, world // together, 1 / together)
+    documents, samples = packs_named(case["packs"])
+    divisors = {"samples": 4.0, "tokens": float(sum(targets_of(documents, sample) for sample in samples))}
+    learner = Learner(Update(task().loss), SequentialRunner([model], strategy), [optimizer])  # type: ignore[arg-type]
+    result = train_step(
+        {"model": model}, [learner], batches, divisors, clip_norm=None, tensor=layout.tensor,
+        group=None if world > 1 else groups.alone,
+    )  # fmt: skip
+    sent = {key: count for key, count in layout.ledger.since(before).bytes.items() if key[1] != "tp" and count}
+    due = sum((traffic_of(settings, batch, parallel, layout) for batch in batches), Traffic())
+    return {
+        "loss": result.loss,
+        "terms": result.terms,
+        "grads": grads,
+        "sent": sent,
+        "due": dict(+(due.forward + due.backward)),
+        "uncrossed": uncrossed(unwrap(model)),
+    }
+
+
+def traffic_of(settings: DecoderSettings, batch: Batch, parallel: ParallelConfig, layout: TokenLayout) -> Traffic:
+    """The bytes that this process sends over ring x ulysses for a micro-batch, by the formulas."""
+    rows, columns = batch["ids"].shape
+    sizes, shared = even_sizes(columns, parallel.ulysses), ()
+    if parallel.ring > 1:
+        shares = share_documents(tuple(batch["bounds"].diff().tolist()), parallel.ring)
+        sizes, shared, rows = layout.near_sizes(shares.sizes), shares.shared_sizes, 1
+    latent = settings.latent
+    work = PackedWorkload(
+        rows,
+        tuple(sizes),
+        shared,
+        settings.width,
+        settings.heads,
+        settings.heads if latent is not None else settings.key_heads,
+        settings.head_width if latent is None else latent.plain + latent.rotary,
+        settings.head_width if latent is None else latent.value,
+        settings.depth + settings.further,
+        1 + settings.further,
+    )
+    return packed_traffic(work, parallel, RankCoordinates(layout.axes.ring.rank, layout.axes.ulysses.rank))
+
+
+def compared(case: Combination, world: int, groups: Groups, truths: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+    """The distance of a step of all ranks from that of one process; the gradients are compared on the first rank."""
+    got = step(case, world, groups)
+    found = {"sent": got["sent"], "due": got["due"], "uncrossed": got["uncrossed"]}
+    if dist.get_rank() > 0:
+        return found
+    plain = case | {"layout": "one process", "memory": "kept"}
+    key = tuple(sorted(plain.items()))
+    truth = truths[key] = truths.get(key) or step(plain, 1, groups)
+    least = 1e-3 * max(float(np.abs(grad).max()) for grad in truth["grads"].values())
+    gaps = {
+        name: float(np.abs(got["grads"][name] - grad).max() / max(np.abs(grad).max(), least))
+        for name, grad in truth["grads"].items()
+    }
+    worst = max(gaps, key=lambda name: gaps[name])
+    return found | {
+        "names": got["grads"].keys() == truth["grads"].keys(),
+        "terms": max(abs(got["terms"][name] / value - 1) for name, value in truth["terms"].items()),
+        "loss": abs(got["loss"] / truth["loss"] - 1),
+        "gap": gaps[worst],
+        "worst": worst,
+    }
+
+
+def steps(world: int, cases: list[Combination]) -> list[dict[str, Any]]:
+    """The steps of many cases, each beside one process."""
+    groups, truths = Groups(), dict[Any, dict[str, Any]]()
+    return [compared(case, world, groups, truths) for case in cases]
