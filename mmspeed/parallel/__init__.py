@@ -123,6 +123,11 @@ def _checked_plan(model: nn.Module, layout: TokenLayout) -> ModelPlan:
             f"parallel: {type(model).__name__} has no plan, so one sample cannot be computed by {layout.size} processes together; "
             "declare one (mmspeed.protocols.plan.declare_plan, docs/adding-a-model.md)"
         )
+    if not plan.inputs and not plan.linears:
+        raise UserError(
+            f"parallel: the plan of {type(model).__name__} splits no tokens and no layers, so {layout.size} processes would all compute "
+            "the same; use fsdp or replicas"
+        )
     ring, ulysses = layout.axes.ring.size, layout.axes.ulysses.size
     check_layout(model, ParallelConfig(dsp=layout.dsp.size, ring=ring, ulysses=ulysses, tp=layout.tensor.size))
     return plan

@@ -239,32 +239,32 @@ def attention_traffic(
 
 @dataclass(frozen=True)
 class PackedWorkload:
-    """The sizes of a decoder's forward pass over packed documents, and of its backward pass.
+    """The sizes of a decoder's attention over packed documents, in a forward pass and its backward pass.
 
     Args:
         batch: rows of tokens; 1 over a ring, which takes packs as one row.
         sizes: tokens of a row on each place of ring x ulysses.
         shared: of them those of documents that a ring cuts, on each of its places; none without a ring.
         blocks: with attention, those of modules for further tokens included.
-        joins: how often all tokens come together: before the head, and once for each further token.
         key_width, value_width: of a head of queries and keys, and of values.
     """
 
     batch: int
     sizes: tuple[int, ...]
     shared: tuple[int, ...]
-    width: int
     heads: int
     key_heads: int
     key_width: int
     value_width: int
     blocks: int
-    joins: int = 1
-    element_size: int = 4
+    element_size: int = 2
 
 
 def packed_traffic(work: PackedWorkload, parallel: ParallelConfig, place: RankCoordinates) -> Traffic:
-    """The traffic of packed documents over ring x ulysses, without that of `tp`; heads of keys are as many as Ulysses ranks at least."""
+    """The traffic of attention within documents over ring x ulysses; heads of keys are as many as Ulysses ranks at least.
+
+    The other exchanges of a decoder are those of `decoder_traffic`.
+    """
     u, first = parallel.ulysses, place.ring * parallel.ulysses
     own, joined = work.sizes[first + place.ulysses], sum(work.sizes[first : first + u])
     number = work.batch * work.element_size
@@ -278,12 +278,7 @@ def packed_traffic(work: PackedWorkload, parallel: ParallelConfig, place: RankCo
     )  # fmt: skip
     if parallel.ring > 1:
         attention += _ring(work.shared, place.ring, parallel.ring_window, keys * both * number, 0, work.element_size)
-    token, total = work.width * number * work.joins, sum(work.sizes)
-    joins = Traffic(
-        _sent(("all_gather", "sequence", (len(work.sizes) - 1) * own * token)),
-        _sent(("reduce_scatter", "sequence", (total - own) * token)),
-    )
-    return sum((attention for _ in range(work.blocks)), joins)
+    return sum((attention for _ in range(work.blocks)), Traffic())
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,6 @@ def decoder_plan(settings: DecoderSettings) -> ModelPlan:
         regions=REGIONS,
         draws=False,
         causal=True,
-        packed=("bounds_Z", "text"),
         windowed=any(settings.window(place) is not None for place in range(settings.depth + settings.further)),
     )
     if settings.experts is not None and settings.experts.balance is not None:
@@ -53,6 +52,7 @@ def decoder_plan(settings: DecoderSettings) -> ModelPlan:
         **{
             **vars(plan),
             "inputs": inputs,
+            "packed": ("bounds_Z", "text"),
             "outputs": {"lm_head": dict.fromkeys((0, 1), Gather("text", dim=1, level="seen"))},
             "attention": {f"{name}.self_attn.attend": Site(("text",), calls=True, sparse=False) for name in blocks},
             "linears": linears,

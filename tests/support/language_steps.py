@@ -5,6 +5,7 @@ Used by `tests/ranks/test_language_cover.py`; one spawn of ranks computes many c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -29,6 +30,7 @@ from mmspeed.parallel import TokenLayout, parallelize, uncrossed, unwrap
 from mmspeed.parallel.documents import share_documents
 from mmspeed.pipelines.tasks.language import LanguageTask
 from mmspeed.pipelines.tasks.language_data import PackCollate, targets_of
+from mmspeed.plan.decoder_traffic import DecoderWorkload, decoder_traffic
 from mmspeed.plan.traffic import PackedWorkload, RankCoordinates, Traffic, packed_traffic
 from mmspeed.protocols import Batch, Update
 from tests.support.covers import Combination
@@ -181,7 +183,7 @@ def step(case: Combination, world: int, groups: Groups) -> dict[str, Any]:
         {"model": model}, [learner], batches, divisors, clip_norm=None, tensor=layout.tensor,
         group=None if world > 1 else groups.alone,
     )  # fmt: skip
-    sent = {key: count for key, count in layout.ledger.since(before).bytes.items() if key[1] != "tp" and count}
+    sent = {key: count for key, count in layout.ledger.since(before).bytes.items() if key[0] != "all_reduce" and count}
     due = sum((traffic_of(settings, batch, parallel, layout) for batch in batches), Traffic())
     return {
         "loss": result.loss,
@@ -194,26 +196,32 @@ def step(case: Combination, world: int, groups: Groups) -> dict[str, Any]:
 
 
 def traffic_of(settings: DecoderSettings, batch: Batch, parallel: ParallelConfig, layout: TokenLayout) -> Traffic:
-    """The bytes that this process sends over ring x ulysses for a micro-batch, by the formulas."""
+    """The bytes that this process sends for a micro-batch, by the formulas; gradients of shared parameters are summed apart."""
     rows, columns = batch["ids"].shape
-    sizes, shared = even_sizes(columns, parallel.ulysses), ()
+    sizes: Sequence[int] = even_sizes(columns, parallel.ulysses)
+    shared: tuple[int, ...] = ()
     if parallel.ring > 1:
         shares = share_documents(tuple(batch["bounds"].diff().tolist()), parallel.ring)
         sizes, shared, rows = layout.near_sizes(shares.sizes), shares.shared_sizes, 1
-    latent = settings.latent
+    latent, further = settings.latent, settings.further
+    place = RankCoordinates(layout.axes.ring.rank, layout.axes.ulysses.rank, layout.tensor.rank)
     work = PackedWorkload(
         rows,
         tuple(sizes),
         shared,
-        settings.width,
         settings.heads,
         settings.heads if latent is not None else settings.key_heads,
         settings.head_width if latent is None else latent.plain + latent.rotary,
         settings.head_width if latent is None else latent.value,
-        settings.depth + settings.further,
-        1 + settings.further,
+        settings.depth + further,
+        element_size=4,
     )
-    return packed_traffic(work, parallel, RankCoordinates(layout.axes.ring.rank, layout.axes.ulysses.rank))
+    dense = [block for block in range(settings.depth + further) if not settings.has_experts(block)]
+    main = DecoderWorkload(rows, settings.width, settings.depth + further + len(dense), 1, 4, z_loss=True)
+    traffic = packed_traffic(work, parallel, place)
+    for each in (main, *[replace(main, split=0, z_loss=False)] * further):  # the z-loss is of next tokens alone
+        traffic += decoder_traffic(each, sizes, parallel.tp, place, layout.hybrid.rank)
+    return traffic
 
 
 def compared(case: Combination, world: int, groups: Groups, truths: dict[Any, dict[str, Any]]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mmspeed.comm import Axis
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.config.training import BatchingConfig, TrainConfig
 from mmspeed.data import BatchSampler
@@ -15,7 +16,7 @@ from mmspeed.errors import UserError
 from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.models.language.shapes import SHAPES, tiny_twin
 from mmspeed.models.language.weights import on_meta
-from mmspeed.parallel import check_layout, sequence_parallel
+from mmspeed.parallel import TokenLayout, check_layout, parallelize, sequence_parallel
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
 from mmspeed.preprocess.report.schedule_preview import preview_schedule
 from mmspeed.protocols.plan import ModelPlan, Split
@@ -65,6 +66,16 @@ def test_windows_over_a_ring_are_told() -> None:
     check_layout(windowed, ParallelConfig(ulysses=2))
     with pytest.raises(UserError, match="attends within windows, which a ring does not compute"):
         check_layout(windowed, ParallelConfig(ring=2))
+
+
+def test_models_that_split_nothing_are_told() -> None:
+    """A decoder whose experts have an auxiliary loss, which is of the tokens of all processes."""
+    settings = tiny_twin(SHAPES["qwen3-30b-a3b"].settings)
+    assert settings.experts is not None
+    balanced = replace(settings, experts=replace(settings.experts, balance="sequence"))
+    layout = TokenLayout(whole=replace(Axis.alone("sequence"), size=2))
+    with pytest.raises(UserError, match="splits no tokens and no layers, so 2 processes would all compute the same"):
+        parallelize(on_meta(balanced), None, "none", layout=layout)
 
 
 def test_heads_that_do_not_fit_are_told() -> None:
