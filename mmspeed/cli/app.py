@@ -21,6 +21,7 @@ from . import (
     cache_app,
     checkpoint_app,
     completion,
+    demo_command,
     export_command,
     launch,
     qualify_command,
@@ -354,21 +355,7 @@ def report(run_folder: sample_command.RunFolder) -> None:
         spoken.then(f'sample {run_folder} --prompt "..."')
 
 
-@app.command()
-def demo(
-    short: Annotated[bool, typer.Option("--short", help="A few steps only: shows that everything works.")] = False,
-    output: Annotated[Path, typer.Option(help="Folder that the demo writes to.")] = Path("mmspeed-demo"),
-) -> None:
-    """Preprocess, train, sample and report on the clips that ship with the package. Works offline."""
-    spoken.begin("demo")
-    with spoken.loading():
-        from .demo import run_demo
-
-    with log.Working("running the demo", tell=False):
-        paths = run_demo(output, short)
-    for path in paths:
-        print(path)
-    spoken.then("init my-run --videos FOLDER")
+app.command()(demo_command.demo)
 
 
 @app.command()

@@ -57,7 +57,7 @@ def write_report(run: str | Path) -> Path:
         _tiles(steps, validations, reached),
         "<h2>Loss</h2>",
         _figure(
-            _loss_plot(steps, validations),
+            _png(_loss_figure(steps, validations)),
             "Training loss as means of the steps between two rows (dots), their moving mean, and the held-out loss.",
         ),
         _parts_part(steps),
@@ -133,7 +133,14 @@ def _moving_mean(values: list[float], window: int) -> list[float]:
     return means
 
 
-def _loss_plot(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -> str:
+def save_loss_curve(run: str | Path, path: Path) -> None:
+    """Write the losses of a run, over training and held out, as a PNG. Raises UserError when `run` is not a run."""
+    rows = read_metrics(RunFolder.open(run).metrics)
+    figure = _loss_figure(*([row for row in rows if row.get("kind") == kind] for kind in ("train", "validation")))
+    figure.savefig(path, dpi=110)
+
+
+def _loss_figure(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -> Any:
     figure, axis = _axes()
     x, y = _numbers(steps, "loss")
     if x:
@@ -146,7 +153,7 @@ def _loss_plot(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -
     axis.set_ylabel("loss")
     if axis.lines:
         axis.legend(frameon=False)
-    return _png(figure)
+    return figure
 
 
 def _parts_part(steps: list[dict[str, Any]]) -> str:
