@@ -297,6 +297,24 @@ def finetune(
 
 
 @app.command()
+def lm(
+    output: Annotated[Path, typer.Option(help="Folder of the model, the cache and the runs; made anew.")] = Path(
+        "runs/lm"
+    ),
+    rounds: Annotated[int, typer.Option(min=3, help="Steps of each trainer that are counted.")] = 9,
+    width: Annotated[int, typer.Option(min=64, help="Width of the model, in heads of 64.")] = 256,
+    layers: Annotated[int, typer.Option(min=1, help="Blocks of the model.")] = 4,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of each trainer.")] = 1,
+) -> None:
+    """Train a language model beside transformers' Trainer, and compare tokens/s, memory of the loss and reading of data."""
+    from_checkout("lm")
+    from tests.claims.lm import LmSetting, bench_lm
+
+    result = bench_lm(output.resolve(), LmSetting(rounds=rounds, width=width, depth=layers, threads=threads))
+    print("\n".join(result.lines()))
+
+
+@app.command()
 def attention(
     run: Annotated[
         Path | None,
