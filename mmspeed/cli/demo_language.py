@@ -22,7 +22,7 @@ MARKER = "generation_config.json"  # of a folder that an earlier demo exported
 
 def language_tree(output: Path, short: bool) -> dict[str, Any]:
     """The demo's config, unchecked: a small model of experts on works of Shakespeare and Milton."""
-    steps = 40 if short else 450
+    steps = 60 if short else 700
     return {
         "task": "language",
         "name": "short" if short else "demo",
@@ -32,7 +32,7 @@ def language_tree(output: Path, short: bool) -> dict[str, Any]:
             "cache": str(output / "cache"),
             "validation": 0.0,
         },
-        "tokenizer": {"kind": "train", "size": 2048},
+        "tokenizer": {"kind": "train", "size": 1024},
         "model": {
             "shape": "tiny-qwen3-30b-a3b",
             "width": 128,
@@ -46,8 +46,8 @@ def language_tree(output: Path, short: bool) -> dict[str, Any]:
         "objective": {"balance": 0.01},
         "train": {
             "steps": steps,
-            "batch_size": 8,
-            "lr": 4e-3,
+            "batch_size": 4,
+            "lr": 3e-3,
             "warmup_steps": 10,
             "schedule": "cosine",
             "ema_decay": None,

@@ -97,7 +97,8 @@ def save_experts(folder: Path, setting: LanguageSetting) -> None:
     """Save a random Qwen3-MoE."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = Qwen3MoeConfig(
+    make: Any = Qwen3MoeConfig
+    config = make(
         vocab_size=VOCABULARY, hidden_size=setting.width, intermediate_size=2 * setting.width, num_hidden_layers=setting.depth,
         num_attention_heads=4, num_key_value_heads=2, head_dim=setting.width // 4, num_experts=8, num_experts_per_tok=2,
         moe_intermediate_size=setting.width, norm_topk_prob=True, max_position_embeddings=1024, tie_word_embeddings=False,

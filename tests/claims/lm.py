@@ -35,14 +35,20 @@ from mmspeed.models.weights import quiet
 from mmspeed.pipelines import TrainCallback, TrainPipeline
 from mmspeed.pipelines.inference.language import load_tokenizer
 from mmspeed.pipelines.tasks.language import LanguageTask
+from mmspeed.pipelines.tasks.language_data import PackCollate
 from mmspeed.pipelines.training.events import StepEvent
 from mmspeed.preprocess import TextCacheBuilder
 from mmspeed.protocols import RunPlace
 
 IDS = 2048  # of the tokenizer
+READS = {
+    "blank_line": "speeches and paragraphs",
+    "file": "whole works",
+}  # documents of the texts, by how files are split
 WARM = 1  # rounds that are not counted
 LOSS_GOAL, DATA_GOAL = 0.15, 5.0
 OURS, PADDED, JOINED = "mmspeed", "Trainer, padded", "Trainer, padding-free"
+CACHE = "packs of the mapped cache"  # without the loader
 
 
 @dataclass(frozen=True)
@@ -62,12 +68,14 @@ class LmSetting:
 
 @dataclass
 class LmResult:
-    """Tokens a second of each trainer and step, bytes of both losses, and tokens a second of both readers; none without `datasets`."""
+    """Tokens a second of each trainer and step, bytes of both losses, and tokens a second of readers by kind of documents; none without
+    `datasets`.
+    """
 
     rates: dict[str, list[float]] = field(default_factory=dict)
     loss_bytes: int = 0
     full_bytes: int = 0
-    reads: dict[str, list[float]] = field(default_factory=dict)
+    reads: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
     def ratio(self, other: str) -> float:
         """Our tokens a second over another trainer's: the median of the rounds' ratios."""
@@ -89,13 +97,15 @@ class LmResult:
         )
         if not self.reads:
             return [*lines, "data: `datasets` is not installed, so it was not compared: pip install datasets"]
-        ours = statistics.median(self.reads[OURS])
-        lines.append("data, tokens/s: " + "; ".join(f"{n} {statistics.median(r):,.0f}" for n, r in self.reads.items()))
-        for other in (name for name in self.reads if name != OURS):
-            ratio = ours / statistics.median(self.reads[other])
+        for split, reads in self.reads.items():
             lines.append(
-                f"  mmspeed over {other}: {ratio:.1f} x (goal {DATA_GOAL:g}){'' if ratio >= DATA_GOAL else ' (missed)'}"
+                f"data, tokens per processor second, {READS[split]}: "
+                + "; ".join(f"{name} {statistics.median(rates):,.0f}" for name, rates in reads.items())
             )
+            for ours, other in ((own, name) for own in (CACHE, OURS) for name in reads if name not in (CACHE, OURS)):
+                ratio = statistics.median(reads[ours]) / statistics.median(reads[other])
+                missed = "" if ratio >= DATA_GOAL else " (missed)" if ratio >= 1 else " (worse)"
+                lines.append(f"  {ours} over {other}: {ratio:.1f} x (goal {DATA_GOAL:g}){missed}")
         return lines
 
 
@@ -106,14 +116,16 @@ def bench_lm(folder: Path, setting: LmSetting = LmSetting()) -> LmResult:
     folder.mkdir(parents=True, exist_ok=True)
     save_dense(folder / "base", setting)
     config = lm_config(folder, setting)
-    TextCacheBuilder(config.texts, config.tokenizer, config.seed).run()
+    for split in READS:
+        texts = lm_config(folder, setting, split).texts
+        TextCacheBuilder(texts, config.tokenizer, config.seed).run()
     result = LmResult()
     result.rates = _in_turns(folder, setting)
     result.loss_bytes, result.full_bytes = (
         loss_peak(run, setting)
         for run in (OPERATORS["linear_cross_entropy"], OPERATORS["linear_cross_entropy"].eager.run)
     )
-    result.reads = read_rates(folder, setting)
+    result.reads = {split: read_rates(folder, setting, split) for split in READS} if datasets_found() else {}
     return result
 
 
@@ -132,14 +144,14 @@ def save_dense(folder: Path, setting: LmSetting) -> None:
         model.save_pretrained(folder)
 
 
-def lm_config(folder: Path, setting: LmSetting) -> LanguageConfig:
-    """The run: speeches and paragraphs of the package's works, whose lengths differ much."""
+def lm_config(folder: Path, setting: LmSetting, split: str = "blank_line") -> LanguageConfig:
+    """The run: speeches and paragraphs of the package's works, whose lengths differ much; with `file` whole works."""
     steps = WARM + setting.rounds + 1
     tree = {
         "task": "language",
         "name": "lm",
         "output": str(folder / "runs"),
-        "texts": {"sources": [{"path": str(TEXTS / "train"), "split": "blank_line"}], "cache": str(folder / "cache"), "validation": 0.0},
+        "texts": {"sources": [{"path": str(TEXTS / "train"), "split": split}], "cache": str(folder / f"cache-{split}"), "validation": 0.0},
         "tokenizer": {"kind": "train", "size": IDS},
         "model": {"pretrained": str(folder / "base")},
         "sequence_length": setting.length,
@@ -251,7 +263,7 @@ def document_rows(config: LanguageConfig) -> list[dict[str, list[int]]]:
     """The documents of the cache, longer ones cut to a pack's length."""
     cache, length = TextCache(config.cache_dir), config.sequence_length
     return [
-        {"input_ids": cache.ids(document, begin, length).tolist()}
+        {"input_ids": cache.ids(document, begin, min(length, int(cache.lengths[document]) - begin)).tolist()}
         for document in range(len(cache))
         for begin in range(0, int(cache.lengths[document]), length)
     ]
@@ -294,17 +306,20 @@ def loss_peak(run: Callable[..., Any], setting: LmSetting) -> int:
     return int(by_kind["Total"]) - 2 * 4 * (x_TE.numel() + weight_VE.numel())
 
 
-def read_rates(folder: Path, setting: LmSetting) -> dict[str, list[float]]:
-    """Tokens a second of reading an epoch, one reader after the other; empty without `datasets`."""
-    if importlib.util.find_spec("datasets") is None:
-        return {}
+def datasets_found() -> bool:
+    """True where the package `datasets` is installed."""
+    return importlib.util.find_spec("datasets") is not None
+
+
+def read_rates(folder: Path, setting: LmSetting, split: str) -> dict[str, list[float]]:
+    """Tokens a processor second of reading an epoch, one reader after the other."""
     import datasets
 
-    config = lm_config(folder, setting)
+    config = lm_config(folder, setting, split)
     rows = document_rows(config)
     datasets.disable_progress_bars()
-    datasets.Dataset.from_list(rows).save_to_disk(folder / "datasets")
-    stored = datasets.load_from_disk(str(folder / "datasets"))  # mapped, too
+    datasets.Dataset.from_list(rows).save_to_disk(folder / "datasets" / split)
+    stored = datasets.load_from_disk(str(folder / "datasets" / split))  # mapped, too
     batch = documents_of_a_batch(rows, setting)
 
     def by_datasets(name: str) -> Iterator[int]:
@@ -312,26 +327,34 @@ def read_rates(folder: Path, setting: LmSetting) -> dict[str, list[float]]:
         for read in loader:
             yield int(read["attention_mask"].sum()) if name == PADDED else read["input_ids"].numel()
 
+    task, place = LanguageTask(config), RunPlace(pick("cpu"))
+    task.open(place)
+    opened, cache = task.data(place), task.cache
+
     def by_us() -> Iterator[int]:
-        place = RunPlace(pick("cpu"))
-        task = LanguageTask(config)
-        task.open(place)
-        data = task.data(place)
-        for step in data.steps(0, data.size.steps_per_epoch):
+        for step in opened.steps(0, opened.size.steps_per_epoch):
             for _ in step.batches:
                 pass
             yield step.tokens or 0
-        data.close()
+
+    def by_cache() -> Iterator[int]:
+        collate = PackCollate(cache)
+        for step in range(opened.size.steps_per_epoch):
+            draws = opened.sampler.draws(step)
+            collate([(draw, 1.0) for draw in draws])
+            yield sum(draw.sample.tokens for draw in draws)
 
     readers: dict[str, Callable[[], Iterator[int]]] = {
+        CACHE: by_cache,
         OURS: by_us,
         "datasets + collator that pads": lambda: by_datasets(PADDED),
         "datasets + collator that joins": lambda: by_datasets(JOINED),
     }
     rates: dict[str, list[float]] = {name: [] for name in readers}
-    for _ in range(setting.reads):
+    for number in range(WARM + setting.reads):
         for name, read in readers.items():
-            began = time.perf_counter()
+            began = time.process_time()  # of all threads: the loader reads in one of its own
             tokens = sum(read())
-            rates[name].append(tokens / (time.perf_counter() - began))
+            if number >= WARM:
+                rates[name].append(tokens / (time.process_time() - began))
     return rates

@@ -11,7 +11,7 @@ import mmspeed
 from mmspeed.cli.app import run
 from mmspeed.cli.bench_app import from_checkout
 
-CLAIMS = ["overfit", "loader", "index", "preprocess", "sp", "buckets --simulate", "sparse-training"]
+CLAIMS = ["overfit", "loader", "lm", "index", "preprocess", "sp", "buckets --simulate", "sparse-training"]
 
 
 @pytest.mark.parametrize("command", CLAIMS)

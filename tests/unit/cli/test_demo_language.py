@@ -16,9 +16,9 @@ from mmspeed.pipelines.tasks.language import LanguageTask
 
 @pytest.mark.parametrize("short", [True, False])
 def test_the_demos_model_can_be_exported(tmp_path: Path, short: bool) -> None:
-    settings = LanguageTask(language_demo_config(tmp_path, short)).use(2048).settings
+    settings = LanguageTask(language_demo_config(tmp_path, short)).use(1024).settings
     tree = config_tree(settings)
-    assert tree["model_type"] == "qwen3_moe" and tree["num_experts"] == 8 and tree["vocab_size"] == 2048
+    assert tree["model_type"] == "qwen3_moe" and tree["num_experts"] == 8 and tree["vocab_size"] == 1024
 
 
 @pytest.mark.slow
