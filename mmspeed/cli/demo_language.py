@@ -22,7 +22,7 @@ MARKER = "generation_config.json"  # of a folder that an earlier demo exported
 
 def language_tree(output: Path, short: bool) -> dict[str, Any]:
     """The demo's config, unchecked: a small model of experts on works of Shakespeare and Milton."""
-    steps = 60 if short else 700
+    steps = 60 if short else 600
     return {
         "task": "language",
         "name": "short" if short else "demo",
@@ -64,9 +64,9 @@ def language_demo_config(output: Path, short: bool) -> LanguageConfig:
 
 
 def run_language_demo(output: str | Path = "mmspeed-demo", short: bool = False) -> list[Path]:
-    """Run the whole demo into `output`, print a sample, and return the paths to look at.
+    """Run the whole demo into `output`, print a sample, and return the paths of the results.
 
-    A second run continues from the first: a finished training is not repeated, and its export is written anew.
+    A second run continues from the first: a finished training is not repeated, and its export is written again.
     """
     from mmspeed.pipelines import LanguageModel, TrainPipeline, write_report
     from mmspeed.pipelines.inference.language import Writing, export_language_run

@@ -6,7 +6,7 @@ import base64
 import html
 import io
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmspeed.config import Config, RunConfig, dump_config
 from mmspeed.log import format_bytes, format_seconds, read_metrics
@@ -18,6 +18,9 @@ from mmspeed.pipelines.report.ranks_part import ranks_part
 from mmspeed.pipelines.run.run_folder import RunFolder, write_text
 from mmspeed.redaction import redacted
 from mmspeed.version import __version__
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MOST_NAMED = 12  # curves of a plot that have a legend
 SHOWN_SAMPLES = 6  # newest steps whose videos are on the page
@@ -140,7 +143,8 @@ def save_loss_curve(run: str | Path, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _loss_figure(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -> Any:
+def _loss_figure(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -> Figure:
+    figure: Figure
     figure, axis = _axes()
     x, y = _numbers(steps, "loss")
     if x:

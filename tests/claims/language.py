@@ -30,7 +30,7 @@ from mmspeed.config import make_run_config
 from mmspeed.config.language import LanguageConfig
 from mmspeed.data.cache.documents import TextCache
 from mmspeed.device import pick
-from mmspeed.log import ProgressLine, get_logger, read_metrics
+from mmspeed.log import ProgressLine, get_logger, read_metrics, setup
 from mmspeed.loop.optimizers.build import learning_rate, make_groups
 from mmspeed.models.weights import quiet
 from mmspeed.pipelines import TrainPipeline
@@ -252,6 +252,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=LanguageSetting.steps)
     parser.add_argument("--threads", type=int, default=LanguageSetting.threads)
     chosen = parser.parse_args()
+    setup()
     output = chosen.output.resolve()
     result = language_claim(output, LanguageSetting(steps=chosen.steps, threads=chosen.threads))
     (output / "language.json").write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
