@@ -135,7 +135,7 @@ class DocumentShares:
         return torch.from_numpy(np.repeat(begins - behind, counts) + np.arange(sum(self.lengths)))
 
 
-@lru_cache(maxsize=64)  # layers and micro-batches of a forward ask for the same pack
+@lru_cache(maxsize=64)  # packs of validation come again
 def share_documents(lengths: tuple[int, ...], ranks: int) -> DocumentShares:
     """The shares of documents of these lengths on the ranks of a ring.
 

@@ -58,7 +58,7 @@ TWO = {
     "qwen3 experts, ring": Layout("qwen3-30b-a3b", ring=2),
     "qwen3 experts, fsdp, tp": Layout("qwen3-30b-a3b", tp=2, strategy="fsdp"),
 }
-FEW = {"qwen3, ring", "qwen3, tp", "qwen3 tied, ulysses", "deepseek, tp", "deepseek, fsdp, ulysses, recomputed"}
+FEW = {"qwen3, tp", "qwen3 tied, ulysses", "deepseek, tp", "deepseek, fsdp, ulysses, recomputed"}
 FOUR = {
     "deepseek, ring x ulysses": Layout("deepseek-v3", ring=2, ulysses=2),
     "qwen3, ring x tp, fsdp": Layout("qwen3-8b", ring=2, tp=2, strategy="fsdp"),

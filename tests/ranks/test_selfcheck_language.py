@@ -43,6 +43,7 @@ LAYOUTS = {
     "fsdp": ("qwen3-30b-a3b", "dp_shard=2", ()),
     "ulysses of experts": ("deepseek-v3", "ulysses=2", ("all_to_all ulysses",)),
     "tp and ulysses": ("llama3-8b", "tp=2,ulysses=2", ("all_gather tp", "all_to_all ulysses")),
+    "ring": ("deepseek-v3", "ring=2", ("ring ring", "all_gather sequence")),
     "ddp": ("qwen3-8b", "strategy=ddp,dp_replicate=2", ()),
 }
 
