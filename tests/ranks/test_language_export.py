@@ -30,6 +30,7 @@ def config(folder: Path, **parallel: int) -> Any:
         "output": str(folder / "runs"),
         "texts": {"sources": [{"path": str(folder / "a.txt")}], "cache": str(folder / "cache"), "validation": 0.0},
         "model": {"pretrained": str(folder / "base")},
+        "objective": {"balance_rate": 0.0},  # biases of experts stay, too
         "sequence_length": 33,
         "train": {"steps": 1, "batch_size": 2, "lr": 1e-30, "warmup_steps": 0, "ema_decay": 0.5},
         "parallel": {"strategy": "fsdp", **parallel},
