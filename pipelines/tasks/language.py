@@ -27,7 +27,7 @@ from mmspeed.models.language.config import DecoderSettings
 from mmspeed.models.language.counts import forward_work
 from mmspeed.models.language.decoder import Decoder
 from mmspeed.models.language.shapes import shape_named, tiny_twin
-from mmspeed.models.language.weights import on_meta, stored_decoder
+from mmspeed.models.language.weights import HubWeights, decoder_of, on_meta, stored_decoder
 from mmspeed.pipelines.tasks.base import TaskDefaults, largest_batch
 from mmspeed.pipelines.tasks.language_data import (
     HeldOutPacks,
@@ -57,6 +57,7 @@ from mmspeed.protocols import (
     Update,
     Validation,
     Work,
+    source_of,
 )
 from mmspeed.rng import Seed
 
@@ -169,12 +170,13 @@ class LanguageTask(TaskDefaults):
     def build(self) -> dict[str, nn.Module]:
         """The decoder, without memory, under the role "model"."""
         settings, model = self.settings, self._spare
-        if self.config.model.pretrained is None:
+        pretrained = self.config.model.pretrained
+        if pretrained is None:
             model = on_meta(settings)
-        elif model is None or model.settings != settings:
-            model = stored_decoder(
-                cast(str, self.config.model.pretrained), self.config.model.revision, settings.further
-            )
+        elif model is None:
+            model = stored_decoder(pretrained, self.config.model.revision, settings.further)
+        if model.settings != settings:  # the balance of experts is the config's, not the folder's
+            model = decoder_of(cast(HubWeights, source_of(model)).folder, settings)
         self._spare = None
         return {"model": model}
 

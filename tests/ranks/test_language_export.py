@@ -14,9 +14,12 @@ from safetensors.torch import load_file
 
 from mmspeed.config import make_run_config
 from mmspeed.log import read_metrics
+from mmspeed.models.language.decoder import Decoder
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.inference.language import export_language_run
+from mmspeed.pipelines.tasks.language import LanguageTask
 from mmspeed.preprocess.texts.preparation import TextPreparation
+from mmspeed.protocols import source_of
 from tests.support.language_models import saved
 from tests.support.spawn import run_ranks
 
@@ -41,6 +44,18 @@ def config(folder: Path, **parallel: int) -> Any:
 
 def trained(folder: Path, parallel: dict[str, int]) -> None:
     TrainPipeline(config(folder, **parallel)).run()
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_moe"])
+def test_the_balance_of_a_folders_experts_is_that_of_the_config(kind: str, tmp_path: Path) -> None:
+    saved(kind, tmp_path / "base", vocab_size=320)
+    whole = config(tmp_path)
+    task = LanguageTask(whole.model_copy(update={"model": whole.model.model_copy(update={"balance": "sequence"})}))
+    for _ in range(2):  # the second one opens the folder again
+        model = task.build()["model"]
+        assert isinstance(model, Decoder) and model.settings == task.settings and source_of(model) is not None
+        assert model.settings.experts is not None
+        assert (model.settings.experts.balance, model.settings.experts.balance_rate) == ("sequence", 0.0)
 
 
 @pytest.mark.slow
