@@ -45,7 +45,7 @@ LAYOUTS = {
     "tp and ulysses": ("llama3-8b", "tp=2,ulysses=2", ("all_gather tp", "all_to_all ulysses")),
     "ring": ("deepseek-v3", "ring=2", ("ring ring", "all_gather sequence")),
     "ddp": ("qwen3-8b", "strategy=ddp,dp_replicate=2", ()),
-    "ring": ("qwen3-8b", "ring=2", ("ring ring", "all_gather sequence")),
+    "ring of a dense decoder": ("qwen3-8b", "ring=2", ("ring ring", "all_gather sequence")),
 }
 
 
