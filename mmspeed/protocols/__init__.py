@@ -59,6 +59,7 @@ from .plan import (
     keep_blocks,
     parts_of,
     plan_of,
+    single_blocks,
 )
 from .preparation import CheckOutcome, Preparation
 from .shapes import ShapeClass, shape_words
@@ -159,6 +160,7 @@ __all__ = [
     "parts_of",
     "plan_of",
     "shape_words",
+    "single_blocks",
     "source_of",
     "stays_float32",
     "trainable",

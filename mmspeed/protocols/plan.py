@@ -415,20 +415,35 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(f"blocks.{name}", block) for name, block in listed.named_children()] if listed is not None else []
 
 
+def single_blocks(model: nn.Module) -> list[int]:
+    """The places, in the order of calls, of blocks that are no entries of a list, but modules of other modules."""
+    owners = [model.get_submodule(name.rpartition(".")[0]) for name, _ in blocks_of(model)]
+    return [
+        place
+        for place, owner in enumerate(owners)
+        if not isinstance(owner, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+    ]
+
+
 def keep_blocks(model: nn.Module, places: Sequence[int]) -> None:
     """Remove all but some blocks of a model, by their places in the order of calls, in place; its plan changes with them.
 
-    Blocks of one list stay in their order. Raises ValueError where a list of blocks would be left empty.
+    Blocks of one list stay in their order. A block that is in no list (`single_blocks`) stays. Raises ValueError where a list of blocks
+    would be left empty.
     """
     blocks, plan = blocks_of(model), plan_of(model)
     places_by_list: dict[str, list[int]] = {}
-    for place in places:
+    singles = single_blocks(model)
+    for place in sorted({*places, *singles}):
         places_by_list.setdefault(blocks[place][0].rpartition(".")[0], []).append(place)
     left = {name.rpartition(".")[0] for name, _ in blocks} - places_by_list.keys()
     if left:
         raise ValueError(f"{type(model).__name__}: no block of {', '.join(sorted(left))} would be left")
     chosen: list[Block] = []
     for name, own in places_by_list.items():
+        if own[0] in singles:
+            chosen += [plan.blocks[place] for place in own] if plan is not None else []
+            continue
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, nn.ModuleList(blocks[place][1] for place in own))
         if plan is not None:

@@ -32,7 +32,7 @@ from mmspeed.pipelines.tuning.memory_measure import BlockProfiler, key_of, step_
 from mmspeed.pipelines.tuning.memory_search import budget_bytes
 from mmspeed.pipelines.tuning.synthetic_step import learning_model
 from mmspeed.protocols import MicroBatchSize, RunPlace, Task, blocks_of, shape_words
-from mmspeed.protocols.plan import keep_blocks
+from mmspeed.protocols.plan import keep_blocks, single_blocks
 from mmspeed.torch_internals import FakeTensorMode, base_of
 
 FEW_OPTIONS = 8  # of a kind of block: fake tensors are slow
@@ -162,7 +162,8 @@ def shape_figures(
     bare = task.build()[role]
     model = learning_model(task, {role: bare})
     kinds, members = kinds_of([key_of(block) for _, block in blocks_of(model)])
-    keep_blocks(bare, [blocks[0] for blocks in members])
+    wanted = sorted({blocks[0] for blocks in members} | set(single_blocks(bare)))
+    keep_blocks(bare, wanted)
     task.shapes()
     batch, loss = task.sketch(bare, step.shape, step.items)  # before FakeTensorMode, since it reads values of tensors
     if memory.master != "parameters":
@@ -183,7 +184,7 @@ def shape_figures(
             batch,
             loss,
             kinds,
-            [[place] for place in range(len(members))],
+            [[wanted.index(blocks[0])] for blocks in members],
             memory=memory,
             average=config.train.ema_decay is not None,
             optimizer=config.train.optimizer,

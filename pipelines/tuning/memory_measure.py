@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -63,19 +63,37 @@ class _PassFirst(torch.autograd.Function):
         return grad, *gradients
 
 
-class IdentityBlock(nn.Module):
-    """A block that does nothing. `outputs`: the number of tensors that it returns, its first ones; 0: one tensor, and no tuple."""
+Outputs: TypeAlias = "tuple[torch.Size | None, ...] | None"
 
-    def __init__(self, outputs: int = 0) -> None:
+
+class IdentityBlock(nn.Module):
+    """A block that does nothing.
+
+    outputs: the shapes of the tensors that the block returns, None where it returns none; None: one tensor, and no tuple. Tensors behind
+    the first are the arguments at their places where these are alike, and else zeros.
+    """
+
+    def __init__(self, outputs: Outputs = None) -> None:
         super().__init__()
         self.outputs = outputs
 
     def forward(self, *args: Any, **named: Any) -> Any:
         x, *others = (*args, *named.values())
         passed = _PassFirst.apply(x, *others)
-        if self.outputs == 0:
+        if self.outputs is None:
             return passed
-        return passed, *(other.view_as(other) for other in others[: self.outputs - 1])
+        behind = self.outputs[1:]
+        others += [None] * len(behind)
+        return passed, *(_like(shape, other, x) for shape, other in zip(behind, others, strict=False))
+
+
+def _like(shape: torch.Size | None, argument: object, x: Tensor) -> Tensor | None:
+    """A tensor for an output of a shape: the argument at its place, or zeros."""
+    if shape is None:
+        return None
+    if isinstance(argument, Tensor) and argument.is_floating_point() and argument.dim() == len(shape):
+        return argument.view_as(argument)
+    return x.new_zeros(shape)
 
 
 class _PreviousLayer(torch.autograd.Function):
@@ -112,7 +130,7 @@ class BlockCall:
     kwargs: dict[str, Any]
     autocast: torch.dtype | None
     record: ForwardRecord | None = None  # of the forward around it, where tokens lie on several processes
-    outputs: int = 0  # tensors that it returned; 0: one, and no tuple
+    outputs: Outputs = None  # shapes of the tensors that it returned; None: one, and no tuple
 
     @property
     def first(self) -> Tensor:
@@ -120,14 +138,15 @@ class BlockCall:
         return cast(Tensor, self.args[0] if self.args else next(iter(self.kwargs.values())))
 
     def run(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The block's outputs for a first argument `x`; the others are those of the call."""
+        """The block's tensors with a gradient for a first argument `x`; the others are those of the call."""
         kind, args, named = x.device.type, (x, *self.args[1:]), self.kwargs
         if not self.args:
             args, named = (), {**named, next(iter(named)): x}
         dtype = self.autocast or torch.bfloat16
         with resumed(self.record), torch.autocast(kind, dtype, enabled=self.autocast is not None):
             out = self.block(*args, **named)
-        return out if isinstance(out, tuple) else (out,)
+        outs = out if isinstance(out, tuple) else (out,)
+        return tuple(one for one in outs if isinstance(one, Tensor) and one.requires_grad)
 
     def clear(self) -> None:
         """Free all gradients."""
@@ -158,7 +177,8 @@ def capture(forward: Work, blocks: Sequence[nn.Module]) -> list[BlockCall]:
         calls[id(block)] = BlockCall(block, args, kwargs, dtype, current_record())
 
     def count(block: nn.Module, args: Any, out: Any) -> None:
-        calls[id(block)].outputs = len(out) if isinstance(out, tuple) else 0
+        if isinstance(out, tuple):
+            calls[id(block)].outputs = tuple(one.shape if isinstance(one, Tensor) else None for one in out)
 
     handles = [block.register_forward_pre_hook(take, with_kwargs=True) for block in blocks]
     handles += [block.register_forward_hook(count) for block in blocks]
@@ -276,7 +296,7 @@ class BlockProfiler:
         model: nn.Module,
         batch: Callable[[], BatchT],
         loss: Callable[[BatchT], Tensor],
-        outputs: Sequence[int] = (),
+        outputs: Sequence[Outputs] = (),
     ) -> tuple[int, int]:
         """(bytes kept outside of the blocks, bytes above them at the peak) of a forward and backward pass of a batch.
 
@@ -298,8 +318,8 @@ class BlockProfiler:
         return int(largest[0]), int(max(largest[1:]))
 
 
-def identity(block: nn.Module, outputs: int = 0) -> nn.Module:
-    """A stand-in for a block that returns `outputs` tensors: it only re-shards tokens as the block would.
+def identity(block: nn.Module, outputs: Outputs = None) -> nn.Module:
+    """A stand-in for a block that returns `outputs` (`IdentityBlock`): it only re-shards tokens as the block would.
 
     In many plans the first block's boundary splits the tokens, and the layers after the blocks need this process's part.
     """
@@ -311,11 +331,11 @@ def identity(block: nn.Module, outputs: int = 0) -> nn.Module:
 
 
 @contextmanager
-def without_blocks(model: nn.Module, outputs: Sequence[int] = ()) -> Iterator[None]:
+def without_blocks(model: nn.Module, outputs: Sequence[Outputs] = ()) -> Iterator[None]:
     """Replace a model's blocks by ones that do nothing, inside."""
     blocks = [block for _, block in blocks_of(model)]
-    counts = dict(zip(map(id, blocks), outputs, strict=False))
-    with other_blocks(model, lambda block: identity(block, counts.get(id(block), 0))):
+    shapes = dict(zip(map(id, blocks), outputs, strict=False))
+    with other_blocks(model, lambda block: identity(block, shapes.get(id(block)))):
         yield
 
 

@@ -36,7 +36,7 @@ from mmspeed.pipelines.run.run_folder import write_text
 from mmspeed.pipelines.tuning.memory_measure import BlockProfiler, key_of, step_figures
 from mmspeed.pipelines.tuning.profile import UNMEASURED, setting_of
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep, learning_model
-from mmspeed.protocols import Batch, MicroBatchSize, Models, RunPlace, Task, blocks_of, shape_words
+from mmspeed.protocols import Batch, MicroBatchSize, Models, RunPlace, Task, blocks_of, shape_words, single_blocks
 
 MEMORY_NAME = "memory.json"
 TRIES = 5  # real steps that are taken to verify a choice
@@ -106,8 +106,9 @@ def measured_figures(
 
     with_swap: True: policies that swap are options; None: on all but a CPU, where the host's memory is the device's.
     """
-    kinds, members = kinds_of([key_of(block) for _, block in blocks_of(learning_model(task, task.build()))])
-    wanted = sorted(block for blocks in members for block in blocks[:2])
+    whole = learning_model(task, task.build())
+    kinds, members = kinds_of([key_of(block) for _, block in blocks_of(whole)])
+    wanted = sorted({block for blocks in members for block in blocks[:2]} | set(single_blocks(whole)))
     chosen = [[wanted.index(block) for block in blocks[:2]] for blocks in members]
     # the optimizer's step is not measured here
     memory = config.memory.model_copy(update={"budget": None, "fraction": None, "release_gradients": False})
@@ -242,7 +243,7 @@ def too_small(budget: int, least: int, figures: StepFigures) -> UserError:
     return UserError(
         f"memory: a step takes at least {wanted}, more than the budget of {available}; weights, optimizer and "
         f"gradients are {format_bytes(static.between + static.gradients)} of it. Raise the budget, put memory.master, memory.states or "
-        "memory.ema on the host, use parallel.strategy: fsdp or a split of the video (parallel.dsp or parallel.ulysses), or take smaller "
+        "memory.ema on the host, use parallel.strategy: fsdp or a split of a sample (parallel.dsp or parallel.ulysses), or take smaller "
         "batches or buckets"
     )
 
