@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmspeed.compute import cuda_documents
+from mmspeed.compute import cuda_documents, npu_operators
 from mmspeed.compute.attention import with_heads_of
 from mmspeed.graphs import outside_graphs
 
@@ -82,6 +82,7 @@ def _each_refuses(q_TAD: Tensor, *_: object) -> str:
 document_attention = Operator(
     "document_attention",
     (
+        Implementation("npu", npu_operators.documents, npu_operators.documents_refuse),
         Implementation("varlen", cuda_documents.varlen_documents, cuda_documents.refuses),
         Implementation("each", each_document, _each_refuses),
         Implementation("eager", eager_documents),

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmspeed.compute import npu_operators
+
 from .base import Implementation, Operator
 
 
@@ -21,4 +23,11 @@ def fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), eps)
 
 
-rms_norm = Operator("rms_norm", (Implementation("torch", fused_rms_norm), Implementation("eager", eager_rms_norm)))
+rms_norm = Operator(
+    "rms_norm",
+    (
+        Implementation("npu", npu_operators.rms_norm, npu_operators.refuses("npu_rms_norm")),
+        Implementation("torch", fused_rms_norm),
+        Implementation("eager", eager_rms_norm),
+    ),
+)

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmspeed.compute import npu_operators
+
 from .base import Implementation, Operator
 
 
@@ -45,4 +47,11 @@ def _lean_refuses(gate: Tensor, up: Tensor) -> str:
     return "" if torch.is_grad_enabled() else "no gradient is recorded"
 
 
-swiglu = Operator("swiglu", (Implementation("lean", lean_swiglu, _lean_refuses), Implementation("eager", eager_swiglu)))
+swiglu = Operator(
+    "swiglu",
+    (
+        Implementation("npu", npu_operators.swiglu, npu_operators.refuses("npu_swiglu")),
+        Implementation("lean", lean_swiglu, _lean_refuses),
+        Implementation("eager", eager_swiglu),
+    ),
+)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspeed.compute import npu_operators
 from mmspeed.compute.rope import rope_dtype
 
 from .base import Implementation, Operator
@@ -47,4 +48,11 @@ def _lean_refuses(x_BNAD: Tensor, cos_BNH: Tensor, sin_BNH: Tensor) -> str:
     return "the tables need a gradient" if cos_BNH.requires_grad or sin_BNH.requires_grad else ""
 
 
-rotary = Operator("rotary", (Implementation("lean", lean_turn, _lean_refuses), Implementation("eager", eager_turn)))
+rotary = Operator(
+    "rotary",
+    (
+        Implementation("npu", npu_operators.turn, npu_operators.turn_refuses),
+        Implementation("lean", lean_turn, _lean_refuses),
+        Implementation("eager", eager_turn),
+    ),
+)
