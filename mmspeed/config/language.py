@@ -13,7 +13,7 @@ from .inputs import Section
 from .places import absolute_places, is_url, mirror_folder
 from .schema import RunConfig, joined
 from .texts import BytesTokenizerConfig, StoredTokenizerConfig, TextsConfig, TokenizerConfig
-from .training import Weighting, WeightingSection
+from .training import PartConfig, Weighting, WeightingSection, check_parts
 
 OF_VIDEO = ("caption_dropout", "loss_frames")  # keys of `train` that say nothing to a language model
 
@@ -147,6 +147,12 @@ class LanguageObjectiveConfig(WeightingSection):
     further: float = Field(0.3, ge=0, description="Factor of the mean loss of the modules that predict further tokens.")
 
 
+class LanguageStageConfig(PartConfig):
+    """A part of training with packs of a length of its own, or other shares of the sources."""
+
+    sequence_length: int | None = Field(None, ge=2, description="Tokens of a pack in this stage; null: the run's.")
+
+
 class LanguageConfig(RunConfig):
     """The config of a run of the language task."""
 
@@ -160,7 +166,7 @@ class LanguageConfig(RunConfig):
         "model.pretrained",
     )
     order: ClassVar[tuple[str, ...]] = (
-        "task", "name", "output", "seed", "texts", "tokenizer", "model", "sequence_length", "packing", "objective", "train", "batching",
+        "task", "name", "output", "seed", "texts", "tokenizer", "model", "sequence_length", "packing", "curriculum", "objective", "train", "batching",
         "checkpoint", "validate", "parallel", "memory", "device", "trackers", "tracking",
     )  # fmt: skip
 
@@ -179,6 +185,10 @@ class LanguageConfig(RunConfig):
         "documents",
         description="`documents`: whole documents by best fit, cut only where they are longer than a pack; `stream`: one behind the other, cut where a pack ends. Attention never crosses a document.",
     )
+    curriculum: tuple[LanguageStageConfig, ...] = Field(
+        (),
+        description="Stages of training one after another, such as short packs, then long ones; empty: one stage. A stage with the same shares goes on with the tokens that are left of the epoch; one with others begins an epoch.",
+    )
     objective: LanguageObjectiveConfig = Field(
         default_factory=LanguageObjectiveConfig, description="The training objective."
     )
@@ -191,6 +201,7 @@ class LanguageConfig(RunConfig):
                 and getattr(self.train, name) != type(self.train).model_fields[name].default
             ):
                 raise ValueError(f"train.{name} is a key of the task video; this config is of the task language")
+        check_parts(self.curriculum, self.texts.source_names, self.train.steps)
         if self.batching.by == "time":
             raise ValueError("batching.by: time is measured for videos: use samples, tokens or flops")
         return self
@@ -215,6 +226,13 @@ class LanguageConfig(RunConfig):
         shared = super().absolute(base)
         changes |= {"output": shared.output, "train": shared.train, "checkpoint": shared.checkpoint}
         return self.model_copy(update=changes)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of a pack, stage by stage."""
+        return tuple(stage.sequence_length or self.sequence_length for stage in self.curriculum) or (
+            self.sequence_length,
+        )
 
     @property
     def cache_dir(self) -> Path:

@@ -40,7 +40,7 @@ from .places import absolute_places, base_name, is_url, mirror_folder
 from .published import FamilyObjectiveConfig, PublishedModelConfig, with_repository
 from .shift import ShiftConfig
 from .sparse import SparseConfig, planner_from_scratch
-from .training import BatchingConfig, StageConfig, TrainConfig, Weighting, WeightingSection
+from .training import BatchingConfig, StageConfig, TrainConfig, Weighting, WeightingSection, check_parts
 
 __all__ = [
     "BatchingConfig",
@@ -280,23 +280,9 @@ class Config(RunConfig):
     @model_validator(mode="after")
     def _stages_fit(self) -> Config:
         for number, stage in enumerate(self.curriculum, start=1):
-            if stage.steps is None and number < len(self.curriculum):
-                raise ValueError(f"curriculum: stage {number} is not the last, so it needs `steps`")
             if not any(stage.takes(bucket) for bucket in self.buckets):
                 raise ValueError(f"curriculum: stage {number} takes none of data.buckets")
-            unknown = [name for name in stage.weights or () if name not in self.data.dataset_names]
-            if unknown:
-                names = ", ".join(self.data.dataset_names)
-                raise ValueError(
-                    f"curriculum: stage {number} has a weight for {unknown[0]}, which is not a source (known: {names})"
-                )
-            if stage.weights is not None and not any(stage.weights.values()):
-                raise ValueError(f"curriculum: stage {number} gives every source the weight 0")
-        total = sum(stage.steps or 0 for stage in self.curriculum)
-        if self.curriculum and self.curriculum[-1].steps is not None and total < self.train.steps:
-            raise ValueError(
-                f"curriculum: the stages are {total} steps, train.steps {self.train.steps}; leave `steps` out of the last stage"
-            )
+        check_parts(self.curriculum, self.data.dataset_names, self.train.steps)
         return self
 
     @model_validator(mode="after")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -146,19 +147,43 @@ class BatchingConfig(Section):
     )
 
 
-class StageConfig(Section):
-    """A part of training that uses only some of the buckets."""
+class PartConfig(Section):
+    """A part of training: its steps and the shares of the sources."""
 
     steps: int | None = Field(
         None, ge=1, description="Optimizer steps of this stage; null: all remaining ones (the last stage)."
     )
+    weights: dict[str, Annotated[float, Field(ge=0)]] | None = Field(
+        None,
+        description="Shares of the sources in this stage, by their names, in place of those of the sources themselves; a source that is not named has none.",
+    )
+
+
+def check_parts(parts: Sequence[PartConfig], sources: Sequence[str], steps: int) -> None:
+    """Raise ValueError for stages without a length, with weights of no source, or with fewer steps than the run."""
+    for number, part in enumerate(parts, start=1):
+        if part.steps is None and number < len(parts):
+            raise ValueError(f"curriculum: stage {number} is not the last, so it needs `steps`")
+        unknown = [name for name in part.weights or () if name not in sources]
+        if unknown:
+            raise ValueError(
+                f"curriculum: stage {number} has a weight for {unknown[0]}, which is not a source (known: {', '.join(sources)})"
+            )
+        if part.weights is not None and not any(part.weights.values()):
+            raise ValueError(f"curriculum: stage {number} gives every source the weight 0")
+    total = sum(part.steps or 0 for part in parts)
+    if parts and parts[-1].steps is not None and total < steps:
+        raise ValueError(
+            f"curriculum: the stages are {total} steps, train.steps {steps}; leave `steps` out of the last stage"
+        )
+
+
+class StageConfig(PartConfig):
+    """A part of training that uses only some of the buckets."""
+
     min_frames: int = Field(1, ge=1, description="Fewest frames of the buckets used.")
     max_frames: int | None = Field(None, ge=1, description="Most frames of the buckets used; 1: images only.")
     max_pixels: int | None = Field(None, ge=1, description="Most pixels (height x width) of the buckets used.")
-    weights: dict[str, Annotated[float, Field(ge=0)]] | None = Field(
-        None,
-        description="Shares of the sources in this stage, by their names, in place of those under `data`; a source that is not named has none.",
-    )
 
     def takes(self, bucket: Bucket) -> bool:
         """True if this stage uses the samples of a bucket."""

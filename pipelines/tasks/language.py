@@ -21,6 +21,7 @@ from mmspeed.data import Batching, Loader
 from mmspeed.data.cache.documents import TextCache
 from mmspeed.data.sampling.batch_sizes import SampleCosts, make_batching
 from mmspeed.data.sampling.pack_order import DocumentSupply, PackLength, PackSample, PackSampler
+from mmspeed.data.sampling.pack_stages import StagedPacks
 from mmspeed.data.sampling.weighting import StepWeights
 from mmspeed.errors import UserError
 from mmspeed.models.language.config import DecoderSettings
@@ -75,6 +76,7 @@ class LanguageTask(TaskDefaults):
         self.config, self.maker = config, maker
         self._cache: TextCache | None = None
         self._vocabulary: int | None = None
+        self._squares: dict[int, float] = {}  # by length of a pack
         self._spare: Decoder | None = None  # a model of a folder, opened for its settings, that `build` will return
 
     # -- opening --------------------------------------------------------------------------------------------------------
@@ -136,7 +138,7 @@ class LanguageTask(TaskDefaults):
                 f"the tokenizer has {self._vocabulary:,} ids and the model's embedding {settings.vocabulary:,} rows: "
                 "use the model's own tokenizer, or raise model.vocabulary"
             )
-        turn, length = self._longest_turn, self.config.sequence_length
+        turn, length = self._longest_turn, min(self.config.lengths)
         if turn > length:
             raise UserError(
                 f"sequence_length: an assistant's turn in the chats has {turn:,} tokens and a pack {length:,}, so that it would be cut "
@@ -220,15 +222,21 @@ class LanguageTask(TaskDefaults):
 
     @property
     def shape(self) -> PackLength:
-        """The shape class of packs."""
+        """The shape class of packs, outside of the stages of a curriculum."""
         return PackLength(self.config.sequence_length)
 
     @cached_property
     def supply(self) -> DocumentSupply:
         """The documents to train on, with the shares of their sources."""
+        return self._supply(None)
+
+    def _supply(self, stage: Mapping[str, float] | None) -> DocumentSupply:
+        """The documents with the shares of a stage (None: those of the sources)."""
         cache, texts = self.cache, self.config.texts
         named = dict(zip(texts.source_names, texts.sources, strict=True))
         weights = {name: source.weight for name, source in named.items() if source.weight is not None}
+        if stage is not None:
+            weights = {name: stage.get(name, 0.0) for name in named}
         return DocumentSupply(
             cache.lengths,
             cache.source,
@@ -240,15 +248,16 @@ class LanguageTask(TaskDefaults):
             texts.temperature if not weights else None,
         )
 
-    @cached_property
-    def _mean_squares(self) -> float:
+    def _mean_squares(self, length: int) -> float:
         """The mean over packs of the sum of squared lengths, of packs that are full of whole or cut documents."""
-        length = self.config.sequence_length
         if self._cache is None:
             return float(length) ** 2
-        lengths = np.asarray(self.cache.lengths)[self.supply.trained].astype(np.int64)
-        full, rest = np.divmod(lengths, length)
-        return float((full * length**2 + rest**2).sum() / max(1, lengths.sum()) * length)
+        if length not in self._squares:
+            lengths = np.asarray(self.cache.lengths)[self.supply.trained].astype(np.int64)
+            full, rest = np.divmod(lengths, length)
+            squares = float((full * length**2 + rest**2).sum() / max(1, lengths.sum()) * length)
+            self._squares[length] = squares
+        return self._squares[length]
 
     def _cost(self, tokens: float, squares: float) -> float:
         """FLOPs of forward and backward."""
@@ -259,16 +268,14 @@ class LanguageTask(TaskDefaults):
         """The packs of a step."""
         config = self.config
         costs = SampleCosts(self.tokens, self.cost, lambda sample: self.sample_cost(sample) / self.cost(self.shape))
-        return make_batching(config.batching, config.train, [self.shape], costs, place.dealt, config.parallel)
+        return make_batching(config.batching, config.train, self.shapes(), costs, place.dealt, config.parallel)
 
     def data(self, place: RunPlace) -> LanguageData:
         """The order of each epoch's packs, and this rank's share of each step."""
         config, one = self.config, forward_work(self.settings, [1])
         seed = Seed(config.seed, place.generator)
         batching = self.batching(place)
-        sampler = PackSampler(
-            self.supply, config.sequence_length, config.packing, batching, one.attention / one.products, seed
-        )
+        sampler = self._sampler(batching, one.attention / one.products, seed)
         loader = Loader(
             None,
             sampler,
@@ -279,12 +286,29 @@ class LanguageTask(TaskDefaults):
             device=place.device,
             collate=PackCollate(self.cache),
         )
-        tokens = sampler.packs_of(0).ranges.tokens / len(sampler.packs_of(0))
-        return LanguageData(self.cache, sampler, loader, StepWeights(config.weighting, sampler, lambda _: tokens))
+        packs, first = sampler.packs_of(0), config.lengths[0]
+        full = packs.ranges.tokens / len(packs) / first
+        weights = StepWeights(config.weighting, sampler, lambda shape: full * shape.numbers)
+        return LanguageData(self.cache, sampler, loader, weights)
+
+    def _sampler(self, batching: Batching, attention: float, seed: int) -> PackSampler | StagedPacks:
+        """The order of the run's packs, stage by stage."""
+        config = self.config
+
+        def order(length: int, supply: DocumentSupply) -> PackSampler:
+            return PackSampler(supply, length, config.packing, batching, attention, seed)
+
+        if not config.curriculum:
+            return order(config.sequence_length, self.supply)
+        supplies = [
+            self.supply if stage.weights is None else self._supply(stage.weights) for stage in config.curriculum
+        ]
+        orders = map(order, config.lengths, supplies)
+        return StagedPacks(list(zip(orders, [stage.steps for stage in config.curriculum], strict=True)))
 
     def shapes(self) -> Sequence[ShapeClass]:
-        """The class of packs."""
-        return [self.shape]
+        """The classes of packs, by their lengths."""
+        return [PackLength(length) for length in sorted(set(self.config.lengths))]
 
     def synthetic_batch(self, shape: ShapeClass, items: int, place: RunPlace, tokens: int | None = None) -> Batch:
         """Packs of random ids, each of two documents."""
@@ -339,7 +363,7 @@ class LanguageTask(TaskDefaults):
     def work(self, shape: ShapeClass, text_tokens: int | None = None) -> Work:
         """Work of a full pack of documents of usual lengths."""
         one = forward_work(self.settings, [1])
-        squares = self._mean_squares * (shape.numbers / self.config.sequence_length) ** 2
+        squares = self._mean_squares(shape.numbers)
         return Work(one.products * shape.numbers, one.attention * squares, one.elementwise * shape.numbers)
 
     def cost(self, shape: ShapeClass) -> float:
@@ -363,7 +387,7 @@ class LanguageTask(TaskDefaults):
         """Packs, real tokens, padding and, with several sources, the tokens of each."""
         samples = packs_of(step)
         tokens = sum(sample.tokens for sample in samples)
-        places = max(1, len(samples) * self.config.sequence_length)
+        places = max(1, sum(sample.shape.numbers for sample in samples))
         row: dict[str, Any] = {"samples": len(samples), "tokens": tokens, "padding": round(1 - tokens / places, 6)}
         if len(self.cache.sources) > 1:
             row["source_tokens"] = tokens_by_source(self.cache, samples)
@@ -395,7 +419,7 @@ class LanguageTask(TaskDefaults):
         """The model's section, its vocabulary, and the lengths of packs."""
         section = self.config.model.model_dump(mode="json")
         named = {f"model.{name}": value for name, value in section.items()}
-        return {**named, "model.rows": self.settings.vocabulary, "sequence_length": self.config.sequence_length}
+        return {**named, "model.rows": self.settings.vocabulary, "sequence_length": list(self.config.lengths)}
 
     def shrunk(self, known: Mapping[str, Any] | None = None) -> CheckTask:
         """A tiny twin of the decoder on synthetic documents. Raises UserError for heads or rows that do not fit the layout."""

@@ -19,6 +19,7 @@ from mmspeed.compute.operators.cross_entropy import IGNORED
 from mmspeed.data import Loader, SampleUse
 from mmspeed.data.loading.loader import DrawnItems
 from mmspeed.data.sampling.pack_order import PackLength, PackSample, PackSampler
+from mmspeed.data.sampling.pack_stages import StagedPacks
 from mmspeed.data.sampling.weighting import StepWeights
 from mmspeed.pipelines.tasks.base import SampledData, shares
 from mmspeed.protocols import Batch, BatchShape, Divisors, Item, LossFunction, Models, RunPlace, StepData, Term, Terms
@@ -113,7 +114,7 @@ class LanguageData(SampledData[PackSample]):
     """The order of a language run's packs, with target tokens as divisor."""
 
     def __init__(
-        self, documents: DocumentReader, sampler: PackSampler, loader: Loader, weights: StepWeights | None
+        self, documents: DocumentReader, sampler: PackSampler | StagedPacks, loader: Loader, weights: StepWeights | None
     ) -> None:
         super().__init__(sampler, loader, weights)
         self.documents = documents

@@ -234,3 +234,60 @@ def test_losses_by_packs_are_those_of_a_token(tmp_path: Path) -> None:
     TrainPipeline(one, task=MemoryTask(one)).run()
     row = next(row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "train")
     assert row["by_bucket"] == {"packs of 48": pytest.approx(row["loss"], rel=1e-6)}
+
+
+STAGES = "curriculum=[{steps: 2, sequence_length: 20}, {steps: 1}, {sequence_length: 30}]"
+
+
+def test_stages_of_other_lengths_train_each_token_of_an_epoch_once(tmp_path: Path) -> None:
+    task = opened(tmp_path, STAGES, "train.steps=6")
+    data, met = task.data(ALONE), Counter[tuple[int, int]]()
+    last = next(step for step in range(99) if data.locate(step).epoch)
+    lengths = []
+    for step in data.steps(0, last):
+        count(met, packs_of(step))
+        lengths.append({sample.shape.numbers for sample in packs_of(step)})
+    assert lengths[:4] == [{20}, {20}, {48}, {30}]
+    held_out = task.cache.held_out
+    assert met == {(d, place): 1 for d, length in enumerate(LENGTHS) if not held_out[d] for place in range(length)}
+    assert [shape.numbers for shape in task.shapes()] == [20, 30, 48]
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 4])
+def test_a_run_that_stops_in_a_stage_goes_on_bit_by_bit(tmp_path: Path, stop: int) -> None:
+    """At the border of two stages, too."""
+    draws = []
+    for begin in (0, stop):
+        data = opened(tmp_path, STAGES, "train.steps=6").data(ALONE)
+        if begin:
+            state = json.loads(json.dumps(opened(tmp_path, STAGES, "train.steps=6").data(ALONE).state(begin)))
+            assert data.resume(state) is None or stop in (2, 3)
+        draws.append([[sample.pieces for sample in packs_of(step)] for step in data.steps(stop, 6)])
+    assert draws[0] == draws[1]
+
+
+def test_a_stage_of_other_shares_begins_an_epoch(tmp_path: Path) -> None:
+    stages = "curriculum=[{steps: 2, weights: {plain: 1}}, {weights: {plain: 1, chats: 3}}]"
+    task = opened(tmp_path, stages, "train.steps=4")
+    data = task.data(ALONE)
+    sources = [set(task.describe(step)["source_tokens"]) for step in data.steps(0, 4)]
+    assert sources[0] == sources[1] == {"plain"} and "chats" in sources[2] | sources[3]
+    assert data.locate(2).epoch > data.locate(1).epoch
+    for wrong, message in (
+        ("[{}, {}]", "stage 1 is not the last, so it needs `steps`"),
+        ("[{weights: {books: 1}}]", r"a weight for books, which is not a source \(known: plain, chats\)"),
+        ("[{steps: 2}]", "leave `steps` out of the last stage"),
+    ):
+        with pytest.raises(UserError, match=message):
+            config(tmp_path, f"curriculum={wrong}")
+
+
+@pytest.mark.slow
+def test_a_run_in_stages_stops_and_goes_on_bit_by_bit(tmp_path: Path) -> None:
+    more = (STAGES, "train.prefetch=2", "train.loader_workers=1")
+    whole = config(tmp_path / "whole", *more)
+    TrainPipeline(whole, task=MemoryTask(whole)).run()
+    for steps in (2, 3, 6):
+        part = config(tmp_path / "part", *more, f"train.steps={steps}")
+        TrainPipeline(part, task=MemoryTask(part)).run()
+    assert losses(tmp_path / "part") == losses(tmp_path / "whole") and len(losses(tmp_path / "whole")) == 6
