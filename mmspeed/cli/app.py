@@ -162,7 +162,8 @@ def init(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Published model to fine-tune: a short name such as wan2.1-1.3b, a hub id (owner/name) or a folder."
+            help="Published model to fine-tune: a short name such as wan2.1-1.3b, a hub id (owner/name) or a folder; "
+            "of the task language also a recipe for training from the beginning, such as qwen3-8b."
         ),
     ] = None,
     texts: Annotated[
@@ -171,8 +172,8 @@ def init(
 ) -> None:
     """Write a commented config, ready to edit; with --videos, fitted to your videos; with --model, for fine-tuning a published one."""
     if texts is not None:
-        if videos is not None or model is not None:
-            raise UserError("--texts is of the task language: give it without --videos and --model")
+        if videos is not None:
+            raise UserError("--texts is of the task language: give it without --videos")
         videos, task = texts, "language"
     if videos is not None:  # which are read; anything else takes a moment
         spoken.begin("init", path)

@@ -102,7 +102,7 @@ def write_config(
         preparation = preparation_class(task)
         if preparation is None:
             raise unsupported_task(task, f"init {option}" if source is not None else "init --model")
-        tell(f"reading {'the clips of the package' if videos is None else videos}")
+        tell(f"reading {'the data of the package' if videos is None else videos}")
         values, findings = preparation.fitted_values(name, source, path.resolve().parent, model)
         for line in findings:
             tell(line)

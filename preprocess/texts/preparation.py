@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from mmspeed.config.places import absolute_places, is_url
 from mmspeed.config.texts import TextsConfig, TextSourceConfig, TokenizerConfig
-from mmspeed.errors import UserError
+from mmspeed.config.yaml_text import parse_yaml
+from mmspeed.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from mmspeed.config import RunConfig
     from mmspeed.preprocess.texts.build import TextCacheBuilder
 
-DEMO_TEXTS = "assets/demo-texts"  # of the package
+DEMO_TEXTS, RECIPES = "assets/demo-texts", "assets/recipes"  # of the package
 _LOOKED_AT = 20  # first rows of a source that tell its column
 
 
@@ -70,22 +71,18 @@ class TextPreparation:
 
     @classmethod
     def starting_values(cls, name: str, videos: str | None, model: str | None = None) -> Mapping[str, Any]:
-        """Initial values for the texts at a path; None: those of the package. Raises UserError for a model."""
-        if model is not None:
-            raise UserError("init of a run of texts takes no --model; name the folder under model.pretrained")
+        """Initial values for the texts at a path; None: those of the package.
+
+        model: a recipe of the package, its twin for a CPU (`tiny-` before its name), or a folder or hub id of transformers to go on from.
+        Raises UserError for another one.
+        """
         sources: list[dict[str, Any]] = [{"path": videos}]
         texts: dict[str, Any] = {"sources": sources, "cache": f"cache/{name}"}
         if videos is None:
             shipped = Path(str(files("mmspeed"))).resolve() / DEMO_TEXTS
             sources[:] = [{"path": str(shipped / "train")}, {"path": str(shipped / "validation"), "held_out": True}]
             texts["validation"] = 0.0
-        return {
-            "texts": texts,
-            "tokenizer": {"kind": "train", "size": 8192},
-            # for a task that has them
-            "model": {"shape": "tiny-qwen3-0.6b"},
-            "sequence_length": 512,
-        }
+        return {"texts": texts, **_sections_of(model)}
 
     @classmethod
     def fitted_values(
@@ -149,6 +146,28 @@ class TextPreparation:
             if texts.online and not is_url(texts.cache)
             else None
         )
+
+
+def _sections_of(model: str | None) -> dict[str, Any]:
+    """The sections of a model: those of its recipe, of a tiny twin, or of weights of transformers. Raises UserError for an unknown name."""
+    own = {"kind": "train", "size": 8192}
+    if model is None or model.startswith("tiny-"):
+        return {"tokenizer": own, "model": {"shape": model or "tiny-qwen3-0.6b"}, "sequence_length": 512}
+    folder = Path(str(files("mmspeed"))) / RECIPES
+    if (folder / f"{model}.yaml").is_file():
+        return dict(parse_yaml((folder / f"{model}.yaml").read_text(encoding="utf-8")))
+    if "/" not in model and not Path(model).expanduser().is_dir():
+        names = sorted(path.stem for path in folder.glob("*.yaml"))
+        raise UserError(
+            f"--model: {model!r} is no recipe{nearest(model, names)}: {', '.join(names)}; or name a folder or hub id of transformers"
+        )
+    place = str(Path(model).expanduser().resolve()) if Path(model).expanduser().is_dir() else model
+    return {
+        "tokenizer": {"kind": "transformers", "path": place},
+        "model": {"pretrained": place},
+        "sequence_length": 1024,
+        "train": {"lr": 1e-5},
+    }
 
 
 def _fit(place: str) -> tuple[dict[str, str], str]:
