@@ -1,10 +1,10 @@
 """The operators of language models, by name: their implementations, and the rule that says which one serves a call.
 
     operator               implementations, the eager twin last
-    document_attention     npu, varlen (CUDA, half types), each (a fused call for each document), eager
-    rms_norm               npu, torch, eager
-    swiglu                 npu, lean (backward keeps its inputs alone), eager
-    rotary                 npu, lean (backward keeps no activation), eager
+    document_attention     fused (NPU), varlen (CUDA, half types), each (a fused call for each document), eager
+    rms_norm               fused (NPU), torch, eager
+    swiglu                 fused (NPU), lean (backward keeps its inputs alone), eager
+    rotary                 fused (NPU), lean (backward keeps no activation), eager
     linear_cross_entropy   chunked (no logits in full), eager
     linear_log_sums        the same for a part of the vocabulary's rows: chunked, eager
     grouped_product        grouped_mm (of torch), loop

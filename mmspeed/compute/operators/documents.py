@@ -82,7 +82,7 @@ def _each_refuses(q_TAD: Tensor, *_: object) -> str:
 document_attention = Operator(
     "document_attention",
     (
-        Implementation("npu", npu_operators.documents, npu_operators.documents_refuse),
+        Implementation("fused", npu_operators.documents, npu_operators.documents_refuse),
         Implementation("varlen", cuda_documents.varlen_documents, cuda_documents.refuses),
         Implementation("each", each_document, _each_refuses),
         Implementation("eager", eager_documents),

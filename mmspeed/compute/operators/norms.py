@@ -26,7 +26,7 @@ def fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 rms_norm = Operator(
     "rms_norm",
     (
-        Implementation("npu", npu_operators.rms_norm, npu_operators.refuses("npu_rms_norm")),
+        Implementation("fused", npu_operators.rms_norm, npu_operators.refuses("npu_rms_norm")),
         Implementation("torch", fused_rms_norm),
         Implementation("eager", eager_rms_norm),
     ),

@@ -50,7 +50,7 @@ def _lean_refuses(gate: Tensor, up: Tensor) -> str:
 swiglu = Operator(
     "swiglu",
     (
-        Implementation("npu", npu_operators.swiglu, npu_operators.refuses("npu_swiglu")),
+        Implementation("fused", npu_operators.swiglu, npu_operators.refuses("npu_swiglu")),
         Implementation("lean", lean_swiglu, _lean_refuses),
         Implementation("eager", eager_swiglu),
     ),

@@ -51,7 +51,7 @@ def _lean_refuses(x_BNAD: Tensor, cos_BNH: Tensor, sin_BNH: Tensor) -> str:
 rotary = Operator(
     "rotary",
     (
-        Implementation("npu", npu_operators.turn, npu_operators.turn_refuses),
+        Implementation("fused", npu_operators.turn, npu_operators.turn_refuses),
         Implementation("lean", lean_turn, _lean_refuses),
         Implementation("eager", eager_turn),
     ),

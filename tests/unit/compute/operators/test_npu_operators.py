@@ -90,7 +90,7 @@ def operators() -> Iterator[None]:
 def compare(operator: str, *args: Any) -> None:
     """The result and the gradients of torch_npu's call against the eager twin's."""
     results = []
-    for name in ("npu", "eager"):
+    for name in ("fused", "eager"):
         own = [x.clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
         if operator == "rotary":
             own[1:] = args[1:]
@@ -113,7 +113,7 @@ def test_norm_activation_and_turn() -> None:
     angle_BNH = draws(2, 7, 4, seed=1)
     compare("rotary", draws(2, 7, 3, 8), angle_BNH.cos(), angle_BNH.sin())
     assert rope_dtype(torch.bfloat16) == torch.float32
-    half = OPERATORS["rotary"]["npu"].run(draws(2, 7, 3, 8).bfloat16(), angle_BNH.cos(), angle_BNH.sin())
+    half = OPERATORS["rotary"]["fused"].run(draws(2, 7, 3, 8).bfloat16(), angle_BNH.cos(), angle_BNH.sin())
     assert half.dtype == torch.bfloat16
 
 
@@ -139,4 +139,4 @@ def test_other_devices_are_refused_in_words(name: str) -> None:
         "rotary": (draws(1, 4, 2, 8), draws(1, 4, 4), draws(1, 4, 4)),
         "document_attention": (draws(4, 2, 8), draws(4, 2, 8), draws(4, 2, 8), bounds_Z, None),
     }[name]
-    assert OPERATORS[name].reasons(*args)["npu"] == "it is a kernel of NPUs, not of cpu"
+    assert OPERATORS[name].reasons(*args)["fused"] == "it is a kernel of NPUs, not of cpu"

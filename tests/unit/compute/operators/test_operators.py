@@ -54,7 +54,7 @@ PAIRS = [
     for name, operator in OPERATORS.items()
     for one in operator.implementations[:-1]
     for place in range(len(CASES[name]))
-    if one.name not in ("varlen", "npu")  # other devices
+    if one.name not in ("varlen", "fused")  # other devices
 ]
 
 
