@@ -27,6 +27,7 @@ class StagedPacks:
 
     def __init__(self, stages: Sequence[tuple[PackSampler, int | None]]) -> None:
         self._samplers = [sampler for sampler, _ in stages]
+        self.batching: Batching = self._samplers[0].batching  # of all lengths
         self._begins = [0]
         for _, steps in stages[:-1]:
             assert steps is not None
@@ -34,11 +35,6 @@ class StagedPacks:
         self._first = 0  # the stage that this order begins in
         self._ready = 0  # the last stage whose beginning is known
         self._lock = threading.Lock()  # steps are read ahead by a thread
-
-    @property
-    def batching(self) -> Batching:
-        """The sizes of steps of all lengths."""
-        return self._samplers[0].batching
 
     def stage_of(self, step: int) -> int:
         """The number of the stage that a step is in."""
