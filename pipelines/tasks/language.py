@@ -259,9 +259,14 @@ class LanguageTask(TaskDefaults):
             self._squares[length] = squares
         return self._squares[length]
 
+    @cached_property
+    def _one(self) -> Work:
+        """The work of a document of one token."""
+        return forward_work(self.settings, [1])
+
     def _cost(self, tokens: float, squares: float) -> float:
         """FLOPs of forward and backward."""
-        one = forward_work(self.settings, [1])
+        one = self._one
         return 3 * (one.products * tokens + one.attention * squares)
 
     def batching(self, place: RunPlace) -> Batching:
@@ -272,7 +277,7 @@ class LanguageTask(TaskDefaults):
 
     def data(self, place: RunPlace) -> LanguageData:
         """The order of each epoch's packs, and this rank's share of each step."""
-        config, one = self.config, forward_work(self.settings, [1])
+        config, one = self.config, self._one
         seed = Seed(config.seed, place.generator)
         batching = self.batching(place)
         sampler = self._sampler(batching, one.attention / one.products, seed)
@@ -362,7 +367,7 @@ class LanguageTask(TaskDefaults):
 
     def work(self, shape: ShapeClass, text_tokens: int | None = None) -> Work:
         """Work of a full pack of documents of usual lengths."""
-        one = forward_work(self.settings, [1])
+        one = self._one
         squares = self._mean_squares(shape.numbers)
         return Work(one.products * shape.numbers, one.attention * squares, one.elementwise * shape.numbers)
 

@@ -40,6 +40,7 @@ class SyntheticDocuments:
     """Documents drawn by their numbers, with the attributes of a text cache: of one token, as long as a pack, partly trained."""
 
     fingerprint, sources, tokenizer_folder, end_of_document = SYNTHETIC, [SYNTHETIC], None, None
+    marked = True
 
     def __init__(self, count: int, tokens: int, vocabulary: int, seed: int) -> None:
         self.vocabulary, self._seed = vocabulary, seed

@@ -36,6 +36,11 @@ class DocumentReader(Protocol):
     source: Array
     sources: list[str]
 
+    @property
+    def marked(self) -> bool:
+        """False where all ids of all documents have a loss."""
+        ...
+
     def ids(self, document: int, begin: int = 0, count: int | None = None) -> Array:
         """The ids [begin, begin + count) of a document."""
         ...
@@ -47,6 +52,8 @@ class DocumentReader(Protocol):
 
 def targets_of(documents: DocumentReader, sample: PackSample) -> int:
     """The number of tokens of a pack that are predicted: all with a loss but the first of each range."""
+    if not documents.marked:
+        return sample.tokens - len(sample.pieces)
     total = 0
     for document, begin, count in sample.pieces:
         marks = documents.trained(document, begin, count)
@@ -71,15 +78,8 @@ class PackCollate:
         target_BN = np.full((len(samples), length), IGNORED, np.int64)
         counted_BN = np.zeros((len(samples), length), np.bool_)
         for row, (sample, (_, weight)) in enumerate(zip(samples, draws, strict=True)):
-            place = 0
             counted_BN[row, : sample.tokens] = weight > 0
-            for document, begin, count in sample.pieces:
-                ids = self.documents.ids(document, begin, count).astype(np.int64)
-                marks = self.documents.trained(document, begin, count)
-                ids_BN[row, place : place + count] = ids
-                next_ids = ids[1:] if marks is None else np.where(marks[1:], ids[1:], IGNORED)
-                target_BN[row, place : place + count - 1] = next_ids
-                place += count
+            self._fill(sample, ids_BN[row], target_BN[row])
         tensors = {
             "ids": torch.from_numpy(ids_BN),
             "targets": torch.from_numpy(target_BN),
@@ -89,6 +89,22 @@ class PackCollate:
         items = [Item(*draw.name, draw.sample.source, draw.sample.shape.name) for draw, _ in draws]
         weights = torch.tensor([weight for _, weight in draws], dtype=torch.float32)
         return Batch(tensors, items, weights, samples[0].shape)
+
+    def _fill(self, sample: PackSample, ids_N: Array, target_N: Array) -> None:
+        """Write the ids and targets of a pack."""
+        read, marked, place, ends = self.documents.ids, self.documents.marked, 0, []
+        for document, begin, count in sample.pieces:
+            ids_N[place : place + count] = read(document, begin, count)
+            place += count
+            ends.append(place - 1)
+        target_N[: place - 1] = ids_N[1:place]
+        target_N[ends] = IGNORED
+        start = 0
+        for (document, begin, count), end in zip(sample.pieces, ends if marked else (), strict=marked):
+            marks = self.documents.trained(document, begin, count)
+            if marks is not None:
+                target_N[start:end][~marks[1:]] = IGNORED
+            start = end + 1
 
     def shape(self, draws: PackDraws) -> BatchShape:
         """The shapes of the batch, from its packs' ranges."""

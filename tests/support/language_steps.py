@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -94,6 +94,7 @@ class Documents:
     held_out: npt.NDArray[np.bool_]
     source: npt.NDArray[np.int64]
     sources: list[str]
+    marked: ClassVar[bool] = True
 
     def ids(self, document: int, begin: int = 0, count: int | None = None) -> npt.NDArray[np.int64]:
         ids = np.random.default_rng(document).integers(0, 512, int(self.lengths[document]))

@@ -180,7 +180,14 @@ class TextCache:
         self.fingerprint = self._table.fingerprint
         self._store = BlockStore(self.root, self.location, self._remote)
         self._blocks: dict[int, _BlockIds] = {}
-        self._checked = np.zeros(len(self.lengths), np.bool_)
+        self._checked = bytearray(len(self.lengths))
+        # views whose items are plain integers: packs of short documents ask for many
+        self._length, self._begin, self._number = (columns[name].data for name in ("length", "begin", "block"))
+
+    @property
+    def marked(self) -> bool:
+        """False where all ids of all documents have a loss, as far as the cache says."""
+        return bool(self.info.get("longest_turn", 1))
 
     def __reduce__(self) -> tuple[type[TextCache], tuple[Any, ...]]:
         """Open the cache again in a spawned process: mappings cannot be pickled."""
@@ -207,13 +214,13 @@ class TextCache:
 
     def _range(self, document: int, begin: int, count: int | None) -> tuple[int, int]:
         """The places of ids in their block, once the document's checksum was compared in this process."""
-        length, start = int(self.lengths[document]), int(self._table.columns["begin"][document])
+        length, start = self._length[document], self._begin[document]
         count = length - begin if count is None else count
         if not 0 <= begin <= begin + count <= length:
             raise IndexError(f"document {document} has {length} ids, not [{begin}, {begin + count})")
         if not self._checked[document]:
             self._check(document, start, start + length)
-            self._checked[document] = True
+            self._checked[document] = 1
         return start + begin, start + begin + count
 
     def _check(self, document: int, start: int, stop: int) -> None:
@@ -228,10 +235,11 @@ class TextCache:
             raise self._damaged(document, "it holds an id outside of the vocabulary")
 
     def _block(self, document: int) -> _BlockIds:
-        number = int(self._table.columns["block"][document])
-        if number not in self._blocks:
-            self._blocks[number] = self._open(document, number)
-        return self._blocks[number]
+        number = self._number[document]
+        block = self._blocks.get(number)
+        if block is None:
+            block = self._blocks[number] = self._open(document, number)
+        return block
 
     def _open(self, document: int, number: int) -> _BlockIds:
         if not 0 <= number < len(self._table.blocks):

@@ -41,6 +41,7 @@ class MemoryTexts:
     fingerprint, vocabulary, sources = "texts in memory", VOCABULARY, ["plain", "chats"]
     tokenizer_folder, end_of_document = None, None
     info: ClassVar[dict[str, Any]] = {}
+    marked = True
 
     def __init__(self) -> None:
         draws = np.random.default_rng(0)
