@@ -153,7 +153,7 @@ def test_the_auxiliary_loss_alone_reaches_the_router_through_the_task(tmp_path: 
     for name, part in model.named_modules():
         if isinstance(part, Router):
             assert part.weight.grad is not None and part.weight.grad.norm() > 1e-6, name
-    assert model.lm_head is None or model.lm_head.weight.grad is None  # nothing of the other terms
+    assert model.lm_head.weight is None or model.lm_head.weight.grad is None  # nothing of the other terms
 
 
 def test_experts_further_tokens_recomputation_and_bfloat16_train_together(tmp_path: Path) -> None:

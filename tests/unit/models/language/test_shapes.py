@@ -32,7 +32,7 @@ def test_counts_are_those_of_the_model_on_the_meta_device(name: str) -> None:
         further = sum(parameter.numel() for parameter in model.mtp.parameters())
         assert sum(parameter.numel() for parameter in model.parameters()) - further == counts.total
         assert further == counts.further and len(model.plan.blocks) == settings.depth + settings.further
-        embedding = model.embed_tokens.weight.numel() + (0 if model.lm_head is None else model.lm_head.weight.numel())
+        embedding = model.embed_tokens.weight.numel() + (0 if settings.tied else model.lm_head.weight.numel())
         assert embedding == counts.embedding
 
 
