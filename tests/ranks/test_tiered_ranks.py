@@ -353,7 +353,8 @@ def test_tensor_parallel_tiers(two: list[dict[str, Any]], folder: Path) -> None:
                 assert rank["tensor"][tier][0] == first[0] and same(rank["tensor"][tier][1], first[1]) == [], tier
         for tier, (found, tensors) in rank["tensor"].items():
             assert found == pytest.approx(alone[tier][0], rel=1e-2 if tier in HALF else 1e-5), tier
-            assert gap(tensors, alone[tier][1], ".exp_avg") < (5e-2 if tier in HALF else 1e-4), tier
+            # bfloat16 products differ by processor; a lost sum would be a gap of 1
+            assert gap(tensors, alone[tier][1], ".exp_avg") < (0.1 if tier in HALF else 1e-4), tier
     for tier in ("plain", "split"):
         state = odd_state(tier, None, None, seed=1)
         load(folder / "tp" / step_name(2), state.model, state.optimizer, state.ema)
