@@ -12,10 +12,10 @@ from mmspeed.config import make_run_config
 from mmspeed.config.language import LanguageConfig
 from mmspeed.errors import UserError
 from mmspeed.log import format_seconds, get_logger
+from mmspeed.preprocess.texts.preparation import TextPreparation
 
 log = get_logger("demo")
 
-TEXTS = Path(__file__).parent.parent / "assets" / "demo-texts"
 PROMPT = "Ham.\n"
 MARKER = "generation_config.json"  # of a folder that an earlier demo exported
 
@@ -27,11 +27,7 @@ def language_tree(output: Path, short: bool) -> dict[str, Any]:
         "task": "language",
         "name": "short" if short else "demo",
         "output": str(output / "runs"),
-        "texts": {
-            "sources": [{"path": str(TEXTS / "train")}, {"path": str(TEXTS / "validation"), "held_out": True}],
-            "cache": str(output / "cache"),
-            "validation": 0.0,
-        },
+        "texts": {**TextPreparation.starting_values("demo", None)["texts"], "cache": str(output / "cache")},
         "tokenizer": {"kind": "train", "size": 1024},
         "model": {
             "shape": "tiny-qwen3-30b-a3b",

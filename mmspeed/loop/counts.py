@@ -33,19 +33,18 @@ def counting_modules(models: Models) -> dict[str, CountsSteps]:
     return modules
 
 
-def forget_counts(models: Models) -> None:
+def forget_counts(modules: Mapping[str, CountsSteps]) -> None:
     """Reset all counts to 0."""
-    for module in counting_modules(models).values():
+    for module in modules.values():
         module.forget_counts()
 
 
 @torch.no_grad()
-def share_counts(models: Models, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
-    """Let each module change its state by the counts of all processes, which are returned, int64, by role and name.
+def share_counts(modules: Mapping[str, CountsSteps], group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
+    """Let each module change its state by the counts of all processes, which are returned, int64, by the modules' names.
 
     A collective call, of one exchange on the counts' device.
     """
-    modules = counting_modules(models)
     if not modules:
         return {}
     local = [module.step_counts() for module in modules.values()]

@@ -99,14 +99,15 @@ class StepMeans(BaseCallback):
             return
         losses = _on_host([term.loss_I for _, _, term in waiting])
         weights = _on_host([term.weight_I for _, _, term in waiting])
-        units = _on_host([term.weight_I if term.units_I is None else term.units_I for _, _, term in waiting])
-        for (shape, name, term), loss_I, weight_I, units_I in zip(waiting, losses, weights, units, strict=True):
+        own_units = [term.units_I for _, _, term in waiting if term.units_I is not None]
+        units = iter(_on_host(own_units) if own_units else ())
+        for (shape, name, term), loss_I, weight_I in zip(waiting, losses, weights, strict=True):
             sums = self._items.setdefault(name, _ItemSums())
             counts = weight_I != 0  # the loss of a filler may be anything
             # the same way for any number of items, so that sums of the same items are equal
             parts = torch.stack([torch.where(counts, loss_I * weight_I, 0.0), weight_I])
             if term.units_I is not None:
-                parts[1] *= units_I
+                parts[1] *= next(units)
             _add(sums.by_bucket.setdefault(shape, [0.0, 0.0]), parts.sum(dim=1))
             if term.time_I is not None:
                 quarter_I = (term.time_I.double().cpu() * QUARTERS).long().clamp(0, QUARTERS - 1)

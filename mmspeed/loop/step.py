@@ -18,7 +18,7 @@ from mmspeed.mesh import Mesh
 from mmspeed.parallel import sum_shared_gradients
 from mmspeed.protocols import Divisors, MicroBatches, Models, Update, UseName
 
-from .counts import forget_counts, share_counts
+from .counts import counting_modules, forget_counts, share_counts
 from .gradients import clip_gradients
 from .optimizers.build import AnyOptimizer
 from .optimizers.gradient_release import ReleasingOptimizer
@@ -187,7 +187,8 @@ def apply_update(
     for optimizer in releasing:
         optimizer.begin(len(batches))
     learning = {role: models[role] for role in update.roles}
-    forget_counts(learning)
+    counting = counting_modules(learning)
+    forget_counts(counting)
     record = learner.runner.run(
         lambda batch: update.loss(models, batch.to(learner.device, torch.float32)), batches, divisors, weight
     )
@@ -225,7 +226,7 @@ def apply_update(
     if not (broken_ranks or withheld):
         for each in learner.optimizers:
             each.step()
-        counts = share_counts(learning, group)
+        counts = share_counts(counting, group)
     learner.forget_gradients()
     result = StepResult(loss, grad_norm, not broken_ranks, terms=terms, trained=trained, record=record)
     if broken_ranks:

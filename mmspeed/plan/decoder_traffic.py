@@ -17,13 +17,12 @@ number in the computation, s of one in a loss, m tensor-parallel ranks, n ranks 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mmspeed.comm.packing import even_sizes
 
-from .traffic import RankCoordinates, Sent, Traffic
+from .traffic import RankCoordinates, Traffic, sent_bytes
 
 
 @dataclass(frozen=True)
@@ -58,18 +57,14 @@ def decoder_traffic(work: DecoderWorkload, seen: Sequence[int], tp: int, place: 
     split = work.split + ends  # each with a gather and a sum: attentions, MLPs, and the head with the embedding
     of_targets = (tp - 1) * 2 * here * number * ends
     others, kinds = len(seen) - 1, 1 + work.z_loss
-    forward = {
-        ("all_gather", "tp"): split * gathers + of_targets,
-        ("reduce_scatter", "tp"): split * sums,
-        ("all_gather", "sequence"): others * 2 * here * number * ends,
-    }
-    backward = {
-        ("all_gather", "tp"): split * gathers,
-        ("reduce_scatter", "tp"): split * sums + of_targets,
-        ("reduce_scatter", "sequence"): (sum(seen) - here) * kinds * number * ends,
-    }
-    return Traffic(_nonzero(forward), _nonzero(backward))
-
-
-def _nonzero(sent: dict[tuple[str, str], int]) -> Sent:
-    return Counter({key: count for key, count in sent.items() if count})
+    forward = sent_bytes(
+        ("all_gather", "tp", split * gathers + of_targets),
+        ("reduce_scatter", "tp", split * sums),
+        ("all_gather", "sequence", others * 2 * here * number * ends),
+    )
+    backward = sent_bytes(
+        ("all_gather", "tp", split * gathers),
+        ("reduce_scatter", "tp", split * sums + of_targets),
+        ("reduce_scatter", "sequence", (sum(seen) - here) * kinds * number * ends),
+    )
+    return Traffic(forward, backward)

@@ -143,7 +143,7 @@ def step_traffic(
 
 def gradient_traffic(shared_gradients: int, tp: int) -> Sent:
     """The sum over `tp` of gradients that all its ranks hold, once a step, for any number of micro-batches."""
-    return _sent(("all_reduce", "tp", 2 * shared_gradients * (tp - 1) // tp))
+    return sent_bytes(("all_reduce", "tp", 2 * shared_gradients * (tp - 1) // tp))
 
 
 def block_traffic(
@@ -155,7 +155,7 @@ def block_traffic(
     tokens = b * work.width * work.element_size
     gathers = ("all_gather", "tp", GATHERS * (parallel.tp - 1) * held * tokens)
     sums = ("reduce_scatter", "tp", GATHERS * (seen - held) * tokens)
-    traffic = Traffic(_sent(gathers, sums), _sent(gathers, sums))
+    traffic = Traffic(sent_bytes(gathers, sums), sent_bytes(gathers, sums))
     lengths = shares.lengths(span)
     if lengths is not None:
         rank = _rank(place, parallel)  # rows or columns that attend for themselves
@@ -193,7 +193,7 @@ def ends_traffic(work: AttentionWorkload, parallel: ParallelConfig, place: RankC
         ("reduce_scatter", "tp", rows * (columns - outer) * token),
         ("reduce_scatter", "sequence", (joined - part) * token),
     )
-    return traffic + Traffic(_sent(*forward), _sent(*backward))
+    return traffic + Traffic(sent_bytes(*forward), sent_bytes(*backward))
 
 
 def held_tokens(work: AttentionWorkload, parallel: ParallelConfig, span: AttentionType) -> tuple[int, ...]:
@@ -226,8 +226,8 @@ def attention_traffic(
         back = [own_heads * (whole - size) for whole, size in zip(joined, (q_sizes[rank], k_sizes[rank]), strict=True)]
         mask = ("all_gather", "ulysses", (u - 1) * batch * k_sizes[rank] * masked)
         traffic += Traffic(
-            _sent(("all_to_all", "ulysses", row * (out[0] + 2 * out[1] + back[0])), mask),
-            _sent(("all_to_all", "ulysses", row * (back[0] + 2 * back[1] + out[0]))),
+            sent_bytes(("all_to_all", "ulysses", row * (out[0] + 2 * out[1] + back[0])), mask),
+            sent_bytes(("all_to_all", "ulysses", row * (back[0] + 2 * back[1] + out[0]))),
         )
     if parallel.ring > 1:
         blocks = [sum(k_sizes[u * at : u * (at + 1)]) for at in range(parallel.ring)]
@@ -274,7 +274,7 @@ def packed_traffic(work: PackedWorkload, parallel: ParallelConfig, place: RankCo
     cut = own * (others[0] * work.key_width + others[1] * both) + queries * (joined - own) * work.value_width
     back = (joined - own) * (queries * work.key_width + keys * both) + own * others[0] * work.value_width
     attention = Traffic(
-        _sent(("all_to_all", "ulysses", cut * number)), _sent(("all_to_all", "ulysses", back * number))
+        sent_bytes(("all_to_all", "ulysses", cut * number)), sent_bytes(("all_to_all", "ulysses", back * number))
     )  # fmt: skip
     if parallel.ring > 1:
         attention += _ring(work.shared, place.ring, parallel.ring_window, keys * both * number, 0, work.element_size)
@@ -390,7 +390,7 @@ def _turn(
     rows = min(now.rows[rank], wanted.rows[rank])
     kept_tokens = rows * min(now.columns[rank][place.tp], wanted.columns[rank][place.tp])
     forward, back = (("all_to_all", "dsp", (of.own(place, parallel) - kept_tokens) * token) for of in (now, wanted))
-    return Traffic(_sent(forward), _sent(back))
+    return Traffic(sent_bytes(forward), sent_bytes(back))
 
 
 def _spread(parallel: ParallelConfig) -> int:
@@ -408,6 +408,6 @@ def _rank(place: RankCoordinates, parallel: ParallelConfig) -> int:
     return (place.dsp * parallel.ring + place.ring) * parallel.ulysses + place.ulysses
 
 
-def _sent(*parts: tuple[str, str, int]) -> Sent:
+def sent_bytes(*parts: tuple[str, str, int]) -> Sent:
     """Bytes by (kind, axis), without zeros."""
     return Counter({(kind, axis): sent for kind, axis, sent in parts if sent})

@@ -13,17 +13,14 @@ from mmspeed.config.language import LanguageConfig
 from mmspeed.config.places import is_url
 from mmspeed.config.texts import StoredTokenizerConfig
 from mmspeed.data.cache.documents import TextCache
-from mmspeed.data.cache.files import BusyError
 from mmspeed.data.cache.tokenizer_file import MAIN
 from mmspeed.errors import UserError, first_names
 from mmspeed.log import get_logger
 from mmspeed.mesh import patient_group
-from mmspeed.pipelines.training.open_cache import differing_settings
+from mmspeed.pipelines.training.open_cache import NAMED, differing_settings, opened_or_problem
 from mmspeed.protocols import RunPlace
 
 log = get_logger("train")
-
-_NAMED = 4  # settings that a message names
 
 
 class BuildLines(Protocol):
@@ -49,7 +46,8 @@ def open_texts(config: LanguageConfig, builder: TextBuilder | None, place: RunPl
     many processes as the run has here, while the others wait. Raises UserError for a cache that cannot be used.
     """
     where: Path | str = config.texts.cache if is_url(config.texts.cache) else Path(config.texts.cache)
-    problem, busy = comm.broadcast_object(_problem(where, config) if place.rank == 0 else None)
+    cache, *outcome = opened_or_problem(lambda: _opened(where, config)) if place.rank == 0 else (None, None, False)
+    problem, busy = comm.broadcast_object(outcome)
     if problem is not None:
         if builder is None or busy:
             raise UserError(problem)
@@ -61,26 +59,22 @@ def open_texts(config: LanguageConfig, builder: TextBuilder | None, place: RunPl
                 log.info(line)
 
         comm.first_does(build, place.rank, patient_group())
-    return TextCache(where)
+    return TextCache(where) if cache is None else cache
 
 
-def _problem(where: Path | str, config: LanguageConfig) -> tuple[str | None, bool]:
-    """The reason why a cache cannot be trained on as it is (None when it can), and True where another command is using it."""
-    try:
-        cache = TextCache(where)
-    except UserError as error:
-        return str(error), isinstance(error, BusyError)
+def _opened(where: Path | str, config: LanguageConfig) -> TextCache:
+    """The cache. Raises UserError when it is not one of the config's texts; one of documents that a program handed over is not compared."""
+    cache = TextCache(where)
     recorded, wanted = cache.info.get("made_for"), config.texts.document_settings(config.seed)
-    if recorded is None:  # of documents that a program handed over
-        return None, False
+    if recorded is None:
+        return cache
     other = [one for name in wanted for one in differing_settings(f"texts.{name}", recorded.get(name), wanted[name])]
     other += _other_tokenizer(config, cache)
-    if not other:
-        return None, False
-    return (
-        f"the cache {cache.location} was made with other {first_names(other, _NAMED)}; run `mmspeed preprocess` again",
-        False,
-    )
+    if other:
+        raise UserError(
+            f"the cache {cache.location} was made with other {first_names(other, NAMED)}; run `mmspeed preprocess` again"
+        )
+    return cache
 
 
 def _other_tokenizer(config: LanguageConfig, cache: TextCache) -> list[str]:

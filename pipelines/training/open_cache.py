@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -19,7 +20,9 @@ from mmspeed.models.text.encoders import text_identity
 
 log = get_logger("train")
 
-_NAMED = 4  # settings that a message names
+CacheT = TypeVar("CacheT")
+
+NAMED = 4  # settings that a message names
 
 
 def open_cache(
@@ -30,11 +33,12 @@ def open_cache(
     A cache that is incomplete, or was made for other data or encoders, is planned again by `maker` and its present part is opened. Raises
     UserError when it cannot be used and there is no maker.
     """
-    problem, busy = comm.broadcast_object(_problem(config) if rank == 0 else None)
+    cache, *outcome = opened_or_problem(lambda: _opened(config)) if rank == 0 else (None, None, False)
+    problem, busy = comm.broadcast_object(outcome)
     if busy:
         raise UserError(problem)
     if problem is None:
-        return DatasetCache(config.cache_root), True
+        return DatasetCache(config.cache_root) if cache is None else cache, True
     if maker is None:
         raise UserError(problem)
     if rank == 0:
@@ -47,13 +51,19 @@ def open_cache(
     return DatasetCache(config.cache_root, partial=True), False
 
 
-def _problem(config: Config) -> tuple[str | None, bool]:
-    """The reason why the cache cannot be trained on as it is (None when it can), and True where another command is using it."""
+def opened_or_problem(open_: Callable[[], CacheT]) -> tuple[CacheT | None, str | None, bool]:
+    """(the cache that `open_` opens and checks, or the text of its UserError, and True where another command is using the cache)."""
     try:
-        check_cache(DatasetCache(config.cache_root), config)
+        return open_(), None, False
     except UserError as error:
-        return str(error), isinstance(error, BusyError)
-    return None, False
+        return None, str(error), isinstance(error, BusyError)
+
+
+def _opened(config: Config) -> DatasetCache:
+    """The whole cache. Raises UserError when it cannot be trained on as it is."""
+    cache = DatasetCache(config.cache_root)
+    check_cache(cache, config)
+    return cache
 
 
 def check_cache(cache: DatasetCache, config: Config) -> None:
@@ -66,7 +76,7 @@ def check_cache(cache: DatasetCache, config: Config) -> None:
     other = [one for name in wanted for one in differing_settings(f"data.{name}", recorded.get(name), wanted[name])]
     if other:
         raise UserError(
-            f"the samples in the cache {config.cache_root} were made with other {first_names(other, _NAMED)}; "
+            f"the samples in the cache {config.cache_root} were made with other {first_names(other, NAMED)}; "
             "run `mmspeed preprocess` again (present entries are not encoded again), or give each data set its own data.cache"
         )
     weights = config.codec_weights

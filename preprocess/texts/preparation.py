@@ -79,7 +79,7 @@ class TextPreparation:
         sources: list[dict[str, Any]] = [{"path": videos}]
         texts: dict[str, Any] = {"sources": sources, "cache": f"cache/{name}"}
         if videos is None:
-            shipped = Path(str(files("mmspeed"))).resolve() / DEMO_TEXTS
+            shipped = shipped_texts()
             sources[:] = [{"path": str(shipped / "train")}, {"path": str(shipped / "validation"), "held_out": True}]
             texts["validation"] = 0.0
         return {"texts": texts, **_sections_of(model)}
@@ -148,6 +148,11 @@ class TextPreparation:
         )
 
 
+def shipped_texts() -> Path:
+    """The folder of the package's texts, in `train` and `validation`."""
+    return Path(str(files("mmspeed"))).resolve() / DEMO_TEXTS
+
+
 def _sections_of(model: str | None) -> dict[str, Any]:
     """The sections of a model: those of its recipe, of a tiny twin, or of weights of transformers. Raises UserError for an unknown name."""
     own = {"kind": "train", "size": 8192}
@@ -156,12 +161,13 @@ def _sections_of(model: str | None) -> dict[str, Any]:
     folder = Path(str(files("mmspeed"))) / RECIPES
     if (folder / f"{model}.yaml").is_file():
         return dict(parse_yaml((folder / f"{model}.yaml").read_text(encoding="utf-8")))
-    if "/" not in model and not Path(model).expanduser().is_dir():
+    local = Path(model).expanduser()
+    if "/" not in model and not local.is_dir():
         names = sorted(path.stem for path in folder.glob("*.yaml"))
         raise UserError(
             f"--model: {model!r} is no recipe{nearest(model, names)}: {', '.join(names)}; or name a folder or hub id of transformers"
         )
-    place = str(Path(model).expanduser().resolve()) if Path(model).expanduser().is_dir() else model
+    place = str(local.resolve()) if local.is_dir() else model
     return {
         "tokenizer": {"kind": "transformers", "path": place},
         "model": {"pretrained": place},

@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmspeed.cli.demo_language import TEXTS
 from mmspeed.compute.operators.cross_entropy import IGNORED
 from mmspeed.compute.operators.documents import positions_of
 from mmspeed.config import make_run_config
@@ -37,6 +36,7 @@ from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.inference.language import export_language_run
 from mmspeed.pipelines.tasks.language import LanguageTask
 from mmspeed.preprocess import TextCacheBuilder
+from mmspeed.preprocess.texts.preparation import shipped_texts
 from mmspeed.protocols import Batch, RunPlace
 
 log = get_logger("claim")
@@ -112,12 +112,13 @@ def save_experts(folder: Path, setting: LanguageSetting) -> None:
 
 def language_claim_config(folder: Path, setting: LanguageSetting) -> LanguageConfig:
     """The run: bytes, packs of the package's works, no auxiliary loss and no average, as the Trainer has none."""
+    texts = shipped_texts()
     tree = {
         "task": "language",
         "name": "ours",
         "output": str(folder / "runs"),
         "texts": {
-            "sources": [{"path": str(TEXTS / "train"), "split": "blank_line"}, {"path": str(TEXTS / "validation"), "held_out": True}],
+            "sources": [{"path": str(texts / "train"), "split": "blank_line"}, {"path": str(texts / "validation"), "held_out": True}],
             "cache": str(folder / "cache"),
             "validation": 0.0,
         },

@@ -23,7 +23,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from mmspeed.cli.demo_language import TEXTS
 from mmspeed.compute.registry import OPERATORS
 from mmspeed.config import make_run_config
 from mmspeed.config.language import LanguageConfig
@@ -38,6 +37,7 @@ from mmspeed.pipelines.tasks.language import LanguageTask
 from mmspeed.pipelines.tasks.language_data import PackCollate
 from mmspeed.pipelines.training.events import StepEvent
 from mmspeed.preprocess import TextCacheBuilder
+from mmspeed.preprocess.texts.preparation import shipped_texts
 from mmspeed.protocols import RunPlace
 
 IDS = 2048  # of the tokenizer
@@ -147,11 +147,12 @@ def save_dense(folder: Path, setting: LmSetting) -> None:
 def lm_config(folder: Path, setting: LmSetting, split: str = "blank_line") -> LanguageConfig:
     """The run: speeches and paragraphs of the package's works, whose lengths differ much; with `file` whole works."""
     steps = WARM + setting.rounds + 1
+    texts = shipped_texts()
     tree = {
         "task": "language",
         "name": "lm",
         "output": str(folder / "runs"),
-        "texts": {"sources": [{"path": str(TEXTS / "train"), "split": split}], "cache": str(folder / f"cache-{split}"), "validation": 0.0},
+        "texts": {"sources": [{"path": str(texts / "train"), "split": split}], "cache": str(folder / f"cache-{split}"), "validation": 0.0},
         "tokenizer": {"kind": "train", "size": IDS},
         "model": {"pretrained": str(folder / "base")},
         "sequence_length": setting.length,

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from mmspeed.data.cache.keys import KEY_LENGTH
 from mmspeed.protocols import ShapeClass
 
 from .order import Batching, StepLocation
@@ -95,7 +96,9 @@ class StagedPacks:
     @property
     def fingerprint(self) -> str:
         """A digest of the documents and of their uses in an epoch of each stage."""
-        return hashlib.sha256(" ".join(sampler.fingerprint for sampler in self._samplers).encode()).hexdigest()[:32]
+        return hashlib.sha256(" ".join(sampler.fingerprint for sampler in self._samplers).encode()).hexdigest()[
+            :KEY_LENGTH
+        ]
 
     def state(self, step: int) -> dict[str, Any]:
         """The state for a checkpoint taken before `step`, in JSON's types, independent of the number of ranks."""
