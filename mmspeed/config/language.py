@@ -77,7 +77,7 @@ class LanguageModelConfig(Section):
     )
     balance: Literal["sequence", "micro_batch", "global_batch"] | None = Field(
         None,
-        description="Statistics of the experts' auxiliary loss: of each pack, of the micro-batch, or of the step so far; null: there is no such loss.",
+        description="Statistics of the experts' auxiliary loss: of each pack, of the micro-batch of a device (or of the devices that share it), or of all that the step has met so far on all devices; null: there is no such loss.",
     )
 
     @model_validator(mode="after")

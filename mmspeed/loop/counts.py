@@ -5,7 +5,9 @@ Legend: G counts of a module, M modules.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -33,10 +35,16 @@ def counting_modules(models: Models) -> dict[str, CountsSteps]:
     return modules
 
 
-def forget_counts(modules: Mapping[str, CountsSteps]) -> None:
-    """Reset all counts to 0."""
+@contextmanager
+def counting(modules: Mapping[str, CountsSteps], group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Let modules count the micro-batches that are computed inside, from 0; processes of the group have equally many."""
     for module in modules.values():
-        module.forget_counts()
+        module.begin_counts(partial(sum_counts, group=group))
+    try:
+        yield
+    finally:
+        for module in modules.values():
+            module.end_counts()
 
 
 @torch.no_grad()

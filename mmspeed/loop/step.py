@@ -18,7 +18,7 @@ from mmspeed.mesh import Mesh
 from mmspeed.parallel import sum_shared_gradients
 from mmspeed.protocols import Divisors, MicroBatches, Models, Update, UseName
 
-from .counts import counting_modules, forget_counts, share_counts
+from .counts import counting, counting_modules, share_counts
 from .gradients import clip_gradients
 from .optimizers.build import AnyOptimizer
 from .optimizers.gradient_release import ReleasingOptimizer
@@ -187,11 +187,11 @@ def apply_update(
     for optimizer in releasing:
         optimizer.begin(len(batches))
     learning = {role: models[role] for role in update.roles}
-    counting = counting_modules(learning)
-    forget_counts(counting)
-    record = learner.runner.run(
-        lambda batch: update.loss(models, batch.to(learner.device, torch.float32)), batches, divisors, weight
-    )
+    counters = counting_modules(learning)
+    with counting(counters, group):
+        record = learner.runner.run(
+            lambda batch: update.loss(models, batch.to(learner.device, torch.float32)), batches, divisors, weight
+        )
     if tensor is not None:
         for model in learning.values():
             sum_shared_gradients(model.parameters(), tensor)
@@ -226,7 +226,7 @@ def apply_update(
     if not (broken_ranks or withheld):
         for each in learner.optimizers:
             each.step()
-        counts = share_counts(counting, group)
+        counts = share_counts(counters, group)
     learner.forget_gradients()
     result = StepResult(loss, grad_norm, not broken_ranks, terms=terms, trained=trained, record=record)
     if broken_ranks:

@@ -7,12 +7,15 @@
     tokens before the head                      (m - 1) own E e               (seen - own) E e      all_gather, tp
     log-sum-exps and targets' logits            (m - 1) 2 seen s              the same              all_gather, tp
     losses, and log-sum-exps                    (n - 1) 2 seen s              2 (all - seen) s      all_gather, sequence
+    sums of an auxiliary loss                   (n - 1) P 2 G s               the same              all_gather, sequence
+                                                (m - 1) P 2 G s               the same              all_gather, tp
 
 Gradients of shared parameters (`traffic.gradient_traffic`) and exchanges of attention over shards are not counted here. Logits are never
 exchanged: a gather of them would send (m - 1) seen V / m numbers, where two numbers of each token suffice.
 
 Legend: own, seen, all: tokens of a rank, of its tensor-parallel ranks together, of the pack. E model width, V vocabulary, e bytes of a
-number in the computation, s of one in a loss, m tensor-parallel ranks, n ranks that share the pack.
+number in the computation, s of one in a loss, m tensor-parallel ranks, n ranks that share the pack. G experts, P packs whose auxiliary loss
+is computed apart, else 1.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ class DecoderWorkload:
         element_size: bytes of a number in the computation.
         loss_size: bytes of a number in a loss.
         z_loss: log-sum-exps have gradients of their own.
+        balanced: blocks whose experts have an auxiliary loss.
+        balance_sums: sums of each of these losses: P 2 G.
     """
 
     batch: int
@@ -46,6 +51,8 @@ class DecoderWorkload:
     element_size: int = 2
     loss_size: int = 4
     z_loss: bool = False
+    balanced: int = 0
+    balance_sums: int = 0
 
 
 def decoder_traffic(work: DecoderWorkload, seen: Sequence[int], tp: int, place: RankCoordinates, rank: int) -> Traffic:
@@ -57,14 +64,15 @@ def decoder_traffic(work: DecoderWorkload, seen: Sequence[int], tp: int, place: 
     split = work.split + ends  # each with a gather and a sum: attentions, MLPs, and the head with the embedding
     of_targets = (tp - 1) * 2 * here * number * ends
     others, kinds = len(seen) - 1, 1 + work.z_loss
+    balance = work.balanced * work.balance_sums * work.loss_size
     forward = sent_bytes(
-        ("all_gather", "tp", split * gathers + of_targets),
+        ("all_gather", "tp", split * gathers + of_targets + (tp - 1) * balance),
         ("reduce_scatter", "tp", split * sums),
-        ("all_gather", "sequence", others * 2 * here * number * ends),
+        ("all_gather", "sequence", others * (2 * here * number * ends + balance)),
     )
     backward = sent_bytes(
         ("all_gather", "tp", split * gathers),
-        ("reduce_scatter", "tp", split * sums + of_targets),
-        ("reduce_scatter", "sequence", (sum(seen) - here) * kinds * number * ends),
+        ("reduce_scatter", "tp", split * sums + of_targets + (tp - 1) * balance),
+        ("reduce_scatter", "sequence", (sum(seen) - here) * kinds * number * ends + others * balance),
     )
     return Traffic(forward, backward)

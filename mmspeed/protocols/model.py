@@ -5,7 +5,7 @@ Legend: B batch, C channels, T h w latent, L caption tokens, D text width.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Literal, Protocol, cast, runtime_checkable
 
 from torch import Tensor, nn
@@ -115,11 +115,18 @@ class CountsSteps(Protocol):
         ...
 
     def step_counts(self) -> Tensor:
-        """The counts of this process since `forget_counts`: whole numbers, one dim."""
+        """The counts of this process since `begin_counts`: whole numbers, one dim."""
         ...
 
-    def forget_counts(self) -> None:
-        """Reset the counts to 0: before a step, and before its updates are computed again."""
+    def begin_counts(self, total: Callable[[Tensor], Tensor]) -> None:
+        """Reset the counts to 0: before a step, and before its updates are computed again.
+
+        total: sums whole numbers over all processes, int64; a collective call, to be made in every micro-batch or in none.
+        """
+        ...
+
+    def end_counts(self) -> None:
+        """End the step's micro-batches: counts stay, and later forward passes are those of this process alone."""
         ...
 
     def after_update(self, counts: Tensor) -> None:

@@ -114,6 +114,16 @@ class Gather:
 
 
 @dataclass(frozen=True)
+class Total:
+    """A sum, over all processes that share a sequence, of what each computes from its own tokens, such as statistics of a router."""
+
+    sequence: str
+
+
+Output = Split | Gather | Seen | Summed | Total  # a change to an output of a module
+
+
+@dataclass(frozen=True)
 class Tokens:
     """The running tokens of a block: re-sharded from the layout of the previous block to its own, where these differ."""
 
@@ -246,7 +256,7 @@ class ModelPlan:
 
     blocks: tuple[Block, ...]
     inputs: Mapping[str, Mapping[str, Split | Leading | Seen]] = field(default_factory=dict)
-    outputs: Mapping[str, Mapping[int | str, Split | Gather | Seen | Summed]] = field(default_factory=dict)
+    outputs: Mapping[str, Mapping[int | str, Output]] = field(default_factory=dict)
     attention: Mapping[str, Site] = field(default_factory=dict)
     linears: Mapping[str, Linear] = field(default_factory=dict)
     heads: int | None = None

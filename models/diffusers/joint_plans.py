@@ -13,15 +13,14 @@ from mmspeed.errors import UserError
 from mmspeed.models.diffusers.plan_parts import SUM, VIDEO, config_of, draws, listed
 from mmspeed.protocols.plan import (
     Block,
-    Gather,
     Leading,
     Linear,
     ModelPlan,
+    Output,
     Region,
     Seen,
     Site,
     Split,
-    Summed,
     base_of_adapters,
     named_like,
 )
@@ -175,7 +174,7 @@ def flux_plan(model: nn.Module) -> ModelPlan:
             "txt_ids": Split("text", 0, level="seen"),
         }
     }
-    outputs: dict[str, dict[int | str, Split | Gather | Seen | Summed]] = {"proj_out": {0: VIDEO}}
+    outputs: dict[str, dict[int | str, Output]] = {"proj_out": {0: VIDEO}}
     linears: dict[str, Linear] = {}
     if two in stacks:
         inputs |= _seen(f"{two}.attn", "ff", "ff_context")

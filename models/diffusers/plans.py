@@ -24,6 +24,7 @@ from mmspeed.protocols.plan import (
     Leading,
     Linear,
     ModelPlan,
+    Output,
     Region,
     Seen,
     Site,
@@ -182,7 +183,7 @@ def converted(model: nn.Module) -> ModelPlan:
             f"{name}: no plan is known for it; write one (docs/any-model.md) and call mmspeed.parallel.sequence_parallel"
         )
     inputs: dict[str, dict[str, Split | Leading | Seen]] = {}
-    outputs: dict[str, dict[int | str, Split | Gather | Seen | Summed]] = {}
+    outputs: dict[str, dict[int | str, Output]] = {}
     for module, what in declared.items():
         if not isinstance(what, Mapping):
             gathers = what if isinstance(what, list | tuple) else [what]

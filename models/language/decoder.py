@@ -1,6 +1,7 @@
 """A decoder: tokens to logits, or to the loss of each token. Its plan is `mmspeed.models.language.plan`.
 
-Legend: B rows (packs), N tokens of a row, T = B x N, E width, V vocabulary, Z one more than documents.
+Legend: B rows (packs, P where tokens of all lie in one row), N tokens of a row, T = B x N, E width, V vocabulary, Z one more than
+documents.
 """
 
 from __future__ import annotations
@@ -61,23 +62,28 @@ class DecoderBlock(nn.Module):
             self.mlp = GatedMlp(width, settings.hidden, settings.mlp_bias)
 
     def forward(
-        self, x_BNE: Tensor, pos_BN: Tensor, bounds_Z: Tensor | None, counted_BN: Tensor | None = None
+        self,
+        x_BNE: Tensor,
+        pos_BN: Tensor,
+        bounds_Z: Tensor | None,
+        counted_BN: Tensor | None = None,
+        packs_BNP: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """(tokens, the experts' auxiliary loss of each row (B,)). counted_BN: True at tokens that count as load; None: all do."""
+        """(tokens, the experts' auxiliary loss of each pack (P,), or of all (1,)); `counted_BN`, `packs_BNP`: as of `ExpertMlp`."""
         attended_BNE = self.self_attn(self.input_layernorm(x_BNE), pos_BN, bounds_Z)
         if self.sandwich:
             x_BNE = x_BNE + self.post_attention_layernorm(attended_BNE)
-            inner_BNE = self._mlp(self.pre_mlp_layernorm(x_BNE), counted_BN)
+            inner_BNE = self._mlp(self.pre_mlp_layernorm(x_BNE), counted_BN, packs_BNP)
         else:
             x_BNE = x_BNE + attended_BNE
-            inner_BNE = self._mlp(self.post_attention_layernorm(x_BNE), counted_BN)
-        inner_BNE, balance_B = inner_BNE if isinstance(inner_BNE, tuple) else (inner_BNE, None)
+            inner_BNE = self._mlp(self.post_attention_layernorm(x_BNE), counted_BN, packs_BNP)
+        inner_BNE, balance_P = inner_BNE if isinstance(inner_BNE, tuple) else (inner_BNE, None)
         if self.sandwich:
             inner_BNE = self.post_mlp_layernorm(inner_BNE)
-        return x_BNE + inner_BNE, balance_B
+        return x_BNE + inner_BNE, balance_P
 
-    def _mlp(self, x_BNE: Tensor, counted_BN: Tensor | None) -> Any:
-        return self.mlp(x_BNE, counted_BN) if isinstance(self.mlp, ExpertMlp) else self.mlp(x_BNE)
+    def _mlp(self, x_BNE: Tensor, counted_BN: Tensor | None, packs_BNP: Tensor | None) -> Any:
+        return self.mlp(x_BNE, counted_BN, packs_BNP) if isinstance(self.mlp, ExpertMlp) else self.mlp(x_BNE)
 
 
 class FurtherModule(nn.Module):
@@ -98,11 +104,12 @@ class FurtherModule(nn.Module):
         pos_BN: Tensor,
         bounds_Z: Tensor | None,
         counted_BN: Tensor | None = None,
+        packs_BNP: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """(tokens behind the norm, the experts' auxiliary loss of each row); `later_BNE`: embeddings of later tokens."""
+        """(tokens behind the norm, the experts' auxiliary loss as of a block); `later_BNE`: embeddings of later tokens."""
         x_BNE = self.eh_proj(torch.cat((self.enorm(later_BNE), self.hnorm(x_BNE)), dim=-1))
-        x_BNE, balance_B = self.mtp_block(x_BNE, pos_BN, bounds_Z, counted_BN)
-        return self.post_norm(x_BNE), balance_B
+        x_BNE, balance_P = self.mtp_block(x_BNE, pos_BN, bounds_Z, counted_BN, packs_BNP)
+        return self.post_norm(x_BNE), balance_P
 
 
 class Decoder(nn.Module):
@@ -141,25 +148,33 @@ class Decoder(nn.Module):
         if bounds_Z is not None and len(ids_BN) > 1:
             bounds_Z = torch.cat((bounds_Z, _row_bounds(ids_BN).to(bounds_Z.dtype))).sort().values
         pos_BN = _positions(ids_BN, bounds_Z)
-        x_BNE = self.embed_tokens(ids_BN)
+        x_BNE, packs_BNP = self.embed_tokens(ids_BN), self._packs(ids_BN)
         balances = []
         for block in self.layers:
-            x_BNE, balance_B = block(x_BNE, pos_BN, bounds_Z, counted_BN)
-            balances.append(balance_B)
+            x_BNE, balance_P = block(x_BNE, pos_BN, bounds_Z, counted_BN, packs_BNP)
+            balances.append(balance_P)
         x_BNE = self.norm(x_BNE)
         output = self._predict(x_BNE, target_BN)
         further = []
         for step, module in enumerate(self.mtp, 1):
             later_BN = later_tokens(ids_BN, bounds_Z, step)
-            x_BNE, balance_B = module(x_BNE, self.embed_tokens(later_BN), pos_BN + step, bounds_Z, counted_BN)
-            balances.append(balance_B)
+            later_BNE = self.embed_tokens(later_BN)
+            x_BNE, balance_P = module(x_BNE, later_BNE, pos_BN + step, bounds_Z, counted_BN, packs_BNP)
+            balances.append(balance_P)
             target = None if target_BN is None else later_targets(target_BN, bounds_Z, step)
             further.append(self._predict(x_BNE, target))
-        summed = [balance_B for balance_B in balances if balance_B is not None]
-        balance = torch.stack(summed).sum(0) if summed else None
+        summed = [balance_P for balance_P in balances if balance_P is not None]
+        balance = torch.stack(summed).sum(0).expand(len(ids_BN)) if summed else None
         if target_BN is None:
             return DecoderOutput(logits_BNV=output[0], balance_B=balance, further=tuple(further))
         return DecoderOutput(None, output[0], output[1], balance, tuple(further))
+
+    def _packs(self, ids_BN: Tensor) -> Tensor | None:
+        """1 at the pack of each token, (B, N, P), where the experts' auxiliary loss is of each pack."""
+        experts = self.settings.experts
+        if experts is None or experts.balance != "sequence":
+            return None
+        return torch.eye(len(ids_BN), device=ids_BN.device)[:, None].expand(-1, ids_BN.shape[1], -1)
 
     def _predict(self, x_BNE: Tensor, target_BN: Tensor | None) -> tuple[Tensor, ...]:
         """(logits,), or (losses, log-sum-exps) of targets."""

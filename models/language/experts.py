@@ -3,12 +3,12 @@
 A router gives each token scores for all experts, and the token goes to those with the greatest ones. The choice is recorded, so that a
 recomputation in backward sends tokens to the same experts.
 
-Legend: B batch, N tokens of a row, T = B x N tokens, E width, G experts, K experts of a token, R = T x K rows, I hidden width.
+Legend: B batch, N tokens of a row, T = B x N tokens, E width, G experts, K experts of a token, R = T x K rows, I hidden width, P packs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import torch
@@ -45,7 +45,7 @@ class Router(RecordedModule):
     """Scores of experts, in float32, and the choice of those that a token goes to.
 
     `e_score_correction_bias` takes part in the choice alone; it moves after each step (Wang et al. 2024). `load_G` counts the tokens that
-    experts got in training since `forget_counts`, without those of recomputations.
+    experts got in training since `begin_counts`, without those of recomputations.
     """
 
     e_score_correction_bias: Tensor
@@ -56,6 +56,7 @@ class Router(RecordedModule):
     def __init__(self, width: int, settings: ExpertSettings) -> None:
         super().__init__()
         self.settings = settings
+        self.total: Callable[[Tensor], Tensor] | None = None  # sums over the processes of a step, while it runs
         self.weight = nn.Parameter(torch.empty(settings.count, width))
         self.register_buffer("load_G", torch.zeros(settings.count), persistent=False)
         if settings.bias:
@@ -104,13 +105,23 @@ class Router(RecordedModule):
         self.load_G.add_(loads(expert_TK, self.settings.count, counted_T))
 
     def step_counts(self) -> Tensor:
-        """The loads that this process counted since `forget_counts`, whole numbers."""
+        """The loads that this process counted since `begin_counts`, whole numbers."""
         return self.load_G
 
     @torch.no_grad()
-    def forget_counts(self) -> None:
-        """Forget the loads."""
+    def begin_counts(self, total: Callable[[Tensor], Tensor]) -> None:
+        """Forget the loads; `total` sums counts over the processes of the step that begins."""
         self.load_G.zero_()
+        self.total = total
+
+    def end_counts(self) -> None:
+        """Shares of experts are those of this process from here on."""
+        self.total = None
+
+    def shares(self) -> Tensor:
+        """The share of each expert in the choices of the step so far, of all its processes, float32 (G,)."""
+        load_G = self.load_G if self.total is None else self.total(self.load_G).to(self.load_G.dtype)
+        return load_G / load_G.sum().clamp(min=1)
 
     @torch.no_grad()
     def after_update(self, load_G: Tensor) -> None:
@@ -167,40 +178,56 @@ class ExpertMlp(nn.Module):
         self.gate = (BiasedRouter if experts.bias else Router)(settings.width, experts)
         self.experts = Experts(settings.width, experts)
         self.shared_experts = GatedMlp(settings.width, experts.shared * experts.width) if experts.shared else None
+        self.balance = BalanceSums() if experts.balance is not None else None
 
-    def forward(self, x_BNE: Tensor, counted_BN: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """(tokens, the auxiliary loss of each row (B,)); None where the settings ask for no such loss.
+    def forward(
+        self, x_BNE: Tensor, counted_BN: Tensor | None = None, packs_BNP: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(tokens, the auxiliary loss of each pack (P,), or of all packs together (1,)); None where the settings ask for no such loss.
 
-        counted_BN: True at tokens that are part of the loads; None: all are.
+        counted_BN: True at tokens that are part of the loads; None: all are. packs_BNP: as of `BalanceSums`.
         """
         counted_T = None if counted_BN is None else counted_BN.flatten()
         weights_TK, expert_TK, scores_TG = self.gate(x_BNE.flatten(0, 1), counted_T)
         out_BNE = self.experts(x_BNE.flatten(0, 1), weights_TK, expert_TK).view_as(x_BNE)
         if self.shared_experts is not None:
             out_BNE = out_BNE + self.shared_experts(x_BNE)
-        return out_BNE, self._balance_loss(expert_TK, scores_TG, len(x_BNE))
+        return out_BNE, self._balance_loss(expert_TK, scores_TG, packs_BNP)
 
-    def _balance_loss(self, expert_TK: Tensor, scores_TG: Tensor, rows: int) -> Tensor | None:
-        kind = self.settings.balance
-        if kind is None:
+    def _balance_loss(self, expert_TK: Tensor, scores_TG: Tensor, packs_BNP: Tensor | None) -> Tensor | None:
+        if self.balance is None:
             return None
-        if kind == "sequence":
-            parts = zip(expert_TK.chunk(rows), scores_TG.chunk(rows), strict=True)
-            return torch.stack([balance_loss(expert, scores) for expert, scores in parts])
+        sums_P2G = self.balance(expert_TK, scores_TG, None if packs_BNP is None else packs_BNP.flatten(0, 1))
         share_G = None
-        if kind == "global_batch" and self.training:  # a recomputation takes the shares of the first pass
-            share_G, _ = record_or_replay(lambda: self.gate.load_G / self.gate.load_G.sum().clamp(min=1))
-        return balance_loss(expert_TK, scores_TG, share_G).expand(rows)
+        if self.settings.balance == "global_batch" and self.training:
+            share_G, _ = record_or_replay(self.gate.shares)  # a recomputation takes the shares of the first pass
+        return balance_loss(sums_P2G, share_G)
 
 
-def balance_loss(expert_TK: Tensor, scores_TG: Tensor, share_G: Tensor | None = None) -> Tensor:
-    """G x the sum over experts of (share of choices) x (mean share of scores): 1 at even loads (Fedus et al. 2021, DeepSeek-V3).
+class BalanceSums(nn.Module):
+    """Sums over tokens from which the auxiliary loss is computed; a module, so that a plan can sum them over processes."""
 
-    share_G: shares of choices of more tokens than these, such as of the step's micro-batches so far; None: those of these tokens. The
-    gradient goes through the scores alone.
+    def forward(self, expert_TK: Tensor, scores_TG: Tensor, packs_TP: Tensor | None = None) -> Tensor:
+        """(P, 2, G): the choices that fell on each expert, over K, and its shares of scores. Each adds up to the number of tokens.
+
+        packs_TP: 1 at the pack of each token; None: all are of one. The gradient goes through the scores alone.
+        """
+        with without_autocast(scores_TG):
+            share_TG = scores_TG / scores_TG.sum(-1, keepdim=True)
+            chosen_TG = torch.zeros_like(scores_TG).scatter_(1, expert_TK, 1 / expert_TK.shape[1])
+            both_T2G = torch.stack((chosen_TG, share_TG), 1)
+            if packs_TP is None:
+                return both_T2G.sum(0, keepdim=True)
+            return (packs_TP.to(share_TG.dtype).T @ both_T2G.flatten(1)).unflatten(1, (2, -1))
+
+
+def balance_loss(sums_P2G: Tensor, share_G: Tensor | None = None) -> Tensor:
+    """G x the sum over experts of (share of choices) x (mean share of scores), (P,): 1 at even loads (Fedus et al. 2021, DeepSeek-V3).
+
+    sums_P2G: of `BalanceSums`. share_G: shares of choices of more tokens than these, such as of all that a step has met so far; None: those
+    of these tokens.
     """
-    experts = scores_TG.shape[1]
-    if share_G is None:
-        share_G = loads(expert_TK, experts) / expert_TK.numel()
-    mean_G = (scores_TG / scores_TG.sum(-1, keepdim=True)).mean(0)
-    return experts * (share_G.to(mean_G.dtype) * mean_G).sum()
+    chosen_PG, scores_PG = sums_P2G.unbind(1)
+    tokens_P1 = chosen_PG.sum(-1, keepdim=True).clamp(min=1)
+    share_PG = chosen_PG / tokens_P1 if share_G is None else share_G.to(scores_PG.dtype)
+    return scores_PG.shape[1] * (share_PG * (scores_PG / tokens_P1)).sum(-1)

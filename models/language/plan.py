@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mmspeed.models.language.config import DecoderSettings
-from mmspeed.protocols.plan import Block, Gather, Leading, Linear, ModelPlan, Region, Seen, Site, Split
+from mmspeed.protocols.plan import Block, Gather, Leading, Linear, ModelPlan, Output, Region, Seen, Site, Split, Total
 
 REGIONS = {"attention": Region(("self_attn",)), "mlp": Region(("mlp",))}
 COLUMN, SUM, SEEN = Linear("column"), Linear("row", "text", dim=1), {"x_BNE": Seen("text", dim=1)}
 
 
 def decoder_plan(settings: DecoderSettings) -> ModelPlan:
-    """The plan of a decoder; modules for further tokens are blocks behind the others.
-
-    A decoder whose experts have an auxiliary loss is not split: the loss is of the tokens of all processes.
-    """
+    """The plan of a decoder; modules for further tokens are blocks behind the others."""
     names = [f"layers.{place}" for place in range(settings.depth)]
     further = [f"mtp.{place}" for place in range(settings.further)]
     blocks = [*names, *(f"{name}.mtp_block" for name in further)]
@@ -34,26 +31,30 @@ def decoder_plan(settings: DecoderSettings) -> ModelPlan:
         causal=True,
         windowed=any(settings.window(place) is not None for place in range(settings.depth + settings.further)),
     )
-    if settings.experts is not None and settings.experts.balance is not None:
-        return plan
     inputs: dict[str, dict[str, Split | Leading | Seen]] = {
         "embed_tokens": {"input": Split("text", dim=1, level="seen")},
         "lm_head": {"target_BN": Split("text", dim=1, level="seen")},
     }
+    outputs: dict[str, dict[int | str, Output]] = {
+        "lm_head": dict.fromkeys((0, 1), Gather("text", dim=1, level="seen"))
+    }
     linears = {"embed_tokens": Linear("embedding", "text", dim=1), "lm_head": Linear("vocabulary", "text", dim=1)}
     for place, name in enumerate(blocks):
-        inputs[name] = {"pos_BN": Split("text", dim=1, level="seen"), "counted_BN": Split("text", dim=1)}
+        own = Split("text", dim=1)
+        inputs[name] = {"pos_BN": Split("text", dim=1, level="seen"), "counted_BN": own, "packs_BNP": own}
         inputs[f"{name}.self_attn"] = dict(SEEN)
         linears |= {f"{name}.self_attn.{part}": role for part, role in _attention_roles(settings)}
         if not settings.has_experts(place):
             inputs[f"{name}.mlp"] = dict(SEEN)
             linears |= {f"{name}.mlp.gate_proj": COLUMN, f"{name}.mlp.up_proj": COLUMN, f"{name}.mlp.down_proj": SUM}
+        elif settings.experts is not None and settings.experts.balance is not None:
+            outputs[f"{name}.mlp.balance"] = {0: Total("text")}
     return ModelPlan(
         **{
             **vars(plan),
             "inputs": inputs,
             "packed": ("bounds_Z", "text"),
-            "outputs": {"lm_head": dict.fromkeys((0, 1), Gather("text", dim=1, level="seen"))},
+            "outputs": outputs,
             "attention": {f"{name}.self_attn.attend": Site(("text",), calls=True, sparse=False) for name in blocks},
             "linears": linears,
         }

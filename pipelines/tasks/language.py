@@ -161,11 +161,6 @@ class LanguageTask(TaskDefaults):
                 f"parallel.tp {devices} does not divide the {rows:,} rows of the embedding and the head: "
                 f"{even if section.pretrained is None else f'use one of {fits}'}"
             )
-        if settings.experts is not None and settings.experts.balance is not None and parallel.group > 1:
-            raise UserError(
-                f"model.balance: {settings.experts.balance} is a loss of all tokens of a pack, which {parallel.group_in_words()} would "
-                "split: leave `model.balance` out (a bias balances experts without a loss), or use fsdp and replicas alone"
-            )
 
     # -- models ---------------------------------------------------------------------------------------------------------
 

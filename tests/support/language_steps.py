@@ -23,7 +23,7 @@ from mmspeed.data.sampling.pack_order import PackLength, PackSample
 from mmspeed.loop.runner import SequentialRunner
 from mmspeed.loop.step import Learner, train_step
 from mmspeed.memory import BlockPolicies
-from mmspeed.models.language.config import DecoderSettings
+from mmspeed.models.language.config import Balance, DecoderSettings
 from mmspeed.models.language.decoder import Decoder
 from mmspeed.models.language.shapes import SHAPES, tiny_twin
 from mmspeed.parallel import TokenLayout, parallelize, uncrossed, unwrap
@@ -79,7 +79,7 @@ WAYS: dict[str, dict[str, Any]] = {
 SETTINGS = {
     "layout": [name for layouts in LAYOUTS.values() for name in layouts],
     "attention": ["grouped", "latent"],
-    "experts": ["none", "replicated"],
+    "experts": ["none", "replicated", "balanced"],
     "further": ["0", "1"],
     "memory": [*WAYS],
     "packs": [*PACKS],
@@ -124,7 +124,8 @@ def settings_of(attention: str, experts: str, further: str) -> DecoderSettings:
     """The settings of a tiny decoder of three blocks, two of them with experts where it has any."""
     twin = tiny_twin(SHAPES["qwen3-30b-a3b" if attention == "grouped" else "deepseek-v3"].settings)
     assert twin.experts is not None
-    known = replace(twin.experts, balance=None, dense=(0,)) if experts == "replicated" else None
+    balance: Balance | None = "sequence" if experts == "balanced" else None
+    known = None if experts == "none" else replace(twin.experts, balance=balance, dense=(0,))
     key_heads = 4 if attention == "grouped" else 8
     return replace(twin, experts=known, further=int(further), first_std=0.1, heads=8, key_heads=key_heads)
 
@@ -137,7 +138,7 @@ def task() -> LanguageTask:
         "name": "cover",
         "texts": {"sources": [{"path": "none.txt"}], "cache": "none"},
     }
-    return LanguageTask(LanguageConfig.model_validate(tree | {"objective": {"z_loss": 1e-3}}))
+    return LanguageTask(LanguageConfig.model_validate(tree | {"objective": {"z_loss": 1e-3, "balance": 0.5}}))
 
 
 def layout_of(case: Combination) -> tuple[ParallelConfig, int, str]:
@@ -199,6 +200,7 @@ def step(case: Combination, world: int, groups: Groups) -> dict[str, Any]:
 def traffic_of(settings: DecoderSettings, batch: Batch, parallel: ParallelConfig, layout: TokenLayout) -> Traffic:
     """The bytes that this process sends for a micro-batch, by the formulas; gradients of shared parameters are summed apart."""
     rows, columns = batch["ids"].shape
+    packs = rows
     sizes: Sequence[int] = even_sizes(columns, parallel.ulysses)
     shared: tuple[int, ...] = ()
     if parallel.ring > 1:
@@ -218,9 +220,18 @@ def traffic_of(settings: DecoderSettings, batch: Batch, parallel: ParallelConfig
         element_size=4,
     )
     dense = [block for block in range(settings.depth + further) if not settings.has_experts(block)]
-    main = DecoderWorkload(rows, settings.width, settings.depth + further + len(dense), 1, 4, z_loss=True)
+    balanced, sums = 0, 0
+    if settings.experts is not None and settings.experts.balance is not None:
+        balanced, sums = settings.depth + further - len(dense), packs * 2 * settings.experts.count
+    split = settings.depth + further + len(dense)
+    main = DecoderWorkload(
+        rows, settings.width, split, 1, 4, z_loss=True, balanced=balanced, balance_sums=sums
+    )  # fmt: skip
     traffic = packed_traffic(work, parallel, place)
-    for each in (main, *[replace(main, split=0, z_loss=False)] * further):  # the z-loss is of next tokens alone
+    for each in (
+        main,
+        *[replace(main, split=0, z_loss=False, balanced=0)] * further,
+    ):  # the z-loss is of next tokens alone
         traffic += decoder_traffic(each, sizes, parallel.tp, place, layout.hybrid.rank)
     return traffic
 

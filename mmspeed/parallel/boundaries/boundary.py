@@ -14,7 +14,7 @@ from torch import nn
 
 from mmspeed.errors import UserError, nearest
 from mmspeed.graphs import outside_graphs
-from mmspeed.protocols.plan import Attended, Gather, Leading, Seen, Split, Summed, Tokens
+from mmspeed.protocols.plan import Attended, Gather, Leading, Output, Seen, Split, Summed, Tokens, Total
 from mmspeed.replay import record_or_replay, set_fact
 
 from .names import arguments
@@ -46,7 +46,7 @@ class ModuleBoundary(Boundary):
     names: tuple[str, ...]  # of the positional arguments of its forward
     before: Attended
     inputs: dict[str, Split | Leading | Seen] = field(default_factory=dict)
-    outputs: dict[int | str, Split | Gather | Seen | Summed] = field(default_factory=dict)
+    outputs: dict[int | str, Output] = field(default_factory=dict)
     tokens: dict[str, Tokens] = field(default_factory=dict)
     gives: Attended | None = None
 
@@ -73,7 +73,7 @@ class ModuleBoundary(Boundary):
 
     @outside_graphs
     def leave(self, out: Any) -> Any:
-        """The outputs, cut or gathered as the plan declares."""
+        """The outputs, cut, gathered or summed as the plan declares."""
         record, items = self.sequences.record(self.where), self._places(out)
         for place, what in self.outputs.items():
             where = f"{self.where}, output {place!r}"
@@ -82,12 +82,15 @@ class ModuleBoundary(Boundary):
                 raise UserError(
                     f"{where}: its forward returns {', '.join(map(repr, items)) or 'none'}; correct the plan{places}"
                 )
-            if not isinstance(what, Gather):
+            if not isinstance(what, Gather | Total):
                 items[place] = self.piece(record, items[place], what, where)
             elif items[place] is not None:
                 if not isinstance(items[place], torch.Tensor):
-                    raise UserError(f"{where} is a {type(items[place]).__name__}; the plan can gather tensors")
-                items[place] = record.gather(items[place], what, self.gives or self.attends, where)
+                    raise UserError(f"{where} is a {type(items[place]).__name__}; the plan can gather and sum tensors")
+                if isinstance(what, Total):
+                    items[place] = record.total(items[place], what, where)
+                else:
+                    items[place] = record.gather(items[place], what, self.gives or self.attends, where)
         kind: Any = type(out)
         if isinstance(out, torch.Tensor):
             return items[0]

@@ -11,13 +11,11 @@ from torch import nn
 from mmspeed.errors import UserError, nearest
 from mmspeed.protocols.plan import (
     Attended,
-    Gather,
     Leading,
     ModelPlan,
+    Output,
     PreparesInput,
-    Seen,
     Split,
-    Summed,
     base_of_adapters,
     check_adapter,
     modules_like,
@@ -99,7 +97,7 @@ def _check_numbers(module: nn.Module, attributes: Iterable[str], where: str) -> 
             raise UserError(f"plan, divided: {where} has no whole number {attribute!r}{nearest(attribute, known)}")
 
 
-def _moved(plan: ModelPlan) -> Iterator[tuple[str, Split | Leading | Seen | Gather | Summed]]:
+def _moved(plan: ModelPlan) -> Iterator[tuple[str, Leading | Output]]:
     """The (where, what) of each argument and output that a plan names."""
     for pattern, inputs in plan.inputs.items():
         yield from ((f"plan, inputs, {pattern!r}, {key!r}", what) for key, what in inputs.items())

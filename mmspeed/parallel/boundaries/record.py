@@ -27,7 +27,7 @@ from mmspeed.compute.autocast import autocast_alike
 from mmspeed.errors import UserError
 from mmspeed.graphs import outside_graphs
 from mmspeed.parallel.sequence.zigzag import zigzag_order
-from mmspeed.protocols.plan import Attended, Gather, ModelPlan, Split, Summed, Tokens, names_of
+from mmspeed.protocols.plan import Attended, Gather, ModelPlan, Split, Summed, Tokens, Total, names_of
 from mmspeed.replay import fact
 from mmspeed.torch_internals import tree_leaves
 
@@ -331,6 +331,18 @@ class ForwardRecord:
         if tensored:
             x = all_gather(x, layout.tensor, gather.dim, even_sizes(shape[1], layout.tensor.size))
         return x
+
+    @outside_graphs
+    def total(self, x: Tensor, total: Total, where: str) -> Tensor:
+        """The sum over all processes that share a sequence, on each of them; gradients are summed over the processes that use it."""
+        layout, name = self.sequences.layout, total.sequence
+        x = x[None]
+        if self.is_split(name, where):
+            x = self._gather_hybrid(x, 0, (1,) * layout.hybrid.size).sum(0, keepdim=True)
+            x = all_gather(x, layout.dsp, 0).sum(0, keepdim=True)
+        if name in self.sequences.tensor_split:
+            x = all_gather(x, layout.tensor, 0).sum(0, keepdim=True)
+        return x[0]
 
     def _gather_group(self, x: Tensor, gather: Gather, attends: Attended, shape: tuple[int, int], where: str) -> Tensor:
         sequences, layout = self.sequences, self.sequences.layout

@@ -19,7 +19,7 @@ from mmspeed.models.language.weights import on_meta
 from mmspeed.parallel import TokenLayout, check_layout, parallelize, sequence_parallel
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
 from mmspeed.preprocess.report.schedule_preview import preview_schedule
-from mmspeed.protocols.plan import ModelPlan, Split
+from mmspeed.protocols.plan import ModelPlan, Split, declare_plan
 from mmspeed.shapes import Bucket
 from tests.support.runs import small_config
 from tests.unit.data.test_sampler import BUCKETS, make_samples
@@ -69,13 +69,11 @@ def test_windows_over_a_ring_are_told() -> None:
 
 
 def test_models_that_split_nothing_are_told() -> None:
-    """A decoder whose experts have an auxiliary loss, which is of the tokens of all processes."""
-    settings = tiny_twin(SHAPES["qwen3-30b-a3b"].settings)
-    assert settings.experts is not None
-    balanced = replace(settings, experts=replace(settings.experts, balance="sequence"))
+    model = on_meta(tiny_twin(SHAPES["qwen3-30b-a3b"].settings))
+    declare_plan(model, replace(model.plan, inputs={}, linears={}))
     layout = TokenLayout(whole=replace(Axis.alone("sequence"), size=2))
     with pytest.raises(UserError, match="splits no tokens and no layers, so 2 processes would all compute the same"):
-        parallelize(on_meta(balanced), None, "none", layout=layout)
+        parallelize(model, None, "none", layout=layout)
 
 
 def test_heads_that_do_not_fit_are_told() -> None:

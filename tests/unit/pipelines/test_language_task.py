@@ -199,10 +199,6 @@ def test_keys_and_sizes_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
         opened(tmp_path, "parallel.tp=2", "model.vocabulary=99")
     with pytest.raises(UserError, match=rows):  # as `check` asks
         MemoryTask(config(tmp_path, "parallel.tp=2", "model.vocabulary=99")).outlines()
-    with pytest.raises(
-        UserError, match=r"model\.balance: sequence is a loss of all tokens of a pack, which ring 2 would split"
-    ):
-        opened(tmp_path, "model.shape=tiny-qwen3-30b-a3b", "model.balance=sequence", "parallel.ring=2")
     with pytest.raises(UserError, match="is no known shape"):
         opened(tmp_path, "model.shape=tiny-lama3-8b")
     batch = opened(tmp_path).synthetic_batch(opened(tmp_path).shape, 2, ALONE)

@@ -13,7 +13,7 @@ from mmspeed.errors import UserError
 from mmspeed.memory.recompute.policy import BlockPolicies
 from mmspeed.models.language.config import Balance, DecoderSettings, ExpertSettings
 from mmspeed.models.language.decoder import Decoder, DecoderOutput, next_tokens
-from mmspeed.models.language.experts import BiasedRouter, Router, balance_loss
+from mmspeed.models.language.experts import BalanceSums, BiasedRouter, Router, balance_loss
 from mmspeed.models.language.shapes import SHAPES, tiny_twin
 from mmspeed.parallel import parallelize
 from mmspeed.protocols import DeclaredState, stays_float32
@@ -77,7 +77,7 @@ def test_a_bias_balances_loads_without_a_loss() -> None:
     router.after_update(first.long())
     assert torch.equal(router.e_score_correction_bias, 0.01 * torch.sign(first.mean() - first))
     for _ in range(150):
-        router.forget_counts()
+        router.begin_counts(Tensor.long)
         router(x)
         router.after_update(router.step_counts().long())
     assert before > 1.5 and spread() < 1.15
@@ -142,8 +142,11 @@ def test_statistics_of_the_global_batch_are_those_of_all_its_micro_batches() -> 
 
 def test_even_loads_have_a_loss_of_one() -> None:
     experts, scores = torch.arange(8)[:, None], torch.full((8, 8), 0.125)
-    assert balance_loss(experts, scores) == 1
-    assert balance_loss(torch.zeros(8, 1, dtype=torch.int64), torch.eye(8)[:1].expand(8, 8)) == 8
+    sums = BalanceSums()
+    assert balance_loss(sums(experts, scores)) == 1
+    assert balance_loss(sums(torch.zeros(8, 1, dtype=torch.int64), torch.eye(8)[:1].expand(8, 8))) == 8
+    packs = torch.eye(2).repeat_interleave(4, 0)  # of four tokens and experts each
+    assert balance_loss(sums(experts, torch.eye(8), packs)).tolist() == [2, 2]
 
 
 def test_evaluation_counts_no_loads() -> None:
