@@ -152,10 +152,5 @@ def check_layout(model: nn.Module, parallel: ParallelConfig) -> None:
             f"parallel.dsp {parallel.dsp}: every block of {type(model).__name__} attends over all tokens, so there are no dims to "
             "re-shard them between; use ulysses or ring"
         )
-    if parallel.ring > 1 and plan is not None and plan.windowed:
-        raise UserError(
-            f"parallel.ring {parallel.ring}: {type(model).__name__} attends within windows, which a ring does not compute; use ulysses, tp "
-            "or fsdp"
-        )
     if plan is not None and plan.heads is not None:
         check_heads(plan.heads, parallel.ulysses, parallel.tp, plan.key_heads)

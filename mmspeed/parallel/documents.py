@@ -10,7 +10,7 @@ length: documents of one length follow one another, so that their pieces are one
 
 All is arithmetic of lengths, the same on every rank, without messages.
 
-Legend: T tokens of a pack.
+Legend: T tokens of a pack, M of them in documents that are cut.
 """
 
 from __future__ import annotations
@@ -129,10 +129,40 @@ class DocumentShares:
         """(T,) the places of the pack's tokens in the order in which the ranks, one after the other, hold them."""
         starts = [0, *accumulate(self.lengths)]
         held = [each for rank in range(self.ranks) for each in self.ranges(rank)]
-        begins = np.array([starts[each.document] + each.begin for each in held], dtype=np.int64)
-        counts = np.array([each.end - each.begin for each in held], dtype=np.int64)
-        behind = np.cumsum(counts) - counts  # places in this order at which the ranges begin
-        return torch.from_numpy(np.repeat(begins - behind, counts) + np.arange(sum(self.lengths)))
+        return places_of([(starts[each.document] + each.begin, starts[each.document] + each.end) for each in held])
+
+    @cached_property
+    def _cut_starts(self) -> dict[int, int]:
+        """The place at which each cut document begins among their tokens, one document after the other."""
+        return dict(zip(self.cut, accumulate(self.cut_lengths, initial=0), strict=False))
+
+    def _cut_ranges(self, rank: int) -> list[HeldRange]:
+        return [held for held in self.ranges(rank) if held.document in self._cut_starts]
+
+    @cached_property
+    def cut_order(self) -> Tensor:
+        """(M,) the places of the cut documents' tokens, among these alone, in the order in which the ranks hold them."""
+        starts, held = self._cut_starts, [each for rank in range(self.ranks) for each in self._cut_ranges(rank)]
+        return places_of([(starts[each.document] + each.begin, starts[each.document] + each.end) for each in held])
+
+    def window_ranges(self, rank: int, window: int) -> list[tuple[int, int, int]]:
+        """(first key, first query, end) of each range of cut documents that a rank holds: places as those of `cut_order`.
+
+        window: a query sees so many earlier keys.
+        """
+        ranges = []
+        for held in self._cut_ranges(rank):
+            start = self._cut_starts[held.document]
+            ranges.append((start + max(0, held.begin - window), start + held.begin, start + held.end))
+        return ranges
+
+
+def places_of(ranges: Sequence[tuple[int, int]]) -> Tensor:
+    """The numbers of all ranges [begin, end), one range after the other, int64."""
+    begins, ends = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
+    counts = ends - begins
+    behind = np.cumsum(counts) - counts  # places at which the ranges begin
+    return torch.from_numpy(np.repeat(begins - behind, counts) + np.arange(counts.sum()))
 
 
 @lru_cache(maxsize=64)  # packs of validation come again

@@ -246,6 +246,7 @@ class PackedWorkload:
         sizes: tokens of a row on each place of ring x ulysses.
         shared: of them those of documents that a ring cuts, on each of its places; none without a ring.
         blocks: with attention, those of modules for further tokens included.
+        windowed: of them those within a window that hides keys of a document that a ring cuts.
         key_width, value_width: of a head of queries and keys, and of values.
     """
 
@@ -258,6 +259,7 @@ class PackedWorkload:
     value_width: int
     blocks: int
     element_size: int = 2
+    windowed: int = 0
 
 
 def packed_traffic(work: PackedWorkload, parallel: ParallelConfig, place: RankCoordinates) -> Traffic:
@@ -276,9 +278,17 @@ def packed_traffic(work: PackedWorkload, parallel: ParallelConfig, place: RankCo
     attention = Traffic(
         sent_bytes(("all_to_all", "ulysses", cut * number)), sent_bytes(("all_to_all", "ulysses", back * number))
     )  # fmt: skip
+    total = sum((attention for _ in range(work.blocks)), Traffic())
     if parallel.ring > 1:
-        attention += _ring(work.shared, place.ring, parallel.ring_window, keys * both * number, 0, work.element_size)
-    return sum((attention for _ in range(work.blocks)), Traffic())
+        token, mine = keys * both * number, work.shared[place.ring]
+        around = _ring(work.shared, place.ring, parallel.ring_window, token, 0, work.element_size)
+        gathered = Traffic(
+            sent_bytes(("all_gather", "ring", (parallel.ring - 1) * mine * token)),
+            sent_bytes(("reduce_scatter", "ring", (sum(work.shared) - mine) * token)),
+        )
+        for each, count in ((around, work.blocks - work.windowed), (gathered, work.windowed)):
+            total = sum((each for _ in range(count)), total)
+    return total
 
 
 @dataclass(frozen=True)

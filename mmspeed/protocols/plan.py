@@ -250,7 +250,6 @@ class ModelPlan:
         packed: (argument of the model's forward, sequence). The argument holds cumulative lengths of documents over the tokens of all rows
             of the causal sequence, as `Structure.bounds_Z`; over a ring the tokens are then shared by documents, in one row. None: the
             argument, as no argument, says that each row is one document.
-        windowed: attentions see a window of the causal sequence, which a ring does not compute.
         long_text: this sequence is split only from the length on that the configuration sets (`parallel.shard_text`).
     """
 
@@ -273,7 +272,6 @@ class ModelPlan:
     stills: bool = False
     causal: bool = False
     packed: tuple[str, str] | None = None
-    windowed: bool = False
     long_text: str | None = None
 
     @property

@@ -164,7 +164,7 @@ class Decoder(nn.Module):
             target = None if target_BN is None else later_targets(target_BN, bounds_Z, step)
             further.append(self._predict(x_BNE, target))
         summed = [balance_P for balance_P in balances if balance_P is not None]
-        balance = torch.stack(summed).sum(0).expand(len(ids_BN)) if summed else None
+        balance = torch.stack(summed).sum(0).expand(len(ids_BN)).clone() if summed else None
         if target_BN is None:
             return DecoderOutput(logits_BNV=output[0], balance_B=balance, further=tuple(further))
         return DecoderOutput(None, output[0], output[1], balance, tuple(further))
@@ -179,7 +179,7 @@ class Decoder(nn.Module):
     def _predict(self, x_BNE: Tensor, target_BN: Tensor | None) -> tuple[Tensor, ...]:
         """(logits,), or (losses, log-sum-exps) of targets."""
         first, lse_BN = self.lm_head(x_BNE, target_BN, self.embed_tokens.weight if self.settings.tied else None)
-        return (first,) if lse_BN is None else (first, lse_BN)
+        return (first,) if lse_BN is None else (first.clone(), lse_BN.clone())  # FSDP2 warns of outputs that are views
 
     def initial_weights(self, seed: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield every parameter with the whole float32 value on the CPU that it starts from, by its name (law 1); reset routers."""

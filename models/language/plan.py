@@ -29,7 +29,6 @@ def decoder_plan(settings: DecoderSettings) -> ModelPlan:
         regions=REGIONS,
         draws=False,
         causal=True,
-        windowed=any(settings.window(place) is not None for place in range(settings.depth + settings.further)),
     )
     inputs: dict[str, dict[str, Split | Leading | Seen]] = {
         "embed_tokens": {"input": Split("text", dim=1, level="seen")},

@@ -83,6 +83,7 @@ SETTINGS = {
     "further": ["0", "1"],
     "memory": [*WAYS],
     "packs": [*PACKS],
+    "windows": ["none", "short"],
 }
 
 
@@ -120,14 +121,15 @@ def packs_named(name: str) -> tuple[Documents, list[PackSample]]:
 
 
 @cache
-def settings_of(attention: str, experts: str, further: str) -> DecoderSettings:
-    """The settings of a tiny decoder of three blocks, two of them with experts where it has any."""
+def settings_of(attention: str, experts: str, further: str, windows: str) -> DecoderSettings:
+    """The settings of a tiny decoder of three blocks, two of them with experts where it has any, and two with windows."""
     twin = tiny_twin(SHAPES["qwen3-30b-a3b" if attention == "grouped" else "deepseek-v3"].settings)
     assert twin.experts is not None
     balance: Balance | None = "sequence" if experts == "balanced" else None
     known = None if experts == "none" else replace(twin.experts, balance=balance, dense=(0,))
     key_heads = 4 if attention == "grouped" else 8
-    return replace(twin, experts=known, further=int(further), first_std=0.1, heads=8, key_heads=key_heads)
+    seen = (4, None, 9)[: twin.depth] if windows == "short" else ()
+    return replace(twin, experts=known, further=int(further), first_std=0.1, heads=8, key_heads=key_heads, windows=seen)
 
 
 @cache
@@ -159,7 +161,7 @@ def batches_of(case: Combination, lane: int, lanes: int, share: float) -> list[B
 
 def step(case: Combination, world: int, groups: Groups) -> dict[str, Any]:
     """A step over all ranks of the world: loss, gradients, bytes sent and those that the formulas give."""
-    settings = settings_of(case["attention"], case["experts"], case["further"])
+    settings = settings_of(case["attention"], case["experts"], case["further"], case["windows"])
     model: nn.Module = Decoder(settings)
     parallel, replicas, strategy = layout_of(case)
     layout, mesh, keeping = TokenLayout(), None, BlockPolicies()
@@ -202,10 +204,11 @@ def traffic_of(settings: DecoderSettings, batch: Batch, parallel: ParallelConfig
     rows, columns = batch["ids"].shape
     packs = rows
     sizes: Sequence[int] = even_sizes(columns, parallel.ulysses)
-    shared: tuple[int, ...] = ()
+    shared, longest = tuple[int, ...](), 0
     if parallel.ring > 1:
         shares = share_documents(tuple(batch["bounds"].diff().tolist()), parallel.ring)
         sizes, shared, rows = layout.near_sizes(shares.sizes), shares.shared_sizes, 1
+        longest = max(shares.cut_lengths, default=0)
     latent, further = settings.latent, settings.further
     place = RankCoordinates(layout.axes.ring.rank, layout.axes.ulysses.rank, layout.tensor.rank)
     work = PackedWorkload(
@@ -218,6 +221,7 @@ def traffic_of(settings: DecoderSettings, batch: Batch, parallel: ParallelConfig
         settings.head_width if latent is None else latent.value,
         settings.depth + further,
         element_size=4,
+        windowed=sum(window is not None and window < longest - 1 for window in settings.windows),
     )
     dense = [block for block in range(settings.depth + further) if not settings.has_experts(block)]
     balanced, sums = 0, 0

@@ -170,16 +170,10 @@ def _shared(
     shares: DocumentShares,
 ) -> Tensor:
     """Attention within documents that the ranks of a ring share."""
-    window, longest = structure.window, max(shares.cut_lengths, default=0)
     if structure.key_mask_BN is not None or structure.documents_BN is not None or not structure.causal:
         raise UserError(f"{site.where}: attention within bounds of documents is causal and takes no other mask")
-    if window is not None and window < longest - 1:
-        raise UserError(
-            f"{site.where}: a window of {window} keys is not computed within a document of {longest} tokens that parallel.ring shares; use "
-            "parallel.ulysses, tp or fsdp instead"
-        )
     return packed_attention(
-        q_BAND, k_BAMD, v_BAMD, shares, axes, sizes, window=window, layout=site.layout
+        q_BAND, k_BAMD, v_BAMD, shares, axes, sizes, window=structure.window, layout=site.layout
     )  # fmt: skip
 
 

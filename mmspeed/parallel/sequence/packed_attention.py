@@ -1,26 +1,31 @@
 """Attend within documents that the ranks of a ring share (`mmspeed.parallel.documents`), each rank's part over Ulysses ranks.
 
 Heads are exchanged for the joined part of a ring's place. Its whole documents are one call of the operator `document_attention`, without
-messages; the keys of its parts of cut documents go round the ring, and with none cut nothing does.
+messages; the keys of its parts of cut documents go round the ring, and with none cut nothing does. Within a window that hides keys of
+a cut document, the keys of all ranks are gathered instead, and each range of queries attends to the end of a document of its own, which
+begins with the keys that the first query sees.
 
 Bytes that a rank sends, beside those of the exchange of heads (`hybrid_attention`): the formulas of `ring`, whose M are the tokens of cut
-documents.
+documents; within a window (R - 1) M K (D + W) e forward, and (all - M) K (D + W) e backward.
 
-Legend: B = 1 row, A heads, K heads of the keys, N tokens that this rank holds, D head width, W width of the values.
+Legend: B = 1 row, A heads, K heads of the keys, N tokens that this rank holds, M tokens of cut documents, D head width, W width of the
+values, R ranks of the ring, e element size, T queries and keys of ranges.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from mmspeed.comm import Axis, all_gather
 from mmspeed.compute.autocast import autocast_alike
 from mmspeed.compute.operators.documents import document_attention
 from mmspeed.graphs import outside_graphs
-from mmspeed.parallel.documents import DocumentShares
+from mmspeed.parallel.documents import DocumentShares, places_of
 
 from .hybrid_attention import SequenceAxes, of_nothing, with_heads_exchanged
 from .layouts import Layout, memory_order, tokens_first
@@ -44,11 +49,9 @@ def packed_attention(
     """Causal attention of this rank's tokens within their documents: `out_BANW`.
 
     sizes: tokens of all ranks of the group, in the order of `shares`. window: a query sees so many earlier keys; None: all. Other arguments
-    as those of `hybrid_attention`. Every rank makes the call, and its backward. Raises ValueError for a window within a cut document.
+    as those of `hybrid_attention`. Every rank makes the call, and its backward.
     """
-    longest = max(shares.cut_lengths, default=0)
-    if window is not None and window < longest - 1:
-        raise ValueError(f"a window of {window} keys within a document of {longest} tokens that a ring shares")
+    hides = window is not None and window < max(shares.cut_lengths, default=0) - 1
     q_BAND, k_BKND, v_BKNW = autocast_alike(q_BAND, k_BKND, v_BKNW)
     rank, order = axes.ring.rank, tokens_first("BAND") if axes.ulysses.size > 1 else memory_order(layout)
     shared, whole = shares.shared_sizes[rank], shares.whole_lengths(rank)
@@ -56,8 +59,10 @@ def packed_attention(
     def attend(q_BAND: Tensor, k_BKND: Tensor, v_BKNW: Tensor, mask: Tensor | None) -> Tensor:
         apart = [x.split((shared, x.shape[2] - shared), 2) for x in (q_BAND, k_BKND, v_BKNW)]
         parts_BNAW = []
-        if shares.cut:
-            q, k, v = (part[0] for part in apart)
+        q, k, v = (part[0] for part in apart)
+        if shares.cut and hides and window is not None:
+            parts_BNAW.append(_within_window(q, k, v, shares, axes.ring, window))
+        elif shares.cut:
             out_BANW = ring_attention(
                 q, k, v, None, axes.ring, shares.shared_sizes, causal=True, documents=shares.cut_lengths,
                 window=axes.window, outer=axes.outer, backend=backend, counter=counter, order=order,
@@ -74,3 +79,26 @@ def packed_attention(
     return with_heads_exchanged(
         q_BAND, k_BKND, v_BKNW, None, axes, sizes, sizes, attend, layout=layout, reads="strided"
     )  # fmt: skip
+
+
+def _within_window(
+    q_BAND: Tensor, k_BKMD: Tensor, v_BKMW: Tensor, shares: DocumentShares, ring: Axis, window: int
+) -> Tensor:
+    """Attention of this rank's tokens of cut documents within a window: (B, N, A, W)."""
+    both = all_gather(torch.cat((k_BKMD, v_BKMW), -1), ring, 2, shares.shared_sizes)  # one message
+    ranges = shares.window_ranges(ring.rank, window)
+    if not ranges:
+        return of_nothing(q_BAND, *both.split((k_BKMD.shape[-1], v_BKMW.shape[-1]), -1)).transpose(1, 2)
+    device, starts = q_BAND.device, [0, *accumulate(end - first for first, _, end in ranges)]
+    seen_T = places_of([(first, end) for first, _, end in ranges])
+    asked = [
+        (start + query - first, start + end - first) for start, (first, query, end) in zip(starts, ranges, strict=False)
+    ]
+    asked_N = places_of(asked).to(device)
+    both_TKX = both[0].transpose(0, 1).index_select(0, shares.cut_order.argsort()[seen_T].to(device))
+    k_TKD, v_TKW = both_TKX.split((k_BKMD.shape[-1], v_BKMW.shape[-1]), -1)
+    q_NAD = q_BAND[0].transpose(0, 1)
+    q_TAD = q_NAD.new_zeros(len(seen_T), *q_NAD.shape[1:]).index_copy(0, asked_N, q_NAD)
+    bounds_Z = torch.tensor(starts, dtype=torch.int32, device=device)
+    out_TAW: Tensor = document_attention(q_TAD, k_TKD, v_TKW, bounds_Z, window)
+    return out_TAW.index_select(0, asked_N)[None]

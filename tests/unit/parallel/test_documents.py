@@ -108,3 +108,25 @@ def test_documents_of_one_length_are_one_call_of_a_kernel() -> None:
     torch.testing.assert_close(out[0].transpose(0, 1), wanted)
     torch.testing.assert_close(got, truth)
     assert counter == {"cpu_flash": 2, "cpu_flash_backward": 2}
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(1, 4), st.integers(0, 50))
+def test_ranges_within_a_window_are_its_mask(lengths: list[int], ranks: int, window: int) -> None:
+    """Each query of a cut document is in one range of one rank, with the keys that it sees and none of other documents."""
+    longest_first = sorted(range(len(lengths)), key=lambda document: -lengths[document])
+    cut, rest = tuple(longest_first[::2]), tuple(longest_first[1::2])
+    shares = DocumentShares(tuple(lengths), cut, (rest, *((),) * (ranks - 1)))
+    numbers = [document for document in cut for _ in range(lengths[document])]
+    assert sorted(shares.cut_order.tolist()) == list(range(len(numbers)))
+    queries = []
+    for rank in range(ranks):
+        held = []
+        for first, query, end in shares.window_ranges(rank, window):
+            start = numbers.index(numbers[query])
+            assert first == max(start, query - window) and len(set(numbers[first:end])) == 1
+            held += range(query, end)
+        begin = sum(shares.shared_sizes[:rank])
+        assert held == shares.cut_order[begin : begin + shares.shared_sizes[rank]].tolist()
+        queries += held
+    assert sorted(queries) == list(range(len(numbers)))

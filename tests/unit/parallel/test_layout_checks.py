@@ -59,15 +59,6 @@ def test_steps_sized_by_the_devices_count_groups() -> None:
     assert batching.supply(video, 100).slots == 2 and batching.supply(image, 100).slots == 4
 
 
-def test_windows_over_a_ring_are_told() -> None:
-    settings = tiny_twin(SHAPES["qwen3-8b"].settings)
-    check_layout(on_meta(settings), ParallelConfig(ring=2))
-    windowed = on_meta(replace(settings, windows=(4, *(None,) * (settings.depth - 1))))
-    check_layout(windowed, ParallelConfig(ulysses=2))
-    with pytest.raises(UserError, match="attends within windows, which a ring does not compute"):
-        check_layout(windowed, ParallelConfig(ring=2))
-
-
 def test_models_that_split_nothing_are_told() -> None:
     model = on_meta(tiny_twin(SHAPES["qwen3-30b-a3b"].settings))
     declare_plan(model, replace(model.plan, inputs={}, linears={}))
