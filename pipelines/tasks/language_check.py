@@ -6,7 +6,7 @@ Legend: N tokens of a pack.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -52,6 +52,9 @@ class SyntheticDocuments:
         """The ids [begin, begin + count) of a document."""
         whole = [rng.key64(self._seed, "id", document, place) % self.vocabulary for place in self._places(document)]
         return np.array(whole, np.uint32)[begin:][:count]
+
+    def ids_of(self, pieces: Iterable[tuple[int, int, int]]) -> list[npt.NDArray[Any]]:
+        return [self.ids(*piece) for piece in pieces]
 
     def trained(self, document: int, begin: int = 0, count: int | None = None) -> npt.NDArray[np.bool_] | None:
         """Marks of the ids that have a loss; None where all have."""

@@ -6,9 +6,10 @@ Legend: B packs of a micro-batch, N tokens of a pack, Z one more than documents,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -45,6 +46,10 @@ class DocumentReader(Protocol):
         """The ids [begin, begin + count) of a document."""
         ...
 
+    def ids_of(self, pieces: Iterable[tuple[int, int, int]]) -> list[Array]:
+        """The ids of ranges (document, begin, count)."""
+        ...
+
     def trained(self, document: int, begin: int = 0, count: int | None = None) -> npt.NDArray[np.bool_] | None:
         """Marks of the ids that have a loss; None where all have."""
         ...
@@ -73,38 +78,41 @@ class PackCollate:
 
     def __call__(self, draws: PackDraws) -> Batch:
         samples = [draw.sample for draw, _ in draws]
-        length = samples[0].shape.numbers
-        ids_BN = np.zeros((len(samples), length), np.int64)
-        target_BN = np.full((len(samples), length), IGNORED, np.int64)
-        counted_BN = np.zeros((len(samples), length), np.bool_)
+        rows, length = len(samples), samples[0].shape.numbers
+        parts, bounds = list[Array](), bounds_of(samples)
+        for sample in samples:
+            parts += self.documents.ids_of(sample.pieces)
+            if sample.tokens < length:
+                parts.append(np.zeros(length - sample.tokens, np.uint8))
+        ids_T = np.concatenate(parts, dtype=np.int64)
+        target_T = np.full_like(ids_T, IGNORED)
+        target_T[:-1] = ids_T[1:]
+        target_T[[bound - 1 for bound in bounds[1:]]] = IGNORED
+        counted_BN = np.ones((rows, length), np.bool_)
         for row, (sample, (_, weight)) in enumerate(zip(samples, draws, strict=True)):
-            counted_BN[row, : sample.tokens] = weight > 0
-            self._fill(sample, ids_BN[row], target_BN[row])
+            end = row * length + sample.tokens
+            target_T[end : (row + 1) * length] = IGNORED
+            counted_BN[row, sample.tokens if weight > 0 else 0 :] = False
+            if self.documents.marked:
+                self._leave_out(sample, target_T[row * length : end])
         tensors = {
-            "ids": torch.from_numpy(ids_BN),
-            "targets": torch.from_numpy(target_BN),
-            "bounds": torch.tensor(bounds_of(samples), dtype=torch.int32),
+            "ids": torch.from_numpy(ids_T).view(rows, length),
+            "targets": torch.from_numpy(target_T).view(rows, length),
+            "bounds": torch.from_numpy(np.array(bounds, np.int32)),
             "counted": torch.from_numpy(counted_BN),
         }
         items = [Item(*draw.name, draw.sample.source, draw.sample.shape.name) for draw, _ in draws]
-        weights = torch.tensor([weight for _, weight in draws], dtype=torch.float32)
+        weights = torch.from_numpy(np.array([weight for _, weight in draws], np.float32))
         return Batch(tensors, items, weights, samples[0].shape)
 
-    def _fill(self, sample: PackSample, ids_N: Array, target_N: Array) -> None:
-        """Write the ids and targets of a pack."""
-        read, marked, place, ends = self.documents.ids, self.documents.marked, 0, []
-        for document, begin, count in sample.pieces:
-            ids_N[place : place + count] = read(document, begin, count)
-            place += count
-            ends.append(place - 1)
-        target_N[: place - 1] = ids_N[1:place]
-        target_N[ends] = IGNORED
+    def _leave_out(self, sample: PackSample, target_N: Array) -> None:
+        """Leave out the targets of a pack that have no loss."""
         start = 0
-        for (document, begin, count), end in zip(sample.pieces, ends if marked else (), strict=marked):
+        for document, begin, count in sample.pieces:
             marks = self.documents.trained(document, begin, count)
             if marks is not None:
-                target_N[start:end][~marks[1:]] = IGNORED
-            start = end + 1
+                target_N[start : start + count - 1][~marks[1:]] = IGNORED
+            start += count
 
     def shape(self, draws: PackDraws) -> BatchShape:
         """The shapes of the batch, from its packs' ranges."""
@@ -116,14 +124,12 @@ class PackCollate:
 
 def bounds_of(samples: Sequence[PackSample]) -> list[int]:
     """Cumulative lengths of the documents of packs that follow one another, padding included as a document."""
-    bounds = [0]
-    for row, sample in enumerate(samples):
-        for _, _, count in sample.pieces:
-            bounds.append(bounds[-1] + count)
-        end = (row + 1) * sample.shape.numbers
-        if bounds[-1] < end:
-            bounds.append(end)
-    return bounds
+    counts = []
+    for sample in samples:
+        counts += [count for _, _, count in sample.pieces]
+        if sample.tokens < sample.shape.numbers:
+            counts.append(sample.shape.numbers - sample.tokens)
+    return list(accumulate(counts, initial=0))
 
 
 class LanguageData(SampledData[PackSample]):

@@ -5,7 +5,7 @@ Used by `tests/ranks/test_language_cover.py`; one spawn of ranks computes many c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar
@@ -100,6 +100,9 @@ class Documents:
     def ids(self, document: int, begin: int = 0, count: int | None = None) -> npt.NDArray[np.int64]:
         ids = np.random.default_rng(document).integers(0, 512, int(self.lengths[document]))
         return ids[begin : None if count is None else begin + count]
+
+    def ids_of(self, pieces: Iterable[tuple[int, int, int]]) -> list[npt.NDArray[Any]]:
+        return [self.ids(*piece) for piece in pieces]
 
     def trained(self, document: int, begin: int = 0, count: int | None = None) -> npt.NDArray[np.bool_] | None:
         if document % 3:

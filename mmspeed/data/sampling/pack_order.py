@@ -65,14 +65,14 @@ class PackSample:
     @property
     def source(self) -> str:
         """The documents of the pack, for messages."""
-        first = ", ".join(str(document) for document, _, _ in self.pieces[:4])
+        first = ", ".join([str(piece[0]) for piece in self.pieces[:4]])
         more = f" and {len(self.pieces) - 4} more" if len(self.pieces) > 4 else ""
         return f"documents {first}{more}"
 
     @functools.cached_property
     def tokens(self) -> int:
         """Real tokens."""
-        return sum(count for _, _, count in self.pieces)
+        return sum([piece[2] for piece in self.pieces])
 
     @functools.cached_property
     def squares(self) -> int:
@@ -283,9 +283,11 @@ class PackSampler:
 
     def _sample(self, part: _EpochPacks, number: int) -> PackSample:
         total = len(self.supply.lengths)
-        rows = part.packs.pieces(number)
-        digest = hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
-        pieces = tuple((document % total, begin, count) for document, begin, count in rows)
+        ranges = part.packs.ranges_of(number)
+        rows = ranges.rows()
+        numbers = b"".join((ranges.document.tobytes(), ranges.begin.tobytes(), ranges.count.tobytes()))
+        digest = hashlib.blake2b(numbers, digest_size=8).hexdigest()
+        pieces = tuple([(document % total, begin, count) for document, begin, count in rows])
         return PackSample(f"{rows[0][0]}+{rows[0][1]}-{digest}", pieces, self.shape)
 
     def leave_out(self, steps: range) -> list[SampleUse[PackSample]]:

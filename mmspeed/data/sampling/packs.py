@@ -39,6 +39,10 @@ class TokenRanges:
         """All tokens."""
         return int(self.count.sum(dtype=np.int64))
 
+    def rows(self) -> list[tuple[int, int, int]]:
+        """(document, begin, count) of each range."""
+        return list(zip(self.document.tolist(), self.begin.tolist(), self.count.tolist(), strict=True))
+
     def take(self, places: Array | slice) -> TokenRanges:
         """The ranges at these places."""
         return TokenRanges(self.document[places], self.begin[places], self.count[places])
@@ -59,10 +63,13 @@ class Packs:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    def ranges_of(self, pack: int) -> TokenRanges:
+        """The ranges of a pack."""
+        return self.ranges.take(slice(int(self.offsets[pack]), int(self.offsets[pack + 1])))
+
     def pieces(self, pack: int) -> list[tuple[int, int, int]]:
         """(document, begin, count) of each range of a pack."""
-        part = self.ranges.take(slice(int(self.offsets[pack]), int(self.offsets[pack + 1])))
-        return list(zip(part.document.tolist(), part.begin.tolist(), part.count.tolist(), strict=True))
+        return self.ranges_of(pack).rows()
 
     @property
     def padding(self) -> float:

@@ -53,6 +53,9 @@ class MemoryTexts:
     def ids(self, document: int, begin: int = 0, count: int | None = None) -> Any:
         return self.documents[document][begin:][:count]
 
+    def ids_of(self, pieces: Any) -> Any:
+        return [self.ids(*piece) for piece in pieces]
+
     def trained(self, document: int, begin: int = 0, count: int | None = None) -> Any:
         marks = np.arange(len(self.documents[document])) % 3 > 0
         return marks[begin:][:count] if document % 2 else None

@@ -41,18 +41,22 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(tmp_path: Path, ki
     seconds = time.monotonic() - began
     whole = files(tmp_path / "whole" / "cache")
     draw, killed = random.Random(0), 0
-    for number in range(kills):
+    for number in range(2 * kills):
+        if killed == kills:
+            break
         root = tmp_path / str(number)
         process = start(root)
         time.sleep(draw.uniform(0, seconds))
         if process.is_alive() and process.pid is not None:
             os.kill(process.pid, signal.SIGKILL)
             killed += 1
+        else:
+            seconds *= 0.7  # the machine was busier when the whole one was made
         process.join()
         last = start(root)
         last.join()
         assert last.exitcode == 0 and files(root / "cache") == whole, number
-    assert killed >= kills // 2
+    assert killed == kills
 
 
 def contents(root: Path) -> list[list[int]]:
