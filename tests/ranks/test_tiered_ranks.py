@@ -353,8 +353,12 @@ def test_tensor_parallel_tiers(two: list[dict[str, Any]], folder: Path) -> None:
                 assert rank["tensor"][tier][0] == first[0] and same(rank["tensor"][tier][1], first[1]) == [], tier
         for tier, (found, tensors) in rank["tensor"].items():
             assert found == pytest.approx(alone[tier][0], rel=1e-2 if tier in HALF else 1e-5), tier
-            # bfloat16 products differ by processor; a lost sum would be a gap of 1
-            assert gap(tensors, alone[tier][1], ".exp_avg") < (0.1 if tier in HALF else 1e-4), tier
+            if tier not in HALF:
+                assert gap(tensors, alone[tier][1], ".exp_avg") < 1e-4, tier
+                continue
+            # processors differ in products of bfloat16: as near to float32 as one process is; a lost sum would be a gap of 1
+            own, other = (gap(each, alone["plain"][1], ".exp_avg") for each in (alone[tier][1], tensors))
+            assert own < 0.2 and other < 1.5 * own, (tier, own, other)
     for tier in ("plain", "split"):
         state = odd_state(tier, None, None, seed=1)
         load(folder / "tp" / step_name(2), state.model, state.optimizer, state.ema)

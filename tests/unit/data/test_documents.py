@@ -127,6 +127,12 @@ def test_damaged_ids_are_noticed(tmp_path: Path) -> None:
     assert cache.ids(1).tolist() == list(range(60))
     with pytest.raises(IndexError, match=r"document 1 has 60 ids, not \[50, 61\)"):
         cache.ids(1, 50, 11)
+    for _ in range(2):  # the first time documents are compared with their checksums
+        assert [part.tolist() for part in cache.ids_of([(1, 2, 3), (1, 0, 1)])] == [[2, 3, 4], [0]]
+        with pytest.raises(UserError, match="damaged at document 0: its checksum differs"):
+            cache.ids_of([(1, 0, 1), (0, 0, 1)])
+        with pytest.raises(IndexError, match=r"document 1 has 60 ids, not \[50, 61\)"):
+            cache.ids_of([(1, 50, 11)])
 
 
 def test_the_tokenizer_is_the_cache_s_own(tmp_path: Path) -> None:
