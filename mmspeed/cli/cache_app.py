@@ -121,7 +121,7 @@ def merge(
 
     report = bring_together(into, sources)
     print(
-        f"{into}: {report.samples} samples; {report.linked} shards taken as they are, {report.copied} entries copied, "
+        f"{into}: {report.samples} {report.noun}; {report.linked} shards taken as they are, {report.copied} entries copied, "
         f"{report.present} were present"
     )
     if report.split_conflicts:

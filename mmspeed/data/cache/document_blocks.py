@@ -241,19 +241,33 @@ def write_table(
         for code, many in enumerate(np.bincount(reason, minlength=1).tolist()):
             if code and many:
                 counts.rejected[REASONS[code]] = counts.rejected.get(REASONS[code], 0) + many
+    store_table(root, columns, keys, sources, tokenizer)
+    return counts
+
+
+def store_table(
+    root: Path,
+    columns: Mapping[str, Sequence[Array]],
+    blocks: Sequence[str],
+    sources: Sequence[TextSource],
+    tokenizer: TokenizerFacts,
+) -> None:
+    """Write `index/documents.arrow`: parts of each column, to be joined, and the keys of the blocks by number.
+
+    Raises UserError if the disk is full.
+    """
     arrays = [
-        pa.array(np.concatenate(columns[f.name]) if keys else np.empty(0, f.type.to_pandas_dtype()), f.type)
+        pa.array(np.concatenate([np.empty(0, f.type.to_pandas_dtype()), *columns[f.name]]), f.type)
         for f in DOCUMENTS_SCHEMA
     ]
     facts = {
         "version": TABLE_VERSION,
-        "blocks": keys,
+        "blocks": list(blocks),
         "sources": [asdict(source) for source in sources],
         "tokenizer": tokenizer.fingerprint,
     }
     facts["fingerprint"] = _fingerprint(arrays, facts)
     write_batch(root / "index" / DOCUMENTS_NAME, arrays, DOCUMENTS_SCHEMA, facts)
-    return counts
 
 
 def _fingerprint(arrays: Sequence[pa.Array], facts: Mapping[str, Any]) -> str:

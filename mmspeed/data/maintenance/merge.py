@@ -38,6 +38,7 @@ from mmspeed.errors import UserError
 from mmspeed.log import progress
 from mmspeed.rng import recorded_version
 
+from .merge_texts import OpenedTexts, unite_texts
 from .prune_pack import blocks_of, care_lock, forget_compiled, publish, rows_of
 from .verify import is_text_cache
 
@@ -53,7 +54,8 @@ class MergeReport:
     linked: int = 0  # whole shards added as hard links
     copied: int = 0  # entries copied into new shards
     present: int = 0  # entries that were already present
-    samples: int = 0  # of the merged cache
+    samples: int = 0  # of the merged cache, or documents: `noun`
+    noun: str = "samples"
     split_conflicts: int = 0  # samples that the caches put into different splits: the first cache's split counts
 
 
@@ -71,10 +73,15 @@ def merge(into: Path, sources: Sequence[Path], shard_bytes: int = 256_000_000) -
     Data sets of the same name are united. If killed, the same command continues. Raises UserError in one line if the caches are not
     compatible.
     """
+    for root in sources:
+        if root.resolve() == into.resolve():
+            raise UserError(f"{root} cannot be merged into itself")
+    texts = [is_text_cache(root, read_info(root)) for root in sources]
+    if any(texts):
+        if not all(texts):
+            raise UserError(f"{sources[texts.index(False)]} holds videos, and {sources[texts.index(True)]} texts")
+        return _merge_texts(into, sources, shard_bytes)
     caches = [_open(root) for root in sources]
-    for one in caches:
-        if one.root.resolve() == into.resolve():
-            raise UserError(f"{one.root} cannot be merged into itself")
     target_cache = _open(into) if (into / "cache.json").exists() else None
     parts = ([target_cache] if target_cache else []) + caches
     settings = _check_fit(parts)
@@ -104,9 +111,32 @@ def merge(into: Path, sources: Sequence[Path], shard_bytes: int = 256_000_000) -
 def _open(root: Path) -> _Contents:
     info = read_info(root)
     if is_text_cache(root, info):
-        raise UserError(f"{root} is a cache of texts, which are not merged: name all sources in one config")
+        raise UserError(f"{root} holds texts, and the other caches videos")
     samples, null_key = read_samples(root)
     return _Contents(root, info, samples, null_key)
+
+
+def _merge_texts(into: Path, sources: Sequence[Path], shard_bytes: int) -> MergeReport:
+    """`merge` of caches of texts: the blocks that `into` lacks, and one table of all documents."""
+    parts = [OpenedTexts.of(root) for root in ([into] if (into / "cache.json").exists() else []) + list(sources)]
+    united = unite_texts(parts)
+    stored = {e.key for one in parts for path in index_files(one.root) for e in rows_of(one.root, shard_of_index(path))}
+    if lacking := sum(key not in stored for key in united.blocks):
+        raise UserError(
+            f"{lacking} of {len(united.blocks)} blocks of documents are in none of the caches; run `mmspeed preprocess` where the texts are"
+        )
+    into.mkdir(parents=True, exist_ok=True)
+    report = MergeReport(samples=united.documents, noun="documents")
+    with care_lock(into):
+        repair(into)
+        known = {(e.section, e.key) for path in index_files(into) for e in rows_of(into, shard_of_index(path))}
+        for root in sources:
+            with care_lock(root) if os.access(root, os.W_OK) else nullcontext():
+                _bring_entries(into, root, known, shard_bytes, report)
+        write_rejects(into, {(r["path"], r["reason"], r["detail"]) for one in parts for r in read_rejects(one.root)})
+        united.write(into)
+        forget_compiled(into)
+    return report
 
 
 def _check_fit(parts: Sequence[_Contents]) -> Any:

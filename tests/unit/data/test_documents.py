@@ -249,5 +249,5 @@ def test_maintenance_of_a_text_cache(tmp_path: Path) -> None:
     data[data.index(np.array([*b"document 20"], np.uint16).tobytes())] ^= 1
     shard.write_bytes(data)
     assert mend(tmp_path).lost and verify(tmp_path).lacking == 1
-    with pytest.raises(UserError, match="texts, which are not merged"):
+    with pytest.raises(UserError, match="1 of 4 blocks of documents are in none of the caches"):
         merge(tmp_path / "both", [tmp_path])
