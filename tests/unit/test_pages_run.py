@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import math
 import os
 import re
@@ -227,3 +228,31 @@ def test_the_job_file_requeues_no_run_that_ended(tmp_path: Path) -> None:
     assert run_job(tmp_path, "exit 3") == (3, "")
     # the run fails while it saves
     assert run_job(tmp_path, f"touch begun; {STOPS}; exit 1", "begun") == (1, "")
+
+
+# -- docs/language-models.md ------------------------------------------------------------------------------------------
+
+
+def test_a_language_model_is_trained_sampled_and_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both of the page's configs, for two steps each of short packs, and the commands behind them."""
+    page = DOCS / "language-models.md"
+    monkeypatch.chdir(tmp_path)
+    rows = [{"text": f"Once upon a time {number} rabbits met {number * number} foxes."} for number in range(200)]
+    (tmp_path / "stories.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    small = ("train.steps=2", "train.batch_size=2", "sequence_length=64", "device.kind=cpu", "validate.report=false")
+    texts = [block.text for block in blocks(page) if block.language == "yaml"]
+    for name, text in zip(("stories", "experts"), texts, strict=True):
+        (tmp_path / f"{name}.yaml").write_text(text, encoding="utf-8")
+        own = () if name == "stories" else (f"name={name}", f"texts.cache=cache/{name}")
+        assert main(["train", f"{name}.yaml", *small, *own]) == 0
+        kinds = [row["kind"] for row in read_metrics(tmp_path / "runs" / name / "metrics.jsonl")]
+        assert "train" in kinds
+    (commands,) = (block for block in blocks(page) if block.language == "bash")
+    for line in command_lines(commands):
+        capsys.readouterr()
+        assert main(words_of(line)[1:]) == 0
+        if " sample " in line:
+            assert capsys.readouterr().out.startswith("Once upon a time")
+    assert (tmp_path / "stories-out" / "model.safetensors").is_file()
