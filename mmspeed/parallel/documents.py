@@ -145,6 +145,11 @@ class DocumentShares:
         starts, held = self._cut_starts, [each for rank in range(self.ranks) for each in self._cut_ranges(rank)]
         return places_of([(starts[each.document] + each.begin, starts[each.document] + each.end) for each in held])
 
+    @cached_property
+    def cut_places(self) -> Tensor:
+        """(M,) for each token of the cut documents, one document after the other, its place in the order in which the ranks hold them."""
+        return self.cut_order.argsort()
+
     def window_ranges(self, rank: int, window: int) -> list[tuple[int, int, int]]:
         """(first key, first query, end) of each range of cut documents that a rank holds: places as those of `cut_order`.
 

@@ -95,7 +95,7 @@ def _within_window(
         (start + query - first, start + end - first) for start, (first, query, end) in zip(starts, ranges, strict=False)
     ]
     asked_N = places_of(asked).to(device)
-    both_TKX = both[0].transpose(0, 1).index_select(0, shares.cut_order.argsort()[seen_T].to(device))
+    both_TKX = both[0].transpose(0, 1).index_select(0, shares.cut_places[seen_T].to(device))
     k_TKD, v_TKW = both_TKX.split((k_BKMD.shape[-1], v_BKMW.shape[-1]), -1)
     q_NAD = q_BAND[0].transpose(0, 1)
     q_TAD = q_NAD.new_zeros(len(seen_T), *q_NAD.shape[1:]).index_copy(0, asked_N, q_NAD)
