@@ -158,6 +158,11 @@ def shrunk_language(config: LanguageConfig, settings: DecoderSettings) -> Shrunk
         remarks.append(
             f"compared in float32: in {config.device.dtype} a token may go to other experts on another layout"
         )
+    if small.experts is not None and small.experts.balance == "global_batch":
+        small = replace(small, experts=replace(small.experts, balance="micro_batch"))
+        remarks.append(
+            "compared with model.balance: micro_batch: what a step has met so far is more where more processes compute at a time"
+        )
     documents = SyntheticDocuments(4 * (lanes + 1), tokens, small.vocabulary, config.seed)
     return ShrunkLanguage(config.model_copy(update=changes), small, documents, tuple(remarks))
 

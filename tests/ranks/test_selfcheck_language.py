@@ -58,6 +58,17 @@ def test_a_right_layout_passes(name: str, tmp_path: Path, capsys: pytest.Capture
     assert all(exchange in text for exchange in sent), text
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("balance", ["sequence", "global_batch"])
+def test_auxiliary_losses_pass(balance: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = {"shape": "qwen3-30b-a3b", "balance": balance, "windows": [7, None]}
+    path = written(tmp_path, model=model, objective={"balance": 0.5})
+    for layout in ("dp_shard=2", "ring=2"):
+        assert main(["check", str(path), "--parallel", layout]) == 0
+        text = capsys.readouterr().out
+        assert "PASSED" in text and ("compared with model.balance: micro_batch" in text) == (balance == "global_batch")
+
+
 class HalfEmbedding(nn.Embedding):
     """An embedding with the gradient of the first process alone: those of the others are left out of the sum."""
 
