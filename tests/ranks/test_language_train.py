@@ -89,3 +89,15 @@ def test_two_processes_of_a_ring_lose_what_one_does(home: Path) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_two_processes_lose_what_one_does(home: Path, model: str) -> None:
     hold(home, model, LAYOUTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_of_one_process_goes_on_with_two(home: Path, layout: str) -> None:
+    """From its checkpoint, in another layout, with the losses of a run that never stopped."""
+    settings = (*MODELS["latent"], "train.schedule=constant", "train.steps=4", "checkpoint.every=2")
+    run_ranks(train, 1, str(home), {f"{layout}-never": settings, f"{layout}-stopped": (*settings, "train.steps=2")})
+    run_ranks(train, 2, str(home), {f"{layout}-stopped": (*settings, *LAYOUTS[layout])})
+    never, stopped = rows(home, f"{layout}-never"), rows(home, f"{layout}-stopped")
+    assert [tokens for _, tokens in stopped][-2:] == [tokens for _, tokens in never][-2:]
+    assert [loss for loss, _ in stopped][-2:] == pytest.approx([loss for loss, _ in never][-2:], **TOLERANCE)
