@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mmspeed.errors import UserError
@@ -19,6 +20,7 @@ from mmspeed.loop.runner import SequentialRunner
 from mmspeed.loop.step import Learner, apply_update
 from mmspeed.models.language.experts import Router
 from mmspeed.pipelines import TrainCallback, TrainPipeline
+from mmspeed.pipelines.inference.language import export_language_run
 from mmspeed.protocols import CountsSteps
 from tests.unit.pipelines.test_language_task import ALONE, MemoryTask, config, losses, model_of, opened
 
@@ -191,3 +193,14 @@ def test_experts_and_windows_of_a_config(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             settings(*(base if "pretrained" not in overrides[0] else ()), *overrides)
+
+
+def test_an_export_holds_the_moved_biases(tmp_path: Path) -> None:
+    watch = run(tmp_path, "model.further=0", "train.ema_decay=0.5")
+    for weights in ("model", "ema"):  # biases have no average
+        out = tmp_path / weights
+        export_language_run(tmp_path / "run", out, weights=weights)
+        written = load_file(out / "model.safetensors")
+        biases = {f"model.{name.removeprefix('model.')}": value for name, value in watch.biases[-1].items()}
+        for name, bias_G in biases.items():
+            assert bias_G.any() and torch.equal(written[f"{name}.e_score_correction_bias"], bias_G), (weights, name)
