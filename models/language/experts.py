@@ -19,6 +19,7 @@ from mmspeed.compute.autocast import without_autocast
 from mmspeed.compute.operators.grouped import grouped_product
 from mmspeed.compute.operators.permutation import combine, order_by_expert, permute
 from mmspeed.compute.operators.swiglu import swiglu
+from mmspeed.graphs import outside_graphs
 from mmspeed.models.language.config import DecoderSettings, ExpertSettings
 from mmspeed.protocols.model import StateRule
 from mmspeed.replay import RecordedModule, record_or_replay
@@ -118,6 +119,7 @@ class Router(RecordedModule):
         """Shares of experts are those of this process from here on."""
         self.total = None
 
+    @outside_graphs
     def shares(self) -> Tensor:
         """The share of each expert in the choices of the step so far, of all its processes, float32 (G,)."""
         load_G = self.load_G if self.total is None else self.total(self.load_G).to(self.load_G.dtype)

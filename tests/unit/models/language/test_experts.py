@@ -180,14 +180,27 @@ def test_experts_that_do_not_fit(changes: dict[str, int], message: str) -> None:
 
 
 @pytest.mark.slow
-def test_blocks_with_experts_compile() -> None:
+@pytest.mark.parametrize("balance", [None, "sequence", "global_batch"])
+def test_blocks_with_experts_compile(balance: Balance | None) -> None:
     """In float32 a graph has no grouped product and breaks at the loop."""
-    plain, compiled = Decoder(small()).train(), Decoder(small()).train()
+    plain, compiled = Decoder(small(balance)).train(), Decoder(small(balance)).train()
     parallelize(compiled, None, "none", compile="aot_eager")
+    sums: list[Tensor] = []
+
+    def total(counts: Tensor) -> Tensor:
+        sums.append(counts.clone())
+        return 2 * counts.long()
+
     for model in (plain, compiled):
+        for router in routers(model):
+            router.begin_counts(total)
         output = run(model)
         assert output.loss_BN is not None
-        output.loss_BN.sum().backward()
+        losses = output.loss_BN.sum()
+        if output.balance_B is not None:
+            losses = losses + output.balance_B.sum()
+        losses.backward()
+    assert len(sums) == (4 if balance == "global_batch" else 0)  # once a router
     for (name, one), (_, other) in zip(plain.named_parameters(), compiled.named_parameters(), strict=True):
         assert one.grad is not None and other.grad is not None
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5, msg=name)
