@@ -141,7 +141,7 @@ def hold(folder: Path, combination: Combination, ranks: list[Any]) -> list[str]:
 
 def check(folder: Path, world: int, combinations: list[Combination]) -> None:
     wanted = [(each["family"], settings_of(each), data_of(folder, each["family"])) for each in combinations]
-    ranks = run_ranks(partial(take_steps_of_families, str(folder), wanted), world)
+    ranks = run_ranks(partial(take_steps_of_families, str(folder), wanted), world, timeout=900)
     wrong = []
     for combination, *found in zip(combinations, *ranks, strict=True):
         wrong += hold(folder, combination, found)

@@ -56,6 +56,14 @@ def load_official(folder: Path) -> Any:
     return pipeline
 
 
+def place_alike(*pipelines: Any) -> None:
+    """Copy all parameters of official pipelines: products round by the place of weights in memory, which files leave at any byte."""
+    for pipeline in pipelines:
+        for module in (part for part in pipeline.components.values() if isinstance(part, nn.Module)):
+            for parameter in module.parameters():
+                parameter.data = parameter.data.clone()
+
+
 def official_latents(
     pipeline: Any, name: str, noise: Tensor, steps: int, guidance: float, negative: str = NEGATIVE
 ) -> Tensor:

@@ -22,6 +22,7 @@ def busy(folder: Path, seconds: float, grace: float, answers: bool) -> None:
     sys.stdout = sys.stderr = open(folder / "out.txt", "w")  # noqa: SIM115
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s", force=True)
     logging.getLogger("mmspeed").propagate = True
+    logging.getLogger("mmspeed").handlers.clear()  # of a command in an earlier test, whose stream is closed
     with StopSignals(folder, grace, lambda: 10) as requests:
         (folder / "ready").touch()
         begun = time.monotonic()

@@ -11,7 +11,7 @@ from mmspeed.pipelines.inference.export import export_run
 from mmspeed.pipelines.inference.text_to_video import TextToVideo
 from tests.support import tiny_repositories
 from tests.support.covers import slow_but
-from tests.support.official_pipelines import load_official, made_run, official_latents, shape_of
+from tests.support.official_pipelines import load_official, made_run, official_latents, place_alike, shape_of
 from tests.support.tiny_repositories import REPOSITORIES
 
 
@@ -30,10 +30,12 @@ def test_the_official_pipeline_loads_the_export(tmp_path: Path, family: str) -> 
     assert {name: type(part) for name, part in pipeline.components.items()} == {
         name: type(part) for name, part in base.components.items()
     }
+    place_alike(base, pipeline)
     _, shape = shape_of(family)
     noise = torch.randn((1, *shape), generator=torch.Generator().manual_seed(3))
     before, found = (official_latents(each, family, noise, 2, 4.0) for each in (base, pipeline))
     base.register_modules(transformer=model.eval())  # the weights as they were trained, in memory
+    place_alike(base)
     truth = official_latents(base, family, noise, 2, 4.0)
     torch.testing.assert_close(found, truth, atol=1e-6, rtol=0)
     assert (found - before).abs().max() > 1e-3  # it is not the base's
