@@ -156,7 +156,7 @@ def test_one_process_asks_for_no_sequences() -> None:
             {"blocks.0": {"sampel": Gather("video", 1)}},
             "output 'sampel': its forward returns 'sample', 'shape'.*did you mean 'sample'",
         ),
-        ({"blocks.0": {"shape": Gather("video", 1)}}, "output 'shape' is a Size; the plan can gather tensors"),
+        ({"blocks.0": {"shape": Gather("video", 1)}}, "output 'shape' is a Size; the plan can gather and sum tensors"),
     ],
 )
 def test_an_output_that_is_not_there_is_told_by_the_first_forward(outputs: dict[str, Any], words: str) -> None:
