@@ -41,6 +41,10 @@ class HeldRange:
     begin: int
     end: int
 
+    def behind(self, start: int) -> tuple[int, int]:
+        """[begin, end) where the document begins at `start`."""
+        return start + self.begin, start + self.end
+
     @property
     def work(self) -> int:
         """Scores of these queries: each sees the keys of its document up to its own place."""
@@ -128,8 +132,8 @@ class DocumentShares:
     def order(self) -> Tensor:
         """(T,) the places of the pack's tokens in the order in which the ranks, one after the other, hold them."""
         starts = [0, *accumulate(self.lengths)]
-        held = [each for rank in range(self.ranks) for each in self.ranges(rank)]
-        return places_of([(starts[each.document] + each.begin, starts[each.document] + each.end) for each in held])
+        held = (each for rank in range(self.ranks) for each in self.ranges(rank))
+        return places_of([each.behind(starts[each.document]) for each in held])
 
     @cached_property
     def _cut_starts(self) -> dict[int, int]:
@@ -142,8 +146,8 @@ class DocumentShares:
     @cached_property
     def cut_order(self) -> Tensor:
         """(M,) the places of the cut documents' tokens, among these alone, in the order in which the ranks hold them."""
-        starts, held = self._cut_starts, [each for rank in range(self.ranks) for each in self._cut_ranges(rank)]
-        return places_of([(starts[each.document] + each.begin, starts[each.document] + each.end) for each in held])
+        held = (each for rank in range(self.ranks) for each in self._cut_ranges(rank))
+        return places_of([each.behind(self._cut_starts[each.document]) for each in held])
 
     @cached_property
     def cut_places(self) -> Tensor:

@@ -12,6 +12,7 @@ from mmspeed.models.language.config import DecoderSettings
 from mmspeed.protocols.plan import Block, Gather, Leading, Linear, ModelPlan, Output, Region, Seen, Site, Split, Total
 
 REGIONS = {"attention": Region(("self_attn",)), "mlp": Region(("mlp",))}
+OWN = Split("text", dim=1)
 COLUMN, SUM, SEEN = Linear("column"), Linear("row", "text", dim=1), {"x_BNE": Seen("text", dim=1)}
 
 
@@ -20,16 +21,6 @@ def decoder_plan(settings: DecoderSettings) -> ModelPlan:
     names = [f"layers.{place}" for place in range(settings.depth)]
     further = [f"mtp.{place}" for place in range(settings.further)]
     blocks = [*names, *(f"{name}.mtp_block" for name in further)]
-    plan = ModelPlan(
-        blocks=tuple(Block(name) for name in blocks),
-        before=("embed_tokens",),
-        after=("norm", "lm_head"),
-        heads=settings.heads,
-        key_heads=settings.key_heads,
-        regions=REGIONS,
-        draws=False,
-        causal=True,
-    )
     inputs: dict[str, dict[str, Split | Leading | Seen]] = {
         "embed_tokens": {"input": Split("text", dim=1, level="seen")},
         "lm_head": {"target_BN": Split("text", dim=1, level="seen")},
@@ -39,8 +30,7 @@ def decoder_plan(settings: DecoderSettings) -> ModelPlan:
     }
     linears = {"embed_tokens": Linear("embedding", "text", dim=1), "lm_head": Linear("vocabulary", "text", dim=1)}
     for place, name in enumerate(blocks):
-        own = Split("text", dim=1)
-        inputs[name] = {"pos_BN": Split("text", dim=1, level="seen"), "counted_BN": own, "packs_BNP": own}
+        inputs[name] = {"pos_BN": Split("text", dim=1, level="seen"), "counted_BN": OWN, "packs_BNP": OWN}
         inputs[f"{name}.self_attn"] = dict(SEEN)
         linears |= {f"{name}.self_attn.{part}": role for part, role in _attention_roles(settings)}
         if not settings.has_experts(place):
@@ -49,14 +39,19 @@ def decoder_plan(settings: DecoderSettings) -> ModelPlan:
         elif settings.experts is not None and settings.experts.balance is not None:
             outputs[f"{name}.mlp.balance"] = {0: Total("text")}
     return ModelPlan(
-        **{
-            **vars(plan),
-            "inputs": inputs,
-            "packed": ("bounds_Z", "text"),
-            "outputs": outputs,
-            "attention": {f"{name}.self_attn.attend": Site(("text",), calls=True, sparse=False) for name in blocks},
-            "linears": linears,
-        }
+        blocks=tuple(Block(name) for name in blocks),
+        inputs=inputs,
+        outputs=outputs,
+        attention={f"{name}.self_attn.attend": Site(("text",), calls=True, sparse=False) for name in blocks},
+        linears=linears,
+        heads=settings.heads,
+        key_heads=settings.key_heads,
+        regions=REGIONS,
+        before=("embed_tokens",),
+        after=("norm", "lm_head"),
+        draws=False,
+        causal=True,
+        packed=("bounds_Z", "text"),
     )
 
 

@@ -73,7 +73,7 @@ def test_two_processes_have_the_biases_of_one(one: Any, tmp_path: Path, names: l
     "balance", ["global_batch", *(pytest.param(name, marks=pytest.mark.slow) for name in ("micro_batch", "sequence"))]
 )
 def test_an_auxiliary_loss_on_two_processes_is_that_of_one(tmp_path: Path, balance: str) -> None:
-    """Of four packs in one micro-batch on each process: the whole step's, which replicas and processes that share packs both have.
+    """Statistics of one micro-batch of four packs on each process are those of the whole step, in every layout.
 
     Replicas see micro-batches of their own, and so have another loss where its statistics are of the micro-batch.
     """

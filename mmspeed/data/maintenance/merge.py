@@ -93,10 +93,7 @@ def merge(into: Path, sources: Sequence[Path], shard_bytes: int = 256_000_000) -
         _bring_codec(into, parts)
         _bring_contents(into, caches)
         _bring_scenes(into, caches)
-        known = {(e.section, e.key) for path in index_files(into) for e in rows_of(into, shard_of_index(path))}
-        for one in caches:
-            with care_lock(one.root) if os.access(one.root, os.W_OK) else nullcontext():
-                _bring_entries(into, one.root, known, shard_bytes, report)
+        _bring_all(into, [one.root for one in caches], shard_bytes, report)
         rejects = {(r["path"], r["reason"], r["detail"]) for one in parts for r in read_rejects(one.root)}
         samples = unite_samples([one.samples for one in parts], report)
         write_rejects(into, rejects)
@@ -120,7 +117,7 @@ def _merge_texts(into: Path, sources: Sequence[Path], shard_bytes: int) -> Merge
     """`merge` of caches of texts: the blocks that `into` lacks, and one table of all documents."""
     parts = [OpenedTexts.of(root) for root in ([into] if (into / "cache.json").exists() else []) + list(sources)]
     united = unite_texts(parts)
-    stored = {e.key for one in parts for path in index_files(one.root) for e in rows_of(one.root, shard_of_index(path))}
+    stored = {key for one in parts for _, key in _entries_of(one.root)}
     if lacking := sum(key not in stored for key in united.blocks):
         raise UserError(
             f"{lacking} of {len(united.blocks)} blocks of documents are in none of the caches; run `mmspeed preprocess` where the texts are"
@@ -129,10 +126,7 @@ def _merge_texts(into: Path, sources: Sequence[Path], shard_bytes: int) -> Merge
     report = MergeReport(samples=united.documents, noun="documents")
     with care_lock(into):
         repair(into)
-        known = {(e.section, e.key) for path in index_files(into) for e in rows_of(into, shard_of_index(path))}
-        for root in sources:
-            with care_lock(root) if os.access(root, os.W_OK) else nullcontext():
-                _bring_entries(into, root, known, shard_bytes, report)
+        _bring_all(into, sources, shard_bytes, report)
         write_rejects(into, {(r["path"], r["reason"], r["detail"]) for one in parts for r in read_rejects(one.root)})
         united.write(into)
         forget_compiled(into)
@@ -249,6 +243,19 @@ def _bring_scenes(into: Path, caches: Sequence[_Contents]) -> None:
         if line not in known:
             known.add(line)
             append_scenes(into, "merged", line)
+
+
+def _entries_of(root: Path) -> set[tuple[str, str]]:
+    """The (section, key) of each entry of a cache."""
+    return {(entry.section, entry.key) for path in index_files(root) for entry in rows_of(root, shard_of_index(path))}
+
+
+def _bring_all(into: Path, roots: Sequence[Path], shard_bytes: int, report: MergeReport) -> None:
+    """Copy the entries of caches that `into` lacks; a cache that can be written is locked meanwhile."""
+    known = _entries_of(into)
+    for root in roots:
+        with care_lock(root) if os.access(root, os.W_OK) else nullcontext():
+            _bring_entries(into, root, known, shard_bytes, report)
 
 
 def _bring_entries(into: Path, root: Path, known: set[tuple[str, str]], shard_bytes: int, report: MergeReport) -> None:
