@@ -239,17 +239,25 @@ class Device:
                 return (bf16 if dtype == torch.bfloat16 else fp32), f"{label} data sheet"
         return self._measured_flops(dtype), f"measured matmul on {self.name}"
 
-    def _measured_flops(self, dtype: torch.dtype, size: int = 1024, repeats: int = 8) -> float:
-        a = torch.randn(size, size, device=self.torch_device).to(dtype)
-        b = torch.randn(size, size, device=self.torch_device).to(dtype)
-        best = float("inf")
-        for _ in range(repeats):
-            self.synchronize()
-            start = time.perf_counter()
-            a @ b
-            self.synchronize()
-            best = min(best, time.perf_counter() - start)
-        return 2 * size**3 / best
+    def _measured_flops(self, dtype: torch.dtype) -> float:
+        """FLOP/s of the best of square matrix products that grow until one takes 10 ms: large ones where they are fast, and soon done."""
+        best, size = 0.0, 256
+        while True:
+            a = torch.randn(size, size, device=self.torch_device).to(dtype)
+            b = torch.randn(size, size, device=self.torch_device).to(dtype)
+            begun, seconds = time.perf_counter(), float("inf")
+            for _ in range(8):
+                self.synchronize()
+                start = time.perf_counter()
+                a @ b
+                self.synchronize()
+                seconds = min(seconds, time.perf_counter() - start)
+                if start - begun > 0.1:
+                    break
+            best = max(best, 2 * size**3 / seconds)
+            if seconds > 0.01 or size >= 8192:
+                return best
+            size *= 2
 
 
 def _cpu_name() -> str:

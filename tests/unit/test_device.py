@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from mmspeed import device
 from mmspeed.__main__ import unsupported
@@ -54,3 +57,25 @@ def test_exchanges_of_hccl_may_last_as_long_as_the_group_s(monkeypatch: pytest.M
     assert os.environ["HCCL_EXEC_TIMEOUT"] == "3660"
     Device("npu", 0).let_exchanges_last(60.0)
     assert os.environ["HCCL_EXEC_TIMEOUT"] == "3660", "one that is set is kept"
+
+
+class Slow(TorchFunctionMode):
+    """Counts the rows of the matrices that are multiplied; each product takes some time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.matmul or func is torch.Tensor.__matmul__:
+            self.rows.append(args[0].shape[0])
+            time.sleep(0.03)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_rate_of_products_is_measured_in_a_moment_where_they_are_slow() -> None:
+    """Of bfloat16 some processors multiply a thousandth of what others do."""
+    with Slow() as slow:
+        rate, source = Device("cpu", 0).peak_flops(torch.float32)
+    assert set(slow.rows) == {256} and len(slow.rows) < 8
+    assert 0 < rate <= 2 * 256**3 / 0.03 and source.startswith("measured matmul on ")
