@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -98,6 +99,7 @@ def silenced(source: str) -> Iterator[int]:
             yield token.start[0]
 
 
+@functools.cache
 def undeclared(source: str) -> tuple[set[str], set[str]]:
     """The lines of a file that look up, cast or silence, and the names whose types it leaves open."""
     tree, lines = ast.parse(source), source.splitlines()

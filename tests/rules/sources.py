@@ -59,11 +59,17 @@ def syntax(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
+@functools.cache
+def nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
+    """All nodes of a tree, as `ast.walk` has them: walked once for all rules, which would take seconds of each."""
+    return tuple(ast.walk(tree))
+
+
 def docstrings(tree: ast.Module) -> set[int]:
     """The ids of the constants that are docstrings."""
     owners = [
         node
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
     ]
     firsts = [owner.body[0] for owner in owners if owner.body]

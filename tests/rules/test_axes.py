@@ -9,7 +9,7 @@ import pytest
 
 from mmspeed.axes import DENSE, EXPERT, AxisName
 
-from .sources import CODE, name, offenders, python_files, syntax
+from .sources import CODE, name, nodes, offenders, python_files, syntax
 
 # "shard" is left out: it is the name of a file in a cache too, and of a key of the config
 NAMES = {axis.value for axis in (*DENSE, *EXPERT)}
@@ -25,7 +25,7 @@ HOMES = re.compile(
 def axes_named(tree: ast.Module) -> list[str]:
     """Axes that are strings, attributes (of a config, or of AxisName) or keywords, with their lines."""
     found = []
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         word: object = None
         if isinstance(node, ast.Constant):
             word = node.value

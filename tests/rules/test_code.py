@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .sources import CODE, ROOT, docstrings, name, offenders, python_files, syntax, text_files
+from .sources import CODE, ROOT, docstrings, name, nodes, offenders, python_files, syntax, text_files
 
 FILES = python_files(*CODE, "tests/claims")
 
@@ -57,7 +57,7 @@ def vendor_names(tree: ast.Module) -> list[str]:
     """Vendors named in strings (docstrings apart), attributes, variables or imports, with their lines."""
     texts = docstrings(tree)
     found = []
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         words: list[str] = []
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
             words = [node.value]
@@ -95,7 +95,7 @@ def test_vendor_names_are_seen(code: str, count: int) -> None:
 def forbidden(tree: ast.Module, allowed: frozenset[str] | set[str] = frozenset()) -> list[str]:
     """Pickles and code from strings, with their lines; calls that are written exactly as one of `allowed` pass."""
     found = []
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Call):
             if ast.unparse(node) in allowed:
                 continue
@@ -117,7 +117,7 @@ def test_no_pickles_and_no_code_from_strings() -> None:
 def test_benched_calls_are_those_of_the_bench_and_no_others() -> None:
     for file, calls in BENCHED_CALLS.items():
         tree = syntax(ROOT / file)
-        assert {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Call)} >= calls
+        assert {ast.unparse(node) for node in nodes(tree) if isinstance(node, ast.Call)} >= calls
         assert len(forbidden(tree)) == len(calls) and forbidden(tree, calls) == []
         assert len(forbidden(ast.parse("torch.load(path, weights_only=True)"), calls)) == 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from mmspeed.models.families import FAMILIES
-from tests.rules.sources import CODE, name, python_files, syntax
+from tests.rules.sources import CODE, name, nodes, python_files, syntax
 
 OWN = ("models/families/", "models/diffusers/", "models/codecs/")  # codecs have classes of their own
 # files with a message that names official pipelines a user may take instead
@@ -15,7 +15,7 @@ MESSAGES = ("pipelines/inference/text_to_video.py",)
 def _docstrings(tree: ast.AST) -> set[int]:
     """The ids of the nodes of docstrings."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and node.body:
             first = node.body[0]
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
@@ -26,7 +26,7 @@ def _docstrings(tree: ast.AST) -> set[int]:
 def _words(tree: ast.AST) -> list[tuple[int, str]]:
     """(line, text) of strings other than docstrings, names, attributes and imported modules."""
     docstrings, found = _docstrings(tree), []
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
             found.append((node.lineno, node.value))
         elif isinstance(node, ast.Name):

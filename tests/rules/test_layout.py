@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from .sources import CODE, LINKS, ROOT, name, offenders, python_files, syntax
+from .sources import CODE, LINKS, ROOT, name, nodes, offenders, python_files, syntax
 
 MAX_FILE_LINES = 400  # beyond it a file is looked at, not refused
 MAX_FUNCTION_LINES = 80
@@ -105,7 +105,7 @@ def test_floors_can_break(tmp_path: Path) -> None:
 def bare_imports(tree: ast.Module) -> list[str]:
     """The names of root folders that a file imports as if they were packages of their own."""
     found = []
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -129,7 +129,7 @@ def long_functions(path: Path) -> list[str]:
     lines = path.read_text(encoding="utf-8").count("\n")
     if lines > MAX_FILE_LINES:
         warnings.warn(f"{name(path)} has {lines} lines: does it do two things?", stacklevel=1)
-    functions = [node for node in ast.walk(syntax(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = [node for node in nodes(syntax(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     lengths = {node.name: (node.end_lineno or node.lineno) - node.lineno + 1 for node in functions}
     return [f"{function} has {length} lines" for function, length in lengths.items() if length > MAX_FUNCTION_LINES]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .sources import CODE, ROOT, offenders, python_files, syntax
+from .sources import CODE, ROOT, nodes, offenders, python_files, syntax
 
 RIDDLE = re.compile(r"(What|Whether|How|Which|Where|Who|Whose|When|Why)\b")
 DIALECT = re.compile(r"\b(anew|dear|manieth|in other company|told)\b", re.IGNORECASE)
@@ -31,7 +31,7 @@ WRITTEN = {"BudgetRow.told", "GoalVerdict.found", "Diagnosis.found", "MendReport
 def riddles(tree: ast.Module) -> list[str]:
     """The docstrings of a file, its classes and its functions that open with a question or speak a dialect."""
     owners = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    texts = [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, owners)]
+    texts = [ast.get_docstring(node) or "" for node in nodes(tree) if isinstance(node, owners)]
     return [text.split("\n")[0] for text in texts if RIDDLE.match(text) or DIALECT.search(text)]
 
 

@@ -7,7 +7,7 @@ import ast
 import pytest
 import torch
 
-from .sources import CODE, ROOT, offenders, python_files, syntax
+from .sources import CODE, ROOT, nodes, offenders, python_files, syntax
 
 HOME = ROOT / "mmspeed" / "torch_internals.py"
 TESTS = ROOT / "tests" / "unit" / "test_torch_internals.py"
@@ -42,7 +42,7 @@ def root_of(node: ast.expr) -> str:
 def imported(tree: ast.Module) -> tuple[set[str], list[str]]:
     """The names that a file has from torch, and the underscored ones that it imports."""
     names, found = set(), []
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             of = [(alias.name, alias.asname or alias.name.split(".")[0]) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -67,7 +67,7 @@ def names_operator(text: str) -> bool:
 def underscored(tree: ast.Module) -> list[str]:
     """Every use of an underscored name of torch in a file, with its line."""
     names, found = imported(tree)
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Attribute) and hidden(node.attr):
             own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
             if root_of(node.value) in names or (node.attr in KNOWN and not own):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-from .sources import CODE, ROOT, python_files, syntax
+from .sources import CODE, ROOT, nodes, python_files, syntax
 
 WRONG = {
     r"\bmedia (is|are) usable": "sources are usable",
@@ -22,8 +22,8 @@ def texts() -> dict[str, str]:
     found = {}
     for path in python_files(*CODE):
         tree = syntax(path)
-        nodes = [ast.unparse(n) if isinstance(n, ast.JoinedStr) else n.value for n in ast.walk(tree) if _is_text(n)]  # type: ignore[attr-defined]
-        found[str(path.relative_to(ROOT))] = "\n".join(map(str, nodes))
+        texts = [ast.unparse(n) if isinstance(n, ast.JoinedStr) else n.value for n in nodes(tree) if _is_text(n)]  # type: ignore[attr-defined]
+        found[str(path.relative_to(ROOT))] = "\n".join(map(str, texts))
     pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
     return found | {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in pages}
 
