@@ -44,6 +44,7 @@ def mmspeed(home: Path, *arguments: str) -> str:
     return said
 
 
+@pytest.mark.slow
 def test_the_cache_is_read_and_nothing_in_it_is_stale(home: Path) -> None:
     cache = DatasetCache(home / "cache")
     assert [len(cache.split(split)) for split in ("train", "val")] == [2, 1]
@@ -75,6 +76,7 @@ def test_the_run_goes_on_where_it_stopped(home: Path) -> None:
     assert {name: found[name] for name in wanted} == pytest.approx(wanted, rel=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_the_run_is_sampled_and_reported_without_its_cache(home: Path) -> None:
     shutil.rmtree(home / "cache")
     said = mmspeed(home, "sample", "runs/old", "--prompt", PROMPT, "--out", "butterfly.mp4", "--device", "cpu")

@@ -138,9 +138,10 @@ def test_four_processes_and_one_agree() -> None:
         hold(FOUR[name], found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "overrides"),
-    [(2, ("parallel.ulysses=2", "memory.mlp_chunk=5")), pytest.param(2, ("parallel.tp=2",), marks=pytest.mark.slow)],
+    [(2, ("parallel.ulysses=2", "memory.mlp_chunk=5")), (2, ("parallel.tp=2",))],
     ids=str,
 )
 def test_the_pipeline_trains_it(world: int, overrides: tuple[str, ...], tmp_path: Path) -> None:

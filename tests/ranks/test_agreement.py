@@ -73,6 +73,7 @@ def drawn_otherwise(home: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_drawn_values_and_starting_checkpoints_are_compared(home: Path) -> None:
     """Sharded ranks would each take their own part of two different models."""
     first, second = run_ranks(drawn_otherwise, 2, str(home))

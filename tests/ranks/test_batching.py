@@ -175,6 +175,7 @@ def drawn(ranks: list[list[dict[str, Any]]]) -> dict[Name, str]:
     return {name: value for steps in ranks for step in steps for name, value in step["drawn"].items()}
 
 
+@pytest.mark.slow
 def test_resume_on_another_number_of_ranks_goes_on_with_exactly_the_rest(home: Path) -> None:
     """Steps are chosen by the world size here: 1 rank, stopped in the middle of an epoch, then 2 ranks, then 1 again.
 

@@ -166,6 +166,7 @@ def test_processes_that_see_different_sources_say_so(one: Config, tmp_path: Path
     assert_same(made, one)
 
 
+@pytest.mark.slow
 def test_one_that_comes_late_is_waited_for(one: Config, tmp_path: Path) -> None:
     made = another(one, tmp_path)
     log = tmp_path / "log.txt"
@@ -202,6 +203,7 @@ def test_a_shard_under_a_launcher_is_an_error(monkeypatch: pytest.MonkeyPatch) -
         WorkShare.of("1/2")
 
 
+@pytest.mark.slow
 def test_the_command_takes_a_shard(one: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(dump_config(another(one, tmp_path)), encoding="utf-8")

@@ -74,6 +74,7 @@ def train_in_parts(folder: str, overrides: tuple[str, ...]) -> None:
         train_characters(folder, ("name=stopped", f"train.steps={steps}", *overrides))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_ranks(home: Path) -> None:
     for world, steps in ((2, 2), (1, 4), (4, 6)):
         run_ranks(train_characters, world, str(home), ("name=changing", f"train.steps={steps}"))

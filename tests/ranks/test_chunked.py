@@ -119,6 +119,7 @@ def compared(request: pytest.FixtureRequest) -> list[dict[tuple[str, str, bool],
     return run_ranks(compare, WORLD, request.param)
 
 
+@pytest.mark.slow
 def test_parts_give_the_same_gradients_and_exchange_nothing_more(compared: Any) -> None:
     for rank in compared:
         assert {(name, exact) for name, _, exact in rank} == {(n, e) for n in LAYOUTS for e in (True, False)}
@@ -150,6 +151,7 @@ def reported() -> tuple[MemoryReport, int, int]:
     return measure_step(model, optimizer, work, device=CPU, setting="shards"), shards, counted
 
 
+@pytest.mark.slow
 def test_a_sharded_steps_report_tells_shards_and_what_was_gathered() -> None:
     """Collectives' buffers are seen by the allocator alone."""
     for report, shards, counted in run_ranks(reported, WORLD):

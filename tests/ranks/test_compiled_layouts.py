@@ -68,7 +68,8 @@ def counts(cases: list[Case]) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("cases", [[*COUNTS][::4], pytest.param([*COUNTS], marks=pytest.mark.slow)], ids=["two", "all"])
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [[*COUNTS][::4], [*COUNTS]], ids=["two", "all"])
 def test_graphs_go_from_one_exchange_to_the_next(cases: list[Case]) -> None:
     for rank in run_ranks(counts, 2, cases):
         assert {found["case"]: found["counts"] for found in rank} == {case: COUNTS[case] for case in cases}

@@ -56,6 +56,7 @@ def train_all(folder: str) -> dict[str, Uses]:
     return found | {"stopped": stopped[0] | stopped[1]}
 
 
+@pytest.mark.slow
 def test_modes_are_those_of_one_process_in_any_layout_and_after_a_stop(tmp_path: Path) -> None:
     from mmspeed.preprocess import CacheBuilder
 

@@ -48,7 +48,7 @@ def order(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
     return first_epoch(tmp_path_factory.mktemp("order"))
 
 
-@pytest.mark.parametrize("factor", [1000.0, math.nan])
+@pytest.mark.parametrize("factor", [pytest.param(1000.0, marks=pytest.mark.slow), math.nan])
 def test_a_run_rolls_back_and_leaves_the_samples_of_a_spike_out(
     tmp_path: Path, order: list[list[str]], factor: float
 ) -> None:
@@ -73,6 +73,7 @@ def test_a_run_rolls_back_and_leaves_the_samples_of_a_spike_out(
     assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
 
 
+@pytest.mark.slow
 def test_a_run_that_dies_after_a_roll_back_takes_the_same_steps(tmp_path: Path, order: list[list[str]]) -> None:
     """No checkpoint knows of the roll-back yet: the spike comes again, and so does the roll-back."""
 
@@ -93,6 +94,7 @@ def test_a_run_that_dies_after_a_roll_back_takes_the_same_steps(tmp_path: Path, 
     assert len(rows(tmp_path, "dies", "roll_back")) == 1
 
 
+@pytest.mark.slow
 def test_ranks_roll_back_together(tmp_path: Path, order: list[list[str]]) -> None:
     spoiled(tmp_path, order, 1000.0, SPIKE)
     given = (*LONG, "checkpoint.every=2", RULE.format("roll_back"), "train.steps=8")

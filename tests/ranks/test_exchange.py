@@ -522,6 +522,7 @@ def test_exchange(case: Callable[[Axis], None], way: ExchangeMethod, problems: l
 
 
 # compilation takes seconds of each rank
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
 def test_exchanges_compile(world: int) -> None:
     assert run_ranks(_run, world, (_case_compiled,), timeout=120) == [{}] * world

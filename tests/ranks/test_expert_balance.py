@@ -69,9 +69,8 @@ def test_two_processes_have_the_biases_of_one(one: Any, tmp_path: Path, names: l
         assert all(any(values) for values in biases.values()) and len(biases) == 2
 
 
-@pytest.mark.parametrize(
-    "balance", ["global_batch", *(pytest.param(name, marks=pytest.mark.slow) for name in ("micro_batch", "sequence"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("balance", ["global_batch", "micro_batch", "sequence"])
 def test_an_auxiliary_loss_on_two_processes_is_that_of_one(tmp_path: Path, balance: str) -> None:
     """Statistics of one micro-batch of four packs on each process are those of the whole step, in every layout.
 

@@ -21,7 +21,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_ranks_equal_one_process_and_go_on_bitwise(home: Path, strategy: str) -> None:
     layout = (f"parallel.strategy={strategy}",)
     run_ranks(train_whole_and_in_parts, 2, str(home), strategy, layout)

@@ -55,7 +55,8 @@ def chosen_between(folder: str, layout: str) -> dict[str, Any]:
         }
 
 
-@pytest.mark.parametrize("layout", ["ulysses=2", pytest.param("tp=2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ulysses=2", "tp=2"])
 def test_a_budget_between_the_floor_and_the_peak_is_met(tmp_path: Path, layout: str) -> None:
     result, other = run_ranks(chosen_between, 2, str(tmp_path), layout)
     assert result["figures"] == other["figures"]  # else they would choose apart, and wait for each other

@@ -217,6 +217,7 @@ def test_what_is_computed_again_is_the_same_to_the_bit(name: str) -> None:
     assert (found["calls"] == found["plain calls"]) != ("again" in name), (found["calls"], found["plain calls"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOUR_PARAMETERS)
 def test_four_processes_and_one_agree(name: str) -> None:
     hold(FOUR[name], found_on_four(name in FAST_OF_FOUR)[name])

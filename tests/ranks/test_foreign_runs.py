@@ -48,7 +48,8 @@ def whole_and_stopped(folder: str, name: str, label: str, overrides: tuple[str, 
         train(folder, name, (f"name={label}-stopped", f"train.steps={count}", *overrides))
 
 
-@pytest.mark.parametrize("run", [run if run in FAST else pytest.param(run, marks=pytest.mark.slow) for run in RUNS])
+@pytest.mark.slow
+@pytest.mark.parametrize("run", RUNS)
 def test_runs_on_a_layout_are_those_of_one_process_and_go_on(home: Path, run: str) -> None:
     name, overrides = RUNS[run]
     label = run.replace(", ", "-").replace(" ", "-")

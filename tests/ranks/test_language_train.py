@@ -81,6 +81,7 @@ def hold(home: Path, model: str, layouts: Iterable[str]) -> None:
         assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in one], **TOLERANCE), name
 
 
+@pytest.mark.slow
 def test_two_processes_of_a_ring_lose_what_one_does(home: Path) -> None:
     hold(home, "dense", ["ring"])
 

@@ -77,6 +77,7 @@ def test_two_processes_agree_and_learn_the_same(home: Path, layout: str) -> None
     )
 
 
+@pytest.mark.slow
 def test_a_budget_for_none_is_told_by_all(home: Path) -> None:
     with pytest.raises(AssertionError, match=r"more than the budget of 100\.0 kB"):
         run_ranks(train, 2, str(home), ("name=small", "memory.budget=100KB", "parallel.strategy=fsdp"))

@@ -219,6 +219,7 @@ SLOW = pytest.mark.slow
 EVERY = pytest.mark.parametrize("every", [False, pytest.param(True, marks=SLOW)], ids=["few", "every"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [

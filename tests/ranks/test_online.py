@@ -33,9 +33,10 @@ def assert_same_cache(config: Config, other: Config) -> None:
     assert (config.cache_dir / samples).read_bytes() == (other.cache_dir / samples).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
-    [pytest.param((), marks=pytest.mark.slow), ("data.repeats=3", "preprocess.shard_mb=0.01", "train.steps=9")],
+    [(), ("data.repeats=3", "preprocess.shard_mb=0.01", "train.steps=9")],
 )
 def test_two_ranks_make_each_entry_once(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     """With repeats a rank reads what the other has just made, also from shards that are sealed meanwhile."""

@@ -84,7 +84,8 @@ def whole_and_stopped(folder: str, name: str) -> None:
         train_published(folder, name, (f"name={name}-stopped", f"train.steps={count}", *sharded))
 
 
-@pytest.mark.parametrize("name", slow_but(MODELS, {"wan"}))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_sharded_runs_are_those_of_one_process_and_go_on(home: Path, name: str) -> None:
     """Weights after six steps differ by what Adam makes of sums in another order; a stopped run goes on to the bit."""
     run_ranks(whole_and_stopped, 2, str(home), name)

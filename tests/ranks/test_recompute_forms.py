@@ -68,6 +68,7 @@ def check(ranks: list[dict[str, Any]], exchanges: bool = True) -> None:
                 assert (more > 0) == inside, (rank, name, form, sent, found["plain"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "compiled"),
     [

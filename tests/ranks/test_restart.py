@@ -38,7 +38,8 @@ def train(folder: str, name: str) -> None:
     TrainPipeline(small_config(Path(folder), f"name={name}", *LONG)).run()
 
 
-@pytest.mark.parametrize("way", [pytest.param("torchrun", marks=pytest.mark.slow), "own"])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["torchrun", "own"])
 def test_a_killed_rank_costs_an_interval_and_no_bit(home: Path, tmp_path: Path, way: str) -> None:
     killed, whole = (small_config(home, f"name={way}-{name}", *LONG) for name in ("killed", "whole"))
     launcher = start(tmp_path, killed, *(TORCHRUN if way == "torchrun" else ()), words=OWN if way == "own" else ())

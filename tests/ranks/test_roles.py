@@ -12,6 +12,7 @@ from mmspeed.loop.averages import ema_decay
 from mmspeed.loop.optimizers.build import learning_rate
 from tests.support.character_runs import ALONE, character_config, losses
 from tests.support.checkpoints import differing, farthest, whole_checkpoint
+from tests.support.covers import slow_but
 from tests.support.distillation import DistillationTask, critic_loss, student_loss, train_both
 from tests.support.spawn import run_ranks
 
@@ -78,7 +79,7 @@ def test_a_run_is_the_updates_by_hand(home: Path) -> None:
             assert torch.allclose(held[f"{prefix}ema.{name}"], average, atol=WEIGHTS, rtol=0), (role, name)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+@pytest.mark.parametrize("strategy", slow_but(["fsdp", "ddp"], ["ddp"]))
 def test_two_ranks_equal_one_process(home: Path, strategy: str) -> None:
     run_ranks(train_both, 2, str(home), (f"name={strategy}", f"parallel.strategy={strategy}"))
     found, one = character_config(home, f"name={strategy}"), character_config(home)
@@ -89,6 +90,7 @@ def test_two_ranks_equal_one_process(home: Path, strategy: str) -> None:
         assert farthest(state, truth, prefix) < WEIGHTS
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_bitwise(home: Path) -> None:
     train_both(str(home), ("name=parts", "train.steps=3"))
     train_both(str(home), ("name=parts",))

@@ -49,7 +49,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", [n if n == "tp" else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_right_layout_passes(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape, layout, sent = LAYOUTS[name]
     assert main(["check", str(written(tmp_path, shape)), "--parallel", layout]) == 0

@@ -27,7 +27,6 @@ from mmspeed.pipelines.selfcheck.verdict import SelfCheck, compare
 from mmspeed.pipelines.selfcheck.worker import WorkerReport, alone, examine
 from mmspeed.pipelines.tasks.published_check import PublishedModel, ShrunkPublished, shrunk_published
 from tests.support import published_tasks
-from tests.support.covers import slow_but
 from tests.support.published import load, prepare, published_config, task_of
 from tests.support.spawn import run_ranks
 from tests.support.video_transformers import make_model
@@ -141,7 +140,8 @@ def checks(home: Path) -> Callable[[str], SelfCheck]:
     return check
 
 
-@pytest.mark.parametrize("name", slow_but(RIGHT, RIGHT.keys() - SLOW))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RIGHT)
 def test_a_right_layout_passes(checks: Callable[[str], SelfCheck], name: str) -> None:
     check = checks(name)
     assert check.passed, check.problems

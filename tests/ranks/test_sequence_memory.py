@@ -98,12 +98,14 @@ def shares(request: pytest.FixtureRequest) -> list[dict[tuple[str, int, int, int
     return ranks
 
 
+@pytest.mark.slow
 def test_a_rank_of_four_keeps_a_quarter_of_the_activations(shares: list[dict[Any, float]]) -> None:
     found = {case: max(rank[case] for rank in shares) for case in shares[0]}
     too_much = {case: share for case, share in found.items() if case[3] == 1 and share > MOST}
     assert not too_much and min(found.values()) > 0.24, found
 
 
+@pytest.mark.slow
 def test_tensor_parallel_ranks_keep_the_gathered_inputs_of_their_layers_too(shares: list[dict[Any, float]]) -> None:
     found = {case: max(rank[case] for rank in shares) for case in shares[0] if case[3] > 1}
     assert found and all(0.25 < share < 0.30 for share in found.values()), found

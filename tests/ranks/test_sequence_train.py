@@ -59,6 +59,7 @@ def home(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_layouts_train_alike_and_read_each_others_checkpoints(home: Path) -> None:
     """One run never stopped on one rank, and one that goes from two ranks of dsp to two of tp."""
     run_ranks(train, 2, str(home), False, ("name=two", "train.steps=3", *DSP))

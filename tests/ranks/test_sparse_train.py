@@ -59,6 +59,7 @@ def last(home: Path, name: str) -> list[dict[str, Any]]:
     return [row for row in rows if row["kind"] == "train"][-1]["attention"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fsdp", "ulysses", "parts"])
 def test_a_layout_trains_as_one_rank(home: Path, name: str) -> None:
     one = losses(small_config(home, *SPARSE, "name=one"))
@@ -68,6 +69,7 @@ def test_a_layout_trains_as_one_rank(home: Path, name: str) -> None:
             assert layer[field] == pytest.approx(twin[field], rel=1e-3), (field, layer["layer"])
 
 
+@pytest.mark.slow
 def test_ranks_of_a_ring_train_sparsely(home: Path) -> None:
     """Clusters are of a rank's queries, so the losses are near those of one rank, and not equal."""
     one = losses(small_config(home, *SPARSE, "name=one"))

@@ -56,7 +56,8 @@ def test_one_process_takes_the_loss_of_pairs_with_the_reference_that_came(home: 
     assert later["loss"].loss_I.mean() < terms["loss"].loss_I.mean()
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, ["fsdp"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_pairs_on_two_ranks_equal_one_process(home: Path, layout: str) -> None:
     """Two forward passes of the sharded model and two of the sharded reference, then one backward; micro-batches of two."""
     given = (f"name=pairs-{layout}", "train.micro_batch_size=2", LAYOUTS[layout])

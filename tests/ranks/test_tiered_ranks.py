@@ -310,6 +310,7 @@ def test_tiers_over_ranks_are_bitwise_one_another(tiers: list[dict[str, Any]]) -
     assert tiers[0]["split"]["losses"] == tiers[1]["split"]["losses"]
 
 
+@pytest.mark.slow
 def test_shards_are_updated_in_backward_bit_for_bit(two: list[dict[str, Any]]) -> None:
     for rank in two:
         for tier, found in rank["released"].items():

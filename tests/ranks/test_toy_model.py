@@ -74,7 +74,7 @@ def stopped(folder: str, overrides: tuple[str, ...]) -> None:
         train_toy(folder, (f"train.steps={steps}", *overrides))
 
 
-@pytest.mark.parametrize("strategy", ["none", "fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", slow_but(["none", "fsdp", "ddp"], ["none"]))
 def test_a_run_that_was_stopped_goes_on_bitwise(home: Path, strategy: str) -> None:
     if strategy == "none":
         stopped(str(home), ("name=parts-none",))

@@ -22,6 +22,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the mask of another process is read in /proc")
 def test_the_server_blocks_what_workers_of_the_loader_must_outlive(tmp_path: Path, root: Path) -> None:
     """In a process of its own: multiprocessing's first helper process opens the mask while it starts."""

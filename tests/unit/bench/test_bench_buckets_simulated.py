@@ -198,6 +198,7 @@ def test_costs_are_quadratic_with_full_attention_only() -> None:
     assert full.flops(LARGE) / full.flops(half) > 1.3 * tokens > 1.2 * factorised.flops(LARGE) / factorised.flops(half)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["bench", "buckets", "--simulate", "--clips", "20000", "--ranks", "2,8", "--output", str(tmp_path)])
     printed = capsys.readouterr().out

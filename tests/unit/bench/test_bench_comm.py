@@ -21,6 +21,7 @@ def _result(*rows: ExchangeRow) -> CommResult:
     return CommResult(2, "cpu", 100, 3, list(rows))
 
 
+@pytest.mark.slow
 def test_two_processes_send_what_the_formulas_say() -> None:
     command = [sys.executable, "-m", "mmspeed", "bench", "comm", "--megabytes", "0.2", "--rounds", "1", "--json"]
     done = subprocess.run(

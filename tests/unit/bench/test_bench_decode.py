@@ -11,6 +11,7 @@ from mmspeed.__main__ import main
 from tests.support.media import write_video
 
 
+@pytest.mark.slow
 def test_decoders_are_compared_on_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_video(tmp_path / "videos" / "a.mp4", frames=9)
     write_video(tmp_path / "videos" / "b.ts", frames=9)

@@ -100,6 +100,7 @@ def test_tiers_have_the_bytes_they_are_meant_to_have() -> None:
     assert all(row.passed() for row in rows) and lines(rows)[-1].startswith("PASSED")
 
 
+@pytest.mark.slow
 def test_a_budget_is_kept_to_or_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def small(*given: Any) -> Config:
         overrides = ["model.depth=6", "data.buckets=[{frames: 17, height: 128, width: 128}]"]

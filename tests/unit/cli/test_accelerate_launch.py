@@ -39,6 +39,7 @@ def launch(home: Path, flags: tuple[str, ...], *overrides: str) -> subprocess.Co
     )
 
 
+@pytest.mark.slow
 def test_bf16_of_the_launcher_multiplies_in_bfloat16(home: Path) -> None:
     done = launch(home, ("--cpu", "--num_processes", "1", "--mixed_precision", "bf16"))
     assert done.returncode == 0, done.stderr

@@ -160,6 +160,7 @@ def test_processes_of_nproc_share_a_file(run: Path, tmp_path: Path) -> None:
     assert sorted(done.stdout.split()) == [f"sample-{line:04}.mp4" for line in (1, 2, 3)]
 
 
+@pytest.mark.slow
 def test_raw_frames_of_two_processes_are_those_of_one(run: Path) -> None:
     """One at a time to the bit; in batches, which are smaller with more processes, up to the rounding of a frame to 255 levels."""
     shares = run_ranks(raw_on_ranks, 2, str(run))

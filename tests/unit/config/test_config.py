@@ -265,6 +265,7 @@ CHANGES = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(changes=CHANGES)
 def test_what_is_dumped_loads_again_as_the_same(changes: dict[str, Any]) -> None:
     config = make_config(tree(**changes))

@@ -86,6 +86,7 @@ def test_pack(tmp_path: Path, base: Path, kills: int) -> None:
     assert len(tar_bytes(root)) == 2 * 27
 
 
+@pytest.mark.slow
 @KILLS
 def test_prune(tmp_path: Path, base: Path, kills: int) -> None:
     right, root = contents(base), tmp_path / "cache"
@@ -100,6 +101,7 @@ def test_prune(tmp_path: Path, base: Path, kills: int) -> None:
     assert len(tar_bytes(root)) == 2 * 27
 
 
+@pytest.mark.slow
 @KILLS
 def test_merge(tmp_path: Path, base: Path, kills: int) -> None:
     other, root = tmp_path / "other", tmp_path / "cache"

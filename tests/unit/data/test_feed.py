@@ -131,6 +131,7 @@ def test_a_remote_cache_is_read_by_processes(tmp_path: Path) -> None:
     assert list(remote.root.glob("payloads/*/*"))
 
 
+@pytest.mark.slow
 def test_training_in_the_first_epoch_and_after_it_with_processes(tmp_path: Path) -> None:
     """3 steps make the cache, 3 are read by a worker, as from a whole cache by a thread."""
     config = small_config(tmp_path, "train.loader_workers=1", "train.micro_batch_size=2")

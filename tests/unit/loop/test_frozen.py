@@ -91,6 +91,7 @@ def test_checkpoint_optimizer_and_average_cost_what_trains(tmp_path: Path, tier:
     assert {name for name in held if name.startswith("ema.")} == {f"ema.{name}" for name in TRAINED + AVERAGED}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", MOST_TIERS)
 def test_a_run_on_a_frozen_base_resumes_bitwise_in_any_tier(tmp_path: Path, tier: str) -> None:
     state = state_of(**TIERS[tier])

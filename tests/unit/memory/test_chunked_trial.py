@@ -78,6 +78,7 @@ def test_memory_that_does_not_hold_the_whole_is_said(monkeypatch: pytest.MonkeyP
     assert not trial.bitwise and trial.close and "not tried" in trial_line([trial])
 
 
+@pytest.mark.slow
 def test_a_run_tries_its_shapes_once_and_says_so(
     small_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

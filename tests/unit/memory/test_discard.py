@@ -91,13 +91,14 @@ def test_gradients_and_bytes_are_those_of_recomputation(act: Any) -> None:
         assert (each["forward"], each["backward"]) == (plain_cost["forward"], plain_cost["backward"]) == (8, 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arrangement", "dtype"),
     [
         ("factorised", torch.bfloat16),
         ("full", torch.float32),
-        pytest.param("factorised", torch.float32, marks=pytest.mark.slow),
-        pytest.param("full", torch.bfloat16, marks=pytest.mark.slow),
+        ("factorised", torch.float32),
+        ("full", torch.bfloat16),
     ],
 )
 def test_a_model_keeps_as_much_as_under_recomputation(arrangement: str, dtype: torch.dtype) -> None:

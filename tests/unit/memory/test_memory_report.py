@@ -61,11 +61,13 @@ HALF = ("device.dtype=bfloat16", "memory.bucket=256KiB")
         pytest.param(("memory.activation_policy={mlp: selective}",), 0.0, marks=pytest.mark.slow),
         (("memory.activation_policy={block: offload_selective}", "memory.offload_from=1"), 0.0),
         (("memory.mlp_chunk=50",), 0.01),
-        (("device.dtype=bfloat16",), 0.02),
+        pytest.param(("device.dtype=bfloat16",), 0.02, marks=pytest.mark.slow),
         pytest.param(("memory.states=host",), 0.02, marks=pytest.mark.slow),
         pytest.param((*HALF, "memory.master=float32"), 0.03, marks=pytest.mark.slow),
         pytest.param((*HALF, "memory.master=split"), 0.03, marks=pytest.mark.slow),
-        ((*HALF, "memory.master=host", "memory.states=host", "memory.ema=host"), 0.03),
+        pytest.param(
+            (*HALF, "memory.master=host", "memory.states=host", "memory.ema=host"), 0.03, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_report_sums_to_what_torch_counts(tmp_path: Path, overrides: tuple[str, ...], within: float) -> None:
@@ -87,6 +89,7 @@ def test_the_report_sums_to_what_torch_counts(tmp_path: Path, overrides: tuple[s
     }
 
 
+@pytest.mark.slow
 def test_blocks_keep_alike_and_recomputed_blocks_only_their_input(tmp_path: Path) -> None:
     plain, _ = measured(tmp_path / "plain", batch=8)
     kept = {layer.name: layer.kept for layer in plain.layers}

@@ -351,8 +351,9 @@ def test_recomputed_blocks_give_the_same_gradients() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("arrangement", ["factorised", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("arrangement", ["factorised", "full"])
 def test_compiled_blocks_equal_eager(arrangement: str, backend: str) -> None:
     want = small(arrangement=arrangement, depth=2)
     got = small(arrangement=arrangement, depth=2)

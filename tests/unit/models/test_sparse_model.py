@@ -203,6 +203,7 @@ def home(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(shutil.copytree(small_cache, tmp_path_factory.mktemp("home") / "home"))
 
 
+@pytest.mark.slow
 def test_a_sparse_run_is_steered_logged_resumed_and_sampled(home: Path) -> None:
     whole = small_config(home, "name=whole", *RUN)
     TrainPipeline(whole).run()

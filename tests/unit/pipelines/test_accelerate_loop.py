@@ -44,6 +44,7 @@ def losses(home: Path, out: str, launcher: Sequence[str], *arguments: str) -> li
     return [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]
 
 
+@pytest.mark.slow
 def test_the_example_trains_a_saved_model(home: Path) -> None:
     found = losses(home, "one", ())
     assert len(found) >= 6 and all(0 < loss < 10 for loss in found)

@@ -236,6 +236,7 @@ def check_budgets(folder: Path, shares: tuple[float, ...], **shape: int) -> list
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_budgets_are_kept_to(tmp_path: Path) -> None:
     plain, half = check_budgets(tmp_path, (1.05, 0.65))
@@ -262,6 +263,7 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
         fastest_within(figures, 1_000_000, tried)
 
 
+@pytest.mark.slow
 def test_a_choice_that_takes_more_is_made_again(tmp_path: Path) -> None:
     """A device that takes a tenth more than is expected: the next try aims lower, and then as high as it can."""
     config = config_of(tmp_path)
@@ -309,6 +311,7 @@ def test_what_a_choice_depends_on_is_of_jsons_types(tmp_path: Path) -> None:
 # -- plans ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_plan_of_several_devices_divides(tmp_path: Path) -> None:
     config = config_of(tmp_path, "parallel.strategy=fsdp", "parallel.ulysses=2")
     step = MicroBatchSize(config.buckets[0], 1, False)
@@ -343,6 +346,7 @@ def home(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(shutil.copytree(small_cache, tmp_path_factory.mktemp("memory") / "home"))
 
 
+@pytest.mark.slow
 def test_a_run_under_a_budget_learns_the_same_and_goes_on(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     TrainPipeline(small_config(home, "name=plain")).run()
     plain = plan_memory(small_config(home), with_swap=False)

@@ -23,6 +23,7 @@ from mmspeed.pipelines.tuning.memory_estimate import plan_memory
 from mmspeed.protocols import Conditions, RunPlace, blocks_of
 from mmspeed.shapes import Strides
 from tests.support.checkpoints import differing, whole_checkpoint
+from tests.support.covers import slow_but
 from tests.support.published import (
     FPS,
     MODELS,
@@ -155,7 +156,7 @@ def test_compiled_blocks_are_recomputed(home: Path, name: str) -> None:
     assert_equal(found, truth, within=1e-5)
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
+@pytest.fixture(scope="module", params=slow_but(MODELS, MODELS.keys() - {"hunyuan"}))
 def trained(home: Path, request: pytest.FixtureRequest) -> str:
     """A run of six steps of one process."""
     train_published(str(home), request.param)
@@ -256,7 +257,7 @@ def test_another_class_trains_by_a_call_of_ones_own(home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["hunyuan", "wan", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ltx", "cogvideox"))]
+    "name", ["wan", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hunyuan", "ltx", "cogvideox"))]
 )
 def test_memory_is_planned_from_shapes(home: Path, name: str) -> None:
     """Blocks that are called by name and that return several tensors are measured too; less is kept the less is asked for."""
@@ -272,7 +273,8 @@ def test_memory_is_planned_from_shapes(home: Path, name: str) -> None:
     assert plan.figures.least() <= plan.figures.plain_peak()  # of these tiny ones weights may be the most
 
 
-@pytest.mark.parametrize("name", ["wan", pytest.param("ltx", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wan", "ltx"])
 def test_a_budget_chooses_policies(home: Path, name: str) -> None:
     config = published_config(home, name, f"name={name}-plain", "train.steps=1")
     task = task_of(home, name, config)

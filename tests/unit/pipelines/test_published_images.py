@@ -215,6 +215,7 @@ def test_an_image_to_video_model_is_trained_from_a_cache(tmp_path: Path) -> None
         VideoTask(config_of(tmp_path, "conditioning.first=0")).use(task.inputs).build()
 
 
+@pytest.mark.slow
 def test_the_first_frame_alone_is_stored_for_a_codec_that_mixes_frames(tmp_path: Path) -> None:
     """CogVideoX: the image's latent is drawn from its posterior by name, other frames of the condition are zeros."""
     save_cogvideox(tmp_path / "tiny", "5b", images=True)

@@ -28,6 +28,7 @@ def empty_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.slow
 def test_the_files_of_a_base_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_is_nan: None) -> None:
     read: list[int] = []
     own = RepositoryWeights.read

@@ -100,7 +100,8 @@ def check_entries(config: Config, pipeline: Any, every: int) -> None:
             torch.testing.assert_close(entry.pooled_D.float(), pooled[0], atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["channels", pytest.param("replaces", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["channels", "replaces"])
 def test_a_cache_is_made_completed_and_trained_from(repositories: dict[str, Path], tmp_path: Path, kind: str) -> None:
     config = config_of(tmp_path / "one", repositories[kind], "preprocess.text_dtype=float32")
     report = CacheBuilder(config).run()
@@ -128,7 +129,8 @@ def test_variants_that_share_captions_are_refused(repositories: dict[str, Path],
         CacheBuilder(config).run()
 
 
-@pytest.mark.parametrize("kind", ["channels", pytest.param("replaces", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["channels", "replaces"])
 def test_videos_are_sampled_as_the_pipeline_samples_them(
     repositories: dict[str, Path], tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -224,6 +224,7 @@ def test_a_checkpoint_that_keeps_nothing_is_refused_and_ours_is_taken() -> None:
     assert_same(backward(model, make_inputs("wan"))[1], wanted)
 
 
+@pytest.mark.slow
 def test_compiled_blocks() -> None:
     _, wanted = backward(sparse_model("hunyuan", keep=0.3)[0], make_inputs("hunyuan"))
     model, controller = sparse_model("hunyuan", keep=0.3)

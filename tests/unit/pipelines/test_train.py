@@ -81,7 +81,9 @@ def test_seven_samples_in_batches_of_three_end_each_epoch_with_a_batch_of_one(fi
             "memory.activation_policy={block: recompute}",
             "train.schedule=cosine",
         ),
-        ("train.micro_batch_size=1", "train.prefetch=0", "train.caption_dropout=0.5"),
+        pytest.param(
+            ("train.micro_batch_size=1", "train.prefetch=0", "train.caption_dropout=0.5"), marks=pytest.mark.slow
+        ),
     ],
     ids=["factorised-flow", "full-ddpm", "micro-batches"],
 )

@@ -87,6 +87,7 @@ def test_stale_entries_are_told_with_the_reason(home: Path) -> None:
     assert "stale: 8, made with another dtype" in text_of(small_config(home, "preprocess.latent_dtype=bfloat16"))
 
 
+@pytest.mark.slow
 def test_several_clips_a_source_are_counted_one_by_one(home: Path) -> None:
     windows = small_config(home, "data.windows=all")
     report = check(windows)

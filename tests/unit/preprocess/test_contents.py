@@ -141,6 +141,7 @@ def bitmaps(folder: Path) -> Config:
     return config_of(folder, folder / "media")
 
 
+@pytest.mark.slow
 def test_a_build_gives_files_with_equal_samples_their_own_latents(tmp_path: Path) -> None:
     """`check` of a cache of before counts those that took another's, and an upgrade remakes them."""
     config = bitmaps(tmp_path)

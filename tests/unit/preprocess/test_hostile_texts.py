@@ -65,6 +65,7 @@ def peak_of_reader(path: Path, *columns: str) -> float:
     return int(run.stdout) / 1e6
 
 
+@pytest.mark.slow
 def test_lines_without_end(tmp_path: Path) -> None:
     media(tmp_path / "a.mp4")
     good = b'{"video": "a.mp4", "caption": "words"}\n'
@@ -88,6 +89,7 @@ def write_table(path: Path, rows: int, caption: str, **options: Any) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_table_that_names_one_long_text_often(tmp_path: Path) -> None:
     path = write_table(tmp_path / "m.parquet", 40, "z" * 20_000_000, compression="zstd")
     assert path.stat().st_size < 100_000  # 0.8 GB of captions

@@ -144,6 +144,7 @@ declared = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @hypothesis_settings(deadline=None, max_examples=300)
 @given(
     buckets=declared,

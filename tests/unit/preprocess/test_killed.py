@@ -51,7 +51,8 @@ def test_of_two_parts_of_an_array_one_is_killed(whole: tuple[Config, float], tmp
         assert_same(made, config)
 
 
-@pytest.mark.parametrize("moments", [1, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("moments", [1, 10])
 def test_of_two_launched_processes_one_is_killed_and_the_launcher_ends_the_other(
     whole: tuple[Config, float], tmp_path: Path, moments: int
 ) -> None:

@@ -109,6 +109,7 @@ def test_interrupted_in_the_first_epoch_it_goes_on(offline: Config, tmp_path: Pa
     assert tar_bytes(config.cache_dir) == tar_bytes(offline.cache_dir) and table(config) == table(offline)
 
 
+@pytest.mark.slow
 def test_a_changed_caption_and_a_new_clip_are_encoded_alone(tmp_path: Path) -> None:
     config = small_config(tmp_path, clips=7)
     CacheBuilder(config).run()
@@ -122,6 +123,7 @@ def test_a_changed_caption_and_a_new_clip_are_encoded_alone(tmp_path: Path) -> N
     assert (report.encoded, report.texts) == (1, 2)
 
 
+@pytest.mark.slow
 def test_several_windows_and_buckets_and_repeats(tmp_path: Path) -> None:
     overrides = (
         "data.windows=3",
@@ -205,6 +207,7 @@ def damage(path: Path) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.slow
 def test_samples_whose_source_fails_are_lost_counted_and_named(tmp_path: Path) -> None:
     """Steps of one sample: a lost one leaves its step without any. Stopped and gone on with, the run is the same."""
     runs = {}

@@ -26,12 +26,14 @@ from mmspeed.preprocess.sources.containers import is_plain_container
 from tests.support.decoding import LIMITS, read, source_of, whole
 from tests.support.media import corners_of, number_of, write_image, write_tar, write_video
 
-OTHERS = [
-    pytest.param(
-        name, marks=pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} has no wheel here")
-    )
-    for name in ("torchcodec", "decord")
-]
+
+def decoder(name: str, *marks: pytest.MarkDecorator) -> Any:
+    """The name as a parameter of a test, which is skipped where the decoder is not installed."""
+    missing = pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} has no wheel here")
+    return pytest.param(name, marks=[missing, *marks])
+
+
+OTHERS = [decoder("torchcodec"), decoder("decord")]
 FILES: dict[str, dict[str, Any]] = {
     "h264.mp4": {"sound": True},
     "hevc.mp4": {"codec": "libx265"},
@@ -154,7 +156,7 @@ def _config(folder: Path, decoder: str) -> Any:
     return load_config(folder / "run.yaml")
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", [decoder("torchcodec", pytest.mark.slow), decoder("decord")])
 def test_a_cache_never_mixes_decoders_unseen(tmp_path: Path, name: str) -> None:
     videos = tmp_path / "videos"
     write_video(videos / "a.mp4", frames=24)

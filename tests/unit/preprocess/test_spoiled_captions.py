@@ -89,6 +89,7 @@ def test_parts_of_a_job_array_agree_on_them(tmp_path: Path) -> None:
     assert captions_of(cache) == KEPT and names(cache) == NAMED
 
 
+@pytest.mark.slow
 def test_the_first_epoch_goes_on_without_them_also_after_a_stop(tmp_path: Path) -> None:
     runs = {}
     for name in ("whole", "stopped"):

@@ -296,6 +296,7 @@ TextCacheBuilder(texts, BytesTokenizerConfig()).run()
 """
 
 
+@pytest.mark.slow
 def test_killed_and_continued_is_the_same_cache(tmp_path: Path) -> None:
     path = many(tmp_path / "a.jsonl")
     build(tmp_path / "whole", [{"path": str(path)}], shard_mb=1.0)

@@ -49,6 +49,7 @@ def test_two_machines_make_the_cache_of_one(tmp_path: Path, sources: list[dict[s
     assert after.reused == after.blocks > 1 and cache.fingerprint == whole.fingerprint
 
 
+@pytest.mark.slow
 def test_documents_of_one_source_count_once(tmp_path: Path, sources: list[dict[str, Any]]) -> None:
     """A block of both is one; what one of the caches has besides follows."""
     roots = [tmp_path / name / "cache" for name in ("1", "2", "3")]

@@ -84,17 +84,18 @@ def test_ranges_of_keys_hold_the_same_work(interpreted: dict[str, Any]) -> None:
     assert cuts["ends"] and cuts["one_bound"] and cuts["most"] < 1.3, cuts
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize(
     ("capability", "dtype", "width", "block", "memory"),
     [
         (90, "bfloat16", 128, 128, 227 << 10),
-        pytest.param(80, "bfloat16", 128, 64, 99 << 10, marks=pytest.mark.slow),  # what the smallest of the kind have
-        pytest.param(80, "bfloat16", 128, 128, 99 << 10, marks=pytest.mark.slow),
-        pytest.param(90, "float16", 96, 64, 227 << 10, marks=pytest.mark.slow),
-        pytest.param(80, "bfloat16", 256, 64, triton_gather.WIDE_MEMORY, marks=pytest.mark.slow),
-        pytest.param(90, "bfloat16", 64, 128, 227 << 10, marks=pytest.mark.slow),
-        pytest.param(80, "float32", 64, 64, 99 << 10, marks=pytest.mark.slow),
+        (80, "bfloat16", 128, 64, 99 << 10),  # what the smallest of the kind have
+        (80, "bfloat16", 128, 128, 99 << 10),
+        (90, "float16", 96, 64, 227 << 10),
+        (80, "bfloat16", 256, 64, triton_gather.WIDE_MEMORY),
+        (90, "bfloat16", 64, 128, 227 << 10),
+        (80, "float32", 64, 64, 99 << 10),
     ],
 )
 def test_compiles_for_real_devices(
