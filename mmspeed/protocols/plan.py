@@ -15,15 +15,16 @@ masks and attention. Without tensor parallelism both are the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor, nn
 
 from mmspeed.errors import UserError, nearest
 
+T = TypeVar("T")
 Level = Literal["own", "seen"]
 Attended = Literal["rows", "columns"]
 # The role of a linear layer in its model. "column": each row of its weight makes a channel of its own (heads, hidden units);
@@ -447,14 +448,46 @@ def keep_blocks(model: nn.Module, places: Sequence[int]) -> None:
     left = {name.rpartition(".")[0] for name, _ in blocks} - places_by_list.keys()
     if left:
         raise ValueError(f"{type(model).__name__}: no block of {', '.join(sorted(left))} would be left")
-    chosen: list[Block] = []
+    renamed: dict[str, str] = {}  # the blocks that stay
     for name, own in places_by_list.items():
         if own[0] in singles:
-            chosen += [plan.blocks[place] for place in own] if plan is not None else []
+            renamed |= {blocks[place][0]: blocks[place][0] for place in own}
             continue
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, nn.ModuleList(blocks[place][1] for place in own))
-        if plan is not None:
-            chosen += [replace(plan.blocks[place], name=f"{name}.{number}") for number, place in enumerate(own)]
+        renamed |= {blocks[place][0]: f"{name}.{number}" for number, place in enumerate(own)}
     if plan is not None:
-        declare_plan(model, replace(plan, blocks=tuple(chosen)))
+        declare_plan(model, _with_blocks(plan, renamed))
+
+
+def _with_blocks(plan: ModelPlan, renamed: Mapping[str, str]) -> ModelPlan:
+    """The plan of a model of which some blocks are left, under new names; what it says of the others is left out."""
+    places = {block.name: place for place, block in enumerate(plan.blocks)}
+
+    def renaming(name: str) -> str | None:
+        """The new name of a module; None where it is in a block that is gone. Patterns stay as they are."""
+        parts = name.split(".")
+        for end in range(len(parts), 0, -1):
+            block = ".".join(parts[:end])
+            if block in places:
+                return ".".join([renamed[block], *parts[end:]]) if block in renamed else None
+        return name
+
+    def by_name(entries: Mapping[str, T]) -> dict[str, T]:
+        known = ((renaming(name), entry) for name, entry in entries.items())
+        return {name: entry for name, entry in known if name is not None}
+
+    def names(old: Iterable[str]) -> tuple[str, ...]:
+        return tuple(name for name in map(renaming, old) if name is not None)
+
+    return replace(
+        plan,
+        blocks=tuple(replace(plan.blocks[places[old]], name=name) for old, name in renamed.items()),
+        inputs=by_name(plan.inputs),
+        outputs=by_name(plan.outputs),
+        attention=by_name(plan.attention),
+        linears=by_name(plan.linears),
+        divided=by_name(plan.divided),
+        channel_norms=names(plan.channel_norms),
+        cuts=None if plan.cuts is None else names(plan.cuts),
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 from torch import nn
 
 from mmspeed.errors import UserError
+from mmspeed.models.language.decoder import Decoder
+from mmspeed.models.language.shapes import SHAPES, tiny_twin
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.protocols import ModelPlan, blocks_of, declare_plan, keep_blocks, single_blocks
+from mmspeed.protocols import ModelPlan, blocks_of, declare_plan, keep_blocks, plan_of, single_blocks
 from mmspeed.protocols.plan import Block
 from tests.unit.pipelines.test_language_start import config, losses
 
@@ -70,3 +73,23 @@ def test_blocks_in_no_list_stay() -> None:
     keep_blocks(model, [1])
     assert [name for name, _ in blocks_of(model)] == ["layers.0", "further.0.block"]
     assert model.layers[0] is last and len(model.layers) == 1
+
+
+@pytest.mark.parametrize("shape", ["qwen3-8b", "qwen3-30b-a3b", "deepseek-v3"])
+def test_a_plan_follows_the_blocks_that_are_kept(shape: str) -> None:
+    """Names of its plan are those of the modules that are left, with the entries that they had."""
+    settings = replace(tiny_twin(SHAPES[shape].settings), further=1)
+    if settings.experts is not None:
+        settings = replace(settings, experts=replace(settings.experts, balance="sequence"))
+    model = Decoder(settings)
+    before = model.plan
+    last = settings.depth - 1
+    keep_blocks(model, [last])
+    kept = plan_of(model)
+    assert kept is not None and [block.name for block in kept.blocks] == ["layers.0", "mtp.0.mtp_block"]
+    for old, new in ((before.inputs, kept.inputs), (before.outputs, kept.outputs), (before.linears, kept.linears)):
+        assert {name for name in new if name not in dict(model.named_modules())} == set()
+        moved = {name.replace(f"layers.{last}.", "layers.0.", 1): entry for name, entry in old.items()}
+        assert all(moved[name] == entry for name, entry in new.items() if name != "layers.0")
+    assert kept.inputs["layers.0"] == before.inputs[f"layers.{last}"]
+    assert set(kept.attention) == {"layers.0.self_attn.attend", "mtp.0.mtp_block.self_attn.attend"}
