@@ -3,14 +3,14 @@
 #   PYTHON     interpreter that makes the virtual environment (3.10 to 3.12)
 #   VENV       folder of the virtual environment
 #   TORCH      what pip is asked for first; on a machine without CUDA name your index's CPU build
-#   JOBS       test processes, as many as there are cores; 0: one
+#   JOBS       test processes, one more than there are cores, since tests wait for disks and for each other; 0: one
 #   BUNDLE     folder of the wheels that `make bundle` collects
 #   DEMO_ARGS, BENCH_ARGS, FAULTS_ARGS, PYTEST_ARGS   more arguments, such as DEMO_ARGS=--short
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-JOBS ?= 2
+JOBS ?= 3
 BUNDLE ?= dist/bundle
 DEMO_ARGS ?=
 BENCH_ARGS ?=

@@ -97,6 +97,7 @@ def test_launched_processes_make_the_same_bytes_as_one(one: Config, tmp_path: Pa
     assert_same(made, one)
 
 
+@pytest.mark.slow
 def test_parts_of_an_array_run_in_any_order_and_the_last_finishes(one: Config, tmp_path: Path) -> None:
     made = another(one, tmp_path)
     first = CacheBuilder(made, "3/3").run()

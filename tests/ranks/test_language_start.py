@@ -6,6 +6,7 @@ import multiprocessing
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.preprocess.texts.preparation import TextPreparation
@@ -18,6 +19,7 @@ def train(home: str) -> None:
     TrainPipeline(config(Path(home)), online=True).run()
 
 
+@pytest.mark.slow
 def test_two_processes_complete_the_cache_and_train_as_one(tmp_path: Path) -> None:
     before, online = tmp_path / "before", tmp_path / "online"
     for home in (before, online):

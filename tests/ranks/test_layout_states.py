@@ -265,10 +265,12 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return run_ranks(all_of_it, WORLD, str(tmp_path_factory.mktemp("states")), request.param)
 
 
+@pytest.mark.slow
 def test_first_weights_are_those_of_one_process_bit_for_bit(results: list[dict[str, Any]]) -> None:
     assert [result["weights"] for result in results] == [{name: [] for name in LAYOUTS}] * WORLD
 
 
+@pytest.mark.slow
 def test_checkpoints_go_between_layouts_bit_for_bit(results: list[dict[str, Any]]) -> None:
     """Weights, averages, moments and step counts."""
     for result in results:
@@ -286,20 +288,24 @@ def test_half_precision_errs_no_more_than_on_one_process() -> None:
         assert not worse, found
 
 
+@pytest.mark.slow
 def test_a_group_samples_what_one_process_samples(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert len(result["samples"]) == 4 and max(result["samples"].values()) < 1e-5, result["samples"]
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_broken_on_one_rank_changes_nothing_anywhere(results: list[dict[str, Any]]) -> None:
     for result in results:
         broken = result["broken"]
         assert not broken["finite"] and broken["same"] and broken["state"] == 0 and broken["loss"] > 0
 
 
+@pytest.mark.slow
 def test_copies_keep_the_layout(results: list[dict[str, Any]]) -> None:
     assert all(result["copied"] for result in results)
 
 
+@pytest.mark.slow
 def test_a_double_ring_has_a_group_for_each_level(results: list[dict[str, Any]]) -> None:
     assert all(result["outer"] for result in results)

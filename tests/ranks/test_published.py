@@ -56,7 +56,7 @@ def alone(folder: str) -> dict[str, tuple[float, dict[str, np.ndarray], int]]:
     return steps(folder, ())
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, {"ddp", "fsdp, accumulated, recomputed"}))
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, {"fsdp, accumulated, recomputed"}))
 def test_gradients_of_two_ranks_are_those_of_one_process(home: Path, layout: str) -> None:
     truth = alone(str(home))
     ranks = run_ranks(steps, 2, str(home), LAYOUTS[layout])

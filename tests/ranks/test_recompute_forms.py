@@ -82,6 +82,7 @@ def test_two_ranks(names: list[str], compiled: bool) -> None:
     check(run_ranks(measure, 2, names, False, compiled))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [["fsdp"], ["ddp"]], ids=str)
 def test_engines_alone(names: list[str]) -> None:
     check(run_ranks(measure, 2, names, False, False), exchanges=False)

@@ -153,6 +153,7 @@ def test_a_right_layout_passes(checks: Callable[[str], SelfCheck], name: str) ->
     assert ("keeps all keys in this check" in text) == ("sparse" in name)
 
 
+@pytest.mark.slow
 def test_boundaries_that_were_not_crossed_are_named(checks: Callable[[str], SelfCheck]) -> None:
     site, norm = "blocks.1.attn1 (WanAttention)", "blocks.0.attn1.norm_q (RMSNorm)"
     for name, boundary in (("past the site", site), ("past the norm", norm)):
@@ -161,6 +162,7 @@ def test_boundaries_that_were_not_crossed_are_named(checks: Callable[[str], Self
         assert any("the loss differs" in problem for problem in check.problems), check.problems
 
 
+@pytest.mark.slow
 def test_an_exchange_that_was_dropped_is_named(checks: Callable[[str], SelfCheck]) -> None:
     check = checks("forgetful")
     assert not check.passed and "FAILED" in "\n".join(check.lines())

@@ -144,6 +144,7 @@ def test_a_group_shares_the_encoding_of_the_first_epoch(home: Path, tmp_path: Pa
     assert losses(config) == pytest.approx(losses(small_config(home, "name=one")), **TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_group_meets_the_same_draws_and_times_fill_their_range(tmp_path: Path) -> None:
     """What each of 8 ranks of groups of 4 is given over an epoch: within a group videos alike to the bit, times all over [0, 1)."""
     config = mixed_config(tmp_path, "parallel.ring=2", "parallel.ulysses=2", "data.repeats=40")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -81,6 +82,7 @@ def both() -> list[dict[str, Any]]:
     return [around_it(1, 4), around_it(2, 2)]
 
 
+@pytest.mark.slow
 def test_around_it() -> None:
     for result in run_ranks(both, 4):
         for found in result:

@@ -11,7 +11,6 @@ from mmspeed.initialize import init_weights
 from tests.support.character_runs import character_config, losses, rows, step_packs
 from tests.support.characters import CharacterModel
 from tests.support.checkpoints import farthest, whole_checkpoint
-from tests.support.covers import slow_but
 from tests.support.preferences import PreferenceTask, preference, train_task
 from tests.support.spawn import run_ranks
 
@@ -65,7 +64,8 @@ def test_pairs_on_two_ranks_equal_one_process(home: Path, layout: str) -> None:
     check_equal(home, f"pairs-{layout}", "known")
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, ["ddp"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_divisor_that_is_known_afterwards_is_the_known_one(home: Path, layout: str) -> None:
     """On one process and on two, with clipping, which all these steps meet."""
     check_equal(home, "late", "known")
@@ -74,6 +74,7 @@ def test_a_divisor_that_is_known_afterwards_is_the_known_one(home: Path, layout:
     check_equal(home, f"late-{layout}", "known")
 
 
+@pytest.mark.slow
 def test_two_updates_of_a_step_on_two_ranks_equal_one_process(home: Path) -> None:
     run_ranks(train_task, 2, str(home), "twice", ("name=twice-fsdp", LAYOUTS["fsdp"]))
     check_equal(home, "twice-fsdp", "twice")

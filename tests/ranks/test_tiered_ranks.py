@@ -319,6 +319,7 @@ def test_shards_are_updated_in_backward_bit_for_bit(two: list[dict[str, Any]]) -
             assert found["most"] < 0.75, tier  # a block is a quarter, and vectors of all blocks share a bucket
 
 
+@pytest.mark.slow
 def test_a_nan_in_backward_ends_the_run_on_all_ranks(two: list[dict[str, Any]]) -> None:
     for rank in two:
         message, finite = rank["broken"]

@@ -155,13 +155,14 @@ def near(found: CharacterConfig, truth: CharacterConfig) -> None:
     assert all(farthest(state, expected, f"{part}.") < WEIGHTS for part in parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stop", "kind"),
     [
         (1, "slow"),
         (4, "joint"),
-        pytest.param(1, "joint", marks=pytest.mark.slow),
-        pytest.param(4, "slow", marks=pytest.mark.slow),
+        (1, "joint"),
+        (4, "slow"),
     ],
 )
 def test_a_stopped_run_goes_on_bitwise(home: Path, kind: str, stop: int) -> None:
@@ -173,7 +174,8 @@ def test_a_stopped_run_goes_on_bitwise(home: Path, kind: str, stop: int) -> None
     assert differing(whole_checkpoint(parts.run_dir), whole_checkpoint(whole.run_dir)) == []
 
 
-@pytest.mark.parametrize("kind", [pytest.param("joint", marks=pytest.mark.slow), "slow"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["joint", "slow"])
 def test_released_gradients_change_no_bit(home: Path, kind: str) -> None:
     """Each role's weights are updated in backward; the norm is that of all roles of the first update."""
     plain = ("train.clip_norm=null",)

@@ -66,6 +66,7 @@ def test_a_sample_counts_the_same_on_two_ranks(
         assert apart < EPS
 
 
+@pytest.mark.slow
 def test_by_step_it_depends_on_the_ranks(home: Path, truth: list[np.ndarray]) -> None:
     found = {}
     for world in (1, 2):

@@ -287,6 +287,7 @@ def test_restarts_are_those_of_this_launcher(monkeypatch: pytest.MonkeyPatch) ->
 # --- doctor ---
 
 
+@pytest.mark.slow
 def test_doctor_sees_this_machine(tmp_path: Path) -> None:
     checks = {check.name: check for check in diagnose(tmp_path)}
     assert checks["torch"].found == torch.__version__ and checks["torch"].state == "ok"

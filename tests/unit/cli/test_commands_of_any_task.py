@@ -81,6 +81,7 @@ def test_check_tells_what_a_config_will_train(home: Path, told) -> None:  # type
     assert f"{config.run_dir} goes on at step 4; changed since it was saved: train." in text
 
 
+@pytest.mark.slow
 def test_check_tells_each_shape_class_s_share_of_the_gradients(told, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     """12 short and 4 long packs, in steps of 6: by sample their numbers count, by step their steps."""
     names = (f"{__name__}:TwoLengths", "tests.support.characters:CharacterConfig")

@@ -112,6 +112,7 @@ def order(report: MemoryReport) -> list[tuple[str, int]]:
     return [(layer.name, layer.kept) for layer in report.layers if layer.name != AT_THE_END]
 
 
+@pytest.mark.slow
 def test_what_autocast_frees_at_the_end_is_told_apart(tmp_path: Path) -> None:
     """A recomputed MLP keeps no casts of its weights, which autocast holds to the end of forward."""
     report, _ = measured(tmp_path, "device.dtype=bfloat16", "memory.activation_policy={mlp: recompute}")

@@ -155,14 +155,14 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def meetings() -> list[Any]:
-    """Each way with both arrangements and both number types by default, and all their combinations in the slow tests."""
+    """Each way once by default, arrangements and number types in turn, and all their combinations in the slow tests."""
     found = []
     for place, ways in enumerate(WAYS):
         called = ",".join(f"{name}:{way}" for name, way in ways.items())
         for arrangement in ("factorised", "full"):
             for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
-                odd = (arrangement == "full") != (name == "bfloat16")
-                marks = [pytest.mark.slow] if odd != bool(place % 2) else []
+                number = 2 * (arrangement == "full") + (name == "bfloat16")
+                marks = [] if number == place % 4 else [pytest.mark.slow]
                 found.append(pytest.param(arrangement, dtype, ways, marks=marks, id=f"{arrangement}-{name}-{called}"))
     return found
 

@@ -333,6 +333,7 @@ def test_plain_memory_gives_torchs_own_optimizer() -> None:
 # -- the whole way
 
 
+@pytest.mark.slow
 def test_a_run_trains_alike_in_every_tier_and_goes_on_in_another(small_cache: Path, tmp_path: Path) -> None:
     """`mmspeed train` on the shipped clips: losses, held-out losses, checkpoints."""
     shutil.copytree(small_cache, tmp_path, dirs_exist_ok=True)

@@ -154,6 +154,7 @@ def test_places_that_are_no_repository(wan: Path, tmp_path: Path) -> None:
             Repository.open(str(place))
 
 
+@pytest.mark.slow
 def test_a_hub_id_needs_small_files_until_weights_are_read(wan: Path, tmp_path: Path) -> None:
     """The hub cannot be reached, and its cache holds the JSON files of one repository alone.
 

@@ -308,6 +308,7 @@ def test_the_planner_of_a_run_that_names_none(tmp_path: Path) -> None:
     assert again.model.sparse == config.model.sparse
 
 
+@pytest.mark.slow
 def test_what_is_sparse_may_change_on_resume(home: Path) -> None:
     """Sparsity is no part of the weights: thresholds may be missing, and are then derived again."""
     base = ("name=changing", "model.arrangement=full", "model.depth=3")

@@ -108,6 +108,7 @@ def test_times_are_in_the_range_of_the_steps_expert(home: Path) -> None:
     assert all(low >= 0.875 if expert == "high" else high <= 0.875 for expert, low, high in task.times)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_bitwise(home: Path) -> None:
     for stop in ("train.steps=1", "train.steps=2", "train.steps=3"):
         train_experts(str(home), ("name=parts", stop))

@@ -60,6 +60,7 @@ def test_init_knows_short_names_and_says_near_ones(tmp_path: Path) -> None:
         write_config(tmp_path / "b.yaml", model="wan2.1-1b")
 
 
+@pytest.mark.slow
 def test_a_run_is_trained_stopped_and_resumed(home: Path) -> None:
     """The objective is that of the repository's scheduler, and three steps are those of two and one."""
     whole = small(home, "name=whole", "data.cache=cache")

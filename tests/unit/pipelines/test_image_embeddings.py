@@ -51,7 +51,8 @@ def section(folder: Path) -> PublishedModelConfig:
     return PublishedModelConfig(kind="diffusers", pretrained=str(folder))
 
 
-@pytest.mark.parametrize("last", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("last", [False, True])
 def test_a_model_is_trained_on_embeddings_from_its_cache(tmp_path: Path, last: bool) -> None:
     """Each entry holds the embedding of its clip's given frames, which the batch has; the base's image encoder is a part of its key."""
     save_wan_images(tmp_path / "tiny", last=last)
@@ -159,6 +160,7 @@ def test_what_is_missing_is_one_line(tmp_path: Path) -> None:
         task.build()
 
 
+@pytest.mark.slow
 def test_a_text_to_video_model_stores_no_embeddings(tmp_path: Path) -> None:
     save_hunyuan_video15(tmp_path / "tiny")
     config = config_of(tmp_path)

@@ -154,6 +154,7 @@ WHOLE: dict[str, tuple[Save, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 def test_encoders_are_given_the_picture_as_it_is(tmp_path: Path, name: str) -> None:
     """A picture of another shape than the video's: what is embedded is not what was cut for the codec, as in the pipeline."""

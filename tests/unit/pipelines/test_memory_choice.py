@@ -384,6 +384,7 @@ def test_measured_batches_and_a_budget_exclude_each_other(home: Path) -> None:
         profile(small_config(home, "memory.budget=1GB"))
 
 
+@pytest.mark.slow
 def test_check_tells_the_choice(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(dump_config(small_config(home, "memory.budget=1GB", f"output={tmp_path}")), encoding="utf-8")

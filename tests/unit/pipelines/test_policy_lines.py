@@ -45,6 +45,7 @@ def test_regions_of_published_models_are_told(home: Path, name: str) -> None:
     assert lines == [f"model: memory.activation_policy of {each}" for each in REGIONS[name]]
 
 
+@pytest.mark.slow
 def test_a_check_from_python_tells_them_and_loads_no_more_for_it(home: Path) -> None:
     config, loads = published_config(home, "wan"), [0]
 

@@ -43,6 +43,7 @@ def with_its_texts(home: Path, name: str, *overrides: str) -> Config:
     return load_config(home / "own.yaml", (*rest, *changes, *overrides))
 
 
+@pytest.mark.slow
 def test_a_budget_is_measured_without_the_files(home: Path, reads: list[int]) -> None:
     """And changes nothing of what is trained."""
     TrainPipeline(with_its_texts(home, "plain"), online=True).run()

@@ -56,6 +56,7 @@ def checksums(root: Path) -> dict[tuple[str, str], str]:
     }
 
 
+@pytest.mark.slow
 def test_every_file_of_a_zoo_of_media_is_accounted_for(tmp_path: Path) -> None:
     zoo = make_zoo(tmp_path / "zoo")
     assert len(zoo) >= 25
@@ -147,6 +148,7 @@ def test_two_processes_make_the_same_entries_as_one(small_cache: Path, tmp_path:
     assert keys[0] == keys[1]
 
 
+@pytest.mark.slow
 def test_variants_of_a_clip_are_samples_or_latents_of_one(tmp_path: Path) -> None:
     overrides = ("data.windows=3", "data.crops=2", "data.buckets.0.width=32", "preprocess.encode_batch=4")
     each = small_config(tmp_path, *overrides, clips=3)
@@ -202,6 +204,7 @@ def test_clips_that_fail_are_counted_and_the_others_of_their_source_kept(small_c
         CacheBuilder(small_config(tmp_path, f"vae.weights={tmp_path / 'broken.safetensors'}", clips=2)).run()
 
 
+@pytest.mark.slow
 def test_images_and_videos_together(tmp_path: Path) -> None:
     from PIL import Image
 

@@ -74,6 +74,7 @@ def test_lines_and_page_say_what_is_there_and_what_is_missing(tmp_path: Path) ->
     assert "encoding missing entries: about" in faster and "as fast as the last build: 8 clips in" in faster
 
 
+@pytest.mark.slow
 def test_stale_entries_are_told_with_the_reason(home: Path) -> None:
     other = text_of(small_config(home, "data.fps=12", "text.max_tokens=7"))
     assert "cache latents: 0 present, 8 missing, 8 not used" in other

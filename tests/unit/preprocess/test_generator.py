@@ -68,6 +68,7 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_clips_that_are_added_follow_the_cache_of_before(before: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(before, tmp_path / "home"))
     old = drawn(drawing_config(before, 5))

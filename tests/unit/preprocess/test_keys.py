@@ -184,7 +184,10 @@ MUTATIONS: dict[str, tuple[Callable[[World], None], int, int, str]] = {
 
 
 # their parts of a key are seen below and by the tests of the encoders' fingerprints
-SEEN_ELSEWHERE = ("fps", "bucket's frames", "codec's number type", "text weights")
+SEEN_ELSEWHERE = (
+    *("fps", "bucket's frames", "codec's number type", "text weights"),
+    *("bucket's size", "latent dtype", "length limit", "text dtype"),
+)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, float]:
     return whole_build(tmp_path_factory.mktemp("builds"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moments", MOMENTS)
 def test_a_build_killed_at_random_moments_ends_the_same(
     whole: tuple[Config, float], tmp_path: Path, moments: int

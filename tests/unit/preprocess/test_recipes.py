@@ -74,6 +74,7 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return config
 
 
+@pytest.mark.slow
 def test_a_cache_of_before_goes_on_with_its_own_recipe_and_takes_additions(tmp_path: Path) -> None:
     """The cache that commit e6bf4be wrote: nothing is stale, a fourth clip is added by version 1, and an upgrade remakes all four."""
     home = tmp_path / "home"

@@ -63,6 +63,7 @@ def test_a_killed_build_from_a_remote_tar_ends_as_a_local_one(tmp_path: Path, ow
     assert tar_bytes(remote.cache_dir) == tar_bytes(local.cache_dir)
 
 
+@pytest.mark.slow
 def test_a_build_counts_what_cannot_be_fetched_and_the_next_one_completes_it(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in CLIPS.read_text(encoding="utf-8").splitlines()[:2]]
     files = tmp_path / "files"

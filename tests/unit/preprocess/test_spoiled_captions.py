@@ -80,6 +80,7 @@ def test_preprocess_rejects_and_counts_them_and_keeps_the_rest(tmp_path: Path) -
     assert len(losses(config)) == 6
 
 
+@pytest.mark.slow
 def test_parts_of_a_job_array_agree_on_them(tmp_path: Path) -> None:
     config = spoiled_config(tmp_path)
     CacheBuilder(config, "1/2").run()

@@ -312,6 +312,7 @@ def test_killed_and_continued_is_the_same_cache(tmp_path: Path) -> None:
     assert files(tmp_path / "killed" / "cache") == files(tmp_path / "whole" / "cache")
 
 
+@pytest.mark.slow
 def test_an_added_document_changes_few_blocks(tmp_path: Path) -> None:
     path = many(tmp_path / "a.jsonl", 6_000)
     first, _ = build(tmp_path, [{"path": str(path)}])
