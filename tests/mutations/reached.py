@@ -81,17 +81,18 @@ class ReachedMap:
         return f"{fault.file}::{fault.function}" in self.tests[test][1]
 
     def tests_of(self, fault: Fault) -> list[tuple[str, float]]:
-        """(node id, seconds) of the tests of a fault's file: first those that call its function, each quickest first.
+        """(node id, seconds) of the tests of a fault's file: first those that call its function, in files of its name, and quickest first.
 
         No call leads to what stands at the top of a file, so for that the tests of the room's folder are there too.
         """
         own = f"tests/unit/{room_of(fault.file).rpartition('/')[2]}/"
+        named = f"/test_{Path(fault.file).stem}.py::"
         rows = [
-            (not self.enters(test, fault), seconds, test)
+            (not self.enters(test, fault), named not in test, seconds, test)
             for test, (seconds, _) in self.tests.items()
             if fault.file in self._files_of[test] or (not fault.function and test.startswith(own))
         ]
-        return [(test, seconds) for _, seconds, test in sorted(rows)]
+        return [(test, seconds) for *_, seconds, test in sorted(rows)]
 
 
 def test_files() -> list[str]:

@@ -129,6 +129,8 @@ def test_map_is_the_same_after_writing_and_names_the_function_s_tests_first(tmp_
     assert (again.tests, again.files) == (known.tests, known.files)
     fault = Fault("x", "", "mmspeed/a.py", "f", "pass", "pass", "return")
     assert [test for test, _ in again.tests_of(fault)] == ["t.py::quick", "t.py::slow", "t.py::other"]
+    more = ReachedMap(known.tests | {"tests/ranks/test_a.py::test_f": (20.0, entered)})
+    assert [test for test, _ in more.tests_of(fault)][:2] == ["tests/ranks/test_a.py::test_f", "t.py::quick"]
     top = Fault("x", "", "mmspeed/comm/a.py", "", "pass", "pass", "return")
     known.tests["tests/unit/comm/test_a.py::test_b"] = (0.1, frozenset())
     assert [test for test, _ in known.tests_of(top)] == ["tests/unit/comm/test_a.py::test_b"]

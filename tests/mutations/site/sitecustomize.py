@@ -13,7 +13,7 @@ seen: dict[int, object] = {}  # by identity; the code objects are held, so that 
 
 
 def _record(target, root):  # type: ignore[no-untyped-def]
-    log = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
 
     def look(frame, event, _):  # type: ignore[no-untyped-def]
         if event == "call":
@@ -22,7 +22,9 @@ def _record(target, root):  # type: ignore[no-untyped-def]
                 seen[id(code)] = code
                 if code.co_filename.startswith(root):
                     with contextlib.suppress(OSError):  # of tests that limit the size of files
+                        log = os.open(target, os.O_WRONLY | os.O_APPEND)  # each time, since some tests close all files
                         os.write(log, f"{code.co_filename[len(root) :]}\t{code.co_firstlineno}\n".encode())
+                        os.close(log)
 
     def begin() -> None:
         """Look at calls from here on: tests that profile something leave the interpreter without a profile function."""

@@ -12,12 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmspeed.data import BatchSampler, CacheWriter, DatasetCache, Entry, Sample
+from mmspeed.data.cache import index_reader
 from mmspeed.data.cache import reader as cache_reader
 from mmspeed.data.cache import writer as cache_writer
 from mmspeed.data.cache.checksum import is_sealed
@@ -436,3 +438,11 @@ def test_threads_read_while_the_index_is_looked_at_again(tmp_path: Path) -> None
     for thread in threads:
         thread.join()
     assert not problems and BUCKET in cache.samples.buckets()
+
+
+def test_columns_of_no_rows_are_empty() -> None:
+    """As those of a cache in which nothing is stored yet."""
+    batch = pa.record_batch({"tokens": pa.array([], pa.int64()), "frames": pa.array([], pa.uint16())})
+    for name, kind in (("tokens", np.int64), ("frames", np.uint16)):
+        column = index_reader._numbers(batch, name)
+        assert column.shape == (0,) and column.dtype == kind
