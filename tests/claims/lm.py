@@ -315,11 +315,14 @@ def datasets_found() -> bool:
 def read_rates(folder: Path, setting: LmSetting, split: str) -> dict[str, list[float]]:
     """Tokens a processor second of reading an epoch, one reader after the other."""
     import datasets
+    import pyarrow as pa
 
     config = lm_config(folder, setting, split)
     rows = document_rows(config)
     datasets.disable_progress_bars()
-    datasets.Dataset.from_list(rows).save_to_disk(folder / "datasets" / split)
+    table = datasets.table.InMemoryTable(pa.Table.from_pylist(rows))
+    # with a name of its own: datasets would pickle the table for one, which fails in the process of a command
+    datasets.Dataset(table, fingerprint=split).save_to_disk(folder / "datasets" / split)
     stored = datasets.load_from_disk(str(folder / "datasets" / split))  # mapped, too
     batch = documents_of_a_batch(rows, setting)
 
