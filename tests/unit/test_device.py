@@ -74,7 +74,7 @@ class Slow(TorchFunctionMode):
 
 
 def test_a_rate_of_products_is_measured_in_a_moment_where_they_are_slow() -> None:
-    """Of bfloat16 some processors multiply a thousandth of what others do."""
+    """Processors without products of bfloat16 compute them slowly."""
     with Slow() as slow:
         rate, source = Device("cpu", 0).peak_flops(torch.float32)
     assert set(slow.rows) == {256} and len(slow.rows) < 8
