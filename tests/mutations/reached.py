@@ -81,7 +81,9 @@ class ReachedMap:
         return f"{fault.file}::{fault.function}" in self.tests[test][1]
 
     def tests_of(self, fault: Fault) -> list[tuple[str, float]]:
-        """(node id, seconds) of the tests of a fault's file: first those that call its function, in files of its name, and quickest first.
+        """(node id, seconds) of the tests of a fault's file: first those that call its function.
+
+        Among these, and among the others, tests in files named after the fault's come first, each quickest first.
 
         No call leads to what stands at the top of a file, so for that the tests of the room's folder are there too.
         """

@@ -29,6 +29,8 @@ from tests.support.machine import parts_have_the_bits_of_the_whole
 from tests.support.mlps import PlainMlp
 from tests.support.spawn import run_ranks
 
+pytestmark = pytest.mark.slow
+
 CPU = Device("cpu", 0)
 MODEL: dict[str, Any] = {"width": 96, "depth": 2, "heads": 4, "latent_channels": 4, "text_width": 16, "adaln_rank": 8}
 RECOMPUTED = {"block": "recompute"}
@@ -114,12 +116,11 @@ def compare(every: bool) -> dict[tuple[str, str, bool], tuple[float, int, int, b
     return found
 
 
-@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "every"])
+@pytest.fixture(scope="module", params=[False, True], ids=["some", "every"])
 def compared(request: pytest.FixtureRequest) -> list[dict[tuple[str, str, bool], tuple[float, int, int, bool]]]:
     return run_ranks(compare, WORLD, request.param)
 
 
-@pytest.mark.slow
 def test_parts_give_the_same_gradients_and_exchange_nothing_more(compared: Any) -> None:
     for rank in compared:
         assert {(name, exact) for name, _, exact in rank} == {(n, e) for n in LAYOUTS for e in (True, False)}
@@ -151,7 +152,6 @@ def reported() -> tuple[MemoryReport, int, int]:
     return measure_step(model, optimizer, work, device=CPU, setting="shards"), shards, counted
 
 
-@pytest.mark.slow
 def test_a_sharded_steps_report_tells_shards_and_what_was_gathered() -> None:
     """Collectives' buffers are seen by the allocator alone."""
     for report, shards, counted in run_ranks(reported, WORLD):

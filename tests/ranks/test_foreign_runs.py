@@ -25,7 +25,6 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
     "ulysses, sparse": ("wan", ("parallel.ulysses=2", SPARSE)),
     "ltx ring, accumulated": ("ltx", ("parallel.ring=2", "train.micro_batch_size=1")),
 }
-FAST = ("ltx ring, accumulated",)
 
 
 @pytest.fixture(scope="module")

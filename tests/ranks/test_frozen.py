@@ -32,7 +32,7 @@ LAYOUTS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 TRAINS = 4 * sum(p.numel() for p in AdaptedDiT().parameters() if p.requires_grad)  # bytes in float32
 ODD = SoraDiTConfig(width=36, depth=2, heads=2, latent_channels=3, text_width=10, adaln_rank=3, mlp_ratio=2.5)
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 
 def arrays(tensors: dict[str, Tensor]) -> dict[str, np.ndarray]:
@@ -104,7 +104,6 @@ def two(folder: Path) -> list[dict[str, Any]]:
     return run_ranks(train_and_save, 2, str(folder))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bytes_are_those_of_what_trains(folder: Path, two: list[dict[str, Any]], layout: str) -> None:
     assert share(AdaptedDiT()) < 0.01
@@ -117,7 +116,6 @@ def test_bytes_are_those_of_what_trains(folder: Path, two: list[dict[str, Any]],
     assert 4 * TRAINS <= folder_bytes(folder / layout / step_name(2)) <= 1.1 * 4 * TRAINS
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_runs_resume_bitwise_and_on_their_own_base_alone(two: list[dict[str, Any]], layout: str) -> None:
     for rank in two:
@@ -126,7 +124,6 @@ def test_runs_resume_bitwise_and_on_their_own_base_alone(two: list[dict[str, Any
         assert rank[layout]["fingerprint"] == frozen_fingerprint(AdaptedDiT())
 
 
-@pytest.mark.slow
 def test_one_process_reads_what_two_wrote_and_they_what_it_wrote(folder: Path, two: list[dict[str, Any]]) -> None:
     for layout in LAYOUTS:
         state = state_of(seed=1)
@@ -162,7 +159,6 @@ def fingerprints() -> dict[str, str | None]:
     return found
 
 
-@pytest.mark.slow
 def test_the_fingerprint_is_the_same_in_every_layout() -> None:
     alone = half_frozen(SoraDiT(ODD))
     expected = frozen_fingerprint(alone)

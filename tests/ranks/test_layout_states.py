@@ -38,6 +38,8 @@ from tests.support.sequence_steps import Case, Groups, build, loss_of, make_batc
 from tests.support.spawn import run_ranks
 from tests.support.steps import train_step
 
+pytestmark = pytest.mark.slow
+
 RECOMPUTED = BlockPolicies.everywhere({"block": "recompute"})
 
 WORLD, CPU = 4, Device("cpu", 0)
@@ -260,24 +262,21 @@ def all_of_it(folder: str, every: bool) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "every"])
+@pytest.fixture(scope="module", params=[False, True], ids=["some", "every"])
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(all_of_it, WORLD, str(tmp_path_factory.mktemp("states")), request.param)
 
 
-@pytest.mark.slow
 def test_first_weights_are_those_of_one_process_bit_for_bit(results: list[dict[str, Any]]) -> None:
     assert [result["weights"] for result in results] == [{name: [] for name in LAYOUTS}] * WORLD
 
 
-@pytest.mark.slow
 def test_checkpoints_go_between_layouts_bit_for_bit(results: list[dict[str, Any]]) -> None:
     """Weights, averages, moments and step counts."""
     for result in results:
         assert not any(result["ways"].values()), result["ways"]
 
 
-@pytest.mark.slow
 def test_half_precision_errs_no_more_than_on_one_process() -> None:
     """Bfloat16 errs by a hundredth there; roundings fall elsewhere, so a tenth more or less is the same."""
     found = run_ranks(half_errors, WORLD)[0]
@@ -288,24 +287,20 @@ def test_half_precision_errs_no_more_than_on_one_process() -> None:
         assert not worse, found
 
 
-@pytest.mark.slow
 def test_a_group_samples_what_one_process_samples(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert len(result["samples"]) == 4 and max(result["samples"].values()) < 1e-5, result["samples"]
 
 
-@pytest.mark.slow
 def test_a_gradient_that_is_broken_on_one_rank_changes_nothing_anywhere(results: list[dict[str, Any]]) -> None:
     for result in results:
         broken = result["broken"]
         assert not broken["finite"] and broken["same"] and broken["state"] == 0 and broken["loss"] > 0
 
 
-@pytest.mark.slow
 def test_copies_keep_the_layout(results: list[dict[str, Any]]) -> None:
     assert all(result["copied"] for result in results)
 
 
-@pytest.mark.slow
 def test_a_double_ring_has_a_group_for_each_level(results: list[dict[str, Any]]) -> None:
     assert all(result["outer"] for result in results)

@@ -21,6 +21,8 @@ from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import TokenLayout, make_layout, parallelize
 from tests.support.spawn import run_ranks
 
+pytestmark = pytest.mark.slow
+
 MODEL: dict[str, Any] = {"width": 96, "depth": 2, "heads": 4, "latent_channels": 4, "text_width": 16, "adaln_rank": 8}
 LATENT = (8, 32, 32)  # 8 frames of 16 x 16 places
 TEXT_TOKENS = 8
@@ -91,21 +93,19 @@ def measure(fast: bool) -> dict[tuple[str, int, int, int], float]:
     return found
 
 
-@pytest.fixture(scope="module", params=[True, pytest.param(False, marks=pytest.mark.slow)], ids=["few", "the rest"])
+@pytest.fixture(scope="module", params=[True, False], ids=["few", "the rest"])
 def shares(request: pytest.FixtureRequest) -> list[dict[tuple[str, int, int, int], float]]:
     ranks = run_ranks(measure, WORLD, request.param)
     assert all(list(rank) == cases_of(request.param) for rank in ranks)
     return ranks
 
 
-@pytest.mark.slow
 def test_a_rank_of_four_keeps_a_quarter_of_the_activations(shares: list[dict[Any, float]]) -> None:
     found = {case: max(rank[case] for rank in shares) for case in shares[0]}
     too_much = {case: share for case, share in found.items() if case[3] == 1 and share > MOST}
     assert not too_much and min(found.values()) > 0.24, found
 
 
-@pytest.mark.slow
 def test_tensor_parallel_ranks_keep_the_gathered_inputs_of_their_layers_too(shares: list[dict[Any, float]]) -> None:
     found = {case: max(rank[case] for rank in shares) for case in shares[0] if case[3] > 1}
     assert found and all(0.25 < share < 0.30 for share in found.values()), found

@@ -27,6 +27,8 @@ from tests.ranks.test_batching import mixed_config
 from tests.support.runs import SAVED_ONCE, losses, small_config
 from tests.support.spawn import run_ranks
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = {"rel": 2e-4}  # float32 rounding in another order, grown over a few steps of Adam
 
 DSP = ("parallel.dsp=2",)
@@ -59,7 +61,6 @@ def home(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_layouts_train_alike_and_read_each_others_checkpoints(home: Path) -> None:
     """One run never stopped on one rank, and one that goes from two ranks of dsp to two of tp."""
     run_ranks(train, 2, str(home), False, ("name=two", "train.steps=3", *DSP))
@@ -67,7 +68,6 @@ def test_layouts_train_alike_and_read_each_others_checkpoints(home: Path) -> Non
     assert_alike(small_config(home, "name=two"), small_config(home, "name=one"))
 
 
-@pytest.mark.slow
 def test_layouts_of_two_four_and_one_rank_train_alike(home: Path) -> None:
     """One run never stopped on one rank, and one that goes 2 ranks (dsp), 4 (ring x ulysses), 2 (tp), 1."""
     run_ranks(train, 2, str(home), False, ("name=parts", "train.steps=2", *DSP))
@@ -78,7 +78,6 @@ def test_layouts_of_two_four_and_one_rank_train_alike(home: Path) -> None:
     assert_alike(small_config(home, "name=parts"), one)
 
 
-@pytest.mark.slow
 def test_a_full_model_trains_over_a_ring_of_tensor_parallel_ranks(home: Path) -> None:
     run_ranks(train, 1, str(home), False, ("name=one-full", "model.arrangement=full"))
     run_ranks(train, 4, str(home), False, ("name=four-full", *ALL))
@@ -98,7 +97,6 @@ def held_out(config: Config) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows if row["kind"] == "validation"}
 
 
-@pytest.mark.slow
 def test_images_and_videos_of_one_step(tmp_path: Path) -> None:
     """Steps with buckets of both, of a number of samples that is the same in any world: 4 ranks take the steps of one."""
     fixed = ("batching.by=samples", "batching.mix=window", "train.batch_size=5", "train.steps=6")
@@ -132,9 +130,7 @@ def made_online(folder: str, overrides: tuple[str, ...]) -> tuple[int, int]:
     return first.encoded_here, first.encoded
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(layout, marks=pytest.mark.slow) for layout in (DSP, TENSOR)], ids=["dsp", "tp"]
-)
+@pytest.mark.parametrize("layout", [DSP, TENSOR], ids=["dsp", "tp"])
 def test_a_group_shares_the_encoding_of_the_first_epoch(home: Path, tmp_path: Path, layout: tuple[str, ...]) -> None:
     """Both ranks meet every video; each entry is made by one of them, and the losses are those of a cache made before."""
     (here, everything), (there, _) = run_ranks(made_online, 2, str(tmp_path), layout)
@@ -144,7 +140,6 @@ def test_a_group_shares_the_encoding_of_the_first_epoch(home: Path, tmp_path: Pa
     assert losses(config) == pytest.approx(losses(small_config(home, "name=one")), **TOLERANCE)
 
 
-@pytest.mark.slow
 def test_a_group_meets_the_same_draws_and_times_fill_their_range(tmp_path: Path) -> None:
     """What each of 8 ranks of groups of 4 is given over an epoch: within a group videos alike to the bit, times all over [0, 1)."""
     config = mixed_config(tmp_path, "parallel.ring=2", "parallel.ulysses=2", "data.repeats=40")

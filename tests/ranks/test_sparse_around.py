@@ -18,6 +18,8 @@ from mmspeed.replay import replayed
 from tests.ranks.test_sparse_parallel import EMPTY, TOKENS, Case, axes_of, layer_of, mesh_of, positions, whole
 from tests.support.spawn import run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 def around_it(ulysses: int, ring: int) -> dict[str, Any]:
     """Dense phase, watching, checkpointing, warm starts, autocast, compile."""
@@ -82,7 +84,6 @@ def both() -> list[dict[str, Any]]:
     return [around_it(1, 4), around_it(2, 2)]
 
 
-@pytest.mark.slow
 def test_around_it() -> None:
     for result in run_ranks(both, 4):
         for found in result:

@@ -12,6 +12,8 @@ from mmspeed.log import read_metrics
 from tests.support.runs import SAVED_ONCE, losses, small_config
 from tests.support.spawn import run_ranks
 
+pytestmark = pytest.mark.slow
+
 SPARSE = (
     "model.arrangement=full",
     "model.depth=3",
@@ -59,7 +61,6 @@ def last(home: Path, name: str) -> list[dict[str, Any]]:
     return [row for row in rows if row["kind"] == "train"][-1]["attention"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fsdp", "ulysses", "parts"])
 def test_a_layout_trains_as_one_rank(home: Path, name: str) -> None:
     one = losses(small_config(home, *SPARSE, "name=one"))
@@ -69,7 +70,6 @@ def test_a_layout_trains_as_one_rank(home: Path, name: str) -> None:
             assert layer[field] == pytest.approx(twin[field], rel=1e-3), (field, layer["layer"])
 
 
-@pytest.mark.slow
 def test_ranks_of_a_ring_train_sparsely(home: Path) -> None:
     """Clusters are of a rank's queries, so the losses are near those of one rank, and not equal."""
     one = losses(small_config(home, *SPARSE, "name=one"))

@@ -23,6 +23,8 @@ from tests.support import sequence_steps
 from tests.support.sequence_steps import MODEL, Case, Groups, step
 from tests.support.spawn import run_ranks
 
+pytestmark = pytest.mark.slow
+
 RANKS = 2
 LATENT = (4, 6, 8)  # T, h, w: 4 x 12 tokens
 UNIT = 4 * 12 // RANKS * MODEL.width * 4  # bytes of one video's
@@ -90,7 +92,6 @@ def packing(model: str, videos: int, way: str) -> tuple[dict[str, int], dict[str
     return {side: times * n for side, n in copies.items()}, {side: times * videos * n for side, n in units.items()}
 
 
-@pytest.mark.slow
 def test_copies_and_bytes_are_those_of_the_law(steps: list[Steps]) -> None:
     for of_rank in steps:
         for (model, videos, way), found in of_rank.ranks.items():
@@ -106,7 +107,6 @@ def test_copies_and_bytes_are_those_of_the_law(steps: list[Steps]) -> None:
             assert (found.copies, found.copied) == (wanted, copied), (model, videos, way)
 
 
-@pytest.mark.slow
 def test_the_default_copies_least_and_sends_no_more(steps: list[Steps]) -> None:
     for of_rank in steps:
         for model, videos in ((model, videos) for model in ATTENTIONS for videos in (1, 2)):
@@ -116,7 +116,6 @@ def test_the_default_copies_least_and_sends_no_more(steps: list[Steps]) -> None:
             assert default.bytes == other.bytes
 
 
-@pytest.mark.slow
 def test_results_are_equal_in_both_layouts_and_near_one_process(steps: list[Steps]) -> None:
     for of_rank in steps:
         for (model, videos, way), found in of_rank.ranks.items():
@@ -129,7 +128,6 @@ def test_results_are_equal_in_both_layouts_and_near_one_process(steps: list[Step
                 np.testing.assert_allclose(found.grads[name], grad, atol=1e-5 * max(np.abs(grad).max(), 1e-3))
 
 
-@pytest.mark.slow
 def test_copies_of_re_sharding(steps: list[Steps]) -> None:
     """Between blocks one dim of the tokens is cut and the other joined: one of them comes first where there is one video, else neither."""
     switches = MODEL.depth - 1

@@ -13,7 +13,7 @@ seen: dict[int, object] = {}  # by identity; the code objects are held, so that 
 
 
 def _record(target, root):  # type: ignore[no-untyped-def]
-    os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+    open(target, "ab").close()
 
     def look(frame, event, _):  # type: ignore[no-untyped-def]
         if event == "call":
@@ -21,10 +21,9 @@ def _record(target, root):  # type: ignore[no-untyped-def]
             if id(code) not in seen:
                 seen[id(code)] = code
                 if code.co_filename.startswith(root):
-                    with contextlib.suppress(OSError):  # of tests that limit the size of files
-                        log = os.open(target, os.O_WRONLY | os.O_APPEND)  # each time, since some tests close all files
-                        os.write(log, f"{code.co_filename[len(root) :]}\t{code.co_firstlineno}\n".encode())
-                        os.close(log)
+                    # opened each time, since some tests close all files; others limit their size
+                    with contextlib.suppress(OSError), open(target, "ab", buffering=0) as log:
+                        log.write(f"{code.co_filename[len(root) :]}\t{code.co_firstlineno}\n".encode())
 
     def begin() -> None:
         """Look at calls from here on: tests that profile something leave the interpreter without a profile function."""

@@ -441,7 +441,7 @@ def test_threads_read_while_the_index_is_looked_at_again(tmp_path: Path) -> None
 
 
 def test_columns_of_no_rows_are_empty() -> None:
-    """As those of a cache in which nothing is stored yet."""
+    """A cache in which nothing is stored yet has such columns."""
     batch = pa.record_batch({"tokens": pa.array([], pa.int64()), "frames": pa.array([], pa.uint16())})
     for name, kind in (("tokens", np.int64), ("frames", np.uint16)):
         column = index_reader._numbers(batch, name)
