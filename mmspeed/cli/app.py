@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shlex
@@ -74,7 +75,7 @@ def run(argv: list[str]) -> int:
     """Run one command line and return the exit code. Exceptions become lines on standard error (`failures.py`)."""
     arguments, debug = split_debug(argv)
     try:
-        result = app(
+        result = _command()(
             args=arguments or ["--help"],
             prog_name="mmspeed",
             standalone_mode=False,
@@ -93,6 +94,12 @@ def run(argv: list[str]) -> int:
     code = result if isinstance(result, int) else 0
     # typer turns Ctrl-C into this exit code
     return report_failure(KeyboardInterrupt(), False) if code == 130 else code
+
+
+@functools.cache
+def _command() -> Any:
+    """The tree of all commands, built once in a process: to read the types of all options takes a moment."""
+    return typer.main.get_command(app)
 
 
 def _leave(code: int) -> int:
