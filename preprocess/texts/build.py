@@ -70,7 +70,7 @@ class TextReport:
         """The report in lines."""
         lines = [
             f"{self.root}: {self.documents:,} documents, {self.tokens:,} tokens; {self.held_out:,} documents are held out",
-            f"{self.blocks} blocks, {self.reused} of them were there; {format_seconds(self.seconds)}",
+            f"blocks: {self.blocks}, of which {self.reused} were there; {format_seconds(self.seconds)}",
         ]
         rejected = sorted(self.rejected.items())
         return lines + [f"rejected, {name}: {count:,}, such as {self.examples[name]}" for name, count in rejected]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from mmspeed.data.cache.tokenizer_file import (
 )
 from mmspeed.errors import UserError
 from mmspeed.models.weights import resolve
-from mmspeed.preprocess.texts.sources import rows_of
+from mmspeed.preprocess.texts.sources import TextRow, rows_of
 
 
 def make_tokenizer(root: Path, config: TokenizerConfig, texts: TextsConfig) -> tuple[TokenizerFacts, TextTokenizer]:
@@ -63,22 +64,23 @@ def _end(folder: Path, config: StoredTokenizerConfig) -> str | None:
 
 def _sample(texts: TextsConfig, most: int) -> list[str]:
     """The first texts of all sources in turn, up to `most` bytes. Raises UserError if there are none."""
-    streams: list[Iterator[str]] = [
-        (row.value for row in rows_of(texts, source) if not row.reason)
-        for source in texts.sources
-        if source.content == "text"
+    streams: list[Iterator[TextRow]] = [
+        iter(rows_of(texts, source)) for source in texts.sources if source.content == "text"
     ]
-    sample, size = [], 0
+    sample, size, rejected, first = list[str](), 0, Counter[str](), ""
     while streams and size < most:
         for stream in list(streams):
-            text = next(stream, None)
-            if text is None:
+            while (row := next(stream, None)) is not None and row.reason:
+                rejected[row.reason] += 1
+                first = first or f", such as {row.place}"
+            if row is None:
                 streams.remove(stream)
             elif size < most:
-                sample.append(text)
-                size += len(text.encode())
+                sample.append(row.value)
+                size += len(row.value.encode())
     if not sample:
-        raise UserError("tokenizer.kind: train needs a source of `content: text` with a text in it")
+        counts = "".join(f"; rejected, {reason}: {count:,}" for reason, count in sorted(rejected.items()))
+        raise UserError(f"tokenizer.kind: train needs a source of `content: text` with a text in it{counts}{first}")
     return sample
 
 

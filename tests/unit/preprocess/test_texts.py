@@ -249,6 +249,12 @@ def test_a_tokenizer_is_trained_once(tmp_path: Path) -> None:
         build(tmp_path / "a", [{"path": str(path)}])
 
 
+def test_a_tokenizer_without_texts_to_train_on_says_why(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", ["", ""])
+    with pytest.raises(UserError, match=r"with a text in it; rejected, empty: 2, such as .*a\.jsonl:1$"):
+        build(tmp_path, [{"path": str(path)}], {"kind": "train", "size": 300})
+
+
 def test_a_folder_of_transformers_is_loaded_again(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -279,6 +285,7 @@ def files(root: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.slow
 def test_processes_write_the_same_bytes(tmp_path: Path) -> None:
     path = many(tmp_path / "a.jsonl")
     for processes in (0, 2):
