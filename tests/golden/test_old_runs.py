@@ -59,6 +59,7 @@ def test_the_cache_is_read_and_nothing_in_it_is_stale(home: Path) -> None:
     mmspeed(home, "cache", "verify", "cache")
 
 
+@pytest.mark.slow
 def test_the_run_goes_on_where_it_stopped(home: Path) -> None:
     expected = json.loads((FIXTURE / "expected.json").read_text(encoding="utf-8"))
     before = read_record(home / "runs" / "old").numbers

@@ -50,24 +50,8 @@ TWO: dict[str, Case] = {
     "ring, text split": Case(ring=2, text=2),
     "ulysses, text split, block recomputed": Case(ulysses=2, text=2, keeping=KEEPINGS["block recomputed"]),
 }
-# of two processes, those in every run: each technique at least once, and each kind of parallelism with several
-FEW = {
-    *PLAIN,
-    "tp, block recomputed",
-    "ulysses, a region recomputed",
-    "ring, selective",
-    "ulysses, chunks",
-    "tp, compiled",
-    "ring, odd lengths",
-    "tp, an image",
-    "ulysses, an image",
-    "tp, sparse",
-    "ulysses, fsdp",
-    "ring, ddp",
-    "ring, fsdp, sparse afterwards, odd lengths",
-    "ring, text split",
-    "ulysses, text split, block recomputed",
-}
+# of two processes, those in every run: each kind of parallelism, and several techniques together
+FEW = {*PLAIN, "tp, block recomputed", "ring, fsdp, sparse afterwards, odd lengths"}
 FOUR: dict[str, Case] = {
     "tp x ulysses": Case(tp=2, ulysses=2, strategy="fsdp"),
     "tp x ring, odd lengths, text split": Case(tp=2, ring=2, strategy="fsdp", batches=ODD, text=2),

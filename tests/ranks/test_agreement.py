@@ -88,6 +88,7 @@ def mirrored(home: str, mirror: str) -> str:
     return train_small(home, "name=mirrored", *own)
 
 
+@pytest.mark.slow
 def test_paths_and_workers_may_differ_between_machines(home: Path, tmp_path: Path) -> None:
     mirror = tmp_path / "mirror" / "cache"
     shutil.copytree(small_config(home).cache_dir, mirror)

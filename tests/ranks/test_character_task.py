@@ -41,7 +41,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, ("fsdp-2-accumulated", "ddp-2-accumulated")))
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, ()))
 def test_ranks_equal_one_process(home: Path, layout: str) -> None:
     world, overrides = LAYOUTS[layout]
     run_ranks(train_characters, world, str(home), (f"name={layout}", *overrides))

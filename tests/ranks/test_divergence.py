@@ -29,6 +29,7 @@ from tests.support.toy_runs import train_toy
 QUIET = ("validate.every=100", "validate.samples=0", "checkpoint.every=100", "checkpoint.keep_best=false")
 
 
+@pytest.mark.slow
 def test_sound_samples_of_a_step_count_beside_spoiled_ones(tmp_path: Path) -> None:
     cache_with(tmp_path, {4: math.nan})
     train_toy(str(tmp_path), ("name=one", *QUIET))

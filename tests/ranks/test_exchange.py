@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mmspeed import comm
 from mmspeed.comm import Axis, ExchangeMethod, RowCounts, even_sizes, finish, finish_all, messages
 from mmspeed.comm.groups import flattened
+from tests.support.covers import slow_but
 from tests.support.spawn import run_ranks
 
 WORLDS = (2, 4)
@@ -508,7 +509,7 @@ def _run(cases: tuple[Callable[[Axis], None], ...] = CASES) -> dict[str, str]:
     return problems
 
 
-@pytest.fixture(scope="module", params=WORLDS)
+@pytest.fixture(scope="module", params=slow_but(WORLDS, WORLDS[1:]))
 def problems(request: pytest.FixtureRequest) -> list[dict[str, str]]:
     """All cases of a world, run in one go."""
     return run_ranks(_run, request.param, timeout=120)

@@ -3,6 +3,7 @@ the loss that the last stage alone knows is known to all."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,12 @@ EXPERTS: dict[int, dict[str, dict[str, int]]] = {
         "stages": {"pp": 2, "ep": 2},
     },
 }
+NAMED = [
+    pytest.param(world, name, marks=[pytest.mark.slow] if world == 4 else [])
+    for world, names in EXPERTS.items()
+    for name in names
+]
+Results = Callable[[int], list[dict[str, Any]]]
 CASES = {
     "known": False,
     "late": False,
@@ -187,8 +194,9 @@ def four(folder: Path, two: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def results(two: list[dict[str, Any]], four: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-    return {2: two, 4: four}
+def results(request: pytest.FixtureRequest) -> Results:
+    """The results of so many processes, which run when they are asked for."""
+    return lambda world: request.getfixturevalue({2: "two", 4: "four"}[world])
 
 
 def merged(found: list[dict[str, Any]], name: str) -> Arrays:
@@ -196,12 +204,10 @@ def merged(found: list[dict[str, Any]], name: str) -> Arrays:
     return {key: value for rank in found for key, value in rank["states"][name]["whole"].items()}
 
 
-@pytest.mark.parametrize(("world", "name"), [(world, name) for world, names in EXPERTS.items() for name in names])
-def test_updates_and_averages_of_experts_are_those_of_one_process(
-    results: dict[int, list[dict[str, Any]]], world: int, name: str
-) -> None:
+@pytest.mark.parametrize(("world", "name"), NAMED)
+def test_updates_and_averages_of_experts_are_those_of_one_process(results: Results, world: int, name: str) -> None:
     truth = state_of(None, range(2 if name == "stages" else 1))
-    norms, found = train(None, truth), results[world]
+    norms, found = train(None, truth), results(world)
     expected = whole(truth)
     assert merged(found, name).keys() == expected.keys()
     for rank in found:
@@ -211,35 +217,34 @@ def test_updates_and_averages_of_experts_are_those_of_one_process(
             np.testing.assert_allclose(value, expected[key], rtol=1e-5, atol=1e-7, err_msg=key)
 
 
-@pytest.mark.parametrize(("world", "name"), [(world, name) for world, names in EXPERTS.items() for name in names])
+@pytest.mark.parametrize(("world", "name"), NAMED)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_checkpoints_of_experts_come_back_bit_for_bit(
-    folder: Path, results: dict[int, list[dict[str, Any]]], world: int, name: str
-) -> None:
-    for rank in results[world]:
+def test_checkpoints_of_experts_come_back_bit_for_bit(folder: Path, results: Results, world: int, name: str) -> None:
+    for rank in results(world):
         state = rank["states"][name]
         assert state["loaded"] and state["exported"]
         assert "which the model here does not have" in state["lacking"] and ".norm`" in state["lacking"]
-    assert len({rank["states"][name]["lacking"] for rank in results[world]}) == 1
+    assert len({rank["states"][name]["lacking"] for rank in results(world)}) == 1
     alone = state_of(None, range(2 if name == "stages" else 1), "other")
     load(folder / f"{world}, {name}" / step_name(STEPS), alone.model, alone.optimizer, alone.ema)
-    assert same(whole(alone), merged(results[world], name))
+    assert same(whole(alone), merged(results(world), name))
 
 
+@pytest.mark.slow
 def test_four_ranks_read_experts_of_two(two: list[dict[str, Any]], four: list[dict[str, Any]]) -> None:
     for rank in four:
         for name, arrays in rank["states"]["read"].items():
             assert same(arrays, merged(two, "experts")), name
 
 
-@pytest.mark.parametrize("world", EXPERTS)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES)
-def test_all_stages_know_the_loss_of_the_last(results: dict[int, list[dict[str, Any]]], world: int, case: str) -> None:
+def test_all_stages_know_the_loss_of_the_last(results: Results, world: int, case: str) -> None:
     truth = staged(None, case)
-    for rank in results[world]:
+    for rank in results(world):
         found = rank["staged"][case]
         assert found["verdict"] == truth["verdict"]
-        assert found["numbers"] == rank_zero(results[world], case)["numbers"] or case == "broken"  # nan is not itself
+        assert found["numbers"] == rank_zero(results(world), case)["numbers"] or case == "broken"  # nan is not itself
         for (loss, norm, terms), (own_loss, own_norm, own_terms) in zip(
             truth["numbers"], found["numbers"], strict=True
         ):

@@ -38,9 +38,6 @@ DEFAULT: list[Combination] = [
     {"family": "flux", "layout": "ulysses ddp", "sparse": "no", "keeping": "block"},
     {"family": "mochi", "layout": "fsdp", "sparse": "30 %", "keeping": "offload"},
     {"family": "hunyuan15", "layout": "ring", "sparse": "no", "keeping": "all"},
-    {"family": "qwen", "layout": "ddp", "sparse": "all kept", "keeping": "all"},
-    # captions of one token, of which each process needs one
-    {"family": "hunyuan", "layout": "ulysses", "sparse": "no", "keeping": "block"},
 ]
 
 

@@ -20,7 +20,7 @@ from tests.support.foreign_training import DATA, LONG, ODD, OVERRIDES, Combinati
 from tests.support.published import prepare, published_config, write_cache
 from tests.support.spawn import run_ranks
 
-MOST = 6  # combinations of one spawn
+MOST = 3  # combinations of one spawn
 REST: dict[str, list[str]] = {
     "sparse": ["no", "all kept", "half"],
     "shape": ["video", "odd", "image"],

@@ -93,7 +93,7 @@ SETTINGS: dict[int, dict[str, Setting]] = {
 }
 # of several processes, those in every run: each engine, with parameters of both kinds, accumulated or not
 FEW = {
-    2: {"fsdp, accumulated", "fsdp, bfloat16 parameters", "ddp, accumulated", "ddp, bfloat16 parameters", "tp"},
+    2: {"fsdp, accumulated", "ddp, bfloat16 parameters", "tp"},
     4: {"hybrid, bfloat16 parameters, accumulated", "hybrid", "tp and fsdp"},
 }
 SORA = SoraCase(1, 1, "switch")

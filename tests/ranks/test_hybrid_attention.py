@@ -20,6 +20,7 @@ from mmspeed.comm.axis import Axis, Ledger
 from mmspeed.errors import UserError
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes, hybrid_attention, split_heads
 from mmspeed.parallel.sequence.zigzag import zigzag_lengths, zigzag_order
+from tests.support.covers import slow_but
 from tests.support.spawn import run_ranks
 
 BATCH, WIDTH = 3, 8
@@ -256,19 +257,29 @@ def second_derivative(case: Case) -> str:
         return str(error)
 
 
-def all_cases() -> dict[str, Any]:
-    results: dict[str, Any] = {name: run_case(case) for name, case in CASES.items()}
-    results["around"] = around_it()
-    return results
+# each kind with Ulysses and with a ring, and both together; double rings, and what the tests below count
+FAST = [name for name in CASES if not name.endswith(("1x1", "2x1", "1x2"))]
 
 
-@pytest.fixture(scope="module")
+def cases_of(fast: bool) -> dict[str, Any]:
+    results: dict[str, Any] = {name: run_case(case) for name, case in CASES.items() if (name in FAST) == fast}
+    return results | ({"around": around_it()} if fast else {})
+
+
+@cache
+def results_of(fast: bool) -> list[dict[str, Any]]:
+    return run_ranks(cases_of, 4, fast)
+
+
+@pytest.fixture
 def results() -> list[dict[str, Any]]:
-    return run_ranks(all_cases, 4)
+    """Those of the cases in every run."""
+    return results_of(True)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_equals_plain_attention(results: list[dict[str, Any]], name: str) -> None:
+@pytest.mark.parametrize("name", slow_but(CASES, FAST))
+def test_equals_plain_attention(name: str) -> None:
+    results = results_of(name in FAST)
     # float32: sums of some 40 products in another order, and exp of merged maxima; float64: the same; bfloat16: 8 bits
     limit = {"float32": 1e-5, "float64": 1e-10, "bfloat16": 3e-2}[CASES[name].dtype]
     for rank, result in enumerate(results):
@@ -276,9 +287,9 @@ def test_equals_plain_attention(results: list[dict[str, Any]], name: str) -> Non
         assert result[name]["dtypes"]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_bytes_equal_the_formula(results: list[dict[str, Any]], name: str) -> None:
-    case = CASES[name]
+@pytest.mark.parametrize("name", slow_but(CASES, FAST))
+def test_bytes_equal_the_formula(name: str) -> None:
+    case, results = CASES[name], results_of(name in FAST)
     for result in results:
         if case.window and (case.causal or len(set(case.k)) > 1):
             continue  # an uneven double ring: the test below, over all ranks

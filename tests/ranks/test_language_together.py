@@ -78,7 +78,7 @@ def train(folder: str, name: str, overrides: tuple[str, ...], budget: bool) -> N
     raise AssertionError(f"no budget up to {least:.1f} MB will do")
 
 
-@pytest.mark.parametrize("name", slow_but(CASES, {"latent ring, host"}))
+@pytest.mark.parametrize("name", slow_but(CASES, ()))
 def test_losses_are_those_of_one_process(home: Path, name: str) -> None:
     """One process of the same precision, with everything kept, in one piece, on the device."""
     case = CASES[name]

@@ -79,6 +79,7 @@ def test_a_run_is_the_updates_by_hand(home: Path) -> None:
             assert torch.allclose(held[f"{prefix}ema.{name}"], average, atol=WEIGHTS, rtol=0), (role, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", slow_but(["fsdp", "ddp"], ["ddp"]))
 def test_two_ranks_equal_one_process(home: Path, strategy: str) -> None:
     run_ranks(train_both, 2, str(home), (f"name={strategy}", f"parallel.strategy={strategy}"))

@@ -80,10 +80,13 @@ FAULTS: dict[str, Any] = {
 }
 
 
-def work(config: dict[str, Any]) -> dict[str, WorkerReport]:
+FAST = ("right", "doubled keys")
+
+
+def work(config: dict[str, Any], kinds: tuple[str, ...]) -> dict[str, WorkerReport]:
     mini, found = small(make_config(config)), {}
-    for kind, fault in FAULTS.items():
-        with fault():
+    for kind in kinds:
+        with FAULTS[kind]():
             found[kind] = examine(mini)
     return found
 
@@ -92,14 +95,23 @@ def small(config: Config) -> ShrunkRun:
     return shrink_run(VideoTask(with_layout(config, LAYOUT)), Strides(4, 8))
 
 
-@pytest.fixture(scope="module")
-def checks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SelfCheck]:
-    config = make_config(tree(tmp_path_factory.mktemp("selfcheck")))
+def checked(folder: Path, kinds: tuple[str, ...]) -> dict[str, SelfCheck]:
+    config = make_config(tree(folder))
     mini = small(config)
     with process_group(Device("cpu", 0)):
         truth = examine(mini.with_config(alone(mini.config)))
-    found = run_ranks(work, 2, config.model_dump(mode="json", by_alias=True))[0]
-    return {kind: compare(mini, found[kind], truth) for kind in FAULTS}
+    found = run_ranks(work, 2, config.model_dump(mode="json", by_alias=True), kinds)[0]
+    return {kind: compare(mini, found[kind], truth) for kind in kinds}
+
+
+@pytest.fixture(scope="module")
+def checks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SelfCheck]:
+    return checked(tmp_path_factory.mktemp("selfcheck"), FAST)
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SelfCheck]:
+    return checked(tmp_path_factory.mktemp("others"), tuple(kind for kind in FAULTS if kind not in FAST))
 
 
 def test_a_right_layout_passes(checks: dict[str, SelfCheck]) -> None:
@@ -110,16 +122,18 @@ def test_a_right_layout_passes(checks: dict[str, SelfCheck]) -> None:
     assert images.sent == {} and videos.sent["all_to_all ulysses"] > 0
 
 
-def test_a_forgotten_exchange_fails(checks: dict[str, SelfCheck]) -> None:
-    check = checks["forgetful"]
+@pytest.mark.slow
+def test_a_forgotten_exchange_fails(others: dict[str, SelfCheck]) -> None:
+    check = others["forgetful"]
     text = "\n".join(check.lines())
     assert not check.passed and "FAILED" in text
     assert "videos: no all_to_all ulysses was sent" in text and "videos: the loss differs" in text
     assert not any(problem.startswith("images") for problem in check.problems)  # whose attention is local
 
 
-def test_a_sum_taken_for_a_mean_is_told_from_other_mistakes(checks: dict[str, SelfCheck]) -> None:
-    check = checks["doubled"]
+@pytest.mark.slow
+def test_a_sum_taken_for_a_mean_is_told_from_other_mistakes(others: dict[str, SelfCheck]) -> None:
+    check = others["doubled"]
     assert not check.passed
     assert check.hint == "every gradient is 2 times that of one process: somewhere a sum is taken for a mean"
 
@@ -133,10 +147,11 @@ def test_a_wrong_gradient_is_named(checks: dict[str, SelfCheck]) -> None:
     assert "blocks.1.self_attention.k_norm, blocks.1.self_attention.qkv" in check.hint and "mlp" not in check.hint
 
 
-def test_a_boundary_that_was_never_crossed_is_named(checks: dict[str, SelfCheck]) -> None:
-    check, boundary = checks["past"], "the boundary blocks.1.self_attention.attend (Attend) was never crossed"
+@pytest.mark.slow
+def test_a_boundary_that_was_never_crossed_is_named(checks: dict[str, SelfCheck], others: dict[str, SelfCheck]) -> None:
+    check, boundary = others["past"], "the boundary blocks.1.self_attention.attend (Attend) was never crossed"
     assert not check.passed and boundary in check.problems
-    for kind, other in checks.items():
+    for kind, other in (checks | others).items():
         assert kind == "past" or not any("never crossed" in problem for problem in other.problems)
 
 

@@ -74,7 +74,6 @@ WRONG: dict[str, Case] = {
     "forgetful": ("ltx", "ulysses=2", (), "forgetful"),
 }
 CASES = RIGHT | WRONG
-SLOW = ("wan, ulysses", "ltx, tp", "hunyuan, tp", "cogvideox, ring")
 REFUSED: dict[str, tuple[Case, str]] = {
     "dsp": (("wan", "dsp=2", (), "right"), "parallel.dsp 2: every block of WanTransformer3DModel attends over all tokens"),
     "sparse and split": (
@@ -89,19 +88,23 @@ def small(folder: str, case: Case) -> ShrunkPublished:
     return shrunk_published(with_layout(config, layout), PublishedModel.of(make_model(name), None))
 
 
-def examined(folder: str, fast: bool) -> tuple[dict[str, WorkerReport], dict[str, str]]:
-    """(what each case gave, what each layout that does not fit was refused with)."""
-    reports, refused = {}, {}
+def examined(folder: str) -> dict[str, WorkerReport]:
+    """The report of each case."""
+    reports = {}
     for name, case in CASES.items():
-        if (name in SLOW) == fast:
-            continue
         with FAULTS[case[3]]():
             reports[name] = examine(small(folder, case))
-    for name, (case, _) in REFUSED.items() if fast else ():
+    return reports
+
+
+def refusals(folder: str) -> dict[str, str]:
+    """What each layout that does not fit is refused with."""
+    refused = {}
+    for name, (case, _) in REFUSED.items():
         with pytest.raises(UserError) as error:
             examine(small(folder, case))
         refused[name] = str(error.value)
-    return reports, refused
+    return refused
 
 
 @cache
@@ -119,22 +122,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@cache
-def examined_on_two(folder: str, fast: bool) -> tuple[dict[str, WorkerReport], dict[str, str]]:
-    return run_ranks(examined, 2, folder, fast)[0]
-
-
-@pytest.fixture(scope="module")
-def on_two(home: Path) -> tuple[dict[str, WorkerReport], dict[str, str]]:
-    """The results of the cases in every run."""
-    return examined_on_two(str(home), True)
-
-
 @pytest.fixture(scope="module")
 def checks(home: Path) -> Callable[[str], SelfCheck]:
+    reports = run_ranks(examined, 2, str(home), timeout=900)[0]
+
     def check(name: str) -> SelfCheck:
         folder, case = str(home), CASES[name]
-        reports, _ = examined_on_two(folder, name not in SLOW)
         return compare(small(folder, case), reports[name], truth(folder, case[0], case[2]))
 
     return check
@@ -203,9 +196,14 @@ def test_the_command_checks_a_task_of_a_package(path: Path, capsys: pytest.Captu
     assert "PASSED" in text and "WanTransformer3DModel, 2 blocks, 4 heads of width 12" in text
 
 
+@pytest.fixture(scope="module")
+def refused(home: Path) -> dict[str, str]:
+    return run_ranks(refusals, 2, str(home))[0]
+
+
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_training_refuses_the_check_does(on_two: Any, name: str) -> None:
-    assert REFUSED[name][1] in on_two[1][name]
+def test_what_training_refuses_the_check_does(refused: dict[str, str], name: str) -> None:
+    assert REFUSED[name][1] in refused[name]
 
 
 def test_models_that_a_small_one_cannot_stand_for_are_refused(home: Path) -> None:

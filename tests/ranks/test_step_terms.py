@@ -36,6 +36,7 @@ def check_equal(home: Path, name: str, truth: str) -> None:
     assert farthest(whole_checkpoint(found.run_dir), whole_checkpoint(one.run_dir), "model.") < WEIGHTS
 
 
+@pytest.mark.slow
 def test_one_process_takes_the_loss_of_pairs_with_the_reference_that_came(home: Path) -> None:
     config = character_config(home, "name=known")
     task = PreferenceTask(config)

@@ -43,7 +43,7 @@ LAYOUTS: dict[str, tuple[Any, int, int]] = {
     "ddp": ("ddp", 2, 8),
     "ddp, accumulated": ("ddp", 2, 1),
 }
-SLOW = ("fsdp", "ddp, accumulated")  # the others have both strategies, and steps of one micro-batch and of several
+SLOW = LAYOUTS.keys() - {"ddp"}
 # of 90 hidden units 45 a tensor-parallel rank, of these 23 and 22 a shard
 ODD = SoraDiTConfig(width=36, depth=2, heads=2, latent_channels=3, text_width=10, adaln_rank=3, mlp_ratio=2.5)
 
@@ -234,13 +234,16 @@ def checkpoints(folder: str) -> dict[str, Any]:
 
 def work(folder: str) -> dict[str, Any]:
     torch.manual_seed(0)
+    return {"muon": muon(), "gaps": forward_gaps(), "checkpoints": checkpoints(folder)}
+
+
+def more_work(folder: str) -> dict[str, Any]:
+    """Of the slow tests."""
+    torch.manual_seed(0)
     return {
         "released": {tier: released(tier) for tier in ("plain", "host", "states")},
         "broken": broken_in_backward(),
-        "muon": muon(),
-        "gaps": forward_gaps(),
         "tensor": over_tensors(folder),
-        "checkpoints": checkpoints(folder),
     }
 
 
@@ -273,6 +276,11 @@ def one(folder: Path) -> Arrays:
 @pytest.fixture(scope="module")
 def two(folder: Path, one: Arrays) -> list[dict[str, Any]]:
     return run_ranks(work, 2, str(folder))
+
+
+@pytest.fixture(scope="module")
+def more(folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(more_work, 2, str(folder))
 
 
 def gap(found: Arrays, truth: Arrays, kind: str) -> float:
@@ -311,8 +319,8 @@ def test_tiers_over_ranks_are_bitwise_one_another(tiers: list[dict[str, Any]]) -
 
 
 @pytest.mark.slow
-def test_shards_are_updated_in_backward_bit_for_bit(two: list[dict[str, Any]]) -> None:
-    for rank in two:
+def test_shards_are_updated_in_backward_bit_for_bit(more: list[dict[str, Any]]) -> None:
+    for rank in more:
         for tier, found in rank["released"].items():
             assert found["losses"][0] == found["losses"][1] and found["differ"] == [], tier
             assert found["norms"][0] == pytest.approx(found["norms"][1], rel=1e-6), tier
@@ -320,12 +328,13 @@ def test_shards_are_updated_in_backward_bit_for_bit(two: list[dict[str, Any]]) -
 
 
 @pytest.mark.slow
-def test_a_nan_in_backward_ends_the_run_on_all_ranks(two: list[dict[str, Any]]) -> None:
-    for rank in two:
+def test_a_nan_in_backward_ends_the_run_on_all_ranks(more: list[dict[str, Any]]) -> None:
+    for rank in more:
         message, finite = rank["broken"]
         assert "a part of this step was applied" in message and "s1.mp4" in message and all(finite)
 
 
+@pytest.mark.slow
 def test_muon_takes_whole_matrices(two: list[dict[str, Any]]) -> None:
     for tier in ("plain", "split", "host"):
         alone = state_of(tier, optimizer="muon")
@@ -339,6 +348,7 @@ def test_muon_takes_whole_matrices(two: list[dict[str, Any]]) -> None:
         assert same(rank["muon"]["split"][1], rank["muon"]["host"][1]) == []
 
 
+@pytest.mark.slow
 def test_bfloat16_parameters_compute_as_shards_in_bfloat16_do(two: list[dict[str, Any]]) -> None:
     for rank in two:
         gaps = rank["gaps"]
@@ -346,9 +356,10 @@ def test_bfloat16_parameters_compute_as_shards_in_bfloat16_do(two: list[dict[str
         assert gaps["none"] < 1e-2  # there captions are normed in float32
 
 
-def test_tensor_parallel_tiers(two: list[dict[str, Any]], folder: Path) -> None:
+@pytest.mark.slow
+def test_tensor_parallel_tiers(more: list[dict[str, Any]], folder: Path) -> None:
     alone = over_tensors(None)
-    for rank in two:
+    for rank in more:
         for family in (("plain", "states"), HALF):
             first = rank["tensor"][family[0]]
             for tier in family[1:]:
@@ -364,9 +375,10 @@ def test_tensor_parallel_tiers(two: list[dict[str, Any]], folder: Path) -> None:
     for tier in ("plain", "split"):
         state = odd_state(tier, None, None, seed=1)
         load(folder / "tp" / step_name(2), state.model, state.optimizer, state.ema)
-        assert same(arrays(everything(state)), two[0]["tensor"]["host"][1]) == []
+        assert same(arrays(everything(state)), more[0]["tensor"]["host"][1]) == []
 
 
+@pytest.mark.slow
 def test_checkpoints_go_between_ranks_and_tiers_bit_for_bit(
     two: list[dict[str, Any]], folder: Path, one: Arrays
 ) -> None:

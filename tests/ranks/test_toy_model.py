@@ -24,7 +24,7 @@ LAYOUTS = {
     "ddp-2": (2, ("parallel.strategy=ddp",)),
     "ddp-4": (4, ("parallel.strategy=ddp", "train.micro_batch_size=1")),
 }
-SLOW = ("fsdp-2", "fsdp-4", "ddp-4")  # the others have both strategies and accumulation
+SLOW = LAYOUTS.keys() - {"fsdp-2-accumulated"}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def stopped(folder: str, overrides: tuple[str, ...]) -> None:
         train_toy(folder, (f"train.steps={steps}", *overrides))
 
 
-@pytest.mark.parametrize("strategy", slow_but(["none", "fsdp", "ddp"], ["none"]))
+@pytest.mark.parametrize("strategy", slow_but(["none", "fsdp", "ddp"], ()))
 def test_a_run_that_was_stopped_goes_on_bitwise(home: Path, strategy: str) -> None:
     if strategy == "none":
         stopped(str(home), ("name=parts-none",))

@@ -28,6 +28,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", slow_but(["ddp", "fsdp"], ["ddp"]))
 def test_both_strategies_train_without_them(home: Path, strategy: str) -> None:
     alone = published_config(home, "qwen", *overrides(home, "alone"))

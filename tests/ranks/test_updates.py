@@ -16,6 +16,7 @@ from mmspeed.protocols import OptimizerSetting, Update
 from tests.support.character_runs import ALONE, character_config, losses, rows
 from tests.support.characters import CharacterConfig
 from tests.support.checkpoints import differing, farthest, whole_checkpoint
+from tests.support.covers import checkered
 from tests.support.spawn import run_ranks
 from tests.support.updates import TASKS, train_updates, train_whole_and_in_parts
 
@@ -93,8 +94,7 @@ class ByHand:
                 self.averages[role][name].lerp_(p.detach(), weight)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("clip", ["0.05", "null"])
+@pytest.mark.parametrize(("kind", "clip"), checkered(KINDS, ["0.05", "null"]))
 def test_a_run_is_the_updates_by_hand(home: Path, kind: str, clip: str) -> None:
     """One norm over all roles of an update; each role moves, and its average with it, at its own steps."""
     overrides = (f"name={kind}-{clip}", f"train.clip_norm={clip}")
@@ -126,6 +126,7 @@ def test_an_update_of_every_second_step_is_told_at_its_steps(home: Path) -> None
     assert {value for name, value in steps.items() if not name.startswith("critic:")} == {3.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "kind"),
     [

@@ -45,9 +45,9 @@ def truth(home: Path) -> list[np.ndarray]:
 @pytest.mark.parametrize(
     ("schedule", "strategy"),
     [
-        ("same", "fsdp"),
         ("window", "ddp"),
-        ("samples", "fsdp"),
+        pytest.param("same", "fsdp", marks=pytest.mark.slow),
+        pytest.param("samples", "fsdp", marks=pytest.mark.slow),
         pytest.param("same", "ddp", marks=pytest.mark.slow),
         pytest.param("window", "fsdp", marks=pytest.mark.slow),
         pytest.param("samples", "ddp", marks=pytest.mark.slow),

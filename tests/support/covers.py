@@ -42,3 +42,23 @@ def pairs(combination: Combination) -> set[Pair]:
 def slow_but(names: Iterable[str], default: Container[str]) -> list[Any]:
     """Parameters of a test: the names, of which those outside of `default` are marked slow."""
     return [name if name in default else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def checkered(*axes: Sequence[Any]) -> list[Any]:
+    """Parameters of a test: all combinations of the axes' values, of which every second one is slow, like fields of a chessboard.
+
+    Each two values of two axes meet by default where there is a third axis, and each value has half of its partners where there is none.
+    """
+    return [
+        pytest.param(
+            *(axis[place] for axis, place in zip(axes, places, strict=True)),
+            marks=[pytest.mark.slow] if sum(places) % 2 else [],
+        )
+        for places in product(*(range(len(axis)) for axis in axes))
+    ]
+
+
+def every_second(names: Iterable[str]) -> list[Any]:
+    """Parameters of a test: the names, of which every second one is slow."""
+    names = list(names)
+    return slow_but(names, names[::2])

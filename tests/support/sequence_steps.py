@@ -284,15 +284,26 @@ def truth_of(case: Case) -> Case:
     return Case(1, 1, model, case.latent, masked=case.masked, times=case.times)
 
 
-def some_cases(world: int, every: int) -> list[Case]:
-    """Every so many of the cases, two that are compared with each other, and of 4 ranks a product of each kind."""
-    two = [Case(world, 1, "switch"), Case(world, 1, "ulysses")]
-    return list(dict.fromkeys([*two, *(products()[::3] if world == 4 else []), *cases(world)[::every]]))
+def few_cases(world: int) -> list[Case]:
+    """Two cases that are compared with each other, and others, found greedily, so that each value of each field is there, each number of
+    processes of an axis, and products with each model."""
+
+    def facts(case: Case) -> set[Any]:
+        return {*vars(case).items(), (case.ulysses, case.ring), (case.ulysses, case.ring, case.model, case.dsp > 1)}
+
+    every, found = cases(world), [Case(world, 1, "switch"), Case(world, 1, "ulysses")]
+    met = [{fact for fact in facts(case) if len(fact) < 4 or fact[3]} for case in every]
+    left = set[Any]().union(*met) - facts(found[0]) - facts(found[1])
+    while left:
+        best = max(range(len(every)), key=lambda place: len(met[place] & left))
+        found.append(every[best])
+        left -= met[best]
+    return found
 
 
-def work(world: int, every: int) -> list[dict[str, Any]]:
+def work(world: int, few: bool) -> list[dict[str, Any]]:
     groups, truths = Groups(), dict[Case, dict[str, Any]]()
-    return [compared(case, world, groups, truths) for case in some_cases(world, every)]
+    return [compared(case, world, groups, truths) for case in (few_cases if few else cases)(world)]
 
 
 def compared(case: Case, world: int, groups: Groups, truths: dict[Case, dict[str, Any]]) -> dict[str, Any]:

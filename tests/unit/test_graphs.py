@@ -91,6 +91,7 @@ def full_inputs(number: int) -> tuple[Tensor, ...]:
     return x, torch.tensor([0.2, 0.7]), rng.normal((2, 5, 6), 0, "text"), torch.arange(5) < torch.tensor([[5], [2]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["small", "SoraDiT"])
 def test_recomputation_around_graphs_with_breaks(full: bool) -> None:
     """Shapes change, so that torch makes other graphs, which keep other tensors, between a forward pass and its recomputation."""

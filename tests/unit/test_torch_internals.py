@@ -342,6 +342,7 @@ def test_keeps_graph() -> None:
     assert seen == [True, False] and internals.keeps_graph()
 
 
+@pytest.mark.slow
 def test_disable_dynamo() -> None:
     code = (
         "import sys, torch; known = set(sys.modules)\n"
@@ -559,6 +560,7 @@ def test_memory_tracker_class() -> None:
     assert events == ["before Linear False 2", "after Linear", "back Linear True"]
 
 
+@pytest.mark.slow
 def test_asked_before_restarts() -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher import api

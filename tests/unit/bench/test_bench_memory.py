@@ -38,6 +38,7 @@ def found() -> PolicyResult:
     return measure(TINY, [case for case in CASES if case.name in wanted])
 
 
+@pytest.mark.slow
 def test_ways_are_told_with_what_they_give_and_cost(found: PolicyResult) -> None:
     plain, again, offloaded, cheap, parts, sums = found.rows
     assert all(row.equal for row in found.rows[:-2]) and plain.time == 1.0
@@ -83,6 +84,7 @@ def test_what_is_measured_is_let_go() -> None:
     assert all(parameter.grad is None for parameter in stage.model.parameters())
 
 
+@pytest.mark.slow
 def test_a_way_that_changes_a_gradient_fails(found: PolicyResult) -> None:
     plain, _, _, cheap, *_ = found.rows
     assert not replace(found, rows=(plain, replace(cheap, equal=False))).passed()

@@ -52,6 +52,7 @@ def test_the_verdict_needs_both_halves() -> None:
     assert not PreprocessResult(2, idle, decoder, text).passed() and "FAILED" in lines[1] and "same bytes" in lines[-1]
 
 
+@pytest.mark.slow
 def test_clips_of_a_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no video files"):
         clips_of(tmp_path, tmp_path, 4)

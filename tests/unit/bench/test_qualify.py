@@ -94,6 +94,7 @@ def everything() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_cpu_qualifies_with_the_packages_of_the_bundle_alone(everything: dict[str, Any]) -> None:
     assert everything["passed"] and everything["shortfalls"] == []
     states = {row["name"]: row["state"] for row in everything["rows"]}
@@ -109,6 +110,7 @@ def test_a_cpu_qualifies_with_the_packages_of_the_bundle_alone(everything: dict[
     assert everything["seconds"] < 60 * everything["minutes"]
 
 
+@pytest.mark.slow
 def test_rates_swaps_and_steps_have_their_figures(everything: dict[str, Any]) -> None:
     rows = {row["name"]: row["figures"] for row in everything["rows"]}
     assert {row["part"] for row in everything["rows"]} == {"noise", "kernels", "rates", "swap and tiers", "steps"}

@@ -216,6 +216,7 @@ def test_processes_are_started() -> None:
     assert done.stdout.count(line) == 2 and not done.stdout.replace(line, "").strip()
 
 
+@pytest.mark.slow
 def test_a_mistake_of_all_ranks_is_shown_once(run_file: Path) -> None:
     done = launched("init", str(run_file))
     assert done.returncode == 1
@@ -305,6 +306,7 @@ def test_doctor_as_text_and_json() -> None:
     assert not json.loads(to_json(broken))["ok"] and "1 missing" in render(broken)
 
 
+@pytest.mark.slow
 def test_doctor_runs(tmp_path: Path) -> None:
     done = command("doctor", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

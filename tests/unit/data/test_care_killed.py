@@ -75,6 +75,7 @@ def base(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
+@pytest.mark.slow
 @KILLS
 def test_pack(tmp_path: Path, base: Path, kills: int) -> None:
     right, root = contents(base), tmp_path / "cache"
@@ -121,6 +122,7 @@ def test_merge(tmp_path: Path, base: Path, kills: int) -> None:
     assert len(contents(root)) == 3 + 2 * 36 + 2 and len(tar_bytes(root)) == 2 * 39
 
 
+@pytest.mark.slow
 @KILLS
 def test_repair(tmp_path: Path, base: Path, kills: int) -> None:
     root = tmp_path / "cache"

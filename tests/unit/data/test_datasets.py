@@ -108,6 +108,7 @@ def copied(built: Config, folder: Path) -> Config:
     return config
 
 
+@pytest.mark.slow
 def test_samples_of_a_build_and_of_a_first_epoch_know_their_data_set(built: Config, tmp_path: Path) -> None:
     cache = DatasetCache(built.cache_dir)
     assert Counter(sample.dataset for sample in cache.samples) == {"cats": 5, "dogs": 3}
@@ -208,7 +209,7 @@ def test_an_old_cache_is_told_in_a_line_and_nothing_calls_it_damaged(
         DatasetCache(root)
 
 
-@pytest.mark.parametrize("online", [False, True])
+@pytest.mark.parametrize("online", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_preprocess_of_an_old_cache_encodes_nothing_again(built: Config, tmp_path: Path, online: bool) -> None:
     config = copied(built, tmp_path)
     root, before = config.cache_dir, tar_bytes(config.cache_dir)

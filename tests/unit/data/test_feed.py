@@ -300,6 +300,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "code"), [pytest.param("killed", -signal.SIGKILL, marks=pytest.mark.slow), ("at its end", 3)]
 )

@@ -189,6 +189,7 @@ def test_a_missing_cache_is_one_line(tmp_path: Path) -> None:
         webdataset(tmp_path / "nowhere")
 
 
+@pytest.mark.slow
 def test_the_package_is_loaded_and_needed_only_for_a_pipeline(cache: DatasetCache, root: Path) -> None:
     script = (
         "import sys, json; sys.modules['webdataset'] = None\n"

@@ -87,6 +87,7 @@ def test_damage_that_no_seal_shows_leads_to_the_clear_error(
     assert 150 < refused < 400
 
 
+@pytest.mark.slow
 def test_the_bench_makes_an_index_that_is_one(tmp_path: Path) -> None:
     make_index(tmp_path, 500)
     tables = open_tables(tmp_path)

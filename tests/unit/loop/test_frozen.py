@@ -240,6 +240,7 @@ def test_declared_state_is_found_by_name() -> None:
     assert "shift" in held and "blocks.0.table" not in held  # undeclared: persistent or not, as torch has it
 
 
+@pytest.mark.slow
 def test_averaged_buffers_are_averaged_and_swapped_in_and_kept_ones_are_not() -> None:
     for tier, options in TIERS.items():
         state = state_of(**options)

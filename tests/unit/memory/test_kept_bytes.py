@@ -86,7 +86,7 @@ def step(depth: int, region: str, policy: ActivationPolicy) -> Step:
     return step_of({region: policy}, lambda: model_of(depth), track=True)
 
 
-FAST = [*(case for case in EXPECTED if case[0] == "block"), ("attention", "offload_selective"), ("mlp", "offload")]
+FAST = [("block", "recompute"), ("block", "offload_selective"), ("attention", "selective"), ("mlp", "offload")]
 CASES = [pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow) for case in EXPECTED]
 
 

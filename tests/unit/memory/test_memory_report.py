@@ -53,14 +53,15 @@ def measured(folder: Path, *overrides: str, batch: int = 2) -> tuple[MemoryRepor
 HALF = ("device.dtype=bfloat16", "memory.bucket=256KiB")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "within"),
     [
-        ((), 0.0),
+        pytest.param((), 0.0, marks=pytest.mark.slow),
         pytest.param(("memory.activation_policy={block: recompute}",), 0.0, marks=pytest.mark.slow),
         pytest.param(("memory.activation_policy={mlp: selective}",), 0.0, marks=pytest.mark.slow),
         (("memory.activation_policy={block: offload_selective}", "memory.offload_from=1"), 0.0),
-        (("memory.mlp_chunk=50",), 0.01),
+        pytest.param(("memory.mlp_chunk=50",), 0.01, marks=pytest.mark.slow),
         pytest.param(("device.dtype=bfloat16",), 0.02, marks=pytest.mark.slow),
         pytest.param(("memory.states=host",), 0.02, marks=pytest.mark.slow),
         pytest.param((*HALF, "memory.master=float32"), 0.03, marks=pytest.mark.slow),

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from mmspeed.compute.sparse.module import clustered_layers
+from tests.support.covers import checkered
 from tests.support.memory_ways import (
     BLOCKS,
     LARGE,
@@ -66,10 +67,10 @@ def test_every_way_gives_the_gradients_of_the_plain_step(arrangement: str, dtype
 
 
 def some_combinations() -> list[Any]:
-    """Pairs of branches are slow: each is in a triple too."""
+    """Pairs of branches are slow, since each is in a triple too, and every second of the others."""
     return [
-        pytest.param(ways, marks=[pytest.mark.slow] if [*ways] == ["attention", "mlp"] else [])
-        for ways in combinations()
+        pytest.param(ways, marks=[pytest.mark.slow] if [*ways] == ["attention", "mlp"] or place % 2 else [])
+        for place, ways in enumerate(combinations())
     ]
 
 
@@ -111,11 +112,12 @@ INPUTS = {"masked": {"masked": True}, "times of frames": {"frames": True}, "both
 
 
 @pytest.mark.parametrize(
-    "ways",
-    [{"block": way} for way in LARGE] + [{"norm": "recompute_output", "activation": "recompute_output"}],
-    ids=name_of,
+    ("given", "ways"),
+    checkered(
+        [*INPUTS], [{"block": way} for way in LARGE] + [{"norm": "recompute_output", "activation": "recompute_output"}]
+    ),
+    ids=lambda value: value if isinstance(value, str) else name_of(value),
 )
-@pytest.mark.parametrize("given", INPUTS)
 def test_masks_and_times_of_frames(given: str, ways: Any) -> None:
     inputs = make_inputs(**INPUTS[given])
     for arrangement in ("factorised", "full"):
@@ -138,10 +140,13 @@ SPARSE_SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def sparse_meetings() -> list[Any]:
-    """All ways with clusters, and with each other setting some ways in turn; the others are slow."""
+    """Every third way with clusters, and with each other setting one or two ways in turn; the others are slow."""
     return [
         pytest.param(
-            settings, ways, marks=[pytest.mark.slow] if row and (column - row) % 4 else [], id=f"{name}-{name_of(ways)}"
+            settings,
+            ways,
+            marks=[pytest.mark.slow] if (column - row) % (8 if row else 3) else [],
+            id=f"{name}-{name_of(ways)}",
         )
         for row, (name, settings) in enumerate(SPARSE_SETTINGS.items())
         for column, ways in enumerate(SPARSE_WAYS)

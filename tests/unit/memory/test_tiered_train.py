@@ -26,6 +26,7 @@ from mmspeed.memory.optimizer.split_bits import rounded
 from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from mmspeed.parallel import autocast, is_half, make_half
 from mmspeed.pipelines.training.trainer import TrainPipeline
+from tests.support.covers import every_second, slow_but
 from tests.support.runs import small_config
 from tests.support.steps import train_step
 from tests.support.tiers import CPU, HALF, TIERS, TRAIN, differing, everything, losses, parameters, state_of, steps
@@ -110,7 +111,7 @@ def test_gradients_of_bfloat16_parameters_are_float32() -> None:
 # -- checkpoints
 
 
-@pytest.mark.parametrize("source", TIERS)
+@pytest.mark.parametrize("source", every_second(TIERS))
 def test_a_checkpoint_of_any_tier_is_loaded_by_any_other(tmp_path: Path, trained: Any, source: str) -> None:
     state, _ = trained[source]
     CheckpointManager(tmp_path).save(3, state, blocking=True)
@@ -178,7 +179,7 @@ def test_another_optimizer_is_told(tmp_path: Path) -> None:
 FIXED = ("text.weight", "blocks.1.norm.weight", "blocks.1.norm.bias")
 
 
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", every_second(TIERS))
 def test_weights_that_do_not_train_stay_float32_and_go_to_any_tier(tmp_path: Path, tier: str) -> None:
     state = state_of(tier, fixed=FIXED)
     steps(state, range(2))
@@ -202,7 +203,7 @@ def test_weights_that_do_not_train_stay_float32_and_go_to_any_tier(tmp_path: Pat
         assert differing(*({name: parameters(each.model)[name] for name in FIXED} for each in (other, state))) == []
 
 
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", slow_but(TIERS, [*TIERS][1::2]))
 def test_a_checkpoint_that_is_written_meanwhile_is_of_its_own_step(tmp_path: Path, tier: str) -> None:
     """The next steps change states and averages in place, in the host's memory too."""
     state, manager = state_of(tier), CheckpointManager(tmp_path)

@@ -21,6 +21,7 @@ from mmspeed.models.text.encoders import load_text_encoder, text_identity, text_
 from mmspeed.models.text.family import FamilyTextEncoder
 from mmspeed.pipelines.diffusion.predictor import conditions_of_texts
 from mmspeed.protocols import TextEntry
+from tests.support.covers import every_second
 from tests.support.tiny_repositories import REPOSITORIES
 
 NAMES = ["wan", "ltx", "cogvideox-5b", "hunyuan-video", "mochi", "flux", "qwen-image", "hunyuan-video-1.5"]
@@ -100,7 +101,7 @@ def prompts(encoder: FamilyTextEncoder) -> list[str]:
     return ["", "rabbit", fits, fits + " meadow" * 40, *odd]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", every_second(NAMES))
 def test_entries_are_those_of_the_pipeline(home: Path, tmp_path: Path, name: str) -> None:
     encoder = load_text_encoder(section(home, name), CPU)
     assert isinstance(encoder, FamilyTextEncoder)

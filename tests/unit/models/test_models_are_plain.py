@@ -46,6 +46,7 @@ print("ran", len(model.plan.blocks))
 """
 
 
+@pytest.mark.slow
 def test_it_runs_without_the_packages_of_techniques() -> None:
     done = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout == "ran 2\n", done.stderr

@@ -19,6 +19,7 @@ from mmspeed.memory import BlockPolicies
 from mmspeed.models import SoraDiT, SoraDiTConfig, build_model
 from mmspeed.parallel import parallelize
 from mmspeed.pipelines import TextToVideo, TrainPipeline, write_report
+from tests.support.covers import checkered
 from tests.support.runs import losses, small_config
 
 RECOMPUTED = BlockPolicies.everywhere({"block": "recompute"})
@@ -86,8 +87,7 @@ def test_a_threshold_of_zero_is_dense_attention_with_its_gradients(arrangement: 
         torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("planner", ["clusters", "tiles", "window", "skip"])
-@pytest.mark.parametrize("tail", ["zero", "summary"])
+@pytest.mark.parametrize(("planner", "tail"), checkered(["clusters", "tiles", "window", "skip"], ["zero", "summary"]))
 def test_the_kernel_of_the_model_is_the_oracle_s(planner: str, tail: str) -> None:
     fields = {"planner": planner, "tail": tail, "tau": None, "dense_steps": 1}
     model = model_of(**fields)
@@ -241,6 +241,7 @@ def test_a_checkpoint_of_the_dense_steps_samples_densely(home: Path) -> None:
     assert all(set(layer.counter) == {"dense"} for layer in clustered_layers(pipe.model).values())
 
 
+@pytest.mark.slow
 def test_fine_tuning_begins_with_the_weights_of_a_dense_run(home: Path) -> None:
     dense = small_config(home, "name=dense", "model.arrangement=full", "model.depth=3")
     TrainPipeline(dense).run()

@@ -191,6 +191,7 @@ def test_minilm_is_its_package_and_means_something() -> None:
     assert float(rabbit @ hare) > float(rabbit @ rocket) + 0.2
 
 
+@pytest.mark.slow
 def test_without_its_package_minilm_says_how_to_get_it() -> None:
     """Run in a new process, where the package cannot be imported."""
     script = (

@@ -27,6 +27,7 @@ from mmspeed.errors import UserError
 from mmspeed.models.codecs.linear import LinearCodec
 from mmspeed.models.codecs.vae import DiffusersCodec, codec_identity, load_codec
 from mmspeed.models.weights import fingerprint, weight_files
+from tests.support.covers import every_second
 from tests.support.tiny_models import VAES, save_tiny_vae
 
 CPU = Device("cpu", 0)
@@ -152,7 +153,7 @@ def test_log_variance_is_that_of_normalised_samples(name: str, folders: Callable
     torch.testing.assert_close(posterior.logvar_BCThw.mul(0.5).exp(), std, atol=1e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", VAES)
+@pytest.mark.parametrize("name", every_second(VAES))
 def test_decoding_takes_the_normalisation_back(name: str, folders: Callable[[str], Path]) -> None:
     codec = load(folders(name))
     for t in (1, 2, 3):
@@ -315,6 +316,7 @@ def test_missing_places_are_named(folders: Callable[[str], Path], tmp_path: Path
         load(pipeline, subfolder="vae")
 
 
+@pytest.mark.slow
 def test_an_unreachable_hub_is_one_line() -> None:
     """Run in a new process, because the hub's address is read at import."""
     script = (

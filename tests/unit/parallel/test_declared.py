@@ -179,6 +179,7 @@ def test_subclasses_have_their_parents_plan() -> None:
     assert plan_for(model) == PLANS["WanTransformer3DModel"](model)
 
 
+@pytest.mark.slow
 def test_the_name_loads_nothing_before_it_is_used() -> None:
     code = "import sys, mmspeed; assert not {'torch', 'diffusers'} & set(sys.modules); mmspeed.accelerate_model"
     assert subprocess.run([sys.executable, "-c", code], timeout=100).returncode == 0

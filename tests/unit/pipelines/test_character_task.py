@@ -198,6 +198,7 @@ def test_recomputation_changes_no_bit_and_costs_the_blocks(home: Path, policy: s
     assert flops[policy] - flops[f"saved-{policy}"] == (0 if policy == "cheap" else again)
 
 
+@pytest.mark.slow
 def test_a_budget_lowers_the_measured_peak(home: Path) -> None:
     large = ("pack=100", "width=32", "depth=4", "train.steps=2")
     measured = {}

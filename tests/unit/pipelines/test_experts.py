@@ -69,6 +69,7 @@ def test_the_experts_are_those_of_the_repository(home: Path, tmp_path: Path) -> 
         experts_config(home, "objective={kind: flow, boundary: 0.5, range: [0, 1]}")
 
 
+@pytest.mark.slow
 def test_init_asks_for_both(home: Path, tmp_path: Path) -> None:
     for number, model in enumerate(("wan2.2-a14b", str(home / "base"))):
         path = write_config(tmp_path / f"{number}.yaml", model=model)

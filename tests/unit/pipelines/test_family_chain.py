@@ -63,6 +63,7 @@ def trained(config: Config) -> dict[str, torch.Tensor]:
     return weights(last)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", slow_but(REPOSITORIES, {"flux"}))
 def test_from_clips_to_an_exported_repository(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three steps are two and, after a stop, one more, to the bit; the official pipeline loads what was exported."""

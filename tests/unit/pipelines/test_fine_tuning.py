@@ -50,6 +50,7 @@ def test_init_fits_buckets_to_the_model(home: Path) -> None:
     assert all(b.frames % 4 == 1 and b.height % 16 == 0 and b.width % 16 == 0 for b in config.buckets)
 
 
+@pytest.mark.slow
 def test_init_knows_short_names_and_says_near_ones(tmp_path: Path) -> None:
     write_config(tmp_path / "a.yaml", model="wan2.1-1.3b")
     assert "pretrained: Wan-AI/Wan2.1-T2V-1.3B-Diffusers" in (tmp_path / "a.yaml").read_text()
@@ -108,6 +109,7 @@ def test_check_names_latents_that_the_model_does_not_take(home: Path) -> None:
     assert "takes 16 channels and returns 16, the latents here have 4" in report.problems[0]
 
 
+@pytest.mark.slow
 def test_a_repository_is_opened_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each opening of a hub id asks the hub."""
     opened: list[str] = []

@@ -52,7 +52,8 @@ def versions(path: Path) -> Any:
     return json.loads((path / "run.json").read_text(encoding="utf-8")).get("versions")
 
 
-@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.slow
+@pytest.mark.parametrize("before", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_all_draws_of_a_run_are_by_its_generator(
     before: bool, small_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

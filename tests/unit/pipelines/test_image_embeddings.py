@@ -143,6 +143,7 @@ def test_all_weights_train_and_operations_are_counted(tmp_path: Path, name: str)
         )
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_one_line(tmp_path: Path) -> None:
     save_wan_images(tmp_path / "tiny")
     shutil.rmtree(tmp_path / "tiny" / "image_encoder")

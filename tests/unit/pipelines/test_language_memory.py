@@ -20,6 +20,7 @@ from mmspeed.protocols.plan import Block
 from tests.unit.pipelines.test_language_start import config, losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [

@@ -105,6 +105,7 @@ def test_figures_of_branches_add_up(tmp_path: Path) -> None:
     assert next(one for one in singles if one.ways == {"block": "offload"}).host > 0.5 * plain
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("dtype", "arrangement"),

@@ -396,6 +396,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         profile(small_config(tmp_path, BUCKETS))
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
     config = small_config(tmp_path, BUCKETS)
 

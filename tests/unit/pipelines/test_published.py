@@ -156,7 +156,7 @@ def test_compiled_blocks_are_recomputed(home: Path, name: str) -> None:
     assert_equal(found, truth, within=1e-5)
 
 
-@pytest.fixture(scope="module", params=slow_but(MODELS, ["wan", "ltx"]))
+@pytest.fixture(scope="module", params=slow_but(MODELS, ["wan"]))
 def trained(home: Path, request: pytest.FixtureRequest) -> str:
     """A run of six steps of one process."""
     train_published(str(home), request.param)

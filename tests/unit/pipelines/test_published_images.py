@@ -249,6 +249,7 @@ def test_the_first_frame_alone_is_stored_for_a_codec_that_mixes_frames(tmp_path:
     assert (one.frames_FHWC != two.frames_FHWC).any()
 
 
+@pytest.mark.slow
 def test_ltx_goes_on_from_a_video(tmp_path: Path) -> None:
     """Mode `prefix`: a video's last frames, clean at time 0, are the first of what is made."""
     save_ltx(tmp_path / "tiny")

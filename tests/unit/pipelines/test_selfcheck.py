@@ -338,7 +338,7 @@ def gone(pid: Path) -> bool:
     [
         ("os.kill(os.getpid(), 9)", "b failed: it was killed by SIGKILL; often the machine ran out of memory"),
         pytest.param("sys.exit(3)", "b failed: it ended with exit code 3", marks=pytest.mark.slow),
-        ("1 / 0", "b failed: it ended with exit code 1; ZeroDivisionError"),
+        pytest.param("1 / 0", "b failed: it ended with exit code 1; ZeroDivisionError", marks=pytest.mark.slow),
         (
             "from mmspeed.errors import UserError; from mmspeed.pipelines.selfcheck.children import write_error\n"
             "write_error(job['error'], UserError('parallel.tp 3 is odd'), 'trace'); sys.exit(1)",

@@ -21,6 +21,7 @@ from mmspeed.compute.sparse.module import ClusteredAttention, clustered_layers, 
 from mmspeed.compute.sparse.plan import ClusterPlan
 from mmspeed.errors import UserError
 from mmspeed.memory.recompute.block_checkpoint import recompute
+from tests.support.covers import every_second, slow_but
 from tests.support.sparse_transformers import (
     CASES,
     FIRST,
@@ -160,7 +161,7 @@ def test_images_are_dense(case: str) -> None:
     assert all(dict(layer.counter) == {"dense": 1} for layer in controller.layers.values())
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(CASES, [*CASES][1::4]))
 def test_checkpoints_keep_what_was_decided(case: str) -> None:
     """Thresholds and phases that change before the backward, and forwards of other sizes, do not change a gradient."""
     others = ({"text": 5}, {"text": 3}) if case in IMAGES else ({"frames": 1}, {"frames": 3, "seed": 2})
@@ -277,7 +278,7 @@ def test_a_copy_computes_by_itself() -> None:
     assert loss == loss_of(model, make_inputs("cogvideox", frames=3))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", every_second(CASES))
 def test_the_controller_reaches_its_share(case: str) -> None:
     model, controller = sparse_model(case, keep=0.4, update_every=1, cluster_size=4)
     kept = []

@@ -115,6 +115,7 @@ def test_a_finished_run_says_so_and_goes_on_with_more_steps(home: Path) -> None:
     assert TrainPipeline(small_config(home, "name=more", "train.steps=4")).run().step == 4
 
 
+@pytest.mark.slow
 def test_rows_are_means_and_a_stopped_run_tells_of_its_last_steps(home: Path) -> None:
     single = small_config(home, "name=single", "train.steps=4", *SAVED_ONCE)
     TrainPipeline(single).run()
@@ -307,6 +308,7 @@ def test_the_best_validation_is_saved_where_no_checkpoint_falls(home: Path) -> N
     assert TextToVideo.from_run(config.run_dir, checkpoint="best")
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_leaves_cleanly(home: Path) -> None:
     tree = small_tree(home) | {"name": "term"}
     # a checkpoint is nearly always being written in the background

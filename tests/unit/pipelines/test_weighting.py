@@ -17,6 +17,7 @@ from mmspeed.log import read_metrics
 from mmspeed.pipelines import TrainPipeline
 from tests.support.character_runs import ALONE, character_config
 from tests.support.characters import CharacterTask
+from tests.support.covers import checkered
 from tests.support.mixed_runs import (
     BY_TOKENS,
     IMAGE,
@@ -78,8 +79,7 @@ def furthest(found: list[np.ndarray], truth: list[np.ndarray]) -> float:
     return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(found, truth, strict=True))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("weighting", ["sample", "token"])
+@pytest.mark.parametrize(("weighting", "schedule"), checkered(["sample", "token"], [*SCHEDULES]))
 def test_the_gradient_of_an_epoch_is_the_same_by_any_schedule(
     home: Path, sums: dict[str, list[np.ndarray]], weighting: str, schedule: str
 ) -> None:

@@ -250,6 +250,7 @@ def test_diffusers_and_transformers_folders_go_the_whole_way(tmp_path: Path, vae
     assert video.frames_FHWC.shape == (5, 32, 48, 3)
 
 
+@pytest.mark.slow
 def test_the_first_frame_is_stored_apart_where_it_is_asked_for(tmp_path: Path) -> None:
     """HunyuanVideo's norms see all frames, so the first latent frame of a clip is not that of its first picture."""
     vae = f"vae={{kind: diffusers, pretrained: {save_tiny_vae(tmp_path / 'vae', 'hunyuan')}}}"

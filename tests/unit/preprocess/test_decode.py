@@ -152,6 +152,7 @@ def variants(found: Probe) -> list[Cut]:
     return [Cut(tuple(w), box, side, 32) for w in windows for side, box in zip((32, 32, 24), boxes * 3, strict=False)]
 
 
+@pytest.mark.slow
 def test_each_clip_alone_is_what_it_is_among_others(zoo: tuple[Path, dict[str, Expect]], tmp_path: Path) -> None:
     """The pixels or the reason are the same, on every file, good or damaged."""
     folder, expected = zoo

@@ -90,6 +90,7 @@ def test_clips_that_are_added_follow_the_cache_of_before(before: Path, tmp_path:
     }
 
 
+@pytest.mark.slow
 def test_a_new_cache_records_the_newest_and_keeps_it_when_its_description_is_lost(tmp_path: Path) -> None:
     config = drawing_config(tmp_path, 5)
     assert cache_generator(config.cache_dir) == 2, "there is none yet"
@@ -106,6 +107,7 @@ def test_a_new_cache_records_the_newest_and_keeps_it_when_its_description_is_los
     assert drawn(config) == found and read_info(config.cache_dir)["versions"]["generator"] == 2
 
 
+@pytest.mark.slow
 def test_a_cache_of_before_that_lost_its_description_stays_with_the_first(before: Path, tmp_path: Path) -> None:
     root = Path(shutil.copytree(before / "cache", tmp_path / "cache"))
     assert cache_generator(root) == 1

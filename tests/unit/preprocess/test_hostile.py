@@ -315,6 +315,7 @@ def test_a_name_taken_by_many_stays_fast(tmp_path: Path, count: int) -> None:
     assert len({source.name for source in listing.sources}) == count
 
 
+@pytest.mark.slow
 def test_tar_of_a_terabyte_of_nothing(tmp_path: Path) -> None:
     path = tmp_path / "t.tar"
     path.write_bytes(GOOD + header("x.txt", raw_size=b"\x80" + (1 << 40).to_bytes(11, "big")))

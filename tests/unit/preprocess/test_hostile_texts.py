@@ -127,6 +127,7 @@ def test_table_of_more_rows_than_bytes(tmp_path: Path) -> None:
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_columns_that_are_not_read_are_not_unpacked(tmp_path: Path) -> None:
     media(tmp_path / "a.mp4")
     rows = pa.table({"video": ["a.mp4"], "caption": ["words"], "pixels": ["z" * 100_000_000]})
@@ -167,6 +168,7 @@ def test_captions_of_every_type(tmp_path: Path, captions: Any, good: tuple[str, 
         assert listing.rejections[0].reason is (Reason.BAD_ROW if good is None else Reason.NO_CAPTION)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_any_damage_of_a_table_is_an_error_for_people(data: st.DataObject) -> None:

@@ -220,6 +220,7 @@ def test_counts_of_a_bucket_by_hand() -> None:
     assert (BucketUse().cropped, BucketUse().scaled, BucketUse().trimmed) == (0.0, 0.0, 0.0)
 
 
+@pytest.mark.slow
 def test_lines_and_page_tell_the_same_loss_of_each_bucket(tmp_path: Path) -> None:
     buckets = "data.buckets=[{frames: 5, height: 32, width: 48}, {frames: 5, height: 32, width: 32}, {frames: 1, height: 32, width: 32}]"
     config = small_config(tmp_path, buckets, "data.buckets_per_clip=2", "data.windows=2")

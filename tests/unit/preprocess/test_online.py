@@ -83,6 +83,7 @@ def with_own_videos(folder: Path, *overrides: str, clips: int = 8) -> Config:
     return config
 
 
+@pytest.mark.slow
 def test_from_the_second_epoch_no_video_is_opened_and_no_encoder_loaded(tmp_path: Path) -> None:
     config = with_own_videos(tmp_path)
     TrainPipeline(config, Absent(config)).run()
@@ -94,6 +95,7 @@ def test_from_the_second_epoch_no_video_is_opened_and_no_encoder_loaded(tmp_path
     assert losses(again) == losses(config)
 
 
+@pytest.mark.slow
 def test_interrupted_in_the_first_epoch_it_goes_on(offline: Config, tmp_path: Path) -> None:
     """7 samples in batches of 3 are 3 steps; 2 are trained first. Nothing is encoded twice."""
     first = small_config(tmp_path, "train.steps=2", "train.warmup_steps=2")

@@ -77,6 +77,7 @@ def worker(request: pytest.FixtureRequest) -> Iterator[tuple[str, DecodeWorker]]
         yield request.param, started
 
 
+@pytest.mark.slow
 def test_a_file_is_read_where_frames_and_times_are_the_same(
     worker: tuple[str, DecodeWorker], files: dict[str, Path]
 ) -> None:
@@ -103,6 +104,7 @@ def test_a_file_is_read_where_frames_and_times_are_the_same(
                 assert corners_of(one[0])[:2] == corners_of(two[0])[:2]
 
 
+@pytest.mark.slow
 def test_a_member_of_a_tar_is_read_from_its_place(worker: tuple[str, DecodeWorker], files: dict[str, Path]) -> None:
     name, other = worker
     data = files["h264.mp4"].read_bytes()
@@ -156,6 +158,7 @@ def _config(folder: Path, decoder: str) -> Any:
     return load_config(folder / "run.yaml")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [decoder("torchcodec", pytest.mark.slow), decoder("decord")])
 def test_a_cache_never_mixes_decoders_unseen(tmp_path: Path, name: str) -> None:
     videos = tmp_path / "videos"

@@ -104,6 +104,7 @@ def test_a_cache_of_before_goes_on_with_its_own_recipe_and_takes_additions(tmp_p
     assert cache_versions(config.cache_dir) == OLDEST | {"chroma": 2}
 
 
+@pytest.mark.slow
 def test_an_upgrade_remakes_exactly_the_entries_that_differ(old: Config, tmp_path: Path) -> None:
     shutil.copytree(Path(old.output).parent, tmp_path / "old")
     text = old.model_dump_json(by_alias=True).replace(str(Path(old.output).parent), str(tmp_path / "old"))
@@ -124,6 +125,7 @@ def test_an_upgrade_remakes_exactly_the_entries_that_differ(old: Config, tmp_pat
     assert len(samples) == 6 and remade(config, []) == set()
 
 
+@pytest.mark.slow
 def test_a_new_cache_equals_an_upgraded_one(old: Config, tmp_path: Path) -> None:
     """With the codec of the old one: the same keys and the same bytes."""
     text = old.model_dump_json(by_alias=True)

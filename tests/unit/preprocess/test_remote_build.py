@@ -43,6 +43,7 @@ def config_of(folder: Path, place: str | Path) -> Config:
     return small_config(folder, f"data.sources.0.path={place}", "data.missing_caption=empty", clips=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranges", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_killed_build_from_a_remote_tar_ends_as_a_local_one(tmp_path: Path, own_store: Path, ranges: bool) -> None:
     torch.set_num_threads(1)  # forked processes have no threads of ours to compute with

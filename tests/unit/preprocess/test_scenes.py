@@ -128,6 +128,7 @@ def test_the_decoder_process_finds_the_same_cuts(tmp_path: Path) -> None:
         assert worker.open(source, 10**9, 10**9, 60.0).width == WIDTH, "the process goes on"
 
 
+@pytest.mark.slow
 @installed
 def test_windows_cross_no_cut_and_are_counted(tmp_path: Path) -> None:
     config = scene_config(tmp_path)

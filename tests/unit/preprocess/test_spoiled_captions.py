@@ -107,6 +107,7 @@ def test_the_first_epoch_goes_on_without_them_also_after_a_stop(tmp_path: Path) 
     assert runs["whole"] == runs["stopped"] and len(runs["whole"]) >= 5
 
 
+@pytest.mark.slow
 def test_a_data_set_without_any_caption_left_is_one_line(tmp_path: Path) -> None:
     config = spoiled_config(tmp_path)
     manifest = Path(config.data.sources[0].path)

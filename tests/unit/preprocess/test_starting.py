@@ -31,6 +31,7 @@ GRID = BucketGrid(temporal=4, patch_frames=1, height=16, width=16)
 QUICK = "mixed_folder"  # the one that is built by default
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape", [pytest.param(s, marks=() if s == QUICK else pytest.mark.slow) for s in FOLDER_SHAPES]
 )

@@ -312,6 +312,7 @@ def test_the_list_of_check_can_be_pasted_and_does_what_it_says(tmp_path: Path) -
     )
 
 
+@pytest.mark.slow
 def test_check_says_nothing_of_it_unless_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = files_config(tmp_path, [{"frames": 9, "height": 32, "width": 48}])
     assert "suggested" not in "\n".join(check(config).lines())

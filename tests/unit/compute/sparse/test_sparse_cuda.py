@@ -17,6 +17,7 @@ from mmspeed.compute.sparse.kernels import tail as coarse
 from mmspeed.compute.sparse.kernels.masked import weights
 from mmspeed.compute.sparse.planners.selection import KeepRule, PlannerContext
 from mmspeed.compute.sparse.planners.tiles import plan_tiles
+from tests.support.covers import checkered
 from tests.support.packed_attention import packed_backward, packed_forward
 from tests.support.sparse_plans import random_plan
 
@@ -132,9 +133,10 @@ def tiled(tile: tuple[int, int, int], masked: bool) -> ClusterPlan:
     return plan_tiles(q, k, KeepRule("top", 0.3), context, tile=tile, tail=True)
 
 
-@pytest.mark.parametrize("tail", ["zero", "summary"])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("tile", [(2, 4, 4), (4, 11, 6), (2, 8, 8)])
+@pytest.mark.parametrize(
+    ("tile", "masked", "tail"),
+    checkered([(2, 4, 4), (4, 11, 6), (2, 8, 8)], [False, True], ["zero", "summary"]),
+)
 def test_flex_equals_the_oracle(tile: tuple[int, int, int], masked: bool, tail: Any) -> None:
     plan = tiled(tile, masked)
     q, k, v, _ = draw(plan, 16, torch.float32)

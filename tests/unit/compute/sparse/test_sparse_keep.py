@@ -134,6 +134,7 @@ def test_a_fraction_is_met_over_the_heads_of_each_sample(share: float, masked: b
     torch.testing.assert_close(again, plan.kept_share()[0], atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_one_threshold_errs_less_than_a_mass_for_every_cluster_at_equal_budget() -> None:
     """Compared on a fixed video-like seed; the kept probability, too, is the most of all rules."""
     q, k, v, _ = make_qkv((8, 12, 16), heads=4, width=64, seed=0)
