@@ -288,8 +288,10 @@ def test_restarts_are_those_of_this_launcher(monkeypatch: pytest.MonkeyPatch) ->
 # --- doctor ---
 
 
-@pytest.mark.slow
-def test_doctor_sees_this_machine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_doctor_sees_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
+    if not whole:  # to import them takes processes of seconds
+        monkeypatch.setattr("mmspeed.cli.doctor._other_decoders", list)
     checks = {check.name: check for check in diagnose(tmp_path)}
     assert checks["torch"].found == torch.__version__ and checks["torch"].state == "ok"
     assert {"python", "cpu", "memory", "disk", "PyAV", "MiniLM", "trackers", "open files"} <= set(checks)

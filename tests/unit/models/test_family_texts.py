@@ -117,7 +117,9 @@ def test_entries_are_those_of_the_pipeline(home: Path, tmp_path: Path, name: str
         if real_L is not None:  # rows of padding do not reach the model
             assert count == int(real_L.sum())
             rows_LD = rows_LD[:count]
-        torch.testing.assert_close(text_BLD[place, :count], rows_LD[:count], atol=1e-6, rtol=1e-5)
+        # captions of a batch are products of other sizes: a few roundings of the largest value
+        atol = 2e-6 * max(1.0, float(rows_LD.abs().max()))
+        torch.testing.assert_close(text_BLD[place, :count], rows_LD[:count], atol=atol, rtol=1e-5)
         assert bool((rows_LD[count:] == 0).all())  # what is not stored is what the call adds
         assert (pooled_D is None) == (pooled_BD is None)
         if pooled_D is not None and pooled_BD is not None:
