@@ -28,7 +28,7 @@ from mmspeed.mesh import process_group
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.tasks.synthetic import EncoderShapes
 from mmspeed.pipelines.tasks.video import VideoTask
-from mmspeed.pipelines.tuning.memory_estimate import DeviceSpeeds, plan_memory, shape_figures, spread
+from mmspeed.pipelines.tuning.memory_estimate import DeviceSpeeds, _cast_of, plan_memory, shape_figures, spread
 from mmspeed.pipelines.tuning.memory_measure import BlockCall, BlockProfiler, capture
 from mmspeed.pipelines.tuning.memory_search import (
     MEMORY_NAME,
@@ -103,6 +103,13 @@ def test_figures_of_branches_add_up(tmp_path: Path) -> None:
     whole = next(one for one in singles if one.ways == {"block": "recompute"})
     assert whole.kept < 0.1 * plain and whole.backward > 0.8 * plain
     assert next(one for one in singles if one.ways == {"block": "offload"}).host > 0.5 * plain
+
+
+def test_the_cast_of_a_parameter_is_known_by_its_views_too() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 3))
+    copy = weight.to(torch.bfloat16)
+    assert _cast_of(copy) is weight and _cast_of(copy.t()) is weight
+    assert _cast_of(weight * 2) is None and _cast_of(torch.ones(2, 3)) is None
 
 
 @pytest.mark.slow
