@@ -64,9 +64,7 @@ def _end(folder: Path, config: StoredTokenizerConfig) -> str | None:
 
 def _sample(texts: TextsConfig, most: int) -> list[str]:
     """The first texts of all sources in turn, up to `most` bytes. Raises UserError if there are none."""
-    streams: list[Iterator[TextRow]] = [
-        iter(rows_of(texts, source)) for source in texts.sources if source.content == "text"
-    ]
+    streams: list[Iterator[TextRow]] = [rows_of(texts, source) for source in texts.sources if source.content == "text"]
     sample, size, rejected, first = list[str](), 0, Counter[str](), ""
     while streams and size < most:
         for stream in list(streams):

@@ -185,10 +185,14 @@ def told(model: nn.Module, meshes: Meshes) -> str:
     return "nothing"
 
 
-def computed(cases: dict[str, Case], refused: tuple[str, ...] = ()) -> dict[str, Any]:
+def computed(cases: dict[str, Case]) -> dict[str, Any]:
     meshes = Meshes()
-    steps = {name: step_of(case, meshes) for name, case in cases.items()}
-    return {**steps, **{name: told(REFUSED[name][0](), meshes) for name in refused}}
+    return {name: step_of(case, meshes) for name, case in cases.items()}
+
+
+def refused() -> dict[str, str]:
+    meshes = Meshes()
+    return {name: told(make(), meshes) for name, (make, _) in REFUSED.items()}
 
 
 @cache
@@ -197,8 +201,8 @@ def found() -> dict[str, Any]:
 
 
 @cache
-def refusals() -> dict[str, Any]:
-    return run_ranks(computed, 2, {}, tuple(REFUSED))[0]
+def refusals() -> dict[str, str]:
+    return run_ranks(refused, 2)[0]
 
 
 def hold(step: dict[str, Any], case: Case) -> None:

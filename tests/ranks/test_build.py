@@ -145,11 +145,7 @@ def test_two_commands_started_by_mistake_on_one_cache(one: Config, tmp_path: Pat
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        pytest.param(
-            "data.limit=5",
-            "the processes have different settings: data.limit is 5 in process 1 and null in process 0",
-            marks=pytest.mark.slow,
-        ),
+        ("data.limit=5", "the processes have different settings: data.limit is 5 in process 1 and null in process 0"),
         ("data.sources.0.path={}", "the processes see different sources (6 in process 1, 9 in process 0)"),
     ],
 )

@@ -17,7 +17,6 @@ from tests.support.character_runs import (
     train_characters,
 )
 from tests.support.checkpoints import differing, farthest, whole_checkpoint
-from tests.support.covers import slow_but
 from tests.support.spawn import run_ranks
 
 # Gradients are sums of the same numbers in another order: a few eps (1.2e-7) of them, in six steps.
@@ -41,7 +40,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, ()))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_equal_one_process(home: Path, layout: str) -> None:
     world, overrides = LAYOUTS[layout]
     run_ranks(train_characters, world, str(home), (f"name={layout}", *overrides))
@@ -85,7 +85,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(home: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("layout", ["dp_shard=2", pytest.param("strategy=ddp,dp_replicate=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["dp_shard=2", "strategy=ddp,dp_replicate=2"])
 @pytest.mark.slow
 def test_check_compares_a_layout_with_one_process(
     tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]

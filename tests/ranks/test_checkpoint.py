@@ -276,7 +276,7 @@ def on_hosts(folder: str, strategy: str, hosts: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "hosts"), [("fsdp", 2), pytest.param("ddp", 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("strategy", "hosts"), [("fsdp", 2), ("ddp", 1)])
 def test_hosts_go_on_from_their_own_copies_or_all_from_the_shared_one(
     tmp_path: Path, strategy: str, hosts: int
 ) -> None:

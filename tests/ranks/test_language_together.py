@@ -14,7 +14,6 @@ import pytest
 
 from mmspeed.errors import UserError
 from tests.ranks.test_language_train import MODELS, config, home, rows
-from tests.support.covers import slow_but
 from tests.support.spawn import run_ranks
 
 __all__ = ["home"]
@@ -78,7 +77,8 @@ def train(folder: str, name: str, overrides: tuple[str, ...], budget: bool) -> N
     raise AssertionError(f"no budget up to {least:.1f} MB will do")
 
 
-@pytest.mark.parametrize("name", slow_but(CASES, ()))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_losses_are_those_of_one_process(home: Path, name: str) -> None:
     """One process of the same precision, with everything kept, in one piece, on the device."""
     case = CASES[name]

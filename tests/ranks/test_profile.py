@@ -24,7 +24,7 @@ def _measure(folder: str, rank_folder: str, strategy: str) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_two_processes_agree(tmp_path: Path, strategy: str) -> None:
     first, second = run_ranks(_measure, 2, str(tmp_path), str(tmp_path / "runs"), strategy)
     assert first[:4] == second[:4]  # what each holds of the weights may differ by a row

@@ -12,7 +12,6 @@ from mmspeed.loop.averages import ema_decay
 from mmspeed.loop.optimizers.build import learning_rate
 from tests.support.character_runs import ALONE, character_config, losses
 from tests.support.checkpoints import differing, farthest, whole_checkpoint
-from tests.support.covers import slow_but
 from tests.support.distillation import DistillationTask, critic_loss, student_loss, train_both
 from tests.support.spawn import run_ranks
 
@@ -80,7 +79,7 @@ def test_a_run_is_the_updates_by_hand(home: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", slow_but(["fsdp", "ddp"], ["ddp"]))
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_two_ranks_equal_one_process(home: Path, strategy: str) -> None:
     run_ranks(train_both, 2, str(home), (f"name={strategy}", f"parallel.strategy={strategy}"))
     found, one = character_config(home, f"name={strategy}"), character_config(home)

@@ -30,11 +30,10 @@ Found = list[list[dict[str, Any]]]
     scope="module",
     params=[
         (2, True),
-        pytest.param((4, True), marks=pytest.mark.slow),
         pytest.param((2, False), marks=pytest.mark.slow),
         pytest.param((4, False), marks=pytest.mark.slow),
     ],
-    ids=["2 ranks, some", "4 ranks, some", "2 ranks, all", "4 ranks, all"],
+    ids=["2 ranks, some", "2 ranks, all", "4 ranks, all"],
 )
 def ranks(request: pytest.FixtureRequest) -> Found:
     """All cases of a world, or few of them, in which each kind of layout and of step is still there."""

@@ -43,7 +43,6 @@ LAYOUTS: dict[str, tuple[Any, int, int]] = {
     "ddp": ("ddp", 2, 8),
     "ddp, accumulated": ("ddp", 2, 1),
 }
-SLOW = LAYOUTS.keys() - {"ddp"}
 # of 90 hidden units 45 a tensor-parallel rank, of these 23 and 22 a shard
 ODD = SoraDiTConfig(width=36, depth=2, heads=2, latent_channels=3, text_width=10, adaln_rank=3, mlp_ratio=2.5)
 
@@ -234,16 +233,13 @@ def checkpoints(folder: str) -> dict[str, Any]:
 
 def work(folder: str) -> dict[str, Any]:
     torch.manual_seed(0)
-    return {"muon": muon(), "gaps": forward_gaps(), "checkpoints": checkpoints(folder)}
-
-
-def more_work(folder: str) -> dict[str, Any]:
-    """Of the slow tests."""
-    torch.manual_seed(0)
     return {
         "released": {tier: released(tier) for tier in ("plain", "host", "states")},
         "broken": broken_in_backward(),
+        "muon": muon(),
+        "gaps": forward_gaps(),
         "tensor": over_tensors(folder),
+        "checkpoints": checkpoints(folder),
     }
 
 
@@ -253,7 +249,7 @@ def work_on(layout: str) -> dict[str, Any]:
     return {tier: of_tier(tier, layout) for tier in TIERS}
 
 
-@pytest.fixture(scope="module", params=slow_but(LAYOUTS, LAYOUTS.keys() - SLOW))
+@pytest.fixture(scope="module", params=slow_but(LAYOUTS, {"ddp"}))
 def tiers(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """By rank, what each tier gave in a layout."""
     return run_ranks(work_on, 2, request.param)
@@ -276,11 +272,6 @@ def one(folder: Path) -> Arrays:
 @pytest.fixture(scope="module")
 def two(folder: Path, one: Arrays) -> list[dict[str, Any]]:
     return run_ranks(work, 2, str(folder))
-
-
-@pytest.fixture(scope="module")
-def more(folder: Path) -> list[dict[str, Any]]:
-    return run_ranks(more_work, 2, str(folder))
 
 
 def gap(found: Arrays, truth: Arrays, kind: str) -> float:
@@ -319,8 +310,8 @@ def test_tiers_over_ranks_are_bitwise_one_another(tiers: list[dict[str, Any]]) -
 
 
 @pytest.mark.slow
-def test_shards_are_updated_in_backward_bit_for_bit(more: list[dict[str, Any]]) -> None:
-    for rank in more:
+def test_shards_are_updated_in_backward_bit_for_bit(two: list[dict[str, Any]]) -> None:
+    for rank in two:
         for tier, found in rank["released"].items():
             assert found["losses"][0] == found["losses"][1] and found["differ"] == [], tier
             assert found["norms"][0] == pytest.approx(found["norms"][1], rel=1e-6), tier
@@ -328,8 +319,8 @@ def test_shards_are_updated_in_backward_bit_for_bit(more: list[dict[str, Any]]) 
 
 
 @pytest.mark.slow
-def test_a_nan_in_backward_ends_the_run_on_all_ranks(more: list[dict[str, Any]]) -> None:
-    for rank in more:
+def test_a_nan_in_backward_ends_the_run_on_all_ranks(two: list[dict[str, Any]]) -> None:
+    for rank in two:
         message, finite = rank["broken"]
         assert "a part of this step was applied" in message and "s1.mp4" in message and all(finite)
 
@@ -357,9 +348,9 @@ def test_bfloat16_parameters_compute_as_shards_in_bfloat16_do(two: list[dict[str
 
 
 @pytest.mark.slow
-def test_tensor_parallel_tiers(more: list[dict[str, Any]], folder: Path) -> None:
+def test_tensor_parallel_tiers(two: list[dict[str, Any]], folder: Path) -> None:
     alone = over_tensors(None)
-    for rank in more:
+    for rank in two:
         for family in (("plain", "states"), HALF):
             first = rank["tensor"][family[0]]
             for tier in family[1:]:
@@ -375,7 +366,7 @@ def test_tensor_parallel_tiers(more: list[dict[str, Any]], folder: Path) -> None
     for tier in ("plain", "split"):
         state = odd_state(tier, None, None, seed=1)
         load(folder / "tp" / step_name(2), state.model, state.optimizer, state.ema)
-        assert same(arrays(everything(state)), more[0]["tensor"]["host"][1]) == []
+        assert same(arrays(everything(state)), two[0]["tensor"]["host"][1]) == []
 
 
 @pytest.mark.slow

@@ -24,7 +24,6 @@ LAYOUTS = {
     "ddp-2": (2, ("parallel.strategy=ddp",)),
     "ddp-4": (4, ("parallel.strategy=ddp", "train.micro_batch_size=1")),
 }
-SLOW = LAYOUTS.keys() - {"fsdp-2-accumulated"}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +55,7 @@ def test_its_own_count_of_operations_is_told(home: Path) -> None:
             assert any(row["mfu"] * seconds * 0.1e12 == pytest.approx(flops) for flops in lengths)
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, LAYOUTS.keys() - SLOW))
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, {"fsdp-2-accumulated"}))
 def test_ranks_equal_one_process(home: Path, layout: str) -> None:
     """Gradients are sums of the same numbers in another order: a few eps, of which Adam makes less than that share of its steps of 1e-3."""
     world, overrides = LAYOUTS[layout]
@@ -74,7 +73,8 @@ def stopped(folder: str, overrides: tuple[str, ...]) -> None:
         train_toy(folder, (f"train.steps={steps}", *overrides))
 
 
-@pytest.mark.parametrize("strategy", slow_but(["none", "fsdp", "ddp"], ()))
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["none", "fsdp", "ddp"])
 def test_a_run_that_was_stopped_goes_on_bitwise(home: Path, strategy: str) -> None:
     if strategy == "none":
         stopped(str(home), ("name=parts-none",))

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.support.checkpoints import whole_checkpoint
-from tests.support.covers import slow_but
 from tests.support.published import load, prepare, published_config, train_published, write_cache
 from tests.support.runs import losses
 from tests.support.spawn import run_ranks
@@ -29,7 +28,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", slow_but(["ddp", "fsdp"], ["ddp"]))
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_both_strategies_train_without_them(home: Path, strategy: str) -> None:
     alone = published_config(home, "qwen", *overrides(home, "alone"))
     if not alone.run_dir.exists():

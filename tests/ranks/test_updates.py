@@ -130,10 +130,10 @@ def test_an_update_of_every_second_step_is_told_at_its_steps(home: Path) -> None
 @pytest.mark.parametrize(
     ("strategy", "kind"),
     [
-        pytest.param("fsdp", "slow", marks=pytest.mark.slow),
+        ("fsdp", "slow"),
         ("ddp", "joint"),
-        pytest.param("fsdp", "joint", marks=pytest.mark.slow),
-        pytest.param("ddp", "slow", marks=pytest.mark.slow),
+        ("fsdp", "joint"),
+        ("ddp", "slow"),
     ],
 )
 def test_two_ranks_equal_one_process_and_go_on_bitwise(home: Path, kind: str, strategy: str) -> None:

@@ -113,7 +113,6 @@ def bare_imports(tree: ast.Module) -> list[str]:
     return [module for module in found if module.split(".")[0] in LINKS]
 
 
-@pytest.mark.slow
 def test_root_folders_are_imported_through_mmspeed() -> None:
     assert offenders(python_files(*CODE, "tests"), lambda path: bare_imports(syntax(path))) == {}
 

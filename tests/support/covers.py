@@ -24,12 +24,15 @@ def pairwise(
     every = [dict(zip(names, values, strict=True)) for values in product(*settings.values())]
     every = [each for each in every if allowed(each)]
     random.Random(seed).shuffle(every)
-    met = [pairs(each) for each in every]
-    left = set[Pair]().union(*met)
-    found = []
+    return [every[place] for place in greedy([pairs(each) for each in every])]
+
+
+def greedy(met: Sequence[set[Any]], known: Iterable[Any] = ()) -> list[int]:
+    """Places of sets whose union with `known` is that of all: each has most of what is left, the first of equals."""
+    left, found = set[Any]().union(*met) - set(known), []
     while left:
-        best = max(range(len(every)), key=lambda place: len(met[place] & left))
-        found.append(every[best])
+        best = max(range(len(met)), key=lambda place: len(met[place] & left))
+        found.append(best)
         left -= met[best]
     return found
 

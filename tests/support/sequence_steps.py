@@ -28,6 +28,7 @@ from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import TokenLayout, make_layout, parallelize, unwrap
 from mmspeed.protocols import Batch
 from mmspeed.shapes import Bucket
+from tests.support.covers import greedy
 from tests.support.steps import train_step
 
 RECOMPUTED = BlockPolicies.everywhere({"block": "recompute"})
@@ -285,20 +286,13 @@ def truth_of(case: Case) -> Case:
 
 
 def few_cases(world: int) -> list[Case]:
-    """Two cases that are compared with each other, and others, found greedily, so that each value of each field is there, each number of
-    processes of an axis, and products with each model."""
+    """Two cases that are compared with each other, and others with each value of each field and each pair of (ulysses, ring)."""
 
     def facts(case: Case) -> set[Any]:
-        return {*vars(case).items(), (case.ulysses, case.ring), (case.ulysses, case.ring, case.model, case.dsp > 1)}
+        return {*vars(case).items(), (case.ulysses, case.ring)}
 
-    every, found = cases(world), [Case(world, 1, "switch"), Case(world, 1, "ulysses")]
-    met = [{fact for fact in facts(case) if len(fact) < 4 or fact[3]} for case in every]
-    left = set[Any]().union(*met) - facts(found[0]) - facts(found[1])
-    while left:
-        best = max(range(len(every)), key=lambda place: len(met[place] & left))
-        found.append(every[best])
-        left -= met[best]
-    return found
+    two, every = [Case(world, 1, "switch"), Case(world, 1, "ulysses")], cases(world)
+    return [*two, *(every[place] for place in greedy([facts(case) for case in every], facts(two[0]) | facts(two[1])))]
 
 
 def work(world: int, few: bool) -> list[dict[str, Any]]:

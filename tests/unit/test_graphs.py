@@ -92,7 +92,7 @@ def full_inputs(number: int) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["small", "SoraDiT"])
+@pytest.mark.parametrize("full", [False, True], ids=["small", "SoraDiT"])
 def test_recomputation_around_graphs_with_breaks(full: bool) -> None:
     """Shapes change, so that torch makes other graphs, which keep other tensors, between a forward pass and its recomputation."""
     torch._dynamo.reset()

@@ -301,9 +301,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "code"), [pytest.param("killed", -signal.SIGKILL, marks=pytest.mark.slow), ("at its end", 3)]
-)
+@pytest.mark.parametrize(("how", "code"), [("killed", -signal.SIGKILL), ("at its end", 3)])
 def test_no_process_outlives_training(tmp_path: Path, how: str, code: int) -> None:
     make_cache(tmp_path / "cache")
     script = tmp_path / "script.py"

@@ -14,7 +14,7 @@ from tests.support.care_caches import build_whole, contents
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [pytest.param(20, id="20"), pytest.param(2000, id="2000", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [pytest.param(60, id="60"), pytest.param(2000, id="2000")])
 def test_every_damage_is_noticed_and_no_reader_crashes(tmp_path: Path, count: int) -> None:
     build_whole(tmp_path / "base")
     contents(tmp_path / "base")  # opened once, so that derived files are there too

@@ -57,18 +57,16 @@ HALF = ("device.dtype=bfloat16", "memory.bucket=256KiB")
 @pytest.mark.parametrize(
     ("overrides", "within"),
     [
-        pytest.param((), 0.0, marks=pytest.mark.slow),
-        pytest.param(("memory.activation_policy={block: recompute}",), 0.0, marks=pytest.mark.slow),
-        pytest.param(("memory.activation_policy={mlp: selective}",), 0.0, marks=pytest.mark.slow),
+        ((), 0.0),
+        (("memory.activation_policy={block: recompute}",), 0.0),
+        (("memory.activation_policy={mlp: selective}",), 0.0),
         (("memory.activation_policy={block: offload_selective}", "memory.offload_from=1"), 0.0),
-        pytest.param(("memory.mlp_chunk=50",), 0.01, marks=pytest.mark.slow),
-        pytest.param(("device.dtype=bfloat16",), 0.02, marks=pytest.mark.slow),
-        pytest.param(("memory.states=host",), 0.02, marks=pytest.mark.slow),
-        pytest.param((*HALF, "memory.master=float32"), 0.03, marks=pytest.mark.slow),
-        pytest.param((*HALF, "memory.master=split"), 0.03, marks=pytest.mark.slow),
-        pytest.param(
-            (*HALF, "memory.master=host", "memory.states=host", "memory.ema=host"), 0.03, marks=pytest.mark.slow
-        ),
+        (("memory.mlp_chunk=50",), 0.01),
+        (("device.dtype=bfloat16",), 0.02),
+        (("memory.states=host",), 0.02),
+        ((*HALF, "memory.master=float32"), 0.03),
+        ((*HALF, "memory.master=split"), 0.03),
+        ((*HALF, "memory.master=host", "memory.states=host", "memory.ema=host"), 0.03),
     ],
 )
 def test_the_report_sums_to_what_torch_counts(tmp_path: Path, overrides: tuple[str, ...], within: float) -> None:

@@ -161,9 +161,9 @@ def meetings() -> list[Any]:
         called = ",".join(f"{name}:{way}" for name, way in ways.items())
         for arrangement in ("factorised", "full"):
             for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
-                number = 2 * (arrangement == "full") + (name == "bfloat16")
-                marks = [] if (number, called) == (0, "block:offload") else [pytest.mark.slow]
-                found.append(pytest.param(arrangement, dtype, ways, marks=marks, id=f"{arrangement}-{name}-{called}"))
+                label = f"{arrangement}-{name}-{called}"
+                marks = [] if label == "factorised-float32-block:offload" else [pytest.mark.slow]
+                found.append(pytest.param(arrangement, dtype, ways, marks=marks, id=label))
     return found
 
 

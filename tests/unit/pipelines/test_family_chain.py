@@ -14,7 +14,6 @@ from mmspeed.__main__ import main
 from mmspeed.config import Config, load_config
 from mmspeed.models.families import family_in
 from mmspeed.pipelines.tasks.unused import matching
-from tests.support.covers import slow_but
 from tests.support.runs import CLIPS, losses
 from tests.support.tiny_repositories import REPOSITORIES
 
@@ -64,7 +63,7 @@ def trained(config: Config) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", slow_but(REPOSITORIES, {"flux"}))
+@pytest.mark.parametrize("family", REPOSITORIES)
 def test_from_clips_to_an_exported_repository(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three steps are two and, after a stop, one more, to the bit; the official pipeline loads what was exported."""
     from diffusers import DiffusionPipeline

@@ -53,7 +53,7 @@ def versions(path: Path) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("before", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("before", [False, True])
 def test_all_draws_of_a_run_are_by_its_generator(
     before: bool, small_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,8 +25,8 @@ from tests.unit.pipelines.test_language_start import config, losses
     "model",
     [
         "shape: tiny-llama3-8b",
-        pytest.param("shape: tiny-qwen3-30b-a3b, balance: sequence", marks=pytest.mark.slow),
-        pytest.param("shape: tiny-deepseek-v3", marks=pytest.mark.slow),  # with a module for one more token
+        "shape: tiny-qwen3-30b-a3b, balance: sequence",
+        "shape: tiny-deepseek-v3",  # with a module for one more token
     ],
 )
 def test_a_run_within_a_budget_computes_what_one_without_does(

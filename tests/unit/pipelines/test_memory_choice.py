@@ -118,8 +118,8 @@ def test_the_cast_of_a_parameter_is_known_by_its_views_too() -> None:
     ("dtype", "arrangement"),
     [
         ("float32", "full"),
-        pytest.param("float32", "factorised", marks=pytest.mark.slow),
-        pytest.param("bfloat16", "full", marks=pytest.mark.slow),
+        ("float32", "factorised"),
+        ("bfloat16", "full"),
     ],
 )
 def test_shapes_tell_what_is_measured(

@@ -54,7 +54,7 @@ def config_of(folder: Path, repository: Path, *overrides: str) -> Config:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["channels", pytest.param("replaces", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["channels", "replaces"])
 def test_entries_are_those_of_the_pipeline(repositories: dict[str, Path], tmp_path: Path, kind: str) -> None:
     """Beside a picture, and beside the black one of negative prompts, of which the pipeline takes other rows."""
     pipeline, config = official(repositories[kind]), config_of(tmp_path, repositories[kind])

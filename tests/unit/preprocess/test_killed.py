@@ -37,7 +37,7 @@ def test_a_build_killed_at_random_moments_ends_the_same(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moments", [1, pytest.param(15, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moments", [1, 15])
 def test_of_two_parts_of_an_array_one_is_killed(whole: tuple[Config, float], tmp_path: Path, moments: int) -> None:
     config, seconds = whole
     draw = random.Random(moments)

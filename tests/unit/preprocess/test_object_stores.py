@@ -111,7 +111,7 @@ def test_sources_are_listed_and_fetched_as_local_ones(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("serve", [STORES[0], pytest.param(hub, id="hf", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("serve", STORES)
 def test_a_cache_from_a_store_is_the_one_from_local_files(tmp_path: Path, serve: Serve, own_store: Path) -> None:
     torch.set_num_threads(1)
     folder = tmp_path / "set"

@@ -44,7 +44,7 @@ def config_of(folder: Path, place: str | Path) -> Config:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranges", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranges", [False, True])
 def test_a_killed_build_from_a_remote_tar_ends_as_a_local_one(tmp_path: Path, own_store: Path, ranges: bool) -> None:
     torch.set_num_threads(1)  # forked processes have no threads of ours to compute with
     tar = clips_tar(tmp_path / "files" / "set.tar")

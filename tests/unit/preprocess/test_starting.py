@@ -32,9 +32,7 @@ QUICK = "mixed_folder"  # the one that is built by default
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "shape", [pytest.param(s, marks=() if s == QUICK else pytest.mark.slow) for s in FOLDER_SHAPES]
-)
+@pytest.mark.parametrize("shape", FOLDER_SHAPES)
 def test_what_is_said_to_be_usable_is_what_is_encoded(shape: str, tmp_path: Path) -> None:
     said: list[str] = []
     path = write_config(tmp_path / "run", FOLDER_SHAPES[shape](tmp_path / "data"), tell=said.append)

@@ -24,9 +24,8 @@ def run_build(root: str, path: str) -> None:
     build(Path(root), [{"path": path}], shard_mb=1.0)
 
 
-@pytest.mark.parametrize(
-    "kills", [pytest.param(1, marks=pytest.mark.slow), pytest.param(KILLS, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [2, KILLS])
 def test_killed_at_random_moments_it_ends_with_the_same_bytes(tmp_path: Path, kills: int) -> None:
     path, context = (
         many(tmp_path / "a.jsonl"),

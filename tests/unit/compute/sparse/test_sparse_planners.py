@@ -107,7 +107,7 @@ def cases(pick: st.DrawFn) -> tuple[Tensor, Tensor, PlannerContext, KeepRule]:
     return q, k, PlannerContext(mask, always, full, positions), keep
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(cases(), st.data())
 def test_every_plan_holds_what_plans_hold(
     case: tuple[Tensor, Tensor, PlannerContext, KeepRule], data: st.DataObject
