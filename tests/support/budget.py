@@ -1,7 +1,7 @@
 """Hold the default suite to its budget: each folder's share of the seconds that all tests take (`tests/budget.json`).
 
-Shares are ratios within one run, so that a slow machine fails nothing. A folder may be half above its share, since processors, and other
-work on a machine, slow some tests more than others.
+Shares are ratios within one run, so that a slow machine fails nothing. A folder may be half above its share and a hundredth of the suite
+more, since processors, and other work on a machine, slow some tests more than others: one test of a small folder may double its seconds.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import pytest
 FILE = Path(__file__).resolve().parent.parent / "budget.json"
 FREE = "free"  # seconds for the tests that come
 NOISE = 0.5  # of a folder's own share
+SLACK = 0.01  # of the whole suite
 
 
 def read_budget() -> dict[str, float]:
@@ -46,7 +47,7 @@ class Budget:
         whole, allowed, lines = self.seconds.total(), sum(self.budget.values()), []
         for folder, seconds in sorted(self.seconds.items()):
             share, most = seconds / whole, self.budget.get(folder, 0.0) / allowed
-            if share > most * (1 + NOISE):
+            if share > most * (1 + NOISE) + SLACK:
                 name = folder or "tests in folders that tests/budget.json does not name"
                 lines.append(f"{name}: {share:.1%} of the suite's seconds, where its budget is {most:.1%}")
         return lines
