@@ -68,7 +68,8 @@ def start_server() -> None:
         stops_blocked,  # not before the tests have set what torch reads when it is imported
     )
 
-    mp.set_forkserver_preload([*PRELOAD, *(OF_PUBLISHED if PUBLISHED & sys.modules.keys() else ())])
+    published = OF_PUBLISHED if PUBLISHED & sys.modules.keys() else []
+    mp.set_forkserver_preload(["tests.support.before_imports", *PRELOAD, *published, "tests.support.after_imports"])
     with stops_blocked():
         forkserver.ensure_running()
 
