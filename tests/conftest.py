@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -20,6 +21,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else processes start that each import torch
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # libraries read it when they are imported
+
+gc.disable()  # until the tests are collected: what they import stays, and passing over it takes a sixth of that time
 
 # a busy machine is no failure; tests that need more examples say so
 settings.register_profile("mmspeed", deadline=None, max_examples=50)
@@ -37,6 +40,19 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--budget") and not hasattr(config, "workerinput"):  # workers report to the first process
         config.pluginmanager.register(Budget(read_budget()))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getvalue("dist") != "loadscope":
+        return None
+    from tests.support.scheduling import RulesTogether  # not where there is no xdist
+
+    return RulesTogether(config, log)
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
