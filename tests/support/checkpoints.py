@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -16,13 +18,15 @@ def whole_checkpoint(run: Path, folder: Path | None = None) -> dict[str, Tensor]
     place = folder or latest(run / "checkpoints")
     assert place is not None
     found: dict[str, Tensor] = {}
-    for name, entry in open_checkpoint(place)[1]["tensors"].items():
-        for chunk in entry["chunks"]:
-            with safe_open(place / chunk["file"], "pt") as file:
-                part = file.get_tensor(name)
-            whole = found.setdefault(name, torch.empty(entry["shape"], dtype=part.dtype))
-            slices = tuple(slice(o, o + n) for o, n in zip(chunk["offsets"], chunk["shape"], strict=True))
-            whole[slices] = part.reshape(chunk["shape"])
+    with ExitStack() as stack:
+        opened = cache(lambda file: stack.enter_context(safe_open(place / file, "pt")))  # each reads its header
+        for name, entry in open_checkpoint(place)[1]["tensors"].items():
+            for chunk in entry["chunks"]:
+                part = opened(chunk["file"]).get_tensor(name)
+                if name not in found:
+                    found[name] = torch.empty(entry["shape"], dtype=part.dtype)
+                slices = tuple(slice(o, o + n) for o, n in zip(chunk["offsets"], chunk["shape"], strict=True))
+                found[name][slices] = part.reshape(chunk["shape"])
     return found
 
 
