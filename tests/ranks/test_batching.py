@@ -25,7 +25,7 @@ from mmspeed.data.sampling.rank_batches import rank_batches
 from mmspeed.preprocess import CacheBuilder
 from mmspeed.protocols import Batch
 from tests.support.media import write_image
-from tests.support.runs import SAVED_ONCE, losses, small_tree
+from tests.support.runs import losses, small_tree
 from tests.support.spawn import run_ranks
 
 BUCKETS = [(1, 32, 48), (5, 32, 48), (9, 32, 48), (5, 48, 32)]
@@ -144,7 +144,7 @@ def train_some(folder: str, overrides: tuple[str, ...], stop_at: int | None) -> 
     from mmspeed.pipelines.training.trainer import Run
     from mmspeed.protocols import Models, StepData, Terms
 
-    config = mixed_config(Path(folder), *SAVED_ONCE, *overrides)
+    config = mixed_config(Path(folder), *overrides)
     written: list[dict[str, Any]] = []
 
     class Written(TrainPipeline):

@@ -11,7 +11,7 @@ from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.protocols import Batch, Models, Terms
 from tests.support.checkpoints import differing, whole_checkpoint
-from tests.support.runs import SAVED_ONCE, losses, small_config
+from tests.support.runs import losses, small_config
 from tests.support.spawn import run_ranks
 
 SHARES = "conditioning={first: 0.35, mask: 0.35}"
@@ -26,7 +26,7 @@ Uses = dict[tuple[str, int, int], list[bool]]  # (sample, epoch, repeat) -> give
 
 def config_of(folder: Path, *overrides: str) -> Config:
     buckets = "data.buckets=[{frames: 9, height: 32, width: 48}]"
-    return small_config(folder, buckets, SHARES, *SAVED_ONCE, "validate.samples=0", *overrides)
+    return small_config(folder, buckets, SHARES, "validate.samples=0", *overrides)
 
 
 class WatchedTask(VideoTask):

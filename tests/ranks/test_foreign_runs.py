@@ -14,7 +14,7 @@ from mmspeed.pipelines.tasks.published import PublishedVideoTask
 from tests.support.checkpoints import differing, farthest, whole_checkpoint
 from tests.support.foreign_training import CALLS, EXACT
 from tests.support.published import load, prepare, published_config
-from tests.support.runs import SAVED_ONCE, losses
+from tests.support.runs import losses
 from tests.support.spawn import run_ranks
 
 SPARSE = f"model.sparse={{{EXACT}, planner: clusters}}"
@@ -36,7 +36,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(folder: str, name: str, overrides: tuple[str, ...]) -> None:
     """Train, on however many ranks call this."""
-    config = published_config(Path(folder), name, *SAVED_ONCE, *overrides)
+    config = published_config(Path(folder), name, *overrides)
     TrainPipeline(config, task=PublishedVideoTask(config, lambda: load(Path(folder), name), call=CALLS.get(name))).run()
 
 

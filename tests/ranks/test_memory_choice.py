@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mmspeed.preprocess import CacheBuilder
-from tests.support.runs import SAVED_ONCE, losses, small_config
+from tests.support.runs import losses, small_config
 from tests.support.spawn import run_ranks
 
 LAYOUTS = {
@@ -36,7 +36,7 @@ def train(folder: str, overrides: tuple[str, ...]) -> Any:
             self.given = models
             super().prepare(models, place)
 
-    config = small_config(Path(folder), *SAVED_ONCE, *overrides)
+    config = small_config(Path(folder), *overrides)
     task = KeepsModels(config)
     pipeline = TrainPipeline(config, task=task)
     pipeline.run()

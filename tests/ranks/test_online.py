@@ -11,7 +11,7 @@ from mmspeed.data import DatasetCache
 from mmspeed.preprocess import CacheBuilder
 from tests.ranks.test_sequence_train import WatchedTask
 from tests.support.caches import tar_bytes
-from tests.support.runs import SAVED_ONCE, losses, small_config
+from tests.support.runs import losses, small_config
 from tests.support.spawn import run_ranks
 
 
@@ -20,7 +20,7 @@ def train(folder: str, overrides: tuple[str, ...]) -> dict[str, int]:
     from mmspeed.pipelines import TrainPipeline
     from mmspeed.preprocess import OnlineBuilder
 
-    config = small_config(Path(folder), *SAVED_ONCE, *overrides)
+    config = small_config(Path(folder), *overrides)
     task = WatchedTask(config, OnlineBuilder(config))
     TrainPipeline(config, task=task).run()
     first = task.made.loader.first_epoch

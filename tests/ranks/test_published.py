@@ -14,7 +14,7 @@ from mmspeed.protocols import blocks_of
 from tests.support.checkpoints import differing, farthest, whole_checkpoint
 from tests.support.covers import slow_but
 from tests.support.published import MODELS, one_step, prepare, published_config, train_published
-from tests.support.runs import SAVED_ONCE, losses
+from tests.support.runs import losses
 from tests.support.spawn import run_ranks
 
 LAYOUTS = {
@@ -78,7 +78,7 @@ STOPPED = ("wan", "ltx")
 
 def whole_and_stopped(folder: str, name: str) -> None:
     """A sharded run; of some models also one that stops after two steps."""
-    sharded = (*SAVED_ONCE, "parallel.strategy=fsdp")
+    sharded = ("parallel.strategy=fsdp",)
     train_published(folder, name, (f"name={name}-sharded", *sharded))
     for count in (2, 6) if name in STOPPED else ():
         train_published(folder, name, (f"name={name}-stopped", f"train.steps={count}", *sharded))

@@ -24,7 +24,7 @@ from mmspeed.preprocess import CacheBuilder, OnlineBuilder
 from mmspeed.protocols import RunPlace
 from mmspeed.shapes import Strides
 from tests.ranks.test_batching import mixed_config
-from tests.support.runs import SAVED_ONCE, losses, small_config
+from tests.support.runs import losses, small_config
 from tests.support.spawn import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -49,7 +49,7 @@ def train(folder: str, mixed: bool, *runs: tuple[str, ...]) -> None:
 
     make: Callable[..., Config] = mixed_config if mixed else small_config
     for overrides in runs:
-        config = make(Path(folder), *SAVED_ONCE, *overrides)
+        config = make(Path(folder), *overrides)
         TrainPipeline(config).run()
 
 
@@ -122,7 +122,7 @@ def made_online(folder: str, overrides: tuple[str, ...]) -> tuple[int, int]:
     """Train on a cache that is not there; entries that this rank made, and all."""
     from mmspeed.pipelines import TrainPipeline
 
-    config = small_config(Path(folder), *SAVED_ONCE, *overrides)
+    config = small_config(Path(folder), *overrides)
     task = WatchedTask(config, OnlineBuilder(config))
     TrainPipeline(config, task=task).run()
     first = task.made.loader.first_epoch

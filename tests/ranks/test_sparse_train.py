@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mmspeed.log import read_metrics
-from tests.support.runs import SAVED_ONCE, losses, small_config
+from tests.support.runs import losses, small_config
 from tests.support.spawn import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -35,7 +35,7 @@ def train(folder: str, *runs: tuple[str, ...]) -> None:
     from mmspeed.pipelines import TrainPipeline
 
     for overrides in runs:
-        TrainPipeline(small_config(Path(folder), *SAVED_ONCE, *SPARSE, *overrides)).run()
+        TrainPipeline(small_config(Path(folder), *SPARSE, *overrides)).run()
 
 
 @pytest.fixture(scope="module")

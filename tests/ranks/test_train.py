@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mmspeed.pipelines import TextToVideo
-from tests.support.runs import SAVED_ONCE, losses, small_config
+from tests.support.runs import losses, small_config
 from tests.support.spawn import run_ranks
 
 # Sums over samples are taken in another order on several ranks: float32 rounding, grown over a few steps of Adam.
@@ -19,7 +19,7 @@ TOLERANCE = {"rel": 2e-4}
 def train(folder: str, overrides: tuple[str, ...]) -> None:
     from mmspeed.pipelines import TrainPipeline
 
-    config = small_config(Path(folder), *SAVED_ONCE, *overrides)
+    config = small_config(Path(folder), *overrides)
     TrainPipeline(config).run()
 
 

@@ -15,6 +15,7 @@ from mmspeed.pipelines.tasks import register
 from mmspeed.pipelines.tasks.listed import ListedSample
 from mmspeed.protocols import RunPlace
 from tests.support.characters import CharacterConfig, CharacterTask
+from tests.support.runs import SAVED_ONCE
 
 ALONE = RunPlace(Device("cpu", 0))
 
@@ -32,7 +33,7 @@ def character_tree(folder: Path) -> dict[str, Any]:
         "output": str(folder / "runs"),
         "train": {"steps": 6, "batch_size": 6, "lr": 1e-3, "warmup_steps": 2, "log_every": 1},
         "validate": {"every": 3, "samples": 4, "report": False},
-        "checkpoint": {"every": 2},
+        "checkpoint": {**SAVED_ONCE},
         "device": {"kind": "cpu", "peak_tflops": 0.1},
     }
 

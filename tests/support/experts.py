@@ -16,7 +16,7 @@ from mmspeed.parallel.tensor import local
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.protocols import Models
-from tests.support.runs import SAVED_ONCE, small_tree
+from tests.support.runs import small_tree
 
 SEED = 5  # of whose first three steps two are of high noise and the third is of low noise
 
@@ -36,7 +36,7 @@ def experts_config(folder: Path, *overrides: str, **objective: Any) -> Config:
             "train": {**tree["train"], **train},
             "validate": {"every": 3, "samples": 1, "quantiles": 2, "report": False},
         },
-        (*SAVED_ONCE, *overrides),
+        overrides,
         origin="test",
     )
 

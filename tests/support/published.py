@@ -26,6 +26,7 @@ from mmspeed.pipelines.run.build import Assembly, assemble, place
 from mmspeed.pipelines.tasks.published import PublishedVideoTask
 from mmspeed.protocols import Batch, Conditions, RunPlace, TextEntry
 from mmspeed.shapes import Bucket
+from tests.support.runs import SAVED_ONCE
 from tests.support.video_transformers import make_model
 
 C, D, POOLED = 4, 8, 8
@@ -66,7 +67,7 @@ def published_config(folder: Path, name: str, *overrides: str) -> Config:
         "objective": PUBLISHED[name][2],
         "train": {"steps": 6, "batch_size": 3, "lr": 1e-3, "warmup_steps": 2, "log_every": 1},
         "validate": {"every": 3, "samples": 1, "quantiles": 2, "report": False},
-        "checkpoint": {"every": 2},
+        "checkpoint": {**SAVED_ONCE},
         "memory": {"offload_from": 1},
         "device": {"kind": "cpu", "peak_tflops": 0.1},
     }

@@ -11,8 +11,8 @@ from mmspeed.log import read_metrics
 
 CLIPS = Path(__file__).resolve().parents[2] / "mmspeed" / "assets" / "demo-clips" / "metadata.jsonl"
 
-# overrides: a run writes a checkpoint where it ends or is stopped, which alone takes as long as its steps do
-SAVED_ONCE = ("checkpoint.every=100", "checkpoint.keep_best=false")
+# of small runs: a checkpoint where they end or are stopped, and no more, since each takes as long as their steps do
+SAVED_ONCE = {"every": 100, "keep_best": False}
 
 
 def small_tree(folder: Path, clips: int = 8) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def small_tree(folder: Path, clips: int = 8) -> dict[str, Any]:
         "model": {"size": "nano"},
         "train": {"steps": 6, "batch_size": 3, "lr": 1e-3, "warmup_steps": 2, "log_every": 1},
         "validate": {"every": 3, "samples": 2, "quantiles": 2, "report": False},
-        "checkpoint": {"every": 2},
+        "checkpoint": {**SAVED_ONCE},
         "sample": {"steps": 2},
         "preprocess": {"decode_workers": 1},  # each is a process that starts
         "device": {"kind": "cpu", "peak_tflops": 0.1},

@@ -22,6 +22,7 @@ from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.protocols import TextEntry
 from mmspeed.shapes import Bucket
+from tests.support.runs import SAVED_ONCE
 from tests.support.toy import C, D, H, T, ToyDiT, W
 
 BUCKET = Bucket(5, 16, 24)
@@ -41,7 +42,7 @@ def toy_config(folder: Path, *overrides: str, bucket: Bucket = BUCKET) -> Config
         "text": {"kind": "transformers", "pretrained": str(folder / "no-encoder")},
         "train": {"steps": 6, "batch_size": 3, "lr": 1e-3, "warmup_steps": 2, "log_every": 1},
         "validate": {"every": 3, "samples": 1, "quantiles": 2, "report": False},
-        "checkpoint": {"every": 2},
+        "checkpoint": {**SAVED_ONCE},
         "device": {"kind": "cpu", "peak_tflops": 0.1},
     }
     return make_config(tree, overrides, origin="test")

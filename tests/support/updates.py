@@ -17,7 +17,6 @@ from mmspeed.protocols import Batch, Data, Models, OptimizerSetting, RunPlace, T
 from tests.support.character_runs import character_config
 from tests.support.characters import CharacterModel, CharacterTask
 from tests.support.distillation import DistillationTask, critic_loss, student_loss
-from tests.support.runs import SAVED_ONCE
 
 SLOW = OptimizerSetting(lr_factor=0.25, betas=(0.0, 0.999), weight_decay=0.1)
 
@@ -68,7 +67,6 @@ def train_updates(folder: str, kind: str, overrides: tuple[str, ...] = ()) -> No
 
 def train_whole_and_in_parts(folder: str, kind: str, name: str, overrides: tuple[str, ...] = ()) -> None:
     """The run `name`, and the run `name`-parts, which is stopped after three steps and goes on."""
-    overrides = (*SAVED_ONCE, *overrides)
     train_updates(folder, kind, (f"name={name}", *overrides))
     for stop in ("train.steps=3", "train.steps=6"):
         train_updates(folder, kind, (f"name={name}-parts", *overrides, stop))

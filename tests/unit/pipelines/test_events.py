@@ -47,7 +47,7 @@ class Failing(TrainCallback):
 
 
 def test_callbacks_are_told_what_happens(tmp_path: Path) -> None:
-    config = toy_config(tmp_path, "checkpoint.keep_best=false", "checkpoint.asynchronous=false")
+    config = toy_config(tmp_path, "checkpoint.every=2", "checkpoint.asynchronous=false")
     write_toy_cache(config)
     recorder = Recorder()
     TrainPipeline(config, task=VideoTask(config, build=build_toy), callbacks=[recorder]).run()

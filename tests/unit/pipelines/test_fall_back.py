@@ -17,7 +17,7 @@ from tests.support.character_runs import character_config, losses
 from tests.support.characters import CharacterConfig, CharacterTask
 from tests.support.checkpoints import differing, whole_checkpoint
 
-STEPS = ("checkpoint.every=2", "checkpoint.keep_last=3")
+STEPS = ("checkpoint.every=2", "checkpoint.keep_last=3", "checkpoint.keep_best=true")
 
 
 def train(folder: Path, steps: int, *overrides: str) -> CharacterConfig:

@@ -23,7 +23,7 @@ from mmspeed.log import read_metrics
 from mmspeed.pipelines import TextToVideo, TrainPipeline, write_report
 from mmspeed.pipelines.run.run_folder import RunFolder
 from tests.support.decoding import video_of
-from tests.support.runs import SAVED_ONCE, losses, small_config, small_tree
+from tests.support.runs import losses, small_config, small_tree
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +42,9 @@ def tensors(config: Config, step: int) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def finished(home: Path) -> Config:
-    """A run that was never stopped."""
-    config = small_config(home, "name=whole", "validate.prompts=[a rabbit in a meadow]", "validate.report=true")
+    """A run that was never stopped; it trains on while checkpoints are written."""
+    often = ("checkpoint.every=2", "checkpoint.keep_best=true")
+    config = small_config(home, "name=whole", "validate.prompts=[a rabbit in a meadow]", "validate.report=true", *often)
     TrainPipeline(config).run()
     return config
 
@@ -117,11 +118,11 @@ def test_a_finished_run_says_so_and_goes_on_with_more_steps(home: Path) -> None:
 
 @pytest.mark.slow
 def test_rows_are_means_and_a_stopped_run_tells_of_its_last_steps(home: Path) -> None:
-    single = small_config(home, "name=single", "train.steps=4", *SAVED_ONCE)
+    single = small_config(home, "name=single", "train.steps=4")
     TrainPipeline(single).run()
     each = losses(single)
-    parts = small_config(home, "name=means", "train.steps=4", "train.log_every=3", *SAVED_ONCE)
-    whole = small_config(home, "name=means-whole", "train.steps=4", "train.log_every=3", *SAVED_ONCE)
+    parts = small_config(home, "name=means", "train.steps=4", "train.log_every=3")
+    whole = small_config(home, "name=means-whole", "train.steps=4", "train.log_every=3")
     parts.run_dir.mkdir(parents=True)
     (parts.run_dir / "stop").touch()
     assert TrainPipeline(parts).run().step == 1
@@ -150,9 +151,7 @@ def weights_of(config: Config) -> list[float]:
 
 
 def test_save_file_saves_and_keeps_only_the_newest(home: Path) -> None:
-    config = small_config(
-        home, "name=save", "checkpoint.every=100", "checkpoint.keep_last=1", "checkpoint.keep_best=false"
-    )
+    config = small_config(home, "name=save", "checkpoint.keep_last=1")
     config.run_dir.mkdir(parents=True)
     (config.run_dir / "save").touch()
     TrainPipeline(config).run()
@@ -298,7 +297,7 @@ def test_a_loss_that_is_not_finite_names_step_and_sample(home: Path, monkeypatch
 
 def test_the_best_validation_is_saved_where_no_checkpoint_falls(home: Path) -> None:
     config = small_config(
-        home, "name=best", "train.steps=5", "validate.every=3", "checkpoint.every=100", "checkpoint.keep_last=1"
+        home, "name=best", "train.steps=5", "validate.every=3", "checkpoint.keep_best=true", "checkpoint.keep_last=1"
     )
     TrainPipeline(config).run()
     rows = [row for row in read_metrics(config.run_dir / "metrics.jsonl") if row["kind"] == "validation"]
