@@ -278,7 +278,7 @@ def local(tensor: Tensor) -> Tensor:
     scope="module",
     params=[
         (1, True),
-        (2, True),
+        pytest.param((2, True), marks=pytest.mark.slow),
         pytest.param((4, True), marks=pytest.mark.slow),
         pytest.param((2, False), marks=pytest.mark.slow),
         pytest.param((4, False), marks=pytest.mark.slow),

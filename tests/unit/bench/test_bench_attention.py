@@ -30,6 +30,7 @@ from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.preprocess import CacheBuilder
+from tests.support.covers import checkered
 from tests.support.runs import small_tree
 
 GRID = (8, 8, 8)
@@ -96,8 +97,7 @@ def test_sizes_of_the_lengths_of_the_study() -> None:
     assert window_of((16, 32, 32), (4, 4, 4), 1.0) == (5, 9, 9)
 
 
-@pytest.mark.parametrize("planner", ["clusters", "tiles"])
-@pytest.mark.parametrize("tail", ["zero", "summary"])
+@pytest.mark.parametrize(("planner", "tail"), checkered(["clusters", "tiles"], ["zero", "summary"]))
 def test_rows_are_those_of_direct_calls(planner: str, tail: str) -> None:
     asked = {"tokens": (512,), "keeps": (0.2,), "planners": (planner,), "tails": (tail,), "rounds": 1, "device": "cpu"}
     result = bench_attention(asked | {"seeds": 1})
