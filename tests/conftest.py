@@ -51,6 +51,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return RulesTogether(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):
+        from tests.support.scheduling import import_share
+
+        import_share(session.config, ROOT / "tests")
+
+
 def pytest_collection_finish() -> None:
     gc.enable()
 
