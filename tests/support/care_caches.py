@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from tests.support.caches import BUCKET, add_latent, add_text, latent_parts
 CODEC = "codec/linear-4.safetensors"
 
 
+@cache
 def codec(seed: int = 0) -> LinearCodec:
     """A linear codec of 4 channels, fitted on noise."""
     generator = torch.Generator().manual_seed(seed)
