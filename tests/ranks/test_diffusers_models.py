@@ -210,9 +210,7 @@ def on_two(folder: str) -> dict[str, Any]:
     return {"cases": found, "images": images, "saved": saved(folder), "failures": failures()}
 
 
-def on_four(everything: bool) -> dict[str, Any]:
-    if not everything:
-        return {f"{case} 2x2": compare(case, 2, 2) for case in ("wan", "cogvideox", "hunyuan")}
+def on_four() -> dict[str, Any]:
     found: dict[str, Any] = {f"{case} 2x2": compare(case, 2, 2) for case in ON_FOUR}
     found |= {name: compare(case, 2, 2, **how) for name, (case, how) in EXTRA.items()}
     for case in DDP:
@@ -231,9 +229,9 @@ def others() -> dict[str, Any]:
     return run_ranks(others_on_two, 2)[0]
 
 
-@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "all"])
-def four(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return run_ranks(on_four, 4, request.param)[0]
+@pytest.fixture(scope="module")
+def four() -> dict[str, Any]:
+    return run_ranks(on_four, 4)[0]
 
 
 def hold(found: Found) -> None:
@@ -260,8 +258,9 @@ def hold_on_two(found: Found, name: str) -> None:
     assert ("all_to_all" in kinds) == (ours == "ulysses") and ("ring" in kinds) == (ours == "ring"), found["calls"]
 
 
+@pytest.mark.slow
 def test_four_ranks(four: dict[str, Any]) -> None:
-    assert len(four) in (3, len(ON_FOUR) + len(EXTRA) + len(DDP) + 2)
+    assert len(four) == len(ON_FOUR) + len(EXTRA) + len(DDP) + 2
     for found in four.values():
         hold(found)
 

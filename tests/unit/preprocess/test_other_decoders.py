@@ -70,7 +70,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: write_video(folder / name, **settings) for name, settings in shorter.items()}
 
 
-@pytest.fixture(scope="module", params=OTHERS)
+@pytest.fixture(scope="module", params=[decoder("torchcodec", pytest.mark.slow), *OTHERS[1:]])  # it imports torch
 def worker(request: pytest.FixtureRequest) -> Iterator[tuple[str, DecodeWorker]]:
     """A worker of one of the decoders, with its name."""
     with DecodeWorker(OtherDecoder(request.param, "cpu", NEWEST_RULES)) as started:
