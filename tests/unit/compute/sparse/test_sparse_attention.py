@@ -6,6 +6,7 @@ Legend: B batch, A heads, G = B x A, N queries, M keys, D head width, C clusters
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -64,14 +65,18 @@ def test_all_kept_is_dense_attention(backend: str, dtype: torch.dtype, tail: str
     alike(got, [dense.detach(), lse, *gradients(dense, tensors)], TOLERANCE[dtype])
 
 
-DIFFERENCES = [
-    pytest.param(*case.values, keep, id=f"{keep}-{case.id}", marks=[pytest.mark.slow] if (one + other) % 2 else [])
-    for one, case in enumerate(cases(torch.float64))
-    for other, keep in enumerate([0.0, 0.3, 1.5])
-]
+def meetings(kernels: list[Any], others: Sequence[Any]) -> list[Any]:
+    """Each of `cases` with each other value, of which every second one is slow, like fields of a chessboard."""
+    return [
+        pytest.param(
+            *case.values, value, id=f"{value}-{case.id}", marks=[pytest.mark.slow] if (row + column) % 2 else []
+        )
+        for column, value in enumerate(others)
+        for row, case in enumerate(kernels)
+    ]
 
 
-@pytest.mark.parametrize(("backend", "dtype", "tail", "keep"), DIFFERENCES)
+@pytest.mark.parametrize(("backend", "dtype", "tail", "keep"), meetings(cases(torch.float64), [0.0, 0.3, 1.5]))
 def test_gradients_are_finite_differences(backend: str, dtype: torch.dtype, tail: str, keep: float) -> None:
     plan = random_plan(1, 2, 6, 7, clusters=3, keep=keep, tail_clusters=3)
     q, k, v = qkv(plan, 4, dtype)
@@ -83,9 +88,9 @@ def test_gradients_are_finite_differences(backend: str, dtype: torch.dtype, tail
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype", "tail"), [case for case in cases(*TOLERANCE) if case.values[0] != "masked"]
+    ("backend", "dtype", "tail", "name"),
+    meetings([case for case in cases(*TOLERANCE) if case.values[0] != "masked"], [*PLANS]),
 )
-@pytest.mark.parametrize("name", PLANS)
 def test_kernels_equal_the_oracle(backend: str, dtype: torch.dtype, tail: str, name: str) -> None:
     plan = plan_of(name)
     tensors = qkv(plan, 16, dtype)
