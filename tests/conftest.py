@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else processes start that each import torch
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # libraries read it when they are imported
-
-gc.disable()  # until the tests are collected: what they import stays, and passing over it takes a sixth of that time
 
 # a busy machine is no failure; tests that need more examples say so
 settings.register_profile("mmspeed", deadline=None, max_examples=50)
@@ -51,16 +49,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return RulesTogether(config, log)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection(session: pytest.Session) -> None:
-    if hasattr(session.config, "workerinput"):
-        from tests.support.scheduling import import_share
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    gc.disable()  # what tests import stays, and passing over it takes a sixth of the time
+    try:
+        if hasattr(session.config, "workerinput"):
+            from tests.support.scheduling import import_share
 
-        import_share(session.config, ROOT / "tests")
-
-
-def pytest_collection_finish() -> None:
-    gc.enable()
+            import_share(session.config, ROOT / "tests")
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)
