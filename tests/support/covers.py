@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from typing import Any
 
 import pytest
@@ -51,14 +51,20 @@ def checkered(*axes: Sequence[Any]) -> list[Any]:
     """Parameters of a test: all combinations of the axes' values, of which every second one is slow, like fields of a chessboard.
 
     Each two values of two axes meet by default where there is a third axis, and each value has half of its partners where there is none.
+    A `pytest.param` on an axis stands for its values.
     """
     return [
         pytest.param(
-            *(axis[place] for axis, place in zip(axes, places, strict=True)),
+            *chain.from_iterable(values_of(axis[place]) for axis, place in zip(axes, places, strict=True)),
             marks=[pytest.mark.slow] if sum(places) % 2 else [],
         )
         for places in product(*(range(len(axis)) for axis in axes))
     ]
+
+
+def values_of(value: Any) -> tuple[Any, ...]:
+    """The values of a parameter of a test, which is one value where it is no `pytest.param`."""
+    return tuple(value.values) if isinstance(value, type(pytest.param())) else (value,)
 
 
 def every_second(names: Iterable[str]) -> list[Any]:

@@ -6,7 +6,6 @@ Legend: B batch, A heads, G = B x A, N queries, M keys, D head width, C clusters
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +20,7 @@ from mmspeed import rng
 from mmspeed.compute.sparse import ClusterPlan, SparseOutput, TailClusters, clustered_attention, key_means
 from mmspeed.compute.sparse.attention import KERNELS, choose_kernel
 from mmspeed.compute.sparse.kernels.kernel import SparseKernel
+from tests.support.covers import checkered
 from tests.support.sparse_plans import (
     PLANS,
     TOLERANCE,
@@ -48,7 +48,11 @@ def serving(dtype: torch.dtype, tail: str) -> list[str]:
 def cases(*dtypes: torch.dtype) -> list[Any]:
     """Cases of a kernel, a number type and a tail."""
     every = [(name, dtype, tail) for dtype in dtypes for tail in TAILS for name in serving(dtype, tail)]
-    return [pytest.param(*case, id="-".join(map(str, case)).replace("torch.", "")) for case in every]
+    return [pytest.param(*case, id="-".join(map(in_words, case))) for case in every]
+
+
+def in_words(value: Any) -> str:
+    return str(value).replace("torch.", "")
 
 
 # ---- T1, T2, T3: dense attention, finite differences, the oracle
@@ -65,18 +69,9 @@ def test_all_kept_is_dense_attention(backend: str, dtype: torch.dtype, tail: str
     alike(got, [dense.detach(), lse, *gradients(dense, tensors)], TOLERANCE[dtype])
 
 
-def meetings(kernels: list[Any], others: Sequence[Any]) -> list[Any]:
-    """Each of `cases` with each other value, of which every second one is slow, like fields of a chessboard."""
-    return [
-        pytest.param(
-            *case.values, value, id=f"{value}-{case.id}", marks=[pytest.mark.slow] if (row + column) % 2 else []
-        )
-        for column, value in enumerate(others)
-        for row, case in enumerate(kernels)
-    ]
-
-
-@pytest.mark.parametrize(("backend", "dtype", "tail", "keep"), meetings(cases(torch.float64), [0.0, 0.3, 1.5]))
+@pytest.mark.parametrize(
+    ("backend", "dtype", "tail", "keep"), checkered(cases(torch.float64), [0.0, 0.3, 1.5]), ids=in_words
+)
 def test_gradients_are_finite_differences(backend: str, dtype: torch.dtype, tail: str, keep: float) -> None:
     plan = random_plan(1, 2, 6, 7, clusters=3, keep=keep, tail_clusters=3)
     q, k, v = qkv(plan, 4, dtype)
@@ -89,7 +84,8 @@ def test_gradients_are_finite_differences(backend: str, dtype: torch.dtype, tail
 
 @pytest.mark.parametrize(
     ("backend", "dtype", "tail", "name"),
-    meetings([case for case in cases(*TOLERANCE) if case.values[0] != "masked"], [*PLANS]),
+    checkered([case for case in cases(*TOLERANCE) if case.values[0] != "masked"], [*PLANS]),
+    ids=in_words,
 )
 def test_kernels_equal_the_oracle(backend: str, dtype: torch.dtype, tail: str, name: str) -> None:
     plan = plan_of(name)
