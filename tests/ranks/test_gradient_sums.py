@@ -42,6 +42,7 @@ from mmspeed.parallel import (
 )
 from mmspeed.parallel.data_parallel import sum_gradients
 from mmspeed.protocols import Batch
+from tests.support.covers import slow_but
 from tests.support.sequence_steps import Case as SoraCase
 from tests.support.sequence_steps import Still
 from tests.support.sequence_steps import build as build_sora
@@ -90,11 +91,6 @@ SETTINGS: dict[int, dict[str, Setting]] = {
         "tp and fsdp": Setting("fsdp", tp=2),
         "tp and hybrid": Setting("fsdp", 2, tp=2),
     },
-}
-# of several processes, those in every run: each engine, with parameters of both kinds, accumulated or not
-FEW = {
-    2: {"fsdp, accumulated", "ddp, bfloat16 parameters", "tp"},
-    4: {"hybrid, bfloat16 parameters, accumulated", "hybrid", "tp and fsdp"},
 }
 SORA = SoraCase(1, 1, "switch")
 
@@ -240,16 +236,10 @@ def groups_of(model: nn.Module) -> list[tuple[str, Any]]:
     return found
 
 
-def names_of(world: int, fast: bool) -> list[str]:
-    """The settings in every run, or those with `slow`."""
-    return [name for name in SETTINGS[world] if (name in FEW.get(world, SETTINGS[world])) == fast]
-
-
-def compare(fast: bool) -> dict[str, Any]:
+def compare() -> dict[str, Any]:
     """Each setting, summed and averaged."""
     found = {}
-    for name in names_of(dist.get_world_size(), fast):
-        setting = SETTINGS[dist.get_world_size()][name]
+    for name, setting in SETTINGS[dist.get_world_size()].items():
         bench, now, before, dividing = Bench(setting), Passes(), Passes(), Passes()
         steps = bench.summed(now), bench.averaged(before)
         bench.summed(dividing, divide_by_one)
@@ -274,21 +264,10 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        (1, True),
-        pytest.param((2, True), marks=pytest.mark.slow),
-        pytest.param((4, True), marks=pytest.mark.slow),
-        pytest.param((2, False), marks=pytest.mark.slow),
-        pytest.param((4, False), marks=pytest.mark.slow),
-    ],
-    ids=["1", "2", "4", "2, the rest", "4, the rest"],
-)
+@pytest.fixture(scope="module", params=slow_but(SETTINGS, {1}), ids=str)
 def compared(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    world, fast = request.param
-    ranks = run_ranks(compare, world, fast)
-    assert all(list(rank) == names_of(world, fast) for rank in ranks)
+    ranks = run_ranks(compare, request.param)
+    assert all(rank.keys() == SETTINGS[request.param].keys() for rank in ranks)
     return ranks
 
 
