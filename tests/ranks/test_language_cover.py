@@ -52,7 +52,7 @@ def test_the_cover_has_many_combinations_of_all_layouts() -> None:
     assert {case["layout"] for case in cover()} == {name for layouts in LAYOUTS.values() for name in layouts}
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_few_compute_what_one_process_does(world: int) -> None:
     hold_all(world, few=True)
 
