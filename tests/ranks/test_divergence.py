@@ -26,7 +26,7 @@ from tests.support.spawn import run_ranks
 from tests.support.spikes import LONG, RULE, SPIKE, Recorder, cache_with, enlarged, first_epoch, rows, spoiled, train
 from tests.support.toy_runs import train_toy
 
-QUIET = ("validate.every=100", "validate.samples=0", "checkpoint.every=100", "checkpoint.keep_best=false")
+QUIET = ("validate.every=100", "validate.samples=0")
 
 
 @pytest.mark.slow
@@ -133,9 +133,9 @@ def test_a_spike_stops_the_run_and_spares_the_checkpoints_before_it(tmp_path: Pa
 def test_the_update_of_a_step_above_the_limit_is_not_applied(tmp_path: Path, order: list[list[str]]) -> None:
     spoiled(tmp_path, order, 1000.0, SPIKE)
     rule = RULE.format("skip").replace("steps: 1", "steps: 2")
-    recorder = train(tmp_path, "name=one", "train.steps=8", "checkpoint.every=100", rule)
+    recorder = train(tmp_path, "name=one", "train.steps=8", rule)
     assert [step for step, sources in recorder.steps if not sources] == [SPIKE]
-    run_ranks(train_toy, 2, str(tmp_path), ("name=two", "train.steps=8", "checkpoint.every=100", *LONG, rule))
+    run_ranks(train_toy, 2, str(tmp_path), ("name=two", "train.steps=8", *LONG, rule))
     for name in ("one", "two"):
         assert rows(tmp_path, name, "train")[-1]["skipped_steps"] == 1
     one, two = ([row["loss"] for row in rows(tmp_path, name, "train")] for name in ("one", "two"))

@@ -42,7 +42,6 @@ STILL = (
     "train.clip_norm=null",
     "train.warmup_steps=0",
     "validate.samples=0",
-    "checkpoint.every=1000",
 )
 BY_TOKENS = ("batching.by=tokens", "train.batch_size=null")
 Gradients = list[Tensor]  # of each parameter, in the optimizer's order

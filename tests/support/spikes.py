@@ -18,7 +18,7 @@ from tests.support.toy_runs import build_toy, toy_config, write_toy_cache
 # 24 samples, three a step: epochs of 8 steps
 SPIKE = 6  # the step whose samples are spoiled
 RULE = "train.divergence={{action: {}, factor: 50, steps: 1, window: 3, roll_backs: 1}}"
-LONG = ("validate.every=100", "validate.samples=0", "checkpoint.keep_best=false", "train.warmup_steps=0")
+LONG = ("validate.every=100", "validate.samples=0", "train.warmup_steps=0")
 
 
 class Recorder(TrainCallback):
@@ -51,7 +51,7 @@ def rows(folder: Path, name: str, kind: str) -> list[dict[str, Any]]:
 def first_epoch(folder: Path) -> list[list[str]]:
     """The samples of each step of the first epoch."""
     cache_with(folder, {}, 25)
-    return [sources for _, sources in train(folder, "train.steps=8", "checkpoint.every=100").steps]
+    return [sources for _, sources in train(folder, "train.steps=8").steps]
 
 
 def spoiled(folder: Path, order: list[list[str]], factor: float, *steps: int) -> Path:

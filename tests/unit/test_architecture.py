@@ -93,7 +93,7 @@ def listed_files() -> list[str]:
 @pytest.fixture(scope="module")
 def traced_files(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The files of one step of training, in order of first call."""
-    off = ["validate.every=100", "checkpoint.every=100", "train.prefetch=0", "train.loader_workers=0"]
+    off = ["validate.every=100", "train.prefetch=0", "train.loader_workers=0"]
     home = Path(shutil.copytree(small_cache, tmp_path_factory.mktemp("run") / "home"))
     config = small_config(home, "train.steps=3", *off)
     task = TracedTask(config)

@@ -16,7 +16,7 @@ from tests.support.counted_products import counted, hook
 from tests.support.runs import small_tree
 
 LAUNCH = ("-m", "accelerate.commands.launch")
-ONE_STEP = ("train.steps=1", "validate.every=100", "validate.samples=0", "checkpoint.keep_best=false")
+ONE_STEP = ("train.steps=1", "validate.every=100", "validate.samples=0")
 
 
 @pytest.fixture

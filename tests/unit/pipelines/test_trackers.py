@@ -23,7 +23,7 @@ from mmspeed.pipelines.run.trackers import Trackers, sampled_videos
 from tests.support.runs import small_config
 
 PROMPT = "a rabbit in a meadow"
-SAMPLED = (f"validate.prompts=[{PROMPT}]", "validate.every=2", "checkpoint.every=2", "checkpoint.keep_best=false")
+SAMPLED = (f"validate.prompts=[{PROMPT}]", "validate.every=2", "checkpoint.every=2")
 
 
 @pytest.fixture(scope="module")
