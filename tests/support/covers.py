@@ -42,7 +42,7 @@ def pairs(combination: Combination) -> set[Pair]:
     return {(a, combination[a], b, combination[b]) for a, b in combinations(combination, 2)}
 
 
-def slow_but(names: Iterable[str], default: Container[str]) -> list[Any]:
+def slow_but(names: Iterable[Any], default: Container[Any]) -> list[Any]:
     """Parameters of a test: the names, of which those outside of `default` are marked slow."""
     return [name if name in default else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
@@ -51,20 +51,21 @@ def checkered(*axes: Sequence[Any]) -> list[Any]:
     """Parameters of a test: all combinations of the axes' values, of which every second one is slow, like fields of a chessboard.
 
     Each two values of two axes meet by default where there is a third axis, and each value has half of its partners where there is none.
-    A `pytest.param` on an axis stands for its values.
+    A `pytest.param` on an axis stands for its values and marks.
     """
-    return [
-        pytest.param(
-            *chain.from_iterable(values_of(axis[place]) for axis, place in zip(axes, places, strict=True)),
-            marks=[pytest.mark.slow] if sum(places) % 2 else [],
-        )
-        for places in product(*(range(len(axis)) for axis in axes))
-    ]
+    combined = []
+    for chosen in product(*(enumerate(map(as_param, axis)) for axis in axes)):
+        values = chain.from_iterable(param.values for _, param in chosen)
+        marks = [*chain.from_iterable(param.marks for _, param in chosen)]
+        if sum(place for place, _ in chosen) % 2:
+            marks.append(pytest.mark.slow)
+        combined.append(pytest.param(*values, marks=marks))
+    return combined
 
 
-def values_of(value: Any) -> tuple[Any, ...]:
-    """The values of a parameter of a test, which is one value where it is no `pytest.param`."""
-    return tuple(value.values) if isinstance(value, type(pytest.param())) else (value,)
+def as_param(value: Any) -> Any:
+    """The value as a `pytest.param`, if it is none."""
+    return value if isinstance(value, type(pytest.param())) else pytest.param(value)
 
 
 def every_second(names: Iterable[str]) -> list[Any]:
