@@ -23,10 +23,20 @@ from mmspeed.preprocess import CacheBuilder
 from tests.support.checkpoints import whole_checkpoint
 from tests.support.runs import small_config
 from tests.support.spawn import run_ranks
-from tests.support.spikes import LONG, RULE, SPIKE, Recorder, cache_with, enlarged, first_epoch, rows, spoiled, train
+from tests.support.spikes import (
+    LONG,
+    QUIET,
+    RULE,
+    SPIKE,
+    Recorder,
+    cache_with,
+    enlarged,
+    first_epoch,
+    rows,
+    spoiled,
+    train,
+)
 from tests.support.toy_runs import train_toy
-
-QUIET = ("validate.every=100", "validate.samples=0")
 
 
 @pytest.mark.slow

@@ -219,7 +219,7 @@ def masked_attention() -> tuple[Any, Any, list[Tensor]]:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return hybrid_attention(q, k, v, mine, axes, case.q, case.k)
 
-    def grads(function: Any, *options: Any) -> list[Tensor]:
+    def grads(function: Any) -> list[Tensor]:
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
         out = function(*inputs)
         return [out.detach(), *torch.autograd.grad(out, inputs, dout)]

@@ -18,7 +18,8 @@ from tests.support.toy_runs import build_toy, toy_config, write_toy_cache
 # 24 samples, three a step: epochs of 8 steps
 SPIKE = 6  # the step whose samples are spoiled
 RULE = "train.divergence={{action: {}, factor: 50, steps: 1, window: 3, roll_backs: 1}}"
-LONG = ("validate.every=100", "validate.samples=0", "train.warmup_steps=0")
+QUIET = ("validate.every=100", "validate.samples=0")
+LONG = (*QUIET, "train.warmup_steps=0")
 
 
 class Recorder(TrainCallback):

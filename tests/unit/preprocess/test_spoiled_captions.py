@@ -94,7 +94,7 @@ def test_parts_of_a_job_array_agree_on_them(tmp_path: Path) -> None:
 def test_the_first_epoch_goes_on_without_them_also_after_a_stop(tmp_path: Path) -> None:
     runs = {}
     for name in ("whole", "stopped"):
-        steps = ("train.batch_size=1", "train.steps=9", "checkpoint.every=1", "checkpoint.keep_best=false")
+        steps = ("train.batch_size=1", "train.steps=9", "checkpoint.every=1")
         config = spoiled_config(tmp_path / name, *steps)
         if name == "stopped":
             shorter = config.model_copy(update={"train": config.train.model_copy(update={"steps": 3})})
