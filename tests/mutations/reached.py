@@ -29,6 +29,7 @@ from .faults import HERE, ROOT, Fault, places
 
 FILE = HERE / "reached.json.gz"
 _RESULT = "tests.jsonl"
+_TO_THE_END = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
 _FILES_A_RUN = 6  # test files that one pytest process records; the map is written after each
 
 
@@ -113,31 +114,33 @@ def record(files: Sequence[str], jobs: int = 1) -> Iterator[tuple[str, int, floa
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(jobs) as pool:
         folders = [Path(tempfile.mkdtemp(dir=scratch)) for _ in groups]
         waiting = {
-            pool.submit(_run, some, folder, running): folder for some, folder in zip(groups, folders, strict=True)
+            pool.submit(_run, some, folder, running): (some, folder)
+            for some, folder in zip(groups, folders, strict=True)
         }
         try:
             for future in as_completed(waiting):
                 future.result()
-                yield from _take(waiting.pop(future))
+                yield from _take(*waiting.pop(future))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in running:
                 process.terminate()
-            for folder in waiting.values():
-                _take(folder)
+            for some, folder in waiting.values():
+                _take(some, folder)
             raise
 
 
-def _take(folder: Path) -> list[tuple[str, int, float]]:
-    """Put the files that a run has recorded to their end into the map; (file, tests, seconds) of each."""
+def _take(files: Iterable[str], folder: Path) -> list[tuple[str, int, float]]:
+    """Put those of a run's files that it has recorded to their end into the map; (file, tests, seconds) of each."""
     result = folder / _RESULT
     lines = result.read_text(encoding="utf-8").splitlines(keepends=True) if result.exists() else []
     rows = [json.loads(line) for line in lines if line.endswith("\n")]
     known, summary, by_file = ReachedMap.read(), [], defaultdict[str, list[Any]](list)
     for row in rows:
         by_file[row["test"].split("::")[0]].append(row)
-    by_file.pop("end", None)
-    if by_file and rows[-1]["test"] != "end":
+    if by_file.pop("end", None):
+        by_file |= {file: [] for file in files if file not in by_file}  # all their tests are slow
+    elif by_file:
         by_file.popitem()  # the file at work when the run ended
     for file, of_file in by_file.items():
         tests = {row["test"]: (row["seconds"], frozenset(row["reached"])) for row in of_file if row["passed"]}
@@ -174,7 +177,7 @@ def _run(files: Iterable[str], folder: Path, running: list[subprocess.Popen[byte
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
         running.append(process)
         process.wait()
-    if not result.exists():
+    if not result.exists():  # such as where a file could not be imported
         text = (folder / "output").read_text(encoding="utf-8", errors="replace")
         raise RuntimeError(f"pytest ended without a record:\n{text[-2000:]}")
 
@@ -228,8 +231,9 @@ class _Recorder:
         self.seconds += report.duration
         self.passed = self.passed and report.passed  # skipped ones are left out too: they catch nothing
 
-    def pytest_sessionfinish(self) -> None:
-        self._write(test="end")
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        if exitstatus in _TO_THE_END:
+            self._write(test="end")
 
     def _write(self, **row: Any) -> None:
         with self.result.open("a", encoding="utf-8") as file:
