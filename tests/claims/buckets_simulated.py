@@ -105,10 +105,10 @@ class SimulatedResult:
 
     def verdicts(self) -> list[tuple[str, bool]]:
         """What is wanted of the default rule, in words, and whether it holds."""
-        told = []
+        lines = []
         for table in self.tables:
             for row in (row for row in table.rows if row.rule == SAME):
-                told.append(
+                lines.append(
                     (
                         f"{table.arrangement}, {row.ranks} ranks: imbalance {row.imbalance:.4f}, at most {MAX_IMBALANCE}",
                         row.imbalance <= MAX_IMBALANCE,
@@ -118,7 +118,7 @@ class SimulatedResult:
         lost, twice = sum(row.lost for row in ours), sum(row.twice for row in ours)
         seconds, peak = max(row.seconds for row in ours), max(row.peak_bytes for row in ours)
         return [
-            *told,
+            *lines,
             (
                 f"samples lost {lost}, twice {twice}: each of {self.data.clips:,} counted in {len(ours)} epochs",
                 not lost and not twice,
@@ -131,14 +131,14 @@ class SimulatedResult:
         return all(holds for _, holds in self.verdicts())
 
     def lines(self) -> list[str]:
-        told = self.data.lines()
+        messages = self.data.lines()
         if self.data.clips < AIM_CLIPS:
-            told.append(
+            messages.append(
                 f"the aims below are for {AIM_CLIPS:,} clips: in a small set the few uneven steps at the end of buckets weigh more"
             )
         for table in self.tables:
-            told += ["", *table.lines()]
-        return [*told, "", *(f"{'PASSED' if holds else 'FAILED'}  {text}" for text, holds in self.verdicts())]
+            messages += ["", *table.lines()]
+        return [*messages, "", *(f"{'PASSED' if holds else 'FAILED'}  {text}" for text, holds in self.verdicts())]
 
     def to_json(self) -> str:
         content = {
@@ -165,7 +165,7 @@ def simulate_buckets(clips: int, ranks: str, seed: int, output: Path | None) -> 
         costs = model_costs(arrangement)
         budget = BUDGET_SAMPLES * max(costs.flops(bucket) for bucket in data.counts) / 1e12
         jobs = list(_jobs(data, costs, budget, worlds, seed, whole=arrangement == "full"))
-        rows = [in_fresh_process(job, given) for job, given in progress(jobs, arrangement, unit="rows")]
+        rows = [in_fresh_process(job, arguments) for job, arguments in progress(jobs, arrangement, unit="rows")]
         tables.append(ScheduleTable(arrangement, budget, tuple(rows)))
     result = SimulatedResult(data, seed, tuple(tables))
     if output is not None:
@@ -189,12 +189,12 @@ def model_costs(arrangement: str) -> SampleCosts:
     return sample_costs(build_model(config, LATENT_CHANNELS, TEXT_WIDTH, device="meta"), STRIDES, TEXT_TOKENS)
 
 
-def in_fresh_process(job: Callable[..., ScheduleRow], given: tuple[Any, ...]) -> ScheduleRow:
+def in_fresh_process(job: Callable[..., ScheduleRow], arguments: tuple[Any, ...]) -> ScheduleRow:
     """`job(*given)` in a process that has imported this file and done nothing yet."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(job, *given).result()
+        return pool.submit(job, *arguments).result()
 
 
 def _jobs(
@@ -261,21 +261,21 @@ def our_row(
     if any([place for place, _ in uses[bucket][0:4]] != places[:4].tolist() for bucket, places in met.items()):
         raise AssertionError("the order of samples depends on the batching")
     times = np.zeros(sum(counts.values()), np.int64)
-    for bucket, found in steps_of_uses(plan, buckets, [len(met[bucket]) for bucket in buckets]).items():
-        times[met[bucket]] += found
+    for bucket, steps in steps_of_uses(plan, buckets, [len(met[bucket]) for bucket in buckets]).items():
+        times[met[bucket]] += steps
     undealt, redealt = count_dealing(plan, buckets, batching, world)
-    told = forecast(plan, buckets, batching, world, order.uses(), tokens.__getitem__)
+    prediction = forecast(plan, buckets, batching, world, order.uses(), tokens.__getitem__)
     return ScheduleRow(
         rule,
         world,
-        told.steps,
-        told.mean_imbalance,
-        told.worst_imbalance,
-        told.epoch_imbalance,
-        float(told.window.mean()),
+        prediction.steps,
+        prediction.mean_imbalance,
+        prediction.worst_imbalance,
+        prediction.epoch_imbalance,
+        float(prediction.window.mean()),
         int((times == 0).sum()) + undealt,
         int((times > 1).sum()) + redealt,
-        told.idle,
+        prediction.idle,
         seconds,
         peak,
     )
@@ -283,14 +283,14 @@ def our_row(
 
 def steps_of_uses(plan: EpochSchedule, buckets: Sequence[ShapeClass], uses: Sequence[int]) -> dict[ShapeClass, Array]:
     """For each use of each bucket, how many steps of the plan hold it: once, if the plan is right."""
-    found = {}
+    results = {}
     for number, bucket in enumerate(buckets):
         own = plan.bucket == number
         start, stop = plan.start[own], plan.start[own] + plan.count[own]
         size = max(uses[number], int(stop.max(initial=0))) + 1
         edges = np.bincount(start, minlength=size) - np.bincount(stop, minlength=size)
-        found[bucket] = np.cumsum(edges)[: uses[number]]
-    return found
+        results[bucket] = np.cumsum(edges)[: uses[number]]
+    return results
 
 
 def count_dealing(
@@ -302,13 +302,13 @@ def count_dealing(
     for make, steps in makes.items():
         for pieces, ranks in dp_groups_of([(buckets[bucket], count) for bucket, count in make], batching):
             lots = bucket_batches_of(pieces, batching)
-            given = [np.zeros(lot.count, np.int64) for lot in lots]
+            counts = [np.zeros(lot.count, np.int64) for lot in lots]
             for row in assign_slots(lots, world // ranks):
                 for cell in row:
                     if cell is not None:
-                        given[cell.lot][cell.start : cell.stop] += 1
-            none += steps * sum(int((one == 0).sum()) for one in given)
-            several += steps * sum(int((one > 1).sum()) for one in given)
+                        counts[cell.lot][cell.start : cell.stop] += 1
+            none += steps * sum(int((one == 0).sum()) for one in counts)
+            several += steps * sum(int((one > 1).sum()) for one in counts)
     return none, several
 
 

@@ -51,10 +51,10 @@ def clips_of(folder: Path, output: Path, count: int) -> ClipFiles:
     from mmspeed.errors import UserError
     from mmspeed.preprocess.sources.listing import VIDEO_ENDINGS
 
-    found = sorted(path.resolve() for path in folder.rglob("*") if path.suffix.lower() in VIDEO_ENDINGS)[:count]
-    if not found:
+    paths = sorted(path.resolve() for path in folder.rglob("*") if path.suffix.lower() in VIDEO_ENDINGS)[:count]
+    if not paths:
         raise UserError(f"{folder} holds no video files")
-    return _manifest(output / "own-clips.jsonl", found, [path.stem for path in found])
+    return _manifest(output / "own-clips.jsonl", paths, [path.stem for path in paths])
 
 
 def _manifest(manifest: Path, paths: Sequence[Path], captions: Sequence[str]) -> ClipFiles:

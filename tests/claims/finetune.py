@@ -1,6 +1,6 @@
 """Fine-tuning a Wan-shaped model: `mmspeed train` beside a plain loop of diffusers and accelerate, on the same batches.
 
-Each of the two runs in a process of its own, and takes a step when it is told to: pairs of steps alternate, so that both meet the same
+Each of the two runs in a process of its own, and takes a step on request: pairs of steps alternate, so that both meet the same
 machine. A step of `mmspeed train` is all that happens between two steps of a run: reading, logging and watching included.
 """
 
@@ -120,10 +120,10 @@ def bench_finetune(folder: Path, setting: FinetuneSetting = FinetuneSetting()) -
     context = multiprocessing.get_context("spawn")
     sides = {}
     for name, target in (("ours", _ours), ("plain", _plain)):
-        here, there = context.Pipe()
-        process = context.Process(target=target, args=(there, str(folder), asdict(setting)), daemon=True)
+        here, far = context.Pipe()
+        process = context.Process(target=target, args=(far, str(folder), asdict(setting)), daemon=True)
         process.start()
-        there.close()
+        far.close()
         sides[name] = here, process
     times: dict[str, list[float]] = {"ours": [], "plain": []}
     losses: dict[str, list[float]] = {"ours": [], "plain": []}

@@ -108,9 +108,9 @@ def measure(folder: Path, steps: int = STEPS) -> GivenFrames:
         def loss(
             frames_BCThw: Tensor | None, x: Tensor = x_BCThw, target: Tensor = target_BCThw, t: Tensor = t_B
         ) -> float:
-            given = torch.zeros_like(anchor_BT) if frames_BCThw is None else anchor_BT
+            anchors = torch.zeros_like(anchor_BT) if frames_BCThw is None else anchor_BT
             inputs = x if frames_BCThw is None else held(x, frames_BCThw, anchor_BT)
-            named = type(conditions)(conditions.text_BLD, conditions.text_mask_BL, named={"given": given})
+            named = type(conditions)(conditions.text_BLD, conditions.text_mask_BL, named={"given": anchors})
             with torch.no_grad():
                 predicted = pipe.predictor.predict(pipe.model, inputs, t, named)
             return float(mean_error(predicted, target, counted_BT).mean())

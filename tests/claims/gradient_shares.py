@@ -77,12 +77,12 @@ def write_config(folder: Path) -> Path:
 def printed_share(config: Path, overrides: Iterable[str], ranks: str) -> str:
     """The videos' share of the gradient in the lines of `mmspeed check`. Raises RuntimeError where there is none."""
     command = [sys.executable, "-m", "mmspeed", "check", str(config), "--ranks", ranks, *overrides]
-    told = subprocess.run(command, capture_output=True, text=True, check=False)
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
     bucket = f"{FRAMES}x{SIZE}x{SIZE}"
     # bucket, samples, uses, tokens, cost, share of cost, share of gradient
-    row = re.search(rf"^ +{bucket} +\S+ +\S+ +\S+ +\S+ +\S+% +(\S+%(?: / \S+%)*)", told.stdout, re.M)
+    row = re.search(rf"^ +{bucket} +\S+ +\S+ +\S+ +\S+ +\S+% +(\S+%(?: / \S+%)*)", process.stdout, re.M)
     if row is None:
-        raise RuntimeError(f"{' '.join(command)}\n{told.stdout}\n{told.stderr}")
+        raise RuntimeError(f"{' '.join(command)}\n{process.stdout}\n{process.stderr}")
     return row[1]
 
 

@@ -139,9 +139,9 @@ def _measure_open(root: Path, count: int) -> dict[str, Any]:
     before, private = _memory()
     began = time.perf_counter()
     tables = open_tables(root)
-    found: dict[str, Any] = {"seconds": time.perf_counter() - began, "samples": len(tables.samples)}
+    results: dict[str, Any] = {"seconds": time.perf_counter() - began, "samples": len(tables.samples)}
     _, opened = _memory()
-    found |= {"private": opened.uss - private.uss, "resident": opened.rss - private.rss}
+    results |= {"private": opened.uss - private.uss, "resident": opened.rss - private.rss}
     if count:
         generator = np.random.default_rng(1)
         total = tables.entries.count("latents")
@@ -149,17 +149,17 @@ def _measure_open(root: Path, count: int) -> dict[str, Any]:
         began = time.perf_counter()
         rows = [tables.entries.row("latents", key) for key in keys]
         places = [tables.entries.place(row) for row in rows if row is not None]
-        found["lookups_per_s"] = count / (time.perf_counter() - began)
+        results["lookups_per_s"] = count / (time.perf_counter() - began)
         if len(places) != count:
             raise AssertionError("a key that was written was not found")
         rows = generator.integers(0, len(tables.samples), count).tolist()
         began = time.perf_counter()
         for row in rows:
             tables.samples[row]
-        found["samples_per_s"] = count / (time.perf_counter() - began)
+        results["samples_per_s"] = count / (time.perf_counter() - began)
         del keys, rows, places
-        found["anonymous"] = _memory()[0] - before
-    return found
+        results["anonymous"] = _memory()[0] - before
+    return results
 
 
 def _memory() -> tuple[int, Any]:

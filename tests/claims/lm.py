@@ -1,6 +1,6 @@
 """`mmspeed bench lm`: language models beside transformers' Trainer and `datasets`, ratios in one run, medians.
 
-Steps: each trainer runs in a process of its own and takes a step when it is told to, so that all meet the same machine. Batches hold
+Steps: each trainer runs in a process of its own and takes a step on request, so that all meet the same machine. Batches hold
 about as many real tokens; the Trainer pads documents to the longest of a batch, or joins them without padding. A step is all that happens
 between two steps of a run. Memory: the loss of a large vocabulary by torch's MemTracker. Data: reading an epoch of packs, and of batches.
 
@@ -172,10 +172,10 @@ def _in_turns(folder: Path, setting: LmSetting) -> dict[str, list[float]]:
     context = multiprocessing.get_context("spawn")
     sides = {}
     for name in (OURS, PADDED, JOINED):
-        here, there = context.Pipe()
-        process = context.Process(target=_train, args=(there, name, str(folder), asdict(setting)), daemon=True)
+        here, far = context.Pipe()
+        process = context.Process(target=_train, args=(far, name, str(folder), asdict(setting)), daemon=True)
         process.start()
-        there.close()
+        far.close()
         sides[name] = here, process
     rates: dict[str, list[float]] = {name: [] for name in sides}
     with ProgressLine("bench lm", WARM + setting.rounds, "round") as line:
@@ -200,7 +200,7 @@ def _in_turns(folder: Path, setting: LmSetting) -> dict[str, list[float]]:
 
 @dataclass
 class _Pace:
-    """Lets a side take its steps when it is told to."""
+    """Lets a side take its steps on request."""
 
     pipe: Connection
     begun: float | None = None

@@ -227,7 +227,7 @@ def forget(paths: Sequence[Path]) -> None:
 def cached_share(paths: Sequence[Path]) -> float:
     """The share of the files' pages that are in the page cache, by mincore(2)."""
     libc = ctypes.CDLL(None, use_errno=True)
-    found = total = 0
+    count = total = 0
     for path in paths:
         size = path.stat().st_size
         if not size:
@@ -239,8 +239,8 @@ def cached_share(paths: Sequence[Path]) -> float:
             if libc.mincore(*arguments):
                 raise OSError(ctypes.get_errno(), "mincore failed")
             del view
-        found, total = found + int((pages & 1).sum()), total + len(pages)
-    return found / max(total, 1)
+        count, total = count + int((pages & 1).sum()), total + len(pages)
+    return count / max(total, 1)
 
 
 class LoaderBench:
@@ -263,7 +263,7 @@ class LoaderBench:
         self.still_cached = 0.0
 
     def ours(self, verify: bool) -> Reader:
-        """Our cache, opened anew; the time that takes is kept."""
+        """Our cache, opened again; the time that takes is kept."""
         started = time.perf_counter()
         cache = DatasetCache(self.root / "ours", verify=verify)
         self.opened.append(time.perf_counter() - started)
@@ -282,7 +282,7 @@ class LoaderBench:
     def passes(self, cold: bool) -> dict[str, tuple[Path, Callable[[Sequence[int]], float]]]:
         """What is measured: the row's name, its folder, and one pass over the samples in an order, in seconds."""
         ours, buffer = self.root / "ours", self.buffer
-        # A map that stays open would keep its pages in memory, so cold passes open anew, and trust what was verified.
+        # A map that stays open would keep its pages in memory, so cold passes open it again, and trust what was verified.
         later = partial(self.ours, verify=False) if cold else self._verified()
         trained = partial(DatasetCache, ours, verify=False) if cold else self._trained()
         rows: dict[str, tuple[Path, Callable[[Sequence[int]], float]]] = {

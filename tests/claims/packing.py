@@ -34,7 +34,7 @@ WIRE = (2, 0, 1, 3)  # tokens first
 
 
 @dataclass(frozen=True)
-class Given:
+class Inputs:
     """The tensors of a step: tokens and their gradient, weights, and what comes from other ranks."""
 
     x_NE: Tensor
@@ -50,10 +50,10 @@ class Given:
         return len(self.out_PND)
 
 
-def gathered(x_NE: Tensor, given: Given) -> Tensor:
+def gathered(x_NE: Tensor, inputs: Inputs) -> Tensor:
     """The queries, keys and values that each rank is to get."""
-    q, k, v = x_NE.unflatten(-1, (given.heads, 3, -1)).permute(2, 1, 0, 3)[:, None].unbind(0)
-    return pack([q, k, v], 1, [(given.heads // given.ranks,) * given.ranks] * 3, WIRE, rows=True).flat
+    q, k, v = x_NE.unflatten(-1, (inputs.heads, 3, -1)).permute(2, 1, 0, 3)[:, None].unbind(0)
+    return pack([q, k, v], 1, [(inputs.heads // inputs.ranks,) * inputs.ranks] * 3, WIRE, rows=True).flat
 
 
 def beside(x_PND: Tensor) -> Tensor:
@@ -69,14 +69,14 @@ def by_rank(x_NE: Tensor, ranks: int) -> Tensor:
     return x_NE.unflatten(-1, (ranks, -1)).movedim(1, 0).contiguous()
 
 
-def today(given: Given) -> list[Tensor]:
+def today(inputs: Inputs) -> list[Tensor]:
     """The product of all heads, and copies: output, gradients of x and of both weights, what is sent."""
-    sent = gathered(given.x_NE @ given.qkv.T, given)
-    y_NE = beside(given.out_PND)
-    out = y_NE @ given.out.T
-    back_PND = by_rank(given.grad_NE @ given.out, given.ranks)
-    grad = beside(given.grad_PND)
-    return [out, grad @ given.qkv, grad.T @ given.x_NE, given.grad_NE.T @ y_NE, back_PND, sent]
+    sent = gathered(inputs.x_NE @ inputs.qkv.T, inputs)
+    y_NE = beside(inputs.out_PND)
+    out = y_NE @ inputs.out.T
+    back_PND = by_rank(inputs.grad_NE @ inputs.out, inputs.ranks)
+    grad = beside(inputs.grad_PND)
+    return [out, grad @ inputs.qkv, grad.T @ inputs.x_NE, inputs.grad_NE.T @ y_NE, back_PND, sent]
 
 
 def added(x_PND: Tensor, weight_PDE: Tensor) -> Tensor:
@@ -87,31 +87,31 @@ def added(x_PND: Tensor, weight_PDE: Tensor) -> Tensor:
     return total
 
 
-def apart(given: Given) -> list[Tensor]:
+def apart(inputs: Inputs) -> list[Tensor]:
     """Products for each rank, no copies; the results of `today`."""
-    ranks, width = given.ranks, given.x_NE.shape[-1]
-    x_PNE, grad_PNE = (x.expand(ranks, *x.shape) for x in (given.x_NE, given.grad_NE))
-    qkv, out = given.qkv.view(ranks, -1, width), given.out.view(width, ranks, -1).movedim(1, 0)
+    ranks, width = inputs.ranks, inputs.x_NE.shape[-1]
+    x_PNE, grad_PNE = (x.expand(ranks, *x.shape) for x in (inputs.x_NE, inputs.grad_NE))
+    qkv, out = inputs.qkv.view(ranks, -1, width), inputs.out.view(width, ranks, -1).movedim(1, 0)
     sent = torch.bmm(x_PNE, qkv.mT)
     back_PND = torch.bmm(grad_PNE, out)
-    weights = torch.empty_like(given.out)
-    for place, y_ND in enumerate(given.out_PND):
-        torch.mm(given.grad_NE.T, y_ND, out=weights.view(width, ranks, -1)[:, place])
+    weights = torch.empty_like(inputs.out)
+    for place, y_ND in enumerate(inputs.out_PND):
+        torch.mm(inputs.grad_NE.T, y_ND, out=weights.view(width, ranks, -1)[:, place])
     return [
-        added(given.out_PND, out.mT),
-        added(given.grad_PND, qkv),
-        torch.bmm(given.grad_PND.mT, x_PNE).view_as(given.qkv),
+        added(inputs.out_PND, out.mT),
+        added(inputs.grad_PND, qkv),
+        torch.bmm(inputs.grad_PND.mT, x_PNE).view_as(inputs.qkv),
         weights,
         back_PND,
         sent,
     ]
 
 
-def copies(given: Given, qkv_NE: Tensor) -> None:
+def copies(inputs: Inputs, qkv_NE: Tensor) -> None:
     """The copies of `today` alone."""
-    gathered(qkv_NE, given)
-    by_rank(beside(given.out_PND), given.ranks)
-    beside(given.grad_PND)
+    gathered(qkv_NE, inputs)
+    by_rank(beside(inputs.out_PND), inputs.ranks)
+    beside(inputs.grad_PND)
 
 
 def seconds(call: Callable[[], object], device: str) -> float:
@@ -142,14 +142,14 @@ def main() -> None:
     shared = (random(tokens, width), random(tokens, width), random(3 * width, width), random(width, width))
     calls: dict[tuple[str, int], Callable[[], object]] = {}
     for ranks in asked.ranks:
-        given = Given(
+        inputs = Inputs(
             *shared, random(ranks, tokens, width // ranks), random(ranks, tokens, 3 * width // ranks), asked.heads
         )
         near = 0.05 * width**0.5 if asked.dtype != "float32" else 1e-3 * width**0.5
-        for one, other in zip(today(given)[:5], apart(given)[:5], strict=True):
+        for one, other in zip(today(inputs)[:5], apart(inputs)[:5], strict=True):
             torch.testing.assert_close(one, other, rtol=0.05, atol=near)
-        calls["today", ranks], calls["apart", ranks] = partial(today, given), partial(apart, given)
-        calls["copies", ranks] = partial(copies, given, random(tokens, 3 * width))
+        calls["today", ranks], calls["apart", ranks] = partial(today, inputs), partial(apart, inputs)
+        calls["copies", ranks] = partial(copies, inputs, random(tokens, 3 * width))
     times: dict[tuple[str, int], list[float]] = {way: [] for way in calls}
     for number in range(asked.rounds + 1):
         for way, call in list(calls.items())[:: -1 if number % 2 else 1]:

@@ -205,8 +205,8 @@ def decoder_speed(output: Path, clips: ClipFiles, cores: int, rounds: int) -> De
         starts.append(start_seconds(cores, clips))
         for name, measure in bare.items():
             speeds[name].append(measure(clips))
-        told = ", ".join(f"{name} {some[-1].frames_per_s:.0f}" for name, some in speeds.items())
-        log.info("decoder slowest, round %d of %d: frames/s: %s", number + 1, rounds, told)
+        summary = ", ".join(f"{name} {some[-1].frames_per_s:.0f}" for name, some in speeds.items())
+        log.info("decoder slowest, round %d of %d: frames/s: %s", number + 1, rounds, summary)
     medians = {name: statistics.median(speed.frames_per_s for speed in some) for name, some in speeds.items()}
     start, build = statistics.median(starts), medians.pop("build")
     return DecoderSpeed(

@@ -199,12 +199,12 @@ class _SchemeBench:
         self.group = dist.group.WORLD
 
     def run(self) -> SpResult:
-        found = schemes(self.ranks)
+        results = schemes(self.ranks)
         steps = {a: _BenchStep(self.config(a), self.latent) for a in ("factorised", "full")}  # of one process
         frames, height, width = (max(1, size // 2) for size in self.latent)
         eighth = (frames, height + height % 2, width + width % 2)
         degree_one = self.degree_one(self.config("factorised"), eighth)
-        rows = [self.row(scheme, steps[scheme.arrangement]) for scheme in found]
+        rows = [self.row(scheme, steps[scheme.arrangement]) for scheme in results]
         tokens = math.prod(steps["full"].config.grid(self.latent))
         return SpResult(self.ranks, self.threads, tokens, self.width, self.rounds, *degree_one, rows)
 
@@ -221,10 +221,10 @@ class _SchemeBench:
         off: list[Taken] = []
         for number in range(WARM + EASY * self.rounds):
             order = [(of_mesh, on), (plain, off)]
-            for chosen, found in order if number % 2 else order[::-1]:
+            for chosen, scheme in order if number % 2 else order[::-1]:
                 taken = self.alone(lambda chosen=chosen: chosen.run(None), self.threads)  # type: ignore[misc]
                 if number >= WARM:
-                    found.append(taken)
+                    scheme.append(taken)
         return tuple(Ratio.of([t[i] for t in on], [t[i] for t in off]) for i in (0, 1))  # type: ignore[return-value]
 
     def row(self, scheme: LayoutScheme, plain: _BenchStep) -> SchemeRow:
@@ -253,10 +253,10 @@ class _SchemeBench:
             to_one=Ratio.of([t[0] for t in split], [t[0] for t in one]),
             cpu_to_one=Ratio.of([t[1] for t in split], [t[1] for t in one]),
             parts=self.parts(step),
-            ledger_bytes=max(found["sent"] for found in everyone),
-            formula_bytes=max(found["wanted"] for found in everyone),
-            equal=all(found["equal"] for found in everyone),
-            kept=max(found["kept"] for found in everyone),
+            ledger_bytes=max(times["sent"] for times in everyone),
+            formula_bytes=max(times["wanted"] for times in everyone),
+            equal=all(times["equal"] for times in everyone),
+            kept=max(times["kept"] for times in everyone),
         )
 
     def work(self, scheme: LayoutScheme, step: _BenchStep) -> AttentionWorkload:
@@ -280,8 +280,8 @@ class _SchemeBench:
             torch.set_num_threads(threads)
             taken = _timed(work)
             torch.set_num_threads(self.threads)
-        found = all_gather_objects(taken, self.group)[0]
-        return found[0], found[1]
+        times = all_gather_objects(taken, self.group)[0]
+        return times[0], times[1]
 
     def parts(self, step: _BenchStep) -> StepShares:
         """Of one step under the profiler."""
@@ -356,8 +356,8 @@ class _BenchStep:
 
     def loss(self) -> Tensor:
         mixed = 0.5 * (self.latents + self.noise)
-        found = self.model(mixed, torch.tensor([0.5]), self.text, self.mask)
-        return (found - (self.noise - self.latents)).square().mean() / self.layout.whole.size
+        out = self.model(mixed, torch.tensor([0.5]), self.text, self.mask)
+        return (out - (self.noise - self.latents)).square().mean() / self.layout.whole.size
 
     def run(self, group: Any) -> dict[str, float]:
         """One step; the seconds of its phases. Gradients are summed over `group`, if there is one."""

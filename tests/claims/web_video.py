@@ -102,13 +102,13 @@ class DataSet:
 
 def make_buckets() -> list[Bucket]:
     """The hand list: classes of pixels x aspect ratios x frames, images among them."""
-    found = []
+    results = []
     for side in CLASSES.values():
         for across, down in BUCKET_ASPECTS:
             ratio = math.sqrt(across / down)
             height, width = (round(edge / MULTIPLE) * MULTIPLE for edge in (side / ratio, side * ratio))
-            found += [Bucket(frames, height, width) for frames in (1, *FRAMES)]
-    return found
+            results += [Bucket(frames, height, width) for frames in (1, *FRAMES)]
+    return results
 
 
 def class_of(bucket: Bucket) -> str:

@@ -132,9 +132,9 @@ def make_side(name: str, checkout: Path, home: Path) -> Side:
     side = Side(name, checkout.resolve(), folder, *tables)
     if name == "old" and (checkout / "tests" / "golden" / "exact_cases.py").exists():
         side = replace(side, **_own_tables(side))
-    found = side.call("-c", "import mmspeed; print(mmspeed.__file__)").strip()
-    if not Path(found).resolve().is_relative_to(side.checkout):
-        raise FailedError(f"Python finds {found}, which is not in the {name} checkout {side.checkout}")
+    package = side.call("-c", "import mmspeed; print(mmspeed.__file__)").strip()
+    if not Path(package).resolve().is_relative_to(side.checkout):
+        raise FailedError(f"Python finds {package}, which is not in the {name} checkout {side.checkout}")
     return side
 
 
@@ -166,19 +166,21 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 @contextmanager
-def old_checkout(given: str | None, home: Path) -> Iterator[Path]:
+def old_checkout(source: str | None, home: Path) -> Iterator[Path]:
     """The folder of the old code: the given one, or a git worktree of the given commit (default: OLD_COMMIT) while the block runs.
 
     Raises FailedError without git's commit.
     """
-    if given is not None and Path(given).is_dir():
-        yield Path(given)
+    if source is not None and Path(source).is_dir():
+        yield Path(source)
         return
-    folder, commit = home / "checkout", given or OLD_COMMIT
+    folder, commit = home / "checkout", source or OLD_COMMIT
     git = ["git", "-C", str(ROOT), "worktree"]
-    made = subprocess.run([*git, "add", "--detach", str(folder), commit], capture_output=True, text=True)
-    if made.returncode:
-        raise FailedError(f"no worktree of {commit} (fetch the whole history, or name a folder): {made.stderr.strip()}")
+    process = subprocess.run([*git, "add", "--detach", str(folder), commit], capture_output=True, text=True)
+    if process.returncode:
+        raise FailedError(
+            f"no worktree of {commit} (fetch the whole history, or name a folder): {process.stderr.strip()}"
+        )
     try:
         yield folder
     finally:
@@ -234,10 +236,10 @@ def _compare_pair(name: str, old: Future[Record], new: Future[Record]) -> Outcom
         before, after = old.result(), new.result()
     except FailedError as error:
         return Outcome(name, processes, str(error), {})
-    found = difference(before, after, RENAMED)
-    if found is None and (not before.tensors or sum(key.endswith(" loss") for key in before.numbers) < STEPS):
-        found = f"only {len(before.numbers)} numbers and {len(before.tensors)} tensors were compared"
-    return Outcome(name, processes, found, {"old": before.digests(), "new": after.digests()})
+    differences = difference(before, after, RENAMED)
+    if differences is None and (not before.tensors or sum(key.endswith(" loss") for key in before.numbers) < STEPS):
+        differences = f"only {len(before.numbers)} numbers and {len(before.tensors)} tensors were compared"
+    return Outcome(name, processes, differences, {"old": before.digests(), "new": after.digests()})
 
 
 def _compare_caches(old: Path, new: Future[Path]) -> Outcome:
@@ -269,25 +271,25 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare what the command line says; returns the exit code."""
-    given = parse(arguments)
-    names = given.only or (QUICK if given.quick else (*CASES, CACHE))
+    options = parse(arguments)
+    names = options.only or (QUICK if options.quick else (*CASES, CACHE))
     started, outcomes = time.monotonic(), []
     with tempfile.TemporaryDirectory(prefix="exact-") as temporary:
-        home = given.keep or Path(temporary)
+        home = options.keep or Path(temporary)
         home.mkdir(parents=True, exist_ok=True)
         try:
-            with old_checkout(given.old, home) as checkout:
-                old, new = make_side("old", checkout, home), make_side("new", given.new, home)
+            with old_checkout(options.old, home) as checkout:
+                old, new = make_side("old", checkout, home), make_side("new", options.new, home)
                 write_manifests(checkout.resolve() / "mmspeed" / "assets" / "demo-clips", home)
                 print(HEADER, flush=True)
-                for outcome in compare_runs(old, new, names, given.jobs):
+                for outcome in compare_runs(old, new, names, options.jobs):
                     outcomes.append(outcome)
                     print(outcome.line(), flush=True)
         except FailedError as error:
             print(f"exact: {error}", file=sys.stderr)
             return 1
-    if given.json is not None:
-        given.json.write_text(json.dumps({o.name: o.digests for o in outcomes}, indent=1) + "\n", encoding="utf-8")
+    if options.json is not None:
+        options.json.write_text(json.dumps({o.name: o.digests for o in outcomes}, indent=1) + "\n", encoding="utf-8")
     different = [outcome.name for outcome in outcomes if outcome.difference is not None]
     print(f"{len(outcomes) - len(different)} of {len(outcomes)} equal, {time.monotonic() - started:.0f} s")
     return 1 if different else 0

@@ -161,14 +161,14 @@ QUICK = ("factorised-flow", "tiers", "images-with-videos", "fsdp")
 
 def translated(tree: Mapping[str, Any], keys: Mapping[str, str], values: Mapping[str, Mapping[Any, Any]]) -> Tree:
     """`tree` of dotted keys with the new names of keys (the longest old one that fits) and values."""
-    found = {}
+    results = {}
     for key, value in tree.items():
         fits = [old for old in keys if key == old or key.startswith(old + ".")]
         old = max(fits, key=len, default="")
         changes = values.get(key, {})
         same = not isinstance(value, str | bool | int) or value not in changes
-        found[keys[old] + key[len(old) :] if fits else key] = value if same else changes[value]
-    return found
+        results[keys[old] + key[len(old) :] if fits else key] = value if same else changes[value]
+    return results
 
 
 def nested(tree: Mapping[str, Any]) -> Tree:

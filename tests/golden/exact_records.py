@@ -105,7 +105,7 @@ def read_record(run: Path) -> Record:
 def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint, put together from the parts that the ranks wrote. Raises ValueError where a part lacks."""
     index = json.loads((checkpoint / "index.json").read_text(encoding="utf-8"))["tensors"]
-    found = {}
+    results = {}
     for name, entry in index.items():
         whole = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
         filled = torch.zeros(entry["shape"], dtype=torch.bool)
@@ -117,24 +117,24 @@ def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
             filled[place] = True
         if not filled.all():
             raise ValueError(f"{checkpoint}: {name} is not whole")
-        found[name] = whole
-    return found
+        results[name] = whole
+    return results
 
 
 def read_entries(cache: Path) -> dict[str, str]:
     """SHA-256 of every member of a cache's shards, and of every tensor of its codec, by path and name."""
-    found = {}
+    results = {}
     for shard in sorted(cache.rglob("*.tar")):
         with tarfile.open(shard) as tar:
             for member in tar:
                 file = tar.extractfile(member)
                 assert file is not None  # shards hold files only
                 name = f"{shard.relative_to(cache).as_posix()}:{member.name}"
-                found[name] = hashlib.sha256(file.read()).hexdigest()
+                results[name] = hashlib.sha256(file.read()).hexdigest()
     for codec in sorted((cache / "codec").glob("*.safetensors")):
         with safe_open(codec, framework="pt") as tensors:  # its header is in any order
-            found |= {f"codec/{codec.name}:{name}": digest(tensors.get_tensor(name)) for name in tensors.keys()}
-    return found
+            results |= {f"codec/{codec.name}:{name}": digest(tensors.get_tensor(name)) for name in tensors.keys()}
+    return results
 
 
 def entries_difference(old: Mapping[str, str], new: Mapping[str, str]) -> str | None:

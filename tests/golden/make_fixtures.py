@@ -128,14 +128,16 @@ def keep(home: Path, expected: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the fixture; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tests.golden.make_fixtures", description="Write the fixture anew.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.golden.make_fixtures", description="Write the fixture again."
+    )
     parser.add_argument(
         "--old", type=Path, metavar="DIR", help=f"checkout of the old code; else a worktree of {OLD_COMMIT}"
     )
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="fixtures-") as temporary:
         try:
-            with old_checkout(given.old, Path(temporary)) as checkout:
+            with old_checkout(options.old, Path(temporary)) as checkout:
                 side = make_side("old", checkout, Path(temporary))
                 expected = make(side, checkout.resolve() / "mmspeed" / "assets" / "demo-clips")
                 keep(side.folder, expected)

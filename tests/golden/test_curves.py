@@ -1,6 +1,6 @@
 """Loss curves in the tree: a change that moves them must say why.
 
-`python -m tests.golden.test_curves` writes them anew.
+`python -m tests.golden.test_curves` writes them again.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def test_what_began_with_the_first_generator_goes_on_with_it(tmp_path: Path) -> 
 if __name__ == "__main__":
     from mmspeed.preprocess import CacheBuilder
 
-    found = {BEFORE: json.loads(CURVES.read_text(encoding="utf-8"))[BEFORE]}
+    curves = {BEFORE: json.loads(CURVES.read_text(encoding="utf-8"))[BEFORE]}
     for run, wanted in RUNS.items():
         with tempfile.TemporaryDirectory() as home:
             CacheBuilder(small_config(Path(home))).run()
-            found[run] = [round(loss, 6) for loss in curve(Path(home), wanted)]
-    CURVES.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            curves[run] = [round(loss, 6) for loss in curve(Path(home), wanted)]
+    CURVES.write_text(json.dumps(curves, indent=1) + "\n", encoding="utf-8")
     sys.stdout.write(CURVES.read_text(encoding="utf-8"))

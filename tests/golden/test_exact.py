@@ -37,8 +37,8 @@ def record() -> Record:
 
 
 def with_tensor(name: str, tensor: torch.Tensor) -> Record:
-    made = record()
-    return replace(made, tensors={**made.tensors, name: tensor})
+    copy = record()
+    return replace(copy, tensors={**copy.tensors, name: tensor})
 
 
 def test_equal_records() -> None:
@@ -50,9 +50,9 @@ def test_one_bit_of_a_number_shows_with_both_values() -> None:
     loss = other.numbers["step 2 loss"]
     assert loss is not None
     other.numbers["step 2 loss"] = math.nextafter(loss, 3.0)
-    found = difference(record(), other, {})
-    assert found is not None and found.startswith("step 2 loss: ")
-    assert loss.hex() in found and math.nextafter(loss, 3.0).hex() in found
+    differences = difference(record(), other, {})
+    assert differences is not None and differences.startswith("step 2 loss: ")
+    assert loss.hex() in differences and math.nextafter(loss, 3.0).hex() in differences
 
 
 def test_the_sign_of_zero_and_a_missing_number_show() -> None:
@@ -73,8 +73,8 @@ def test_one_bit_of_a_tensor_shows_with_its_place_and_both_values() -> None:
     tensor = record().tensors[NAME].clone()
     before = tensor[2, 1].item()
     tensor.view(torch.int32)[2, 1] ^= 1
-    found = difference(record(), with_tensor(NAME, tensor), {})
-    assert found == f"{NAME}: 1 of 12 numbers, at 9: {before.hex()} against {tensor[2, 1].item().hex()}"
+    differences = difference(record(), with_tensor(NAME, tensor), {})
+    assert differences == f"{NAME}: 1 of 12 numbers, at 9: {before.hex()} against {tensor[2, 1].item().hex()}"
 
 
 def test_a_tensor_that_is_not_there_or_of_another_kind_shows() -> None:
@@ -99,10 +99,10 @@ def test_renamed_tensors_are_compared_under_their_new_names() -> None:
     new = NAME.replace("mlp.up", "feed_forward.inner")
     assert renamed(NAME, table) == new
     assert renamed("model.mlp.upper.weight", table) == "model.mlp.upper.weight"  # whole words only
-    made = record()
-    moved = replace(made, tensors={new: made.tensors[NAME], "model.patch_in.bias": made.tensors["model.patch_in.bias"]})
-    assert difference(made, moved, table) is None
-    assert difference(made, moved, {}) is not None
+    old = record()
+    moved = replace(old, tensors={new: old.tensors[NAME], "model.patch_in.bias": old.tensors["model.patch_in.bias"]})
+    assert difference(old, moved, table) is None
+    assert difference(old, moved, {}) is not None
 
 
 def test_digests_tell_types_shapes_and_bits_apart() -> None:
@@ -145,14 +145,14 @@ def test_a_run_folder_is_read(tmp_path: Path) -> None:
         {"kind": "validation", "step": 1, "loss": 0.3},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = read_record(tmp_path)
-    assert found.numbers == {
+    record = read_record(tmp_path)
+    assert record.numbers == {
         "step 1 loss": 0.1,
         "step 1 grad_norm": None,
         "step 1 samples": 3,
         "step 1 held-out loss": 0.3,
     }
-    assert found.digests()["numbers"]["step 1 loss"] == (0.1).hex() and list(found.tensors) == ["model.w"]
+    assert record.digests()["numbers"]["step 1 loss"] == (0.1).hex() and list(record.tensors) == ["model.w"]
 
 
 def write_cache(folder: Path, payload: bytes) -> Path:

@@ -53,8 +53,8 @@ def test_the_cache_is_read_and_nothing_in_it_is_stale(home: Path) -> None:
     del cache
     before = {path: path.read_bytes() for path in sorted((home / "cache").rglob("*.tar"))}
     said = mmspeed(home, "preprocess", "config.yaml")
-    made = re.findall(r"(\d+) encoded now, (\d+) already there", said)
-    assert [int(new) for new, _ in made] == [0, 0] and sum(int(kept) for _, kept in made) == len(entries)
+    counts = re.findall(r"(\d+) encoded now, (\d+) already there", said)
+    assert [int(new) for new, _ in counts] == [0, 0] and sum(int(kept) for _, kept in counts) == len(entries)
     assert before == {path: path.read_bytes() for path in sorted((home / "cache").rglob("*.tar"))}
     mmspeed(home, "cache", "verify", "cache")
 
@@ -68,13 +68,13 @@ def test_the_run_goes_on_where_it_stopped(home: Path) -> None:
     assert said.count(TRANSLATED) == 1
     assert said.count("recorded objective.weighting: step, and continues so") == 1  # the user's config names none
     assert TRANSLATED not in mmspeed(home, "report", "runs/old")  # the record is in today's keys now
-    found = read_record(home / "runs" / "old").numbers
-    assert before.items() <= found.items()  # no step is trained again
+    numbers = read_record(home / "runs" / "old").numbers
+    assert before.items() <= numbers.items()  # no step is trained again
     assert len(expected) == 2 * (STEPS - STOPPED)
     wanted = {name: float.fromhex(value) for name, value in expected.items()}
-    print({name: (value, found[name]) for name, value in wanted.items()})
-    print("equal to the bit:", all(found[name] == value for name, value in wanted.items()))
-    assert {name: found[name] for name in wanted} == pytest.approx(wanted, rel=TOLERANCE)
+    print({name: (value, numbers[name]) for name, value in wanted.items()})
+    print("equal to the bit:", all(numbers[name] == value for name, value in wanted.items()))
+    assert {name: numbers[name] for name in wanted} == pytest.approx(wanted, rel=TOLERANCE)
 
 
 @pytest.mark.slow

@@ -126,9 +126,9 @@ def main(arguments: list[str] | None = None) -> int:
     drawing.add_argument("--count", type=int, default=COUNT)
     drawing.add_argument("--replace", action="store_true")
     drawing.set_defaults(do=draw_again)
-    given = sys.argv[1:] if arguments is None else arguments
+    words = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(
-        given if (given and given[0] in commands.choices) or "-h" in given or "--help" in given else ["run", *given]
+        words if (words and words[0] in commands.choices) or "-h" in words or "--help" in words else ["run", *words]
     )
     return int(options.do(options))
 

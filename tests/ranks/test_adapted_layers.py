@@ -176,7 +176,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }  # fmt: skip
 
 
-def told(model: nn.Module, meshes: Meshes) -> str:
+def refusal(model: nn.Module, meshes: Meshes) -> str:
     mesh, layout = meshes.of(ParallelConfig(tp=2))
     try:
         parallelize(model, mesh, "none", layout=layout)
@@ -192,11 +192,11 @@ def computed(cases: dict[str, Case]) -> dict[str, Any]:
 
 def refused() -> dict[str, str]:
     meshes = Meshes()
-    return {name: told(make(), meshes) for name, (make, _) in REFUSED.items()}
+    return {name: refusal(make(), meshes) for name, (make, _) in REFUSED.items()}
 
 
 @cache
-def found() -> dict[str, Any]:
+def on_two() -> dict[str, Any]:
     return run_ranks(computed, 2, CASES)[0]
 
 
@@ -220,7 +220,7 @@ def hold(step: dict[str, Any], case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_and_one_agree(name: str) -> None:
-    hold(found()[name], CASES[name])
+    hold(on_two()[name], CASES[name])
 
 
 @pytest.mark.slow
@@ -230,7 +230,7 @@ def test_adapters_add_no_exchange() -> None:
     Then the output is gathered. Backward turns each around, but for the first gather, of tokens that no trained layer made.
     """
     gathers, sums = 2 * (3 + 4) + 1, 2 * 3
-    calls = found()["tp"]["calls"]
+    calls = on_two()["tp"]["calls"]
     assert calls["all_gather tp"] == gathers + sums and calls["reduce_scatter tp"] == sums + gathers - 1, calls
     assert calls["all_reduce tp"] == 1, calls  # of what all processes hold
 

@@ -63,14 +63,14 @@ FOUR: dict[str, Case] = {
 
 
 def computed(cases: dict[str, Case]) -> dict[str, Any]:
-    meshes, found = Meshes(), {}
+    meshes, results = Meshes(), {}
     for name, case in cases.items():
         try:
-            found[name] = compared(case, meshes)
+            results[name] = compared(case, meshes)
         except Exception as error:
             raise AssertionError(f"{name}: {error}") from error
-        found[name].pop("grads")
-    return found
+        results[name].pop("grads")
+    return results
 
 
 @cache
@@ -81,33 +81,33 @@ def on_two(few: bool) -> dict[str, Any]:
     ]
 
 
-def hold(case: Case, found: dict[str, Any]) -> None:
+def hold(case: Case, actual: dict[str, Any]) -> None:
     """The step is that of one process, and every axis sent bytes."""
-    assert found["loss"] <= TOLERANCE and found["gradient"] <= TOLERANCE, found
-    assert found["uncrossed"] == [] and all(found["uses"].values())
-    axes = {kind.split()[-1] for kind in found["sent"]}
+    assert actual["loss"] <= TOLERANCE and actual["gradient"] <= TOLERANCE, actual
+    assert actual["uncrossed"] == [] and all(actual["uses"].values())
+    axes = {kind.split()[-1] for kind in actual["sent"]}
     image = case.batches == IMAGE
     for axis in ("tp", "ulysses", "ring"):
         degree = vars(case)[axis]
-        assert (axis in axes) == (degree > 1 and not (image and axis != "tp")), found["sent"]
+        assert (axis in axes) == (degree > 1 and not (image and axis != "tp")), actual["sent"]
     if case.sparse:
-        counts = found["sparse"].values()
+        counts = actual["sparse"].values()
         assert len(counts) == 2 and all(any("sparse" in kind and n for kind, n in each.items()) for each in counts)
-    assert (found["graphs"] > 0) == bool(case.compile)
+    assert (actual["graphs"] > 0) == bool(case.compile)
 
 
 @pytest.mark.parametrize("name", slow_but(TWO, FEW))
 def test_two_processes_and_one_agree(name: str) -> None:
     results, case = on_two(name in FEW), TWO[name]
-    found = results[name]
-    hold(case, found)
+    actual = results[name]
+    hold(case, actual)
     if case.keeping is not None and case.text is None:
         plain = results[name.partition(",")[0]]
         counter = "hidden" if case.keeping.mlp_chunk else "kept"
-        assert found[counter] < plain[counter] and plain["hidden"]
-        assert case.keeping.mlp_chunk is None or found["hidden"] == 0
+        assert actual[counter] < plain[counter] and plain["hidden"]
+        assert case.keeping.mlp_chunk is None or actual["hidden"] == 0
     if case.text is not None:
-        assert any(kind in found["calls"] for kind in ("ring sequence", "all_to_all sequence")), found["calls"]
+        assert any(kind in actual["calls"] for kind in ("ring sequence", "all_to_all sequence")), actual["calls"]
 
 
 def test_layers_exchange_what_the_plan_says() -> None:
@@ -118,8 +118,8 @@ def test_layers_exchange_what_the_plan_says() -> None:
 
 @pytest.mark.slow
 def test_four_processes_and_one_agree() -> None:
-    for name, found in run_ranks(computed, 4, FOUR)[0].items():
-        hold(FOUR[name], found)
+    for name, actual in run_ranks(computed, 4, FOUR)[0].items():
+        hold(FOUR[name], actual)
 
 
 @pytest.mark.slow
@@ -131,8 +131,8 @@ def test_four_processes_and_one_agree() -> None:
 def test_the_pipeline_trains_it(world: int, overrides: tuple[str, ...], tmp_path: Path) -> None:
     whole = train_on_toy_cache(str(tmp_path / "one"), ())
     assert len(whole) == 6 and len(set(whole)) == 6
-    found = run_ranks(train_on_toy_cache, world, str(tmp_path / "many"), overrides)[0]
-    assert found == pytest.approx(whole, rel=1e-5)
+    actual = run_ranks(train_on_toy_cache, world, str(tmp_path / "many"), overrides)[0]
+    assert actual == pytest.approx(whole, rel=1e-5)
 
 
 def errors() -> dict[str, str]:
@@ -148,7 +148,7 @@ def errors() -> dict[str, str]:
         'cuts=("block.1",)': replace(plan, cuts=("block.1",)),
         '"blocks.*.mlp.2": Linear("column")': replace(plan, linears={"blocks.*.mlp.2": Linear("column")}),
     }
-    told, two = {}, Axis("ulysses", None, 2, 0)  # nothing is computed
+    messages, two = {}, Axis("ulysses", None, 2, 0)  # nothing is computed
     layout = TokenLayout(SequenceAxes(Axis.alone("ring"), two), hybrid=two, whole=two)
     for what, changed in wrong.items():
         with pytest.raises(UserError) as caught:
@@ -156,8 +156,8 @@ def errors() -> dict[str, str]:
                 declare_plan(model, changed)
             else:
                 Boundaries(model, Sequences(changed, layout))
-        told[what] = str(caught.value)
-    return told
+        messages[what] = str(caught.value)
+    return messages
 
 
 @pytest.mark.parametrize("what", errors())

@@ -60,17 +60,17 @@ def drawn_otherwise(home: str) -> list[str]:
     draw = model.initial_value
     if last():
         model.initial_value = lambda name, *rest: draw(name, *rest) + float(name == "patch_in.weight")
-    found = [train_small(home, "name=drawn")]
+    results = [train_small(home, "name=drawn")]
     model.initial_value = draw
     for name, seed in (("start", 0), ("start-b", 1)):
-        found.append(train_small(home, f"name={name}", f"seed={seed}"))
+        results.append(train_small(home, f"name={name}", f"seed={seed}"))
     for folder in ("a", "b"):
         if dist.get_rank() == 0:
             run = "start-b" if folder == "b" else "start"
             shutil.copytree(Path(home) / "runs" / run, Path(home) / folder / "start")
     dist.barrier()
-    found.append(train_small(home, "name=onward", f"train.start_from={home}/{'b' if last() else 'a'}/start"))
-    return found
+    results.append(train_small(home, "name=onward", f"train.start_from={home}/{'b' if last() else 'a'}/start"))
+    return results
 
 
 @pytest.mark.slow

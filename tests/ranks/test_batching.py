@@ -104,7 +104,7 @@ def gradients(folder: str, group: int, strategy: str) -> dict[str, Any]:
         )
 
     optimizer.register_step_pre_hook(keep)
-    told = []
+    numbers = []
     for draws in chosen:
         parts = rank_batches(draws, replace(made_for_two, group=group), rank, world)
         batches = [assemble(cache, part, 0, 0.3, noise=True) for part in parts]
@@ -112,8 +112,8 @@ def gradients(folder: str, group: int, strategy: str) -> dict[str, Any]:
             wrapped, batches, loss_fn, optimizer,
             global_samples=len(draws), clip_norm=None, strategy=strategy,  # type: ignore[arg-type]
         )  # fmt: skip
-        told.append((result.loss, result.grad_norm))
-    return {"told": told, "grads": grads}
+        numbers.append((result.loss, result.grad_norm))
+    return {"numbers": numbers, "grads": grads}
 
 
 @pytest.mark.parametrize(
@@ -124,13 +124,13 @@ def test_groups_and_images_take_the_step_of_one_process(home: Path, world: int, 
     """Both ranks of a group compute the same videos at half weight, and images of their own: loss and every gradient agree."""
     (alone,) = run_ranks(gradients, 1, str(home), 1, "none")
     for rank in run_ranks(gradients, world, str(home), 2, strategy):
-        assert [t[0] for t in rank["told"]] == pytest.approx([t[0] for t in alone["told"]], rel=1e-5)
+        assert [t[0] for t in rank["numbers"]] == pytest.approx([t[0] for t in alone["numbers"]], rel=1e-5)
         first, expected = rank["grads"][0], alone["grads"][0]
         assert first.keys() == expected.keys()
         for name, grad in expected.items():
             assert np.allclose(first[name], grad, rtol=1e-4, atol=1e-6), name
         # later steps: rounding has gone through Adam
-        assert [t[1] for t in rank["told"]] == pytest.approx([t[1] for t in alone["told"]], rel=2e-3)
+        assert [t[1] for t in rank["numbers"]] == pytest.approx([t[1] for t in alone["numbers"]], rel=2e-3)
 
 
 # -- elastic resume ------------------------------------------------------------------------------------------------------
@@ -191,9 +191,9 @@ def test_resume_on_another_number_of_ranks_goes_on_with_exactly_the_rest(home: P
     assert second[0][0]["step"] == second[1][0]["step"] and len(second[0][0]["step"]) > len(first[0]["step"])
     parts = [*first, *second[0], *third]
     assert uses(parts, 0) == uses(whole, 0) and len(set(uses(parts, 0))) == len(uses(parts, 0))
-    expected, found = drawn([whole]), drawn([first, *second, third])
-    common = expected.keys() & found.keys()
-    assert set(uses(whole, 0)) <= common and all(found[name] == expected[name] for name in common)
+    expected, actual = drawn([whole]), drawn([first, *second, third])
+    common = expected.keys() & actual.keys()
+    assert set(uses(whole, 0)) <= common and all(actual[name] == expected[name] for name in common)
 
 
 @pytest.mark.slow

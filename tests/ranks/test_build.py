@@ -56,12 +56,12 @@ def another(one: Config, folder: Path, *overrides: str) -> Config:
     return small_config(folder, *VARIANTS, f"data.sources={sources}", *overrides)
 
 
-def assert_same(made: Config, one: Config) -> None:
-    assert tar_bytes(made.cache_dir) == tar_bytes(one.cache_dir)
+def assert_same(config: Config, one: Config) -> None:
+    assert tar_bytes(config.cache_dir) == tar_bytes(one.cache_dir)
     for table in ("index/samples.parquet", "rejects/rejects.parquet"):
-        assert (made.cache_dir / table).read_bytes() == (one.cache_dir / table).read_bytes()
-    assert not (made.cache_dir / "parts").exists()
-    cache = DatasetCache(made.cache_dir)
+        assert (config.cache_dir / table).read_bytes() == (one.cache_dir / table).read_bytes()
+    assert not (config.cache_dir / "parts").exists()
+    cache = DatasetCache(config.cache_dir)
     for sample in cache.samples:
         assert all(cache.latent(key) for key in sample.latent_keys) and all(cache.text(key) for key in sample.text_keys)
 
@@ -86,52 +86,52 @@ def launch(config: Config, folder: Path, count: int, seconds: float = 120.0) -> 
 
 @pytest.mark.parametrize("count", [pytest.param(count, marks=pytest.mark.slow) for count in (2, 3)])
 def test_launched_processes_make_the_same_bytes_as_one(one: Config, tmp_path: Path, count: int) -> None:
-    made = another(one, tmp_path)
-    reports = launch(made, tmp_path, count)
+    config = another(one, tmp_path)
+    reports = launch(config, tmp_path, count)
     for report in reports:  # every process has the counts of all
         assert (report["encoded"], report["reused"], report["rejected"], report["texts"]) == (8, 0, 1, 10)
         assert "8 of 9 sources in it" in report["lines"][0]
-    assert_same(made, one)
-    again = launch(made, tmp_path, count)[0]
+    assert_same(config, one)
+    again = launch(config, tmp_path, count)[0]
     assert (again["encoded"], again["reused"], again["texts"], again["texts_reused"]) == (0, 8, 0, 10)
-    assert_same(made, one)
+    assert_same(config, one)
 
 
 @pytest.mark.slow
 def test_parts_of_an_array_run_in_any_order_and_the_last_finishes(one: Config, tmp_path: Path) -> None:
-    made = another(one, tmp_path)
-    first = CacheBuilder(made, "3/3").run()
+    config = another(one, tmp_path)
+    first = CacheBuilder(config, "3/3").run()
     assert (first.part, first.parts_missing) == ((2, 3), 2)
     assert "part 3 of 3 is done; 2 parts are missing" in first.lines()[-1]
-    assert not (made.cache_dir / "index" / "samples.parquet").exists()
-    pids = [fork(CacheBuilder(made, shard).run, tmp_path / "log.txt") for shard in ("1/3", "2/3")]
+    assert not (config.cache_dir / "index" / "samples.parquet").exists()
+    pids = [fork(CacheBuilder(config, shard).run, tmp_path / "log.txt") for shard in ("1/3", "2/3")]
     assert [wait(pid) for pid in pids] == [0, 0], (tmp_path / "log.txt").read_text()
-    assert_same(made, one)
+    assert_same(config, one)
     # one part once more, when all is done: nothing to do, and nothing is waited for
-    again = CacheBuilder(made, "2/3").run()
+    again = CacheBuilder(config, "2/3").run()
     assert again.encoded == 0 and "the cache was complete before" in again.lines()[-1]
-    assert_same(made, one)
+    assert_same(config, one)
 
 
 @pytest.mark.slow
 def test_a_part_whose_entries_are_gone_is_not_trusted(one: Config, tmp_path: Path) -> None:
-    made = another(one, tmp_path)
-    CacheBuilder(made, "1/2").run()
+    config = another(one, tmp_path)
+    CacheBuilder(config, "1/2").run()
     for section in ("latents", "index"):
-        shutil.rmtree(made.cache_dir / section)
+        shutil.rmtree(config.cache_dir / section)
     with pytest.raises(UserError, match=r"of part 1 are not in the cache \(any more\); run part 1 of 2 again"):
-        CacheBuilder(made, "2/2").run()
-    CacheBuilder(made, "1/2").run()
-    assert_same(made, one)
+        CacheBuilder(config, "2/2").run()
+    CacheBuilder(config, "1/2").run()
+    assert_same(config, one)
 
 
 @pytest.mark.slow
 def test_two_commands_started_by_mistake_on_one_cache(one: Config, tmp_path: Path) -> None:
-    made = another(one, tmp_path)
+    config = another(one, tmp_path)
     log = tmp_path / "log.txt"
-    pids = [fork(CacheBuilder(made).run, log) for _ in range(2)]
+    pids = [fork(CacheBuilder(config).run, log) for _ in range(2)]
     assert [wait(pid) for pid in pids] == [0, 0], log.read_text()
-    cache, whole = DatasetCache(made.cache_dir), DatasetCache(one.cache_dir)
+    cache, whole = DatasetCache(config.cache_dir), DatasetCache(one.cache_dir)
     assert list(cache.samples) == list(whole.samples)
     for section in ("latents", "texts", "null"):
         assert cache.keys(section) == whole.keys(section)
@@ -154,31 +154,31 @@ def test_processes_that_see_different_sources_say_so(one: Config, tmp_path: Path
     fewer.parent.mkdir()
     lines = Path(one.data.sources[0].path).read_text(encoding="utf-8").splitlines(keepends=True)
     fewer.write_text("".join(lines[:4]), encoding="utf-8")
-    made, other = another(one, tmp_path), another(one, tmp_path, override.format(fewer))
+    result, other = another(one, tmp_path), another(one, tmp_path, override.format(fewer))
     log = tmp_path / "log.txt"
     zero, first = (
         fork(lambda config=config: build(config, tmp_path / "x.json"), log, environment)
-        for config, environment in zip((made, other), ranks(2), strict=True)
+        for config, environment in zip((result, other), ranks(2), strict=True)
     )
     assert wait(first) == 1
     assert message in log.read_text()
     assert ended(zero) is None  # waits for its part; a launcher ends it now
     kill(zero)
-    launch(made, tmp_path, 2)  # what it left is no hindrance
-    assert_same(made, one)
+    launch(result, tmp_path, 2)  # what it left is no hindrance
+    assert_same(result, one)
 
 
 @pytest.mark.slow
 def test_one_that_comes_late_is_waited_for(one: Config, tmp_path: Path) -> None:
-    made = another(one, tmp_path)
+    config = another(one, tmp_path)
     log = tmp_path / "log.txt"
     environments = ranks(2)
-    last = fork(lambda: build(made, tmp_path / "1.json"), log, environments[1])
+    last = fork(lambda: build(config, tmp_path / "1.json"), log, environments[1])
     time.sleep(0.5)
-    assert not (made.cache_dir / "index").exists()  # nothing is begun before process 0 has shown what it sees
-    first = fork(lambda: build(made, tmp_path / "0.json"), log, environments[0])
+    assert not (config.cache_dir / "index").exists()  # nothing is begun before process 0 has shown what it sees
+    first = fork(lambda: build(config, tmp_path / "0.json"), log, environments[0])
     assert [wait(first), wait(last)] == [0, 0], log.read_text()
-    assert_same(made, one)
+    assert_same(config, one)
 
 
 def test_a_part_comes_back_from_its_file(tmp_path: Path) -> None:

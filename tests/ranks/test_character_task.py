@@ -45,25 +45,25 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_ranks_equal_one_process(home: Path, layout: str) -> None:
     world, overrides = LAYOUTS[layout]
     run_ranks(train_characters, world, str(home), (f"name={layout}", *overrides))
-    found, one = character_config(home, f"name={layout}"), character_config(home)
-    assert losses(found) == pytest.approx(losses(one), **LOSS)
+    actual, one = character_config(home, f"name={layout}"), character_config(home)
+    assert losses(actual) == pytest.approx(losses(one), **LOSS)
     for name in ("grad_norm", "tokens", "epoch"):
-        assert [row[name] for row in rows(found)] == pytest.approx([row[name] for row in rows(one)], rel=1e-5), name
-    right = [[row["terms"]["right"] for row in rows(config)] for config in (found, one)]
+        assert [row[name] for row in rows(actual)] == pytest.approx([row[name] for row in rows(one)], rel=1e-5), name
+    right = [[row["terms"]["right"] for row in rows(config)] for config in (actual, one)]
     assert right[0] == right[1]  # counts, which no order of sums changes
-    validated = [[row["loss"] for row in rows(config, "validation")] for config in (found, one)]
+    validated = [[row["loss"] for row in rows(config, "validation")] for config in (actual, one)]
     assert validated[0] == pytest.approx(validated[1], **LOSS) and len(validated[0]) == 2
-    state, truth = whole_checkpoint(found.run_dir), whole_checkpoint(one.run_dir)
+    state, truth = whole_checkpoint(actual.run_dir), whole_checkpoint(one.run_dir)
     for prefix in ("model.", "ema."):
         assert farthest(state, truth, prefix) < WEIGHTS
 
 
 @pytest.mark.slow
 def test_two_ranks_go_on_bitwise_after_any_step(home: Path) -> None:
-    given = ("parallel.strategy=fsdp", "train.micro_batch_size=2")
-    run_ranks(train_characters, 2, str(home), ("name=never-stopped", *given))
-    run_ranks(train_in_parts, 2, str(home), given)
-    parts, whole = (character_config(home, f"name={name}", *given) for name in ("stopped", "never-stopped"))
+    overrides = ("parallel.strategy=fsdp", "train.micro_batch_size=2")
+    run_ranks(train_characters, 2, str(home), ("name=never-stopped", *overrides))
+    run_ranks(train_in_parts, 2, str(home), overrides)
+    parts, whole = (character_config(home, f"name={name}", *overrides) for name in ("stopped", "never-stopped"))
     assert losses(parts) == losses(whole)
     assert differing(whole_checkpoint(parts.run_dir), whole_checkpoint(whole.run_dir)) == []
 
@@ -78,10 +78,10 @@ def train_in_parts(folder: str, overrides: tuple[str, ...]) -> None:
 def test_a_run_goes_on_with_another_number_of_ranks(home: Path) -> None:
     for world, steps in ((2, 2), (1, 4), (4, 6)):
         run_ranks(train_characters, world, str(home), ("name=changing", f"train.steps={steps}"))
-    found = character_config(home, "name=changing")
-    assert losses(found) == pytest.approx(losses(character_config(home)), **LOSS)
+    config = character_config(home, "name=changing")
+    assert losses(config) == pytest.approx(losses(character_config(home)), **LOSS)
     assert (
-        farthest(whole_checkpoint(found.run_dir), whole_checkpoint(character_config(home).run_dir), "model.") < WEIGHTS
+        farthest(whole_checkpoint(config.run_dir), whole_checkpoint(character_config(home).run_dir), "model.") < WEIGHTS
     )
 
 

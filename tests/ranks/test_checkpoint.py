@@ -114,16 +114,16 @@ def write_on_two(folder: str) -> dict[str, Any]:
 
 
 def read_on_four(folder: str, expected: Arrays) -> dict[str, Any]:
-    """Load what two ranks wrote, in three ways; write from each anew."""
-    found = {}
+    """Load what two ranks wrote, in three ways; write again from each."""
+    results = {}
     for number, (strategy, replicate) in enumerate((("ddp", 1), ("fsdp", 1), ("fsdp", 2))):
         state = state_of(strategy, replicate, seed=1)
         manager = CheckpointManager(Path(folder) / f"{strategy}{replicate}")
         load(Path(folder) / step_name(2), state.model, state.optimizer, state.ema)
         assert state.ema is not None
-        found[f"{strategy}{replicate}"] = (same(whole(state), expected), state.ema.updates)
+        results[f"{strategy}{replicate}"] = (same(whole(state), expected), state.ema.updates)
         manager.save(number, state, blocking=True)
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -238,13 +238,13 @@ def on_hosts(folder: str, strategy: str, hosts: int) -> dict[str, Any]:
 
     copy = manager.newest_copy(step_name(2))
     assert copy is not None and copy.is_relative_to(disk) and copy.name == step_name(3)
-    found: dict[str, Any] = {"problems": verify(copy), "steps": steps_in(copy.parent)}
+    results: dict[str, Any] = {"problems": verify(copy), "steps": steps_in(copy.parent)}
     other = state_of(strategy, seed=1)
     manager.load(copy, other.model, other.optimizer, other.ema)
-    found["same"] = same(whole(other), expected)
+    results["same"] = same(whole(other), expected)
     parts = strategy == "fsdp" and hosts == 2
     tensors = json.loads((copy / "index.json").read_text())["tensors"]
-    found["parts"] = (
+    results["parts"] = (
         tensors["model.blocks.0.up.weight"]["chunks"][0]["shape"] != tensors["model.blocks.0.up.weight"]["shape"]
     )
     assert all(len(entry["chunks"]) == 1 for entry in tensors.values())  # of what both ranks of a host hold, one copy
@@ -267,12 +267,12 @@ def on_hosts(folder: str, strategy: str, hosts: int) -> dict[str, Any]:
     except DamagedCheckpointError as error:
         messages.append(str(error))
     manager.load(shared, other.model, other.optimizer, other.ema)
-    found["shared"] = same(whole(other), expected)
+    results["shared"] = same(whole(other), expected)
     if rank == 1:
         shutil.rmtree(copy)
     dist.barrier()
     lost = manager.newest_copy(step_name(3))
-    return {**found, "messages": messages, "lost": lost}
+    return {**results, "messages": messages, "lost": lost}
 
 
 @pytest.mark.slow

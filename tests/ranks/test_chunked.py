@@ -91,15 +91,15 @@ def bits_of_the_whole(name: str) -> bool:
     asked = []
     for _ in range(4):
         mlp = PlainMlp(width, 4 * width // sizes.get("tp", 1), width)
-        given = torch.randn(2, tokens, width, generator=g)
-        asked.append(parts_have_the_bits_of_the_whole(mlp, given[0], given[1], CHUNK))
+        inputs = torch.randn(2, tokens, width, generator=g)
+        asked.append(parts_have_the_bits_of_the_whole(mlp, inputs[0], inputs[1], CHUNK))
     return all(asked)
 
 
 def compare(every: bool) -> dict[tuple[str, str, bool], tuple[float, int, int, bool]]:
     """Of each layout and ways, against the same without parts: the largest difference of a gradient, bytes and products beyond, and
     whether the machine's products have the same bits."""
-    found = {}
+    results = {}
     for name in LAYOUTS:
         plain, sent, products = step(name, None)
         for ways in [{}, RECOMPUTED] if every else WAYS[name]:
@@ -112,8 +112,8 @@ def compare(every: bool) -> dict[tuple[str, str, bool], tuple[float, int, int, b
                     float((grads[key] - v).abs().max() / v.abs().max()) for key, v in plain.items() if v.numel()
                 )
                 alike = exact and bits_of_the_whole(name)
-                found[name, "".join(ways), exact] = (worst, sent_in_parts - again[1], smaller - again[2], alike)
-    return found
+                results[name, "".join(ways), exact] = (worst, sent_in_parts - again[1], smaller - again[2], alike)
+    return results
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["some", "every"])

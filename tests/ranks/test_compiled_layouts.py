@@ -20,7 +20,7 @@ LATENTS = ("odd", "few frames", "image", "odd", "image")
 def work() -> list[dict[str, Any]]:
     import torch._dynamo.utils
 
-    counters, groups, truths, found = torch._dynamo.utils.counters, Groups(), dict[Case, Any](), []
+    counters, groups, truths, results = torch._dynamo.utils.counters, Groups(), dict[Case, Any](), []
     for model, ulysses, ring, tp in LAYOUTS:
         torch._dynamo.reset()
         counters.clear()
@@ -28,17 +28,17 @@ def work() -> list[dict[str, Any]]:
             case = Case(ulysses, ring, model, latent, "fsdp", tp, extra="compiled")
             one = compared(case, 2, groups, truths)
             frames = counters["frames"]
-            found.append({**one, "graphs": counters["stats"]["unique_graphs"], "frames": dict(frames)})
-    return found
+            results.append({**one, "graphs": counters["stats"]["unique_graphs"], "frames": dict(frames)})
+    return results
 
 
 @pytest.mark.slow
 def test_graphs_are_made_and_gradients_stay() -> None:
     for rank in run_ranks(work, 2, timeout=900):
-        for found in rank:
-            assert max(found["loss"], found["norm"], found["gap"]) < 1e-5, found
+        for actual in rank:
+            assert max(actual["loss"], actual["norm"], actual["gap"]) < 1e-5, actual
         for start in range(0, len(rank), len(LATENTS)):
-            graphs = [found["graphs"] for found in rank[start : start + len(LATENTS)]]
+            graphs = [actual["graphs"] for actual in rank[start : start + len(LATENTS)]]
             # a block is some ten graphs between its exchanges; of two spans, with and without gradient, of fixed and of any length
             assert 0 < graphs[0] and graphs[-1] <= 80, graphs
             assert graphs[2] == graphs[3] == graphs[4], graphs
@@ -58,19 +58,19 @@ COUNTS = {
 
 
 def counts(cases: list[Case]) -> list[dict[str, Any]]:
-    groups, truths, found = Groups(), dict[Case, Any](), []
+    groups, truths, results = Groups(), dict[Case, Any](), []
     backend = CountingBackend()
     torch._dynamo.register_backend(backend, name="counted")
     for case in cases:
         torch._dynamo.reset()
         backend.graphs = backend.runs = 0
-        found.append({**compared(case, 2, groups, truths), "counts": (backend.graphs, backend.runs)})
-    return found
+        results.append({**compared(case, 2, groups, truths), "counts": (backend.graphs, backend.runs)})
+    return results
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", [[*COUNTS][::4], [*COUNTS]], ids=["two", "all"])
 def test_graphs_go_from_one_exchange_to_the_next(cases: list[Case]) -> None:
     for rank in run_ranks(counts, 2, cases):
-        assert {found["case"]: found["counts"] for found in rank} == {case: COUNTS[case] for case in cases}
-        assert all(max(found["loss"], found["norm"], found["gap"]) < 1e-5 for found in rank), rank
+        assert {actual["case"]: actual["counts"] for actual in rank} == {case: COUNTS[case] for case in cases}
+        assert all(max(actual["loss"], actual["norm"], actual["gap"]) < 1e-5 for actual in rank), rank

@@ -36,7 +36,7 @@ class WatchedTask(VideoTask):
 
     def loss(self, models: Models, batch: Batch) -> Terms:
         real = zip(batch.names, batch.weights_I.tolist(), batch["given"].tolist(), strict=True)
-        self.uses |= {name: given for name, weight, given in real if weight}
+        self.uses |= {name: anchors for name, weight, anchors in real if weight}
         return super().loss(models, batch)
 
 
@@ -51,9 +51,9 @@ def train(folder: str, *overrides: str) -> Uses:
 
 def train_all(folder: str) -> dict[str, Uses]:
     """A run of each layout; that of fsdp also stopped after three steps."""
-    found = {name: train(folder, f"name={name}", *keys) for name, keys in LAYOUTS.items()}
+    results = {name: train(folder, f"name={name}", *keys) for name, keys in LAYOUTS.items()}
     stopped = [train(folder, "name=stopped", f"train.steps={steps}", *LAYOUTS["fsdp"]) for steps in (3, 6)]
-    return found | {"stopped": stopped[0] | stopped[1]}
+    return results | {"stopped": stopped[0] | stopped[1]}
 
 
 @pytest.mark.slow
@@ -62,7 +62,7 @@ def test_modes_are_those_of_one_process_in_any_layout_and_after_a_stop(tmp_path:
 
     CacheBuilder(config_of(tmp_path)).run()
     truth = train(str(tmp_path), "name=one")
-    assert len(truth) == 14 and len({tuple(given) for given in truth.values()}) > 3
+    assert len(truth) == 14 and len({tuple(anchors) for anchors in truth.values()}) > 3
     parts = train(str(tmp_path), "name=parts", "train.steps=3") | train(str(tmp_path), "name=parts", "train.steps=6")
     assert parts == truth
     one = config_of(tmp_path, "name=one")
@@ -77,7 +77,7 @@ def test_modes_are_those_of_one_process_in_any_layout_and_after_a_stop(tmp_path:
     assert_same_run(config_of(tmp_path, "name=stopped"), config_of(tmp_path, "name=fsdp"))
 
 
-def assert_same_run(found: Config, expected: Config) -> None:
+def assert_same_run(actual: Config, expected: Config) -> None:
     """Losses and the last checkpoint are equal to the bit."""
-    assert losses(found) == losses(expected)
-    assert differing(whole_checkpoint(found.run_dir), whole_checkpoint(expected.run_dir)) == []
+    assert losses(actual) == losses(expected)
+    assert differing(whole_checkpoint(actual.run_dir), whole_checkpoint(expected.run_dir)) == []

@@ -192,9 +192,9 @@ def truth() -> Result:
 )
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
     world, names = request.param
-    found = run_ranks(work, world, str(tmp_path_factory.mktemp("run")), names)
-    assert all([name for name in rank if name in CASES] == [n for n in CASES if n in names] for rank in found)
-    return found
+    actual = run_ranks(work, world, str(tmp_path_factory.mktemp("run")), names)
+    assert all([name for name in rank if name in CASES] == [n for n in CASES if n in names] for rank in actual)
+    return actual
 
 
 def met(ranks: list[Result]) -> list[str]:
@@ -247,8 +247,8 @@ def test_shards_hold_their_part(ranks: list[Result]) -> None:
 def test_a_nan_stops_all_ranks_and_is_named(ranks: list[Result]) -> None:
     culprit = {2: "s4.mp4", 4: "s6.mp4"}[len(ranks)]
     for rank in ranks:
-        for found in rank["guard"].values():
-            assert found == {"finite": [False, True], "bad": [culprit], "still": True, "moved": True}
+        for message in rank["guard"].values():
+            assert message == {"finite": [False, True], "bad": [culprit], "still": True, "moved": True}
 
 
 def test_bfloat16_on_shards_is_near_and_keeps_times_exact(ranks: list[Result]) -> None:

@@ -107,12 +107,12 @@ def full(tensor: Any) -> torch.Tensor:
 
 
 def compare(
-    ulysses: int, ring: int, how: str = "", model: Any = None, window: int | None = None, **given: Any
+    ulysses: int, ring: int, how: str = "", model: Any = None, window: int | None = None, **options: Any
 ) -> dict[str, Any]:
     """Loss and worst gradient against one process; `how` names what is applied beside sequence parallelism."""
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
     alone = Model(**(model or {}))
-    split, ledger, batch = copy.deepcopy(alone), Ledger(), inputs(**given)
+    split, ledger, batch = copy.deepcopy(alone), Ledger(), inputs(**options)
     true = loss_of(alone(**batch))
     true.backward()
     if how == "recompute before":
@@ -128,7 +128,7 @@ def compare(
             fully_shard(block, mesh=world)
         fully_shard(split, mesh=world)
     if how == "recompute after, two forwards":  # both graphs wait for one backward, with lengths that share a local one
-        longer = inputs(**{**given, "tokens": given["tokens"] - 1})
+        longer = inputs(**{**options, "tokens": options["tokens"] - 1})
         loss_of(alone(**longer)).backward()
         loss = loss_of(split(**batch))
         (loss + loss_of(split(**longer))).backward()
@@ -172,15 +172,15 @@ def local_loss() -> float:
 
 
 def failures() -> dict[str, str]:
-    """What the user is told, by what went wrong."""
+    """The messages to the user, by what went wrong."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ring",))
     own = Model.plan
-    told = {}
+    messages = {}
 
     def catch(name: str, model: nn.Module, plan: ModelPlan | None = None, **changes: Any) -> None:
         with pytest.raises(UserError) as caught:
             sequence_parallel(model, mesh, plan)(**{**inputs(), **changes})
-        told[name] = str(caught.value)
+        messages[name] = str(caught.value)
 
     class Biased(Attention):
         def forward(self, x_BNE: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -209,7 +209,7 @@ def failures() -> dict[str, str]:
     late = {"head": {"input": Split("video", 1)}}  # after the blocks
     catch("split late", Model(), ModelPlan((), inputs=late, attention={"blocks.*.own": Site(("video",))}))
     catch("mask too long", Model(), text_mask=torch.ones(2, 9, dtype=torch.bool))
-    return told
+    return messages
 
 
 def on_two() -> dict[str, Any]:
@@ -245,29 +245,29 @@ FOUR: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
+def two() -> dict[str, Any]:
     return run_ranks(on_two, 2)[0]
 
 
 @pytest.fixture(scope="module")
-def found_on_four() -> dict[str, Any]:
+def four() -> dict[str, Any]:
     return run_ranks(on_four, 4)[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FOUR)
-def test_one_process_and_four_agree(found_on_four: dict[str, Any], name: str) -> None:
-    test_one_process_and_two_agree(found_on_four, name)
+def test_one_process_and_four_agree(four: dict[str, Any], name: str) -> None:
+    test_one_process_and_two_agree(four, name)
 
 
 @pytest.mark.parametrize("name", TWO)
-def test_one_process_and_two_agree(found: dict[str, Any], name: str) -> None:
-    assert found[name]["loss"] <= TOLERANCE and found[name]["gradient"] <= TOLERANCE, found[name]
-    assert found[name]["calls"], "nothing was exchanged"
+def test_one_process_and_two_agree(two: dict[str, Any], name: str) -> None:
+    assert two[name]["loss"] <= TOLERANCE and two[name]["gradient"] <= TOLERANCE, two[name]
+    assert two[name]["calls"], "nothing was exchanged"
 
 
-def test_without_a_gather_the_losses_of_ranks_add_up(found: dict[str, Any]) -> None:
-    assert found["local loss"] <= TOLERANCE
+def test_without_a_gather_the_losses_of_ranks_add_up(two: dict[str, Any]) -> None:
+    assert two["local loss"] <= TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -286,5 +286,5 @@ def test_without_a_gather_the_losses_of_ranks_add_up(found: dict[str, Any]) -> N
         ("mask too long", "sequence 'text' has 9 tokens here and had 7 before"),
     ],
 )
-def test_errors_say_what_to_do(found: dict[str, Any], name: str, words: str) -> None:
-    assert words in found["failures"][name]
+def test_errors_say_what_to_do(two: dict[str, Any], name: str, words: str) -> None:
+    assert words in two["failures"][name]

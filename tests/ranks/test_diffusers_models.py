@@ -25,18 +25,18 @@ from tests.support.spawn import run_ranks
 from tests.support.video_transformers import CASES, loss_of, make_inputs, make_model
 
 TOLERANCE = 1e-5
-Found = dict[str, Any]
+Results = dict[str, Any]
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {n.removeprefix("module."): p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def worst(found: dict[str, torch.Tensor], true: dict[str, torch.Tensor]) -> tuple[float, str]:
+def worst(actual: dict[str, torch.Tensor], true: dict[str, torch.Tensor]) -> tuple[float, str]:
     """The largest error of a gradient relative to its largest entry, and whose it is."""
-    assert found.keys() == true.keys()
+    assert actual.keys() == true.keys()
     floor = 1e-3 * max(float(g.abs().max()) for g in true.values())
-    return max((float((found[n] - g).abs().max()) / max(float(g.abs().max()), floor), n) for n, g in true.items())
+    return max((float((actual[n] - g).abs().max()) / max(float(g.abs().max()), floor), n) for n, g in true.items())
 
 
 def mean_over_ranks(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -46,7 +46,7 @@ def mean_over_ranks(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return grads
 
 
-def compare(case: str, ulysses: int, ring: int, **how: Any) -> Found:
+def compare(case: str, ulysses: int, ring: int, **how: Any) -> Results:
     """One case at one layout; the rest of the world is data-parallel, with its own inputs for each group."""
     world, rank = dist.get_world_size(), dist.get_rank()
     groups = world // (ulysses * ring)
@@ -71,8 +71,8 @@ def compare(case: str, ulysses: int, ring: int, **how: Any) -> Found:
         with torch.no_grad():
             loss_of(copy.deepcopy(model), make_inputs(case, frames=3))
     loss.backward()
-    found = gradients(engine) if how.get("ddp") else mean_over_ranks(gradients(model))
-    error, name = worst(found, gradients(alone))
+    actual = gradients(engine) if how.get("ddp") else mean_over_ranks(gradients(model))
+    error, name = worst(actual, gradients(alone))
     return {
         "rank": rank,
         "loss": abs(float(loss.detach() - losses[mine].detach())) / abs(float(losses[mine].detach())),
@@ -82,7 +82,7 @@ def compare(case: str, ulysses: int, ring: int, **how: Any) -> Found:
     }
 
 
-def image_step(case: str) -> Found:
+def image_step(case: str) -> Results:
     """An image a rank, each its own: what is computed, and the calls counted."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ring",))
     inputs = make_inputs(case, frames=1, seed=10 + dist.get_rank())
@@ -98,7 +98,7 @@ def image_step(case: str) -> Found:
 _IMAGE_MODEL = {"cogvideox, sincos": {"sample_frames": 1}}
 
 
-def saved(folder: str) -> Found:
+def saved(folder: str) -> Results:
     """`save_pretrained` of a sequence-parallel model that computes in bfloat16, read back as the plain class; and a deep copy (an EMA) that
     computes."""
     import diffusers
@@ -123,15 +123,15 @@ def saved(folder: str) -> Found:
 
 
 def failures() -> dict[str, str]:
-    """What the user is told, by what went wrong."""
+    """The messages to the user, by what went wrong."""
     import mmspeed
 
-    told = {}
+    messages = {}
 
     def catch(name: str, act: Any) -> None:
         with pytest.raises(UserError) as caught:
             act()
-        told[name] = str(caught.value)
+        messages[name] = str(caught.value)
 
     def forward(case: str, prepare: Any = None, **inputs: Any) -> None:
         model = mmspeed.accelerate_model(make_model(case), {"ring": 2})
@@ -150,7 +150,7 @@ def failures() -> dict[str, str]:
     hooked.blocks[0].forward = hooked.blocks[0].forward  # type: ignore[method-assign, union-attr, index]
     catch("replaced forward", lambda: mmspeed.accelerate_model(hooked, "ring=2"))
     catch("other kernel", lambda: forward("wan", prepare=_attend_by_hand))
-    return told
+    return messages
 
 
 def _attend_by_hand(model: nn.Module) -> None:
@@ -192,31 +192,31 @@ SOME = ("wan 2x1", "wan 1x2", "ltx 2x1", "hunyuan 1x2", "cogvideox 2x1", "mochi 
 
 
 def others_on_two() -> dict[str, Any]:
-    found = {name: compare(*layout) for name, layout in TWO.items() if name not in SOME}
-    found["wan, compiled 2x1"] = compare("wan", 2, 1, compile=True)
-    found["wan, compiled and recomputed 2x1"] = compare("wan", 2, 1, recompute=True, compile=True)
-    return found
+    results = {name: compare(*layout) for name, layout in TWO.items() if name not in SOME}
+    results["wan, compiled 2x1"] = compare("wan", 2, 1, compile=True)
+    results["wan, compiled and recomputed 2x1"] = compare("wan", 2, 1, recompute=True, compile=True)
+    return results
 
 
 def on_two(folder: str) -> dict[str, Any]:
-    found: dict[str, Any] = {name: compare(*TWO[name]) for name in SOME}
-    found["wan, recomputed 2x1"] = compare("wan", 2, 1, recompute=True)
-    found["wan, recomputed 1x2"] = compare("wan", 1, 2, recompute=True)
+    results: dict[str, Any] = {name: compare(*TWO[name]) for name in SOME}
+    results["wan, recomputed 2x1"] = compare("wan", 2, 1, recompute=True)
+    results["wan, recomputed 1x2"] = compare("wan", 1, 2, recompute=True)
     images = {
         case: image_step(case)
         for case in CASES
         if not any(word in case for word in ("token", "given", "own", "images"))
     }
-    return {"cases": found, "images": images, "saved": saved(folder), "failures": failures()}
+    return {"cases": results, "images": images, "saved": saved(folder), "failures": failures()}
 
 
 def on_four() -> dict[str, Any]:
-    found: dict[str, Any] = {f"{case} 2x2": compare(case, 2, 2) for case in ON_FOUR}
-    found |= {name: compare(case, 2, 2, **how) for name, (case, how) in EXTRA.items()}
+    results: dict[str, Any] = {f"{case} 2x2": compare(case, 2, 2) for case in ON_FOUR}
+    results |= {name: compare(case, 2, 2, **how) for name, (case, how) in EXTRA.items()}
     for case in DDP:
-        found[f"{case} 2x1, ddp"] = compare(case, 2, 1, ddp=True)
-    found["wan 4x1"], found["hunyuan 1x4"] = compare("wan", 4, 1), compare("hunyuan", 1, 4)
-    return found
+        results[f"{case} 2x1, ddp"] = compare(case, 2, 1, ddp=True)
+    results["wan 4x1"], results["hunyuan 1x4"] = compare("wan", 4, 1), compare("hunyuan", 1, 4)
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -234,9 +234,9 @@ def four() -> dict[str, Any]:
     return run_ranks(on_four, 4)[0]
 
 
-def hold(found: Found) -> None:
-    assert found["loss"] <= TOLERANCE and found["gradient"] <= TOLERANCE, found
-    assert any("ulysses" in call or "ring" in call for call in found["calls"]), "nothing was exchanged"
+def hold(actual: Results) -> None:
+    assert actual["loss"] <= TOLERANCE and actual["gradient"] <= TOLERANCE, actual
+    assert any("ulysses" in call or "ring" in call for call in actual["calls"]), "nothing was exchanged"
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -250,19 +250,19 @@ def test_all_others_on_two_ranks(others: dict[str, Any], name: str) -> None:
     hold_on_two(others[name], name)
 
 
-def hold_on_two(found: Found, name: str) -> None:
-    hold(found)
+def hold_on_two(actual: Results, name: str) -> None:
+    hold(actual)
     ours, other = ("ulysses", "ring") if name.endswith("2x1") else ("ring", "ulysses")
-    kinds = {call.split()[0] for call in found["calls"]}
-    assert not [call for call in found["calls"] if call.endswith(other)]
-    assert ("all_to_all" in kinds) == (ours == "ulysses") and ("ring" in kinds) == (ours == "ring"), found["calls"]
+    kinds = {call.split()[0] for call in actual["calls"]}
+    assert not [call for call in actual["calls"] if call.endswith(other)]
+    assert ("all_to_all" in kinds) == (ours == "ulysses") and ("ring" in kinds) == (ours == "ring"), actual["calls"]
 
 
 @pytest.mark.slow
 def test_four_ranks(four: dict[str, Any]) -> None:
     assert len(four) == len(ON_FOUR) + len(EXTRA) + len(DDP) + 2
-    for found in four.values():
-        hold(found)
+    for actual in four.values():
+        hold(actual)
 
 
 @pytest.mark.slow
@@ -274,9 +274,9 @@ def test_compiled_blocks(two: dict[str, Any], others: dict[str, Any]) -> None:
 
 def test_blocks_that_are_recomputed_exchange_once(two: dict[str, Any]) -> None:
     for how, layout in (("recomputed", "2x1"), ("recomputed", "1x2")):
-        found = two["cases"][f"wan, {how} {layout}"]
-        hold(found)
-        assert found["calls"] == two["cases"][f"wan {layout}"]["calls"]
+        actual = two["cases"][f"wan, {how} {layout}"]
+        hold(actual)
+        assert actual["calls"] == two["cases"][f"wan {layout}"]["calls"]
 
 
 def test_calls_are_those_of_the_formula(two: dict[str, Any]) -> None:
@@ -288,8 +288,8 @@ def test_calls_are_those_of_the_formula(two: dict[str, Any]) -> None:
 
 def test_images_are_not_exchanged(two: dict[str, Any]) -> None:
     assert len(two["images"]) == 7
-    for case, found in two["images"].items():
-        assert found["gradient"] == 0 and found["calls"] == {}, case
+    for case, actual in two["images"].items():
+        assert actual["gradient"] == 0 and actual["calls"] == {}, case
 
 
 def test_saved_models_are_of_the_plain_class(two: dict[str, Any]) -> None:

@@ -64,8 +64,8 @@ def test_a_run_rolls_back_and_leaves_the_samples_of_a_spike_out(
     tmp_path: Path, order: list[list[str]], factor: float
 ) -> None:
     spoiled(tmp_path, order, factor, SPIKE)
-    given = ("checkpoint.every=2", "checkpoint.keep_last=1", RULE.format("roll_back"))
-    recorder = train(tmp_path, "name=whole", "train.steps=8", *given)
+    overrides = ("checkpoint.every=2", "checkpoint.keep_last=1", RULE.format("roll_back"))
+    recorder = train(tmp_path, "name=whole", "train.steps=8", *overrides)
     assert [step for step, _ in recorder.steps] == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8]  # back to the checkpoint of step 4
     last = dict(recorder.steps)
     used, all_uses = (Counter(itertools.chain.from_iterable(steps)) for steps in (last.values(), order))
@@ -73,13 +73,13 @@ def test_a_run_rolls_back_and_leaves_the_samples_of_a_spike_out(
     (row,) = rows(tmp_path, "whole", "roll_back")
     assert (row["step"], row["last"], row["to"]) == (SPIKE, SPIKE, 4)
     assert sorted(row["samples"]) == sorted(order[SPIKE - 1])
-    told = rows(tmp_path, "whole", "train")
-    assert (told[-1]["roll_backs"], told[-1]["left_out_samples"], told[-1]["skipped_steps"]) == (1, 3, 0)
-    assert [row["step"] for row in told] == [1, 2, 3, 4, 5, 7, 8]
+    metrics = rows(tmp_path, "whole", "train")
+    assert (metrics[-1]["roll_backs"], metrics[-1]["left_out_samples"], metrics[-1]["skipped_steps"]) == (1, 3, 0)
+    assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5, 7, 8]
     assert all(tensor.isfinite().all() for tensor in whole_checkpoint(tmp_path / "runs" / "whole").values())
     # stopped after the roll-back, and gone on from a checkpoint: the same bits
-    train(tmp_path, "name=parts", "train.steps=7", *given)
-    train(tmp_path, "name=parts", "train.steps=8", *given)
+    train(tmp_path, "name=parts", "train.steps=7", *overrides)
+    train(tmp_path, "name=parts", "train.steps=8", *overrides)
     whole, parts = (whole_checkpoint(tmp_path / "runs" / name) for name in ("whole", "parts"))
     assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
 
@@ -95,11 +95,11 @@ def test_a_run_that_dies_after_a_roll_back_takes_the_same_steps(tmp_path: Path, 
                 raise RuntimeError("dies")
 
     spoiled(tmp_path, order, 1000.0, SPIKE)
-    given = ("train.steps=8", "checkpoint.every=2", RULE.format("roll_back"))
-    train(tmp_path, "name=whole", *given)
+    overrides = ("train.steps=8", "checkpoint.every=2", RULE.format("roll_back"))
+    train(tmp_path, "name=whole", *overrides)
     with pytest.raises(RuntimeError, match="dies"):
-        train(tmp_path, "name=dies", *given, recorder=Dies())
-    assert [step for step, _ in train(tmp_path, "name=dies", *given).steps] == [5, 6, 5, 6, 7, 8]
+        train(tmp_path, "name=dies", *overrides, recorder=Dies())
+    assert [step for step, _ in train(tmp_path, "name=dies", *overrides).steps] == [5, 6, 5, 6, 7, 8]
     whole, parts = (whole_checkpoint(tmp_path / "runs" / name) for name in ("whole", "dies"))
     assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
     assert len(rows(tmp_path, "dies", "roll_back")) == 1
@@ -108,9 +108,9 @@ def test_a_run_that_dies_after_a_roll_back_takes_the_same_steps(tmp_path: Path, 
 @pytest.mark.slow
 def test_ranks_roll_back_together(tmp_path: Path, order: list[list[str]]) -> None:
     spoiled(tmp_path, order, 1000.0, SPIKE)
-    given = (*LONG, "checkpoint.every=2", RULE.format("roll_back"), "train.steps=8")
-    train_toy(str(tmp_path), ("name=one", *given))
-    run_ranks(train_toy, 2, str(tmp_path), ("name=two", *given))
+    overrides = (*LONG, "checkpoint.every=2", RULE.format("roll_back"), "train.steps=8")
+    train_toy(str(tmp_path), ("name=one", *overrides))
+    run_ranks(train_toy, 2, str(tmp_path), ("name=two", *overrides))
     assert rows(tmp_path, "one", "roll_back")[0]["samples"] == rows(tmp_path, "two", "roll_back")[0]["samples"]
     one, two = ([row["loss"] for row in rows(tmp_path, name, "train")] for name in ("one", "two"))
     assert two == pytest.approx(one, rel=1e-4)
@@ -131,12 +131,12 @@ def test_without_a_checkpoint_from_before_a_spike_the_run_ends(tmp_path: Path, o
 
 def test_a_spike_stops_the_run_and_spares_the_checkpoints_before_it(tmp_path: Path, order: list[list[str]]) -> None:
     spoiled(tmp_path, order, 1000.0, SPIKE)
-    given = ("train.steps=8", "checkpoint.every=1", "checkpoint.keep_last=1")
+    overrides = ("train.steps=8", "checkpoint.every=1", "checkpoint.keep_last=1")
     with pytest.raises(UserError, match=rf"^step 6: loss .* limits are .*Samples: {order[SPIKE - 1][0]}") as caught:
-        train(tmp_path, *given, RULE.format("stop"))
+        train(tmp_path, *overrides, RULE.format("stop"))
     assert len(str(caught.value).splitlines()) == 1
     assert steps_in(tmp_path / "runs" / "small" / "checkpoints") == [4, 5]  # 5 has no calm step after it
-    train(tmp_path, *given, RULE.format("none"))
+    train(tmp_path, *overrides, RULE.format("none"))
     assert steps_in(tmp_path / "runs" / "small" / "checkpoints") == [5, 8]  # 5 is where it went on
 
 

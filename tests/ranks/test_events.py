@@ -30,8 +30,8 @@ def end_of_run(folder: str) -> str:
 
 def test_a_callback_that_fails_on_one_rank_ends_the_run_on_all(tmp_path: Path) -> None:
     write_toy_cache(toy_config(tmp_path))
-    found = run_ranks(end_of_run, 2, str(tmp_path))
-    assert found == [
+    errors = run_ranks(end_of_run, 2, str(tmp_path))
+    assert errors == [
         "UserError: a callback failed on rank 1: ZeroDivisionError: of the user",
         "ZeroDivisionError: of the user",
     ]

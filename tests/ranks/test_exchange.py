@@ -65,7 +65,7 @@ def _noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
 
 
 def _grad(result: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of x as the exchange gives it, before torch lays it out anew."""
+    """The gradient of x as the exchange gives it, before torch changes its layout."""
     return torch.autograd.grad((result * weight).sum(), x)[0]
 
 
@@ -79,17 +79,17 @@ def _case_all_to_all(axis: Axis) -> None:
     cuts = zip(_cuts(9, n), reversed(_cuts(6, n)), strict=True)
     for (gather, scatter), into, order in itertools.product(cuts, (BSH, SBH, (2, 1, 0)), (None, BSH, SBH, (2, 0, 1))):
         x = _laid(_part(whole, gather, 1, r), into).requires_grad_()
-        with comm.ledger(axis) as there:
+        with comm.ledger(axis) as forward:
             y = comm.all_to_all(x, axis, 2, -2, scatter, gather, order)
         assert torch.equal(y, _part(whole, scatter, 2, r))
         assert y.permute(order or BSH).is_contiguous()
-        assert there.bytes == {("all_to_all", "a"): 8 * 2 * gather[r] * (6 - scatter[r])}
+        assert forward.bytes == {("all_to_all", "a"): 8 * 2 * gather[r] * (6 - scatter[r])}
         with comm.ledger(axis) as back:
             grad = _grad(y, x, _part(weight, scatter, 2, r))
         assert torch.equal(grad, _part(weight, gather, 1, r))
         assert grad.permute(into).is_contiguous()
         assert back.bytes == {("all_to_all", "a"): 8 * 2 * scatter[r] * (9 - gather[r])}
-        for counted in (there, back):
+        for counted in (forward, back):
             assert counted.calls == {("all_to_all", "a"): 1}
             assert max(counted.copies.values(), default=0) <= 1
 
@@ -125,7 +125,7 @@ def _case_rows(axis: Axis) -> None:
         first, bsh = (2, 0, 1, 3), (0, 2, 1, 3)  # tokens first, or those of one sample
         for apart, order, back in itertools.product((False, True), (first, bsh), (None, first)):
             xs = [_laid(_part(whole, sequence, 2, r), bsh).requires_grad_() for whole in wholes]
-            with comm.ledger(axis) as there:
+            with comm.ledger(axis) as forward:
                 ys = comm.finish_all(
                     comm.start_all_to_all_many(
                         xs, axis, 1, 2, each, sequence, order, wire=first, grad_order=back, apart=apart
@@ -136,9 +136,9 @@ def _case_rows(axis: Axis) -> None:
                 assert torch.equal(y, _part(whole, sizes, 1, r)) and not y._is_view()
                 if apart or order != first:
                     assert y.permute(order).is_contiguous()
-            assert there.copies["all_to_all", "a", "pack"] == 1 and there.calls == {("all_to_all", "a"): 1}
-            assert there.copied["all_to_all", "a", "pack"] == sum(map(comm.nbytes, xs))
-            assert there.copied["all_to_all", "a", "unpack"] == (0 if order == first or tokens == 1 else joined)
+            assert forward.copies["all_to_all", "a", "pack"] == 1 and forward.calls == {("all_to_all", "a"): 1}
+            assert forward.copied["all_to_all", "a", "pack"] == sum(map(comm.nbytes, xs))
+            assert forward.copied["all_to_all", "a", "unpack"] == (0 if order == first or tokens == 1 else joined)
             # gradients that lie with their tokens first travel from where they are
             dys = [_laid(_part(w, sizes, 1, r), first) for w, sizes in zip(weights, each, strict=True)]
             with comm.ledger(axis) as gone:
@@ -268,10 +268,13 @@ def _case_copies(axis: Axis) -> None:
     for (into, order), (packs, unpacks) in wanted.items():
         x = _laid(part, into).requires_grad_()
         weight = _laid(columns, order)
-        with comm.ledger(axis) as there, Copied() as copied:
+        with comm.ledger(axis) as forward, Copied() as copied:
             y = comm.all_to_all(x, axis, 2, 1, order=order)
         assert torch.equal(y, columns)
-        assert (there.copies["all_to_all", "a", "pack"], there.copies["all_to_all", "a", "unpack"]) == (packs, unpacks)
+        assert (forward.copies["all_to_all", "a", "pack"], forward.copies["all_to_all", "a", "unpack"]) == (
+            packs,
+            unpacks,
+        )
         assert copied.bytes == (packs + unpacks) * one + own
         product = y * weight
         with comm.ledger(axis) as back, Copied() as copied:
@@ -281,15 +284,15 @@ def _case_copies(axis: Axis) -> None:
         assert copied.bytes == (packs + unpacks) * one + own
     # of a single video (B = 1) parts of the sequence lie one behind the other: one copy on one side
     x = part[:1].contiguous()
-    with comm.ledger(axis) as there, Copied() as copied:
+    with comm.ledger(axis) as forward, Copied() as copied:
         y = comm.all_to_all(x, axis, 2, 1)
         comm.all_to_all(y, axis, 1, 2)
-    assert there.copies == {("all_to_all", "a", "pack"): 1, ("all_to_all", "a", "unpack"): 1}
+    assert forward.copies == {("all_to_all", "a", "pack"): 1, ("all_to_all", "a", "unpack"): 1}
     assert copied.bytes == one // 2 * 2 + own // 2 * 2
-    with comm.ledger(axis) as there:
+    with comm.ledger(axis) as forward:
         comm.all_gather(x[0], axis, 0)
         comm.reduce_scatter(whole[0], axis, 0)
-    assert not there.copies
+    assert not forward.copies
 
 
 def _case_pass_on(axis: Axis) -> None:
@@ -365,13 +368,13 @@ def _case_halves(axis: Axis) -> None:
         summed = comm.start_reduce_scatter(finish(z), axis, 1, sequence)
         return beside * finish(summed).sum() + (came * came).sum()
 
-    found = []
+    results = []
     for run in (whole, halves):
         with comm.ledger(axis) as counted:
             y = run()
-            found.append((y.detach(), *torch.autograd.grad(y, x), counted.bytes, counted.calls, counted.copies))
-    assert found[0][2:] == found[1][2:] and torch.equal(found[0][0], found[1][0])
-    torch.testing.assert_close(found[0][1], found[1][1])  # parts of a gradient may be added up in another order
+            results.append((y.detach(), *torch.autograd.grad(y, x), counted.bytes, counted.calls, counted.copies))
+    assert results[0][2:] == results[1][2:] and torch.equal(results[0][0], results[1][0])
+    torch.testing.assert_close(results[0][1], results[1][1])  # parts of a gradient may be added up in another order
 
 
 def _case_rows_of_run_time(axis: Axis) -> None:
@@ -392,9 +395,9 @@ def _case_rows_of_run_time(axis: Axis) -> None:
         (grad,) = torch.autograd.grad((home * sent[r]).sum(), x, create_graph=True)
         assert torch.equal(grad, 2 * sent[r].square())
         torch.testing.assert_close(torch.autograd.grad(grad.sum(), x)[0], 2 * sent[r])
-    row, there, back = 8 * 2 * 3, sum(counts.sends) - counts.sends[r], sum(counts.comes) - counts.comes[r]
+    row, forward, back = 8 * 2 * 3, sum(counts.sends) - counts.sends[r], sum(counts.comes) - counts.comes[r]
     # there, home, and both gradients; the gradient of the gradient goes all four ways again, less the last home
-    assert counted.calls["rows", "a"] >= 4 and counted.bytes["rows", "a"] >= 2 * row * (there + back)
+    assert counted.calls["rows", "a"] >= 4 and counted.bytes["rows", "a"] >= 2 * row * (forward + back)
 
 
 def _case_one_order(axis: Axis) -> None:
@@ -421,11 +424,11 @@ def _case_one_order(axis: Axis) -> None:
             beside = torch.tanh(x).sum()
             y = finish(pending).exp()
             x = finish(comm.start_rows(y, axis, counts.back())) * finish(gathered).sum() + beside
-        there = len(issued)
+        count = len(issued)
         x.square().sum().backward()
     everyone = comm.all_gather_objects(issued)
     assert all(of_rank == issued for of_rank in everyone)
-    assert len(issued) - there >= 6 and weight.grad is not None
+    assert len(issued) - count >= 6 and weight.grad is not None
     if r == 1:
         assert x.numel() == 0 and not weight.grad.isnan().any()
 
@@ -467,15 +470,15 @@ def _case_compiled(axis: Axis) -> None:
         return (y.sin() + hop + comm.reduce_scatter(comm.all_gather(x, axis, 1), axis, 1)).sum()
 
     x = _noise(2, 3, n, seed=r).requires_grad_()
-    found = []
+    results = []
     for function in (around, torch.compile(around, backend="eager")):
         for _ in range(2):
             with comm.ledger(axis) as counted:
                 y = function(x)
-                found.append((y.detach(), *torch.autograd.grad(y, x), counted.bytes, counted.calls, counted.copies))
-    for some in found[1:]:
-        assert some[2:] == found[0][2:]
-        torch.testing.assert_close(some[:2], found[0][:2])
+                results.append((y.detach(), *torch.autograd.grad(y, x), counted.bytes, counted.calls, counted.copies))
+    for some in results[1:]:
+        assert some[2:] == results[0][2:]
+        torch.testing.assert_close(some[:2], results[0][:2])
 
 
 CASES: tuple[Callable[[Axis], None], ...] = (
@@ -518,8 +521,8 @@ def problems(request: pytest.FixtureRequest) -> list[dict[str, str]]:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.removeprefix("_case_"))
 def test_exchange(case: Callable[[Axis], None], way: ExchangeMethod, problems: list[dict[str, str]]) -> None:
-    for rank, found in enumerate(problems):
-        assert f"{case.__name__} {way}" not in found, f"rank {rank}:\n{found[f'{case.__name__} {way}']}"
+    for rank, problem in enumerate(problems):
+        assert f"{case.__name__} {way}" not in problem, f"rank {rank}:\n{problem[f'{case.__name__} {way}']}"
 
 
 # compilation takes seconds of each rank

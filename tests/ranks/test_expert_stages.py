@@ -123,14 +123,16 @@ def saved_and_loaded(sizes: dict[str, int], folder: Path) -> dict[str, Any]:
     averages = state_of(mesh, stages_of(mesh), "other").model
     load_weights(folder / step_name(STEPS), averages, alone=False)
     at_save = whole(state)
-    found = {"norms": norms, "whole": at_save, "loaded": same(whole(other), at_save)}
-    found["exported"] = all(np.array_equal(value.numpy(), at_save[f"ema.{n}"]) for n, value in whole_tensors(averages))
+    results = {"norms": norms, "whole": at_save, "loaded": same(whole(other), at_save)}
+    results["exported"] = all(
+        np.array_equal(value.numpy(), at_save[f"ema.{n}"]) for n, value in whole_tensors(averages)
+    )
     del next(iter(other.model.children()))._parameters["norm"]
     try:
         manager.load(folder / step_name(STEPS), other.model)
     except UserError as error:
-        found["lacking"] = str(error)
-    return found
+        results["lacking"] = str(error)
+    return results
 
 
 def loaded(sizes: dict[str, int], written: Path) -> Arrays:
@@ -169,13 +171,13 @@ def staged(mesh: Mesh | None, case: str) -> dict[str, Any]:
 
 def all_of_it(folder: str, written: str | None) -> dict[str, Any]:
     world = dist.get_world_size()
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         name: saved_and_loaded(sizes, Path(folder) / f"{world}, {name}") for name, sizes in EXPERTS[world].items()
     }
     if written is not None:
-        found["read"] = {name: loaded(EXPERTS[4][name], Path(written)) for name in EXPERTS[4] if name != "stages"}
+        results["read"] = {name: loaded(EXPERTS[4][name], Path(written)) for name in EXPERTS[4] if name != "stages"}
     mesh = make_mesh(CPU, AxisSizes(pp=2, dp_replicate=world // 2, dp_shard=1))
-    return {"states": found, "staged": {case: staged(mesh, case) for case in CASES}}
+    return {"states": results, "staged": {case: staged(mesh, case) for case in CASES}}
 
 
 @pytest.fixture(scope="module")
@@ -199,18 +201,18 @@ def results(request: pytest.FixtureRequest) -> Results:
     return lambda world: request.getfixturevalue({2: "two", 4: "four"}[world])
 
 
-def merged(found: list[dict[str, Any]], name: str) -> Arrays:
+def merged(actual: list[dict[str, Any]], name: str) -> Arrays:
     """The tensors of all stages, as the ranks of each hold them."""
-    return {key: value for rank in found for key, value in rank["states"][name]["whole"].items()}
+    return {key: value for rank in actual for key, value in rank["states"][name]["whole"].items()}
 
 
 @pytest.mark.parametrize(("world", "name"), NAMED)
 def test_updates_and_averages_of_experts_are_those_of_one_process(results: Results, world: int, name: str) -> None:
     truth = state_of(None, range(2 if name == "stages" else 1))
-    norms, found = train(None, truth), results(world)
+    norms, actual = train(None, truth), results(world)
     expected = whole(truth)
-    assert merged(found, name).keys() == expected.keys()
-    for rank in found:
+    assert merged(actual, name).keys() == expected.keys()
+    for rank in actual:
         # norms are sums of squares in another order: a few roundings of float32 (6e-8), and AdamW's share of each number is as exact
         assert rank["states"][name]["norms"] == pytest.approx(norms, rel=1e-6)
         for key, value in rank["states"][name]["whole"].items():
@@ -242,21 +244,21 @@ def test_four_ranks_read_experts_of_two(two: list[dict[str, Any]], four: list[di
 def test_all_stages_know_the_loss_of_the_last(results: Results, world: int, case: str) -> None:
     truth = staged(None, case)
     for rank in results(world):
-        found = rank["staged"][case]
-        assert found["verdict"] == truth["verdict"]
-        assert found["numbers"] == rank_zero(results(world), case)["numbers"] or case == "broken"  # nan is not itself
+        actual = rank["staged"][case]
+        assert actual["verdict"] == truth["verdict"]
+        assert actual["numbers"] == rank_zero(results(world), case)["numbers"] or case == "broken"  # nan is not itself
         for (loss, norm, terms), (own_loss, own_norm, own_terms) in zip(
-            truth["numbers"], found["numbers"], strict=True
+            truth["numbers"], actual["numbers"], strict=True
         ):
             # sums over two replicas in another order: a few roundings of float32 (6e-8)
             assert own_loss == pytest.approx(loss, rel=1e-6, nan_ok=True)
             assert own_norm == pytest.approx(norm, rel=1e-6, nan_ok=True)
             assert own_terms == pytest.approx(terms, rel=1e-6, nan_ok=True)
-        for name, weight in found["weights"].items():
+        for name, weight in actual["weights"].items():
             np.testing.assert_allclose(weight, truth["weights"][name], rtol=1e-5, atol=1e-7)
     assert (truth["verdict"][0] == (False, ["item 1"])) == (case == "broken")
 
 
-def rank_zero(found: list[dict[str, Any]], case: str) -> dict[str, Any]:
-    one: dict[str, Any] = found[0]["staged"][case]
+def rank_zero(actual: list[dict[str, Any]], case: str) -> dict[str, Any]:
+    one: dict[str, Any] = actual[0]["staged"][case]
     return one

@@ -27,6 +27,6 @@ def exported(strategy: Any) -> dict[str, np.ndarray[Any, Any]]:
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_every_rank_streams_the_whole_model(strategy: str) -> None:
     expected = ToyDiT().state_dict()
-    for found in run_ranks(exported, 2, strategy):
-        assert found.keys() == expected.keys()
-        assert all(np.array_equal(found[name], value.numpy()) for name, value in expected.items())
+    for actual in run_ranks(exported, 2, strategy):
+        assert actual.keys() == expected.keys()
+        assert all(np.array_equal(actual[name], value.numpy()) for name, value in expected.items())

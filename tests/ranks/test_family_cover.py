@@ -64,8 +64,8 @@ def world_of(layout: str) -> int:
 
 def spawns() -> list[tuple[int, list[Combination]]]:
     """The cover in spawns of so many processes, without what every run computes."""
-    found = [each for each in pairwise(SETTINGS, allowed) if each not in DEFAULT]
-    by_world = {world: [each for each in found if world_of(each["layout"]) == world] for world in LAYOUTS}
+    results = [each for each in pairwise(SETTINGS, allowed) if each not in DEFAULT]
+    by_world = {world: [each for each in results if world_of(each["layout"]) == world] for world in LAYOUTS}
     return [(world, own[start : start + MOST]) for world, own in by_world.items() for start in range(0, len(own), MOST)]
 
 
@@ -90,15 +90,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(folder: str, family: str, sparse: str, dtype: torch.dtype = torch.float32) -> Any:
     """The step of one process, with dense attention or, for 30 %, with dense attention under the mask of the plan."""
     mask = "30 %, by the mask" if sparse == "30 %" else "no"
-    given = {**FIXED, "layout": "alone", "sparse": mask, "keeping": "all"}
-    return take_step(folder, family, given, [*given], dtype, data_of(Path(folder), family))
+    settings = {**FIXED, "layout": "alone", "sparse": mask, "keeping": "all"}
+    return take_step(folder, family, settings, [*settings], dtype, data_of(Path(folder), family))
 
 
 def proofs(combination: Combination, counters: dict[str, Any]) -> dict[str, bool]:
     """What must have happened, by technique."""
     layout, keeping, micro = combination["layout"], combination["keeping"], counters["micro-batches"]
     ledger, calls = counters["ledger"], sum(counters["calls"].values())
-    found = {
+    results = {
         "replicas": counters["replicated"] == ("ddp" in layout),
         "every boundary is crossed": counters["uncrossed"] == [],
         "calls": keeping in ("budget", "block") or calls == counters["attentions"] * micro,
@@ -106,17 +106,17 @@ def proofs(combination: Combination, counters: dict[str, Any]) -> dict[str, bool
     for axis in ("ulysses", "ring"):
         if axis in layout:
             sent = sum(sent for kind, sent in ledger.items() if kind.endswith(f" {axis}"))
-            found[axis] = (sent == 0) == (combination["family"] in STILLS)
+            results[axis] = (sent == 0) == (combination["family"] in STILLS)
     if combination["sparse"] != "no":
-        found["sparse"] = counters["sparse"].get("sparse", 0) > 0 and not counters["sparse"].get("dense")
+        results["sparse"] = counters["sparse"].get("sparse", 0) > 0 and not counters["sparse"].get("dense")
     if keeping == "block":
-        found["block"] = calls == 2 * counters["attentions"] * micro
+        results["block"] = calls == 2 * counters["attentions"] * micro
     if keeping == "offload":
-        found["offload"] = counters["offloaded"] > 0
+        results["offload"] = counters["offloaded"] > 0
     if "budget" in counters:  # there was something to choose
         # the first step of DDP holds its buckets twice: later ones may fit as they are
-        found["budget"] = bool(set(counters["budget"]) - {"save"}) or "ddp" in layout
-    return found
+        results["budget"] = bool(set(counters["budget"]) - {"save"}) or "ddp" in layout
+    return results
 
 
 def floor(key: str) -> float:
@@ -140,8 +140,8 @@ def check(folder: Path, world: int, combinations: list[Combination]) -> None:
     wanted = [(each["family"], settings_of(each), data_of(folder, each["family"])) for each in combinations]
     ranks = run_ranks(partial(take_steps_of_families, str(folder), wanted), world, timeout=900)
     wrong = []
-    for combination, *found in zip(combinations, *ranks, strict=True):
-        wrong += hold(folder, combination, found)
+    for combination, *actual in zip(combinations, *ranks, strict=True):
+        wrong += hold(folder, combination, actual)
     assert not wrong, "\n".join(wrong)
 
 
@@ -165,11 +165,11 @@ def test_a_step_of_a_family_is_that_of_one_process(home: Path, number: int) -> N
 
 
 def test_the_cover_meets_every_family_in_every_layout() -> None:
-    found = [each for _, own in spawns() for each in own] + DEFAULT
+    actual = [each for _, own in spawns() for each in own] + DEFAULT
     for name, values in SETTINGS.items():
-        assert {each[name] for each in found} == set(values)
-    assert {(each["family"], each["layout"]) for each in found} == {
+        assert {each[name] for each in actual} == set(values)
+    assert {(each["family"], each["layout"]) for each in actual} == {
         (f, o) for f in PUBLISHED for o in SETTINGS["layout"]
     }
-    sparse = {(each["family"], each["sparse"]) for each in found}
+    sparse = {(each["family"], each["sparse"]) for each in actual}
     assert sparse == {(family, share) for family in PUBLISHED for share in SETTINGS["sparse"]}

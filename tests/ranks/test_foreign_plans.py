@@ -47,7 +47,7 @@ TWO: dict[str, Case] = {
     "tp, a timestep a token": replace(TP, model="wan, a timestep a token"),
     "tp, odd lengths": replace(TP, batches=({"frames": 3, "text": 3},)),
     "tp, an image": replace(TP, batches=({"frames": 1},)),
-    "tp, image to video": replace(TP, made=I2V),
+    "tp, image to video": replace(TP, options=I2V),
     "tp, chunks": replace(TP, keeping=CHUNKS),
     "tp, compiled": replace(TP, compile="eager"),
     "tp, compiled and recomputed": replace(TP, compile="eager", keeping=WHOLE),
@@ -55,7 +55,7 @@ TWO: dict[str, Case] = {
     "tp, two micro-batches, regions": replace(TP, batches=BOTH, keeping=PARTS),
     "tp, sparse": replace(TP, sparse="before"),
     "ulysses, an image": replace(ULYSSES, batches=({"frames": 1},)),
-    "ulysses, image to video": replace(ULYSSES, made=I2V),
+    "ulysses, image to video": replace(ULYSSES, options=I2V),
     "ulysses, chunks": replace(ULYSSES, keeping=CHUNKS),
     "ulysses, two micro-batches": replace(ULYSSES, batches=BOTH, keeping=WHOLE),
     "ulysses, sharded": replace(ULYSSES, strategy="fsdp"),
@@ -161,19 +161,19 @@ def on_four(fast: bool) -> dict[str, Any]:
 def computed(cases: dict[str, Case]) -> dict[str, Any]:
     """What each case gave; of the ways of recomputation, whether their gradients are those without to the bit."""
     groups = Groups()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     grads: dict[str, Any] = {}
     for name, case in cases.items():
         try:
-            found[name] = compared(case, groups)
+            results[name] = compared(case, groups)
         except Exception as error:
             raise AssertionError(f"{name}: {error}") from error
-        grads[name] = found[name].pop("grads")
+        grads[name] = results[name].pop("grads")
         plain = name.partition(",")[0]
         if name in SAME:
-            found[name]["same"] = all(torch.equal(grads[name][key], value) for key, value in grads[plain].items())
-            found[name]["plain calls"] = found[plain]["calls"]
-    return found
+            results[name]["same"] = all(torch.equal(grads[name][key], value) for key, value in grads[plain].items())
+            results[name]["plain calls"] = results[plain]["calls"]
+    return results
 
 
 @cache
@@ -186,27 +186,27 @@ def found_on_four(fast: bool) -> dict[str, Any]:
     return run_ranks(on_four, 4, fast)[0]
 
 
-def hold(case: Case, found: dict[str, Any]) -> None:
-    assert found["loss"] <= TOLERANCE and found["gradient"] <= TOLERANCE, found
+def hold(case: Case, actual: dict[str, Any]) -> None:
+    assert actual["loss"] <= TOLERANCE and actual["gradient"] <= TOLERANCE, actual
     image = case.batches[0].get("frames") == 1
-    assert found["calls"] or (image and case.tp == 1), "nothing was exchanged"
-    assert found["uncrossed"] == [] or image
-    assert bool(found["sparse"]) == bool(case.sparse) and "dense" not in found["sparse"], found["sparse"]
+    assert actual["calls"] or (image and case.tp == 1), "nothing was exchanged"
+    assert actual["uncrossed"] == [] or image
+    assert bool(actual["sparse"]) == bool(case.sparse) and "dense" not in actual["sparse"], actual["sparse"]
 
 
 @pytest.mark.parametrize("name", TWO_PARAMETERS)
 def test_two_processes_and_one_agree(name: str) -> None:
-    found = found_on_two(name in FAST)[name]
-    hold(TWO[name], found)
+    actual = found_on_two(name in FAST)[name]
+    hold(TWO[name], actual)
     if "an image" in name and TWO[name].tp == 1:
-        assert found["gradient"] == 0 and not found["calls"]
+        assert actual["gradient"] == 0 and not actual["calls"]
 
 
 @pytest.mark.parametrize("name", SAME_PARAMETERS)
 def test_what_is_computed_again_is_the_same_to_the_bit(name: str) -> None:
-    found = found_on_two(name in FAST)[name]
-    assert found["same"]
-    assert (found["calls"] == found["plain calls"]) != ("again" in name), (found["calls"], found["plain calls"])
+    actual = found_on_two(name in FAST)[name]
+    assert actual["same"]
+    assert (actual["calls"] == actual["plain calls"]) != ("again" in name), (actual["calls"], actual["plain calls"])
 
 
 @pytest.mark.slow
@@ -225,6 +225,6 @@ def test_layers_of_tensor_parallelism_exchange_what_the_plan_says() -> None:
 
 def test_a_layer_after_joined_channels_exchanges_columns_of_its_weight() -> None:
     """Of one block of one stream: once forward, and once for the gradient."""
-    found = found_on_two(True)
-    assert found["flux tp"]["calls"]["columns tp"] == 2 * 2 and found["hunyuan tp"]["calls"]["columns tp"] == 2
-    assert "columns tp" not in found["cogvideox tp"]["calls"]
+    actual = found_on_two(True)
+    assert actual["flux tp"]["calls"]["columns tp"] == 2 * 2 and actual["hunyuan tp"]["calls"]["columns tp"] == 2
+    assert "columns tp" not in actual["cogvideox tp"]["calls"]

@@ -71,18 +71,18 @@ LONG_CAPTIONS = {
 
 def groups(name: str, world: int) -> list[list[Combination]]:
     """The cover of a model on so many processes, by spawns."""
-    found = pairwise(COVERS[name, world], allowed)
-    return [found[start : start + MOST] for start in range(0, len(found), MOST)]
+    cover = pairwise(COVERS[name, world], allowed)
+    return [cover[start : start + MOST] for start in range(0, len(cover), MOST)]
 
 
 def parameters() -> list[Any]:
     """(model, processes, number of a spawn): the first spawn of Wan on two processes by default."""
-    found = []
+    results = []
     for name, world in COVERS:
         for number in range(len(groups(name, world))):
             marks = () if (name, world, number) == ("wan", 2, 0) else (pytest.mark.slow,)
-            found.append(pytest.param(name, world, number, marks=marks, id=f"{name} on {world}, {number}"))
-    return found
+            results.append(pytest.param(name, world, number, marks=marks, id=f"{name} on {world}, {number}"))
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -107,33 +107,33 @@ def proofs(combination: Combination, world: int, counters: dict[str, Any]) -> di
     layout, keeping, image = combination["layout"], combination["keeping"], combination["shape"] == "image"
     ledger, calls, ddp = counters["ledger"], counters["calls"], "ddp" in layout
     blocks = 2 * counters["micro-batches"]
-    found = {
+    results = {
         "replicas": counters["replicated"] == ddp,
         "shards": counters["sharded blocks"] == (0 if ddp or (layout == "tp4") else 2) or layout in ("tp", "tp4"),
         "every boundary is crossed": counters["uncrossed"] == [] or image,
     }
     for axis in ("tp", "ulysses", "ring"):
         if axis in layout and not (image and axis != "tp"):
-            found[axis] = sum(sent for kind, sent in ledger.items() if kind.endswith(f" {axis}")) > 0
+            results[axis] = sum(sent for kind, sent in ledger.items() if kind.endswith(f" {axis}")) > 0
     if "hsdp" in layout:
-        found["hsdp"] = any("whole" in key for key in counters["placed"])
+        results["hsdp"] = any("whole" in key for key in counters["placed"])
     if combination["sparse"] != "no" and not image:
-        found["sparse"] = counters["sparse"].get("sparse", 0) > 0
+        results["sparse"] = counters["sparse"].get("sparse", 0) > 0
     if keeping in ("block", "again", "chunks, block"):
-        found["block"] = calls["attn1.to_q"] == 2 * blocks
+        results["block"] = calls["attn1.to_q"] == 2 * blocks
     if keeping == "regions":
-        found["regions"] = calls["attn1.to_q"] == calls["attn2.to_q"] == 2 * blocks
+        results["regions"] = calls["attn1.to_q"] == calls["attn2.to_q"] == 2 * blocks
     if keeping in ("all", "offload", "chunks"):
-        found["nothing is computed again"] = calls["attn1.to_q"] == blocks
+        results["nothing is computed again"] = calls["attn1.to_q"] == blocks
     if keeping == "offload":
-        found["offload"] = counters["offloaded"] > 0
+        results["offload"] = counters["offloaded"] > 0
     if "chunks" in keeping:
-        found["chunks"] = calls.get("chunked", 0) >= blocks
+        results["chunks"] = calls.get("chunked", 0) >= blocks
     if "compiled" in keeping:
-        found["graphs"] = counters["graphs"] > 0
+        results["graphs"] = counters["graphs"] > 0
     if keeping == "budget":
-        found["budget"] = bool(set(counters["budget"]) - {"save"})
-    return found
+        results["budget"] = bool(set(counters["budget"]) - {"save"})
+    return results
 
 
 SCORES = re.compile(
@@ -168,8 +168,8 @@ def hold(folder: Path, name: str, world: int, combination: Combination, ranks: l
 def check(home: Path, name: str, world: int, combinations: list[Combination]) -> None:
     ranks = run_ranks(partial(take_steps, str(home), name, combinations), world)
     wrong = []
-    for combination, *found in zip(combinations, *ranks, strict=True):
-        wrong += hold(home, name, world, combination, found)
+    for combination, *actual in zip(combinations, *ranks, strict=True):
+        wrong += hold(home, name, world, combination, actual)
     assert not wrong, "\n".join(wrong)
 
 
@@ -197,9 +197,9 @@ def test_a_step_under_a_budget_is_that_without(home: Path, name: str) -> None:
 def test_the_cover_meets_every_setting_often_enough() -> None:
     """At least 40 combinations of Wan and 20 of LTX, with every value of every setting."""
     for name, least in (("wan", 40), ("ltx", 20)):
-        found = [each for (of, world) in COVERS if of == name for part in groups(of, world) for each in part]
-        assert len(found) >= least
+        results = [each for (of, world) in COVERS if of == name for part in groups(of, world) for each in part]
+        assert len(results) >= least
         for (of, _), settings in COVERS.items():
             if of == name:
                 for setting, values in settings.items():
-                    assert {each[setting] for each in found} >= set(values) <= OVERRIDES[setting].keys()
+                    assert {each[setting] for each in results} >= set(values) <= OVERRIDES[setting].keys()

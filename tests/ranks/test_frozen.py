@@ -52,7 +52,7 @@ def reduced_bytes(events: Any) -> int:
 
 def train_and_save(folder: str) -> dict[str, Any]:
     """Each layout on its own: what a step exchanges and keeps, and whether it goes on bitwise from its checkpoint."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, (strategy, tier) in LAYOUTS.items():
         state = state_of(strategy, **tier)
         steps(state, range(1), strategy)
@@ -73,16 +73,16 @@ def train_and_save(folder: str) -> dict[str, Any]:
             message = ""
         except UserError as error:
             message = str(error)
-        found[name] = {
+        results[name] = {
             "reduced": reduced_bytes(recorded.events()), "held": held, "saved": at_save, "loaded": loaded, "resumed": resumed,
             "fingerprint": frozen_fingerprint(state.model), "message": message, "on": on,
         }  # fmt: skip
-    return found
+    return results
 
 
 def read_across(folder: str) -> dict[str, bool]:
     """What each layout wrote, read by each; its state is what it is here."""
-    found = {}
+    results = {}
     for source in LAYOUTS:
         whole = None
         for target, (strategy, tier) in LAYOUTS.items():
@@ -90,8 +90,8 @@ def read_across(folder: str) -> dict[str, bool]:
             load(Path(folder) / source / step_name(2), state.model, state.optimizer, state.ema)
             values = arrays(everything(state))
             whole = whole or values
-            found[f"{source} -> {target}"] = same(values, whole)
-    return found
+            results[f"{source} -> {target}"] = same(values, whole)
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +109,10 @@ def test_bytes_are_those_of_what_trains(folder: Path, two: list[dict[str, Any]],
     assert share(AdaptedDiT()) < 0.01
     parts = 1 if layout == "ddp" else 2
     for rank in two:
-        found = rank[layout]
-        assert TRAINS <= found["reduced"] <= 1.1 * TRAINS
-        assert 2 * TRAINS <= parts * found["held"]["optimizer"] <= 1.1 * 2 * TRAINS
-        assert TRAINS <= parts * found["held"]["average"] <= 1.1 * TRAINS
+        actual = rank[layout]
+        assert TRAINS <= actual["reduced"] <= 1.1 * TRAINS
+        assert 2 * TRAINS <= parts * actual["held"]["optimizer"] <= 1.1 * 2 * TRAINS
+        assert TRAINS <= parts * actual["held"]["average"] <= 1.1 * TRAINS
     assert 4 * TRAINS <= folder_bytes(folder / layout / step_name(2)) <= 1.1 * 4 * TRAINS
 
 
@@ -145,18 +145,18 @@ def half_frozen(model: SoraDiT) -> SoraDiT:
 
 def fingerprints() -> dict[str, str | None]:
     """On 4 ranks, in layouts that split each tensor otherwise."""
-    found = {}
+    results = {}
     for name, strategy, replicate, tp in (
         ("ddp", "ddp", -1, 1), ("fsdp", "fsdp", 1, 1), ("hybrid", "fsdp", 2, 1), ("tp", "fsdp", 1, 2),
     ):  # fmt: skip
         mesh = make_mesh(CPU, AxisSizes(replicate, 1 if strategy == "ddp" else -1, 1, 1, tp))
         layout = make_layout(mesh, ParallelConfig(tp=tp))
         model: nn.Module = parallelize(half_frozen(SoraDiT(ODD)), mesh, strategy, layout=layout)  # type: ignore[arg-type]
-        found[name] = frozen_fingerprint(model)
+        results[name] = frozen_fingerprint(model)
         bare = model.module if strategy == "ddp" else model
-        found[f"{name}, all"] = fingerprint(model, [n for n, _ in bare.named_parameters()])  # type: ignore[union-attr]
+        results[f"{name}, all"] = fingerprint(model, [n for n, _ in bare.named_parameters()])  # type: ignore[union-attr]
     dist.barrier()
-    return found
+    return results
 
 
 def test_the_fingerprint_is_the_same_in_every_layout() -> None:

@@ -107,11 +107,11 @@ class Passes(TorchDispatchMode):
         self.numbers: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__.rstrip("_")
         self.calls[name] += 1
-        self.numbers[name] += found.numel() if isinstance(found, Tensor) else 0
-        return found
+        self.numbers[name] += out.numel() if isinstance(out, Tensor) else 0
+        return out
 
     def scalings(self) -> tuple[int, int]:
         """Calls and numbers of products and quotients, element by element."""
@@ -217,35 +217,35 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def fingerprint(grads: dict[str, Tensor], loss: float, norm: float) -> Fingerprint:
     """A hash of each gradient, whole, and the bits of loss and norm."""
-    found = {"loss": loss.hex(), "norm": norm.hex()}
+    results = {"loss": loss.hex(), "norm": norm.hex()}
     for name, grad in grads.items():
         whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
         assert whole.dtype == torch.float32 and whole.abs().sum() > 0, name
-        found[name] = hashlib.sha256(whole.contiguous().numpy().tobytes()).hexdigest()
-    return found
+        results[name] = hashlib.sha256(whole.contiguous().numpy().tobytes()).hexdigest()
+    return results
 
 
 def groups_of(model: nn.Module) -> list[tuple[str, Any]]:
     """The engine's groups of parameters, with the module that each is of."""
-    found = []
+    results = []
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()  # type: ignore[no-untyped-call]
             groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-            found += [(name, group) for group in groups if group is not None]
-    return found
+            results += [(name, group) for group in groups if group is not None]
+    return results
 
 
 def compare() -> dict[str, Any]:
     """Each setting, summed and averaged."""
-    found = {}
+    results = {}
     for name, setting in SETTINGS[dist.get_world_size()].items():
         bench, now, before, dividing = Bench(setting), Passes(), Passes(), Passes()
         steps = bench.summed(now), bench.averaged(before)
         bench.summed(dividing, divide_by_one)
         model = bench.model(averages=False)
         groups = groups_of(model)
-        found[name] = {
+        results[name] = {
             "steps": steps,
             "passes": (now.scalings(), before.scalings(), dividing.scalings()),
             "numbers": (now.numbers.total(), before.numbers.total()),
@@ -257,7 +257,7 @@ def compare() -> dict[str, Any]:
             "parameters": len(list(model.parameters())),
             "local": sum(local(p).numel() for p in unwrap(model).parameters()),
         }
-    return found
+    return results
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -273,34 +273,34 @@ def compared(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 def test_sums_are_the_averages_of_before_bit_for_bit(compared: list[dict[str, Any]]) -> None:
     for rank in compared:
-        for name, found in rank.items():
-            now, before = found["steps"]
+        for name, actual in rank.items():
+            now, before = actual["steps"]
             assert now == before, (name, [key for key in now if now[key] != before[key]])
-            assert len(now) == found["parameters"] + 2, name  # each has a gradient
+            assert len(now) == actual["parameters"] + 2, name  # each has a gradient
 
 
 def test_no_pass_over_gradients_is_added(compared: list[dict[str, Any]]) -> None:
     for rank in compared:
-        for name, found in rank.items():
-            (calls, numbers), (calls_before, numbers_before), (calls_by_one, numbers_by_one) = found["passes"]
+        for name, actual in rank.items():
+            (calls, numbers), (calls_before, numbers_before), (calls_by_one, numbers_by_one) = actual["passes"]
             assert calls <= calls_before and numbers <= numbers_before, name
             # a few are scalars of the loop, which `averaged` does without
-            assert found["numbers"][0] <= found["numbers"][1] + 16, name
+            assert actual["numbers"][0] <= actual["numbers"][1] + 16, name
             if name.startswith("ddp") and "bfloat16" not in name:  # it divided each gradient on the way into its bucket
-                assert numbers_before - numbers == found["local"], name
-            if found["wrapped"] and found["shards"] == 1:  # why the divisor is not the number 1
-                assert calls_by_one - calls == len(found["set"]) and numbers_by_one > numbers, name
-            elif found["wrapped"]:
+                assert numbers_before - numbers == actual["local"], name
+            if actual["wrapped"] and actual["shards"] == 1:  # why the divisor is not the number 1
+                assert calls_by_one - calls == len(actual["set"]) and numbers_by_one > numbers, name
+            elif actual["wrapped"]:
                 assert (calls_by_one, numbers_by_one) == (calls, numbers), name
 
 
 def test_every_sharded_module_sums(compared: list[dict[str, Any]]) -> None:
     """Neither of torch's calls reaches the modules within a module."""
     for rank in compared:
-        for name, found in rank.items():
+        for name, actual in rank.items():
             sharded = "fsdp" in name or "hybrid" in name or "bfloat16" in name or name == "tp"
-            assert found["wrapped"] == len(found["set"]) == (0 if not sharded else 5 if "tp" in name else 4), name
-            assert all(both == (True, True) for both in found["set"].values()), name
+            assert actual["wrapped"] == len(actual["set"]) == (0 if not sharded else 5 if "tp" in name else 4), name
+            assert all(both == (True, True) for both in actual["set"].values()), name
 
 
 # -- parameters on another mesh
@@ -340,11 +340,11 @@ def items(numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 def backward(model: Experts, numbers: Sequence[int]) -> dict[str, Tensor]:
     (model(*items(numbers)).square().sum() * (1 / ITEMS)).backward()
-    found = {}
+    results = {}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
-        found[name] = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-    return found
+        results[name] = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+    return results
 
 
 def experts() -> dict[str, dict[str, float]]:
@@ -353,7 +353,7 @@ def experts() -> dict[str, dict[str, float]]:
     mesh: DeviceMesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("holders", "experts"))
     everyone = init_device_mesh("cpu", (4,))
     truth = backward(Experts(Axis.alone("experts")), range(ITEMS))
-    found: dict[str, dict[str, float]] = {}
+    results: dict[str, dict[str, float]] = {}
     for kind, put in {"sums": sum_gradients, "averages": average_gradients}.items():
         model = Experts(Axis.of(mesh, "experts"))
         for expert in model.experts.children():
@@ -364,23 +364,23 @@ def experts() -> dict[str, dict[str, float]]:
         ratios = {
             name: ((grad * truth[name]).sum() / truth[name].square().sum()).item() for name, grad in grads.items()
         }
-        found[kind] = ratios
-        found[f"{kind} off"] = {
+        results[kind] = ratios
+        results[f"{kind} off"] = {
             name: ((grad - ratios[name] * truth[name]).norm() / truth[name].norm()).item()
             for name, grad in grads.items()
         }
-    return found
+    return results
 
 
 def test_parameters_on_another_mesh_need_no_factor_of_their_own() -> None:
     ranks = run_ranks(experts, 4)
     held = set()
-    for found in ranks:
-        assert len(found["sums"]) == 4
-        held |= set(found["sums"])
-        for name in found["sums"]:
+    for actual in ranks:
+        assert len(actual["sums"]) == 4
+        held |= set(actual["sums"])
+        for name in actual["sums"]:
             # sums of at most 8 x 6 products in another order
-            assert found["sums"][name] == pytest.approx(1.0, rel=1e-6), name
-            assert found["averages"][name] == pytest.approx(0.25 if name.startswith("dense") else 0.5, rel=1e-6), name
-            assert found["sums off"][name] < 1e-6 and found["averages off"][name] < 1e-6, name
+            assert actual["sums"][name] == pytest.approx(1.0, rel=1e-6), name
+            assert actual["averages"][name] == pytest.approx(0.25 if name.startswith("dense") else 0.5, rel=1e-6), name
+            assert actual["sums off"][name] < 1e-6 and actual["averages off"][name] < 1e-6, name
     assert held == {f"{of}.{kind}" for of in ("dense", "experts.0", "experts.1") for kind in ("weight", "bias")}

@@ -143,14 +143,14 @@ def formula(case: Case, q: tuple[int, ...], k: tuple[int, ...], rank: int) -> di
     sent: Counter[tuple[str, str]] = Counter()
     if u > 1:
         unit, of_values, both = BATCH * WIDTH * e, BATCH * case.values * e, BATCH * (WIDTH + case.values) * e
-        there = unit * q[rank] * (case.heads - split.queries[place])
-        there += both * k[rank] * (split.key_heads - split.keys[place])
+        elements = unit * q[rank] * (case.heads - split.queries[place])
+        elements += both * k[rank] * (split.key_heads - split.keys[place])
         back = of_values * split.queries[place] * (sum(q[near]) - q[rank])
         # the gradients of q, k, v come back as the output does, and that of the output goes as the queries do
         dqkv = unit * split.queries[place] * (sum(q[near]) - q[rank])
         dqkv += both * split.keys[place] * (sum(k[near]) - k[rank])
         dout = of_values * q[rank] * (case.heads - split.queries[place])
-        sent["all_to_all", "ulysses"] = there + back + dqkv + dout
+        sent["all_to_all", "ulysses"] = elements + back + dqkv + dout
         if case.mask:
             sent["all_gather", "ulysses"] = (u - 1) * BATCH * k[rank]
     joined = [sum(k[ring * u : ring * u + u]) for ring in range(r)]
@@ -210,7 +210,7 @@ def masked_attention() -> tuple[Any, Any, list[Tensor]]:
     """A call of attention on 2 x 2 ranks, a function that gives a call's output and gradients, and queries, keys, values, gradient."""
     case = CASES["mask-2x2"]
     axes, (tensors, mask) = axes_of(case), whole(case)
-    q, k, v, dout = given = [
+    q, k, v, dout = leaves = [
         x.split(list(s), dim=2)[axes.rank].clone()
         for x, s in zip(tensors, (case.q, case.k, case.k, case.q), strict=True)
     ]
@@ -224,7 +224,7 @@ def masked_attention() -> tuple[Any, Any, list[Tensor]]:
         out = function(*inputs)
         return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
 
-    return call, grads, given
+    return call, grads, leaves
 
 
 def compiled_as_plain() -> bool:
@@ -236,19 +236,19 @@ def compiled_as_plain() -> bool:
 def around_it() -> dict[str, Any]:
     """Checkpointing, autocast, no_grad, second derivatives on 2 x 2 ranks."""
     call, grads, (q, k, v, dout) = masked_attention()
-    plain, found = grads(call), dict[str, Any]()
+    plain, results = grads(call), dict[str, Any]()
     again = grads(lambda *x: checkpoint(call, *x, use_reentrant=False))
-    found["checkpoint"] = all(map(torch.equal, plain, again))
+    results["checkpoint"] = all(map(torch.equal, plain, again))
     with torch.no_grad():
-        found["no_grad"] = torch.equal(call(q, k, v), plain[0])
+        results["no_grad"] = torch.equal(call(q, k, v), plain[0])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
         out = call(*inputs)
-    found["autocast dtype"] = str(out.dtype)
+    results["autocast dtype"] = str(out.dtype)
     half = torch.autograd.grad(out, inputs, dout.bfloat16())
-    found["autocast"] = max((a - b).abs().max().item() for a, b in zip(half, plain[1:], strict=True))
-    found["twice"] = second_derivative(CASES["mask-1x4"])
-    return found
+    results["autocast"] = max((a - b).abs().max().item() for a, b in zip(half, plain[1:], strict=True))
+    results["twice"] = second_derivative(CASES["mask-1x4"])
+    return results
 
 
 def second_derivative(case: Case) -> str:

@@ -47,12 +47,12 @@ def test_processes_of_nproc_and_torchrun_know_it(command: Callable[..., str], tm
     command("mmspeed", "train", str(path), "train.steps=3", "--nproc", "2")
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
     command(*launcher, "mmspeed", "train", str(path))
-    found = character_config(tmp_path)
-    shared = read_metrics(found.run_dir / "metrics.jsonl")
+    config = character_config(tmp_path)
+    shared = read_metrics(config.run_dir / "metrics.jsonl")
     assert [row["step"] for row in shared if row["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
     train_characters(str(tmp_path), ("name=alone",))
     # sums of the same numbers in another order, in six steps of 1e-3: a few eps
-    assert losses(found) == pytest.approx(losses(character_config(tmp_path, "name=alone")), rel=1e-5)
+    assert losses(config) == pytest.approx(losses(character_config(tmp_path, "name=alone")), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -62,7 +62,7 @@ def test_processes_of_a_check_know_it(command: Callable[..., str], tmp_path: Pat
     command("mmspeed", "check", str(path), "--parallel", "dp_shard=2")
 
 
-def test_a_misspelt_task_is_told_with_those_known(command: Callable[..., str], tmp_path: Path) -> None:
+def test_a_misspelt_task_is_reported_with_those_known(command: Callable[..., str], tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(character_tree(tmp_path)), encoding="utf-8")
     assert "known: video, language, characters" in refused(command, path)

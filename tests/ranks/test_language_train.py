@@ -65,8 +65,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rows(folder: Path, name: str) -> list[tuple[float, int]]:
     """(loss, tokens) of each step, and of the validation."""
-    found = read_metrics(config(folder, f"name={name}").run_dir / "metrics.jsonl")
-    kept = [row for row in found if row["kind"] in ("train", "validation")]
+    actual = read_metrics(config(folder, f"name={name}").run_dir / "metrics.jsonl")
+    kept = [row for row in actual if row["kind"] in ("train", "validation")]
     assert {row["kind"] for row in kept} == {"train", "validation"}
     return [(row["loss"], row["tokens"]) for row in kept]
 
@@ -77,9 +77,9 @@ def hold(home: Path, model: str, layouts: Iterable[str]) -> None:
     one = rows(home, f"{model}-one")
     assert len(one) >= 4
     for name in layouts:
-        found = rows(home, f"{model}-{name}")
-        assert [tokens for _, tokens in found] == [tokens for _, tokens in one], name
-        assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in one], **TOLERANCE), name
+        actual = rows(home, f"{model}-{name}")
+        assert [tokens for _, tokens in actual] == [tokens for _, tokens in one], name
+        assert [loss for loss, _ in actual] == pytest.approx([loss for loss, _ in one], **TOLERANCE), name
 
 
 @pytest.mark.slow

@@ -110,7 +110,7 @@ def test_ranks_of_a_killed_launcher_save_and_end(home: Path, tmp_path: Path) -> 
     assert len(list((config.run_dir / "checkpoints").glob("step-*"))) == 1
 
 
-def test_a_signal_that_ends_the_ranks_is_told(tmp_path: Path) -> None:
+def test_a_signal_that_ends_the_ranks_is_reported(tmp_path: Path) -> None:
     program = (
         "import sys, time; from mmspeed.cli import launch; from torch.distributed import run; parse = run.parse_args\n"
         "run.parse_args = lambda args: parse([*args[:3], 'rank.py'])\n"

@@ -64,14 +64,14 @@ class Layouts:
     """Meshes and layouts by name, made once."""
 
     def __init__(self) -> None:
-        self.found: dict[str, tuple[Mesh, TokenLayout]] = {}
+        self.meshes: dict[str, tuple[Mesh, TokenLayout]] = {}
         for name, (replicate, shard, ring, ulysses, tp) in LAYOUTS.items():
             mesh = make_mesh(CPU, AxisSizes(replicate, shard, ring, ulysses, tp))
-            self.found[name] = mesh, make_layout(mesh, ParallelConfig(ring=ring, ulysses=ulysses, tp=tp))
+            self.meshes[name] = mesh, make_layout(mesh, ParallelConfig(ring=ring, ulysses=ulysses, tp=tp))
 
     def fresh(self, name: str, seed: int) -> tuple[nn.Module, TokenLayout]:
         """A model filled after it was spread, as `mmspeed train` does."""
-        mesh, layout = self.found[name]
+        mesh, layout = self.meshes[name]
         model = parallelize(on_meta(ODD), mesh, "fsdp", layout=layout)
         model.to_empty(device="cpu")
         init_weights(model, seed)
@@ -83,7 +83,7 @@ class Layouts:
 
 def misplaced(model: nn.Module, name: str, layouts: Layouts) -> list[str]:
     """Parameters that are not those of one process bit for bit: put together, and the part of this rank, cut by hand."""
-    truth, storage, wrong = dict(SoraDiT(ODD).named_parameters()), layouts.found[name][0].storage, []
+    truth, storage, wrong = dict(SoraDiT(ODD).named_parameters()), layouts.meshes[name][0].storage, []
     for key, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
         part, axes = truth[key].detach(), parameter.device_mesh.mesh_dim_names or ()
@@ -102,11 +102,11 @@ def misplaced(model: nn.Module, name: str, layouts: Layouts) -> list[str]:
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, ema: EMA) -> dict[str, Tensor]:
-    found = {f"average {name}": whole(tensor) for name, tensor in ema.tensors.items()}
+    results = {f"average {name}": whole(tensor) for name, tensor in ema.tensors.items()}
     for name, parameter in model.named_parameters():
-        found[name] = whole(parameter)
-        found |= {f"{key} {name}": whole(value) for key, value in optimizer.state[parameter].items()}
-    return found
+        results[name] = whole(parameter)
+        results |= {f"{key} {name}": whole(value) for key, value in optimizer.state[parameter].items()}
+    return results
 
 
 def written(name: str, layouts: Layouts, folder: Path) -> dict[str, Tensor]:
@@ -135,8 +135,8 @@ def read(name: str, layouts: Layouts, folder: Path) -> dict[str, Tensor]:
 
 def changed_on_the_way(source: str, target: str, layouts: Layouts, folder: Path) -> list[str]:
     wanted = written(source, layouts, folder)
-    found = read(target, layouts, folder)
-    return [key for key in wanted if key not in found or not torch.equal(found[key], wanted[key])]
+    actual = read(target, layouts, folder)
+    return [key for key in wanted if key not in actual or not torch.equal(actual[key], wanted[key])]
 
 
 # -- half precision
@@ -144,7 +144,7 @@ def changed_on_the_way(source: str, target: str, layouts: Layouts, folder: Path)
 
 def half_errors() -> dict[str, float]:
     """Relative error of the gradients in bfloat16 against float32 on one process: of one process, and of layouts."""
-    groups, found = Groups(), {}
+    groups, results = Groups(), {}
 
     def gradients(
         case: Case, dtype: torch.dtype, mesh: Mesh | None = None, layout: TokenLayout | None = None
@@ -160,14 +160,14 @@ def half_errors() -> dict[str, float]:
     for kind in ("switch", "full"):
         plain = Case(1, 1, kind, masked=True)
         right = gradients(plain, torch.float32)
-        found[f"{kind} alone"] = ((gradients(plain, torch.bfloat16) - right).norm() / right.norm()).item()
+        results[f"{kind} alone"] = ((gradients(plain, torch.bfloat16) - right).norm() / right.norm()).item()
         degrees = [(2, 2, 1), (1, 2, 2)]
         for ulysses, ring, tp in degrees:
             case = Case(ulysses, ring, "ulysses" if kind == "switch" else kind, masked=True)
             parallel = ParallelConfig(ring=ring, ulysses=ulysses, tp=tp, shard_text=2)
             half = gradients(case, torch.bfloat16, *groups.of(1, -1, parallel))
-            found[f"{kind} {ulysses} x {ring} x {tp}"] = ((half - right).norm() / right.norm()).item()
-    return found
+            results[f"{kind} {ulysses} x {ring} x {tp}"] = ((half - right).norm() / right.norm()).item()
+    return results
 
 
 # -- samples, copies, broken steps
@@ -192,7 +192,7 @@ def sampled(model: nn.Module, frames: int) -> Tensor:
 
 def sample_gaps(layouts: Layouts) -> dict[str, float]:
     """How far videos and an image sampled by each layout are from those of one process."""
-    found = {}
+    results = {}
     for name in ("ulysses", "tp and ring"):
         model, _ = layouts.fresh(name, 0)
         one = SoraDiT(ODD)
@@ -202,10 +202,10 @@ def sample_gaps(layouts: Layouts) -> dict[str, float]:
                 set_parameter(mine, parameter.detach())
         for frames in (5, 1):
             right = sampled(one, frames)
-            found[f"{name}, {frames} frames"] = (
+            results[f"{name}, {frames} frames"] = (
                 (sampled(model, frames) - right).abs().max() / right.abs().max()
             ).item()
-    return found
+    return results
 
 
 def broken_step(layouts: Layouts) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def broken_step(layouts: Layouts) -> dict[str, Any]:
 
 def copied(layouts: Layouts) -> bool:
     """A deep copy of a spread model has weights of its own and the same layout, and computes the same."""
-    mesh, layout = layouts.found["ulysses"]
+    mesh, layout = layouts.meshes["ulysses"]
     model = parallelize(SoraDiT(ODD), mesh, "none", layout=layout, keeping=RECOMPUTED)
     other = copy.deepcopy(model)
     x = (rng.normal((1, 3, 3, 4, 4), 0, "x"), torch.tensor([0.5]), torch.ones(1, 4, 10), torch.ones(1, 4) > 0)
@@ -250,16 +250,18 @@ def copied(layouts: Layouts) -> bool:
 
 def all_of_it(folder: str, every: bool) -> dict[str, Any]:
     layouts = Layouts()
-    found: dict[str, Any] = {"weights": {name: misplaced(layouts.fresh(name, 0)[0], name, layouts) for name in LAYOUTS}}
+    results: dict[str, Any] = {
+        "weights": {name: misplaced(layouts.fresh(name, 0)[0], name, layouts) for name in LAYOUTS}
+    }
     ways = [("tp", "shards"), ("tp in replicas", "tp and ring"), *([("shards", "tp")] if every else [])]
-    found["ways"] = {way: changed_on_the_way(*way, layouts, Path(folder) / str(n)) for n, way in enumerate(ways)}
-    found["samples"] = sample_gaps(layouts)
-    found["broken"] = broken_step(layouts)
-    found["copied"] = copied(layouts)
+    results["ways"] = {way: changed_on_the_way(*way, layouts, Path(folder) / str(n)) for n, way in enumerate(ways)}
+    results["samples"] = sample_gaps(layouts)
+    results["broken"] = broken_step(layouts)
+    results["copied"] = copied(layouts)
     mesh = make_mesh(CPU, AxisSizes(ring=4))
     axes = make_layout(mesh, ParallelConfig(ring=4, ring_window=2)).axes
-    found["outer"] = axes.outer is not None and axes.outer.group is not axes.ring.group
-    return found
+    results["outer"] = axes.outer is not None and axes.outer.group is not axes.ring.group
+    return results
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["some", "every"])
@@ -279,12 +281,12 @@ def test_checkpoints_go_between_layouts_bit_for_bit(results: list[dict[str, Any]
 
 def test_half_precision_errs_no_more_than_on_one_process() -> None:
     """Bfloat16 errs by a hundredth there; roundings fall elsewhere, so a tenth more or less is the same."""
-    found = run_ranks(half_errors, WORLD)[0]
+    actual = run_ranks(half_errors, WORLD)[0]
     for kind in ("switch", "full"):
-        alone = found[f"{kind} alone"]
+        alone = actual[f"{kind} alone"]
         assert 1e-3 < alone < 3e-2
-        worse = {name: error for name, error in found.items() if name.startswith(kind) and error > 1.1 * alone}
-        assert not worse, found
+        worse = {name: error for name, error in actual.items() if name.startswith(kind) and error > 1.1 * alone}
+        assert not worse, actual
 
 
 def test_a_group_samples_what_one_process_samples(results: list[dict[str, Any]]) -> None:

@@ -79,7 +79,7 @@ class Step:
 
     out: Tensor
     grad: Tensor
-    there: comm.Ledger
+    forward: comm.Ledger
     back: comm.Ledger
     turned: int
 
@@ -94,12 +94,12 @@ def step(
         qkv = qkv.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
     qkv.requires_grad_()
     dout = noise(batch, *shape, E, seed=1).split(sizes, dim)[axes.rank].contiguous()
-    with comm.ledger(axes.ulysses, axes.ring) as there, Copied() as copied:
-        made = attention(*projections(qkv, columns, layout))
-        out = tokens(made, batch, columns, layout)
+    with comm.ledger(axes.ulysses, axes.ring) as forward, Copied() as copied:
+        result = attention(*projections(qkv, columns, layout))
+        out = tokens(result, batch, columns, layout)
     with comm.ledger(axes.ulysses, axes.ring) as back:
         (grad,) = torch.autograd.grad(out, qkv, dout)
-    return Step(out.detach(), grad, there, back, copied.bytes - sum(there.copied.values()))
+    return Step(out.detach(), grad, forward, back, copied.bytes - sum(forward.copied.values()))
 
 
 def truth(batch: int, columns: bool) -> tuple[Tensor, Tensor]:
@@ -110,22 +110,22 @@ def truth(batch: int, columns: bool) -> tuple[Tensor, Tensor]:
     return out.detach(), torch.autograd.grad(out, qkv, noise(batch, *shape, E, seed=1))[0]
 
 
-def units(found: Step) -> dict[str, tuple[int, float]]:
+def units(ledger: Step) -> dict[str, tuple[int, float]]:
     """Copies, and units that they copied, before and after, on the way there and back."""
-    unit = comm.nbytes(found.out)
+    unit = comm.nbytes(ledger.out)
     return {
         f"{way} {side}": (
             counted.copies["all_to_all", "ulysses", side],
             counted.copied["all_to_all", "ulysses", side] / unit,
         )
-        for way, counted in (("there", found.there), ("back", found.back))
+        for way, counted in (("forward", ledger.forward), ("back", ledger.back))
         for side in ("pack", "unpack")
     }
 
 
-def total(found: Step) -> tuple[int, float]:
+def total(ledger: Step) -> tuple[int, float]:
     """Copies and units of a step."""
-    copies, copied = zip(*units(found).values(), strict=True)
+    copies, copied = zip(*units(ledger).values(), strict=True)
     return sum(copies), sum(copied)
 
 
@@ -199,22 +199,22 @@ def case_copies_of_a_step() -> None:
             wanted = [x.split(sizes, dim)[axes.rank] for x in truth(batch, columns)]
             beside = {}
             for layout in layouts:
-                found = step(in_layout(axes, sizes, layout), axes, batch, columns, layout, sizes)
+                actual = step(in_layout(axes, sizes, layout), axes, batch, columns, layout, sizes)
                 # the CPU's kernel makes gradients as BNAD, where one sample's tokens come first and those of several do not
                 one = batch == 1 and (not columns or layout == "BNGAD")  # whose columns are heads to the kernel
-                assert units(found) == {
-                    "there pack": (1, 3),
-                    "there unpack": (1, 1),
+                assert units(actual) == {
+                    "forward pack": (1, 3),
+                    "forward unpack": (1, 1),
                     "back pack": (1, 1) if one else (2, 4),
                     "back unpack": (1, 3),
                 }
                 ideal = step(keeping_order(axes, sizes, layout), axes, batch, columns, layout, sizes)
-                assert units(ideal) == units(found) | {"back pack": (1, 1)} and total(ideal) == (4, 8)
-                for result in (found, ideal):
+                assert units(ideal) == units(actual) | {"back pack": (1, 1)} and total(ideal) == (4, 8)
+                for result in (actual, ideal):
                     # each sample and head is computed by itself, in one order of sums
                     assert torch.equal(result.out, wanted[0]) and torch.equal(result.grad, wanted[1])
-                    assert result.there.bytes == found.there.bytes and result.back.bytes == found.back.bytes
-                beside[layout] = found.turned / comm.nbytes(found.out)
+                    assert result.forward.bytes == actual.forward.bytes and result.back.bytes == actual.back.bytes
+                beside[layout] = actual.turned / comm.nbytes(actual.out)
             # projections and output are views in the default layout, and copies where they do not lie so
             assert beside[declared(columns)] == min(beside.values()) == 0
             assert beside["BAND"] == 4
@@ -226,16 +226,19 @@ def case_order_of_travel() -> None:
         for batch, columns in CANDIDATES:
             sizes = even_sizes(12 if columns else 24, axes.size)
             four: Layout = "BNAD" if not columns else "NBAD" if batch == 1 else "BAND"  # of (B, A, N, D)
-            found = {}
+            results = {}
             for order in ("BAND", "BNAD", "NBAD"):
                 attention = by_wire(axes, memory_order(order))  # type: ignore[arg-type]
-                found[order] = step(attention, axes, batch, columns, four, sizes)
+                results[order] = step(attention, axes, batch, columns, four, sizes)
             layout = declared(columns)
-            found["chosen"] = step(in_layout(axes, sizes, layout), axes, batch, columns, layout, sizes)
-            for result in found.values():
-                assert torch.equal(result.out, found["BAND"].out) and torch.equal(result.grad, found["BAND"].grad)
-                assert result.there.bytes == found["BAND"].there.bytes and result.back.bytes == found["BAND"].back.bytes
-            copies = {name: total(result) for name, result in found.items()}
+            results["chosen"] = step(in_layout(axes, sizes, layout), axes, batch, columns, layout, sizes)
+            for result in results.values():
+                assert torch.equal(result.out, results["BAND"].out) and torch.equal(result.grad, results["BAND"].grad)
+                assert (
+                    result.forward.bytes == results["BAND"].forward.bytes
+                    and result.back.bytes == results["BAND"].back.bytes
+                )
+            copies = {name: total(result) for name, result in results.items()}
             assert copies["chosen"] == min(copies.values()) == ((4, 8) if batch == 1 else (5, 11))
             if (
                 axes.ulysses.size == 2
@@ -292,7 +295,7 @@ def case_parts() -> None:
         keys = None if mask is None else mask[:, None, None]
         right = sdpa(*inputs, keys=keys)
         wanted = [right.detach(), *torch.autograd.grad(right, inputs, dout.double())]
-        found = {}
+        actual = {}
         for layout in ("BAND", "BNAD", "NBAD", "BNGAD"):
             cuts = [
                 x.split(s, 2)[axes.rank]
@@ -307,10 +310,10 @@ def case_parts() -> None:
             out = hybrid_attention(*xs, mine, axes, parts.q, parts.k, layout=layout)  # type: ignore[arg-type, misc]
             assert axes.ulysses.size == 1 or out.permute(memory_order(layout)).is_contiguous()  # type: ignore[arg-type]
             results = [out.detach(), *torch.autograd.grad(out, xs, weight)]
-            found[layout] = [x.flatten(0, -4) for x in results]
-        for results in found.values():
-            assert all(map(torch.equal, results, found["BAND"])), parts
-        for part, whole, sizes in zip(found["BAND"], wanted, (parts.q, parts.q, parts.k, parts.k), strict=True):
+            actual[layout] = [x.flatten(0, -4) for x in results]
+        for results in actual.values():
+            assert all(map(torch.equal, results, actual["BAND"])), parts
+        for part, whole, sizes in zip(actual["BAND"], wanted, (parts.q, parts.q, parts.k, parts.k), strict=True):
             # sums of up to 24 products in another order than in float64
             torch.testing.assert_close(part.double(), whole.split(sizes, 2)[axes.rank], atol=1e-5, rtol=1e-5)
 
@@ -322,14 +325,14 @@ def case_ring_behind() -> None:
         layout = declared(columns)
         if columns:
             sizes = (3, 3, 3, 3)
-        found = step(in_layout(axes, sizes, layout), axes, batch, columns, layout, sizes)
+        actual = step(in_layout(axes, sizes, layout), axes, batch, columns, layout, sizes)
         wanted = [x.split(sizes, 1 if columns else 2)[axes.rank] for x in truth(batch, columns)]
         # the ring merges what its queries see in two blocks
-        torch.testing.assert_close(found.out, wanted[0], atol=1e-6, rtol=1e-5)
-        torch.testing.assert_close(found.grad, wanted[1], atol=1e-5, rtol=1e-5)
-        assert total(found) == (4, 8)  # the ring's gradients lie as its keys
-        assert not found.there.copies["ring", "ring", "pack"] and not found.back.copies["ring", "ring", "pack"]
-        assert found.there.calls["ring", "ring"] and found.back.calls["ring", "ring"]
+        torch.testing.assert_close(actual.out, wanted[0], atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(actual.grad, wanted[1], atol=1e-5, rtol=1e-5)
+        assert total(actual) == (4, 8)  # the ring's gradients lie as its keys
+        assert not actual.forward.copies["ring", "ring", "pack"] and not actual.back.copies["ring", "ring", "pack"]
+        assert actual.forward.calls["ring", "ring"] and actual.back.calls["ring", "ring"]
 
 
 def case_causal_columns() -> None:
@@ -375,4 +378,4 @@ def problems() -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__[5:])
 def test_layouts(case: Callable[[], None], problems: list[dict[str, str]]) -> None:
-    assert not [found[case.__name__] for found in problems if case.__name__ in found]
+    assert not [problem[case.__name__] for problem in problems if case.__name__ in problem]

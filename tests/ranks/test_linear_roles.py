@@ -118,7 +118,7 @@ WRONG: dict[str, tuple[Callable[[TokenModel, ModelPlan], ModelPlan], str]] = {
 }  # fmt: skip
 
 
-def told(make: Callable[[], Any]) -> str:
+def refusal(make: Callable[[], Any]) -> str:
     try:
         make()
     except UserError as error:
@@ -151,27 +151,27 @@ def unused(meshes: Meshes) -> list[str]:
 
 def computed() -> dict[str, Any]:
     meshes = Meshes()
-    found: dict[str, Any] = {"unused": unused(meshes)}
+    results: dict[str, Any] = {"unused": unused(meshes)}
     for name, case in CASES.items():
-        found[name] = step_of(*case, meshes)
+        results[name] = step_of(*case, meshes)
     mesh, layout = meshes.of(ParallelConfig(tp=2))
     for name, (change, _) in WRONG.items():
         model = TokenModel()
         plan = plan_of(model)
         assert plan is not None
         declare_plan(model, change(model, plan))
-        found[name] = told(lambda m=model: parallelize(m, mesh, "none", layout=layout))  # type: ignore[misc]
-    return found
+        results[name] = refusal(lambda m=model: parallelize(m, mesh, "none", layout=layout))  # type: ignore[misc]
+    return results
 
 
 @cache
-def found() -> dict[str, Any]:
+def on_two() -> dict[str, Any]:
     return run_ranks(computed, 2)[0]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_and_one_agree(name: str) -> None:
-    step = found()[name]
+    step = on_two()[name]
     assert step["loss"] <= 1e-5 and step["gradient"] <= 1e-5, step
     assert step["uncrossed"] == [] and step["calls"]
 
@@ -181,16 +181,16 @@ def test_each_role_exchanges_what_it_needs() -> None:
 
     Of the vocabulary: a gather of tokens, and an exchange of channels for tokens. Then the gather of all logits.
     """
-    calls = found()["tp"]["calls"]
+    calls = on_two()["tp"]["calls"]
     assert calls["all_gather tp"] == 2 * 2 * 2 + 1 + 1, calls
     assert calls["all_to_all tp"] == 2 * (2 + 1), calls
 
 
 def test_layers_with_roles_that_are_never_used_are_named() -> None:
     kinds = {name: "StackedExperts" if "experts" in name else "Linear" for name in SPARE} | {"spare_norm": "RMSNorm"}
-    assert found()["unused"] == [f"{name} ({kind})" for name, kind in kinds.items()]
+    assert on_two()["unused"] == [f"{name} ({kind})" for name, kind in kinds.items()]
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_layer_that_cannot_have_a_role_is_refused_by_name(name: str) -> None:
-    assert WRONG[name][1] in found()[name]
+    assert WRONG[name][1] in on_two()[name]

@@ -20,7 +20,7 @@ LAYOUTS = {
 
 
 def train(folder: str, overrides: tuple[str, ...]) -> Any:
-    """What each block was told in the run, and what was written down."""
+    """The policies of each block in the run, and what was written down."""
     from mmspeed.memory.recompute.regions import policies_of
     from mmspeed.parallel import unwrap
     from mmspeed.pipelines import TrainPipeline
@@ -33,17 +33,17 @@ def train(folder: str, overrides: tuple[str, ...]) -> Any:
         """The video task, which keeps the models that a run trains."""
 
         def prepare(self, models: Models, place: RunPlace) -> None:
-            self.given = models
+            self.models = models
             super().prepare(models, place)
 
     config = small_config(Path(folder), *overrides)
     task = KeepsModels(config)
     pipeline = TrainPipeline(config, task=task)
     pipeline.run()
-    blocks = learning_model(task, {"model": unwrap(task.given["model"])}).blocks
-    told = [policies_of(block) for block in blocks]
+    blocks = learning_model(task, {"model": unwrap(task.models["model"])}).blocks
+    policies = [policies_of(block) for block in blocks]
     path = pipeline.folder.root / MEMORY_NAME
-    return [told, json.loads(path.read_text()) if path.exists() else None]
+    return [policies, json.loads(path.read_text()) if path.exists() else None]
 
 
 @pytest.fixture(scope="module")
@@ -56,19 +56,19 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_processes_agree_and_learn_the_same(home: Path, layout: str) -> None:
-    given = ("model.depth=8", "train.steps=2", *LAYOUTS[layout])  # blocks enough to matter
-    run_ranks(train, 2, str(home), (f"name={layout}-plain", *given))
-    # all fits: nothing is told; and the figures say what less there may be
-    [(told, found), _] = run_ranks(train, 2, str(home), (f"name={layout}-roomy", "memory.budget=1GB", *given))
-    assert not any(told) and found["measured"]["peak_bytes"] <= 10**9
-    peak, least = found["measured"]["peak_bytes"], found["least_bytes"]
-    assert found["plain"]["expected_peak_bytes"] == pytest.approx(peak, rel=0.2)
+    overrides = ("model.depth=8", "train.steps=2", *LAYOUTS[layout])  # blocks enough to matter
+    run_ranks(train, 2, str(home), (f"name={layout}-plain", *overrides))
+    # all fits: nothing is printed; and the figures say what less there may be
+    [(policies, actual), _] = run_ranks(train, 2, str(home), (f"name={layout}-roomy", "memory.budget=1GB", *overrides))
+    assert not any(policies) and actual["measured"]["peak_bytes"] <= 10**9
+    peak, least = actual["measured"]["peak_bytes"], actual["least_bytes"]
+    assert actual["plain"]["expected_peak_bytes"] == pytest.approx(peak, rel=0.2)
     budget = (peak + least) // 2
-    first, second = run_ranks(train, 2, str(home), (f"name={layout}-tight", f"memory.budget={budget}", *given))
+    first, second = run_ranks(train, 2, str(home), (f"name={layout}-tight", f"memory.budget={budget}", *overrides))
     assert first == second
-    told, found = first
-    assert any(told) and told == found["blocks"]
-    assert found["measured"]["peak_bytes"] <= budget
+    policies, actual = first
+    assert any(policies) and policies == actual["blocks"]
+    assert actual["measured"]["peak_bytes"] <= budget
     plain = losses(small_config(home, f"name={layout}-plain"))
     assert (
         losses(small_config(home, f"name={layout}-tight"))
@@ -78,6 +78,6 @@ def test_two_processes_agree_and_learn_the_same(home: Path, layout: str) -> None
 
 
 @pytest.mark.slow
-def test_a_budget_for_none_is_told_by_all(home: Path) -> None:
+def test_a_budget_for_none_is_reported_by_all(home: Path) -> None:
     with pytest.raises(AssertionError, match=r"more than the budget of 100\.0 kB"):
         run_ranks(train, 2, str(home), ("name=small", "memory.budget=100KB", "parallel.strategy=fsdp"))

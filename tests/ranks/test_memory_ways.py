@@ -88,8 +88,8 @@ class Bench:
         )
         spread = config.group > 1
         self.layout = make_layout(self.mesh, config) if spread else TokenLayout()
-        given = {key: value for key, value in self.more.items() if key in ("masked", "frames", "latent")}
-        self.inputs = make_inputs(**given)
+        options = {key: value for key, value in self.more.items() if key in ("masked", "frames", "latent")}
+        self.inputs = make_inputs(**options)
 
     def step(
         self, ways: Ways, again: bool = False, keeping: BlockPolicies | None = None, compile: bool | str = False
@@ -108,25 +108,25 @@ class Bench:
         )
         before, engine = self.layout.ledger.copy(), CommDebugMode()
         with engine:
-            found: Step = run_step(ready, self.inputs, swap)
+            actual: Step = run_step(ready, self.inputs, swap)
         sent = dict(+Counter(self.layout.ledger.since(before).bytes))
         sum_shared_gradients(unwrap(ready).parameters(), self.layout.tensor)
-        grads = {name: grad.numpy() for name, grad in found.grads.items()}
+        grads = {name: grad.numpy() for name, grad in actual.grads.items()}
         return {
-            "loss": found.loss,
+            "loss": actual.loss,
             "grads": grads,
             "sent": {" ".join(kind): count for kind, count in sent.items()},
             "engine": {str(operator): count for operator, count in engine.get_comm_counts().items()},
-            "products": (found.forward, found.backward),
-            "moved": found.moved,
+            "products": (actual.forward, actual.backward),
+            "moved": actual.moved,
             "kernels": [dict(counter) for counter in counters],
         }
 
 
-def differs(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    names = [name for name, grad in wanted["grads"].items() if (found["grads"][name] != grad).any()]
-    wrong = [] if found["loss"] == wanted["loss"] else ["loss"]
-    wrong += ["names"] if found["grads"].keys() != wanted["grads"].keys() else []
+def differs(actual: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    names = [name for name, grad in wanted["grads"].items() if (actual["grads"][name] != grad).any()]
+    wrong = [] if actual["loss"] == wanted["loss"] else ["loss"]
+    wrong += ["names"] if actual["grads"].keys() != wanted["grads"].keys() else []
     return wrong + names
 
 
@@ -152,7 +152,7 @@ def forward_alone(bench: Bench, ways: Ways) -> dict[str, int]:
 
 
 def measure(names: list[str], four: bool, every: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in names:
         bench = Bench((FOUR if four else CASES)[name])
         plain = bench.step({})
@@ -171,22 +171,22 @@ def measure(names: list[str], four: bool, every: bool) -> dict[str, Any]:
             for ways in AGAIN if every else AGAIN[-2:]:
                 step = bench.step(ways, again=True)
                 again.append((name_of(ways), differs(step, plain), step["sent"]))
-        found[name] = {
+        results[name] = {
             "plain": {k: plain[k] for k in ("sent", "engine", "products", "kernels")},
             "rows": rows,
             "again": again,
             "forward": forward_alone(bench, {}) if again else {},
         }
     dist.barrier()
-    return found
+    return results
 
 
 def check(ranks: list[dict[str, Any]]) -> None:
     wrong = []
     for rank, of_rank in enumerate(ranks):
-        for case, found in of_rank.items():
-            plain = found["plain"]
-            for ways, other, step in found["rows"]:
+        for case, actual in of_rank.items():
+            plain = actual["plain"]
+            for ways, other, step in actual["rows"]:
                 where = f"rank {rank}, {case}, {ways}"
                 if other:
                     wrong.append(f"{where}: other gradients of {other[:3]}")
@@ -203,11 +203,11 @@ def check(ranks: list[dict[str, Any]]) -> None:
                     wrong.append(f"{where}: {extra} products more")
                 if "recompute" not in ways.replace("recompute_output", "") and step["kernels"] != plain["kernels"]:
                     wrong.append(f"{where}: kernels {step['kernels']}, plain {plain['kernels']}")
-            for ways, other, sent in found["again"]:
+            for ways, other, sent in actual["again"]:
                 more = {kind: sent[kind] - plain["sent"].get(kind, 0) for kind in sent}
                 more = {kind: count for kind, count in more.items() if count}
                 # blocks are re-sharded at their boundaries, around what is recomputed
-                wanted = {kind: count for kind, count in found["forward"].items() if kind != "all_to_all dsp"}
+                wanted = {kind: count for kind, count in actual["forward"].items() if kind != "all_to_all dsp"}
                 if "norm" in ways:  # what is gathered between a norm and its product: all gathers of tensor parallelism
                     wanted = {kind: count for kind, count in wanted.items() if kind == "all_gather tp"}
                 if other or more != wanted:

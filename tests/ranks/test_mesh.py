@@ -55,7 +55,7 @@ def norms(mesh: Mesh, sharded_experts: bool) -> dict[str, Any]:
         parameter.grad = spread(mesh, whole, at)
         model.register_parameter(key, parameter)
     share = squared_norm(model.parameters(), mesh)
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "layouts": {key: layout_of(p) for key, p in model.named_parameters()},
         "own": sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor)),
         "by shares": all_reduce_sum([share])[0] ** 0.5,
@@ -63,8 +63,8 @@ def norms(mesh: Mesh, sharded_experts: bool) -> dict[str, Any]:
         "stage": stage,
     }
     grads = {key: p.grad for key, p in model.named_parameters()}
-    found["clipped"] = {key: g.full_tensor().numpy() for key, g in grads.items() if isinstance(g, DTensor)}
-    return found
+    results["clipped"] = {key: g.full_tensor().numpy() for key, g in grads.items() if isinstance(g, DTensor)}
+    return results
 
 
 def shared_sums() -> dict[str, Any]:
@@ -131,28 +131,28 @@ def hold_norms(ranks: list[dict[str, Any]]) -> None:
         whole = {(key, stage): gradient(key, stage) for key in SHAPES for stage in stages}
         truth = torch.cat([value.flatten() for value in whole.values()]).double().norm().item()
         for rank in ranks:
-            found = rank[case]
+            actual = rank[case]
             # a few roundings of float32 (6e-8): sums of 252 squares in another order, and a square root
-            assert found["norm"] == pytest.approx(truth, rel=1e-6), case
-            assert found["by shares"] == pytest.approx(truth, rel=1e-6), case
-            for key, clipped in found["clipped"].items():
+            assert actual["norm"] == pytest.approx(truth, rel=1e-6), case
+            assert actual["by shares"] == pytest.approx(truth, rel=1e-6), case
+            for key, clipped in actual["clipped"].items():
                 torch.testing.assert_close(
-                    torch.from_numpy(clipped), whole[key, found["stage"]] * (CLIP / truth), rtol=1e-5, atol=0
+                    torch.from_numpy(clipped), whole[key, actual["stage"]] * (CLIP / truth), rtol=1e-5, atol=0
                 )
 
 
 def test_experts_lie_on_their_view_and_are_split(results: list[dict[str, Any]]) -> None:
-    found = results[0]["norms"]
-    assert found["experts over all, whole"]["layouts"]["experts"].parts == (AxisName.EP_INNER,)
-    assert found["experts over nodes, whole"]["layouts"]["experts"].parts == EP
-    assert found["sharded experts, sharded"]["layouts"]["experts"].parts == (AxisName.EDP, AxisName.EP_INNER)
-    assert found["tp inside experts, whole"]["layouts"]["experts"].parts == (AxisName.EP_INNER, AxisName.ETP)
-    assert found["experts over tp, whole"]["layouts"]["experts"].replicas == tuple(
+    actual = results[0]["norms"]
+    assert actual["experts over all, whole"]["layouts"]["experts"].parts == (AxisName.EP_INNER,)
+    assert actual["experts over nodes, whole"]["layouts"]["experts"].parts == EP
+    assert actual["sharded experts, sharded"]["layouts"]["experts"].parts == (AxisName.EDP, AxisName.EP_INNER)
+    assert actual["tp inside experts, whole"]["layouts"]["experts"].parts == (AxisName.EP_INNER, AxisName.ETP)
+    assert actual["experts over tp, whole"]["layouts"]["experts"].replicas == tuple(
         axis for axis in EXPERT if axis not in (AxisName.PP, AxisName.EP_INNER)
     )
-    assert found["dense, whole"]["layouts"]["experts"].parts == (AxisName.SHARD,)
-    assert found["experts over all, whole"]["own"] == (12 + 8 * 6 + 4 * 6 * 8) // 4
-    assert found["sharded experts, whole"]["own"] == (12 + 8 * 6) // 4 + 4 * 6 * 8 // 2
+    assert actual["dense, whole"]["layouts"]["experts"].parts == (AxisName.SHARD,)
+    assert actual["experts over all, whole"]["own"] == (12 + 8 * 6 + 4 * 6 * 8) // 4
+    assert actual["sharded experts, whole"]["own"] == (12 + 8 * 6) // 4 + 4 * 6 * 8 // 2
 
 
 def test_tensor_parallel_ranks_sum_what_they_replicate_and_no_experts(results: list[dict[str, Any]]) -> None:

@@ -23,7 +23,7 @@ def train(folder: str, overrides: tuple[str, ...]) -> dict[str, int]:
     config = small_config(Path(folder), *overrides)
     task = WatchedTask(config, OnlineBuilder(config))
     TrainPipeline(config, task=task).run()
-    first = task.made.loader.first_epoch
+    first = task.data_of_run.loader.first_epoch
     return {"here": first.encoded_here, "all": first.encoded} if first is not None else {"here": 0, "all": 0}
 
 
@@ -43,11 +43,11 @@ def test_two_ranks_make_each_entry_once(tmp_path: Path, overrides: tuple[str, ..
     offline = small_config(tmp_path / "offline", *overrides)
     CacheBuilder(offline).run()
     run_ranks(train, 1, str(tmp_path / "offline"), overrides)
-    made = run_ranks(train, 2, str(tmp_path / "online"), overrides)
+    result = run_ranks(train, 2, str(tmp_path / "online"), overrides)
     config = small_config(tmp_path / "online", *overrides)
     assert_same_cache(config, offline)
     assert DatasetCache(config.cache_dir).duplicates == 0
-    assert all(part["all"] == 16 and part["here"] > 0 for part in made) and sum(p["here"] for p in made) == 16
+    assert all(part["all"] == 16 and part["here"] > 0 for part in result) and sum(p["here"] for p in result) == 16
     assert losses(config) == pytest.approx(losses(offline), rel=2e-4)
 
 

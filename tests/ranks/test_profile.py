@@ -17,10 +17,16 @@ def _measure(folder: str, rank_folder: str, strategy: str) -> list[Any]:
     from tests.support.runs import small_config
 
     config = small_config(Path(folder) / os.environ["RANK"], f"parallel.strategy={strategy}", f"output={rank_folder}")
-    found = profile(config, most=2, repeats=1)
-    setting = found.measured.setting
-    rows = [(str(row.bucket), row.batch, row.seconds, row.peak_bytes) for row in found.measured.rows]
-    return [rows, found.measured.limit_bytes, setting["devices"], setting["parallel.strategy"], found.state_bytes]
+    measurement = profile(config, most=2, repeats=1)
+    setting = measurement.measured.setting
+    rows = [(str(row.bucket), row.batch, row.seconds, row.peak_bytes) for row in measurement.measured.rows]
+    return [
+        rows,
+        measurement.measured.limit_bytes,
+        setting["devices"],
+        setting["parallel.strategy"],
+        measurement.state_bytes,
+    ]
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def steps(folder: str, overrides: tuple[str, ...]) -> dict[str, tuple[float, dict[str, np.ndarray], int]]:
     """(loss of this rank's share, gradients, sharded blocks) of each model."""
-    found = {}
+    results = {}
     for name in MODELS:
         sharded: list[int] = []
 
@@ -47,8 +47,8 @@ def steps(folder: str, overrides: tuple[str, ...]) -> dict[str, tuple[float, dic
             sharded.append(sum(isinstance(block, FSDPModule) for _, block in blocks_of(bare)))
 
         loss, gradients, _ = one_step(folder, name, overrides, watch=watch)
-        found[name] = loss, {key: value.numpy() for key, value in gradients.items()}, sharded[0]
-    return found
+        results[name] = loss, {key: value.numpy() for key, value in gradients.items()}, sharded[0]
+    return results
 
 
 @cache
@@ -67,9 +67,9 @@ def test_gradients_of_two_ranks_are_those_of_one_process(home: Path, layout: str
         assert {rank[name][2] for rank in ranks} == {0 if layout == "ddp" else blocks}
         largest = max(np.abs(value).max() for value in gradients.values())
         for rank in ranks:
-            found = rank[name][1]
-            assert found.keys() == gradients.keys()
-            far = {key: np.abs(found[key] - value).max() for key, value in gradients.items()}
+            actual = rank[name][1]
+            assert actual.keys() == gradients.keys()
+            far = {key: np.abs(actual[key] - value).max() for key, value in gradients.items()}
             assert max(far.values()) <= 1e-5 * largest, (name, sorted(far.items(), key=lambda item: -item[1])[:4])
 
 

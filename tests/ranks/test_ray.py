@@ -47,23 +47,23 @@ def ray_processes(before: set[int]) -> list[str]:
 
 
 def test_two_workers_make_the_same_bytes_as_one_process(one: Config, tmp_path: Path) -> None:  # noqa: F811
-    made = another(one, tmp_path)
-    report = build_on_ray(made, 2)
+    config = another(one, tmp_path)
+    report = build_on_ray(config, 2)
     counts = report.sources, report.encoded, report.reused, report.rejected, report.texts
     assert counts == (9, 8, 0, 1, 10)
     assert [r.source for r in report.rejections] == ["bad.mp4"]
-    assert_same(made, one)
-    again = build_on_ray(made, 2)
+    assert_same(config, one)
+    again = build_on_ray(config, 2)
     assert (again.encoded, again.reused, again.texts, again.texts_reused) == (0, 8, 0, 10)
-    assert_same(made, one)
+    assert_same(config, one)
     # it is the cache of that config for everyone: one process has nothing to do
-    alone = CacheBuilder(made).run()
+    alone = CacheBuilder(config).run()
     assert (alone.encoded, alone.texts) == (0, 0)
-    assert_same(made, one)
+    assert_same(config, one)
 
 
 def test_a_worker_that_is_killed_is_replaced(one: Config, tmp_path: Path) -> None:  # noqa: F811
-    made = another(one, tmp_path)
+    config = another(one, tmp_path)
     killed: list[int] = []
 
     def kill_one() -> None:
@@ -71,7 +71,7 @@ def test_a_worker_that_is_killed_is_replaced(one: Config, tmp_path: Path) -> Non
         while not killed:
             for process in psutil.Process().children(recursive=True):
                 with suppress(psutil.Error):
-                    shards = [f for f in process.open_files() if f"{made.cache_dir}/latents" in f.path]
+                    shards = [f for f in process.open_files() if f"{config.cache_dir}/latents" in f.path]
                     if shards and not killed:
                         process.kill()
                         killed.append(process.pid)
@@ -79,14 +79,14 @@ def test_a_worker_that_is_killed_is_replaced(one: Config, tmp_path: Path) -> Non
 
     killer = threading.Thread(target=kill_one, daemon=True)
     killer.start()
-    report = build_on_ray(made, 2)
+    report = build_on_ray(config, 2)
     killer.join(5)
     assert killed and (report.encoded + report.reused, report.rejected) == (8, 1)
-    assert tar_bytes(made.cache_dir) == tar_bytes(one.cache_dir)
-    assert_same(made, one)
+    assert tar_bytes(config.cache_dir) == tar_bytes(one.cache_dir)
+    assert_same(config, one)
 
 
-def test_what_goes_wrong_in_a_worker_is_told_in_its_words(tmp_path: Path) -> None:
+def test_what_goes_wrong_in_a_worker_is_reported_in_its_words(tmp_path: Path) -> None:
     config = small_config(tmp_path, "text.kind=transformers", "text.pretrained=/nowhere", clips=2)
     with pytest.raises(UserError, match="nowhere"):
         build_on_ray(config, 1)

@@ -32,7 +32,7 @@ class Recomputed(BlockPolicies):
 
 
 def measure(names: list[str], four: bool, compiled: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in names:
         bench = Bench((FOUR if four else CASES)[name])
         plain = bench.step({})
@@ -48,24 +48,24 @@ def measure(names: list[str], four: bool, compiled: bool) -> dict[str, Any]:
             wrong = [*differs(both, graphs), *(["compiled sent"] if graphs["sent"] != plain["sent"] else [])]
             of_form["graphs"] = wrong, both["sent"], both["products"]
             again["graphs"] = bench.step({"block": "recompute"}, again=True, compile="eager")["sent"]
-        found[name] = {"plain": plain["sent"], "products": plain["products"], "forms": of_form, "again": again}
+        results[name] = {"plain": plain["sent"], "products": plain["products"], "forms": of_form, "again": again}
     dist.barrier()
-    return found
+    return results
 
 
 def check(ranks: list[dict[str, Any]], exchanges: bool = True) -> None:
     for rank, of_rank in enumerate(ranks):
-        for name, found in of_rank.items():
-            assert bool(found["plain"]) == exchanges
-            for form, (wrong, sent, products) in found["forms"].items():
+        for name, actual in of_rank.items():
+            assert bool(actual["plain"]) == exchanges
+            for form, (wrong, sent, products) in actual["forms"].items():
                 where = rank, name, form
                 assert not wrong, (*where, wrong)
-                assert sent == found["plain"], (*where, sent, found["plain"])
-                assert products[1] > found["products"][1], where  # it was recomputed
-            for form, sent in found["again"].items():
-                more = sum(sent.values()) - sum(found["plain"].values())
+                assert sent == actual["plain"], (*where, sent, actual["plain"])
+                assert products[1] > actual["products"][1], where  # it was recomputed
+            for form, sent in actual["again"].items():
+                more = sum(sent.values()) - sum(actual["plain"].values())
                 inside = exchanges and name != "switch"  # re-sharding is around a block, and never made again
-                assert (more > 0) == inside, (rank, name, form, sent, found["plain"])
+                assert (more > 0) == inside, (rank, name, form, sent, actual["plain"])
 
 
 @pytest.mark.slow

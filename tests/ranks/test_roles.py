@@ -37,7 +37,7 @@ def test_a_run_is_the_updates_by_hand(home: Path) -> None:
     }
     init_weights(models["model"], config.seed)
     averages = {role: [p.detach().clone() for p in model.parameters()] for role, model in models.items()}
-    made = {
+    result = {
         role: torch.optim.AdamW(
             [
                 {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": config.train.weight_decay},
@@ -49,7 +49,7 @@ def test_a_run_is_the_updates_by_hand(home: Path) -> None:
         )
         for role, model in models.items()
     }
-    found = []
+    results = []
     for number, step in enumerate(task.data(ALONE).steps(0, config.train.steps)):
         (batch,) = step.batches
         for role, loss_fn in (("model", student_loss), ("critic", critic_loss)):
@@ -61,16 +61,16 @@ def test_a_run_is_the_updates_by_hand(home: Path) -> None:
                 torch.nn.utils.clip_grads_with_norm_(
                     parameters, config.train.clip_norm, torch.nn.utils.get_total_norm([p.grad for p in parameters])
                 )
-            for group in made[role].param_groups:
+            for group in result[role].param_groups:
                 group["lr"] = learning_rate(number, config.train)
-            made[role].step()
+            result[role].step()
             if role == "model":
-                found.append(loss.item())
+                results.append(loss.item())
         for role, model in models.items():
             weight = 1 - ema_decay(config.train.ema_decay, number + 1)
             for average, parameter in zip(averages[role], model.parameters(), strict=True):
                 average.lerp_(parameter.detach(), weight)
-    assert losses(config) == pytest.approx(found, **LOSS)
+    assert losses(config) == pytest.approx(results, **LOSS)
     held = whole_checkpoint(config.run_dir)
     for role, prefix in (("model", ""), ("critic", "critic:")):
         for (name, parameter), average in zip(models[role].named_parameters(), averages[role], strict=True):
@@ -82,9 +82,9 @@ def test_a_run_is_the_updates_by_hand(home: Path) -> None:
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_two_ranks_equal_one_process(home: Path, strategy: str) -> None:
     run_ranks(train_both, 2, str(home), (f"name={strategy}", f"parallel.strategy={strategy}"))
-    found, one = character_config(home, f"name={strategy}"), character_config(home)
-    assert losses(found) == pytest.approx(losses(one), **LOSS)
-    state, truth = whole_checkpoint(found.run_dir), whole_checkpoint(one.run_dir)
+    config, one = character_config(home, f"name={strategy}"), character_config(home)
+    assert losses(config) == pytest.approx(losses(one), **LOSS)
+    state, truth = whole_checkpoint(config.run_dir), whole_checkpoint(one.run_dir)
     assert state.keys() == truth.keys()
     for prefix in ("model.", "ema.", "critic:model.", "critic:ema."):
         assert farthest(state, truth, prefix) < WEIGHTS

@@ -1,4 +1,4 @@
-"""The self-check in processes: layouts that are right pass, layouts that are broken fail and are told by name."""
+"""The self-check in processes: layouts that are right pass, layouts that are broken fail and are named."""
 
 from __future__ import annotations
 
@@ -84,11 +84,11 @@ FAST = ("right", "doubled keys")
 
 
 def work(config: dict[str, Any], kinds: tuple[str, ...]) -> dict[str, WorkerReport]:
-    mini, found = small(make_config(config)), {}
+    mini, results = small(make_config(config)), {}
     for kind in kinds:
         with FAULTS[kind]():
-            found[kind] = examine(mini)
-    return found
+            results[kind] = examine(mini)
+    return results
 
 
 def small(config: Config) -> ShrunkRun:
@@ -100,8 +100,8 @@ def checked(folder: Path, kinds: tuple[str, ...]) -> dict[str, SelfCheck]:
     mini = small(config)
     with process_group(Device("cpu", 0)):
         truth = examine(mini.with_config(alone(mini.config)))
-    found = run_ranks(work, 2, config.model_dump(mode="json", by_alias=True), kinds)[0]
-    return {kind: compare(mini, found[kind], truth) for kind in kinds}
+    actual = run_ranks(work, 2, config.model_dump(mode="json", by_alias=True), kinds)[0]
+    return {kind: compare(mini, actual[kind], truth) for kind in kinds}
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_a_forgotten_exchange_fails(others: dict[str, SelfCheck]) -> None:
 
 
 @pytest.mark.slow
-def test_a_sum_taken_for_a_mean_is_told_from_other_mistakes(others: dict[str, SelfCheck]) -> None:
+def test_a_sum_taken_for_a_mean_is_distinguished_from_other_mistakes(others: dict[str, SelfCheck]) -> None:
     check = others["doubled"]
     assert not check.passed
     assert check.hint == "every gradient is 2 times that of one process: somewhere a sum is taken for a mean"

@@ -23,7 +23,7 @@ TOLERANCE = 1.5e-5
 FLOAT = 4  # bytes; the steps compute in float32
 TEXT_TOKENS = 7
 
-Found = list[list[dict[str, Any]]]
+StepsOfRanks = list[list[dict[str, Any]]]
 
 
 @pytest.fixture(
@@ -35,24 +35,24 @@ Found = list[list[dict[str, Any]]]
     ],
     ids=["2 ranks, some", "2 ranks, all", "4 ranks, all"],
 )
-def ranks(request: pytest.FixtureRequest) -> Found:
+def ranks(request: pytest.FixtureRequest) -> StepsOfRanks:
     """All cases of a world, or few of them, in which each kind of layout and of step is still there."""
     world, few = request.param
     return run_ranks(work, world, world, few, timeout=900)
 
 
-def test_loss_and_gradients_equal_one_process(ranks: Found) -> None:
+def test_loss_and_gradients_equal_one_process(ranks: StepsOfRanks) -> None:
     wrong = [
-        f"{found['case']}: loss {found['loss']:.1e}, norm {found['norm']:.1e}, {found['worst']} {found['gap']:.1e}"
+        f"{actual['case']}: loss {actual['loss']:.1e}, norm {actual['norm']:.1e}, {actual['worst']} {actual['gap']:.1e}"
         for rank in ranks
-        for found in rank
-        if not found["names"] or max(found["loss"], found["norm"], found["gap"]) > TOLERANCE
+        for actual in rank
+        if not actual["names"] or max(actual["loss"], actual["norm"], actual["gap"]) > TOLERANCE
     ]
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_layout_and_kind_of_step_is_there(ranks: Found) -> None:
-    met = [found["case"] for found in ranks[0]]
+def test_every_layout_and_kind_of_step_is_there(ranks: StepsOfRanks) -> None:
+    met = [row["case"] for row in ranks[0]]
     assert {case.model for case in met} == {"switch", "ulysses", "space", "full"}
     assert {case.latent for case in met} == set(LATENTS) and {case.strategy for case in met} == {"ddp", "fsdp"}
     assert {case.tp for case in met} == {1, 2} and {case.masked for case in met} == {True, False}
@@ -64,10 +64,10 @@ def test_every_layout_and_kind_of_step_is_there(ranks: Found) -> None:
     assert pairs >= ({(2, 1), (1, 2)} if len(ranks) == 2 else {(4, 1), (2, 2), (1, 4)})
 
 
-def test_the_exchanges_ran_and_images_make_none(ranks: Found) -> None:
+def test_the_exchanges_ran_and_images_make_none(ranks: StepsOfRanks) -> None:
     """What the ledger of each rank must hold, so that no layout passes by computing everything everywhere."""
-    for found in (found for rank in ranks for found in rank):
-        case, sent = found["case"], found["sent"]
+    for row in (row for rank in ranks for row in rank):
+        case, sent = row["case"], row["sent"]
         axes = {axis for (_, axis), count in sent.items() if count}
         expected = {"tp"} if case.tp > 1 else set()
         if case.latent != "image" and case.processes > 1:
@@ -118,7 +118,7 @@ def foretold(case: Case, world: int, rank: int) -> Sent:
 
 def shared_bytes(config: SoraDiTConfig, shards: int, place: int) -> int:
     """Of gradients of parameters without a role, in the shard of one rank (cut along the first dim, as `fully_shard` does)."""
-    found, model = 0, on_meta(config)
+    count, model = 0, on_meta(config)
     for name, parameter in model.named_parameters():
         module, _, kind = name.rpartition(".")
         linears = model.plan.linears.items()
@@ -126,27 +126,27 @@ def shared_bytes(config: SoraDiTConfig, shards: int, place: int) -> int:
         if role is None or (role == "row" and kind == "bias"):
             size = -(-parameter.shape[0] // shards)
             rows = max(0, min(size, parameter.shape[0] - size * place))
-            found += rows * math.prod(parameter.shape[1:]) * FLOAT
-    return found
+            count += rows * math.prod(parameter.shape[1:]) * FLOAT
+    return count
 
 
-def test_formulas_equal_the_ledger_to_the_byte(ranks: Found) -> None:
+def test_formulas_equal_the_ledger_to_the_byte(ranks: StepsOfRanks) -> None:
     wrong = []
     for rank, of_rank in enumerate(ranks):
-        for case, sent in ((found["case"], Counter(found["sent"])) for found in of_rank):
+        for case, sent in ((row["case"], Counter(row["sent"])) for row in of_rank):
             wanted = foretold(case, len(ranks), rank)
             if +sent != wanted:
                 wrong.append(f"rank {rank}, {case}: sent {dict(+sent)}, foretold {dict(wanted)}")
     assert not wrong, "\n".join(wrong[:20])
 
 
-def test_dsp_moves_at_most_half_of_what_ulysses_moves(ranks: Found) -> None:
+def test_dsp_moves_at_most_half_of_what_ulysses_moves(ranks: StepsOfRanks) -> None:
     """All-to-alls of a step, summed over the group's ranks: shards of odd numbers of frames and places are not quite even."""
     world = len(ranks)
 
     def moved(case: Case) -> int:
-        found = [met["sent"] for of_rank in ranks for met in of_rank if met["case"] == case]
-        assert len(found) == world
-        return sum(count for sent in found for (kind, _), count in sent.items() if kind == "all_to_all")
+        results = [met["sent"] for of_rank in ranks for met in of_rank if met["case"] == case]
+        assert len(results) == world
+        return sum(count for sent in results for (kind, _), count in sent.items() if kind == "all_to_all")
 
     assert 0 < moved(Case(world, 1, "switch")) <= moved(Case(world, 1, "ulysses")) / 2

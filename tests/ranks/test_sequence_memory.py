@@ -66,9 +66,9 @@ def kept_bytes(name: str, layout: TokenLayout, mesh: Mesh | None) -> int:
     tracker.track_external(model, *inputs)
     with tracker:
         out = model(*inputs)
-        found = dict(tracker.get_tracker_snapshot("current")[torch.device("cpu")])
+        snapshot = dict(tracker.get_tracker_snapshot("current")[torch.device("cpu")])
         del out
-    return sum(count for kind, count in found.items() if kind in (_MemRefType.ACT, _MemRefType.TEMP))
+    return sum(count for kind, count in snapshot.items() if kind in (_MemRefType.ACT, _MemRefType.TEMP))
 
 
 def cases_of(fast: bool) -> list[tuple[str, int, int, int]]:
@@ -78,7 +78,7 @@ def cases_of(fast: bool) -> list[tuple[str, int, int, int]]:
 def measure(fast: bool) -> dict[tuple[str, int, int, int], float]:
     """Of each case, what this rank keeps as a share of what one process keeps."""
     whole = {name: kept_bytes(name, TokenLayout(), None) for name in ("switch", "full")}
-    found = {}
+    results = {}
     for case in cases_of(fast):
         name, ulysses, ring, tp = case
         dsp = {"switch": ulysses * ring, "product": 2}.get(name, 1)
@@ -88,9 +88,9 @@ def measure(fast: bool) -> dict[tuple[str, int, int, int], float]:
         parallel = ParallelConfig(dsp=dsp, ulysses=ulysses, ring=ring, tp=tp, shard=shard)
         mesh = make_mesh(Device("cpu", 0), AxisSizes(**parallel.sizes()))
         layout = make_layout(mesh, parallel)
-        found[case] = kept_bytes(name, layout, mesh) / whole["full" if name == "full" else "switch"]
+        results[case] = kept_bytes(name, layout, mesh) / whole["full" if name == "full" else "switch"]
         assert layout.ledger.total() > 0
-    return found
+    return results
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["few", "the rest"])
@@ -101,11 +101,11 @@ def shares(request: pytest.FixtureRequest) -> list[dict[tuple[str, int, int, int
 
 
 def test_a_rank_of_four_keeps_a_quarter_of_the_activations(shares: list[dict[Any, float]]) -> None:
-    found = {case: max(rank[case] for rank in shares) for case in shares[0]}
-    too_much = {case: share for case, share in found.items() if case[3] == 1 and share > MOST}
-    assert not too_much and min(found.values()) > 0.24, found
+    results = {case: max(rank[case] for rank in shares) for case in shares[0]}
+    too_much = {case: share for case, share in results.items() if case[3] == 1 and share > MOST}
+    assert not too_much and min(results.values()) > 0.24, results
 
 
 def test_tensor_parallel_ranks_keep_the_gathered_inputs_of_their_layers_too(shares: list[dict[Any, float]]) -> None:
-    found = {case: max(rank[case] for rank in shares) for case in shares[0] if case[3] > 1}
-    assert found and all(0.25 < share < 0.30 for share in found.values()), found
+    results = {case: max(rank[case] for rank in shares) for case in shares[0] if case[3] > 1}
+    assert results and all(0.25 < share < 0.30 for share in results.values()), results

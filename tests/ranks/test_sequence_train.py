@@ -85,10 +85,10 @@ def test_a_full_model_trains_over_a_ring_of_tensor_parallel_ranks(home: Path) ->
     assert_alike(four, full)
 
 
-def assert_alike(found: Config, expected: Config) -> None:
+def assert_alike(actual: Config, expected: Config) -> None:
     """Losses; and those of the averages, in the model, on held-out samples: each group computes its own."""
-    assert losses(found) == pytest.approx(losses(expected), **TOLERANCE)
-    assert held_out(found)[6] == pytest.approx(held_out(expected)[6], **TOLERANCE)
+    assert losses(actual) == pytest.approx(losses(expected), **TOLERANCE)
+    assert held_out(actual)[6] == pytest.approx(held_out(expected)[6], **TOLERANCE)
 
 
 def held_out(config: Config) -> dict[int, float]:
@@ -111,11 +111,11 @@ def test_images_and_videos_of_one_step(tmp_path: Path) -> None:
 class WatchedTask(VideoTask):
     """Keeps the data that it made."""
 
-    made: VideoData
+    data_of_run: VideoData
 
     def data(self, place: RunPlace) -> VideoData:
-        self.made = super().data(place)
-        return self.made
+        self.data_of_run = super().data(place)
+        return self.data_of_run
 
 
 def made_online(folder: str, overrides: tuple[str, ...]) -> tuple[int, int]:
@@ -125,7 +125,7 @@ def made_online(folder: str, overrides: tuple[str, ...]) -> tuple[int, int]:
     config = small_config(Path(folder), *overrides)
     task = WatchedTask(config, OnlineBuilder(config))
     TrainPipeline(config, task=task).run()
-    first = task.made.loader.first_epoch
+    first = task.data_of_run.loader.first_epoch
     assert first is not None
     return first.encoded_here, first.encoded
 
@@ -133,8 +133,8 @@ def made_online(folder: str, overrides: tuple[str, ...]) -> tuple[int, int]:
 @pytest.mark.parametrize("layout", [DSP, TENSOR], ids=["dsp", "tp"])
 def test_a_group_shares_the_encoding_of_the_first_epoch(home: Path, tmp_path: Path, layout: tuple[str, ...]) -> None:
     """Both ranks meet every video; each entry is made by one of them, and the losses are those of a cache made before."""
-    (here, everything), (there, _) = run_ranks(made_online, 2, str(tmp_path), layout)
-    assert here + there == everything == 16 and min(here, there) >= 6
+    (first, everything), (second, _) = run_ranks(made_online, 2, str(tmp_path), layout)
+    assert first + second == everything == 16 and min(first, second) >= 6
     config = small_config(tmp_path, *layout)
     assert DatasetCache(config.cache_dir).duplicates == 0
     assert losses(config) == pytest.approx(losses(small_config(home, "name=one")), **TOLERANCE)
@@ -167,9 +167,9 @@ def test_a_group_meets_the_same_draws_and_times_fill_their_range(tmp_path: Path)
                 videos += 1
             if step < 3:
                 batches = [assemble(cache, cell, 3, 0.3, noise=True) for cell in cells]
-                told = [drawn(batch) for batch in batches]
+                by_rank = [drawn(batch) for batch in batches]
                 if not cells[0][0][0].sample.bucket.is_image:
-                    assert len(set(told[:4])) == len(set(told[4:])) == 1
+                    assert len(set(by_rank[:4])) == len(set(by_rank[4:])) == 1
         for draw in draws:
             times[draw.name] = float(draw_quantiles([draw.name], 3)[0])
     assert videos and images

@@ -37,22 +37,24 @@ def around_it(ulysses: int, ring: int) -> dict[str, Any]:
         dist.all_reduce(value, group=mesh_of(ulysses, ring)["ring", "ulysses"]._flatten().get_group())
         return value
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     dense = attention(*tensors[:3], mask)
     own = dense.split(list(case.sizes), dim=2)[axes.rank]
     layer.phase, layer.watching = "dense", True
-    found["dense"] = torch.allclose(call(q, k, v), own, atol=1e-5) and layer.counter["dense"] == 1
+    results["dense"] = torch.allclose(call(q, k, v), own, atol=1e-5) and layer.counter["dense"] == 1
     counts = summed(torch.tensor(layer.seen.shares.values()))
     # every query meets every key that counts once; a sample that sees nothing counts none
-    found["counted"] = counts.sum().item() == case.heads * TOKENS * mask.sum().item()
+    results["counted"] = counts.sum().item() == case.heads * TOKENS * mask.sum().item()
     layer.tau.fill_(threshold(counts.tolist(), 0.3) or 0.0)
     layer.phase, layer.seen = "sparse", WatchedCalls()
     out = call(q, k, v)
-    found["kept"] = (summed(torch.as_tensor(layer.seen.kept_pairs)) / summed(torch.tensor(layer.seen.all_pairs))).item()
+    results["kept"] = (
+        summed(torch.as_tensor(layer.seen.kept_pairs)) / summed(torch.tensor(layer.seen.all_pairs))
+    ).item()
     rows = torch.arange(min(16, q.shape[2])) * q.shape[2] // max(1, min(16, q.shape[2]))
     if ulysses == 1:
         wrong = (out - own)[:, :, rows].square().sum()
-        found["error"] = torch.allclose(summed(torch.as_tensor(layer.seen.wrong)), summed(wrong), rtol=1e-3)
+        results["error"] = torch.allclose(summed(torch.as_tensor(layer.seen.wrong)), summed(wrong), rtol=1e-3)
     layer.watching = False
 
     def grads(function: Any) -> list[Tensor]:
@@ -62,13 +64,13 @@ def around_it(ulysses: int, ring: int) -> dict[str, Any]:
 
     plain = grads(call)
     again = grads(lambda *x: checkpoint(replayed(call), *x, use_reentrant=False))
-    found["checkpoint"] = all(map(torch.equal, plain, again))
+    results["checkpoint"] = all(map(torch.equal, plain, again))
     compiled = grads(torch.compile(lambda *x: call(*(t * 1.0 for t in x)) * 1.0, backend="aot_eager"))
-    found["compile"] = all(torch.allclose(a, b, atol=1e-6) for a, b in zip(plain, compiled, strict=True))
+    results["compile"] = all(torch.allclose(a, b, atol=1e-6) for a, b in zip(plain, compiled, strict=True))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         half = call(q, k, v)
-    found["autocast"] = half.dtype == torch.bfloat16
-    found["rounded"] = (summed((half - plain[0]).square().sum()) / summed(plain[0].square().sum())).sqrt().item()
+    results["autocast"] = half.dtype == torch.bfloat16
+    results["rounded"] = (summed((half - plain[0]).square().sum()) / summed(plain[0].square().sum())).sqrt().item()
     layer.warm = WarmStarts("caption")
     cold = call(q, k, v)
     start = layer.warm.starts["caption"][0]
@@ -76,8 +78,8 @@ def around_it(ulysses: int, ring: int) -> dict[str, Any]:
     assert start is not None
     moved = summed((start - layer.warm.starts["caption"][0]).abs().sum()) / summed(start.abs().sum())  # type: ignore[operator]
     error = [(summed((x - own).square().sum()) / summed(own.square().sum())).sqrt().item() for x in (cold, warm)]
-    found["warm"] = (moved.item(), *error)
-    return found
+    results["warm"] = (moved.item(), *error)
+    return results
 
 
 def both() -> list[dict[str, Any]]:
@@ -86,12 +88,12 @@ def both() -> list[dict[str, Any]]:
 
 def test_around_it() -> None:
     for result in run_ranks(both, 4):
-        for found in result:
-            assert found["dense"] and found["counted"]
+        for row in result:
+            assert row["dense"] and row["counted"]
             # counts of bins, of few keys, and the key that is kept at least
-            assert abs(found["kept"] - 0.3 * 0.33) < 0.05, found["kept"]
-            assert found.get("error", True)
-            assert found["checkpoint"] and found["compile"] and found["autocast"]
-            assert found["rounded"] < 0.2  # 8 bits, and keys near the threshold
-            moved, cold, warm = found["warm"]
-            assert 0 < moved < 0.5 and warm < 1.3 * cold, found["warm"]
+            assert abs(row["kept"] - 0.3 * 0.33) < 0.05, row["kept"]
+            assert row.get("error", True)
+            assert row["checkpoint"] and row["compile"] and row["autocast"]
+            assert row["rounded"] < 0.2  # 8 bits, and keys near the threshold
+            moved, cold, warm = row["warm"]
+            assert 0 < moved < 0.5 and warm < 1.3 * cold, row["warm"]

@@ -113,8 +113,15 @@ def axes_of(case: Case) -> SequenceAxes:
 
 
 def layer_of(case: Case) -> ClusteredAttention:
-    given = {"tau": 1.2, "cluster_size": 8, "tail_clusters": 7, "tile": (2, 3, 2), "min_tokens": 1, "backend": "masked"}
-    layer = ClusteredAttention(SparseConfig(**{**given, **case.settings}), way=1)
+    settings = {
+        "tau": 1.2,
+        "cluster_size": 8,
+        "tail_clusters": 7,
+        "tile": (2, 3, 2),
+        "min_tokens": 1,
+        "backend": "masked",
+    }
+    layer = ClusteredAttention(SparseConfig(**{**settings, **case.settings}), way=1)
     layer.reset()
     return layer
 
@@ -158,11 +165,11 @@ def global_plan(split: SplitPlan, axes: SequenceAxes, lengths: tuple[int, ...]) 
     for to, (theirs, rows, label, _) in enumerate(gathered):
         key_of_place = torch.full((groups * rows.table,), -1)
         for source, (_, sent, *_) in enumerate(gathered):
-            there = sent.row_Z.split(sent.sends)[to]
+            of_peer = sent.row_Z.split(sent.sends)[to]
             length = max(1, lengths[source])
             places = rows.place_Z.split(rows.comes)[source]
-            assert torch.equal(there // length, places // rows.table)
-            key_of_place[places] = there % length + starts[source]
+            assert torch.equal(of_peer // length, places // rows.table)
+            key_of_place[places] = of_peer % length + starts[source]
         table_GCT = theirs.kept_keys()
         kept_GCM = torch.zeros(groups, theirs.clusters, tokens, dtype=torch.bool)
         g, c, t = table_GCT.nonzero(as_tuple=True)
@@ -268,11 +275,11 @@ def run_case(case: Case) -> dict[str, Any]:
     out = call(*inputs)
     forward = dict(axes.ring.ledger.bytes)
     grads = torch.autograd.grad(out, inputs, dout)
-    made = seen[-1][0]  # before it: whether the layer is dense
+    first_plan = seen[-1][0]  # before it: whether the layer is dense
     # one process: heads of each Ulysses rank with the plan of its ring
     heads = (case.heads,) if case.ulysses == 1 else split_heads(case.heads, case.heads, case.ulysses).queries
     lengths = axes.joined(case.sizes)
-    plan = made if case.ring == 1 else global_plan(made, axes, lengths)
+    plan = first_plan if case.ring == 1 else global_plan(first_plan, axes, lengths)
     plan.check()
     place = axes.ulysses.rank
     own = [x.split(heads, dim=1)[place] for x in tensors]
@@ -306,12 +313,12 @@ def run_case(case: Case) -> dict[str, Any]:
         "errors": errors,
         "same": same,
         "forward": forward,
-        "expected": bytes_of(made, axes, out.element_size()) if case.ring > 1 else None,
+        "expected": bytes_of(first_plan, axes, out.element_size()) if case.ring > 1 else None,
         "kept": plan.kept_pairs().sum().item() / (plan.batch * plan.heads * TOKENS * TOKENS),
         "counter": dict(layer.counter),
         "replayed": bool(torch.equal(once, twice)) and bool(torch.equal(once, out)),
         "second": dict(axes.ring.ledger.bytes),
-        "sends": made.rows.sends if case.ring > 1 else None,
+        "sends": first_plan.rows.sends if case.ring > 1 else None,
     }
 
 

@@ -54,7 +54,7 @@ class Steps:
 
 def work() -> Steps:
     """Steps of this rank with micro-batches of one and of two videos."""
-    groups, found = Groups(), Steps()
+    groups, results = Groups(), Steps()
     for videos in (1, 2):
         with (
             mock.patch.object(sequence_steps, "SAMPLES", videos),
@@ -63,11 +63,11 @@ def work() -> Steps:
             for model in (*ATTENTIONS, "switch"):
                 case = Case(RANKS, 1, model, "even")
                 plain = "full" if model == "full" else "switch"
-                found.truths[model, videos] = step(Case(1, 1, plain, "even"), 1, groups)
+                results.truths[model, videos] = step(Case(1, 1, plain, "even"), 1, groups)
                 for way in WAYS if model in ATTENTIONS else ("SBH",):
                     with mock.patch.object(hybrid_attention, "tokens_first", WAYS[way]):
-                        found.ranks[model, videos, way] = counted(case, groups)
-    return found
+                        results.ranks[model, videos, way] = counted(case, groups)
+    return results
 
 
 def counted(case: Case, groups: Groups) -> Step:
@@ -94,7 +94,7 @@ def packing(model: str, videos: int, way: str) -> tuple[dict[str, int], dict[str
 
 def test_copies_and_bytes_are_those_of_the_law(steps: list[Steps]) -> None:
     for of_rank in steps:
-        for (model, videos, way), found in of_rank.ranks.items():
+        for (model, videos, way), actual in of_rank.ranks.items():
             if model not in ATTENTIONS:
                 continue
             copies, units = packing(model, videos, way)
@@ -104,7 +104,7 @@ def test_copies_and_bytes_are_those_of_the_law(steps: list[Steps]) -> None:
                 ends = (("all_gather", "sequence", "unpack"), ("reduce_scatter", "sequence", "pack"))
                 wanted |= dict.fromkeys(ends, 1)
                 copied |= dict.fromkeys(ends, RANKS * videos * OUT)
-            assert (found.copies, found.copied) == (wanted, copied), (model, videos, way)
+            assert (actual.copies, actual.copied) == (wanted, copied), (model, videos, way)
 
 
 def test_the_default_copies_least_and_sends_no_more(steps: list[Steps]) -> None:
@@ -118,14 +118,14 @@ def test_the_default_copies_least_and_sends_no_more(steps: list[Steps]) -> None:
 
 def test_results_are_equal_in_both_layouts_and_near_one_process(steps: list[Steps]) -> None:
     for of_rank in steps:
-        for (model, videos, way), found in of_rank.ranks.items():
+        for (model, videos, way), actual in of_rank.ranks.items():
             default, truth = of_rank.ranks[model, videos, "SBH"], of_rank.truths[model, videos]
-            assert found.loss == default.loss and found.grads.keys() == truth["grads"].keys(), (model, videos, way)
-            assert found.loss == pytest.approx(truth["loss"], rel=1e-5)
+            assert actual.loss == default.loss and actual.grads.keys() == truth["grads"].keys(), (model, videos, way)
+            assert actual.loss == pytest.approx(truth["loss"], rel=1e-5)
             for name, grad in truth["grads"].items():
-                assert np.array_equal(found.grads[name], default.grads[name]), (model, videos, way, name)
+                assert np.array_equal(actual.grads[name], default.grads[name]), (model, videos, way, name)
                 # sums over tokens are made in another order
-                np.testing.assert_allclose(found.grads[name], grad, atol=1e-5 * max(np.abs(grad).max(), 1e-3))
+                np.testing.assert_allclose(actual.grads[name], grad, atol=1e-5 * max(np.abs(grad).max(), 1e-3))
 
 
 def test_copies_of_re_sharding(steps: list[Steps]) -> None:
@@ -133,9 +133,9 @@ def test_copies_of_re_sharding(steps: list[Steps]) -> None:
     switches = MODEL.depth - 1
     for of_rank in steps:
         for videos in (1, 2):
-            found = of_rank.ranks["switch", videos, "SBH"]
+            actual = of_rank.ranks["switch", videos, "SBH"]
             sides = (("all_to_all", "dsp", "pack"), ("all_to_all", "dsp", "unpack"))
             ends = (("all_gather", "sequence", "unpack"), ("reduce_scatter", "sequence", "pack"))
-            assert found.copies == {**dict.fromkeys(sides, videos * switches), **dict.fromkeys(ends, 1)}
+            assert actual.copies == {**dict.fromkeys(sides, videos * switches), **dict.fromkeys(ends, 1)}
             units = dict.fromkeys(sides, videos * videos * switches * UNIT)  # the number of copies, of so many videos
-            assert found.copied == units | dict.fromkeys(ends, RANKS * videos * OUT)
+            assert actual.copied == units | dict.fromkeys(ends, RANKS * videos * OUT)

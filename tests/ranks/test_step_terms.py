@@ -29,11 +29,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_equal(home: Path, name: str, truth: str) -> None:
-    found, one = (character_config(home, f"name={each}") for each in (name, truth))
-    assert losses(found) == pytest.approx(losses(one), **LOSS) and len(losses(one)) == 6
-    norms = [[row["grad_norm"] for row in rows(config)] for config in (found, one)]
+    actual, one = (character_config(home, f"name={each}") for each in (name, truth))
+    assert losses(actual) == pytest.approx(losses(one), **LOSS) and len(losses(one)) == 6
+    norms = [[row["grad_norm"] for row in rows(config)] for config in (actual, one)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
-    assert farthest(whole_checkpoint(found.run_dir), whole_checkpoint(one.run_dir), "model.") < WEIGHTS
+    assert farthest(whole_checkpoint(actual.run_dir), whole_checkpoint(one.run_dir), "model.") < WEIGHTS
 
 
 @pytest.mark.slow
@@ -60,8 +60,8 @@ def test_one_process_takes_the_loss_of_pairs_with_the_reference_that_came(home: 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pairs_on_two_ranks_equal_one_process(home: Path, layout: str) -> None:
     """Two forward passes of the sharded model and two of the sharded reference, then one backward; micro-batches of two."""
-    given = (f"name=pairs-{layout}", "train.micro_batch_size=2", LAYOUTS[layout])
-    run_ranks(train_task, 2, str(home), "known", given)
+    overrides = (f"name=pairs-{layout}", "train.micro_batch_size=2", LAYOUTS[layout])
+    run_ranks(train_task, 2, str(home), "known", overrides)
     check_equal(home, f"pairs-{layout}", "known")
 
 

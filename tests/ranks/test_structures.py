@@ -36,17 +36,17 @@ class Kind:
 
     structure: Structure = field(default_factory=Structure)
     shape: Shape = field(default_factory=Shape)
-    given: dict[str, Tensor] = field(default_factory=dict)
+    inputs: dict[str, Tensor] = field(default_factory=dict)
 
 
 KINDS = {
-    "mask": Kind(given={"mask_BN": MASK}),
+    "mask": Kind(inputs={"mask_BN": MASK}),
     "causal": Kind(Structure(causal=True)),
-    "documents": Kind(given={"documents_BN": DOCUMENTS}),
+    "documents": Kind(inputs={"documents_BN": DOCUMENTS}),
     "window": Kind(Structure(window=2)),
     "grouped keys": Kind(shape=Shape(key_heads=2)),
     "wide values": Kind(shape=Shape(values=8)),
-    "narrow values of one key head, masked": Kind(shape=Shape(1, 5), given={"mask_BN": MASK}),
+    "narrow values of one key head, masked": Kind(shape=Shape(1, 5), inputs={"mask_BN": MASK}),
     "all at once": Kind(Structure(causal=True, window=3), Shape(2, 8), {"mask_BN": MASK, "documents_BN": DOCUMENTS}),
 }
 LAYOUTS = {
@@ -76,7 +76,7 @@ def refusal(kind: str, parallel: ParallelConfig) -> str:
 
 def loss_of(model: nn.Module, kind: Kind, dtype: torch.dtype = torch.float32) -> Tensor:
     x_BNE, goal_BNE = (rng.normal((B, N, E), 9, "structured", name).to(dtype) for name in ("x", "goal"))
-    loss: Tensor = (model(x_BNE, **kind.given) - goal_BNE).square().mean()
+    loss: Tensor = (model(x_BNE, **kind.inputs) - goal_BNE).square().mean()
     return loss
 
 

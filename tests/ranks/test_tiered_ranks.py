@@ -83,8 +83,8 @@ def released(tier: str) -> dict[str, Any]:
     numbers = sum(p.to_local().numel() for p in sharded)
 
     def count(_: Any) -> None:
-        there = sum(p.grad.to_local().numel() for p in sharded if p.grad is not None)
-        most[0] = max(most[0], there / numbers)
+        held = sum(p.grad.to_local().numel() for p in sharded if p.grad is not None)
+        most[0] = max(most[0], held / numbers)
 
     for parameter in sharded:
         parameter.register_post_accumulate_grad_hook(count)
@@ -119,20 +119,20 @@ def broken_in_backward() -> tuple[str, list[bool]]:
 
 def muon() -> dict[str, Any]:
     """Refused over shards; replicas train alike, with float32 and with bfloat16 parameters."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     try:
         state_of("plain", "fsdp", optimizer="muon")
     except UserError as error:
-        found["refused"] = str(error)
+        results["refused"] = str(error)
     for tier in ("plain", "split", "host"):
         state = state_of(tier, "ddp", replicate=2, optimizer="muon")
-        found[tier] = losses(steps(state, range(3), "ddp")), arrays(everything(state))
-    return found
+        results[tier] = losses(steps(state, range(3), "ddp")), arrays(everything(state))
+    return results
 
 
 def forward_gaps() -> dict[str, float]:
     """How far outputs from bfloat16 parameters are from those of float32 parameters of the same values, in shards and on one process."""
-    case, found = Case(1, 1, "switch", masked=True), {}
+    case, results = Case(1, 1, "switch", masked=True), {}
     batch = make_batch(case, [0, 1], 1.0)
 
     def loss(half: bool, strategy: Any) -> Tensor:
@@ -148,8 +148,8 @@ def forward_gaps() -> dict[str, float]:
 
     right = loss(False, "fsdp")
     for name, half, strategy in (("half, fsdp", True, "fsdp"), ("half, none", True, "none"), ("none", False, "none")):
-        found[name] = ((loss(half, strategy) - right).abs().max() / right.abs().max()).item()
-    return found
+        results[name] = ((loss(half, strategy) - right).abs().max() / right.abs().max()).item()
+    return results
 
 
 # -- tensor parallelism
@@ -176,7 +176,7 @@ def odd_state(tier: str, mesh: Any, layout: Any, seed: int = 0) -> TrainingState
 
 def odd_steps(state: TrainingState, layout: Any) -> list[float]:
     case, strategy = Case(1, 1, "switch", masked=True), "none" if layout is None else "fsdp"
-    found = []
+    results = []
     assert state.optimizer is not None and state.ema is not None
     tp = 1 if layout is None else 2
     for _ in range(2):
@@ -191,8 +191,8 @@ def odd_steps(state: TrainingState, layout: Any) -> list[float]:
             tensor=None if layout is None else layout.tensor,
         )
         state.ema.update(state.model)
-        found.append(result.loss)
-    return found
+        results.append(result.loss)
+    return results
 
 
 def over_tensors(folder: str | None) -> dict[str, Any]:
@@ -200,13 +200,13 @@ def over_tensors(folder: str | None) -> dict[str, Any]:
     if folder is not None:
         mesh = make_mesh(CPU, AxisSizes(1, 1, 1, 1, 2))
         layout = make_layout(mesh, ParallelConfig(tp=2))
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for tier in TIERS:
         state = odd_state(tier, mesh, layout)
-        found[tier] = odd_steps(state, layout), arrays(everything(state))
+        results[tier] = odd_steps(state, layout), arrays(everything(state))
         if folder is not None and tier == "host":
             CheckpointManager(Path(folder) / "tp").save(2, state, blocking=True)
-    return found
+    return results
 
 
 # -- checkpoints
@@ -214,7 +214,7 @@ def over_tensors(folder: str | None) -> dict[str, Any]:
 
 def checkpoints(folder: str) -> dict[str, Any]:
     """Load what one process wrote; write what one process loads."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for tier, strategy, replicate in (
         ("split", "fsdp", 1),
         ("plain", "fsdp", 1),
@@ -223,12 +223,12 @@ def checkpoints(folder: str) -> dict[str, Any]:
     ):
         state = state_of(tier, strategy, seed=1, replicate=replicate)
         load(Path(folder) / "one" / step_name(2), state.model, state.optimizer, state.ema)
-        found[f"{tier} {strategy} {replicate}"] = arrays(everything(state))
+        results[f"{tier} {strategy} {replicate}"] = arrays(everything(state))
         manager = CheckpointManager(Path(folder) / f"{tier}-{strategy}-{replicate}")
         again = losses(steps(state, range(2, 3), strategy))
         manager.save(3, state, blocking=True)
-        found[f"{tier} {strategy} {replicate} on"] = again, arrays(everything(state))
-    return found
+        results[f"{tier} {strategy} {replicate} on"] = again, arrays(everything(state))
+    return results
 
 
 def work(folder: str) -> dict[str, Any]:
@@ -274,11 +274,11 @@ def two(folder: Path, one: Arrays) -> list[dict[str, Any]]:
     return run_ranks(work, 2, str(folder))
 
 
-def gap(found: Arrays, truth: Arrays, kind: str) -> float:
+def gap(actual: Arrays, truth: Arrays, kind: str) -> float:
     """The largest relative distance of the tensors of a kind."""
     names = [name for name in truth if name.endswith(kind)]
     assert names
-    return max(float(np.linalg.norm(found[n] - truth[n]) / (np.linalg.norm(truth[n]) + 1e-12)) for n in names)
+    return max(float(np.linalg.norm(actual[n] - truth[n]) / (np.linalg.norm(truth[n]) + 1e-12)) for n in names)
 
 
 def test_ranks_in_a_tier_are_one_process_in_that_tier(tiers: list[dict[str, Any]]) -> None:
@@ -289,12 +289,12 @@ def test_ranks_in_a_tier_are_one_process_in_that_tier(tiers: list[dict[str, Any]
         # of bfloat16 a product's sum over samples is rounded once a rank, to 8 bits, and sums cancel
         close = 2e-2 if tier in HALF else 1e-5
         for rank in tiers:
-            found = rank[tier]
-            assert found["losses"][0] == pytest.approx(result.loss, rel=close / 10), tier
-            assert found["norms"][0] == pytest.approx(result.grad_norm, rel=close / 2), tier
-            assert gap(found["first"], truth, ".exp_avg") < close, tier
+            actual = rank[tier]
+            assert actual["losses"][0] == pytest.approx(result.loss, rel=close / 10), tier
+            assert actual["norms"][0] == pytest.approx(result.grad_norm, rel=close / 2), tier
+            assert gap(actual["first"], truth, ".exp_avg") < close, tier
             if tier in HALF:
-                assert found["grads"] == {"torch.float32"}
+                assert actual["grads"] == {"torch.float32"}
 
 
 def test_tiers_over_ranks_are_bitwise_one_another(tiers: list[dict[str, Any]]) -> None:
@@ -312,10 +312,10 @@ def test_tiers_over_ranks_are_bitwise_one_another(tiers: list[dict[str, Any]]) -
 @pytest.mark.slow
 def test_shards_are_updated_in_backward_bit_for_bit(two: list[dict[str, Any]]) -> None:
     for rank in two:
-        for tier, found in rank["released"].items():
-            assert found["losses"][0] == found["losses"][1] and found["differ"] == [], tier
-            assert found["norms"][0] == pytest.approx(found["norms"][1], rel=1e-6), tier
-            assert found["most"] < 0.75, tier  # a block is a quarter, and vectors of all blocks share a bucket
+        for tier, actual in rank["released"].items():
+            assert actual["losses"][0] == actual["losses"][1] and actual["differ"] == [], tier
+            assert actual["norms"][0] == pytest.approx(actual["norms"][1], rel=1e-6), tier
+            assert actual["most"] < 0.75, tier  # a block is a quarter, and vectors of all blocks share a bucket
 
 
 @pytest.mark.slow
@@ -355,8 +355,8 @@ def test_tensor_parallel_tiers(two: list[dict[str, Any]], folder: Path) -> None:
             first = rank["tensor"][family[0]]
             for tier in family[1:]:
                 assert rank["tensor"][tier][0] == first[0] and same(rank["tensor"][tier][1], first[1]) == [], tier
-        for tier, (found, tensors) in rank["tensor"].items():
-            assert found == pytest.approx(alone[tier][0], rel=1e-2 if tier in HALF else 1e-5), tier
+        for tier, (actual, tensors) in rank["tensor"].items():
+            assert actual == pytest.approx(alone[tier][0], rel=1e-2 if tier in HALF else 1e-5), tier
             if tier not in HALF:
                 assert gap(tensors, alone[tier][1], ".exp_avg") < 1e-4, tier
                 continue
@@ -374,10 +374,10 @@ def test_checkpoints_go_between_ranks_and_tiers_bit_for_bit(
     two: list[dict[str, Any]], folder: Path, one: Arrays
 ) -> None:
     for rank in two:
-        loaded = {name: found for name, found in rank["checkpoints"].items() if not name.endswith(" on")}
+        loaded = {name: actual for name, actual in rank["checkpoints"].items() if not name.endswith(" on")}
         assert len(loaded) == 4
-        for name, found in loaded.items():
-            assert same(found, one) == [], name
+        for name, actual in loaded.items():
+            assert same(actual, one) == [], name
     for name in loaded:
         for tier in ("plain", "split", "host"):
             state = state_of(tier, seed=1)

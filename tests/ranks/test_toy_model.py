@@ -37,8 +37,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_one_process_trains_the_weights_that_the_model_came_with(home: Path) -> None:
     config = toy_config(home)
-    found = losses(config)
-    assert len(found) == 6 and len(set(found)) == 6
+    curve = losses(config)
+    assert len(curve) == 6 and len(set(curve)) == 6
     state, start = whole_checkpoint(config.run_dir), dict(ToyDiT().named_parameters())
     assert {name.removeprefix("model.") for name in state if name.startswith("model.")} == {*ToyDiT().state_dict()}
     moved = {name: (state[f"model.{name}"] - value).abs().max().item() for name, value in start.items()}
@@ -46,7 +46,7 @@ def test_one_process_trains_the_weights_that_the_model_came_with(home: Path) -> 
     assert all(0 < far < 6e-3 for far in moved.values()), moved
 
 
-def test_its_own_count_of_operations_is_told(home: Path) -> None:
+def test_its_own_count_of_operations_is_reported(home: Path) -> None:
     config = toy_config(home)
     for row in read_metrics(config.run_dir / "metrics.jsonl"):
         if row["kind"] == "train":
@@ -60,9 +60,9 @@ def test_ranks_equal_one_process(home: Path, layout: str) -> None:
     """Gradients are sums of the same numbers in another order: a few eps, of which Adam makes less than that share of its steps of 1e-3."""
     world, overrides = LAYOUTS[layout]
     run_ranks(train_toy, world, str(home), (f"name={layout}", *overrides))
-    found, one = toy_config(home, f"name={layout}"), toy_config(home)
-    assert losses(found) == pytest.approx(losses(one), rel=1e-6)
-    state, truth = whole_checkpoint(found.run_dir), whole_checkpoint(one.run_dir)
+    config, one = toy_config(home, f"name={layout}"), toy_config(home)
+    assert losses(config) == pytest.approx(losses(one), rel=1e-6)
+    state, truth = whole_checkpoint(config.run_dir), whole_checkpoint(one.run_dir)
     for prefix in ("model.", "ema."):
         assert farthest(state, truth, prefix) < 1e-6
 
@@ -80,10 +80,10 @@ def test_a_run_that_was_stopped_goes_on_bitwise(home: Path, strategy: str) -> No
         stopped(str(home), ("name=parts-none",))
         whole = toy_config(home)
     else:
-        given = (f"parallel.strategy={strategy}", "train.micro_batch_size=1")
+        overrides = (f"parallel.strategy={strategy}", "train.micro_batch_size=1")
         whole = toy_config(home, f"name=whole-{strategy}")
-        run_ranks(train_toy, 2, str(home), (f"name=whole-{strategy}", *given))
-        run_ranks(stopped, 2, str(home), (f"name=parts-{strategy}", *given))
+        run_ranks(train_toy, 2, str(home), (f"name=whole-{strategy}", *overrides))
+        run_ranks(stopped, 2, str(home), (f"name=parts-{strategy}", *overrides))
     parts = toy_config(home, f"name=parts-{strategy}")
     assert losses(parts) == losses(whole)
     assert differing(whole_checkpoint(parts.run_dir), whole_checkpoint(whole.run_dir)) == []

@@ -54,9 +54,9 @@ def test_one_two_and_four_ranks_end_with_the_same_parameters(home: Path) -> None
         run_ranks(train, world, str(home), (f"name=world-{world}",))
     expected = weights(home, "world-1")
     for world in (2, 4):
-        found = weights(home, f"world-{world}")
+        actual = weights(home, f"world-{world}")
         for name, parameter in expected.items():
-            assert torch.allclose(found[name], parameter, rtol=0, atol=5e-6), (world, name)
+            assert torch.allclose(actual[name], parameter, rtol=0, atol=5e-6), (world, name)
 
 
 @pytest.mark.slow

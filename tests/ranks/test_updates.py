@@ -47,7 +47,7 @@ class ByHand:
         self.averages = {role: dict(self.trained(role)) for role in self.models}
         self.averages = {role: {n: p.detach().clone() for n, p in held.items()} for role, held in self.averages.items()}
         self.moved = dict.fromkeys(self.models, 0)
-        self.made = {role: self.optimizer(u, role) for u in self.updates for role in u.roles}
+        self.optimizers = {role: self.optimizer(u, role) for u in self.updates for role in u.roles}
         self.losses: list[float] = []
         for number, step in enumerate(task.data(ALONE).steps(0, config.train.steps)):
             (batch,) = step.batches
@@ -78,9 +78,9 @@ class ByHand:
             if self.config.train.clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_(held, self.config.train.clip_norm)
             for role in update.roles:
-                for group in self.made[role].param_groups:
+                for group in self.optimizers[role].param_groups:
                     group["lr"] = learning_rate(number, self.config.train) * (update.optimizer or PLAIN).lr_factor
-                self.made[role].step()
+                self.optimizers[role].step()
             moved |= {*update.roles}
             if update.every == 1 and len(self.losses) == number:
                 self.losses.append(loss.item())
@@ -113,7 +113,7 @@ def test_a_run_is_the_updates_by_hand(home: Path, kind: str, clip: str) -> None:
     assert {name for name in held if "optimizer." not in name} == expected
 
 
-def test_an_update_of_every_second_step_is_told_at_its_steps(home: Path) -> None:
+def test_an_update_of_every_second_step_is_reported_at_its_steps(home: Path) -> None:
     terms = [row["terms"] for row in rows(character_config(home, "name=slow"))]
     assert ["model.loss" in row for row in terms] == [True, False] * 3
     assert all("critic.loss" in row for row in terms)
@@ -147,9 +147,9 @@ def test_two_ranks_equal_one_process_and_go_on_bitwise(home: Path, kind: str, st
     near(whole, one)
 
 
-def near(found: CharacterConfig, truth: CharacterConfig) -> None:
+def near(actual: CharacterConfig, truth: CharacterConfig) -> None:
     """The weights and averages of both runs, of all roles."""
-    state, expected = whole_checkpoint(found.run_dir), whole_checkpoint(truth.run_dir)
+    state, expected = whole_checkpoint(actual.run_dir), whole_checkpoint(truth.run_dir)
     assert state.keys() == expected.keys()
     parts: Sequence[str] = sorted({name.split(".", 1)[0] for name in state if "optimizer." not in name})
     assert len(parts) == 4

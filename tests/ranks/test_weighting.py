@@ -61,18 +61,18 @@ def test_a_sample_counts_the_same_on_two_ranks(
     assert (two < one) == (schedule != "samples")  # another schedule than on one process
     first, second = run_ranks(trained_gradients, 2, str(home), options, two)
     for grads in (first, second):
-        found = mean_gradients(grads)
-        apart = max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(found, truth, strict=True))
+        actual = mean_gradients(grads)
+        apart = max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(actual, truth, strict=True))
         assert apart < EPS
 
 
 @pytest.mark.slow
 def test_by_step_it_depends_on_the_ranks(home: Path, truth: list[np.ndarray]) -> None:
-    found = {}
+    results = {}
     for world in (1, 2):
         options = (f"name=step-{world}", "objective.weighting=step", "batching.mix=matched", *BY_TOKENS)
         steps = sampler_of(mixed_config(home, *options), world).steps_per_epoch
         runs = run_ranks(trained_gradients, world, str(home), options, steps)
-        found[world] = mean_gradients(runs[0])
-    apart = max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(found[1], found[2], strict=True))
+        results[world] = mean_gradients(runs[0])
+    apart = max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(results[1], results[2], strict=True))
     assert apart > 0.01

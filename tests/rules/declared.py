@@ -45,11 +45,11 @@ def is_open(annotation: ast.AST | None) -> bool:
 
 def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[ast.arg, bool]]:
     """Each parameter, and whether its Any says nothing: one of a prescribed signature, or what `*args: Any` passes on."""
-    given = function.args
+    signature = function.args
     prescribed = function.name in PRESCRIBED
-    for each in (*given.posonlyargs, *given.args, *given.kwonlyargs):
+    for each in (*signature.posonlyargs, *signature.args, *signature.kwonlyargs):
         yield each, prescribed
-    for rest in (given.vararg, given.kwarg):
+    for rest in (signature.vararg, signature.kwarg):
         if rest is not None:
             yield rest, isinstance(rest.annotation, ast.Name)
 

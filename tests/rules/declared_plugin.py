@@ -29,8 +29,8 @@ class DeclaredPlugin(Plugin):
 
     def get_attribute_hook(self, fullname: str) -> Callable[[AttributeContext], Type] | None:
         owner, _, name = fullname.rpartition(".")
-        found = self.lookup_fully_qualified(owner) if owner else None
-        info = found.node if found is not None else None
+        symbol = self.lookup_fully_qualified(owner) if owner else None
+        info = symbol.node if symbol is not None else None
         if not isinstance(info, TypeInfo) or not info.has_base(MODULE) or info.get(name) is not None:
             return None
 

@@ -19,27 +19,27 @@ NOT_OURS = {"build", "dist", "__pycache__", "runs", "cache", "mmspeed-demo"}  # 
 
 def python_files(*folders: str) -> list[Path]:
     """Every Python file below the named folders of the repository, links not followed."""
-    found = []
+    results = []
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
             inside = path.relative_to(ROOT).parts
             linked = inside[0] == "mmspeed" and inside[1] in LINKS
             if not linked and "__pycache__" not in inside:
-                found.append(path)
-    return found
+                results.append(path)
+    return results
 
 
 def text_files() -> list[Path]:
     """Every text file of the project that people or programs write by hand."""
-    found = []
+    results = []
     for path in sorted(ROOT.rglob("*")):
         inside = path.relative_to(ROOT).parts
         hidden = any(part.startswith(".") and part not in (".ci", ".gitignore") for part in inside)
-        made = inside[0] in NOT_OURS or any(part == "__pycache__" or part.endswith(".egg-info") for part in inside)
+        output = inside[0] in NOT_OURS or any(part == "__pycache__" or part.endswith(".egg-info") for part in inside)
         linked = inside[0] == "mmspeed" and len(inside) > 1 and inside[1] in LINKS
-        if not hidden and not made and not linked and path.is_file() and path.suffix in TEXT_ENDINGS:
-            found.append(path)
-    return found
+        if not hidden and not output and not linked and path.is_file() and path.suffix in TEXT_ENDINGS:
+            results.append(path)
+    return results
 
 
 def name(path: Path) -> str:

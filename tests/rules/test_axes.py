@@ -17,14 +17,14 @@ HOMES = re.compile(
     r"mmspeed/(axes|mesh)\.py"  # the table
     r"|mmspeed/(config|parallel|comm|plan)/.*"  # keys; where axes are applied; the ledger and what is expected of it
     r"|mmspeed/(cli/bench_\w+|bench/\w+)\.py"  # benches compare layouts
-    # users are told of keys that do not fit, or what crosses an axis
+    # messages to users about keys that do not fit, or what crosses an axis
     r"|pipelines/(.*/)?(accelerate|(video|language)_check|(selfcheck_)?verdict)\.py"
 )
 
 
 def axes_named(tree: ast.Module) -> list[str]:
     """Axes that are strings, attributes (of a config, or of AxisName) or keywords, with their lines."""
-    found = []
+    results = []
     for node in nodes(tree):
         word: object = None
         if isinstance(node, ast.Constant):
@@ -35,8 +35,8 @@ def axes_named(tree: ast.Module) -> list[str]:
         elif isinstance(node, ast.keyword):
             word = node.arg
         if isinstance(word, str) and word in NAMES:
-            found.append(f"line {node.lineno}: {word}")  # type: ignore[attr-defined]
-    return found
+            results.append(f"line {node.lineno}: {word}")  # type: ignore[attr-defined]
+    return results
 
 
 def test_axes_are_named_in_their_homes_alone() -> None:

@@ -56,7 +56,7 @@ MACHINE_PATH = re.compile(r"(?<![\w.~$])/(home|root|Users|work|mnt|workspace|pri
 def vendor_names(tree: ast.Module) -> list[str]:
     """Vendors named in strings (docstrings apart), attributes, variables or imports, with their lines."""
     texts = docstrings(tree)
-    found = []
+    results = []
     for node in nodes(tree):
         words: list[str] = []
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
@@ -67,8 +67,8 @@ def vendor_names(tree: ast.Module) -> list[str]:
             words = [node.id]
         elif isinstance(node, ast.Import | ast.ImportFrom):
             words = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
-        found += [f"line {node.lineno}: {word}" for word in words if VENDORS.search(word)]  # type: ignore[attr-defined]
-    return found
+        results += [f"line {node.lineno}: {word}" for word in words if VENDORS.search(word)]  # type: ignore[attr-defined]
+    return results
 
 
 def test_vendors_are_named_in_one_place() -> None:
@@ -94,7 +94,7 @@ def test_vendor_names_are_seen(code: str, count: int) -> None:
 
 def forbidden(tree: ast.Module, allowed: frozenset[str] | set[str] = frozenset()) -> list[str]:
     """Pickles and code from strings, with their lines; calls that are written exactly as one of `allowed` pass."""
-    found = []
+    results = []
     for node in nodes(tree):
         if isinstance(node, ast.Call):
             if ast.unparse(node) in allowed:
@@ -102,12 +102,14 @@ def forbidden(tree: ast.Module, allowed: frozenset[str] | set[str] = frozenset()
             called = ast.unparse(node.func)
             unsafe = {"weights_only", "allow_pickle"} & {keyword.arg for keyword in node.keywords}
             if called in FORBIDDEN_CALLS or unsafe:
-                found.append(f"line {node.lineno}: {called}")
+                results.append(f"line {node.lineno}: {called}")
         elif isinstance(node, ast.Import):
-            found += [f"line {node.lineno}: {a.name}" for a in node.names if a.name.split(".")[0] in FORBIDDEN_MODULES]
+            results += [
+                f"line {node.lineno}: {a.name}" for a in node.names if a.name.split(".")[0] in FORBIDDEN_MODULES
+            ]
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in FORBIDDEN_MODULES:
-            found.append(f"line {node.lineno}: {node.module}")
-    return found
+            results.append(f"line {node.lineno}: {node.module}")
+    return results
 
 
 def test_no_pickles_and_no_code_from_strings() -> None:
@@ -145,13 +147,13 @@ def test_evaluation_mode_is_no_forbidden_call() -> None:
 
 def undocumented(tree: ast.Module) -> list[str]:
     """The file, its public functions and its public classes that have no docstring."""
-    found = [] if ast.get_docstring(tree) else ["the file itself"]
+    names = [] if ast.get_docstring(tree) else ["the file itself"]
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     for node in tree.body:
         if isinstance(node, kinds) and not node.name.startswith("_") and not ast.get_docstring(node):
             if "overload" not in {ast.unparse(decorator) for decorator in node.decorator_list}:
-                found.append(node.name)
-    return found
+                names.append(node.name)
+    return names
 
 
 def test_public_names_have_docstrings() -> None:

@@ -101,11 +101,11 @@ def test_models_tasks_and_batches_are_asked_for_what_they_declare() -> None:
 
 
 def test_what_is_allowed_is_still_there_and_is_no_model() -> None:
-    found = {name(path): undeclared(path.read_text(encoding="utf-8")) for path in FILES}
+    results = {name(path): undeclared(path.read_text(encoding="utf-8")) for path in FILES}
     for files in ALLOWED.values():
-        assert {path: lines - found[path][0] for path, lines in files.items() if lines - found[path][0]} == {}
+        assert {path: lines - results[path][0] for path, lines in files.items() if lines - results[path][0]} == {}
     for path, names in OPEN.items():
-        assert set(names.split()) == found[path][1] and not set(names.split()) & NAMES, path
+        assert set(names.split()) == results[path][1] and not set(names.split()) & NAMES, path
 
 
 @pytest.mark.parametrize("code", SNEAKS)
@@ -156,8 +156,8 @@ def ask(model: nn.Module, models: Mapping[str, nn.Module], bound: M, either: nn.
     domain.write_text(head + body, encoding="utf-8")
     command = [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", str(core), str(domain)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    told = re.findall(r"(a|b)\.py:(\d+): error: .* is declared neither by nn\.Module nor by a protocol", done.stdout)
-    assert told == [("a", str(start + place)) for place in range(len(ASKS))], done.stdout + done.stderr
+    errors = re.findall(r"(a|b)\.py:(\d+): error: .* is declared neither by nn\.Module nor by a protocol", done.stdout)
+    assert errors == [("a", str(start + place)) for place in range(len(ASKS))], done.stdout + done.stderr
     assert done.returncode == 1 and done.stdout.count("error:") == len(ASKS), done.stdout
 
 

@@ -14,28 +14,28 @@ MESSAGES = ("pipelines/inference/text_to_video.py",)
 
 def _docstrings(tree: ast.AST) -> set[int]:
     """The ids of the nodes of docstrings."""
-    found = set()
+    results = set()
     for node in nodes(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and node.body:
             first = node.body[0]
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-                found.add(id(first.value))
-    return found
+                results.add(id(first.value))
+    return results
 
 
 def _words(tree: ast.AST) -> list[tuple[int, str]]:
     """(line, text) of strings other than docstrings, names, attributes and imported modules."""
-    docstrings, found = _docstrings(tree), []
+    docstrings, results = _docstrings(tree), []
     for node in nodes(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-            found.append((node.lineno, node.value))
+            results.append((node.lineno, node.value))
         elif isinstance(node, ast.Name):
-            found.append((node.lineno, node.id))
+            results.append((node.lineno, node.id))
         elif isinstance(node, ast.Attribute):
-            found.append((node.lineno, node.attr))
+            results.append((node.lineno, node.attr))
         elif isinstance(node, ast.ImportFrom):
-            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
-    return found
+            results += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+    return results
 
 
 def _named(text: str) -> bool:
@@ -55,8 +55,8 @@ def _named(text: str) -> bool:
 def test_no_family_is_named_elsewhere() -> None:
     files = [path for path in python_files(*CODE) if not name(path).startswith(OWN) and name(path) not in MESSAGES]
     assert len(files) > 200
-    found = [f"{name(path)}:{line}: {text}" for path in files for line, text in _words(syntax(path)) if _named(text)]
-    assert found == []
+    results = [f"{name(path)}:{line}: {text}" for path in files for line, text in _words(syntax(path)) if _named(text)]
+    assert results == []
 
 
 def test_a_name_is_noticed() -> None:
@@ -77,10 +77,10 @@ def test_no_room_asks_for_our_own_class() -> None:
     assert own == ["SoraDiT"]
     files = [path for path in python_files(*CODE) if name(path).startswith(ROOMS) and name(path) not in OWN_SECTIONS]
     assert len(files) > 100
-    found = [
+    results = [
         f"{name(path)}:{line}: {text}"
         for path in files
         for line, text in _words(syntax(path))
         if any(text == kind or text.endswith(f".{kind}") for kind in own)
     ]
-    assert found == []
+    assert results == []

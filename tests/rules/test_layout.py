@@ -104,13 +104,13 @@ def test_floors_can_break(tmp_path: Path) -> None:
 
 def bare_imports(tree: ast.Module) -> list[str]:
     """The names of root folders that a file imports as if they were packages of their own."""
-    found = []
+    results = []
     for node in nodes(tree):
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
+            results += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            found.append(node.module)
-    return [module for module in found if module.split(".")[0] in LINKS]
+            results.append(node.module)
+    return [module for module in results if module.split(".")[0] in LINKS]
 
 
 def test_root_folders_are_imported_through_mmspeed() -> None:

@@ -65,6 +65,14 @@ def old_names(tree: ast.Module) -> list[str]:
     return [name for name in bound(tree) if parts(name) & OLD_PARTS and name not in WRITTEN]
 
 
+def slips(tree: ast.Module) -> list[str]:
+    """The docstrings and names of a file of tests that speak a dialect. Names of tests are sentences: they may hold a participle."""
+    owners = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    texts = [ast.get_docstring(node) or "" for node in nodes(tree) if isinstance(node, owners)]
+    names = [name for name in bound(tree) if name.lower() in OLD_PARTS or DIALECT.search(name.replace("_", " "))]
+    return [text.split("\n")[0] for text in texts if DIALECT.search(text)] + names
+
+
 def dialect(page: Path) -> list[str]:
     """The words of a dialect on a page, outside of its code."""
     text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
@@ -97,6 +105,19 @@ def test_a_dialect_is_seen_outside_of_code(tmp_path: Path) -> None:
 
 def test_names_are_nouns_of_the_thing() -> None:
     assert offenders(python_files(*CODE), lambda path: old_names(syntax(path))) == {}
+
+
+def test_tests_speak_no_dialect_and_name_things_by_nouns() -> None:
+    assert offenders(python_files("tests"), lambda path: slips(syntax(path))) == {}
+
+
+@pytest.mark.parametrize("text", ["found = 1", "def f(given): ...", "def test_it_is_told(): ...", '"""Made anew."""'])
+def test_slips_are_seen(text: str) -> None:
+    assert len(slips(ast.parse(text))) == 1
+
+
+def test_sentences_of_tests_pass() -> None:
+    assert slips(ast.parse("def test_what_is_not_there_is_not_found(found_on_four): ...")) == []
 
 
 def test_fields_that_files_hold_are_still_there() -> None:

@@ -41,7 +41,7 @@ def root_of(node: ast.expr) -> str:
 
 def imported(tree: ast.Module) -> tuple[set[str], list[str]]:
     """The names that a file has from torch, and the underscored ones that it imports."""
-    names, found = set(), []
+    names, results = set(), []
     for node in nodes(tree):
         if isinstance(node, ast.Import):
             of = [(alias.name, alias.asname or alias.name.split(".")[0]) for alias in node.names]
@@ -52,8 +52,8 @@ def imported(tree: ast.Module) -> tuple[set[str], list[str]]:
         for path, bound in of:
             if of_torch(path):
                 names.add(bound)
-                found += [f"{node.lineno}: {path}"] * any(map(hidden, path.split(".")))
-    return names, found
+                results += [f"{node.lineno}: {path}"] * any(map(hidden, path.split(".")))
+    return names, results
 
 
 def names_operator(text: str) -> bool:
@@ -66,15 +66,15 @@ def names_operator(text: str) -> bool:
 
 def underscored(tree: ast.Module) -> list[str]:
     """Every use of an underscored name of torch in a file, with its line."""
-    names, found = imported(tree)
+    names, results = imported(tree)
     for node in nodes(tree):
         if isinstance(node, ast.Attribute) and hidden(node.attr):
             own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
             if root_of(node.value) in names or (node.attr in KNOWN and not own):
-                found.append(f"{node.lineno}: {ast.unparse(node)}")
+                results.append(f"{node.lineno}: {ast.unparse(node)}")
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and names_operator(node.value):
-            found.append(f"{node.lineno}: {node.value!r}")
-    return found
+            results.append(f"{node.lineno}: {node.value!r}")
+    return results
 
 
 def test_underscored_names_of_torch_are_in_one_file() -> None:

@@ -19,13 +19,13 @@ WRONG = {
 
 def texts() -> dict[str, str]:
     """What users read, by file: the strings of the code, and the pages."""
-    found = {}
+    results = {}
     for path in python_files(*CODE):
         tree = syntax(path)
         texts = [ast.unparse(n) if isinstance(n, ast.JoinedStr) else n.value for n in nodes(tree) if _is_text(n)]  # type: ignore[attr-defined]
-        found[str(path.relative_to(ROOT))] = "\n".join(map(str, texts))
+        results[str(path.relative_to(ROOT))] = "\n".join(map(str, texts))
     pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
-    return found | {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in pages}
+    return results | {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in pages}
 
 
 def _is_text(node: ast.AST) -> bool:

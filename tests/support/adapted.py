@@ -101,7 +101,7 @@ def steps(state: TrainingState, epochs: range, strategy: Any = "none") -> list[t
     """(loss, gradient norm) of steps, each of which changes the buffers too."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     assert state.optimizer is not None and state.ema is not None
-    found = []
+    results = []
     for epoch in epochs:
         batches = split(KEYS, 8, rank, world, 8 // world, epoch)
         result = train_step(
@@ -113,8 +113,8 @@ def steps(state: TrainingState, epochs: range, strategy: Any = "none") -> list[t
             block.count += 1
             block.attend.tau.fill_(epoch + 1.5 + number)
         state.ema.update(state.model)
-        found.append((result.loss, result.grad_norm))
-    return found
+        results.append((result.loss, result.grad_norm))
+    return results
 
 
 def blocks(model: nn.Module) -> list[Any]:
@@ -125,10 +125,10 @@ def blocks(model: nn.Module) -> list[Any]:
 def everything(state: TrainingState) -> dict[str, Tensor]:
     """What a checkpoint holds of a state, whole."""
     assert state.optimizer is not None and state.ema is not None
-    found = {f"model.{n}": t for n, t in weights_to_save(state.model, state.optimizer).items()}
-    found |= {f"optimizer.{n}": t for n, t in states_to_save(state.model, state.optimizer).items()}
-    found |= {f"ema.{n}": t for n, t in state.ema.state_dict().items()}
-    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in found.items()}
+    results = {f"model.{n}": t for n, t in weights_to_save(state.model, state.optimizer).items()}
+    results |= {f"optimizer.{n}": t for n, t in states_to_save(state.model, state.optimizer).items()}
+    results |= {f"ema.{n}": t for n, t in state.ema.state_dict().items()}
+    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in results.items()}
 
 
 def state_bytes(state: TrainingState) -> dict[str, int]:

@@ -176,10 +176,10 @@ def step_of(case: Case, meshes: Meshes, make: Callable[[], nn.Module] = make_mod
 
 def compared(case: Case, meshes: Meshes, make: Callable[[], nn.Module] = make_model) -> dict[str, Any]:
     """How far a step of all processes is from that of one."""
-    found, alone = step_of(case, meshes, make), make()
+    actual, alone = step_of(case, meshes, make), make()
     loss = backward_of(alone, case, 1.0)
-    error, name = worst(found["grads"], {n: p.grad for n, p in alone.named_parameters() if p.grad is not None})
-    return {**found, "loss": abs(found["loss"] - loss) / loss, "gradient": error, "name": name}
+    error, name = worst(actual["grads"], {n: p.grad for n, p in alone.named_parameters() if p.grad is not None})
+    return {**actual, "loss": abs(actual["loss"] - loss) / loss, "gradient": error, "name": name}
 
 
 def train_on_toy_cache(folder: str, overrides: tuple[str, ...]) -> list[float]:

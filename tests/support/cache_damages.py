@@ -13,7 +13,7 @@ WAYS = ("flip", "flip", "zero", "noise", "cut", "append", "delete", "swap", "rep
 
 
 def damage(root: Path, seed: int) -> str:
-    """Change one file of a cache (two, when they swap), by a seed; what was done. A way that changes nothing is drawn anew."""
+    """Change one file of a cache (two, when they swap), by a seed; what was done. A way that changes nothing is drawn again."""
     draw = random.Random(seed)
     files = sorted(path for path in root.rglob("*") if path.is_file() and not path.name.startswith("."))
     while True:

@@ -17,17 +17,17 @@ def whole_checkpoint(run: Path, folder: Path | None = None) -> dict[str, Tensor]
     """Every tensor of a run's latest checkpoint (or of `folder`) by its name: model.*, ema.*, optimizer.*."""
     place = folder or latest(run / "checkpoints")
     assert place is not None
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     with ExitStack() as stack:
         opened = cache(lambda file: stack.enter_context(safe_open(place / file, "pt")))  # each reads its header
         for name, entry in open_checkpoint(place)[1]["tensors"].items():
             for chunk in entry["chunks"]:
                 part = opened(chunk["file"]).get_tensor(name)
-                if name not in found:
-                    found[name] = torch.empty(entry["shape"], dtype=part.dtype)
+                if name not in results:
+                    results[name] = torch.empty(entry["shape"], dtype=part.dtype)
                 slices = tuple(slice(o, o + n) for o, n in zip(chunk["offsets"], chunk["shape"], strict=True))
-                found[name][slices] = part.reshape(chunk["shape"])
-    return found
+                results[name][slices] = part.reshape(chunk["shape"])
+    return results
 
 
 def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:

@@ -64,7 +64,7 @@ class _ClockJob:
 
 
 class ControlledClock:
-    """`Copies` of a CPU whose bandwidths (bytes per second) are told. `outward` and `inward` count bytes, copies and seconds."""
+    """`Copies` of a CPU whose bandwidths (bytes per second) are set. `outward` and `inward` count bytes, copies and seconds."""
 
     def __init__(self, out_bandwidth: float, back_bandwidth: float | None = None) -> None:
         self.outward = _Lane(out_bandwidth)

@@ -29,12 +29,12 @@ def pairwise(
 
 def greedy(met: Sequence[set[Any]], known: Iterable[Any] = ()) -> list[int]:
     """Places of sets whose union with `known` is that of all: each has most of what is left, the first of equals."""
-    left, found = set[Any]().union(*met) - set(known), []
+    left, results = set[Any]().union(*met) - set(known), []
     while left:
         best = max(range(len(met)), key=lambda place: len(met[place] & left))
-        found.append(best)
+        results.append(best)
         left -= met[best]
-    return found
+    return results
 
 
 def pairs(combination: Combination) -> set[Pair]:

@@ -25,14 +25,14 @@ def source_of(path: Path, offset: int | None = None, size: int | None = None) ->
     return Source(path.name, str(path), offset, size, "video", ("words",), "train")
 
 
-def whole(found: Probe, indices: Sequence[int]) -> Cut:
+def whole(video: Probe, indices: Sequence[int]) -> Cut:
     """Frames at the file's own size."""
-    return Cut(tuple(indices), (0, 0, found.width, found.height), found.width, found.height)
+    return Cut(tuple(indices), (0, 0, video.width, video.height), video.width, video.height)
 
 
-def decode(source: Source, found: Probe, indices: Sequence[int]) -> np.ndarray:
+def decode(source: Source, video: Probe, indices: Sequence[int]) -> np.ndarray:
     """Frames at the file's own size. Raises Rejected."""
-    ((_, result),) = stream(source, found, [whole(found, indices)])
+    ((_, result),) = stream(source, video, [whole(video, indices)])
     if isinstance(result, Rejected):
         raise result
     return result

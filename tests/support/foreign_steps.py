@@ -46,7 +46,7 @@ class Case:
     checkpointing: bool = False
     sparse: Any = ""
     tau: float = 0.0  # at 0 every key is kept, which is the dense model
-    made: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     batches: tuple[dict[str, Any], ...] = ({},)
 
 
@@ -67,14 +67,14 @@ class Groups:
 
 def inputs_of(case: Case) -> list[dict[str, Any]]:
     """The inputs of each micro-batch; image-to-video models get an encoded image and text of full length."""
-    found = []
+    results = []
     for number, changes in enumerate(case.batches):
         inputs = make_inputs(case.model, seed=number + 1, **changes)
-        if case.made.get("image_dim"):
+        if case.options.get("image_dim"):
             inputs["encoder_hidden_states"] = torch.randn(2, 512, 8, generator=torch.Generator().manual_seed(number))
             inputs["encoder_hidden_states_image"] = inputs["encoder_hidden_states"][:, :3] * 0.5
-        found.append(inputs)
-    return found
+        results.append(inputs)
+    return results
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def backward_of(case: Case, model: nn.Module, share: float) -> float:
 def spread_step(case: Case, groups: Groups) -> dict[str, Any]:
     """Loss and gradients of a step over all processes, what was exchanged, and boundaries that were not crossed."""
     mesh, layout = groups.of(case)
-    model = make_model(case.model, **case.made)
+    model = make_model(case.model, **case.options)
     if case.checkpointing:
         model.enable_gradient_checkpointing()  # type: ignore[operator]
     declare_known_plan(model)
@@ -130,27 +130,27 @@ def spread_step(case: Case, groups: Groups) -> dict[str, Any]:
     }
 
 
-def worst(found: dict[str, Tensor], true: dict[str, Tensor]) -> tuple[float, str]:
+def worst(actual: dict[str, Tensor], true: dict[str, Tensor]) -> tuple[float, str]:
     """The largest error of a gradient relative to its largest entry, and whose it is; key biases have none but rounding."""
-    assert found.keys() == true.keys(), found.keys() ^ true.keys()
+    assert actual.keys() == true.keys(), actual.keys() ^ true.keys()
     floor = 1e-3 * max(float(g.abs().max()) for g in true.values())
-    return max((float((found[n] - g).abs().max()) / max(float(g.abs().max()), floor), n) for n, g in true.items())
+    return max((float((actual[n] - g).abs().max()) / max(float(g.abs().max()), floor), n) for n, g in true.items())
 
 
 def compared(case: Case, groups: Groups) -> dict[str, Any]:
     """How far a step of all processes is from that of one."""
-    found = spread_step(case, groups)
-    alone = make_model(case.model, **case.made)
+    actual = spread_step(case, groups)
+    alone = make_model(case.model, **case.options)
     if case.tau > 0:
         make_sparse(case, alone)
     loss = backward_of(case, alone, 1.0)
-    error, name = worst(found["grads"], {n: p.grad for n, p in alone.named_parameters() if p.grad is not None})
+    error, name = worst(actual["grads"], {n: p.grad for n, p in alone.named_parameters() if p.grad is not None})
     return {
-        "loss": abs(found["loss"] - loss) / loss,
+        "loss": abs(actual["loss"] - loss) / loss,
         "gradient": error,
         "name": name,
-        "calls": found["calls"],
-        "uncrossed": found["uncrossed"],
-        "sparse": found["sparse"],
-        "grads": found["grads"],
+        "calls": actual["calls"],
+        "uncrossed": actual["uncrossed"],
+        "sparse": actual["sparse"],
+        "grads": actual["grads"],
     }

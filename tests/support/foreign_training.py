@@ -120,10 +120,10 @@ class Step:
 
 def overrides(combination: Combination, folder: Path, settings: Sequence[str] | None = None) -> tuple[str, ...]:
     """The keys of the config that a combination sets."""
-    found = [key for name in settings or combination for key in OVERRIDES[name][combination[name]]]
+    results = [key for name in settings or combination for key in OVERRIDES[name][combination[name]]]
     if combination["shape"] == "odd":
-        found.append(f"data.cache={folder / ('long' if combination['text'] == 'long' else 'odd')}")
-    return tuple(found)
+        results.append(f"data.cache={folder / ('long' if combination['text'] == 'long' else 'odd')}")
+    return tuple(results)
 
 
 def take_step(
@@ -203,8 +203,8 @@ def under_a_tight_budget(config: Config, task: PublishedVideoTask, where: RunPla
     def chosen(label: str, budget: int) -> tuple[Any, dict[str, Any]]:
         memory = config.memory.model_copy(update={"budget": budget})
         under = config.model_copy(update={"memory": memory, "name": f"{config.name}-{label}"})
-        found = policies_under_budget(under, task, where.__class__(**{**vars(where), "folder": under.run_dir}))
-        return found, json.loads((under.run_dir / "memory.json").read_text())
+        policies = policies_under_budget(under, task, where.__class__(**{**vars(where), "folder": under.run_dir}))
+        return policies, json.loads((under.run_dir / "memory.json").read_text())
 
     _, roomy = chosen("roomy", 10**9)
     peak, least = roomy["measured"]["peak_bytes"], roomy["least_bytes"]
@@ -228,9 +228,9 @@ class Techniques:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
 
-        def spread(*args: Any, compile: bool = False, keeping: Any = None, **given: Any) -> nn.Module:
+        def spread(*args: Any, compile: bool = False, keeping: Any = None, **options: Any) -> nn.Module:
             self.keeping = keeping
-            return parallelize(*args, compile="eager" if compile else False, keeping=keeping, **given)
+            return parallelize(*args, compile="eager" if compile else False, keeping=keeping, **options)
 
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(build, "parallelize", spread))
@@ -287,14 +287,14 @@ def take_steps(
     folder: str, name: str, combinations: list[Combination], data_keys: tuple[str, ...] = ()
 ) -> list[tuple[float, Any, float, Any]]:
     """Of each combination what `take_step` gave, as plain values; the error of one names it."""
-    found = []
+    results = []
     for combination in combinations:
         try:
             step = take_step(folder, name, combination, data_keys=data_keys)
         except Exception as error:
             raise AssertionError(f"{combination}: {error}") from error
-        found.append((step.loss, step.gradients, step.norm, step.counters))
-    return found
+        results.append((step.loss, step.gradients, step.norm, step.counters))
+    return results
 
 
 def differences(

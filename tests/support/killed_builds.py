@@ -36,9 +36,9 @@ def another(whole: Config, folder: Path) -> Config:
     return small_config(folder, SMALL_SHARDS, source)
 
 
-def assert_same(made: Config, whole: Config) -> None:
+def assert_same(config: Config, whole: Config) -> None:
     """The same entries, the same bytes of each, the same table of samples; nothing is left over."""
-    root = made.cache_dir
+    root = config.cache_dir
     assert tar_bytes(root) == tar_bytes(whole.cache_dir)
     samples = "index/samples.parquet"
     assert (root / samples).read_bytes() == (whole.cache_dir / samples).read_bytes()
@@ -50,11 +50,11 @@ def kill_builds(whole: Config, seconds: float, folder: Path, draw: random.Random
     """Kill builds of `seconds` at so many random moments; each goes on until it is whole, and is then the same as `whole`."""
     kills = trial = 0
     while kills < moments:
-        made = another(whole, folder / str(trial))
+        config = another(whole, folder / str(trial))
         log = folder / f"{trial}.txt"
         code = None
         while code != 0:
-            pid = fork(CacheBuilder(made).run, log)
+            pid = fork(CacheBuilder(config).run, log)
             if kills == moments:
                 code = wait(pid)
                 assert code == 0, log.read_text()
@@ -65,5 +65,5 @@ def kill_builds(whole: Config, seconds: float, folder: Path, draw: random.Random
             if code is None:
                 kill(pid)
                 kills += 1
-        assert_same(made, whole)
+        assert_same(config, whole)
         trial += 1

@@ -246,9 +246,9 @@ def traffic_of(settings: DecoderSettings, batch: Batch, parallel: ParallelConfig
 def compared(case: Combination, world: int, groups: Groups, truths: dict[Any, dict[str, Any]]) -> dict[str, Any]:
     """The distance of a step of all ranks from that of one process; the gradients are compared on the first rank."""
     got = step(case, world, groups)
-    found = {"sent": got["sent"], "due": got["due"], "uncrossed": got["uncrossed"]}
+    results = {"sent": got["sent"], "due": got["due"], "uncrossed": got["uncrossed"]}
     if dist.get_rank() > 0:
-        return found
+        return results
     plain = case | {"layout": "one process", "memory": "kept"}
     key = tuple(sorted(plain.items()))
     truth = truths[key] = truths.get(key) or step(plain, 1, groups)
@@ -258,7 +258,7 @@ def compared(case: Combination, world: int, groups: Groups, truths: dict[Any, di
         for name, grad in truth["grads"].items()
     }
     worst = max(gaps, key=lambda name: gaps[name])
-    return found | {
+    return results | {
         "names": got["grads"].keys() == truth["grads"].keys(),
         "terms": max(abs(got["terms"][name] / value - 1) for name, value in truth["terms"].items()),
         "loss": abs(got["loss"] / truth["loss"] - 1),

@@ -32,7 +32,7 @@ def start(folder: Path, config: Config, *launcher: str, words: tuple[str, ...] =
 
 def workers(launcher: int) -> dict[int, int]:
     """The processes of a launcher's ranks, by rank."""
-    found: dict[int, int] = {}
+    results: dict[int, int] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1]) != launcher:
@@ -41,8 +41,8 @@ def workers(launcher: int) -> dict[int, int]:
         except OSError:
             continue
         if "RANK" in variables:
-            found[int(variables["RANK"])] = int(folder.name)
-    return found
+            results[int(variables["RANK"])] = int(folder.name)
+    return results
 
 
 def steps(config: Config) -> list[int]:

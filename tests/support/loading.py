@@ -55,13 +55,13 @@ def draw_of(cache: DatasetCache, source: str, epoch: int = 0, repeat: int = 0) -
 
 def by_name(batches: list[Batch]) -> dict[tuple[str, int, int], tuple[torch.Tensor, torch.Tensor]]:
     """Latent and real text tokens of each weighted sample."""
-    found = {}
+    results = {}
     for batch in batches:
         for row, name in enumerate(batch.names):
             if batch.weights_I[row] > 0:
-                assert name not in found
-                found[name] = (batch["latents"][row], batch["text"][row][batch["text_mask"][row]])
-    return found
+                assert name not in results
+                results[name] = (batch["latents"][row], batch["text"][row][batch["text_mask"][row]])
+    return results
 
 
 def assert_same(a: list[Batch], b: list[Batch]) -> None:

@@ -49,17 +49,17 @@ def each_way() -> list[dict[str, ActivationPolicy]]:
 
 def combinations() -> list[dict[str, ActivationPolicy]]:
     """Every pair of spans, and every triple of branches, that a config takes: at most two ways of each."""
-    found: list[dict[str, ActivationPolicy]] = []
+    results: list[dict[str, ActivationPolicy]] = []
     for attention in LARGE:
         for mlp in LARGE:
-            found.append({"attention": attention, "mlp": mlp})
-            found.append({"attention": attention, "cross_attention": mlp, "mlp": LARGE[(LARGE.index(mlp) + 1) % 4]})
+            results.append({"attention": attention, "mlp": mlp})
+            results.append({"attention": attention, "cross_attention": mlp, "mlp": LARGE[(LARGE.index(mlp) + 1) % 4]})
     for small in SMALL:
-        found += [{"norm": small, "activation": other} for other in SMALL]
-        found += [{"activation": small, "attention": way, "cross_attention": way} for way in LARGE]
-    for ways in found:
+        results += [{"norm": small, "activation": other} for other in SMALL]
+        results += [{"activation": small, "attention": way, "cross_attention": way} for way in LARGE]
+    for ways in results:
         MemoryConfig.model_validate({"activation_policy": ways})  # raises where a config would
-    return found
+    return results
 
 
 def name_of(ways: Ways) -> str:
@@ -92,12 +92,12 @@ def make_inputs(frames: bool = False, masked: bool = False, latent: tuple[int, i
     if frames:
         t = t[:, None].repeat(1, latent[0])
         t[:, 0] = 0.0
-    given = [x, t, rng.normal((2, 5, 10), 0, "text"), torch.arange(5) < torch.tensor([[5], [3]])]
+    inputs = [x, t, rng.normal((2, 5, 10), 0, "text"), torch.arange(5) < torch.tensor([[5], [3]])]
     if masked:
         counts = torch.ones(2, *latent, dtype=torch.bool)
         counts[0, -1], counts[1, :, :, -2:] = False, False
-        given.append(counts)
-    return given
+        inputs.append(counts)
+    return inputs
 
 
 @dataclass
@@ -118,8 +118,8 @@ def own(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def keeping_of(ways: Ways, offloader: Offloader | None = None, **given: Any) -> BlockPolicies:
-    return BlockPolicies((ways,), (offloader or Offloader(Device("cpu", 0), 1 << 10)).group, **given)
+def keeping_of(ways: Ways, offloader: Offloader | None = None, **options: Any) -> BlockPolicies:
+    return BlockPolicies((ways,), (offloader or Offloader(Device("cpu", 0), 1 << 10)).group, **options)
 
 
 def run_step(model: nn.Module, inputs: list[Tensor], offloader: Offloader | None = None, track: bool = False) -> Step:
@@ -153,16 +153,16 @@ def step_of(
     inputs: list[Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
     track: bool = False,
-    **given: Any,
+    **options: Any,
 ) -> Step:
     """One step of one process with these ways."""
     offloader = Offloader(Device("cpu", 0), 1 << 10)
-    model = parallelize(make(), None, "none", compute_dtype=dtype, keeping=keeping_of(ways, offloader, **given))
+    model = parallelize(make(), None, "none", compute_dtype=dtype, keeping=keeping_of(ways, offloader, **options))
     return run_step(model, inputs if inputs is not None else make_inputs(), offloader, track)
 
 
-def assert_same(found: Step, plain: Step) -> None:
+def assert_same(actual: Step, plain: Step) -> None:
     """Bit by bit."""
-    assert found.loss == plain.loss and found.grads.keys() == plain.grads.keys()
-    other = [name for name, grad in plain.grads.items() if not torch.equal(found.grads[name], grad)]
+    assert actual.loss == plain.loss and actual.grads.keys() == plain.grads.keys()
+    other = [name for name, grad in plain.grads.items() if not torch.equal(actual.grads[name], grad)]
     assert not other, other

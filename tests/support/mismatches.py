@@ -118,20 +118,20 @@ def train_with_code(home: str, digest: str) -> str:
 
 def messages(home: str, kinds: list[str]) -> list[str]:
     """The outcome of each kind of mismatch, which the last rank alone has."""
-    found = []
+    results = []
     for kind in kinds:
         override = CASES[kind].override
         if kind == "weights":
-            found.append(train_toy_of(home, "other.safetensors" if last() else "weights.safetensors", "auto"))
+            results.append(train_toy_of(home, "other.safetensors" if last() else "weights.safetensors", "auto"))
         elif kind == "code":
-            found.append(train_with_code(home, "other" if last() else "same"))
+            results.append(train_with_code(home, "other" if last() else "same"))
         else:
-            found.append(train_small(home, *([override] if last() else [])))
-    return found
+            results.append(train_small(home, *([override] if last() else [])))
+    return results
 
 
 def require_named(by_rank: list[list[str]], kinds: list[str]) -> None:
     """All ranks end with one message, which names the last rank and the key."""
-    assert all(found == by_rank[0] for found in by_rank)
+    assert all(error == by_rank[0] for error in by_rank)
     for kind, text in zip(kinds, by_rank[0], strict=True):
         assert f"on rank {len(by_rank) - 1} (" in text and CASES[kind].named in text, (kind, text)

@@ -141,14 +141,14 @@ def recorded_gradients() -> Iterator[list[Gradients]]:
 def trained_gradients(folder: str, overrides: Sequence[str], steps: int) -> list[list[Any]]:
     """The gradients of each step of a run, as arrays; called on however many ranks take part."""
     config = mixed_config(Path(folder), *overrides, f"train.steps={steps}")
-    with recorded_gradients() as found:
+    with recorded_gradients() as recorded:
         TrainPipeline(config, task=toy_task(config)).run()
-    return [[grad.numpy() for grad in grads] for grads in found]
+    return [[grad.numpy() for grad in grads] for grads in recorded]
 
 
-def mean_gradients(found: Sequence[Sequence[Any]]) -> list[Any]:
+def mean_gradients(recorded: Sequence[Sequence[Any]]) -> list[Any]:
     """The means over steps."""
-    return [sum(grads) / len(found) for grads in zip(*found, strict=True)]
+    return [sum(grads) / len(recorded) for grads in zip(*recorded, strict=True)]
 
 
 def mixed_home(folder: Path) -> Path:

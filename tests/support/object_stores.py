@@ -189,8 +189,8 @@ class _Hub(_Handler):
         top = self.folder / under
         if not top.is_dir():
             return self.answer(404, b"{}", "application/json", X_Error_Code="EntryNotFound")
-        found = top.rglob("*") if query.get("recursive", "").lower() in ("true", "1") else top.iterdir()
-        names = sorted(str(path.relative_to(self.folder)) for path in found)
+        paths = top.rglob("*") if query.get("recursive", "").lower() in ("true", "1") else top.iterdir()
+        names = sorted(str(path.relative_to(self.folder)) for path in paths)
         begin = int(query.get("cursor") or 0)
         headers = {}
         if begin + PAGE < len(names):

@@ -198,9 +198,9 @@ def one_step(
         return loss, gradients, batches
 
 
-def called_by_hand(name: str, model: nn.Module, x: Tensor, times_B: Tensor, given: Conditions) -> Tensor:
+def called_by_hand(name: str, model: nn.Module, x: Tensor, times_B: Tensor, conditions: Conditions) -> Tensor:
     """The class called as its pipeline calls it; LTX sample by sample, since its positions are of one clip."""
-    text, mask, config = given.text_BLD, given.text_mask_BL, _config(model)
+    text, mask, config = conditions.text_BLD, conditions.text_mask_BL, _config(model)
     b, _, t, h, w = x.shape
     if name.startswith("wan"):
         real = zip(text, mask, strict=True)
@@ -210,12 +210,12 @@ def called_by_hand(name: str, model: nn.Module, x: Tensor, times_B: Tensor, give
         from diffusers import LTXPipeline
 
         p, outs = config.patch_size, []
-        assert given.fps_B is not None
+        assert conditions.fps_B is not None
         for i in range(b):
             packed = LTXPipeline._pack_latents(x[i : i + 1], p, 1)
             out = model(
                 packed, text[i : i + 1], times_B[i : i + 1] * 1000, mask[i : i + 1], num_frames=t, height=h // p,
-                width=w // p, rope_interpolation_scale=(4 / given.fps_B[i].item(), 8, 8), return_dict=False,
+                width=w // p, rope_interpolation_scale=(4 / conditions.fps_B[i].item(), 8, 8), return_dict=False,
             )[0]  # fmt: skip
             outs.append(LTXPipeline._unpack_latents(out, t, h // p, w // p, p, 1))
         return torch.cat(outs)
@@ -237,26 +237,26 @@ def called_by_hand(name: str, model: nn.Module, x: Tensor, times_B: Tensor, give
         )[0]  # fmt: skip
         return out.permute(0, 2, 1, 3, 4)
     if name.startswith(("qwen", "flux")):
-        return _image_by_hand(name, model, x, times_B, given)
+        return _image_by_hand(name, model, x, times_B, conditions)
     if name.startswith("mochi"):
         return -model(x, text, 1000 * (1 - times_B), mask, return_dict=False)[0]
     if name.startswith("hunyuan 1.5"):
         zeros, image = torch.zeros_like(x), x.new_zeros(b, 729, config.image_embed_dim)
-        glyphs, glyphs_mask = (given.named[key] for key in ("text_2", "text_2_mask"))
+        glyphs, glyphs_mask = (conditions.named[key] for key in ("text_2", "text_2_mask"))
         return model(
             torch.cat([x, zeros, zeros[:, :1]], dim=1), times_B * 1000, text, mask, encoder_hidden_states_2=glyphs,
             encoder_attention_mask_2=glyphs_mask, image_embeds=image, return_dict=False,
         )[0]  # fmt: skip
     guidance = torch.full((b,), 6000.0) if config.guidance_embeds else None
-    return model(x, times_B * 1000, text, mask.long(), given.pooled_BD, guidance, return_dict=False)[0]
+    return model(x, times_B * 1000, text, mask.long(), conditions.pooled_BD, guidance, return_dict=False)[0]
 
 
-def _image_by_hand(name: str, model: nn.Module, x: Tensor, times_B: Tensor, given: Conditions) -> Tensor:
+def _image_by_hand(name: str, model: nn.Module, x: Tensor, times_B: Tensor, conditions: Conditions) -> Tensor:
     """An image's prediction as its pipeline asks for it."""
     from diffusers import FluxPipeline, QwenImagePipeline
 
     b, c, _, h, w = x.shape
-    text, mask = given.text_BLD, given.text_mask_BL
+    text, mask = conditions.text_BLD, conditions.text_mask_BL
     kind: Any = QwenImagePipeline if name.startswith("qwen") else FluxPipeline
     packed = kind._pack_latents(x, b, c, h, w)
     if name.startswith("qwen"):
@@ -265,7 +265,7 @@ def _image_by_hand(name: str, model: nn.Module, x: Tensor, times_B: Tensor, give
         places = FluxPipeline._prepare_latent_image_ids(b, h // 2, w // 2, x.device, x.dtype)
         guidance = torch.full((b,), 3.5) if _config(model).guidance_embeds else None
         out = model(
-            packed, text, given.pooled_BD, times_B, places, torch.zeros(text.shape[1], 3), guidance, return_dict=False
+            packed, text, conditions.pooled_BD, times_B, places, torch.zeros(text.shape[1], 3), guidance, return_dict=False
         )[0]  # fmt: skip
     return kind._unpack_latents(out, h * 8, w * 8, 8).reshape(x.shape)
 

@@ -97,15 +97,15 @@ def layouts(world: int) -> list[tuple[int, int, int]]:
 
 
 def cases(world: int) -> list[Case]:
-    found = []
+    results = []
     for (u, r, tp), model in itertools.product(layouts(world), ("switch", "ulysses", "full")):
         strategies = ("fsdp",) if tp > 1 else ("ddp", "fsdp")
         for strategy in strategies:
-            found.append(Case(u, r, model, "odd", strategy, tp))
+            results.append(Case(u, r, model, "odd", strategy, tp))
     n = world
     splits = [(n, 1), (1, n)] + ([(2, 2)] if n == 4 else [])
     for (u, r), model in itertools.product(splits, ("switch", "ulysses", "space", "full")):
-        found += [
+        results += [
             Case(u, r, model, "few frames", "fsdp"),
             Case(u, r, model, "image", "fsdp"),
             Case(u, r, model, masked=True),
@@ -118,29 +118,29 @@ def cases(world: int) -> list[Case]:
         ]
     for model in ("switch", "ulysses", "full"):
         u, r = (n // 2, 1)
-        found += [
+        results += [
             Case(u, r, model, "few frames", "fsdp", 2),
             Case(u, r, model, "image", "fsdp", 2),
             Case(u, r, model, "odd", "fsdp", 2, masked=True, times="frames", text="split", extra="exchange again"),
         ]
     if n == 4:
-        found.append(Case(1, 4, "full", extra="window"))
-        found.append(Case(2, 1, "full", strategy="fsdp", extra="replicate"))
-        found += products()
-    return list(dict.fromkeys(found))
+        results.append(Case(1, 4, "full", extra="window"))
+        results.append(Case(2, 1, "full", strategy="fsdp", extra="replicate"))
+        results += products()
+    return list(dict.fromkeys(results))
 
 
 def products() -> list[Case]:
     """Re-sharding over 2 processes times attention over 2, by Ulysses or ring, by frames or space."""
-    found = []
+    results = []
     for (u, r), model in itertools.product(((2, 1), (1, 2)), ("ulysses", "space")):
-        found += [
+        results += [
             Case(u, r, model, dsp=2),
             Case(u, r, model, "few frames", "fsdp", dsp=2),
             Case(u, r, model, masked=True, times="frames", text="split", strategy="fsdp", dsp=2),
         ]
     return [
-        *found,
+        *results,
         Case(2, 1, "ulysses", "image", dsp=2),
         Case(2, 1, "ulysses", strategy="fsdp", extra="exchange again", dsp=2),
     ]
@@ -302,22 +302,22 @@ def work(world: int, few: bool) -> list[dict[str, Any]]:
 
 def compared(case: Case, world: int, groups: Groups, truths: dict[Case, dict[str, Any]]) -> dict[str, Any]:
     """How far a step of all ranks is from that of one process, which each rank computes for itself."""
-    found = step(case, world, groups)
+    actual = step(case, world, groups)
     plain = truth_of(case)
     truth = truths[plain] = truths.get(plain) or step(plain, 1, groups)
     # attention over one frame, as an image's temporal blocks have it, gives queries no gradient but rounding
     least = 1e-3 * max(float(np.abs(grad).max()) for grad in truth["grads"].values())
     gaps = {
-        name: float(np.abs(found["grads"][name] - grad).max() / max(np.abs(grad).max(), least))
+        name: float(np.abs(actual["grads"][name] - grad).max() / max(np.abs(grad).max(), least))
         for name, grad in truth["grads"].items()
     }
     worst = max(gaps, key=lambda name: gaps[name])
     return {
         "case": case,
-        "names": found["grads"].keys() == truth["grads"].keys(),
-        "loss": abs(found["loss"] - truth["loss"]) / truth["loss"],
-        "norm": abs(found["norm"] - truth["norm"]) / truth["norm"],
+        "names": actual["grads"].keys() == truth["grads"].keys(),
+        "loss": abs(actual["loss"] - truth["loss"]) / truth["loss"],
+        "norm": abs(actual["norm"] - truth["norm"]) / truth["norm"],
         "gap": gaps[worst],
         "worst": worst,
-        "sent": found["sent"],
+        "sent": actual["sent"],
     }

@@ -65,26 +65,26 @@ def computed(case: str, tail: str, backend: str) -> list[Tensor]:
     assert plan.tail is not None
     means = key_means(k, v, plan.tail)
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v, means.k_BAKD, means.v_BAKD)]
-    given = ClusterMeans(*leaves[3:]) if tail == "summary" else None
-    done = clustered_attention(*leaves[:3], plan, tail=tail, means=given, backend=backend)  # type: ignore[arg-type]
+    summary = ClusterMeans(*leaves[3:]) if tail == "summary" else None
+    done = clustered_attention(*leaves[:3], plan, tail=tail, means=summary, backend=backend)  # type: ignore[arg-type]
     assert done.stats.backend == backend
-    wanted = leaves if given is not None else leaves[:3]
+    wanted = leaves if summary is not None else leaves[:3]
     return [done.out_BAND, done.lse_BAN, *torch.autograd.grad(done.out_BAND, wanted, dout)]
 
 
 def errors(case: str, tail: str) -> list[float]:
     """Largest differences to the oracle, in parts of the largest value."""
-    found = []
+    results = []
     for got, right in zip(computed(case, tail, "triton"), computed(case, tail, "masked"), strict=True):
         if not torch.equal(got.isinf(), right.isinf()) or got.dtype != right.dtype:
-            found.append(float("inf"))
+            results.append(float("inf"))
             continue
         got, right = (
             got.detach().double().nan_to_num(posinf=0, neginf=0, nan=1e9),
             right.detach().double().nan_to_num(neginf=0),
         )
-        found.append(float((got - right).abs().max() / right.abs().max().clamp(min=0.1)))
-    return found
+        results.append(float((got - right).abs().max() / right.abs().max().clamp(min=0.1)))
+    return results
 
 
 def same_bits(case: str) -> bool:

@@ -95,8 +95,8 @@ def run_apart(folder: Path, function: Callable[..., Any], *args: Any, timeout: f
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     with tempfile.TemporaryDirectory() as other:
         output = Path(other) / "output.txt"
-        given = (str(folder), environment, str(output), function, args)
-        process = mp.get_context("forkserver").Process(target=_apart, args=given)
+        arguments = (str(folder), environment, str(output), function, args)
+        process = mp.get_context("forkserver").Process(target=_apart, args=arguments)
         process.start()
         process.join(timeout)
         process.kill()

@@ -36,7 +36,7 @@ def stage_model(stages: Sequence[int], frozen: bool) -> nn.Sequential:
 
 def items(count: int, broken: bool) -> list[Batch]:
     """Micro-batches of two items each, of weight 1; with `broken` the second item of the first has a target that is not finite."""
-    found = []
+    results = []
     for number in range(count):
         names = [f"item {2 * number}", f"item {2 * number + 1}"]
         target_IE = torch.stack([rng.normal((E,), 0, "target", name) for name in names])
@@ -44,8 +44,8 @@ def items(count: int, broken: bool) -> list[Batch]:
             target_IE[1, 0] = torch.inf
         x_IE = torch.stack([rng.normal((E,), 0, "x", name) for name in names])
         tensors = {"x": x_IE, "target": target_IE}
-        found.append(Batch(tensors, [Item(name, source=name) for name in names], torch.ones(2), Bucket(1, 8, 8)))
-    return found
+        results.append(Batch(tensors, [Item(name, source=name) for name in names], torch.ones(2), Bucket(1, 8, 8)))
+    return results
 
 
 def squared_error(models: Models, batch: Batch) -> Terms:

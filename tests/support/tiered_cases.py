@@ -88,11 +88,11 @@ def tiered(groups: list[dict[str, Any]], make: Make, master: str, states: str, *
 def gradients_of(groups: list[dict[str, Any]], step: int) -> list[Tensor | None]:
     """What one step's backward left: in the parameters' dtype; one parameter has none in every third step."""
     generator = torch.Generator().manual_seed(1000 + step)
-    found: list[Tensor | None] = []
+    results: list[Tensor | None] = []
     for k, p in enumerate(of(groups)):
         gradient = torch.randn(p.shape, generator=generator).to(torch.bfloat16)
-        found.append(None if k == 1 and step % 3 == 1 else gradient)
-    return found
+        results.append(None if k == 1 and step % 3 == 1 else gradient)
+    return results
 
 
 class Plain:

@@ -63,12 +63,12 @@ def state_of(
     if half:
         make_half(bare)
     model = parallelize(bare, mesh, strategy, compute_dtype=torch.bfloat16 if half else torch.float32)
-    made = make_optimizer(model, TrainConfig(optimizer=optimizer, **TRAIN), config, CPU, mesh)  # type: ignore[arg-type]
-    put = weight_setter(model, made)
+    result = make_optimizer(model, TrainConfig(optimizer=optimizer, **TRAIN), config, CPU, mesh)  # type: ignore[arg-type]
+    put = weight_setter(model, result)
     for parameter, value in zip(unwrap(model).parameters(), values.parameters(), strict=True):
         put(parameter, value.detach())
-    ema = EMA(model, 0.9, made, CPU if config.ema == "host" else None, BUCKET)
-    return TrainingState(model, made, ema)
+    ema = EMA(model, 0.9, result, CPU if config.ema == "host" else None, BUCKET)
+    return TrainingState(model, result, ema)
 
 
 def steps(
@@ -100,10 +100,10 @@ def whole(tensor: Tensor) -> Tensor:
 def everything(state: TrainingState) -> dict[str, Tensor]:
     """Masters, moments and averages, whole, by the names of a checkpoint."""
     assert state.optimizer is not None and state.ema is not None
-    found = {f"model.{n}": t for n, t in weights_to_save(state.model, state.optimizer).items()}
-    found |= {f"optimizer.{n}": t for n, t in states_to_save(state.model, state.optimizer).items()}
-    found |= {f"ema.{n}": t for n, t in state.ema.state_dict().items()}
-    return {name: whole(tensor) for name, tensor in found.items()}
+    results = {f"model.{n}": t for n, t in weights_to_save(state.model, state.optimizer).items()}
+    results |= {f"optimizer.{n}": t for n, t in states_to_save(state.model, state.optimizer).items()}
+    results |= {f"ema.{n}": t for n, t in state.ema.state_dict().items()}
+    return {name: whole(tensor) for name, tensor in results.items()}
 
 
 def parameters(model: nn.Module) -> dict[str, Tensor]:

@@ -108,8 +108,8 @@ def displacement(
         step = 1e-3
         slopes = [(pattern(*(at + shift))[inner] - here) / step for shift in (np.array([step, 0]), np.array([0, step]))]
         columns = np.stack([slope.ravel() for slope in slopes] + [here.ravel(), np.ones(here.size)], 1)
-        found, *_ = np.linalg.lstsq(columns, chroma[inner].ravel(), rcond=None)
-        at += found[:2] / found[2]
+        solution, *_ = np.linalg.lstsq(columns, chroma[inner].ravel(), rcond=None)
+        at += solution[:2] / solution[2]
     return float(at[0]), float(at[1])
 
 

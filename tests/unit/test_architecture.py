@@ -28,7 +28,7 @@ class FileRecorder:
     """The project's files in which a function is called while it is on, in order of first call."""
 
     def __init__(self) -> None:
-        self.found: dict[str, None] = {}
+        self.names: dict[str, None] = {}
         self._names: dict[str, str | None] = {}
 
     def start(self) -> None:
@@ -49,7 +49,7 @@ class FileRecorder:
             self._names[code.co_filename] = project_file(code.co_filename)
         name = self._names[code.co_filename]
         if name is not None:
-            self.found.setdefault(name)
+            self.names.setdefault(name)
 
 
 class TracedTask(VideoTask):
@@ -103,7 +103,7 @@ def traced_files(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) ->
     finally:
         task.recorder.stop()
     assert result.step == 3
-    return list(task.recorder.found)
+    return list(task.recorder.names)
 
 
 def test_the_page_lists_the_files_that_a_batch_passes(traced_files: list[str]) -> None:

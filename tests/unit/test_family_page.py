@@ -67,14 +67,14 @@ def conditions() -> Conditions:
 
 
 def test_the_family_is_called_counted_and_planned(page: ModuleType) -> None:
-    model, given = model_of(), conditions()
+    model, inputs = model_of(), conditions()
     predictor = make_predictor(model, FlowConfig(kind="flow"), 4, 8)
     assert isinstance(predictor, FamilyPredictor) and len(blocks_of(model)) == 3
     x = torch.randn(2, 4, 1, 6, 8, generator=torch.Generator().manual_seed(1))
-    by_hand = model(x[:, :, 0], given.text_BLD, given.pooled_BD, 1000 * TIMES, return_dict=False)[0]
-    torch.testing.assert_close(predictor.predict(model, x, TIMES, given)[:, :, 0], by_hand, rtol=0, atol=0)
-    assert given.pooled_BD is not None
-    one = Conditions(given.text_BLD[:1], given.text_mask_BL[:1], given.pooled_BD[:1])
+    by_hand = model(x[:, :, 0], inputs.text_BLD, inputs.pooled_BD, 1000 * TIMES, return_dict=False)[0]
+    torch.testing.assert_close(predictor.predict(model, x, TIMES, inputs)[:, :, 0], by_hand, rtol=0, atol=0)
+    assert inputs.pooled_BD is not None
+    one = Conditions(inputs.text_BLD[:1], inputs.text_mask_BL[:1], inputs.pooled_BD[:1])
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
         predictor.predict(model, x[:1], TIMES[:1], one)
     assert predictor.flops((1, 6, 8), 5) == counter.get_total_flops()

@@ -36,10 +36,10 @@ def gradients(blocks: nn.ModuleList, x: Tensor) -> list[Tensor]:
     for block in blocks:
         x = block(x)
     x.square().sum().backward()
-    found = [parameter.grad for parameter in blocks.parameters()]
+    results = [parameter.grad for parameter in blocks.parameters()]
     blocks.zero_grad(set_to_none=True)
-    assert all(grad is not None for grad in found)
-    return found  # type: ignore[return-value]
+    assert all(grad is not None for grad in results)
+    return results  # type: ignore[return-value]
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_recomputation_around_graphs_with_breaks(full: bool) -> None:
     model = attend_by(SoraDiT(config), attend) if full else Small()
     for name, parameter in model.named_parameters():
         parameter.data += 0.1 * rng.normal(parameter.shape, 0, name)
-    plain, made = copy.deepcopy(model), []
+    plain, graphs = copy.deepcopy(model), []
     for block in model.blocks:
         compile_forward(block, "aot_eager")
         recompute(block, around_graphs=True)
@@ -116,8 +116,8 @@ def test_recomputation_around_graphs_with_breaks(full: bool) -> None:
         assert calls["attend"] - before == (3 * 2 if full else 3)
         for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6, msg=name)
-        made.append(stats["unique_graphs"])
-    assert made[0] > 0 and made[-1] == made[-2]  # there are graphs, and no new ones for a shape that was met
+        graphs.append(stats["unique_graphs"])
+    assert graphs[0] > 0 and graphs[-1] == graphs[-2]  # there are graphs, and no new ones for a shape that was met
 
 
 def test_a_first_block_whose_input_has_no_gradient(blocks: nn.ModuleList) -> None:
@@ -135,11 +135,11 @@ def test_copies_compute_with_their_own_parameters(blocks: nn.ModuleList) -> None
         compile_forward(block, seen)
     x = torch.randn(5, 6)
     right = blocks[0](x)
-    made, other = seen.graphs, copy.deepcopy(blocks)
+    graphs, other = seen.graphs, copy.deepcopy(blocks)
     with torch.no_grad():
         other[0].up.weight.zero_()  # type: ignore[union-attr]
     assert torch.equal(blocks[0](x), right) and not torch.equal(other[0](x), right)
-    assert seen.graphs == made  # blocks of a class share them
+    assert seen.graphs == graphs  # blocks of a class share them
 
 
 def test_more_graphs_than_torch_allows_by_itself(blocks: nn.ModuleList) -> None:

@@ -21,7 +21,7 @@ from mmspeed import log
 log.setup()
 with log.ProgressLine("train", 4, "step") as line:
     for step in range(4):
-        log.get_logger("x").info(f"told at {step}")
+        log.get_logger("x").info(f"said at {step}")
         line.advance(note=f"loss {step}.5")
     with log.Working("saving", tell=False):
         time.sleep(float(os.environ.get("SLEEP", "2.5")))
@@ -59,7 +59,7 @@ def test_a_log_has_plain_lines_and_one_for_each_silence() -> None:
     out, err = run(tty=False)
     assert out == "the result\n" and "\x1b" not in err
     lines = [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in err.splitlines()]
-    assert lines[:4] == [f"told at {step}" for step in range(4)]
+    assert lines[:4] == [f"said at {step}" for step in range(4)]
     assert [line.partition(":")[0] for line in lines[4:-1]] == ["saving", "saving"]  # after 1 s and 2 s
     assert re.fullmatch(r"train: 4/4 step, [\d.]+ step/s  loss 3\.5", lines[-1])
 
@@ -67,7 +67,7 @@ def test_a_log_has_plain_lines_and_one_for_each_silence() -> None:
 def test_on_a_terminal_lines_stand_above_a_bar_that_moves() -> None:
     out, err = run(tty=True)
     assert out == "the result\n"  # a pipe beside the terminal gets what is printed
-    assert err.count("told at 2") == 1 and "loss 3.5" in err and "4/4 step" in err
+    assert err.count("said at 2") == 1 and "loss 3.5" in err and "4/4 step" in err
     assert len(set(re.findall(r"0:00:0\d", err))) >= 3  # the seconds move
 
 

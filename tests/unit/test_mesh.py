@@ -53,8 +53,8 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
 
 def groups(table: MeshTable, *axes: AxisName, view: tuple[AxisName, ...] = EXPERT) -> list[list[int]]:
     """The groups of ranks along axes, each once."""
-    found = {tuple(table.peers(rank, axes, view)) for rank in range(table.world)}
-    return sorted(list(group) for group in found)
+    results = {tuple(table.peers(rank, axes, view)) for rank in range(table.world)}
+    return sorted(list(group) for group in results)
 
 
 # -- the table
@@ -257,8 +257,8 @@ def test_parameters_come_by_mesh_of_fewest_axes_first() -> None:
         experts = on(mesh.submesh(EDP, EP_INNER), Shard(1), Shard(0))
         shards = [on(mesh.submesh(SHARD), Shard(0)) for _ in range(2)]
         plain = nn.Parameter(torch.ones(1))
-        found = by_mesh([split[0], shards[0], experts, plain, split[1], shards[1]])
-        assert [list(map(id, some)) for some in found] == [
+        actual = by_mesh([split[0], shards[0], experts, plain, split[1], shards[1]])
+        assert [list(map(id, some)) for some in actual] == [
             list(map(id, some)) for some in ([plain], shards, split, [experts])
         ]
         assert by_mesh([]) == []

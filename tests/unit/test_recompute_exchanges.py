@@ -34,9 +34,9 @@ CHECKPOINTED = [form for form in FORMS if form != "plain"]
 
 
 def issued(run: Run, group: Any) -> tuple[Tensor, int, int]:
-    found, there, back = gradient(run, group)
+    actual, forward, back = gradient(run, group)
     assert not recording()
-    return found, there, back
+    return actual, forward, back
 
 
 @pytest.mark.parametrize("around_graphs", [False, True])
@@ -54,8 +54,8 @@ def test_a_block_in_every_form_and_order(around_graphs: bool, how: str) -> None:
         if how == "graphs around":
             compile_forward(block, "eager")
         for _ in range(2):
-            found, *counts_now = issued(block, group)
-            assert torch.equal(found, wanted) and counts_now == [counts[0], counts[1] + 2 * again]
+            actual, *counts_now = issued(block, group)
+            assert torch.equal(actual, wanted) and counts_now == [counts[0], counts[1] + 2 * again]
 
 
 @pytest.mark.parametrize("outer", CHECKPOINTED)
@@ -68,23 +68,25 @@ def test_one_in_another(outer: str, inner: str) -> None:
     def nested(x: Tensor) -> Tensor:
         return FORMS[inner](two, FORMS[inner](one, x).sin())
 
-    found, *counts_now = issued(lambda x: FORMS[outer](nested, x), group)
-    assert torch.equal(found, wanted) and counts_now == counts
+    actual, *counts_now = issued(lambda x: FORMS[outer](nested, x), group)
+    assert torch.equal(actual, wanted) and counts_now == counts
     deep = FORMS[outer], FORMS[inner], FORMS[outer]
-    found, *counts_now = issued(lambda x: deep[0](lambda x: deep[1](lambda x: deep[2](two, one(x).sin()), x), x), group)
-    assert torch.equal(found, wanted) and counts_now == counts
+    actual, *counts_now = issued(
+        lambda x: deep[0](lambda x: deep[1](lambda x: deep[2](two, one(x).sin()), x), x), group
+    )
+    assert torch.equal(actual, wanted) and counts_now == counts
 
 
 def test_a_region_of_a_recomputed_block_is_one() -> None:
-    """What it is told is done in both passes of the block, and it takes what the block's first pass got."""
+    """What it is asked to do is done in both passes of the block, and it takes what the block's first pass got."""
     axis, group = make_axis()
     wanted, *counts = issued(Layer(axis), group)
     for around_graphs in (False, True):
         block = nn.Sequential(Layer(axis))
         set_policies(block[0], {"block": "selective"})
         recompute(block, around_graphs)
-        found, *counts_now = issued(block, group)
-        assert torch.equal(found, wanted) and counts_now == counts
+        actual, *counts_now = issued(block, group)
+        assert torch.equal(actual, wanted) and counts_now == counts
 
 
 @pytest.mark.parametrize("form", CHECKPOINTED)
@@ -253,8 +255,8 @@ def test_checkpoints_of_a_models_own(before: bool) -> None:
     for act in (enable, lambda: replay_checkpoints(model))[:: 1 if before else -1]:
         act()
     assert type(model).__name__ == "Checkpointing"
-    found, *counts_now = issued(model, group)
-    assert torch.equal(found, wanted) and counts_now == counts
+    actual, *counts_now = issued(model, group)
+    assert torch.equal(actual, wanted) and counts_now == counts
 
 
 # what a block is made of: exchanges whole, in halves, without gradients, and by counts known at run time
@@ -310,8 +312,8 @@ def test_whatever_a_block_exchanges(programs: list[list[str]], outer: str, inner
 
     wanted, *counts = issued(lambda x: chain(x, "plain"), group)
     sent = axis.ledger.copy()
-    found, *counts_now = issued(lambda x: FORMS[outer](lambda x: chain(x, inner), x), group)
-    assert torch.equal(found, wanted) and counts_now == counts
+    actual, *counts_now = issued(lambda x: FORMS[outer](lambda x: chain(x, inner), x), group)
+    assert torch.equal(actual, wanted) and counts_now == counts
     assert axis.ledger.since(sent).calls == sent.calls and axis.ledger.since(sent).bytes == sent.bytes
 
 
@@ -329,16 +331,16 @@ def test_an_exchange_of_the_first_pass_alone_stands_apart() -> None:
     wanted, *counts = issued(run, group)
     for form in CHECKPOINTED:
         measured.clear()
-        found, *counts_now = issued(lambda x, form=form: FORMS[form](run, x), group)
-        assert torch.equal(found, wanted) and counts_now == counts and len(measured) == 1
+        actual, *counts_now = issued(lambda x, form=form: FORMS[form](run, x), group)
+        assert torch.equal(actual, wanted) and counts_now == counts and len(measured) == 1
 
 
 def test_an_inner_one_that_exchanges_again_does_so_by_itself_alone() -> None:
     axis, group = make_axis()
     layer = Layer(axis)
-    wanted, there, back = issued(layer, group)
+    wanted, forward, back = issued(layer, group)
     inner = replayed(layer, exchange_again=True)
-    found, *counts = issued(lambda x: FORMS["graph"](lambda x: checkpoint(inner, x, use_reentrant=False), x), group)
-    assert torch.equal(found, wanted) and counts[0] == there and back <= counts[1] <= back + 2
-    found, *counts = issued(lambda x: FORMS["graph"](lambda x: region(layer, x, policy=AGAIN), x), group)
-    assert torch.equal(found, wanted) and counts[0] == there and back <= counts[1] <= back + 2
+    actual, *counts = issued(lambda x: FORMS["graph"](lambda x: checkpoint(inner, x, use_reentrant=False), x), group)
+    assert torch.equal(actual, wanted) and counts[0] == forward and back <= counts[1] <= back + 2
+    actual, *counts = issued(lambda x: FORMS["graph"](lambda x: region(layer, x, policy=AGAIN), x), group)
+    assert torch.equal(actual, wanted) and counts[0] == forward and back <= counts[1] <= back + 2

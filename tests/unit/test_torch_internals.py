@@ -40,18 +40,18 @@ def attention_inputs(dtype: torch.dtype, device: str) -> list[Tensor]:
 
 def reference(q_BAND: Tensor, k_BAND: Tensor, v_BAND: Tensor, dout_BAND: Tensor) -> list[Tensor]:
     """(out, dq, dk, dv) by formulas in float64."""
-    given = [x.detach().double().requires_grad_() for x in (q_BAND, k_BAND, v_BAND)]
-    q, k, v = given
+    inputs = [x.detach().double().requires_grad_() for x in (q_BAND, k_BAND, v_BAND)]
+    q, k, v = inputs
     out_BAND = F.softmax(q @ k.mT / 4, -1) @ v
-    return [out_BAND.detach(), *torch.autograd.grad(out_BAND, given, dout_BAND.double())]
+    return [out_BAND.detach(), *torch.autograd.grad(out_BAND, inputs, dout_BAND.double())]
 
 
 def log_sum_exp(q_BAND: Tensor, k_BAND: Tensor) -> Tensor:
     return (q_BAND.double() @ k_BAND.double().mT / 4).logsumexp(-1)
 
 
-def agree(found: Tensor, expected: Tensor, tolerance: float) -> bool:
-    return torch.allclose(found.double(), expected, rtol=tolerance, atol=tolerance)
+def agree(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
+    return torch.allclose(actual.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 # ---- tensors and storages
@@ -144,8 +144,8 @@ def operators(names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def test_matmul_names() -> None:
-    found = operators(internals.MATMUL_NAMES)
-    assert not [name for name, operator in found.items() if operator is None and name != "mkldnn_linear"]
+    actual = operators(internals.MATMUL_NAMES)
+    assert not [name for name, operator in actual.items() if operator is None and name != "mkldnn_linear"]
 
 
 def test_attention_names() -> None:
@@ -164,8 +164,8 @@ def test_cpu_flash() -> None:
 def test_cpu_flash_backward() -> None:
     q, k, v, dout = attention_inputs(torch.float32, "cpu")
     out, lse = internals.cpu_flash(q, k, v)
-    found = internals.cpu_flash_backward(dout, q, k, v, out, lse, 0.0, False, attn_mask=None, scale=0.25)
-    assert all(agree(x, y, 1e-4) for x, y in zip(found, reference(q, k, v, dout)[1:], strict=True))
+    actual = internals.cpu_flash_backward(dout, q, k, v, out, lse, 0.0, False, attn_mask=None, scale=0.25)
+    assert all(agree(x, y, 1e-4) for x, y in zip(actual, reference(q, k, v, dout)[1:], strict=True))
 
 
 # What runs on CUDA alone: elsewhere, tensors of the meta device show that the operators take the arguments that we give.
@@ -175,9 +175,9 @@ def where() -> str:
     return "cuda" if torch.cuda.is_available() else "meta"
 
 
-def right(found: Tensor, expected: Tensor) -> bool:
+def right(actual: Tensor, expected: Tensor) -> bool:
     """True where a result has the right numbers, on the meta device the right shape."""
-    return found.shape == expected.shape and (found.is_meta or agree(found, expected, 2e-2))
+    return actual.shape == expected.shape and (actual.is_meta or agree(actual, expected, 2e-2))
 
 
 def test_cuda_flash() -> None:
@@ -190,9 +190,9 @@ def test_cuda_flash_backward() -> None:
     q, k, v, dout = attention_inputs(torch.bfloat16, where())
     out, lse = internals.cuda_flash(q, k, v, 0.0, False, False, scale=0.25)[:2]
     seed, unused = (torch.zeros(size, dtype=torch.uint64, device=q.device) for size in (2, 0))
-    given = (dout, q, k, v, out, lse, None, None, 32, 32, 0.0, False, seed, unused)
-    found = internals.cuda_flash_backward(*given, scale=0.25)
-    assert all(right(x, y) for x, y in zip(found, reference(q, k, v, dout)[1:], strict=True))
+    arguments = (dout, q, k, v, out, lse, None, None, 32, 32, 0.0, False, seed, unused)
+    actual = internals.cuda_flash_backward(*arguments, scale=0.25)
+    assert all(right(x, y) for x, y in zip(actual, reference(q, k, v, dout)[1:], strict=True))
 
 
 def test_cuda_efficient() -> None:
@@ -205,9 +205,9 @@ def test_cuda_efficient_backward() -> None:
     q, k, v, dout = attention_inputs(torch.float32, where())
     out, lse = internals.cuda_efficient(q, k, v, None, True, 0.0, False, scale=0.25)[:2]
     seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
-    given = (dout, q, k, v, None, out, lse, seed, offset, 0.0, [True, True, True, False], False)
-    found = internals.cuda_efficient_backward(*given, scale=0.25)[:3]
-    assert all(right(x, y) for x, y in zip(found, reference(q, k, v, dout)[1:], strict=True))
+    arguments = (dout, q, k, v, None, out, lse, seed, offset, 0.0, [True, True, True, False], False)
+    actual = internals.cuda_efficient_backward(*arguments, scale=0.25)[:3]
+    assert all(right(x, y) for x, y in zip(actual, reference(q, k, v, dout)[1:], strict=True))
 
 
 def packed(x_BAND: Tensor) -> Tensor:
@@ -218,8 +218,8 @@ def packed(x_BAND: Tensor) -> Tensor:
 def test_varlen_flash() -> None:
     q, k, v, dout = attention_inputs(torch.bfloat16, where())
     ends = torch.tensor([0, 32, 64], dtype=torch.int32, device=q.device)
-    given = (*map(packed, (q, k, v)), ends, ends, 32, 32, 0.0, False, False)
-    out, lse = internals.varlen_flash(*given, scale=0.25)[:2]
+    arguments = (*map(packed, (q, k, v)), ends, ends, 32, 32, 0.0, False, False)
+    out, lse = internals.varlen_flash(*arguments, scale=0.25)[:2]
     assert right(out, packed(reference(q, k, v, dout)[0]))
     if not lse.is_meta:  # its shape on the meta device is that of sequences of one length
         assert right(lse[0], log_sum_exp(q, k)[:, 0].flatten())
@@ -232,9 +232,9 @@ def test_varlen_flash_backward() -> None:
     sequences = (ends, ends, 32, 32, 0.0, False)
     out, lse = internals.varlen_flash(*map(packed, (q, k, v)), *sequences, False, scale=0.25)[:2]
     seed, unused = (torch.zeros(size, dtype=torch.uint64, device=q.device) for size in (2, 0))
-    given = (*map(packed, (dout, q, k, v)), out, lse, *sequences, seed, unused)
-    found = internals.varlen_flash_backward(*given, scale=0.25)
-    assert all(right(x, packed(y)) for x, y in zip(found, reference(q, k, v, dout)[1:], strict=True))
+    arguments = (*map(packed, (dout, q, k, v)), out, lse, *sequences, seed, unused)
+    actual = internals.varlen_flash_backward(*arguments, scale=0.25)
+    assert all(right(x, packed(y)) for x, y in zip(actual, reference(q, k, v, dout)[1:], strict=True))
 
 
 def test_changes_arguments() -> None:
@@ -270,14 +270,14 @@ def test_torchdispatchmode() -> None:
 
     tensor = torch.ones(1)
     with Doubled():
-        found = tensor + tensor
-    assert found.item() == 4 and (tensor + tensor).item() == 2
+        actual = tensor + tensor
+    assert actual.item() == 4 and (tensor + tensor).item() == 2
 
 
 def test_faketensormode() -> None:
     with internals.FakeTensorMode():
-        found = torch.zeros(1 << 40) + 1
-    assert found.shape == (1 << 40,) and found.device.type == "cpu"
+        actual = torch.zeros(1 << 40) + 1
+    assert actual.shape == (1 << 40,) and actual.device.type == "cpu"
 
 
 def test_is_traceable_wrapper_subclass() -> None:
@@ -433,9 +433,9 @@ def test_dtensor_like() -> None:
         mesh = dist.init_device_mesh("cpu", (1,))
         like = distribute_tensor(torch.zeros(4, 2), mesh, [Replicate()])
         local = torch.ones(4, 2, dtype=torch.bfloat16)
-        found = internals.dtensor_like(like, local)
-        assert isinstance(found, DTensor) and found.placements == like.placements and found.dtype == torch.bfloat16
-        assert found.shape == (4, 2) and found.to_local().data_ptr() == local.data_ptr()
+        actual = internals.dtensor_like(like, local)
+        assert isinstance(actual, DTensor) and actual.placements == like.placements and actual.dtype == torch.bfloat16
+        assert actual.shape == (4, 2) and actual.to_local().data_ptr() == local.data_ptr()
 
 
 def test_launched_processes(tmp_path: Path) -> None:

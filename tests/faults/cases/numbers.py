@@ -48,9 +48,9 @@ def spike(scene: Scene) -> Outcome:
     last = dict(recorder.steps)
     used = sorted(source for sources in last.values() for source in sources)
     others = sorted(source for number, sources in enumerate(order, 1) for source in sources if number != step)
-    told = rows(scene.folder, "small", "roll_back")
-    named = len(told) == 1 and sorted(told[0]["samples"]) == sorted(order[step - 1])
-    back = told[0]["to"] if told else "none"
+    rollbacks = rows(scene.folder, "small", "roll_back")
+    named = len(rollbacks) == 1 and sorted(rollbacks[0]["samples"]) == sorted(order[step - 1])
+    back = rollbacks[0]["to"] if rollbacks else "none"
     said, once = "named" if named else "not named", "once" if used == others else "not once"
     figure = f"step {step} rolled back to {back}, its samples {said}, each other one {once}"
     return figure, named and used == others and all_finite(scene.folder, "small") == "finite"

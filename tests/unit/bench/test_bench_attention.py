@@ -110,10 +110,10 @@ def test_rows_are_those_of_direct_calls(planner: str, tail: str) -> None:
     exact = torch.autograd.grad(dense, (q, k, v), dout)
     plan = method(planner, tail, 0.2, GRID).plan(q.detach(), k.detach(), positions)
     out, _, stats = clustered_attention(q, k, v, plan, tail=tail)  # type: ignore[arg-type]
-    found = torch.autograd.grad(out, (q, k, v), dout)
+    actual = torch.autograd.grad(out, (q, k, v), dout)
     assert row.error == pytest.approx(relative_error(out, dense), rel=1e-4)
     assert row.gradient_errors == pytest.approx(
-        [relative_error(a, b) for a, b in zip(found, exact, strict=True)], rel=1e-4
+        [relative_error(a, b) for a, b in zip(actual, exact, strict=True)], rel=1e-4
     )
     assert row.kept == pytest.approx(float(stats.kept_BA.mean())) and 0.1 < row.kept < 0.3
     assert (row.backend, row.pairs) == (stats.backend, int(stats.pairs)) == ("grouped", row.pairs)
@@ -302,9 +302,9 @@ def _timings(clusters: float, tiles: float) -> list[AttentionRow]:
 
 def test_a_suggestion_is_the_fastest_within_the_error() -> None:
     timings = {"full": _timings(5.0, 6.0)}
-    found = suggest(_layers([0.3, 0.06, 0.06, 0.06]), timings, 4, 0.1, lambda choice: {"cluster_size": 256})
-    assert found.settings is not None
-    sparse = found.settings["model"]["sparse"]
+    suggestion = suggest(_layers([0.3, 0.06, 0.06, 0.06]), timings, 4, 0.1, lambda choice: {"cluster_size": 256})
+    assert suggestion.settings is not None
+    sparse = suggestion.settings["model"]["sparse"]
     assert sparse == {
         "planner": "clusters",
         "tail": "summary",
@@ -313,8 +313,8 @@ def test_a_suggestion_is_the_fastest_within_the_error() -> None:
         "dense_first": 1,
         "dense_last": 0,
     }
-    assert "2.50x" in found.reason and "0.06" in found.reason  # of four layers of 10 s, three take 2 s
-    assert yaml.safe_load("\n".join(found.lines()[2:])) == found.settings
+    assert "2.50x" in suggestion.reason and "0.06" in suggestion.reason  # of four layers of 10 s, three take 2 s
+    assert yaml.safe_load("\n".join(suggestion.lines()[2:])) == suggestion.settings
     SparseConfig(**sparse)
     lenient = suggest(_layers([0.3, 0.06, 0.06, 0.06]), timings, 4, 1.0, lambda choice: {})
     assert lenient.settings is not None and lenient.settings["model"]["sparse"]["planner"] == "tiles"
@@ -337,8 +337,8 @@ def test_spans_of_a_factorised_model_are_chosen_apart() -> None:
     layers = [replace(layer, span="spatial") for layer in spatial]
     temporal = [replace(layer, span="temporal") for layer in _layers([0.9, 0.9, 0.9, 0.9])[1::2]]
     timings = {"spatial": _timings(5.0, 2.0), "temporal": _timings(5.0, 2.0)}
-    found = suggest([*layers, *temporal], timings, 4, 0.1, lambda choice: {})
-    assert found.settings is not None and found.settings["model"]["sparse"]["spans"] == "spatial"
+    suggestion = suggest([*layers, *temporal], timings, 4, 0.1, lambda choice: {})
+    assert suggestion.settings is not None and suggestion.settings["model"]["sparse"]["spans"] == "spatial"
 
 
 @pytest.fixture(scope="module")

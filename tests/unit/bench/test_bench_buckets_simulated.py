@@ -202,14 +202,14 @@ def test_costs_are_quadratic_with_full_attention_only() -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["bench", "buckets", "--simulate", "--clips", "20000", "--ranks", "2,8", "--output", str(tmp_path)])
     printed = capsys.readouterr().out
-    found = json.loads((tmp_path / "buckets-simulated.json").read_text())
-    assert code == (0 if found["passed"] else 1)
-    assert ("FAILED" in printed) == (not found["passed"])
+    contents = json.loads((tmp_path / "buckets-simulated.json").read_text())
+    assert code == (0 if contents["passed"] else 1)
+    assert ("FAILED" in printed) == (not contents["passed"])
     assert "samples lost 0, twice 0: each of 20,000 counted in 8 epochs" in printed
-    full, factorised = found["tables"]
+    full, factorised = contents["tables"]
     rows = {(row["rule"], row["ranks"]): row for row in full["rows"]}
     assert len(rows) == 6 * 2 and [row["rule"] for row in factorised["rows"]] == [SAME, SAME]
-    assert all(rule in printed for rule, _ in rows) and sum(found["buckets"].values()) == 20_000
+    assert all(rule in printed for rule, _ in rows) and sum(contents["buckets"].values()) == 20_000
     for world in (2, 8):
         ours = rows[SAME, world]
         assert ours["lost"] == ours["twice"] == 0 and 1 <= ours["epoch"] < 1.02

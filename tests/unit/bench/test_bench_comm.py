@@ -28,10 +28,10 @@ def test_two_processes_send_what_the_formulas_say() -> None:
         command, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["ranks"] == 2 and found["passed"]
-    rows = {(row["name"], row["way"]): row for row in found["rows"]}
-    part = found["part_bytes"]
+    contents = json.loads(done.stdout)
+    assert contents["ranks"] == 2 and contents["passed"]
+    rows = {(row["name"], row["way"]): row for row in contents["rows"]}
+    part = contents["part_bytes"]
     assert part == BATCH * HIDDEN * 4 * 8  # 0.2 MB, in whole tokens
     assert len(rows) == 23 and all(row["passed"] and row["seconds"] > 0 for row in rows.values())
     sent = {name: row["ledger_bytes"] for (name, way), row in rows.items() if way == "point_to_point"}
@@ -54,7 +54,7 @@ def test_bytes_or_copies_that_are_wrong_fail() -> None:
         assert not result.passed() and words in result.lines()[-1] and not json.loads(result.to_json())["passed"]
 
 
-def test_one_process_is_told_to_be_two(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_process_is_advised_to_be_two(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="--ranks 2"):
         bench_comm(0.1, 1)
     assert main(["bench", "comm", "--ranks", "1"]) == 2

@@ -56,10 +56,10 @@ def test_every_format_gives_the_same_bits(tmp_path: Path) -> None:
     for name, reader in readers.items():
         for number, sample in enumerate(samples):
             read = reader(number)
-            for field, given in sample._asdict().items():
-                found = getattr(read, field)
-                assert found.dtype == np.float32 and found.shape == given.shape, (name, number, field)
-                assert found.tobytes() == given.tobytes(), (name, number, field)
+            for field, expected in sample._asdict().items():
+                actual = getattr(read, field)
+                assert actual.dtype == np.float32 and actual.shape == expected.shape, (name, number, field)
+                assert actual.tobytes() == expected.tobytes(), (name, number, field)
     assert len({contents(reader, len(samples)) for reader in readers.values()}) == 1
     lengths = [len(sample.embeds_LD) for sample in samples]
     assert len(set(lengths)) > 10 and min(lengths) >= 20 and max(lengths) <= 200
@@ -178,10 +178,10 @@ def test_bench_measures_every_row_warm_and_cold(tmp_path: Path, capsys: pytest.C
         assert all(rate["samples_s"] > 0 and rate["mb_s"] > 0 for rate in shape["rates"][temperature].values())
         verdicts = {v["temperature"]: v["passed"] for v in shape["verdicts"]}
         assert ("PASS" if verdicts[temperature] else "FAIL") + f" {temperature}:" in table
-    told = re.search(
+    text = re.search(
         r"\ntraining gets ([\d,]+) samples/s of one processor's time, warm .*; by the clock [\d,]+, cold", table
     )
-    assert told and told[1] == f"{shape['rates']['warm'][TRAINED]['processor_samples_s']:,.0f}"
+    assert text and text[1] == f"{shape['rates']['warm'][TRAINED]['processor_samples_s']:,.0f}"
     for name in [FIRST, TRAINED, LATER, VIEW, *OTHERS, RAW]:
         assert f"\n| {name} | " in table
     assert [path.name for path in tmp_path.iterdir()] == ["loader.json"]  # the formats' files are gone
@@ -208,7 +208,7 @@ def test_strict_exits_with_one_when_not_fast_enough(tmp_path: Path, monkeypatch:
     assert main([*command, "--strict"]) == 1
 
 
-def test_mistakes_are_told(tmp_path: Path) -> None:
+def test_mistakes_are_reported(tmp_path: Path) -> None:
     for shape in ("16x13x60", "16x13x60xb", "0x1x1x1", ""):
         with pytest.raises(UserError, match="no latent shape"):
             parse_shape(shape)

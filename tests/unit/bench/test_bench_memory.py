@@ -26,7 +26,7 @@ TINY = PolicySetting(width=96, heads=4, rank=8, depth=2, latent=(5, 16, 16), rou
 
 
 @pytest.fixture(scope="module")
-def found() -> PolicyResult:
+def measurement() -> PolicyResult:
     wanted = (
         "plain",
         "block: recompute",
@@ -39,9 +39,9 @@ def found() -> PolicyResult:
 
 
 @pytest.mark.slow
-def test_ways_are_told_with_what_they_give_and_cost(found: PolicyResult) -> None:
-    plain, again, offloaded, cheap, parts, sums = found.rows
-    assert all(row.equal for row in found.rows[:-2]) and plain.time == 1.0
+def test_ways_are_reported_with_what_they_give_and_cost(measurement: PolicyResult) -> None:
+    plain, again, offloaded, cheap, parts, sums = measurement.rows
+    assert all(row.equal for row in measurement.rows[:-2]) and plain.time == 1.0
     # whether parts are bitwise is this machine's affair; sums over parts are in another order on all of them
     assert (
         parts.distance < 1e-5 and (parts.distance == 0) == parts.equal and 0 < sums.distance < 1e-5 and not sums.equal
@@ -50,11 +50,11 @@ def test_ways_are_told_with_what_they_give_and_cost(found: PolicyResult) -> None
     assert again.kept < 0.2 * plain.kept and again.backward_matmuls > plain.backward_matmuls
     assert cheap.backward_matmuls == offloaded.backward_matmuls == plain.backward_matmuls
     assert plain.host == again.host == 0
-    text = "\n".join(found.lines())
+    text = "\n".join(measurement.lines())
     assert "320 tokens" in text and "bitwise" in text and "PASSED: gradients" in text
 
 
-def test_the_first_case_keeps_all_and_names_are_told_apart() -> None:
+def test_the_first_case_keeps_all_and_names_are_distinct() -> None:
     assert CASES[0].name == "plain" and not CASES[0].ways and CASES[0].mlp_parts is None
     assert len({case.name for case in CASES}) == len(CASES)
 
@@ -85,14 +85,14 @@ def test_what_is_measured_is_let_go() -> None:
 
 
 @pytest.mark.slow
-def test_a_way_that_changes_a_gradient_fails(found: PolicyResult) -> None:
-    plain, _, _, cheap, *_ = found.rows
-    assert not replace(found, rows=(plain, replace(cheap, equal=False))).passed()
-    assert not replace(found, rows=(plain, replace(cheap, kept=plain.kept))).passed()
-    parts = found.rows[-2]
-    assert replace(found, rows=(plain, replace(parts, equal=False, distance=1e-6))).passed()
-    assert not replace(found, rows=(plain, replace(parts, equal=False, distance=1e-3))).passed()
-    assert replace(found, rows=(plain, replace(cheap, kept=plain.kept // 4))).passed()
+def test_a_way_that_changes_a_gradient_fails(measurement: PolicyResult) -> None:
+    plain, _, _, cheap, *_ = measurement.rows
+    assert not replace(measurement, rows=(plain, replace(cheap, equal=False))).passed()
+    assert not replace(measurement, rows=(plain, replace(cheap, kept=plain.kept))).passed()
+    parts = measurement.rows[-2]
+    assert replace(measurement, rows=(plain, replace(parts, equal=False, distance=1e-6))).passed()
+    assert not replace(measurement, rows=(plain, replace(parts, equal=False, distance=1e-3))).passed()
+    assert replace(measurement, rows=(plain, replace(cheap, kept=plain.kept // 4))).passed()
 
 
 def test_tiers_have_the_bytes_they_are_meant_to_have() -> None:
@@ -103,18 +103,18 @@ def test_tiers_have_the_bytes_they_are_meant_to_have() -> None:
 
 
 @pytest.mark.slow
-def test_a_budget_is_kept_to_or_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def small(*given: Any) -> Config:
+def test_a_budget_is_kept_to_or_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def small(*options: Any) -> Config:
         overrides = ["model.depth=6", "data.buckets=[{frames: 17, height: 128, width: 128}]"]
-        return make_config(setting(*given).model_dump(mode="json"), overrides, origin="test")
+        return make_config(setting(*options).model_dump(mode="json"), overrides, origin="test")
 
     setting = memory_budget.setting
     monkeypatch.setattr(memory_budget, "setting", small)
-    found = measure_budgets("full", "cpu", shares=(0.5, 0.001))
-    half, none = found.rows
+    actual = measure_budgets("full", "cpu", shares=(0.5, 0.001))
+    half, none = actual.rows
     assert half.passed() and half.measured is not None and half.measured <= half.budget and half.ways
-    assert none.measured is None and "at least" in str(none.told) and not found.passed()
-    assert "FAILED" in found.lines()[-1]
+    assert none.measured is None and "at least" in str(none.told) and not actual.passed()
+    assert "FAILED" in actual.lines()[-1]
 
 
 def test_the_step_of_a_config_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,6 +132,6 @@ def test_the_step_of_a_config_is_reported(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_part_that_there_is_not() -> None:
-    given = {"full": False, "arrangement": None, "dtype": None, "latent": None, "rounds": 1, "device": "cpu"}
+    options = {"full": False, "arrangement": None, "dtype": None, "latent": None, "rounds": 1, "device": "cpu"}
     with pytest.raises(UserError, match="--only: speed is not one of ways, optimizer, budget"):
-        bench_memory(only="speed", grown=False, shown=False, **given)  # type: ignore[arg-type]
+        bench_memory(only="speed", grown=False, shown=False, **options)  # type: ignore[arg-type]

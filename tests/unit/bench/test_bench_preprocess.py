@@ -56,9 +56,9 @@ def test_the_verdict_needs_both_halves() -> None:
 def test_clips_of_a_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no video files"):
         clips_of(tmp_path, tmp_path, 4)
-    made = make_clips(tmp_path / "clips", 3, 96)
+    clips = make_clips(tmp_path / "clips", 3, 96)
     own = clips_of(tmp_path / "clips", tmp_path, 2)
-    assert len(own.paths) == 2 and set(own.paths) < {path.resolve() for path in made.paths}
+    assert len(own.paths) == 2 and set(own.paths) < {path.resolve() for path in clips.paths}
 
 
 def test_captions_are_distinct_and_of_many_lengths() -> None:
@@ -69,14 +69,14 @@ def test_captions_are_distinct_and_of_many_lengths() -> None:
 def test_number_of_ray_workers() -> None:
     assert ray_workers(None, alone=False) is None and ray_workers("auto", alone=True) is None
     assert ray_workers("3", alone=True) == 3
-    for given in ("0", "-1", "two", ""):
+    for number in ("0", "-1", "two", ""):
         with pytest.raises(UserError, match="number of workers, or auto"):
-            ray_workers(given, alone=True)
+            ray_workers(number, alone=True)
     with pytest.raises(UserError, match="not with --shard"):
         ray_workers("3", alone=False)
 
 
-def test_without_ray_the_command_to_install_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_the_command_to_install_it_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match=r"pip install 'ray\[data\]'"):
         import_ray()

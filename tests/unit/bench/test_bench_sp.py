@@ -31,9 +31,9 @@ def test_two_processes_send_what_the_formulas_say() -> None:
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["ranks"] == 2 and found["passed"] and found["tokens"] == 3 * 4 * 6
-    rows = {row["name"]: row for row in found["rows"]}
+    contents = json.loads(done.stdout)
+    assert contents["ranks"] == 2 and contents["passed"] and contents["tokens"] == 3 * 4 * 6
+    rows = {row["name"]: row for row in contents["rows"]}
     assert list(rows) == [scheme.name for scheme in schemes(2)]
     for row in rows.values():
         assert row["equal"] and row["ledger_bytes"] == row["formula_bytes"] > 0

@@ -72,8 +72,8 @@ def closure(names: tuple[str, ...]) -> set[str]:
 @pytest.fixture(scope="module")
 def everything() -> dict[str, Any]:
     """The JSON of a whole run in a process that can import torch, the bundle's packages, and what these need."""
-    there = closure((*PACKAGES, "torch")) | {"mmspeed"}
-    others = {top for top, dists in packages_distributions().items() if not there & {normal(dist) for dist in dists}}
+    packages = closure((*PACKAGES, "torch")) | {"mmspeed"}
+    others = {top for top, dists in packages_distributions().items() if not packages & {normal(dist) for dist in dists}}
     assert {"diffusers", "av", "transformers", "webdataset", "accelerate", "PIL", "pyarrow", "psutil"} <= others
     command = [
         sys.executable,
@@ -90,8 +90,8 @@ def everything() -> dict[str, Any]:
         command, capture_output=True, text=True, timeout=240, env=environment | {"OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    contents: dict[str, Any] = json.loads(done.stdout)
+    return contents
 
 
 @pytest.mark.slow
@@ -175,9 +175,9 @@ def test_the_command_fails_with_a_sparse_kernel_of_a_wrong_scale(
     assert capsys.readouterr().out.splitlines()[-1] == "PASS"
     monkeypatch.setitem(sparse_attention.KERNELS, "grouped", wrong_sparse())
     assert main(["qualify", "--device", "cpu", "--only", "kernels", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert not found["passed"] and [row["state"] for row in found["rows"]] == ["failed", "failed"]
-    assert all(row["figures"]["share_of_limit"] > 1 for row in found["rows"])
+    contents = json.loads(capsys.readouterr().out)
+    assert not contents["passed"] and [row["state"] for row in contents["rows"]] == ["failed", "failed"]
+    assert all(row["figures"]["share_of_limit"] > 1 for row in contents["rows"])
 
 
 def test_noise_with_another_bit_fails(monkeypatch: pytest.MonkeyPatch) -> None:

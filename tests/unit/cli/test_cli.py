@@ -190,7 +190,7 @@ def test_nproc_is_ignored_inside_a_launcher(monkeypatch: pytest.MonkeyPatch) -> 
 LAUNCH = "import sys; from mmspeed.cli.launch import launch; sys.exit(launch(sys.argv[1:], 2))"
 
 
-def test_what_there_is_to_tell_of_a_config_is_told_once(
+def test_what_there_is_to_tell_of_a_config_is_printed_once(
     run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The line comes from the one process that reads the config, or from the first of those that it starts."""

@@ -47,7 +47,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def told(home: Path, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+def output(home: Path, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
     """Exit code, output and errors of a command. `RUN` and `CONFIG` in it stand for the home's."""
     register_characters()
     places = {"CONFIG": str(home / "run.yaml"), "RUN": str(home / "runs" / "small")}
@@ -65,8 +65,8 @@ def told(home: Path, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-unt
 # -- check ------------------------------------------------------------------------------------------------------------
 
 
-def test_check_tells_what_a_config_will_train(home: Path, told) -> None:  # type: ignore[no-untyped-def]
-    code, text, _ = told("check", "CONFIG")
+def test_check_tells_what_a_config_will_train(home: Path, output) -> None:  # type: ignore[no-untyped-def]
+    code, text, _ = output("check", "CONFIG")
     config = character_config(home)
     task = CharacterTask(config)
     numbers = sum(parameter.numel() for parameter in task.build()["model"].parameters())
@@ -82,13 +82,13 @@ def test_check_tells_what_a_config_will_train(home: Path, told) -> None:  # type
 
 
 @pytest.mark.slow
-def test_check_tells_each_shape_class_s_share_of_the_gradients(told, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_check_tells_each_shape_class_s_share_of_the_gradients(output, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     """12 short and 4 long packs, in steps of 6: by sample their numbers count, by step their steps."""
     names = (f"{__name__}:TwoLengths", "tests.support.characters:CharacterConfig")
     monkeypatch.setitem(TASKS, "characters", TaskEntry(*names, origin="a test"))
 
     def shares(*words: str) -> list[float]:
-        code, text, _ = told("check", "CONFIG", "name=lengths", *words)
+        code, text, _ = output("check", "CONFIG", "name=lengths", *words)
         assert code == 0 and not DOMAIN.search(text)
         how = words[0].rpartition("=")[2]
         rows = re.findall(rf"share of gradients \(objective.weighting: {how}\) of shape class (\S+): (0\.\d+)", text)
@@ -100,39 +100,39 @@ def test_check_tells_each_shape_class_s_share_of_the_gradients(told, monkeypatch
     assert steps == [0.5, 0.5]  # two steps of six short packs, two of two long ones
 
 
-def test_check_tells_micro_batches_by_devices(home: Path, told) -> None:  # type: ignore[no-untyped-def]
+def test_check_tells_micro_batches_by_devices(home: Path, output) -> None:  # type: ignore[no-untyped-def]
     words = ("check", "CONFIG", "--ranks", "3,2", "train.batch_size=5", "train.micro_batch_size=2", "name=other")
-    code, text, _ = told(*words)
+    code, text, _ = output(*words)
     name = CharacterTask(character_config(home)).shapes()[0].name
     assert code == 0 and f"on 2 devices: a device takes 2 x {name}, 1 x {name} in the first step" in text
     assert f"on 3 devices: a device takes 2 x {name} in the first step" in text
-    code, text, _ = told(*words, "parallel.ulysses=2")
+    code, text, _ = output(*words, "parallel.ulysses=2")
     assert code == 1 and "problem: parallel: ulysses 2 does not divide the 3 processes of this run" in text
     assert "on 2 devices" in text
 
 
-def test_check_tells_what_a_budget_chooses_once(told) -> None:  # type: ignore[no-untyped-def]
-    code, text, _ = told("check", "CONFIG", "memory.budget=1GB")
+def test_check_tells_what_a_budget_chooses_once(output) -> None:  # type: ignore[no-untyped-def]
+    code, text, _ = output("check", "CONFIG", "memory.budget=1GB")
     assert code == 0 and text.count("memory of a step of") == 1 and "budget 1.0 GB: 3 x save" in text
 
 
-def test_check_finds_another_run_of_that_name(home: Path, told) -> None:  # type: ignore[no-untyped-def]
-    code, text, _ = told("check", "CONFIG", "seed=5")
+def test_check_finds_another_run_of_that_name(home: Path, output) -> None:  # type: ignore[no-untyped-def]
+    code, text, _ = output("check", "CONFIG", "seed=5")
     assert code == 1 and "problem: " in text and "was started with another seed" in text
 
 
-def test_check_names_what_a_model_lacks(told, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_check_names_what_a_model_lacks(output, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     names = (f"{__name__}:Blockless", "tests.support.characters:CharacterConfig")
     monkeypatch.setitem(TASKS, "characters", TaskEntry(*names, origin="a test"))
-    code, _, error = told("check", "CONFIG")
+    code, _, error = output("check", "CONFIG")
     assert code == 1 and "Linear cannot be trained by the task characters: it lacks blocks" in error
 
 
 # -- a run ------------------------------------------------------------------------------------------------------------
 
 
-def test_report_has_the_parts_that_are_there(home: Path, told) -> None:  # type: ignore[no-untyped-def]
-    code, text, _ = told("report", "RUN")
+def test_report_has_the_parts_that_are_there(home: Path, output) -> None:  # type: ignore[no-untyped-def]
+    code, text, _ = output("report", "RUN")
     assert code == 0 and text.strip().endswith("report.html")
     page = Path(text.strip()).read_text(encoding="utf-8")
     assert "prefers-color-scheme:dark" in page and page.count('<figure class="plot"><div><img') == page.count("<img")
@@ -144,8 +144,8 @@ def test_report_has_the_parts_that_are_there(home: Path, told) -> None:  # type:
 
 
 @pytest.mark.parametrize("words", [("sample", "RUN", "--prompt", "x"), ("bench", "attention", "--run", "RUN")])
-def test_what_is_for_videos_says_so_in_one_line(told, words: tuple[str, ...]) -> None:  # type: ignore[no-untyped-def]
-    code, out, error = told(*words)
+def test_what_is_for_videos_says_so_in_one_line(output, words: tuple[str, ...]) -> None:  # type: ignore[no-untyped-def]
+    code, out, error = output(*words)
     assert code == 1 and not out and error.count("mmspeed: error: ") == 1 and "Traceback" not in error
     assert "this is for the video task, and the config is of the task characters" in error
 
@@ -153,8 +153,8 @@ def test_what_is_for_videos_says_so_in_one_line(told, words: tuple[str, ...]) ->
 # -- measurements -----------------------------------------------------------------------------------------------------
 
 
-def test_bench_memory_measures_its_step(home: Path, told, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    code, text, _ = told("bench", "memory", "CONFIG", "--output", str(tmp_path))
+def test_bench_memory_measures_its_step(home: Path, output, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    code, text, _ = output("bench", "memory", "CONFIG", "--output", str(tmp_path))
     name = CharacterTask(character_config(home)).shapes()[0].name
     assert code == 0 and text.startswith(f"{name}, 6 a device on ") and "blocks.0 to blocks.2" in text
     report = json.loads((tmp_path / "memory.json").read_text(encoding="utf-8"))["report"]
@@ -162,24 +162,24 @@ def test_bench_memory_measures_its_step(home: Path, told, tmp_path: Path) -> Non
     assert report["peak"] == pytest.approx(plan.figures.plain_peak(), rel=0.1)
 
 
-def test_bench_buckets_measures_its_shape_classes(home: Path, told) -> None:  # type: ignore[no-untyped-def]
+def test_bench_buckets_measures_its_shape_classes(home: Path, output) -> None:  # type: ignore[no-untyped-def]
     words = ("--most", "2", "--repeats", "1", "--minutes", "0.1")
-    code, text, error = told("bench", "buckets", "CONFIG", "name=measured", *words)
+    code, text, error = output("bench", "buckets", "CONFIG", "name=measured", *words)
     name = CharacterTask(character_config(home)).shapes()[0].name
     assert code == 0 and f"\n{name} " in text and "PackLength" not in text + error
-    found = json.loads((home / "runs" / "measured" / "buckets.json").read_text(encoding="utf-8"))
-    assert [(row["bucket"], row["batch"]) for row in found["rows"]][:2] == [(name, 1), (name, 2)]
+    contents = json.loads((home / "runs" / "measured" / "buckets.json").read_text(encoding="utf-8"))
+    assert [(row["bucket"], row["batch"]) for row in contents["rows"]][:2] == [(name, 1), (name, 2)]
 
 
 # -- a new config -----------------------------------------------------------------------------------------------------
 
 
-def test_init_writes_a_config_that_trains(told, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    code, _, _ = told("init", str(tmp_path / "new"), "--task", "characters")
+def test_init_writes_a_config_that_trains(output, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    code, _, _ = output("init", str(tmp_path / "new"), "--task", "characters")
     text = (tmp_path / "new.yaml").read_text(encoding="utf-8")
     assert code == 0 and "\ntask: characters  # " in text and "\n#pack: 24\n" in text
     assert not re.search("video|preprocess", text.replace("captions of videos", ""))
     words = ("train.steps=1", "device.kind=cpu", "validate.samples=0")
-    code, out, _ = told("train", str(tmp_path / "new.yaml"), *words)
+    code, out, _ = output("train", str(tmp_path / "new.yaml"), *words)
     assert code == 0 and "new: finished at step 1" in out
-    assert told("preprocess", str(tmp_path / "new.yaml"))[0] == 1
+    assert output("preprocess", str(tmp_path / "new.yaml"))[0] == 1

@@ -125,10 +125,10 @@ def file(tmp_path: Path) -> Path:
 class FakePipeline:
     """A stand-in for the trainer, which records its arguments."""
 
-    given: ClassVar[list[Any]] = []
+    calls: ClassVar[list[Any]] = []
 
     def __init__(self, config: RunConfig, maker: Any = None) -> None:
-        self.given.append((config.task, maker))
+        self.calls.append((config.task, maker))
 
     def run(self) -> SimpleNamespace:
         return SimpleNamespace(lines=lambda: ["trained"], finished=True, run="runs/toy")
@@ -137,8 +137,8 @@ class FakePipeline:
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr("mmspeed.pipelines.TrainPipeline", FakePipeline)
-    monkeypatch.setattr(FakePipeline, "given", [])
-    return FakePipeline.given
+    monkeypatch.setattr(FakePipeline, "calls", [])
+    return FakePipeline.calls
 
 
 def test_the_commands_go_through_the_table(
@@ -256,14 +256,14 @@ def test_a_config_without_a_task_is_of_videos(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "made"),
+    ("overrides", "config"),
     [((), True), (("preprocess.online=false",), False), (("data.cache=https://example.org/cache",), False)],
 )
 def test_missing_videos_are_encoded_in_the_first_epoch_where_they_can_be(
-    tmp_path: Path, overrides: tuple[str, ...], made: bool
+    tmp_path: Path, overrides: tuple[str, ...], config: bool
 ) -> None:
     maker = maker_of(small_config(tmp_path, *overrides))
-    assert isinstance(maker, OnlineBuilder) if made else maker is None
+    assert isinstance(maker, OnlineBuilder) if config else maker is None
 
 
 def test_init_loads_nothing_that_encodes(tmp_path: Path) -> None:

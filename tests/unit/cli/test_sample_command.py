@@ -74,16 +74,16 @@ def raw_on_ranks(run: str) -> list[dict[str, tuple[np.ndarray, np.ndarray]]]:
 
 def disagreements(cases: list[list[tuple[str, str, int | None]]]) -> list[str]:
     """The error of each case, in which each rank has its own run folder, second prompt and steps; empty where there is none."""
-    found = []
+    results = []
     for case in cases:
         folder, prompt, steps = case[dist.get_rank()]
         requests = [VideoRequest("a rabbit", seed=1), VideoRequest(prompt, seed=1)]
         try:
             require_same_sampling(TextToVideo.from_run(folder, device="cpu"), requests, SamplerChoice(steps), 2)
-            found.append("")
+            results.append("")
         except UserError as error:
-            found.append(str(error))
-    return found
+            results.append(str(error))
+    return results
 
 
 def test_processes_that_differ_make_no_video(run: Path, tmp_path: Path) -> None:

@@ -102,13 +102,13 @@ def exposed(kind: str, share: float, overlaps: bool) -> tuple[float, float, Tens
     x = make_x()
     with HostReads() as reads:
         y = chain(x, axis, group, kind, overlaps).sum()
-        there, of_messages = group.clock.now - group.clock.seconds["compute"], group.clock.copying
+        forward, of_messages = group.clock.now - group.clock.seconds["compute"], group.clock.copying
         y.backward()
-    back = group.clock.now - group.clock.seconds["compute"] - there
+    back = group.clock.now - group.clock.seconds["compute"] - forward
     assert of_messages == pytest.approx(2 * LAYERS * share * COMPUTE)
     assert reads.count == group.host_waits == 0
     assert x.grad is not None
-    return there / of_messages, back / (group.clock.copying - of_messages), x.grad, group
+    return forward / of_messages, back / (group.clock.copying - of_messages), x.grad, group
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.95])
@@ -116,18 +116,18 @@ def exposed(kind: str, share: float, overlaps: bool) -> tuple[float, float, Tens
 def test_95_percent_of_the_messages_are_hidden_behind_what_is_issued_between_the_halves(
     kind: str, share: float
 ) -> None:
-    there, back, grad, group = exposed(kind, share, overlaps=True)
-    assert there <= 0.05 and back <= 0.05
+    forward, back, grad, group = exposed(kind, share, overlaps=True)
+    assert forward <= 0.05 and back <= 0.05
     # between issue and wait there is the work, forward and backward: nobody waits earlier
     assert group.events == ["issue", "compute", "wait"] * (4 * LAYERS)
-    there, back, wanted, group = exposed(kind, share, overlaps=False)
-    assert there >= 0.95 and back >= 0.95  # the same without overlap
+    forward, back, wanted, group = exposed(kind, share, overlaps=False)
+    assert forward >= 0.95 and back >= 0.95  # the same without overlap
     assert torch.equal(grad, wanted)
 
 
 def test_what_is_too_slow_for_the_work_beside_it_is_waited_for() -> None:
-    there, back, grad, _ = exposed("all_to_all", 4.0, overlaps=True)
-    assert there == pytest.approx(0.75) and back == pytest.approx(0.75)
+    forward, back, grad, _ = exposed("all_to_all", 4.0, overlaps=True)
+    assert forward == pytest.approx(0.75) and back == pytest.approx(0.75)
     assert torch.equal(grad, exposed("all_to_all", 4.0, overlaps=False)[2])
 
 
@@ -180,10 +180,10 @@ def gradient(run: Callable[[Tensor], Tensor], group: ReckonedGroup) -> tuple[Ten
     group.events.clear()
     x = make_x()
     y = run(x).square().sum()
-    there = group.events.count("issue")
+    count = group.events.count("issue")
     y.backward()
     assert x.grad is not None and group.events.count("issue") == group.events.count("wait")
-    return x.grad, there, group.events.count("issue") - there
+    return x.grad, count, group.events.count("issue") - count
 
 
 def region(run: Callable[..., Any], *args: Any, policy: RegionPolicy) -> Any:
@@ -193,8 +193,8 @@ def region(run: Callable[..., Any], *args: Any, policy: RegionPolicy) -> Any:
 def test_a_second_pass_issues_nothing_where_exchanges_are_kept() -> None:
     axis, group = make_axis()
     layer = Layer(axis)
-    wanted, there, back = gradient(layer, group)
-    assert (there, back) == (2, 2)
+    wanted, forward, back = gradient(layer, group)
+    assert (forward, back) == (2, 2)
     for run, again in (
         (lambda x: region(layer, x, policy=KEEPS), 0),
         (lambda x: region(layer, x, policy=AGAIN), 2),
@@ -204,14 +204,14 @@ def test_a_second_pass_issues_nothing_where_exchanges_are_kept() -> None:
         (lambda x: checkpoint(replayed(layer), x, use_reentrant=True), 0),
         (lambda x: checkpoint(replayed(layer, exchange_again=True), x, use_reentrant=True), 2),
     ):
-        found, there, back = gradient(run, group)
-        assert torch.equal(found, wanted) and (there, back) == (2, 2 + again)
+        actual, forward, back = gradient(run, group)
+        assert torch.equal(actual, wanted) and (forward, back) == (2, 2 + again)
     wanted, *_ = gradient(lambda x: layer(x).sin(), group)
     for exchange_again in (False, True):
-        found, there, back = gradient(
+        actual, forward, back = gradient(
             lambda x, again=exchange_again: discarded(layer, torch.sin, x, exchange_again=again), group
         )
-        assert torch.equal(found, wanted) and (there, back) == (2, 2 + 2 * exchange_again)
+        assert torch.equal(actual, wanted) and (forward, back) == (2, 2 + 2 * exchange_again)
 
 
 @pytest.mark.parametrize("policy", [KEEPS, AGAIN], ids=["keeps", "again"])
@@ -226,8 +226,8 @@ def test_a_start_in_a_region_whose_finish_lies_outside_is_not_issued_again(polic
         return finish(pending).sin() + beside.sum()
 
     wanted, *counts = gradient(lambda x: run(x, False), group)
-    found, *counts_around = gradient(lambda x: run(x, True), group)
-    assert torch.equal(found, wanted) and counts_around == counts == [1, 1]
+    actual, *counts_around = gradient(lambda x: run(x, True), group)
+    assert torch.equal(actual, wanted) and counts_around == counts == [1, 1]
 
 
 def test_a_finish_in_a_region_whose_start_lies_outside_is_kept_or_refused() -> None:
@@ -241,8 +241,8 @@ def test_a_finish_in_a_region_whose_start_lies_outside_is_kept_or_refused() -> N
         return second(pending, x) if policy is None else region(second, pending, x, policy=policy)
 
     wanted, *counts = gradient(lambda x: run(x, None), group)
-    found, *counts_around = gradient(lambda x: run(x, KEEPS), group)
-    assert torch.equal(found, wanted) and counts_around == counts == [1, 1]
+    actual, *counts_around = gradient(lambda x: run(x, KEEPS), group)
+    assert torch.equal(actual, wanted) and counts_around == counts == [1, 1]
     with pytest.raises(RuntimeError, match="started before a recomputed region is finished inside"):
         run(make_x(), AGAIN)
     # torch's own checkpoint says nothing of its passes: found out in backward
@@ -260,8 +260,8 @@ def test_halves_in_two_regions() -> None:
         return around(lambda beside: finish(pending).sin() * torch.sigmoid(beside).sum(), beside)
 
     wanted, *counts = gradient(lambda x: run(x, lambda f, *args: f(*args)), group)
-    found, *counts_around = gradient(lambda x: run(x, lambda f, *args: region(f, *args, policy=KEEPS)), group)
-    assert torch.equal(found, wanted) and counts_around == counts == [1, 1]
+    actual, *counts_around = gradient(lambda x: run(x, lambda f, *args: region(f, *args, policy=KEEPS)), group)
+    assert torch.equal(actual, wanted) and counts_around == counts == [1, 1]
 
 
 def test_a_second_pass_that_stops_between_the_halves_waits_for_what_it_issued() -> None:
@@ -275,8 +275,8 @@ def test_a_second_pass_that_stops_between_the_halves_waits_for_what_it_issued() 
     wanted, *counts = gradient(run, group)
     assert counts == [1, 1]
     for policy, again in ((KEEPS, 0), (AGAIN, 1)):
-        found, *counts = gradient(lambda x, policy=policy: region(run, x, policy=policy), group)  # all are waited for
-        assert torch.equal(found, wanted) and counts == [1, 1 + again]
+        actual, *counts = gradient(lambda x, policy=policy: region(run, x, policy=policy), group)  # all are waited for
+        assert torch.equal(actual, wanted) and counts == [1, 1 + again]
 
 
 def test_a_start_that_is_discarded_and_finished_outside() -> None:
@@ -348,12 +348,12 @@ def test_misuse() -> None:
 
 def test_row_counts_are_a_decision_that_is_made_once() -> None:
     axis, group = make_axis()
-    record, found = DecisionRecord(), []
+    record, results = DecisionRecord(), []
     sends = torch.tensor([2, 1, 0, 5])
     for _ in range(2):
         with record.in_force():
-            found.append(comm.row_counts(sends, axis))
-    assert found == [RowCounts((2, 1, 0, 5), (2, 2, 2, 2))] * 2 and found[0].back().back() == found[0]
+            results.append(comm.row_counts(sends, axis))
+    assert results == [RowCounts((2, 1, 0, 5), (2, 2, 2, 2))] * 2 and results[0].back().back() == results[0]
     assert group.events.count("issue") == 1 and axis.ledger.bytes == {("counts", "a"): 8 * (RANKS - 1)}
     with record.in_force():  # as a part of a greater decision it is not one by itself
         record.record_or_replay(lambda: None)
@@ -361,7 +361,7 @@ def test_row_counts_are_a_decision_that_is_made_once() -> None:
     for _ in range(2):
         with greater.in_force():
             routed, _ = greater.record_or_replay(lambda: (sends, comm.row_counts(sends, axis)))
-            assert greater.record_or_replay(lambda: "next")[0] == "next" and routed[1] == found[0]
+            assert greater.record_or_replay(lambda: "next")[0] == "next" and routed[1] == results[0]
     assert group.events.count("issue") == 2
 
 
@@ -374,8 +374,8 @@ class Routed(RecordedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         counts = comm.row_counts(torch.full((RANKS,), ROWS // RANKS), self.axis)
-        there = finish(comm.start_rows(torch.tanh(x), self.axis, counts))
-        return finish(comm.start_rows(there.sin(), self.axis, counts.back())).exp().sigmoid()
+        received = finish(comm.start_rows(torch.tanh(x), self.axis, counts))
+        return finish(comm.start_rows(received.sin(), self.axis, counts.back())).exp().sigmoid()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -386,10 +386,10 @@ def test_a_routed_block_that_is_recomputed_exchanges_its_counts_once(reentrant: 
     assert counts == [3, 2]
     block = Routed(axis)
     recompute(block, around_graphs=reentrant, exchange_again=again > 0)
-    found, *counts = gradient(block, group)
-    assert torch.equal(found, wanted) and counts == [3, 2 + again]
-    found, *counts = gradient(lambda x: region(Routed(axis), x, policy=KEEPS), group)
-    assert torch.equal(found, wanted) and counts == [3, 2]
+    actual, *counts = gradient(block, group)
+    assert torch.equal(actual, wanted) and counts == [3, 2 + again]
+    actual, *counts = gradient(lambda x: region(Routed(axis), x, policy=KEEPS), group)
+    assert torch.equal(actual, wanted) and counts == [3, 2]
 
 
 def test_bytes_by_link() -> None:
@@ -443,5 +443,5 @@ def test_halves_around_compiled_work() -> None:
         return finish(pending).sin() * beside
 
     wanted, *_ = gradient(run, group)
-    found, *counts = gradient(torch.compile(run, backend="eager"), group)
-    assert torch.equal(found, wanted) and counts == [1, 1]
+    actual, *counts = gradient(torch.compile(run, backend="eager"), group)
+    assert torch.equal(actual, wanted) and counts == [1, 1]

@@ -60,8 +60,8 @@ def test_attention_and_its_gradients_are_those_of_a_loop(names: tuple[str, ...],
     inputs = [x.requires_grad_() for x in (q, k, v)]
     out, loop = Attend()(q, k, v, structure), in_a_loop(q, k, v, structure)
     assert torch.allclose(out, loop, rtol=0, atol=1e-12)
-    found, true = (torch.autograd.grad((each * weights).sum(), inputs) for each in (out, loop))
-    assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(found, true, strict=True))
+    actual, true = (torch.autograd.grad((each * weights).sum(), inputs) for each in (out, loop))
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(actual, true, strict=True))
 
 
 WRONG = {

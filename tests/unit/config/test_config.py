@@ -78,15 +78,15 @@ def test_every_objective_names_its_samplers(config: type[ObjectiveSection]) -> N
         if sampler in fitting:
             assert make_config(content, origin="test").sample.sampler == sampler
         else:
-            told = f"sampler {sampler} does not go with objective {kind}: use {' or '.join(fitting)}"
-            assert told in problem(content)
+            message = f"sampler {sampler} does not go with objective {kind}: use {' or '.join(fitting)}"
+            assert message in problem(content)
 
 
 def test_a_key_like_no_other_gets_no_suggestion() -> None:
     assert "did you mean" not in problem(tree(zzzzqqqq=1))
 
 
-def test_several_mistakes_are_told_together() -> None:
+def test_several_mistakes_are_reported_together() -> None:
     message = problem(tree(train={"stpes": 5, "lr": -1}))
     assert "stpes" in message and "train.lr" in message and "1 more" in message
 
@@ -324,7 +324,7 @@ def test_template_holds_every_key_and_every_sentence(demo_clips: Path) -> None:
     for path, field in all_fields():
         key = path.rsplit(".", 1)[-1]
         assert f"{key}:" in text, path
-        if key != "kind":  # the other choices are told by their section's sentence
+        if key != "kind":  # the other choices are in their section's sentence
             assert " ".join((field.description or "").split()) in flat, path
 
 

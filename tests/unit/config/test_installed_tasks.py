@@ -75,7 +75,7 @@ def test_a_task_may_bring_its_preparation(site: Path) -> None:
     assert preparation_class("poems") is sys.modules["poems_pack"].Bare
 
 
-def test_an_unknown_task_is_told_with_those_of_packages(site: Path) -> None:
+def test_an_unknown_task_is_reported_with_those_of_packages(site: Path) -> None:
     install(site, "poems-pack", {"poems": "poems_pack:PoemTask"}, {"poems_pack": POEMS})
     with pytest.raises(
         UserError, match=r"test: task 'poem' is not known; did you mean 'poems'\? \(known: video.*poems\)"
@@ -83,7 +83,7 @@ def test_an_unknown_task_is_told_with_those_of_packages(site: Path) -> None:
         make_run_config({"task": "poem"}, origin="test")
 
 
-def test_keys_of_a_packages_task_are_told(site: Path) -> None:
+def test_keys_of_a_packages_task_are_reported(site: Path) -> None:
     install(site, "poems-pack", {"poems": "poems_pack:PoemTask"}, {"poems_pack": POEMS})
     install(site, "broken-pack", {"broken": "not_there:Task"})
     with pytest.raises(
@@ -122,24 +122,24 @@ def test_a_broken_package_is_named_when_its_task_is_asked_for(
         ("function", "'poems_pack:function' is not a class"),
     ],
 )
-def test_a_class_without_a_config_is_told(site: Path, name: str, message: str) -> None:
+def test_a_class_without_a_config_is_reported(site: Path, name: str, message: str) -> None:
     install(site, "poems-pack", {"poems": f"poems_pack:{name}"}, {"poems_pack": POEMS})
     with pytest.raises(UserError, match=f"of the installed package poems-pack 1.0.*{message}"):
         config_class("poems")
 
 
-def test_a_config_of_another_name_is_told(site: Path) -> None:
+def test_a_config_of_another_name_is_reported(site: Path) -> None:
     install(site, "poems-pack", {"verses": "poems_pack:PoemTask"}, {"poems_pack": POEMS})
     with pytest.raises(UserError, match=r"'task': input should be 'poems' \(got 'verses'\)"):
         make_run_config({"task": "verses"})
 
 
-def test_two_packages_with_one_name_are_told(site: Path) -> None:
+def test_two_packages_with_one_name_are_reported(site: Path) -> None:
     install(site, "poems-pack", {"poems": "poems_pack:PoemTask"}, {"poems_pack": POEMS})
     install(site, "verse-pack", {"poems": "poems_pack:Bare"})
-    with pytest.raises(UserError, match=r"the task poems is declared by .*; uninstall all but one") as found:
+    with pytest.raises(UserError, match=r"the task poems is declared by .*; uninstall all but one") as error:
         make_run_config({"task": "poems"})
-    assert "poems-pack 1.0" in str(found.value) and "verse-pack 1.0" in str(found.value)
+    assert "poems-pack 1.0" in str(error.value) and "verse-pack 1.0" in str(error.value)
     assert known_tasks().count("poems") == 1
     assert make_run_config(small_tree(site)).task == "video"
 

@@ -51,8 +51,8 @@ def test_every_variable_of_the_installed_launcher_is_accounted_for() -> None:
 
     names, prefix = set(), ""
     for line in inspect.getsource(launch).splitlines():
-        if found := re.search(r'prefix = "(\w+)"', line):
-            prefix = found[1]
+        if match := re.search(r'prefix = "(\w+)"', line):
+            prefix = match[1]
         for joined, name in re.findall(r'(?:current_env|environment)\[(prefix \+ )?"(\w+)"\]', line):
             names.add(prefix + name if joined else name)
         names |= set(re.findall(r'"(ACCELERATE_\w+)":', line))

@@ -180,9 +180,9 @@ def test_policies_chosen_by_an_earlier_version_are_taken(tmp_path: Path) -> None
     }
     file.write_text(json.dumps(choice), encoding="utf-8")
     setting = {"memory.offload_from": "1MiB", "memory.activation_policy": {}}
-    found = read_choice(file, setting, 2)
-    assert found is not None
-    assert found.ways == ({"attention": "offload", "mlp": "selective"}, {"norm": "recompute_output"})
+    actual = read_choice(file, setting, 2)
+    assert actual is not None
+    assert actual.ways == ({"attention": "offload", "mlp": "selective"}, {"norm": "recompute_output"})
     assert read_choice(file, {**setting, "memory.offload_from": "2MiB"}, 2) is None
 
 
@@ -240,7 +240,7 @@ def test_settings_of_measurements_have_the_degrees_that_ran() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parallel", "arrangement", "told"),
+    ("parallel", "arrangement", "message"),
     [
         ({"ulysses": 2}, "factorised", "`dsp: 2`; now ulysses 2 runs in attention of the temporal blocks"),
         ({"ring": 2, "ulysses": 2, "shard": "space"}, "factorised", "`dsp: 4`; now ring 2 x ulysses 2 runs in attention of the spatial"),
@@ -250,18 +250,18 @@ def test_settings_of_measurements_have_the_degrees_that_ran() -> None:
         ({}, "factorised", None),
     ],
 )  # fmt: skip
-def test_a_users_degrees_that_ran_otherwise_before_are_told_in_a_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, parallel: dict[str, Any], arrangement: str, told: str | None
+def test_a_users_degrees_that_ran_otherwise_before_are_reported_in_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, parallel: dict[str, Any], arrangement: str, message: str | None
 ) -> None:
     caplog.set_level(logging.INFO, "mmspeed")
     path = write(tmp_path / "my-run.yaml", tree(parallel=parallel, model={"arrangement": arrangement}))
     config = load_config(path)
     assert config.parallel.model_dump(include=set(parallel)) == parallel  # what is written is what runs
-    if told is None:
+    if message is None:
         assert not caplog.records
     else:
         (line,) = (record.getMessage() for record in caplog.records)
-        assert line.startswith(f"{path}: parallel has ") and told in line and "\n" not in line
+        assert line.startswith(f"{path}: parallel has ") and message in line and "\n" not in line
     caplog.clear()
     assert load_config(path, ["parallel.dsp=1"]).parallel.dsp == 1 and not caplog.records
 

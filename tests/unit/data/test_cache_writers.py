@@ -26,7 +26,7 @@ from mmspeed.errors import UserError
 from tests.support.caches import FOLDER, add_latent, build, finish, latent, latent_parts, tar_bytes
 
 
-def test_disk_full_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+def test_disk_full_is_reported_and_leaves_nothing(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     writer = CacheWriter(tmp_path)
     key = add_latent(writer, 0)

@@ -67,9 +67,9 @@ def test_damaged_entries_are_named_with_key_shard_and_source(root: Path) -> None
     first, second, *_ = trusted_rows(root, shard)
     change(root / shard, first.offset + first.bytes - 1)
     change(root / shard, second.offset + 1024 + 512 + 20)  # in its sidecar
-    found = lines(verify(root))
-    assert found[0] == f"{shard}: latents {first.key} ({first.source}): its checksum differs"
-    assert f"{shard}: latents {second.key} ({second.source}): its sidecar" in found[1] and len(found) == 2
+    actual = lines(verify(root))
+    assert actual[0] == f"{shard}: latents {first.key} ({first.source}): its checksum differs"
+    assert f"{shard}: latents {second.key} ({second.source}): its sidecar" in actual[1] and len(actual) == 2
     assert verify(root).whole == 13
 
 
@@ -220,7 +220,7 @@ def test_a_repair_drops_what_is_damaged_and_lists_it(root: Path) -> None:
     assert verify(root).damage == [] and contents(root) == right
 
 
-def test_a_repair_lists_shards_anew_whose_index_is_damaged(root: Path) -> None:
+def test_a_repair_lists_shards_again_whose_index_is_damaged(root: Path) -> None:
     right, before = contents(root), {path: path.read_bytes() for path in root.rglob("*.tar")}
     for number, path in enumerate(index_files(root)):
         change(path, 40) if number % 2 else path.unlink()

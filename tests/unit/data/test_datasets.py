@@ -65,8 +65,8 @@ def test_sources_of_every_format_know_their_data_set(tmp_path: Path) -> None:
         {"path": str(plain)},
     ]
     data = DataConfig.model_validate({"sources": sources, "buckets": [{"frames": 5, "height": 32, "width": 32}]})
-    found = list_sources(data).sources
-    assert [(source.name, source.dataset) for source in found] == [
+    actual = list_sources(data).sources
+    assert [(source.name, source.dataset) for source in actual] == [
         ("a.mp4", "my clips"),
         ("b.mp4", "my clips"),
         ("c.mp4", "m.jsonl"),
@@ -78,7 +78,7 @@ def test_sources_of_every_format_know_their_data_set(tmp_path: Path) -> None:
         ("plain/a.mp4", "plain"),
         ("plain/b.mp4", "plain"),
     ]
-    assert found[0].dataset is found[1].dataset, "ten million sources share the names"
+    assert actual[0].dataset is actual[1].dataset, "ten million sources share the names"
 
 
 def two_sets(folder: Path, *overrides: str, names: tuple[str, str] = ("cats", "dogs")) -> Config:
@@ -176,7 +176,7 @@ def make_old(root: Path) -> None:
     write_batch(entries, batch.columns, batch.schema, asdict(replace(facts, **asdict(list_index(root)), version=1)))
 
 
-def test_an_old_cache_is_told_in_a_line_and_nothing_calls_it_damaged(
+def test_an_old_cache_is_reported_in_a_line_and_nothing_calls_it_damaged(
     built: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = copied(built, tmp_path)

@@ -22,14 +22,14 @@ lots = st.lists(
 @given(lots, st.integers(1, 9))
 def test_every_sample_is_in_one_cell_and_lanes_have_equal_rows(dealt: tuple[BucketBatch, ...], lanes: int) -> None:
     rows = assign_slots(dealt, lanes)
-    found: Counter[tuple[int, int]] = Counter()
+    results: Counter[tuple[int, int]] = Counter()
     for row in rows:
         assert len(row) == lanes
         for cell in row:
             if cell is not None:
                 assert 1 <= cell.size <= (dealt[cell.lot].most or cell.size)
-                found.update((cell.lot, number) for number in range(cell.start, cell.stop))
-    assert found == Counter((lot, number) for lot, of in enumerate(dealt) for number in range(of.count))
+                results.update((cell.lot, number) for number in range(cell.start, cell.stop))
+    assert results == Counter((lot, number) for lot, of in enumerate(dealt) for number in range(of.count))
     fewest = sum(math.ceil(lot.count / (lot.most or lot.count)) for lot in dealt)
     more = len(rows) - math.ceil(fewest / lanes)
     assert 0 <= more <= (2 * len(dealt) if len(dealt) > 1 and lanes > 1 else 0), "more micro-batches than may pay"

@@ -1,4 +1,4 @@
-"""Files are on disk before they get their names, and names before anybody is told of them: a power cut loses no finished work."""
+"""Files are on disk before they get their names, and names before anybody learns of them: a power cut loses no finished work."""
 
 from __future__ import annotations
 

@@ -45,9 +45,9 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("mmspeed-")]
 
 
-def numbers(stop: int, made: list[int]) -> Iterator[int]:
+def numbers(stop: int, log: list[int]) -> Iterator[int]:
     for number in range(stop):
-        made.append(number)
+        log.append(number)
         yield number
 
 
@@ -55,33 +55,33 @@ def numbers(stop: int, made: list[int]) -> Iterator[int]:
 
 
 def test_read_ahead_keeps_order_and_its_bound() -> None:
-    made: list[int] = []
+    log: list[int] = []
     seen = []
-    for number in read_ahead(numbers(20, made), depth=3):
+    for number in read_ahead(numbers(20, log), depth=3):
         seen.append(number)
         time.sleep(0.002)
         # `depth` items wait, and permission for one more is given when the consumer asks for it
-        assert len(made) - len(seen) <= 3
-    assert seen == made == list(range(20))
+        assert len(log) - len(seen) <= 3
+    assert seen == log == list(range(20))
     assert list(read_ahead(iter(()), depth=1)) == []
 
 
 def test_read_ahead_works_while_the_consumer_is_busy() -> None:
-    made: list[int] = []
-    ahead = read_ahead(numbers(3, made), depth=3)
+    log: list[int] = []
+    ahead = read_ahead(numbers(3, log), depth=3)
     assert next(ahead) == 0
-    until(lambda: len(made) == 3, "nothing was read while the consumer held its item")
+    until(lambda: len(log) == 3, "nothing was read while the consumer held its item")
     assert list(ahead) == [1, 2] and threads() == []
 
 
 def test_a_closed_read_ahead_closes_what_it_reads_from() -> None:
-    made: list[int] = []
-    source = numbers(10**6, made)
+    log: list[int] = []
+    source = numbers(10**6, log)
     ahead = read_ahead(source, depth=2)
     next(ahead)
     assert threads() == ["mmspeed-read-ahead"]
     ahead.close()
-    assert threads() == [] and next(source, None) is None and len(made) <= 4
+    assert threads() == [] and next(source, None) is None and len(log) <= 4
 
 
 # -- the same batches, whoever reads them ---------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def test_an_unforeseen_error_names_itself_and_one_in_the_order_comes_last() -> N
     assert list(in_workers(iter(()), halves, 1, 1)) == [] and multiprocessing.active_children() == []
 
 
-def test_a_killed_worker_is_told_in_a_line(tmp_path: Path) -> None:
+def test_a_killed_worker_is_reported_in_a_line(tmp_path: Path) -> None:
     cache = make_cache(tmp_path)
     steps = Loader(cache, BatchSampler(cache.samples, 2, seed=0), workers=2).steps(0, 10**6)
     next(steps)

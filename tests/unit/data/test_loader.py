@@ -39,7 +39,7 @@ def test_padding_and_mask(tmp_path: Path) -> None:
         assert mask_L[: int(length)].all() and not text_LD[~mask_L].any()
 
 
-def test_posterior_is_drawn_anew_each_epoch_and_by_name(tmp_path: Path) -> None:
+def test_posterior_is_drawn_again_each_epoch_and_by_name(tmp_path: Path) -> None:
     cache = make_cache(tmp_path, logvar=-2.0)
     draws = [draw_of(cache, "0.mp4", epoch, repeat) for epoch, repeat in ((0, 0), (1, 0), (0, 1))]
     latents = [assemble(cache, [(draw, 1.0)], 5, 0.0)["latents"][0] for draw in draws]

@@ -192,7 +192,7 @@ def compiled(root: Path) -> dict[str, int]:
     return {path.name: path.stat().st_ino for path in (root / "index").glob("*.arrow")}
 
 
-def test_compiled_files_are_sealed_kept_and_made_anew_when_the_index_changes(tmp_path: Path) -> None:
+def test_compiled_files_are_sealed_kept_and_made_again_when_the_index_changes(tmp_path: Path) -> None:
     latents, texts = build(tmp_path)
     compile_index(tmp_path)
     first = compiled(tmp_path)
@@ -211,7 +211,7 @@ def test_compiled_files_are_sealed_kept_and_made_anew_when_the_index_changes(tmp
 
 
 @pytest.mark.parametrize("name", ["entries.arrow", "samples.arrow"])
-def test_damaged_compiled_files_are_made_anew(tmp_path: Path, name: str) -> None:
+def test_damaged_compiled_files_are_made_again(tmp_path: Path, name: str) -> None:
     latents, _ = build(tmp_path)
     samples = list(DatasetCache(tmp_path).samples)
     path = tmp_path / "index" / name
@@ -242,8 +242,8 @@ def open_and_count(root: Path) -> tuple[int, dict[str, int]]:
 def test_several_processes_at_once_make_one_index(tmp_path: Path) -> None:
     build(tmp_path)
     with concurrent.futures.ProcessPoolExecutor(4, mp_context=multiprocessing.get_context("fork")) as pool:
-        found = list(pool.map(open_and_count, [tmp_path] * 4))
-    assert found == [(4, compiled(tmp_path))] * 4  # the same files: one made them, the others waited
+        actual = list(pool.map(open_and_count, [tmp_path] * 4))
+    assert actual == [(4, compiled(tmp_path))] * 4  # the same files: one made them, the others waited
 
 
 def in_child(action: object) -> int:
@@ -340,7 +340,7 @@ def test_bytes_that_change_under_an_open_cache_are_noticed_at_the_next_read(tmp_
         DatasetCache(tmp_path).latent(latents[1])
 
 
-def test_a_shard_cut_off_while_it_is_mapped_is_told(tmp_path: Path) -> None:
+def test_a_shard_cut_off_while_it_is_mapped_is_reported(tmp_path: Path) -> None:
     latents, _ = build(tmp_path)
     cache = DatasetCache(tmp_path)
     cache.latent(latents[0])
@@ -362,17 +362,17 @@ def test_overlay_reads_shards_in_progress_and_follows_them_when_sealed(tmp_path:
         for number, key in zip((7, 8), coming, strict=True):
             assert not cache.has("latents", key)
             add_latent(writer, number)
-            told = writer.place("latents", key)
-            assert told is not None and ".tmp" in told.shard
-            cache.overlay([told])
-            assert cache.has("latents", key) and cache.entry(key) == told  # the file has grown since it was mapped
+            place = writer.place("latents", key)
+            assert place is not None and ".tmp" in place.shard
+            cache.overlay([place])
+            assert cache.has("latents", key) and cache.entry(key) == place  # the file has grown since it was mapped
             assert torch.equal(cache.latent(key)["mean"], latent(number))
-    cache._store = LocalStore(tmp_path)  # a reader that has not mapped it: the name it was told is gone
+    cache._store = LocalStore(tmp_path)  # a reader that has not mapped it: the name that it knows is gone
     assert torch.equal(cache.latent(coming[0])["mean"], latent(7))
     assert cache.entry(coming[0]).shard == f"{FOLDER}/000001.tar"
     cache.complete()
     assert not cache.partial and cache.has("latents", coming[1])
-    cache.overlay([replace(told, key="e" * 32)])
+    cache.overlay([replace(place, key="e" * 32)])
     with pytest.raises(UserError, match="no entry e"):
         cache.latent("e" * 32)
 

@@ -26,11 +26,11 @@ from tests.unit.data.test_sampler import BUCKETS, batchings, counts, make_sample
 
 def drawn(sampler: BatchSampler, start: int, epoch: int) -> tuple[Counter[tuple[str, int, int]], int]:
     """All uses of an epoch from a step on, and the step behind them."""
-    found: Counter[tuple[str, int, int]] = Counter()
+    results: Counter[tuple[str, int, int]] = Counter()
     while sampler.locate(start).epoch == epoch:
-        found.update(draw.name for draw in sampler.draws(start))
+        results.update(draw.name for draw in sampler.draws(start))
         start += 1
-    return found, start
+    return results, start
 
 
 @settings(max_examples=150, deadline=None)
@@ -80,18 +80,18 @@ def test_resume_with_the_same_batching_is_the_same_run(
         assert again.draws(step) == other.draws(step)
 
 
-def test_a_state_is_a_few_numbers_and_the_changes_are_told() -> None:
+def test_a_state_is_a_few_numbers_and_the_changes_are_reported() -> None:
     samples = make_samples(20, 9, 7)
     sampler = BatchSampler(samples, 4, seed=0)
     state = sampler.state(5)
     assert len(json.dumps(state)) < 1000 and sum(state["position"]["used"].values()) <= 20
     assert BatchSampler(samples, 4, seed=0).resume(state) is None
-    told = BatchSampler(samples, 3, seed=0).resume(state)
+    notice = BatchSampler(samples, 3, seed=0).resume(state)
     left = 36 - sum(state["position"]["used"].values())
-    assert told is not None and f"the {left} of 36 uses that are left of epoch 0" in told
+    assert notice is not None and f"the {left} of 36 uses that are left of epoch 0" in notice
     grown = BatchSampler([*samples, *make_samples(0, 0, 0, 2)], 4, seed=0)
-    told = grown.resume(state)
-    assert told is not None and "bucket 49x64x64: 0 samples, now 2" in told and "a new epoch begins" in told
+    notice = grown.resume(state)
+    assert notice is not None and "bucket 49x64x64: 0 samples, now 2" in notice and "a new epoch begins" in notice
     assert grown.locate(5) == (0, 1, 0)
     assert drawn(grown, 5, 1)[0].total() == 38
     swapped = BatchSampler([*samples[1:], replace(samples[0], key="other")], 4, seed=0)
@@ -165,8 +165,8 @@ def test_what_changes_elsewhere_in_the_curriculum_leaves_the_epoch_whole() -> No
         [TrainingStage()],
     ):
         other = BatchSampler(samples, 4, seed=1, stages=stages)
-        told = other.resume(json.loads(json.dumps(state)))
-        assert told is not None and f"the {23 - met.total()} of 23 uses that are left of epoch 1" in told
+        notice = other.resume(json.loads(json.dumps(state)))
+        assert notice is not None and f"the {23 - met.total()} of 23 uses that are left of epoch 1" in notice
         assert met + drawn(other, 6, 1)[0] == Counter((sample.key, 1, 0) for sample in samples)
     gone = BatchSampler(samples, 4, seed=1, stages=[replace(IMAGES, steps=9), TrainingStage()])
     assert "another curriculum" in (gone.resume(state) or "") and gone.locate(6) == (0, 2, 0)
@@ -229,17 +229,21 @@ def test_a_large_set_is_balanced_on_any_world(world: int) -> None:
     batching = Batching(world, {bucket: each[bucket].fitting(budget) for bucket in buckets}, each)
     order = Order(groups, batching, seed=0)
     plan, numbered = order.whole_epoch()
-    told = forecast(plan, numbered, batching, world, order.uses(), lambda bucket: bucket.frames)
-    assert told.mean_imbalance < 1.02 and told.unmet == 0 and told.samples == 30_000
+    prediction = forecast(plan, numbered, batching, world, order.uses(), lambda bucket: bucket.frames)
+    assert prediction.mean_imbalance < 1.02 and prediction.unmet == 0 and prediction.samples == 30_000
     alone = []
-    for step in range(plan.steps):  # the forecast against dealing every step anew
+    for step in range(plan.steps):  # the forecast against dealing every step again
         load = assignment_load(
             bucket_batches_of([(numbered[b], count) for b, _, count in plan.pieces(step)], batching), world
         )
         alone.append(load.imbalance)
-    assert told.lockstep.tolist() == pytest.approx(alone)
-    assert told.tokens == sum(int(n) * b.frames for n, b in zip(counts_, buckets, strict=True))
-    assert told.epoch_imbalance >= 1.0 and 0 <= told.idle < 0.05 * told.rows.sum() * world and told.short <= told.steps
+    assert prediction.lockstep.tolist() == pytest.approx(alone)
+    assert prediction.tokens == sum(int(n) * b.frames for n, b in zip(counts_, buckets, strict=True))
+    assert (
+        prediction.epoch_imbalance >= 1.0
+        and 0 <= prediction.idle < 0.05 * prediction.rows.sum() * world
+        and prediction.short <= prediction.steps
+    )
 
 
 @pytest.mark.parametrize("mix", ["same", "matched", "window"])
@@ -269,8 +273,8 @@ def test_the_order_is_the_one_that_older_checkpoints_count_in(generator: int, ex
     batching = Batching(3, dict.fromkeys(BUCKETS, 2), mix="window")
     stages = [TrainingStage(weights={"web": 1.0, "own": 1.0})]
     sampler = BatchSampler(samples, batching, seed=Seed(7, generator), stages=stages)
-    told = json.dumps([[draw.name for draw in sampler.draws(step)] for step in range(40)])
-    assert digest(told.encode()) == expected
+    text = json.dumps([[draw.name for draw in sampler.draws(step)] for step in range(40)])
+    assert digest(text.encode()) == expected
 
 
 def test_an_order_that_was_used_before_resumes_as_a_new_one_does() -> None:

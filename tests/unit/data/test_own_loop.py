@@ -77,11 +77,11 @@ def test_each_sample_comes_once_over_nodes_and_workers(
 
 
 def test_nodes_by_number_are_those_of_the_launcher(cache: DatasetCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = [[batch["__key__"] for batch in webdataset(cache, batch_size=2, rank=rank, world=2)] for rank in range(2)]
+    keys = [[batch["__key__"] for batch in webdataset(cache, batch_size=2, rank=rank, world=2)] for rank in range(2)]
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in range(2):
         monkeypatch.setenv("RANK", str(rank))
-        assert [batch["__key__"] for batch in webdataset(cache, batch_size=2)] == given[rank]
+        assert [batch["__key__"] for batch in webdataset(cache, batch_size=2)] == keys[rank]
 
 
 def test_equal_gives_every_node_as_many_batches(cache: DatasetCache) -> None:

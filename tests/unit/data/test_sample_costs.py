@@ -40,14 +40,14 @@ class PacksTask(ListedTask[PacksConfig]):
     """Packs of a length, given by the lengths of their documents; what is left of a pack is padding (document -1)."""
 
     name = "packs"
-    given: ClassVar[Mapping[int, Sequence[Sequence[int]]]] = {}
+    packs: ClassVar[Mapping[int, Sequence[Sequence[int]]]] = {}
 
     def build(self) -> dict[str, nn.Module]:
         return {"model": nn.Sequential(nn.Linear(1, 1))}
 
     def samples(self) -> tuple[Sequence[ListedSample], Sequence[ListedSample]]:
         return [
-            pack(f"{n:03d} of {size}", size, of) for size, some in self.given.items() for n, of in enumerate(some)
+            pack(f"{n:03d} of {size}", size, of) for size, some in self.packs.items() for n, of in enumerate(some)
         ], []
 
     def loss(self, models: Models, batch: Batch) -> Terms:
@@ -69,14 +69,14 @@ def pack(name: str, size: int, lengths: Sequence[int]) -> ListedSample:
     return ListedSample(name, {"document": document}, Length(size), len(numbers))
 
 
-def make(given: Mapping[int, Sequence[Sequence[int]]], **tree: Any) -> PacksTask:
+def make(packs: Mapping[int, Sequence[Sequence[int]]], **tree: Any) -> PacksTask:
     """The task of these packs, under a config."""
 
-    class Given(PacksTask):
+    class Packs(PacksTask):
         pass
 
-    Given.given = given
-    return Given(PacksConfig(**{"train": {"prefetch": 0}} | tree))
+    Packs.packs = packs
+    return Packs(PacksConfig(**{"train": {"prefetch": 0}} | tree))
 
 
 def place(rank: int = 0, world: int = 1) -> RunPlace:
@@ -142,8 +142,8 @@ def test_own_costs_are_never_shared_out_worse_than_the_classes_would(
     for cell in (cell for row in plain for cell in row if cell is not None):
         largest[cell.lot] = max(largest[cell.lot], cell.size)
     assert all(1 <= cell.size <= largest[cell.lot] for row in rows for cell in row if cell is not None)
-    found = slowest(lots, shares, orders, rows)
-    assert found <= slowest(lots, shares, drawn, plain) * (1 + 1e-12) and load.slowest == pytest.approx(found)
+    actual = slowest(lots, shares, orders, rows)
+    assert actual <= slowest(lots, shares, drawn, plain) * (1 + 1e-12) and load.slowest == pytest.approx(actual)
     total = sum(lot.cost.each * sum(of) for lot, of in zip(lots, shares, strict=True))
     assert load.mean == pytest.approx(total / lanes) and load.imbalance >= 1 - 1e-12
 
@@ -182,7 +182,7 @@ def test_one_long_document_is_met_by_short_ones() -> None:
     task = make({16: [[16], [16], [2] * 8, [2] * 8]}, train={"batch_size": 4, "prefetch": 0})
     data = task.data(place())
     draws, batching = data.sampler.draws(0), task.batching(place())
-    costs = {key: by_hand(lengths) for key, lengths in zip(sorted(task.by_key), task.given[16], strict=True)}
+    costs = {key: by_hand(lengths) for key, lengths in zip(sorted(task.by_key), task.packs[16], strict=True)}
     for rank in range(2):
         [batch] = rank_batches(draws, batching, rank, 2)
         assert sorted(costs[draw.sample.key] for draw, _ in batch) == [by_hand([2] * 8), by_hand([16])]
@@ -229,8 +229,8 @@ def test_each_pack_is_met_once_on_any_number_of_ranks(
         ]
         if by != "tokens":  # by which classes count by their tokens
             mean = sum(map(sum, costs)) / world
-            told = imbalance(draws, shared.sampler.batching, world)
-            assert told == pytest.approx(sum(map(max, zip(*costs, strict=True))) / mean)
+            spread = imbalance(draws, shared.sampler.batching, world)
+            assert spread == pytest.approx(sum(map(max, zip(*costs, strict=True))) / mean)
     assert met == dict.fromkeys(task.by_key, 1.0)
 
 
@@ -251,11 +251,11 @@ def test_a_run_of_packs_goes_on_exactly_where_it_stopped(
 
 
 def test_other_costs_of_the_same_packs_make_other_batches() -> None:
-    """Sizes by FLOPs go by the mean of the samples' own; a run that goes on with others is told so."""
-    given = {16: [[16], [2] * 8, [4] * 4, [8, 8]]}
+    """Sizes by FLOPs go by the mean of the samples' own; a run that goes on with others gets a message."""
+    packs = {16: [[16], [2] * 8, [4] * 4, [8, 8]]}
     tree: dict[str, Any] = {"batching": {"by": "flops", "budget": 2 * by_hand([16]) / 1e12, "slots": 1}}
-    task = make(given, **tree)
-    mean = sum(map(by_hand, given[16])) / 4
+    task = make(packs, **tree)
+    mean = sum(map(by_hand, packs[16])) / 4
     batching = task.batching(place())
     assert batching.sizes[Length(16)] == int(2 * by_hand([16]) / mean) == 3
     assert batching.costs[Length(16)].each == pytest.approx(mean / 1e12)
@@ -264,7 +264,7 @@ def test_other_costs_of_the_same_packs_make_other_batches() -> None:
         def sample_work(self, sample: ListedSample) -> Work:
             return self.work(sample.shape)
 
-    ByClass.given = given
+    ByClass.packs = packs
     plain = ByClass(PacksConfig(**tree))
     assert plain.batching(place()).share is None and plain.batching(place()).sizes[Length(16)] == 2
     message = plain.data(place()).resume(task.data(place()).state(0))
@@ -272,22 +272,22 @@ def test_other_costs_of_the_same_packs_make_other_batches() -> None:
 
 
 def test_a_step_s_work_and_tokens_are_those_of_its_packs() -> None:
-    given = {16: [[16], [2] * 6], 8: [[3, 2]]}
-    task = make(given, batching={"mix": "window"})
-    found = []
+    packs = {16: [[16], [2] * 6], 8: [[3, 2]]}
+    task = make(packs, batching={"mix": "window"})
+    results = []
     for step in task.data(place()).steps(0, 2):
         usage = task.usage(step)
-        found.append((usage.items, usage.tokens, usage.forward.products, usage.forward.attention))
-    total = [sum(column) for column in zip(*found, strict=True)]
+        results.append((usage.items, usage.tokens, usage.forward.products, usage.forward.attention))
+    total = [sum(column) for column in zip(*results, strict=True)]
     squares = 16**2 + 6 * 2**2 + 3**2 + 2**2
     per_epoch = [3, 33, A * 33, B * squares]
-    assert total == [len(found) * number for number in per_epoch] or total == per_epoch
+    assert total == [len(results) * number for number in per_epoch] or total == per_epoch
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
 def test_a_cost_that_is_none_is_refused(bad: float) -> None:
     class Wrong(PacksTask):
-        given: ClassVar[Mapping[int, Sequence[Sequence[int]]]] = {16: [[16], [8, 8]]}
+        inputs: ClassVar[Mapping[int, Sequence[Sequence[int]]]] = {16: [[16], [8, 8]]}
 
         def sample_work(self, sample: ListedSample) -> Work:
             return Work(bad if sample.name.startswith("001") else 1.0)

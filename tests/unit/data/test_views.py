@@ -38,8 +38,8 @@ def test_an_unaligned_payload_is_read_all_the_same() -> None:
         b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[1,9]},"e":{"dtype":"F16","shape":[0,3],"data_offsets":[0,0]}}'
     )
     data = bytearray(len(header).to_bytes(8, "little") + header + b"\0" + np.array([1, 2], "<f4").tobytes())
-    found = tensors_of(memoryview(data))
-    assert found["a"].tolist() == [1, 2] and found["e"].shape == (0, 3)
+    contents = tensors_of(memoryview(data))
+    assert contents["a"].tolist() == [1, 2] and contents["e"].shape == (0, 3)
 
 
 def test_a_payload_is_no_copy() -> None:

@@ -29,11 +29,11 @@ def factors(sampler: BatchSampler, step: int, weighting: Weighting) -> dict[Shap
     drawn = Counter(draw.sample.bucket for draw in sampler.draws(step))
     samples, size = drawn.total(), sum(count * tokens(bucket) for bucket, count in drawn.items())
     weight = StepWeights(weighting, sampler, tokens).weight(step, samples, size)
-    found: dict[ShapeClass, Counter[float]] = {}
+    results: dict[ShapeClass, Counter[float]] = {}
     for bucket, count in drawn.items():
         part = tokens(bucket) / size if weighting == "token" else 1 / samples
-        found[bucket] = Counter({weight * part: count})
-    return found
+        results[bucket] = Counter({weight * part: count})
+    return results
 
 
 @settings(max_examples=100, deadline=None)
@@ -59,9 +59,9 @@ def test_all_count_alike_by_any_batching_and_after_any_resume(
         for _ in range(steps):
             epoch = sampler.locate(step).epoch
             planned.setdefault(epoch, sampler.steps_per_epoch)
-            for bucket, found in factors(sampler, step, weighting).items():
+            for bucket, actual in factors(sampler, step, weighting).items():
                 one = planned[epoch] / total * (tokens(bucket) if weighting == "token" else 1.0)
-                assert list(found) == [pytest.approx(one, rel=1e-12)]
+                assert list(actual) == [pytest.approx(one, rel=1e-12)]
             step += 1
         state = sampler.state(step)
 
@@ -70,15 +70,15 @@ def test_the_weights_of_a_whole_epoch_have_the_mean_1() -> None:
     sampler = BatchSampler(make_samples(21, 9, 7), 4, seed=0)
     for weighting in WEIGHTINGS:
         weights = StepWeights(weighting, sampler, tokens)
-        found = []
+        results = []
         for step in range(sampler.steps_per_epoch):
             drawn = sampler.draws(step)
-            found.append(weights.weight(step, len(drawn), sum(tokens(draw.sample.bucket) for draw in drawn)))
-        assert sum(found) == pytest.approx(len(found), rel=1e-12)
-        assert (set(found) == {1.0}) == (weighting == "step")
+            results.append(weights.weight(step, len(drawn), sum(tokens(draw.sample.bucket) for draw in drawn)))
+        assert sum(results) == pytest.approx(len(results), rel=1e-12)
+        assert (set(results) == {1.0}) == (weighting == "step")
 
 
-def test_a_stage_has_a_mean_of_its_own_and_an_epoch_begins_anew() -> None:
+def test_a_stage_has_a_mean_of_its_own_and_an_epoch_begins_again() -> None:
     samples = make_samples(9, 6, 0, 5)
     images = TrainingStage(3, takes=lambda bucket: bucket.is_image)
     sampler = BatchSampler(samples, 4, seed=0, stages=[images, TrainingStage()])
@@ -123,8 +123,8 @@ def test_the_shares_of_buckets_are_those_of_their_samples_factors(
     sampler = BatchSampler(make_samples(*sizes), batching, seed=5)
     sums: defaultdict[ShapeClass, float] = defaultdict(float)
     for step in range(sampler.steps_per_epoch):
-        for bucket, found in factors(sampler, step, weighting).items():
-            sums[bucket] += sum(factor * count for factor, count in found.items())
+        for bucket, actual in factors(sampler, step, weighting).items():
+            sums[bucket] += sum(factor * count for factor, count in actual.items())
     plan, buckets = sampler.whole_epoch(0, 0)
     shares = gradient_shares(plan, buckets, weighting, tokens)
     whole = sum(sums.values())

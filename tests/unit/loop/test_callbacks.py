@@ -15,12 +15,12 @@ from tests.support.distillation import DistillationTask
 
 def test_the_order_of_a_runs_callbacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Times come first, the rate before what reads it, averages after the step, telemetry and events near the end, signals last."""
-    made: list[Callback] = []
+    callbacks: list[Callback] = []
     own = TrainPipeline._callbacks
 
     def noted(self: TrainPipeline, *args: Any) -> list[Callback]:
-        made.extend(own(self, *args))
-        return made
+        callbacks.extend(own(self, *args))
+        return callbacks
 
     monkeypatch.setattr(TrainPipeline, "_callbacks", noted)
     config = character_config(tmp_path, "train.steps=1", "train.ema_decay=0.9")
@@ -37,4 +37,4 @@ def test_the_order_of_a_runs_callbacks(tmp_path: Path, monkeypatch: pytest.Monke
         "Events",
         "Signals",
     ]
-    assert [type(callback).__name__ for callback in made] == order
+    assert [type(callback).__name__ for callback in callbacks] == order

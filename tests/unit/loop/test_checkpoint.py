@@ -185,7 +185,7 @@ def test_newest_and_best_are_kept(tmp_path: Path) -> None:
     again.save(5, state, blocking=True)
     assert again.best() == again.latest() == tmp_path / step_name(5)
     assert steps_in(tmp_path) == ["latest.json", *map(step_name, (3, 5))]  # 3 is in use
-    again.save(3, state, blocking=True)  # written anew over the old one; it is the newest now, though not the highest
+    again.save(3, state, blocking=True)  # written again over the old one; it is the newest now, though not the highest
     assert again.latest() == third and steps_in(third)[:2] == FILES[:2]
 
 

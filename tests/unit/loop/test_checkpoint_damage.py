@@ -58,13 +58,13 @@ def test_a_damaged_record_is_rebuilt_with_one_warning(
 
 @pytest.mark.parametrize("name", ["index.json", "meta.json"])
 @pytest.mark.parametrize("text", ["{}", "[]", '{"format": 1, "files": {}, "tensors": {"a": 3}}', "{", "\udcff"])
-def test_damaged_json_is_told_with_the_way_on(folder: Path, name: str, text: str) -> None:
+def test_damaged_json_is_reported_with_the_way_on(folder: Path, name: str, text: str) -> None:
     (folder / step_name(4) / name).write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(UserError, match=rf"step-00000004 is damaged: {name}.*delete that folder to go on from step 2"):
         load(folder / step_name(4), ToyDiT())
 
 
-def test_the_only_checkpoint_is_deleted_to_start_anew(folder: Path) -> None:
+def test_the_only_checkpoint_is_deleted_to_start_again(folder: Path) -> None:
     for path in (folder / step_name(2)).iterdir():
         path.unlink()
     (folder / step_name(4) / "index.json").unlink()

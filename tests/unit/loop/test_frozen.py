@@ -81,8 +81,8 @@ def test_checkpoint_optimizer_and_average_cost_what_trains(tmp_path: Path, tier:
     saved = save(tmp_path, state)
     assert share(state.model) < 0.01
     trains = 4 * sum(p.numel() for p in state.model.parameters() if p.requires_grad)  # bytes of float32
-    found = state_bytes(state)
-    assert 2 * trains <= found["optimizer"] <= 1.1 * 2 * trains and trains <= found["average"] <= 1.1 * trains
+    sizes = state_bytes(state)
+    assert 2 * trains <= sizes["optimizer"] <= 1.1 * 2 * trains and trains <= sizes["average"] <= 1.1 * trains
     assert 4 * trains <= folder_bytes(saved) <= 1.1 * 4 * trains
     held = json.loads((saved / "index.json").read_text())["tensors"]
     assert {name for name in held if name.startswith("model.")} == {

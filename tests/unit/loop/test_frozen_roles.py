@@ -50,9 +50,9 @@ def train(folder: Path, kind: type[CharacterTask], *overrides: str) -> Character
 
 
 def meta_of(config: CharacterConfig) -> Path:
-    found = latest(config.run_dir / "checkpoints")
-    assert found is not None
-    return found / META
+    newest = latest(config.run_dir / "checkpoints")
+    assert newest is not None
+    return newest / META
 
 
 def recorded(config: CharacterConfig) -> dict[str, Any]:
@@ -81,16 +81,18 @@ def test_a_run_does_not_go_on_beside_another_reference(tmp_path: Path) -> None:
     assert differing(whole_checkpoint(config.run_dir), whole_checkpoint(whole.run_dir)) == []
 
 
-def test_an_old_checkpoint_without_the_record_is_read_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_checkpoint_without_the_record_is_read_and_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = train(tmp_path, PreferenceTask, "train.steps=2")
     unseal(meta_of(config).parent)
     meta = json.loads(meta_of(config).read_text())
     del meta["roles"]
     meta_of(config).write_text(json.dumps(meta))
-    told: list[str] = []
-    monkeypatch.setattr("mmspeed.pipelines.training.trainer.log.warning", told.append)
+    messages: list[str] = []
+    monkeypatch.setattr("mmspeed.pipelines.training.trainer.log.warning", messages.append)
     train(tmp_path, PreferenceTask)
-    assert [line for line in told if "records no weights of reference" in line]
+    assert [line for line in messages if "records no weights of reference" in line]
     assert losses(config) == losses(train(tmp_path, PreferenceTask, "name=whole"))
     assert "reference" in recorded(config)  # from the next checkpoint on
 

@@ -49,7 +49,7 @@ def test_a_row_is_the_mean_of_its_items() -> None:
     assert "terms" not in row and means.recent == pytest.approx(((4 + 0.5) / 2 + 8) / 2)
 
 
-def test_the_next_row_begins_anew_and_one_step_is_told_to_the_bit() -> None:
+def test_the_next_row_begins_again_and_one_step_is_reported_to_the_bit() -> None:
     means, loss = StepMeans(same, window=1), 0.1 + 0.2
     means.after_step(outcome(1, {VIDEO: [(5.0, 3.0, 0.5)]}))
     means.row()

@@ -35,10 +35,10 @@ def one_step(state: TrainingState, batches: list[Batch], loss: Any = flow_loss) 
 def test_released_steps_are_bitwise_steps(tier: str, optimizer: str) -> None:
     state, plain = (state_of(tier, optimizer=optimizer, release_gradients=on, bucket=BUCKET) for on in (True, False))
     assert isinstance(state.optimizer, ReleasingOptimizer) and len(state.optimizer.buckets) > 4
-    found, wanted = (steps(some, range(3), clip=None) for some in (state, plain))
-    assert losses(found) == losses(wanted)
+    actual, wanted = (steps(some, range(3), clip=None) for some in (state, plain))
+    assert losses(actual) == losses(wanted)
     # a sum of squares in another order
-    assert [r.grad_norm for r in found] == pytest.approx([r.grad_norm for r in wanted], rel=1e-6)
+    assert [r.grad_norm for r in actual] == pytest.approx([r.grad_norm for r in wanted], rel=1e-6)
     assert differing(everything(state), everything(plain)) == []
     assert differing(parameters(state.model), parameters(plain.model)) == []
 
@@ -51,8 +51,8 @@ def test_buckets_are_updated_while_backward_runs_and_their_gradients_are_gone() 
     step_bucket, numbers = optimizer.step_bucket, [p.numel() for p in state.model.parameters()]
 
     def noted(bucket: int) -> None:
-        there = sum(p.grad.numel() for p in state.model.parameters() if p.grad is not None)
-        events.append((f"bucket {bucket}", there))
+        count = sum(p.grad.numel() for p in state.model.parameters() if p.grad is not None)
+        events.append((f"bucket {bucket}", count))
         step_bucket(bucket)
 
     optimizer.step_bucket = noted  # type: ignore[method-assign]
@@ -63,7 +63,7 @@ def test_buckets_are_updated_while_backward_runs_and_their_gradients_are_gone() 
     assert sorted(set(names) - {"backward ends"}) == sorted(f"bucket {b}" for b in range(len(optimizer.buckets)))
     assert len(names) == len(optimizer.buckets) + 1  # each once
     assert names.index("backward ends") >= len(optimizer.buckets) // 2
-    assert max(there for _, there in events) < 0.7 * sum(numbers)
+    assert max(count for _, count in events) < 0.7 * sum(numbers)
     assert all(p.grad is None for p in state.model.parameters())
 
 
@@ -135,7 +135,7 @@ def test_a_sample_that_is_not_finite_is_named_and_changes_nothing() -> None:
 
 
 def test_parameters_without_a_gradient_do_not_hold_up_their_bucket() -> None:
-    found = []
+    results = []
     for on in (True, False):
         state = state_of("states", release_gradients=on)
 
@@ -144,9 +144,9 @@ def test_parameters_without_a_gradient_do_not_hold_up_their_bucket() -> None:
             return x_BNE.square().mean(dim=(1, 2))
 
         result = one_step(state, [make_batch(["a", "b"])], partly)
-        found.append((everything(state), result.loss))
-        assert result.grad_norm > 0 and "optimizer.state.leave.weight.exp_avg" not in found[-1][0]
-    assert differing(found[0][0], found[1][0]) == [] and found[0][1] == found[1][1]
+        results.append((everything(state), result.loss))
+        assert result.grad_norm > 0 and "optimizer.state.leave.weight.exp_avg" not in results[-1][0]
+    assert differing(results[0][0], results[1][0]) == [] and results[0][1] == results[1][1]
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -158,8 +158,8 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path, tier: str) -> None:
     CheckpointManager(tmp_path).save(2, state, blocking=True)
     other = state_of(tier, seed=1, release_gradients=True)
     load(tmp_path / step_name(2), other.model, other.optimizer, other.ema)
-    found, wanted = (steps(each, range(2, 4), clip=None) for each in (other, state))
-    assert losses(found) == losses(wanted)
+    actual, wanted = (steps(each, range(2, 4), clip=None) for each in (other, state))
+    assert losses(actual) == losses(wanted)
     assert differing(everything(other), everything(state)) == []
 
 

@@ -53,7 +53,7 @@ def begin(folder: Path, seconds: float, grace: float, answers: bool = False) -> 
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_grace_period_that_ends_is_told_and_the_same_signal_again_ends_at_once(tmp_path: Path) -> None:
+def test_a_grace_period_that_ends_is_reported_and_the_same_signal_again_ends_at_once(tmp_path: Path) -> None:
     process = begin(tmp_path, 60, grace=1.0)
     assert process.pid is not None
     os.kill(process.pid, signal.SIGUSR1)
@@ -69,7 +69,7 @@ def test_a_grace_period_that_ends_is_told_and_the_same_signal_again_ends_at_once
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_nothing_is_told_where_the_state_was_saved_in_time(tmp_path: Path) -> None:
+def test_nothing_is_reported_where_the_state_was_saved_in_time(tmp_path: Path) -> None:
     process = begin(tmp_path, 6, grace=4.0, answers=True)
     assert process.pid is not None
     os.kill(process.pid, signal.SIGUSR1)

@@ -50,11 +50,11 @@ def step(model: nn.Module, batches: list[Batch], clip: float | None = None) -> t
     return result, grads
 
 
-def close(found: Grads, truth: Grads) -> None:
+def close(actual: Grads, truth: Grads) -> None:
     # Sums of at most 8 x 12 products in another order: a few eps (1.2e-7) of the largest element.
-    assert set(found) == set(truth)
+    assert set(actual) == set(truth)
     for name in truth:
-        torch.testing.assert_close(found[name], truth[name], rtol=0, atol=2e-6 * truth[name].abs().max().item())
+        torch.testing.assert_close(actual[name], truth[name], rtol=0, atol=2e-6 * truth[name].abs().max().item())
 
 
 def test_toy_satisfies_the_protocol() -> None:
@@ -149,10 +149,10 @@ class Lazy:
         return self.count
 
     def __iter__(self) -> Iterator[Batch]:
-        given: weakref.ref[Batch] | None = None
+        previous: weakref.ref[Batch] | None = None
         while self.waiting:
-            assert given is None or given() is None, "the batch before is still in memory"
-            given = weakref.ref(self.waiting[-1])
+            assert previous is None or previous() is None, "the batch before is still in memory"
+            previous = weakref.ref(self.waiting[-1])
             yield self.waiting.pop()
 
 

@@ -40,10 +40,10 @@ def gradients(model: nn.Module) -> Grads:
 
 
 def learner(model: nn.Module, update: Update, grads: Grads, optimizer: AnyOptimizer | None = None) -> Learner:
-    made = optimizer or make_optimizer(model, TrainConfig())
+    chosen = optimizer or make_optimizer(model, TrainConfig())
     if optimizer is None:
-        made.register_step_pre_hook(lambda *_: grads.update(gradients(model)))
-    return Learner(update, SequentialRunner([model], "none"), [made])
+        chosen.register_step_pre_hook(lambda *_: grads.update(gradients(model)))
+    return Learner(update, SequentialRunner([model], "none"), [chosen])
 
 
 def step(loss: object, divisors: Divisors, clip: float | None = None, micro: int = 4) -> Taken:
@@ -83,11 +83,11 @@ def one_term(models: Models, batch: Batch) -> Terms:
 TOKENS = float(sum(make_batch(KEYS)["text_mask"].sum(1).tolist()))
 
 
-def close(found: Grads, truth: Mapping[str, Tensor], eps: float = 2e-6) -> None:
+def close(actual: Grads, truth: Mapping[str, Tensor], eps: float = 2e-6) -> None:
     """Sums of some 100 products in another order: a few eps (1.2e-7) of the largest number."""
-    assert found.keys() == truth.keys() and found
+    assert actual.keys() == truth.keys() and actual
     for name in truth:
-        torch.testing.assert_close(found[name], truth[name], rtol=0, atol=eps * truth[name].abs().max().item())
+        torch.testing.assert_close(actual[name], truth[name], rtol=0, atol=eps * truth[name].abs().max().item())
 
 
 # -- terms ------------------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def test_a_logged_term_may_have_a_divisor_that_is_known_afterwards() -> None:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_divisor_of_0_is_told(known: bool) -> None:
+def test_a_divisor_of_0_is_reported(known: bool) -> None:
     def nothing(models: Models, batch: Batch) -> Terms:
         return {"flow": Term(flow_loss(models["model"], batch), torch.zeros(batch.size), "tokens")}
 
@@ -239,8 +239,8 @@ def test_updates_are_taken_in_order_each_with_its_own_optimizer() -> None:
         values.append(loss_I.mean().item())
     assert result.terms == pytest.approx({"model.flow": values[0], "critic.gap": values[1]}, rel=1e-5)
     assert result.loss == pytest.approx(values[0], rel=1e-6)
-    for found, truth in zip((model, critic), truths, strict=True):
-        for (name, one), other in zip(found.named_parameters(), truth.parameters(), strict=True):
+    for actual, truth in zip((model, critic), truths, strict=True):
+        for (name, one), other in zip(actual.named_parameters(), truth.parameters(), strict=True):
             # a first step of AdamW is 1e-2 times the sign of the gradient, near enough
             torch.testing.assert_close(one, other, rtol=0, atol=1e-5, msg=name)
 
@@ -291,8 +291,8 @@ def test_a_step_is_computed_again_without_its_spoiled_samples(micro: int) -> Non
     asked.clear()
     for batches, again in ((spoiled, without), (sound, None)):
         model, grads = ToyDiT(), dict[str, Tensor]()
-        made = [learner(model, Update(loss), grads)]
-        result = train_step({"model": model}, made, batches, {"samples": 7.0}, clip_norm=1.0, again=again)
+        learners = [learner(model, Update(loss), grads)]
+        result = train_step({"model": model}, learners, batches, {"samples": 7.0}, clip_norm=1.0, again=again)
         steps.append((result, grads))
     (again_result, again_grads), (result, grads) = steps
     assert asked == [(KEYS[2], 0, 0), (KEYS[5], 0, 0)]

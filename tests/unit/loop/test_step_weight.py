@@ -1,4 +1,4 @@
-"""The weight of a step: a factor of its gradients, and of nothing that is told of it."""
+"""The weight of a step: a factor of its gradients, and of nothing that is reported of it."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def test_a_weight_of_1_changes_no_bit() -> None:
     model, grads = ToyDiT(), Grads()
     batches = split(KEYS, 8, 0, 1, 4)
     train_step({"model": model}, [learner(model, Update(two_terms), grads)], batches, divisors, clip_norm=0.1)
-    found = step(two_terms, divisors, 1.0, clip=0.1).grads
-    assert all(torch.equal(found[name], grads[name]) for name in grads) and grads
+    actual = step(two_terms, divisors, 1.0, clip=0.1).grads
+    assert all(torch.equal(actual[name], grads[name]) for name in grads) and grads
 
 
 def test_release_gives_the_weight_too() -> None:

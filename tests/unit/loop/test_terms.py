@@ -35,7 +35,7 @@ class GivenData:
 def task_with(config: object, divisors: Divisors, extra: Callable[[Terms, Batch], dict[str, Term]]) -> Task:
     """The character task with further divisors and terms."""
 
-    class Given(CharacterTask):
+    class Changed(CharacterTask):
         def data(self, place: RunPlace) -> Data:
             return GivenData(super().data(place), divisors)  # type: ignore[return-value]
 
@@ -46,7 +46,7 @@ def task_with(config: object, divisors: Divisors, extra: Callable[[Terms, Batch]
             terms = dict(super().loss(models, batch))
             return terms | extra(terms, batch)
 
-    return Given(config)  # type: ignore[arg-type]
+    return Changed(config)  # type: ignore[arg-type]
 
 
 def test_a_logged_term_without_items_is_left_out(tmp_path: Path) -> None:
@@ -85,17 +85,17 @@ def spoiled(loss: Callable[[Models, Batch], Terms]) -> Callable[[Models, Batch],
 def changed(tmp_path: Path, updates: Sequence[Update], skip: int) -> dict[str, bool]:
     """True where the weights and the averages of both roles differ after two steps from the start."""
 
-    class Given(DistillationTask):
+    class Changed(DistillationTask):
         def updates(self) -> Sequence[Update]:
             return updates
 
-    given = ("train.ema_decay=0.5", f"train.skip_non_finite={skip}", "checkpoint.every=1")
-    names, found = ("start", "end"), {}
+    overrides = ("train.ema_decay=0.5", f"train.skip_non_finite={skip}", "checkpoint.every=1")
+    names, results = ("start", "end"), {}
     for name, steps in zip(names, (1, 2), strict=True):
-        config = character_config(tmp_path, f"name={name}", f"train.steps={steps}", *given)
-        TrainPipeline(config, task=Given(config)).run()
-        found[name] = whole_checkpoint(config.run_dir)
-    one, two = found["start"], found["end"]
+        config = character_config(tmp_path, f"name={name}", f"train.steps={steps}", *overrides)
+        TrainPipeline(config, task=Changed(config)).run()
+        results[name] = whole_checkpoint(config.run_dir)
+    one, two = results["start"], results["end"]
     kinds = {"model": "model.", "ema": "ema.", "critic": "critic:model.", "critic ema": "critic:ema."}
     return {
         kind: any((one[name] != two[name]).any() for name in one if name.startswith(prefix))

@@ -28,7 +28,7 @@ left = st.lists(st.integers(0, 9), min_size=5, max_size=5)
 def judged(
     blocks: Sequence[Sequence[Option]], chosen: Sequence[int], weight: Sequence[float], gradients: Sequence[int]
 ) -> tuple[int, int, int, int]:
-    """(peak, host, nanoseconds, kept) of a choice, told step by step."""
+    """(peak, host, nanoseconds, kept) of a choice, counted step by step."""
     kept = host = peak = nanoseconds = 0
     for block, option in enumerate(chosen):
         one = blocks[block][option]
@@ -51,15 +51,15 @@ def test_equals_trying_all(
         if peak <= room and (host_room is None or host <= host_room):
             best = min((nanoseconds, kept), best or (nanoseconds, kept))
     in_flight = weight if isinstance(weight, int) else each
-    found = choose(blocks, room, in_flight, gradients=gradients, host_room=host_room)
+    choice = choose(blocks, room, in_flight, gradients=gradients, host_room=host_room)
     if best is None:
-        assert found is None
+        assert choice is None
         return
-    assert found is not None
-    peak, host, nanoseconds, kept = judged(blocks, found, each, gradients)
+    assert choice is not None
+    peak, host, nanoseconds, kept = judged(blocks, choice, each, gradients)
     assert (nanoseconds, kept) == best
     assert peak <= room and (host_room is None or host <= host_room)
-    assert peak_of(blocks, found, in_flight, gradients=gradients) == peak
+    assert peak_of(blocks, choice, in_flight, gradients=gradients) == peak
 
 
 @given(instances, left)
@@ -78,7 +78,7 @@ def test_in_coarse_units_it_stays_within_the_room(blocks: list[list[Option]], ro
         return
     assert fine is not None
     assert peak_of(blocks, coarse) <= room
-    spent = [sum(round(blocks[b][o].seconds * 1e9) for b, o in enumerate(found)) for found in (fine, coarse)]
+    spent = [sum(round(blocks[b][o].seconds * 1e9) for b, o in enumerate(actual)) for actual in (fine, coarse)]
     assert spent[0] <= spent[1]
 
 
@@ -103,9 +103,9 @@ def test_a_large_model_is_quick() -> None:
     blocks = many(42, 15)
     room = int(0.6 * peak_of(blocks, [0] * 42))
     began = time.process_time()
-    found = choose(blocks, room, unit=max(1, room >> 14))
+    choice = choose(blocks, room, unit=max(1, room >> 14))
     assert time.process_time() - began < 2
-    assert found is not None and peak_of(blocks, found) <= room
+    assert choice is not None and peak_of(blocks, choice) <= room
 
 
 def test_the_host_can_be_what_is_short() -> None:
@@ -115,13 +115,13 @@ def test_the_host_can_be_what_is_short() -> None:
     assert free is not None
     limit = int(0.8 * sum(blocks[b][o].host for b, o in enumerate(free)))
     began = time.process_time()
-    found = choose(blocks, room, unit=room >> 10, host_room=limit)
+    choice = choose(blocks, room, unit=room >> 10, host_room=limit)
     assert time.process_time() - began < 20
-    assert found is not None and found != free and peak_of(blocks, found) <= room
-    assert sum(blocks[b][o].host for b, o in enumerate(found)) <= limit
+    assert choice is not None and choice != free and peak_of(blocks, choice) <= room
+    assert sum(blocks[b][o].host for b, o in enumerate(choice)) <= limit
 
 
-def test_mistakes_are_told() -> None:
+def test_mistakes_are_reported() -> None:
     with pytest.raises(ValueError, match="every block needs an option"):
         choose([[Option(1)], []], 5)
     with pytest.raises(ValueError, match="every block needs"):

@@ -125,27 +125,27 @@ def test_an_mlp_in_parts_is_the_mlp(chunk: int, bias: bool, dtype: torch.dtype |
     "frozen", [("up.weight",), ("down.weight", "up.bias"), ("up.weight", "up.bias", "down.weight", "down.bias")]
 )
 def test_what_is_frozen_has_no_gradient_and_the_rest_has_its_own(frozen: tuple[str, ...]) -> None:
-    found = []
+    results = []
     for chunk in (None, 100):
         mlp, x = make_mlp(chunk)
         for name in frozen:
             mlp.get_parameter(name).requires_grad_(False)
-        found.append(run(mlp, x))
-    assert_close(found[1], found[0])
+        results.append(run(mlp, x))
+    assert_close(results[1], results[0])
     if alike(100):
-        assert same(found[1][1], found[0][1])
-    assert [name for name, grad in found[1][1].items() if grad is None] == [n for n in found[1][1] if n in frozen]
+        assert same(results[1][1], results[0][1])
+    assert [name for name, grad in results[1][1].items() if grad is None] == [n for n in results[1][1] if n in frozen]
 
 
 def test_without_a_gradient_of_its_input() -> None:
-    found = []
+    results = []
     for chunk in (None, 100):
         mlp, x = make_mlp(chunk)
-        found.append(run(mlp, x.detach()))
-    assert found[1][1]["x"] is None
-    assert_close(found[1], found[0])
+        results.append(run(mlp, x.detach()))
+    assert results[1][1]["x"] is None
+    assert_close(results[1], results[0])
     if alike(100):
-        assert same(found[1][1], found[0][1])
+        assert same(results[1][1], results[0][1])
 
 
 @settings(max_examples=40)
@@ -186,18 +186,18 @@ SIXTEENS = [  # of the first two widths every two settings meet by default
 @pytest.mark.parametrize(("tokens", "width", "units", "dtype"), SIXTEENS)
 def test_widths_of_16(tokens: int, width: int, units: int, dtype: torch.dtype | None) -> None:
     """Of other widths, also libraries that treat all rows of these alike sum the last few columns in an order of their own."""
-    found, bitwise = [], []
+    results, bitwise = [], []
     for chunk in (None, 64, 100, 200, 299):
         torch.manual_seed(1)
         mlp, x = PlainMlp(width, units, width).in_parts(chunk), torch.randn(tokens, width, requires_grad=True)
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-            found.append(run(mlp, x))
-            grad = gradient_of(found[0][0])
+            results.append(run(mlp, x))
+            grad = gradient_of(results[0][0])
             bitwise.append(chunk is None or parts_have_the_bits_of_the_whole(mlp, x, grad, chunk))
-    for (out, grads), alike_here in zip(found[1:], bitwise[1:], strict=True):
-        assert_close((out, grads), found[0], 4e-6 if dtype is None else 1e-2)
+    for (out, grads), alike_here in zip(results[1:], bitwise[1:], strict=True):
+        assert_close((out, grads), results[0], 4e-6 if dtype is None else 1e-2)
         if alike_here:
-            assert torch.equal(out, found[0][0]) and same(grads, found[0][1])
+            assert torch.equal(out, results[0][0]) and same(grads, results[0][1])
 
 
 @given(whole=st.integers(0, 5000), size=st.integers(1, 6000), multiple=st.sampled_from([16, 64]))
@@ -345,9 +345,9 @@ def parts_of_blocks_have_the_bits_of_the_whole(dtype: torch.dtype) -> bool:
     assert isinstance(mlp, Mlp)
     g = torch.Generator().manual_seed(5)
     tokens = 2 * SoraDiT(SoraDiTConfig(**CONFIG)).tokens((3, 8, 8))
-    given = [(torch.randn(tokens, 192, generator=g), torch.randn(tokens, 192, generator=g)) for _ in range(4)]
+    inputs = [(torch.randn(tokens, 192, generator=g), torch.randn(tokens, 192, generator=g)) for _ in range(4)]
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-        return all(parts_have_the_bits_of_the_whole(mlp, x, grad, 20) for x, grad in given)
+        return all(parts_have_the_bits_of_the_whole(mlp, x, grad, 20) for x, grad in inputs)
 
 
 @pytest.mark.parametrize(
@@ -374,8 +374,8 @@ def test_gradients_of_many_parts_are_as_close_to_float32_as_those_of_one() -> No
     _, wanted, _ = step(None)
 
     def distance(chunk: int | None) -> float:
-        _, found, _ = step(BlockPolicies(mlp_chunk=chunk, mlp_exact=False), torch.bfloat16)
-        return max(float((found[n] - v).abs().max() / v.abs().max()) for n, v in wanted.items() if "mlp" in n)
+        _, actual, _ = step(BlockPolicies(mlp_chunk=chunk, mlp_exact=False), torch.bfloat16)
+        return max(float((actual[n] - v).abs().max() / v.abs().max()) for n, v in wanted.items() if "mlp" in n)
 
     assert 0 < distance(1) < 1.3 * distance(None)
 
@@ -395,8 +395,8 @@ def test_what_does_not_go_with_parts_is_refused_in_a_sentence() -> None:
         ({"attention": "recompute"}, True),
         ({"block": "recompute"}, True),
     ):
-        found = refused(MemoryConfig(mlp_chunk=64, activation_policy=ways), **rest)
-        assert (found is None) == fine
-        assert fine or "mlp_chunk" in str(found)
+        message = refused(MemoryConfig(mlp_chunk=64, activation_policy=ways), **rest)
+        assert (message is None) == fine
+        assert fine or "mlp_chunk" in str(message)
     assert "set mlp_chunk" in str(refused(MemoryConfig(mlp_exact=False), **rest))
     assert "train.ema_decay" in str(refused(MemoryConfig(ema="host"), **rest | {"averages": False}))

@@ -94,7 +94,7 @@ def test_all_labels_ignored_and_labels_out_of_place() -> None:
 
 def test_cross_entropy_under_autocast() -> None:
     """Logits and gradients are rounded to bfloat16's 8 bits, as the plain way's are."""
-    found = []
+    results = []
     for chunk in (None, 8):
         hidden, weight, labels = logits(torch.float32)
         with torch.autocast("cpu", torch.bfloat16):
@@ -103,7 +103,7 @@ def test_cross_entropy_under_autocast() -> None:
             else:
                 loss = chunked_cross_entropy(hidden, weight, labels, chunk)
         loss.backward()
-        found.append((loss.detach(), hidden.grad, weight.grad))
-    for one, other in zip(found[0], found[1], strict=True):
+        results.append((loss.detach(), hidden.grad, weight.grad))
+    for one, other in zip(results[0], results[1], strict=True):
         assert one is not None and other is not None and one.dtype == other.dtype == torch.float32
         assert close(other, one, 3e-2)

@@ -86,11 +86,11 @@ def test_a_run_tries_its_shapes_once_and_says_so(
     shutil.copytree(small_cache, tmp_path, dirs_exist_ok=True)
     tried: list[MlpShape] = []
 
-    def told(shape: MlpShape, device: torch.device, act: object) -> MlpTrial:
+    def trial(shape: MlpShape, device: torch.device, act: object) -> MlpTrial:
         tried.append(shape)
         return MlpTrial(shape, {"result": 0.0, "the gradient of input": 1e-7})
 
-    monkeypatch.setattr("mmspeed.pipelines.tasks.mlp_trials.try_mlp_in_parts", told)
+    monkeypatch.setattr("mmspeed.pipelines.tasks.mlp_trials.try_mlp_in_parts", trial)
     monkeypatch.setattr(logging.getLogger("mmspeed"), "propagate", True)
     runs = {
         name: small_config(tmp_path, f"name={name}", *extra)

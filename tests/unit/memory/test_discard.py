@@ -62,9 +62,9 @@ class Chain(nn.Module):
         return x
 
 
-def run(way: Any, **given: Any) -> tuple[list[Tensor], dict[str, float]]:
+def run(way: Any, **options: Any) -> tuple[list[Tensor], dict[str, float]]:
     """Gradients of a chain, and MiB and matrix products that it took."""
-    model, x = Chain(way, **given), torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
+    model, x = Chain(way, **options), torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
     x.requires_grad_()
     tracker = MemTracker()
     tracker.track_external(model, x)
@@ -103,17 +103,17 @@ def test_gradients_and_bytes_are_those_of_recomputation(act: Any) -> None:
 )
 def test_a_model_keeps_as_much_as_under_recomputation(arrangement: str, dtype: torch.dtype) -> None:
     make, inputs = partial(make_model, arrangement), make_inputs(frames=True, masked=True)
-    found: dict[str, Step] = {}
+    results: dict[str, Step] = {}
     for way in ("save", "recompute", "recompute_output"):
         ways: Any = {"norm": way, "activation": way}
-        found[way] = step_of(ways, make, inputs, dtype, track=True)
-    assert_same(found["recompute_output"], found["save"])
+        results[way] = step_of(ways, make, inputs, dtype, track=True)
+    assert_same(results["recompute_output"], results["save"])
     assert (
-        found["recompute_output"].kept < found["save"].kept
-        and found["recompute_output"].backward == found["save"].backward
+        results["recompute_output"].kept < results["save"].kept
+        and results["recompute_output"].backward == results["save"].backward
     )
     if dtype == torch.float32:  # under autocast a region holds no low-precision copies of its product's weights either
-        assert found["recompute_output"].kept == found["recompute"].kept
+        assert results["recompute_output"].kept == results["recompute"].kept
 
 
 def test_the_memory_is_given_back_and_comes_again() -> None:
@@ -206,8 +206,8 @@ def test_what_an_exchange_gave_is_kept_or_exchanged_again() -> None:
         calls.clear()
         out = discarded(lambda x: Gather.apply(torch.tanh(x)), use, x, exchange_again=again)
         assert (storages[-1].nbytes() == 0) == again
-        found = torch.autograd.grad(out.square().sum(), [x, linear.weight])
-        assert all(map(torch.equal, found, wanted)) and len(calls) == 1 + again
+        actual = torch.autograd.grad(out.square().sum(), [x, linear.weight])
+        assert all(map(torch.equal, actual, wanted)) and len(calls) == 1 + again
 
 
 def test_what_cannot_be_discarded() -> None:

@@ -77,7 +77,7 @@ def test_a_slab_joins_its_gaps_and_refuses_a_second_return() -> None:
         slab.give(places[1], ALIGNMENT)
 
 
-def test_a_full_host_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_host_is_reported_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = HostPool(CPU)
     pool.take(1000)
     monkeypatch.setattr(Device, "free_memory_bytes", lambda self: 4096)
@@ -194,7 +194,7 @@ def test_streams_copy_after_what_was_queued_and_are_waited_for_by_what_follows(s
     copies = StreamCopyEngine(Device("cuda", 0))
     buffer, source_Z = pinned_stand_in(64), torch.arange(64, dtype=torch.uint8)
     with Copied(streams):
-        made = streams.add(streams.compute, "kernel")
+        event = streams.add(streams.compute, "kernel")
         out = copies.out(source_Z, buffer)
         beside = streams.add(streams.compute, "kernel")
         out.wait()
@@ -206,7 +206,7 @@ def test_streams_copy_after_what_was_queued_and_are_waited_for_by_what_follows(s
         used = streams.add(streams.compute, "kernel")
     copied_out, copied_back = streams.find("copy")
     assert [streams.log[place][0].name for place in (copied_out, copied_back)] == ["out", "back"]
-    assert streams.before(made, copied_out)
+    assert streams.before(event, copied_out)
     assert not streams.before(copied_out, beside)  # the computation goes on
     assert streams.before(copied_out, reused)
     assert streams.before(copied_out, copied_back)  # by the computation, which has waited

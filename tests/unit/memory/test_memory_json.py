@@ -40,11 +40,11 @@ def test_a_choice_that_takes_a_little_more_than_expected_is_left_for_the_next() 
         def seconds(self) -> float:
             return 1.0
 
-    told = [
+    entries = [
         replace(option, ways={"block": way})
         for option, way in zip(options, ("save", "recompute", "offload"), strict=True)
     ]
-    named = replace(figures, options=(tuple(told),))
+    named = replace(figures, options=(tuple(entries),))
     for budget in {named.peak([a, b, c]) for a in range(3) for b in range(3) for c in range(3)}:
         measured.clear()
         if budget <= named.least():
@@ -56,7 +56,7 @@ def test_a_choice_that_takes_a_little_more_than_expected_is_left_for_the_next() 
         )  # none is tried twice; the one taken is set again
 
 
-def test_a_damaged_choice_is_told_and_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_choice_is_reported_and_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     good = {
         "setting": {"a": 1},
         "blocks": [{"block": "recompute"}, {}],
@@ -67,8 +67,8 @@ def test_a_damaged_choice_is_told_and_made_again(tmp_path: Path, caplog: pytest.
     path = tmp_path / MEMORY_NAME
     assert read_choice(path, {"a": 1}, 2) is None
     path.write_text(json.dumps(good))
-    found = read_choice(path, {"a": 1}, 2)
-    assert found is not None and found.ways == ({"block": "recompute"}, {}) and found.measured_peak == 7
+    choice = read_choice(path, {"a": 1}, 2)
+    assert choice is not None and choice.ways == ({"block": "recompute"}, {}) and choice.measured_peak == 7
     assert read_choice(path, {"a": 2}, 2) is None and not caplog.records
     wrong: list[Any] = [
         good | {"blocks": [{"block": "nonsense"}, {}]},

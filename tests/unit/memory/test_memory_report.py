@@ -112,7 +112,7 @@ def order(report: MemoryReport) -> list[tuple[str, int]]:
 
 
 @pytest.mark.slow
-def test_what_autocast_frees_at_the_end_is_told_apart(tmp_path: Path) -> None:
+def test_what_autocast_frees_at_the_end_is_counted_apart(tmp_path: Path) -> None:
     """A recomputed MLP keeps no casts of its weights, which autocast holds to the end of forward."""
     report, _ = measured(tmp_path, "device.dtype=bfloat16", "memory.activation_policy={mlp: recompute}")
     kept = {layer.name: layer.kept for layer in report.layers}
@@ -142,13 +142,13 @@ def example(**changes: Any) -> MemoryReport:
         *(LayerMemory(f"blocks.{n}", 4000) for n in range(28)),
         LayerMemory("final", 0),
     )
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "device": "a device", "setting": "17x128x128, 2 a device", "peak": 100_000, "phase": "backward",
         "module": "blocks.27.mlp", "host": {"activations": 40_000, "optimizer": 8_000}, "layers": layers,
         "categories": dict(zip(CATEGORIES, (20_000, 10_000, 30_000, 20_000, 15_000, 5_000), strict=True)),
         "counted_peak": 101_000,
     }  # fmt: skip
-    return MemoryReport(**{**given, **changes})
+    return MemoryReport(**{**fields, **changes})
 
 
 def test_lines_tell_the_peak_its_categories_the_host_and_equal_layers_once() -> None:

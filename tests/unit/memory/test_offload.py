@@ -22,8 +22,8 @@ DTYPES = (
 )  # fmt: skip
 
 
-def offload_all(**given: Any) -> Offloader:
-    return Offloader(CPU, from_bytes=1, **given)
+def offload_all(**options: Any) -> Offloader:
+    return Offloader(CPU, from_bytes=1, **options)
 
 
 def bits(tensor: Tensor) -> Tensor:

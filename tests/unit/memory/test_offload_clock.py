@@ -99,8 +99,8 @@ def timed(parts: int, share: float) -> tuple[float, float]:
         grad = step(x, offloader, compute, parts)
         return time.perf_counter() - began - late, grad
 
-    (plain, wanted), (offloading, found) = seconds(None), seconds(offloader)
-    assert torch.equal(found, wanted)
+    (plain, wanted), (offloading, actual) = seconds(None), seconds(offloader)
+    assert torch.equal(actual, wanted)
     assert clock.faults == []
     assert offloader.moved_out == (LAYERS - 1) * parts * nbytes == clock.outward.bytes
     assert offloader.moved_back + offloader.reused == offloader.moved_out
@@ -170,10 +170,10 @@ class Deferred:
     """Copies that are made when they are waited for, and never before: what does not wait finds nothing."""
 
     def __init__(self) -> None:
-        self.copies, self.made, self.waited = CpuCopyEngine(), 0, 0
+        self.copies, self.count, self.waited = CpuCopyEngine(), 0, 0
 
     def _job(self, copy: Callable[[], object]) -> Any:
-        outer, self.made, left = self, self.made + 1, [copy]
+        outer, self.count, left = self, self.count + 1, [copy]
 
         class Waiting:
             def wait(self) -> None:

@@ -22,8 +22,8 @@ from mmspeed.memory.offload.offloader import Offloader
 CPU = Device("cpu", 0)
 
 
-def offload_all(**given: Any) -> Offloader:
-    return Offloader(CPU, from_bytes=1, **given)
+def offload_all(**options: Any) -> Offloader:
+    return Offloader(CPU, from_bytes=1, **options)
 
 
 class Chain(nn.Module):
@@ -46,9 +46,9 @@ class Chain(nn.Module):
         return x
 
     def gradients(self) -> list[Tensor]:
-        found = [parameter.grad for parameter in self.parameters()]
+        results = [parameter.grad for parameter in self.parameters()]
         self.zero_grad()
-        return found  # type: ignore[return-value]
+        return results  # type: ignore[return-value]
 
 
 def inputs(count: int) -> list[Tensor]:
@@ -81,15 +81,15 @@ def test_accumulation_retained_graphs_and_second_derivatives() -> None:
     def gradients(offloader: Offloader | None) -> list[Tensor]:
         for x in batches:
             model(x, offloader).sum().backward()
-        found = model.gradients()
+        actual = model.gradients()
         loss = model(batches[0], offloader).sum()
         loss.backward(retain_graph=True)
         loss.backward()
-        found += model.gradients()
+        actual += model.gradients()
         x = batches[1].clone().requires_grad_()
         (first,) = torch.autograd.grad(model(x, offloader).sum(), x, create_graph=True)
         first.square().sum().backward()
-        return [*found, *model.gradients()]
+        return [*actual, *model.gradients()]
 
     offloader = offload_all()
     assert same(gradients(offloader), gradients(None))
@@ -118,9 +118,9 @@ def test_nothing_is_left_of_graphs_without_backward() -> None:
     make = offloader.group
 
     def group() -> Any:
-        made = make()
-        groups.append(weakref.ref(made))
-        return made
+        module = make()
+        groups.append(weakref.ref(module))
+        return module
 
     offloader.group = group  # type: ignore[method-assign]
     result = model(x, offloader)
@@ -234,7 +234,7 @@ class Broken:
 
 @pytest.mark.parametrize("direction", ["out", "back"])
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_copy_that_fails_is_told_and_does_not_hang(direction: str, at_once: bool) -> None:
+def test_a_copy_that_fails_is_reported_and_does_not_hang(direction: str, at_once: bool) -> None:
     model, offloader, (x,) = Chain(3), offload_all(copies=Broken(direction, at_once)), inputs(1)
     with pytest.raises(OSError, match="link is down"):
         model(x, offloader).sum().backward()
@@ -242,7 +242,7 @@ def test_a_copy_that_fails_is_told_and_does_not_hang(direction: str, at_once: bo
     assert offloader.pool.used == 0
 
 
-def test_a_full_host_is_told_in_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_host_is_reported_in_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     model, offloader, (x,) = Chain(3), offload_all(), inputs(1)
     monkeypatch.setattr(Device, "free_memory_bytes", lambda self: 100)
     with pytest.raises(UserError, match=r"host's memory is full.*memory\.activation_policy"):

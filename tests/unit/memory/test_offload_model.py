@@ -46,15 +46,15 @@ class Matmuls(TorchDispatchMode):
 
 
 class Noting:
-    """A group that keeps all, and notes the memory of what it was told to store: each storage once."""
+    """A group that keeps all, and notes the memory of what it was asked to store: each storage once."""
 
     def __init__(self) -> None:
         self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def store(self, tensor: Tensor) -> Callable[[], Tensor]:
         root = tensor if tensor._base is None else tensor._base
-        made = root.grad_fn is not None and root.grad_fn.name() == "ToCopyBackward0"
-        cast = made and isinstance(getattr(root.grad_fn.next_functions[0][0], "variable", None), nn.Parameter)  # type: ignore[union-attr]
+        is_cast = root.grad_fn is not None and root.grad_fn.name() == "ToCopyBackward0"
+        cast = is_cast and isinstance(getattr(root.grad_fn.next_functions[0][0], "variable", None), nn.Parameter)  # type: ignore[union-attr]
         reach = 1 + sum(
             (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
         )  # in numbers
@@ -109,11 +109,11 @@ class Stage:
         return self.model(*self.batch).square().mean()
 
     def gradients(self) -> dict[str, Tensor]:
-        found = {
+        results = {
             name: parameter.grad for name, parameter in self.model.named_parameters() if parameter.grad is not None
         }
         self.model.zero_grad()
-        return found
+        return results
 
     def step(self) -> Step:
         tracker, matmuls = MemTracker(), Matmuls()
@@ -145,9 +145,9 @@ def noted(arrangement: str, dtype: torch.dtype, ways: dict[str, ActivationPolicy
 
     stage = Stage(arrangement, dtype, ways, group)
     loss = stage.loss()
-    found = sum({key: size for noting in alive for key, (_, size) in noting.seen.items()}.values())
+    total = sum({key: size for noting in alive for key, (_, size) in noting.seen.items()}.values())
     assert loss.isfinite()
-    return found
+    return total
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -156,15 +156,15 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 def meetings() -> list[Any]:
     """All ways with both arrangements and both number types; one of them by default."""
-    found = []
+    results = []
     for ways in WAYS:
         called = ",".join(f"{name}:{way}" for name, way in ways.items())
         for arrangement in ("factorised", "full"):
             for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
                 label = f"{arrangement}-{name}-{called}"
                 marks = [] if label == "factorised-float32-block:offload" else [pytest.mark.slow]
-                found.append(pytest.param(arrangement, dtype, ways, marks=marks, id=label))
-    return found
+                results.append(pytest.param(arrangement, dtype, ways, marks=marks, id=label))
+    return results
 
 
 @pytest.mark.parametrize(("arrangement", "dtype", "ways"), meetings())
@@ -217,13 +217,13 @@ def test_steps_take_the_same_memory_again_and_leave_nothing() -> None:
 def test_several_graphs_at_a_time_in_any_order(ways: dict[str, ActivationPolicy]) -> None:
     offloader = Offloader(CPU, FROM)
     stages = [Stage("factorised", torch.float32), Stage("factorised", torch.float32, ways, offloader.group)]
-    found = []
+    results = []
     for stage in stages:
         losses = [stage.loss() * factor for factor in (1, 2, 3)]
         for number in (1, 0, 2):
             losses[number].backward()
-        found.append(stage.gradients())
-    assert same(*found)
+        results.append(stage.gradients())
+    assert same(*results)
     assert offloader.pool.used == 0
 
 

@@ -46,24 +46,24 @@ def plain(arrangement: str, dtype: torch.dtype) -> Step:
 
 def meetings() -> list[Any]:
     """Each way with both arrangements and both number types by default, and all their combinations in the slow tests."""
-    found = []
+    results = []
     for place, ways in enumerate(each_way()):
         for arrangement, dtype in KINDS:
             odd = (arrangement == "full") != (dtype == torch.bfloat16)
             marks = [pytest.mark.slow] if odd != bool(place % 2) else []
             named = f"{arrangement}-{str(dtype).removeprefix('torch.')}-{name_of(ways)}"
-            found.append(pytest.param(arrangement, dtype, ways, marks=marks, id=named))
-    return found
+            results.append(pytest.param(arrangement, dtype, ways, marks=marks, id=named))
+    return results
 
 
 @pytest.mark.parametrize(("arrangement", "dtype", "ways"), meetings())
 def test_every_way_gives_the_gradients_of_the_plain_step(arrangement: str, dtype: torch.dtype, ways: Any) -> None:
-    found, wanted = step_of(ways, partial(make_model, arrangement), dtype=dtype), plain(arrangement, dtype)
-    assert_same(found, wanted)
+    actual, wanted = step_of(ways, partial(make_model, arrangement), dtype=dtype), plain(arrangement, dtype)
+    assert_same(actual, wanted)
     ((name, way),) = ways.items()
     again = AGAIN[name] * BLOCKS if way == "recompute" else 0
-    assert found.forward == wanted.forward and found.backward == wanted.backward + again
-    assert (found.moved > 0) == ("offload" in way)
+    assert actual.forward == wanted.forward and actual.backward == wanted.backward + again
+    assert (actual.moved > 0) == ("offload" in way)
 
 
 def some_combinations() -> list[Any]:
@@ -76,10 +76,10 @@ def some_combinations() -> list[Any]:
 
 @pytest.mark.parametrize("ways", some_combinations(), ids=name_of)
 def test_combinations_give_the_gradients_of_the_plain_step(ways: Any) -> None:
-    found, wanted = step_of(ways), plain("factorised", torch.float32)
-    assert_same(found, wanted)
+    actual, wanted = step_of(ways), plain("factorised", torch.float32)
+    assert_same(actual, wanted)
     again = sum(AGAIN[name] for name, way in ways.items() if way == "recompute") * BLOCKS
-    assert found.backward == wanted.backward + again
+    assert actual.backward == wanted.backward + again
 
 
 @cache
@@ -112,14 +112,14 @@ INPUTS = {"masked": {"masked": True}, "times of frames": {"frames": True}, "both
 
 
 @pytest.mark.parametrize(
-    ("given", "ways"),
+    ("kind", "ways"),
     checkered(
         [*INPUTS], [{"block": way} for way in LARGE] + [{"norm": "recompute_output", "activation": "recompute_output"}]
     ),
     ids=lambda value: value if isinstance(value, str) else name_of(value),
 )
-def test_masks_and_times_of_frames(given: str, ways: Any) -> None:
-    inputs = make_inputs(**INPUTS[given])
+def test_masks_and_times_of_frames(kind: str, ways: Any) -> None:
+    inputs = make_inputs(**INPUTS[kind])
     for arrangement in ("factorised", "full"):
         make = partial(make_model, arrangement)
         assert_same(step_of(ways, make, inputs), step_of({}, make, inputs))
@@ -156,15 +156,15 @@ def sparse_meetings() -> list[Any]:
 @pytest.mark.parametrize(("settings", "ways"), sparse_meetings())
 def test_sparse_attention(settings: dict[str, Any], ways: Any) -> None:
     """Plans are made once and their products are no part of what is kept; a kernel of its own gradients is run once, where it is kept."""
-    made = []
+    models = []
 
     def make() -> nn.Module:
-        made.append(make_model("full", True, **settings))
-        return made[-1]
+        models.append(make_model("full", True, **settings))
+        return models[-1]
 
-    found, wanted = step_of(ways, make), step_of({}, make)
-    assert_same(found, wanted)
-    counters = [[dict(layer.counter) for layer in clustered_layers(model).values()] for model in made]
+    actual, wanted = step_of(ways, make), step_of({}, make)
+    assert_same(actual, wanted)
+    counters = [[dict(layer.counter) for layer in clustered_layers(model).values()] for model in models]
     assert all(counters[1]) and len(counters[1]) == BLOCKS
     runs_again = "recompute" in ways.values()
     if settings.get("backend") != "masked" and "dense_steps" not in settings:
@@ -173,4 +173,4 @@ def test_sparse_attention(settings: dict[str, Any], ways: Any) -> None:
             and counters[1] == [{"sparse_grouped": 1}] * BLOCKS
         )
     if "offload" in ways.values() or "selective" in ways.values():
-        assert found.backward == wanted.backward
+        assert actual.backward == wanted.backward

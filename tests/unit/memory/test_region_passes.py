@@ -36,20 +36,20 @@ class Dropped(nn.Module):
         return x + scale * self.down(torch.dropout(torch.relu(self.up(x)), 0.5, True))
 
 
-def block_step(block: nn.Module, x: Tensor, times: int = 1, **given: Any) -> list[Tensor]:
+def block_step(block: nn.Module, x: Tensor, times: int = 1, **options: Any) -> list[Tensor]:
     torch.manual_seed(3)
     block.zero_grad()
     x = x.clone().requires_grad_()
     y = x
     for _ in range(times):
-        y = block(y, **given)
+        y = block(y, **options)
     torch.manual_seed(4)  # backward must not draw from here
     y.square().sum().backward()
     assert x.grad is not None and not recording()
     return [x.grad, *(p.grad.clone() for p in block.parameters() if p.grad is not None)]
 
 
-def told(way: Any, block: nn.Module | None = None) -> nn.Module:
+def keeping(way: Any, block: nn.Module | None = None) -> nn.Module:
     torch.manual_seed(0)
     block = block or Dropped()
     set_policies(block, {"block": way}, Offloader(Device("cpu", 0), 16).group)
@@ -62,14 +62,14 @@ def test_a_foreign_block_draws_the_same_numbers_again_and_may_be_used_several_ti
     x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
     torch.manual_seed(0)
     wanted = block_step(Dropped(), x, times, scale=0.5)
-    found = block_step(told(way), x, times, scale=0.5)
-    assert all(map(torch.equal, found, wanted))
+    actual = block_step(keeping(way), x, times, scale=0.5)
+    assert all(map(torch.equal, actual, wanted))
 
 
 @pytest.mark.parametrize("way", LARGE)
 def test_a_copy_of_a_model_computes_with_its_own_parameters(way: Any) -> None:
     x = torch.randn(5, 8)
-    one = told(way)
+    one = keeping(way)
     other = copy.deepcopy(one)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -87,8 +87,8 @@ def test_gradients_by_torch_autograd_grad(way: Any) -> None:
     wanted = torch.autograd.grad(model(*inputs).square().mean(), parameters, allow_unused=True)
     for block in model.blocks:
         set_policies(block, {"block": way}, Offloader(Device("cpu", 0), 1 << 10).group)
-    found = torch.autograd.grad(model(*inputs).square().mean(), parameters, allow_unused=True)
-    for one, other in zip(found, wanted, strict=True):
+    actual = torch.autograd.grad(model(*inputs).square().mean(), parameters, allow_unused=True)
+    for one, other in zip(actual, wanted, strict=True):
         assert one is None is other or torch.equal(one, other)
 
 
@@ -116,7 +116,7 @@ def test_what_runs_without_gradients_has_no_place_among_what_is_kept(way: Any) -
     torch.manual_seed(0)
     wanted = block_step(Odd(), x)
     torch.manual_seed(0)
-    assert all(map(torch.equal, block_step(told(way, Odd()), x), wanted))
+    assert all(map(torch.equal, block_step(keeping(way, Odd()), x), wanted))
 
 
 class Failing(nn.Module):
@@ -134,7 +134,7 @@ class Failing(nn.Module):
 
 @pytest.mark.parametrize("way", LARGE)
 def test_an_exception_leaves_no_record_in_force(way: Any) -> None:
-    block = told(way, Failing())
+    block = keeping(way, Failing())
     x = torch.randn(3, 8, requires_grad=True)
     with pytest.raises(OSError, match="gone"):
         block(x)
@@ -158,7 +158,7 @@ def _modes() -> list[Any]:
 def test_a_graph_that_is_retained() -> None:
     x = torch.randn(5, 8)
     for way, fails in (("recompute", False), ("selective", True), ("offload_selective", True), ("offload", False)):
-        block = told(way)
+        block = keeping(way)
         first, again = block_step(block, x), x.clone().requires_grad_()
         torch.manual_seed(3)
         block.zero_grad()
@@ -186,7 +186,7 @@ def test_a_second_pass_of_other_operations_is_noticed() -> None:
             return torch.tanh(y).exp()
 
     with pytest.raises(RuntimeError, match=r"second pass of a region computes aten\.addmm"):
-        told("selective", Changing())(torch.randn(8, 8, requires_grad=True)).sum().backward()
+        keeping("selective", Changing())(torch.randn(8, 8, requires_grad=True)).sum().backward()
 
 
 @pytest.mark.parametrize("way", ["selective", "offload_selective"])
@@ -200,7 +200,7 @@ def test_a_kept_result_that_is_changed_in_place_is_noticed(way: Any) -> None:
             return torch.tanh(self.linear(x).add_(1.0)).exp()
 
     with pytest.raises(RuntimeError, match="changed in place"):
-        told(way, Changing())(torch.randn(3, 8, requires_grad=True)).sum().backward()
+        keeping(way, Changing())(torch.randn(3, 8, requires_grad=True)).sum().backward()
 
 
 @pytest.mark.parametrize("way", LARGE)
@@ -287,13 +287,13 @@ def test_the_second_pass_is_under_the_autocast_of_the_first() -> None:
 
 
 def test_offered_results_are_made_once_and_what_is_inside_of_them_is_not_kept_one_by_one() -> None:
-    made: list[str] = []
+    names: list[str] = []
 
-    class Dear(torch.autograd.Function):
+    class Costly(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor, kind: Any) -> Tensor:
             def make() -> tuple[Tensor]:
-                made.append(kind)
+                names.append(kind)
                 inner = checkpointed("matmul", lambda: (x @ x,))[0]  # part of the whole
                 return (inner @ x,)
 
@@ -306,20 +306,20 @@ def test_offered_results_are_made_once_and_what_is_inside_of_them_is_not_kept_on
             return grad @ ctx.saved_tensors[0].mT, None
 
     def run(x: Tensor) -> Tensor:
-        return torch.tanh(Dear.apply(torch.relu(x), "attention")) + Dear.apply(torch.sigmoid(x), "exchange").sin()
+        return torch.tanh(Costly.apply(torch.relu(x), "attention")) + Costly.apply(torch.sigmoid(x), "exchange").sin()
 
     x = torch.randn(4, 4, requires_grad=True)
     (wanted,) = torch.autograd.grad(run(x).sum(), x)
     counts = {}
     for way in ("recompute", "selective", "offload_selective"):
         for again in (False, True):
-            made.clear()
+            names.clear()
             course = region_runner(way, Offloader(Device("cpu", 0), 1).group, exchange_again=again)  # type: ignore[arg-type]
             assert course is not None
             with MatmulCounter() as count:
                 (grad,) = torch.autograd.grad(course.run(run, x).sum(), x)
             assert torch.equal(grad, wanted)
-            counts[way, again] = (made.count("attention"), made.count("exchange"), count.total)
+            counts[way, again] = (names.count("attention"), names.count("exchange"), count.total)
     assert counts == {
         ("recompute", False): (2, 1, 8),
         ("recompute", True): (2, 2, 10),

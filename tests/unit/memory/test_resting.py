@@ -105,9 +105,9 @@ def test_roles_that_rest_train_to_the_bit(tiered: bool) -> None:
     resting.train(7, rests)
     assert sum(rests.nbytes.values()) >= 4 * 42 * 4  # weights, two moments, the average
     rests.wake()
-    found, truth = resting.state(), plain.state()
-    assert found.keys() == truth.keys() and len(found) >= 16
-    assert all(torch.equal(found[name], truth[name]) for name in truth)
+    actual, truth = resting.state(), plain.state()
+    assert actual.keys() == truth.keys() and len(actual) >= 16
+    assert all(torch.equal(actual[name], truth[name]) for name in truth)
 
 
 def test_a_step_without_an_update_is_an_error() -> None:

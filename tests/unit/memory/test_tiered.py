@@ -159,8 +159,8 @@ def test_a_given_state_is_a_copy_and_step_counts_stay_on_the_cpu() -> None:
     state = {"step": torch.tensor(3.0), "exp_avg": torch.ones(4, 4), "exp_avg_sq": torch.ones(4, 4)}
     ours.load_state_of(of(groups)[0], state)
     state["exp_avg"].zero_()
-    found = ours.state_of(of(groups)[0])
-    assert bool((found["exp_avg"] == 1).all()) and found["step"].device.type == "cpu"
+    actual = ours.state_of(of(groups)[0])
+    assert bool((actual["exp_avg"] == 1).all()) and actual["step"].device.type == "cpu"
 
 
 @pytest.mark.parametrize(("master", "states"), [("split", "host"), ("host", "host"), ("float32", "device")])
@@ -240,8 +240,8 @@ def test_what_it_refuses() -> None:
 
 def test_cutting_into_buckets() -> None:
     sizes = [10, 10, 5, 40, 1, 0, 30]
-    found = cut_into_buckets(parameters([(n,) for n in sizes], torch.float32), 100)
-    assert [[p.numel() for p in bucket] for bucket in found] == [[10, 10, 5], [40], [1, 0], [30]]
+    actual = cut_into_buckets(parameters([(n,) for n in sizes], torch.float32), 100)
+    assert [[p.numel() for p in bucket] for bucket in actual] == [[10, 10, 5], [40], [1, 0], [30]]
     assert len(cut_into_buckets(parameters([(2,)] * 3, torch.float32), 0)) == 3
 
 
@@ -337,7 +337,7 @@ class Paced(SGD):
 
 def test_a_tensor_of_a_group_advances_once_a_step() -> None:
     groups = [{**group, "pace": torch.zeros(2)} for group in two_groups((VECTORS, MATRICES), torch.float32)]
-    ours = tiered(groups, lambda given: Paced(given, lr=1e-2), "parameters", "host")
+    ours = tiered(groups, lambda inputs: Paced(inputs, lr=1e-2), "parameters", "host")
     assert len(ours.buckets) > 1
     for step in range(3):
         for p, gradient in zip(of(groups), gradients_of(groups, step), strict=True):

@@ -49,12 +49,12 @@ def give_gradients(groups: list[dict[str, Any]]) -> None:
 def alive() -> dict[int, torch.UntypedStorage]:
     """All storages that tensors of this process hold, however they are held, by their place."""
     gc.collect()
-    found: dict[int, torch.UntypedStorage] = {}
+    results: dict[int, torch.UntypedStorage] = {}
     for thing in gc.get_objects():
         if isinstance(thing, Tensor) and thing.device.type == "cpu" and type(thing) in (Tensor, nn.Parameter):
             tensors = [thing] if thing.grad is None else [thing, thing.grad]
-            found |= {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
-    return found
+            results |= {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+    return results
 
 
 TABLE = [  # bytes per parameter on the device, in the host's memory
@@ -76,16 +76,16 @@ def test_bytes_per_parameter_between_steps(master: str, states: str, device: int
         give_gradients(groups)
         ours.step()
         ours.zero_grad()
-        told = ours.device_bytes()
-        assert sum(told.values()) == device * NUMEL + STEP_COUNTS
+        numbers = ours.device_bytes()
+        assert sum(numbers.values()) == device * NUMEL + STEP_COUNTS
         assert sum(ours.host_bytes().values()) == host * NUMEL
     own = STEP_COUNTS + 4 * (
         COUNT if master in ("split", "host") else 0
     )  # what stands for absent masters: 4 bytes each
     new = sum(storage.nbytes() for place, storage in alive().items() if place not in before)
     assert device * NUMEL <= new <= device * NUMEL + own
-    assert told["parameters"] == (4 if master == "parameters" else 2) * NUMEL
-    assert told["master"] == {"parameters": 0, "float32": 4, "split": 2, "host": 0}[master] * NUMEL
+    assert numbers["parameters"] == (4 if master == "parameters" else 2) * NUMEL
+    assert numbers["master"] == {"parameters": 0, "float32": 4, "split": 2, "host": 0}[master] * NUMEL
 
 
 def peak_of_step(ours: TieredOptimizer, groups: list[dict[str, Any]]) -> int:
@@ -149,7 +149,7 @@ def test_a_bucket_that_came_for_nothing_leaves_no_bytes() -> None:
 
 @dataclass
 class Sleeping:
-    """An optimizer's step that takes a told time, whatever is in the bucket."""
+    """An optimizer's step that takes a set time, whatever is in the bucket."""
 
     clock: ControlledClock | Reckoned
     seconds: float
@@ -330,5 +330,5 @@ def test_an_optimizer_that_fails_leaves_groups_whole() -> None:
     assert len(ours.param_groups[0]["params"]) == COUNT
     with pytest.raises(UserError):
         ours.step()
-    # what is held can be told, as a report on full memory does
+    # what is held can be listed, as a report on full memory does
     assert ours.device_bytes()["parameters"] == 2 * SIDE * SIDE * COUNT and ours.host_bytes()["states"] == 0

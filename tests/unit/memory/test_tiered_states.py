@@ -38,11 +38,11 @@ COUNT, SIDE = 6, 64
 class Mapping(Device):
     """A device with mapped memory, which is the CPU's."""
 
-    made: list[Tensor] = field(default_factory=list, compare=False)
+    tensors: list[Tensor] = field(default_factory=list, compare=False)
 
     def swapped_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        self.made.append(torch.empty(shape, dtype=dtype))
-        return self.made[-1]
+        self.tensors.append(torch.empty(shape, dtype=dtype))
+        return self.tensors[-1]
 
 
 @pytest.mark.parametrize("make", [adamw, EightBit])
@@ -65,7 +65,7 @@ def test_mapped_states_are_never_copied(master: str, make: Any) -> None:
     moving = sum(p.numel() for p in of(groups) if p.numel() > 1)
     if make is adamw:
         # one asks whether there is such memory
-        assert len(device.made) == 1 + 2 * sum(p.numel() > 1 for p in of(groups))
+        assert len(device.tensors) == 1 + 2 * sum(p.numel() > 1 for p in of(groups))
         assert ours.host_bytes()["states"] == 8 * moving
         assert ours.device_bytes()["states"] <= 16 * len(of(groups))
     p = of(groups)[0]
@@ -133,9 +133,9 @@ def test_states_in_tensor_subclasses_move() -> None:
     assert ours.host_bytes()["states"] == COUNT * (SIDE * SIDE + 4 * SIDE)
     assert ours.device_bytes()["states"] == 0
     for p, m in zip(of(groups), plain.masters, strict=True):
-        found, expected = ours.state_of(p)["momentum"], plain.optimizer.state[m]["momentum"]
-        assert isinstance(found, Coded)
-        assert same(found.codes, expected.codes) and same(found.scale, expected.scale)
+        actual, expected = ours.state_of(p)["momentum"], plain.optimizer.state[m]["momentum"]
+        assert isinstance(actual, Coded)
+        assert same(actual.codes, expected.codes) and same(actual.scale, expected.scale)
 
 
 def test_transform_keeps_what_is_no_tensor() -> None:
@@ -161,6 +161,6 @@ def test_mapped_memory_is_asked_of_the_backend_as_its_schema_wants(monkeypatch: 
     monkeypatch.setattr(Device, "torch_device", torch.device("meta"))  # whose name torch knows without the package
     assert device.swapped_empty((2, 3), torch.uint8) is None  # of a version without it
     package.empty_with_swapped_memory = stand_in  # type: ignore[attr-defined]
-    made = device.swapped_empty((2, 3), torch.uint8)
+    tensor = device.swapped_empty((2, 3), torch.uint8)
     assert asked == [torch.device("meta")]
-    assert made is not None and made.shape == (2, 3) and made.dtype == torch.uint8
+    assert tensor is not None and tensor.shape == (2, 3) and tensor.dtype == torch.uint8

@@ -39,11 +39,11 @@ FAMILIES = {"float32 parameters": ("plain", "states"), "bfloat16 parameters": HA
 @pytest.fixture(scope="module")
 def trained() -> dict[str, tuple[TrainingState, list[float]]]:
     """Each tier after three steps of two micro-batches."""
-    found = {}
+    results = {}
     for tier in TIERS:
         state = state_of(tier)
-        found[tier] = state, losses(steps(state, range(3), micro=4))
-    return found
+        results[tier] = state, losses(steps(state, range(3), micro=4))
+    return results
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -81,19 +81,19 @@ def test_bfloat16_parameters_are_those_of_a_plain_loop(trained: Any) -> None:
                 master.grad += parameter.grad.float()
         torch.nn.utils.clip_grad_norm_(masters, 1.0)
         optimizer.step()
-    found = everything(trained["split"][0])
+    actual = everything(trained["split"][0])
     for name, master in zip(dict(model.named_parameters()), masters, strict=True):
-        assert torch.equal(found[f"model.{name}"], master.detach()), name
-        assert torch.equal(found[f"optimizer.state.{name}.exp_avg"], optimizer.state[master]["exp_avg"]), name
+        assert torch.equal(actual[f"model.{name}"], master.detach()), name
+        assert torch.equal(actual[f"optimizer.state.{name}.exp_avg"], optimizer.state[master]["exp_avg"]), name
 
 
 def test_first_weights_are_those_of_float32() -> None:
     for tier in TIERS:
         state = state_of(tier, seed=3)
         truth = dict(ToyDiT(seed=3).named_parameters())
-        found = everything(state)
-        assert all(torch.equal(found[f"model.{n}"], p) for n, p in truth.items())
-        assert not any(name.startswith("optimizer.") for name in found)
+        actual = everything(state)
+        assert all(torch.equal(actual[f"model.{n}"], p) for n, p in truth.items())
+        assert not any(name.startswith("optimizer.") for name in actual)
         dtypes = {p.dtype for p in state.model.parameters()}
         assert dtypes == {torch.bfloat16 if tier in HALF else torch.float32}
         held = parameters(state.model)
@@ -149,11 +149,11 @@ def test_a_run_goes_on_in_another_tier_as_if_never_stopped(tmp_path: Path, famil
 def test_weights_alone_and_a_start(tmp_path: Path, trained: Any) -> None:
     state, _ = trained["host"]
     CheckpointManager(tmp_path).save(3, state, blocking=True)
-    found = everything(state)
+    actual = everything(state)
     for which in ("model", "ema"):
         plain = ToyDiT(seed=2)
         load_weights(tmp_path / step_name(3), plain, which)  # type: ignore[arg-type]
-        assert all(torch.equal(p, found[f"{which}.{n}"]) for n, p in plain.named_parameters())
+        assert all(torch.equal(p, actual[f"{which}.{n}"]) for n, p in plain.named_parameters())
     for tier in TIERS:
         other = state_of(tier, seed=1)
         load_start(tmp_path / step_name(3), other.model, other.optimizer)
@@ -161,11 +161,11 @@ def test_weights_alone_and_a_start(tmp_path: Path, trained: Any) -> None:
         other.ema.restart(other.model)
         after = everything(other)
         for name in dict(other.model.named_parameters()):
-            assert torch.equal(after[f"model.{name}"], found[f"ema.{name}"]), (tier, name)
-            assert torch.equal(after[f"ema.{name}"], found[f"ema.{name}"]), (tier, name)
+            assert torch.equal(after[f"model.{name}"], actual[f"ema.{name}"]), (tier, name)
+            assert torch.equal(after[f"ema.{name}"], actual[f"ema.{name}"]), (tier, name)
 
 
-def test_another_optimizer_is_told(tmp_path: Path) -> None:
+def test_another_optimizer_is_reported(tmp_path: Path) -> None:
     for number, (source, target) in enumerate((("adamw", "muon"), ("muon", "adamw"))):
         state = state_of("plain", optimizer=source)
         steps(state, range(1))
@@ -223,7 +223,7 @@ def test_a_checkpoint_that_is_written_meanwhile_is_of_its_own_step(tmp_path: Pat
 @pytest.mark.parametrize("tier", TIERS)
 def test_averages_follow_the_float32_weights_and_swap_bitwise(tier: str) -> None:
     """On the device, and in the host's memory."""
-    found = []
+    results = []
     for where in ("device", "host"):
         state = state_of(tier, ema=where)
         ema = state.ema
@@ -246,9 +246,9 @@ def test_averages_follow_the_float32_weights_and_swap_bitwise(tier: str) -> None
                 ema.update(state.model)
             raise KeyError  # an error in validation must not leave the averages in the model
         assert differing(parameters(state.model), weights) == [] and differing(everything(state), before) == []
-        found.append(before)
+        results.append(before)
         assert ema.updates == 3
-    assert differing(*found) == []
+    assert differing(*results) == []
 
 
 def test_averages_in_the_hosts_memory_take_none_of_the_device() -> None:
@@ -295,18 +295,20 @@ def test_the_learning_rate_reaches_the_masters() -> None:
 
 def test_memory_goes_where_the_config_says() -> None:
     """Bytes a parameter between steps: 16 would be float32 parameters, masters, moments."""
-    found: dict[str, tuple[float, float]] = {}
+    results: dict[str, tuple[float, float]] = {}
     for tier in (*HALF, "states"):
         state = state_of(tier)
         steps(state, range(1))
         assert isinstance(state.optimizer, TieredOptimizer) and is_half(state.model) == (tier in HALF)
         numbers = sum(p.numel() for p in state.model.parameters())
         device, host = state.optimizer.device_bytes(), state.optimizer.host_bytes()
-        found[tier] = (round(sum(device.values()) / numbers), round(sum(host.values()) / numbers))
+        results[tier] = (round(sum(device.values()) / numbers), round(sum(host.values()) / numbers))
     expected: dict[str, tuple[int, int]] = {"float32": (14, 0), "split": (12, 0), "host": (2, 10), "states": (4, 8)}
     for tier, (device_each, host_each) in expected.items():
         # small tensors begin at round addresses, and counts of steps stay
-        assert device_each <= found[tier][0] <= device_each + 2 and host_each <= found[tier][1] <= host_each + 3, found
+        assert device_each <= results[tier][0] <= device_each + 2 and host_each <= results[tier][1] <= host_each + 3, (
+            results
+        )
 
 
 def test_a_step_that_is_not_finite_changes_nothing() -> None:
@@ -327,8 +329,8 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
 
 def test_plain_memory_gives_torchs_own_optimizer() -> None:
     for optimizer, kind in (("adamw", torch.optim.AdamW), ("muon", torch.optim.Optimizer)):
-        made = make_optimizer(ToyDiT(), TrainConfig(optimizer=optimizer), MemoryConfig(), CPU)  # type: ignore[arg-type]
-        assert isinstance(made, kind)
+        plain = make_optimizer(ToyDiT(), TrainConfig(optimizer=optimizer), MemoryConfig(), CPU)  # type: ignore[arg-type]
+        assert isinstance(plain, kind)
 
 
 # -- the whole way
@@ -356,9 +358,9 @@ def test_a_run_trains_alike_in_every_tier_and_goes_on_in_another(small_cache: Pa
         config = _config(tmp_path, name, *keys)
         TrainPipeline(config).run()
         rows = read_metrics(config.run_dir / "metrics.jsonl")
-        found = [row["loss"] for row in rows if row["kind"] == "train"]
-        found += [row["loss"] for row in rows if row["kind"] == "validation" and row["step"] in (3, 6)]
-        runs[name] = found, _tensors_of(config.run_dir / "checkpoints" / step_name(6))
+        results = [row["loss"] for row in rows if row["kind"] == "train"]
+        results += [row["loss"] for row in rows if row["kind"] == "validation" and row["step"] in (3, 6)]
+        runs[name] = results, _tensors_of(config.run_dir / "checkpoints" / step_name(6))
     first, tensors = runs["float32"]
     assert len(first) == 8 and len(set(first)) == 8
     for name, (seen, others) in runs.items():

@@ -24,7 +24,7 @@ WHOLE: Mapping[str, set[tuple[str, str]]] = {
 
 def declared(model: Any) -> dict[tuple[str, str], tuple[str, int]]:
     """(module, argument or place) -> (split or gather, dim), as diffusers declares it."""
-    found = {}
+    results = {}
     for module, what in (getattr(model, "_cp_plan", None) or {}).items():
         parts = (
             what.items() if isinstance(what, Mapping) else enumerate(what if isinstance(what, list | tuple) else [what])
@@ -33,18 +33,18 @@ def declared(model: Any) -> dict[tuple[str, str], tuple[str, int]]:
             for each in part if isinstance(part, list | tuple) else [part]:
                 if each is not None:
                     dim = getattr(each, "split_dim", getattr(each, "gather_dim", None))
-                    found[module, str(key)] = ("gather" if hasattr(each, "gather_dim") else "split", int(dim))
-    return found
+                    results[module, str(key)] = ("gather" if hasattr(each, "gather_dim") else "split", int(dim))
+    return results
 
 
 def ours(model: Any) -> dict[tuple[str, str], tuple[str, int]]:
     """The same of our plan, with dims from the front."""
-    plan, found = plan_for(model), {}
+    plan, results = plan_for(model), {}
     for module, changes in [*plan.inputs.items(), *plan.outputs.items()]:
         for key, change in changes.items():
             if isinstance(change, Split | Gather):
-                found[module, str(key)] = ("gather" if isinstance(change, Gather) else "split", change.dim)
-    return found
+                results[module, str(key)] = ("gather" if isinstance(change, Gather) else "split", change.dim)
+    return results
 
 
 @pytest.mark.parametrize("case", CASES)

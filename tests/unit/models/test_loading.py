@@ -83,8 +83,8 @@ def test_a_repository_in_shards(copy: Path, wan: Path) -> None:
     shutil.rmtree(copy / "transformer")
     model.save_pretrained(copy / "transformer", max_shard_size="20KB")
     assert len(list((copy / "transformer").glob("*.safetensors"))) > 2
-    found = filled(copy).state_dict()
-    assert all(torch.equal(found[name], tensor) for name, tensor in filled(wan).state_dict().items())
+    actual = filled(copy).state_dict()
+    assert all(torch.equal(actual[name], tensor) for name, tensor in filled(wan).state_dict().items())
 
 
 class Counted:
@@ -256,9 +256,9 @@ def test_each_class_is_filled_as_diffusers_loads_it(tmp_path: Path, case: str) -
     for name, tensor in [*truth.named_parameters(), *truth.named_buffers()]:
         other = dict([*model.named_parameters(), *model.named_buffers()])[name]
         assert torch.equal(other, tensor) and other.dtype == tensor.dtype, name
-    given = make_inputs(case)
+    inputs = make_inputs(case)
     with torch.no_grad():
-        assert torch.equal(model(**given, return_dict=False)[0], truth(**given, return_dict=False)[0])
+        assert torch.equal(model(**inputs, return_dict=False)[0], truth(**inputs, return_dict=False)[0])
 
 
 def test_a_single_file_whose_authors_share_most_names_with_diffusers(tmp_path: Path) -> None:

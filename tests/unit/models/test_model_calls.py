@@ -79,11 +79,11 @@ def model_of(name: str) -> tuple[nn.Module, FamilyPredictor]:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_call_is_the_pipelines(name: str) -> None:
     model, predictor = model_of(name)
-    given = conditions()
+    inputs = conditions()
     x = latent(name)
-    found = predictor.predict(model, x, TIMES, given)
-    assert found.shape == x.shape
-    torch.testing.assert_close(found, called_by_hand(name, model, x, TIMES, given), rtol=1e-6, atol=1e-6)
+    actual = predictor.predict(model, x, TIMES, inputs)
+    assert actual.shape == x.shape
+    torch.testing.assert_close(actual, called_by_hand(name, model, x, TIMES, inputs), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -110,7 +110,7 @@ def test_in_bfloat16_the_error_is_at_most_the_official_pipelines(name: str) -> N
     """Pipelines in bfloat16 round the time too, but Wan's; QwenImage and Flux round it in the class, so that nothing is gained there."""
     model, predictor = model_of(name)
     half = model_of(name)[0].bfloat16()
-    x, given, errors = latent(name), conditions(), torch.zeros(2)
+    x, inputs, errors = latent(name), conditions(), torch.zeros(2)
 
     def rounded(key: str, value: Any) -> Any:
         floats = isinstance(value, Tensor) and value.is_floating_point() and (name, key) != ("wan", "timestep")
@@ -119,10 +119,10 @@ def test_in_bfloat16_the_error_is_at_most_the_official_pipelines(name: str) -> N
     with torch.no_grad():
         for t in torch.linspace(0.05, 0.999, 6):
             times = t.expand(B)
-            true = predictor.predict(model, x, times, given)
+            true = predictor.predict(model, x, times, inputs)
             with torch.autocast("cpu", torch.bfloat16):
-                ours = predictor.predict(model, x, times, given)
-            arguments = predictor.call.call(predictor.config, x.bfloat16(), times, given)
+                ours = predictor.predict(model, x, times, inputs)
+            arguments = predictor.call.call(predictor.config, x.bfloat16(), times, inputs)
             output = half(**{key: rounded(key, value) for key, value in arguments.items()})
             official = predictor.call.prediction(predictor.config, output, x)
             errors += torch.stack([(each.float() - true).norm() / true.norm() for each in (ours, official)])
@@ -136,8 +136,8 @@ def test_the_index_is_the_objectives_own() -> None:
     model = make_model("cogvideox")
     call = CogVideoXCall()
     x = torch.zeros(1000, C, 1, 2, 2)
-    given = Conditions(torch.zeros(1000, 1, D), torch.ones(1000, 1, dtype=torch.bool))
-    arguments = call.call(dict(model.config), x, t_B, given)  # type: ignore[arg-type]
+    conditions = Conditions(torch.zeros(1000, 1, D), torch.ones(1000, 1, dtype=torch.bool))
+    arguments = call.call(dict(model.config), x, t_B, conditions)  # type: ignore[arg-type]
     assert torch.equal(arguments["timestep"], indices) and torch.equal(objective.index_of(t_B), indices)
 
 
@@ -198,28 +198,28 @@ def test_a_latent_that_would_be_cut_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", ["ltx", "hunyuan", "mochi", "hunyuan 1.5", "qwen"])
 def test_padding_of_a_masked_caption_means_nothing(name: str) -> None:
     model, predictor = model_of(name)
-    given, x = conditions(), latent(name)
-    other = replace(given, text_BLD=torch.where(given.text_mask_BL[..., None], given.text_BLD, 3.0))
+    inputs, x = conditions(), latent(name)
+    other = replace(inputs, text_BLD=torch.where(inputs.text_mask_BL[..., None], inputs.text_BLD, 3.0))
     if name in ("ltx", "mochi", "qwen"):  # the refiners of the others take means by the mask, and attend by it
         assert torch.allclose(
-            predictor.predict(model, x, TIMES, given), predictor.predict(model, x, TIMES, other), atol=1e-5
+            predictor.predict(model, x, TIMES, inputs), predictor.predict(model, x, TIMES, other), atol=1e-5
         )
     longer = replace(
-        given,
-        text_BLD=torch.cat([given.text_BLD, torch.zeros(B, 3, D)], 1),
-        text_mask_BL=torch.cat([given.text_mask_BL, torch.zeros(B, 3, dtype=torch.bool)], 1),
+        inputs,
+        text_BLD=torch.cat([inputs.text_BLD, torch.zeros(B, 3, D)], 1),
+        text_mask_BL=torch.cat([inputs.text_mask_BL, torch.zeros(B, 3, dtype=torch.bool)], 1),
     )
     torch.testing.assert_close(
-        predictor.predict(model, x, TIMES, given), predictor.predict(model, x, TIMES, longer), rtol=1e-5, atol=1e-5
+        predictor.predict(model, x, TIMES, inputs), predictor.predict(model, x, TIMES, longer), rtol=1e-5, atol=1e-5
     )
 
 
 def test_captions_are_filled_with_zeros_whatever_lies_in_their_padding() -> None:
-    call, given = WanCall(), conditions()
-    dirty = replace(given, text_BLD=given.text_BLD + 7 * ~given.text_mask_BL[..., None])
-    for each in (given, dirty):
+    call, inputs = WanCall(), conditions()
+    dirty = replace(inputs, text_BLD=inputs.text_BLD + 7 * ~inputs.text_mask_BL[..., None])
+    for each in (inputs, dirty):
         text = call.call({}, latent(), TIMES, each)["encoder_hidden_states"]
-        assert text.shape == (B, 512, D) and torch.equal(text[:, :L], given.text_BLD) and not text[:, L:].any()
+        assert text.shape == (B, 512, D) and torch.equal(text[:, :L], inputs.text_BLD) and not text[:, L:].any()
 
 
 def test_guidance_can_be_another() -> None:
@@ -286,8 +286,8 @@ def test_wan_5b_takes_a_time_for_each_token() -> None:
     call = family.call_of({"expand_timesteps": True}, {}.get)
     arguments = call.call(config, x, TIMES, conditions())
     mask = torch.ones(T, H, W)
-    for given, t in zip(arguments["timestep"], 1000 * TIMES, strict=True):
-        assert torch.equal(given, (mask[:, ::2, ::2] * t).flatten())
+    for times, t in zip(arguments["timestep"], 1000 * TIMES, strict=True):
+        assert torch.equal(times, (mask[:, ::2, ::2] * t).flatten())
     plain = model(**WanCall().call(config, x, TIMES, conditions()))[0]
     torch.testing.assert_close(model(**arguments)[0], plain, rtol=1e-5, atol=1e-6)
     frames = torch.stack([torch.zeros(B), TIMES, TIMES], dim=1)  # a given first frame
@@ -301,32 +301,32 @@ def test_wan_5b_takes_a_time_for_each_token() -> None:
 
 
 def test_what_a_call_lacks_is_said() -> None:
-    given, x = conditions(), latent()
+    inputs, x = conditions(), latent()
     long = {"text_2": torch.zeros(B, 257, D), "text_2_mask": torch.ones(B, 257)}
     for name, without, message in (
-        ("hunyuan", replace(given, pooled_BD=None), r"a pooled vector of width 8 .* gave none"),
-        ("hunyuan", replace(given, pooled_BD=torch.zeros(B, 5)), r"a pooled vector of width 8 .* gave one of width 5"),
-        ("ltx", replace(given, fps_B=None), r"needs the frames per second"),
-        ("hunyuan 1.5", replace(given, named={}), r"needs a second caption of width 8"),
+        ("hunyuan", replace(inputs, pooled_BD=None), r"a pooled vector of width 8 .* gave none"),
+        ("hunyuan", replace(inputs, pooled_BD=torch.zeros(B, 5)), r"a pooled vector of width 8 .* gave one of width 5"),
+        ("ltx", replace(inputs, fps_B=None), r"needs the frames per second"),
+        ("hunyuan 1.5", replace(inputs, named={}), r"needs a second caption of width 8"),
         (
             "hunyuan 1.5",
-            replace(given, named=long),
+            replace(inputs, named=long),
             r"second captions of at most 256 tokens of width 8, here 257 of width 8",
         ),
-        ("flux", replace(given, pooled_BD=None), r"FluxTransformer2DModel needs a pooled vector of width 8"),
+        ("flux", replace(inputs, pooled_BD=None), r"FluxTransformer2DModel needs a pooled vector of width 8"),
         (
             "wan",
-            replace(given, text_BLD=torch.zeros(B, 513, D)),
+            replace(inputs, text_BLD=torch.zeros(B, 513, D)),
             r"a caption has 513 tokens.* set text.max_tokens: 512",
         ),
-        ("cogvideox 5b", replace(given, text_BLD=torch.zeros(B, 9, D)), r"9 tokens.* set text.max_tokens: 7"),
+        ("cogvideox 5b", replace(inputs, text_BLD=torch.zeros(B, 9, D)), r"9 tokens.* set text.max_tokens: 7"),
     ):
         model, predictor = model_of(name)
         with pytest.raises(UserError, match=message):
             predictor.predict(model, x[:, :, : frames_of(name)], TIMES, without)
 
 
-def test_an_unknown_class_is_told_the_known_ones() -> None:
+def test_an_unknown_class_is_answered_with_the_known_ones() -> None:
     with pytest.raises(
         UserError, match=r"ChronoEdit.* lacks .*flops, tokens .*known are WanTransformer3DModel, .*call="
     ):

@@ -1,4 +1,4 @@
-"""Plans that do not fit their models are told; what plans of diffusers' classes hold, and what they leave out."""
+"""Plans that do not fit their models are refused by name; what plans of diffusers' classes hold, and what they leave out."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def wan(**changes: Any) -> tuple[nn.Module, ModelPlan]:
         ({"image": ("hidden", 2)}, "has no argument 'hidden'"),
     ],
 )  # fmt: skip
-def test_what_is_not_there_is_told_with_the_nearest_name(changes: dict[str, Any], words: str | None) -> None:
+def test_what_is_not_there_is_reported_with_the_nearest_name(changes: dict[str, Any], words: str | None) -> None:
     model, plan = wan()
     if words is None:
         sequence_parallel(model, SequenceAxes.alone(), replace(plan, **changes))
@@ -114,7 +114,7 @@ def test_a_known_plan_is_put_on_its_model_once(case: str) -> None:
     assert plan_of(model) is known
 
 
-def test_heads_that_do_not_divide_are_told() -> None:
+def test_heads_that_do_not_divide_are_reported() -> None:
     model, plan = wan()
     declare_plan(model, plan)
     with pytest.raises(UserError, match=r"parallel.tp 3 does not divide the model's 4 heads: use one of 1, 2, 4"):
@@ -162,7 +162,7 @@ def refusals() -> dict[str, str]:
 
     mesh = make_mesh(Device("cpu", 0), AxisSizes(tp=2))
     layout = make_layout(mesh, ParallelConfig(tp=2))
-    told = {}
+    messages = {}
 
     def catch(name: str, model: nn.Module, plan: ModelPlan | None = None) -> None:
         if plan is None:
@@ -171,7 +171,7 @@ def refusals() -> dict[str, str]:
             declare_plan(model, plan)
         with pytest.raises(UserError) as caught:
             loss_of(parallelize(model, mesh, "none", layout=layout), make_inputs("wan"))
-        told[name] = str(caught.value)
+        messages[name] = str(caught.value)
 
     catch("chronoedit", make_model("chronoedit, by its own declaration"))
     model = make_model("flux, images")
@@ -194,7 +194,7 @@ def refusals() -> dict[str, str]:
     model, plan = wan()
     model.blocks[0].attn1.to_q = Adapted(model.blocks[0].attn1.to_q)  # type: ignore[union-attr,index]
     catch("adapters", model, plan)
-    return told
+    return messages
 
 
 class Adapted(nn.Module):

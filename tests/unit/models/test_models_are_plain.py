@@ -84,8 +84,8 @@ def test_names_order_and_shapes_of_parameters_are_those_of_checkpoints_of_before
     sections = dict(
         section.split("\n", 1) for section in NAMES.read_text(encoding="utf-8").removeprefix("# ").split("\n# ")
     )
-    found = [f"{name} {'x'.join(map(str, parameter.shape))}" for name, parameter in model.named_parameters()]
-    assert found == sections[arrangement].split("\n")[: len(found)] and len(found) == 58
+    results = [f"{name} {'x'.join(map(str, parameter.shape))}" for name, parameter in model.named_parameters()]
+    assert results == sections[arrangement].split("\n")[: len(results)] and len(results) == 58
     state = [name for name in model.state_dict() if not name.endswith("tau")]
-    assert state == [line.split()[0] for line in found]
+    assert state == [line.split()[0] for line in results]
     assert not any(isinstance(buffer, torch.Tensor) for buffer in model.buffers())

@@ -39,9 +39,9 @@ def noted(attention: SelfAttention | CrossAttention) -> Noted:
 def test_projections_lie_as_the_plan_declares(arrangement: str, name: str) -> None:
     model = small(arrangement=arrangement)
     site = model.plan.attention[f"blocks.*.{name}.attend"]
-    found = [noted(block.get_submodule(name)) for block in model.blocks]  # type: ignore[arg-type]
+    results = [noted(block.get_submodule(name)) for block in model.blocks]  # type: ignore[arg-type]
     model(*inputs())  # of two videos
-    for block, one in zip(model.plan.blocks, found, strict=True):
+    for block, one in zip(model.plan.blocks, results, strict=True):
         declared = site.rows_layout if block.attends == "rows" else site.layout
         assert one.order == memory_order(declared), block.name
 

@@ -45,9 +45,9 @@ def test_it_is_predicted_for_any_objective_by_its_call(objective: FlowConfig | D
     torch.testing.assert_close(
         predictor.predict(model, x, t, Conditions(text, mask)), model(x, t, text, mask), atol=0, rtol=0
     )
-    given = torch.tensor([[True, False, False], [False, False, False]])
+    anchors = torch.tensor([[True, False, False], [False, False, False]])
     times = torch.tensor([[0.0, 0.2, 0.2], [0.7, 0.7, 0.7]])
-    anchored = predictor.predict(model, x, t, Conditions(text, mask, named={"given": given}))
+    anchored = predictor.predict(model, x, t, Conditions(text, mask, named={"given": anchors}))
     torch.testing.assert_close(anchored, model(x, times, text, mask), atol=0, rtol=0)
 
 

@@ -37,9 +37,9 @@ def test_times_of_frames_meet_their_frames() -> None:
         x, t, text, mask = inputs()
         of_frames = t[:, None].repeat(1, 3)
         torch.testing.assert_close(model(x, of_frames, text, mask), model(x, t, text, mask))
-        given = of_frames.clone()
-        given[:, 0] = 0.0
-        moved = (model(x, given, text, mask) - model(x, t, text, mask)).abs().amax(dim=(0, 1, 3, 4))
+        times = of_frames.clone()
+        times[:, 0] = 0.0
+        moved = (model(x, times, text, mask) - model(x, t, text, mask)).abs().amax(dim=(0, 1, 3, 4))
         assert (moved > 1e-4).all()  # the first frame itself, and the others through attention
         with pytest.raises(ValueError, match="times of frames"):
             model(x, of_frames[:, :2], text, mask)
@@ -53,8 +53,8 @@ def test_padded_latents_do_not_count() -> None:
         torch.testing.assert_close(model(x, *rest, real), model(x, *rest))
         real[0, 2], real[1, :, :, 4:] = False, False  # a frame of one sample, a column of patches of the other
         other = torch.where(real[:, None], x, x + 3.0)
-        seen, there = real[:, None].expand_as(x), model(x, *rest, real)
-        torch.testing.assert_close(model(other, *rest, real)[seen], there[seen])
+        seen, out = real[:, None].expand_as(x), model(x, *rest, real)
+        torch.testing.assert_close(model(other, *rest, real)[seen], out[seen])
         assert (model(other, *rest)[seen] - model(x, *rest)[seen]).abs().max() > 1e-3
         with pytest.raises(ValueError, match="video mask"):
             model(x, *rest, real[:, :2])

@@ -323,7 +323,7 @@ def test_what_is_sparse_may_change_on_resume(home: Path) -> None:
         TrainPipeline(small_config(home, *base[:2], "model.depth=4", "train.steps=7")).run()
 
 
-def test_a_kernel_that_does_not_serve_is_told_before_the_first_step(home: Path) -> None:
+def test_a_kernel_that_does_not_serve_is_reported_before_the_first_step(home: Path) -> None:
     config = small_config(home, "name=kernel", *RUN, "model.sparse.backend=flex")
     with pytest.raises(UserError, match=r"model.sparse.backend flex, planner clusters: .* does not serve"):
         TrainPipeline(config).run()
@@ -332,14 +332,14 @@ def test_a_kernel_that_does_not_serve_is_told_before_the_first_step(home: Path) 
         model_of(backend="tritn")
 
 
-def test_what_keeps_a_run_dense_is_told(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_keeps_a_run_dense_is_reported(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     late = ("model.sparse.dense_steps=9", "model.sparse.min_tokens=5000", "train.steps=1")
     TrainPipeline(small_config(home, "name=late", *RUN, *late)).run()
-    told = caplog.text
-    assert "no video is long enough" in told and "no step will be sparse" in told
+    text = caplog.text
+    assert "no video is long enough" in text and "no step will be sparse" in text
 
 
-def test_weights_of_another_arrangement_are_told(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_of_another_arrangement_are_reported(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     TrainPipeline(small_config(home, "name=wide", "model.arrangement=full", "train.steps=1")).run()
     start = f"train.start_from={home / 'runs' / 'wide'}"
     TrainPipeline(small_config(home, "name=read", start, "train.steps=1")).run()

@@ -113,7 +113,7 @@ def test_the_empty_caption_has_a_token(kind: str, folders: Callable[[str], Path]
     assert empty.shape[0] >= 1 and torch.isfinite(empty).all()
 
 
-def test_a_stand_in_for_no_tokens_is_told(folders: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stand_in_for_no_tokens_is_reported(folders: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("mmspeed")
     propagated, logger.propagate = logger.propagate, True
     try:

@@ -1,4 +1,4 @@
-"""Layouts that cannot be are told early, and what meets in a step of a given size knows nothing of layouts."""
+"""Layouts that cannot be are refused early, and what meets in a step of a given size knows nothing of layouts."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def test_steps_of_a_given_size_are_the_same_in_any_layout(by: str) -> None:
         ParallelConfig(ulysses=2, tp=2),
     ]
     samples = make_samples(9, 14, 5)
-    found = set()
+    results = set()
     for parallel in layouts:
         batching = make_batching(rule, train, BUCKETS, COSTS, 12, parallel)
         sampler = BatchSampler(samples, batching, seed=0)
         steps = [tuple(draw.name for draw in sampler.draws(step)) for step in range(sampler.steps_per_epoch)]
-        found.add((sampler.order_fingerprint, tuple(steps)))
+        results.add((sampler.order_fingerprint, tuple(steps)))
         video = next(bucket for bucket in BUCKETS if not bucket.is_image)
         if parallel is not None:  # and each device's part of it is smaller
             alone = make_batching(rule, train, BUCKETS, COSTS, 12).dp_group_cost(video).each
             assert batching.dp_group_cost(video).each == pytest.approx(alone / parallel.group)
-    assert len(found) == 1
+    assert len(results) == 1
 
 
 def test_steps_sized_by_the_devices_count_groups() -> None:
@@ -59,7 +59,7 @@ def test_steps_sized_by_the_devices_count_groups() -> None:
     assert batching.supply(video, 100).slots == 2 and batching.supply(image, 100).slots == 4
 
 
-def test_models_that_split_nothing_are_told() -> None:
+def test_models_that_split_nothing_are_reported() -> None:
     model = on_meta(tiny_twin(SHAPES["qwen3-30b-a3b"].settings))
     declare_plan(model, replace(model.plan, inputs={}, linears={}))
     layout = TokenLayout(whole=replace(Axis.alone("sequence"), size=2))
@@ -67,7 +67,7 @@ def test_models_that_split_nothing_are_told() -> None:
         parallelize(model, None, "none", layout=layout)
 
 
-def test_heads_that_do_not_fit_are_told() -> None:
+def test_heads_that_do_not_fit_are_reported() -> None:
     def model(arrangement: str) -> SoraDiT:
         return SoraDiT(SoraDiTConfig(48, 2, 4, 3, 10, adaln_rank=4, arrangement=arrangement))  # type: ignore[arg-type]
 
@@ -116,7 +116,7 @@ def test_a_schedule_is_for_whole_groups(tmp_path: Path) -> None:
     assert preview_schedule(config, groups, COSTS, (4, 8)).worlds == (4, 8)
 
 
-def test_plans_with_misspelt_arguments_are_told() -> None:
+def test_plans_with_misspelt_arguments_are_reported() -> None:
     model = SoraDiT(SoraDiTConfig(48, 2, 4, 3, 10, adaln_rank=4))
     plan = ModelPlan((), inputs={"": {"text_BLDD": Split("text", 1)}})
     with pytest.raises(UserError, match=r"has no argument 'text_BLDD'.*text_BLD"):

@@ -1,4 +1,4 @@
-"""Names of a plan that a model has not are told with the nearest ones; those of published classes are in test_model_plans.py.
+"""Names of a plan that a model has not are refused with the nearest ones; those of published classes are in test_model_plans.py.
 
 Boundaries that no forward crosses are named too.
 """
@@ -77,7 +77,7 @@ class GivesMapping(nn.Module):
         ({"divided": {"blocks.*.attention": ("training",)}}, "has no whole number 'training'"),
     ],
 )  # fmt: skip
-def test_a_name_that_is_not_there_is_told_where_the_model_is_spread(changes: dict[str, Any], words: str) -> None:
+def test_a_name_that_is_not_there_is_reported_where_the_model_is_spread(changes: dict[str, Any], words: str) -> None:
     model = make_model()
     plan = plan_of(model)
     assert plan is not None
@@ -108,7 +108,7 @@ SPLITS = {
         ({"long_text": "texts"}, "plan, long_text: no split .* sequence 'texts'; did you mean 'text'"),
     ],
 )  # fmt: skip
-def test_a_sequence_that_no_split_tells_the_length_of_is_told_where_the_model_is_spread(
+def test_a_sequence_that_no_split_tells_the_length_of_is_reported_where_the_model_is_spread(
     changes: dict[str, Any], words: str
 ) -> None:
     model = make_model()
@@ -124,7 +124,7 @@ def test_a_sequence_that_no_split_tells_the_length_of_is_told_where_the_model_is
 
 
 @pytest.mark.parametrize("gone", ["pos_T1X", "pos_1SX"])
-def test_sparse_attention_whose_positions_no_split_tells_is_told_where_the_model_is_spread(gone: str) -> None:
+def test_sparse_attention_whose_positions_no_split_tells_is_reported_where_the_model_is_spread(gone: str) -> None:
     model = SoraDiT(SoraDiTConfig(48, 2, 4, 3, 10, adaln_rank=4, sparse=SparseConfig(dense_first=0, dense_last=0)))
     inputs = {name: {k: v for k, v in what.items() if k != gone} for name, what in model.plan.inputs.items()}
     declare_plan(model, replace(model.plan, inputs=inputs))
@@ -159,7 +159,7 @@ def test_one_process_asks_for_no_sequences() -> None:
         ({"blocks.0": {"shape": Gather("video", 1)}}, "output 'shape' is a Size; the plan can gather and sum tensors"),
     ],
 )
-def test_an_output_that_is_not_there_is_told_by_the_first_forward(outputs: dict[str, Any], words: str) -> None:
+def test_an_output_that_is_not_there_is_reported_by_the_first_forward(outputs: dict[str, Any], words: str) -> None:
     model: Any = make_model()
     if "blocks.0" in outputs:
         model.blocks[0] = GivesMapping(model.blocks[0])
@@ -178,17 +178,17 @@ def test_modules_after_the_blocks_hold_the_tokens_as_the_last_block_does() -> No
     gathers = {name: {0: Gather("video", dim=2, rows=1)} for name in ("", "patch_in", "final.0")}
     plan = replace(model.plan, inputs={"patch_in": model.plan.inputs["patch_in"]}, outputs=gathers, long_text=None)
     plan = replace(plan, attention={name: site for name, site in plan.attention.items() if site.keys is None})
-    found = Boundaries(model, Sequences(plan, LAYOUT)).boundaries
+    actual = Boundaries(model, Sequences(plan, LAYOUT)).boundaries
     assert [block.attends for block in plan.blocks] == ["columns", "rows"]
-    assert (found[""].attends, found[""].gives) == ("columns", "rows")
-    assert (found["patch_in"].attends, found["final.0"].attends) == ("columns", "rows")
+    assert (actual[""].attends, actual[""].gives) == ("columns", "rows")
+    assert (actual["patch_in"].attends, actual["final.0"].attends) == ("columns", "rows")
 
 
 def test_a_star_stands_for_no_empty_name() -> None:
     assert named_like("final", "*") and named_like("", "") and not named_like("", "*") and not named_like("final", "")
 
 
-def test_a_block_that_is_not_there_is_told_where_the_plan_is_declared() -> None:
+def test_a_block_that_is_not_there_is_reported_where_the_plan_is_declared() -> None:
     model = make_model()
     plan = plan_of(model)
     assert plan is not None
@@ -197,20 +197,20 @@ def test_a_block_that_is_not_there_is_told_where_the_plan_is_declared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "named"),
+    ("kind", "settings", "named"),
     [
         ("inputs", {"spare": {"input": Split("video", 1)}}, "spare (Linear)"),
         ("outputs", {"spare": {0: Gather("video", 1)}}, "spare (Linear)"),
         ("attention", {"spare_attention": Site(("video",))}, "spare_attention (Identity)"),
     ],
 )
-def test_a_boundary_that_is_never_crossed_is_named(kind: str, given: dict[str, Any], named: str) -> None:
+def test_a_boundary_that_is_never_crossed_is_named(kind: str, settings: dict[str, Any], named: str) -> None:
     model = make_model()
     model.add_module("spare", nn.Linear(4, 4))
     model.add_module("spare_attention", nn.Identity())
     plan = plan_of(model)
     assert plan is not None
-    declare_plan(model, replace(plan, **{kind: {**getattr(plan, kind), **given}}))
+    declare_plan(model, replace(plan, **{kind: {**getattr(plan, kind), **settings}}))
     spread = parallelize(model, None, "none", layout=LAYOUT)
     assert named in uncrossed(spread) and len(uncrossed(spread)) > 5  # before any forward
     loss_of(spread, IMAGE)

@@ -59,9 +59,9 @@ def numbers(shape: tuple[int, int]) -> Tensor:
 @given(start=st.integers(-5, 50), length=st.integers(0, 60), parts=st.integers(1, 70))
 def test_parts_of_a_range_join_to_it(start: int, length: int, parts: int) -> None:
     whole = range(start, start + length)
-    found = [split_range(whole, parts, part) for part in range(parts)]
-    assert [place for part in found for place in part] == list(whole)
-    assert tuple(map(len, found)) == even_sizes(length, parts)
+    results = [split_range(whole, parts, part) for part in range(parts)]
+    assert [place for part in results for place in part] == list(whole)
+    assert tuple(map(len, results)) == even_sizes(length, parts)
 
 
 @given(
@@ -94,11 +94,11 @@ def test_shares_differ_little(rows: int, columns: int, n: int, m: int, kind: str
     """By one row, or by one column for each tensor-parallel process; whichever degree splits them."""
     attends: Attended = "columns" if kind == "frames" else "rows"
     each = columns if kind == "frames" else rows * m
-    found = []
+    results = []
     for degree in ((n, 1), (1, n)):
         layout = layout_at(*degree, 1, m, 0, 0, kind)
-        found.append([layout.held((rows, columns), attends, True, h, d).tokens for h, d in layout.places()])
-    assert found[0] == found[1] and max(found[0]) - min(found[0]) <= each
+        results.append([layout.held((rows, columns), attends, True, h, d).tokens for h, d in layout.places()])
+    assert results[0] == results[1] and max(results[0]) - min(results[0]) <= each
 
 
 @settings(deadline=None, max_examples=60)
@@ -179,7 +179,7 @@ def test_tokens_turn_there_and_back(
     for part in range(m):
         layout = layout_at(dsp, spread, 1, m, 0, part, kind)
         held = {w: [cut(layout.held((rows, columns), w, True, h, d), part) for h, d in layout.places()] for w in ways}
-        parts = {w: [numbers((rows, columns))[:, one, other] for one, other in found] for w, found in held.items()}
+        parts = {w: [numbers((rows, columns))[:, one, other] for one, other in actual] for w, actual in held.items()}
         for at in range(spread):  # only places of one spread exchange
             moved = []
             for place in range(at, dsp * spread, spread):

@@ -46,8 +46,8 @@ def losses(home: Path, out: str, launcher: Sequence[str], *arguments: str) -> li
 
 @pytest.mark.slow
 def test_the_example_trains_a_saved_model(home: Path) -> None:
-    found = losses(home, "one", ())
-    assert len(found) >= 6 and all(0 < loss < 10 for loss in found)
+    ours = losses(home, "one", ())
+    assert len(ours) >= 6 and all(0 < loss < 10 for loss in ours)
     before, after = (WanTransformer3DModel.from_pretrained(home / name).state_dict() for name in (WAN, "one"))
     assert before.keys() == after.keys() and not all(torch.equal(before[name], after[name]) for name in before)
 

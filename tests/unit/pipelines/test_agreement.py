@@ -41,8 +41,8 @@ def test_declared_keys_exist() -> None:
 
 def test_folders_mounted_elsewhere_are_the_same(tmp_path: Path) -> None:
     cpu = pick("cpu")
-    here, there = (run_facts(small_config(tmp_path / name / "same"), cpu) for name in ("a", "b"))
-    assert here == there and here["data.cache"] == '"cache"'
+    here, elsewhere = (run_facts(small_config(tmp_path / name / "same"), cpu) for name in ("a", "b"))
+    assert here == elsewhere and here["data.cache"] == '"cache"'
     other = run_facts(small_config(tmp_path / "a" / "same", "data.cache=elsewhere"), cpu)
     assert {key for key in here if here[key] != other[key]} == {"data.cache"}
 

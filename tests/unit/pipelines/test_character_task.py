@@ -86,8 +86,8 @@ def test_an_epoch_has_each_pack_once_and_shapes_are_known_before(home: Path) -> 
                 real.setdefault(number, []).extend(item.sample for item, weight in named if weight)
             packs = step_packs(task, number)
             assert step.divisors == {"samples": len(packs), "tokens": sum(pack.tokens for pack in packs)}
-    for number, found in real.items():  # over all ranks each pack counts once, whatever the fillers
-        assert sorted(found) == sorted(pack.key for pack in step_packs(task, number))
+    for number, actual in real.items():  # over all ranks each pack counts once, whatever the fillers
+        assert sorted(actual) == sorted(pack.key for pack in step_packs(task, number))
 
 
 # -- a run ------------------------------------------------------------------------------------------------------------
@@ -117,10 +117,10 @@ def test_a_validation_is_the_mean_by_the_averaged_weights(home: Path) -> None:
     weights = {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
     assert differing(averages, weights)
     held_out = CharacterTask(config).held_out
-    found = rows(config, "validation")[-1]
-    assert found["step"] == 6 and found["samples"] == len(held_out) == 4
-    assert found["loss"] == pytest.approx(plain_loss(model_of(config, averages), held_out), rel=1e-6)
-    assert found["loss"] != pytest.approx(plain_loss(model_of(config, weights), held_out), rel=1e-6)
+    actual = rows(config, "validation")[-1]
+    assert actual["step"] == 6 and actual["samples"] == len(held_out) == 4
+    assert actual["loss"] == pytest.approx(plain_loss(model_of(config, averages), held_out), rel=1e-6)
+    assert actual["loss"] != pytest.approx(plain_loss(model_of(config, weights), held_out), rel=1e-6)
 
 
 def test_counted_work_is_that_of_the_forward_pass(home: Path) -> None:
@@ -152,17 +152,17 @@ def test_a_run_that_was_stopped_goes_on_bitwise(home: Path, stop: int) -> None:
 def test_accumulation_is_the_whole_step(home: Path) -> None:
     """Gradients are sums of the same numbers in another order: a few eps of each, in six steps of 1e-3."""
     train_characters(str(home), ("name=accumulated", "train.micro_batch_size=2"))
-    found, whole = character_config(home, "name=accumulated"), character_config(home)
-    assert losses(found) == pytest.approx(losses(whole), rel=1e-6)
-    assert farthest(whole_checkpoint(found.run_dir), whole_checkpoint(whole.run_dir), "model.") < 1e-6
+    config, whole = character_config(home, "name=accumulated"), character_config(home)
+    assert losses(config) == pytest.approx(losses(whole), rel=1e-6)
+    assert farthest(whole_checkpoint(config.run_dir), whole_checkpoint(whole.run_dir), "model.") < 1e-6
 
 
-def test_another_size_of_steps_is_told_when_a_run_goes_on(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_size_of_steps_is_reported_when_a_run_goes_on(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     train_characters(str(home), ("name=resized", "train.steps=2"))
     with caplog.at_level("WARNING", logger="mmspeed"):
         train_characters(str(home), ("name=resized", "train.batch_size=5", "train.steps=3"))
-    told = "step 2: batches or stages differ from those before the checkpoint: the 8 of 20 uses"
-    assert told in caplog.text
+    message = "step 2: batches or stages differ from those before the checkpoint: the 8 of 20 uses"
+    assert message in caplog.text
 
 
 def test_a_run_of_another_width_is_refused(home: Path) -> None:
@@ -187,8 +187,8 @@ def test_recomputation_changes_no_bit_and_costs_the_blocks(home: Path, policy: s
             train_characters(str(home), (f"name={name}", override, "train.steps=2"))
         flops[name] = counter.get_total_flops()
         assert losses(character_config(home, f"name={name}")) == losses(character_config(home))[:2]
-    saved, found = (character_config(home, f"name={name}").run_dir for name in flops)
-    assert differing(whole_checkpoint(saved), whole_checkpoint(found)) == []
+    saved, actual = (character_config(home, f"name={name}").run_dir for name in flops)
+    assert differing(whole_checkpoint(saved), whole_checkpoint(actual)) == []
     task = CharacterTask(character_config(home))
     [shape] = task.shapes()
     length, width, depth = shape.numbers, task.config.width, task.config.depth
@@ -204,15 +204,15 @@ def test_a_budget_lowers_the_measured_peak(home: Path) -> None:
     measured = {}
     train_characters(str(home), ("name=roomy", "memory.budget=1GB", *large))
     roomy = character_config(home, "name=roomy", *large)
-    found = json.loads((roomy.run_dir / MEMORY_NAME).read_text())
-    assert found["blocks"] == [{}] * 4
-    measured["roomy"] = found["measured"]["peak_bytes"]
-    budget = (measured["roomy"] + found["least_bytes"]) // 2
+    contents = json.loads((roomy.run_dir / MEMORY_NAME).read_text())
+    assert contents["blocks"] == [{}] * 4
+    measured["roomy"] = contents["measured"]["peak_bytes"]
+    budget = (measured["roomy"] + contents["least_bytes"]) // 2
     train_characters(str(home), ("name=tight", f"memory.budget={budget}", *large))
     tight = character_config(home, "name=tight", *large)
-    found = json.loads((tight.run_dir / MEMORY_NAME).read_text())
-    assert found["measured"]["peak_bytes"] <= budget < measured["roomy"]
-    assert any(found["blocks"])
+    contents = json.loads((tight.run_dir / MEMORY_NAME).read_text())
+    assert contents["measured"]["peak_bytes"] <= budget < measured["roomy"]
+    assert any(contents["blocks"])
     assert losses(tight) == losses(roomy)
     plan = plan_memory(roomy, with_swap=False)  # from shapes alone
     assert plan.figures.plain_peak() == pytest.approx(measured["roomy"], rel=0.1)

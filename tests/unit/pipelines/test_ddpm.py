@@ -109,9 +109,9 @@ def test_v_gives_both_ends_at_pure_noise_too() -> None:
     abar_B = torch.zeros(SHAPE[0], dtype=torch.float64)
     x_t = ddpm.add_noise(x0, noise, abar_B)
     assert torch.equal(x_t, noise)
-    found = ddpm.x0_and_noise(x_t, ddpm.training_target(x0, noise, abar_B, "v"), abar_B, "v")
-    assert torch.equal(found[0], x0)
-    assert torch.equal(found[1], noise)
+    actual = ddpm.x0_and_noise(x_t, ddpm.training_target(x0, noise, abar_B, "v"), abar_B, "v")
+    assert torch.equal(actual[0], x0)
+    assert torch.equal(actual[1], noise)
 
 
 def test_snr_matches_diffusers() -> None:

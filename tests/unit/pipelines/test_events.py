@@ -1,4 +1,4 @@
-"""Callbacks of users: what they are told, in which order, and that their mistakes end a run."""
+"""Callbacks of users: their calls and the order of these, and that their mistakes end a run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Failing(TrainCallback):
             raise ZeroDivisionError("of the user")
 
 
-def test_callbacks_are_told_what_happens(tmp_path: Path) -> None:
+def test_callbacks_are_called_with_what_happens(tmp_path: Path) -> None:
     config = toy_config(tmp_path, "checkpoint.every=2", "checkpoint.asynchronous=false")
     write_toy_cache(config)
     recorder = Recorder()

@@ -121,9 +121,9 @@ def test_the_shares_of_steps_are_those_asked_for(home: Path) -> None:
     task = VideoTask(experts_config(home, experts="both", high_share=0.2))
     high, low = task.updates()
     assert (high.name, high.roles, low.name, low.roles) == ("high", ("model",), "low", (LOW,))
-    made = [high.due(step) for step in range(4000)]
+    draws = [high.due(step) for step in range(4000)]
     assert all(high.due(step) != low.due(step) for step in range(100))
-    assert abs(sum(made) / 4000 - 0.2) < 4 * (0.2 * 0.8 / 4000) ** 0.5
+    assert abs(sum(draws) / 4000 - 0.2) < 4 * (0.2 * 0.8 / 4000) ** 0.5
 
 
 def test_both_are_exported_and_loaded_by_the_official_pipeline(home: Path) -> None:
@@ -249,8 +249,8 @@ def test_latents_are_those_of_the_pipeline(
             with_kwargs=True,
         )
     noise = torch.randn((1, 16, 2, 4, 6), generator=torch.Generator().manual_seed(3))
-    found = ours(pipe, noise, steps, guidance, guidance_2)
-    torch.testing.assert_close(found, official(alone[name], noise, steps, guidance, guidance_2), atol=1e-5, rtol=1e-5)
+    actual = ours(pipe, noise, steps, guidance, guidance_2)
+    torch.testing.assert_close(actual, official(alone[name], noise, steps, guidance, guidance_2), atol=1e-5, rtol=1e-5)
     high = "other" if name == "low" else "own"
     assert {expert for expert, _ in calls} == {"own", "other"}
     assert all((time >= 875) == (expert == high) for expert, time in calls)

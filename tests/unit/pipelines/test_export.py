@@ -83,9 +83,9 @@ def test_precisions_and_copies(home: Path) -> None:
     out = home / "half"
     exported = export_run(home / "runs" / "own", out, weights="model", dtype=torch.bfloat16, others="copy")
     assert "vae" in exported.others and not any(path.is_symlink() for path in out.rglob("*"))
-    found = load_file(out / "transformer" / "diffusion_pytorch_model.safetensors")
+    contents = load_file(out / "transformer" / "diffusion_pytorch_model.safetensors")
     truth = weights_of(home, "own", "model")
-    for name, tensor in found.items():
+    for name, tensor in contents.items():
         kept = any(part in KEPT for part in name.split("."))
         assert tensor.dtype == (torch.float32 if kept else torch.bfloat16), name
         assert torch.equal(tensor, truth[name].to(tensor.dtype)), name
@@ -116,7 +116,7 @@ def test_what_cannot_be_exported_is_one_line(home: Path, tmp_path: Path) -> None
         path.write_text(before)
 
 
-def test_a_run_without_a_repository_is_told_what_else_there_is(tmp_path: Path) -> None:
+def test_a_run_without_a_repository_is_offered_what_else_there_is(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(
         f"name: a\ndata: {{sources: [{{path: {tmp_path}}}], buckets: [{{frames: 1, height: 16, width: 16}}]}}\n"
     )

@@ -33,12 +33,12 @@ def test_the_official_pipeline_loads_the_export(tmp_path: Path, family: str) -> 
     place_alike(base, pipeline)
     _, shape = shape_of(family)
     noise = torch.randn((1, *shape), generator=torch.Generator().manual_seed(3))
-    before, found = (official_latents(each, family, noise, 2, 4.0) for each in (base, pipeline))
+    before, actual = (official_latents(each, family, noise, 2, 4.0) for each in (base, pipeline))
     base.register_modules(transformer=model.eval())  # the weights as they were trained, in memory
     place_alike(base)
     truth = official_latents(base, family, noise, 2, 4.0)
-    torch.testing.assert_close(found, truth, atol=1e-6, rtol=0)
-    assert (found - before).abs().max() > 1e-3  # it is not the base's
+    torch.testing.assert_close(actual, truth, atol=1e-6, rtol=0)
+    assert (actual - before).abs().max() > 1e-3  # it is not the base's
 
 
 def test_sampling_takes_from_the_base_what_did_not_train(tmp_path: Path) -> None:

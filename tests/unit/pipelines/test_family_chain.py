@@ -50,10 +50,10 @@ def commanded(*arguments: object) -> None:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a folder's safetensors."""
-    found: dict[str, torch.Tensor] = {}
+    results: dict[str, torch.Tensor] = {}
     for path in sorted(folder.rglob("*.safetensors")):
-        found |= load_file(path)
-    return found
+        results |= load_file(path)
+    return results
 
 
 def trained(config: Config) -> dict[str, torch.Tensor]:

@@ -115,7 +115,7 @@ def test_samples_from_images_are_those_of_the_pipeline(
     objective = make_objective(config.objective, family_sampler(config)).sized(size, predictor.tokens(latent))
     positive, negative = (TextEntry(text, each) for text, each in zip(texts, pooled, strict=True))
     settings = SampleSettings(steps, guidance, "family", 0)
-    found = sample_together(
+    actual = sample_together(
         model, objective, [positive], [negative], noise, settings, CPU, None, predictor, FPS, codec.strides, anchors
     )
 
@@ -123,8 +123,8 @@ def test_samples_from_images_are_those_of_the_pipeline(
     truth = official(pipeline, name, noise, anchors.latents_PCThw, anchors.mask_PT, picture, texts, pooled,
                      {"height": size.height, "width": size.width, "num_frames": size.frames, "num_inference_steps": steps},
                      guidance)  # fmt: skip
-    assert (found - noise).abs().max() > 0.1
-    torch.testing.assert_close(found[:, :, -truth.shape[2] :], truth, atol=1e-5, rtol=1e-5)
+    assert (actual - noise).abs().max() > 0.1
+    torch.testing.assert_close(actual[:, :, -truth.shape[2] :], truth, atol=1e-5, rtol=1e-5)
 
 
 def components(folder: Path, kind: str) -> dict[str, Any]:

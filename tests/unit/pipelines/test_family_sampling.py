@@ -91,24 +91,24 @@ def test_samples_are_those_of_the_pipeline(home: Path, case: str) -> None:
     name, steps, guidance = CASES[case]
     _, shape = shape_of(name)
     noise = torch.randn((1, *shape), generator=torch.Generator().manual_seed(3))
-    found = ours(home, name, noise, steps, guidance)
+    actual = ours(home, name, noise, steps, guidance)
     truth = official_latents(load_official(home / name), name, noise, steps, guidance)
-    assert (found - noise).abs().max() > 0.1  # it went somewhere
-    torch.testing.assert_close(found, truth, atol=1e-5, rtol=1e-5)
+    assert (actual - noise).abs().max() > 0.1  # it went somewhere
+    torch.testing.assert_close(actual, truth, atol=1e-5, rtol=1e-5)
 
 
 def test_mochi_masks_an_empty_negative_prompt_where_its_repository_says_so(tmp_path: Path) -> None:
     """The published repository does; the empty caption then has no rows, in sampling and in the cache's entry for dropped captions."""
     save_mochi(tmp_path / "mochi", forced=True)
     noise = torch.randn((1, *shape_of("mochi")[1]), generator=torch.Generator().manual_seed(3))
-    found = ours(tmp_path, "mochi", noise, 3, 4.0, "")
+    actual = ours(tmp_path, "mochi", noise, 3, 4.0, "")
     truth = official_latents(load_official(tmp_path / "mochi"), "mochi", noise, 3, 4.0, "")
-    torch.testing.assert_close(found, truth, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(actual, truth, atol=1e-5, rtol=1e-5)
     encoder = load_text_encoder(config_of(tmp_path, "mochi").text, CPU)
     assert [tuple(entry.embeds_LD.shape) for entry in encoder.encode(["", "rain"])] == [(0, 16), (4, 16)]
     save_mochi(tmp_path / "other" / "mochi")
     other = ours(tmp_path / "other", "mochi", noise, 3, 4.0, "")
-    assert (other - found).abs().max() > 1e-4  # which sees the empty prompt's last token
+    assert (other - actual).abs().max() > 1e-4  # which sees the empty prompt's last token
 
 
 def test_the_defaults_are_the_pipelines_own(home: Path) -> None:

@@ -129,10 +129,10 @@ def test_samples_are_those_of_the_pipeline(tmp_path: Path, name: str) -> None:
     shape = (pipe.codec.channels, *pipe.codec.strides.latent(Bucket(FRAMES, HEIGHT, WIDTH)))
     noise = rng.normal(shape, 5, "sample", PROMPT)[None]
     for steps, guidance in ((3, 4.0), (8, 1.0)):
-        made = ours(pipe, files, steps, guidance)
-        assert (made - noise).abs().max() > 0.1  # it went somewhere
+        result = ours(pipe, files, steps, guidance)
+        assert (result - noise).abs().max() > 0.1  # it went somewhere
         truth = official(tmp_path / "repository", noise, files, steps, guidance)
-        torch.testing.assert_close(made[:, :, -truth.shape[2] :], truth, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(result[:, :, -truth.shape[2] :], truth, atol=1e-5, rtol=1e-5)
 
 
 def test_a_model_that_is_always_given_frames_says_what_it_needs(tmp_path: Path) -> None:

@@ -63,11 +63,11 @@ def test_given_frames_are_held_to_the_end(run: Path, pipe: TextToVideo) -> None:
         (VideoRequest("a", image=first, last_image=last), [0, frames - 1]),
         (VideoRequest("a", video=video), [0, 4]),
     ):
-        made, anchors = decoded(pipe, request)
-        assert np.abs(made[same] - anchors[same]).max() <= 1
+        videos, anchors = decoded(pipe, request)
+        assert np.abs(videos[same] - anchors[same]).max() <= 1
     picture = image_file(run / "first.png", pipe.size()).astype(int)
-    made, _ = decoded(pipe, VideoRequest("a", image=first))
-    error = np.abs(made[0] - picture).mean()
+    videos, _ = decoded(pipe, VideoRequest("a", image=first))
+    error = np.abs(videos[0] - picture).mean()
     ((_, plain),) = pipe.sample([VideoRequest("a")], together=1)
     assert 4 * error < np.abs(plain.frames_FHWC[0].astype(int) - picture).mean()
 

@@ -63,8 +63,8 @@ def test_transformers_loads_an_export_and_computes_what_the_decoder_does(
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    made = export_language_run(run, tmp_path / "out", weights=weights)
-    assert made.weights == weights and made.tensors == len(load_file(tmp_path / "out" / "model.safetensors"))
+    result = export_language_run(run, tmp_path / "out", weights=weights)
+    assert result.weights == weights and result.tensors == len(load_file(tmp_path / "out" / "model.safetensors"))
     folder = RunFolder.open(run)
     place, config = latest(folder.checkpoints), folder.run_config()
     assert place is not None

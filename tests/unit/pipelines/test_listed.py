@@ -78,13 +78,13 @@ class MeansTask(ListedTask[MeansConfig]):
         return Work(products=2.0 * shape.numbers)
 
 
-def make(given: dict[int, int] | None = None, **tree: Any) -> MeansTask:
+def make(lengths: dict[int, int] | None = None, **tree: Any) -> MeansTask:
     """The task with the given number of training samples of each length, under a config."""
 
-    class Given(MeansTask):
-        counts = MeansTask.counts if given is None else given
+    class Lengths(MeansTask):
+        counts = MeansTask.counts if lengths is None else lengths
 
-    return Given(MeansConfig(**tree))
+    return Lengths(MeansConfig(**tree))
 
 
 def place(rank: int = 0, world: int = 1) -> RunPlace:
@@ -120,7 +120,7 @@ def test_an_epoch_has_each_sample_once_over_all_ranks(
         ranks = []
         for rank in range(world):
             data = task.data(place(rank, world))
-            [(found, batches)] = [(each, list(each.batches)) for each in data.steps(step, step + 1)]
+            [(uses, batches)] = [(each, list(each.batches)) for each in data.steps(step, step + 1)]
             shapes = data.shapes(step)
             ranks.append(len(batches))
             assert [{n: tuple(t.shape) for n, t in one.tensors.items()} for one in batches] == [
@@ -130,9 +130,9 @@ def test_an_epoch_has_each_sample_once_over_all_ranks(
                 assert one.size <= (micro or batch) and {item.shape for item in one.items} == {one.shape.name}
                 for item, weight in zip(one.items, one.weights_I.tolist(), strict=True):
                     met[item.sample] += weight
-            samples = [task.by_key[item.sample] for item in found.items]
-            assert found.divisors == {"samples": len(samples), "tokens": sum(s.shape.numbers - 1 for s in samples)}
-            assert found.tokens == found.divisors["tokens"] and sum(found.counts.values()) == len(samples)
+            samples = [task.by_key[item.sample] for item in uses.items]
+            assert uses.divisors == {"samples": len(samples), "tokens": sum(s.shape.numbers - 1 for s in samples)}
+            assert uses.tokens == uses.divisors["tokens"] and sum(uses.counts.values()) == len(samples)
         assert len({*ranks}) == 1  # or one would wait for another
     assert met == {one.key: 1.0 for one in task.training}
 
@@ -169,12 +169,12 @@ def test_batches_by_tokens_hold_as_many_as_the_budget() -> None:
 
 
 def test_batches_are_read_by_workers_too() -> None:
-    found = []
+    results = []
     for train in ({"prefetch": 0}, {"prefetch": 2}, {"loader_workers": 1, "prefetch": 2}):
         data = make(train={"batch_size": 3, **train}).data(place())
-        found.append([(one.names, one["x"].tolist()) for step in data.steps(0, 4) for one in step.batches])
-    assert found[0] == found[1] == found[2]
-    assert {name for names, _ in found[0] for name, *_ in names} <= {*make().by_key}
+        results.append([(one.names, one["x"].tolist()) for step in data.steps(0, 4) for one in step.batches])
+    assert results[0] == results[1] == results[2]
+    assert {name for names, _ in results[0] for name, *_ in names} <= {*make().by_key}
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------

@@ -228,9 +228,9 @@ def test_contact_sheet_shows_frames_and_labels(tmp_path: Path) -> None:
     assert not np.array_equal(labels[0], labels[1])
     assert not np.array_equal(pixels[:top], np.asarray(contact_sheet(videos, ["a rabbi", "flat"], columns=5))[:top])
     save_image(sheet, tmp_path / "sheet.png")
-    with Image.open(tmp_path / "sheet.png") as found:
-        assert found.format == "PNG"
-        assert np.array_equal(np.asarray(found), pixels)
+    with Image.open(tmp_path / "sheet.png") as image:
+        assert image.format == "PNG"
+        assert np.array_equal(np.asarray(image), pixels)
     assert os.listdir(tmp_path) == ["sheet.png"]
 
 

@@ -67,8 +67,8 @@ def care(config: Config, device: Device, folder: Path) -> OomAdvisor:
     return OomAdvisor(config, device, folder, model, optimizer, EMA(model, 0.9))
 
 
-def advice(tmp_path: Path, held: dict[str, int], *overrides: str, **given: Any) -> str:
-    return "; ".join(advise({**HELD, **held}, small_config(tmp_path, *overrides), **given))
+def advice(tmp_path: Path, held: dict[str, int], *overrides: str, **options: Any) -> str:
+    return "; ".join(advise({**HELD, **held}, small_config(tmp_path, *overrides), **options))
 
 
 @pytest.mark.parametrize(
@@ -96,15 +96,15 @@ def advice(tmp_path: Path, held: dict[str, int], *overrides: str, **given: Any) 
 def test_advice_names_the_key_that_would_help(
     tmp_path: Path, held: dict[str, int], overrides: tuple[str, ...], wanted: tuple[str, ...], unwanted: str
 ) -> None:
-    told = advice(tmp_path, {name: count * GB for name, count in held.items()}, *overrides)
-    assert all(text in told for text in wanted), told
-    assert unwanted not in told
+    message = advice(tmp_path, {name: count * GB for name, count in held.items()}, *overrides)
+    assert all(text in message for text in wanted), message
+    assert unwanted not in message
 
 
 def test_advice_begins_with_what_takes_most(tmp_path: Path) -> None:
-    told = advise({**HELD, "optimizer": 5 * GB, "activations": 3 * GB, "average": 2 * GB}, small_config(tmp_path))
+    lines = advise({**HELD, "optimizer": 5 * GB, "activations": 3 * GB, "average": 2 * GB}, small_config(tmp_path))
     places = [
-        next(i for i, line in enumerate(told) if key in line) for key in ("states: host", "fraction", "ema: host")
+        next(i for i, line in enumerate(lines) if key in line) for key in ("states: host", "fraction", "ema: host")
     ]
     assert places == sorted(places)
 
@@ -163,9 +163,9 @@ def test_blocks_in_use_are_summed_by_the_lines_that_asked_for_them() -> None:
 
 def test_out_of_memory_becomes_advice_and_a_record(tmp_path: Path) -> None:
     device = FakeDevice(SEGMENTS)
-    with pytest.raises(UserError) as found, care(small_config(tmp_path), device, tmp_path):
+    with pytest.raises(UserError) as error, care(small_config(tmp_path), device, tmp_path):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
-    text = str(found.value)
+    text = str(error.value)
     assert text.startswith("memory of a fake device is full on rank 0: CUDA out of memory. Tried to allocate 2.00 GiB.")
     assert (
         "parameters 4.0 MB, gradients 4.0 MB, optimizer 8.0 MB, average 4.0 MB" in text

@@ -93,11 +93,11 @@ def test_figures_of_branches_add_up(tmp_path: Path) -> None:
     assert len(every) == 125 + 4 + 1  # each of 5 ways of 3 branches; 4 of the block; norm and activation
     shared = 0
     for option in every[6::9]:
-        found = bench.weigh(call, option.ways)
+        actual = bench.weigh(call, option.ways)
         # two branches may each save a tensor between them: it is counted with both
-        assert found.kept == pytest.approx(option.kept, rel=0.02, abs=call.args[0].nbytes)
-        assert found.host == pytest.approx(option.host, rel=0.02, abs=call.args[0].nbytes)
-        shared += found.kept == option.kept
+        assert actual.kept == pytest.approx(option.kept, rel=0.02, abs=call.args[0].nbytes)
+        assert actual.host == pytest.approx(option.host, rel=0.02, abs=call.args[0].nbytes)
+        shared += actual.kept == option.kept
     assert shared > 3
     plain = singles[0].kept
     whole = next(one for one in singles if one.ways == {"block": "recompute"})
@@ -137,8 +137,8 @@ def test_shapes_tell_what_is_measured(
     assert real.static == shapes.static and real.gradients == shapes.gradients and real.kinds == shapes.kinds
     assert shapes.ends == pytest.approx(real.ends, rel=0.05)
     together, stray = 0, 0 if dtype == "float32" else 3 * 4 * 320  # 3 norms, 320 tokens
-    for known, found in zip(real.options, shapes.options, strict=True):
-        by_ways = {tuple(one.ways.items()): one for one in found}
+    for known, actual in zip(real.options, shapes.options, strict=True):
+        by_ways = {tuple(one.ways.items()): one for one in actual}
         for one in known:
             same = by_ways.get(tuple(one.ways.items()))
             if same is not None:
@@ -215,7 +215,7 @@ def check_budgets(folder: Path, shares: tuple[float, ...], **shape: int) -> list
     tried = MeasuredModel(config, task, CPU, step, plain)
     peak = tried.peak(plain)
     assert peak is not None and figures.plain_peak() == pytest.approx(peak, rel=0.05)
-    steps, found = tried.steps, []
+    steps, results = tried.steps, []
     for name, parameter in steps.parts.model.named_parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.02, generator=torch.Generator().manual_seed(len(name)))
 
@@ -240,8 +240,8 @@ def check_budgets(folder: Path, shares: tuple[float, ...], **shape: int) -> list
         assert all(torch.equal(a, b) for a, b in zip(expected, same, strict=True))
         assert share > 0.5 or again > products  # it is computed again, not forgotten
         assert all(torch.equal(a, b) for a, b in zip(weights, steps.parts.model.parameters(), strict=True))
-        found.append([dict(ways) for ways in choice.ways])
-    return found
+        results.append([dict(ways) for ways in choice.ways])
+    return results
 
 
 @pytest.mark.slow
@@ -255,13 +255,13 @@ def test_budgets_are_kept_to(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_budgets_down_to_a_seventh_of_the_plain_peak(tmp_path: Path) -> None:
-    found = check_budgets(tmp_path, (1.0, 0.6, 0.3, 0.15), depth=16, size=256, frames=33)
-    saved = [sum(not ways for ways in blocks) for blocks in found]
+    actual = check_budgets(tmp_path, (1.0, 0.6, 0.3, 0.15), depth=16, size=256, frames=33)
+    saved = [sum(not ways for ways in blocks) for blocks in actual]
     assert saved == sorted(saved, reverse=True)
 
 
 @pytest.mark.usefixtures("alone")
-def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_reported(tmp_path: Path) -> None:
     config = config_of(tmp_path, depth=2, size=64)
     step = MicroBatchSize(config.buckets[0], 1, False)
     figures = measured_figures(config, task_of(config), CPU, step)
@@ -341,8 +341,8 @@ def test_a_plan_offloads_where_copies_hide(tmp_path: Path) -> None:
     offloading = [sum("offload" in way for block in each for way in block.values()) for each in ways]
     assert offloading[0] > 0 == offloading[1]
     assert not any("offload" in way for way in ways[0][-1].values())  # keep_last
-    told = "\n".join(replace(fast, budget=budget, chosen=fast.figures.choose(budget)).lines())
-    assert "estimated from shapes" in told and "offload" in told and "TFLOP/s" in told
+    text = "\n".join(replace(fast, budget=budget, chosen=fast.figures.choose(budget)).lines())
+    assert "estimated from shapes" in text and "offload" in text and "TFLOP/s" in text
     assert "nothing fits" in "\n".join(replace(fast, budget=1000, chosen=None).lines())
 
 
@@ -363,9 +363,9 @@ def test_a_run_under_a_budget_learns_the_same_and_goes_on(home: Path, monkeypatc
     first = small_config(home, "name=chosen", budget, "train.steps=3")
     TrainPipeline(first).run()
     path = first.run_dir / MEMORY_NAME
-    found = json.loads(path.read_text(encoding="utf-8"))
-    assert found["measured"]["peak_bytes"] <= found["budget_bytes"] == middle
-    assert len(found["blocks"]) == len(plain.figures.kinds) and found["options"] and found["tries"]
+    contents = json.loads(path.read_text(encoding="utf-8"))
+    assert contents["measured"]["peak_bytes"] <= contents["budget_bytes"] == middle
+    assert len(contents["blocks"]) == len(plain.figures.kinds) and contents["options"] and contents["tries"]
     written = path.stat().st_mtime_ns
     with monkeypatch.context() as patch:  # on resume nothing is measured
         patch.setattr(
@@ -376,8 +376,8 @@ def test_a_run_under_a_budget_learns_the_same_and_goes_on(home: Path, monkeypatc
     assert losses(small_config(home, "name=chosen")) == losses(small_config(home, "name=plain"))
     other = small_config(home, "name=chosen", f"memory.budget={2 * plain.figures.plain_peak()}", "train.steps=7")
     TrainPipeline(other).run()
-    found = json.loads(path.read_text(encoding="utf-8"))
-    assert found["blocks"] == [{}] * len(plain.figures.kinds)  # another budget, another choice
+    contents = json.loads(path.read_text(encoding="utf-8"))
+    assert contents["blocks"] == [{}] * len(plain.figures.kinds)  # another budget, another choice
 
 
 def test_too_small_a_budget_ends_a_run_before_it_begins(home: Path) -> None:
@@ -397,5 +397,5 @@ def test_check_tells_the_choice(home: Path, tmp_path: Path, capsys: pytest.Captu
     file = tmp_path / "run.yaml"
     file.write_text(dump_config(small_config(home, "memory.budget=1GB", f"output={tmp_path}")), encoding="utf-8")
     assert run(["check", str(file)]) == 0
-    told = capsys.readouterr().out
-    assert "estimated from shapes" in told and "budget 1.0 GB" in told and "options of a block" in told
+    text = capsys.readouterr().out
+    assert "estimated from shapes" in text and "budget 1.0 GB" in text and "options of a block" in text

@@ -23,10 +23,10 @@ def moving(frames: int, height: int, width: int) -> Video:
 
 
 def embedded(html: str, kind: str, folder: Path) -> Path:
-    found = re.search(rf'src="data:{kind};base64,([^"]+)"', html)
-    assert found is not None
+    match = re.search(rf'src="data:{kind};base64,([^"]+)"', html)
+    assert match is not None
     path = folder / f"shown.{kind.rpartition('/')[2]}"
-    path.write_bytes(base64.b64decode(found[1]))
+    path.write_bytes(base64.b64decode(match[1]))
     return path
 
 

@@ -43,13 +43,13 @@ def test_the_videos_are_those_of_mmspeed_sample(tmp_path: Path, name: str) -> No
     run, _ = made_run(tmp_path, REPOSITORIES[name](tmp_path / "base"), frozen=1)
     requests = requests_of(name)
     own = [video for _, video in TextToVideo.from_run(run, device="cpu").sample(requests, CHOICE)]
-    told: list[tuple[int, int]] = []
-    official = OfficialSampler.open(run, device="cpu").sample(requests, CHOICE, lambda *done: told.append(done))
+    progress: list[tuple[int, int]] = []
+    official = OfficialSampler.open(run, device="cpu").sample(requests, CHOICE, lambda *done: progress.append(done))
     for (request, video), expected, asked in zip(official, own, requests, strict=True):
         assert request is asked and video.fps == expected.fps
         assert video.frames_FHWC.shape == expected.frames_FHWC.shape
         assert np.abs(video.frames_FHWC.astype(int) - expected.frames_FHWC).max() <= 1  # rounded once, from float32
-    assert told == [(2, 4), (4, 4)]
+    assert progress == [(2, 4), (4, 4)]
     assert np.abs(own[0].frames_FHWC.astype(int) - own[1].frames_FHWC).max() > 2
 
 

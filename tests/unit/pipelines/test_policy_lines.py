@@ -39,7 +39,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", REGIONS)
-def test_regions_of_published_models_are_told(home: Path, name: str) -> None:
+def test_regions_of_published_models_are_reported(home: Path, name: str) -> None:
     config = published_config(home, name)
     lines = policy_lines(task_of(home, name, config), config)
     assert lines == [f"model: memory.activation_policy of {each}" for each in REGIONS[name]]

@@ -87,15 +87,15 @@ def fits(memory: Memory, limit: int) -> int:
 
 
 @given(memories, st.integers(10**4, 10**8))
-def test_a_careful_measurement_is_never_over_the_limit(found: tuple[int, Memory], limit: int) -> None:
-    state, memory = found
+def test_a_careful_measurement_is_never_over_the_limit(profiled: tuple[int, Memory], limit: int) -> None:
+    state, memory = profiled
     rows = go(memory, ProfileLimits(limit), state, careful=True).rows
     assert all(row.peak_bytes <= limit for row in rows if row.batch > 1)
 
 
 @given(memories, st.integers(10**4, 10**8), st.booleans())
-def test_the_most_is_in_the_limit_and_near_it(found: tuple[int, Memory], limit: int, careful: bool) -> None:
-    state, memory = found
+def test_the_most_is_in_the_limit_and_near_it(profiled: tuple[int, Memory], limit: int, careful: bool) -> None:
+    state, memory = profiled
     tried = go(memory, ProfileLimits(limit), state, careful)
     most = Measured(tried.rows, limit).most(LONG)
     best, last = fits(memory, limit), max((r.batch for r in tried.rows if r.peak_bytes <= limit), default=0)
@@ -107,9 +107,9 @@ def test_the_most_is_in_the_limit_and_near_it(found: tuple[int, Memory], limit: 
 
 
 @given(memories, st.integers(1, 500), st.integers(2, 1000))
-def test_running_out_of_memory_ends_in_the_middle(found: tuple[int, Memory], breaks_at: int, most: int) -> None:
+def test_running_out_of_memory_ends_in_the_middle(profiled: tuple[int, Memory], breaks_at: int, most: int) -> None:
     """A device whose memory is in pieces gives up before the line says so."""
-    state, memory = found
+    state, memory = profiled
     tried = go(memory, ProfileLimits(10**12, most=most), state, careful=False, breaks_at=breaks_at)
     assert all(row.batch < breaks_at and row.batch <= most for row in tried.rows)
     measured = Measured(tried.rows or (Measurement(SHORT, 1, 1.0, 1),), 10**12, {}, {LONG: tried.too_large or 10**9})
@@ -233,9 +233,9 @@ def task_of(config: Config) -> VideoTask:
 def trial(config: Config, bucket: Bucket, batch: int) -> tuple[int, int, int]:
     """(state, peak, peak once more) of a step."""
     with process_group(CPU):
-        found = SyntheticStep(config, task_of(config), CPU)
-        found.run(bucket, batch)
-        return found.state_bytes, found.peak(bucket, batch), found.peak(bucket, batch)
+        steps = SyntheticStep(config, task_of(config), CPU)
+        steps.run(bucket, batch)
+        return steps.state_bytes, steps.peak(bucket, batch), steps.peak(bucket, batch)
 
 
 def test_a_step_takes_weights_gradients_moments_average_and_activations(tmp_path: Path) -> None:
@@ -261,20 +261,20 @@ def home(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(home: Path) -> BucketProfile:
+def profiled(home: Path) -> BucketProfile:
     return profile(small_config(home, BUCKETS, "name=timed"), most=4, repeats=1)
 
 
-def test_measurements_are_written_and_read(found: BucketProfile) -> None:
+def test_measurements_are_written_and_read(profiled: BucketProfile) -> None:
     assert not dist.is_initialized()
-    measured = Measured.load(found.path)
-    assert measured == found.measured and found.path.name == MEASURED_NAME
-    assert found.path.parent.name == "timed" and [p.name for p in found.path.parent.iterdir()] == [MEASURED_NAME]
+    measured = Measured.load(profiled.path)
+    assert measured == profiled.measured and profiled.path.name == MEASURED_NAME
+    assert profiled.path.parent.name == "timed" and [p.name for p in profiled.path.parent.iterdir()] == [MEASURED_NAME]
     assert {(row.bucket, row.batch) for row in measured.rows} == {(b, n) for b in (SHORT, LONG) for n in (1, 2, 4)}
-    assert json.loads(found.path.read_text(encoding="utf-8"))["setting"]["model.width"] == 64
+    assert json.loads(profiled.path.read_text(encoding="utf-8"))["setting"]["model.width"] == 64
     for bucket in (SHORT, LONG):
         peaks = [row.peak_bytes for row in measured.rows if row.bucket == bucket]
-        assert peaks == sorted(peaks) and peaks[0] > found.state_bytes
+        assert peaks == sorted(peaks) and peaks[0] > profiled.state_bytes
         assert 0 < measured.cost(bucket).of(1) < measured.cost(bucket).of(4) and measured.most(bucket) >= 4
     # a longer sample takes more
     assert max(r.peak_bytes for r in measured.rows if r.bucket == LONG) > max(
@@ -282,17 +282,22 @@ def test_measurements_are_written_and_read(found: BucketProfile) -> None:
     )
 
 
-def test_what_is_printed(found: BucketProfile) -> None:
-    text = lines(found)
+def test_what_is_printed(profiled: BucketProfile) -> None:
+    text = lines(profiled)
     assert any("allocator's count on CPU" in line for line in text)
     assert sum(line.startswith("5x32x48 ") for line in text) == 4  # three steps, one line of batches
     assert text[-1].strip().startswith("batching: {by: time, budget: ")
-    budget = suggested_budget(found.measured, [SHORT, LONG])
+    budget = suggested_budget(profiled.measured, [SHORT, LONG])
     sizes = make_batching(
-        BatchingConfig(by="time", budget=budget), TrainConfig(), [SHORT, LONG], found.costs, 1, measured=found.measured
+        BatchingConfig(by="time", budget=budget),
+        TrainConfig(),
+        [SHORT, LONG],
+        profiled.costs,
+        1,
+        measured=profiled.measured,
     ).sizes
-    assert all(found.measured.cost(bucket).of(size) <= budget or size == 1 for bucket, size in sizes.items())
-    tight = replace(found, measured=replace(found.measured, too_large={LONG: 1}), untried=(LONG,))
+    assert all(profiled.measured.cost(bucket).of(size) <= budget or size == 1 for bucket, size in sizes.items())
+    tight = replace(profiled, measured=replace(profiled.measured, too_large={LONG: 1}), untried=(LONG,))
     assert any("5x32x48: not even one sample fits" in line and "not tried" in line for line in lines(tight))
 
 
@@ -317,30 +322,30 @@ class KeepsData(VideoTask):
     """The video task, which keeps the data that a run was given."""
 
     def data(self, place: RunPlace) -> VideoData:
-        self.given = super().data(place)
-        return self.given
+        self.data_of_run = super().data(place)
+        return self.data_of_run
 
 
-def test_training_by_time_uses_them(home: Path, found: BucketProfile) -> None:
+def test_training_by_time_uses_them(home: Path, profiled: BucketProfile) -> None:
     overrides = ("name=timed", "batching.by=time", "train.batch_size=null", "train.steps=2")
     config = small_config(home, *overrides)
     task = KeepsData(config)
     assert TrainPipeline(config, task=task).run().finished
-    most = found.measured.most(LONG)
-    assert task.given.sampler.batching.sizes == {LONG: most}
-    steps = [row for row in read_metrics(found.path.parent / "metrics.jsonl") if row["kind"] == "train"]
+    most = profiled.measured.most(LONG)
+    assert task.data_of_run.sampler.batching.sizes == {LONG: most}
+    steps = [row for row in read_metrics(profiled.path.parent / "metrics.jsonl") if row["kind"] == "train"]
     assert max(row["samples"] for row in steps) == min(most, 7)  # the epoch has 7, so one of its steps is full
-    cost = found.measured.cost(LONG)
+    cost = profiled.measured.cost(LONG)
     budget = (cost.of(2) + cost.of(3)) / 2
     config = small_config(home, *overrides, f"batching.budget={budget}", "train.steps=3")
     task = KeepsData(config)
-    assert TrainPipeline(config, task=task).run().finished and task.given.sampler.batching.sizes == {LONG: 2}
+    assert TrainPipeline(config, task=task).run().finished and task.data_of_run.sampler.batching.sizes == {LONG: 2}
 
 
-def test_measurements_of_something_else_are_refused(home: Path, found: BucketProfile) -> None:
+def test_measurements_of_something_else_are_refused(home: Path, profiled: BucketProfile) -> None:
     folder = home / "runs" / "other"
     folder.mkdir(parents=True)
-    (folder / MEASURED_NAME).write_bytes(found.path.read_bytes())
+    (folder / MEASURED_NAME).write_bytes(profiled.path.read_bytes())
     overrides = ("name=other", "batching.by=time", "train.batch_size=null", "model.depth=3")
     with pytest.raises(
         UserError, match=r"other settings: model.depth \(2, here 3\); run `mmspeed bench buckets CONFIG` again"
@@ -355,19 +360,19 @@ def test_without_measurements_there_is_no_training_by_time(home: Path) -> None:
         TrainPipeline(small_config(home, "name=absent", "batching.by=time", "train.batch_size=null")).run()
 
 
-def test_what_is_told_of_measurements(found: BucketProfile) -> None:
-    setting = dict(found.measured.setting)
-    assert load_measured(found.path, setting) == (found.measured, None)
-    assert load_measured(found.path, setting | {"torch": "3.0"})[1] is None
-    told = load_measured(found.path, setting | {"devices": 8, "parallel.strategy": "fsdp"})[1]
-    assert told is not None and "parallel.strategy (none, here fsdp)" in told and "devices (1, here 8)" in told
+def test_what_is_said_of_measurements(profiled: BucketProfile) -> None:
+    setting = dict(profiled.measured.setting)
+    assert load_measured(profiled.path, setting) == (profiled.measured, None)
+    assert load_measured(profiled.path, setting | {"torch": "3.0"})[1] is None
+    reason = load_measured(profiled.path, setting | {"devices": 8, "parallel.strategy": "fsdp"})[1]
+    assert reason is not None and "parallel.strategy (none, here fsdp)" in reason and "devices (1, here 8)" in reason
     for name, value in {
         "device.dtype": "bfloat16",
         "memory.activation_policy": {"block": "recompute"},
         "train.compile": True,
     }.items():
         with pytest.raises(UserError, match=name):
-            load_measured(found.path, setting | {name: value})
+            load_measured(profiled.path, setting | {name: value})
 
 
 # -- mistakes ---------------------------------------------------------------------------------------------------------

@@ -61,30 +61,30 @@ def by_hand(home: Path, name: str, batches: list[Any]) -> tuple[float, dict[str,
                 for item in batch.items
             ]
         )
-        given = Conditions(batch["text"], batch["text_mask"], batch["text_pooled"], fps_B, Strides(*STRIDES))
-        out = called_by_hand(name, model, x_BCThw.float(), t_B, given)
+        conditions = Conditions(batch["text"], batch["text_mask"], batch["text_pooled"], fps_B, Strides(*STRIDES))
+        out = called_by_hand(name, model, x_BCThw.float(), t_B, conditions)
         loss = ((out - target_BCThw).square().mean((1, 2, 3, 4)) * batch.weights_I).sum() / 3
         loss.backward()
         total += loss.item()
     return total, {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_equal(found: dict[str, Tensor], truth: dict[str, Tensor], within: float = 0.0) -> None:
-    assert found.keys() == truth.keys()
-    far = {key: (found[key] - value).abs().max().item() for key, value in truth.items()}
+def assert_equal(actual: dict[str, Tensor], truth: dict[str, Tensor], within: float = 0.0) -> None:
+    assert actual.keys() == truth.keys()
+    far = {key: (actual[key] - value).abs().max().item() for key, value in truth.items()}
     largest = max(value.abs().max().item() for value in truth.values())
     assert max(far.values()) <= within * largest, sorted(far.items(), key=lambda item: -item[1])[:5]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_has_the_gradients_of_a_loop_by_hand(home: Path, name: str) -> None:
-    loss, found, batches = one_step(str(home), name)
+    loss, actual, batches = one_step(str(home), name)
     assert {batch.shape for batch in batches} and all(batch.size for batch in batches)
     expected, truth = by_hand(home, name, batches)
     assert loss == pytest.approx(expected, rel=1e-6)
     # LTX by hand goes sample by sample: sums in another order
-    assert_equal(found, truth, within=1e-5)
-    assert all(gradient.abs().max() > 0 for key, gradient in found.items() if "bias" not in key)
+    assert_equal(actual, truth, within=1e-5)
+    assert all(gradient.abs().max() > 0 for key, gradient in actual.items() if "bias" not in key)
 
 
 class Watch:
@@ -126,9 +126,9 @@ def test_policies_of_whole_blocks_change_no_gradient(
     plain, kept = Watch(), Watch()
     loss, truth, _ = one_step(str(home), name, watch=plain)
     assert stored[0] == 0
-    found_loss, found, batches = one_step(str(home), name, (f"memory.activation_policy.block={policy}",), watch=kept)
+    found_loss, actual, batches = one_step(str(home), name, (f"memory.activation_policy.block={policy}",), watch=kept)
     assert found_loss == loss
-    assert_equal(found, truth)
+    assert_equal(actual, truth)
     blocks = 4 if name == "hunyuan" else 2
     assert plain.calls == blocks * len(batches)
     assert kept.calls == plain.calls * (1 if policy == "offload" else 2)
@@ -149,11 +149,11 @@ def test_compiled_blocks_are_recomputed(home: Path, name: str) -> None:
     def watch(parts: Assembly) -> None:
         watched.append(sum("Compiled" in type(block).__name__ for _, block in blocks_of(parts.model)))
 
-    _, found, _ = one_step(
+    _, actual, _ = one_step(
         str(home), name, ("train.compile=true", "memory.activation_policy.block=recompute"), watch=watch
     )
     assert watched == [2]
-    assert_equal(found, truth, within=1e-5)
+    assert_equal(actual, truth, within=1e-5)
 
 
 @pytest.fixture(scope="module", params=slow_but(MODELS, ["wan"]))
@@ -165,8 +165,8 @@ def trained(home: Path, request: pytest.FixtureRequest) -> str:
 
 def test_a_run_trains_saves_and_averages(home: Path, trained: str) -> None:
     config = published_config(home, trained)
-    found = losses(config)
-    assert len(found) == 6 and len(set(found)) == 6
+    curve = losses(config)
+    assert len(curve) == 6 and len(set(curve)) == 6
     start = load(home, trained)
     state = whole_checkpoint(config.run_dir)
     for prefix in ("model.", "ema."):
@@ -181,7 +181,7 @@ def test_a_run_trains_saves_and_averages(home: Path, trained: str) -> None:
     assert len(validations) == 2 and all(row["loss"] > 0 for row in validations)
 
 
-def test_its_own_operations_are_told(home: Path, trained: str) -> None:
+def test_its_own_operations_are_reported(home: Path, trained: str) -> None:
     config = published_config(home, trained)
     task = task_of(home, trained, config)
     rows = [row for row in read_metrics(config.run_dir / "metrics.jsonl") if row["kind"] == "train"]
@@ -198,14 +198,14 @@ def test_a_run_that_was_stopped_goes_on_bitwise(home: Path, trained: str) -> Non
 
 def test_the_weights_are_read_once(home: Path) -> None:
     """Sizes are asked before the model is handed out; the same one then trains."""
-    config, made = published_config(home, "wan", "name=once", "train.steps=1"), []
+    config, reads = published_config(home, "wan", "name=once", "train.steps=1"), []
 
     def counted() -> Any:
-        made.append(load(home, "wan"))
-        return made[-1]
+        reads.append(load(home, "wan"))
+        return reads[-1]
 
     TrainPipeline(config, task=PublishedVideoTask(config, counted)).run()
-    assert len(made) == 1 and made[0].training
+    assert len(reads) == 1 and reads[0].training
 
 
 def test_a_model_in_half_precision_trains_in_float32(home: Path) -> None:
@@ -218,9 +218,9 @@ def test_a_model_in_half_precision_trains_in_float32(home: Path) -> None:
 def test_bfloat16_computation_trains(home: Path) -> None:
     for name in MODELS:
         loss, truth, _ = one_step(str(home), name)
-        found_loss, found, _ = one_step(str(home), name, ("device.dtype=bfloat16",))
+        found_loss, actual, _ = one_step(str(home), name, ("device.dtype=bfloat16",))
         assert found_loss == pytest.approx(loss, rel=0.05)
-        far = sum((found[key] - value).square().sum() for key, value in truth.items())
+        far = sum((actual[key] - value).square().sum() for key, value in truth.items())
         size = sum(value.square().sum() for value in truth.values())
         assert 0 < far / size < 0.05, name
 
@@ -238,7 +238,7 @@ def test_what_does_not_fit_is_said(home: Path, name: str, overrides: tuple[str, 
         one_step(str(home), name, overrides)
 
 
-def test_another_class_is_told_what_to_say(home: Path) -> None:
+def test_another_class_is_answered_with_what_to_say(home: Path) -> None:
     config = published_config(home, "wan")
     other = "chronoedit, by its own declaration"
     task = VideoTask(config, build=lambda *_: make_model(other))

@@ -177,11 +177,11 @@ def test_hunyuan_video_is_given_the_first_frame_as_its_pipeline_gives_it(tmp_pat
     assert list(stored) == ["first"]  # this codec mixes frames: the first one is encoded alone
     image_latent = stored["first"].expand(-1, 3, -1, -1)
     start = noise[0] * torch.tensor(0.999) + image_latent * (1 - torch.tensor(0.999))  # what the pipeline begins with
-    given = give_frames(start, stored, ConditioningConfig(first=1.0), rule, codec.strides, 0, ("a", 0, 0), "a")
-    assert given.anchor_T.tolist() == [True, False, False] and (given.condition_CThw is None) != concat
-    named = {"given": given.anchor_T[None]} | ({"condition": given.condition_CThw[None]} if concat else {})  # type: ignore[index]
+    anchored = give_frames(start, stored, ConditioningConfig(first=1.0), rule, codec.strides, 0, ("a", 0, 0), "a")
+    assert anchored.anchor_T.tolist() == [True, False, False] and (anchored.condition_CThw is None) != concat
+    named = {"given": anchored.anchor_T[None]} | ({"condition": anchored.condition_CThw[None]} if concat else {})  # type: ignore[index]
     conditions = Conditions(text_BLD, mask_BL, pooled_BD, named=named)
-    got = call.call(config, given.latent_CThw[None], seen["timestep"].float() / 1000, conditions)
+    got = call.call(config, anchored.latent_CThw[None], seen["timestep"].float() / 1000, conditions)
     torch.testing.assert_close(got["hidden_states"], seen["hidden_states"], atol=1e-6, rtol=1e-6)
     if concat:
         assert torch.equal(got["hidden_states"][:, 16:], seen["hidden_states"][:, 16:])

@@ -80,8 +80,8 @@ def test_flow_recovers_a_single_point_exactly(steps: int, shift: float, sampler:
     def predict(x: Tensor, t_B: Tensor) -> Tensor:
         return (x - point) / per_sample(t_B, x)  # noise - x0 on the line through x to the point
 
-    found = flow_objective(shift).sample(predict, noise(), steps, sampler)
-    torch.testing.assert_close(found, point, rtol=0, atol=1e-10)
+    actual = flow_objective(shift).sample(predict, noise(), steps, sampler)
+    torch.testing.assert_close(actual, point, rtol=0, atol=1e-10)
 
 
 @settings(deadline=None)
@@ -89,8 +89,8 @@ def test_flow_recovers_a_single_point_exactly(steps: int, shift: float, sampler:
 def test_ddim_recovers_a_single_point_exactly(steps: int, zero: bool, prediction: str) -> None:
     objective = ddpm_objective(prediction, zero and prediction == "v")
     predict = gaussian_prediction(objective, MEAN, 0.0)
-    found = objective.sample(predict, noise(), steps)
-    torch.testing.assert_close(found, torch.full(SHAPE, MEAN, dtype=torch.float64), rtol=0, atol=1e-9)
+    actual = objective.sample(predict, noise(), steps)
+    torch.testing.assert_close(actual, torch.full(SHAPE, MEAN, dtype=torch.float64), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])
@@ -107,10 +107,10 @@ def test_flow_reaches_gaussian_data_at_the_order_of_the_sampler(sampler: str, or
 
 def test_flow_samples_have_the_mean_and_spread_of_the_data() -> None:
     z = rng.normal((4, 4, 4, 40, 40), 0, "z")
-    found = flow_objective().sample(gaussian_velocity(MEAN, STD), z, 50, "heun")
+    actual = flow_objective().sample(gaussian_velocity(MEAN, STD), z, 50, "heun")
     # 102,400 numbers: the standard error of the mean is 0.001, of the spread less; the sampler's is below 0.002.
-    assert found.mean().item() == pytest.approx(MEAN, abs=0.004)
-    assert found.std().item() == pytest.approx(STD, abs=0.004)
+    assert actual.mean().item() == pytest.approx(MEAN, abs=0.004)
+    assert actual.std().item() == pytest.approx(STD, abs=0.004)
 
 
 @pytest.mark.parametrize("prediction", ["v", "epsilon"])
@@ -118,13 +118,13 @@ def test_flow_samples_have_the_mean_and_spread_of_the_data() -> None:
 def test_ddim_on_gaussian_data_is_the_product_of_its_steps(prediction: str, steps: int) -> None:
     # From x - a m at one step to x' - a' m at the next, DDIM multiplies by (a' a s^2 + b' b) / (a^2 s^2 + b^2).
     objective, z = ddpm_objective(prediction, zero=prediction == "v"), noise()
-    found = objective.sample(gaussian_prediction(objective, MEAN, STD), z, steps)
+    actual = objective.sample(gaussian_prediction(objective, MEAN, STD), z, steps)
     abars = [objective.alphas_cumprod[round(1000 * (1 - i / steps)) - 1].item() for i in range(steps)] + [1.0]
     away = z - abars[0] ** 0.5 * MEAN
     for now, after in pairwise(abars):
         across = (now * after) ** 0.5 * STD**2 + ((1 - now) * (1 - after)) ** 0.5
         away = away * (across / (now * STD**2 + 1 - now))
-    torch.testing.assert_close(found, MEAN + away, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(actual, MEAN + away, rtol=1e-7, atol=1e-7)
 
 
 def test_ddim_from_zero_snr_reaches_gaussian_data() -> None:
@@ -189,7 +189,7 @@ def test_ddim_matches_diffusers_on_any_model(prediction: str, zero: bool, steps:
 )
 def test_calls_times_and_progress(objective: Objective, sampler: str, calls: int) -> None:
     seen: list[float] = []
-    told: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
 
     def predict(x: Tensor, t_B: Tensor) -> Tensor:
         assert x.shape == SHAPE
@@ -199,12 +199,12 @@ def test_calls_times_and_progress(objective: Objective, sampler: str, calls: int
         seen.append(t_B[0].item())
         return 0.1 * x
 
-    objective.sample(predict, noise(torch.float32), 5, sampler, lambda done, total: told.append((done, total)))
+    objective.sample(predict, noise(torch.float32), 5, sampler, lambda done, total: progress.append((done, total)))
     assert len(seen) == calls
     assert seen[0] == 1  # every sampler starts at pure noise, where training goes too
     assert all(0 < t <= 1 for t in seen)
     assert sorted(seen, reverse=True) == seen
-    assert told == [(i, 5) for i in range(1, 6)]
+    assert progress == [(i, 5) for i in range(1, 6)]
 
 
 @pytest.mark.parametrize("objective", [flow_objective(3.0), ddpm_objective()])
@@ -216,9 +216,9 @@ def test_the_sample_stays_float32_when_the_model_answers_in_bfloat16(objective: 
     def rounded(x: Tensor, t_B: Tensor) -> Tensor:
         return some_model(x, t_B).bfloat16().float()
 
-    found = objective.sample(coarse, noise(torch.bfloat16), 6)
-    assert found.dtype == torch.float32
-    assert torch.equal(found, objective.sample(rounded, noise(torch.bfloat16).float(), 6))
+    actual = objective.sample(coarse, noise(torch.bfloat16), 6)
+    assert actual.dtype == torch.float32
+    assert torch.equal(actual, objective.sample(rounded, noise(torch.bfloat16).float(), 6))
 
 
 @pytest.mark.parametrize("objective", [flow_objective(), ddpm_objective()])
@@ -270,8 +270,8 @@ def test_guidance_moves_from_one_prediction_through_the_other(scale: float) -> N
         calls.append("uncond")
         return x.sin()
 
-    found = samplers.guided(cond, uncond, scale)(x, t_B)
-    torch.testing.assert_close(found, x.sin() + scale * (x.cos() - x.sin()))
+    actual = samplers.guided(cond, uncond, scale)(x, t_B)
+    torch.testing.assert_close(actual, x.sin() + scale * (x.cos() - x.sin()))
     assert sorted(calls) == {0.0: ["uncond"], 1.0: ["cond"]}.get(scale, ["cond", "uncond"])
 
 
@@ -287,15 +287,15 @@ def test_guidance_of_one_and_none_calls_the_model_once() -> None:
 def test_guidance_is_computed_in_the_samples_precision() -> None:
     x = noise(torch.float32)
     cond, uncond = x.cos().bfloat16(), x.sin().bfloat16()
-    found = samplers.guided(lambda x, t: cond, lambda x, t: uncond, 4.0)(x, torch.ones(SHAPE[0]))
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, uncond.float() + 4 * (cond.float() - uncond.float()))
+    actual = samplers.guided(lambda x, t: cond, lambda x, t: uncond, 4.0)(x, torch.ones(SHAPE[0]))
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual, uncond.float() + 4 * (cond.float() - uncond.float()))
 
 
 def test_samplers_are_differentiable_where_nobody_forbids_it() -> None:
     scale = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
-    found = samplers.euler(lambda x, t: scale * x, noise(), euler_times(3, 1.0).tolist())
-    found.sum().backward()
+    actual = samplers.euler(lambda x, t: scale * x, noise(), euler_times(3, 1.0).tolist())
+    actual.sum().backward()
     # x shrinks by (1 - c / 3) a step.
     assert scale.grad is not None
     assert scale.grad.item() == pytest.approx(-((1 - 0.5 / 3) ** 2) * noise().sum().item())

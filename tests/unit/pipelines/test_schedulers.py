@@ -143,16 +143,16 @@ def gaussian(objective: Objective) -> samplers.Predict:
 )
 @pytest.mark.parametrize("name", THEIRS)
 def test_samples_reach_the_data_in_fewer_steps(objective: Objective, name: str) -> None:
-    exact, predict, told = 1.5 + 0.3 * noise(), gaussian(objective), []
+    exact, predict, progress = 1.5 + 0.3 * noise(), gaussian(objective), []
     error = {
-        (sampler, steps): (objective.sample(predict, noise(), steps, sampler, lambda *at: told.append(at)) - exact)
+        (sampler, steps): (objective.sample(predict, noise(), steps, sampler, lambda *at: progress.append(at)) - exact)
         .abs()
         .max()
         for sampler in ("auto", name)
         for steps in (5, 50)
     }
     assert error[name, 50] < error["auto", 50] < error["auto", 5]
-    assert told[-50:] == [(i, 50) for i in range(1, 51)]
+    assert progress[-50:] == [(i, 50) for i in range(1, 51)]
 
 
 def test_a_sample_is_float32_or_float64_whatever_the_model_answers() -> None:
@@ -172,12 +172,12 @@ def test_a_sample_is_float32_or_float64_whatever_the_model_answers() -> None:
 def test_rescaled_guidance_is_that_of_diffusers(share: float) -> None:
     x, t_B = noise(), torch.ones(2)
     cond, uncond = x.cos(), x.sin()
-    found = samplers.guided(lambda x, t: cond, lambda x, t: uncond, 7.5, share)(x, t_B)
+    actual = samplers.guided(lambda x, t: cond, lambda x, t: uncond, 7.5, share)(x, t_B)
     plain = uncond + 7.5 * (cond - uncond)
     expected = rescale_noise_cfg(plain, cond, guidance_rescale=share)
-    torch.testing.assert_close(found, expected if share else plain, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(actual, expected if share else plain, rtol=1e-6, atol=1e-6)
     if share == 1.0:  # the spread is that of the prediction with the caption, sample by sample
-        torch.testing.assert_close(found.flatten(1).std(1), cond.flatten(1).std(1))
+        torch.testing.assert_close(actual.flatten(1).std(1), cond.flatten(1).std(1))
     flat = samplers.guided(lambda x, t: torch.ones_like(x), lambda x, t: torch.zeros_like(x), 7.5, share)(x, t_B)
     assert torch.equal(flat, torch.full_like(x, 7.5))  # without a spread there is nothing to rescale
 

@@ -80,10 +80,10 @@ def small(config: Config, layout: str) -> ShrunkRun:
 def test_the_small_model_keeps_what_decides_its_split(config: Config) -> None:
     config = config.model_copy(update={"model": config.model.model_copy(update={"size": "XL/2", "mlp_ratio": 4.01})})
     mini = small(config, "tp=2,ulysses=2,shard_text=9")
-    real, made = (resolve_config(c.model, 4, 16) for c in (config, mini.config))
-    assert (made.heads, made.arrangement, made.patch) == (real.heads, real.arrangement, real.patch)
-    assert made.hidden % 2 == real.hidden % 2 and made.depth % 2 == real.depth % 2
-    assert made.width < real.width and made.depth == 4
+    real, result = (resolve_config(c.model, 4, 16) for c in (config, mini.config))
+    assert (result.heads, result.arrangement, result.patch) == (real.heads, real.arrangement, real.patch)
+    assert result.hidden % 2 == real.hidden % 2 and result.depth % 2 == real.depth % 2
+    assert result.width < real.width and result.depth == 4
     assert mini.kinds == ("images", "videos", "mixed")
     assert mini.config.parallel.shard_text == mini.small_samples.text_tokens == 7  # captions are split here too
 
@@ -123,7 +123,7 @@ def test_the_report_tells_what_is_otherwise_than_in_training(config: Config, mon
     check = VideoTask(sparse).shrunk()
     (remark,) = check.notes.remarks
     assert remark.startswith(f"{codec}; {dense}") and check.task().config.model.sparse is None
-    text = "\n".join(compare(small(config, "ulysses=2"), found(), found()).lines())
+    text = "\n".join(compare(small(config, "ulysses=2"), report(), report()).lines())
     assert "factorised, 2 blocks, 4 heads of width 12, patch 1x2x2; float32, strategy fsdp, objective flow" in text
 
 
@@ -144,7 +144,7 @@ def test_layouts_are_read(config: Config) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "told"),
+    ("layout", "message"),
     [
         ("ulyses=2", "did you mean 'ulysses'"),
         ("ulysses", "no key=value"),
@@ -164,13 +164,13 @@ def test_layouts_are_read(config: Config) -> None:
         ("dsp=2.5", "parallel.dsp"),
     ],
 )
-def test_layouts_that_are_refused(config: Config, layout: str, told: str) -> None:
+def test_layouts_that_are_refused(config: Config, layout: str, message: str) -> None:
     with pytest.raises(UserError) as error:
         with_layout(config, layout)
-    assert told in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_buckets_that_do_not_fit_are_told(config: Config) -> None:
+def test_buckets_that_do_not_fit_are_reported(config: Config) -> None:
     with pytest.raises(UserError, match="does not fit the codec"):
         shrink_run(VideoTask(with_layout(config, "ring=2")), Strides(8, 8))
 
@@ -192,7 +192,7 @@ RIGHT = {
 SENT = {"all_gather sequence": 10, "all_to_all ulysses": 20}
 
 
-def found(scale: dict[str, float] | None = None, loss: float = 1.0, **changes: Any) -> WorkerReport:
+def report(scale: dict[str, float] | None = None, loss: float = 1.0, **changes: Any) -> WorkerReport:
     """Three steps with the same right gradients, but for those in `scale`; `changes` are of all steps."""
     grads = {name: grad * (scale or {}).get(name, 1.0) for name, grad in RIGHT.items()}
     steps = [
@@ -208,17 +208,17 @@ def found(scale: dict[str, float] | None = None, loss: float = 1.0, **changes: A
 
 
 def verdict(config: Config, here: WorkerReport) -> tuple[bool, str]:
-    result = compare(small(config, "ulysses=2"), here, found())
+    result = compare(small(config, "ulysses=2"), here, report())
     return result.passed, "\n".join(result.lines())
 
 
 def test_equal_runs_pass(config: Config) -> None:
-    passed, text = verdict(config, found())
+    passed, text = verdict(config, report())
     assert passed and "PASSED" in text and "look at the data" in text and "all_to_all ulysses 20 B" in text
 
 
 def test_a_wrong_layer_is_named(config: Config) -> None:
-    passed, text = verdict(config, found({f"blocks.{i}.qkv.weight": 1.01 for i in range(3)}))
+    passed, text = verdict(config, report({f"blocks.{i}.qkv.weight": 1.01 for i in range(3)}))
     assert not passed and "FAILED" in text and "report it" in text
     assert (
         "only gradients of blocks.*.qkv differ; the losses are equal, so the mistake is in backward, at blocks.2.qkv"
@@ -226,31 +226,31 @@ def test_a_wrong_layer_is_named(config: Config) -> None:
     )
 
 
-def test_gradients_that_are_all_too_large_are_told(config: Config) -> None:
-    passed, text = verdict(config, found(dict.fromkeys(RIGHT, 4.0)))
+def test_gradients_that_are_all_too_large_are_reported(config: Config) -> None:
+    passed, text = verdict(config, report(dict.fromkeys(RIGHT, 4.0)))
     assert not passed and "every gradient is 4 times that of one process" in text
 
 
 @pytest.mark.parametrize("loss", [1.0001, float("nan"), float("inf")])
 def test_wrong_losses_fail(config: Config, loss: float) -> None:
-    passed, text = verdict(config, found(loss=loss))
+    passed, text = verdict(config, report(loss=loss))
     assert not passed and "the loss differs" in text
 
 
 def test_gradients_that_are_not_numbers_fail(config: Config) -> None:
-    passed, text = verdict(config, found({"blocks.1.qkv.weight": float("nan")}))
+    passed, text = verdict(config, report({"blocks.1.qkv.weight": float("nan")}))
     assert not passed and "most that of blocks.1.qkv.weight" in text
 
 
 def test_exchanges_must_be_there_and_nowhere_else(config: Config) -> None:
-    passed, text = verdict(config, found(sent={}))
+    passed, text = verdict(config, report(sent={}))
     assert not passed and "no all_to_all ulysses was sent" in text
-    passed, text = verdict(config, found(sent=dict(SENT)))
+    passed, text = verdict(config, report(sent=dict(SENT)))
     assert not passed and "images take no part in it, yet all_gather sequence was sent" in text
 
 
 def test_lost_gradients_fail(config: Config) -> None:
-    passed, text = verdict(config, found(grads={name: grad for name, grad in RIGHT.items() if "0.qkv" not in name}))
+    passed, text = verdict(config, report(grads={name: grad for name, grad in RIGHT.items() if "0.qkv" not in name}))
     assert not passed and "no gradient of blocks.0.qkv.weight at the layout" in text
 
 
@@ -295,8 +295,8 @@ def test_ranks_of_a_group_meet_the_same() -> None:
 
 
 def test_samples_count_once() -> None:
-    told = disagreements([[met(["a"], 1.0)], [met(["a"], 1.0)]], 2, 1)
-    assert told == ["sample a counts 2 times over all ranks, not once (1 such samples)"]
+    lines = disagreements([[met(["a"], 1.0)], [met(["a"], 1.0)]], 2, 1)
+    assert lines == ["sample a counts 2 times over all ranks, not once (1 such samples)"]
 
 
 def test_ranks_have_the_same_gradients() -> None:
@@ -334,7 +334,7 @@ def gone(pid: Path) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "message"),
     [
         ("os.kill(os.getpid(), 9)", "b failed: it was killed by SIGKILL; often the machine ran out of memory"),
         pytest.param("sys.exit(3)", "b failed: it ended with exit code 3", marks=pytest.mark.slow),
@@ -346,11 +346,11 @@ def gone(pid: Path) -> bool:
         ),
     ],
 )
-def test_a_child_that_dies_is_told_and_ends_the_others(tmp_path: Path, code: str, told: str) -> None:
+def test_a_child_that_dies_is_reported_and_ends_the_others(tmp_path: Path, code: str, message: str) -> None:
     wait = f"\nwhile not os.path.exists({str(tmp_path / 'a')!r}): time.sleep(0.01)\n"
     with pytest.raises(UserError) as error:
         run_children([child("a", "time.sleep(600)", tmp_path / "a"), child("b", wait + code, tmp_path / "b")], 1)
-    assert str(error.value).startswith(told)
+    assert str(error.value).startswith(message)
     assert gone(tmp_path / "a")
 
 

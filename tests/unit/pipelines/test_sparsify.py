@@ -256,8 +256,8 @@ def test_saved_and_loaded_as_the_plain_class(case: str, tmp_path: Path) -> None:
     model.load_state_dict(plain.state_dict())  # strict, both ways
     plain.load_state_dict(model.state_dict())
     model.save_pretrained(tmp_path)
-    loaded, told = type(plain).from_pretrained(tmp_path, output_loading_info=True)  # type: ignore[attr-defined]
-    assert not told["unexpected_keys"] and not told["missing_keys"] and not clustered_layers(loaded)
+    loaded, keys = type(plain).from_pretrained(tmp_path, output_loading_info=True)  # type: ignore[attr-defined]
+    assert not keys["unexpected_keys"] and not keys["missing_keys"] and not clustered_layers(loaded)
     for layer in controller.layers.values():
         layer.tau.fill_(1.5)
     saved = json.loads(json.dumps(controller.state_dict()))

@@ -31,9 +31,9 @@ from tests.support.video_transformers import loss_of, make_inputs, make_model
 class Own(nn.Module):
     """A user's model: tokens (B, T, h, w, E), and one attention of each block, with the options of a call of attention."""
 
-    def __init__(self, heads: int = 4, key_heads: int = 4, **given: Any) -> None:
+    def __init__(self, heads: int = 4, key_heads: int = 4, **options: Any) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(OwnAttention(heads, key_heads, given) for _ in range(3))
+        self.blocks = nn.ModuleList(OwnAttention(heads, key_heads, options) for _ in range(3))
 
     def forward(self, video: Tensor) -> Tensor:
         x = video.flatten(1, 3)
@@ -43,10 +43,10 @@ class Own(nn.Module):
 
 
 class OwnAttention(nn.Module):
-    def __init__(self, heads: int, key_heads: int, given: dict[str, Any]) -> None:
+    def __init__(self, heads: int, key_heads: int, options: dict[str, Any]) -> None:
         super().__init__()
-        self.given = dict(given)
-        self.times = self.given.pop("times", 1)  # calls of attention
+        self.options = dict(options)
+        self.times = self.options.pop("times", 1)  # calls of attention
         self.q = nn.Linear(32, heads * 8)
         self.kv = nn.Linear(32, 2 * key_heads * 8)
 
@@ -54,11 +54,11 @@ class OwnAttention(nn.Module):
         q = self.q(x).unflatten(2, (-1, 8)).transpose(1, 2)
         k, v = (part.unflatten(2, (-1, 8)).transpose(1, 2) for part in self.kv(x).chunk(2, dim=2))
         for _ in range(self.times):
-            out = F.scaled_dot_product_attention(q, k, v, **self.given)
+            out = F.scaled_dot_product_attention(q, k, v, **self.options)
         return out.transpose(1, 2).flatten(2)
 
 
-OWN: dict[str, Any] = {"attention": {"blocks.*": ("video",)}, "grid": lambda given: given["video"].shape[1:4]}
+OWN: dict[str, Any] = {"attention": {"blocks.*": ("video",)}, "grid": lambda inputs: inputs["video"].shape[1:4]}
 
 
 def test_ones_own_model_declares_itself() -> None:
@@ -70,13 +70,13 @@ def test_ones_own_model_declares_itself() -> None:
     assert dict(controller.layers["blocks.1"].counter) == {"sparse_grouped": 1}
     chrono, inputs = make_model("chronoedit, by its own declaration", num_layers=3), make_inputs("wan")
     wanted = loss_of(chrono, inputs)
-    made = mmspeed.sparsify_model(
+    result = mmspeed.sparsify_model(
         chrono,
         {**SMALL, "tau": 0.0},
         attention={"blocks.*.attn1": ("video",)},
-        grid=lambda given: (given["hidden_states"].shape[2], 3, 3),
+        grid=lambda inputs: (inputs["hidden_states"].shape[2], 3, 3),
     )
-    assert torch.allclose(loss_of(chrono, inputs), wanted, rtol=1e-5) and list(made.layers) == ["blocks.1.attn1"]
+    assert torch.allclose(loss_of(chrono, inputs), wanted, rtol=1e-5) and list(result.layers) == ["blocks.1.attn1"]
 
 
 def refused_call(match: str, changes: dict[str, Any], **declared: Any) -> None:
@@ -92,9 +92,9 @@ def test_what_a_call_cannot_have_is_refused() -> None:
     refused_call("has no dropout", {"dropout_p": 0.1})
     refused_call("has no causal mask", {"is_causal": True})
     refused_call("2 times, not once", {"times": 2})
-    refused_call("the video has 5 x 3 x 3", {}, grid=lambda given: (5, 3, 3))
-    refused_call("36 tokens attend as video", {}, grid=lambda given: (3, 3, 3))
-    refused_call("1 at least", {}, grid=lambda given: (4, 9))
+    refused_call("the video has 5 x 3 x 3", {}, grid=lambda inputs: (5, 3, 3))
+    refused_call("36 tokens attend as video", {}, grid=lambda inputs: (3, 3, 3))
+    refused_call("1 at least", {}, grid=lambda inputs: (4, 9))
 
 
 def test_models_that_cannot_be_made_sparse_are_refused() -> None:

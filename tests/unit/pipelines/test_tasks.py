@@ -69,7 +69,7 @@ def test_items_and_imbalance_are_worked_out_for_rows_alone(tmp_path: Path, monke
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_task_is_told_with_the_nearest_one(tmp_path: Path) -> None:
+def test_an_unknown_task_is_reported_with_the_nearest_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"test: task 'vidoe' is not known; did you mean 'video'\? \(known: video"):
         make_run_config({**small_tree(tmp_path), "task": "vidoe"}, origin="test")
     with pytest.raises(UserError, match="task 3 is not known"):
@@ -96,7 +96,7 @@ def test_a_task_that_is_missing_is_video(tmp_path: Path) -> None:
 # -- keys -------------------------------------------------------------------------------------------------------------
 
 
-def test_keys_of_another_task_are_told_with_their_task(tmp_path: Path) -> None:
+def test_keys_of_another_task_are_reported_with_their_task(tmp_path: Path) -> None:
     register_characters()
     with pytest.raises(
         UserError,
@@ -141,7 +141,7 @@ def test_old_keys_are_refused_in_the_config_of_any_task(tmp_path: Path, section:
         make_run_config({**character_tree(tmp_path), **section}, origin="test")
 
 
-def test_a_run_of_another_task_is_told(tmp_path: Path) -> None:
+def test_a_run_of_another_task_is_reported(tmp_path: Path) -> None:
     config = character_config(tmp_path, "name=taken")
     RunFolder(config.run_dir).write_start(small_config(tmp_path), {}, {})
     message = "taken is a run of the task video, and this config is of the task characters: choose another `name`"
@@ -149,13 +149,13 @@ def test_a_run_of_another_task_is_told(tmp_path: Path) -> None:
         TrainPipeline(config).run()
 
 
-def test_weights_of_another_task_are_told(tmp_path: Path) -> None:
+def test_weights_of_another_task_are_reported(tmp_path: Path) -> None:
     config = character_config(tmp_path, f"train.start_from={OLD_RUN}")
     with pytest.raises(UserError, match=r"step-00000004 .*(embed|blocks|head)"):
         TrainPipeline(config).run()
 
 
-def test_a_divisor_of_0_is_told_with_its_step(tmp_path: Path) -> None:
+def test_a_divisor_of_0_is_reported_with_its_step(tmp_path: Path) -> None:
     class Empty(CharacterTask):
         def data(self, place: RunPlace) -> Any:
             data = super().data(place)
@@ -172,7 +172,9 @@ def test_a_divisor_of_0_is_told_with_its_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lacking", [("tokens",), ("blocks", "flops")])
-def test_a_model_that_lacks_part_of_the_protocol_is_told_what(tmp_path: Path, lacking: tuple[str, ...]) -> None:
+def test_a_model_that_lacks_part_of_the_protocol_is_refused_with_what_it_lacks(
+    tmp_path: Path, lacking: tuple[str, ...]
+) -> None:
     config = toy_config(tmp_path)
     write_toy_cache(config)
     task = VideoTask(config, build=lambda *_: Without(*lacking))
@@ -180,7 +182,7 @@ def test_a_model_that_lacks_part_of_the_protocol_is_told_what(tmp_path: Path, la
         TrainPipeline(config, task=task).run()
 
 
-def test_a_model_of_another_task_without_blocks_is_told(tmp_path: Path) -> None:
+def test_a_model_of_another_task_without_blocks_is_reported(tmp_path: Path) -> None:
     class Blockless(CharacterTask):
         def build(self) -> dict[str, nn.Module]:
             return {"model": nn.Linear(2, 2)}

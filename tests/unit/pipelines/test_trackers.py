@@ -28,7 +28,7 @@ SAMPLED = (f"validate.prompts=[{PROMPT}]", "validate.every=2", "checkpoint.every
 
 @pytest.fixture(scope="module")
 def board(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """A run with TensorBoard that ended after two steps and went on to four, as if the first part had told of a third."""
+    """A run with TensorBoard that ended after two steps and went on to four, as if the first part had recorded a third."""
     home = Path(shutil.copytree(small_cache, tmp_path_factory.mktemp("trackers") / "home"))
     overrides = ("name=board", "trackers=[tensorboard]", "tracking.run=my-board", *SAMPLED)
     first = small_config(home, *overrides, "train.steps=2")

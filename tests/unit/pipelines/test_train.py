@@ -34,10 +34,10 @@ def home(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tensors(config: Config, step: int) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint: weights, EMA and moments."""
-    found: dict[str, torch.Tensor] = {}
+    results: dict[str, torch.Tensor] = {}
     for file in sorted((config.run_dir / "checkpoints" / f"step-{step:08d}").glob("*.safetensors")):
-        found |= safetensors.torch.load_file(file)
-    return found
+        results |= safetensors.torch.load_file(file)
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -136,11 +136,11 @@ def test_rows_are_means_and_a_stopped_run_tells_of_its_last_steps(home: Path) ->
                 np.average(each[last - count : last], weights=weights_of(single)[last - count : last])
             )
             assert row["by_bucket"] == {"5x32x48": pytest.approx(row["loss"], rel=1e-5)}
-            told = [value for value in row["by_quarter"] if value is not None]
+            quarters = [value for value in row["by_quarter"] if value is not None]
             assert (
                 len(row["by_quarter"]) == 4
-                and min(told) <= row["loss"] * 1.00001
-                and max(told) >= row["loss"] * 0.99999
+                and min(quarters) <= row["loss"] * 1.00001
+                and max(quarters) >= row["loss"] * 0.99999
             )
             assert row["step_seconds"]["compute"] > 0
 
@@ -254,7 +254,7 @@ def test_a_cache_that_was_made_for_other_data_is_refused(home: Path, override: s
         TrainPipeline(small_config(home, "name=other-data", override)).run()
 
 
-def test_a_sample_size_that_cannot_be_made_is_told_before_the_first_step(home: Path) -> None:
+def test_a_sample_size_that_cannot_be_made_is_reported_before_the_first_step(home: Path) -> None:
     config = small_config(home, "name=size", "sample.width=24", "validate.prompts=[a rabbit]")
     with pytest.raises(UserError, match="no multiple of 2 of the model's patch"):
         TrainPipeline(config).run()
@@ -266,7 +266,7 @@ def test_the_same_prompt_twice_gives_two_videos(finished: Config) -> None:
     assert not np.array_equal(one.frames_FHWC, two.frames_FHWC)
 
 
-def test_a_bucket_that_the_model_cannot_cut_is_told_before_training(home: Path) -> None:
+def test_a_bucket_that_the_model_cannot_cut_is_reported_before_training(home: Path) -> None:
     with pytest.raises(UserError, match="bucket 5x32x48 does not fit the model"):
         TrainPipeline(small_config(home, "name=patch", "model.patch=[1,3,3]")).run()
 

@@ -31,7 +31,7 @@ FROZEN = {
 }
 
 
-def found(case: str, zeros: bool = False, **changes: Any) -> tuple[torch.nn.Module, list[str]]:
+def frozen(case: str, zeros: bool = False, **changes: Any) -> tuple[torch.nn.Module, list[str]]:
     model = make_model(case, **{**CASES[case], **changes})
     if zeros:
         for parameter in model.parameters():
@@ -43,21 +43,21 @@ def found(case: str, zeros: bool = False, **changes: Any) -> tuple[torch.nn.Modu
 
 @pytest.mark.parametrize("case", CASES)
 def test_unused_weights_are_those_that_the_family_lists(case: str) -> None:
-    model, names = found(case)
+    model, names = frozen(case)
     assert len(names) == FROZEN.get(case, 0)
     assert [name for name, parameter in model.named_parameters() if not parameter.requires_grad] == names
     assert bool(unused_lines(names)) == bool(names)
 
 
 def test_names_are_of_the_last_block_of_the_large_model() -> None:
-    _, names = found("qwen, images")
+    _, names = frozen("qwen, images")
     last = [f"transformer_blocks.2.{part}" for part in (*STREAM, *(f"txt_mlp.{each}" for each in MLP))]
     assert sorted(names) == sorted(last)
     line = unused_lines(names)[0]
     assert line.startswith("9 tensors that this training never reaches stay frozen: transformer_blocks.2.attn.")
 
 
-def test_tensors_without_gradient_are_told_from_those_of_zeros() -> None:
+def test_tensors_without_gradient_are_distinguished_from_those_of_zeros() -> None:
     """HunyuanVideo 1.5: 6 of its last block get none, its image embedder and that block's queries of text zeros."""
     model = make_model("hunyuan 1.5")
     missed = unreached(type(model), dict(model.config), FAMILIES["HunyuanVideo15Transformer3DModel"].call)  # type: ignore[arg-type]
@@ -66,7 +66,7 @@ def test_tensors_without_gradient_are_told_from_those_of_zeros() -> None:
 
 
 def test_tensors_that_begin_at_zero_hide_nothing() -> None:
-    assert found("qwen, images", zeros=True)[1] == found("qwen, images")[1]
+    assert frozen("qwen, images", zeros=True)[1] == frozen("qwen, images")[1]
 
 
 def test_weights_that_no_family_lists_are_an_error() -> None:
@@ -74,7 +74,7 @@ def test_weights_that_no_family_lists_are_an_error() -> None:
         UserError,
         match=r"HunyuanVideo.*: \d+ trainable tensors get no gradient in this training, first transformer_blocks.2.*`unused`",
     ):
-        found("hunyuan", num_layers=3, num_single_layers=0)
+        frozen("hunyuan", num_layers=3, num_single_layers=0)
 
 
 def test_weights_that_the_user_froze_are_no_error() -> None:

@@ -74,27 +74,27 @@ def epoch_mean(home: Path, name: str, *overrides: str) -> list[np.ndarray]:
     return mean_gradients(trained_gradients(str(home), (f"name={name}", *overrides), steps))
 
 
-def furthest(found: list[np.ndarray], truth: list[np.ndarray]) -> float:
+def furthest(actual: list[np.ndarray], truth: list[np.ndarray]) -> float:
     """The greatest difference, over the greatest number of the parameter."""
-    return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(found, truth, strict=True))
+    return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(actual, truth, strict=True))
 
 
 @pytest.mark.parametrize(("weighting", "schedule"), checkered(["sample", "token"], [*SCHEDULES]))
 def test_the_gradient_of_an_epoch_is_the_same_by_any_schedule(
     home: Path, sums: dict[str, list[np.ndarray]], weighting: str, schedule: str
 ) -> None:
-    found = epoch_mean(home, f"{weighting}-{schedule}", f"objective.weighting={weighting}", *SCHEDULES[schedule])
-    assert furthest(found, sums[weighting]) < EPS
+    actual = epoch_mean(home, f"{weighting}-{schedule}", f"objective.weighting={weighting}", *SCHEDULES[schedule])
+    assert furthest(actual, sums[weighting]) < EPS
 
 
 def test_by_step_it_is_another_one_for_each_schedule(home: Path, sums: dict[str, list[np.ndarray]]) -> None:
     """The reason for `sample`: two schedules differ by much more than rounding, from each other and from the mean of samples."""
-    found = {
+    results = {
         name: epoch_mean(home, f"step-{name}", "objective.weighting=step", *SCHEDULES[name])
         for name in ("same", "window")
     }
-    assert furthest(found["same"], sums["sample"]) > 0.05
-    assert furthest(found["same"], found["window"]) > 0.05
+    assert furthest(results["same"], sums["sample"]) > 0.05
+    assert furthest(results["same"], results["window"]) > 0.05
 
 
 def test_clipping_leaves_steps_their_weights(home: Path) -> None:
@@ -148,8 +148,8 @@ def test_an_elastic_resume_does_not_change_what_a_sample_counts(home: Path, sums
     last = next(step for step in itertools.count(2) if sampler.locate(step).epoch == 1)
     second = trained_gradients(str(home), rest, last)
     assert len(second) == last - 2 and last != planned
-    found = [sum(grads) / planned for grads in zip(*first, *second, strict=True)]
-    assert furthest(found, sums["sample"]) < EPS
+    results = [sum(grads) / planned for grads in zip(*first, *second, strict=True)]
+    assert furthest(results, sums["sample"]) < EPS
 
 
 def test_a_run_from_before_the_key_goes_on_by_step(home: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -186,10 +186,10 @@ def character_gradient(folder: Path, name: str, *overrides: str) -> list[np.ndar
     task = CharacterTask(config)
     steps = task.data(ALONE).sampler.steps_per_epoch
     config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
-    with recorded_gradients() as found:
+    with recorded_gradients() as recorded:
         TrainPipeline(config).run()
-    assert len(found) == steps
-    return mean_gradients([[grad.numpy() for grad in grads] for grads in found])
+    assert len(recorded) == steps
+    return mean_gradients([[grad.numpy() for grad in grads] for grads in recorded])
 
 
 def test_a_task_that_divides_by_tokens_takes_the_weighting_of_tokens(tmp_path: Path) -> None:

@@ -32,10 +32,10 @@ def test_degrees_are_those_of_the_traffic_and_dsp_sends_least_of_a_factorised_mo
 
 
 def test_a_full_model_has_no_dsp_and_more_devices_than_heads_take_a_ring_too() -> None:
-    found = {cost.name: cost for cost in degree_costs(FULL, ParallelConfig(), 16)}
-    assert list(found) == ["ulysses 16", "ring 16", "dsp 16", "ring 2 x ulysses 8"]
-    assert found["ulysses 16"].refused == "a device has 8 heads" and found["dsp 16"].refused
-    best = recommended(list(found.values()))
+    results = {cost.name: cost for cost in degree_costs(FULL, ParallelConfig(), 16)}
+    assert list(results) == ["ulysses 16", "ring 16", "dsp 16", "ring 2 x ulysses 8"]
+    assert results["ulysses 16"].refused == "a device has 8 heads" and results["dsp 16"].refused
+    best = recommended(list(results.values()))
     assert best is not None and best.name == "ring 2 x ulysses 8"
     assert {cost.name: cost for cost in degree_costs(FULL, ParallelConfig(tp=4), 2)}["ulysses 2"].refused == ""
 
@@ -43,9 +43,9 @@ def test_a_full_model_has_no_dsp_and_more_devices_than_heads_take_a_ring_too() -
 def test_few_frames_are_split_by_space_too() -> None:
     """With 4 frames over 8 devices re-sharding leaves half of them without a frame; a product leaves none."""
     short = replace(CLIP, grid=(4, 16, 16))
-    found = {cost.name: cost for cost in degree_costs(short, ParallelConfig(), 8)}
-    assert found["dsp 8"].idle == 4 and found["ulysses 8"].idle == 4
-    best = recommended(list(found.values()))
+    results = {cost.name: cost for cost in degree_costs(short, ParallelConfig(), 8)}
+    assert results["dsp 8"].idle == 4 and results["ulysses 8"].idle == 4
+    best = recommended(list(results.values()))
     assert best is not None and best.name == "dsp 4 x ulysses 2 with shard: space" and not best.idle
 
 

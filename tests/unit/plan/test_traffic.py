@@ -46,12 +46,12 @@ def _group(work: AttentionWorkload, parallel: ParallelConfig, span: str) -> list
 def test_blocks_that_a_ring_passes_on_are_those_of_its_schedule(ranks: int, window: int | None) -> None:
     for rank in range(ranks):
         passed = ring_blocks(rank, ranks, window)
-        for steps, found in (
+        for steps, actual in (
             (forward_steps(rank, ranks, window), passed.forward),
             (backward_steps(rank, ranks, window), passed.keys),
         ):
             hops = [("ring_outer" if hop.outer else "ring", hop.sends) for step in steps for hop in step.keys]
-            assert Counter(hops) == Counter((axis, owner) for axis, owners in found.items() for owner in owners)
+            assert Counter(hops) == Counter((axis, owner) for axis, owners in actual.items() for owner in owners)
         hops = [
             ("ring_outer" if step.grads.outer else "ring", step.grads.sends)
             for step in backward_steps(rank, ranks, window)
@@ -147,9 +147,9 @@ def test_shared_gradients_are_summed_as_a_ring_does_it() -> None:
 
 
 def test_places_are_in_the_order_of_the_ranks() -> None:
-    found = list(places(_parallel(dsp=2, ring=2, ulysses=3, tp=2)))
+    actual = list(places(_parallel(dsp=2, ring=2, ulysses=3, tp=2)))
     ranks = itertools.product(range(2), range(2), range(3), range(2))
-    assert found == [RankCoordinates(ring, ulysses, tp, dsp) for dsp, ring, ulysses, tp in ranks]
+    assert actual == [RankCoordinates(ring, ulysses, tp, dsp) for dsp, ring, ulysses, tp in ranks]
 
 
 @pytest.mark.parametrize("shard", ["frames", "space"])

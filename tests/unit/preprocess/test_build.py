@@ -305,7 +305,7 @@ def test_what_cannot_be_done_is_one_clear_error(tmp_path: Path, override: str, w
     assert len(str(caught.value).splitlines()) <= 2
 
 
-def test_a_shard_that_was_cut_short_is_noticed_and_made_anew(small_cache: Path, tmp_path: Path) -> None:
+def test_a_shard_that_was_cut_short_is_noticed_and_made_again(small_cache: Path, tmp_path: Path) -> None:
     shutil.copytree(small_cache, tmp_path, dirs_exist_ok=True)
     config = small_config(tmp_path)
     before = checksums(tmp_path / "cache")

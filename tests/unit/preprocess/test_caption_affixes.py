@@ -23,10 +23,10 @@ from tests.support.runs import small_config, small_tree
 def captions(sources: list[dict[str, Any]], **data: Any) -> dict[str, list[tuple[str, ...]]]:
     """The captions that are listed, by data set."""
     listing = list_sources(DataConfig.model_validate({"sources": sources, "buckets": BUCKETS, **data}))
-    found: dict[str, list[tuple[str, ...]]] = {}
+    results: dict[str, list[tuple[str, ...]]] = {}
     for source in listing.sources:
-        found.setdefault(source.dataset, []).append(source.captions)
-    return found
+        results.setdefault(source.dataset, []).append(source.captions)
+    return results
 
 
 def folder_of(path: Path, *texts: str | None) -> dict[str, Any]:
@@ -53,8 +53,8 @@ def test_every_caption_of_a_manifest_has_them(tmp_path: Path) -> None:
     (tmp_path / "a.mp4").write_bytes(b"media")
     row = {"video": "a.mp4", "caption": ["one", "two"]}
     (tmp_path / "m.jsonl").write_text(json.dumps(row))
-    found = captions([{"path": str(tmp_path / "m.jsonl")}], caption_suffix="seen at night")
-    assert found == {"m.jsonl": [("one seen at night", "two seen at night")]}
+    texts = captions([{"path": str(tmp_path / "m.jsonl")}], caption_suffix="seen at night")
+    assert texts == {"m.jsonl": [("one seen at night", "two seen at night")]}
 
 
 def test_the_default_caption_has_them_and_an_empty_one_does_not(tmp_path: Path) -> None:
@@ -67,8 +67,8 @@ def test_the_default_caption_has_them_and_an_empty_one_does_not(tmp_path: Path) 
 
 def test_the_limit_cuts_the_caption_and_not_the_words_around_it(tmp_path: Path) -> None:
     source = folder_of(tmp_path / "x", "abcdefgh")
-    found = captions([source], caption_prefix="trigger", caption_suffix=". The end", max_caption_chars=4)
-    assert found == {"x": [("trigger abcd. The end",)]}
+    texts = captions([source], caption_prefix="trigger", caption_suffix=". The end", max_caption_chars=4)
+    assert texts == {"x": [("trigger abcd. The end",)]}
 
 
 words = st.text(st.characters(categories=("L", "N", "P")), max_size=8)

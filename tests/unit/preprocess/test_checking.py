@@ -48,7 +48,7 @@ def test_lines_and_page_say_what_is_there_and_what_is_missing(tmp_path: Path) ->
     assert "encoding missing entries: unknown until the first build" in before
     assert "bucket 5x32x48: 7 training samples" in before and "held out for validation: 1" in before
     assert "schedule: an epoch has 7 uses of 7 samples" in before
-    assert "tokens of the model, " in before, "those of a latent are told by `cache stat`"
+    assert "tokens of the model, " in before, "those of a latent are listed by `cache stat`"
     assert not config.cache_dir.exists(), "check writes nothing into the cache"
     assert report.page == default_path(config) and f"page: {report.page}" in before
     page = page_of(config)
@@ -75,15 +75,15 @@ def test_lines_and_page_say_what_is_there_and_what_is_missing(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_stale_entries_are_told_with_the_reason(home: Path) -> None:
+def test_stale_entries_are_reported_with_the_reason(home: Path) -> None:
     other = text_of(small_config(home, "data.fps=12", "text.max_tokens=7"))
     assert "cache latents: 0 present, 8 missing, 8 not used" in other
     assert "cache texts: 0 present, 8 missing, 8 not used" in other
     assert "stale: 8, made with another fps, frames" in other and "stale: 8, made with another encoder" in other
     codec = small_config(home, "vae.channels=8")
-    told = text_of(codec)
-    assert "will be fitted again" in told and "stale: 8, made with another codec" in told
-    assert "cache texts: 8 present, 0 missing" in told
+    text = text_of(codec)
+    assert "will be fitted again" in text and "stale: 8, made with another codec" in text
+    assert "cache texts: 8 present, 0 missing" in text
     assert "8 stale: made with another codec" in page_of(codec).text
     assert "stale: 8, made with another dtype" in text_of(small_config(home, "preprocess.latent_dtype=bfloat16"))
 
@@ -94,8 +94,8 @@ def test_several_clips_a_source_are_counted_one_by_one(home: Path) -> None:
     report = check(windows)
     clips = sum(report.statistics.clips().values())
     assert clips > 8 and report.statistics.sums["selected"] == 8
-    found = re.search(r"cache latents: (\d+) present, (\d+) missing", "\n".join(report.lines()))
-    assert found is not None and int(found[1]) + int(found[2]) == clips and int(found[2]) >= clips - 8
+    match = re.search(r"cache latents: (\d+) present, (\d+) missing", "\n".join(report.lines()))
+    assert match is not None and int(match[1]) + int(match[2]) == clips and int(match[2]) >= clips - 8
     assert f"clips: {clips} of 8 usable sources" in "\n".join(report.lines())
     assert sum(report.statistics.samples("train").values()) + sum(report.statistics.samples("val").values()) == clips
     one = check(small_config(home, "data.windows=all", "data.variants=draw"))
@@ -156,7 +156,7 @@ def test_nothing_usable_is_a_problem_and_has_a_page(tmp_path: Path) -> None:
     assert wrong.problems and "6 frames do not fit" in wrong.problems[0]
 
 
-def test_the_command_writes_the_page_where_it_is_told(
+def test_the_command_writes_the_page_where_it_is_asked_to(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "run.yaml"
@@ -179,7 +179,7 @@ def test_stale_reasons_take_the_nearest_and_say_when_not_all_were_compared(
     assert len(DatasetCache(small_config(home).cache_dir).samples) == 8
 
 
-def test_a_cache_that_is_a_file_is_told_before_and_by_the_build(tmp_path: Path) -> None:
+def test_a_cache_that_is_a_file_is_reported_before_and_by_the_build(tmp_path: Path) -> None:
     config = small_config(tmp_path, f"data.cache={tmp_path / 'clips.jsonl'}", clips=2)
     assert any("clips.jsonl is a file" in problem for problem in check(config).problems)
     with pytest.raises(UserError, match=r"data\.cache: .*clips.jsonl is a file"):

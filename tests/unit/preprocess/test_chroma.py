@@ -29,10 +29,10 @@ def displacements(
 ) -> np.ndarray:
     """(n, 2) displacements of unscaled crops at `offsets`."""
     source = source_of(path)
-    found = probe(source, *LIMITS)
+    video = probe(source, *LIMITS)
     wide, high = size
     cuts = [Cut((0,), (x, y, x + wide, y + high), wide, high, rules) for x, y in offsets]
-    frames = dict(stream(source, found, cuts))
+    frames = dict(stream(source, video, cuts))
     return np.array([displacement(frames[n][0], x, y, WIDTH, HEIGHT, turns) for n, (x, y) in enumerate(offsets)])  # type: ignore[index]
 
 
@@ -81,10 +81,10 @@ def test_chroma_of_odd_pictures_keeps_its_place_up_to_the_edge(tmp_path: Path, p
     wide, high = WIDTH + 1, HEIGHT + 1
     path = write_plate(tmp_path / "plate.mkv", pixel_format, "left", wide, high, codec="ffv1")
     source = source_of(path)
-    found = probe(source, *LIMITS)
-    assert (found.width, found.height, found.chroma_location) == (wide, high, "left")
+    video = probe(source, *LIMITS)
+    assert (video.width, video.height, video.chroma_location) == (wide, high, "left")
     ends = [(0, 0, wide, high), (wide - 40, high - 40, wide, high), (1, 1, 41, 41)]
-    frames = dict(stream(source, found, [Cut((0,), box, box[2] - box[0], box[3] - box[1]) for box in ends]))
+    frames = dict(stream(source, video, [Cut((0,), box, box[2] - box[0], box[3] - box[1]) for box in ends]))
     at = [displacement(frames[n][0], box[0], box[1], wide, high) for n, box in enumerate(ends)]  # type: ignore[index]
     assert np.abs(at).max() < 0.05
 
@@ -93,10 +93,10 @@ def test_chroma_of_odd_pictures_keeps_its_place_up_to_the_edge(tmp_path: Path, p
 def test_a_crop_through_a_chroma_sample_is_that_part_of_the_picture(tmp_path: Path, location: str) -> None:
     """But for its edges, beyond which nothing is read."""
     source = source_of(write_plate(tmp_path / "plate.mp4", "yuv420p", location, WIDTH, HEIGHT))
-    found = probe(source, *LIMITS)
-    assert found.chroma_location == location
+    video = probe(source, *LIMITS)
+    assert video.chroma_location == location
     cuts = [Cut((0,), box, box[2] - box[0], box[3] - box[1]) for box in ((0, 0, WIDTH, HEIGHT), (5, 3, 68, 60))]
-    (whole,), (crop,) = (frames for _, frames in sorted(stream(source, found, cuts), key=lambda given: given[0]))
+    (whole,), (crop,) = (frames for _, frames in sorted(stream(source, video, cuts), key=lambda pair: pair[0]))
     assert np.abs(crop[4:-4, 4:-4].astype(int) - whole[7:56, 9:64]).max() <= 1
 
 
@@ -138,9 +138,9 @@ def test_untagged_video_is_of_the_matrix_of_its_lines(tmp_path: Path, lines: int
             output.mux(track.encode(frame))
             output.mux(track.encode())
         source = source_of(path)
-        found = probe(source, *LIMITS)
-        assert found.untagged == (tag == 2)
-        ((_, frames),) = stream(source, found, [Cut((0,), (0, 0, 64, 64), 64, 64, rules)])
+        video = probe(source, *LIMITS)
+        assert video.untagged == (tag == 2)
+        ((_, frames),) = stream(source, video, [Cut((0,), (0, 0, 64, 64), 64, 64, rules)])
         blue, red = {"bt601": (1.772, 1.402), "bt709": (1.8556, 1.5748)}[stated]
         scale = 255 / 224
         expected = (
@@ -148,7 +148,7 @@ def test_untagged_video_is_of_the_matrix_of_its_lines(tmp_path: Path, lines: int
             (120 - 16) * 255 / 219 + (90 - 128) * scale * blue,
         )
         np.testing.assert_allclose(np.asarray(frames)[0, 20, 20][[0, 2]], expected, atol=1.5)
-        parts = pixel_parts(rules, found, (0, 0, 64, 64))
+        parts = pixel_parts(rules, video, (0, 0, 64, 64))
         assert parts.get("untagged") == ("bt709" if tag == 2 and matrix == "bt709" else None)
 
 
@@ -189,17 +189,17 @@ def test_transparent_pixels_show_the_background(
     else:
         Image.fromarray(shown).save(path, **({"lossless": True} if name.endswith("webp") else {}))
     source = source_of(path)
-    found = probe(source, *LIMITS)
+    video = probe(source, *LIMITS)
     rules = PixelRules(background=background)
-    last = len(found.pts_seconds) - 1
+    last = len(video.pts_seconds) - 1
     cut = Cut((last,), (1, 1, 95, 63), 94, 62, rules)
-    results: Any = dict(stream(source, found, [cut, Cut((0,), (0, 0, 96, 64), 96, 64, rules)]))
+    results: Any = dict(stream(source, video, [cut, Cut((0,), (0, 0, 96, 64), 96, 64, rules)]))
     frames = results[0]
     np.testing.assert_allclose(results[1][0, 30, 13], frames[0, 29, 12], atol=4)
     colour = np.array([int(background[n : n + 2], 16) for n in (1, 3, 5)])
     for column, alpha in ((12, 0), (47, 128), (82, 255)):
         expected = shown[0, 0, :3] * (alpha / 255) + colour * (1 - alpha / 255)
         np.testing.assert_allclose(np.asarray(frames)[0, 30, column], expected, atol=4)
-    parts = pixel_parts(rules, found, cut.crop)
-    assert found.alpha and parts.get("background") == (background if codec or background != "#ffffff" else None)
-    assert "background" not in pixel_parts(PixelRules(alpha=1), found, cut.crop)
+    parts = pixel_parts(rules, video, cut.crop)
+    assert video.alpha and parts.get("background") == (background if codec or background != "#ffffff" else None)
+    assert "background" not in pixel_parts(PixelRules(alpha=1), video, cut.crop)

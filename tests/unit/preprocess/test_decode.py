@@ -51,12 +51,12 @@ def test_good_files_give_the_right_frames_upright(zoo: tuple[Path, dict[str, Exp
         if not expect.good:
             continue
         source = source_of(folder / name)
-        found = worker.open(source, *LIMITS, 20)
-        assert (found.kind, found.width, found.height) == (expect.kind, expect.width, expect.height), name
-        bucket = rank_buckets(found, ZOO_BUCKETS, ZOO_FPS, False)[0]
-        indices = choose_frames(found.pts_seconds, bucket.frames, ZOO_FPS)
-        assert found.decoder == ("pillow" if name.endswith(PILLOW) else "pyav"), name
-        cut = Cut(tuple(indices), crop_box(found.width, found.height, bucket), bucket.width, bucket.height)
+        video = worker.open(source, *LIMITS, 20)
+        assert (video.kind, video.width, video.height) == (expect.kind, expect.width, expect.height), name
+        bucket = rank_buckets(video, ZOO_BUCKETS, ZOO_FPS, False)[0]
+        indices = choose_frames(video.pts_seconds, bucket.frames, ZOO_FPS)
+        assert video.decoder == ("pillow" if name.endswith(PILLOW) else "pyav"), name
+        cut = Cut(tuple(indices), crop_box(video.width, video.height, bucket), bucket.width, bucket.height)
         frames = read(worker, source, cut, 20)
         assert frames.shape == (bucket.frames, 32, 48, 3) and frames.dtype == np.uint8, name
         assert [number_of(frame) for frame in frames] == indices, name
@@ -73,9 +73,9 @@ def test_bad_files_are_rejected_with_their_reason(zoo: tuple[Path, dict[str, Exp
         source = source_of(folder / name)
 
         def attempt(source: Source = source) -> None:
-            found = worker.open(source, *LIMITS, 20)
-            bucket = rank_buckets(found, ZOO_BUCKETS, ZOO_FPS, False)[0]
-            read(worker, source, whole(found, choose_frames(found.pts_seconds, bucket.frames, ZOO_FPS)), 20)
+            video = worker.open(source, *LIMITS, 20)
+            bucket = rank_buckets(video, ZOO_BUCKETS, ZOO_FPS, False)[0]
+            read(worker, source, whole(video, choose_frames(video.pts_seconds, bucket.frames, ZOO_FPS)), 20)
 
         rejected = rejection(attempt)
         assert rejected.reason in expect.reasons, f"{name}: {rejected}"
@@ -87,9 +87,9 @@ def test_bad_files_are_rejected_with_their_reason(zoo: tuple[Path, dict[str, Exp
 
 def test_probe_states_times_rate_and_depth(zoo: tuple[Path, dict[str, Expect]]) -> None:
     folder, _ = zoo
-    found = probe(source_of(folder / "h264.mp4"), *LIMITS)
-    np.testing.assert_allclose(found.pts_seconds, np.arange(FRAMES) / 24, atol=1e-6)
-    assert found.fps == pytest.approx(24) and found.codec == "h264" and found.bits == 8
+    video = probe(source_of(folder / "h264.mp4"), *LIMITS)
+    np.testing.assert_allclose(video.pts_seconds, np.arange(FRAMES) / 24, atol=1e-6)
+    assert video.fps == pytest.approx(24) and video.codec == "h264" and video.bits == 8
     assert probe(source_of(folder / "ten_bit.mov"), *LIMITS).bits == 10
     uneven = probe(source_of(folder / "uneven.mp4"), *LIMITS).pts_seconds
     np.testing.assert_allclose(np.diff(uneven), [0.033, 0.12, 0.066] * 9, atol=1e-3)
@@ -99,8 +99,8 @@ def test_probe_states_times_rate_and_depth(zoo: tuple[Path, dict[str, Expect]]) 
 
 
 def test_probe_survives_json(zoo: tuple[Path, dict[str, Expect]]) -> None:
-    found = probe(source_of(zoo[0] / "wide_pixels.mp4"), *LIMITS)
-    assert Probe.from_json(json.loads(json.dumps(found.to_json()))) == found
+    video = probe(source_of(zoo[0] / "wide_pixels.mp4"), *LIMITS)
+    assert Probe.from_json(json.loads(json.dumps(video.to_json()))) == video
 
 
 def test_limits_on_bytes_and_pixels(zoo: tuple[Path, dict[str, Expect]]) -> None:
@@ -126,13 +126,13 @@ def test_no_cut_is_silent(zoo: tuple[Path, dict[str, Expect]], tmp_path: Path, n
     path.write_bytes((zoo[0] / name).read_bytes())
     media.cut(path, share)
     try:
-        found = probe(source_of(path), *LIMITS)
-        frames = decode(source_of(path), found, range(len(found.pts_seconds)))
+        video = probe(source_of(path), *LIMITS)
+        frames = decode(source_of(path), video, range(len(video.pts_seconds)))
     except Rejected as rejected:
         assert rejected.reason in (Reason.TRUNCATED, Reason.UNDECODABLE)
     else:
         whole = probe(source_of(zoo[0] / name), *LIMITS).pts_seconds
-        assert len(whole) - len(found.pts_seconds) <= 2 and len(frames) == len(found.pts_seconds)
+        assert len(whole) - len(video.pts_seconds) <= 2 and len(frames) == len(video.pts_seconds)
         assert [number_of(frame) for frame in frames] == list(range(len(frames)))
 
 
@@ -142,13 +142,13 @@ def test_no_cut_is_silent(zoo: tuple[Path, dict[str, Expect]], tmp_path: Path, n
 # -- several clips of a file ------------------------------------------------------------------------------------------
 
 
-def variants(found: Probe) -> list[Cut]:
+def variants(video: Probe) -> list[Cut]:
     """Many clips of a file: windows, crops, two sizes; overlapping and apart."""
-    count = len(found.pts_seconds)
+    count = len(video.pts_seconds)
     frames = min(5, count)
-    windows = choose_windows(found.pts_seconds, frames, None, "all")
+    windows = choose_windows(video.pts_seconds, frames, None, "all")
     windows += [[0] * 2, [count - 1], sorted({0, count // 2, count - 1})]
-    boxes = crop_boxes(found.width, found.height, Bucket(1, 32, 32), 3)
+    boxes = crop_boxes(video.width, video.height, Bucket(1, 32, 32), 3)
     return [Cut(tuple(w), box, side, 32) for w in windows for side, box in zip((32, 32, 24), boxes * 3, strict=False)]
 
 
@@ -162,14 +162,14 @@ def test_each_clip_alone_is_what_it_is_among_others(zoo: tuple[Path, dict[str, E
     for path in [*(folder / name for name in expected), tmp_path / "gap.mp4", tmp_path / "long.mp4"]:
         source = source_of(path)
         try:
-            found = probe(source, *LIMITS)
+            video = probe(source, *LIMITS)
         except Rejected:
             continue
-        cuts = variants(found)
-        together = dict(stream(source, found, cuts))
+        cuts = variants(video)
+        together = dict(stream(source, video, cuts))
         assert sorted(together) == list(range(len(cuts))), path.name
         for position, cut in enumerate(cuts):
-            ((_, alone),) = stream(source, found, [cut])
+            ((_, alone),) = stream(source, video, [cut])
             other = together[position]
             clips += 1
             if isinstance(alone, Rejected):
@@ -184,11 +184,11 @@ def test_each_clip_alone_is_what_it_is_among_others(zoo: tuple[Path, dict[str, E
 def test_clips_behind_damage_are_given(tmp_path: Path) -> None:
     path = write_video(tmp_path / "v.mp4", frames=39, fps=4, options={"g": "4", "bf": "0"}, container=FASTSTART)
     whole_file = source_of(path)
-    found = probe(whole_file, *LIMITS)
-    cuts = [whole(found, range(start, start + 4)) for start in range(0, 36, 4)]
-    before = dict(stream(whole_file, found, cuts))
+    video = probe(whole_file, *LIMITS)
+    cuts = [whole(video, range(start, start + 4)) for start in range(0, 36, 4)]
+    before = dict(stream(whole_file, video, cuts))
     media.damage(path, 0.5, 0.55)
-    after = dict(stream(whole_file, found, cuts))
+    after = dict(stream(whole_file, video, cuts))
     lost = [position for position, result in after.items() if isinstance(result, Rejected)]
     assert 1 <= len(lost) <= 4 and 8 not in lost
     for position, result in after.items():
@@ -206,21 +206,21 @@ def test_a_file_is_opened_once_for_all_its_clips(tmp_path: Path) -> None:
 
     path = write_video(tmp_path / "v.mp4", frames=39, fps=4, options={"g": "5"})
     source = Counted("v", str(path), None, None, "video", ("words",), "train")
-    found = probe(source, *LIMITS)
+    video = probe(source, *LIMITS)
     opened.clear()
-    assert all(isinstance(result, np.ndarray) for _, result in stream(source, found, variants(found)))
+    assert all(isinstance(result, np.ndarray) for _, result in stream(source, video, variants(video)))
     assert len(opened) == 1
 
 
 def test_clips_come_as_they_are_complete(tmp_path: Path) -> None:
     """A long video is never in memory as a whole."""
     source = source_of(write_video(tmp_path / "v.mp4", frames=39, fps=8))
-    found = probe(source, *LIMITS)
-    cuts = [whole(found, range(start, start + 3)) for start in range(36, -1, -3)]
-    assert [position for position, _ in stream(source, found, cuts)] == list(range(12, -1, -1))
-    assert next(iter(stream(source, found, [*cuts, whole(found, range(39))])))[0] == 12
+    video = probe(source, *LIMITS)
+    cuts = [whole(video, range(start, start + 3)) for start in range(36, -1, -3)]
+    assert [position for position, _ in stream(source, video, cuts)] == list(range(12, -1, -1))
+    assert next(iter(stream(source, video, [*cuts, whole(video, range(39))])))[0] == 12
     kept = []
-    for _, frames in stream(source, found, cuts):
+    for _, frames in stream(source, video, cuts):
         assert all(array() is None for array in kept)  # nobody holds what was given away before
         kept.append(weakref.ref(frames.base))
         del frames
@@ -228,8 +228,8 @@ def test_clips_come_as_they_are_complete(tmp_path: Path) -> None:
 
 def test_frames_of_uneven_times_are_not_taken_for_their_neighbours(zoo: tuple[Path, dict[str, Expect]]) -> None:
     source = source_of(zoo[0] / "uneven.mp4")
-    found = probe(source, *LIMITS)
-    frames = decode(source, found, range(len(found.pts_seconds)))
+    video = probe(source, *LIMITS)
+    frames = decode(source, video, range(len(video.pts_seconds)))
     assert [number_of(frame) for frame in frames] == list(range(len(frames)))
 
 
@@ -237,11 +237,11 @@ def test_frames_of_uneven_times_are_not_taken_for_their_neighbours(zoo: tuple[Pa
 def test_seeking_gives_the_same_frames(tmp_path: Path, name: str) -> None:
     codec = {"webm": "libvpx-vp9", "avi": "mpeg4"}.get(name.split(".")[1], "libx264")
     source = source_of(write_video(tmp_path / name, codec=codec, frames=39, fps=8, options={"g": "7"}))
-    found = probe(source, *LIMITS)
-    assert len(found.pts_seconds) == 39
-    assert len(found.key_seconds) >= 6
+    video = probe(source, *LIMITS)
+    assert len(video.pts_seconds) == 39
+    assert len(video.key_seconds) >= 6
     for indices in ([9, 20, 38], [38], [13, 14, 15]):
-        assert [number_of(frame) for frame in decode(source, found, indices)] == indices
+        assert [number_of(frame) for frame in decode(source, video, indices)] == indices
 
 
 def test_tar_members_are_decoded_in_place(zoo: tuple[Path, dict[str, Expect]], tmp_path: Path) -> None:
@@ -255,10 +255,10 @@ def test_tar_members_are_decoded_in_place(zoo: tuple[Path, dict[str, Expect]], t
             file.flush()
             source = source_of(path, offset, file.tell() - offset)
             plain = source_of(zoo[0] / name)
-            found = probe(source, *LIMITS)
-            assert found == probe(plain, *LIMITS)
-            indices = [0, 4] if len(found.pts_seconds) > 1 else [0]
-            np.testing.assert_array_equal(decode(source, found, indices), decode(plain, found, indices))
+            video = probe(source, *LIMITS)
+            assert video == probe(plain, *LIMITS)
+            indices = [0, 4] if len(video.pts_seconds) > 1 else [0]
+            np.testing.assert_array_equal(decode(source, video, indices), decode(plain, video, indices))
 
 
 def test_transparent_pixels_are_white(zoo: tuple[Path, dict[str, Expect]]) -> None:

@@ -45,14 +45,14 @@ def test_the_decoder_process_imports_no_torch() -> None:
 def test_overrun_is_rejected_and_the_next_file_is_served(zoo: tuple[Path, dict[str, Expect]]) -> None:
     source = source_of(zoo[0] / "h264.mp4")
     with DecodeWorker() as worker:
-        found = worker.open(source, *LIMITS, 20)
+        video = worker.open(source, *LIMITS, 20)
         stuck = worker.pid
         assert stuck is not None
         os.kill(stuck, signal.SIGSTOP)
         started = time.monotonic()
-        assert rejection(lambda: read(worker, source, whole(found, [0]), 0.3)).reason is Reason.TIME_LIMIT
+        assert rejection(lambda: read(worker, source, whole(video, [0]), 0.3)).reason is Reason.TIME_LIMIT
         assert time.monotonic() - started < 5
-        frames = read(worker, source, whole(found, [4]), 20)
+        frames = read(worker, source, whole(video, [4]), 20)
         assert number_of(frames[0]) == 4 and worker.pid not in (None, stuck)
 
 
@@ -123,12 +123,12 @@ def test_a_crash_while_reading_costs_no_clip(zoo: tuple[Path, dict[str, Expect]]
     """The remaining clips are tried alone in a new process."""
     source = source_of(zoo[0] / "h264.mp4")
     with DecodeWorker() as worker:
-        found = worker.open(source, *LIMITS, 20)
+        video = worker.open(source, *LIMITS, 20)
         first = worker.pid
         assert first is not None
         crash_while_busy(first)
-        given = dict(worker.read(source, [whole(found, [7]), whole(found, [2, 3])], 20))
-        assert [number_of(frame) for position in (0, 1) for frame in given[position]] == [7, 2, 3]  # type: ignore[union-attr]
+        frames = dict(worker.read(source, [whole(video, [7]), whole(video, [2, 3])], 20))
+        assert [number_of(frame) for position in (0, 1) for frame in frames[position]] == [7, 2, 3]  # type: ignore[union-attr]
         assert worker.pid not in (None, first)
 
 
@@ -136,33 +136,33 @@ def test_a_surprise_on_one_clip_costs_that_clip(zoo: tuple[Path, dict[str, Expec
     """A size that no memory holds, between two good ones."""
     source = source_of(zoo[0] / "h264.mp4")
     with DecodeWorker() as worker:
-        found = worker.open(source, *LIMITS, 20)
+        video = worker.open(source, *LIMITS, 20)
         huge = Cut((3,), (0, 0, 96, 64), 10**8, 10**8)
-        given = dict(worker.read(source, [whole(found, [1]), huge, whole(found, [3])], 20))
-        assert isinstance(given[1], Rejected) and given[1].reason is Reason.UNDECODABLE
-        assert [number_of(given[position][0]) for position in (0, 2)] == [1, 3]  # type: ignore[index]
+        frames = dict(worker.read(source, [whole(video, [1]), huge, whole(video, [3])], 20))
+        assert isinstance(frames[1], Rejected) and frames[1].reason is Reason.UNDECODABLE
+        assert [number_of(frames[position][0]) for position in (0, 2)] == [1, 3]  # type: ignore[index]
 
 
 def test_the_time_limit_is_for_each_clip(tmp_path: Path) -> None:
-    """The time in which nobody takes what is decoded does not count, and each clip starts it anew."""
+    """The time in which nobody takes what is decoded does not count, and each clip starts it again."""
     source = source_of(write_video(tmp_path / "v.mp4", frames=36))
     with DecodeWorker() as worker:
-        found = worker.open(source, *LIMITS, 20)
-        given = 0
-        for _, result in worker.read(source, [whole(found, [index]) for index in range(8)], 1.0):
+        video = worker.open(source, *LIMITS, 20)
+        count = 0
+        for _, result in worker.read(source, [whole(video, [index]) for index in range(8)], 1.0):
             assert isinstance(result, np.ndarray)
-            given += 1
+            count += 1
             time.sleep(0.3)
-        assert given == 8
+        assert count == 8
 
 
 def test_leaving_a_read_early_leaves_a_worker_that_serves(zoo: tuple[Path, dict[str, Expect]]) -> None:
     source = source_of(zoo[0] / "h264.mp4")
     with DecodeWorker() as worker:
-        found = worker.open(source, *LIMITS, 20)
-        for _, _ in worker.read(source, [whole(found, [1]), whole(found, [5]), whole(found, [9])], 20):
+        video = worker.open(source, *LIMITS, 20)
+        for _, _ in worker.read(source, [whole(video, [1]), whole(video, [5]), whole(video, [9])], 20):
             break
-        assert number_of(read(worker, source, whole(found, [4]), 20)[0]) == 4
+        assert number_of(read(worker, source, whole(video, [4]), 20)[0]) == 4
 
 
 def test_thumbnails(zoo: tuple[Path, dict[str, Expect]], worker: DecodeWorker) -> None:
@@ -176,12 +176,12 @@ def test_thumbnails(zoo: tuple[Path, dict[str, Expect]], worker: DecodeWorker) -
 def test_stop_from_another_thread(zoo: tuple[Path, dict[str, Expect]]) -> None:
     source = source_of(zoo[0] / "h264.mp4")
     with DecodeWorker() as worker:
-        found = worker.open(source, *LIMITS, 20)
+        video = worker.open(source, *LIMITS, 20)
         assert worker.pid is not None
         os.kill(worker.pid, signal.SIGSTOP)
         threading.Timer(0.2, worker.stop).start()
         with pytest.raises(StoppedError):
-            list(worker.read(source, [whole(found, [1])], 30))
+            list(worker.read(source, [whole(video, [1])], 30))
         with pytest.raises(StoppedError):
             worker.open(source, *LIMITS, 20)
 

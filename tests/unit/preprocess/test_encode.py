@@ -105,24 +105,24 @@ def test_texts_in_batches_are_the_bits_of_texts_one_by_one(tmp_path: Path, kind:
     config = small_config(tmp_path, clips=1) if kind == "minilm" else text_config(tmp_path, kind)
     encoders, trusted = Encoders(config, CPU), TrustedBatches(8)
     plain = load_text_encoder(config.text, CPU)
-    made = dict(encode_texts(encoders, trusted, iter(["", *CAPTIONS])))
-    assert sorted(made) == sorted(["", *CAPTIONS])
-    for caption, tensors in made.items():
+    entries = dict(encode_texts(encoders, trusted, iter(["", *CAPTIONS])))
+    assert sorted(entries) == sorted(["", *CAPTIONS])
+    for caption, tensors in entries.items():
         expected = text_tensors(plain.encode([caption])[0])
         assert tensors.keys() == expected.keys()
         assert all(torch.equal(tensors[name], expected[name]) for name in expected), caption
     assert encoders.text.truncated == plain.truncated  # each caption counts once, however often it is encoded
-    assert trusted.checked > 0 and trusted.batched + trusted.single >= len(made)
-    assert [len(t["embeds"]) for t in made.values()] == sorted(len(t["embeds"]) for t in made.values())
+    assert trusted.checked > 0 and trusted.batched + trusted.single >= len(entries)
+    assert [len(t["embeds"]) for t in entries.values()] == sorted(len(t["embeds"]) for t in entries.values())
 
 
 def test_a_caption_whose_encoding_is_not_finite_is_rejected_alone(tmp_path: Path) -> None:
     text = f"text={{kind: transformers, pretrained: {save_spoiled_text_encoder(tmp_path)}, max_tokens: 12}}"
     config = small_config(tmp_path, text)
-    made = dict(encode_texts(Encoders(config, CPU), TrustedBatches(4), ["", *CAPTIONS]))
-    failed = {caption for caption, tensors in made.items() if isinstance(tensors, Rejected)}
+    entries = dict(encode_texts(Encoders(config, CPU), TrustedBatches(4), ["", *CAPTIONS]))
+    failed = {caption for caption, tensors in entries.items() if isinstance(tensors, Rejected)}
     assert failed == {caption for caption in CAPTIONS if "rabbit" in caption} and 0 < len(failed) < len(CAPTIONS)
-    one = made["a rabbit"]
+    one = entries["a rabbit"]
     assert isinstance(one, Rejected) and one.reason is Reason.CAPTION_FAILED
     assert one.detail == "the text encoder's numbers for 'a rabbit' are not finite"
 
@@ -138,10 +138,10 @@ def test_an_empty_caption_whose_encoding_is_not_finite_is_an_error(tmp_path: Pat
 def test_loose_batches_are_batches(tmp_path: Path) -> None:
     config = text_config(tmp_path, "t5", "preprocess.text_dtype=bfloat16")
     encoders, trusted = Encoders(config, CPU), TrustedBatches(8, exact=False)
-    made = dict(encode_texts(encoders, trusted, CAPTIONS))
+    entries = dict(encode_texts(encoders, trusted, CAPTIONS))
     assert trusted.batched > len(CAPTIONS) / 2 and trusted.checked == 0
     plain = load_text_encoder(config.text, CPU)
-    for caption, tensors in made.items():
+    for caption, tensors in entries.items():
         assert tensors["embeds"].dtype == torch.bfloat16
         torch.testing.assert_close(
             tensors["embeds"].float(), plain.encode([caption])[0].embeds_LD, rtol=0.02, atol=0.02
@@ -166,9 +166,9 @@ def wan(tmp_path: Path) -> Config:
 
 def test_latents_in_batches_are_the_bits_of_latents_one_by_one(wan: Config) -> None:
     encoders, trusted, clips = Encoders(wan, CPU), TrustedBatches(4), videos(7)
-    made = encode_latents(encoders, trusted, clips)
+    entries = encode_latents(encoders, trusted, clips)
     alone = [encode_latents(encoders, TrustedBatches(1), [one])[0] for one in clips]
-    for one, other in zip(made, alone, strict=True):
+    for one, other in zip(entries, alone, strict=True):
         assert isinstance(one, dict) and isinstance(other, dict) and set(one) == {"mean", "logvar"}
         assert all(torch.equal(one[name], other[name]) for name in one)
         assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in one.values())  # not a batch's
@@ -183,18 +183,18 @@ def test_batches_are_compared_before_they_are_rounded(tmp_path: Path, wan: Confi
     counts = []
     for one in (wan, config):
         trusted = TrustedBatches(4)
-        made = encode_latents(Encoders(one, CPU), trusted, videos(4))
+        entries = encode_latents(Encoders(one, CPU), trusted, videos(4))
         counts.append(trusted.counts)
     assert counts[0] == counts[1]
-    assert all(isinstance(m, dict) and m["mean"].dtype == torch.bfloat16 for m in made)
+    assert all(isinstance(m, dict) and m["mean"].dtype == torch.bfloat16 for m in entries)
 
 
 def test_a_clip_that_cannot_be_encoded_takes_no_other_along(wan: Config) -> None:
     encoders, clips = Encoders(wan, CPU), videos(3)
     weight = next(encoders.codec.vae.parameters())  # type: ignore[attr-defined]
     short = clip(9), np.zeros((4, 16, 32, 3), np.uint8)  # no frames of a causal codec
-    made = encode_latents(encoders, TrustedBatches(4), [*clips, short])
-    assert [type(result) for result in made] == [dict, dict, dict, Rejected]
+    entries = encode_latents(encoders, TrustedBatches(4), [*clips, short])
+    assert [type(result) for result in entries] == [dict, dict, dict, Rejected]
     with torch.no_grad():
         weight.fill_(float("nan"))
     (broken,) = encode_latents(encoders, TrustedBatches(1), clips[:1])
@@ -226,11 +226,11 @@ def test_encoders_are_known_without_being_loaded_and_can_be_freed(wan: Config, t
 def test_entries_are_stored_in_the_background_and_errors_come_back(wan: Config, tmp_path: Path) -> None:
     encoders = Encoders(wan, CPU)
     clips = videos(5)
-    made = encode_latents(encoders, TrustedBatches(1), clips)
+    entries = encode_latents(encoders, TrustedBatches(1), clips)
     root = tmp_path / "stored"
     with CacheWriter(root) as writer:
         with BackgroundWriter(writer, depth=2) as store:
-            for (one, _), tensors in zip(clips, made, strict=True):
+            for (one, _), tensors in zip(clips, entries, strict=True):
                 assert isinstance(tensors, dict)
                 entry = latent_entry(encoders, one, tensors)
                 assert not store.has("latents", entry["key"])

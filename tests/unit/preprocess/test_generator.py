@@ -75,16 +75,16 @@ def test_clips_that_are_added_follow_the_cache_of_before(before: Path, tmp_path:
     config = drawing_config(folder, 14)
     numbers = check(config).statistics
     CacheBuilder(config).run()
-    found = drawn(config)
-    assert len(found) == 14 and old.items() <= found.items()
-    moved = [content for content in found if found[content] != expected(found, 1)[content]]
-    assert len(moved) <= 1 and all(found[content][0] == "val" for content in moved), (
+    actual = drawn(config)
+    assert len(actual) == 14 and old.items() <= actual.items()
+    moved = [content for content in actual if actual[content] != expected(actual, 1)[content]]
+    assert len(moved) <= 1 and all(actual[content][0] == "val" for content in moved), (
         "the one that the manifest holds out"
     )
-    assert sum(a != b for a, b in zip(expected(found, 1).values(), expected(found, 2).values(), strict=True)) > 3
+    assert sum(a != b for a, b in zip(expected(actual, 1).values(), expected(actual, 2).values(), strict=True)) > 3
     assert any(expected(old, 2)[content] != old[content] for content in old), "the newest would have moved some"
     assert read_info(config.cache_dir)["versions"]["generator"] == 1 and cache_seed(config).generator == 1
-    splits = [split for split, _ in found.values()]
+    splits = [split for split, _ in actual.values()]
     assert {s: sum(numbers.samples(s).values()) for s in ("train", "val")} == {
         s: splits.count(s) for s in ("train", "val")
     }
@@ -95,16 +95,16 @@ def test_a_new_cache_records_the_newest_and_keeps_it_when_its_description_is_los
     config = drawing_config(tmp_path, 5)
     assert cache_generator(config.cache_dir) == 2, "there is none yet"
     CacheBuilder(config).run()
-    found, description = drawn(config), config.cache_dir / "cache.json"
+    actual, description = drawn(config), config.cache_dir / "cache.json"
     assert read_info(config.cache_dir)["versions"]["generator"] == 2
-    assert sum(found[content] != expected(found, 2)[content] for content in found) <= 1  # the manifest's
+    assert sum(actual[content] != expected(actual, 2)[content] for content in actual) <= 1  # the manifest's
     description.unlink()
     assert cache_generator(config.cache_dir) == 2
     description.write_text("{", encoding="utf-8")  # its error says to delete it
     assert cache_generator(config.cache_dir) == 2
     description.unlink()
     CacheBuilder(config).run()
-    assert drawn(config) == found and read_info(config.cache_dir)["versions"]["generator"] == 2
+    assert drawn(config) == actual and read_info(config.cache_dir)["versions"]["generator"] == 2
 
 
 @pytest.mark.slow
@@ -152,7 +152,9 @@ def test_a_linear_codec_is_fitted_with_the_cache_s_generator(
     weights = next((folder / "cache" / "codec").glob("*.safetensors"))
     first = codec_facts(weights)["fingerprint"]
     fitted, fit = [], LinearCodec.fit
-    monkeypatch.setattr(LinearCodec, "fit", lambda *given, **named: fitted.append(named) or fit(*given, **named))
+    monkeypatch.setattr(
+        LinearCodec, "fit", lambda *arguments, **named: fitted.append(named) or fit(*arguments, **named)
+    )
     weights.unlink()
     config = drawing_config(folder, 5)
     CacheBuilder(config).run()

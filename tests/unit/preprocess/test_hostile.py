@@ -273,12 +273,12 @@ def test_pickles_in_folders_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 @pytest.mark.parametrize("value", [{"a": 1}, [1, 2], "text", b"bytes", 2**70, (1,), None, 3.5, {1}])
 def test_pickles_of_every_protocol_are_seen(protocol: int, value: Any) -> None:
-    made = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", f"import pickle, sys; sys.stdout.buffer.write(pickle.dumps({value!r}, {protocol}))"],
         capture_output=True,
         check=True,
     ).stdout
-    assert is_pickle("x.bin", made)
+    assert is_pickle("x.bin", process)
 
 
 def test_good_heads_are_no_pickles() -> None:

@@ -114,7 +114,7 @@ def test_the_next_best_buckets_are_taken_and_none_is_a_reason(tmp_path: Path) ->
     assert seen == {0, 1, 2, 3}
 
 
-def test_what_is_drawn_out_is_counted_told_and_belongs_to_the_seed(tmp_path: Path) -> None:
+def test_what_is_drawn_out_is_counted_reported_and_belongs_to_the_seed(tmp_path: Path) -> None:
     config = small_config(tmp_path, "data.buckets.0.keep=0.5", "seed=1")
     report = check(config)
     gone = report.statistics.reasons["not_kept"]
@@ -232,12 +232,12 @@ def test_lines_and_page_tell_the_same_loss_of_each_bucket(tmp_path: Path) -> Non
     assert sum(used.pixels_kept for used in use.values()) == report.statistics.sums["pixels_kept"]
     for bucket, used in use.items():
         (line,) = (line for line in report.lines() if line.startswith(f"  bucket {bucket}: ") and "training" in line)
-        found = re.search(
+        match = re.search(
             r"(\d+) training samples, (\d+% of pixels cropped, \d+% scaled away), (\d+%) of frames trimmed", line
         )
-        assert found is not None and found[1] == page[f"train-{bucket}"] == "14"
-        assert found[2].replace("of pixels ", "") == page[f"pixels-{bucket}"]
-        assert f"{found[3]} trimmed" == page[f"frames-{bucket}"] == f"{used.trimmed:.0%} trimmed"
+        assert match is not None and match[1] == page[f"train-{bucket}"] == "14"
+        assert match[2].replace("of pixels ", "") == page[f"pixels-{bucket}"]
+        assert f"{match[3]} trimmed" == page[f"frames-{bucket}"] == f"{used.trimmed:.0%} trimmed"
         assert used.clips == 16 and used.frames_taken == 8 * 2 * 5
     square, wide = use.values()
     assert square.cropped == pytest.approx(1 - 180 / 320) and wide.cropped == pytest.approx(1 - 270 / 320)

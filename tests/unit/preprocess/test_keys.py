@@ -194,7 +194,7 @@ SEEN_ELSEWHERE = (
 @pytest.mark.parametrize(
     "what", [pytest.param(what, marks=[pytest.mark.slow] if what in SEEN_ELSEWHERE else []) for what in MUTATIONS]
 )
-def test_what_depends_on_a_change_is_named_and_made_anew_and_nothing_else(world: World, what: str) -> None:
+def test_what_depends_on_a_change_is_named_and_made_again_and_nothing_else(world: World, what: str) -> None:
     mutate, latents, texts, words = MUTATIONS[what]
     mutate(world)
     assert_stale(world, latents, texts, words)

@@ -42,15 +42,15 @@ def test_of_two_parts_of_an_array_one_is_killed(whole: tuple[Config, float], tmp
     config, seconds = whole
     draw = random.Random(moments)
     for trial in range(moments):
-        made = another(config, tmp_path / str(trial))
+        cut = another(config, tmp_path / str(trial))
         log = tmp_path / f"{trial}.txt"
-        first, second = (fork(CacheBuilder(made, f"{part}/2").run, log) for part in (1, 2))
+        first, second = (fork(CacheBuilder(cut, f"{part}/2").run, log) for part in (1, 2))
         time.sleep(draw.uniform(0.0, 1.5 * seconds))
         if ended(second) is None:
             kill(second)
         assert wait(first) == 0, log.read_text()
-        assert wait(fork(CacheBuilder(made, "2/2").run, log)) == 0, log.read_text()
-        assert_same(made, config)
+        assert wait(fork(CacheBuilder(cut, "2/2").run, log)) == 0, log.read_text()
+        assert_same(cut, config)
 
 
 @pytest.mark.slow
@@ -61,20 +61,20 @@ def test_of_two_launched_processes_one_is_killed_and_the_launcher_ends_the_other
     config, seconds = whole
     draw = random.Random(moments)
 
-    def start(made: Config, log: Path) -> list[int]:
-        return [fork(lambda: CacheBuilder(made).run(), log, environment) for environment in ranks(2)]
+    def start(cut: Config, log: Path) -> list[int]:
+        return [fork(lambda: CacheBuilder(cut).run(), log, environment) for environment in ranks(2)]
 
     for trial in range(moments):
-        made = another(config, tmp_path / str(trial))
+        cut = another(config, tmp_path / str(trial))
         log = tmp_path / f"{trial}.txt"
-        pids = start(made, log)
+        pids = start(cut, log)
         time.sleep(draw.uniform(0.0, 1.5 * seconds))
         first = draw.randrange(2)
         for pid in (pids[first], pids[1 - first]):
             if ended(pid) is None:
                 kill(pid)
-        assert [wait(pid) for pid in start(made, log)] == [0, 0], log.read_text()
-        assert_same(made, config)
+        assert [wait(pid) for pid in start(cut, log)] == [0, 0], log.read_text()
+        assert_same(cut, config)
 
 
 def run_and_kill(command: str, config: Config, file: Path, ready: Callable[[], bool], delay: float) -> bool:

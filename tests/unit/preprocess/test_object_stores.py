@@ -96,13 +96,13 @@ def test_sources_are_listed_and_fetched_as_local_ones(
     clips = fill(folder)
     here = listed(folder / place)
     with serve(folder) as (_, url):
-        there = listed(f"{url}/{place}")
-        assert [(s.name, s.captions) for s in there.sources] == [(s.name, s.captions) for s in here.sources]
-        assert (there.files, there.rejections) == (here.files, here.rejections)
+        listing = listed(f"{url}/{place}")
+        assert [(s.name, s.captions) for s in listing.sources] == [(s.name, s.captions) for s in here.sources]
+        assert (listing.files, listing.rejections) == (here.files, here.rejections)
         limit = max(map(len, clips)) * 2
         media = MediaStore(limit)
         read = []
-        for source in there.sources:
+        for source in listing.sources:
             with media.local(source) as copy:
                 assert copy.remote is not None and copy.remote.checksum and copy.remote.ranges
                 read.append(copy.open().read())

@@ -100,13 +100,13 @@ def test_interrupted_in_the_first_epoch_it_goes_on(offline: Config, tmp_path: Pa
     """7 samples in batches of 3 are 3 steps; 2 are trained first. Nothing is encoded twice."""
     first = small_config(tmp_path, "train.steps=2", "train.warmup_steps=2")
     online(first)
-    made = cache_row(first)["entries"]
-    assert 0 < made < 16 and "memory_after" not in cache_row(first)
+    entries = cache_row(first)["entries"]
+    assert 0 < entries < 16 and "memory_after" not in cache_row(first)
     with pytest.raises(UserError, match="no stored encoding"):
         DatasetCache(first.cache_dir)
     config = small_config(tmp_path)
     online(config)
-    assert made + cache_row(config)["entries"] == 16
+    assert entries + cache_row(config)["entries"] == 16
     assert losses(config) == losses(offline)
     assert tar_bytes(config.cache_dir) == tar_bytes(offline.cache_dir) and table(config) == table(offline)
 
@@ -136,15 +136,15 @@ def test_several_windows_and_buckets_and_repeats(tmp_path: Path) -> None:
         "data.buckets=[{frames: 5, height: 32, width: 48}, {frames: 5, height: 32, width: 32}]",
         "train.steps=8",
     )
-    here, there = (
+    here, offline = (
         small_config(tmp_path / "online", *overrides, clips=4),
         small_config(tmp_path / "off", *overrides, clips=4),
     )
-    CacheBuilder(there).run()
-    TrainPipeline(there).run()
+    CacheBuilder(offline).run()
+    TrainPipeline(offline).run()
     online(here)
-    assert losses(here) == losses(there)
-    assert tar_bytes(here.cache_dir) == tar_bytes(there.cache_dir) and table(here) == table(there)
+    assert losses(here) == losses(offline)
+    assert tar_bytes(here.cache_dir) == tar_bytes(offline.cache_dir) and table(here) == table(offline)
     cache = DatasetCache(here.cache_dir)
     assert len(cache.samples) == 8 and {len(sample.latent_keys) for sample in cache.samples} == {6}
 
@@ -172,12 +172,12 @@ def staged_config(folder: Path) -> Config:
 @pytest.mark.slow
 def test_stages_and_shares(tmp_path: Path) -> None:
     """Entries are encoded when a stage first uses them; those that no stage has used, at the end of the first epoch."""
-    here, there = staged_config(tmp_path / "online"), staged_config(tmp_path / "off")
-    CacheBuilder(there).run()
-    TrainPipeline(there).run()
+    here, offline = staged_config(tmp_path / "online"), staged_config(tmp_path / "off")
+    CacheBuilder(offline).run()
+    TrainPipeline(offline).run()
     online(here)
-    assert losses(here) == losses(there)
-    assert tar_bytes(here.cache_dir) == tar_bytes(there.cache_dir) and table(here) == table(there)
+    assert losses(here) == losses(offline)
+    assert tar_bytes(here.cache_dir) == tar_bytes(offline.cache_dir) and table(here) == table(offline)
     assert cache_row(here)["entries"] == 2 * 10 + 10 and "memory_after" in cache_row(here)
 
 

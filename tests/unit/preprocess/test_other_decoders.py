@@ -1,4 +1,4 @@
-"""torchcodec and decord in place of PyAV: which files they read, what the keys say, and what a user is told."""
+"""torchcodec and decord in place of PyAV: which files they read, what the keys say, and the messages to the user."""
 
 from __future__ import annotations
 
@@ -85,17 +85,17 @@ def test_a_file_is_read_where_frames_and_times_are_the_same(
     with DecodeWorker() as pyav:
         for file, path in files.items():
             source = source_of(path)
-            found, plain = other.open(source, *LIMITS, 60), pyav.open(source, *LIMITS, 60)
-            assert found.pts_seconds == plain.pts_seconds and not plain.reader
+            video, plain = other.open(source, *LIMITS, 60), pyav.open(source, *LIMITS, 60)
+            assert video.pts_seconds == plain.pts_seconds and not plain.reader
             if file in REFUSED[name]:
-                assert found.reader == "" and REFUSED[name][file] in found.refusal, (file, found.refusal)
+                assert video.reader == "" and REFUSED[name][file] in video.refusal, (file, video.refusal)
                 wanted = Cut((0, 2), (0, 0, 96, 64), 48, 32)
             else:
-                assert (found.reader, found.refusal) == (name, ""), (file, found.refusal, found.refusal_detail)
-                assert found.same_bytes == (file in ("grey.mkv", "rgb.mkv")), file
-                wanted = whole(found, range(0, 9, 2))
+                assert (video.reader, video.refusal) == (name, ""), (file, video.refusal, video.refusal_detail)
+                assert video.same_bytes == (file in ("grey.mkv", "rgb.mkv")), file
+                wanted = whole(video, range(0, 9, 2))
             one, two = (read(decoder, source, wanted, 60) for decoder in (other, pyav))
-            if found.same_bytes or not found.reader:
+            if video.same_bytes or not video.reader:
                 np.testing.assert_array_equal(one, two)
             else:
                 assert np.abs(one.astype(int) - two).mean() < 2.5, file  # edges of chroma apart
@@ -109,9 +109,9 @@ def test_a_member_of_a_tar_is_read_from_its_place(worker: tuple[str, DecodeWorke
     name, other = worker
     data = files["h264.mp4"].read_bytes()
     tar = write_tar(files["h264.mp4"].with_suffix(".tar"), [("words.txt", b"a"), ("a.mp4", data)])
-    found = other.open(source := source_of(tar, 1024 + 512, len(data)), *LIMITS, 60)
-    assert found.reader == name
-    assert [number_of(frame) for frame in read(other, source, whole(found, (1, 4)), 60)] == [1, 4]
+    video = other.open(source := source_of(tar, 1024 + 512, len(data)), *LIMITS, 60)
+    assert video.reader == name
+    assert [number_of(frame) for frame in read(other, source, whole(video, (1, 4)), 60)] == [1, 4]
 
 
 @pytest.mark.parametrize("name", OTHERS[1:])
@@ -127,8 +127,8 @@ def test_the_name_enters_the_key_unless_the_bytes_are_the_same(
     name, other = worker
     parts: dict[str, Any] = {}
     for file in ("h264.mp4", "rgb.mkv", "stream.ts"):
-        found: Probe = other.open(source_of(files[file]), *LIMITS, 60)
-        parts[file] = pixel_parts(NEWEST_RULES, found, (0, 0, 96, 64)).get("decoder")
+        video: Probe = other.open(source_of(files[file]), *LIMITS, 60)
+        parts[file] = pixel_parts(NEWEST_RULES, video, (0, 0, 96, 64)).get("decoder")
     assert parts == {"h264.mp4": name, "rgb.mkv": None, "stream.ts": None}
     assert MOST_DIFFERENT == 2 and OtherDecoder(name, "cuda:1", NEWEST_RULES).label == f"{name}/cuda"
 
@@ -178,14 +178,16 @@ def test_a_cache_never_mixes_decoders_unseen(tmp_path: Path, name: str) -> None:
     assert report.decoders == {name: 1} and report.decoder_refusals == {"container that PyAV alone reads": 1}
     assert any("left to PyAV by preprocess.decoder: 1 sources" in line for line in report.lines())
     cache = DatasetCache(other.cache_dir)
-    made = {s.source: json.loads(cache.entry(s.latent_keys[0], "latents").meta).get("decoder") for s in cache.samples}
-    assert made == {"a.mp4": name, "b.mkv": None, "c.ts": None}
+    decoders = {
+        s.source: json.loads(cache.entry(s.latent_keys[0], "latents").meta).get("decoder") for s in cache.samples
+    }
+    assert decoders == {"a.mp4": name, "b.mkv": None, "c.ts": None}
     assert CacheBuilder(other).run().clips_encoded == 0
 
 
 def test_pictures_are_left_to_pillow(worker: tuple[str, DecodeWorker], tmp_path: Path) -> None:
-    found = worker[1].open(source_of(write_image(tmp_path / "a.png")), *LIMITS, 60)
-    assert (found.decoder, found.reader, found.refusal) == ("pillow", "", "")
+    video = worker[1].open(source_of(write_image(tmp_path / "a.png")), *LIMITS, 60)
+    assert (video.decoder, video.reader, video.refusal) == ("pillow", "", "")
 
 
 def test_bad_choices_are_one_line(tmp_path: Path) -> None:

@@ -116,16 +116,16 @@ def test_what_is_foreseen_is_what_training_does(tmp_path: Path, world: int, mix:
 def test_ddp_waits_once_a_step_and_sharded_ranks_in_every_micro_batch(tmp_path: Path) -> None:
     groups = groups_of(21, 15, 18)
     options = (*FLOPS, "train.steps=40", "batching.accumulate=3", "batching.mix=window", "batching.budget=5")
-    found = {}
+    results = {}
     for strategy in ("fsdp", "ddp"):
         config = config_of(tmp_path, *options, f"parallel.strategy={strategy}")
         (stage,) = preview_schedule(config, groups, COSTS, [3]).stages
         (epoch,) = stage.epochs
         first = replayed(config, groups, 3)[: epoch.steps]
-        found[strategy] = [step["lockstep" if strategy == "fsdp" else "window"] for step in first]
-        assert epoch.mean_imbalance == pytest.approx(np.mean(found[strategy]))
-        assert epoch.worst_imbalance == pytest.approx(max(found[strategy]))
-    assert np.mean(found["ddp"]) < np.mean(found["fsdp"])
+        results[strategy] = [step["lockstep" if strategy == "fsdp" else "window"] for step in first]
+        assert epoch.mean_imbalance == pytest.approx(np.mean(results[strategy]))
+        assert epoch.worst_imbalance == pytest.approx(max(results[strategy]))
+    assert np.mean(results["ddp"]) < np.mean(results["fsdp"])
 
 
 def test_lines_and_page_have_the_same_numbers(tmp_path: Path) -> None:
@@ -167,23 +167,23 @@ def test_the_shares_of_data_sets_and_when_all_of_one_is_met(tmp_path: Path) -> N
 
 
 def test_hints_name_the_setting(tmp_path: Path) -> None:
-    def told(config: Config, groups: dict[tuple[Bucket, str], int], *worlds: int) -> str:
+    def warning(config: Config, groups: dict[tuple[Bucket, str], int], *worlds: int) -> str:
         return "\n".join(preview_hints(config, preview_schedule(config, groups, COSTS, worlds)))
 
     plain = config_of(tmp_path)
-    assert told(plain, groups_of(0, 30), 1, 3) == ""
-    assert "train.batch_size 3 cannot be divided evenly by 2 and 8 devices (some compute nothing at all)" in told(
+    assert warning(plain, groups_of(0, 30), 1, 3) == ""
+    assert "train.batch_size 3 cannot be divided evenly by 2 and 8 devices (some compute nothing at all)" in warning(
         plain, groups_of(0, 30), 1, 2, 8
     )
     flops = config_of(tmp_path, *FLOPS)
-    few = told(flops, groups_of(0, 3, 2), 1, 8)
+    few = warning(flops, groups_of(0, 3, 2), 1, 8)
     assert "an epoch has 5 uses of samples, fewer than 8 devices" in few and "data.repeats" in few and "wait" not in few
-    assert "batching.slots 4 cannot be divided evenly by 3 devices;" in told(
+    assert "batching.slots 4 cannot be divided evenly by 3 devices;" in warning(
         config_of(tmp_path, *FLOPS, "batching.slots=4"), groups_of(0, 30), 2, 3
     )
-    wait = told(config_of(tmp_path, *FLOPS, "batching.mix=window"), groups_of(9, 9, 9), 1, 4)
+    wait = warning(config_of(tmp_path, *FLOPS, "batching.mix=window"), groups_of(9, 9, 9), 1, 4)
     assert "on 4 devices the busiest computes up to 1." in wait and "batching.mix: same" in wait
-    over = told(config_of(tmp_path, *FLOPS, "batching.budget=2.5"), groups_of(9, 9, 9), 1)
+    over = warning(config_of(tmp_path, *FLOPS, "batching.budget=2.5"), groups_of(9, 9, 9), 1)
     assert (
         "one sample of bucket 9x32x48 costs 3 TFLOP, more than batching.budget (2.5)" in over and "5x32x48" not in over
     )
@@ -307,7 +307,7 @@ def test_padding_of_captions_follows_their_lengths() -> None:
     assert CaptionLengths.of(DataStatistics(), 128) is None
 
 
-def test_a_share_that_comes_out_another_is_told(tmp_path: Path) -> None:
+def test_a_share_that_comes_out_another_is_reported(tmp_path: Path) -> None:
     """A data set of one clip in each bucket is met in every epoch, however small its share; a stage without the other is no news."""
     config = two_sets(tmp_path, "data.sources.0.weight=1000", "data.sources.1.weight=1")
     few = preview_schedule(config, groups_of(9, 9, 9, name="a") | groups_of(1, 1, 1, name="b"), COSTS, [1])
@@ -361,12 +361,12 @@ def test_the_share_of_the_gradient_is_printed(
         place = outlook.worlds.index(each.world)
         assert sum(bucket.gradient[place] for bucket in outlook.stages[0].buckets) == pytest.approx(1)
         assert sum(one.gradient[place] for one in outlook.stages[0].datasets) == pytest.approx(1)
-    told = [line for line in preview_hints(config, outlook) if "of the gradient" in line]
+    messages = [line for line in preview_hints(config, outlook) if "of the gradient" in line]
     if weighting == "step" and "batching.by=tokens" in overrides:
-        assert told and f"9.1% of the samples and {expected} of the gradient" in told[0]
-        assert "objective.weighting: sample" in told[0]
+        assert messages and f"9.1% of the samples and {expected} of the gradient" in messages[0]
+        assert "objective.weighting: sample" in messages[0]
     else:
-        assert not told
+        assert not messages
 
 
 def test_data_sets_share_the_gradient_of_their_buckets(tmp_path: Path) -> None:

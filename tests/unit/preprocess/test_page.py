@@ -181,12 +181,12 @@ def test_hints_name_the_setting(tmp_path: Path) -> None:
         tmp_path, "data.buckets=[{frames: 5, height: 32, width: 48}, {frames: 9, height: 32, width: 48}]"
     )
     costs, _ = estimate(config, numbers, 3, 4, Strides(4, 8), worlds=(1, 8, 64))
-    told = "\n".join(hints(config, numbers, costs, truncated=2))
-    assert "train.batch_size 3 cannot be divided evenly by 8 and 64 devices" in told
-    assert "bucket 9x32x48 gets no sample" in told
-    assert "84% of the video time is not used; data.windows: all would use 94%" in told
-    assert "cropping removes 40% of the pixels" in told and "1 rejected as no_bucket: add a bucket" in told
-    assert "5 captions are cut to 4096 characters" in told and "2 captions are cut to 128 tokens" in told
+    text = "\n".join(hints(config, numbers, costs, truncated=2))
+    assert "train.batch_size 3 cannot be divided evenly by 8 and 64 devices" in text
+    assert "bucket 9x32x48 gets no sample" in text
+    assert "84% of the video time is not used; data.windows: all would use 94%" in text
+    assert "cropping removes 40% of the pixels" in text and "1 rejected as no_bucket: add a bucket" in text
+    assert "5 captions are cut to 4096 characters" in text and "2 captions are cut to 128 tokens" in text
     every = small_config(tmp_path, "data.windows=all")
     assert "data.windows: all" not in "\n".join(hints(every, numbers, None))
 
@@ -204,21 +204,21 @@ def test_the_page_stands_alone_and_strangers_text_stays_text(tmp_path: Path) -> 
         peaks=[(HOSTILE, 1e12)],
         encode=[(HOSTILE, HOSTILE, HOSTILE)],
     )
-    made = render(page)
-    read = Reader(made)
+    html = render(page)
+    read = Reader(html)
     assert {tag for tag, _ in read.tags} & {"script", "link", "iframe", "object", "base", "form"} == set()
     for tag, attributes in read.tags:
         assert not any(name.startswith("on") for name in attributes)
         assert "href" not in attributes
         if "src" in attributes:
             assert tag == "img" and (attributes["src"] or "").startswith("data:image/jpeg;base64,")
-    style = made[made.index("<style>") : made.index("</style>")]
+    style = html[html.index("<style>") : html.index("</style>")]
     assert "url(" not in style and "@import" not in style and "http" not in style
     assert sum(tag == "img" for tag, _ in read.tags) == 3
-    assert not re.search("[\x00-\x08\x0b-\x1f\u200e\u200f\u202a-\u202e\u2066-\u2069]", made)
+    assert not re.search("[\x00-\x08\x0b-\x1f\u200e\u200f\u202a-\u202e\u2066-\u2069]", html)
     assert "\\u202eabc" in read.text and '"quoted"' in read.text  # shown, not obeyed
     assert foreign("<b>\u202e") == "<bdi>&lt;b&gt;\\u202e</bdi>"
-    assert made.encode("utf-8").decode("utf-8") == made
+    assert html.encode("utf-8").decode("utf-8") == html
 
 
 def test_a_page_of_many_sources_stays_small(tmp_path: Path) -> None:
@@ -263,10 +263,12 @@ def test_parts_merged_in_any_order_are_the_whole(items: list, random: object) ->
     parts: list[list] = [[], [], []]
     for item in items:
         parts[random.randrange(3)].append(item)  # type: ignore[attr-defined]
-    made = [DataStatistics.from_json(json.loads(json.dumps(gathered(part, first=False).to_json()))) for part in parts]
-    random.shuffle(made)  # type: ignore[attr-defined]
+    statistics = [
+        DataStatistics.from_json(json.loads(json.dumps(gathered(part, first=False).to_json()))) for part in parts
+    ]
+    random.shuffle(statistics)  # type: ignore[attr-defined]
     merged = DataStatistics()
-    for part in made:
+    for part in statistics:
         merged.merge(part)
     assert merged.to_json() == whole.to_json()
     assert merged.rejected == sum(isinstance(item, Rejection) for item in items)

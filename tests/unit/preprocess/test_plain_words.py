@@ -38,25 +38,25 @@ def is_plain(text: str) -> bool:
 @pytest.mark.parametrize(
     "kind", [kind for kind in _ERRORS if "Group" not in kind.__name__], ids=lambda kind: kind.__name__
 )
-def test_an_exception_without_a_text_is_told_in_words(kind: type[Exception]) -> None:
+def test_an_exception_without_a_text_is_reported_in_words(kind: type[Exception]) -> None:
     assert is_plain(in_words(kind()))
 
 
 @given(st.sampled_from(sorted(errno.errorcode)), st.booleans())
-def test_an_error_of_the_system_is_told_in_words(number: int, decoder: bool) -> None:
+def test_an_error_of_the_system_is_reported_in_words(number: int, decoder: bool) -> None:
     error = OSError(number, os.strerror(number), "/a/b.mp4")
     assert is_plain(refused(error).detail if decoder else in_words(error))
     assert "/a/b.mp4" not in in_words(error)  # the source's name stands beside it
 
 
 @pytest.mark.parametrize("number", sorted(signal.valid_signals()))
-def test_the_end_of_a_process_is_told_in_words(number: int) -> None:
+def test_the_end_of_a_process_is_reported_in_words(number: int) -> None:
     assert is_plain(f"the process {death_in_words(-number)}")
     assert is_plain(f"the process {death_in_words(3)}") and "3" in death_in_words(3)
 
 
 @pytest.mark.parametrize("code", sorted(av.error.classes))
-def test_an_error_of_ffmpeg_is_told_in_words(code: int) -> None:
+def test_an_error_of_ffmpeg_is_reported_in_words(code: int) -> None:
     rejected = refused(av.error.classes[code](code, "Its own words"))
     assert rejected.reason is Reason.UNDECODABLE and is_plain(rejected.detail), rejected.detail
 

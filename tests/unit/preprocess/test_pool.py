@@ -64,8 +64,8 @@ def test_events_of_a_source_come_together_and_in_order(sources: list[Source], wo
         selected, *rest = of_source[:-1]
         assert isinstance(selected, Selected) and selected.clips
         assert len(selected.probe.pts_seconds) == {"b.png": 1, "d.mp4": 39}.get(source.name, 38)
-        given = [event.clip for event in rest if isinstance(event, Frames | Failed)]
-        assert len(given) == len(rest) == len(selected.clips) and {c.indices for c in given if c} == {
+        clips = [event.clip for event in rest if isinstance(event, Frames | Failed)]
+        assert len(clips) == len(rest) == len(selected.clips) and {c.indices for c in clips if c} == {
             clip.indices for clip in selected.clips
         }
         failed = [event for event in rest if isinstance(event, Failed)]
@@ -165,12 +165,12 @@ def test_a_pool_serves_one_run_after_another(sources: list[Source]) -> None:
 
 
 def test_sources_mixed_are_the_same_events(sources: list[Source]) -> None:
-    def told(events: Iterable[Event]) -> list[str]:
+    def summary(events: Iterable[Event]) -> list[str]:
         return sorted(f"{type(e).__name__} {e.source.name} {getattr(e, 'clip', None)}" for e in events)
 
     with DecodePool(config_of(3), sources) as pool:
         mixed = list(pool.run(lambda clip: True, ordered=False))
-        assert told(mixed) == told(pool.run(lambda clip: True))
+        assert summary(mixed) == summary(pool.run(lambda clip: True))
     for source in sources:
         of_source = [event for event in mixed if event.source is source]
         assert isinstance(of_source[-1], Finished) and isinstance(of_source[0], Selected | Failed)

@@ -55,7 +55,7 @@ def folder_of(folder: Path) -> Config:
     return make_config(tree, origin="test")
 
 
-def remade(config: Config, upgrade: list[str]) -> set[str]:
+def sources_upgraded(config: Config, upgrade: list[str]) -> set[str]:
     """The sources whose latents a build makes, with these properties upgraded."""
     before = {entry.key for entry in DatasetCache(config.cache_dir).entries()}
     CacheBuilder(config, upgrade=upgrade).run()
@@ -112,9 +112,9 @@ def test_an_upgrade_remakes_exactly_the_entries_that_differ(old: Config, tmp_pat
     said = [line for line in check(config).lines() if line.startswith("cache recipe: ")]
     counts = {line.split()[2]: int(line.split(";")[1].split()[0]) for line in said}
     assert counts == {"alpha": 1, "chroma": 2, "content": 0, "untagged": 1}
-    assert remade(config, ["chroma"]) == {"left.mp4", "odd.mp4"}
-    assert remade(config, ["alpha", "untagged"]) == {"clear.mov", "hd.mkv"}
-    assert remade(config, ["content"]) == set()
+    assert sources_upgraded(config, ["chroma"]) == {"left.mp4", "odd.mp4"}
+    assert sources_upgraded(config, ["alpha", "untagged"]) == {"clear.mov", "hd.mkv"}
+    assert sources_upgraded(config, ["content"]) == set()
     assert cache_versions(config.cache_dir) == VERSIONS
     assert not any("recipe" in line for line in check(config).lines())
     with pytest.raises(
@@ -122,7 +122,7 @@ def test_an_upgrade_remakes_exactly_the_entries_that_differ(old: Config, tmp_pat
     ):
         merge(tmp_path / "merged", [config.cache_dir, old.cache_dir])
     samples = DatasetCache(config.cache_dir).samples
-    assert len(samples) == 6 and remade(config, []) == set()
+    assert len(samples) == 6 and sources_upgraded(config, []) == set()
 
 
 @pytest.mark.slow
@@ -153,7 +153,7 @@ def test_background_and_matrix_are_parts_of_the_keys_that_they_change(old: Confi
     for changes, sources in (({"background": "navy"}, {"still.png"}), ({"untagged": "bt709"}, {"hd.mkv"})):
         tree = json.loads(text)
         tree["data"] |= changes
-        assert remade(make_config(tree, origin="test"), []) == sources
+        assert sources_upgraded(make_config(tree, origin="test"), []) == sources
 
 
 def test_bad_values_name_the_key(old: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

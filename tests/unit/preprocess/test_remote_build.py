@@ -107,11 +107,11 @@ def test_remote_files_are_named_by_their_checksum_else_as_local_ones(tmp_path: P
 
     def remote_ids(server: FileServer, name: str) -> list[str]:
         sources = listed(f"{server.url}/{name}").sources
-        contents, found = ContentIds(tmp_path / "two", listed=sources, reads=True), []
+        contents, results = ContentIds(tmp_path / "two", listed=sources, reads=True), []
         for source in sources:
             with MediaStore(10**9).local(source) as copy:
-                found.append(contents.id_of(copy))
-        return found
+                results.append(contents.id_of(copy))
+        return results
 
     with served(tmp_path / "files") as server:
         assert remote_ids(server, "t.tar") == ids[:2]  # by blocks, and the whole files compared by ranges

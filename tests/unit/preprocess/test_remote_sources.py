@@ -52,11 +52,11 @@ def shape(listing: SourceListing) -> list[object]:
 
 def contents(store: MediaStore, sources: list[Source]) -> list[bytes]:
     """The bytes of fetched sources."""
-    found = []
+    results = []
     for source in sources:
         with store.local(source) as here:
-            found.append(here.open().read())
-    return found
+            results.append(here.open().read())
+    return results
 
 
 def fill_memory(folder: Path, root: str = "/bucket") -> str:
@@ -124,11 +124,11 @@ def test_a_remote_folder_is_listed_as_a_local_one(tmp_path: Path) -> None:
         (root / name).write_bytes(CLIP)
     for name in ("b", "deep/c", "orphan"):
         (root / f"{name}.txt").write_text(f"about {name}")
-    here, there = listed(root), listed(fill_memory(root))
-    assert sorted(shape(there)[0]) == sorted(shape(here)[0])  # type: ignore[arg-type]
-    assert sorted(map(str, there.rejections)) == sorted(map(str, here.rejections))
-    assert (there.files, there.ignored) == (here.files, here.ignored)
-    assert contents(MediaStore(10**9), there.sources) == [CLIP, CLIP]
+    here, remote = listed(root), listed(fill_memory(root))
+    assert sorted(shape(remote)[0]) == sorted(shape(here)[0])  # type: ignore[arg-type]
+    assert sorted(map(str, remote.rejections)) == sorted(map(str, here.rejections))
+    assert (remote.files, remote.ignored) == (here.files, here.ignored)
+    assert contents(MediaStore(10**9), remote.sources) == [CLIP, CLIP]
 
 
 def test_manifests_name_remote_media(tmp_path: Path) -> None:

@@ -25,18 +25,18 @@ def test_crops_are_of_the_picture_as_it_is_shown(tmp_path: Path, rotation: int, 
     """Whatever way it is stored: each quarter alone is its colour up to its edges, and the whole is upright."""
     width = 96 if sar == 1 else 48
     source = source_of(write_video(tmp_path / "v.mp4", width=width, height=64, rotation=rotation, sar=sar, frames=12))
-    found = probe(source, *LIMITS)
-    wide, high = found.width, found.height
+    video = probe(source, *LIMITS)
+    wide, high = video.width, video.height
     assert {wide, high} == {96, 64} or (sar != 1 and rotation % 180 and (wide, high) == (48, 128))
     halves: list[Box] = [(x, y, x + wide // 2, y + high // 2) for y in (0, high // 2) for x in (0, wide // 2)]
-    cuts = [Cut((7,), box, 40, 24) for box in halves] + [whole(found, [3, 7])]
-    given = dict(stream(source, found, cuts))
+    cuts = [Cut((7,), box, 40, 24) for box in halves] + [whole(video, [3, 7])]
+    frames = dict(stream(source, video, cuts))
     for position, colour in enumerate(COLOURED):
-        (frame,) = given[position]  # type: ignore[misc]
+        (frame,) = frames[position]  # type: ignore[misc]
         assert frame.shape == (24, 40, 3)
         spread = np.ptp(frame[3:-3, 3:-3].reshape(-1, 3), axis=0)
         assert corners_of(frame) == [colour] * 4 and spread.max() < 40, (position, spread)
-    last = given[4]
+    last = frames[4]
     assert isinstance(last, np.ndarray) and [number_of(frame) for frame in last] == [3, 7]
     assert corners_of(last[0]) == COLOURED
 
@@ -78,9 +78,9 @@ def test_colours_are_those_of_the_picture(
     """Colours agree with PyAV's conversion, with the picture itself, and with Pillow's scaling."""
     picture = tagged(tmp_path / "v.mp4", pix_fmt, matrix, colour_range, codec)
     source = source_of(tmp_path / "v.mp4")
-    found = probe(source, *LIMITS)
+    video = probe(source, *LIMITS)
     half = Cut((0,), (40, 0, 280, 192), 120, 96)
-    same, small = (result for _, result in stream(source, found, [whole(found, [0]), half]))
+    same, small = (result for _, result in stream(source, video, [whole(video, [0]), half]))
     assert isinstance(same, np.ndarray) and isinstance(small, np.ndarray)
     with av.open(str(tmp_path / "v.mp4")) as container:
         theirs = next(container.decode(video=0)).to_ndarray(format="rgb24")
@@ -92,6 +92,6 @@ def test_colours_are_those_of_the_picture(
 
 def test_pixel_formats_that_are_not_yuv(tmp_path: Path) -> None:
     source = source_of(write_video(tmp_path / "v.mkv", codec="ffv1", pix_fmt="bgr0", frames=4))
-    found = probe(source, *LIMITS)
-    (frame,) = decode(source, found, [3])
+    video = probe(source, *LIMITS)
+    (frame,) = decode(source, video, [3])
     np.testing.assert_array_equal(frame, media.picture(3))

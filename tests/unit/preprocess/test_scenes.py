@@ -108,9 +108,9 @@ def test_they_are_those_of_the_package_by_itself(tmp_path: Path) -> None:
 def test_frames_that_cannot_be_decoded_are_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_scenes(tmp_path / "a.mp4", [150, 150])
 
-    def with_damage(source: Source, found: Probe, cuts: Sequence[Cut]) -> Iterator[tuple[int, np.ndarray | Rejected]]:
+    def with_damage(source: Source, video: Probe, cuts: Sequence[Cut]) -> Iterator[tuple[int, np.ndarray | Rejected]]:
         """Its second batch comes too late and its fourth not at all, as after damage."""
-        results = dict(stream(source, found, cuts))
+        results = dict(stream(source, video, cuts))
         for position in (0, 2, 3, 4, 1):
             yield position, Rejected(Reason.UNDECODABLE) if position == 3 else results[position]
 
@@ -211,11 +211,11 @@ def test_clips_of_scenes_cross_no_cut(
             "fps": 8,
         }
     )
-    source, found = a_file(tmp_path_factory.getbasetemp(), 0), probed(96, 64, 200, 24)
-    scenes = scenes_between(cuts, found.pts_seconds, found.step, least)
+    source, video = a_file(tmp_path_factory.getbasetemp(), 0), probed(96, 64, 200, 24)
+    scenes = scenes_between(cuts, video.pts_seconds, video.step, least)
     assert all(len(scene) > 1 and len(scene) / 24 >= least - 1e-5 for scene in scenes)
     try:
-        clips = select_clips(source, found, data, False, 0, cuts=cuts)
+        clips = select_clips(source, video, data, False, 0, cuts=cuts)
     except Rejected as refusal:
         assert refusal.reason is Reason.TOO_SHORT
         assert not any(len(scene) >= 8 for scene in scenes)  # three frames at 8 of 24 a second
@@ -224,8 +224,8 @@ def test_clips_of_scenes_cross_no_cut(
         assert any(clip.indices[0] in scene and clip.indices[-1] in scene for scene in scenes)
     numbered = [(clip.bucket, clip.window, clip.crop_number) for clip in clips]
     assert len(set(numbered)) == len(numbered)
-    whole = select_clips(source, found, data, False, 0, cuts=[])
-    assert whole == select_clips(source, found, data, False, 0) or least > 200 / 24
+    whole = select_clips(source, video, data, False, 0, cuts=[])
+    assert whole == select_clips(source, video, data, False, 0) or least > 200 / 24
 
 
 def test_lines_of_a_cache_are_read_back_and_damaged_ones_are_absent(tmp_path: Path) -> None:

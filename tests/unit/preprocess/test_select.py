@@ -103,10 +103,10 @@ def test_as_many_windows_as_fit_of_an_even_clip(count: int, frames: int, every: 
     assert np.abs(np.subtract(centres, ideal)).max() <= every + 1
 
 
-def settings(**given: Any) -> DataConfig:
+def settings(**options: Any) -> DataConfig:
     buckets = [{"frames": 9, "height": 32, "width": 32}, {"frames": 3, "height": 32, "width": 48}]
     buckets.append({"frames": 1, "height": 32, "width": 32})
-    return DataConfig.model_validate({"sources": [{"path": "x"}], "buckets": buckets, "fps": 8} | given)
+    return DataConfig.model_validate({"sources": [{"path": "x"}], "buckets": buckets, "fps": 8} | options)
 
 
 @pytest.fixture(scope="module")

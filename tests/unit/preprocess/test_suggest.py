@@ -62,11 +62,11 @@ def lines(draw: st.DrawFn) -> tuple[np.ndarray, ...]:
 @settings(max_examples=150, deadline=None)
 def test_on_a_line_the_programme_is_as_good_as_brute_force(line: tuple[np.ndarray, ...], most: int) -> None:
     values_MC, weights_C, places_M, places_C = line
-    found = on_a_line(values_MC, weights_C, places_M, places_C, most)
-    for total, chosen in found[1:]:
+    actual = on_a_line(values_MC, weights_C, places_M, places_C, most)
+    for total, chosen in actual[1:]:
         assert total <= kept_by(values_MC, weights_C, chosen) + 1e-9
         assert total <= brute(values_MC, weights_C, len(chosen)) + 1e-9
-    assert max(total for total, _ in found) == pytest.approx(brute(values_MC, weights_C, most), abs=1e-9)
+    assert max(total for total, _ in actual) == pytest.approx(brute(values_MC, weights_C, most), abs=1e-9)
 
 
 def greedy(values_MC: np.ndarray, weights_C: np.ndarray, most: int) -> float:
@@ -103,7 +103,7 @@ def test_swaps_mend_what_greed_spoils() -> None:
     assert len(search(values_MC, weights_C, 3)) == 2, "a third keeps nothing more"
 
 
-def test_search_begins_where_it_is_told() -> None:
+def test_search_begins_where_it_is_asked_to() -> None:
     rng = np.random.default_rng(5)
     values_MC, weights_C = rng.random((40, 60)), np.full(60, 1 / 60)
     start = [3, 9, 27]
@@ -120,14 +120,14 @@ def probed(width: int, height: int, frames: int, image: bool = False) -> Probe:
 
 
 def counted(shapes: Sequence[Shape], present: Sequence[Bucket]) -> ShapeHistogram:
-    found = SourceShapes(max(bucket.frames for bucket in present))
+    shapes_of_sources = SourceShapes(max(bucket.frames for bucket in present))
     for shape in shapes:
-        found.add_probe(probed(*shape), FPS)
-    return found.cells()
+        shapes_of_sources.add_probe(probed(*shape), FPS)
+    return shapes_of_sources.cells()
 
 
 def kept_share(shape: Shape, bucket: Bucket, present: Sequence[Bucket]) -> float:
-    """The definition, written anew."""
+    """The definition, written again."""
     width, height, frames, image = shape
     could = 1 if image else min(frames, max(b.frames for b in present))
     inside = min(width, height * bucket.width / bucket.height) * min(height, width * bucket.height / bucket.width)
@@ -153,9 +153,13 @@ buckets_of = st.builds(
 def test_losses_are_those_of_the_rule_that_places_sources(
     shapes: list[Shape], present: list[Bucket], number: int, allow_upscale: bool
 ) -> None:
-    made = suggest(counted(shapes, present), present, GRID, number, allow_upscale)
-    assert len(made.suggested.buckets) <= number and made.sources == len(shapes) and all(made.suggested.clips)
-    for outcome in (made.suggested, *made.others.values()):
+    suggestion = suggest(counted(shapes, present), present, GRID, number, allow_upscale)
+    assert (
+        len(suggestion.suggested.buckets) <= number
+        and suggestion.sources == len(shapes)
+        and all(suggestion.suggested.clips)
+    )
+    for outcome in (suggestion.suggested, *suggestion.others.values()):
         placed, kept = Counter[Bucket](), 0.0
         for shape in shapes:
             try:
@@ -171,8 +175,8 @@ def test_losses_are_those_of_the_rule_that_places_sources(
         assert outcome.rejected == len(shapes) - placed.total()
         assert outcome.kept == pytest.approx(kept / len(shapes))
     if len(set(present)) <= number and all(map(GRID.holds, present)):
-        assert made.suggested.kept >= made.others["data.buckets"].kept - 1e-6
-    for bucket in made.suggested.buckets:
+        assert suggestion.suggested.kept >= suggestion.others["data.buckets"].kept - 1e-6
+    for bucket in suggestion.suggested.buckets:
         assert GRID.holds(bucket)
         asked = (b for b in present if b.frames >= bucket.frames)
         assert any(b.height * b.width >= bucket.height * bucket.width for b in asked), (
@@ -187,11 +191,11 @@ def test_one_length_and_one_area_are_solved_exactly() -> None:
     present = [Bucket(17, 256, 256)]
     previous = 0.0
     for number in range(1, 5):
-        made = suggest(counted(shapes, present), present, GRID, number, False)
-        assert made.exact and len(made.suggested.buckets) == number and made.suggested.kept > previous
-        previous = made.suggested.kept
-    assert made.suggested.kept > made.others["9 ratios, both orientations"].kept - 0.01
-    assert len(made.others["9 ratios, both orientations"].buckets) > 8
+        suggestion = suggest(counted(shapes, present), present, GRID, number, False)
+        assert suggestion.exact and len(suggestion.suggested.buckets) == number and suggestion.suggested.kept > previous
+        previous = suggestion.suggested.kept
+    assert suggestion.suggested.kept > suggestion.others["9 ratios, both orientations"].kept - 0.01
+    assert len(suggestion.others["9 ratios, both orientations"].buckets) > 8
     many = suggest(counted(shapes, present), present, GRID, 50, False)
     assert many.exact and len(many.suggested.buckets) == 4, "a fifth keeps nothing more"
     pictures = [*shapes, *((640, 480, 1, True),) * 4]
@@ -201,8 +205,13 @@ def test_one_length_and_one_area_are_solved_exactly() -> None:
 
 def test_only_images_only_videos_one_clip_and_none_that_fits() -> None:
     images = [(640, 360, 1, True), (360, 640, 1, True)]
-    made = suggest(counted(images, [Bucket(1, 128, 128)]), [Bucket(1, 128, 128)], GRID, 2, False).suggested
-    assert all(b.is_image for b in made.buckets) and made.clips == (1, 1) and made.rejected == 0 and made.trimmed == 0
+    suggestion = suggest(counted(images, [Bucket(1, 128, 128)]), [Bucket(1, 128, 128)], GRID, 2, False).suggested
+    assert (
+        all(b.is_image for b in suggestion.buckets)
+        and suggestion.clips == (1, 1)
+        and suggestion.rejected == 0
+        and suggestion.trimmed == 0
+    )
     one = suggest(
         counted([(640, 360, 11, False)], [Bucket(17, 96, 160)]), [Bucket(17, 96, 160)], GRID, 4, False
     ).suggested
@@ -226,10 +235,10 @@ def test_lengths_and_sides_fit_codec_and_patch() -> None:
 @settings(max_examples=60, deadline=None)
 def test_shapes_are_counted_in_bounded_room_in_any_order(shapes: list[Shape], limit: int, rng: Any) -> None:
     def count(order: Sequence[Shape], most: int) -> SourceShapes:
-        found = SourceShapes(30, most)
+        actual = SourceShapes(30, most)
         for width, height, frames, image in order:
-            found.add(width, height, 1 if image else frames, image)
-        return found
+            actual.add(width, height, 1 if image else frames, image)
+        return actual
 
     limit += 2  # images and videos are never one cell
     shuffled = list(shapes)

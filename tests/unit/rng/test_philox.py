@@ -51,8 +51,8 @@ def test_blocks_are_those_of_random123(counter: str, key: str, block: str) -> No
 
 @pytest.mark.parametrize(("begin", "count"), [(0, 9), (1, 5), (6, 2), (4 * 10**9 + 3, 6), (2**40, 1)])
 def test_a_word_is_found_from_its_number_alone(begin: int, count: int) -> None:
-    found = philox.PhiloxStream(*NAME).words(begin, count).tolist()  # type: ignore[arg-type]
-    assert found == words_of(begin, count, *NAME)
+    actual = philox.PhiloxStream(*NAME).words(begin, count).tolist()  # type: ignore[arg-type]
+    assert actual == words_of(begin, count, *NAME)
 
 
 def test_every_bit_of_the_hash_changes_the_words() -> None:
@@ -253,9 +253,9 @@ class Moments:
         assert abs(self.lagged) < 4 * math.sqrt(n), "correlation of neighbours"
         chi_square = float(((self.counts - n / 1000).double().square() / (n / 1000)).sum())
         assert abs(chi_square - 999) < 4 * math.sqrt(2 * 999), "chi-square of 1000 equal parts"
-        for place, found in self.tails.items():
+        for place, actual in self.tails.items():
             expected = 2 * n * NORMAL.cdf(-place)
-            assert abs(found - expected) < 4 * math.sqrt(expected) + 1, f"beyond {place}"
+            assert abs(actual - expected) < 4 * math.sqrt(expected) + 1, f"beyond {place}"
 
 
 def distance(values: torch.Tensor, counts: torch.Tensor) -> float:

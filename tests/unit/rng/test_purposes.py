@@ -13,7 +13,7 @@ WHERE = {"of the cache", "of the run", "newest", "newest; 1 for the video-like d
 
 def drawn_in(path: Path) -> set[str]:
     """The purposes of the draws in a file that are written out in it."""
-    found = set()
+    results = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call):
             function = node.func
@@ -24,8 +24,8 @@ def drawn_in(path: Path) -> set[str]:
             ):  # a file's own function, as of a self-check
                 place = 0
             if len(node.args) > place and isinstance(purpose := node.args[place], ast.Constant):
-                found.add(purpose.value)
-    return found
+                results.add(purpose.value)
+    return results
 
 
 def test_the_table_lists_the_purposes_of_the_code(root: Path) -> None:

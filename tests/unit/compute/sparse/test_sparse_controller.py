@@ -236,12 +236,12 @@ def test_a_dense_pass_that_is_made_again_looks_at_nothing() -> None:
 
 
 def test_a_record_replays_in_order() -> None:
-    made = []
+    results = []
     record = DecisionRecord()
     for _ in range(2):
         with record.in_force():
-            made.append([record_or_replay(lambda n=n: n) for n in ("a", "b")])
-    assert made == [[("a", True), ("b", True)], [("a", False), ("b", False)]]
+            results.append([record_or_replay(lambda n=n: n) for n in ("a", "b")])
+    assert results == [[("a", True), ("b", True)], [("a", False), ("b", False)]]
     assert replayed(lambda: 3)() == 3
 
 

@@ -84,12 +84,12 @@ def test_varlen_equals_the_oracle(
     results = []
     for sparse in (True, False):
         leaves = [x.detach().clone().requires_grad_() for x in (q, k, v, means.k_BAKD, means.v_BAKD)]
-        given = ClusterMeans(*leaves[3:]) if tail == "summary" else None
+        summary = ClusterMeans(*leaves[3:]) if tail == "summary" else None
         if sparse:
-            out, lse = varlen.VARLEN.attend(*leaves[:3], plan, given, 0.25)
+            out, lse = varlen.VARLEN.attend(*leaves[:3], plan, summary, 0.25)
         else:
-            out, lse, _ = clustered_attention(*leaves[:3], plan, tail=tail, means=given, scale=0.25, backend="masked")  # type: ignore[arg-type]
-        wanted = leaves if given is not None else leaves[:3]
+            out, lse, _ = clustered_attention(*leaves[:3], plan, tail=tail, means=summary, scale=0.25, backend="masked")  # type: ignore[arg-type]
+        wanted = leaves if summary is not None else leaves[:3]
         results.append([out, lse, *torch.autograd.grad(out, wanted, dout)])
     limit = 1e-5 if dtype == torch.float32 else 2e-2
     assert all(near(got, right, limit) for got, right in zip(*results, strict=True))
@@ -203,13 +203,13 @@ def test_coarse_part_merged_has_the_gradients_of_one_softmax(monkeypatch: pytest
     results = []
     for merged in (True, False):
         leaves = [x.clone().requires_grad_() for x in (q, k, v, means.k_BAKD, means.v_BAKD)]
-        given = ClusterMeans(*leaves[3:])
+        summary = ClusterMeans(*leaves[3:])
         if merged:
             fine, _, lse = weights(*leaves[:2], plan, None, 0.3)
-            out, whole = coarse.merge_parts(fine @ leaves[2], lse, *coarse.coarse(leaves[0], plan, given, 0.3))
+            out, whole = coarse.merge_parts(fine @ leaves[2], lse, *coarse.coarse(leaves[0], plan, summary, 0.3))
         else:
             out, whole, _ = clustered_attention(
-                *leaves[:3], plan, tail="summary", means=given, scale=0.3, backend="masked"
+                *leaves[:3], plan, tail="summary", means=summary, scale=0.3, backend="masked"
             )
         results.append([out, whole, *torch.autograd.grad(out, leaves, dout, materialize_grads=True)])
     assert all(near(got, right, 1e-12) for got, right in zip(*results, strict=True))

@@ -110,11 +110,11 @@ class _Largest(TorchDispatchMode):
     elements = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = func(*args, **(kwargs or {}))
-        for x in given if isinstance(given, tuple | list) else (given,):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else (out,):
             if isinstance(x, Tensor):
                 self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
-        return given
+        return out
 
 
 def test_no_matrix_of_all_pairs() -> None:

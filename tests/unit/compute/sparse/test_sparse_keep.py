@@ -83,8 +83,8 @@ def test_what_means_miss_is_nothing_of_a_key_that_is_its_mean_and_unknown_of_no_
     k_GMD = torch.tensor([[[1.0, 2.0], [3.0, 2.0], [9.0, 9.0], [torch.nan, 0.0], [0.0, 0.0]]])
     label_GM = torch.tensor([[0, 0, 1, 0, 2]])  # the last is masked
     tail = KeyClusters(label_GM, torch.tensor([[[2.0, 2.0], [9.0, 9.0]]]), torch.tensor([[3, 1]]))
-    found = lost_variance(k_GMD, tail, torch.tensor([4.0]), 0.5)[0]
-    assert found[:4].tolist() == [1.0, 1.0, 2.0**-12, 1.0] and found[4].isfinite()
+    loss = lost_variance(k_GMD, tail, torch.tensor([4.0]), 0.5)[0]
+    assert loss[:4].tolist() == [1.0, 1.0, 2.0**-12, 1.0] and loss[4].isfinite()
     assert mean_square(torch.tensor([[[1.0, 3.0], [2.0, 0.0]]])).tolist() == pytest.approx([3.5])
 
 

@@ -128,9 +128,9 @@ def check(plan: ClusterPlan, backend: str, tail: Any, width: int, dtype: torch.d
     results = []
     for name in (backend, "masked"):
         leaves = [x.detach().clone().requires_grad_() for x in (q, k, v, means.k_BAKD, means.v_BAKD)]
-        given = ClusterMeans(*leaves[3:]) if tail == "summary" else None
-        done = clustered_attention(*leaves[:3], plan, tail=tail, means=given, backend=name)
-        wanted = leaves if given is not None else leaves[:3]
+        summary = ClusterMeans(*leaves[3:]) if tail == "summary" else None
+        done = clustered_attention(*leaves[:3], plan, tail=tail, means=summary, backend=name)
+        wanted = leaves if summary is not None else leaves[:3]
         results.append([done.out_BAND, done.lse_BAN, *torch.autograd.grad(done.out_BAND, wanted, dout)])
     for got, right in zip(*results, strict=True):
         assert got.dtype == right.dtype and torch.equal(got.isinf(), right.isinf())

@@ -245,13 +245,13 @@ def test_more_tail_clusters_than_keys_are_as_many_as_keys() -> None:
 
 
 def test_tiles_are_neighbours_in_raster_order_with_smaller_ones_at_edges() -> None:
-    made = tiling(torch.cat((grid(3, 5, 4), torch.tensor([[-1, -1, -1]]))), (2, 3, 4))
-    assert made.count == 5 and made.coords_RX[-1].tolist() == [-1, -1, -1]
-    assert made.coords_RX[:-1].tolist() == [[0, 0, 0], [0, 1, 0], [1, 0, 0], [1, 1, 0]]
-    assert made.tile_N.bincount().tolist() == [24, 16, 12, 8, 1]
+    tiles = tiling(torch.cat((grid(3, 5, 4), torch.tensor([[-1, -1, -1]]))), (2, 3, 4))
+    assert tiles.count == 5 and tiles.coords_RX[-1].tolist() == [-1, -1, -1]
+    assert tiles.coords_RX[:-1].tolist() == [[0, 0, 0], [0, 1, 0], [1, 0, 0], [1, 1, 0]]
+    assert tiles.tile_N.bincount().tolist() == [24, 16, 12, 8, 1]
     shuffled = torch.randperm(60, generator=torch.Generator().manual_seed(0))
     again = tiling(grid(3, 5, 4)[shuffled], (2, 3, 4))
-    assert torch.equal(again.tile_N, made.tile_N[:60][shuffled])
+    assert torch.equal(again.tile_N, tiles.tile_N[:60][shuffled])
 
 
 def test_tokens_in_another_order_keep_the_same_pairs() -> None:

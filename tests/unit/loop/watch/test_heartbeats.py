@@ -46,16 +46,16 @@ def test_a_process_that_was_stopped_itself_blames_nobody() -> None:
 def test_each_rank_looks_at_the_next() -> None:
     clock, store = Clock(), dist.HashStore()
     ranks = [Heartbeats(store, rank, 3, 4000 + rank, 60, 600, clock) for rank in range(3)]
-    found = []
+    results = []
     for minute in range(14):
         for rank in ranks:
             if rank.rank != 1 or minute < 2:  # rank 1 is stopped
                 rank.beat(f"step {minute}")
         for rank in ranks:
             if rank.rank != 1 and (seen := rank.look()) is not None:
-                found.append((rank.rank, *seen))
+                results.append((rank.rank, *seen))
         clock.now += 20
-    ((by, silence, kill),) = found
+    ((by, silence, kill),) = results
     assert (by, silence.rank, silence.process, kill) == (0, 1, 4001, False)
     assert f"rank 1 ({ranks[1].host}, process 4001) has given no sign of life for 80 s" in silence.sentence()
     assert silence.sentence().endswith("its last place was step 1")
