@@ -287,7 +287,7 @@ def test_a_step_s_work_and_tokens_are_those_of_its_packs() -> None:
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
 def test_a_cost_that_is_none_is_refused(bad: float) -> None:
     class Wrong(PacksTask):
-        inputs: ClassVar[Mapping[int, Sequence[Sequence[int]]]] = {16: [[16], [8, 8]]}
+        packs: ClassVar[Mapping[int, Sequence[Sequence[int]]]] = {16: [[16], [8, 8]]}
 
         def sample_work(self, sample: ListedSample) -> Work:
             return Work(bad if sample.name.startswith("001") else 1.0)
