@@ -5,29 +5,18 @@ from __future__ import annotations
 import ast
 
 from mmspeed.models.families import FAMILIES
-from tests.rules.sources import CODE, name, nodes, python_files, syntax
+from tests.rules.sources import CODE, docstrings, name, nodes, python_files, syntax
 
 OWN = ("models/families/", "models/diffusers/", "models/codecs/")  # codecs have classes of their own
 # files with a message that names official pipelines a user may take instead
 MESSAGES = ("pipelines/inference/text_to_video.py",)
 
 
-def _docstrings(tree: ast.AST) -> set[int]:
-    """The ids of the nodes of docstrings."""
-    results = set()
-    for node in nodes(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and node.body:
-            first = node.body[0]
-            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-                results.add(id(first.value))
-    return results
-
-
-def _words(tree: ast.AST) -> list[tuple[int, str]]:
+def _words(tree: ast.Module) -> list[tuple[int, str]]:
     """(line, text) of strings other than docstrings, names, attributes and imported modules."""
-    docstrings, results = _docstrings(tree), []
+    texts, results = docstrings(tree), []
     for node in nodes(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
             results.append((node.lineno, node.value))
         elif isinstance(node, ast.Name):
             results.append((node.lineno, node.id))
