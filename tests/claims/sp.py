@@ -199,12 +199,12 @@ class _SchemeBench:
         self.group = dist.group.WORLD
 
     def run(self) -> SpResult:
-        results = schemes(self.ranks)
+        compared = schemes(self.ranks)
         steps = {a: _BenchStep(self.config(a), self.latent) for a in ("factorised", "full")}  # of one process
         frames, height, width = (max(1, size // 2) for size in self.latent)
         eighth = (frames, height + height % 2, width + width % 2)
         degree_one = self.degree_one(self.config("factorised"), eighth)
-        rows = [self.row(scheme, steps[scheme.arrangement]) for scheme in results]
+        rows = [self.row(scheme, steps[scheme.arrangement]) for scheme in compared]
         tokens = math.prod(steps["full"].config.grid(self.latent))
         return SpResult(self.ranks, self.threads, tokens, self.width, self.rounds, *degree_one, rows)
 
@@ -221,10 +221,10 @@ class _SchemeBench:
         off: list[Taken] = []
         for number in range(WARM + EASY * self.rounds):
             order = [(of_mesh, on), (plain, off)]
-            for chosen, scheme in order if number % 2 else order[::-1]:
+            for chosen, times in order if number % 2 else order[::-1]:
                 taken = self.alone(lambda chosen=chosen: chosen.run(None), self.threads)  # type: ignore[misc]
                 if number >= WARM:
-                    scheme.append(taken)
+                    times.append(taken)
         return tuple(Ratio.of([t[i] for t in on], [t[i] for t in off]) for i in (0, 1))  # type: ignore[return-value]
 
     def row(self, scheme: LayoutScheme, plain: _BenchStep) -> SchemeRow:

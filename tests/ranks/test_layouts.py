@@ -110,22 +110,22 @@ def truth(batch: int, columns: bool) -> tuple[Tensor, Tensor]:
     return out.detach(), torch.autograd.grad(out, qkv, noise(batch, *shape, E, seed=1))[0]
 
 
-def units(ledger: Step) -> dict[str, tuple[int, float]]:
+def units(result: Step) -> dict[str, tuple[int, float]]:
     """Copies, and units that they copied, before and after, on the way there and back."""
-    unit = comm.nbytes(ledger.out)
+    unit = comm.nbytes(result.out)
     return {
         f"{way} {side}": (
             counted.copies["all_to_all", "ulysses", side],
             counted.copied["all_to_all", "ulysses", side] / unit,
         )
-        for way, counted in (("forward", ledger.forward), ("back", ledger.back))
+        for way, counted in (("forward", result.forward), ("back", result.back))
         for side in ("pack", "unpack")
     }
 
 
-def total(ledger: Step) -> tuple[int, float]:
+def total(result: Step) -> tuple[int, float]:
     """Copies and units of a step."""
-    copies, copied = zip(*units(ledger).values(), strict=True)
+    copies, copied = zip(*units(result).values(), strict=True)
     return sum(copies), sum(copied)
 
 

@@ -37,7 +37,7 @@ def test_a_run_is_the_updates_by_hand(home: Path) -> None:
     }
     init_weights(models["model"], config.seed)
     averages = {role: [p.detach().clone() for p in model.parameters()] for role, model in models.items()}
-    result = {
+    optimizers = {
         role: torch.optim.AdamW(
             [
                 {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": config.train.weight_decay},
@@ -49,7 +49,7 @@ def test_a_run_is_the_updates_by_hand(home: Path) -> None:
         )
         for role, model in models.items()
     }
-    results = []
+    curve = []
     for number, step in enumerate(task.data(ALONE).steps(0, config.train.steps)):
         (batch,) = step.batches
         for role, loss_fn in (("model", student_loss), ("critic", critic_loss)):
@@ -61,16 +61,16 @@ def test_a_run_is_the_updates_by_hand(home: Path) -> None:
                 torch.nn.utils.clip_grads_with_norm_(
                     parameters, config.train.clip_norm, torch.nn.utils.get_total_norm([p.grad for p in parameters])
                 )
-            for group in result[role].param_groups:
+            for group in optimizers[role].param_groups:
                 group["lr"] = learning_rate(number, config.train)
-            result[role].step()
+            optimizers[role].step()
             if role == "model":
-                results.append(loss.item())
+                curve.append(loss.item())
         for role, model in models.items():
             weight = 1 - ema_decay(config.train.ema_decay, number + 1)
             for average, parameter in zip(averages[role], model.parameters(), strict=True):
                 average.lerp_(parameter.detach(), weight)
-    assert losses(config) == pytest.approx(results, **LOSS)
+    assert losses(config) == pytest.approx(curve, **LOSS)
     held = whole_checkpoint(config.run_dir)
     for role, prefix in (("model", ""), ("critic", "critic:")):
         for (name, parameter), average in zip(models[role].named_parameters(), averages[role], strict=True):

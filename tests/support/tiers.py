@@ -63,12 +63,12 @@ def state_of(
     if half:
         make_half(bare)
     model = parallelize(bare, mesh, strategy, compute_dtype=torch.bfloat16 if half else torch.float32)
-    result = make_optimizer(model, TrainConfig(optimizer=optimizer, **TRAIN), config, CPU, mesh)  # type: ignore[arg-type]
-    put = weight_setter(model, result)
+    tiered = make_optimizer(model, TrainConfig(optimizer=optimizer, **TRAIN), config, CPU, mesh)  # type: ignore[arg-type]
+    put = weight_setter(model, tiered)
     for parameter, value in zip(unwrap(model).parameters(), values.parameters(), strict=True):
         put(parameter, value.detach())
-    ema = EMA(model, 0.9, result, CPU if config.ema == "host" else None, BUCKET)
-    return TrainingState(model, result, ema)
+    ema = EMA(model, 0.9, tiered, CPU if config.ema == "host" else None, BUCKET)
+    return TrainingState(model, tiered, ema)
 
 
 def steps(

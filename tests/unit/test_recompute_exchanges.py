@@ -78,7 +78,7 @@ def test_one_in_another(outer: str, inner: str) -> None:
 
 
 def test_a_region_of_a_recomputed_block_is_one() -> None:
-    """What it is asked to do is done in both passes of the block, and it takes what the block's first pass got."""
+    """It does what it is asked in both passes of the block, and takes what the block's first pass got."""
     axis, group = make_axis()
     wanted, *counts = issued(Layer(axis), group)
     for around_graphs in (False, True):

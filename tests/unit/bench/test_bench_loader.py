@@ -178,10 +178,10 @@ def test_bench_measures_every_row_warm_and_cold(tmp_path: Path, capsys: pytest.C
         assert all(rate["samples_s"] > 0 and rate["mb_s"] > 0 for rate in shape["rates"][temperature].values())
         verdicts = {v["temperature"]: v["passed"] for v in shape["verdicts"]}
         assert ("PASS" if verdicts[temperature] else "FAIL") + f" {temperature}:" in table
-    text = re.search(
+    match = re.search(
         r"\ntraining gets ([\d,]+) samples/s of one processor's time, warm .*; by the clock [\d,]+, cold", table
     )
-    assert text and text[1] == f"{shape['rates']['warm'][TRAINED]['processor_samples_s']:,.0f}"
+    assert match and match[1] == f"{shape['rates']['warm'][TRAINED]['processor_samples_s']:,.0f}"
     for name in [FIRST, TRAINED, LATER, VIEW, *OTHERS, RAW]:
         assert f"\n| {name} | " in table
     assert [path.name for path in tmp_path.iterdir()] == ["loader.json"]  # the formats' files are gone

@@ -256,14 +256,14 @@ def test_a_config_without_a_task_is_of_videos(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "config"),
+    ("overrides", "online"),
     [((), True), (("preprocess.online=false",), False), (("data.cache=https://example.org/cache",), False)],
 )
 def test_missing_videos_are_encoded_in_the_first_epoch_where_they_can_be(
-    tmp_path: Path, overrides: tuple[str, ...], config: bool
+    tmp_path: Path, overrides: tuple[str, ...], online: bool
 ) -> None:
     maker = maker_of(small_config(tmp_path, *overrides))
-    assert isinstance(maker, OnlineBuilder) if config else maker is None
+    assert isinstance(maker, OnlineBuilder) if online else maker is None
 
 
 def test_init_loads_nothing_that_encodes(tmp_path: Path) -> None:

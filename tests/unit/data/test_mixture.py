@@ -53,21 +53,21 @@ def test_rounding_does_not_add_up_over_the_pools_of_a_data_set(sizes: list[int],
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 23), st.sampled_from([0.05, 0.3, 0.5, 0.99, 1.0, 1.5, 2.0, 3.7]), st.integers(0, 5))
 def test_an_epoch_names_no_use_twice(size: int, rate: float, epoch: int) -> None:
-    draws = pool(size, rate)
-    uses = BucketUses([draws], epoch, seed=1)[:]
-    assert len(uses) == draws.uses == max(1, round(rate * size))
+    source = pool(size, rate)
+    uses = BucketUses([source], epoch, seed=1)[:]
+    assert len(uses) == source.uses == max(1, round(rate * size))
     assert len(set(uses)) == len(uses), "two uses of one name would meet the same noise"
     times = Counter(place for place, _ in uses)
-    assert set(times) <= set(range(size)) and max(times.values()) <= draws.uses // size + 2
+    assert set(times) <= set(range(size)) and max(times.values()) <= source.uses // size + 2
     assert all(repeat < times[place] + 1 for place, repeat in uses)
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 15), st.sampled_from([0.2, 0.5, 0.8, 1.0, 1.3, 2.0]), st.integers(1, 30))
 def test_over_the_epochs_every_sample_is_used_as_often_as_any_other(size: int, rate: float, epochs: int) -> None:
-    uses, times = pool(size, rate), Counter(dict.fromkeys(range(size), 0))
+    source, times = pool(size, rate), Counter(dict.fromkeys(range(size), 0))
     for epoch in range(epochs):
-        times.update(place for place, _ in BucketUses([uses], epoch, seed=3)[:])
+        times.update(place for place, _ in BucketUses([source], epoch, seed=3)[:])
     assert max(times.values()) - min(times.values()) <= 1
 
 

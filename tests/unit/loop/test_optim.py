@@ -265,9 +265,9 @@ def test_throughput_counts_model_flops_only() -> None:
 def usual_handlers() -> Iterator[None]:
     """The handlers that Python begins with, whatever a launcher in this process has left; those found come back."""
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    results = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield
-    for number, handler in results.items():
+    for number, handler in before.items():
         signal.signal(number, handler)
 
 

@@ -170,10 +170,10 @@ class Deferred:
     """Copies that are made when they are waited for, and never before: what does not wait finds nothing."""
 
     def __init__(self) -> None:
-        self.copies, self.count, self.waited = CpuCopyEngine(), 0, 0
+        self.copies, self.waited = CpuCopyEngine(), 0
 
     def _job(self, copy: Callable[[], object]) -> Any:
-        outer, self.count, left = self, self.count + 1, [copy]
+        outer, left = self, [copy]
 
         class Waiting:
             def wait(self) -> None:

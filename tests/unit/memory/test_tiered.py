@@ -337,7 +337,7 @@ class Paced(SGD):
 
 def test_a_tensor_of_a_group_advances_once_a_step() -> None:
     groups = [{**group, "pace": torch.zeros(2)} for group in two_groups((VECTORS, MATRICES), torch.float32)]
-    ours = tiered(groups, lambda inputs: Paced(inputs, lr=1e-2), "parameters", "host")
+    ours = tiered(groups, lambda parameters: Paced(parameters, lr=1e-2), "parameters", "host")
     assert len(ours.buckets) > 1
     for step in range(3):
         for p, gradient in zip(of(groups), gradients_of(groups, step), strict=True):
