@@ -34,8 +34,14 @@ from mmspeed.preprocess.records.stale_entries import StoredEntries, WantedKeys, 
 from mmspeed.preprocess.records.statistics import DataStatistics
 from mmspeed.preprocess.records.upgrades import UpgradeCounts
 from mmspeed.preprocess.report.costs import cost_lines, estimate, folder_bytes, free_bytes, hints, peaks
-from mmspeed.preprocess.report.page import default_path, encode_estimate, take_thumbnails, write_page
-from mmspeed.preprocess.report.page_html import CacheState, DataPage
+from mmspeed.preprocess.report.page import (
+    CacheState,
+    DataPage,
+    default_path,
+    encode_estimate,
+    take_thumbnails,
+    write_page,
+)
 from mmspeed.preprocess.report.suggest_text import suggest_lines
 from mmspeed.preprocess.sources.captions import CaptionAffixes
 from mmspeed.preprocess.sources.discover import list_sources
