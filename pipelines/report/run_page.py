@@ -59,7 +59,11 @@ def write_report(run: str | Path) -> Path:
         validation=_validation_numbers(validations),
         validated=validations[-1]["step"] if validations else 0,
         plots={name: None if figure is None else figure_uri(figure) for name, figure in figures.items()},
-        slow=[(row["step"], one) for row in steps for one in row.get("slow_ranks", ())],
+        slow=[
+            (row["step"], one["rank"], one["host"], f"{one['factor']:.2f} x")
+            for row in steps
+            for one in row.get("slow_ranks", ())
+        ],
         memory=[] if memory is None else memory.lines(),
         samples=_samples(folder.samples),
         makes_videos=isinstance(config, Config),
@@ -190,12 +194,16 @@ def _terms_figure(steps: Sequence[Row]) -> Figure | None:
     return figure
 
 
-def _validation_numbers(validations: Sequence[Row]) -> dict[str, float]:
+def _validation_numbers(validations: Sequence[Row]) -> list[tuple[str, str]]:
     """The numbers of the last validation, its terms included; empty where it has the loss alone."""
     last = validations[-1] if validations else {}
     numbers = {**last, **last.get("terms", {})}
     known = ("step", "loss", "seconds")
-    return {name: value for name, value in numbers.items() if isinstance(value, int | float) and name not in known}
+    return [
+        (name, f"{value:.6g}")
+        for name, value in numbers.items()
+        if isinstance(value, int | float) and name not in known
+    ]
 
 
 def _throughput_figure(steps: Sequence[Row]) -> Figure:

@@ -28,7 +28,7 @@ Array = npt.NDArray[Any]
 UNITS = {"samples": "TFLOP", "tokens": "tokens", "flops": "TFLOP", "time": "s"}  # of a cost, by batching.by
 UNEVEN = 1.05  # imbalance above which a hint is given
 HEAD = (
-    *("devices", "stage", "epochs", "steps/epoch", "samples/step", "tokens/step", "micro-batches"),
+    *("devices", "stage", "epochs", "steps", "samples", "tokens", "micro-batches"),
     *("imbalance", "worst", "epoch's", "idle", "mixed", "short", "TFLOP"),
 )
 
@@ -116,9 +116,10 @@ class ScheduleForecast:
         """A sentence about the table."""
         meet = "once a step" if self.config.parallel.strategy == "ddp" else "in every micro-batch"
         return (
-            f"imbalance: greatest / mean cost across ranks, which synchronise {meet}: mean over steps, worst step, the epoch's;"
+            "steps: of an epoch; samples, tokens (of the model) and micro-batches: of a step, mean;"
+            f" imbalance: greatest / mean cost across ranks, which synchronise {meet}: mean over steps, worst step, the epoch's;"
             " idle: micro-batches without a sample; mixed: steps of several buckets; short: of less than 0.9 of the median's cost;"
-            " tokens: of the model; TFLOP: of the whole training"
+            " TFLOP: of the whole training"
         )
 
     def parts(self) -> list[tuple[str, list[str]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ def test_each_rank_has_a_curve_and_slow_ranks_a_line(tmp_path: Path) -> None:
     figure = ranks_figure(rows)
     assert figure is not None and [len(axis.lines) for axis in figure.axes] == [2, 2, 2]
     assert list(figure.axes[0].lines[1].get_xdata()) == [20, 30]
-    assert "<td>30</td><td>1</td><td><bdi>&lt;node-7&gt;</bdi></td><td>1.40 x</td>" in page_of(tmp_path, rows)
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", page_of(tmp_path, rows))
+    assert cells == ["30", "1", "&lt;node-7&gt;", "1.40 x"]
     assert "No rank was slow" in page_of(tmp_path, [row(1, [1.0, 1.0])])
 
 

@@ -125,7 +125,7 @@ def test_lines_and_page_have_the_same_numbers(tmp_path: Path) -> None:
     page = Reader(render(DataPage(config, "check", DataStatistics(), "Ready", False, costs=costs)))
     lines = costs.schedule.lines()
     head, *rows = costs.schedule.table()
-    assert len(rows) == 3 * 3 and head[:4] == ("devices", "stage", "epochs", "steps/epoch")
+    assert len(rows) == 3 * 3 and head[:4] == ("devices", "stage", "epochs", "steps")
     for number, row in enumerate(rows):
         assert [page.keyed[f"schedule-{number}-{place}"] for place in range(len(row))] == list(row)
         assert any(line.split() == " ".join(row).split() for line in lines), row
