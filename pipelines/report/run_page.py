@@ -59,6 +59,7 @@ def write_report(run: str | Path) -> Path:
         validation=_validation_numbers(validations),
         validated=validations[-1]["step"] if validations else 0,
         plots={name: None if figure is None else figure_uri(figure) for name, figure in figures.items()},
+        parts=[] if figures["parts"] is None else [axis.get_title() for axis in figures["parts"].axes],
         slow=[
             (row["step"], one["rank"], one["host"], f"{one['factor']:.2f} x")
             for row in steps

@@ -176,9 +176,12 @@ class BucketFitter:
                 frames_C[at] = bucket.frames / min(frames, self._most_frames)
                 size_C[at] = math.sqrt(min(1.0, bucket.height * bucket.width / min(width * height, self._most_area)))
         total = sum(clips.values())
-        lost = [1 - float(part_C @ cells.counts) / total if total else 0.0 for part_C in (view_C, frames_C, size_C)]
+        cropped, trimmed, scaled = (
+            1 - float(part_C @ cells.counts) / total if total else 0.0 for part_C in (view_C, frames_C, size_C)
+        )
         kept = float((view_C * frames_C * size_C) @ cells.counts) / cells.sources
-        return BucketFit(tuple(clips), tuple(clips.values()), *lost, cells.sources - total, kept)
+        rejected = cells.sources - total
+        return BucketFit(tuple(clips), tuple(clips.values()), cropped, trimmed, scaled, rejected, kept)
 
     def _values(self, bucket: Bucket) -> np.ndarray:
         """The share that a bucket keeps of each cell; 0: it does not take it."""
