@@ -28,7 +28,7 @@ def test_links_are_relative_and_lead_to_the_root_folders(folder: str) -> None:
 
 
 def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
-    """Check the floors of the `mmspeed` package in `folder` with the contracts of our pyproject.toml."""
+    """Check the imports of the `mmspeed` package in `folder` with the contracts of our pyproject.toml."""
     return subprocess.run(
         [
             sys.executable,
@@ -100,6 +100,13 @@ def test_floors_can_break(tmp_path: Path) -> None:
     assert done.returncode == 1 and "mmspeed.models is not allowed to import mmspeed.loop" in done.stdout
     (package / "protocols" / "batch.py").write_text("import mmspeed.device\n", encoding="utf-8")
     assert "mmspeed.protocols is not allowed to import mmspeed.device" in lint_imports(tmp_path).stdout
+    (package / "pipelines" / "video.py").write_text(
+        "def show():\n    import mmspeed.pipelines.page\n", encoding="utf-8"
+    )
+    assert "No cycles" not in lint_imports(tmp_path).stdout
+    typing = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import mmspeed.pipelines.video\n"
+    (package / "pipelines" / "page.py").write_text(typing, encoding="utf-8")
+    assert "No cycles are allowed in mmspeed.pipelines." in lint_imports(tmp_path).stdout
 
 
 def bare_imports(tree: ast.Module) -> list[str]:

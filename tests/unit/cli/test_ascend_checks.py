@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mmspeed.cli.ascend_checks import ascend_checks
-from mmspeed.cli.doctor import Diagnosis
+from mmspeed.cli.diagnosis import Diagnosis
 
 HOME = "/usr/local/Ascend/ascend-toolkit/latest"
 SET = {"ASCEND_TOOLKIT_HOME": HOME}

@@ -18,7 +18,8 @@ import yaml
 from mmspeed.__main__ import main
 from mmspeed.cli import launch
 from mmspeed.cli.app import split_debug
-from mmspeed.cli.doctor import Diagnosis, diagnose, render, to_json
+from mmspeed.cli.diagnosis import Diagnosis
+from mmspeed.cli.doctor import diagnose, render, to_json
 from mmspeed.cli.failures import describe
 from mmspeed.cli.launch import explain, wanted, worth_a_restart
 from mmspeed.config import load_config
