@@ -57,7 +57,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 bench: $(STAMP)
-	$(BIN)/mmspeed bench overfit $(BENCH_ARGS)
+	$(BIN)/python -m tests.claims.overfit $(BENCH_ARGS)
 
 bundle: $(STAMP)
 	@$(BIN)/python -m mmspeed.bench.qualify.bundle $(BUNDLE)

@@ -23,9 +23,9 @@ OLD_PARTS = {
     "anew",
     "dear",
 }  # of names: none of them is a noun of the thing
-# Fields that dataclasses write by name to JSON that users keep or parse (`bench memory`, `bench attention`, `doctor`, `cache verify`,
+# Fields that dataclasses write by name to JSON that users keep or parse (`doctor`, `cache verify`,
 # each with --json or --output), so a new name would break what reads them.
-WRITTEN = {"BudgetRow.told", "GoalVerdict.found", "Diagnosis.found", "MendReport.found"}
+WRITTEN = {"Diagnosis.found", "MendReport.found"}
 
 
 def docstrings_of(tree: ast.Module) -> list[str]:

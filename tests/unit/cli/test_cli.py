@@ -63,7 +63,7 @@ def test_a_group_of_commands_alone_shows_its_help(group: str, capsys: pytest.Cap
 
 @pytest.mark.parametrize(
     "name",
-    ["init", "check", "preprocess", "train", "sample", "report", "demo", "doctor", "bench overfit", "cache stat"],
+    ["init", "check", "preprocess", "train", "sample", "report", "demo", "doctor", "bench comm", "cache stat"],
 )
 def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*name.split(), "-h"]) == 0

@@ -98,7 +98,7 @@ main(sys.argv[1:])
             "qualify",
             "cache stat cache",
             "checkpoint list runs/my",
-            "bench attention --tokens 1024",
+            "bench attention --run runs/my",
             "bench decode videos",
             "bench comm",
         ]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 
+from mmspeed.bench.attention import AttentionRow, VideoErrors
 from mmspeed.log import format_bytes
 
 LINEAR = 1.25  # growth of memory relative to that of tokens that still counts as linear
@@ -18,60 +19,6 @@ GOALS = (
     (32_768, 0.05, 0.08, None, 10.0),
 )
 PEAK, WARM_PLAN, TAIL_GAIN, RULE_GAIN, EQUAL_TIME, THROUGHPUT = 1.8, 0.08, 2.5, 0.92, 0.5, 0.6
-
-
-@dataclass(frozen=True)
-class Speedup:
-    """A speedup over dense attention, by the clock and by processors' time (CPUs only)."""
-
-    wall: float
-    cpu: float | None = None
-
-    def least(self) -> float:
-        """The smaller of both, since other work on a machine may distort the clock's either way."""
-        return self.wall if self.cpu is None else min(self.wall, self.cpu)
-
-    def __str__(self) -> str:
-        return f"{self.wall:.2f}x" if self.cpu is None else f"{self.wall:.2f}x ({self.cpu:.2f})"
-
-
-@dataclass(frozen=True)
-class AttentionRow:
-    """A method at a length. Errors are relative, in the L2 norm, against dense attention; times are of a whole call of all heads.
-
-    Errors and the kept share are means over videos; all else is of the first.
-    """
-
-    tokens: int
-    keep: float  # requested share
-    planner: str
-    tail: str
-    cluster_size: int
-    kept: float  # share of pairs
-    pairs: int  # that the kernel computed, including means and padding
-    backend: str
-    error: float  # of the output
-    gradient_errors: tuple[float, float, float]  # dq, dk, dv, for a gradient of white noise
-    warm_error: float | None  # of the output, by a plan with the centroids of the same video under other noise
-    plan_seconds: float
-    warm_seconds: float | None
-    both_seconds: float  # forward + backward, planning included
-    forward: Speedup  # planning included, as in `both`
-    both: Speedup
-    peak_bytes: int  # beyond the inputs, forward + backward
-    dense_peak_bytes: int
-    throughput: float  # kept pairs per second, without planning, relative to dense attention
-    errors: tuple[float, ...] = ()  # of the output, of each video
-
-
-@dataclass(frozen=True)
-class VideoErrors:
-    """The kept share and the errors of a method on one video: as in `AttentionRow`."""
-
-    kept: float
-    error: float
-    gradient_errors: tuple[float, float, float]
-    warm_error: float | None
 
 
 def with_mean_errors(row: AttentionRow, others: Sequence[VideoErrors]) -> AttentionRow:
@@ -95,10 +42,10 @@ class GoalVerdict:
 
     goal: str
     passed: bool
-    found: str
+    figures: str
 
     def line(self) -> str:
-        return f"{'PASSED' if self.passed else 'FAILED'}  {self.goal}: {self.found}"
+        return f"{'PASSED' if self.passed else 'FAILED'}  {self.goal}: {self.figures}"
 
 
 @dataclass(frozen=True)
