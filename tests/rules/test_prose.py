@@ -149,7 +149,7 @@ def test_old_names_are_seen(text: str) -> None:
 
 
 def test_plain_names_pass() -> None:
-    assert old_names(ast.parse("gathered, thereby = f(found)\nclass BudgetRow:\n    told: str")) == []
+    assert old_names(ast.parse("gathered, thereby = f(found)\nclass Diagnosis:\n    found: str")) == []
 
 
 def test_plain_docstrings_pass() -> None:
