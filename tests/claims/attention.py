@@ -1,4 +1,4 @@
-"""Sparse attention on synthetic video: its error and speedup relative to dense attention, planning included, held to goals.
+"""Sparse attention on synthetic video: its error and speedup relative to dense attention, planning included.
 
 Beside the planners of `mmspeed bench attention`, two other rules for the same clusters are measured:
 
@@ -15,11 +15,13 @@ Legend: B batch, A heads, N tokens, D head width, X position axes.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -35,9 +37,7 @@ from mmspeed.compute.sparse.planners.selection import KeepRule
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.data.cache.files import write_whole
 from mmspeed.device import Device, parse_dtype, pick
-from mmspeed.log import get_logger, setup
-
-from .attention_verdicts import AttentionResult, with_mean_errors
+from mmspeed.log import format_bytes, get_logger, setup
 
 log = get_logger("bench")
 
@@ -95,6 +95,98 @@ def fitted(chosen: Method, q_BAND: Tensor, k_BAND: Tensor, positions_NX: Tensor)
         kept = float(tried.plan(q_BAND, k_BAND, positions_NX).kept_share().mean())
         low, high = (mass, high) if kept < chosen.keep else (low, mass)
     return replace(chosen, mass=(low + high) / 2)
+
+
+def with_mean_errors(row: AttentionRow, others: Sequence[VideoErrors]) -> AttentionRow:
+    """The row with means over its own video and others."""
+    videos = [VideoErrors(row.kept, row.error, row.gradient_errors, row.warm_error), *others]
+    dq, dk, dv = (fmean(video.gradient_errors[i] for video in videos) for i in range(3))
+    warm = [video.warm_error for video in videos if video.warm_error is not None]
+    return replace(
+        row,
+        kept=fmean(video.kept for video in videos),
+        error=fmean(video.error for video in videos),
+        gradient_errors=(dq, dk, dv),
+        warm_error=fmean(warm) if warm else None,
+        errors=tuple(video.error for video in videos),
+    )
+
+
+@dataclass(frozen=True)
+class AttentionResult:
+    """The results of the bench. `oracle`: by length, the share of the keys that holds 90 % of a query's mass, by head."""
+
+    rows: list[AttentionRow]
+    oracle: dict[int, list[float]]
+    dense: dict[int, dict[str, float]]  # seconds of dense attention, by length: forward, both
+    kernels: dict[str, str]  # the reason why a kernel cannot run here; empty where it can
+    device: str
+    device_name: str
+    threads: int
+    load: float
+    heads: int
+    width: int
+    dtype: str
+    rounds: int
+    seeds: int = 1  # videos that errors are means over
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+    def lines(self) -> list[str]:
+        """Head and tables."""
+        return [*self.head(), *table(self.rows)]
+
+    def head(self) -> list[str]:
+        """The conditions of the measurement."""
+        threads = f", {self.threads} threads, load {self.load:.1f}" if self.device == "cpu" else ""
+        lines = [
+            f"{self.heads} heads of width {self.width}, {self.dtype}, {self.device_name}{threads}; medians of {self.rounds} rounds",
+            "faster: than dense attention in the same round, planning included"
+            + ("; in brackets by processors' time" if self.device == "cpu" else ""),
+            f"errors and kept shares: means over {self.seeds} video{'s' * (self.seeds > 1)}",
+            "kernels: "
+            + ", ".join(name + (f" (not here: {why})" if why else "") for name, why in self.kernels.items()),
+        ]
+        for tokens, shares in self.oracle.items():
+            times = self.dense[tokens]
+            lines.append(
+                f"{tokens:,} tokens: 90 % of a query's mass lies on {', '.join(f'{share:.0%}' for share in shares)} of the keys, by head;"
+                f" dense attention {times['forward'] * 1e3:.0f} ms forward, {times['both'] * 1e3:.0f} ms with backward"
+            )
+        return [*lines, ""]
+
+
+COLUMNS: tuple[tuple[str, Callable[[AttentionRow], str]], ...] = (
+    ("planner", lambda row: row.planner),
+    ("tail", lambda row: row.tail),
+    ("kept", lambda row: f"{row.kept:.3f}"),
+    ("error", lambda row: f"{row.error:.3f}"),
+    ("of videos", lambda row: f"{min(row.errors):.3f} to {max(row.errors):.3f}" if len(row.errors) > 1 else ""),
+    ("dq, dk, dv", lambda row: " ".join(f"{error:.2f}" for error in row.gradient_errors)),
+    ("warm", lambda row: "" if row.warm_error is None else f"{row.warm_error:.3f}"),
+    ("forward", lambda row: str(row.forward)),
+    ("with backward", lambda row: str(row.both)),
+    ("plan ms", lambda row: f"{row.plan_seconds * 1e3:.1f}"),
+    ("warm ms", lambda row: "" if row.warm_seconds is None else f"{row.warm_seconds * 1e3:.1f}"),
+    ("memory", lambda row: f"{format_bytes(row.peak_bytes)} ({row.peak_bytes / max(1, row.dense_peak_bytes):.2f}x)"),
+    ("throughput", lambda row: f"{row.throughput:.0%}"),
+    ("pairs", lambda row: f"{row.pairs / 1e6:.1f} M"),
+    ("kernel", lambda row: row.backend),
+)
+
+
+def table(rows: list[AttentionRow]) -> list[str]:
+    """A table for each length, aligned."""
+    lines = []
+    for tokens in dict.fromkeys(row.tokens for row in rows):
+        cells = [[cell(row) for _, cell in COLUMNS] for row in rows if row.tokens == tokens]
+        wide = [max(len(line[i]) for line in [[name for name, _ in COLUMNS], *cells]) for i in range(len(COLUMNS))]
+        lines.append(f"{tokens:,} tokens")
+        for line in [[name for name, _ in COLUMNS], *cells]:
+            lines.append("  ".join(text.ljust(width) for text, width in zip(line, wide, strict=True)).rstrip())
+        lines.append("")
+    return lines
 
 
 def bench_attention(setting: SyntheticSetting) -> AttentionResult:
@@ -178,8 +270,8 @@ def _surface(grid: Grid) -> int:
     return t * h + h * w + t * w
 
 
-def main() -> int:
-    """Measure, print the tables and the verdicts, and write attention.json; 1 with --strict where a goal is missed."""
+def main() -> None:
+    """Measure, print the tables and write attention.json."""
     parser = argparse.ArgumentParser(prog="python -m tests.claims.attention", description=main.__doc__)
     parser.add_argument("--tokens", metavar="N,...", help="lengths; default 4096,16384")
     parser.add_argument("--keep", metavar="SHARE,...", help="shares of pairs to keep; default 0.05,0.1,0.2")
@@ -194,7 +286,6 @@ def main() -> int:
     for name in ("backend", "device", "dtype"):
         parser.add_argument(f"--{name}", default=getattr(SyntheticSetting, name))
     parser.add_argument("--output", type=Path, default=Path("runs/bench-attention"))
-    parser.add_argument("--strict", action="store_true")
     chosen = parser.parse_args()
     setup()
     whole: dict[str, Any] = {"tokens": FULL_TOKENS, "keeps": FULL_KEEPS, "planners": PLANNERS}
@@ -206,8 +297,7 @@ def main() -> int:
     result = bench_attention(SyntheticSetting(**fields))
     write_whole(chosen.output / "attention.json", (result.to_json() + "\n").encode())
     print("\n".join(result.lines()))
-    return 1 if chosen.strict and not result.passed() else 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()
