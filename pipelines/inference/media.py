@@ -97,14 +97,6 @@ def from_model_range(video_3FHW: torch.Tensor, fps: float) -> Video:
     return Video(pixels_FHWC.contiguous().numpy(), fps)
 
 
-def psnr(a: np.ndarray, b: np.ndarray) -> float:
-    """Peak signal-to-noise ratio of two uint8 arrays of one shape, in dB; infinite when they are equal."""
-    if a.shape != b.shape or a.dtype != np.uint8 or b.dtype != np.uint8:
-        raise ValueError(f"psnr compares uint8 arrays of one shape, not {a.dtype} {a.shape} and {b.dtype} {b.shape}")
-    error = float(np.mean((a.astype(np.float64) - b.astype(np.float64)) ** 2))
-    return float("inf") if error == 0 else 10 * float(np.log10(255.0**2 / error))
-
-
 def evenly_spaced(count: int, columns: int) -> list[int]:
     """Indices of `count` frames, at most `columns`, rising, without repeats, the first and the last included."""
     return sorted({int(i) for i in np.linspace(0, count - 1, min(columns, count)).round()})
