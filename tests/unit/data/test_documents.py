@@ -21,7 +21,6 @@ from mmspeed.data.cache.document_blocks import (
     add_block,
     check_of,
     id_type,
-    write_text_cache,
     write_text_info,
 )
 from mmspeed.data.cache.documents import TextCache, read_document_table
@@ -36,6 +35,7 @@ from mmspeed.data.maintenance.repair import mend
 from mmspeed.data.maintenance.stats import census
 from mmspeed.data.maintenance.verify import verify
 from mmspeed.errors import UserError
+from tests.support.text_caches import write_text_cache
 
 
 def _facts(vocabulary: int, end: int | None = None) -> TokenizerFacts:
@@ -76,7 +76,7 @@ def test_ids_take_the_smallest_type(tmp_path: Path, vocabulary: int, kind: str) 
     write_text_cache(tmp_path, {"a": [[vocabulary - 1, 0]]}, _facts(vocabulary))
     ids = TextCache(tmp_path).ids(0)
     assert (ids.dtype, ids.tolist()) == (np.dtype(kind), [vocabulary - 1, 0])
-    with pytest.raises(UserError, match=f"outside of a vocabulary of {vocabulary}"):
+    with pytest.raises(ValueError, match=f"outside of a vocabulary of {vocabulary}"):
         write_text_cache(tmp_path / "b", {"a": [[vocabulary]]}, _facts(vocabulary))
 
 
