@@ -279,10 +279,6 @@ class CheckpointManager:
         """The checkpoint written last, or None."""
         return latest(self.folder)
 
-    def best(self) -> Path | None:
-        """The checkpoint with the lowest validation loss, or None."""
-        return best(self.folder)
-
     def newest_copy(self, name: str | None) -> Path | None:
         """The newest copy on the local disks that all ranks have, at least as new as the checkpoint `name`. A collective call."""
         if self.local is None:

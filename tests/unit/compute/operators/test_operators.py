@@ -105,9 +105,9 @@ def test_bounds_that_are_not_the_tokens_are_an_error() -> None:
 
 def test_a_loop_serves_what_grouped_mm_refuses() -> None:
     wide = numbers(4, 17), numbers(2, 8, 17, seed=1), torch.tensor([1, 4])
-    assert "no multiple of 16 bytes" in grouped_product.reasons(*wide)["grouped_mm"]
+    assert "no multiple of 16 bytes" in grouped_product["grouped_mm"].refuses(*wide)
     double = numbers(4, 8, dtype=torch.float64), numbers(2, 8, 8, dtype=torch.float64), torch.tensor([1, 4])
-    assert "takes no torch.float64" in grouped_product.reasons(*double)["grouped_mm"]
+    assert "takes no torch.float64" in grouped_product["grouped_mm"].refuses(*double)
     assert grouped_product.choose(*wide).name == grouped_product.choose(*double).name == "loop"
     assert torch.autograd.gradcheck(lambda x, w: grouped_product(x, w, double[2]), double[:2])
     with pytest.raises(ValueError, match="4 rows, and the last group ends at 3"):
