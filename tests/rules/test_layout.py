@@ -88,7 +88,7 @@ def test_floors_can_break(tmp_path: Path) -> None:
         "device",
         "torch_internals",
         "redaction",
-        "page_policy",
+        "pages",
         "errors",
         "version",
     }

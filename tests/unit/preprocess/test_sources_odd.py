@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmspeed.errors import UserError
-from mmspeed.preprocess.sources.rejections import Reason, readable
+from mmspeed.preprocess.sources.rejections import Reason
+from mmspeed.redaction import readable
 from tests.support.listing import listed
 from tests.support.media import write_tar
 from tests.unit.preprocess.test_sources import accounted, captions, media, reasons
