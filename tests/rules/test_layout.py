@@ -15,6 +15,9 @@ import pytest
 from .sources import CODE, LINKS, ROOT, name, nodes, offenders, python_files, syntax
 
 
+LINT = "from importlinter.cli import lint_imports_command as c; c()"
+
+
 @pytest.mark.parametrize("folder", LINKS)
 def test_links_are_relative_and_lead_to_the_root_folders(folder: str) -> None:
     link = ROOT / "mmspeed" / folder
@@ -26,14 +29,7 @@ def test_links_are_relative_and_lead_to_the_root_folders(folder: str) -> None:
 def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
     """Check the floors of the `mmspeed` package in `folder` with the contracts of our pyproject.toml."""
     return subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "from importlinter.cli import lint_imports_command as c; c()",
-            "--config",
-            str(ROOT / "pyproject.toml"),
-            "--no-cache",
-        ],
+        [sys.executable, "-c", LINT, "--config", str(ROOT / "pyproject.toml"), "--no-cache"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(folder)},
         capture_output=True,
@@ -127,17 +123,8 @@ def test_wheel_holds_the_code_and_the_clips(tmp_path: Path) -> None:
         ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "runs")
     )
     shutil.rmtree(source / "build", ignore_errors=True)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-build-isolation",
-        "--no-deps",
-        "-w",
-        str(tmp_path),
-        str(source),
-    ]
+    options = ["--no-build-isolation", "--no-deps", "-w", str(tmp_path)]
+    command = [sys.executable, "-m", "pip", "wheel", *options, str(source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = tmp_path.glob("*.whl")
