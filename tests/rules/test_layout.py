@@ -14,7 +14,6 @@ import pytest
 
 from .sources import CODE, LINKS, ROOT, name, nodes, offenders, python_files, syntax
 
-
 LINT = "from importlinter.cli import lint_imports_command as c; c()"
 
 
