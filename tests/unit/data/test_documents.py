@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import numpy as np
@@ -169,18 +168,17 @@ def test_a_copy_far_away(tmp_path: Path) -> None:
         assert cache.root != tmp_path / "near"
 
 
-def test_ten_million_documents_open_at_once(tmp_path: Path) -> None:
+def test_ten_million_documents_are_mapped(tmp_path: Path) -> None:
     """The table alone; 250 MB of it are written once and never read."""
     rows = 10_000_000
     arrays = [pa.array(np.zeros(rows, f.type.to_pandas_dtype()), f.type) for f in DOCUMENTS_SCHEMA]
     facts = {"version": TABLE_VERSION, "blocks": ["0" * 32], "sources": [], "fingerprint": "x"}
     write_batch(tmp_path / "index" / DOCUMENTS_NAME, arrays, DOCUMENTS_SCHEMA, facts)
-    read_document_table(tmp_path / "index" / DOCUMENTS_NAME)
-    began = time.perf_counter()
+    del arrays
+    before = pa.total_allocated_bytes()
     table = read_document_table(tmp_path / "index" / DOCUMENTS_NAME)
-    seconds = time.perf_counter() - began
     assert len(table.columns["length"]) == rows
-    assert seconds < 0.05, seconds
+    assert pa.total_allocated_bytes() - before < 1 << 20
 
 
 def test_marks_change_the_check() -> None:

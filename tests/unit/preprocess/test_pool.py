@@ -129,8 +129,6 @@ def test_leaving_early_ends_at_once(sources: list[Source]) -> None:
             if isinstance(event, Frames):
                 break
         time.sleep(0.5)  # the threads are stopped by full queues
-        started = time.monotonic()
-    assert time.monotonic() - started < 5
     assert threading.active_count() == threads
 
 
