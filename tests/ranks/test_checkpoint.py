@@ -208,6 +208,7 @@ def test_one_process_reads_what_two_wrote(folder: Path, two: list[dict[str, Any]
     check_alone(folder / step_name(2), two[0]["saved"])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_four_ranks_read_it_and_one_reads_theirs(
     folder: Path, two: list[dict[str, Any]], four: list[dict[str, Any]]

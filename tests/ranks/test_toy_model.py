@@ -8,20 +8,15 @@ import pytest
 
 from mmspeed.log import read_metrics
 from tests.support.checkpoints import differing, farthest, whole_checkpoint
-from tests.support.covers import slow_but
 from tests.support.runs import losses
 from tests.support.spawn import run_ranks
 from tests.support.toy import ToyDiT
 from tests.support.toy_runs import toy_config, train_toy, write_toy_cache
 
 LAYOUTS = {
-    "fsdp-2": (2, ("parallel.strategy=fsdp",)),
-    "fsdp-4": (
-        4,
-        ("parallel.strategy=fsdp",),
-    ),  # sizes that 4 does not divide, and three samples: a filler in each step
+    # sizes that 4 does not divide, and three samples: a filler in each step
+    "fsdp-4": (4, ("parallel.strategy=fsdp",)),
     "fsdp-2-accumulated": (2, ("parallel.strategy=fsdp", "train.micro_batch_size=1")),
-    "ddp-2": (2, ("parallel.strategy=ddp",)),
     "ddp-4": (4, ("parallel.strategy=ddp", "train.micro_batch_size=1")),
 }
 
@@ -55,7 +50,8 @@ def test_its_own_count_of_operations_is_reported(home: Path) -> None:
             assert any(row["mfu"] * seconds * 0.1e12 == pytest.approx(flops) for flops in lengths)
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, {"fsdp-2-accumulated"}))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_equal_one_process(home: Path, layout: str) -> None:
     """Gradients are sums of the same numbers in another order: a few eps, of which Adam makes less than that share of its steps of 1e-3."""
     world, overrides = LAYOUTS[layout]
@@ -67,23 +63,16 @@ def test_ranks_equal_one_process(home: Path, layout: str) -> None:
         assert farthest(state, truth, prefix) < 1e-6
 
 
-def stopped(folder: str, overrides: tuple[str, ...]) -> None:
-    """A run that stops after each of its steps."""
+def stopped(folder: str) -> None:
+    """A sharded run that stops after each of its steps."""
     for steps in range(1, 7):
-        train_toy(folder, (f"train.steps={steps}", *overrides))
+        train_toy(folder, ("name=parts", f"train.steps={steps}", *LAYOUTS["fsdp-2-accumulated"][1]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["none", "fsdp", "ddp"])
-def test_a_run_that_was_stopped_goes_on_bitwise(home: Path, strategy: str) -> None:
-    if strategy == "none":
-        stopped(str(home), ("name=parts-none",))
-        whole = toy_config(home)
-    else:
-        overrides = (f"parallel.strategy={strategy}", "train.micro_batch_size=1")
-        whole = toy_config(home, f"name=whole-{strategy}")
-        run_ranks(train_toy, 2, str(home), (f"name=whole-{strategy}", *overrides))
-        run_ranks(stopped, 2, str(home), (f"name=parts-{strategy}", *overrides))
-    parts = toy_config(home, f"name=parts-{strategy}")
+def test_a_run_that_was_stopped_goes_on_bitwise(home: Path) -> None:
+    run_ranks(train_toy, 2, str(home), ("name=whole", *LAYOUTS["fsdp-2-accumulated"][1]))
+    run_ranks(stopped, 2, str(home))
+    parts, whole = (toy_config(home, f"name={name}") for name in ("parts", "whole"))
     assert losses(parts) == losses(whole)
     assert differing(whole_checkpoint(parts.run_dir), whole_checkpoint(whole.run_dir)) == []
