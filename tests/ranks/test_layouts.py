@@ -164,17 +164,6 @@ def keeping_order(axes: SequenceAxes, sizes: tuple[int, ...], layout: Layout) ->
     )
 
 
-def by_wire(axes: SequenceAxes, order: tuple[int, ...]) -> Attention:
-    """Attention whose exchanges all travel, and whose results all lie, in one order of the dims."""
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        started = comm.start_all_to_all_many([q, k, v], axes.ulysses, 1, 2, order=order)
-        out = sdpa(*comm.finish_all(started))
-        return comm.all_to_all(out, axes.ulysses, 2, 1, order=order)
-
-    return attention
-
-
 def declared(columns: bool) -> Layout:
     """The layout in which SoraDiT's plan says that projections come."""
     site = sora_plan(("spatial", "temporal"), A).attention["blocks.*.self_attention.attend"]
@@ -218,36 +207,6 @@ def case_copies_of_a_step() -> None:
             # projections and output are views in the default layout, and copies where they do not lie so
             assert beside[declared(columns)] == min(beside.values()) == 0
             assert beside["BAND"] == 4
-
-
-def case_order_of_travel() -> None:
-    """Heads first (as before layouts), BSH and SBH on the way: the same results; tokens first copies least."""
-    for axes in (axes_of(2), axes_of(4)):
-        for batch, columns in CANDIDATES:
-            sizes = even_sizes(12 if columns else 24, axes.size)
-            four: Layout = "BNAD" if not columns else "NBAD" if batch == 1 else "BAND"  # of (B, A, N, D)
-            results = {}
-            for order in ("BAND", "BNAD", "NBAD"):
-                attention = by_wire(axes, memory_order(order))  # type: ignore[arg-type]
-                results[order] = step(attention, axes, batch, columns, four, sizes)
-            layout = declared(columns)
-            results["chosen"] = step(in_layout(axes, sizes, layout), axes, batch, columns, layout, sizes)
-            for result in results.values():
-                assert torch.equal(result.out, results["BAND"].out) and torch.equal(result.grad, results["BAND"].grad)
-                assert (
-                    result.forward.bytes == results["BAND"].forward.bytes
-                    and result.back.bytes == results["BAND"].back.bytes
-                )
-            copies = {name: total(result) for name, result in results.items()}
-            assert copies["chosen"] == min(copies.values()) == ((4, 8) if batch == 1 else (5, 11))
-            if (
-                axes.ulysses.size == 2
-            ):  # of 4 ranks each has one head, which makes heads first and tokens first the same for one sample
-                assert copies["BAND"] == ((7, 15) if batch == 1 and not columns else (8, 16))
-            if batch == 1 and not columns:  # one sample's tokens come first in BSH too
-                assert copies["BNAD"] == copies["NBAD"] == (4, 8)
-            else:
-                assert copies["BNAD"] == (8, 16) and copies["NBAD"] == (5, 11)
 
 
 @dataclass(frozen=True)
@@ -353,7 +312,6 @@ def case_a_layout_of_other_dims() -> None:
 
 CASES = [
     case_copies_of_a_step,
-    case_order_of_travel,
     case_parts,
     case_ring_behind,
     case_causal_columns,
