@@ -107,7 +107,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, {"fsdp", "fsdp, halves of masters, recomputed"}))
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, {"fsdp, halves of masters, recomputed"}))
 def test_kept_parts_and_times_stay_float32(wan: Path, layout: str) -> None:
     world, overrides = LAYOUTS[layout]
     half = any("master" in each for each in overrides)

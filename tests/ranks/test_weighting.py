@@ -48,9 +48,6 @@ def truth(home: Path) -> list[np.ndarray]:
         ("window", "ddp"),
         pytest.param("same", "fsdp", marks=pytest.mark.slow),
         pytest.param("samples", "fsdp", marks=pytest.mark.slow),
-        pytest.param("same", "ddp", marks=pytest.mark.slow),
-        pytest.param("window", "fsdp", marks=pytest.mark.slow),
-        pytest.param("samples", "ddp", marks=pytest.mark.slow),
     ],
 )
 def test_a_sample_counts_the_same_on_two_ranks(
