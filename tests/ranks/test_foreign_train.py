@@ -52,8 +52,7 @@ COVERS: dict[tuple[str, int], dict[str, list[str]]] = {
 BUDGET: Combination = {
     "layout": "fsdp", "keeping": "budget", "sparse": "no", "shape": "video", "text": "given", "micro": "3",
 }  # fmt: skip
-# A model of two tiny blocks that is split over processes too has no choice between what its step takes and the least:
-# tests/ranks/test_foreign_budgets.py has a budget of one of eight blocks
+# a model of two tiny blocks that is split over processes too has no choice between what its step takes and the least
 BUDGETS = {"wan": [BUDGET]}
 
 

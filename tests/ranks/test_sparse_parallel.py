@@ -91,7 +91,7 @@ for u, r in RINGS:
 
 
 # the kinds that run over a ring of two each time; all run on four processes with `slow`
-KINDS = ["clusters-zero", "clusters-summary", "tiles-top", "skip", "first", "fraction", "mass", "bfloat16"]
+KINDS = ["clusters-zero", "clusters-summary", "tiles-top", "window", "skip", "first", "fraction", "mass", "bfloat16"]
 FAST = [f"{kind}-1x2" for kind in (*KINDS, "empty", "high", "all", "split")] + ["tiles-zero-2x1"]
 
 
