@@ -255,27 +255,3 @@ def test_averages_are_sharded_and_swap_into_shards(ranks: list[Result]) -> None:
 
 def test_requests_are_agreed(ranks: list[Result]) -> None:
     assert all(rank["signals"]["heard"] == ["none", "save", "stop"] for rank in ranks)
-
-
-def compiled(strategy: Any, checkpointing: bool) -> Result:
-    from torch._dynamo.utils import counters
-
-    mesh = make_mesh(Device("cpu", 0), AxisSizes(1, -1))
-    grads = []
-    for on in (False, True):
-        bare = ToyDiT(depth=10)
-        names = list(bare.state_dict())
-        model = parallelize(bare, mesh, strategy, keeping=RECOMPUTED if checkpointing else None, compile=on)
-        flow_loss(model, make_batch(KEYS)).mean().backward()
-        grads.append([full(p.grad) for p in model.parameters() if p.grad is not None])
-        assert list(unwrap(model).state_dict()) == names
-    gaps = [float(np.abs(a - b).max() / np.abs(a).max()) for a, b in zip(*grads, strict=True)]
-    return {"gap": max(gaps), "graphs": counters["stats"]["unique_graphs"], "parameters": len(gaps)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
-def test_ten_blocks_compile_into_one_graph(strategy: str) -> None:
-    for rank in run_ranks(compiled, 2, strategy, True, timeout=300):
-        assert rank["graphs"] == 1 and rank["parameters"] == len(list(ToyDiT(depth=10).parameters()))
-        assert rank["gap"] < 1e-5  # fused kernels round in another order

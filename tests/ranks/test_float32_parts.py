@@ -35,8 +35,6 @@ ROUNDED = ("blocks.0.ffn.net.2.weight", "patch_embedding.weight", "proj_out.weig
 LAYOUTS = {
     "one process, halves of masters": (1, ("memory.master=split",)),
     "one process": (1, ()),
-    "fsdp": (2, ("parallel.strategy=fsdp",)),
-    "fsdp, masters beside": (2, ("parallel.strategy=fsdp", "memory.master=float32")),
     "fsdp, halves of masters, recomputed": (
         2,
         ("parallel.strategy=fsdp", "memory.master=split", "memory.activation_policy.block=recompute"),

@@ -226,12 +226,6 @@ def masked_attention() -> tuple[Any, Any, list[Tensor]]:
     return call, grads, leaves
 
 
-def compiled_as_plain() -> bool:
-    call, grads, _ = masked_attention()
-    compiled = grads(torch.compile(lambda *x: call(*(t * 1.0 for t in x)) * 1.0, backend="aot_eager"))
-    return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(grads(call), compiled, strict=True))
-
-
 def around_it() -> dict[str, Any]:
     """Checkpointing, autocast, no_grad, second derivatives on 2 x 2 ranks."""
     call, grads, (q, k, v, dout) = masked_attention()
@@ -329,12 +323,6 @@ def test_around_it(results: list[dict[str, Any]]) -> None:
         assert around["checkpoint"] and around["no_grad"]
         assert around["autocast dtype"] == "torch.bfloat16" and around["autocast"] < 0.1
         assert "differentiate twice" in around["twice"]
-
-
-@pytest.mark.slow
-def test_compiled_as_plain() -> None:
-    """Apart from the others: it imports for seconds on each rank."""
-    assert run_ranks(compiled_as_plain, 4) == [True] * 4
 
 
 def test_fewer_heads_than_ranks() -> None:

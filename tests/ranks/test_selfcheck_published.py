@@ -11,24 +11,20 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import yaml
 from torch import nn
 
-from mmspeed.__main__ import main
-from mmspeed.config import Config, make_config
-from mmspeed.config.tasks import TASKS
+from mmspeed.config import make_config
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.mesh import process_group
 from mmspeed.parallel.boundaries.attention import InterceptedSite
 from mmspeed.parallel.boundaries.linears import SplitNorm
 from mmspeed.parallel.boundaries.record import ForwardRecord
-from mmspeed.pipelines.selfcheck.run import selfcheck, with_layout
+from mmspeed.pipelines.selfcheck.run import with_layout
 from mmspeed.pipelines.selfcheck.verdict import SelfCheck, compare
 from mmspeed.pipelines.selfcheck.worker import WorkerReport, alone, examine
 from mmspeed.pipelines.tasks.published_check import PublishedModel, ShrunkPublished, shrunk_published
-from tests.support import published_tasks
-from tests.support.published import load, prepare, published_config, task_of
+from tests.support.published import load, prepare, published_config
 from tests.support.spawn import run_ranks
 from tests.support.video_transformers import make_model
 from tests.unit.test_mesh import fake_world
@@ -150,39 +146,6 @@ def test_an_exchange_that_was_dropped_is_named(checks: Callable[[str], SelfCheck
     assert not check.passed and "FAILED" in "\n".join(check.lines())
     assert "videos: no all_to_all ulysses was sent, so the layout did not take part" in check.problems
     assert not any(problem.startswith("images") for problem in check.problems)
-
-
-# --- from Python and from the command line, in processes of their own ---
-
-
-@pytest.mark.slow
-def test_python_hands_in_a_model_that_is_loaded_once(home: Path) -> None:
-    loaded: list[str] = []
-
-    def counted(config: Config) -> Any:
-        return task_of(home, "wan", config, lambda: loaded.append("wan"))
-
-    result = selfcheck(published_config(home, "wan"), "ulysses=2", counted)
-    assert result.passed, result.problems
-    assert loaded == ["wan"]
-
-
-@pytest.fixture
-def path(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A config that names the task `wan`, which this process has registered."""
-    monkeypatch.setitem(TASKS, "wan", published_tasks.ENTRY)
-    monkeypatch.setenv(published_tasks.HOME, str(home))
-    tree = published_config(home, "wan").model_dump(mode="json", by_alias=True) | {"task": "wan"}
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
-    return path
-
-
-@pytest.mark.slow
-def test_the_command_checks_a_task_of_a_package(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(path), "--parallel", "tp=2"]) == 0
-    text = capsys.readouterr().out
-    assert "PASSED" in text and "WanTransformer3DModel, 2 blocks, 4 heads of width 12" in text
 
 
 @pytest.mark.parametrize("name", REFUSED)

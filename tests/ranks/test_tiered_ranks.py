@@ -117,19 +117,6 @@ def broken_in_backward() -> tuple[str, list[bool]]:
     return "", [torch.equal(before[n], p) for n, p in parameters(state.model).items()]
 
 
-def muon() -> dict[str, Any]:
-    """Refused over shards; replicas train alike, with float32 and with bfloat16 parameters."""
-    results: dict[str, Any] = {}
-    try:
-        state_of("plain", "fsdp", optimizer="muon")
-    except UserError as error:
-        results["refused"] = str(error)
-    for tier in ("plain", "split", "host"):
-        state = state_of(tier, "ddp", replicate=2, optimizer="muon")
-        results[tier] = losses(steps(state, range(3), "ddp")), arrays(everything(state))
-    return results
-
-
 # -- tensor parallelism
 
 
@@ -214,7 +201,6 @@ def work(folder: str) -> dict[str, Any]:
     return {
         "released": {tier: released(tier) for tier in ("plain", "host", "states")},
         "broken": broken_in_backward(),
-        "muon": muon(),
         "tensor": over_tensors(folder),
         "checkpoints": checkpoints(folder),
     }
@@ -300,20 +286,6 @@ def test_a_nan_in_backward_ends_the_run_on_all_ranks(two: list[dict[str, Any]]) 
     for rank in two:
         message, finite = rank["broken"]
         assert "a part of this step was applied" in message and "s1.mp4" in message and all(finite)
-
-
-@pytest.mark.slow
-def test_muon_takes_whole_matrices(two: list[dict[str, Any]]) -> None:
-    for tier in ("plain", "split", "host"):
-        alone = state_of(tier, optimizer="muon")
-        truth = losses(steps(alone, range(3)))
-        for rank in two:
-            assert rank["muon"][tier][0] == pytest.approx(truth, rel=1e-2 if tier in HALF else 1e-4), tier
-            assert "optimizer.state.blocks.0.up.weight.momentum_buffer" in rank["muon"][tier][1]
-    for rank in two:
-        assert "muon needs whole matrices" in rank["muon"]["refused"]
-        assert rank["muon"]["split"][0] == rank["muon"]["host"][0]
-        assert same(rank["muon"]["split"][1], rank["muon"]["host"][1]) == []
 
 
 @pytest.mark.slow
