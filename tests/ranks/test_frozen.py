@@ -14,7 +14,6 @@ from torch.profiler import ProfilerActivity, profile
 from mmspeed.errors import UserError
 from mmspeed.loop.checkpoint.manager import CheckpointManager, load, step_name
 from mmspeed.loop.frozen import frozen_fingerprint
-from mmspeed.models import SoraDiTConfig
 from tests.support.adapted import AdaptedDiT, everything, folder_bytes, share, state_bytes, state_of, steps
 from tests.support.spawn import run_ranks
 
@@ -25,7 +24,6 @@ LAYOUTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "fsdp, bfloat16": ("fsdp", {"master": "split", "states": "host", "ema": "host"}),
 }
 TRAINS = 4 * sum(p.numel() for p in AdaptedDiT().parameters() if p.requires_grad)  # bytes in float32
-ODD = SoraDiTConfig(width=36, depth=2, heads=2, latent_channels=3, text_width=10, adaln_rank=3, mlp_ratio=2.5)
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 
