@@ -9,14 +9,11 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mmspeed import comm
 from mmspeed.comm import Axis, even_sizes
@@ -26,15 +23,10 @@ from mmspeed.parallel.sequence.layouts import Layout, memory_order
 from tests.support.spawn import run_ranks
 
 from .test_exchange import Copied
+from .test_hybrid_attention import mesh_of
 
 A, D, E = 4, 8, 32
 SHAPES = {"full": (1, 24), "columns": (12, 5)}  # T, S; what is split is S of a full model, else T
-
-
-@cache
-def mesh_of(ulysses: int, ring: int) -> DeviceMesh:
-    shape = (dist.get_world_size() // (ulysses * ring), ring, ulysses)
-    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ring", "ulysses"))
 
 
 def axes_of(ulysses: int, ring: int = 1, exchange: str = "collective") -> SequenceAxes:

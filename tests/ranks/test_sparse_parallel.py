@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mmspeed import rng
 from mmspeed.comm.axis import Axis, Ledger
@@ -22,6 +20,7 @@ from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes, split_heads
 from mmspeed.parallel.sparse.attention import sparse_attention
 from mmspeed.parallel.sparse.plan import SplitPlan
 from mmspeed.replay import replayed
+from tests.ranks.test_hybrid_attention import mesh_of
 from tests.support.covers import slow_but
 from tests.support.spawn import run_ranks
 
@@ -93,12 +92,6 @@ for u, r in RINGS:
 # the kinds that run over a ring of two each time; all run on four processes with `slow`
 KINDS = ["clusters-zero", "clusters-summary", "tiles-top", "window", "skip", "first", "fraction", "mass", "bfloat16"]
 FAST = [f"{kind}-1x2" for kind in (*KINDS, "empty", "high", "all", "split")] + ["tiles-zero-2x1"]
-
-
-@cache
-def mesh_of(ulysses: int, ring: int) -> DeviceMesh:
-    shape = (dist.get_world_size() // (ulysses * ring), ring, ulysses)
-    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ring", "ulysses"))
 
 
 def axes_of(case: Case) -> SequenceAxes:
