@@ -141,15 +141,19 @@ def read_a_damaged_one(folder: str) -> list[str]:
     return [*messages, str(same(whole(state), whole(state_of("fsdp", seed=2))))]
 
 
-def test_a_chunk_that_one_rank_reads_is_damaged_for_all(tmp_path: Path) -> None:
-    first, second = run_ranks(read_a_damaged_one, 2, str(tmp_path))
+def test_a_chunk_that_one_rank_reads_is_damaged_for_all(two: list[dict[str, Any]]) -> None:
+    first, second = (rank["damaged"] for rank in two)
     assert first == second and first[1:] == [str((f"{step_name(4)}.damaged", step_name(2))), "True"]
     assert "are not those that were written" in first[0]
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path) -> list[dict[str, Any]]:
-    return run_ranks(write_on_two, 2, str(folder))
+def two(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(write_and_damage, 2, str(folder), str(tmp_path_factory.mktemp("damaged")))
+
+
+def write_and_damage(folder: str, other: str) -> dict[str, Any]:
+    return {**write_on_two(folder), "damaged": read_a_damaged_one(other)}
 
 
 def test_resume_on_the_same_ranks_is_bitwise(two: list[dict[str, Any]]) -> None:

@@ -21,7 +21,7 @@ from tests.support.updates import TASKS, train_updates, train_whole_and_in_parts
 
 # Gradients are sums of the same numbers in another order; Adam divides small ones by their own size, in six steps of 1e-3.
 LOSS, WEIGHTS = {"rel": 1e-6}, 1e-6
-KINDS = ("joint", "slow")
+CLIPS = {"joint": "0.05", "slow": "null"}
 PLAIN = OptimizerSetting()
 
 
@@ -29,8 +29,8 @@ PLAIN = OptimizerSetting()
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of each task on one process."""
     folder = tmp_path_factory.mktemp("updates")
-    for kind in KINDS:
-        train_updates(str(folder), kind, (f"name={kind}",))
+    for kind, clip in CLIPS.items():
+        train_updates(str(folder), kind, (f"name={kind}", f"train.clip_norm={clip}"))
     return folder
 
 
@@ -93,12 +93,10 @@ class ByHand:
                 self.averages[role][name].lerp_(p.detach(), weight)
 
 
-@pytest.mark.parametrize(("kind", "clip"), [("joint", "0.05"), ("slow", "null")])
-def test_a_run_is_the_updates_by_hand(home: Path, kind: str, clip: str) -> None:
+@pytest.mark.parametrize("kind", CLIPS)
+def test_a_run_is_the_updates_by_hand(home: Path, kind: str) -> None:
     """One norm over all roles of an update; each role moves, and its average with it, at its own steps."""
-    overrides = (f"name={kind}-{clip}", f"train.clip_norm={clip}")
-    train_updates(str(home), kind, overrides)
-    config = character_config(home, *overrides)
+    config = character_config(home, f"name={kind}", f"train.clip_norm={CLIPS[kind]}")
     truth = ByHand(config, kind)
     assert losses(config) == pytest.approx(truth.losses, **LOSS)
     held = whole_checkpoint(config.run_dir)
@@ -131,7 +129,7 @@ def test_an_update_of_every_second_step_is_reported_at_its_steps(home: Path) -> 
     [("fsdp", "slow"), ("ddp", "joint")],
 )
 def test_two_ranks_equal_one_process_and_go_on_bitwise(home: Path, kind: str, strategy: str) -> None:
-    layout = (f"parallel.strategy={strategy}",)
+    layout = (f"parallel.strategy={strategy}", f"train.clip_norm={CLIPS[kind]}")
     run_ranks(train_whole_and_in_parts, 2, str(home), kind, f"{kind}-{strategy}", layout)
     whole, parts = (character_config(home, f"name={kind}-{strategy}{part}", *layout) for part in ("", "-parts"))
     assert losses(parts) == losses(whole)
@@ -154,8 +152,9 @@ def near(actual: CharacterConfig, truth: CharacterConfig) -> None:
 @pytest.mark.parametrize(("stop", "kind"), [(1, "slow"), (4, "joint")])
 def test_a_stopped_run_goes_on_bitwise(home: Path, kind: str, stop: int) -> None:
     name = f"name={kind}-{stop}"
-    train_updates(str(home), kind, (name, f"train.steps={stop}"))
-    train_updates(str(home), kind, (name,))
+    clip = f"train.clip_norm={CLIPS[kind]}"
+    train_updates(str(home), kind, (name, clip, f"train.steps={stop}"))
+    train_updates(str(home), kind, (name, clip))
     parts, whole = character_config(home, name), character_config(home, f"name={kind}")
     assert losses(parts) == losses(whole)
     assert differing(whole_checkpoint(parts.run_dir), whole_checkpoint(whole.run_dir)) == []

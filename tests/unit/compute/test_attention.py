@@ -151,6 +151,12 @@ def test_eager_stays_float32_under_autocast() -> None:
         assert torch.equal(attention(*leaves, backend="eager"), want)
 
 
+def test_grid_positions_are_row_major_and_offset() -> None:
+    pos = grid_positions((2, 2, 3), offset=(5, 0, 1))
+    assert pos.dtype == torch.int64
+    assert pos.tolist() == [[t, h, w] for t in (5, 6) for h in (0, 1) for w in (1, 2, 3)]
+
+
 @pytest.mark.parametrize("width, axes", [(16, 3), (72, 3), (64, 1), (14, 2)])
 def test_axis_pairs_share_the_head_evenly(width: int, axes: int) -> None:
     pairs = axis_pairs(width, axes)
