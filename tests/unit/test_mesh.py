@@ -89,13 +89,6 @@ def test_experts_of_eight_data_parallel_ranks() -> None:
     assert groups(table, EDP) == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
-def test_nodes_hold_the_inner_ranks_of_experts() -> None:
-    table = mesh_table(8, AxisSizes(ep=4, ep_inner=2))
-    assert groups(table, EP_INNER) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert groups(table, EP_OUTER) == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert groups(table, EDP) == [[0, 4], [1, 5], [2, 6], [3, 7]]
-
-
 def test_experts_go_over_the_tensor_parallel_ranks_or_are_split_by_them() -> None:
     over = mesh_table(8, AxisSizes(tp=2, ep=4))  # dp_shard 4: 8 ranks share one copy
     assert over.sizes[DP_SHARD] == 4 and over.sizes[EDP] == 2
@@ -112,12 +105,6 @@ def test_stages_are_outermost_and_experts_stay_inside_of_one() -> None:
     assert groups(table, EP_INNER) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert groups(table, EDP) == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert [table.knows_loss(rank) for rank in range(8)] == [False] * 4 + [True] * 4
-
-
-def test_replicas_of_all_parameters_replicate_experts_too() -> None:
-    table = mesh_table(8, AxisSizes(dp_replicate=2, ep=2))
-    assert groups(table, DP_REPLICATE) == groups(table, DP_REPLICATE, view=DENSE) == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert groups(table, EDP) == [[0, 2], [1, 3], [4, 6], [5, 7]]
 
 
 @pytest.mark.parametrize(
@@ -252,11 +239,6 @@ def test_layouts_of_parameters() -> None:
             layout = layout_of(parameter)
             assert layout == ParameterLayout(parts, replicas)
             assert mesh.copies(layout) == copies and copies * distinct(mesh, layout) * 2 == 32
-
-
-def test_an_axis_of_one_device_holds_no_parts() -> None:
-    with fake_world(0, 1):
-        assert layout_of(on(make_mesh(CPU).submesh(SHARD), Shard(0))).parts == ()
 
 
 def test_parameters_come_by_mesh_of_fewest_axes_first() -> None:
