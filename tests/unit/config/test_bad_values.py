@@ -61,6 +61,10 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
     (("data.caption_prefix=' '",), r"'data\.caption_prefix': it is blank"),
     (('data.caption_suffix="\\u200b"',), r"'data\.caption_suffix': it holds control or invisible characters"),
     ((f"data.caption_suffix={'x' * 1025}",), r"'data\.caption_suffix': it has 1025 characters, and at most 1024"),
+    (
+        ("preprocess.decoder=decord", "preprocess.decoder_device=run"),
+        r"decoder_device: run goes with decoder: torchcodec",
+    ),
     # rules of the objective
     (("objective.weighting=frame",), r"'objective\.weighting': input should be 'step', 'sample' or 'token'"),
     (("objective.shift=0",), SHIFT),

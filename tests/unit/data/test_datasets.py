@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -29,7 +28,7 @@ from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.training.open_cache import check_cache
 from mmspeed.preprocess import CacheBuilder, OnlineBuilder
 from mmspeed.preprocess.sources.discover import list_sources
-from tests.support.caches import BUCKET, tar_bytes
+from tests.support.caches import BUCKET
 from tests.support.care_caches import build_whole
 from tests.support.media import write_tar
 from tests.support.runs import small_config
@@ -209,23 +208,6 @@ def test_an_old_cache_is_reported_in_a_line_and_nothing_calls_it_damaged(
         DatasetCache(root)
 
 
-@pytest.mark.parametrize("online", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_preprocess_of_an_old_cache_encodes_nothing_again(built: Config, tmp_path: Path, online: bool) -> None:
-    config = copied(built, tmp_path)
-    root, before = config.cache_dir, tar_bytes(config.cache_dir)
-    make_old(root)
-    shards = {path: path.stat().st_mtime_ns for path in root.rglob("*.tar")}
-    if online:
-        TrainPipeline(config, OnlineBuilder(config)).run()
-    else:
-        report = CacheBuilder(config).run()
-        assert (report.encoded, report.reused, report.texts, report.texts_reused) == (0, 8, 0, 9)
-    assert tar_bytes(root) == before and {p: p.stat().st_mtime_ns for p in root.rglob("*.tar")} == shards
-    assert (root / SAMPLES_FILE).read_bytes() == (built.cache_dir / SAMPLES_FILE).read_bytes()
-    assert Counter(sample.dataset for sample in DatasetCache(root).samples) == {"cats": 5, "dogs": 3}
-    assert verify(root).damage == []
-
-
 # -- merging ------------------------------------------------------------------------------------------------------------
 
 
@@ -270,9 +252,3 @@ def test_merged_data_sets_keep_their_names_and_one_name_has_one_meaning(built: C
     build_whole(tmp_path / "a", range(2), sources=("x",))
     build_whole(tmp_path / "b", range(2, 4), sources=("y",))
     assert merge(tmp_path / "a", [tmp_path / "b"]).samples == 4
-
-
-def test_groups_cover_all_places_once(built: Config) -> None:
-    train = DatasetCache(built.cache_dir).split("train")
-    places = np.concatenate(list(train.by_group().values()))
-    assert sorted(places.tolist()) == list(range(len(train)))

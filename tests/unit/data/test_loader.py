@@ -53,22 +53,6 @@ def test_posterior_is_drawn_again_each_epoch_and_by_name(tmp_path: Path) -> None
     assert not torch.equal(assemble(cache, [(draws[0], 1.0)], 6, 0.0)["latents"][0], latents[0])
 
 
-def test_a_deterministic_latent_is_its_mean(tmp_path: Path) -> None:
-    cache = make_cache(tmp_path)
-    batch = assemble(cache, [(draw_of(cache, "8.mp4", epoch), 1.0) for epoch in (0, 1)], 0, 0.0)
-    expected = mean_of(8, IMAGE).bfloat16().float()
-    assert torch.equal(batch["latents"], torch.stack([expected, expected]))
-    assert batch["text_mask"].shape == (2, 1)  # no caption: the empty one
-    assert torch.equal(batch["text"][0], embeds_of(""))
-
-
-def test_caption_dropout_is_the_stored_empty_caption(tmp_path: Path) -> None:
-    cache = make_cache(tmp_path)
-    batch = assemble(cache, [(draw_of(cache, "0.mp4", epoch), 1.0) for epoch in range(4)], 0, caption_dropout=1.0)
-    assert batch["text_mask"].tolist() == [[True]] * 4
-    assert torch.equal(batch["text"][2], cache.null_text().embeds_LD)
-
-
 def test_a_dropped_caption_takes_its_mask_and_pooled_vector_along(tmp_path: Path) -> None:
     cache = make_cache(tmp_path)
     draws = [(draw_of(cache, f"{number % 7}.mp4", number // 7), 1.0) for number in range(28)]
@@ -146,13 +130,6 @@ def test_world_size_micro_batches_and_prefetch_change_no_sample(tmp_path: Path) 
             assert_same(step, other)
 
 
-def test_fillers_carry_no_weight(tmp_path: Path) -> None:
-    cache = make_cache(tmp_path, videos=1, images=0)
-    sampler = BatchSampler(cache.samples, 4, seed=0)
-    (batch,) = next(Loader(cache, sampler, rank=2, world=3).steps(0, 1)).batches
-    assert batch.weights_I.tolist() == [0.0] and batch.size == 1
-
-
 def test_lost_samples_keep_their_place_and_are_not_read(tmp_path: Path) -> None:
     make_cache(tmp_path, videos=7, images=3)
     samples, _ = read_samples(tmp_path)
@@ -227,3 +204,12 @@ def test_the_wait_within_a_step_is_counted(tmp_path: Path) -> None:
         for _ in batches:
             waits.append(loader.waited_seconds)
     assert len(waits) > 5 and all(a < b for a, b in itertools.pairwise(waits))
+
+
+def test_a_deterministic_latent_is_its_mean(tmp_path: Path) -> None:
+    cache = make_cache(tmp_path)
+    batch = assemble(cache, [(draw_of(cache, "8.mp4", epoch), 1.0) for epoch in (0, 1)], 0, 0.0)
+    expected = mean_of(8, IMAGE).bfloat16().float()
+    assert torch.equal(batch["latents"], torch.stack([expected, expected]))
+    assert batch["text_mask"].shape == (2, 1)  # no caption: the empty one
+    assert torch.equal(batch["text"][0], embeds_of(""))

@@ -68,8 +68,6 @@ def test_lines_and_page_say_what_is_there_and_what_is_missing(tmp_path: Path) ->
     after = text_of(config)
     assert "cache latents: 8 present, 0 missing, 0 not used" in after and "nothing to encode" in after
     assert page_of(config).keyed["latents-present"] == "8" and "every entry is in the cache" in page_of(config).text
-    CacheBuilder(config).run()  # encodes nothing, and keeps the rate that was measured
-    assert json.loads(default_path(config).with_suffix(".json").read_text())["build"] == record["build"]
     faster = text_of(small_config(tmp_path, "data.fps=12"))
     assert "encoding missing entries: about" in faster and "as fast as the last build: 8 clips in" in faster
 

@@ -111,44 +111,6 @@ def test_interrupted_in_the_first_epoch_it_goes_on(offline: Config, tmp_path: Pa
     assert tar_bytes(config.cache_dir) == tar_bytes(offline.cache_dir) and table(config) == table(offline)
 
 
-@pytest.mark.slow
-def test_a_changed_caption_and_a_new_clip_are_encoded_alone(tmp_path: Path) -> None:
-    config = small_config(tmp_path, clips=7)
-    CacheBuilder(config).run()
-    more = small_config(tmp_path, clips=8)
-    manifest = Path(more.data.sources[0].path)
-    rows = [json.loads(line) for line in manifest.read_text(encoding="utf-8").splitlines()]
-    rows[3]["caption"] = "another caption"
-    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    TrainPipeline(more).run()  # without a builder the cache is trained on as it is: it is whole
-    report = CacheBuilder(more).run()
-    assert (report.encoded, report.texts) == (1, 2)
-
-
-@pytest.mark.slow
-def test_several_windows_and_buckets_and_repeats(tmp_path: Path) -> None:
-    overrides = (
-        "data.windows=3",
-        "data.crops=2",
-        "data.variants=draw",
-        "data.repeats=2",
-        "data.buckets_per_clip=2",
-        "data.buckets=[{frames: 5, height: 32, width: 48}, {frames: 5, height: 32, width: 32}]",
-        "train.steps=8",
-    )
-    here, offline = (
-        small_config(tmp_path / "online", *overrides, clips=4),
-        small_config(tmp_path / "off", *overrides, clips=4),
-    )
-    CacheBuilder(offline).run()
-    TrainPipeline(offline).run()
-    online(here)
-    assert losses(here) == losses(offline)
-    assert tar_bytes(here.cache_dir) == tar_bytes(offline.cache_dir) and table(here) == table(offline)
-    cache = DatasetCache(here.cache_dir)
-    assert len(cache.samples) == 8 and {len(sample.latent_keys) for sample in cache.samples} == {6}
-
-
 STAGES = "curriculum=[{steps: 12, max_pixels: 1024}, {steps: 5, weights: {clips.jsonl: 1}}, {weights: {clips.jsonl: 9, rare: 1}}]"
 
 

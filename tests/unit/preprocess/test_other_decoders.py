@@ -190,18 +190,6 @@ def test_pictures_are_left_to_pillow(worker: tuple[str, DecodeWorker], tmp_path:
     assert (video.decoder, video.reader, video.refusal) == ("pillow", "", "")
 
 
-def test_bad_choices_are_one_line(tmp_path: Path) -> None:
-    write_video(tmp_path / "videos" / "a.mp4", frames=9)
-    (tmp_path / "videos" / "a.txt").write_text("words")
-    with pytest.raises(UserError, match=r"preprocess.decoder': input should be 'pyav', 'torchcodec' or 'decord'"):
-        _config(tmp_path, "opencv")
-    tree = _tree(tmp_path, "decord")
-    tree["preprocess"]["decoder_device"] = "run"
-    (tmp_path / "run.yaml").write_text(json.dumps(tree))
-    with pytest.raises(UserError, match=r"decoder_device: run goes with decoder: torchcodec"):
-        load_config(tmp_path / "run.yaml")
-
-
 @pytest.mark.parametrize("name", OTHERS[:1])
 def test_decoding_on_a_gpu_is_refused_where_there_is_none(tmp_path: Path, name: str) -> None:
     write_video(tmp_path / "videos" / "a.mp4", frames=9)

@@ -193,7 +193,7 @@ def test_a_streamed_tar_read_backwards_begins_again_and_says_so(
     assert caplog.text.count("is read from its beginning again") == 1
 
 
-@pytest.mark.parametrize("ranges", [True, False])
+@pytest.mark.parametrize("ranges", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_connection_that_dies_is_tried_again_and_then_named(tmp_path: Path, ranges: bool) -> None:
     tar_of(tmp_path / "a.tar", "xy")
     (tmp_path / "v.mp4").write_bytes(CLIP)

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmspeed.config import Config
 from mmspeed.config.schema import DataConfig
 from mmspeed.errors import UserError
 from mmspeed.preprocess import check
@@ -151,21 +150,6 @@ def test_check_shows_quantiles_and_what_other_thresholds_keep(tmp_path: Path) ->
     page = report.page.read_text()
     for words in ("<h2>Scores</h2>", "aesthetic", "data.min 5 keeps 3 (75%)", "data.max 6.5 keeps 3 (75%)", "100 % 7"):
         assert words in page
-
-
-def test_the_page_has_no_scores_without_thresholds_and_no_mirror_images_without_the_option(tmp_path: Path) -> None:
-    report = check(small_config(tmp_path))
-    assert report.page is not None
-    page = report.page.read_text()
-    assert "<h2>Scores</h2>" not in page and "mirror images" not in page and "scene cuts" not in page
-
-
-def test_caches_from_before_have_no_thresholds(tmp_path: Path) -> None:
-    config = small_config(tmp_path)
-    old = config.sample_settings()
-    del old["min"], old["max"]
-    assert Config.recorded_settings(old) == config.sample_settings()
-    assert Config.recorded_settings(old) != small_config(tmp_path, "data.min={a: 1}").sample_settings()
 
 
 def test_numbers_of_every_kind() -> None:

@@ -102,12 +102,6 @@ def test_crop_box_properties(width: int, height: int, bucket: Bucket) -> None:
     assert abs(kept - kept_fraction(width, height, bucket)) <= 1 / min(width, height)
 
 
-def test_crop_takes_the_middle() -> None:
-    assert crop_box(320, 180, Bucket(1, 90, 160)) == (0, 0, 320, 180)
-    assert crop_box(400, 100, Bucket(1, 64, 64)) == (150, 0, 250, 100)
-    assert crop_box(100, 401, Bucket(1, 64, 64)) == (0, 150, 100, 250)
-
-
 @given(sizes, sizes, buckets, st.integers(1, 9))
 def test_crop_boxes_properties(width: int, height: int, bucket: Bucket, crops: int) -> None:
     boxes = crop_boxes(width, height, bucket, crops)
