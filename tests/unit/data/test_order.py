@@ -265,3 +265,14 @@ def test_the_order_is_the_one_that_older_checkpoints_count_in(generator: int, ex
     sampler = BatchSampler(samples, batching, seed=Seed(7, generator), stages=stages)
     text = json.dumps([[draw.name for draw in sampler.draws(step)] for step in range(40)])
     assert digest(text.encode()) == expected
+
+
+def test_an_order_that_was_used_before_resumes_as_a_new_one_does() -> None:
+    samples = make_samples(20, 9, 7)
+    state = BatchSampler(samples, 4, seed=5).state(5)
+    used, fresh = BatchSampler(samples, 3, seed=5), BatchSampler(samples, 3, seed=5)
+    used.draws(0)  # plans its epochs from the start
+    for sampler in (used, fresh):
+        sampler.resume(state)
+    for step in range(5, 15):
+        assert used.draws(step) == fresh.draws(step) and used.locate(step) == fresh.locate(step)
