@@ -248,8 +248,3 @@ def test_missing_videos_are_encoded_in_the_first_epoch_where_they_can_be(
 ) -> None:
     maker = maker_of(small_config(tmp_path, *overrides))
     assert isinstance(maker, OnlineBuilder) if online else maker is None
-
-
-def test_demo_clips_are_what_a_new_config_trains_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(write_config(tmp_path / "new"))
-    assert Path(config.data.sources[0].path).is_file()

@@ -55,12 +55,6 @@ def test_every_objective_names_its_samplers(config: type[ObjectiveSection]) -> N
             assert message in problem(content)
 
 
-def test_defaults_fill_what_is_left_out() -> None:
-    config = make_config(tree())
-    assert (config.vae.kind, config.text.kind, config.objective.kind) == ("linear", "minilm", "flow")
-    assert config.train.steps == default_of(type(config.train).model_fields["steps"])
-
-
 @pytest.mark.parametrize(
     ("override", "path", "value"),
     [
@@ -160,35 +154,6 @@ def test_a_source_that_is_an_address_stays_one() -> None:
 def test_places_that_are_no_folders_have_advice(tmp_path: Path, path: str, words: str) -> None:
     hint = absent_hint(path if ":" in path else tmp_path / path)
     assert words in hint and ("hub" in hint) == (path == "owner/name")
-
-
-CHANGES = st.fixed_dictionaries(
-    {},
-    optional={
-        "name": st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,20}\Z"),
-        "seed": st.integers(0, 2**40),
-        "train": st.fixed_dictionaries(
-            {},
-            optional={
-                "lr": st.floats(1e-12, 10, allow_subnormal=False),
-                "ema_decay": st.none() | st.floats(0, 0.9999),
-                "betas": st.tuples(st.floats(0, 0.99), st.floats(0, 0.99)),
-                "compile": st.booleans(),
-            },
-        ),
-        "sample": st.fixed_dictionaries({"negative_prompt": st.text(max_size=30)}),
-        "validate": st.fixed_dictionaries({"prompts": st.lists(st.text(max_size=20), max_size=3)}),
-        "vae": st.sampled_from([{"kind": "linear", "channels": 4}, {"kind": "diffusers", "pretrained": "a/b"}]),
-        "objective": st.sampled_from([{"kind": "ddpm", "schedule": "cosine"}, {"kind": "flow", "shift": 1e-7}]),
-    },
-)
-
-
-@pytest.mark.slow
-@given(changes=CHANGES)
-def test_what_is_dumped_loads_again_as_the_same(changes: dict[str, Any]) -> None:
-    config = make_config(tree(**changes))
-    assert make_config(yaml.safe_load(dump_config(config))) == config
 
 
 def test_dumped_file_loads_again_from_another_folder(tmp_path: Path) -> None:

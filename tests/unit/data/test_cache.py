@@ -119,19 +119,6 @@ def test_shards_are_cut_and_a_second_run_adds_only_what_is_new(tmp_path: Path) -
     assert torch.equal(DatasetCache(tmp_path).latent(latents[3])["mean"], latent(3))
 
 
-def test_writer_refuses_misplaced_entries(tmp_path: Path) -> None:
-    with CacheWriter(tmp_path) as writer:
-        for section, key, bucket in [
-            ("video", "0" * 32, None),
-            ("texts", "not a key", None),
-            ("latents", "0" * 32, None),
-            ("texts", "0" * 32, BUCKET),
-        ]:
-            with pytest.raises(ValueError, match="no entry of section"):
-                writer.add(section, key, {"embeds": torch.zeros(1, 1)}, {}, bucket=bucket)
-    assert not list(tmp_path.rglob("*.tar"))
-
-
 def test_equal_content_gives_equal_bytes_in_any_order(tmp_path: Path) -> None:
     with CacheWriter(tmp_path / "a") as writer:
         for number in range(4):

@@ -100,9 +100,3 @@ def test_what_a_batch_costs_holds_the_batch(fixed: float, each: float, count: in
     cost = Cost(fixed, each)
     assert cost.fitting(cost.of(count)) >= count
     assert cost.fitting(1e308) == MOST
-
-
-def test_nothing_to_deal_is_an_error() -> None:
-    for bad in [((), 2), ((BucketBatch(0, Cost(0, 1.0)),), 2), ((BucketBatch(1, Cost(0, 1.0)),), 0)]:
-        with pytest.raises(ValueError, match="nothing to deal"):
-            assign_slots(*bad)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,9 +13,7 @@ import torch
 from mmspeed import rng
 from mmspeed.data import Batching, BatchSampler, DatasetCache, Loader
 from mmspeed.data.cache.tables import read_samples, write_samples
-from mmspeed.data.loading import loader as loader_module
 from mmspeed.data.loading.collate import assemble, choose_text, draw_noise, draw_quantiles
-from mmspeed.data.sampling.rank_batches import imbalance
 from mmspeed.errors import UserError
 from mmspeed.protocols import Batch
 from tests.support.loading import IMAGE, VIDEO, WIDTH, assert_same, by_name, draw_of, embeds_of, make_cache, mean_of
@@ -164,33 +160,6 @@ def test_a_step_hands_out_its_micro_batches_once(tmp_path: Path) -> None:
     assert [batch.names[0] for batch in second.batches] == [item.name for item in second.items]
     assert len(second.batches) == len(second.items)
     assert second.batches.extents["text_mask"][1] > 0
-
-
-def test_items_and_imbalance_of_a_step_are_worked_out_when_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worked: Counter[str] = Counter()
-
-    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **named: Any) -> Any:
-            worked[function.__name__] += 1
-            return function(*args, **named)
-
-        return call
-
-    for function in (loader_module.Item, loader_module.imbalance):
-        monkeypatch.setattr(loader_module, function.__name__, counted(function))
-    cache = make_cache(tmp_path)
-    sampler = BatchSampler(cache.samples, Batching(4, most=1), seed=1)
-    steps = [step for step in Loader(cache, sampler, world=2).steps(0, 3) if list(step.batches)]
-    assert [len(step.items) for step in steps] == [len(sampler.draws(place)) for place in range(3)]
-    assert not worked
-    draws = sampler.draws(1)
-    assert steps[1].imbalance() == imbalance(draws, sampler.batching, 2) and worked == {"imbalance": 1}
-    sources = [draw.sample.source for draw in draws]
-    assert [item.source for item in steps[1].items] == sources and worked["Item"] == len(sources)
-    assert [item.name for item in steps[1].items[1:]] == [draw.name for draw in draws[1:]]
-    assert steps[1].items[-1].shape == draws[-1].sample.bucket.name
 
 
 def test_the_wait_within_a_step_is_counted(tmp_path: Path) -> None:

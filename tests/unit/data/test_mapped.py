@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import shutil
 import tempfile
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from mmspeed.data.cache.store import LocalStore
 from mmspeed.data.cache.tables import index_path, read_samples, write_index, write_info, write_samples
 from mmspeed.errors import UserError
 from mmspeed.shapes import Bucket
-from tests.support.caches import BUCKET, FOLDER, add_latent, build, finish, latent
+from tests.support.caches import FOLDER, add_latent, build, finish, latent
 
 BUCKETS = (Bucket(1, 64, 64), Bucket(17, 64, 96), Bucket(1000, 64, 64))
 SECTIONS = ("latents", "texts", "null")
@@ -381,26 +380,3 @@ def test_an_entry_is_readable_at_every_moment_of_sealing(
         monkeypatch.undo()
     read()
     assert all(met) and met
-
-
-def test_threads_read_while_the_index_is_looked_at_again(tmp_path: Path) -> None:
-    latents, _ = build(tmp_path, shard_bytes=1)
-    cache = DatasetCache(tmp_path)
-    cache._store = LocalStore(tmp_path, mappings=2)
-    problems: list[BaseException] = []
-
-    def read() -> None:
-        try:
-            for number in range(200):
-                assert torch.equal(cache.latent(latents[number % 4])["mean"], latent(number % 4))
-        except BaseException as error:
-            problems.append(error)
-
-    threads = [threading.Thread(target=read) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for _ in range(10):
-        cache.refresh()
-    for thread in threads:
-        thread.join()
-    assert not problems and BUCKET in cache.samples.buckets()

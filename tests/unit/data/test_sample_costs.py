@@ -204,22 +204,6 @@ def test_each_pack_is_met_once_on_any_number_of_ranks(
     assert met == dict.fromkeys(task.by_key, 1.0)
 
 
-@settings(max_examples=30, deadline=None)
-@given(packs, st.integers(1, 4), st.integers(1, 3), st.integers(0, 6))
-def test_a_run_of_packs_goes_on_exactly_where_it_stopped(
-    some: list[list[int]], batch: int, world: int, stop: int
-) -> None:
-    train = {"batch_size": batch, "prefetch": 0}
-    for rank in range(world):
-        whole, later = (make({16: some}, train=train).data(place(rank, world)) for _ in range(2))
-        assert later.resume(whole.state(stop)) is None
-        runs = [
-            [[(one.names, one.weights_I.tolist()) for one in step.batches] for step in data.steps(stop, stop + 4)]
-            for data in (whole, later)
-        ]
-        assert runs[0] == runs[1]
-
-
 def test_other_costs_of_the_same_packs_make_other_batches() -> None:
     """Sizes by FLOPs go by the mean of the samples' own; a run that goes on with others gets a message."""
     packs = {16: [[16], [2] * 8, [4] * 4, [8, 8]]}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections import Counter, defaultdict
 from dataclasses import replace
 
@@ -228,18 +227,6 @@ def test_repeats_are_shuffled_among_samples() -> None:
     sampler = BatchSampler(make_samples(50), 10, seed=0, repeats=4)
     first_half = [draw.sample.key for step in epoch_draws(sampler, 0)[:10] for draw in step]
     assert max(Counter(first_half).values()) >= 3 and {draw.repeat for draw in sampler.draws(0)} != {0}
-
-
-@pytest.mark.parametrize(("sizes", "batch"), [((1,), 64), ((1, 0, 0, 1), 5)])
-def test_few_samples_still_have_their_steps_on_any_world(sizes: tuple[int, ...], batch: int) -> None:
-    sampler = BatchSampler(make_samples(*sizes), batch, seed=0)
-    assert sum(len(step) for step in epoch_draws(sampler, 0)) == sum(sizes)
-    for world in (1, 3, 64):
-        for draws in epoch_draws(sampler, 0):
-            weights = [
-                weight for r in range(world) for m in rank_batches(draws, sampler.batching, r, world) for _, weight in m
-            ]
-            assert math.fsum(weights) == len(draws)
 
 
 def test_fingerprints_tell_data_from_batching() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -84,26 +83,6 @@ def test_stale_entries_are_reported_with_the_reason(home: Path) -> None:
     assert "cache texts: 8 present, 0 missing" in text
     assert "8 stale: made with another codec" in page_of(codec).text
     assert "stale: 8, made with another dtype" in text_of(small_config(home, "preprocess.latent_dtype=bfloat16"))
-
-
-@pytest.mark.slow
-def test_several_clips_a_source_are_counted_one_by_one(home: Path) -> None:
-    windows = small_config(home, "data.windows=all")
-    report = check(windows)
-    clips = sum(report.statistics.clips().values())
-    assert clips > 8 and report.statistics.sums["selected"] == 8
-    match = re.search(r"cache latents: (\d+) present, (\d+) missing", "\n".join(report.lines()))
-    assert match is not None and int(match[1]) + int(match[2]) == clips and int(match[2]) >= clips - 8
-    assert f"clips: {clips} of 8 usable sources" in "\n".join(report.lines())
-    assert sum(report.statistics.samples("train").values()) + sum(report.statistics.samples("val").values()) == clips
-    one = check(small_config(home, "data.windows=all", "data.variants=draw"))
-    assert sum(one.statistics.samples("train").values()) == 7 and one.statistics.clips() == report.statistics.clips()
-    middle = check(small_config(home))
-    assert "of the video time is not used; data.windows: all would use" in "\n".join(middle.lines())
-    promised, kept = middle.statistics.sums["milliseconds_possible"], report.statistics.sums["milliseconds_taken"]
-    assert abs(promised - kept) < 0.05 * report.statistics.sums["milliseconds"], "what the hint promises is what comes"
-    CacheBuilder(windows).run()
-    assert f"cache latents: {clips} present, 0 missing" in text_of(windows)
 
 
 def test_a_cache_that_is_not_finished_damaged_or_of_another_schema_is_no_obstacle(home: Path) -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
-from hypothesis import settings as hypothesis_settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmspeed.config.schema import DataConfig
@@ -129,66 +128,6 @@ def test_what_is_drawn_out_is_counted_reported_and_belongs_to_the_seed(small_cac
 
 
 # -- no enlarging -----------------------------------------------------------------------------------------------------
-
-sides = st.integers(8, 300)
-declared = st.dictionaries(
-    st.builds(Bucket, st.sampled_from([1, 5, 9, 17]), sides, sides),
-    st.sampled_from([0.3, 0.8, 1.0]),
-    min_size=1,
-    max_size=6,
-)
-
-
-@pytest.mark.slow
-@hypothesis_settings(deadline=None, max_examples=300)
-@given(
-    buckets=declared,
-    width=st.integers(4, 700),
-    height=st.integers(4, 700),
-    frames=st.one_of(st.just(1), st.integers(2, 120)),
-    fps=st.sampled_from([None, 6.0, 8.0, 24.0]),
-    windows=st.one_of(st.integers(1, 4), st.just("all")),
-    crops=st.integers(1, 9),
-    most=st.integers(1, 4),
-    upscale=st.booleans(),
-    content=st.integers(0, 10**6),
-)
-def test_nothing_is_enlarged_unless_it_is_allowed_and_needed(
-    tmp_path_factory: pytest.TempPathFactory,
-    buckets: dict[Bucket, float],
-    width: int,
-    height: int,
-    frames: int,
-    fps: float | None,
-    windows: Any,
-    crops: int,
-    most: int,
-    upscale: bool,
-    content: int,
-) -> None:
-    probe, source = probed(width, height, frames, 24.0), a_file(tmp_path_factory.getbasetemp(), content)
-    data = of(buckets, fps=fps, windows=windows, crops=crops, buckets_per_clip=most, allow_upscale=upscale)
-    try:
-        clips = select_clips(source, probe, data, False, 0)
-    except Rejected:
-        assume(False)
-    for clip in clips:
-        left, top, right, bottom = clip.crop
-        assert 0 <= left < right <= width and 0 <= top < bottom <= height
-        assert len(clip.indices) == clip.bucket.frames and clip.indices[-1] < frames
-        if right - left < clip.bucket.width or bottom - top < clip.bucket.height:
-            assert upscale and not any(
-                other.width <= width and other.height <= height
-                for other in rank_buckets(probe, tuple(buckets), fps, True)
-            ), "enlarged, though a bucket was there that it covers"
-    assert len({clip.bucket for clip in clips}) <= most
-    assert len({(clip.bucket, clip.indices, clip.crop) for clip in clips}) == len(clips)
-    for bucket in {clip.bucket for clip in clips}:
-        use = use_of(probe, [clip for clip in clips if clip.bucket == bucket])
-        assert 0 <= use.cropped < 1 and 0 <= use.scaled < 1 and 0 <= use.trimmed < 1
-        assert use.pixels >= use.pixels_kept >= use.pixels_scaled
-        if not upscale:
-            assert use.pixels_kept - use.pixels_scaled == use.clips * bucket.frames * bucket.height * bucket.width
 
 
 # -- what is lost -----------------------------------------------------------------------------------------------------

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
-import yaml
 
 from mmspeed.cli.app import run
 from mmspeed.config import Config, dump_config, make_config
@@ -211,27 +206,3 @@ def test_switched_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     path.write_text(dump_config(config), encoding="utf-8")
     assert run(["train", str(path)]) == 1
     assert "run mmspeed preprocess first" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_killed_at_any_moment_of_the_first_epoch(offline: Config, tmp_path: Path) -> None:
-    config = small_config(tmp_path, "preprocess.shard_mb=0.01", "checkpoint.every=1")
-    path = tmp_path / "run.yaml"
-    path.write_text(dump_config(config), encoding="utf-8")
-    assert yaml.safe_load(path.read_text())["preprocess"]["online"] is True
-    command = [sys.executable, "-m", "mmspeed", "train", str(path)]
-    delay, kills = 4.0, 0
-    while True:
-        child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            assert child.wait(timeout=delay) == 0
-            break
-        except subprocess.TimeoutExpired:
-            child.send_signal(signal.SIGKILL)
-            child.wait()
-            kills += 1
-            delay += 0.7
-            time.sleep(0.05)
-    assert kills > 2
-    assert losses(config) == losses(offline)
-    assert tar_bytes(config.cache_dir) == tar_bytes(offline.cache_dir) and table(config) == table(offline)
