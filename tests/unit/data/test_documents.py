@@ -158,6 +158,7 @@ def test_a_copy_far_away(tmp_path: Path) -> None:
         assert cache.root != tmp_path / "near"
 
 
+@pytest.mark.slow
 def test_ten_million_documents_open_at_once(tmp_path: Path) -> None:
     """The table alone; 250 MB of it are written once and never read."""
     rows = 10_000_000
@@ -185,7 +186,7 @@ def test_a_whole_text_cache_is_verified(tmp_path: Path) -> None:
     assert (findings.damage, findings.foreign, findings.notes, findings.entries) == ([], [], [], 4)
 
 
-@pytest.mark.parametrize("rounds", [30, pytest.param(2_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [60, pytest.param(2_000, marks=pytest.mark.slow)])
 def test_random_damages_are_noticed(tmp_path: Path, rounds: int) -> None:
     """A bit, a cut or a missing file, anywhere in the cache."""
     files = sorted(path for path in _whole(tmp_path).rglob("*") if path.is_file() and not path.name.endswith(".lock"))

@@ -162,19 +162,6 @@ def test_a_step_hands_out_its_micro_batches_once(tmp_path: Path) -> None:
     assert second.batches.extents["text_mask"][1] > 0
 
 
-def test_the_wait_within_a_step_is_counted(tmp_path: Path) -> None:
-    cache = make_cache(tmp_path)
-    loader = Loader(cache, BatchSampler(cache.samples, Batching(4, most=1), seed=1))
-    waits = [loader.waited_seconds]
-    for step in loader.steps(0, 2):
-        waits.append(loader.waited_seconds)
-        batches = iter(step.batches)
-        assert next(batches).size == 1 and loader.waited_seconds == waits[-1]  # read when the step was asked for
-        for _ in batches:
-            waits.append(loader.waited_seconds)
-    assert len(waits) > 5 and all(a < b for a, b in itertools.pairwise(waits))
-
-
 def test_a_deterministic_latent_is_its_mean(tmp_path: Path) -> None:
     cache = make_cache(tmp_path)
     batch = assemble(cache, [(draw_of(cache, "8.mp4", epoch), 1.0) for epoch in (0, 1)], 0, 0.0)
