@@ -71,20 +71,6 @@ def test_lines_and_page_say_what_is_there_and_what_is_missing(tmp_path: Path) ->
     assert "encoding missing entries: about" in faster and "as fast as the last build: 8 clips in" in faster
 
 
-@pytest.mark.slow
-def test_stale_entries_are_reported_with_the_reason(home: Path) -> None:
-    other = text_of(small_config(home, "data.fps=12", "text.max_tokens=7"))
-    assert "cache latents: 0 present, 8 missing, 8 not used" in other
-    assert "cache texts: 0 present, 8 missing, 8 not used" in other
-    assert "stale: 8, made with another fps, frames" in other and "stale: 8, made with another encoder" in other
-    codec = small_config(home, "vae.channels=8")
-    text = text_of(codec)
-    assert "will be fitted again" in text and "stale: 8, made with another codec" in text
-    assert "cache texts: 8 present, 0 missing" in text
-    assert "8 stale: made with another codec" in page_of(codec).text
-    assert "stale: 8, made with another dtype" in text_of(small_config(home, "preprocess.latent_dtype=bfloat16"))
-
-
 def test_a_cache_that_is_not_finished_damaged_or_of_another_schema_is_no_obstacle(home: Path) -> None:
     config = small_config(home)
     root = config.cache_dir

@@ -24,7 +24,7 @@ from mmspeed.preprocess.decoding.worker import DecodeWorker
 from mmspeed.preprocess.report.check import check
 from mmspeed.preprocess.sources.containers import is_plain_container
 from tests.support.decoding import LIMITS, read, source_of, whole
-from tests.support.media import corners_of, number_of, write_image, write_tar, write_video
+from tests.support.media import corners_of, number_of, write_image, write_video
 
 
 def decoder(name: str, *marks: pytest.MarkDecorator) -> Any:
@@ -102,16 +102,6 @@ def test_a_file_is_read_where_frames_and_times_are_the_same(
             if file != "untagged.mp4" and "grey" not in file:
                 assert [number_of(frame) for frame in one] == [number_of(frame) for frame in two]
                 assert corners_of(one[0])[:2] == corners_of(two[0])[:2]
-
-
-@pytest.mark.slow
-def test_a_member_of_a_tar_is_read_from_its_place(worker: tuple[str, DecodeWorker], files: dict[str, Path]) -> None:
-    name, other = worker
-    data = files["h264.mp4"].read_bytes()
-    tar = write_tar(files["h264.mp4"].with_suffix(".tar"), [("words.txt", b"a"), ("a.mp4", data)])
-    video = other.open(source := source_of(tar, 1024 + 512, len(data)), *LIMITS, 60)
-    assert video.reader == name
-    assert [number_of(frame) for frame in read(other, source, whole(video, (1, 4)), 60)] == [1, 4]
 
 
 @pytest.mark.parametrize("name", OTHERS[1:])

@@ -225,19 +225,6 @@ def test_missing_split_column_is_train(tmp_path: Path) -> None:
     assert {s.split for s in listed(path, split_column=None).sources} == {"train"}
 
 
-def test_broken_jsonl_rows_are_counted_with_their_lines(tmp_path: Path) -> None:
-    media(tmp_path / "a.mp4")
-    good = json.dumps({"video": "a.mp4", "caption": ["one", "two", "\ud800"]}).encode()
-    deep = b'{"video": ' + b"[" * 100_000 + b"}"
-    lines = [good, b"{", b"[1]", deep, b"", b'{"video": 7, "caption": "x"}', b'{"video": "a.mp4", "caption": {"a": 1}}']
-    (tmp_path / "m.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\n".join(lines) + b'\n{"video": "a\x00.mp4"}\n\xff\xfe\n')
-    listing = listed(tmp_path / "m.jsonl")
-    assert captions(listing) == {"a.mp4": ("one", "two", "\ufffd")}
-    assert set(reasons(listing).values()) == {Reason.BAD_ROW}
-    assert list(reasons(listing)) == [f"m.jsonl:{line}" for line in (2, 3, 4, 6, 7, 8, 9)]
-    assert accounted(listing) == listing.files == 8
-
-
 def test_csv_rows_with_unquoted_commas_are_not_guessed_at(tmp_path: Path) -> None:
     media(tmp_path / "a.mp4")
     (tmp_path / "m.csv").write_text('video,caption\na.mp4,a cat, sitting\na.mp4\na.mp4,"a cat, sitting"\n')
