@@ -17,6 +17,7 @@ import yaml
 
 from mmspeed.__main__ import main
 from mmspeed.cli import launch
+from mmspeed.cli.app import split_debug
 from mmspeed.cli.doctor import Diagnosis, diagnose, render, to_json
 from mmspeed.cli.failures import describe
 from mmspeed.cli.launch import explain, wanted, worth_a_restart
@@ -50,7 +51,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(arguments) == 0
         text = capsys.readouterr().out
         assert all(f"\n  {name} " in text for name in names)
-    for name in (*names[:8], "bench overfit", "cache stat"):
+    for name in (*names[:8], "bench comm", "cache stat"):
         assert main([*name.split(), "-h"]) == 0
         assert f"mmspeed {name}" in capsys.readouterr().out
     assert main(["cache"]) == 2
@@ -90,6 +91,11 @@ def test_user_errors_are_one_line_and_debug_shows_the_traceback(capsys: pytest.C
         assert main(arguments) == 1
         shown = capsys.readouterr().err
         assert shown.startswith("Traceback") and shown.endswith(plain)
+
+
+def test_debug_is_taken_from_anywhere_but_behind_two_dashes() -> None:
+    assert split_debug(["train", "--debug", "x"]) == (["train", "x"], True)
+    assert split_debug(["train", "--", "--debug"]) == (["train", "--", "--debug"], False)
 
 
 @pytest.mark.parametrize(

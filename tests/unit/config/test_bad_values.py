@@ -113,7 +113,7 @@ def test_a_mistake_is_one_line_that_names_its_key(overrides: tuple[str, ...], sa
     assert "\n" not in str(caught.value)
 
 
-def test_data_must_be_given_and_several_mistakes_are_told_together() -> None:
+def test_data_must_be_given_and_several_mistakes_are_reported_together() -> None:
     with pytest.raises(UserError, match="'data' is missing"):
         make_config({"train": {}})
     with pytest.raises(UserError, match=r"train\.lr.*1 more: unknown key 'train\.stpes'"):
