@@ -19,6 +19,7 @@ from mmspeed.data.cache.document_blocks import (
     Document,
     HeldOut,
     add_block,
+    check_of,
     id_type,
     write_text_cache,
     write_text_info,
@@ -158,7 +159,6 @@ def test_a_copy_far_away(tmp_path: Path) -> None:
         assert cache.root != tmp_path / "near"
 
 
-@pytest.mark.slow
 def test_ten_million_documents_open_at_once(tmp_path: Path) -> None:
     """The table alone; 250 MB of it are written once and never read."""
     rows = 10_000_000
@@ -171,6 +171,11 @@ def test_ten_million_documents_open_at_once(tmp_path: Path) -> None:
     seconds = time.perf_counter() - began
     assert len(table.columns["length"]) == rows
     assert seconds < 0.05, seconds
+
+
+def test_marks_change_the_check() -> None:
+    ids = np.arange(5, dtype=np.uint16)
+    assert len({check_of(ids), check_of(ids, np.ones(5, bool)), check_of(ids, np.zeros(5, bool))}) == 3
 
 
 def _whole(root: Path) -> Path:

@@ -119,6 +119,18 @@ def test_little_padding_and_steps_of_equal_cost(mode: PackMode) -> None:
     assert mode == "stream" or np.mean(at_random) > 1.1  # without sorting
 
 
+def test_nothing_to_pack() -> None:
+    for mode in ("documents", "stream"):
+        packs = pack(whole_documents([0, 0]), 8, mode, 0)  # type: ignore[arg-type]
+        assert len(packs) == 0 and packs.padding == 0 and not len(packs.rest(np.zeros(0, np.int64)))
+    with pytest.raises(ValueError, match="document 1 has -2 tokens"):
+        whole_documents([3, -2])
+    with pytest.raises(ValueError, match="packs of 0 tokens"):
+        pack(whole_documents([3]), 0, "stream", 0)
+    with pytest.raises(ValueError, match="steps of 0 packs"):
+        steps_of_equal_cost(np.ones(3), 0, 0)
+
+
 def ten_million(mode: PackMode) -> tuple[float, int, bool, float]:
     """(processor seconds, most memory of the process in kB, True where each token is packed, padding)."""
     lengths: npt.NDArray[Any] = like_text(10_000_000)
@@ -129,7 +141,8 @@ def ten_million(mode: PackMode) -> tuple[float, int, bool, float]:
 
 
 @pytest.mark.slow
-def test_ten_million_documents() -> None:
+@pytest.mark.parametrize("mode", ["documents", "stream"])
+def test_ten_million_documents(mode: PackMode) -> None:
     """In under 60 s of a core and 2 GB, in a process of its own: earlier tests have had more."""
-    ((seconds, most, whole, padding),) = run_ranks(ten_million, 1, "documents")
+    ((seconds, most, whole, padding),) = run_ranks(ten_million, 1, mode)
     assert seconds < 60 and most < 2 << 20 and whole and padding < 0.001
