@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mmspeed.data.sampling import packs as packing
 from mmspeed.data.sampling.packs import (
     PackMode,
     Packs,
@@ -102,6 +103,13 @@ def test_packs_are_a_pure_function_of_names(mode: PackMode) -> None:
     packs = pack(ranges, 512, mode, 3, 0)
     assert same(packs, pack(ranges, 512, mode, 3, 0))
     assert not same(packs, pack(ranges, 512, mode, 3, 1)) and not same(packs, pack(ranges, 512, mode, 4, 0))
+
+
+def test_windows_are_packed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "WINDOW", 100)
+    lengths = like_text(450)
+    packs = pack(whole_documents(lengths), 512, "documents", 3, 0)
+    assert sorted(tokens_of(packs.ranges)) == all_tokens(lengths.tolist())
 
 
 @pytest.mark.parametrize("mode", ["documents", "stream"])
