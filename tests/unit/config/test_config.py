@@ -164,6 +164,12 @@ def test_dumped_file_loads_again_from_another_folder(tmp_path: Path) -> None:
     assert load_config(path) == config
 
 
+def test_the_config_cannot_be_changed() -> None:
+    config = make_config(tree())
+    with pytest.raises(ValueError, match="frozen"):
+        config.train.lr = 1.0
+
+
 # --- the template of `mmspeed init` ---
 
 

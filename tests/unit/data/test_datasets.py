@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,14 +17,18 @@ import pytest
 from mmspeed.config import Config
 from mmspeed.config.schema import DataConfig
 from mmspeed.data import DatasetCache, Sample
-from mmspeed.data.cache.tables import SAMPLES_FILE, read_info, write_info
+from mmspeed.data.cache.index import FACTS, SAMPLES_SCHEMA, IndexFacts, list_index, write_batch
+from mmspeed.data.cache.tables import SAMPLES_FILE, OldSamplesError, parquet_bytes, read_info, sample_schema, write_info
 from mmspeed.data.maintenance.merge import MergeReport, merge, unite_samples
+from mmspeed.data.maintenance.prune_pack import plan_prune
+from mmspeed.data.maintenance.stats import census
+from mmspeed.data.maintenance.verify import verify
 from mmspeed.errors import UserError
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.training.open_cache import check_cache
 from mmspeed.preprocess import CacheBuilder, OnlineBuilder
 from mmspeed.preprocess.sources.discover import list_sources
-from tests.support.caches import BUCKET
+from tests.support.caches import BUCKET, tar_bytes
 from tests.support.care_caches import build_whole
 from tests.support.media import write_tar
 from tests.support.runs import small_config
@@ -139,6 +146,83 @@ def test_shares_may_change_and_names_may_not(built: Config, tmp_path: Path) -> N
 
 
 # -- caches from before -----------------------------------------------------------------------------------------------
+
+
+def make_old(root: Path) -> None:
+    """Turn a cache into one of an earlier mmspeed: tables without the column of data sets, and the compiled index of its version."""
+    path = root / SAMPLES_FILE
+    table = pq.read_table(path, partitioning=None)
+    null_key = table.schema.metadata
+    schema = sample_schema().remove(sample_schema().get_field_index("dataset")).with_metadata(null_key)
+    path.write_bytes(parquet_bytes(table.drop_columns(["dataset"]).to_pylist(), schema))
+    arrow = root / "index" / "samples.arrow"
+    with pa.ipc.open_file(arrow) as reader:
+        batch, facts = reader.get_batch(0), IndexFacts(**json.loads(reader.schema.metadata[FACTS]))
+        batch = pa.RecordBatch.from_arrays(
+            [column.take(pa.array(range(len(column)))) for column in batch], schema=batch.schema
+        )
+    names = [name for name in SAMPLES_SCHEMA.names if name != "dataset"]
+    old = asdict(replace(facts, **asdict(list_index(root)), version=1))
+    write_batch(
+        arrow, [batch.column(name) for name in names], pa.schema([SAMPLES_SCHEMA.field(name) for name in names]), old
+    )
+    entries = root / "index" / "entries.arrow"
+    with pa.ipc.open_file(entries) as reader:
+        batch, facts = reader.get_batch(0), IndexFacts(**json.loads(reader.schema.metadata[FACTS]))
+        batch = pa.RecordBatch.from_arrays(
+            [column.take(pa.array(range(len(column)))) for column in batch], schema=batch.schema
+        )
+    write_batch(entries, batch.columns, batch.schema, asdict(replace(facts, **asdict(list_index(root)), version=1)))
+
+
+def test_an_old_cache_is_reported_in_a_line_and_nothing_calls_it_damaged(
+    built: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = copied(built, tmp_path)
+    root = config.cache_dir
+    assert not verify(root).damage
+    make_old(root)
+    asks: list[Callable[[], object]] = [
+        lambda: DatasetCache(root),
+        lambda: census(root),
+        lambda: plan_prune(root),
+        lambda: merge(tmp_path / "merged", [root]),
+        lambda: TrainPipeline(config).run(),
+    ]
+    monkeypatch.setattr(logging.getLogger("mmspeed"), "propagate", True)  # a command line run earlier turns it off
+    caplog.set_level(logging.WARNING)
+    for ask in asks:
+        with pytest.raises(UserError) as error:
+            ask()
+        assert "made before samples recorded their source; run `mmspeed preprocess` again" in str(error.value)
+        assert "encodes nothing again" in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(OldSamplesError):
+        DatasetCache(root, partial=True)
+    assert "damaged" not in caplog.text
+    findings = verify(root)
+    assert findings.damage == [] and any("recorded their source" in note for note in findings.notes)
+    # one that is also damaged is reported as damaged
+    path = root / SAMPLES_FILE
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(UserError, match=r"samples\.parquet is damaged"):
+        DatasetCache(root)
+
+
+@pytest.mark.parametrize("online", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_preprocess_of_an_old_cache_encodes_nothing_again(built: Config, tmp_path: Path, online: bool) -> None:
+    config = copied(built, tmp_path)
+    root, before = config.cache_dir, tar_bytes(config.cache_dir)
+    make_old(root)
+    shards = {path: path.stat().st_mtime_ns for path in root.rglob("*.tar")}
+    if online:
+        TrainPipeline(config, OnlineBuilder(config)).run()
+    else:
+        report = CacheBuilder(config).run()
+        assert (report.encoded, report.reused, report.texts, report.texts_reused) == (0, 8, 0, 9)
+    assert tar_bytes(root) == before and {p: p.stat().st_mtime_ns for p in root.rglob("*.tar")} == shards
+    assert (root / SAMPLES_FILE).read_bytes() == (built.cache_dir / SAMPLES_FILE).read_bytes()
+    assert Counter(sample.dataset for sample in DatasetCache(root).samples) == {"cats": 5, "dogs": 3}
+    assert verify(root).damage == []
 
 
 # -- merging ------------------------------------------------------------------------------------------------------------
