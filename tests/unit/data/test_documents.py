@@ -68,9 +68,7 @@ def test_documents_come_back(
         assert cache.trained(number) is None
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "kind"), [(256, "uint8"), (257, "uint16"), (65_536, "uint16"), (65_537, "uint32")]
-)
+@pytest.mark.parametrize(("vocabulary", "kind"), [(256, "uint8"), (65_536, "uint16"), (65_537, "uint32")])
 def test_ids_take_the_smallest_type(tmp_path: Path, vocabulary: int, kind: str) -> None:
     write_text_cache(tmp_path, {"a": [[vocabulary - 1, 0]]}, _facts(vocabulary))
     ids = TextCache(tmp_path).ids(0)
@@ -93,7 +91,7 @@ def test_marks_of_chats(tmp_path: Path) -> None:
 
 
 def test_equal_documents_are_held_out_together(tmp_path: Path) -> None:
-    documents = [[number % 500, 1 + number % 3] for number in range(6_000)]
+    documents = [[number % 500, 1 + number % 3] for number in range(2_000)]
     write_text_cache(tmp_path / "a", {"a": documents}, _facts(600), HeldOut(0.2, 1))
     write_text_cache(tmp_path / "b", {"a": documents[::-1]}, _facts(600), HeldOut(0.2, 1))
     write_text_cache(tmp_path / "c", {"a": documents}, _facts(600), HeldOut(0.2, 2))
@@ -104,14 +102,6 @@ def test_equal_documents_are_held_out_together(tmp_path: Path) -> None:
         assert sides.setdefault(tuple(ids), side) == side
     assert 0.15 < one.held_out.mean() < 0.25
     assert len({one.fingerprint, other.fingerprint, seed.fingerprint}) == 3
-
-
-def test_the_same_documents_are_the_same_files(tmp_path: Path) -> None:
-    for name in "ab":
-        write_text_cache(tmp_path / name, {"a": [[1, 2], [3]] * 50}, _facts(300), block=7)
-    files = [sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a").rglob("*") if p.is_file())]
-    assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files[0])
-    assert len(list((tmp_path / "a" / "texts").glob("*.tar"))) == 1
 
 
 def test_damaged_ids_are_noticed(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def all_tokens(lengths: list[int]) -> list[tuple[int, int]]:
 
 
 @given(LENGTHS, st.integers(1, 30), MODES, st.integers(0, 3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_every_token_is_in_exactly_one_pack(lengths: list[int], length: int, mode: PackMode, epoch: int) -> None:
     packs = pack(whole_documents(lengths), length, mode, 7, epoch)
     assert sorted(tokens_of(packs.ranges)) == all_tokens(lengths)
@@ -61,7 +61,7 @@ def test_every_token_is_in_exactly_one_pack(lengths: list[int], length: int, mod
 
 
 @given(LENGTHS, st.lists(st.tuples(st.integers(1, 30), st.floats(0, 1), MODES), min_size=1, max_size=4))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_an_epoch_goes_on_with_another_length(lengths: list[int], stages: list[tuple[int, float, PackMode]]) -> None:
     """Some packs are used, the rest is packed again with another length and mode: each token exactly once."""
     left, used = whole_documents(lengths), list[tuple[int, int]]()
@@ -113,8 +113,8 @@ def test_windows_are_packed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("mode", ["documents", "stream"])
 def test_little_padding_and_steps_of_equal_cost(mode: PackMode) -> None:
-    """20,000 documents of the lengths of web text, packs of 4,096, 64 ranks with one pack each."""
-    packs = pack(whole_documents(like_text(20_000)), 4_096, mode, 0, 0)
+    """10,000 documents of the lengths of web text, packs of 4,096, 64 ranks with one pack each."""
+    packs = pack(whole_documents(like_text(10_000)), 4_096, mode, 0, 0)
     assert packs.padding <= 0.005
     cost = packs.tokens() + packs.squares() / (6 * 2_048)  # of a width of 2,048
     steps = steps_of_equal_cost(cost, 64, 0, 0)
