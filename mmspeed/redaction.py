@@ -1,4 +1,4 @@
-"""Text without secrets: passwords and signatures in addresses, and values of secret environment variables, become `***`."""
+"""Text that can be shown: without secrets (passwords and signatures in addresses, values of secret environment variables), and readable."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ _WORDS = "token|sig|secret|passw|pwd|credential|key|auth|policy"
 _QUERY = re.compile(rf"([?&;][\w.%-]*(?:{_WORDS})[\w.%-]*=)[^&;\s#'\"<>]+", re.IGNORECASE)
 _HEADER = re.compile(r"(\bauthorization\s*:\s*(?:\w+\s+)?|\bbearer\s+)[^\s'\"]{8,}", re.IGNORECASE)
 _NAME = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|APIKEY|API_KEY|ACCESS_KEY|SECRET_KEY|CREDENTIALS?)(?:_|$)")
+# Control characters, line separators and marks that change the direction of writing: a name must not control a terminal.
+_UNSHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 _SHORTEST = 8  # characters of a variable's value; a shorter one may be a common word
 
 
@@ -43,3 +45,9 @@ def redacted_tree(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [redacted_tree(one) for one in value]
     return redacted(value) if isinstance(value, str) else value
+
+
+def readable(text: str) -> str:
+    """`text` as printable Unicode: control characters, and bytes of a file name that are not UTF-8, become escapes."""
+    valid = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return _UNSHOWN.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), valid)

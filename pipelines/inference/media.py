@@ -1,4 +1,4 @@
-"""Videos as files, in notebooks and as pictures of reports: writing, contact sheets, and the distance between two videos.
+"""Videos as files, in notebooks and as pictures of reports: writing, embedding, contact sheets.
 
 Legend: F frames, H W pixels, the last dim of `frames_FHWC` is red, green, blue.
 """
@@ -137,14 +137,6 @@ def _scaled(video: Video, side: int) -> Video:
     size = (max(1, round(width * side / max(height, width))), max(1, round(height * side / max(height, width))))
     frames = [np.asarray(Image.fromarray(frame).resize(size)) for frame in video.frames_FHWC]
     return Video(np.stack(frames), video.fps)
-
-
-def psnr(a: np.ndarray, b: np.ndarray) -> float:
-    """Peak signal-to-noise ratio of two uint8 arrays of one shape, in dB; infinite when they are equal."""
-    if a.shape != b.shape or a.dtype != np.uint8 or b.dtype != np.uint8:
-        raise ValueError(f"psnr compares uint8 arrays of one shape, not {a.dtype} {a.shape} and {b.dtype} {b.shape}")
-    error = float(np.mean((a.astype(np.float64) - b.astype(np.float64)) ** 2))
-    return float("inf") if error == 0 else 10 * float(np.log10(255.0**2 / error))
 
 
 def evenly_spaced(count: int, columns: int) -> list[int]:

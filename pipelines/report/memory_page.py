@@ -1,10 +1,8 @@
-"""The memory report of a config's training step: its measurement, its plot, and its part of a run's page."""
+"""The memory report of a config's training step: its measurement and its plot."""
 
 from __future__ import annotations
 
-import html
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,21 +77,6 @@ def read_report(folder: Path) -> MemoryReport | None:
         return None if report is None else MemoryReport.from_json(report)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{path} cannot be read ({error}); remove it, or train the run again to write it") from None
-
-
-def page_part(folder: Path, figure: Callable[[Any, str], str]) -> str:
-    """The part of a run's page, from `memory.json` in its folder; empty where that has no report.
-
-    figure: makes HTML of a matplotlib figure and its caption.
-    """
-    report = read_report(folder)
-    if report is None:
-        return ""
-    caption = (
-        "Memory of one training step: what takes it at the peak, and what each layer's forward leaves for backward."
-    )
-    table = html.escape("\n".join(report.lines()))
-    return "<h2>Memory</h2>" + figure(report_figure(report), caption) + f"<pre>{table}</pre>"
 
 
 def report_figure(report: MemoryReport) -> Any:

@@ -41,20 +41,26 @@ def rank_buckets(probe: Probe, buckets: Sequence[Bucket], fps: float | None, all
     long_enough = [bucket for bucket in kind if covers(probe.pts_seconds, bucket.frames, fps)]
     if not long_enough:
         choose_frames(probe.pts_seconds, min(bucket.frames for bucket in kind), fps)  # raises, with the lengths
-    covered = [bucket for bucket in long_enough if _scale(probe, bucket) <= 1]
-    if not covered and not allow_upscale:
-        smallest = min(long_enough, key=lambda bucket: _scale(probe, bucket))
+    ranked = rank_by_picture(probe.width, probe.height, long_enough, allow_upscale)
+    if not ranked:
+        smallest = min(long_enough, key=lambda bucket: _scale(probe.width, probe.height, bucket))
         raise Rejected(
             Reason.TOO_SMALL, f"it is {probe.width} x {probe.height} pixels, and the smallest bucket is {smallest}"
         )
+    return ranked
+
+
+def rank_by_picture(width: int, height: int, buckets: Sequence[Bucket], allow_upscale: bool) -> list[Bucket]:
+    """The buckets in the order of `rank_buckets`, of those that a source has the frames for; empty if its picture is too small for all."""
 
     def order(bucket: Bucket) -> tuple[float, ...]:
         area = bucket.height * bucket.width
-        kept_share = kept_fraction(probe.width, probe.height, bucket)
-        worth = bucket.frames * kept_share * math.sqrt(min(area, probe.width * probe.height))
-        return worth, kept_share, -max(1.0, _scale(probe, bucket)), area, bucket.width
+        kept_share = kept_fraction(width, height, bucket)
+        worth = bucket.frames * kept_share * math.sqrt(min(area, width * height))
+        return worth, kept_share, -max(1.0, _scale(width, height, bucket)), area, bucket.width
 
-    return sorted(covered or long_enough, key=order, reverse=True)
+    covered = [bucket for bucket in buckets if _scale(width, height, bucket) <= 1]
+    return sorted(covered or (buckets if allow_upscale else ()), key=order, reverse=True)
 
 
 def kept_fraction(width: int, height: int, bucket: Bucket) -> float:
@@ -95,6 +101,6 @@ def to_model_range(frames_FHWC: np.ndarray) -> Tensor:
     return torch.from_numpy(frames_FHWC).permute(3, 0, 1, 2).to(torch.float32).div_(127.5).sub_(1.0).contiguous()
 
 
-def _scale(probe: Probe, bucket: Bucket) -> float:
-    """The factor by which the picture is enlarged to cover the bucket; below 1 it is reduced."""
-    return max(bucket.height / probe.height, bucket.width / probe.width)
+def _scale(width: int, height: int, bucket: Bucket) -> float:
+    """The factor by which a picture is enlarged to cover the bucket; below 1 it is reduced."""
+    return max(bucket.height / height, bucket.width / width)

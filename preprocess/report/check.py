@@ -29,14 +29,19 @@ from mmspeed.preprocess.decoding.recipe import Recipe
 from mmspeed.preprocess.records.build_report import refusal_line, scene_line, unmirrored_line
 from mmspeed.preprocess.records.keys import latent_parts, text_parts
 from mmspeed.preprocess.records.sample_table import PlannedSource, samples_of
-from mmspeed.preprocess.records.source_shapes import SourceShapes
 from mmspeed.preprocess.records.stale_entries import StoredEntries, WantedKeys, stale_reasons
 from mmspeed.preprocess.records.statistics import DataStatistics
 from mmspeed.preprocess.records.upgrades import UpgradeCounts
+from mmspeed.preprocess.report.bucket_fit import SourceShapes, suggest_lines
 from mmspeed.preprocess.report.costs import cost_lines, estimate, folder_bytes, free_bytes, hints, peaks
-from mmspeed.preprocess.report.page import default_path, encode_estimate, take_thumbnails, write_page
-from mmspeed.preprocess.report.page_html import CacheState, DataPage
-from mmspeed.preprocess.report.suggest_text import suggest_lines
+from mmspeed.preprocess.report.page import (
+    CacheState,
+    DataPage,
+    default_path,
+    encode_estimate,
+    take_thumbnails,
+    write_page,
+)
 from mmspeed.preprocess.sources.captions import CaptionAffixes
 from mmspeed.preprocess.sources.discover import list_sources
 from mmspeed.preprocess.sources.listing import SourceListing
@@ -195,7 +200,7 @@ def _survey(
     ):
         for event in pool.run(None):
             if shapes is not None and isinstance(event, Selected | Failed) and event.probe is not None:
-                shapes.add_probe(event.probe, config.data.fps)
+                shapes.add(event.probe, config.data.fps)
             if isinstance(event, Failed):
                 line.advance()
                 numbers.add_rejection(Rejection(event.source.name, event.rejected.reason, event.rejected.detail))

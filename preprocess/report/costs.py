@@ -21,15 +21,14 @@ from mmspeed.models.families.complete import objective_warnings
 from mmspeed.models.text.encoders import text_width
 from mmspeed.parallel import check_layout
 from mmspeed.plan.degrees import degree_lines
-from mmspeed.preprocess.records.caption_lengths import CaptionLengths
 from mmspeed.preprocess.records.statistics import DataStatistics
-from mmspeed.preprocess.report.schedule_preview import SchedulePreview, preview_schedule
-from mmspeed.preprocess.report.schedule_text import preview_hints, preview_lines
+from mmspeed.preprocess.report.schedule import ScheduleForecast, forecast_schedule
 from mmspeed.preprocess.sources.rejections import Reason
 from mmspeed.protocols.plan import blocks_of
 from mmspeed.shapes import Strides
 
 UTILISATION = 0.4  # share of a device's peak that well-tuned training of transformers reaches
+CHARS_A_TOKEN = 4.0  # for English text and tokenizers
 _BYTES = {"bfloat16": 2, "float32": 4}
 _KNOBS = {
     Reason.NO_CAPTION: "give each a caption: a .txt of the same stem, or the manifest's caption_column",
@@ -60,21 +59,19 @@ class BucketCost:
 
 @dataclass(frozen=True)
 class Costs:
-    """The estimate for a config's whole training. Bytes are those of a complete cache; `outlook` is None if it is unknown."""
+    """The estimate for a config's whole training. Bytes are those of a complete cache; `schedule` is None if it is unknown."""
 
     parameters: int
     buckets: tuple[BucketCost, ...]
     latent_bytes: float
     text_bytes: float
-    outlook: SchedulePreview | None
+    schedule: ScheduleForecast | None
     attention: tuple[str, ...] = ()  # its sparse part, in words
     degrees: tuple[str, ...] = ()  # traffic of each degree of sequence parallelism, in words
 
     def seconds(self, peak_flops: float) -> tuple[float, ...]:
-        """Training time at `UTILISATION` of the devices' peak, for each number of devices of the outlook; all wait for the busiest."""
-        if self.outlook is None:
-            return ()
-        busiest = self.outlook.total(lambda epoch: epoch.total_flops * epoch.epoch_imbalance / epoch.world)
+        """Training time at `UTILISATION` of the devices' peak, for each number of devices of the schedule; all wait for the busiest."""
+        busiest = [] if self.schedule is None else self.schedule.flops_of_busiest
         return tuple(flops / (UTILISATION * peak_flops) for flops in busiest)
 
 
@@ -122,15 +119,11 @@ def estimate(
         rows.append(BucketCost(bucket, *counts, tokens, costs_of_one.flops(bucket)))
         values = channels * math.prod(strides.latent(bucket)) * moments
         latent_bytes += counts[2] * values * _BYTES[config.preprocess.latent_dtype]
-    lengths = CaptionLengths.of(statistics, config.text.max_tokens)
-    tokens_a_caption = 0.0 if lengths is None else lengths.mean
-    text = captions * tokens_a_caption * width * _BYTES[config.preprocess.text_dtype]
-    outlook = None
+    text = captions * _mean_tokens(statistics, config.text.max_tokens) * width * _BYTES[config.preprocess.text_dtype]
+    schedule = None
     try:
         measured = Measured.load(config.run_dir / MEASURED_NAME) if config.batching.by == "time" else None
-        outlook = preview_schedule(
-            config, statistics.samples_by_group("train"), costs_of_one, worlds, measured, lengths
-        )
+        schedule = forecast_schedule(config, statistics.samples_by_group("train"), costs_of_one, worlds, measured)
     except UserError as error:
         problems.append(f"the schedule is not known: {error}")
     parameters = sum(p.numel() for p in model.parameters())
@@ -140,7 +133,15 @@ def estimate(
     if isinstance(counts_of_one.call, DescribesAttention):
         attention, _ = counts_of_one.call.sparse_notes(counts_of_one.config, latents, config)
         degrees = _degree_lines(config, counts_of_one, strides, rows, worlds)
-    return Costs(parameters, tuple(rows), latent_bytes, text, outlook, tuple(attention), tuple(degrees)), problems
+    return Costs(parameters, tuple(rows), latent_bytes, text, schedule, tuple(attention), tuple(degrees)), problems
+
+
+def _mean_tokens(statistics: DataStatistics, most: int) -> float:
+    """The mean tokens of a caption, of at most `most`: as counted, else by its characters."""
+    tokens, chars = statistics.histograms["caption_tokens"], statistics.histograms["caption_chars"]
+    if not chars.count and not tokens.count:
+        return 0.0
+    return min(tokens.mean if tokens.count else chars.mean / CHARS_A_TOKEN + 2, float(most))  # 2: begin and end
 
 
 def _degree_lines(
@@ -239,7 +240,7 @@ def _bucket_hints(config: Config, costs: Costs) -> list[str]:
         for row in costs.buckets
         if row.train == 0 and row.val == 0
     ]
-    return empty_buckets if costs.outlook is None else empty_buckets + preview_hints(config, costs.outlook)
+    return empty_buckets if costs.schedule is None else empty_buckets + costs.schedule.hints()
 
 
 def cost_lines(config: Config, costs: Costs) -> list[str]:
@@ -261,7 +262,7 @@ def cost_lines(config: Config, costs: Costs) -> list[str]:
     lines.append(
         f"cache size: about {format_bytes(costs.latent_bytes)} of latents and {format_bytes(costs.text_bytes)} of captions"
     )
-    return lines if costs.outlook is None else lines + preview_lines(costs.outlook)
+    return lines if costs.schedule is None else lines + costs.schedule.lines()
 
 
 def pixels(clips: Mapping[Bucket, int]) -> int:

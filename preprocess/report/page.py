@@ -7,28 +7,42 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from mmspeed.config import Config
+from mmspeed import pages
+from mmspeed.config import Bucket, Config, dump_config
 from mmspeed.data import Sample
 from mmspeed.data.cache.files import write_whole
+from mmspeed.data.sampling.batch_sizes import COUNTED_TEXT_TOKENS
 from mmspeed.errors import UserError
 from mmspeed.log import format_seconds, get_logger
+from mmspeed.models.build import size_of
 from mmspeed.preprocess.decoding.worker import DecodeWorker
+from mmspeed.preprocess.records.bucket_use import BucketUse
 from mmspeed.preprocess.records.build_report import BuildReport
+from mmspeed.preprocess.records.stale_entries import SectionState
 from mmspeed.preprocess.records.statistics import DataStatistics, ThumbnailSource
-from mmspeed.preprocess.report.costs import estimate, folder_bytes, free_bytes, hints, peaks, pixels
-from mmspeed.preprocess.report.page_html import CacheState, DataPage, render
+from mmspeed.preprocess.report.costs import (
+    UTILISATION,
+    Costs,
+    estimate,
+    folder_bytes,
+    free_bytes,
+    hints,
+    peaks,
+    pixels,
+)
 from mmspeed.preprocess.sources.fetched import MediaStore
 from mmspeed.preprocess.sources.listing import SourceListing
-from mmspeed.preprocess.sources.rejections import Rejected
+from mmspeed.preprocess.sources.rejections import Reason, Rejected
+from mmspeed.preprocess.sources.scores import ScoreSummary
+from mmspeed.redaction import redacted
 from mmspeed.shapes import Strides
-
-__all__ = ["DataPage", "default_path", "encode_estimate", "take_thumbnails", "write_build_page", "write_page"]
 
 _ENOUGH = 8  # fewest clips of a build for a reliable rate
 
@@ -36,6 +50,118 @@ log = get_logger("preprocess")
 
 THUMBNAIL_WIDTH, THUMBNAIL_HEIGHT, THUMBNAIL_QUALITY = 160, 240, 70
 _THUMBNAIL_SECONDS = 10.0  # limit for one
+PAGE_BYTES = 2_000_000  # thumbnails beyond it are left out
+_WORDS_BYTES = 2_000  # of a thumbnail's name and caption, at most
+_CONFIG = 60_000  # characters shown
+_HISTOGRAMS = (
+    ("seconds", "Length of videos", "seconds; "),
+    ("fps", "Frames per second of videos", ""),
+    ("megapixels", "Size of pictures", "megapixels: 720p has 0.92, 1080p 2.07; "),
+    ("aspect", "Aspect ratio", "width / height: 16:9 is 1.78, 9:16 is 0.56; "),
+    ("caption_chars", "Length of captions", "characters; "),
+    ("caption_tokens", "Length of distinct captions", "tokens; "),
+    ("captions", "Captions of a source", ""),
+)
+
+
+@dataclass(frozen=True)
+class CacheState:
+    """The current state of the cache."""
+
+    root: Path
+    sections: Sequence[SectionState] = ()
+    notes: Sequence[str] = ()
+    bytes: int = 0
+    free: int | None = None
+
+
+@dataclass
+class DataPage:
+    """The content of the page; `render` only adds text around it."""
+
+    config: Config
+    command: str  # that makes it
+    statistics: DataStatistics
+    headline: str
+    decoded: bool  # True: the sources were decoded; False: only opened
+    problems: Sequence[str] = ()
+    hints: Sequence[str] = ()
+    costs: Costs | None = None
+    cache: CacheState | None = None
+    encode: Sequence[tuple[str, str, str]] = ()  # what, how much, how it is known
+    peaks: Sequence[tuple[str, float]] = ()  # device, FLOP/s
+    scores: Sequence[ScoreSummary] = ()
+    thumbnails: Sequence[tuple[ThumbnailSource, bytes | None]] = ()  # JPEG; None: it could not be read
+
+
+def render(page: DataPage) -> str:
+    """Render the page as HTML, of at most `PAGE_BYTES`: thumbnails that do not fit are left out."""
+    numbers, costs = page.statistics, page.costs
+    train, val, use = numbers.samples("train"), numbers.samples("val"), numbers.buckets()
+    config_text = redacted(dump_config(page.config))
+    more = f"\n... {len(config_text) - _CONFIG} characters more" if len(config_text) > _CONFIG else ""
+    reasons = sorted(numbers.reasons.items(), key=lambda item: (-item[1], item[0]))
+    content: dict[str, Any] = {
+        "title": f"{page.config.name}: data",
+        "page": page,
+        "numbers": numbers,
+        "schedule": None if costs is None else costs.schedule,
+        "train": train,
+        "val": val,
+        "files": _file_rows(numbers),
+        "histograms": [
+            (heading, unit, numbers.histograms[key])
+            for key, heading, unit in _HISTOGRAMS
+            if numbers.histograms[key].count
+        ],
+        "rejected": [
+            (reason, count, Reason(reason).explanation, numbers.examples.get(reason, [])) for reason, count in reasons
+        ],
+        "buckets": [] if costs is None else [(row, use.get(row.bucket, BucketUse())) for row in costs.buckets],
+        "counts": [
+            (bucket, f"{train.get(bucket, 0):,}", f"{val.get(bucket, 0):,}")
+            for bucket in sorted({*page.config.buckets, *train, *val})
+        ],
+        "times": _time_table(page),
+        "size": size_of(page.config.model),
+        "text_tokens": min(COUNTED_TEXT_TOKENS, page.config.text.max_tokens),
+        "utilisation": UTILISATION,
+        "config_text": config_text[:_CONFIG] + more,
+    }
+    room = PAGE_BYTES - len(pages.render("data.html", **content, thumbnails=[], left_out=0)) - 10_000
+    thumbnails = []
+    for source, jpeg in page.thumbnails:
+        picture = pages.data_uri(jpeg, "image/jpeg") if jpeg else ""
+        if len(picture) + _WORDS_BYTES <= room:
+            room -= len(picture) + _WORDS_BYTES
+            thumbnails.append((source, [Bucket.parse(name) for name in source.buckets], picture))
+    return pages.render("data.html", **content, thumbnails=thumbnails, left_out=len(page.thumbnails) - len(thumbnails))
+
+
+def _file_rows(numbers: DataStatistics) -> list[tuple[str, str, int, str]]:
+    """(key, name, count, note) of what the files, rows and members are; they sum to all of them."""
+    sums = numbers.sums
+    rows = [
+        ("usable_row", "usable sources", numbers.usable, ""),
+        ("rejected_sources", "rejected sources", sums["rejected_sources"], "opened, and found unusable"),
+        ("rejected_files", "rejected files", sums["rejected_files"], "no source: not media, no caption, a bad row"),
+        ("caption_files", "caption files", sums["caption_files"], "beside their media"),
+        ("ignored", "ignored", sums["ignored"], "hidden files, other members of a tar"),
+        ("beyond_limit", "left out", sums["beyond_limit"], "beyond data.limit"),
+    ]
+    rest = sums["files"] - sum(count for _, _, count, _ in rows)
+    # only if a count is wrong, which must be visible
+    return [*rows, ("not_accounted", "not accounted for", rest, "")] if rest else rows
+
+
+def _time_table(page: DataPage) -> list[tuple[str, ...]]:
+    """Training time of each device, for each number of devices of the schedule; the head first."""
+    if page.costs is None or page.costs.schedule is None:
+        return []
+    worlds = page.costs.schedule.worlds
+    head = ("device", "peak, TFLOP/s", *(f"{world:,} device{'s'[: world != 1]}" for world in worlds))
+    rows = [(name, f"{peak / 1e12:,.2f}", *map(format_seconds, page.costs.seconds(peak))) for name, peak in page.peaks]
+    return [head, *rows]
 
 
 def default_path(config: Config) -> Path:

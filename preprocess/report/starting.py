@@ -21,8 +21,7 @@ from mmspeed.preprocess.decoding.clips import Clip, select_clips, split_of
 from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Selected, without_repeats
 from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.windows import frames_available
-from mmspeed.preprocess.records.source_shapes import SourceShapes
-from mmspeed.preprocess.report.suggest import BucketGrid, BucketOutcome, grid_of, suggest
+from mmspeed.preprocess.report.bucket_fit import BucketFit, BucketFitter, BucketGrid, SourceShapes, grid_of
 from mmspeed.preprocess.sources.contents import ContentIds
 from mmspeed.preprocess.sources.discover import list_sources, usual_columns
 from mmspeed.preprocess.sources.fetched import MediaStore
@@ -229,11 +228,11 @@ def fit_rate(probes: Sequence[Probe]) -> float:
     return rates[-1]
 
 
-def fit_buckets(probes: Sequence[Probe], fps: float, grid: BucketGrid, target: Target = Target()) -> BucketOutcome:
+def fit_buckets(probes: Sequence[Probe], fps: float, grid: BucketGrid, target: Target = Target()) -> BucketFit:
     """The fewest buckets, of at most `MOST_BUCKETS`, that take as many sources as the most do and keep nearly as much of them."""
     shapes, wanted = SourceShapes(target.frames), target.sizes
     for probe in probes:
-        shapes.add_probe(probe, fps)
+        shapes.add(probe, fps)
     smallest = min(probe.width * probe.height for probe in probes)
     larger = sum(
         math.prod(size) * 2 > smallest for size in wanted
@@ -243,9 +242,10 @@ def fit_buckets(probes: Sequence[Probe], fps: float, grid: BucketGrid, target: T
     present = [Bucket(target.frames, *size) for size in sizes if videos] + [
         Bucket(1, *size) for size in sizes if images
     ]
-    best = suggest(shapes.cells(), present, grid, MOST_BUCKETS, allow_upscale=False).suggested
+    fitter = BucketFitter(shapes.cells(), present)
+    best = fitter.fit(grid, MOST_BUCKETS)
     for number in range(1, MOST_BUCKETS):
-        fewer = suggest(shapes.cells(), present, grid, number, allow_upscale=False).suggested
+        fewer = fitter.fit(grid, number)
         if fewer.rejected <= best.rejected and fewer.kept >= NEARLY_ALL * best.kept:
             return fewer
     return best

@@ -20,11 +20,12 @@ from mmspeed.preprocess.sources.folders import no_file, read_folder
 from mmspeed.preprocess.sources.listing import IMAGE_ENDINGS, VIDEO_ENDINGS, SourceCollector, SourceListing, ending
 from mmspeed.preprocess.sources.manifests import READERS, Columns, column_names
 from mmspeed.preprocess.sources.patterns import expand
-from mmspeed.preprocess.sources.rejections import Reason, Rejection, readable
+from mmspeed.preprocess.sources.rejections import Reason, Rejection
 from mmspeed.preprocess.sources.remote_listing import RemoteListing, row_place
 from mmspeed.preprocess.sources.scores import SCORE_REASONS, ScoreLimits
 from mmspeed.preprocess.sources.source import Kind, Source, Split, content_id
 from mmspeed.preprocess.sources.tar_samples import read_tar
+from mmspeed.redaction import readable
 
 __all__ = ["Kind", "Source", "SourceListing", "Split", "content_id", "list_sources"]
 

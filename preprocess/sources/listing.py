@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mmspeed.preprocess.sources.captions import CaptionAffixes, CaptionCounts, Captions
-from mmspeed.preprocess.sources.rejections import Reason, Rejection, readable
+from mmspeed.preprocess.sources.rejections import Reason, Rejection
 from mmspeed.preprocess.sources.remote import RemoteFile
 from mmspeed.preprocess.sources.scores import ScoreLimits
 from mmspeed.preprocess.sources.source import Kind, Source, Split
 from mmspeed.preprocess.sources.tars import TarMember
+from mmspeed.redaction import readable
 
 VIDEO_ENDINGS = frozenset(
     ".mp4 .m4v .mov .mkv .webm .avi .gif .ts .mts .m2ts .mpg .mpeg .wmv .flv .ogv .3gp .apng".split()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from mmspeed.errors import UserError, first_names
-from mmspeed.preprocess.sources.rejections import readable
+from mmspeed.redaction import readable
 
 Row = tuple[int, "dict[str, Any] | str"]  # the line or row number, from 1, and the row or its problem
 

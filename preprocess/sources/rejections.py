@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import errno
-import re
 import signal
 from dataclasses import dataclass
 from enum import Enum
 
-# Control characters, line separators and marks that change the direction of writing: a name must not control a terminal.
-_UNSHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+from mmspeed.redaction import readable
+
 _LONGEST_NAME, _LONGEST_DETAIL = 1024, 512  # characters of a rejection that are kept
-
-
-def readable(text: str) -> str:
-    """`text` as printable Unicode: control characters, and bytes of a file name that are not UTF-8, become escapes."""
-    valid = text.encode("utf-8", "backslashreplace").decode("utf-8")
-    return _UNSHOWN.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), valid)
 
 
 class Reason(str, Enum):

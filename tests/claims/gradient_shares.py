@@ -79,8 +79,7 @@ def printed_share(config: Path, overrides: Iterable[str], ranks: str) -> str:
     command = [sys.executable, "-m", "mmspeed", "check", str(config), "--ranks", ranks, *overrides]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     bucket = f"{FRAMES}x{SIZE}x{SIZE}"
-    # bucket, samples, uses, tokens, cost, share of cost, share of gradient
-    row = re.search(rf"^ +{bucket} +\S+ +\S+ +\S+ +\S+ +\S+% +(\S+%(?: / \S+%)*)", process.stdout, re.M)
+    row = re.search(rf"^ +bucket {bucket}: .* of the cost, (\S+%(?: / \S+%)*) of the gradients", process.stdout, re.M)
     if row is None:
         raise RuntimeError(f"{' '.join(command)}\n{process.stdout}\n{process.stderr}")
     return row[1]

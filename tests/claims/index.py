@@ -145,7 +145,7 @@ def _measure_open(root: Path, count: int) -> dict[str, Any]:
     results |= {"private": opened.uss - private.uss, "resident": opened.rss - private.rss}
     if count:
         generator = np.random.default_rng(1)
-        total = tables.entries.count("latents")
+        total = sum(1 for _ in tables.entries.keys("latents"))
         keys = [_key(number).hex() for number in generator.integers(0, total, count).tolist()]
         began = time.perf_counter()
         rows = [tables.entries.row("latents", key) for key in keys]

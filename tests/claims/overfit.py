@@ -15,6 +15,7 @@ import numpy as np
 from mmspeed.cli.demo import write_manifest
 from mmspeed.config import Config, make_config
 from mmspeed.log import get_logger, setup
+from tests.support.media import psnr
 
 log = get_logger("bench")
 
@@ -128,7 +129,7 @@ def overfit(
 
 def _clips(config: Config, pipe: Any) -> tuple[list[np.ndarray], list[str], list[float]]:
     """The training clips' pixels at the bucket's size (F, H, W, 3), their captions, and the codec's PSNR on each."""
-    from mmspeed.pipelines.inference.media import from_model_range, psnr
+    from mmspeed.pipelines.inference.media import from_model_range
     from mmspeed.preprocess.decoding.pool import DecodePool, Frames
     from mmspeed.preprocess.decoding.transform import to_model_range
     from mmspeed.preprocess.sources.discover import list_sources
@@ -150,8 +151,6 @@ def _nearest(
     pipe: Any, prompts: list[str], clips: list[np.ndarray], guidance: float | None
 ) -> tuple[int, float, float]:
     """(videos nearest to their own clip, mean PSNR to the right clip, mean PSNR to the others) over all seeds."""
-    from mmspeed.pipelines.inference.media import psnr
-
     right, to_right, to_others = 0, [], []
     for seed in SEEDS:
         # each prompt has its own noise, so that four empty captions are four draws

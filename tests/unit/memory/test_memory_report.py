@@ -16,7 +16,7 @@ from mmspeed.memory import set_policies
 from mmspeed.memory.planning.report import CATEGORIES, LayerMemory, MemoryReport, runs_of
 from mmspeed.memory.planning.tracked import AT_THE_END, kept_bytes, layers_of
 from mmspeed.mesh import process_group
-from mmspeed.pipelines.report.memory_page import measure_report, page_part, report_figure
+from mmspeed.pipelines.report.memory_page import measure_report, read_report, report_figure
 from mmspeed.pipelines.report.run_page import write_report
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
@@ -191,7 +191,7 @@ def test_a_runs_page_shows_the_report_of_its_folder(tmp_path: Path) -> None:
     page = write_report(folder).read_text()
     assert "<h2>Memory</h2>" in page and "blocks.0 to blocks.27, each" in page
     (folder / "memory.json").write_text(json.dumps({"choice": []}))
-    assert page_part(folder, lambda figure, caption: "") == ""
+    assert read_report(folder) is None
     (folder / "memory.json").write_text('{"report": {"peak": 3}}')
     with pytest.raises(UserError, match=r"memory\.json cannot be read"):
         write_report(folder)

@@ -21,7 +21,7 @@ from mmspeed.models.language.shapes import SHAPES, tiny_twin
 from mmspeed.models.language.weights import on_meta
 from mmspeed.parallel import TokenLayout, check_layout, parallelize, sequence_parallel
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
-from mmspeed.preprocess.report.schedule_preview import preview_schedule
+from mmspeed.preprocess.report.schedule import forecast_schedule
 from mmspeed.protocols.plan import ModelPlan, Split, declare_plan
 from mmspeed.shapes import Bucket
 from tests.support.runs import small_config
@@ -124,8 +124,8 @@ def test_a_schedule_is_for_whole_groups(tmp_path: Path) -> None:
     config = small_config(tmp_path, "parallel.ring=2", "parallel.ulysses=2")
     groups = {(Bucket(5, 32, 48), config.data.dataset_names[0]): 20}
     with pytest.raises(UserError, match="6 devices are not a multiple of the 4 of ring 2 x ulysses 2"):
-        preview_schedule(config, groups, COSTS, (6,))
-    assert preview_schedule(config, groups, COSTS, (4, 8)).worlds == (4, 8)
+        forecast_schedule(config, groups, COSTS, (6,))
+    assert forecast_schedule(config, groups, COSTS, (4, 8)).worlds == (4, 8)
 
 
 def test_plans_with_misspelt_arguments_are_reported() -> None:

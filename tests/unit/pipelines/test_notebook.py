@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from mmspeed.pipelines.inference import media
-from mmspeed.pipelines.inference.media import Video, psnr
+from mmspeed.pipelines.inference.media import Video
 from tests.support.decoding import video_of
+from tests.support.media import psnr
 
 
 def moving(frames: int, height: int, width: int) -> Video:

@@ -24,9 +24,7 @@ from mmspeed.preprocess import check
 from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.transform import rank_buckets
 from mmspeed.preprocess.decoding.windows import covers, frames_available
-from mmspeed.preprocess.records.source_shapes import ShapeHistogram, SourceShapes
-from mmspeed.preprocess.report.bucket_search import kept_by, on_a_line, search
-from mmspeed.preprocess.report.suggest import BucketGrid, BucketOutcome, suggest
+from mmspeed.preprocess.report.bucket_fit import BucketFit, BucketFitter, BucketGrid, SourceCells, SourceShapes, search
 from mmspeed.preprocess.sources.rejections import Rejected
 from mmspeed.shapes import Bucket
 from tests.support.media import write_image, write_video
@@ -37,36 +35,14 @@ FPS = 8.0
 Shape = tuple[int, int, int, bool]  # width, height, frames, image
 
 
-def brute(values_MC: np.ndarray, weights_C: np.ndarray, most: int, coded: bool = False) -> float:
+def kept_by(values_MC: np.ndarray, weights_C: np.ndarray, chosen: Sequence[int]) -> float:
+    return float(values_MC[list(chosen)].max(axis=0) @ weights_C) if chosen else 0.0
+
+
+def brute(values_MC: np.ndarray, weights_C: np.ndarray, most: int) -> float:
     """The most that any choice of up to `most` candidates keeps."""
     sizes = range(1, min(most, len(values_MC)) + 1)
-    return max(
-        kept_by(values_MC, weights_C, pick, coded) for n in sizes for pick in combinations(range(len(values_MC)), n)
-    )
-
-
-@st.composite
-def lines(draw: st.DrawFn) -> tuple[np.ndarray, ...]:
-    """Cells and candidates on a line, as `on_a_line` wants them."""
-    place = st.floats(-1.2, 1.2, allow_nan=False)
-    places_M = np.array(draw(st.lists(place, min_size=1, max_size=8)))
-    places_C = np.array(draw(st.lists(place, min_size=1, max_size=12)))
-    heights = st.floats(0.5, 1.0)
-    factor_M = np.array(draw(st.lists(heights, min_size=len(places_M), max_size=len(places_M))))
-    counts = np.array(draw(st.lists(st.integers(1, 50), min_size=len(places_C), max_size=len(places_C))))
-    values_MC = factor_M[:, None] * np.exp(-np.abs(places_M[:, None] - places_C))
-    return values_MC, counts / counts.sum(), places_M, places_C
-
-
-@given(lines(), st.integers(1, 9))
-@settings(max_examples=150, deadline=None)
-def test_on_a_line_the_programme_is_as_good_as_brute_force(line: tuple[np.ndarray, ...], most: int) -> None:
-    values_MC, weights_C, places_M, places_C = line
-    actual = on_a_line(values_MC, weights_C, places_M, places_C, most)
-    for total, chosen in actual[1:]:
-        assert total <= kept_by(values_MC, weights_C, chosen) + 1e-9
-        assert total <= brute(values_MC, weights_C, len(chosen)) + 1e-9
-    assert max(total for total, _ in actual) == pytest.approx(brute(values_MC, weights_C, most), abs=1e-9)
+    return max(kept_by(values_MC, weights_C, pick) for n in sizes for pick in combinations(range(len(values_MC)), n))
 
 
 def greedy(values_MC: np.ndarray, weights_C: np.ndarray, most: int) -> float:
@@ -76,23 +52,20 @@ def greedy(values_MC: np.ndarray, weights_C: np.ndarray, most: int) -> float:
     return kept_by(values_MC, weights_C, chosen)
 
 
-@pytest.mark.parametrize("coded", [False, True])
-def test_search_is_near_brute_force_and_no_worse_than_greedy(coded: bool) -> None:
+def test_search_is_near_brute_force_and_no_worse_than_greedy() -> None:
     behind = []
     for seed in range(60):
         rng = np.random.default_rng(seed)
         values_MC = rng.random((9, 14)) * (rng.random((9, 14)) < 0.7)
-        values_MC += coded * (values_MC > 0) * (rng.random((9, 14)) < 0.5)
         weights_C = rng.random(14)
         weights_C /= weights_C.sum()
         most = int(rng.integers(1, 5))
-        chosen = search(values_MC, weights_C, most, coded=coded)
-        assert len(set(chosen)) == len(chosen) <= most and chosen == search(values_MC, weights_C, most, coded=coded)
-        kept, best = kept_by(values_MC, weights_C, chosen, coded), brute(values_MC, weights_C, most, coded)
-        assert coded or kept >= greedy(values_MC, weights_C, most) - 1e-9
+        chosen = search(values_MC, weights_C, most)
+        assert len(set(chosen)) == len(chosen) <= most and chosen == search(values_MC, weights_C, most)
+        kept, best = kept_by(values_MC, weights_C, chosen), brute(values_MC, weights_C, most)
+        assert kept >= greedy(values_MC, weights_C, most) - 1e-9
         behind.append(1 - kept / best)
-    # Of coded values more may keep less, and these are drawn without any sense: harder than buckets ever are.
-    assert max(behind) < (0.2 if coded else 0.07) and np.mean(behind) < (0.02 if coded else 0.005)
+    assert max(behind) < 0.07 and np.mean(behind) < 0.005
 
 
 def test_swaps_mend_what_greed_spoils() -> None:
@@ -107,10 +80,8 @@ def test_search_begins_where_it_is_asked_to() -> None:
     rng = np.random.default_rng(5)
     values_MC, weights_C = rng.random((40, 60)), np.full(60, 1 / 60)
     start = [3, 9, 27]
-    assert kept_by(values_MC, weights_C, search(values_MC, weights_C, 3, [start])) >= kept_by(
-        values_MC, weights_C, start
-    )
-    assert search(values_MC, weights_C, 40, [[]]) != [] and search(np.zeros((3, 60)), weights_C, 2) == []
+    assert kept_by(values_MC, weights_C, search(values_MC, weights_C, 3, start)) >= kept_by(values_MC, weights_C, start)
+    assert search(values_MC, weights_C, 40) != [] and search(np.zeros((3, 60)), weights_C, 2) == []
 
 
 def probed(width: int, height: int, frames: int, image: bool = False) -> Probe:
@@ -119,11 +90,15 @@ def probed(width: int, height: int, frames: int, image: bool = False) -> Probe:
     return Probe(kind, width, height, FPS, times, "h264", 8, 0, Fraction(1), "mov", "pyav", [0.0], width, height)
 
 
-def counted(shapes: Sequence[Shape], present: Sequence[Bucket]) -> ShapeHistogram:
+def counted(shapes: Sequence[Shape], present: Sequence[Bucket]) -> SourceCells:
     shapes_of_sources = SourceShapes(max(bucket.frames for bucket in present))
     for shape in shapes:
-        shapes_of_sources.add_probe(probed(*shape), FPS)
+        shapes_of_sources.add(probed(*shape), FPS)
     return shapes_of_sources.cells()
+
+
+def fitted(shapes: Sequence[Shape], present: Sequence[Bucket], number: int) -> BucketFit:
+    return BucketFitter(counted(shapes, present), present).fit(GRID, number)
 
 
 def kept_share(shape: Shape, bucket: Bucket, present: Sequence[Bucket]) -> float:
@@ -153,13 +128,10 @@ buckets_of = st.builds(
 def test_losses_are_those_of_the_rule_that_places_sources(
     shapes: list[Shape], present: list[Bucket], number: int, allow_upscale: bool
 ) -> None:
-    suggestion = suggest(counted(shapes, present), present, GRID, number, allow_upscale)
-    assert (
-        len(suggestion.suggested.buckets) <= number
-        and suggestion.sources == len(shapes)
-        and all(suggestion.suggested.clips)
-    )
-    for outcome in (suggestion.suggested, *suggestion.others.values()):
+    fitter = BucketFitter(counted(shapes, present), present, allow_upscale)
+    fit, now = fitter.fit(GRID, number), fitter.judge(list(dict.fromkeys(present)))
+    assert len(fit.buckets) <= number and all(fit.clips)
+    for outcome in (fit, now):
         placed, kept = Counter[Bucket](), 0.0
         for shape in shapes:
             try:
@@ -175,8 +147,8 @@ def test_losses_are_those_of_the_rule_that_places_sources(
         assert outcome.rejected == len(shapes) - placed.total()
         assert outcome.kept == pytest.approx(kept / len(shapes))
     if len(set(present)) <= number and all(map(GRID.holds, present)):
-        assert suggestion.suggested.kept >= suggestion.others["data.buckets"].kept - 1e-6
-    for bucket in suggestion.suggested.buckets:
+        assert fit.kept >= now.kept - 1e-6
+    for bucket in fit.buckets:
         assert GRID.holds(bucket)
         asked = (b for b in present if b.frames >= bucket.frames)
         assert any(b.height * b.width >= bucket.height * bucket.width for b in asked), (
@@ -184,42 +156,31 @@ def test_losses_are_those_of_the_rule_that_places_sources(
         )
 
 
-def test_one_length_and_one_area_are_solved_exactly() -> None:
+def test_more_buckets_keep_more_until_each_shape_has_its_own() -> None:
     shapes = (
         [(1280, 720, 60, False)] * 6 + [(720, 1280, 60, False)] * 3 + [(1000, 1000, 60, False), (900, 600, 60, False)]
     )
     present = [Bucket(17, 256, 256)]
     previous = 0.0
     for number in range(1, 5):
-        suggestion = suggest(counted(shapes, present), present, GRID, number, False)
-        assert suggestion.exact and len(suggestion.suggested.buckets) == number and suggestion.suggested.kept > previous
-        previous = suggestion.suggested.kept
-    assert suggestion.suggested.kept > suggestion.others["9 ratios, both orientations"].kept - 0.01
-    assert len(suggestion.others["9 ratios, both orientations"].buckets) > 8
-    many = suggest(counted(shapes, present), present, GRID, 50, False)
-    assert many.exact and len(many.suggested.buckets) == 4, "a fifth keeps nothing more"
+        fit = fitted(shapes, present, number)
+        assert len(fit.buckets) == number and fit.kept > previous
+        previous = fit.kept
+    assert len(fitted(shapes, present, 50).buckets) == 4, "a fifth keeps nothing more"
     pictures = [*shapes, *((640, 480, 1, True),) * 4]
-    both = suggest(counted(pictures, present), present, GRID, 3, False)
-    assert both.exact and [b.is_image for b in both.suggested.buckets] == [True, False, False]
+    assert [b.is_image for b in fitted(pictures, present, 3).buckets] == [True, False, False]
 
 
 def test_only_images_only_videos_one_clip_and_none_that_fits() -> None:
-    images = [(640, 360, 1, True), (360, 640, 1, True)]
-    suggestion = suggest(counted(images, [Bucket(1, 128, 128)]), [Bucket(1, 128, 128)], GRID, 2, False).suggested
-    assert (
-        all(b.is_image for b in suggestion.buckets)
-        and suggestion.clips == (1, 1)
-        and suggestion.rejected == 0
-        and suggestion.trimmed == 0
-    )
-    one = suggest(
-        counted([(640, 360, 11, False)], [Bucket(17, 96, 160)]), [Bucket(17, 96, 160)], GRID, 4, False
-    ).suggested
+    images = fitted([(640, 360, 1, True), (360, 640, 1, True)], [Bucket(1, 128, 128)], 2)
+    assert all(b.is_image for b in images.buckets) and images.clips == (1, 1)
+    assert images.rejected == 0 and images.trimmed == 0
+    one = fitted([(640, 360, 11, False)], [Bucket(17, 96, 160)], 4)
     assert one.clips == (1,) and one.buckets[0].frames == 9 and one.trimmed == pytest.approx(2 / 11)
-    unfit = suggest(counted([(640, 360, 3, False)], [Bucket(17, 96, 160)]), [Bucket(17, 96, 160)], GRID, 4, False)
-    assert unfit.suggested == BucketOutcome((), (), 0.0, 0.0, 0.0, 1, 0.0)
-    videos = suggest(counted([(640, 360, 30, False)], [Bucket(1, 96, 160)]), [Bucket(1, 96, 160)], GRID, 4, False)
-    assert videos.suggested.buckets == () and videos.suggested.rejected == 1
+    unfit = fitted([(640, 360, 3, False)], [Bucket(17, 96, 160)], 4)
+    assert unfit == BucketFit((), (), 0.0, 0.0, 0.0, 1, 0.0)
+    videos = fitted([(640, 360, 30, False)], [Bucket(1, 96, 160)], 4)
+    assert videos.buckets == () and videos.rejected == 1
 
 
 def test_lengths_and_sides_fit_codec_and_patch() -> None:
@@ -231,28 +192,25 @@ def test_lengths_and_sides_fit_codec_and_patch() -> None:
     )
 
 
-@given(st.lists(shapes_of, min_size=1, max_size=60), st.integers(1, 12), st.randoms())
+@given(st.lists(shapes_of, min_size=1, max_size=60), st.integers(2, 12), st.randoms())
 @settings(max_examples=60, deadline=None)
-def test_shapes_are_counted_in_bounded_room_in_any_order(shapes: list[Shape], limit: int, rng: Any) -> None:
-    def count(order: Sequence[Shape], most: int) -> SourceShapes:
-        actual = SourceShapes(30, most)
-        for width, height, frames, image in order:
-            actual.add(width, height, 1 if image else frames, image)
-        return actual
+def test_shapes_are_in_few_cells_in_any_order(shapes: list[Shape], most: int, rng: Any) -> None:
+    def cells(order: Sequence[Shape], most: int) -> SourceCells:
+        counts = SourceShapes(30)
+        for shape in order:
+            counts.add(probed(*shape), FPS)
+        return counts.cells(most)
 
-    limit += 2  # images and videos are never one cell
     shuffled = list(shapes)
     rng.shuffle(shuffled)
-    one, other = count(shapes, limit), count(shuffled, limit)
-    cells = one.cells()
-    assert len(cells) <= limit and one.clips == cells.clips == len(shapes) and one.level == other.level
+    few, exact = cells(shapes, most), cells(shapes, 10_000)
+    assert len(few) <= most and few.sources == len(shapes)
     for name in ("counts", "widths", "heights", "frames", "images"):
-        np.testing.assert_array_equal(getattr(cells, name), getattr(other.cells(), name))
-    assert cells.counts[cells.images].sum() == sum(image for *_, image in shapes)
-    assert cells.binned == (len({(w, h, 1 if i else min(f, 30), i) for w, h, f, i in shapes}) > limit)
-    exact = count(shapes, 10_000).cells()
+        np.testing.assert_array_equal(getattr(few, name), getattr(cells(shuffled, most), name))
+    assert few.counts[few.images].sum() == sum(image for *_, image in shapes)
+    assert few.binned == (len({(w, h, 1 if i else min(f, 30), i) for w, h, f, i in shapes}) > most)
     assert exact.frames.max() <= 30 and not exact.binned
-    assert cells.widths.min() == exact.widths.min() and cells.heights.min() == exact.heights.min()
+    assert few.widths.min() == exact.widths.min() and few.heights.min() == exact.heights.min()
 
 
 @given(
@@ -308,7 +266,7 @@ def test_the_list_of_check_can_be_pasted_and_does_what_it_says(tmp_path: Path) -
     assert sum(said.values()) == 10 and any("1 of the sources go to none of these" in line for line in lines)
     assert {b["frames"] for b in buckets} == {1, 5, 9} and len(buckets) == 4
     rows = {line.split("  ")[1]: line.split() for line in lines if line.endswith("%")}
-    assert set(rows) == {"suggested", "data.buckets", "9 ratios, both orientations", "the most common shape, 13x48x80"}
+    assert set(rows) == {"suggested", "data.buckets"}
     assert rows["data.buckets"][-2:] == ["11", "0.0%"] and rows["suggested"][-2] == "1"
 
     pasted = files_config(tmp_path, buckets)

@@ -1,4 +1,4 @@
-"""The schedule that `mmspeed check` tells: what it foresees is what the order does, in the lines and on the page alike."""
+"""The schedule that `mmspeed check` tells: what is forecast is what the order does, in the lines and on the page alike."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mmspeed.cli.app import numbers_of, run
 from mmspeed.config import Bucket, Config, dump_config, make_config
@@ -18,13 +16,10 @@ from mmspeed.data.sampling.batch_sizes import SampleCosts, make_batching, make_s
 from mmspeed.data.sampling.order import Order
 from mmspeed.errors import UserError
 from mmspeed.preprocess import check
-from mmspeed.preprocess.records.caption_lengths import CaptionLengths
 from mmspeed.preprocess.records.statistics import DataStatistics
 from mmspeed.preprocess.report.costs import estimate, hints
-from mmspeed.preprocess.report.page_html import DataPage, render
-from mmspeed.preprocess.report.page_schedule import schedule_section
-from mmspeed.preprocess.report.schedule_preview import POINTS, SchedulePreview, preview_schedule, usual_worlds
-from mmspeed.preprocess.report.schedule_text import preview_hints, preview_lines, stage_tables, training_table
+from mmspeed.preprocess.report.page import DataPage, render
+from mmspeed.preprocess.report.schedule import ScheduleForecast, forecast_schedule, usual_worlds
 from mmspeed.shapes import Strides
 from tests.support.runs import small_config
 from tests.unit.preprocess.test_page import Reader
@@ -90,27 +85,23 @@ STAGES = "curriculum=[{steps: 3, max_frames: 1}, {steps: 7, max_frames: 5, weigh
 
 @pytest.mark.parametrize("world", [1, 3, 4])
 @pytest.mark.parametrize("mix", ["same", "window"])
-def test_what_is_foreseen_is_what_training_does(tmp_path: Path, world: int, mix: str) -> None:
+def test_what_is_forecast_is_what_training_does(tmp_path: Path, world: int, mix: str) -> None:
     groups = groups_of(40, 11, 9, name="a") | groups_of(6, 0, 5, name="b")
     config = two_sets(tmp_path, STAGES, "train.steps=25", "batching.accumulate=2", f"batching.mix={mix}")
-    outlook = preview_schedule(config, groups, COSTS, [world])
+    schedule = forecast_schedule(config, groups, COSTS, [world])
     steps = replayed(config, groups, world)
-    for stage in outlook.stages:
-        (epoch,) = stage.epochs
-        own = [step for step in steps if step["stage"] == stage.number]
-        assert (stage.end - stage.begin, epoch.trained) == (len(own), len(own))
-        assert epoch.total_samples == sum(step["samples"] for step in own)
-        assert epoch.total_tokens == sum(step["tokens"] for step in own)
-        assert epoch.total_flops == pytest.approx(sum(step["flops"] for step in own))
-        assert epoch.unmet == -epoch.total_samples % epoch.samples and epoch.left_out == 0
-        assert sum(bucket.uses for bucket in stage.buckets) == epoch.samples
-        assert sum(bucket.share for bucket in stage.buckets) == pytest.approx(1)
-        if len(own) >= epoch.steps:
-            first = own[: epoch.steps]
-            assert epoch.idle == sum(step["idle"] for step in first)
-            assert epoch.mean_imbalance == pytest.approx(np.mean([step["lockstep"] for step in first]))
-    assert outlook.flops[0] == pytest.approx(sum(step["flops"] for step in steps))
-    assert outlook.total(lambda epoch: epoch.trained) == (25,)
+    for number, (stage,) in enumerate(schedule.stages):
+        own = [step for step in steps if step["stage"] == number]
+        assert stage.end - stage.begin == len(own) and stage.epoch.unmet == 0
+        assert stage.flops == pytest.approx(sum(step["flops"] for step in own))
+        assert stage.epoch.samples == stage.order.uses(number)
+        if len(own) >= stage.epoch.steps:
+            first = own[: stage.epoch.steps]
+            assert stage.epoch.idle == sum(step["idle"] for step in first)
+            assert stage.epoch.samples == sum(step["samples"] for step in first)
+            assert stage.epoch.tokens == sum(step["tokens"] for step in first)
+            assert stage.imbalance == pytest.approx([step["lockstep"] for step in first])
+    assert schedule.epochs == [sum(stage.epochs for (stage,) in schedule.stages)]
 
 
 def test_ddp_waits_once_a_step_and_sharded_ranks_in_every_micro_batch(tmp_path: Path) -> None:
@@ -119,56 +110,60 @@ def test_ddp_waits_once_a_step_and_sharded_ranks_in_every_micro_batch(tmp_path: 
     results = {}
     for strategy in ("fsdp", "ddp"):
         config = config_of(tmp_path, *options, f"parallel.strategy={strategy}")
-        (stage,) = preview_schedule(config, groups, COSTS, [3]).stages
-        (epoch,) = stage.epochs
-        first = replayed(config, groups, 3)[: epoch.steps]
+        ((stage,),) = forecast_schedule(config, groups, COSTS, [3]).stages
+        first = replayed(config, groups, 3)[: stage.epoch.steps]
         results[strategy] = [step["lockstep" if strategy == "fsdp" else "window"] for step in first]
-        assert epoch.mean_imbalance == pytest.approx(np.mean(results[strategy]))
-        assert epoch.worst_imbalance == pytest.approx(max(results[strategy]))
+        assert stage.imbalance == pytest.approx(results[strategy])
     assert np.mean(results["ddp"]) < np.mean(results["fsdp"])
 
 
 def test_lines_and_page_have_the_same_numbers(tmp_path: Path) -> None:
     groups = groups_of(40, 11, 9, name="a") | groups_of(6, 0, 5, name="b")
     config = two_sets(tmp_path, STAGES, "train.steps=25")
-    outlook = preview_schedule(config, groups, COSTS, [1, 3, 16])
-    keyed = Reader(schedule_section(outlook)).keyed
-    lines = preview_lines(outlook)
-    tables = [table for stage in outlook.stages for table in stage_tables(outlook, stage)] + [training_table(outlook)]
-    assert [table.key for table in tables[:3]] == ["stage0-epoch", "stage0-buckets", "stage0-datasets"]
-    assert len(keyed) == sum(len(table.rows) * len(table.head) for table in tables)
-    for table in tables:
-        for number, row in enumerate(table.rows):
-            assert [keyed[f"{table.key}-{number}-{place}"] for place in range(len(row))] == list(row)
-            assert any(line.split() == " ".join(row).split() for line in lines), row
-    assert keyed["stage2-epoch-1-1"] == f"{outlook.stages[2].epochs[1].steps:,}"
+    costs, _ = estimate(config, statistics_of(groups), 3, 4, Strides(4, 8), [1, 3, 16])
+    assert costs is not None and costs.schedule is not None
+    page = Reader(render(DataPage(config, "check", DataStatistics(), "Ready", False, costs=costs)))
+    lines = costs.schedule.lines()
+    head, *rows = costs.schedule.table()
+    assert len(rows) == 3 * 3 and head[:4] == ("devices", "stage", "epochs", "steps")
+    for number, row in enumerate(rows):
+        assert [page.keyed[f"schedule-{number}-{place}"] for place in range(len(row))] == list(row)
+        assert any(line.split() == " ".join(row).split() for line in lines), row
+    assert rows[7][3] == f"{costs.schedule.stages[2][1].epoch.steps:,}"
     assert "schedule, stage 2 (steps 4 to 10): an epoch has" in "\n".join(lines)
     assert sum("each is in exactly one step; 0 dropped, 0 held over" in line for line in lines) == 3
+    for sentence, notes in costs.schedule.parts():
+        assert sentence in lines and all(f"  {note}" in lines and note in page.words for note in notes)
 
 
-def test_the_shares_of_data_sets_and_when_all_of_one_is_met(tmp_path: Path) -> None:
+def test_a_line_tells_the_share_of_each_data_set(tmp_path: Path) -> None:
     groups = {(SHORT, "a"): 20, (SHORT, "b"): 80}
-    config = two_sets(tmp_path)
-    (stage,) = preview_schedule(config, groups, COSTS, [1]).stages
-    shares = {one.name: (one.samples, one.uses, one.asked, one.share, one.epochs) for one in stage.datasets}
-    assert shares == {"a": (20, 75, 0.75, 0.75, 1), "b": (80, 25, 0.25, 0.25, 4)}
-    places = {group: np.arange(count) for group, count in groups.items()}
-    order = Order(
-        places, make_batching(config.batching, config.train, [SHORT], COSTS, 1), 0, make_stages(config.data, ())
-    )
-    pool = next(pool for pool in order.pools[0][SHORT] if pool.dataset == "b")
-    met = [{int(p) for epoch in range(n) for p in pool.in_turn(epoch, 0)[0]} for n in (3, 4)]
-    assert len(met[0]) < 80 and len(met[1]) == 80
-    only = preview_schedule(two_sets(tmp_path, "curriculum=[{weights: {b: 1}}]"), groups, COSTS, [1]).stages[0]
-    assert [(one.uses, one.asked, one.epochs) for one in only.datasets] == [(0, 0.0, 0), (100, 1.0, 1)]
-    later = "curriculum=[{steps: 1, max_frames: 5}, {}]"
-    second = preview_schedule(two_sets(tmp_path, later), groups, COSTS, [1]).stages[1]
-    assert second.datasets[1].epochs == 6, "begins inside a turn: 55 are left of it, and the next has all 80"
+    ((_, notes),) = forecast_schedule(two_sets(tmp_path), groups, COSTS, [1]).parts()
+    assert notes[1:] == [
+        "data set a: 75.00% of an epoch's uses (75.00% asked)",
+        "data set b: 25.00% of an epoch's uses (25.00% asked)",
+    ]
+    only = two_sets(tmp_path, "curriculum=[{weights: {b: 1}}]")
+    ((_, notes),) = forecast_schedule(only, groups, COSTS, [1]).parts()
+    assert notes[1:] == [
+        "data set a: 0.00% of an epoch's uses (0.00% asked)",
+        "data set b: 100.00% of an epoch's uses (100.00% asked)",
+    ]
+
+
+def test_a_line_tells_the_batches_of_each_bucket(tmp_path: Path) -> None:
+    """A step has 4 device batches, by 2 TFLOP: of 2 images, or a video; the images are fewer than a step holds."""
+    config = config_of(tmp_path, *FLOPS, "batching.slots=4", "batching.budget=2")
+    ((_, notes),) = forecast_schedule(config, groups_of(6, 30), COSTS, [1, 8]).parts()
+    assert notes == [
+        "bucket 1x32x48: 6 uses, 9.1% of the cost, 16.7% of the gradients; 6 a full step, 2 / 1 a device at a time",
+        "bucket 5x32x48: 30 uses, 90.9% of the cost, 83.3% of the gradients; 4 a full step, 1 a device at a time",
+    ]
 
 
 def test_hints_name_the_setting(tmp_path: Path) -> None:
     def warning(config: Config, groups: dict[tuple[Bucket, str], int], *worlds: int) -> str:
-        return "\n".join(preview_hints(config, preview_schedule(config, groups, COSTS, worlds)))
+        return "\n".join(forecast_schedule(config, groups, COSTS, worlds).hints())
 
     plain = config_of(tmp_path)
     assert warning(plain, groups_of(0, 30), 1, 3) == ""
@@ -198,7 +193,7 @@ def test_a_stage_without_samples_and_missing_measurements_are_problems_in_one_li
     costs, problems = estimate(
         config_of(tmp_path, "curriculum=[{steps: 2, max_frames: 1}, {}]"), numbers, 3, 4, Strides(4, 8)
     )
-    assert costs is not None and costs.outlook is None and costs.seconds(1e12) == ()
+    assert costs is not None and costs.schedule is None and costs.seconds(1e12) == ()
     (problem,) = problems
     assert "stage 1 has no training sample" in problem and "\n" not in problem
     config = small_config(tmp_path, "train.batch_size=null", "batching.by=time")
@@ -218,10 +213,12 @@ def test_the_command_shows_the_numbers_of_devices_it_is_asked_for(
     out = capsys.readouterr().out
     assert "schedule: an epoch has 7 uses of 7 samples" in out and "by 4 devices (some compute nothing at all)" in out
     rows = [line.split() for line in out.splitlines() if line.startswith("    ")]
-    assert ["1", "3", "2.3"] in [row[:3] for row in rows] and ["4", "3", "2.3"] in [row[:3] for row in rows]
+    assert ["1", "2.00", "3", "2.3"] in [row[:4] for row in rows] and ["4", "2.00", "3", "2.3"] in [
+        row[:4] for row in rows
+    ]
     assert run(["check", str(file)]) == 0
     here = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
-    assert ["1", "3", "2.3"] in [row[:3] for row in here] and ["8"] not in [row[:1] for row in here]
+    assert ["1", "2.00", "3", "2.3"] in [row[:4] for row in here] and ["8"] not in [row[:1] for row in here]
     assert usual_worlds(small_config(tmp_path, "parallel.ulysses=2")) == (2,), "as many as the layout needs"
     assert run(["check", str(file), "--ranks", "4,none"]) == 1
     assert "--ranks is '4,none'" in capsys.readouterr().err
@@ -246,85 +243,34 @@ def test_groups_are_exact_with_many_buckets_and_sets_and_merge(tmp_path: Path) -
     assert sum(merged.samples("train").values()) == 8100 and sum(merged.samples("val").values()) == 900
 
 
-@settings(deadline=None, max_examples=30)
-@given(
-    st.lists(st.integers(0, 60), min_size=3, max_size=3).filter(any),
-    st.integers(1, 9),
-    st.sampled_from(["same", "matched", "window"]),
-)
-def test_the_plot_keeps_each_bins_greatest(
-    tmp_path_factory: pytest.TempPathFactory, counts: list[int], world: int, mix: str
-) -> None:
-    config = config_of(tmp_path_factory.getbasetemp(), *FLOPS, f"batching.mix={mix}")
-    outlook = preview_schedule(config, groups_of(*counts), COSTS, [world])
-    (epoch,) = outlook.stages[0].epochs
-    curve = epoch.curve
-    assert curve.steps[0] == 0 and curve.steps[-1] == epoch.steps and len(curve.mean) == min(epoch.steps, POINTS)
-    assert (
-        curve.imbalance.max() == pytest.approx(epoch.worst_imbalance)
-        and (curve.greatest >= curve.mean * (1 - 1e-12)).all()
-    )
-    assert np.allclose(curve.share_PB.sum(1), 1)
-    drawn = Reader(schedule_section(outlook))
-    assert {tag for tag, _ in drawn.tags} & {"script", "link", "image", "use", "foreignObject"} == set()
-    assert "nan" not in schedule_section(outlook)
-
-
-def test_a_long_epoch_is_drawn_small_with_its_worst_step(tmp_path: Path) -> None:
-    config = config_of(tmp_path, *FLOPS)
-    outlook = preview_schedule(config, groups_of(4000, 3001, 2003), COSTS, [2])
-    (epoch,) = outlook.stages[0].epochs
-    assert epoch.steps > 3000 and len(epoch.curve.mean) == POINTS
-    assert epoch.worst_imbalance > 1 and epoch.curve.imbalance.max() == epoch.worst_imbalance
-    assert len(schedule_section(outlook)) < 60_000
-
-
 def test_the_page_has_the_schedule_and_the_time_of_the_busiest(tmp_path: Path) -> None:
     numbers, config = statistics_of(groups_of(0, 30)), small_config(tmp_path)
     costs, problems = estimate(config, numbers, 3, 4, Strides(4, 8), [1, 6])
-    assert costs is not None and isinstance(costs.outlook, SchedulePreview) and not problems
+    assert costs is not None and isinstance(costs.schedule, ScheduleForecast) and not problems
     one, six = costs.seconds(1e12)
     assert six == pytest.approx(one / 3), "3 of the 6 have nothing to do: a step of 3 samples"
     page = Reader(render(DataPage(config, "check", numbers, "Ready", False, costs=costs, peaks=[("x", 1e12)])))
-    assert "Schedule" in page.words and sum(tag == "svg" and a.get("class") == "plot" for tag, a in page.tags) == 1
-    assert page.keyed["training-0-0"] == "1, 6" and page.keyed["training-0-1"] == "6"
-
-
-def test_padding_of_captions_follows_their_lengths() -> None:
-    numbers = DataStatistics()
-    for tokens in [10] * 50:
-        numbers.add_caption_tokens(tokens)
-    even = CaptionLengths.of(numbers, 128)
-    assert even is not None and even.counted and even.mean == 10 and even.padding([(100, 8)]) == 0
-    generator = np.random.default_rng(0)
-    lengths = generator.integers(4, 200, 4000)
-    for tokens in lengths.tolist():
-        numbers.add_caption_tokens(tokens)
-    mixed = CaptionLengths.of(numbers, 128)
-    assert mixed is not None and mixed.padding([(100, 1)]) == 0
-    real = np.minimum(generator.permutation(np.concatenate([lengths, [10] * 50]))[:4048].reshape(-1, 4), 128)
-    assert mixed.padding([(100, 4)]) == pytest.approx(1 - real.sum() / (real.max(1).sum() * 4), abs=0.02)
-    assert CaptionLengths.of(DataStatistics(), 128) is None
+    assert "Schedule" in page.words and (page.keyed["schedule-0-0"], page.keyed["schedule-1-0"]) == ("1", "6")
 
 
 def test_a_share_that_comes_out_another_is_reported(tmp_path: Path) -> None:
     """A data set of one clip in each bucket is met in every epoch, however small its share; a stage without the other is no news."""
     config = two_sets(tmp_path, "data.sources.0.weight=1000", "data.sources.1.weight=1")
-    few = preview_schedule(config, groups_of(9, 9, 9, name="a") | groups_of(1, 1, 1, name="b"), COSTS, [1])
-    assert any("data set b makes 9.09%" in hint and "not 0.10%" in hint for hint in preview_hints(config, few))
-    alone = preview_schedule(config, groups_of(9, 9, 9, name="b"), COSTS, [1])
-    assert not any("source b" in hint for hint in preview_hints(config, alone))
+    few = forecast_schedule(config, groups_of(9, 9, 9, name="a") | groups_of(1, 1, 1, name="b"), COSTS, [1])
+    assert any("data set b makes 9.09%" in hint and "not 0.10%" in hint for hint in few.hints())
+    alone = forecast_schedule(config, groups_of(9, 9, 9, name="b"), COSTS, [1])
+    assert not any("data set b" in hint for hint in alone.hints())
 
 
 # -- shares of the gradient ----------------------------------------------------------------------------------------------
 
-IMAGE, VIDEO = Bucket(1, 256, 256), Bucket(49, 256, 256)
-OF_TOKENS = SampleCosts(lambda shape: 256 if shape == IMAGE else 13 * 256, lambda shape: 1e9 * shape.numbers)
+PICTURE, VIDEO = Bucket(1, 256, 256), Bucket(49, 256, 256)
+OF_TOKENS = SampleCosts(lambda shape: 256 if shape == PICTURE else 13 * 256, lambda shape: 1e9 * shape.numbers)
 
 
 def uneven_config(folder: Path, *overrides: str) -> Config:
     """4,000 images and 400 videos, of 13 times the tokens, in two data sets."""
-    buckets = [{"frames": one.frames, "height": one.height, "width": one.width} for one in (IMAGE, VIDEO)]
+    buckets = [{"frames": one.frames, "height": one.height, "width": one.width} for one in (PICTURE, VIDEO)]
     sources = [{"path": str(folder), "name": name} for name in ("images", "videos")]
     tree = {"data": {"sources": sources, "cache": str(folder / "cache"), "buckets": buckets}}
     return make_config(tree, overrides, origin="test")
@@ -350,31 +296,9 @@ def test_the_share_of_the_gradient_is_printed(
 ) -> None:
     """On 1 and 8 devices, of the videos: by step it depends on the schedule and the devices, by sample and by token it does not."""
     config = uneven_config(tmp_path, f"objective.weighting={weighting}", *overrides)
-    groups = {(IMAGE, "images"): 4000, (VIDEO, "videos"): 400}
-    outlook = preview_schedule(config, groups, OF_TOKENS, [1, 8])
-    tables = {table.key: table for table in stage_tables(outlook, outlook.stages[0])}
-    for key, name in (("stage0-buckets", str(VIDEO)), ("stage0-datasets", "videos")):
-        column = tables[key].head.index("share of gradient")
-        assert next(row[column] for row in tables[key].rows if row[0] == name) == expected
-    assert f"gradient: of an epoch, by {weighting};" in tables["stage0-buckets"].title
-    for each in outlook.stages[0].epochs:
-        place = outlook.worlds.index(each.world)
-        assert sum(bucket.gradient[place] for bucket in outlook.stages[0].buckets) == pytest.approx(1)
-        assert sum(one.gradient[place] for one in outlook.stages[0].datasets) == pytest.approx(1)
-    messages = [line for line in preview_hints(config, outlook) if "of the gradient" in line]
-    if weighting == "step" and "batching.by=tokens" in overrides:
-        assert messages and f"9.1% of the samples and {expected} of the gradient" in messages[0]
-        assert "objective.weighting: sample" in messages[0]
-    else:
-        assert not messages
-
-
-def test_data_sets_share_the_gradient_of_their_buckets(tmp_path: Path) -> None:
-    """A data set has of a bucket's share what it has of its uses."""
-    config = uneven_config(tmp_path, "objective.weighting=step", "batching.by=tokens")
-    groups = {(IMAGE, "images"): 3000, (IMAGE, "videos"): 1000, (VIDEO, "videos"): 400}
-    (stage,) = preview_schedule(config, groups, OF_TOKENS, [1]).stages
-    of_images, of_videos = (bucket.gradient[0] for bucket in stage.buckets)
-    assert [one.gradient[0] for one in stage.datasets] == pytest.approx(
-        [of_images * 0.75, of_images * 0.25 + of_videos]
-    )
+    groups = {(PICTURE, "images"): 4000, (VIDEO, "videos"): 400}
+    schedule = forecast_schedule(config, groups, OF_TOKENS, [1, 8])
+    ((_, notes),) = schedule.parts()
+    assert f" {expected} of the gradients" in next(note for note in notes if note.startswith(f"bucket {VIDEO}:"))
+    for stage in schedule.stages[0]:
+        assert sum(stage.gradient.values()) == pytest.approx(1)
