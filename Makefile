@@ -42,7 +42,7 @@ demo: $(STAMP)
 	$(BIN)/mmspeed demo $(DEMO_ARGS)
 
 test: $(STAMP)
-	$(PYTEST) -m "not slow" -n $(JOBS) --dist loadscope --no-loadscope-reorder --max-worker-restart 0 --budget $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" -n $(JOBS) --dist loadscope --no-loadscope-reorder --max-worker-restart 0 --durations 10 $(PYTEST_ARGS)
 
 test-slow: $(STAMP)
 	$(PYTEST) -m slow -o faulthandler_timeout=3600 $(PYTEST_ARGS)
@@ -55,9 +55,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	-@$(BIN)/python -m tests.hints
 
 bench: $(STAMP)
-	$(BIN)/mmspeed bench overfit $(BENCH_ARGS)
+	$(BIN)/python -m tests.claims.overfit $(BENCH_ARGS)
 
 bundle: $(STAMP)
 	@$(BIN)/python -m mmspeed.bench.qualify.bundle $(BUNDLE)

@@ -106,12 +106,6 @@ class MeshTable:
             index = index * self.sizes[axis] + places[axis]
         return index, math.prod(self.shape(axes))
 
-    def peers(self, rank: int, axes: tuple[AxisName, ...], view: tuple[AxisName, ...] | None = None) -> list[int]:
-        """The ranks that differ from a rank by their places on `axes` alone, itself among them, in order."""
-        own = self.place(rank, view)
-        others = [(other, self.place(other, view)) for other in range(self.world)]
-        return [other for other, at in others if all(at[axis] == own[axis] for axis in own if axis not in axes)]
-
     def reader(self, rank: int, split: bool = True) -> Reader:
         """The share that a rank reads of items whose tokens are split over a group of ranks, or of items that are not split."""
         return Reader(*self.along(rank, ITEMS if split else ITEMS + TOKENS))

@@ -52,11 +52,11 @@ def process_group(device: Device, timeout_seconds: float = 1800.0) -> Iterator[N
         dist.destroy_process_group()
 
 
-def patient_group(days: float = 30.0) -> dist.ProcessGroup | None:
-    """A CPU group of all ranks whose members may be days apart, for work that is shared out once; None for one process."""
+def patient_group() -> dist.ProcessGroup | None:
+    """A CPU group of all ranks whose members may be 30 days apart, for work that is shared out once; None for one process."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    return dist.new_group(backend="gloo", timeout=datetime.timedelta(days=days))
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(days=30))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.support.budget import Budget, read_budget
 from tests.support.spawn import start_server
 
 # before torch is imported anywhere: many small tests on few cores are fastest with one thread each
@@ -29,15 +28,9 @@ settings.load_profile("mmspeed")
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--budget", action="store_true", help="fail where a folder takes more than its share of the time")
-
-
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell starts what runs in its background
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if config.getoption("--budget") and not hasattr(config, "workerinput"):  # workers report to the first process
-        config.pluginmanager.register(Budget(read_budget()))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,8 +1,8 @@
-"""The bench of sparse attention: its error and speedup relative to dense attention, planning included.
+"""Sparse attention beside dense attention on given queries, keys and values: error, memory and speedup, planning included.
 
-Every case and dense attention are measured in turns, round by round, and ratios are taken within a round, so that a machine that slows
+Every method and dense attention are measured in turns, round by round, and ratios are taken within a round, so that a machine that slows
 down meanwhile does not matter; medians count. On a CPU the ratio of processors' time is given beside that of the clock, since other work
-on the machine disturbs it less. Errors depend on the video, so they are means over several.
+on the machine disturbs it less.
 
 Legend: B batch, A heads, N tokens, D head width, X position axes.
 """
@@ -10,12 +10,11 @@ Legend: B batch, A heads, N tokens, D head width, X position axes.
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,25 +23,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmspeed import rng
-from mmspeed.compute.sparse import ClusterPlan, clustered_attention, key_means
-from mmspeed.compute.sparse.attention import KERNELS, check_backend
-from mmspeed.compute.sparse.module import ClusteredAttention
-from mmspeed.config.sparse import SparseConfig
-from mmspeed.device import Device, parse_dtype, pick
+from mmspeed.compute.sparse import ClusterPlan, clustered_attention
+from mmspeed.compute.sparse.attention import check_backend
+from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
+from mmspeed.memory.planning.peak import peak_bytes
 
-from .attention_data import make_qkv, oracle_share
-from .attention_memory import gathered_bytes, one_thread, peak_extra_bytes
-from .attention_plans import PLANNERS, TAILS, Method, grid_of, mass_for, method
-from .attention_verdicts import AttentionResult, AttentionRow, Speedup, VideoErrors, with_mean_errors
+from .attention_plans import PLANNERS, TAILS, Method
 
 log = get_logger("bench")
 
-TOKENS, KEEPS = (4_096, 16_384), (0.05, 0.1, 0.2)
-FULL_TOKENS, FULL_KEEPS = (4_096, 16_384, 32_768), (0.03, 0.05, 0.1, 0.2, 0.3)
-FULL_PLANNERS = ("clusters", "tiles", "window", "skip")
-RULES_AT, RULES_KEEP = 4_096, 0.1  # tokens and kept share at which rules for the same clusters are compared
+KEEPS = (0.05, 0.1, 0.2)
 WARM = 1
 
 Inputs = tuple[Tensor, Tensor, Tensor]
@@ -51,23 +43,15 @@ Taken = tuple[float, float]  # seconds, processors' seconds of all threads
 
 @dataclass(frozen=True)
 class AttentionBenchSetting:
-    """The cases to measure. Beside `clusters`, other rules for the same clusters are measured at `RULES_AT` tokens.
+    """The methods to measure, and how."""
 
-    seeds: the videos that errors are means over; times and memory are those of the first.
-    """
-
-    tokens: tuple[int, ...] = TOKENS
     keeps: tuple[float, ...] = KEEPS
-    planners: tuple[str, ...] = ("clusters", "tiles")
+    planners: tuple[str, ...] = PLANNERS
     tails: tuple[str, ...] = TAILS
     backend: str = "auto"
     device: str = "auto"
-    heads: int = 4
-    width: int = 64
     rounds: int = 3
-    dtype: str = "float32"
     cluster_size: int | None = None
-    seeds: int = 3
 
     def check(self) -> None:
         """Raises UserError for settings that cannot be measured."""
@@ -78,43 +62,17 @@ class AttentionBenchSetting:
         for keep in self.keeps:
             if not 0 < keep <= 1:
                 raise UserError(f"--keep {keep:g} is not a share of the pairs: above 0, at most 1")
-        if self.seeds < 1:
-            raise UserError(f"--seeds {self.seeds}: errors are means over one video at least")
-        if min(self.tokens) < 64:
-            raise UserError(f"--tokens {min(self.tokens)} is too short: 64 at least")
         check_backend(self.backend, "--backend")
-        if self.width % 2 or self.width < 6:
-            raise UserError(
-                f"--width {self.width} is not even and at least 6: rotary positions turn pairs along three axes"
-            )
-
-    def methods(self, tokens: int) -> list[Method]:
-        """The methods to measure at a length."""
-        grid = grid_of(tokens)
-        planners = self.planners
-        chosen = [
-            method(planner, tail, keep, grid, self.cluster_size)
-            for keep in self.keeps
-            for planner in planners
-            for tail in self.tails
-        ]
-        if tokens == RULES_AT and RULES_KEEP in self.keeps and "clusters" in planners and "zero" in self.tails:
-            others = [rule for rule in ("clusters-mass", "clusters-top") if rule not in planners]
-            chosen += [method(planner, "zero", RULES_KEEP, grid, self.cluster_size) for planner in others]
-        return chosen
 
 
-def ask(tokens: str | None, keep: str | None, planner: str | None, tail: str | None, full: bool) -> dict[str, Any]:
+def ask(keep: str | None, planner: str | None, tail: str | None) -> dict[str, Any]:
     """The fields of `AttentionBenchSetting` from the options of a command line. Raises UserError for words that are no numbers."""
-    whole = {"tokens": FULL_TOKENS, "keeps": FULL_KEEPS, "planners": FULL_PLANNERS}
-    fields: dict[str, Any] = whole if full else {}
+    fields: dict[str, Any] = {}
     try:
-        if tokens is not None:
-            fields["tokens"] = tuple(int(word) for word in tokens.split(","))
         if keep is not None:
             fields["keeps"] = tuple(float(word) for word in keep.split(","))
     except ValueError as error:
-        raise UserError(f"--tokens and --keep are numbers with commas between them: {error}") from None
+        raise UserError(f"--keep takes numbers with commas between them: {error}") from None
     if planner is not None:
         fields["planners"] = tuple(word.strip() for word in planner.split(","))
     if tail is not None:
@@ -122,54 +80,58 @@ def ask(tokens: str | None, keep: str | None, planner: str | None, tail: str | N
     return fields
 
 
-def bench_attention(fields: Mapping[str, Any]) -> AttentionResult:
-    """Measure; `fields` are those of `AttentionBenchSetting`. Raises UserError for settings that cannot be measured here."""
-    setting = AttentionBenchSetting(**fields)
-    setting.check()
-    device = pick(setting.device)
-    device.activate()
-    if setting.backend != "auto":
-        for planner in dict.fromkeys(name.partition("-")[0] for name in setting.planners):
-            settings = SparseConfig.model_validate({"planner": planner, "backend": setting.backend})
-            ClusteredAttention(settings).try_out(device.torch_device, parse_dtype(setting.dtype), setting.width)
-    rows: list[AttentionRow] = []
-    oracles, dense, kernels = {}, {}, {}
-    for tokens in setting.tokens:
-        length = synthetic(setting, device, tokens)
-        oracles[tokens] = [float(share) for share in oracle_share(length.q, length.k)]
-        methods = setting.methods(tokens)
-        measured = length.run(methods, setting.rounds)
-        others = []
-        for seed in range(1, setting.seeds):
-            log.info(f"{tokens:,} tokens: errors of video {seed + 1} of {setting.seeds}")
-            others.append(synthetic(setting, device, tokens, seed).errors(methods))
-        rows += [with_mean_errors(row, errors) for row, *errors in zip(measured, *others, strict=True)]
-        dense[tokens] = length.dense_seconds
-        kernels = length.kernels(setting.methods(tokens)[0])
-    return AttentionResult(
-        rows=rows,
-        oracle=oracles,
-        dense=dense,
-        kernels=kernels,
-        device=device.kind,
-        device_name=device.name,
-        threads=torch.get_num_threads(),
-        load=os.getloadavg()[0],
-        heads=setting.heads,
-        width=setting.width,
-        dtype=setting.dtype,
-        rounds=setting.rounds,
-        seeds=setting.seeds,
-    )
+@dataclass(frozen=True)
+class Speedup:
+    """A speedup over dense attention, by the clock and by processors' time (CPUs only)."""
+
+    wall: float
+    cpu: float | None = None
+
+    def least(self) -> float:
+        """The smaller of both, since other work on a machine may distort the clock's either way."""
+        return self.wall if self.cpu is None else min(self.wall, self.cpu)
+
+    def __str__(self) -> str:
+        return f"{self.wall:.2f}x" if self.cpu is None else f"{self.wall:.2f}x ({self.cpu:.2f})"
 
 
-def synthetic(setting: AttentionBenchSetting, device: Device, tokens: int, seed: int = 0) -> LengthBench:
-    """Synthetic video of a length, and the same video under other noise."""
-    dtype, grid = parse_dtype(setting.dtype), grid_of(tokens)
-    q, k, v, positions_NX = make_qkv(grid, setting.heads, setting.width, seed)
-    other = make_qkv(grid, setting.heads, setting.width, seed, look=1)[:2]
-    q, k, v, other_q, other_k = (x.to(device.torch_device, dtype) for x in (q, k, v, *other))
-    return LengthBench(q, k, v, positions_NX.to(device.torch_device), device, setting.backend, (other_q, other_k))
+@dataclass(frozen=True)
+class AttentionRow:
+    """A method at a length. Errors are relative, in the L2 norm, against dense attention; times are of a whole call of all heads.
+
+    Errors and the kept share are means over videos; all else is of the first.
+    """
+
+    tokens: int
+    keep: float  # requested share
+    planner: str
+    tail: str
+    cluster_size: int
+    kept: float  # share of pairs
+    pairs: int  # that the kernel computed, including means and padding
+    backend: str
+    error: float  # of the output
+    gradient_errors: tuple[float, float, float]  # dq, dk, dv, for a gradient of white noise
+    warm_error: float | None  # of the output, by a plan with the centroids of the same video under other noise
+    plan_seconds: float
+    warm_seconds: float | None
+    both_seconds: float  # forward + backward, planning included
+    forward: Speedup  # planning included, as in `both`
+    both: Speedup
+    peak_bytes: int  # beyond the inputs, forward + backward
+    dense_peak_bytes: int
+    throughput: float  # kept pairs per second, without planning, relative to dense attention
+    errors: tuple[float, ...] = ()  # of the output, of each video
+
+
+@dataclass(frozen=True)
+class VideoErrors:
+    """The kept share and the errors of a method on one video: as in `AttentionRow`."""
+
+    kept: float
+    error: float
+    gradient_errors: tuple[float, float, float]
+    warm_error: float | None
 
 
 class LengthBench:
@@ -197,7 +159,7 @@ class LengthBench:
 
     def run(self, methods: Sequence[Method], rounds: int) -> list[AttentionRow]:
         """A row for each method, measured round by round."""
-        cases = [_MethodCase(self, chosen) for chosen in methods]
+        cases = [MethodCase(self, chosen) for chosen in methods]
         exact = self.dense(backward=True)
         log.info(f"{self.tokens:,} tokens: {len(cases)} cases, {rounds} rounds")
         for case in cases:
@@ -212,11 +174,6 @@ class LengthBench:
                 case.measure()
         self.dense_seconds = {name: statistics.median(t[0] for t in times) for name, times in dense.items()}
         return [case.row(dense, dense_peak) for case in cases]
-
-    def errors(self, methods: Sequence[Method]) -> list[VideoErrors]:
-        """The kept share and the errors of each method, without timing any."""
-        exact = self.dense(backward=True)
-        return [_MethodCase(self, chosen).errors(exact) for chosen in methods]
 
     def leaves(self) -> Inputs:
         return _leaves(self.q, self.k, self.v)
@@ -239,21 +196,12 @@ class LengthBench:
         self.device.synchronize()
         return time.perf_counter() - started, time.process_time() - used
 
-    def kernels(self, chosen: Method) -> dict[str, str]:
-        """The reason why each kernel cannot run here, by name; empty where it can."""
-        plan = chosen.plan(self.q, self.k, self.positions)
-        means = None if plan.tail is None else key_means(self.k, self.v, plan.tail)
-        return {name: kernel.refuses(self.q, self.k, self.v, plan, means) for name, kernel in KERNELS.items()}
 
-
-class _MethodCase:
+class MethodCase:
     """A method at one length."""
 
     def __init__(self, length: LengthBench, chosen: Method) -> None:
-        self.length = length
-        if chosen.planner == "clusters-mass":
-            chosen = replace(chosen, mass=mass_for(chosen, length.q, length.k, length.positions))
-        self.method = chosen
+        self.length, self.method = length, chosen
         self.start: ClusterPlan | None = None
         self.times: dict[str, list[Taken]] = {"cold": [], "warm": [], "forward": [], "both": []}
 
@@ -390,3 +338,27 @@ def fastest_dense(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, device: Device)
         except RuntimeError:  # it does not support this width or dtype
             continue
     return best[1]
+
+
+def peak_extra_bytes(device: Device, work: Callable[[], Any]) -> int:
+    """The most memory in use at one time during `work` beyond what was in use before."""
+    device.synchronize()
+    before = 0 if device.kind == "cpu" else device.memory_bytes()
+    return peak_bytes(device, 0, work) - before
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run torch on one thread inside, since its count of CPU allocations sees only one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def gathered_bytes(plan: ClusterPlan, tail: bool, width: int, element_size: int) -> int:
+    """The most bytes that each further CPU thread holds: gathered keys and values of a cluster, and their gradients."""
+    rows = int(plan.lengths().max()) + (plan.tail.clusters if tail and plan.tail is not None else 0)
+    return 4 * rows * width * element_size

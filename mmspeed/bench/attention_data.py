@@ -6,9 +6,8 @@ with a gain, like learned ones, and through 3-D rotary positions. The data is vi
 of a trained model, which `mmspeed bench attention --run` measures.
 
 The constants were set once, before the measured planners and kernels were written, so that attention is about as peaked, and its dropped
-part about as smooth, as in the study behind the goals. The share of the keys with 90 % of a query's mass (`oracle_share`; the bench prints
-it above its table) is, by head: 10, 13, 14 and 10 % of 4,096; 12, 11, 8 and 11 % of 16,384; 12, 9, 8 and 11 % of 32,768.
-They belong to the first version of the generator, which the data keep.
+part about as smooth, as in the study behind the goals. The share of the keys with 90 % of a query's mass (`oracle_share`) is, by head: 10,
+9, 11 and 10 % of 4,096; 12, 7, 12 and 8 % of 16,384; 12, 8, 11 and 9 % of 32,768.
 
 Legend: B batch (1), A heads, N tokens, D head width, T h w the grid of tokens, X position axes, F content features, O objects.
 """
@@ -22,8 +21,6 @@ from torch import Tensor
 
 from mmspeed import rng
 from mmspeed.compute.rope import apply_rope, axis_pairs, grid_positions, rope_cos_sin
-from mmspeed.rng import Seed
-from mmspeed.rng.first import VERSION, TorchStream
 
 Grid = tuple[int, int, int]
 
@@ -50,7 +47,6 @@ def make_qkv(
 
     The numbers of a head do not depend on the number of heads.
     """
-    seed = Seed(seed, VERSION)
     positions_NX = grid_positions(grid)
     content_NF = video_content(grid, seed)
     content_NF = content_NF + noise * rng.normal(content_NF.shape, seed, "bench attention", "noise", look)
@@ -62,7 +58,6 @@ def make_qkv(
 
 def video_content(grid: Grid, seed: int) -> Tensor:
     """The content `content_NF` without noise: meaning and texture of each token, each feature of mean square about 1."""
-    seed = Seed(seed, VERSION)
     t_N, y_N, x_N = ((grid_positions(grid)[:, axis] + 0.5) / grid[axis] for axis in range(3))
     half = FEATURES // 2
 
@@ -75,7 +70,7 @@ def video_content(grid: Grid, seed: int) -> Tensor:
     meaning_NF = (4.0 * fields).softmax(dim=1) @ meanings
     texture_NF = _texture(y_N, x_N, half, 2.5, seed, "background")
     for number in range(OBJECTS):  # later ones are in front
-        place = torch.rand(2, generator=TorchStream(seed, "bench attention", "place", number).generator)
+        place = 0.5 + rng.symmetric((2,), 0.5, seed, "bench attention", "place", number)
         speed = 0.25 * draw("speed", number, count=2)
         radius = 0.08 + 0.10 * rng.uniform(seed, "bench attention", "radius", number)
         stretch = math.exp(0.3 * float(draw("stretch", number, count=1)))
@@ -95,8 +90,7 @@ def _bounced(place_N: Tensor) -> Tensor:
 def _texture(y_N: Tensor, x_N: Tensor, features: int, waves: float, seed: int, *names: object) -> Tensor:
     """Smooth random functions of a place, mean square 1; `waves` is about their number of periods over the whole picture."""
     turns = waves * rng.normal((2, features), seed, "bench attention", "waves", *names)
-    draws = TorchStream(seed, "bench attention", "start", *names)
-    start = 2 * math.pi * torch.rand(features, generator=draws.generator)
+    start = rng.symmetric((features,), math.pi, seed, "bench attention", "start", *names)
     return math.sqrt(2) * torch.cos(2 * math.pi * (y_N[:, None] * turns[0] + x_N[:, None] * turns[1]) + start)
 
 
@@ -109,7 +103,7 @@ def _head(content_NF: Tensor, kind: str, width: int, seed: int, head: int) -> tu
     # queries and keys share a projection; a part of their own makes the match imperfect, as in learned heads
     shared = matrix("shared")
     meets = content_NF @ shared
-    place_D = rng.normal((width,), seed, "bench attention", "place", head)  # the same in all tokens: matches where near
+    place_D = rng.normal((width,), seed, "bench attention", "near", head)  # the same in all tokens: matches where near
     turns_D = torch.cat([10_000.0 ** -(torch.arange(pairs) / pairs) for pairs in axis_pairs(width, 3)]).repeat(2)
     near_D = (turns_D >= NEAR_TURNS[0]) & (turns_D <= NEAR_TURNS[1])
     slow_D = turns_D < NEAR_TURNS[0]

@@ -1,11 +1,9 @@
 """The planners that the bench of sparse attention compares, by name, each with a requested share of the pairs.
 
-clusters         content clusters, one threshold over all of them (the default)
-clusters-mass    the same clusters, the same cumulative probability for each (as in Sparse-VideoGen 2)
-clusters-top     the same clusters, the same number of keys for each
-tiles            tiles of the grid, the same number of tiles for each (as in VSA)
-window           tiles, those around each tile
-skip             every stride-th token (Skiparse)
+clusters    content clusters, one threshold over all of them (the default)
+tiles       tiles of the grid, the same number of tiles for each (as in VSA)
+window      tiles, those around each tile
+skip        every stride-th token (Skiparse)
 
 Legend: B batch, A heads, G = B x A, N tokens, D head width, C clusters of queries, K clusters of keys, X position axes.
 """
@@ -13,10 +11,9 @@ Legend: B batch, A heads, G = B x A, N tokens, D head width, C clusters of queri
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
-import torch
 from torch import Tensor
 
 from mmspeed.compute.sparse import ClusterPlan
@@ -28,9 +25,8 @@ from mmspeed.compute.sparse.planners.tiles import plan_tiles
 
 from .attention_data import Grid
 
-PLANNERS = ("clusters", "clusters-mass", "clusters-top", "tiles", "window", "skip")
+PLANNERS = ("clusters", "tiles", "window", "skip")
 TAILS = ("zero", "summary")
-MASS_ROUNDS = 7  # halvings of the interval in the search for the cumulative probability
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,6 @@ class Method:
     tail_clusters: int
     tile: Grid
     window: Grid = (1, 1, 1)
-    mass: float = 0.9
 
     @property
     def clustered(self) -> bool:
@@ -53,11 +48,7 @@ class Method:
 
     def rule(self) -> KeepRule:
         """The rule by which a group keeps keys."""
-        if self.planner == "clusters":
-            return KeepRule("fraction", self.keep)
-        if self.planner == "clusters-mass":
-            return KeepRule("mass", self.mass)
-        return KeepRule("top", self.keep)
+        return KeepRule("fraction" if self.planner == "clusters" else "top", self.keep)
 
     def plan(
         self, q_BAND: Tensor, k_BAND: Tensor, positions_NX: Tensor, start: ClusterPlan | None = None
@@ -86,32 +77,9 @@ class Method:
         )
 
 
-def grid_of(tokens: int) -> Grid:
-    """The grid (t, h, w), t <= h <= w, of `tokens` tokens that is nearest to a cube: 16384 is 16 x 32 x 32."""
-    best: Grid = (1, 1, tokens)
-    for t in range(1, round(tokens ** (1 / 3)) + 1):
-        if tokens % t:
-            continue
-        rest = tokens // t
-        h = next(h for h in range(math.isqrt(rest), 0, -1) if rest % h == 0)
-        if h >= t and _surface((t, h, rest // h)) < _surface(best):
-            best = (t, h, rest // h)
-    return best
-
-
-def _surface(grid: Grid) -> int:
-    t, h, w = grid
-    return t * h + h * w + t * w
-
-
 def cluster_size_of(tokens: int) -> int:
     """Queries of a cluster: those of the study at this length."""
     return 256 if tokens >= 16_384 else 128 if tokens >= 2_048 else 32
-
-
-def tail_clusters_of(tokens: int) -> int:
-    """Clusters of keys: the default of a layer."""
-    return usual_tail_clusters(tokens)
 
 
 def tile_of(grid: Grid) -> Grid:
@@ -142,19 +110,7 @@ def method(planner: str, tail: str, keep: float, grid: Grid, cluster_size: int |
         tail=tail,
         keep=keep,
         cluster_size=cluster_size or cluster_size_of(tokens),
-        tail_clusters=tail_clusters_of(tokens),
+        tail_clusters=usual_tail_clusters(tokens),
         tile=tile,
         window=window_of(grid, tile, keep),
     )
-
-
-@torch.no_grad()
-def mass_for(chosen: Method, q_BAND: Tensor, k_BAND: Tensor, positions_NX: Tensor) -> float:
-    """The cumulative probability for which `clusters-mass` keeps the requested share, by bisection."""
-    low, high = 0.0, 1.0
-    for _ in range(MASS_ROUNDS):
-        mass = (low + high) / 2
-        tried = replace(chosen, mass=mass, tail="zero")
-        kept = float(tried.plan(q_BAND, k_BAND, positions_NX).kept_share().mean())
-        low, high = (mass, high) if kept < chosen.keep else (low, mass)
-    return (low + high) / 2

@@ -37,7 +37,7 @@ from mmspeed.pipelines.inference.text_to_video import find_checkpoint
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.protocols.plan import Structure
 
-from .attention import FULL_PLANNERS, AttentionBenchSetting, LengthBench
+from .attention import AttentionBenchSetting, LengthBench
 from .attention_data import Grid, oracle_share
 from .attention_plans import Method, method
 from .attention_suggest import LayerResult, MethodResult, RunResult, SparseChoice, suggest
@@ -62,12 +62,12 @@ def bench_run(
     """Measure the layers of a run, write attention.json and attention.png, and suggest settings.
 
     Args:
-        fields, common: those of `AttentionBenchSetting`; lengths, heads and width are the run's own.
+        fields, common: those of `AttentionBenchSetting`.
         error: the greatest error that the suggestion may have in any sparse layer.
 
     Raises UserError when the run has no checkpoint or no cache to take samples from.
     """
-    setting = AttentionBenchSetting(**{"planners": FULL_PLANNERS, **fields, **common})
+    setting = AttentionBenchSetting(**fields, **common)
     setting.check()
     folder = RunFolder.open(run)
     device = pick(setting.device)

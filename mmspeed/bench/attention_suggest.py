@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from .attention_verdicts import AttentionRow
+from .attention import AttentionRow
 
 PAYS = (
     1.1  # times faster, forward + backward over all self-attention, below which sparse attention is not worth its error

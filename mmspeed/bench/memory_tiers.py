@@ -137,18 +137,3 @@ def _held(model: nn.Module, optimizer: Any) -> tuple[int, int, list[Tensor]]:
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     tensors = [*model.parameters(), *states]
     return sum(t.numel() * t.element_size() for t in tensors), 0, [p.detach().clone() for p in model.parameters()]
-
-
-def lines(rows: list[TierRow]) -> list[str]:
-    """The lines of a table, and the verdict on all tiers."""
-    text = [f"{'optimizer':<48} {'device B':>9} {'meant':>6} {'host B':>7} {'s/step':>8} {'time':>6}  equal"]
-    for row in rows:
-        equal = {None: "-", True: "bitwise", False: "NO"}[row.equal]
-        text.append(
-            f"{row.name:<48} {row.device:>9.3f} {row.wanted:>6.0f} {row.host:>7.3f} {row.seconds:>8.4f} {row.time:>6.2f}  {equal}"
-        )
-    good = all(row.passed() for row in rows)
-    text.append(
-        f"{'PASSED' if good else 'FAILED'}: bytes a parameter between steps within {NEAR:.0%}, tiers bitwise equal"
-    )
-    return text

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from .doctor import Diagnosis
+from .diagnosis import Diagnosis
 
 NPU_PACKAGE = "torch_npu"
 _DRIVER = "usr/local/Ascend/driver/version.info"

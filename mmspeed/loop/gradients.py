@@ -17,16 +17,11 @@ from mmspeed.torch_internals import multiply_each_
 CLIP_EPS = 1e-6  # as torch has it in clip_grads_with_norm_
 
 
-def total_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) -> Tensor:
-    """The norm of the gradients of all processes, a scalar on the device; a collective call.
+def _norm_of(kinds: Sequence[Sequence[nn.Parameter]], mesh: Mesh | None) -> Tensor:
+    """The norm of all processes' gradients, a scalar on the device, of parameters that have some, in lists of one device mesh each.
 
     Squares are summed over the axes that hold parts of a parameter and over the pipeline stages of `mesh`, and counted once over replicas.
     """
-    return _norm_of(by_mesh([p for p in parameters if p.grad is not None]), mesh)
-
-
-def _norm_of(kinds: Sequence[Sequence[nn.Parameter]], mesh: Mesh | None) -> Tensor:
-    """The `total_norm` of parameters that have gradients, in lists of one device mesh each."""
     wholes = [_over(get_total_norm(parts), groups) for kind in kinds for groups, parts in _parts(kind)]
     if not wholes:  # a pipeline stage of which nothing trains
         wholes = [torch.zeros((), device=mesh.dense.device_type if mesh is not None else "cpu")]
@@ -68,10 +63,10 @@ def clip_gradients(
     scale: float | None = None,
     weight: float = 1.0,
 ) -> Tensor:
-    """The norm of all gradients (`total_norm`) over `weight`; gradients whose norm so divided is above `clip_norm` are scaled down.
+    """The norm of all processes' gradients over `weight`; gradients whose norm so divided is above `clip_norm` are scaled down.
 
-    `weight` is the factor of the step that the gradients have, and keep. With `scale`, gradients are multiplied by it in the same pass,
-    and the norm is that of the products.
+    A collective call. `weight` is the factor of the step that the gradients have, and keep. With `scale`, gradients are multiplied by it
+    in the same pass, and the norm is that of the products.
     """
     kinds = by_mesh([p for model in models for p in model.parameters() if p.grad is not None])
     norm = _norm_of(kinds, mesh)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmspeed.device import Device
-from mmspeed.memory.offload.copies import CopyEngine, HostPool, copies_for
+from mmspeed.memory.offload.copies import HostPool, copies_for
 from mmspeed.memory.offload.host_buffers import FlatSlice, OffloadedBuffer, lay_out
 from mmspeed.torch_internals import lerp_each_
 
@@ -17,14 +17,12 @@ from mmspeed.torch_internals import lerp_each_
 class HostAverages:
     """float32 tensors in the host's memory, in the order of their values."""
 
-    def __init__(
-        self, shapes: Iterable[Tensor], bucket_bytes: int, device: Device, copies: CopyEngine | None = None
-    ) -> None:
+    def __init__(self, shapes: Iterable[Tensor], bucket_bytes: int, device: Device) -> None:
         """Allocate tensors of the shapes of `shapes`, in buckets of about `bucket_bytes`, without values.
 
         Raises UserError when the host's memory is full.
         """
-        copies = copies or copies_for(device)
+        copies = copies_for(device)
         pool = HostPool(device, "leave the moving average on the device: memory.ema")
         self._parcels: list[tuple[OffloadedBuffer, list[FlatSlice]]] = []
         for some in _bucketed(shapes, bucket_bytes):

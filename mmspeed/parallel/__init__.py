@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from mmspeed.axes import AxisName
+from mmspeed.axes import ITEMS, AxisName
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.errors import UserError
 from mmspeed.graphs import compile_forward
@@ -54,6 +54,9 @@ __all__ = [
     "unwrap",
 ]
 
+# the axes that `parallelize` applies to a model, and the views' names for them
+APPLIED = (*ITEMS, AxisName.DSP, AxisName.RING, AxisName.ULYSSES, AxisName.TP, AxisName.SHARD, AxisName.EDP)
+
 
 def resolve_strategy(strategy: str, world: int) -> Strategy:
     """The strategy, with `auto` as `none` on one device, else `fsdp`. Raises UserError for `none` on several: they would train apart."""
@@ -86,6 +89,8 @@ def parallelize(
     """
     layout = layout or TokenLayout()
     boundaries = None
+    if mesh is not None:
+        _check_axes(mesh)
     if layout.size > 1:  # with one process per sample nothing is added: the bare class runs
         boundaries = Boundaries(model, Sequences(_checked_plan(model, layout), layout))
         if layout.tensor.size > 1:  # first: later steps see layers that are split already
@@ -113,6 +118,16 @@ def parallelize(
         raise ValueError(f"strategy {strategy} needs a device mesh")
     # replicas of bfloat16 parameters come from the sharding engine, over `dp_replicate`: the other sums their gradients in bfloat16
     return shard(model, mesh, compute_dtype) if strategy == "fsdp" or is_half(model) else replicate(model)
+
+
+def _check_axes(mesh: Mesh) -> None:
+    """Raises UserError for an axis of several processes that nothing here applies: they would all compute the same."""
+    for axis, size in mesh.table.sizes.items():
+        if size > 1 and axis not in APPLIED:
+            raise UserError(
+                f"parallelize has no technique for the axis {axis} of the mesh, so its {size} processes would all compute the same; "
+                "make it 1"
+            )
 
 
 def _checked_plan(model: nn.Module, layout: TokenLayout) -> ModelPlan:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-def training_flops(forward_flops: float, checkpointing: bool = False) -> float:
-    """FLOPs executed by one training step: backward costs two forwards, recomputation one more."""
-    return (4 if checkpointing else 3) * forward_flops
+def training_flops(forward_flops: float) -> float:
+    """FLOPs of one training step without recomputation: backward costs two forwards."""
+    return 3 * forward_flops
 
 
 def mfu(forward_flops: float, seconds: float, peak_flops: float, devices: int = 1) -> float:

@@ -8,34 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
 from mmspeed.errors import UserError
+from mmspeed.models.diffusers.plan_parts import config_of
 from mmspeed.models.diffusers.plans import plan_for
 from mmspeed.parallel.boundaries.boundary import Arguments, Grid
 from mmspeed.protocols.plan import ModelPlan, Site, plan_of
 
 
-def _wan(model: nn.Module) -> Grid:
-    config: Any = model.config
-    t, h, w = config.patch_size
+def _patched(model: nn.Module) -> Grid:
+    """Of a class that takes a latent video (B, C, T, h, w), and names its patches by three numbers, or by one or two."""
+    config = config_of(model)
+    p, t = config.patch_size, getattr(config, "patch_size_t", 1)
+    t, h, w = p if isinstance(p, list | tuple) else (t, p, p)
 
     def grid(arguments: Arguments) -> tuple[int, int, int]:
         frames, height, width = arguments["hidden_states"].shape[2:]
         return frames // t, height // h, width // w
-
-    return grid
-
-
-def _mochi(model: nn.Module) -> Grid:
-    config: Any = model.config
-    p = config.patch_size
-
-    def grid(arguments: Arguments) -> tuple[int, int, int]:
-        frames, height, width = arguments["hidden_states"].shape[2:]
-        return frames, height // p, width // p
 
     return grid
 
@@ -71,19 +62,8 @@ def _flux(model: nn.Module) -> Grid:
     return grid
 
 
-def _hunyuan_video(model: nn.Module) -> Grid:
-    config: Any = model.config
-    t, p = config.patch_size_t, config.patch_size
-
-    def grid(arguments: Arguments) -> tuple[int, int, int]:
-        frames, height, width = arguments["hidden_states"].shape[2:]
-        return frames // t, height // p, width // p
-
-    return grid
-
-
 def _cogvideox(model: nn.Module) -> Grid:
-    config: Any = model.config
+    config = config_of(model)
     t, p = config.patch_size_t or 1, config.patch_size
 
     def grid(arguments: Arguments) -> tuple[int, int, int]:
@@ -108,12 +88,12 @@ def _ltx(model: nn.Module) -> Grid:
 
 
 GRIDS: Mapping[str, Callable[[nn.Module], Grid]] = {
-    "WanTransformer3DModel": _wan,
+    "WanTransformer3DModel": _patched,
     "LTXVideoTransformer3DModel": _ltx,
     "CogVideoXTransformer3DModel": _cogvideox,
-    "HunyuanVideoTransformer3DModel": _hunyuan_video,
-    "HunyuanVideo15Transformer3DModel": _hunyuan_video,
-    "MochiTransformer3DModel": _mochi,
+    "HunyuanVideoTransformer3DModel": _patched,
+    "HunyuanVideo15Transformer3DModel": _patched,
+    "MochiTransformer3DModel": _patched,
     "QwenImageTransformer2DModel": _qwen_image,
     "FluxTransformer2DModel": _flux,
 }

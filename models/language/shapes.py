@@ -10,15 +10,11 @@ from mmspeed.models.language.config import DecoderSettings, ExpertSettings, Late
 
 @dataclass(frozen=True)
 class Shape:
-    """A published model's settings.
-
-    total, active: parameters as its authors state them, in billions; active None: all. assumed: settings that its sources do not state.
-    """
+    """A published model's settings. total, active: parameters as its authors state them, in billions; active None: all."""
 
     settings: DecoderSettings
     total: float
     active: float | None = None
-    assumed: tuple[str, ...] = ()
 
 
 def _llama(width: int, depth: int, heads: int, hidden: int) -> DecoderSettings:
@@ -74,7 +70,8 @@ DEEPSEEK = DecoderSettings(
     ),
     further=1,
 )
-# Width, depth, dense blocks, experts and their width are of the paper (2025), with MLA, sandwich norms and one module for further tokens.
+# Width, depth, dense blocks, experts and their width are of the paper (2025), with MLA, sandwich norms and one module for further tokens;
+# vocabulary, heads, hidden, latent, rotary, scores and scaling are assumed.
 PANGU = replace(
     DEEPSEEK,
     vocabulary=153_376,
@@ -83,7 +80,6 @@ PANGU = replace(
     rotary=RotarySettings(interleaved=True),
     experts=ExpertSettings(256, 8, 2_048, shared=1, scores="sigmoid", normalised=True, scaling=2.5, dense=(0, 1, 2)),
 )
-PANGU_ASSUMED = ("vocabulary", "heads", "hidden", "latent", "rotary", "experts.scores", "experts.scaling")
 
 SHAPES: dict[str, Shape] = {
     "llama3-8b": Shape(_llama(4_096, 32, 32, 14_336), 8.03),
@@ -98,7 +94,7 @@ SHAPES: dict[str, Shape] = {
     "qwen3-30b-a3b": Shape(_qwen_experts(2_048, 48, 32, 6_144, 768), 30.5, 3.3),
     "qwen3-235b-a22b": Shape(_qwen_experts(4_096, 94, 64, 12_288, 1_536), 235.0, 22.0),
     "deepseek-v3": Shape(DEEPSEEK, 671.0, 37.0),
-    "pangu-ultra-moe": Shape(PANGU, 718.0, 39.0, PANGU_ASSUMED),
+    "pangu-ultra-moe": Shape(PANGU, 718.0, 39.0),
 }
 
 

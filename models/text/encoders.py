@@ -29,6 +29,7 @@ from mmspeed.models.text.family import (
     family_text_identity,
     family_text_width,
     load_family_text_encoder,
+    on_host,
 )
 from mmspeed.models.weights import (
     fingerprint,
@@ -161,16 +162,12 @@ class TransformersEncoder:
         embeds_BLD, pooled_BD = output.last_hidden_state, _pooled(self.model, output)
         # Copied outside of inference mode: a model that is trained on them may keep them for its backward pass.
         return [
-            TextEntry(_copy(embeds_LD), None if pooled_BD is None else _copy(pooled_BD[place]))
+            TextEntry(on_host(embeds_LD), None if pooled_BD is None else on_host(pooled_BD[place]))
             for place, embeds_LD in enumerate(embeds_BLD)
         ]
 
     def _encode_one(self, caption: str) -> TextEntry:
         return self.encode_ids([self.tokenize(caption)])[0]
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.to("cpu", torch.float32, copy=True)
 
 
 def _pooled(model: Any, output: Any) -> Tensor | None:

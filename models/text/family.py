@@ -297,12 +297,12 @@ class _Part:
         with torch.inference_mode():
             output = self.model(input_ids=ids_BL, output_hidden_states=recipe.layer is not None, **arguments)
         if recipe.gives == "pooled":
-            return [_copy(pooled_D) for pooled_D in output.pooler_output]
+            return [on_host(pooled_D) for pooled_D in output.pooler_output]
         rows_BLD = output.last_hidden_state if recipe.layer is None else output.hidden_states[recipe.layer]
         counts = [rows_BLD.shape[1]] * len(ids)
         if recipe.padded and recipe.stored == "real":
             counts = [_real(each, self.tokenizer.pad_token_id) for each in ids]
-        return [_copy(rows_LD[self.cut : count]) for rows_LD, count in zip(rows_BLD, counts, strict=True)]
+        return [on_host(rows_LD[self.cut : count]) for rows_LD, count in zip(rows_BLD, counts, strict=True)]
 
     def _encode_seen(self, ids: Sequence[int], picture: Picture | None, use: PictureUse) -> Tensor:
         """The rows (L, D) of a picture and a caption, as HunyuanVideo's pipeline takes them from a Llava model."""
@@ -331,7 +331,7 @@ class _Part:
             rows_LD[self.cut + more : answer + more - use.cut],
             rows_LD[answer + more :],
         )
-        return _copy(torch.cat(parts))
+        return on_host(torch.cat(parts))
 
 
 def _plain_ids(encoding: Any) -> list[int]:
@@ -346,7 +346,7 @@ def _real(ids: Sequence[int], padding: int) -> int:
     return count
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def on_host(tensor: Tensor) -> Tensor:
     """The tensor on the CPU, outside of inference mode: a model that is trained on it may keep it for its backward pass."""
     return tensor.to("cpu", torch.float32, copy=True)
 

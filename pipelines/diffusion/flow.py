@@ -34,16 +34,6 @@ def velocity(x0: Tensor, noise: Tensor) -> Tensor:
     return noise - x0
 
 
-def x0_from_velocity(x_t: Tensor, v: Tensor, t_B: Tensor) -> Tensor:
-    """The data end of the line through `x_t` (B, ...) with velocity `v` (B, ...) at time `t_B`. Internal: no pipeline reaches it yet."""
-    return x_t - per_sample(t_B, x_t) * v
-
-
-def noise_from_velocity(x_t: Tensor, v: Tensor, t_B: Tensor) -> Tensor:
-    """The noise end of the line through `x_t` (B, ...) with velocity `v` (B, ...) at time `t_B`. Internal: no pipeline reaches it yet."""
-    return x_t + per_sample(1 - t_B, x_t) * v
-
-
 def shift_time(t: Tensor, shift: float) -> Tensor:
     """t' = s t / (1 + (s - 1) t), of any shape: keeps 0 and 1, moves the rest towards noise when s > 1."""
     return shift * t / (shift * t + (1 - t))  # the same denominator, written so that 1 stays exactly 1

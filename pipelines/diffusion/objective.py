@@ -21,7 +21,7 @@ from torch import Tensor
 from mmspeed.config.schema import DdpmConfig, FamilyObjectiveConfig, FlowConfig, ObjectiveConfig
 from mmspeed.errors import UserError, nearest
 from mmspeed.pipelines.diffusion import ddpm, flow, samplers, schedulers
-from mmspeed.pipelines.diffusion.samplers import OnStep, Predict
+from mmspeed.pipelines.diffusion.samplers import OnStep, Predict, at_least_float32
 from mmspeed.pipelines.diffusion.schedulers import FamilySampler
 from mmspeed.shapes import Bucket
 
@@ -201,11 +201,6 @@ def _family(sampler: FamilySampler | None) -> FamilySampler:
             "sample.sampler: family is the scheduler of a published model's repository, and this model has none"
         )
     return sampler
-
-
-def at_least_float32(tensor: Tensor) -> Tensor:
-    """The tensor in float32; one in float64 as it is."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _working_pair(x0: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ Decompose = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]  # (x_BCThw
 
 def euler(predict: Predict, noise_BCThw: Tensor, times: Sequence[float], on_step: OnStep | None = None) -> Tensor:
     """Integrate a velocity over the falling `times` with first-order steps; one call of `predict` a step."""
-    x = working(noise_BCThw)
+    x = at_least_float32(noise_BCThw)
     for i in range(len(times) - 1):
         x = x + (times[i + 1] - times[i]) * call(predict, x, times[i])
         tell(on_step, i + 1, len(times) - 1)
@@ -33,7 +33,7 @@ def heun(predict: Predict, noise_BCThw: Tensor, times: Sequence[float], on_step:
 
     The last step is a first-order one, so that the model is never called at its last time (as Karras et al. do).
     """
-    x = working(noise_BCThw)
+    x = at_least_float32(noise_BCThw)
     last = len(times) - 2
     for i in range(last + 1):
         dt = times[i + 1] - times[i]
@@ -58,7 +58,7 @@ def ddim(
     `times` are the model times of the steps, `abars` the share of data in the variance at each step and, one more, at the
     end (1 for clean data). `decompose` returns the data and the noise that a prediction implies.
     """
-    x = working(noise_BCThw)
+    x = at_least_float32(noise_BCThw)
     for i, time in enumerate(times):
         x0, noise = decompose(x, call(predict, x, time), abars[i])
         x = abars[i + 1] ** 0.5 * x0 + (1 - abars[i + 1]) ** 0.5 * noise
@@ -104,9 +104,9 @@ def rescaled(guided: Tensor, cond: Tensor, share: float) -> Tensor:
     return share * (guided * factor) + (1 - share) * guided
 
 
-def working(noise: Tensor) -> Tensor:
-    """The noise as the sample begins: float32, or float64 when the noise is."""
-    return noise.to(torch.promote_types(noise.dtype, torch.float32))
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """The tensor in float32; one in float64 as it is."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def call(predict: Predict, x: Tensor, time: float) -> Tensor:

@@ -24,7 +24,7 @@ from mmspeed.models.families import family_of
 from mmspeed.models.families.base import Sampling
 from mmspeed.models.families.complete import shift_by_tokens
 from mmspeed.pipelines.diffusion.ddpm import trailing_timesteps
-from mmspeed.pipelines.diffusion.samplers import OnStep, Predict, call, tell, working
+from mmspeed.pipelines.diffusion.samplers import OnStep, Predict, at_least_float32, call, tell
 
 SCHEDULERS = ("unipc", "dpm++")
 FLOW_STEPS = 1000  # timesteps between data and noise, as diffusers counts those of a flow
@@ -82,7 +82,7 @@ def multistep(
     predict: Predict, noise_BCThw: Tensor, scheduler: Scheduler, last: int, on_step: OnStep | None = None
 ) -> Tensor:
     """Walk down the timesteps of a scheduler; one call of `predict` a step. `last`: the timestep that is model time 1."""
-    x = working(noise_BCThw)
+    x = at_least_float32(noise_BCThw)
     total = len(scheduler.timesteps)
     for i, timestep in enumerate(scheduler.timesteps):
         predicted = call(predict, x, timestep.item() / last)
@@ -140,7 +140,7 @@ class FamilySampler:
         scheduler = self.prepared(steps)
         takes = inspect.signature(scheduler.step).parameters
         further = {"generator": generators(noise_BCThw)} if "generator" in takes else {}
-        pack, unpack, start = self.sampling.pack, self.sampling.unpack, working(noise_BCThw)
+        pack, unpack, start = self.sampling.pack, self.sampling.unpack, at_least_float32(noise_BCThw)
         x = pack(start) * float(getattr(scheduler, "init_noise_sigma", 1.0))
         timesteps, data = scheduler.timesteps, None
         for i, timestep in enumerate(timesteps):

@@ -1,11 +1,13 @@
-"""Videos as files and as pictures of reports: writing, contact sheets, and the distance between two videos.
+"""Videos as files, in notebooks and as pictures of reports: writing, embedding, contact sheets.
 
 Legend: F frames, H W pixels, the last dim of `frames_FHWC` is red, green, blue.
 """
 
 from __future__ import annotations
 
+import base64
 import os
+import tempfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +31,9 @@ MAX_CELL_WIDTH = 256  # pixels of a frame on a contact sheet
 LABEL_HEIGHT = 22  # pixels of a line of text on a contact sheet
 MIN_SHEET_WIDTH = 480  # pixels, so that labels stay readable under small videos
 GAP = 2  # pixels between the frames of a contact sheet
+MOST_BYTES = 4 << 20  # of a file that is embedded for a notebook
+MOST_PIXELS = 640  # of its longer side
+LEAST_PIXELS = 64
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -51,8 +56,6 @@ class Video:
 
     def _repr_html_(self) -> str:
         """The HTML that a notebook shows: the video itself, embedded."""
-        from mmspeed.pipelines.inference.notebook import html_of
-
         return html_of(self)
 
     def save(self, path: str | Path) -> None:
@@ -97,12 +100,43 @@ def from_model_range(video_3FHW: torch.Tensor, fps: float) -> Video:
     return Video(pixels_FHWC.contiguous().numpy(), fps)
 
 
-def psnr(a: np.ndarray, b: np.ndarray) -> float:
-    """Peak signal-to-noise ratio of two uint8 arrays of one shape, in dB; infinite when they are equal."""
-    if a.shape != b.shape or a.dtype != np.uint8 or b.dtype != np.uint8:
-        raise ValueError(f"psnr compares uint8 arrays of one shape, not {a.dtype} {a.shape} and {b.dtype} {b.shape}")
-    error = float(np.mean((a.astype(np.float64) - b.astype(np.float64)) ** 2))
-    return float("inf") if error == 0 else 10 * float(np.log10(255.0**2 / error))
+def html_of(video: Video) -> str:
+    """A `<video>` element with an embedded mp4, or an `<img>` with a png of a single frame: at most `MOST_BYTES` of it.
+
+    Videos are scaled down until they fit; one that is too long in any size is said to be, with what to do.
+    """
+    frames, height, width = video.frames_FHWC.shape[:3]
+    side = min(max(height, width), MOST_PIXELS)
+    while True:
+        data = _file_bytes(_scaled(video, side))
+        if len(data) <= MOST_BYTES:
+            break
+        if side // 2 < LEAST_PIXELS:
+            return f"<p>{video!r} is too long to be shown here: save it with <code>video.save('video.mp4')</code></p>"
+        side //= 2
+    text = base64.b64encode(data).decode()
+    style = 'style="max-width: 100%"'
+    if frames == 1:
+        return f'<img {style} width="{width}" alt="a frame" src="data:image/png;base64,{text}">'
+    return f'<video controls loop autoplay muted playsinline {style} width="{width}" src="data:video/mp4;base64,{text}"></video>'
+
+
+def _file_bytes(video: Video) -> bytes:
+    """The video as mp4, a single frame as png."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / ("video.png" if len(video.frames_FHWC) == 1 else "video.mp4")
+        video.save(path)
+        return path.read_bytes()
+
+
+def _scaled(video: Video, side: int) -> Video:
+    """The video with a longer side of at most as many pixels."""
+    height, width = video.frames_FHWC.shape[1:3]
+    if max(height, width) <= side:
+        return video
+    size = (max(1, round(width * side / max(height, width))), max(1, round(height * side / max(height, width))))
+    frames = [np.asarray(Image.fromarray(frame).resize(size)) for frame in video.frames_FHWC]
+    return Video(np.stack(frames), video.fps)
 
 
 def evenly_spaced(count: int, columns: int) -> list[int]:

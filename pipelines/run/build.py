@@ -285,11 +285,6 @@ def _placed(
     return model
 
 
-def weight_setter(model: nn.Module, optimizer: AnyOptimizer) -> Callable[[nn.Parameter, Tensor], None]:
-    """`part_setter` for whole values."""
-    return partial(_put_whole, part_setter(model, optimizer))
-
-
 def part_setter(model: nn.Module, optimizer: AnyOptimizer) -> Callable[[nn.Parameter, Tensor], None]:
     """A function that sets this process's part of a parameter's float32 value: in the parameter, or in the optimizer."""
     if not isinstance(optimizer, TieredOptimizer) or not is_half(model):

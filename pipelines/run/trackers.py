@@ -8,6 +8,7 @@ import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -233,8 +234,8 @@ def _tensorboard_videos(tracker: Any, videos: Sequence[TrackedVideo], step: int)
     tracker.tracker.flush()
 
 
-def _wandb_videos(tracker: Any, videos: Sequence[TrackedVideo], step: int) -> None:
-    make = import_module("wandb").Video
+def _file_videos(package: str, tracker: Any, videos: Sequence[TrackedVideo], step: int) -> None:
+    make = import_module(package).Video
     shown = {
         f"samples/{video.name}": make(str(video.path), caption=video.prompt, format=video.path.suffix[1:])
         for video in videos
@@ -250,18 +251,9 @@ def _swanlab_videos(tracker: Any, videos: Sequence[TrackedVideo], step: int) -> 
     tracker.log(shown, step=step)
 
 
-def _trackio_videos(tracker: Any, videos: Sequence[TrackedVideo], step: int) -> None:
-    make = import_module("trackio").Video
-    shown = {
-        f"samples/{video.name}": make(str(video.path), caption=video.prompt, format=video.path.suffix[1:])
-        for video in videos
-    }
-    tracker.log(shown, step=step)
-
-
 _VIDEOS: dict[str, Callable[[Any, Sequence[TrackedVideo], int], None]] = {
     "tensorboard": _tensorboard_videos,
-    "wandb": _wandb_videos,
+    "wandb": partial(_file_videos, "wandb"),
     "swanlab": _swanlab_videos,
-    "trackio": _trackio_videos,
+    "trackio": partial(_file_videos, "trackio"),
 }

@@ -1,1 +1,1 @@
-"""Proofs of the documentation's figures against other software; `mmspeed bench` starts them in a checkout."""
+"""Proofs of the documentation's figures, most of them against other software: `python -m tests.claims.NAME` runs one in a checkout."""

@@ -1,4 +1,4 @@
-"""What `mmspeed bench preprocess` holds the decoder against: clips made on the spot, and bare PyAV and decord on the same cores.
+"""What the claim on preprocess holds the decoder against: clips made on the spot, and bare PyAV and decord on the same cores.
 
 Bare means: every frame of the files as a full-size RGB array, thrown away at once, by processes that take the next file when they
 are done with one.

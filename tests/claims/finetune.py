@@ -6,10 +6,12 @@ machine. A step of `mmspeed train` is all that happens between two steps of a ru
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import multiprocessing
 import resource
+import shutil
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -27,7 +29,7 @@ from mmspeed.data.cache.keys import entry_key, number_duplicates, sample_key
 from mmspeed.data.cache.tables import write_info, write_rejects, write_samples
 from mmspeed.data.cache.writer import latent_tensors, text_tensors
 from mmspeed.errors import UserError
-from mmspeed.log import ProgressLine
+from mmspeed.log import ProgressLine, setup
 from mmspeed.pipelines import TrainCallback, TrainPipeline
 from mmspeed.pipelines.training.events import StepEvent
 from mmspeed.protocols import TextEntry
@@ -112,7 +114,9 @@ def upper_of_median(values: Sequence[float]) -> float:
 
 
 def bench_finetune(folder: Path, setting: FinetuneSetting = FinetuneSetting()) -> FinetuneResult:
-    """Run both loops in turn, in `folder`, and return their figures. Raises UserError where one of them fails."""
+    """Run both loops in turn, in `folder`, which is emptied of earlier ones. Raises UserError where one of them fails."""
+    for name in ("base", "cache", "runs"):
+        shutil.rmtree(folder / name, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     parameters = save_base(folder / "base", setting)
     config = finetune_config(folder, setting)
@@ -150,12 +154,12 @@ def bench_finetune(folder: Path, setting: FinetuneSetting = FinetuneSetting()) -
 def _step(side: Connection, name: str) -> tuple[float, float, int]:
     try:
         if not side.poll(1200):
-            raise UserError(f"bench finetune: the loop {name!r} took no step within 20 minutes")
+            raise UserError(f"the loop {name!r} took no step within 20 minutes")
         side.recv()  # it is ready
         side.send("go")
         seconds, loss, peak = side.recv()
     except EOFError:
-        raise UserError(f"bench finetune: the loop {name!r} ended; its error is above") from None
+        raise UserError(f"the loop {name!r} ended; its error is above") from None
     return seconds, loss, peak
 
 
@@ -203,7 +207,7 @@ def finetune_config(folder: Path, setting: FinetuneSetting) -> Config:
             "checkpoint": {"every": steps + 1},
             "device": {"kind": "cpu", "peak_tflops": 1.0},
         },
-        origin="bench finetune",
+        origin="finetune claim",
     )  # fmt: skip
 
 
@@ -313,3 +317,22 @@ def _batches(folder: Path, setting: FinetuneSetting) -> Iterator[dict[str, torch
             text = torch.nn.functional.pad(batch["text"].float(), (0, 0, 0, 512 - batch["text"].shape[1]))
             times = task.objective.time_from_quantile(batch["quantiles"]).float()
             yield {"latents": batch["latents"].float(), "noise": batch["noise"].float(), "time": times, "text": text}
+
+
+def main() -> int:
+    """Train beside a plain loop, and compare time and memory; 1 with --strict where one misses its goal."""
+    parser = argparse.ArgumentParser(prog="python -m tests.claims.finetune", description=main.__doc__)
+    parser.add_argument("--output", type=Path, default=Path("runs/finetune"), help="made anew")
+    for name in ("pairs", "width", "layers"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(FinetuneSetting, name))
+    parser.add_argument("--strict", action="store_true")
+    chosen = parser.parse_args()
+    setup()
+    setting = FinetuneSetting(width=chosen.width, layers=chosen.layers, pairs=chosen.pairs)
+    result = bench_finetune(chosen.output.resolve(), setting)
+    print("\n".join(result.lines()))
+    return 1 if chosen.strict and not result.passed() else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

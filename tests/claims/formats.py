@@ -1,4 +1,4 @@
-"""The formats that `mmspeed bench loader` compares: the same samples written, and read back, as each project does it.
+"""The formats that the claim on the loader compares: the same samples written, and read back, as each project does it.
 
 The `.pt` files are written and read by the bench alone, in its temporary folder, and without running pickled code.
 

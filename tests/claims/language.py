@@ -88,7 +88,7 @@ class LanguageResult:
             f"{self.ratio:.4f} (goal {GOAL})",
             f"training losses of {len(pairs)} steps: the first differ by {apart[0]:.1e}, the last by {apart[-1]:.1e}, at most "
             f"{max(apart):.1e}",
-            f"seconds: mmspeed {self.our_seconds:.0f}, Trainer {self.their_seconds:.0f} (one after the other; `mmspeed bench lm` compares)",
+            f"seconds: mmspeed {self.our_seconds:.0f}, Trainer {self.their_seconds:.0f} (one after the other; tests.claims.lm compares)",
             "PASS" if self.passed() else "FAIL",
         ]
 

@@ -1,4 +1,4 @@
-"""`mmspeed bench lm`: language models beside transformers' Trainer and `datasets`, ratios in one run, medians.
+"""Language models beside transformers' Trainer and `datasets`, ratios in one run, medians.
 
 Steps: each trainer runs in a process of its own and takes a step on request, so that all meet the same machine. Batches hold
 about as many real tokens; the Trainer pads documents to the longest of a batch, or joins them without padding. A step is all that happens
@@ -9,6 +9,7 @@ Legend: B packs, N tokens of a pack, T tokens, V vocabulary, E width.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import multiprocessing
 import shutil
@@ -29,7 +30,7 @@ from mmspeed.config.language import LanguageConfig
 from mmspeed.data.cache.documents import TextCache
 from mmspeed.device import pick
 from mmspeed.errors import UserError
-from mmspeed.log import ProgressLine
+from mmspeed.log import ProgressLine, setup
 from mmspeed.models.weights import quiet
 from mmspeed.pipelines import TrainCallback, TrainPipeline
 from mmspeed.pipelines.inference.language import load_tokenizer
@@ -161,7 +162,7 @@ def lm_config(folder: Path, setting: LmSetting, split: str = "blank_line") -> La
         "checkpoint": {"every": steps + 1},
         "device": {"kind": "cpu", "peak_tflops": 1.0},
     }  # fmt: skip
-    return cast(LanguageConfig, make_run_config(tree, origin="bench lm"))
+    return cast(LanguageConfig, make_run_config(tree, origin="lm claim"))
 
 
 # -- steps in turns ---------------------------------------------------------------------------------------------------------
@@ -178,7 +179,7 @@ def _in_turns(folder: Path, setting: LmSetting) -> dict[str, list[float]]:
         far.close()
         sides[name] = here, process
     rates: dict[str, list[float]] = {name: [] for name in sides}
-    with ProgressLine("bench lm", WARM + setting.rounds, "round") as line:
+    with ProgressLine("lm", WARM + setting.rounds, "round") as line:
         for number in range(WARM + setting.rounds):
             names = list(sides)
             for name in names[number % 3 :] + names[: number % 3]:
@@ -187,7 +188,7 @@ def _in_turns(folder: Path, setting: LmSetting) -> dict[str, list[float]]:
                     sides[name][0].send("go")
                     seconds, tokens = sides[name][0].recv()
                 except EOFError:
-                    raise UserError(f"bench lm: the trainer {name!r} ended; its error is above") from None
+                    raise UserError(f"the trainer {name!r} ended; its error is above") from None
                 if number >= WARM:
                     rates[name].append(tokens / seconds)
             line.advance()
@@ -362,3 +363,20 @@ def read_rates(folder: Path, setting: LmSetting, split: str) -> dict[str, list[f
             if number >= WARM:
                 rates[name].append(tokens / (time.process_time() - began))
     return rates
+
+
+def main() -> int:
+    """Measure beside transformers' Trainer, and print the figures."""
+    parser = argparse.ArgumentParser(prog="python -m tests.claims.lm", description=main.__doc__)
+    parser.add_argument("--output", type=Path, default=Path("runs/lm"), help="made anew")
+    for name in ("rounds", "width", "depth", "threads"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(LmSetting, name))
+    chosen = parser.parse_args()
+    setup()
+    setting = LmSetting(rounds=chosen.rounds, width=chosen.width, depth=chosen.depth, threads=chosen.threads)
+    print("\n".join(bench_lm(chosen.output.resolve(), setting).lines()))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

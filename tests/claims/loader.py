@@ -11,10 +11,12 @@ Legend: B samples of the batch, C channels, T h w latent, L caption tokens, D te
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
 import io
 import itertools
+import json
 import mmap
 import os
 import platform
@@ -34,12 +36,13 @@ import pyarrow as pa
 import safetensors
 import torch
 
-from mmspeed.bench.attention_memory import one_thread
+from mmspeed.bench.attention import one_thread
 from mmspeed.config.training import TrainConfig
 from mmspeed.data import BatchSampler, DatasetCache, Loader
+from mmspeed.data.cache.files import write_whole
 from mmspeed.data.loading.collate import VideoCollate
 from mmspeed.errors import UserError
-from mmspeed.log import ProgressLine, format_bytes
+from mmspeed.log import ProgressLine, format_bytes, setup
 from mmspeed.rng import permutation
 
 from .formats import (
@@ -336,7 +339,7 @@ class LoaderBench:
     def run(self, rounds: int) -> ShapeResult:
         """Measure warm, then cold."""
         self.check_contents()
-        with ProgressLine(f"bench loader {self.shape}", 2 * rounds * (len(self.others) + 5), "passes") as line:
+        with ProgressLine(f"loader {self.shape}", 2 * rounds * (len(self.others) + 5), "passes") as line:
             rates = {"warm": self.measure(rounds, False, line), "cold": self.measure(rounds, True, line)}
         folders = {LATER: self.root / "ours"} | {format.name: format.folder for format in self.others}
         return ShapeResult(
@@ -402,3 +405,24 @@ def results_json(results: Sequence[ShapeResult], rounds: int) -> dict[str, Any]:
             for result in results
         ],
     }
+
+
+def main() -> int:
+    """Measure, print the tables and write loader.json; 1 with --strict where our reader is not fast enough."""
+    parser = argparse.ArgumentParser(prog="python -m tests.claims.loader", description=main.__doc__)
+    parser.add_argument("--output", type=Path, default=Path("runs/loader"))
+    parser.add_argument("--bucket-latent", action="append", help=f"latents' shape; again for more; default {SHAPES}")
+    parser.add_argument("--samples", type=int, help="samples per shape; by default half a gigabyte of them")
+    parser.add_argument("--rounds", type=int, default=5, help="passes of each format; the median counts")
+    parser.add_argument("--strict", action="store_true")
+    chosen = parser.parse_args()
+    setup()
+    results = bench_loader(chosen.output, chosen.bucket_latent or SHAPES, chosen.samples, chosen.rounds)
+    text = json.dumps(results_json(results, chosen.rounds), indent=2)
+    write_whole(chosen.output / "loader.json", (text + "\n").encode())
+    print("\n\n".join("\n".join(result.lines()) for result in results))
+    return 1 if chosen.strict and not all(verdict.passed for result in results for verdict in result.verdicts) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,7 +1,8 @@
-"""Benches that prove that the main job works, and say how fast. Figures are printed and written as JSON."""
+"""Whether the main job works: a tiny model on four demo clips, each of which its caption must reproduce."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import time
@@ -13,7 +14,8 @@ import numpy as np
 
 from mmspeed.cli.demo import write_manifest
 from mmspeed.config import Config, make_config
-from mmspeed.log import get_logger
+from mmspeed.log import get_logger, setup
+from tests.support.media import psnr
 
 log = get_logger("bench")
 
@@ -127,7 +129,7 @@ def overfit(
 
 def _clips(config: Config, pipe: Any) -> tuple[list[np.ndarray], list[str], list[float]]:
     """The training clips' pixels at the bucket's size (F, H, W, 3), their captions, and the codec's PSNR on each."""
-    from mmspeed.pipelines.inference.media import from_model_range, psnr
+    from mmspeed.pipelines.inference.media import from_model_range
     from mmspeed.preprocess.decoding.pool import DecodePool, Frames
     from mmspeed.preprocess.decoding.transform import to_model_range
     from mmspeed.preprocess.sources.discover import list_sources
@@ -149,8 +151,6 @@ def _nearest(
     pipe: Any, prompts: list[str], clips: list[np.ndarray], guidance: float | None
 ) -> tuple[int, float, float]:
     """(videos nearest to their own clip, mean PSNR to the right clip, mean PSNR to the others) over all seeds."""
-    from mmspeed.pipelines.inference.media import psnr
-
     right, to_right, to_others = 0, [], []
     for seed in SEEDS:
         # each prompt has its own noise, so that four empty captions are four draws
@@ -161,3 +161,21 @@ def _nearest(
             to_right.append(figures[index])
             to_others += [figure for other, figure in enumerate(figures) if other != index]
     return right, statistics.mean(to_right), statistics.mean(to_others)
+
+
+def main() -> int:
+    """Train, and check that each caption reproduces its clip; 1 where it does not."""
+    parser = argparse.ArgumentParser(prog="python -m tests.claims.overfit", description=main.__doc__)
+    parser.add_argument("--output", type=Path, default=Path("runs/overfit"))
+    parser.add_argument("--arrangement", choices=("factorised", "full"), default="factorised")
+    parser.add_argument("--objective", choices=("flow", "ddpm"), default="flow")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys to override")
+    chosen = parser.parse_args()
+    setup()
+    result = overfit(chosen.output, chosen.arrangement, chosen.objective, tuple(chosen.overrides))
+    print("\n".join(result.lines()))
+    return 0 if result.passed() else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

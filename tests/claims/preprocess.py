@@ -6,6 +6,7 @@ costs next to nothing: they must be decoded as fast as bare PyAV or decord do it
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ from typing import Any
 
 from mmspeed.config import Config, make_config
 from mmspeed.errors import UserError
-from mmspeed.log import get_logger
+from mmspeed.log import get_logger, setup
 
 from .decoding import ClipFiles, DecodingSpeed, bare_ways, clips_of, cpu_seconds, make_clips, start_seconds
 
@@ -299,3 +300,23 @@ def _save_vae(folder: Path, width: int) -> Path:
             vae: Any = diffusers.AutoencoderKLWan(base_dim=width, z_dim=16)
         vae.save_pretrained(folder)
     return folder
+
+
+def main() -> int:
+    """Check that preprocess keeps its slowest stage busy, the encoder or the decoders; 1 if not."""
+    parser = argparse.ArgumentParser(prog="python -m tests.claims.preprocess", description=main.__doc__)
+    parser.add_argument("--output", type=Path, default=Path("runs/preprocess"))
+    parser.add_argument("--videos", type=Path, help="folder of your own videos; default: generated clips")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of decoding; medians count")
+    parser.add_argument("--cores", type=int, help="default: all")
+    parser.add_argument("--vae-width", type=int, default=VAE_WIDTH, help="of the slow codec: larger is slower")
+    parser.add_argument("--json", action="store_true")
+    chosen = parser.parse_args()
+    setup()
+    result = bench_preprocess(chosen.output, chosen.videos, chosen.rounds, chosen.cores, chosen.vae_width)
+    print(result.to_json() if chosen.json else "\n".join(result.lines()))
+    return 0 if result.passed() else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -8,11 +8,14 @@ slower meanwhile does not matter.
 Where a split step's time goes is read off one more step under torch's profiler: what an exchange takes on the rank that comes to it
 last is its transfer; what other ranks take longer is waiting for that one.
 
+torchrun --nproc-per-node 2 -m tests.claims.sp
+
 Legend: T h w latent, n ranks, t threads of a rank.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -34,11 +37,13 @@ from mmspeed.comm import all_gather_objects, barrier
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.log import format_bytes
+from mmspeed.log import format_bytes, rank, setup
 from mmspeed.mesh import make_mesh, process_group
 from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import TokenLayout, make_layout, parallelize
 from mmspeed.plan.traffic import AttentionWorkload, places, step_traffic
+
+from .latents import parse_latent
 
 HEAD_WIDTH, DEPTH, CHANNELS, TEXT_WIDTH, TEXT_TOKENS = 24, 4, 16, 64, 32
 NEAR = 0.03  # how far from 1 the ratio at degree 1 may be
@@ -181,7 +186,7 @@ def bench_sp(latent: tuple[int, int, int], width: int, rounds: int) -> SpResult:
         raise UserError(f"--width {width} is no multiple of the head width {HEAD_WIDTH}")
     with process_group(device):
         if dist.get_world_size() < 2:
-            raise UserError("bench sp needs two processes at least: give --ranks 2, or start it with torchrun")
+            raise UserError("this claim needs two processes at least: start it with torchrun --nproc-per-node 2")
         return _SchemeBench(device, latent, width, rounds).run()
 
 
@@ -391,3 +396,23 @@ class _BenchStep:
             loss = self.loss()  # alive, so that no two storages have one address
         del loss
         return sum(size for place, size in storages.items() if place not in own)
+
+
+def main() -> int:
+    """Measure in torchrun's processes; 1 when bytes differ from the formulas, or with --strict when degree 1 is not free."""
+    parser = argparse.ArgumentParser(prog="torchrun -m tests.claims.sp", description=main.__doc__)
+    parser.add_argument("--latent", metavar="TxHxW", default="8x32x32", help="latent of the clip that a step trains on")
+    parser.add_argument("--width", type=int, default=192, help="width of the model, a multiple of 24")
+    parser.add_argument("--rounds", type=int, default=7, help="timed rounds; medians count")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--strict", action="store_true")
+    chosen = parser.parse_args()
+    setup()
+    result = bench_sp(parse_latent(chosen.latent), chosen.width, chosen.rounds)
+    if rank() == 0:
+        print(result.to_json(chosen.strict) if chosen.json else "\n".join(result.lines()))
+    return 0 if result.passed(chosen.strict) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

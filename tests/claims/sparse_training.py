@@ -1,4 +1,4 @@
-"""`mmspeed bench sparse-training`: what sparse attention costs in loss, from scratch and fine-tuned from a dense model.
+"""What sparse attention costs in loss, from scratch and fine-tuned from a dense model.
 
 A small model with attention over all tokens trains on the demo clips with dense attention, and with each planner and tail, on the same
 samples, noise and times; the loss on held-out clips is compared seed by seed. Every run is a run folder: what is finished is not trained
@@ -7,6 +7,7 @@ again, so a measurement that was broken off goes on.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 from dataclasses import asdict, dataclass
@@ -16,7 +17,7 @@ from typing import Any
 from mmspeed.cli.demo import CLIPS, write_manifest
 from mmspeed.config import Config, make_config
 from mmspeed.errors import UserError
-from mmspeed.log import get_logger
+from mmspeed.log import get_logger, setup
 
 log = get_logger("bench")
 
@@ -283,3 +284,27 @@ def _tokens(config: Config) -> int:
         sora_section(config, "this claim"), encoders["vae"]["channels"], encoders["text"]["width"], device="meta"
     )
     return model.tokens(Strides(*encoders["vae"]["strides"]).latent(config.buckets[0]))
+
+
+def main() -> int:
+    """Train, and compare the loss on held-out clips; 1 with --strict where it is too far from dense attention's."""
+    parser = argparse.ArgumentParser(prog="python -m tests.claims.sparse_training", description=main.__doc__)
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/sparse-training"), help="finished runs are not repeated"
+    )
+    for name in ("steps", "tune-steps", "seeds"):
+        default = getattr(SparseTrainingSetting, name.replace("-", "_"))
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--keep", type=float, default=SparseTrainingSetting.keep, help="share of pairs to keep")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--strict", action="store_true")
+    chosen = parser.parse_args()
+    setup()
+    setting = SparseTrainingSetting(chosen.steps, chosen.tune_steps, chosen.seeds, chosen.keep)
+    result = bench_sparse_training(chosen.output, setting, tuple(chosen.variants))
+    print("\n".join(result.lines()))
+    return 1 if chosen.strict and not all(passed for passed, _ in result.verdicts()) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -13,8 +13,6 @@ import pytest
 
 from tests.faults.campaign import all_cases, main
 from tests.faults.case import Case, Outcome, Scene, case
-from tests.faults.soak import Sample, growth
-from tests.support.small_disks import limited_disk
 
 KINDS = (
     "preprocess killed", "training killed", "ranks of 2 killed", "launcher killed", "SIGSTOP", "disk full",
@@ -86,34 +84,3 @@ def test_a_case_that_fails_in_any_way_is_a_row_and_ends_nothing(
     assert main(["--output", str(tmp_path), "--full"], [passes]) == 0
     assert json.loads((tmp_path / "faults.json").read_text())["rows"][0]["figure"] == figure, "a seed, the same faults"
     assert main(["--output", str(tmp_path), "--only", "no such case"], cases) == 2
-
-
-def test_no_case_begins_after_the_time_of_a_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--output", str(tmp_path), "--minutes", "0"], [passes]) == 0
-    assert "not begun within 0 minutes: passes" in capsys.readouterr().out
-
-
-@case("writes beyond a small disk")
-def overfills(scene: Scene) -> Outcome:
-    disk, words = limited_disk(scene.folder / "disk", 64, 64)
-    path = scene.folder / "disk" / "file"
-    try:
-        path.write_bytes(bytes(200_000))
-    except OSError as error:
-        disk.resize(1000)
-        path.write_bytes(bytes(200_000))
-        return f"{words}: {error.strerror}", path.stat().st_size == 200_000
-    return f"{words}: holds 200 kB", False
-
-
-def test_a_small_disk_is_full_and_then_larger(tmp_path: Path) -> None:
-    assert main(["--output", str(tmp_path)], [overfills]) == 0
-
-
-def test_growth_is_the_slope_of_what_has_settled() -> None:
-    samples = [
-        Sample(step, 10**8 + (step * 70_000 if step < 30 else 2_100_000 + 500 * step), 12, 4 + step // 50)
-        for step in range(100)
-    ]
-    assert growth(samples, "memory") == pytest.approx(500) and growth(samples, "files") == 0
-    assert growth(samples, "threads") > 0.01 and growth(samples[:1], "memory") == 0

@@ -9,9 +9,10 @@ import sys
 import time
 from pathlib import Path
 
-from .draw import COUNT, SEED, draw, write_drawn
-from .faults import HERE, LISTS, ROOT, Fault, LostAnchorError, all_faults, apply, load
+from .draw import COUNT, draw, draw_another
+from .faults import HERE, ROOT, Fault, LostAnchorError, all_faults, apply
 from .mend import mend
+from .operators import OPERATORS
 from .reached import ReachedMap, record, test_files
 from .run import Limits, Results, try_all
 
@@ -31,7 +32,7 @@ def lost_anchors(faults: list[Fault]) -> list[str]:
 
 def run(options: argparse.Namespace) -> int:
     """Try faults; 0 where at most `--allowed` escape without an argument, 1 where more do, 2 where faults have no place."""
-    faults = all_faults() if options.seed is None else draw(options.seed, COUNT)[0]
+    faults = all_faults() if options.seed is None else draw(options.seed)
     wanted = options.only.split(",") if options.only else []
     faults = [f for f in faults if not wanted or any(f.id == w or f.file.startswith(w) or w in f.kind for w in wanted)]
     lost = lost_anchors(faults)
@@ -50,10 +51,8 @@ def run(options: argparse.Namespace) -> int:
         print(f"{verdict.id} changes nothing: {arguments[verdict.id]}")
     left = len(escaped) - len(argued)
     minutes = (time.monotonic() - began) / 60
-    print(
-        f"{len(verdicts)} faults, {len(verdicts) - len(escaped)} caught, {len(escaped)} escaped, of which {len(argued)} with an "
-        f"argument; {minutes:.1f} minutes"
-    )
+    caught, how = len(verdicts) - len(escaped), f"of which {len(argued)} with an argument; {minutes:.1f} minutes"
+    print(f"{len(verdicts)} faults, {caught} caught, {len(escaped)} escaped, {how}")
     return int(left > options.allowed)
 
 
@@ -62,10 +61,8 @@ def record_map(options: argparse.Namespace) -> int:
     files = options.files or (test_files() if options.all else ReachedMap.read().lacking())
     unknown = sorted(set(files) - set(test_files()))
     if unknown:
-        print(
-            f"no test files of the map: {', '.join(unknown)}; name them as tests/unit/data/test_order.py",
-            file=sys.stderr,
-        )
+        example = "name them as tests/unit/data/test_order.py"
+        print(f"no test files of the map: {', '.join(unknown)}; {example}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is recorded by then is written
     print(f"{len(files)} test files to record", flush=True)
@@ -76,22 +73,18 @@ def record_map(options: argparse.Namespace) -> int:
 
 def look_after(options: argparse.Namespace) -> int:
     """List the faults that have lost their place; with `--mend` give drawn ones the nearest."""
-    faults = all_faults()
     if options.mend:
-        for message in mend(faults):
+        for message in mend(all_faults()):
             print(message)
-        faults = all_faults()
+    faults = all_faults()
     lost = lost_anchors(faults)
     print("\n".join(lost) or f"all {len(faults)} faults have their places")
     return min(len(lost), 1)
 
 
-def draw_again(options: argparse.Namespace) -> int:
-    """Draw and write the list; an existing one only with `--replace`."""
-    if load(LISTS["drawn"]) and not options.replace:
-        print("the list is drawn: --replace throws it away, with the arguments for its faults", file=sys.stderr)
-        return 2
-    write_drawn(options.seed, options.count)
+def draw_one(options: argparse.Namespace) -> int:
+    """Print a fault of a kind in a room, as a row of the list."""
+    print(json.dumps(draw_another(options.kind, options.room, options.seed).stored()))
     return 0
 
 
@@ -102,6 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command")
     trial = commands.add_parser("run", help="try faults (what happens without a command)")
+    trial.set_defaults(do=run)
     trial.add_argument("--only", default="", help="ids, kinds or beginnings of file names, with commas")
     trial.add_argument("--seed", type=int, help=f"{COUNT} faults of another draw in place of the committed lists")
     trial.add_argument(
@@ -112,24 +106,22 @@ def main(arguments: list[str] | None = None) -> int:
     trial.add_argument("--limit", type=float, default=Limits.fault, help="seconds of a fault")
     trial.add_argument("--hang", type=float, default=Limits.hang, help="seconds of a test, then it hangs")
     trial.add_argument("--allowed", type=int, default=3, help="how many may escape without an argument")
-    trial.set_defaults(do=run)
     recording = commands.add_parser("map", help="record which tests call which functions, where that is not known")
+    recording.set_defaults(do=record_map)
     recording.add_argument("files", nargs="*", help="test files; none: those that are new or changed")
     recording.add_argument("--all", action="store_true", help="all test files, also those that are known")
     recording.add_argument("--jobs", type=int, default=2, help="test processes at a time")
-    recording.set_defaults(do=record_map)
     anchors = commands.add_parser("anchors", help="list the faults that have lost their place in the sources")
-    anchors.add_argument("--mend", action="store_true", help="move drawn faults to the nearest like place")
     anchors.set_defaults(do=look_after)
-    drawing = commands.add_parser("draw", help="draw the list of faults")
-    drawing.add_argument("--seed", type=int, default=SEED)
-    drawing.add_argument("--count", type=int, default=COUNT)
-    drawing.add_argument("--replace", action="store_true")
-    drawing.set_defaults(do=draw_again)
+    anchors.add_argument("--mend", action="store_true", help="move drawn faults to the nearest like place")
+    drawing = commands.add_parser("draw", help="draw a fault in place of one whose code is gone")
+    drawing.set_defaults(do=draw_one)
+    drawing.add_argument("kind", choices=OPERATORS)
+    drawing.add_argument("room", help="such as mmspeed/bench or pipelines")
+    drawing.add_argument("--seed", type=int, default=17)
     words = sys.argv[1:] if arguments is None else arguments
-    options = parser.parse_args(
-        words if (words and words[0] in commands.choices) or "-h" in words or "--help" in words else ["run", *words]
-    )
+    plain = words[:1] and words[0] not in commands.choices and words[0] not in ("-h", "--help")
+    options = parser.parse_args(["run", *words] if plain or not words else words)
     return int(options.do(options))
 
 

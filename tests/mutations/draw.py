@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import json
 import random
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from .faults import LISTS, ROOT, Fault
+from tests.rules.sources import CODE, name, python_files
+
+from .faults import ROOT, Fault
 from .operators import OPERATORS, sites
 
-SEED = 17
 COUNT = 34
-FOLDERS = ("mmspeed", "models", "pipelines", "preprocess")
 
 # Code that no test can run here, and why. Its lines weigh nothing: a room's share is of the lines that run.
 NOT_RUN = {
@@ -33,15 +33,9 @@ NOT_RUN = {
 }
 
 
-def source_files(root: Path = ROOT) -> list[str]:
-    """The Python files of the product in its repository, links not followed."""
-    files = []
-    for folder in FOLDERS:
-        for path in sorted((root / folder).rglob("*.py")):
-            parts = path.relative_to(root).parts
-            if parts[:2] not in {("mmspeed", name) for name in FOLDERS} and "__pycache__" not in parts:
-                files.append("/".join(parts))
-    return files
+def source_files() -> list[str]:
+    """The Python files of the product, links not followed."""
+    return [name(path) for path in python_files(*CODE)]
 
 
 def room_of(file: str) -> str:
@@ -61,26 +55,35 @@ def shares(lines: Mapping[str, int], count: int) -> dict[str, int]:
     return split
 
 
-def draw(seed: int = SEED, count: int = COUNT, root: Path = ROOT) -> tuple[list[Fault], dict[str, dict[str, int]]]:
-    """The faults, numbered, and each room's lines and faults."""
-    sources = {file: (root / file).read_text(encoding="utf-8") for file in source_files(root) if file not in NOT_RUN}
-    lines: dict[str, int] = defaultdict(int)
+def _sources() -> dict[str, str]:
+    """The text of each file that tests run, by its name."""
+    return {file: (ROOT / file).read_text(encoding="utf-8") for file in source_files() if file not in NOT_RUN}
+
+
+def draw(seed: int, count: int = COUNT) -> list[Fault]:
+    """The faults, numbered."""
+    sources = _sources()
+    lines: Counter[str] = Counter()
     for file, source in sources.items():
         lines[room_of(file)] += source.count("\n")
     split = shares(lines, count)
     faults: list[Fault] = []
     for room in sorted(lines):
         random_of_room = random.Random(f"{seed} {room}")
-        by_kind: dict[str, list[Fault]] = {kind: [] for kind in OPERATORS}
-        for file in (file for file in sources if room_of(file) == room):
-            for site in sites(file, sources[file]):
-                by_kind[site.kind].append(site)
+        changes = [site for file in sources if room_of(file) == room for site in sites(file, sources[file])]
         for _ in range(split[room]):
-            site = random_of_room.choice(by_kind[random_of_room.choice([kind for kind in OPERATORS if by_kind[kind]])])
+            kind = random_of_room.choice([kind for kind in OPERATORS if any(site.kind == kind for site in changes)])
+            site = random_of_room.choice([site for site in changes if site.kind == kind])
             faults.append(replace(site, id=f"d{len(faults) + 1:02d}"))
-            for kind in OPERATORS:
-                by_kind[kind] = [s for s in by_kind[kind] if (s.file, s.function) != (site.file, site.function)]
-    return faults, {room: {"lines": lines[room], "faults": split[room]} for room in sorted(lines)}
+            changes = [s for s in changes if (s.file, s.function) != (site.file, site.function)]
+    return faults
+
+
+def draw_another(kind: str, room: str, seed: int) -> Fault:
+    """A fault of a kind in a room, for one whose code is gone. Raises IndexError where there is none."""
+    inside = [(file, source) for file, source in _sources().items() if room_of(file) == room]
+    changes = [site for file, source in inside for site in sites(file, source) if site.kind == kind]
+    return random.Random(f"{seed} {room} {kind}").choice(changes)
 
 
 def write(path: Path, about: Mapping[str, object], faults: list[Fault]) -> None:
@@ -88,9 +91,3 @@ def write(path: Path, about: Mapping[str, object], faults: list[Fault]) -> None:
     rows = ",\n".join("  " + json.dumps(fault.stored(), ensure_ascii=False) for fault in faults)
     head = "".join(f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)},\n" for name, value in about.items())
     path.write_text("{\n" + head + '"faults": [\n' + rows + "\n]\n}\n", encoding="utf-8")
-
-
-def write_drawn(seed: int = SEED, count: int = COUNT) -> None:
-    """Draw, and write the list that is committed."""
-    faults, rooms = draw(seed, count)
-    write(LISTS["drawn"], {"seed": seed, "rooms": rooms, "lines that weigh nothing": NOT_RUN}, faults)

@@ -19,13 +19,13 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 LISTS = {"drawn": HERE / "drawn.json", "by hand": HERE / "by_hand.json"}
 _BODIES = ("body", "orelse", "finalbody", "handlers", "cases")
-_LEFT_OUT = {
+_LEFT_OUT = (
     "decorator_list",
     "returns",
     "annotation",
     "type_params",
     "type_comment",
-}  # of what is looked at in a statement
+)  # of what is looked at in a statement
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 

@@ -14,58 +14,22 @@ from collections.abc import Iterator
 
 from .faults import Fault, Place, expressions, places
 
+_OPPOSITES = ((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn))
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
+    a: b for one, other in _OPPOSITES for a, b in ((one, other), (other, one))
 }
 _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.FloorDiv,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
     ast.Pow: ast.Mult,
-}
+}  # fmt: skip
 OPERATORS = (
-    "comparison",
-    "arithmetic",
-    "off by one",
-    "dropped not",
-    "and/or",
-    "swapped arguments",
-    "removed keyword",
-    "dropped call",
-    "dropped assignment",
-    "dropped return",
-)
-_MESSAGE_CALLS = {
-    "debug",
-    "info",
-    "warning",
-    "warn",
-    "error",
-    "print",
-    "echo",
-    "secho",
-    "exception",
-}  # calls that only inform
-_WORDS = {
-    "description",
-    "help",
-    "title",
-    "label",
-    "stacklevel",
-    "strict",
-}  # keywords that hold texts, and `strict`, an assertion
+    "comparison", "arithmetic", "off by one", "dropped not", "and/or", "swapped arguments", "removed keyword", "dropped call",
+    "dropped assignment", "dropped return",
+)  # fmt: skip
+_MESSAGE_CALLS = set("debug info warning warn error print echo secho exception".split())  # calls that only inform
+_WORDS = set(
+    "description help title label stacklevel strict".split()
+)  # keywords that hold texts, and `strict`, an assertion
 _PATHS = re.compile(r"(root|folder|path|home|directory|parent|tmp_path)$")  # what `/` joins
 _LISTS = ast.List | ast.ListComp | ast.Tuple | ast.Dict | ast.DictComp | ast.Set | ast.SetComp
 _UNREAD_NAMES = {"__repr__", "__str__", "__all__", "__slots__"}

@@ -19,12 +19,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .draw import FOLDERS, room_of
+from tests.rules.sources import CODE, name, python_files
+
+from .draw import room_of
 from .faults import HERE, ROOT, Fault, places
 
 FILE = HERE / "reached.json.gz"
@@ -46,21 +49,17 @@ class ReachedMap:
         if not path.exists():
             return cls()
         stored = json.loads(gzip.decompress(path.read_bytes()))
-        names = stored["functions"]
-        tests = {
-            test: (seconds, frozenset(names[n] for n in _numbers(ranges)))
-            for test, (seconds, ranges) in stored["tests"].items()
-        }
+        names, rows = stored["functions"], stored["tests"].items()
+        tests = {t: (seconds, frozenset(names[n] for n in accumulate(steps))) for t, (seconds, steps) in rows}
         return cls(tests, stored["files"])
 
     def write(self, path: Path = FILE) -> None:
-        """Write the map, the same bytes for the same contents."""
+        """Write the map, the same bytes for the same contents: numbers of functions as steps from the one before."""
         names = sorted({name for _, reached in self.tests.values() for name in reached})
-        number = {name: n for n, name in enumerate(names)}
-        tests = {
-            test: [round(seconds, 2), _ranges(sorted(number[name] for name in reached))]
-            for test, (seconds, reached) in sorted(self.tests.items())
-        }
+        number, tests = {name: n for n, name in enumerate(names)}, {}
+        for test, (seconds, reached) in sorted(self.tests.items()):
+            numbers = sorted(number[name] for name in reached)
+            tests[test] = [round(seconds, 2), [n - before for n, before in zip(numbers, [0, *numbers], strict=False)]]
         stored = {"files": dict(sorted(self.files.items())), "functions": names, "tests": tests}
         path.write_bytes(gzip.compress(json.dumps(stored, separators=(",", ":")).encode(), mtime=0))
 
@@ -85,7 +84,6 @@ class ReachedMap:
         """(node id, seconds) of the tests of a fault's file: first those that call its function.
 
         Among these, and among the others, tests in files named after the fault's come first, each quickest first.
-
         No call leads to what stands at the top of a file, so for that the tests of the room's folder are there too.
         """
         own = f"tests/unit/{room_of(fault.file).rpartition('/')[2]}/"
@@ -100,7 +98,7 @@ class ReachedMap:
 
 def test_files() -> list[str]:
     """The test files that the default suite collects, but for those of this folder and the rules, which call little."""
-    files = (path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "tests").rglob("test_*.py")))
+    files = (name(path) for path in python_files("tests") if path.name.startswith("test_"))
     return [file for file in files if not file.startswith(("tests/mutations/", "tests/rules/"))]
 
 
@@ -112,11 +110,10 @@ def record(files: Sequence[str], jobs: int = 1) -> Iterator[tuple[str, int, floa
     groups = [files[start : start + _FILES_A_RUN] for start in range(0, len(files), _FILES_A_RUN)]
     running: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(jobs) as pool:
-        folders = [Path(tempfile.mkdtemp(dir=scratch)) for _ in groups]
-        waiting = {
-            pool.submit(_run, some, folder, running): (some, folder)
-            for some, folder in zip(groups, folders, strict=True)
-        }
+        waiting = {}
+        for some in groups:
+            folder = Path(tempfile.mkdtemp(dir=scratch))
+            waiting[pool.submit(_run, some, folder, running)] = some, folder
         try:
             for future in as_completed(waiting):
                 future.result()
@@ -163,14 +160,9 @@ def _run(files: Iterable[str], folder: Path, running: list[subprocess.Popen[byte
     """Run pytest on test files with every process recorded; a file in `folder` gets a line for each test."""
     result = folder / _RESULT
     paths = [str(HERE / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "OMP_NUM_THREADS": "1",
-        "MMSPEED_REACHED": str(folder / "reached"),
-        "MMSPEED_REACHED_ROOT": str(ROOT),
-        "MMSPEED_REACHED_RESULT": str(result),
-    }
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    environment |= {"MMSPEED_REACHED": str(folder / "reached"), "MMSPEED_REACHED_ROOT": str(ROOT)}
+    environment |= {"MMSPEED_REACHED_RESULT": str(result)}
     plain = ["-q", "-m", "not slow", "-p", "no:xdist", "-p", "no:cacheprovider", "-p", "tests.mutations.reached"]
     command = [sys.executable, "-m", "pytest", *plain, *files]
     with (folder / "output").open("wb") as output:
@@ -184,23 +176,6 @@ def _run(files: Iterable[str], folder: Path, running: list[subprocess.Popen[byte
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Rising numbers as text: "3-8,10"."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and parts[-1][1] == number - 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in parts)
-
-
-def _numbers(ranges: str) -> Iterator[int]:
-    for part in filter(None, ranges.split(",")):
-        first, _, last = part.partition("-")
-        yield from range(int(first), int(last or first) + 1)
 
 
 # ---- pytest's plugin, in the process that records ----
@@ -250,10 +225,10 @@ def _function(line: str) -> str | None:
     """ "file::qualified name" of a recorded call; None for what is no function of the product."""
     path, _, number = line.partition("\t")
     parts = path.split(os.sep)
-    if parts[0] == "mmspeed" and len(parts) > 1 and parts[1] in FOLDERS:
+    if parts[0] == "mmspeed" and len(parts) > 1 and parts[1] in CODE:
         parts = parts[1:]  # through the link
     file = "/".join(parts)
-    if parts[0] not in FOLDERS or not (ROOT / file).is_file():
+    if parts[0] not in CODE or not (ROOT / file).is_file():
         return None
     function = _functions(file).get(int(number))
     return None if function is None else f"{file}::{function}"

@@ -25,16 +25,15 @@ from pathlib import Path
 
 import psutil
 
-from .draw import source_files
-from .faults import ROOT, Fault, apply, line_of
+from tests.rules.sources import CODE, name, python_files
+
+from .faults import HERE, ROOT, Fault, apply, line_of
 from .reached import FILE, ReachedMap
 
 _MARK = "MMSPEED_FAULT"  # in the environment of all processes of one fault
 _TEST_IN_TRACE = re.compile(r'File "[^"]*/(tests/[^"]*\.py)", line \d+ in (test_\w+)')
 _TRIES = 3  # of tests that fail without the fault too
-_mtimes = itertools.count(
-    1_000_000_000
-)  # a file's own time for each change: compiled code is chosen by it and the size
+_mtimes = itertools.count(1_000_000_000)  # of a file's own for each change: compiled code is chosen by it and the size
 
 
 @dataclass(frozen=True)
@@ -64,25 +63,21 @@ class Verdict:
         return f"{self.id:<4} {self.place:<58} {self.kind[:48]:<48} {self.seconds:6.1f} s  {caught}"
 
 
-def tree_digest(root: Path = ROOT) -> str:
+def tree_digest() -> str:
     """The digest of the sources, the tests, and the map that says which are run."""
     digest = hashlib.sha256(FILE.read_bytes() if FILE.exists() else b"")
-    tests = (path.relative_to(root).as_posix() for path in (root / "tests").rglob("*.py"))
-    for file in sorted([*source_files(root), *(name for name in tests if not name.startswith("tests/mutations/"))]):
-        digest.update(file.encode() + b"\0" + (root / file).read_bytes() + b"\0")
+    for path in sorted(python_files(*CODE, "tests")):
+        if path.parent != HERE:
+            digest.update(name(path).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
 def copy_tree(target: Path, root: Path = ROOT) -> None:
     """Copy what git knows of or does not ignore; links stay links."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=root,
-        capture_output=True,
-        check=True,
-    )
-    for name in filter(None, listed.stdout.decode().split("\0")):
-        source, to = root / name, target / name
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=root, capture_output=True, check=True)
+    for file in filter(None, listed.stdout.decode().split("\0")):
+        source, to = root / file, target / file
         if source.exists() or source.is_symlink():
             to.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, to, follow_symlinks=False)
@@ -117,14 +112,8 @@ class Tree:
         with tempfile.TemporaryDirectory() as scratch:
             order, report, errors = (Path(scratch) / name for name in ("order.json", "report.json", "errors"))
             order.write_text(json.dumps(list(tests)), encoding="utf-8")
-            environment = {
-                **os.environ,
-                "PYTHONPATH": str(self.root),
-                "PYTHONDONTWRITEBYTECODE": "",
-                "OMP_NUM_THREADS": "1",
-                "TMPDIR": scratch,
-                _MARK: mark,
-            }
+            environment = os.environ | {"PYTHONPATH": str(self.root), "TMPDIR": scratch, _MARK: mark}
+            environment |= {"PYTHONDONTWRITEBYTECODE": "", "OMP_NUM_THREADS": "1"}
             command = [sys.executable, "-m", "tests.mutations.batches", str(order), str(report), str(limits.hang)]
             with errors.open("wb") as sink:
                 process = self._running = subprocess.Popen(

@@ -63,14 +63,9 @@ def test_lists_hold_at_least_thirty_each_and_none_twice() -> None:
         assert len(set(changed)) == len(changed), file
 
 
-def test_draw_is_in_proportion_to_rooms_and_of_operators() -> None:
-    drawn = json.loads(LISTS["drawn"].read_text(encoding="utf-8"))
-    rooms = drawn["rooms"]
-    assert {room: row["faults"] for room, row in rooms.items()} == shares(
-        {r: row["lines"] for r, row in rooms.items()}, len(drawn["faults"]) + len(drawn["gone"])
-    )
-    assert {fault.kind for fault in load(LISTS["drawn"])} <= set(OPERATORS)
-    assert not {fault.file for fault in load(LISTS["drawn"])} & NOT_RUN.keys()
+def test_drawn_faults_are_of_operators_and_of_code_that_runs() -> None:
+    drawn = load(LISTS["drawn"])
+    assert {fault.kind for fault in drawn} <= set(OPERATORS) and not {fault.file for fault in drawn} & NOT_RUN.keys()
     assert NOT_RUN.keys() <= set(source_files())
 
 
@@ -80,23 +75,13 @@ def test_arguments_are_of_faults() -> None:
 
 def test_shares_round_up_the_largest_remainders() -> None:
     assert shares({"a": 70, "b": 19, "c": 11}, 10) == {"a": 7, "b": 2, "c": 1}
-    assert sum(shares({"a": 1, "b": 1, "c": 1}, 10).values()) == 10
 
 
 def test_operators_leave_texts_alone_and_every_change_applies() -> None:
     changes = sites("x.py", SOURCE)
-    assert Counter(fault.kind for fault in changes) == {
-        "comparison": 2,
-        "arithmetic": 1,
-        "off by one": 4,
-        "dropped not": 1,
-        "and/or": 1,
-        "swapped arguments": 1,
-        "removed keyword": 1,
-        "dropped call": 1,
-        "dropped assignment": 2,
-        "dropped return": 1,
-    }
+    counts = Counter(fault.kind for fault in changes)
+    assert counts.pop("off by one") == 4 and counts.pop("comparison") == counts.pop("dropped assignment") == 2
+    assert counts == dict.fromkeys(set(OPERATORS) - {"off by one", "comparison", "dropped assignment"}, 1)
     for fault in changes:
         assert ast.dump(ast.parse(apply(fault, SOURCE))) != ast.dump(ast.parse(SOURCE))
 
@@ -137,10 +122,13 @@ def test_map_is_the_same_after_writing_and_names_the_function_s_tests_first(tmp_
 
 
 def test_rounds_hold_all_tests_in_order_and_grow() -> None:
-    order = [(f"t{n}", 1.0) for n in range(40)]
-    cut = list(rounds(order, first=5.0))
-    assert [test for some in cut for test in some] == [test for test, _ in order]
-    assert [len(some) for some in cut] == [5, 10, 20, 5]
+    cut = list(rounds([(f"t{n}", 1.0) for n in range(40)], first=5.0))
+    assert [test for some in cut for test in some] == [f"t{n}" for n in range(40)] and [len(some) for some in cut] == [
+        5,
+        10,
+        20,
+        5,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -162,14 +150,11 @@ def test_a_hang_counts_only_where_the_test_is_named(state: dict, late: bool, out
     assert _judged(state, late, output, Limits())[0] == test
 
 
-def test_a_list_is_the_same_after_writing(tmp_path: Path) -> None:
-    faults = load(LISTS["by hand"])
+def test_a_list_is_the_same_after_writing_and_drawn_faults_follow_their_statements(tmp_path: Path) -> None:
+    faults = load(LISTS["drawn"])
     write(tmp_path / "list.json", {"about": "x"}, faults)
     assert load(tmp_path / "list.json") == faults
-
-
-def test_a_drawn_fault_follows_its_statement_to_other_names_and_files() -> None:
-    for fault in load(LISTS["drawn"])[:3]:
+    for fault in faults[:3]:
         renamed = replace(
             fault,
             file="mmspeed/gone.py" if fault.function else fault.file,

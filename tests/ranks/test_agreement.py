@@ -30,15 +30,23 @@ def home(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_mismatches(tmp_path_factory.mktemp("agreement"), small_cache)
 
 
-def test_kinds_of_mismatch_are_named(home: Path) -> None:
+@pytest.fixture(scope="module")
+def two(home: Path) -> list[tuple[list[str], list[str]]]:
+    return run_ranks(mismatches_and_weights, 2, str(home))
+
+
+def mismatches_and_weights(home: str) -> tuple[list[str], list[str]]:
+    return messages(home, list(COVER)), same_and_other_weights(home)
+
+
+def test_kinds_of_mismatch_are_named(two: list[tuple[list[str], list[str]]]) -> None:
     """Each of these ended in other losses without a word, or in a hang."""
-    require_named(run_ranks(messages, 2, str(home), list(COVER)), list(COVER))
+    require_named([rank[0] for rank in two], list(COVER))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_kind_of_mismatch_is_named(home: Path, world: int) -> None:
-    require_named(run_ranks(messages, world, str(home), list(CASES)), list(CASES))
+def test_every_kind_of_mismatch_is_named(home: Path) -> None:
+    require_named(run_ranks(messages, 4, str(home), list(CASES)), list(CASES))
 
 
 def same_and_other_weights(home: str) -> list[str]:
@@ -47,8 +55,8 @@ def same_and_other_weights(home: str) -> list[str]:
     return [train_toy_of(home, "weights.safetensors", "ddp"), train_toy_of(home, other, "ddp")]
 
 
-def test_replicas_of_one_file_train_and_of_two_do_not(home: Path) -> None:
-    first, second = run_ranks(same_and_other_weights, 2, str(home))
+def test_replicas_of_one_file_train_and_of_two_do_not(two: list[tuple[list[str], list[str]]]) -> None:
+    first, second = (rank[1] for rank in two)
     assert first == second and first[0] == "", first
     assert "on rank 1 (" in first[1] and "model.blocks.0.up.weight is " in first[1] and "files of weights" in first[1]
 

@@ -1,27 +1,15 @@
-"""Law 2 for batching: mixed buckets, sequence-parallel groups and images against one process; and elastic resume of training.
-
-Legend: B samples of a micro-batch.
-"""
+"""Elastic resume of training with mixed buckets: what meets in steps, and what is drawn for each use."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from mmspeed.axes import AxisSizes
 from mmspeed.config import Config, make_config
-from mmspeed.data import Batching, BatchSampler, DatasetCache
 from mmspeed.data.cache.keys import digest
-from mmspeed.data.loading.collate import assemble
-from mmspeed.data.sampling.rank_batches import rank_batches
 from mmspeed.preprocess import CacheBuilder
 from mmspeed.protocols import Batch
 from tests.support.media import write_image
@@ -57,83 +45,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mixed")
     CacheBuilder(mixed_config(folder)).run()
     return folder
-
-
-# -- groups ------------------------------------------------------------------------------------------------------------
-
-
-def gradients(folder: str, group: int, strategy: str) -> dict[str, Any]:
-    """Losses and gradients of a few mixed steps, whose composition is that of groups of 2 in any world."""
-    from mmspeed.device import Device
-    from mmspeed.loop.optimizers.build import make_optimizer
-    from mmspeed.mesh import make_mesh
-    from mmspeed.models import build_model
-    from mmspeed.parallel import parallelize, unwrap
-    from mmspeed.pipelines.tasks.synthetic import EncoderShapes
-    from mmspeed.pipelines.tasks.video import VideoTask
-    from mmspeed.shapes import Strides
-    from tests.support.steps import train_step
-
-    config = mixed_config(Path(folder))
-    rank, world = dist.get_rank(), dist.get_world_size()
-    cache = DatasetCache(config.cache_dir)
-    made_for_two = Batching(4, dict.fromkeys(config.buckets, 2), mix="window", group=2)
-    sampler = BatchSampler(cache.split("train"), made_for_two, seed=0)
-    steps = [sampler.draws(step) for step in range(sampler.steps_per_epoch)]
-    kinds = [{draw.sample.bucket.is_image for draw in step} for step in steps]
-    chosen = [steps[kinds.index({True})], steps[kinds.index({False})]]
-    chosen.append([*chosen[0], *chosen[1]])  # images and videos in one step
-    model = build_model(config.model, 4, cache.info["encoders"]["text"]["width"])
-    mesh = make_mesh(Device("cpu", 0), AxisSizes(1 if strategy == "fsdp" else world, -1 if strategy == "fsdp" else 1))
-    wrapped = parallelize(model, mesh, strategy)  # type: ignore[arg-type]
-    optimizer = make_optimizer(wrapped, config.train.model_copy(update={"warmup_steps": 0}))
-    task = VideoTask(config).use(EncoderShapes(4, Strides(4, 8), cache.info["encoders"]["text"]["width"]))
-
-    def loss_fn(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        return task.loss({"model": model}, batch)["loss"].loss_I
-
-    grads: list[dict[str, np.ndarray]] = []
-
-    def keep(*_: Any) -> None:
-        grads.append(
-            {
-                name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).numpy().copy()
-                for name, p in unwrap(wrapped).named_parameters()
-                if p.grad is not None
-            }
-        )
-
-    optimizer.register_step_pre_hook(keep)
-    numbers = []
-    for draws in chosen:
-        parts = rank_batches(draws, replace(made_for_two, group=group), rank, world)
-        batches = [assemble(cache, part, 0, 0.3, noise=True) for part in parts]
-        result = train_step(
-            wrapped, batches, loss_fn, optimizer,
-            global_samples=len(draws), clip_norm=None, strategy=strategy,  # type: ignore[arg-type]
-        )  # fmt: skip
-        numbers.append((result.loss, result.grad_norm))
-    return {"numbers": numbers, "grads": grads}
-
-
-@pytest.mark.parametrize(
-    ("world", "strategy"),
-    [pytest.param(2, "ddp", marks=pytest.mark.slow), pytest.param(4, "fsdp", marks=pytest.mark.slow)],
-)
-def test_groups_and_images_take_the_step_of_one_process(home: Path, world: int, strategy: str) -> None:
-    """Both ranks of a group compute the same videos at half weight, and images of their own: loss and every gradient agree."""
-    (alone,) = run_ranks(gradients, 1, str(home), 1, "none")
-    for rank in run_ranks(gradients, world, str(home), 2, strategy):
-        assert [t[0] for t in rank["numbers"]] == pytest.approx([t[0] for t in alone["numbers"]], rel=1e-5)
-        first, expected = rank["grads"][0], alone["grads"][0]
-        assert first.keys() == expected.keys()
-        for name, grad in expected.items():
-            assert np.allclose(first[name], grad, rtol=1e-4, atol=1e-6), name
-        # later steps: rounding has gone through Adam
-        assert [t[1] for t in rank["numbers"]] == pytest.approx([t[1] for t in alone["numbers"]], rel=2e-3)
-
-
-# -- elastic resume ------------------------------------------------------------------------------------------------------
 
 
 def train_some(folder: str, overrides: tuple[str, ...], stop_at: int | None) -> list[dict[str, Any]]:

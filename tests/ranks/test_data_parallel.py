@@ -24,6 +24,7 @@ from mmspeed.loop.signals import StopSignals
 from mmspeed.memory import BlockPolicies
 from mmspeed.mesh import make_mesh
 from mmspeed.parallel import parallelize, unwrap
+from tests.support.covers import slow_but
 from tests.support.spawn import run_ranks
 from tests.support.steps import train_step
 from tests.support.toy import ToyDiT, flow_loss, make_batch, split
@@ -44,7 +45,6 @@ CASES: dict[str, dict[str, Any]] = {
     "ddp, recomputed, accumulated": {"strategy": "ddp", "micro": 1, "checkpointing": True},
     "hybrid": {"strategy": "fsdp", "replicate": 2},
 }
-FEW = ("fsdp", "fsdp, recomputed", "fsdp, accumulated", "hybrid")  # of four ranks, in every run
 
 
 def full(tensor: torch.Tensor) -> np.ndarray:
@@ -144,9 +144,9 @@ def half(rank: int, world: int) -> Result:
     }
 
 
-def work(folder: str, names: list[str]) -> Result:
+def work(folder: str) -> Result:
     rank, world = dist.get_rank(), dist.get_world_size()
-    results = {name: run(world=world, rank=rank, **case) for name, case in CASES.items() if name in names}
+    results = {name: run(world=world, rank=rank, **case) for name, case in CASES.items()}
     results["guard"] = {strategy: guard(strategy, world, rank) for strategy in ("ddp", "fsdp")}
     results["half"] = half(rank, world)
     model = parallelize(ToyDiT(), make_mesh(Device("cpu", 0), AxisSizes(1, -1)), "fsdp")
@@ -181,28 +181,13 @@ def truth() -> Result:
     return {"losses": losses, "grads": grads}
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        (2, [*CASES]),
-        pytest.param((4, [*FEW]), marks=pytest.mark.slow),
-        pytest.param((4, [*CASES]), marks=pytest.mark.slow),
-    ],
-    ids=["2", "4, some", "4"],
-)
+@pytest.fixture(scope="module", params=slow_but([2, 4], [2]))
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
-    world, names = request.param
-    actual = run_ranks(work, world, str(tmp_path_factory.mktemp("run")), names)
-    assert all([name for name in rank if name in CASES] == [n for n in CASES if n in names] for rank in actual)
-    return actual
-
-
-def met(ranks: list[Result]) -> list[str]:
-    return [name for name in CASES if name in ranks[0]]
+    return run_ranks(work, request.param, str(tmp_path_factory.mktemp("run")))
 
 
 def test_gradients_and_losses_equal_one_process(ranks: list[Result], truth: Result) -> None:
-    for name in met(ranks):
+    for name in CASES:
         for result in (rank[name] for rank in ranks):
             assert set(result["grads"]) == set(truth["grads"])
             for parameter, expected in truth["grads"].items():
@@ -220,7 +205,7 @@ def test_gradients_and_losses_equal_one_process(ranks: list[Result], truth: Resu
 
 def test_recomputation_is_bitwise_and_runs(ranks: list[Result]) -> None:
     pairs = (("fsdp, recomputed", "fsdp"), ("ddp, recomputed, accumulated", "ddp, accumulated"))
-    for on, off in (pair for pair in pairs if pair[0] in met(ranks)):
+    for on, off in pairs:
         for rank in ranks:
             assert rank[on]["losses"] == rank[off]["losses"]
             assert all(np.array_equal(rank[on]["grads"][n], g) for n, g in rank[off]["grads"].items())
@@ -234,7 +219,7 @@ def test_accumulation_ran(ranks: list[Result]) -> None:
 
 
 def test_shards_hold_their_part(ranks: list[Result]) -> None:
-    for name, case in ((name, CASES[name]) for name in met(ranks)):
+    for name, case in CASES.items():
         sharded = case["strategy"] == "fsdp"
         assert all(rank[name]["sharded"] == sharded for rank in ranks)
         copies = case.get("replicate", 1) if sharded else len(ranks)
@@ -270,39 +255,3 @@ def test_averages_are_sharded_and_swap_into_shards(ranks: list[Result]) -> None:
 
 def test_requests_are_agreed(ranks: list[Result]) -> None:
     assert all(rank["signals"]["heard"] == ["none", "save", "stop"] for rank in ranks)
-
-
-def compiled(strategy: Any, checkpointing: bool) -> Result:
-    from torch._dynamo.utils import counters
-
-    mesh = make_mesh(Device("cpu", 0), AxisSizes(1, -1))
-    grads = []
-    for on in (False, True):
-        bare = ToyDiT(depth=10)
-        names = list(bare.state_dict())
-        model = parallelize(bare, mesh, strategy, keeping=RECOMPUTED if checkpointing else None, compile=on)
-        flow_loss(model, make_batch(KEYS)).mean().backward()
-        grads.append([full(p.grad) for p in model.parameters() if p.grad is not None])
-        assert list(unwrap(model).state_dict()) == names
-    gaps = [float(np.abs(a - b).max() / np.abs(a).max()) for a, b in zip(*grads, strict=True)]
-    return {"gap": max(gaps), "graphs": counters["stats"]["unique_graphs"], "parameters": len(gaps)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
-def test_ten_blocks_compile_into_one_graph(strategy: str) -> None:
-    for rank in run_ranks(compiled, 2, strategy, True, timeout=300):
-        assert rank["graphs"] == 1 and rank["parameters"] == len(list(ToyDiT(depth=10).parameters()))
-        assert rank["gap"] < 1e-5  # fused kernels round in another order
-
-
-def fail_on_one() -> None:
-    if dist.get_rank() == 1:
-        raise ValueError("broken on purpose")
-    dist.barrier()
-
-
-@pytest.mark.slow
-def test_a_failing_rank_comes_home() -> None:
-    with pytest.raises(AssertionError, match=r"(?s)rank 1 failed.*broken on purpose"):
-        run_ranks(fail_on_one, 2)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoints import differing, farthest, whole_checkpoint
-from tests.support.experts import experts_config, rested_shards, train_experts, train_whole_and_in_parts
+from tests.support.experts import experts_config, rested_and_plain_shards, train_experts, train_whole_and_in_parts
 from tests.support.runs import losses
 from tests.support.spawn import run_ranks
 from tests.support.tiny_repositories import save_wan_experts
@@ -39,5 +39,5 @@ def test_two_ranks_equal_one_process_and_go_on_bitwise(home: Path, strategy: str
 
 def test_shards_that_rest_train_to_the_bit() -> None:
     """FSDP's parts, and the moments that are laid out like them; the CPU's memory stands in for a device's."""
-    resting, plain = run_ranks(rested_shards, 2, True), run_ranks(rested_shards, 2, False)
-    assert resting == plain and resting[0] == resting[1]
+    first, second = run_ranks(rested_and_plain_shards, 2)
+    assert first == second and first[0] == first[1]

@@ -35,7 +35,6 @@ SETTINGS = {
 FIXED = {"shape": "video", "text": "some", "micro": "2"}
 # of two processes, in every run
 DEFAULT: list[Combination] = [
-    {"family": "flux", "layout": "ulysses ddp", "sparse": "no", "keeping": "block"},
     {"family": "mochi", "layout": "fsdp", "sparse": "30 %", "keeping": "offload"},
     {"family": "hunyuan15", "layout": "ring", "sparse": "no", "keeping": "all"},
 ]

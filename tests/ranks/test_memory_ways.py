@@ -1,7 +1,7 @@
 """Ways of spans where a model is spread over devices: the gradients of the plain step to the bit, and no exchange more than it makes.
 
 What the ledger counts, by exchange and axis, and what the sharding engine does, by operator, are those of the plain step, however much is
-computed again; with `exchange_again` the exchanges of the forward pass are made once more, and nothing else.
+computed again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from mmspeed.axes import AxisSizes
 from mmspeed.compute.sparse.module import clustered_layers
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.device import Device
-from mmspeed.memory import BlockPolicies
 from mmspeed.memory.offload.offloader import Offloader
 from mmspeed.mesh import make_mesh
 from mmspeed.parallel import TokenLayout, make_layout, parallelize, unwrap
@@ -43,14 +42,6 @@ WAYS: list[Any] = [
     *({"norm": way, "activation": way} for way in SMALL),
     {"attention": "offload_selective", "cross_attention": "recompute", "activation": "recompute_output"},
 ]
-# enough in every run: whole blocks, branches, and a mix with both small ones; all ways and all layouts are tried with `slow`
-FEW: list[Any] = [{"block": "recompute"}, dict.fromkeys(BRANCHES, "offload_selective"), WAYS[-1]]
-AGAIN: list[Any] = [
-    {"block": "recompute"},
-    {"block": "selective"},
-    {"block": "offload_selective"},
-    {"norm": "recompute_output"},
-]
 # strategy, arrangement, parallel, more
 CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "fsdp": ("fsdp", "factorised", {}, {}),
@@ -58,15 +49,12 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "ddp": ("ddp", "factorised", {}, {}),
     "tp": ("fsdp", "factorised", {"tp": 2}, {"masked": True}),
     "ulysses": ("fsdp", "full", {"ulysses": 2}, {"masked": True}),
-    "ring": ("fsdp", "full", {"ring": 2}, {"masked": True}),
     "switch": ("fsdp", "factorised", {"dsp": 2}, {"frames": True}),
     "heads": ("ddp", "factorised", {"ulysses": 2}, {"masked": True}),
     "point to point": ("fsdp", "full", {"ulysses": 2, "exchange": "point_to_point"}, {}),
     "sparse ring": ("fsdp", "full", {"ring": 2}, {"sparse": {"backend": "auto"}}),
-    "sparse ulysses": ("fsdp", "full", {"ulysses": 2}, {"sparse": {}}),
 }
 FOUR: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
-    "dsp and ulysses": ("fsdp", "factorised", {"dsp": 2, "ulysses": 2}, {"masked": True}),
     "hybrid": ("fsdp", "full", {"ulysses": 2, "ring": 2}, {"masked": True}),
     "tp and ulysses": ("fsdp", "factorised", {"ulysses": 2, "tp": 2}, {}),
     "tp and ring": ("fsdp", "full", {"ring": 2, "tp": 2}, {"masked": True}),
@@ -91,9 +79,7 @@ class Bench:
         options = {key: value for key, value in self.more.items() if key in ("masked", "frames", "latent")}
         self.inputs = make_inputs(**options)
 
-    def step(
-        self, ways: Ways, again: bool = False, keeping: BlockPolicies | None = None, compile: bool | str = False
-    ) -> dict[str, Any]:
+    def step(self, ways: Ways) -> dict[str, Any]:
         swap, sparse = Offloader(Device("cpu", 0), 1 << 10), self.more.get("sparse")
         model = make_model(self.arrangement, sparse is not None, **(sparse or {}))
         counters = [layer.counter for layer in clustered_layers(model).values()]
@@ -103,8 +89,7 @@ class Bench:
             self.strategy,  # type: ignore[arg-type]
             layout=self.layout,
             compute_dtype=self.more.get("dtype", torch.float32),
-            keeping=keeping or keeping_of(ways, swap, exchange_again=again),
-            compile=compile,
+            keeping=keeping_of(ways, swap),
         )
         before, engine = self.layout.ledger.copy(), CommDebugMode()
         with engine:
@@ -130,34 +115,13 @@ def differs(actual: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     return wrong + names
 
 
-def forward_alone(bench: Bench, ways: Ways) -> dict[str, int]:
-    """What exchanges a forward pass makes within the blocks: all of it, less what lies between and after them."""
-    torch.set_grad_enabled(False)
-    try:
-        layout = bench.layout
-        sparse = bench.more.get("sparse")
-        model = make_model(bench.arrangement, sparse is not None, **(sparse or {}))
-        ready = parallelize(
-            model, bench.mesh, bench.strategy, layout=layout, compute_dtype=bench.more.get("dtype", torch.float32)
-        )  # type: ignore[arg-type]
-        within: Counter[Any] = Counter()
-        marks: list[Any] = []
-        for block in unwrap(ready).blocks:  # type: ignore[union-attr]
-            block.register_forward_pre_hook(lambda *_: marks.append(layout.ledger.copy()))
-            block.register_forward_hook(lambda *_: within.update(layout.ledger.since(marks.pop()).bytes))
-        ready(*bench.inputs)
-    finally:
-        torch.set_grad_enabled(True)
-    return {" ".join(kind): count for kind, count in (+within).items()}
-
-
-def measure(names: list[str], four: bool, every: bool) -> dict[str, Any]:
+def measure(cases: dict[str, Any], names: list[str]) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name in names:
-        bench = Bench((FOUR if four else CASES)[name])
+        bench = Bench(cases[name])
         plain = bench.step({})
         rows = []
-        for ways in WAYS if every else FEW:
+        for ways in WAYS:
             step = bench.step(ways)
             rows.append(
                 (
@@ -166,16 +130,9 @@ def measure(names: list[str], four: bool, every: bool) -> dict[str, Any]:
                     {k: step[k] for k in ("sent", "engine", "products", "moved", "kernels")},
                 )
             )
-        again = []
-        if bench.layout.ledger.total() and "sparse" not in bench.more:
-            for ways in AGAIN if every else AGAIN[-2:]:
-                step = bench.step(ways, again=True)
-                again.append((name_of(ways), differs(step, plain), step["sent"]))
         results[name] = {
             "plain": {k: plain[k] for k in ("sent", "engine", "products", "kernels")},
             "rows": rows,
-            "again": again,
-            "forward": forward_alone(bench, {}) if again else {},
         }
     dist.barrier()
     return results
@@ -203,53 +160,22 @@ def check(ranks: list[dict[str, Any]]) -> None:
                     wrong.append(f"{where}: {extra} products more")
                 if "recompute" not in ways.replace("recompute_output", "") and step["kernels"] != plain["kernels"]:
                     wrong.append(f"{where}: kernels {step['kernels']}, plain {plain['kernels']}")
-            for ways, other, sent in actual["again"]:
-                more = {kind: sent[kind] - plain["sent"].get(kind, 0) for kind in sent}
-                more = {kind: count for kind, count in more.items() if count}
-                # blocks are re-sharded at their boundaries, around what is recomputed
-                wanted = {kind: count for kind, count in actual["forward"].items() if kind != "all_to_all dsp"}
-                if "norm" in ways:  # what is gathered between a norm and its product: all gathers of tensor parallelism
-                    wanted = {kind: count for kind, count in wanted.items() if kind == "all_gather tp"}
-                if other or more != wanted:
-                    wrong.append(f"rank {rank}, {case}, {ways}, again: {other[:3]}, {more} more, not {wanted}")
     assert not wrong, "\n".join(wrong[:20])
-
-
-SLOW = pytest.mark.slow
-EVERY = pytest.mark.parametrize("every", [False, pytest.param(True, marks=SLOW)], ids=["few", "every"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
-    [
-        ["fsdp bfloat16", "tp"],
-        ["sparse ulysses"],
-        pytest.param(["ring"], marks=SLOW),
-        pytest.param(["fsdp", "ddp", "switch", "heads"], marks=SLOW),
-        pytest.param(["ulysses", "point to point", "sparse ring"], marks=SLOW),
-    ],
+    [["fsdp bfloat16", "tp"], ["fsdp", "ddp", "switch", "heads"], ["ulysses", "point to point", "sparse ring"]],
     ids=" ".join,
 )
-@EVERY
-def test_no_exchange_is_made_again_on_two_ranks(names: list[str], every: bool) -> None:
-    ranks = run_ranks(measure, 2, names, False, every)
+def test_no_exchange_is_made_again_on_two_ranks(names: list[str]) -> None:
+    ranks = run_ranks(measure, 2, CASES, names)
     check(ranks)
-    assert all(
-        of_rank[name]["plain"]["sent"] or name in ("fsdp", "fsdp bfloat16", "ddp")
-        for of_rank in ranks
-        for name in names
-    )
+    alone = ("fsdp", "fsdp bfloat16", "ddp")
+    assert all(of_rank[name]["plain"]["sent"] or name in alone for of_rank in ranks for name in names)
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(names, marks=SLOW)
-        for names in (["hybrid"], ["dsp and ulysses"], ["tp and ulysses"], ["tp and ring", "uneven"])
-    ],
-    ids=" ".join,
-)
-@EVERY
-def test_no_exchange_is_made_again_on_four_ranks(names: list[str], every: bool) -> None:
-    check(run_ranks(measure, 4, names, True, every))
+@pytest.mark.slow
+def test_no_exchange_is_made_again_on_four_ranks() -> None:
+    check(run_ranks(measure, 4, FOUR, [*FOUR]))

@@ -31,8 +31,8 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "stages": {"pp": 2, "ep": 2},
     "dense": {"ring": 2, "tp": 2},
 }
-# in every run: each layout once, and what the tests below name
-FEW = {
+# each layout once, and what the tests below name
+CASES = (
     "experts over all, whole",
     "experts over nodes, whole",
     "sharded experts, sharded",
@@ -42,7 +42,7 @@ FEW = {
     "tp inside experts, whole",
     "stages, sharded",
     "dense, whole",
-}
+)
 
 
 def norms(mesh: Mesh, sharded_experts: bool) -> dict[str, Any]:
@@ -92,20 +92,13 @@ def engine_layout() -> tuple[Any, tuple[int, ...], bool]:
     return layout_of(weight), tuple(weight.to_local().shape), torch.equal(weight.full_tensor(), whole)
 
 
-def names_of(fast: bool) -> list[str]:
-    """The cases of every run, or those with `slow`."""
-    every = [f"{name}, {kind}" for name in LAYOUTS for kind in ("sharded", "whole")]
-    return [name for name in every if (name in FEW) == fast]
-
-
-def norms_of(fast: bool) -> dict[str, Any]:
+def norms_of_all() -> dict[str, Any]:
     meshes = {name: make_mesh(Device("cpu", 0), AxisSizes(**sizes)) for name, sizes in LAYOUTS.items()}
-    split = [(name, *name.split(", ")) for name in names_of(fast)]
-    return {name: norms(meshes[layout], kind == "sharded") for name, layout, kind in split}
+    return {name: norms(meshes[name.split(", ")[0]], name.endswith("sharded")) for name in CASES}
 
 
 def all_of_it() -> dict[str, Any]:
-    return {"norms": norms_of(True), "sums": shared_sums(), "engine": engine_layout(), "rank": dist.get_rank()}
+    return {"norms": norms_of_all(), "sums": shared_sums(), "engine": engine_layout(), "rank": dist.get_rank()}
 
 
 @pytest.fixture(scope="module")
@@ -114,18 +107,7 @@ def results() -> list[dict[str, Any]]:
 
 
 def test_norms_and_clipping_are_those_of_one_process(results: list[dict[str, Any]]) -> None:
-    assert all(list(result["norms"]) == names_of(True) for result in results)
-    hold_norms([result["norms"] for result in results])
-
-
-@pytest.mark.slow
-def test_norms_and_clipping_of_the_rest_are_those_of_one_process() -> None:
-    ranks = run_ranks(norms_of, WORLD, False)
-    assert all(list(rank) == names_of(False) for rank in ranks)
-    hold_norms(ranks)
-
-
-def hold_norms(ranks: list[dict[str, Any]]) -> None:
+    ranks = [result["norms"] for result in results]
     for case in ranks[0]:
         stages = range(2 if case.startswith("stages") else 1)
         whole = {(key, stage): gradient(key, stage) for key in SHAPES for stage in stages}

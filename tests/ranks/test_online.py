@@ -49,32 +49,3 @@ def test_two_ranks_make_each_entry_once(tmp_path: Path, overrides: tuple[str, ..
     assert DatasetCache(config.cache_dir).duplicates == 0
     assert all(part["all"] == 16 and part["here"] > 0 for part in result) and sum(p["here"] for p in result) == 16
     assert losses(config) == pytest.approx(losses(offline), rel=2e-4)
-
-
-def one_group(folder: str) -> tuple[int, int, list[str]]:
-    """Both ranks meet all samples, as under sequence parallelism: entries made here, and in all, and what was read."""
-    import torch.distributed as dist
-
-    from mmspeed.data import Batching, BatchSampler, FirstEpoch, Loader
-    from mmspeed.data.cache.keys import digest
-    from mmspeed.device import pick
-    from mmspeed.preprocess import OnlineBuilder
-
-    config, rank = small_config(Path(folder)), dist.get_rank()
-    builder = OnlineBuilder(config)
-    builder.plan(pick("cpu"), rank, 2, None)
-    cache = DatasetCache(config.cache_dir, partial=True)
-    sampler = BatchSampler(cache.split("train"), Batching(3, group=2), seed=0)
-    first = FirstEpoch(cache, sampler, builder, rank, 2, start=0, stop=100)
-    loader = Loader(cache, sampler, rank=rank, world=2, first_epoch=first)
-    read = [digest(b["latents"].numpy().tobytes()) for step in loader.steps(0, 6) for b in step.batches]
-    assert not first.active
-    return first.encoded_here, first.encoded, read
-
-
-@pytest.mark.slow
-def test_ranks_of_one_group_share_the_work(tmp_path: Path) -> None:
-    (a, all_a, read_a), (b, all_b, read_b) = run_ranks(one_group, 2, str(tmp_path))
-    assert all_a == all_b == a + b == 16 and min(a, b) >= 6
-    assert read_a == read_b and len(read_a) == 6
-    assert DatasetCache(small_config(tmp_path).cache_dir).duplicates == 0

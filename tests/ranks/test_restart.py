@@ -45,11 +45,9 @@ def test_a_killed_rank_costs_an_interval_and_no_bit(home: Path, tmp_path: Path, 
     launcher = start(tmp_path, killed, *(TORCHRUN if way == "torchrun" else ()), words=OWN if way == "own" else ())
     wait_for(reached(killed, 7))
     os.kill(workers(launcher.pid)[1], signal.SIGKILL)
-    began, at = time.monotonic(), max(steps(killed))
+    at = max(steps(killed))
     wait_for(lambda: not reached(killed, at)() or "attempt 2" in (tmp_path / "log.txt").read_text(), 60)
     wait_for(reached(killed, at + 1), 60)
-    if way == "torchrun":  # slow tests run alone; the others share two cores
-        assert time.monotonic() - began < 30, "training again within 30 s"
     assert launcher.wait(100) == 0, (tmp_path / "log.txt").read_text()
     text = (tmp_path / "log.txt").read_text()
     going_on = int(text.split("going on after step ")[1].split()[0])

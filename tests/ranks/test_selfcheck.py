@@ -175,11 +175,3 @@ def test_the_command_passes_and_refuses(tmp_path: Path, capsys: pytest.CaptureFi
     assert main([*words, "--parallel", "tp=3"]) == 1
     error = capsys.readouterr().err
     assert "mmspeed: error: parallel.tp 3 does not divide the model's 4 heads: use one of 1, 2, 4" in error
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["ulysses=2,tp=2", "dp_shard=2,ring=2", "strategy=ddp,dp_replicate=2"])
-def test_bfloat16_passes(tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(tree(tmp_path)), encoding="utf-8")
-    assert main(["check", str(path), "device.dtype=bfloat16", "--parallel", layout]) == 0, capsys.readouterr().out

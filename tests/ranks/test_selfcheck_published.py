@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
@@ -10,26 +11,23 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import yaml
 from torch import nn
 
-from mmspeed.__main__ import main
-from mmspeed.config import Config, make_config
-from mmspeed.config.tasks import TASKS
+from mmspeed.config import make_config
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.mesh import process_group
 from mmspeed.parallel.boundaries.attention import InterceptedSite
 from mmspeed.parallel.boundaries.linears import SplitNorm
 from mmspeed.parallel.boundaries.record import ForwardRecord
-from mmspeed.pipelines.selfcheck.run import selfcheck, with_layout
+from mmspeed.pipelines.selfcheck.run import with_layout
 from mmspeed.pipelines.selfcheck.verdict import SelfCheck, compare
 from mmspeed.pipelines.selfcheck.worker import WorkerReport, alone, examine
 from mmspeed.pipelines.tasks.published_check import PublishedModel, ShrunkPublished, shrunk_published
-from tests.support import published_tasks
-from tests.support.published import load, prepare, published_config, task_of
+from tests.support.published import load, prepare, published_config
 from tests.support.spawn import run_ranks
 from tests.support.video_transformers import make_model
+from tests.unit.test_mesh import fake_world
 
 SPARSE = "model.sparse={keep: 0.5, dense_steps: 1}"
 Case = tuple[str, str, tuple[str, ...], str]  # (model, layout, keys of the config, fault)
@@ -61,10 +59,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
 RIGHT: dict[str, Case] = {
     "wan, ulysses": ("wan", "ulysses=2", (), "right"),
     "wan, tp, recomputed": ("wan", "tp=2", ("memory.activation_policy.block=recompute",), "right"),
-    "ltx, ring": ("ltx", "ring=2", (), "right"),
-    "ltx, tp": ("ltx", "tp=2", (), "right"),
     "wan, ring, sparse": ("wan", "ring=2", (SPARSE,), "right"),
-    "hunyuan, ulysses": ("hunyuan", "ulysses=2", (), "right"),
     "hunyuan, tp": ("hunyuan", "tp=2", (), "right"),
     "cogvideox, ring": ("cogvideox", "ring=2", (), "right"),
 }
@@ -95,16 +90,6 @@ def examined(folder: str) -> dict[str, WorkerReport]:
         with FAULTS[case[3]]():
             reports[name] = examine(small(folder, case))
     return reports
-
-
-def refusals(folder: str) -> dict[str, str]:
-    """What each layout that does not fit is refused with."""
-    refused = {}
-    for name, (case, _) in REFUSED.items():
-        with pytest.raises(UserError) as error:
-            examine(small(folder, case))
-        refused[name] = str(error.value)
-    return refused
 
 
 @cache
@@ -163,47 +148,11 @@ def test_an_exchange_that_was_dropped_is_named(checks: Callable[[str], SelfCheck
     assert not any(problem.startswith("images") for problem in check.problems)
 
 
-# --- from Python and from the command line, in processes of their own ---
-
-
-@pytest.mark.slow
-def test_python_hands_in_a_model_that_is_loaded_once(home: Path) -> None:
-    loaded: list[str] = []
-
-    def counted(config: Config) -> Any:
-        return task_of(home, "wan", config, lambda: loaded.append("wan"))
-
-    result = selfcheck(published_config(home, "wan"), "ulysses=2", counted)
-    assert result.passed, result.problems
-    assert loaded == ["wan"]
-
-
-@pytest.fixture
-def path(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A config that names the task `wan`, which this process has registered."""
-    monkeypatch.setitem(TASKS, "wan", published_tasks.ENTRY)
-    monkeypatch.setenv(published_tasks.HOME, str(home))
-    tree = published_config(home, "wan").model_dump(mode="json", by_alias=True) | {"task": "wan"}
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
-    return path
-
-
-@pytest.mark.slow
-def test_the_command_checks_a_task_of_a_package(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(path), "--parallel", "tp=2"]) == 0
-    text = capsys.readouterr().out
-    assert "PASSED" in text and "WanTransformer3DModel, 2 blocks, 4 heads of width 12" in text
-
-
-@pytest.fixture(scope="module")
-def refused(home: Path) -> dict[str, str]:
-    return run_ranks(refusals, 2, str(home))[0]
-
-
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_training_refuses_the_check_does(refused: dict[str, str], name: str) -> None:
-    assert REFUSED[name][1] in refused[name]
+def test_what_training_refuses_the_check_does(home: Path, name: str) -> None:
+    case, words = REFUSED[name]
+    with fake_world(0, 2), pytest.raises(UserError, match=re.escape(words)):
+        examine(small(str(home), case))
 
 
 def test_models_that_a_small_one_cannot_stand_for_are_refused(home: Path) -> None:

@@ -5,24 +5,16 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 from mmspeed.config import Config
-from mmspeed.data import BatchSampler, DatasetCache
-from mmspeed.data.cache.keys import digest
-from mmspeed.data.loading.collate import assemble, draw_quantiles
-from mmspeed.data.sampling.batch_sizes import make_batching, sample_costs
-from mmspeed.data.sampling.rank_batches import rank_batches
-from mmspeed.models import build_model
+from mmspeed.data import DatasetCache
 from mmspeed.pipelines.report.run_page import read_metrics
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.pipelines.tasks.video_data import VideoData
 from mmspeed.preprocess import CacheBuilder, OnlineBuilder
 from mmspeed.protocols import RunPlace
-from mmspeed.shapes import Strides
 from tests.ranks.test_batching import mixed_config
 from tests.support.runs import losses, small_config
 from tests.support.spawn import run_ranks
@@ -59,13 +51,6 @@ def home(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = Path(shutil.copytree(small_cache, tmp_path_factory.mktemp("sequence") / "home"))
     run_ranks(train, 1, str(folder), False, ("name=one",))
     return folder
-
-
-def test_layouts_train_alike_and_read_each_others_checkpoints(home: Path) -> None:
-    """One run never stopped on one rank, and one that goes from two ranks of dsp to two of tp."""
-    run_ranks(train, 2, str(home), False, ("name=two", "train.steps=3", *DSP))
-    run_ranks(train, 2, str(home), False, ("name=two", *TENSOR))
-    assert_alike(small_config(home, "name=two"), small_config(home, "name=one"))
 
 
 def test_layouts_of_two_four_and_one_rank_train_alike(home: Path) -> None:
@@ -138,47 +123,3 @@ def test_a_group_shares_the_encoding_of_the_first_epoch(home: Path, tmp_path: Pa
     config = small_config(tmp_path, *layout)
     assert DatasetCache(config.cache_dir).duplicates == 0
     assert losses(config) == pytest.approx(losses(small_config(home, "name=one")), **TOLERANCE)
-
-
-def test_a_group_meets_the_same_draws_and_times_fill_their_range(tmp_path: Path) -> None:
-    """What each of 8 ranks of groups of 4 is given over an epoch: within a group videos alike to the bit, times all over [0, 1)."""
-    config = mixed_config(tmp_path, "parallel.ring=2", "parallel.ulysses=2", "data.repeats=40")
-    CacheBuilder(config).run()
-    cache = DatasetCache(config.cache_dir)
-    train_split = cache.split("train")
-    encoders = cache.info["encoders"]
-    model = build_model(config.model, encoders["vae"]["channels"], encoders["text"]["width"], device="meta")
-    costs = sample_costs(model, Strides(*encoders["vae"]["strides"]), 16)
-    batching = make_batching(config.batching, config.train, train_split.buckets(), costs, 8, config.parallel)
-    sampler = BatchSampler(train_split, batching, seed=3, repeats=40)
-    times: dict[tuple[str, int, int], float] = {}
-    videos = images = 0
-    for step in range(sampler.steps_per_epoch):
-        draws = sampler.draws(step)
-        ranks = [rank_batches(draws, batching, rank, 8) for rank in range(8)]
-        for row in range(len(ranks[0])):
-            cells = [rank[row] for rank in ranks]
-            names = [[(draw.name, weight) for draw, weight in cell] for cell in cells]
-            if cells[0][0][0].sample.bucket.is_image:
-                assert len({str(n) for n in names}) > 1 or all(weight == 0 for n in names for _, weight in n)
-                images += 1
-            else:
-                assert names[0] == names[1] == names[2] == names[3] and names[4] == names[5] == names[6] == names[7]
-                videos += 1
-            if step < 3:
-                batches = [assemble(cache, cell, 3, 0.3, noise=True) for cell in cells]
-                by_rank = [drawn(batch) for batch in batches]
-                if not cells[0][0][0].sample.bucket.is_image:
-                    assert len(set(by_rank[:4])) == len(set(by_rank[4:])) == 1
-        for draw in draws:
-            times[draw.name] = float(draw_quantiles([draw.name], 3)[0])
-    assert videos and images
-    # of n uniform draws in 20 bins, the counts' chi-square with 19 degrees of freedom is below 43.8 but once in a thousand times
-    counts, _ = np.histogram(list(times.values()), bins=20, range=(0, 1))
-    expected = len(times) / 20
-    assert expected > 20 and ((counts - expected) ** 2 / expected).sum() < 43.8
-
-
-def drawn(batch: Any) -> str:
-    tensors = (batch["latents"], batch["noise"], batch["quantiles"], batch["text"], batch["text_mask"])
-    return digest(b"".join(t.numpy().tobytes() for t in tensors))

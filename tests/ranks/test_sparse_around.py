@@ -15,7 +15,8 @@ from mmspeed.compute.sparse.mass_histogram import threshold
 from mmspeed.compute.sparse.module import WarmStarts, WatchedCalls
 from mmspeed.parallel.sparse.attention import sparse_attention
 from mmspeed.replay import replayed
-from tests.ranks.test_sparse_parallel import EMPTY, TOKENS, Case, axes_of, layer_of, mesh_of, positions, whole
+from tests.ranks.test_hybrid_attention import mesh_of
+from tests.ranks.test_sparse_parallel import EMPTY, TOKENS, Case, axes_of, layer_of, positions, whole
 from tests.support.spawn import run_ranks
 
 pytestmark = pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mmspeed import rng
 from mmspeed.comm.axis import Axis, Ledger
@@ -22,6 +20,7 @@ from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes, split_heads
 from mmspeed.parallel.sparse.attention import sparse_attention
 from mmspeed.parallel.sparse.plan import SplitPlan
 from mmspeed.replay import replayed
+from tests.ranks.test_hybrid_attention import mesh_of
 from tests.support.covers import slow_but
 from tests.support.spawn import run_ranks
 
@@ -90,20 +89,9 @@ for u, r in RINGS:
     }
 
 
-# the kinds that run on 2 x 2 and 1 x 4 each time; every second one of the others runs on 2 x 2, and the rest with `slow`
-EVERYWHERE = ("clusters-zero", "empty", "high", "all", "split")
-EVERY_SECOND = [name for name in CASES if name.endswith("2x2")][::2]
-FAST = [
-    name
-    for name in CASES
-    if name in EVERY_SECOND or (name.rpartition("-")[0] in EVERYWHERE and name.endswith(("2x2", "1x4")))
-]
-
-
-@cache
-def mesh_of(ulysses: int, ring: int) -> DeviceMesh:
-    shape = (dist.get_world_size() // (ulysses * ring), ring, ulysses)
-    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ring", "ulysses"))
+# the kinds that run over a ring of two each time; all run on four processes with `slow`
+KINDS = ["clusters-zero", "clusters-summary", "tiles-top", "window", "skip", "first", "fraction", "mass", "bfloat16"]
+FAST = [f"{kind}-1x2" for kind in (*KINDS, "empty", "high", "all", "split")] + ["tiles-zero-2x1"]
 
 
 def axes_of(case: Case) -> SequenceAxes:
@@ -334,9 +322,9 @@ def bytes_of(split: SplitPlan, axes: SequenceAxes, element: int) -> dict[str, in
     }
 
 
-def cases_of(fast: bool) -> dict[str, Any]:
+def cases_of(names: list[str]) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    for name in [name for name in CASES if (name in FAST) == fast]:
+    for name in names:
         try:
             results[name] = run_case(CASES[name])
         except Exception as error:
@@ -344,49 +332,49 @@ def cases_of(fast: bool) -> dict[str, Any]:
     return results
 
 
-@cache
-def results_of(fast: bool) -> list[dict[str, Any]]:
-    return run_ranks(cases_of, 4, fast)
+@pytest.fixture(scope="module", params=slow_but([2, 4], [2]))
+def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """Few cases on two processes, or all on four."""
+    return run_ranks(cases_of, request.param, FAST if request.param == 2 else [*CASES])
 
 
-@pytest.mark.parametrize("name", slow_but(CASES, FAST))
-def test_equals_the_oracle(name: str) -> None:
-    results = results_of(name in FAST)
-    # float32: sums of some 60 products in another order; bfloat16: 8 bits, of keys, and of gradients on their way
-    limit = {"float32": 2e-6, "float64": 1e-10, "bfloat16": 5e-2}[CASES[name].dtype]
+def test_equals_the_oracle(results: list[dict[str, Any]]) -> None:
     for rank, result in enumerate(results):
-        assert max(result[name]["errors"]) < limit, (rank, result[name]["errors"])
-        assert result[name]["same"]
-        assert result[name]["replayed"]
-        assert "dense" not in result[name]["counter"]
+        for name, actual in result.items():
+            # float32: sums of some 60 products in another order; bfloat16: 8 bits, of keys, and of gradients on their way
+            limit = {"float32": 2e-6, "float64": 1e-10, "bfloat16": 5e-2}[CASES[name].dtype]
+            assert max(actual["errors"]) < limit, (rank, name, actual["errors"])
+            assert actual["same"] and actual["replayed"] and "dense" not in actual["counter"], name
 
 
-@pytest.mark.parametrize("name", slow_but([name for name, case in CASES.items() if case.ring > 1], FAST))
-def test_only_kept_rows_travel(name: str) -> None:
-    for result in results_of(name in FAST):
-        sent, expected = result[name]["forward"], result[name]["expected"]
-        assert sent.get(("rows", "ring"), 0) == expected["rows"]
-        assert sent["lists", "ring"] == expected["lists"]
-        # made again, nothing travels: what came in the first pass is kept
-        assert not any(result[name]["second"].values())
+def test_only_kept_rows_travel(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        for name, actual in ((name, actual) for name, actual in result.items() if CASES[name].ring > 1):
+            sent, expected = actual["forward"], actual["expected"]
+            assert sent.get(("rows", "ring"), 0) == expected["rows"], name
+            assert sent["lists", "ring"] == expected["lists"], name
+            # made again, nothing travels: what came in the first pass is kept
+            assert not any(actual["second"].values()), name
 
 
-@pytest.mark.parametrize("degree", [pytest.param("1x2", marks=pytest.mark.slow), "1x4", "2x2"])
-def test_fewer_rows_for_a_higher_threshold(degree: str) -> None:
-    everything, some, few = (
-        sum(result[f"{name}-{degree}"]["forward"]["rows", "ring"] for result in results_of(f"{name}-{degree}" in FAST))
-        for name in ("all", "clusters-zero", "high")
-    )
-    ring, element = int(degree[-1]), 8
-    copies = 4 // ring // int(degree[0])  # of the group, on four processes
-    assert everything == copies * (ring - 1) * BATCH * 4 * TOKENS * 2 * WIDTH * element
-    assert few < some < everything
+def degrees(results: list[dict[str, Any]]) -> list[str]:
+    return ["1x2"] if len(results) == 2 else ["1x2", "1x4", "2x2"]
 
 
-@pytest.mark.parametrize("degree", [pytest.param("1x2", marks=pytest.mark.slow), "1x4", "2x2"])
-def test_nothing_is_sent_where_nothing_is_kept(degree: str) -> None:
-    for result in results_of(f"split-{degree}" in FAST):
-        case = result[f"split-{degree}"]
+def test_fewer_rows_for_a_higher_threshold(results: list[dict[str, Any]]) -> None:
+    for degree in degrees(results):
+        everything, some, few = (
+            sum(result[f"{name}-{degree}"]["forward"]["rows", "ring"] for result in results)
+            for name in ("all", "clusters-zero", "high")
+        )
+        ring, element = int(degree[-1]), 8
+        copies = len(results) // ring // int(degree[0])  # of the group
+        assert everything == copies * (ring - 1) * BATCH * 4 * TOKENS * 2 * WIDTH * element
+        assert few < some < everything
+
+
+def test_nothing_is_sent_where_nothing_is_kept(results: list[dict[str, Any]]) -> None:
+    for case in (result[f"split-{degree}"] for degree in degrees(results) for result in results):
         assert case["forward"].get(("rows", "ring"), 0) == 0
         assert sum(count > 0 for count in case["sends"]) == 1
 
@@ -402,7 +390,7 @@ def shown_over_a_ring() -> dict[str, bool]:
             {"max_keep": 0.1},
         ):
             tau = {"tau": None} if rule.get("rule", "threshold") != "threshold" else {"rule": "threshold"}
-            case = Case(1, 4, UNEVEN[4], {"planner": planner, "tail": "zero", **rule, **tau})
+            case = Case(1, 2, UNEVEN[2], {"planner": planner, "tail": "zero", **rule, **tau})
             axes, (tensors, _), layer = axes_of(case), whole(case), layer_of(case)
             tensors[1][0, 1, -2, 3] = torch.nan
             q, k, v = (x.split(list(case.sizes), dim=2)[axes.rank] for x in tensors[:3])
@@ -413,5 +401,5 @@ def shown_over_a_ring() -> dict[str, bool]:
 
 
 def test_a_key_that_is_not_a_number_is_not_hidden_by_a_ring() -> None:
-    for shown in run_ranks(shown_over_a_ring, 4):
+    for shown in run_ranks(shown_over_a_ring, 2):
         assert len(shown) == 8 and all(shown.values()), shown

@@ -66,7 +66,7 @@ def test_pairs_on_two_ranks_equal_one_process(home: Path, layout: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["fsdp"])
 def test_a_divisor_that_is_known_afterwards_is_the_known_one(home: Path, layout: str) -> None:
     """On one process and on two, with clipping, which all these steps meet."""
     check_equal(home, "late", "known")

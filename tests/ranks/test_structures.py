@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -49,6 +50,7 @@ KINDS = {
     "narrow values of one key head, masked": Kind(shape=Shape(1, 5), inputs={"mask_BN": MASK}),
     "all at once": Kind(Structure(causal=True, window=3), Shape(2, 8), {"mask_BN": MASK, "documents_BN": DOCUMENTS}),
 }
+FEW = ("mask", "documents", "grouped keys", "all at once")  # in every run
 LAYOUTS = {
     "ulysses": ParallelConfig(ulysses=2),
     "ring": ParallelConfig(ring=2),
@@ -119,24 +121,14 @@ def step_of(
     }
 
 
-def computed(layouts: dict[str, ParallelConfig]) -> dict[tuple[str, str], dict[str, Any]]:
+def computed(kinds: Sequence[str], layouts: dict[str, ParallelConfig]) -> dict[tuple[str, str], dict[str, Any]]:
     meshes = Meshes()
     again = BlockPolicies.everywhere({"block": "recompute"})
     return {
         (kind, layout): step_of(kind, parallel, meshes, again if number % 2 else None)
-        for number, kind in enumerate(KINDS)
+        for number, kind in enumerate(kinds)
         for layout, parallel in layouts.items()
     }
-
-
-@cache
-def on_two() -> dict[tuple[str, str], dict[str, Any]]:
-    return run_ranks(computed, 2, LAYOUTS)[0]
-
-
-@cache
-def on_four() -> dict[tuple[str, str], dict[str, Any]]:
-    return run_ranks(computed, 4, LAYOUTS_OF_FOUR)[0]
 
 
 def hold(step: dict[str, Any], refused: str) -> None:
@@ -158,17 +150,19 @@ def test_one_process_computes_the_formula(kind: str) -> None:
     assert abs(loss.item() - true) <= 1e-5 * true and error <= 1e-5, (error, name)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_processes_compute_the_formula_or_refuse(kind: str, layout: str) -> None:
-    hold(on_two()[kind, layout], refusal(kind, LAYOUTS[layout]))
+def check(world: int, kinds: Sequence[str], layouts: dict[str, ParallelConfig]) -> None:
+    for (kind, layout), step in run_ranks(computed, world, kinds, layouts)[0].items():
+        hold(step, refusal(kind, layouts[layout]))
+
+
+def test_two_processes_compute_the_formula_or_refuse() -> None:
+    check(2, FEW, LAYOUTS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS_OF_FOUR)
-@pytest.mark.parametrize("kind", KINDS)
-def test_four_processes_compute_the_formula_or_refuse(kind: str, layout: str) -> None:
-    hold(on_four()[kind, layout], refusal(kind, LAYOUTS_OF_FOUR[layout]))
+@pytest.mark.parametrize("layouts", [LAYOUTS, LAYOUTS_OF_FOUR], ids=["two", "four"])
+def test_processes_compute_the_formula_of_every_kind_or_refuse(layouts: dict[str, ParallelConfig]) -> None:
+    check(2 if layouts is LAYOUTS else 4, [*KINDS], layouts)
 
 
 def test_key_heads_that_do_not_divide_are_named() -> None:

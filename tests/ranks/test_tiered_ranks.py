@@ -11,26 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmspeed import rng
-from mmspeed.axes import AxisSizes
-from mmspeed.config.memory import MemoryConfig
-from mmspeed.config.parallel import ParallelConfig
-from mmspeed.config.training import TrainConfig
 from mmspeed.errors import UserError
-from mmspeed.initialize import own_part, set_parameter
-from mmspeed.loop.averages import EMA
-from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load, step_name
-from mmspeed.loop.optimizers.build import make_optimizer
+from mmspeed.loop.checkpoint.manager import CheckpointManager, load, step_name
 from mmspeed.loop.optimizers.gradient_release import ReleasingOptimizer
-from mmspeed.mesh import make_mesh
-from mmspeed.models import SoraDiT, SoraDiTConfig
-from mmspeed.parallel import is_half, make_half, make_layout, parallelize
+from mmspeed.parallel import is_half
 from tests.support.covers import slow_but
-from tests.support.sequence_steps import Case, loss_of, make_batch
 from tests.support.spawn import run_ranks
 from tests.support.steps import train_step
-from tests.support.tiers import BUCKET, CPU, HALF, TIERS, TRAIN, everything, losses, parameters, state_of, steps, whole
-from tests.support.toy import ToyDiT, flow_loss
+from tests.support.tiers import HALF, TIERS, everything, losses, parameters, state_of, steps
+from tests.support.toy import flow_loss
 from tests.support.toy import make_batch as make_toy_batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -43,8 +32,6 @@ LAYOUTS: dict[str, tuple[Any, int, int]] = {
     "ddp": ("ddp", 2, 8),
     "ddp, accumulated": ("ddp", 2, 1),
 }
-# of 90 hidden units 45 a tensor-parallel rank, of these 23 and 22 a shard
-ODD = SoraDiTConfig(width=36, depth=2, heads=2, latent_channels=3, text_width=10, adaln_rank=3, mlp_ratio=2.5)
 
 
 def arrays(tensors: dict[str, Tensor]) -> Arrays:
@@ -117,98 +104,6 @@ def broken_in_backward() -> tuple[str, list[bool]]:
     return "", [torch.equal(before[n], p) for n, p in parameters(state.model).items()]
 
 
-def muon() -> dict[str, Any]:
-    """Refused over shards; replicas train alike, with float32 and with bfloat16 parameters."""
-    results: dict[str, Any] = {}
-    try:
-        state_of("plain", "fsdp", optimizer="muon")
-    except UserError as error:
-        results["refused"] = str(error)
-    for tier in ("plain", "split", "host"):
-        state = state_of(tier, "ddp", replicate=2, optimizer="muon")
-        results[tier] = losses(steps(state, range(3), "ddp")), arrays(everything(state))
-    return results
-
-
-def forward_gaps() -> dict[str, float]:
-    """How far outputs from bfloat16 parameters are from those of float32 parameters of the same values, in shards and on one process."""
-    case, results = Case(1, 1, "switch", masked=True), {}
-    batch = make_batch(case, [0, 1], 1.0)
-
-    def loss(half: bool, strategy: Any) -> Tensor:
-        model = SoraDiT(ODD)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_((parameter + 0.1 * rng.normal(parameter.shape, 0, name)).bfloat16())
-        if half:
-            make_half(model)
-        mesh = make_mesh(CPU, AxisSizes(1, -1)) if strategy == "fsdp" else None
-        spread = parallelize(model, mesh, strategy, compute_dtype=torch.bfloat16)
-        return loss_of(case, spread, batch).detach()
-
-    right = loss(False, "fsdp")
-    for name, half, strategy in (("half, fsdp", True, "fsdp"), ("half, none", True, "none"), ("none", False, "none")):
-        results[name] = ((loss(half, strategy) - right).abs().max() / right.abs().max()).item()
-    return results
-
-
-# -- tensor parallelism
-
-
-def odd_state(tier: str, mesh: Any, layout: Any, seed: int = 0) -> TrainingState:
-    config = MemoryConfig(**({"bucket": 4 * BUCKET} | TIERS[tier]))
-    model = SoraDiT(ODD)
-    if tier in HALF:
-        make_half(model)
-    strategy = "fsdp" if mesh is not None else "none"
-    dtype = torch.bfloat16 if tier in HALF else torch.float32
-    spread = parallelize(model, mesh, strategy, layout=layout, compute_dtype=dtype)  # type: ignore[arg-type]
-    optimizer: Any = make_optimizer(spread, TrainConfig(**TRAIN), config, CPU)
-    values = {name: p.detach() for name, p in SoraDiT(ODD).named_parameters()}
-    for name, parameter in spread.named_parameters():
-        value = values[name] + 0.1 * rng.normal(parameter.shape, seed, name)
-        if tier in HALF:
-            optimizer.set_master(parameter, own_part(parameter, value))
-        else:
-            set_parameter(parameter, value)
-    return TrainingState(spread, optimizer, EMA(spread, 0.9, optimizer, CPU if tier == "host" else None, BUCKET))
-
-
-def odd_steps(state: TrainingState, layout: Any) -> list[float]:
-    case, strategy = Case(1, 1, "switch", masked=True), "none" if layout is None else "fsdp"
-    results = []
-    assert state.optimizer is not None and state.ema is not None
-    tp = 1 if layout is None else 2
-    for _ in range(2):
-        result = train_step(
-            state.model,
-            [make_batch(case, [0, 1], 1 / tp)],
-            lambda model, batch: loss_of(case, model, batch),
-            state.optimizer,
-            global_samples=2,
-            clip_norm=1.0,
-            strategy=strategy,  # type: ignore[arg-type]
-            tensor=None if layout is None else layout.tensor,
-        )
-        state.ema.update(state.model)
-        results.append(result.loss)
-    return results
-
-
-def over_tensors(folder: str | None) -> dict[str, Any]:
-    mesh = layout = None
-    if folder is not None:
-        mesh = make_mesh(CPU, AxisSizes(1, 1, 1, 1, 2))
-        layout = make_layout(mesh, ParallelConfig(tp=2))
-    results: dict[str, Any] = {}
-    for tier in TIERS:
-        state = odd_state(tier, mesh, layout)
-        results[tier] = odd_steps(state, layout), arrays(everything(state))
-        if folder is not None and tier == "host":
-            CheckpointManager(Path(folder) / "tp").save(2, state, blocking=True)
-    return results
-
-
 # -- checkpoints
 
 
@@ -236,9 +131,6 @@ def work(folder: str) -> dict[str, Any]:
     return {
         "released": {tier: released(tier) for tier in ("plain", "host", "states")},
         "broken": broken_in_backward(),
-        "muon": muon(),
-        "gaps": forward_gaps(),
-        "tensor": over_tensors(folder),
         "checkpoints": checkpoints(folder),
     }
 
@@ -326,50 +218,6 @@ def test_a_nan_in_backward_ends_the_run_on_all_ranks(two: list[dict[str, Any]]) 
 
 
 @pytest.mark.slow
-def test_muon_takes_whole_matrices(two: list[dict[str, Any]]) -> None:
-    for tier in ("plain", "split", "host"):
-        alone = state_of(tier, optimizer="muon")
-        truth = losses(steps(alone, range(3)))
-        for rank in two:
-            assert rank["muon"][tier][0] == pytest.approx(truth, rel=1e-2 if tier in HALF else 1e-4), tier
-            assert "optimizer.state.blocks.0.up.weight.momentum_buffer" in rank["muon"][tier][1]
-    for rank in two:
-        assert "muon needs whole matrices" in rank["muon"]["refused"]
-        assert rank["muon"]["split"][0] == rank["muon"]["host"][0]
-        assert same(rank["muon"]["split"][1], rank["muon"]["host"][1]) == []
-
-
-@pytest.mark.slow
-def test_bfloat16_parameters_compute_as_shards_in_bfloat16_do(two: list[dict[str, Any]]) -> None:
-    for rank in two:
-        gaps = rank["gaps"]
-        assert gaps["half, fsdp"] == gaps["half, none"] == 0.0
-        assert gaps["none"] < 1e-2  # there captions are normed in float32
-
-
-@pytest.mark.slow
-def test_tensor_parallel_tiers(two: list[dict[str, Any]], folder: Path) -> None:
-    alone = over_tensors(None)
-    for rank in two:
-        for family in (("plain", "states"), HALF):
-            first = rank["tensor"][family[0]]
-            for tier in family[1:]:
-                assert rank["tensor"][tier][0] == first[0] and same(rank["tensor"][tier][1], first[1]) == [], tier
-        for tier, (actual, tensors) in rank["tensor"].items():
-            assert actual == pytest.approx(alone[tier][0], rel=1e-2 if tier in HALF else 1e-5), tier
-            if tier not in HALF:
-                assert gap(tensors, alone[tier][1], ".exp_avg") < 1e-4, tier
-                continue
-            # processors differ in products of bfloat16: as near to float32 as one process is; a lost sum would be a gap of 1
-            own, other = (gap(each, alone["plain"][1], ".exp_avg") for each in (alone[tier][1], tensors))
-            assert own < 0.2 and other < 1.5 * own, (tier, own, other)
-    for tier in ("plain", "split"):
-        state = odd_state(tier, None, None, seed=1)
-        load(folder / "tp" / step_name(2), state.model, state.optimizer, state.ema)
-        assert same(arrays(everything(state)), two[0]["tensor"]["host"][1]) == []
-
-
-@pytest.mark.slow
 def test_checkpoints_go_between_ranks_and_tiers_bit_for_bit(
     two: list[dict[str, Any]], folder: Path, one: Arrays
 ) -> None:
@@ -383,10 +231,3 @@ def test_checkpoints_go_between_ranks_and_tiers_bit_for_bit(
             state = state_of(tier, seed=1)
             load(folder / name.replace(" ", "-") / step_name(3), state.model, state.optimizer, state.ema)
             assert same(arrays(everything(state)), two[0]["checkpoints"][f"{name} on"][1]) == [], (name, tier)
-
-
-def test_toys_have_a_vector_and_a_matrix_in_each_bucket() -> None:
-    """The tests above would miss much with one bucket."""
-    state: Any = state_of("split")
-    assert len(state.optimizer.buckets) > 4
-    assert whole(next(ToyDiT().parameters())).dtype == torch.float32

@@ -46,29 +46,20 @@ class Case:
 
 
 CASES = {
-    "llama, ulysses, packed": Case("llama"),
     "qwen3 tied, ulysses, one document, fsdp": Case("qwen3_tied", lengths=SINGLE, sharded=True),
+    "llama, ring, one document": Case("llama", "ring=2", SINGLE),
+    "deepseek, tp, packed": Case("deepseek_v3", "tp=2", even=True),
+}
+OTHERS = {
     "qwen3 experts, ulysses, packed, fsdp": Case("qwen3_moe", sharded=True),
     "deepseek, ulysses, packed": Case("deepseek_v3"),
     "qwen3 window, ulysses, packed": Case("qwen3_window"),
-    "llama, ring, one document": Case("llama", "ring=2", SINGLE),
     "deepseek, ring, one document": Case("deepseek_v3", "ring=2", SINGLE),
-    "llama, tp, packed": Case("llama", "tp=2", even=True),
     "qwen3 tied, tp": Case("qwen3_tied", "tp=2", SINGLE),
     "qwen3 experts, tp, packed": Case("qwen3_moe", "tp=2", even=True),
-    "deepseek, tp, packed": Case("deepseek_v3", "tp=2", even=True),
     "deepseek plain, ulysses, one document": Case("deepseek_plain", lengths=SINGLE),
 }
-FEW = (
-    "llama, ulysses, packed",
-    "qwen3 tied, ulysses, one document, fsdp",
-    "llama, ring, one document",
-    "deepseek, tp, packed",
-)
-FOUR = {
-    "llama, tp and ulysses": Case("llama", "tp=2,ulysses=2", even=True),
-    "deepseek, tp and ulysses": Case("deepseek_v3", "tp=2,ulysses=2", even=True),
-}  # fmt: skip
+FOUR = {"deepseek, tp and ulysses": Case("deepseek_v3", "tp=2,ulysses=2", even=True)}
 
 
 def fresh(case: Case) -> Any:
@@ -181,9 +172,8 @@ def steps(cases: dict[str, Case], refused: tuple[str, ...] = ()) -> dict[str, An
 
 
 @cache
-def on_two(few: bool) -> dict[str, Any]:
-    cases = {name: case for name, case in CASES.items() if (name in FEW) == few}
-    return run_ranks(steps, 2, cases, tuple(REFUSED) if few else ())[0]
+def on_two() -> dict[str, Any]:
+    return run_ranks(steps, 2, CASES, tuple(REFUSED))[0]
 
 
 def hold(case: Case, result: dict[str, Any]) -> None:
@@ -191,17 +181,18 @@ def hold(case: Case, result: dict[str, Any]) -> None:
     assert {part.partition("=")[0] for part in case.parallel.split(",")} <= set(result["sent"]), result
 
 
-@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
-def test_two_processes_compute_what_one_does(name: str) -> None:
-    hold(CASES[name], on_two(name in FEW)[name])
+def test_two_processes_compute_what_one_does() -> None:
+    for name, case in CASES.items():
+        hold(case, on_two()[name])
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_spread_is_one_line(name: str) -> None:
-    assert REFUSED[name][1] in on_two(True)[name]
+def test_what_cannot_be_spread_is_one_line() -> None:
+    for name, (_, words) in REFUSED.items():
+        assert words in on_two()[name]
 
 
 @pytest.mark.slow
-def test_four_processes_compute_what_one_does() -> None:
-    for name, result in run_ranks(steps, 4, FOUR)[0].items():
-        hold(FOUR[name], result)
+@pytest.mark.parametrize(("world", "cases"), [(2, OTHERS), (4, FOUR)], ids=["two", "four"])
+def test_other_classes_and_layouts_compute_what_one_process_does(world: int, cases: dict[str, Case]) -> None:
+    for name, result in run_ranks(steps, world, cases)[0].items():
+        hold(cases[name], result)

@@ -60,10 +60,8 @@ TWO = {
 FOUR = {
     "untied": Case("llama3-8b", tp=4, changes=(("key_heads", 4),)),
     "tied, further tokens": Case("qwen3-0.6b", tp=4, changes=(("further", 2), ("key_heads", 4))),
-    "tied, further tokens, fsdp": Case("qwen3-0.6b", strategy="fsdp", changes=(("further", 1),)),
     "experts, further tokens, fsdp": Case("deepseek-v3", strategy="fsdp"),
     "untied, ring, fsdp": Case("qwen3-8b", ring=2, strategy="fsdp"),
-    "untied, fsdp": Case("qwen3-8b", strategy="fsdp"),
     "tied, further tokens, ulysses, fsdp": Case("qwen3-0.6b", ulysses=2, strategy="fsdp", changes=(("further", 1),)),
 }
 
@@ -160,11 +158,11 @@ def hold(case: Case, ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["sent"].get(("all_gather", "tp"), 0) > 0
 
 
-@pytest.mark.parametrize("name", TWO)
-def test_two_processes_with_half_the_vocabulary_compute_what_one_does(name: str) -> None:
-    ranks = [result[name] for result in on_two()]
-    hold(TWO[name], ranks)
-    assert all(rows == VOCABULARY // 2 for result in ranks for rows in result["rows"])
+def test_two_processes_with_half_the_vocabulary_compute_what_one_does() -> None:
+    for name, case in TWO.items():
+        ranks = [result[name] for result in on_two()]
+        hold(case, ranks)
+        assert all(rows == VOCABULARY // 2 for result in ranks for rows in result["rows"])
 
 
 def test_logits_are_never_gathered_for_a_loss() -> None:

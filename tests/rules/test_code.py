@@ -1,4 +1,4 @@
-"""What the code must not do: name vendors, read pickles, or leave public functions without a word."""
+"""What the code must not do: name vendors, read pickles, or ask models for what no protocol declares."""
 
 from __future__ import annotations
 
@@ -26,20 +26,9 @@ BACKEND_FILE = re.compile(r"mmspeed/compute/((cuda|npu)\w*|sparse/kernels/(npu_k
 
 # Calls that read or run what a stranger may have written, or that write pickles.
 FORBIDDEN_CALLS = {
-    "torch.load",
-    "torch.save",
-    "yaml.load",
-    "yaml.unsafe_load",
-    "yaml.full_load",
-    "numpy.load",
-    "np.load",
-    "eval",
-    "exec",
-    "dist.all_gather_object",
-    "dist.broadcast_object_list",
-    "dist.gather_object",
-    "dist.scatter_object_list",
-}
+    "torch.load", "torch.save", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "numpy.load", "np.load", "eval", "exec",
+    "dist.all_gather_object", "dist.broadcast_object_list", "dist.gather_object", "dist.scatter_object_list",
+}  # fmt: skip
 # The bench that measures the `.pt` files of others writes such files itself, in its temporary folder, and reads only them.
 BENCHED_CALLS = {
     "tests/claims/formats.py": {
@@ -127,14 +116,8 @@ def test_benched_calls_are_those_of_the_bench_and_no_others() -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "import pickle",
-        "from pickle import loads",
-        "torch.load(p)",
-        "torch.save(x, p)",
-        "yaml.load(t)",
-        "eval(t)",
-        "np.load(p)",
-        "f(p, allow_pickle=True)",
+        *("import pickle", "from pickle import loads", "torch.load(p)", "torch.save(x, p)", "yaml.load(t)"),
+        *("eval(t)", "np.load(p)", "f(p, allow_pickle=True)"),
     ],
 )
 def test_forbidden_calls_are_seen(code: str) -> None:
@@ -145,19 +128,61 @@ def test_evaluation_mode_is_no_forbidden_call() -> None:
     assert forbidden(ast.parse("model.eval(); yaml.safe_load(t); safetensors.torch.load(b)")) == []
 
 
-def undocumented(tree: ast.Module) -> list[str]:
-    """The file, its public functions and its public classes that have no docstring."""
-    names = [] if ast.get_docstring(tree) else ["the file itself"]
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    for node in tree.body:
-        if isinstance(node, kinds) and not node.name.startswith("_") and not ast.get_docstring(node):
-            if "overload" not in {ast.unparse(decorator) for decorator in node.decorator_list}:
-                names.append(node.name)
-    return names
+# Names of models and their parts, tasks and batches; folders that know no domain ask these only for what a protocol declares.
+ASKED = {
+    "model",
+    "models",
+    "net",
+    "transformer",
+    "module",
+    "layer",
+    "part",
+    "block",
+    "blocks",
+    "task",
+    "batch",
+    "batches",
+}
+CORE = ("mmspeed/loop/", "mmspeed/parallel/", "mmspeed/memory/", "pipelines/")
+DOMAINS = ("pipelines/tasks/", "pipelines/diffusion/", "pipelines/inference/")
 
 
-def test_public_names_have_docstrings() -> None:
-    assert offenders(FILES, lambda path: undocumented(syntax(path))) == {}
+def undeclared(tree: ast.Module) -> list[str]:
+    """What mypy would take: `getattr`, `hasattr` and casts of a model, a task or a batch, and such a parameter of type Any."""
+    results = []
+    for node in nodes(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "cast") and node.args:
+            asked = node.args[ast.unparse(node.func) == "cast"]
+            asked = asked.value if isinstance(asked, ast.Subscript) else asked
+            if ast.unparse(asked).rpartition(".")[2].lstrip("_") in ASKED:
+                results.append(f"line {node.lineno}: {ast.unparse(node)}")
+        elif (
+            isinstance(node, ast.arg)
+            and node.arg in ASKED
+            and node.annotation
+            and "Any" in ast.unparse(node.annotation)
+        ):
+            results.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return results
+
+
+def test_the_core_asks_models_tasks_and_batches_for_what_they_declare() -> None:
+    core = [path for path in FILES if name(path).startswith(CORE) and not name(path).startswith(DOMAINS)]
+    assert offenders(core, lambda path: undeclared(syntax(path))) == {}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        'getattr(model, "roles", None)',
+        'hasattr(self._model.block, "spans")',
+        'getattr(models["model"], "heads")',
+        "cast(DiffusionModel, model).blocks",
+        "def f(batch: Callable[[], Any]): ...",
+    ],
+)
+def test_undeclared_questions_are_seen(code: str) -> None:
+    assert len(undeclared(ast.parse(code))) == 1
 
 
 def machine_paths(path: Path) -> list[str]:

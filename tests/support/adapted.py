@@ -21,13 +21,14 @@ from mmspeed.config.memory import MemoryConfig
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.config.training import TrainConfig
 from mmspeed.device import Device
+from mmspeed.initialize import own_part
 from mmspeed.loop.averages import EMA
 from mmspeed.loop.checkpoint.manager import TrainingState
 from mmspeed.loop.checkpoint.state import states_to_save, weights_to_save
 from mmspeed.loop.optimizers.build import make_optimizer
 from mmspeed.mesh import make_mesh
 from mmspeed.parallel import make_half, parallelize, unwrap
-from mmspeed.pipelines.run.build import weight_setter
+from mmspeed.pipelines.run.build import part_setter
 from mmspeed.protocols import StateRule
 from tests.support.steps import train_step
 from tests.support.toy import ToyDiT, flow_loss, split
@@ -91,9 +92,9 @@ def state_of(
         make_half(bare)
     model = parallelize(bare, mesh, strategy, compute_dtype=torch.bfloat16 if half else torch.float32)
     optimizer = make_optimizer(model, TrainConfig(lr=1e-2, warmup_steps=0, weight_decay=0.1), config, CPU)
-    put = weight_setter(model, optimizer)
+    put = part_setter(model, optimizer)
     for parameter, value in zip(unwrap(model).parameters(), values.parameters(), strict=True):
-        put(parameter, value.detach())
+        put(parameter, own_part(parameter, value.detach()))
     return TrainingState(model, optimizer, EMA(model, 0.9, optimizer, CPU if config.ema == "host" else None, BUCKET))
 
 

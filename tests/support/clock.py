@@ -1,7 +1,7 @@
 """Copies under a controlled clock: each takes its bytes' time, one after another in each direction, beside what computes.
 
 What a device would do to a careless caller is done here too: a target holds rubbish until its copy is done, a source is read at the end
-only, and a device tensor that was freed before raises. Use as `copies=` of what is tested; `compute` stands for the device's work.
+only, and a device tensor that was freed before raises. Use as `copies=` of what is tested.
 """
 
 from __future__ import annotations
@@ -32,16 +32,13 @@ class _Lane:
 
     def __init__(self, bandwidth: float) -> None:
         self.bandwidth = bandwidth  # bytes per second
-        self.bytes = self.copies = 0
-        self.seconds = 0.0
+        self.bytes = 0
         self._free = 0.0
         self._thread = ThreadPoolExecutor(1)
 
     def begin(self, nbytes: int, spoil: Callable[[], None], copy: Callable[[], None]) -> _ClockJob:
         seconds = nbytes / self.bandwidth
         self.bytes += nbytes
-        self.copies += 1
-        self.seconds += seconds
         self._free = end = max(self._free, time.perf_counter()) + seconds
 
         def work() -> None:
@@ -64,18 +61,12 @@ class _ClockJob:
 
 
 class ControlledClock:
-    """`Copies` of a CPU whose bandwidths (bytes per second) are set. `outward` and `inward` count bytes, copies and seconds."""
+    """`Copies` of a CPU whose bandwidths (bytes per second) are set. `outward` and `inward` count bytes."""
 
     def __init__(self, out_bandwidth: float, back_bandwidth: float | None = None) -> None:
         self.outward = _Lane(out_bandwidth)
         self.inward = _Lane(out_bandwidth if back_bandwidth is None else back_bandwidth)
-        self.computed = 0.0  # seconds
         self.faults: list[str] = []
-
-    def compute(self, seconds: float) -> None:
-        """Work of the device that takes so long."""
-        self.computed += seconds
-        sleep_until(time.perf_counter() + seconds)
 
     def out(self, source_Z: Tensor, target: HostBuffer) -> _ClockJob:
         """To the host's memory."""

@@ -6,15 +6,12 @@ The loss of each reaches the other's weights too, where nothing may be left of i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from mmspeed.initialize import init_weights
-from mmspeed.pipelines import TrainPipeline
 from mmspeed.protocols import Batch, Data, Models, RunPlace, Term, Terms, Update
-from tests.support.character_runs import character_config
 from tests.support.characters import CharacterModel, CharacterTask
 
 NEAR = 0.1  # weight of the distance between both models
@@ -51,9 +48,3 @@ class DistillationTask(CharacterTask):
 
     def validation(self, models: Models, data: Data, place: RunPlace) -> None:
         return None
-
-
-def train_both(folder: str, overrides: tuple[str, ...] = ()) -> None:
-    """Train, on however many ranks call this."""
-    config = character_config(Path(folder), *overrides)
-    TrainPipeline(config, task=DistillationTask(config)).run()

@@ -68,6 +68,11 @@ def train_whole_and_in_parts(folder: str, name: str, overrides: tuple[str, ...] 
         train_experts(folder, (f"name={name}-parts", *overrides, stop))
 
 
+def rested_and_plain_shards() -> tuple[list[list[float]], list[list[float]]]:
+    """The weights of `rested_shards` with rest and without."""
+    return rested_shards(True), rested_shards(False)
+
+
 def rested_shards(rest: bool) -> list[list[float]]:
     """The weights of a sharded model after five steps, whole; with `rest` this process's parts lie elsewhere between the steps."""
     torch.manual_seed(0)

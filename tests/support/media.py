@@ -65,6 +65,13 @@ def picture(number: int, width: int = WIDTH, height: int = HEIGHT) -> np.ndarray
     return frame
 
 
+def psnr(a: np.ndarray, b: np.ndarray) -> float:
+    """Peak signal-to-noise ratio of two uint8 arrays of one shape, in dB; infinite when they are equal."""
+    assert a.shape == b.shape and a.dtype == b.dtype == np.uint8
+    error = float(np.mean((a.astype(np.float64) - b.astype(np.float64)) ** 2))
+    return float("inf") if error == 0 else 10 * float(np.log10(255.0**2 / error))
+
+
 def number_of(frame: np.ndarray) -> int:
     """The number that an upright frame shows."""
     height, width = frame.shape[:2]

@@ -17,6 +17,7 @@ from mmspeed.axes import AxisSizes
 from mmspeed.config.memory import MemoryConfig
 from mmspeed.config.training import TrainConfig
 from mmspeed.device import Device
+from mmspeed.initialize import own_part
 from mmspeed.loop.averages import EMA
 from mmspeed.loop.checkpoint.manager import TrainingState
 from mmspeed.loop.checkpoint.state import states_to_save, weights_to_save
@@ -24,7 +25,7 @@ from mmspeed.loop.optimizers.build import make_optimizer
 from mmspeed.loop.step import StepResult
 from mmspeed.mesh import Mesh, make_mesh
 from mmspeed.parallel import make_half, parallelize, unwrap
-from mmspeed.pipelines.run.build import weight_setter
+from mmspeed.pipelines.run.build import part_setter
 from tests.support.steps import train_step
 from tests.support.toy import ToyDiT, flow_loss, split
 
@@ -64,9 +65,9 @@ def state_of(
         make_half(bare)
     model = parallelize(bare, mesh, strategy, compute_dtype=torch.bfloat16 if half else torch.float32)
     tiered = make_optimizer(model, TrainConfig(optimizer=optimizer, **TRAIN), config, CPU, mesh)  # type: ignore[arg-type]
-    put = weight_setter(model, tiered)
+    put = part_setter(model, tiered)
     for parameter, value in zip(unwrap(model).parameters(), values.parameters(), strict=True):
-        put(parameter, value.detach())
+        put(parameter, own_part(parameter, value.detach()))
     ema = EMA(model, 0.9, tiered, CPU if config.ema == "host" else None, BUCKET)
     return TrainingState(model, tiered, ema)
 

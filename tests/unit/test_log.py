@@ -73,7 +73,6 @@ def test_on_a_terminal_lines_stand_above_a_bar_that_moves() -> None:
 
 def test_other_ranks_are_silent() -> None:
     assert run(tty=False, RANK="1", SLEEP="0.1") == ("the result\n", "")
-    assert run(tty=True, RANK="1", SLEEP="0.1") == ("the result\n", "")
 
 
 def test_lines_become_fewer_with_time() -> None:

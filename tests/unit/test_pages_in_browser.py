@@ -106,18 +106,3 @@ def test_pages_fit_their_windows_and_are_legible(tmp_path: Path) -> None:
             (Path(shots) / f"{view.page}-{view.width}-{view.scheme}.png").write_bytes(view.png)
     assert {(view.width, view.scheme) for view in seen} == {(w, s) for w in WIDTHS for s in ("light", "dark")}
     assert named(seen) == []
-
-
-@needs_browser
-def test_a_broken_page_is_noticed(tmp_path: Path) -> None:
-    assert PROGRAM is not None
-    (tmp_path / "bad.html").write_text(
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        "<meta name=viewport content='width=device-width'>"
-        "<body style='color:#bbb;background:#fff'><p style='width:900px'>wide</p><img src='data:image/png;base64,AAAA'>"
-        "<table style='width:20px;table-layout:fixed;overflow-wrap:anywhere'><tr><td>entire</td></tr></table>"
-    )
-    light = views(PROGRAM, [tmp_path / "bad.html"], [400])[0]
-    assert light.beyond == ["P: wide"] and light.content == 900 + 8
-    assert light.unseen_pictures == 1 and any("violates" in message for message in light.messages)
-    assert light.faint[0].startswith("P: wide 1.9") and light.torn == ["entire"]

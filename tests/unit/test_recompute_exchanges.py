@@ -18,7 +18,6 @@ from mmspeed import comm
 from mmspeed.comm import Axis, finish
 from mmspeed.graphs import compile_forward
 from mmspeed.memory.recompute.block_checkpoint import recompute, replay_checkpoints
-from mmspeed.memory.recompute.regions import set_policies
 from mmspeed.replay import apart, fact, record_or_replay, recording, replayed, set_fact
 from tests.unit.comm.test_halves import AGAIN, KEEPS, Layer, gradient, make_axis, make_x, region
 
@@ -56,37 +55,6 @@ def test_a_block_in_every_form_and_order(around_graphs: bool, how: str) -> None:
         for _ in range(2):
             actual, *counts_now = issued(block, group)
             assert torch.equal(actual, wanted) and counts_now == [counts[0], counts[1] + 2 * again]
-
-
-@pytest.mark.parametrize("outer", CHECKPOINTED)
-@pytest.mark.parametrize("inner", CHECKPOINTED)
-def test_one_in_another(outer: str, inner: str) -> None:
-    axis, group = make_axis()
-    one, two = Layer(axis), Layer(axis)
-    wanted, *counts = issued(lambda x: two(one(x).sin()), group)
-
-    def nested(x: Tensor) -> Tensor:
-        return FORMS[inner](two, FORMS[inner](one, x).sin())
-
-    actual, *counts_now = issued(lambda x: FORMS[outer](nested, x), group)
-    assert torch.equal(actual, wanted) and counts_now == counts
-    deep = FORMS[outer], FORMS[inner], FORMS[outer]
-    actual, *counts_now = issued(
-        lambda x: deep[0](lambda x: deep[1](lambda x: deep[2](two, one(x).sin()), x), x), group
-    )
-    assert torch.equal(actual, wanted) and counts_now == counts
-
-
-def test_a_region_of_a_recomputed_block_is_one() -> None:
-    """It does what it is asked in both passes of the block, and takes what the block's first pass got."""
-    axis, group = make_axis()
-    wanted, *counts = issued(Layer(axis), group)
-    for around_graphs in (False, True):
-        block = nn.Sequential(Layer(axis))
-        set_policies(block[0], {"block": "selective"})
-        recompute(block, around_graphs)
-        actual, *counts_now = issued(block, group)
-        assert torch.equal(actual, wanted) and counts_now == counts
 
 
 @pytest.mark.parametrize("form", CHECKPOINTED)
@@ -141,21 +109,6 @@ def test_backward_passes_of_two_threads_at_once() -> None:
         for x, grad in zip(inputs, wanted, strict=True):
             assert x.grad is not None and torch.equal(x.grad, grad)
             x.grad = None
-
-
-@pytest.mark.parametrize("form", ["graph", "reentrant"])
-def test_a_graph_that_is_retained_gives_its_results_twice(form: str) -> None:
-    axis, group = make_axis()
-    x = make_x()
-    loss = FORMS[form](Layer(axis), x).square().sum()
-    grads = []
-    for retain in (True, True, False):
-        group.events.clear()
-        loss.backward(retain_graph=retain)
-        assert x.grad is not None and group.events.count("issue") == 2
-        grads.append(x.grad)
-        x.grad = None
-    assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
 
 
 @pytest.mark.parametrize("form", ["graph", "reentrant"])

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from mmspeed import rng
-from mmspeed.bench.memory import CLOSE, BenchModel, PolicyCase, PolicySetting, largest_distance
+from mmspeed.bench.memory import CLOSE, BenchModel, PolicySetting, largest_distance
 from mmspeed.bench.memory_tiers import TierModelSize, measure_tiers
+from mmspeed.config.memory import ActivationPolicy
 from mmspeed.device import Device
 from mmspeed.log import format_bytes
 from mmspeed.memory.offload.copies import HostPool, copies_for
@@ -20,12 +21,13 @@ from .oracle import number_types
 from .rates import seconds_of
 from .rows import Check, Outcome, State
 
+Ways = dict[str, ActivationPolicy]
 PART = "swap and tiers"
 OVERLAP_GOAL = 0.5  # least share of the shorter of copies and computation that is hidden by the other
 COPIED, SMALL_COPIED = 256 << 20, 1 << 20  # bytes
 SMALL_FROM = 1 << 10  # bytes; smaller tensors are not offloaded
-SETTING = PolicySetting(width=1152, heads=16, rank=256, depth=4, latent=(8, 64, 64), arrangement="full", sizes=False)
-SMALL = PolicySetting(width=96, heads=4, rank=8, depth=2, latent=(2, 16, 16), sizes=False)
+SETTING = PolicySetting(width=1152, heads=16, rank=256, depth=4, latent=(8, 64, 64), arrangement="full")
+SMALL = PolicySetting(width=96, heads=4, rank=8, depth=2, latent=(2, 16, 16))
 TIERS, SMALL_TIERS = TierModelSize(width=768, depth=6, heads=12, rank=128), TierModelSize(96, 2, 4, 8)
 
 
@@ -95,7 +97,8 @@ def check_offload(device: Device, setting: PolicySetting) -> Outcome:
     stage = BenchModel(replace(setting, device=device.kind))
     if device.kind == "cpu":  # the small model's tensors are all below the usual bound
         stage.offloader.from_bytes = SMALL_FROM
-    plain, offloaded = PolicyCase("plain"), PolicyCase("block: offload", {"block": "offload"})
+    plain: Ways = {}
+    offloaded: Ways = {"block": "offload"}
     truth, again = gradients(stage, plain), gradients(stage, plain)
     repeats = all(map(torch.equal, truth, again))
     del again
@@ -119,9 +122,9 @@ def check_offload(device: Device, setting: PolicySetting) -> Outcome:
     return Outcome("failed" if wrong else "passed", text, figures)
 
 
-def gradients(stage: BenchModel, case: PolicyCase) -> list[Tensor]:
-    """The gradients of a step of a case."""
-    stage.use(case)
+def gradients(stage: BenchModel, ways: Ways) -> list[Tensor]:
+    """The gradients of a step."""
+    stage.use(ways)
     stage.forward().backward()
     grads = [p.grad for p in stage.model.parameters() if p.grad is not None]
     stage.model.zero_grad(set_to_none=True)

@@ -53,10 +53,6 @@ class Operator:
         """The implementation that serves these arguments."""
         return next(one for one in self.implementations if not one.refuses(*args))
 
-    def reasons(self, *args: Any) -> dict[str, str]:
-        """The reason of each implementation against these arguments; "" for one that serves them."""
-        return {one.name: one.refuses(*args) for one in self.implementations}
-
     @property
     def eager(self) -> Implementation:
         """The twin that serves every call."""

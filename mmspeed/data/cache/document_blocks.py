@@ -15,8 +15,7 @@ A block is an entry like any other: its key is a digest of the contents of its d
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -28,7 +27,6 @@ import torch
 import xxhash
 from torch import Tensor
 
-from mmspeed.errors import UserError
 from mmspeed.rng import key64
 
 from .index import write_batch
@@ -281,49 +279,6 @@ def _fingerprint(arrays: Sequence[pa.Array], facts: Mapping[str, Any]) -> str:
     return state.hexdigest()
 
 
-def write_text_cache(
-    root: Path | str,
-    documents: Mapping[str, Iterable[Document | Sequence[int] | Array]],
-    tokenizer: TokenizerFacts,
-    held_out: HeldOut | None = None,
-    block: int = 65_536,
-) -> TableCounts:
-    """Make a cache of documents of ids, by the name of their source; `block` is the number of documents in a block.
-
-    Raises UserError for ids outside of the tokenizer's vocabulary, or if the disk is full.
-    """
-    root, recipe = Path(root), recipe_of(tokenizer)
-    written: list[tuple[str, int, Mapping[str, Tensor]]] = []
-    with CacheWriter(root) as writer:
-        for number, (name, rows) in enumerate(documents.items()):
-            for part in _parts(rows, block):
-                try:
-                    key = add_block(writer, part, tokenizer.vocabulary, recipe)
-                except ValueError as error:
-                    raise UserError(f"source {name}: {error}") from error
-                written.append((key, number, block_tensors(part, tokenizer.vocabulary)))
-    counts = write_table(root, written, [TextSource(name) for name in documents], held_out or HeldOut(), tokenizer)
-    write_text_info(root, tokenizer, recipe)
-    return counts
-
-
 def write_text_info(root: Path, tokenizer: TokenizerFacts, recipe: Mapping[str, Any], **more: Any) -> None:
     """Write the `cache.json` of a text cache."""
     write_info(root, {"task": "language", "tokenizer": tokenizer.to_json(), "recipe": dict(recipe), **more})
-
-
-def _parts(rows: Iterable[Document | Sequence[int] | Array], block: int) -> Iterator[list[Document]]:
-    part: list[Document] = []
-    for row in rows:
-        part.append(row if isinstance(row, Document) else _of_ids(row))
-        if len(part) == block:
-            yield part
-            part = []
-    if part:
-        yield part
-
-
-def _of_ids(ids: Sequence[int] | Array) -> Document:
-    numbers = np.asarray(ids, np.int64)
-    content = digest(json.dumps(numbers.tolist()).encode())
-    return Document(numbers, content) if len(numbers) else Document(numbers, content, reason="empty")

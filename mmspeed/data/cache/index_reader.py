@@ -93,10 +93,6 @@ class EntryTable:
         checksum = bytes(self._checksum[row * KEY_BYTES : (row + 1) * KEY_BYTES])
         return PayloadLocation(self._facts.shards[shard], offset, size, checksum)
 
-    def count(self, section: str) -> int:
-        """The number of entries in a section."""
-        return len(self._sections[section][1])
-
     def keys(self, section: str) -> Iterator[str]:
         """Yield the keys of a section, in order."""
         start, prefixes = self._sections[section]

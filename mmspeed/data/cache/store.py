@@ -74,7 +74,7 @@ class LocalStore:
         try:
             self.mapped += 1
             mapping = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
-            # Cold reads then come in large pages: half of the processor's work (`mmspeed bench loader`, small latents).
+            # Cold reads then come in large pages: half of the processor's work (tests.claims.loader, small latents).
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 with suppress(OSError):  # a kernel without them
                     mapping.madvise(mmap.MADV_HUGEPAGE)

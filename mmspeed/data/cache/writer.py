@@ -117,15 +117,9 @@ def _check_length(root: Path, index: Path, table: pa.Table) -> None:
         )
 
 
-def latent_tensors(
-    mean_CThw: Tensor, logvar_CThw: Tensor | None = None, first_C1hw: Tensor | None = None
-) -> dict[str, Tensor]:
-    """The tensors of an entry of section `latents`, under the reader's names.
-
-    `first_C1hw` is the mean of the clip's first frame encoded alone, if that is stored (see `first_frame`).
-    """
-    tensors = {"mean": mean_CThw, "logvar": logvar_CThw, "first": first_C1hw}
-    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+def latent_tensors(mean_CThw: Tensor, logvar_CThw: Tensor | None = None) -> dict[str, Tensor]:
+    """The mean and the log-variance of an entry of section `latents`, under the reader's names."""
+    return {"mean": mean_CThw} | ({} if logvar_CThw is None else {"logvar": logvar_CThw})
 
 
 def text_tensors(entry: TextEntry) -> dict[str, Tensor]:

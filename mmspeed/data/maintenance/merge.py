@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mmspeed.config import Config
 from mmspeed.data.cache.codec_file import codec_facts, own_codec
@@ -41,6 +41,8 @@ from mmspeed.rng import recorded_version
 from .merge_texts import OpenedTexts, unite_texts
 from .prune_pack import blocks_of, care_lock, forget_compiled, publish, rows_of
 from .verify import is_text_cache
+
+L = TypeVar("L")
 
 _MUST_AGREE = ("encoders", "latent_dtype", "text_dtype", "encoding_version", "fps")
 _OWN = ("mmspeed", "schema", "seal", "build")  # written by write_info, or of one build only
@@ -91,8 +93,8 @@ def merge(into: Path, sources: Sequence[Path], shard_bytes: int = 256_000_000) -
     with care_lock(into):
         repair(into)
         _bring_codec(into, parts)
-        _bring_contents(into, caches)
-        _bring_scenes(into, caches)
+        _bring_lines(into, caches, read_contents, append_content)
+        _bring_lines(into, caches, read_scenes, append_scenes)
         _bring_all(into, [one.root for one in caches], shard_bytes, report)
         rejects = {(r["path"], r["reason"], r["detail"]) for one in parts for r in read_rejects(one.root)}
         samples = unite_samples([one.samples for one in parts], report)
@@ -227,22 +229,18 @@ def _check_contents(parts: Sequence[_Contents]) -> None:
                 )
 
 
-def _bring_contents(into: Path, caches: Sequence[_Contents]) -> None:
-    """Add the whole-file hashes that the caches remember and `into` lacks."""
-    known = set(read_contents(into))
-    for line in (line for one in caches for line in read_contents(one.root)):
+def _bring_lines(
+    into: Path,
+    caches: Sequence[_Contents],
+    read: Callable[[Path], Iterator[L]],
+    append: Callable[[Path, str, L], None],
+) -> None:
+    """Add the lines, of whole-file hashes or of scene cuts, that the caches remember and `into` lacks."""
+    known = set(read(into))
+    for line in (line for one in caches for line in read(one.root)):
         if line not in known:
             known.add(line)
-            append_content(into, "merged", line)
-
-
-def _bring_scenes(into: Path, caches: Sequence[_Contents]) -> None:
-    """Add the scene cuts that the caches remember and `into` lacks."""
-    known = set(read_scenes(into))
-    for line in (line for one in caches for line in read_scenes(one.root)):
-        if line not in known:
-            known.add(line)
-            append_scenes(into, "merged", line)
+            append(into, "merged", line)
 
 
 def _entries_of(root: Path) -> set[tuple[str, str]]:

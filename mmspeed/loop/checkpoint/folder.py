@@ -6,20 +6,22 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from .storage import FORMAT, META, SEAL, step_name, sync_folder, write_json, write_sealed
+from mmspeed.data.cache.files import fsync_folder
+
+from .storage import FORMAT, META, SEAL, step_name, write_json, write_sealed
 
 
 def put_in_place(folder: Path, step: int, temporary: Path, meta: dict[str, Any], index_hash: str, run: str) -> None:
     """Complete a checkpoint whose tensors and index are in `temporary`, seal it, and give it its name in `folder`."""
     hashes = {"index": index_hash, "meta": write_json(temporary / META, meta)}
     write_sealed(temporary / SEAL, {"format": FORMAT, "run": run, "step": step, **hashes})
-    sync_folder(temporary)
+    fsync_folder(temporary)
     target = folder / step_name(step)
     former = folder / f".old-{target.name}"
     if target.exists():
         target.rename(former)
     temporary.rename(target)
-    sync_folder(folder)
+    fsync_folder(folder)
     shutil.rmtree(former, ignore_errors=True)
 
 

@@ -35,7 +35,7 @@ from mmspeed.log import get_logger
 from mmspeed.parallel.tensor import local
 
 from .folder import clean, put_in_place, remove
-from .storage import SafetensorsReader, SafetensorsWriter, causes_of, sealed_run, step_name, steps_in
+from .storage import SEAL, SafetensorsReader, SafetensorsWriter, causes_of, run_of, step_name, steps_in
 
 log = get_logger(__name__)
 
@@ -74,7 +74,7 @@ class LocalCopies:
 
     def newest(self, least: int | None) -> Path | None:
         """The copy of the newest step that every rank of the run has on its host, `least` or later; None without one. A collective call."""
-        steps = [step for step in steps_in(self.folder) if sealed_run(self.folder / step_name(step)) == self._run]
+        steps = [step for step in steps_in(self.folder) if run_of(self.folder / step_name(step), SEAL) == self._run]
         common = set[int].intersection(*map(set, all_gather_objects(steps, self._all)))
         step = max(common, default=None)
         return None if step is None or (least is not None and step < least) else self.folder / step_name(step)

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mmspeed.comm import all_gather_objects, all_reduce_max, barrier, broadcast_object
+from mmspeed.data.cache.files import fsync_folder
 from mmspeed.errors import UserError
 from mmspeed.loop.averages import EMA
 from mmspeed.loop.frozen import frozen_fingerprint
@@ -62,6 +63,7 @@ from .storage import (
     META,
     RECORD,
     ROLES,
+    SEAL,
     STATE,
     DamagedCheckpointError,
     DamageError,
@@ -69,11 +71,9 @@ from .storage import (
     causes_of,
     read_record,
     run_of,
-    sealed_run,
     step_name,
     step_of,
     steps_in,
-    sync_folder,
     write_sealed,
 )
 
@@ -279,10 +279,6 @@ class CheckpointManager:
         """The checkpoint written last, or None."""
         return latest(self.folder)
 
-    def best(self) -> Path | None:
-        """The checkpoint with the lowest validation loss, or None."""
-        return best(self.folder)
-
     def newest_copy(self, name: str | None) -> Path | None:
         """The newest copy on the local disks that all ranks have, at least as new as the checkpoint `name`. A collective call."""
         if self.local is None:
@@ -411,14 +407,14 @@ def _identity(folder: Path) -> str:
     """The identity of the run whose checkpoints `folder` holds, from its record or its newest sealed checkpoint; else a new one."""
     run = run_of(folder)
     for step in reversed(steps_in(folder)) if run is None else ():
-        run = run or sealed_run(folder / step_name(step))
+        run = run or run_of(folder / step_name(step), SEAL)
     return run or uuid.uuid4().hex
 
 
 def _write_record(folder: Path, entries: list[dict[str, Any]], run: str) -> None:
     newest = step_name(entries[-1]["step"]) if entries else None
     write_sealed(folder / RECORD, {"latest": newest, "checkpoints": entries, "run": run})
-    sync_folder(folder)
+    fsync_folder(folder)
 
 
 def _mend_record(folder: Path, run: str) -> None:
@@ -439,7 +435,7 @@ def _set_aside(checkpoint: Path) -> str:
     names = (f"{checkpoint.name}.damaged{number}" for number in ("", *(f"-{count}" for count in range(2, 10_000))))
     free = next(name for name in names if not checkpoint.with_name(name).exists())
     checkpoint.rename(checkpoint.with_name(free))
-    sync_folder(checkpoint.parent)
+    fsync_folder(checkpoint.parent)
     return free
 
 

@@ -17,11 +17,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mmspeed.data.cache.files import private_file
+from mmspeed.data.cache.files import fsync_folder, private_file
 from mmspeed.errors import UserError
 
 from .load import of_role, open_checkpoint
-from .storage import EMA_UPDATES, FROZEN, ROLES, DamageError, read_chunk, sync_folder
+from .storage import EMA_UPDATES, FROZEN, ROLES, DamageError, read_chunk
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,6 @@ def _save(tensors: dict[str, Tensor], target: Path, sources: list[str]) -> None:
             save_file(tensors, temporary, metadata={"format": "pt", "averages_of": json.dumps(sources)})
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
-        sync_folder(target.parent)
+        fsync_folder(target.parent)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{target} cannot be written: {error}") from None

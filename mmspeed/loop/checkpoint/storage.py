@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future as Task
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -112,16 +111,6 @@ def _write_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # some network file systems refuse to sync a folder, and need no such call
-            os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _read_text(path: Path) -> str:
@@ -240,19 +229,13 @@ def read_record(folder: Path) -> list[dict[str, Any]]:
     raise DamageError(f"is damaged: {RECORD} is not a list of checkpoints")
 
 
-def run_of(folder: Path) -> str | None:
-    """The identity of the run whose checkpoints `folder` holds; None where its record is lost, damaged, or has none."""
-    try:
-        run = _read_sealed(folder / RECORD).get("run")
-    except (DamageError, UserError):
-        return None
-    return run if isinstance(run, str) else None
+def run_of(folder: Path, name: str = RECORD) -> str | None:
+    """The identity of the run whose checkpoints `folder` holds, or of a checkpoint by its `SEAL`.
 
-
-def sealed_run(checkpoint: Path) -> str | None:
-    """The identity of the run that a checkpoint's seal names; None without a sound seal."""
+    None where that file is lost, damaged, or names none.
+    """
     try:
-        run = _read_sealed(checkpoint / SEAL).get("run")
+        run = _read_sealed(folder / name).get("run")
     except (DamageError, UserError):
         return None
     return run if isinstance(run, str) else None

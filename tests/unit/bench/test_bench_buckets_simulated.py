@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmspeed.__main__ import main
 from mmspeed.data import Batching
 from mmspeed.data.sampling.assignment import Cost, assign_slots
 from mmspeed.data.sampling.order import Order
@@ -24,18 +23,15 @@ from mmspeed.shapes import Bucket
 from tests.claims.buckets_simulated import (
     OURS,
     SAME,
-    ScheduleRow,
-    ScheduleTable,
-    SimulatedResult,
     count_dealing,
     dealt_out_row,
     grouped,
     in_fresh_process,
     model_costs,
     our_row,
-    parse_ranks,
     same_shape_row,
     sample_of_use,
+    simulate_buckets,
     steps_of_uses,
 )
 from tests.claims.web_video import (
@@ -44,7 +40,6 @@ from tests.claims.web_video import (
     FRAMES,
     HAND,
     SHORTEST,
-    DataSet,
     assign,
     class_of,
     draw_clips,
@@ -199,17 +194,11 @@ def test_costs_are_quadratic_with_full_attention_only() -> None:
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["bench", "buckets", "--simulate", "--clips", "20000", "--ranks", "2,8", "--output", str(tmp_path)])
-    printed = capsys.readouterr().out
-    contents = json.loads((tmp_path / "buckets-simulated.json").read_text())
-    assert code == (0 if contents["passed"] else 1)
-    assert ("FAILED" in printed) == (not contents["passed"])
-    assert "samples lost 0, twice 0: each of 20,000 counted in 8 epochs" in printed
-    full, factorised = contents["tables"]
+def test_the_default_rule_beside_others(tmp_path: Path) -> None:
+    simulate_buckets(20_000, "2,8", 0, tmp_path)
+    full, factorised = json.loads((tmp_path / "buckets-simulated.json").read_text())["tables"]
     rows = {(row["rule"], row["ranks"]): row for row in full["rows"]}
     assert len(rows) == 6 * 2 and [row["rule"] for row in factorised["rows"]] == [SAME, SAME]
-    assert all(rule in printed for rule, _ in rows) and sum(contents["buckets"].values()) == 20_000
     for world in (2, 8):
         ours = rows[SAME, world]
         assert ours["lost"] == ours["twice"] == 0 and 1 <= ours["epoch"] < 1.02
@@ -218,43 +207,3 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         )
         assert rows["(a) dealt out, our sizes", world]["imbalance"] > ours["imbalance"]
         assert rows["(b) same shape, tails drop", world]["lost"] > 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "name a CONFIG, or give --simulate"),
-        (["run.yaml", "--simulate"], "leave out run.yaml"),
-        (["--simulate", "--ranks", "8,many"], "--ranks 8,many"),
-    ],
-)
-def test_mistakes_are_named(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "buckets", *options]) == 1
-    assert message in capsys.readouterr().err
-
-
-def test_ranks() -> None:
-    assert parse_ranks("8, 64,512") == [8, 64, 512]
-    for wrong in ("", "0", "-1", "8,,2", "1.5"):
-        with pytest.raises(UserError, match="--ranks"):
-            parse_ranks(wrong)
-
-
-@pytest.mark.parametrize(
-    ("changed", "failed"),
-    [
-        ({}, ""),
-        ({"imbalance": 1.03}, "imbalance 1.0300"),
-        ({"lost": 2}, "samples lost 2"),
-        ({"twice": 1}, "twice 1"),
-        ({"seconds": 11.0}, "schedule in 11.00 s"),
-        ({"peak_bytes": 600_000_000}, "schedule in 600 MB"),
-    ],
-)
-def test_verdicts(changed: dict[str, float], failed: str) -> None:
-    figures = {"imbalance": 1.01, "worst": 2.0, "epoch": 1.01, "once": 1.01, "lost": 0, "twice": 0, "idle": 0}
-    row = ScheduleRow(**{"rule": SAME, "ranks": 8, "steps": 5, **figures, "seconds": 1.0, "peak_bytes": 1, **changed})  # type: ignore[arg-type]
-    rival = ScheduleRow("(a)", 8, 5, 3.0, 3.0, 3.0, 3.0, 99, 0, 0, 99.0, 10**10)
-    result = SimulatedResult(DataSet(COUNTS, {}, 8.5, 6.0), 0, (ScheduleTable("full", 1.0, (row, rival)),))
-    bad = [line for line in result.lines() if line.startswith("FAILED")]
-    assert result.passed() is (not failed) and len(bad) == bool(failed) and all(failed in line for line in bad)

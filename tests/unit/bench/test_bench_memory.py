@@ -1,4 +1,4 @@
-"""`mmspeed bench memory`: its parts on tiny models, and the report of a config's own step."""
+"""Ways, tiers and budgets on tiny models, and `mmspeed bench memory` of a config's own step."""
 
 from __future__ import annotations
 
@@ -11,52 +11,35 @@ from typing import Any
 
 import pytest
 
-from mmspeed.bench import memory_budget
-from mmspeed.bench.memory import CASES, BenchModel, PolicyResult, PolicySetting, grown_bytes, measure
-from mmspeed.bench.memory_all import bench_memory
-from mmspeed.bench.memory_budget import measure_budgets
-from mmspeed.bench.memory_tiers import TierModelSize, lines, measure_tiers
+from mmspeed.bench.memory import BenchModel
+from mmspeed.bench.memory_tiers import TierModelSize, measure_tiers
 from mmspeed.cli.app import run
 from mmspeed.config import Config, dump_config, make_config
-from mmspeed.errors import UserError
 from mmspeed.memory.planning.tracked import kept_bytes
+from tests.claims import memory_budget
+from tests.claims.memory import CASES, PolicyResult, WaysSetting, grown_bytes, measure
+from tests.claims.memory_budget import measure_budgets
 from tests.support.runs import small_config
 
-TINY = PolicySetting(width=96, heads=4, rank=8, depth=2, latent=(5, 16, 16), rounds=1, device="cpu", sizes=False)
+TINY = WaysSetting(width=96, heads=4, rank=8, depth=2, latent=(5, 16, 16), rounds=1, device="cpu", sizes=False)
 
 
 @pytest.fixture(scope="module")
 def measurement() -> PolicyResult:
-    wanted = (
-        "plain",
-        "block: recompute",
-        "block: offload",
-        "block: offload_selective",
-        "mlp in 4 parts",
-        "mlp in 4 parts, not exact",
-    )
+    wanted = ("plain", "block: recompute", "block: offload", "block: offload_selective", "mlp in 4 parts")
     return measure(TINY, [case for case in CASES if case.name in wanted])
 
 
 @pytest.mark.slow
 def test_ways_are_reported_with_what_they_give_and_cost(measurement: PolicyResult) -> None:
-    plain, again, offloaded, cheap, parts, sums = measurement.rows
-    assert all(row.equal for row in measurement.rows[:-2]) and plain.time == 1.0
-    # whether parts are bitwise is this machine's affair; sums over parts are in another order on all of them
-    assert (
-        parts.distance < 1e-5 and (parts.distance == 0) == parts.equal and 0 < sums.distance < 1e-5 and not sums.equal
-    )
-    assert plain.work < sums.work < parts.work < 1.5 * plain.work and parts.kept == sums.kept < 0.8 * plain.kept
+    plain, again, offloaded, cheap, parts = measurement.rows
+    assert all(row.equal for row in measurement.rows[:-1]) and plain.time == 1.0
+    # whether parts are bitwise is this machine's affair
+    assert parts.distance < 1e-5 and (parts.distance == 0) == parts.equal
+    assert plain.work < parts.work < 1.5 * plain.work and parts.kept < 0.8 * plain.kept
     assert again.kept < 0.2 * plain.kept and again.backward_matmuls > plain.backward_matmuls
     assert cheap.backward_matmuls == offloaded.backward_matmuls == plain.backward_matmuls
     assert plain.host == again.host == 0
-    text = "\n".join(measurement.lines())
-    assert "320 tokens" in text and "bitwise" in text and "PASSED: gradients" in text
-
-
-def test_the_first_case_keeps_all_and_names_are_distinct() -> None:
-    assert CASES[0].name == "plain" and not CASES[0].ways and CASES[0].mlp_parts is None
-    assert len({case.name for case in CASES}) == len(CASES)
 
 
 @pytest.mark.slow
@@ -84,22 +67,11 @@ def test_what_is_measured_is_let_go() -> None:
     assert all(parameter.grad is None for parameter in stage.model.parameters())
 
 
-@pytest.mark.slow
-def test_a_way_that_changes_a_gradient_fails(measurement: PolicyResult) -> None:
-    plain, _, _, cheap, *_ = measurement.rows
-    assert not replace(measurement, rows=(plain, replace(cheap, equal=False))).passed()
-    assert not replace(measurement, rows=(plain, replace(cheap, kept=plain.kept))).passed()
-    parts = measurement.rows[-2]
-    assert replace(measurement, rows=(plain, replace(parts, equal=False, distance=1e-6))).passed()
-    assert not replace(measurement, rows=(plain, replace(parts, equal=False, distance=1e-3))).passed()
-    assert replace(measurement, rows=(plain, replace(cheap, kept=plain.kept // 4))).passed()
-
-
 def test_tiers_have_the_bytes_they_are_meant_to_have() -> None:
     rows = measure_tiers(TierModelSize(width=192, depth=2, heads=6, rank=16), rounds=1, device="cpu", bucket="1MiB")
     assert [round(row.device) for row in rows] == [12, 4, 14, 12, 4, 2]
     assert [row.equal for row in rows] == [None, True, None, True, True, True]
-    assert all(row.passed() for row in rows) and lines(rows)[-1].startswith("PASSED")
+    assert all(row.passed() for row in rows)
 
 
 @pytest.mark.slow
@@ -113,8 +85,7 @@ def test_a_budget_is_kept_to_or_reported(monkeypatch: pytest.MonkeyPatch) -> Non
     actual = measure_budgets("full", "cpu", shares=(0.5, 0.001))
     half, none = actual.rows
     assert half.passed() and half.measured is not None and half.measured <= half.budget and half.ways
-    assert none.measured is None and "at least" in str(none.told) and not actual.passed()
-    assert "FAILED" in actual.lines()[-1]
+    assert none.measured is None and "at least" in str(none.reason) and not actual.passed()
 
 
 def test_the_step_of_a_config_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,11 +98,3 @@ def test_the_step_of_a_config_is_reported(tmp_path: Path, capsys: pytest.Capture
     written = json.loads((tmp_path / "out" / "memory.json").read_text())["report"]
     assert sum(written["categories"].values()) == written["peak"] > 0
     assert (tmp_path / "out" / "memory.png").read_bytes().startswith(b"\x89PNG")
-    assert run(["bench", "memory", str(path), "--full"]) == 1
-    assert "leave them out beside CONFIG" in capsys.readouterr().err
-
-
-def test_a_part_that_there_is_not() -> None:
-    options = {"full": False, "arrangement": None, "dtype": None, "latent": None, "rounds": 1, "device": "cpu"}
-    with pytest.raises(UserError, match="--only: speed is not one of ways, optimizer, budget"):
-        bench_memory(only="speed", grown=False, shown=False, **options)  # type: ignore[arg-type]

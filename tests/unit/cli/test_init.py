@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
-from urllib.parse import unquote, urlparse
 
 import pytest
 import yaml
@@ -39,15 +37,6 @@ def test_a_short_config_is_fitted_to_the_videos(
     assert len(config.validate_.prompts) == 2 and config.data.val_fraction > 0
     assert {f"  bucket {b}" for b in config.buckets} == {s.split(":")[0] for s in said if s.startswith("  bucket ")}
     assert mistakes(yaml.safe_load(text), json_schema()) == []
-
-
-def test_the_first_line_leads_editors_to_the_schema(tmp_path: Path) -> None:
-    assert main(["init", str(tmp_path / "my-run")]) == 0
-    first, *_ = (tmp_path / "my-run.yaml").read_text(encoding="utf-8").splitlines()
-    uri = first.removeprefix("# yaml-language-server: $schema=")
-    assert first != uri and " " not in uri
-    schema = json.loads(Path(unquote(urlparse(uri).path)).read_text(encoding="utf-8"))
-    assert schema == json_schema()
 
 
 def test_full_has_every_key_and_the_same_values(videos: Path, tmp_path: Path) -> None:

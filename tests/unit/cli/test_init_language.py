@@ -14,6 +14,7 @@ from mmspeed.config.language import LanguageConfig
 from mmspeed.models.language.shapes import SHAPES
 from mmspeed.pipelines.tasks.language import LanguageTask
 from mmspeed.protocols import plan_of
+from tests.support.covers import slow_but
 
 
 def written(folder: Path, model: str, *more: str) -> LanguageConfig:
@@ -21,7 +22,7 @@ def written(folder: Path, model: str, *more: str) -> LanguageConfig:
     return cast(LanguageConfig, load_run_config(folder / "run.yaml"))
 
 
-@pytest.mark.parametrize("name", list(SHAPES))
+@pytest.mark.parametrize("name", slow_but(SHAPES, ("deepseek-v3", "pangu-ultra-moe", "qwen3-235b-a22b", "llama3-405b")))
 def test_each_shape_has_a_recipe_whose_layout_fits(tmp_path: Path, name: str) -> None:
     config = written(tmp_path, name)
     task = LanguageTask(config)

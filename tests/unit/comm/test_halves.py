@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from mmspeed import comm
-from mmspeed.comm import Axis, Ledger, RowCounts, finish, finish_all
+from mmspeed.comm import Axis, Ledger, RowCounts, finish
 from mmspeed.comm.axis import launched_nodes
 from mmspeed.memory.recompute.block_checkpoint import recompute
 from mmspeed.memory.recompute.discard import Discard, discarded
@@ -111,16 +111,15 @@ def exposed(kind: str, share: float, overlaps: bool) -> tuple[float, float, Tens
     return forward / of_messages, back / (group.clock.copying - of_messages), x.grad, group
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.95])
 @pytest.mark.parametrize("kind", STARTS)
 def test_95_percent_of_the_messages_are_hidden_behind_what_is_issued_between_the_halves(
-    kind: str, share: float
+    kind: str,
 ) -> None:
-    forward, back, grad, group = exposed(kind, share, overlaps=True)
+    forward, back, grad, group = exposed(kind, 0.95, overlaps=True)
     assert forward <= 0.05 and back <= 0.05
     # between issue and wait there is the work, forward and backward: nobody waits earlier
     assert group.events == ["issue", "compute", "wait"] * (4 * LAYERS)
-    forward, back, wanted, group = exposed(kind, share, overlaps=False)
+    forward, back, wanted, group = exposed(kind, 0.95, overlaps=False)
     assert forward >= 0.95 and back >= 0.95  # the same without overlap
     assert torch.equal(grad, wanted)
 
@@ -129,19 +128,6 @@ def test_what_is_too_slow_for_the_work_beside_it_is_waited_for() -> None:
     forward, back, grad, _ = exposed("all_to_all", 4.0, overlaps=True)
     assert forward == pytest.approx(0.75) and back == pytest.approx(0.75)
     assert torch.equal(grad, exposed("all_to_all", 4.0, overlaps=False)[2])
-
-
-def test_several_exchanges_are_under_way_and_finish_in_any_order() -> None:
-    axis, group = make_axis()
-    x = make_x()
-    first, second = comm.start_all_to_all(x, axis, 1, 0), comm.start_all_gather(x, axis, 0)
-    late, early = finish(second), finish(first)
-    assert group.events == ["issue", "issue", "wait", "wait"]
-    (grad,) = torch.autograd.grad(late.sum() + (early * early).sum(), x)
-    x2 = x.detach().requires_grad_()
-    whole = comm.all_gather(x2, axis, 0).sum() + comm.all_to_all(x2, axis, 1, 0).square().sum()
-    torch.testing.assert_close(grad, torch.autograd.grad(whole, x2)[0])
-    assert axis.ledger.calls == {("all_to_all", "a"): 4, ("all_gather", "a"): 2, ("reduce_scatter", "a"): 2}
 
 
 def test_gradients_of_gradients_and_a_graph_that_is_retained() -> None:
@@ -250,18 +236,6 @@ def test_a_finish_in_a_region_whose_start_lies_outside_is_kept_or_refused() -> N
     y = checkpoint(second, comm.start_all_to_all(torch.tanh(x), axis, 1, 0), x, use_reentrant=False)
     with pytest.raises(RuntimeError, match="is finished once"):
         y.sum().backward()
-
-
-def test_halves_in_two_regions() -> None:
-    axis, group = make_axis()
-
-    def run(x: Tensor, around: Callable[..., Any]) -> Tensor:
-        pending, beside = around(lambda x: (comm.start_all_gather(torch.tanh(x), axis, 0), torch.sin(x).exp()), x)
-        return around(lambda beside: finish(pending).sin() * torch.sigmoid(beside).sum(), beside)
-
-    wanted, *counts = gradient(lambda x: run(x, lambda f, *args: f(*args)), group)
-    actual, *counts_around = gradient(lambda x: run(x, lambda f, *args: region(f, *args, policy=KEEPS)), group)
-    assert torch.equal(actual, wanted) and counts_around == counts == [1, 1]
 
 
 def test_a_second_pass_that_stops_between_the_halves_waits_for_what_it_issued() -> None:
@@ -418,30 +392,3 @@ def test_the_node_of_each_rank_is_the_launchers(monkeypatch: pytest.MonkeyPatch)
         assert launched_nodes(4) == nodes
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert launched_nodes(4) == (0,) * 4
-
-
-def test_an_axis_of_one_rank_has_its_results_at_once() -> None:
-    alone, x = Axis.alone("a"), make_x()
-    counts = comm.row_counts(torch.tensor([ROWS]), alone)
-    assert counts == RowCounts((ROWS,), (ROWS,))
-    for pending in (
-        comm.start_all_to_all(x, alone, 1, 0),
-        comm.start_all_gather(x, alone, 0),
-        comm.start_reduce_scatter(x, alone, 0),
-        comm.start_rows(x, alone, counts),
-    ):
-        assert finish(pending) is x
-    assert finish_all(comm.start_all_to_all_many([x, x], alone, 1, 0)) == [x, x]
-
-
-def test_halves_around_compiled_work() -> None:
-    axis, group = make_axis()
-
-    def run(x: Tensor) -> Tensor:
-        pending = comm.start_all_to_all(torch.tanh(x), axis, 1, 0)
-        beside = torch.sigmoid(x).sum()
-        return finish(pending).sin() * beside
-
-    wanted, *_ = gradient(run, group)
-    actual, *counts = gradient(torch.compile(run, backend="eager"), group)
-    assert torch.equal(actual, wanted) and counts == [1, 1]

@@ -157,7 +157,7 @@ def test_grid_positions_are_row_major_and_offset() -> None:
     assert pos.tolist() == [[t, h, w] for t in (5, 6) for h in (0, 1) for w in (1, 2, 3)]
 
 
-@pytest.mark.parametrize("width, axes", [(12, 3), (16, 3), (64, 3), (72, 3), (128, 3), (64, 2), (64, 1), (14, 2)])
+@pytest.mark.parametrize("width, axes", [(16, 3), (72, 3), (64, 1), (14, 2)])
 def test_axis_pairs_share_the_head_evenly(width: int, axes: int) -> None:
     pairs = axis_pairs(width, axes)
     assert sum(pairs) == width // 2 and len(pairs) == axes
@@ -176,7 +176,7 @@ def scores(offset: tuple[int, int, int]) -> Tensor:
     return apply_rope(q, cos, sin) @ apply_rope(k, cos, sin).mT
 
 
-@pytest.mark.parametrize("offset", [(7, 0, 0), (0, 30, 0), (0, 0, 11), (3, 2, 1)])
+@pytest.mark.parametrize("offset", [(7, 0, 0), (3, 30, 11)])
 def test_rope_scores_depend_on_relative_positions_only(offset: tuple[int, int, int]) -> None:
     # angles of at most 40 radians carry 40 x 2^-24 = 2.4e-6 of rounding, times scores of order 10
     torch.testing.assert_close(scores(offset), scores((0, 0, 0)), rtol=0, atol=5e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,9 +57,12 @@ def close(got: Tensor, right: Tensor, dtype: torch.dtype) -> bool:
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("backend", ["cpu_flash", "eager"])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_kernel_equals_the_formula(backend: str, dtype: torch.dtype, masked: bool, shape: str) -> None:
+def test_kernels_equal_the_formula(backend: str, dtype: torch.dtype) -> None:
+    for shape, masked in itertools.product(SHAPES, (False, True)):
+        check_kernel(backend, dtype, masked, shape)
+
+
+def check_kernel(backend: str, dtype: torch.dtype, masked: bool, shape: str) -> None:
     causal, counter = "causal" in shape, Counter[str]()
     (q, k, v, dout), mask = inputs(*SHAPES[shape], dtype, masked)
     right = formula([q, k, v, dout], mask, causal, 0.4)
@@ -122,8 +126,8 @@ def test_nothing_to_attend_to(batch: int, queries: int, keys: int) -> None:
 
 def test_eager_queries_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_kernels, "EAGER_SCORES", 3 * 4 * 9 * 2)  # two queries at a time
-    test_kernel_equals_the_formula("eager", torch.float64, True, "causal-grouped")
-    test_kernel_equals_the_formula("eager", torch.float64, True, "plain")
+    check_kernel("eager", torch.float64, True, "causal-grouped")
+    check_kernel("eager", torch.float64, True, "plain")
 
 
 def test_a_batch_beyond_the_grid_goes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,13 +243,10 @@ def npu_operators() -> Iterator[None]:
         torch.ops.npu.__dict__.pop(name, None)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_npu_calls_fit_the_published_signatures(
-    npu_operators: None, monkeypatch: pytest.MonkeyPatch, shape: str, masked: bool
-) -> None:
+def test_npu_calls_fit_the_published_signatures(npu_operators: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(npu_blocks, "MASK_BYTES", 3 * 9 * 2)  # masked queries in several parts
-    test_kernel_equals_the_formula("npu_fusion", torch.float32, masked, shape)
+    for shape, masked in itertools.product(SHAPES, (False, True)):
+        check_kernel("npu_fusion", torch.float32, masked, shape)
 
 
 def test_npu_needs_its_package() -> None:

@@ -5,11 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from mmspeed.config import Config, dump_config, make_config
 from mmspeed.config.schema import FamilyTextConfig, FlowConfig, ModelConfig, PublishedModelConfig
-from mmspeed.errors import UserError
 
 DATA = {"sources": [{"path": "videos"}], "buckets": [{"frames": 9, "height": 64, "width": 64}]}
 
@@ -61,17 +58,3 @@ def test_a_dumped_config_is_the_same_config(tmp_path: Path) -> None:
     config = make_config(tree, base=tmp_path)
     assert config.model.model_dump()["pretrained"] == config.text.model_dump()["pretrained"] == str(tmp_path / "base")
     assert make_config(yaml.safe_load(dump_config(config))) == config
-
-
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"model": {"kind": "diffusers"}}, r"'model.pretrained' is missing"),
-        ({"model": {"kind": "difusers", "pretrained": "a/b"}}, r"'model.kind' is 'difusers': use 'sora', 'diffusers'"),
-        ({"model": {"kind": "diffusers", "pretrained": "a/b", "width": 64}}, r"unknown key 'model.width'"),
-        ({"parallel": {"dsp": 2}}, r"parallel.dsp 2 .* model.kind: diffusers has none"),
-    ],
-)
-def test_one_line_says_what_is_wrong(sections: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        published(**sections)

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mmspeed.config import dump_config, load_run_config
-from mmspeed.config.yaml_text import MOST_NODES, FastLoader, TooManyNodesError, parse_yaml
+from mmspeed.config.yaml_text import MOST_NODES, TooManyNodesError, parse_yaml
 from mmspeed.errors import UserError
 from tests.support.runs import small_config
 
@@ -43,24 +43,6 @@ def test_overrides_have_the_same_limit(tmp_path: Path) -> None:
     path.write_text("name: small\n")
     with pytest.raises(UserError, match=r"override data.sources: .*may contain itself"):
         load_run_config(path, ["data.sources=&a [*a]"])
-
-
-@pytest.mark.parametrize("text", ["", "a: 1", "a: &x [1, 2]\nb: *x", "- x\n" * 5_000, "# nothing"])
-def test_other_yaml_is_read_as_always(text: str) -> None:
-    assert parse_yaml(text) == yaml.safe_load(text)
-
-
-@pytest.mark.parametrize(
-    "text", ["a: [1\nb: 2", "a: b: c", "\tx: 1", "a: 'x", "a: &x 1\nb: *y", "a: !!python/name:x 1"]
-)
-def test_errors_are_in_the_words_of_one_parser(text: str) -> None:
-    """Of PyYAML's own, with and without libyaml."""
-    messages = []
-    for fast in (FastLoader, yaml.SafeLoader):
-        with pytest.raises(yaml.YAMLError) as error:
-            parse_yaml(text, fast=fast)
-        messages.append(str(error.value))
-    assert messages[0] == messages[1]
 
 
 leaves = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=20))

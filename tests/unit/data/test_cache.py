@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import copy
 import json
-import multiprocessing
-import os
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -16,7 +12,7 @@ import pytest
 import safetensors.numpy
 import torch
 import webdataset
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmspeed.data import CacheWriter, DatasetCache
@@ -55,13 +51,6 @@ def test_sample_keys_and_duplicates() -> None:
     assert sample_key(["a"], ["b", "c"]) != sample_key(["a"], ["c", "b"]) != sample_key(["c"], ["a", "b"])
     assert sample_key(["a"], ["b"]) == sample_key(("a",), ("b",))
     assert number_duplicates(["a", "b", "a", "a"]) == ["a", "b", "a-1", "a-2"]
-
-
-@given(st.lists(st.sampled_from("abc")))
-def test_number_duplicates_makes_distinct(keys: list[str]) -> None:
-    numbered = number_duplicates(keys)
-    assert len(set(numbered)) == len(keys)
-    assert [name.split("-")[0] for name in numbered] == keys
 
 
 # -- write and read -----------------------------------------------------------------------------------------------
@@ -130,19 +119,6 @@ def test_shards_are_cut_and_a_second_run_adds_only_what_is_new(tmp_path: Path) -
     assert torch.equal(DatasetCache(tmp_path).latent(latents[3])["mean"], latent(3))
 
 
-def test_writer_refuses_misplaced_entries(tmp_path: Path) -> None:
-    with CacheWriter(tmp_path) as writer:
-        for section, key, bucket in [
-            ("video", "0" * 32, None),
-            ("texts", "not a key", None),
-            ("latents", "0" * 32, None),
-            ("texts", "0" * 32, BUCKET),
-        ]:
-            with pytest.raises(ValueError, match="no entry of section"):
-                writer.add(section, key, {"embeds": torch.zeros(1, 1)}, {}, bucket=bucket)
-    assert not list(tmp_path.rglob("*.tar"))
-
-
 def test_equal_content_gives_equal_bytes_in_any_order(tmp_path: Path) -> None:
     with CacheWriter(tmp_path / "a") as writer:
         for number in range(4):
@@ -193,16 +169,6 @@ def test_missing_unfinished_and_foreign_caches_are_named(tmp_path: Path) -> None
         read_info(tmp_path)
 
 
-def test_samples_without_entries_are_noticed_at_once(tmp_path: Path) -> None:
-    latents, _ = build(tmp_path)
-    finish(tmp_path, [*latents, "f" * 32], [])
-    with pytest.raises(UserError, match=r"1 of 5 samples have no stored encoding \(such as 4\.mp4\)"):
-        DatasetCache(tmp_path)
-    finish(tmp_path, latents, ["e" * 32])
-    with pytest.raises(UserError, match="4 of 4 samples"):
-        DatasetCache(tmp_path)
-
-
 def test_every_damaged_byte_of_a_payload_is_noticed_and_mended_by_a_new_run(tmp_path: Path) -> None:
     latents, texts = build(tmp_path, shard_bytes=2000)
     entry = DatasetCache(tmp_path).entry(latents[1])
@@ -229,26 +195,7 @@ def test_every_damaged_byte_of_a_payload_is_noticed_and_mended_by_a_new_run(tmp_
     assert torch.equal(DatasetCache(tmp_path).latent(latents[1])["mean"], latent(1))
 
 
-@pytest.mark.slow
-def test_handles_survive_fork_spawn_and_copies(tmp_path: Path) -> None:
-    latents, _ = build(tmp_path)
-    cache = DatasetCache(tmp_path)
-    expected = cache.latent(latents[0])["mean"]
-    children = []
-    for _ in range(2):
-        if (child := os.fork()) == 0:
-            same = all(torch.equal(cache.latent(latents[0])["mean"], expected) for _ in range(20))
-            os._exit(0 if same else 1)
-        children.append(child)
-    for _ in range(20):
-        assert torch.equal(cache.latent(latents[0])["mean"], expected)
-    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
-    assert torch.equal(copy.deepcopy(cache).latent(latents[0])["mean"], expected)
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
-        assert pool.submit(DatasetCache.entry, cache, latents[0]).result() == cache.entry(latents[0])
-
-
+@settings(max_examples=30)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(), lambda s: st.lists(s) | st.dictionaries(st.text(), s)

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmspeed.data import CacheWriter, DatasetCache
-from mmspeed.data.cache.files import READERS_LOCK, TempFile, write_whole
+from mmspeed.data.cache.files import READERS_LOCK, TempFile
 from mmspeed.data.cache.keys import KeySet, entry_key
 from mmspeed.data.cache.tables import index_path
 from mmspeed.data.cache.writer import repair
@@ -63,14 +63,6 @@ def test_a_failed_write_changes_nothing(tmp_path: Path) -> None:
     assert temp.path.read_bytes() == b"whole again"
     temp.discard()
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-
-
-def test_write_whole_replaces_only_when_asked(tmp_path: Path) -> None:
-    path = tmp_path / "folder/file"
-    assert write_whole(path, b"old", replace=False)
-    assert not write_whole(path, b"new", replace=False) and path.read_bytes() == b"old"
-    assert write_whole(path, b"new") and path.read_bytes() == b"new"
-    assert [entry.name for entry in path.parent.iterdir()] == ["file"]
 
 
 def test_an_error_elsewhere_keeps_whole_entries(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mmspeed.data import CacheWriter, DatasetCache, Sample
-from mmspeed.data.cache.checksum import BLANK, is_sealed, seal
+from mmspeed.data.cache.checksum import is_sealed
 from mmspeed.data.cache.files import TempFile
 from mmspeed.data.cache.keys import entry_key, sample_key
 from mmspeed.data.cache.payloads import trusted_rows
@@ -24,8 +24,7 @@ from mmspeed.data.cache.tables import (
     write_info,
     write_samples,
 )
-from mmspeed.data.maintenance.merge import MergeReport as Report
-from mmspeed.data.maintenance.merge import merge, unite_samples
+from mmspeed.data.maintenance.merge import MergeReport, merge, unite_samples
 from mmspeed.data.maintenance.prune_pack import blocks_of, pack, plan_prune, prune, publish
 from mmspeed.data.maintenance.repair import mend
 from mmspeed.data.maintenance.stats import census
@@ -97,10 +96,8 @@ def test_the_writer_refuses_and_verify_finds_numbers_that_are_not_finite(
     ("harm", "said"),
     [
         (lambda shard: change(shard, 1300), "bytes between its entries have changed"),
-        (lambda shard: shard.write_bytes(shard.read_bytes() + bytes(512)), "has 9216 bytes, not 8704"),
         (lambda shard: os.truncate(shard, 3000), "the shard ends after"),
         (lambda shard: shard.unlink(), "the shard is missing"),
-        (lambda shard: (shard.unlink(), shard.mkdir()), "cannot be read: Is a directory"),
         (lambda shard: change(shard, 0), "its header in the tar differs"),
     ],
 )
@@ -188,10 +185,7 @@ def test_an_unfinished_an_older_and_no_cache(tmp_path: Path) -> None:
         verify(tmp_path)
 
 
-def test_seals_and_the_codecs_file(tmp_path: Path) -> None:
-    sealed = seal(f"a {BLANK} b {BLANK} c".encode())
-    assert is_sealed(sealed) and not is_sealed(b"nothing")
-    assert not any(is_sealed(sealed[:i] + bytes([sealed[i] ^ 1]) + sealed[i + 1 :]) for i in range(len(sealed)))
+def test_a_damaged_codec_is_refused(tmp_path: Path) -> None:
     fitted = codec()
     fitted.save(tmp_path / "codec.safetensors")
     data = (tmp_path / "codec.safetensors").read_bytes()
@@ -228,16 +222,6 @@ def test_a_repair_lists_shards_again_whose_index_is_damaged(root: Path) -> None:
     assert report.lost == [] and all("again" in line for line in report.done)
     assert {path: path.read_bytes() for path in root.rglob("*.tar")} == before
     assert verify(root).damage == [] and contents(root) == right
-
-
-def test_a_repair_saves_entries_of_a_shard_without_index(root: Path) -> None:
-    shard = f"{FOLDER}/000000.tar"
-    first, *others = trusted_rows(root, shard)
-    index_path(root, shard).unlink()
-    change(root / shard, first.offset - 400)  # its header: the walk must find the next one
-    mend(root)
-    keys = {entry.key for path in index_files(root) for entry in trusted_rows(root, shard_of_index(path))}
-    assert first.key not in keys and {entry.key for entry in others} <= keys and not (root / shard).exists()
 
 
 def test_a_repair_that_was_killed_leaves_nothing_twice(root: Path) -> None:
@@ -400,7 +384,7 @@ def test_samples_of_two_caches_are_numbered_as_in_one() -> None:
     def sample(key: str, source: str, split: str = "train") -> Sample:
         return Sample(key, ("l",), (), split, BUCKET, source)
 
-    base, report = "0" * 32, Report()
+    base, report = "0" * 32, MergeReport()
     united = unite_samples(
         [
             [sample(base, "b.mp4"), sample(f"{base}-1", "c.mp4")],

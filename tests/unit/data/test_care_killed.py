@@ -23,7 +23,7 @@ from mmspeed.data.maintenance.verify import verify
 from tests.support.caches import FOLDER, add_latent, tar_bytes
 from tests.support.care_caches import build_whole, contents
 
-KILLS = pytest.mark.parametrize("kills", [2, pytest.param(15, marks=pytest.mark.slow)])
+KILLS = 10
 
 
 def run_and_kill(command: Callable[[], object], after: float | None) -> bool:
@@ -41,7 +41,7 @@ def run_and_kill(command: Callable[[], object], after: float | None) -> bool:
     return os.WIFSIGNALED(status)
 
 
-def kill_often(base: Path, root: Path, command: Callable[[], object], check: Callable[[], None], kills: int) -> None:
+def kill_often(base: Path, root: Path, command: Callable[[], object], check: Callable[[], None]) -> None:
     """Kill `command` so often on copies of a cache at moments spread over its run; `check` what is there, then run it to its end."""
 
     def copy() -> None:
@@ -53,7 +53,7 @@ def kill_often(base: Path, root: Path, command: Callable[[], object], check: Cal
     started = time.monotonic()
     run_and_kill(command, None)
     length, moments, killed = time.monotonic() - started, random.Random(0), 0
-    for _ in range(5 * kills):
+    for _ in range(5 * KILLS):
         copy()
         landed = run_and_kill(command, moments.uniform(0.05, 1.0) * length)
         killed += landed
@@ -64,9 +64,9 @@ def kill_often(base: Path, root: Path, command: Callable[[], object], check: Cal
         findings = verify(root)
         assert (findings.damage, findings.left, findings.live) == ([], [], [])
         assert census(root)["duplicates"] == 0
-        if killed == kills:
+        if killed == KILLS:
             return
-    raise AssertionError(f"only {killed} of {5 * kills} were still at work when they were killed")
+    raise AssertionError(f"only {killed} of {5 * KILLS} were still at work when they were killed")
 
 
 @pytest.fixture
@@ -76,20 +76,18 @@ def base(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@KILLS
-def test_pack(tmp_path: Path, base: Path, kills: int) -> None:
+def test_pack(tmp_path: Path, base: Path) -> None:
     right, root = contents(base), tmp_path / "cache"
 
     def check() -> None:
         assert contents(root) == right
 
-    kill_often(base, root, lambda: pack(root, 30_000), check, kills)
+    kill_often(base, root, lambda: pack(root, 30_000), check)
     assert len(tar_bytes(root)) == 2 * 27
 
 
 @pytest.mark.slow
-@KILLS
-def test_prune(tmp_path: Path, base: Path, kills: int) -> None:
+def test_prune(tmp_path: Path, base: Path) -> None:
     right, root = contents(base), tmp_path / "cache"
     with CacheWriter(base, 20_000) as writer:
         for number in range(100, 130):
@@ -98,13 +96,12 @@ def test_prune(tmp_path: Path, base: Path, kills: int) -> None:
     def check() -> None:
         assert contents(root) == right
 
-    kill_often(base, root, lambda: prune(root), check, kills)
+    kill_often(base, root, lambda: prune(root), check)
     assert len(tar_bytes(root)) == 2 * 27
 
 
 @pytest.mark.slow
-@KILLS
-def test_merge(tmp_path: Path, base: Path, kills: int) -> None:
+def test_merge(tmp_path: Path, base: Path) -> None:
     other, root = tmp_path / "other", tmp_path / "cache"
     build_whole(other, range(12, 36), shard_bytes=9000)
     right, rest = contents(base), contents(other)
@@ -118,13 +115,12 @@ def test_merge(tmp_path: Path, base: Path, kills: int) -> None:
         }
         assert contents(other) == rest
 
-    kill_often(base, root, lambda: merge(root, [other]), check, kills)
+    kill_often(base, root, lambda: merge(root, [other]), check)
     assert len(contents(root)) == 3 + 2 * 36 + 2 and len(tar_bytes(root)) == 2 * 39
 
 
 @pytest.mark.slow
-@KILLS
-def test_repair(tmp_path: Path, base: Path, kills: int) -> None:
+def test_repair(tmp_path: Path, base: Path) -> None:
     root = tmp_path / "cache"
     with CacheWriter(base, 20_000) as writer:
         for number in range(100, 130):
@@ -143,7 +139,7 @@ def test_repair(tmp_path: Path, base: Path, kills: int) -> None:
     def check() -> None:
         assert everything - lost <= {name.removesuffix(".json") for name in tar_names(root) if name.endswith(".json")}
 
-    kill_often(base, root, lambda: mend(root), check, kills)
+    kill_often(base, root, lambda: mend(root), check)
     listed = {entry.key for path in index_files(root) for entry in trusted_rows(root, shard_of(path))}
     assert listed == everything - lost
 

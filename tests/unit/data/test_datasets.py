@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -270,9 +269,3 @@ def test_merged_data_sets_keep_their_names_and_one_name_has_one_meaning(built: C
     build_whole(tmp_path / "a", range(2), sources=("x",))
     build_whole(tmp_path / "b", range(2, 4), sources=("y",))
     assert merge(tmp_path / "a", [tmp_path / "b"]).samples == 4
-
-
-def test_groups_cover_all_places_once(built: Config) -> None:
-    train = DatasetCache(built.cache_dir).split("train")
-    places = np.concatenate(list(train.by_group().values()))
-    assert sorted(places.tolist()) == list(range(len(train)))

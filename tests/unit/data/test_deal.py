@@ -18,7 +18,7 @@ lots = st.lists(
 ).map(tuple)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(lots, st.integers(1, 9))
 def test_every_sample_is_in_one_cell_and_lanes_have_equal_rows(dealt: tuple[BucketBatch, ...], lanes: int) -> None:
     rows = assign_slots(dealt, lanes)
@@ -64,7 +64,7 @@ def test_the_costliest_cell_costs_as_little_as_it_can(dealt: tuple[BucketBatch, 
     assert worst == pytest.approx(best_possible(dealt, len(rows) * lanes), rel=1e-6)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(lots, st.integers(1, 9))
 def test_the_load_is_that_of_the_cells(dealt: tuple[BucketBatch, ...], lanes: int) -> None:
     rows = [[dealt[cell.lot].cost.of(cell.size) if cell else 0.0 for cell in row] for row in assign_slots(dealt, lanes)]
@@ -73,15 +73,6 @@ def test_the_load_is_that_of_the_cells(dealt: tuple[BucketBatch, ...], lanes: in
     assert load.slowest == pytest.approx(sum(map(max, rows))) and load.busiest == pytest.approx(max(totals))
     assert load.mean == pytest.approx(sum(totals) / lanes)
     assert (load.rows, load.idle) == (len(rows), sum(row.count(0.0) for row in rows))
-
-
-def test_what_divides_is_dealt_evenly() -> None:
-    lot = BucketBatch(64, Cost(0.1, 2.0), 4)
-    load = assignment_load((lot,), 8)
-    assert (load.rows, load.idle, load.imbalance) == (2, 0, pytest.approx(1.0))
-    assert assignment_load((lot,), 48).imbalance == pytest.approx(2 * 48 / 64, rel=0.1)  # 64 samples on 48: some have 2
-    three = assignment_load((BucketBatch(3, Cost(0, 1.0)),), 8)
-    assert three.idle == 5 and three.imbalance == pytest.approx(8 / 3)
 
 
 def test_cells_of_like_cost_share_a_row_and_lanes_even_out() -> None:
@@ -109,9 +100,3 @@ def test_what_a_batch_costs_holds_the_batch(fixed: float, each: float, count: in
     cost = Cost(fixed, each)
     assert cost.fitting(cost.of(count)) >= count
     assert cost.fitting(1e308) == MOST
-
-
-def test_nothing_to_deal_is_an_error() -> None:
-    for bad in [((), 2), ((BucketBatch(0, Cost(0, 1.0)),), 2), ((BucketBatch(1, Cost(0, 1.0)),), 0)]:
-        with pytest.raises(ValueError, match="nothing to deal"):
-            assign_slots(*bad)

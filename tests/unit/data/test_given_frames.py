@@ -54,7 +54,7 @@ def test_modes_are_drawn_by_name_in_their_shares() -> None:
         assert counts[mode] / len(names) == pytest.approx(share, abs=0.025)
 
 
-@pytest.mark.parametrize("frames", [2, 3, 5, 9])
+@pytest.mark.parametrize("frames", [2, 5])
 def test_masks_of_modes(frames: int) -> None:
     masks = {mode: anchor_frames(mode, frames, 2, 0, ("a", 0, 0)).tolist() for mode in MODES}
     first, rest = [True], [False] * (frames - 1)
@@ -96,8 +96,6 @@ def test_modes_that_leave_nothing_are_refused(config: dict[str, float], bucket: 
     [
         (("conditioning.first=0.7", "conditioning.mask=0.4"), r"the shares of the modes are 1\.1 together: at most 1"),
         (("conditioning.first=0.5", "conditioning.none=0.4"), r"are 0\.9 together: with `none` they are 1"),
-        (("conditioning.second=0.5",), r"unknown key 'conditioning\.second'"),
-        (("conditioning.first=2",), r"conditioning\.first"),
     ],
 )
 def test_shares_that_do_not_fit_are_one_line(tmp_path: Path, overrides: tuple[str, ...], message: str) -> None:

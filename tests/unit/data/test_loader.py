@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,9 +13,7 @@ import torch
 from mmspeed import rng
 from mmspeed.data import Batching, BatchSampler, DatasetCache, Loader
 from mmspeed.data.cache.tables import read_samples, write_samples
-from mmspeed.data.loading import loader as loader_module
 from mmspeed.data.loading.collate import assemble, choose_text, draw_noise, draw_quantiles
-from mmspeed.data.sampling.rank_batches import imbalance
 from mmspeed.errors import UserError
 from mmspeed.protocols import Batch
 from tests.support.loading import IMAGE, VIDEO, WIDTH, assert_same, by_name, draw_of, embeds_of, make_cache, mean_of
@@ -51,22 +47,6 @@ def test_posterior_is_drawn_again_each_epoch_and_by_name(tmp_path: Path) -> None
     again = assemble(cache, [(draw, 1.0) for draw in draws[::-1]], 5, 0.0)["latents"].flip(0)
     assert torch.equal(again, torch.stack(latents))
     assert not torch.equal(assemble(cache, [(draws[0], 1.0)], 6, 0.0)["latents"][0], latents[0])
-
-
-def test_a_deterministic_latent_is_its_mean(tmp_path: Path) -> None:
-    cache = make_cache(tmp_path)
-    batch = assemble(cache, [(draw_of(cache, "8.mp4", epoch), 1.0) for epoch in (0, 1)], 0, 0.0)
-    expected = mean_of(8, IMAGE).bfloat16().float()
-    assert torch.equal(batch["latents"], torch.stack([expected, expected]))
-    assert batch["text_mask"].shape == (2, 1)  # no caption: the empty one
-    assert torch.equal(batch["text"][0], embeds_of(""))
-
-
-def test_caption_dropout_is_the_stored_empty_caption(tmp_path: Path) -> None:
-    cache = make_cache(tmp_path)
-    batch = assemble(cache, [(draw_of(cache, "0.mp4", epoch), 1.0) for epoch in range(4)], 0, caption_dropout=1.0)
-    assert batch["text_mask"].tolist() == [[True]] * 4
-    assert torch.equal(batch["text"][2], cache.null_text().embeds_LD)
 
 
 def test_a_dropped_caption_takes_its_mask_and_pooled_vector_along(tmp_path: Path) -> None:
@@ -146,13 +126,6 @@ def test_world_size_micro_batches_and_prefetch_change_no_sample(tmp_path: Path) 
             assert_same(step, other)
 
 
-def test_fillers_carry_no_weight(tmp_path: Path) -> None:
-    cache = make_cache(tmp_path, videos=1, images=0)
-    sampler = BatchSampler(cache.samples, 4, seed=0)
-    (batch,) = next(Loader(cache, sampler, rank=2, world=3).steps(0, 1)).batches
-    assert batch.weights_I.tolist() == [0.0] and batch.size == 1
-
-
 def test_lost_samples_keep_their_place_and_are_not_read(tmp_path: Path) -> None:
     make_cache(tmp_path, videos=7, images=3)
     samples, _ = read_samples(tmp_path)
@@ -189,41 +162,10 @@ def test_a_step_hands_out_its_micro_batches_once(tmp_path: Path) -> None:
     assert second.batches.extents["text_mask"][1] > 0
 
 
-def test_items_and_imbalance_of_a_step_are_worked_out_when_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worked: Counter[str] = Counter()
-
-    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **named: Any) -> Any:
-            worked[function.__name__] += 1
-            return function(*args, **named)
-
-        return call
-
-    for function in (loader_module.Item, loader_module.imbalance):
-        monkeypatch.setattr(loader_module, function.__name__, counted(function))
+def test_a_deterministic_latent_is_its_mean(tmp_path: Path) -> None:
     cache = make_cache(tmp_path)
-    sampler = BatchSampler(cache.samples, Batching(4, most=1), seed=1)
-    steps = [step for step in Loader(cache, sampler, world=2).steps(0, 3) if list(step.batches)]
-    assert [len(step.items) for step in steps] == [len(sampler.draws(place)) for place in range(3)]
-    assert not worked
-    draws = sampler.draws(1)
-    assert steps[1].imbalance() == imbalance(draws, sampler.batching, 2) and worked == {"imbalance": 1}
-    sources = [draw.sample.source for draw in draws]
-    assert [item.source for item in steps[1].items] == sources and worked["Item"] == len(sources)
-    assert [item.name for item in steps[1].items[1:]] == [draw.name for draw in draws[1:]]
-    assert steps[1].items[-1].shape == draws[-1].sample.bucket.name
-
-
-def test_the_wait_within_a_step_is_counted(tmp_path: Path) -> None:
-    cache = make_cache(tmp_path)
-    loader = Loader(cache, BatchSampler(cache.samples, Batching(4, most=1), seed=1))
-    waits = [loader.waited_seconds]
-    for step in loader.steps(0, 2):
-        waits.append(loader.waited_seconds)
-        batches = iter(step.batches)
-        assert next(batches).size == 1 and loader.waited_seconds == waits[-1]  # read when the step was asked for
-        for _ in batches:
-            waits.append(loader.waited_seconds)
-    assert len(waits) > 5 and all(a < b for a, b in itertools.pairwise(waits))
+    batch = assemble(cache, [(draw_of(cache, "8.mp4", epoch), 1.0) for epoch in (0, 1)], 0, 0.0)
+    expected = mean_of(8, IMAGE).bfloat16().float()
+    assert torch.equal(batch["latents"], torch.stack([expected, expected]))
+    assert batch["text_mask"].shape == (2, 1)  # no caption: the empty one
+    assert torch.equal(batch["text"][0], embeds_of(""))

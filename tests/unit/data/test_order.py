@@ -33,7 +33,7 @@ def drawn(sampler: BatchSampler, start: int, epoch: int) -> tuple[Counter[tuple[
     return results, start
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     counts,
     st.lists(batchings, min_size=1, max_size=4),
@@ -64,7 +64,7 @@ def test_resume_anywhere_with_any_batching(
         assert uses == Counter((sample.key, number, repeat) for sample in samples for repeat in range(repeats))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(counts, batchings, st.integers(0, 30), st.integers(0, 30))
 def test_resume_with_the_same_batching_is_the_same_run(
     sizes: list[int], batching: Batching, first: int, second: int
@@ -100,16 +100,6 @@ def test_a_state_is_a_few_numbers_and_the_changes_are_reported() -> None:
         grown.draws(4)
 
 
-def test_resume_at_the_very_end_of_an_epoch() -> None:
-    samples = make_samples(10, 6)
-    sampler = BatchSampler(samples, 4, seed=0)
-    state = sampler.state(sampler.steps_per_epoch)
-    assert state["position"]["epoch"] == 1 and not state["position"]["used"]
-    other = BatchSampler(samples, 7, seed=0)
-    other.resume(state)
-    assert drawn(other, sampler.steps_per_epoch, 1)[0].total() == 16
-
-
 # -- stages and shares -----------------------------------------------------------------------------------------------
 
 IMAGES = TrainingStage(3, takes=lambda bucket: bucket.is_image)
@@ -133,7 +123,7 @@ def test_stages_follow_each_other_and_no_use_has_the_name_of_another() -> None:
     assert last == Counter(sample.key for sample in samples)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(batchings, batchings, st.integers(0, 25))
 def test_stages_resume_anywhere(first: Batching, second: Batching, stop: int) -> None:
     samples, stages = make_samples(9, 6, 3, 5), [IMAGES, SHORT, TrainingStage()]
@@ -218,9 +208,9 @@ def test_every_full_step_costs_all_slots_the_same() -> None:
         assert sum(value < 1 - tolerance - 1e-9 for value in spread) <= len(division.tail)
 
 
-@pytest.mark.parametrize("world", [8, 64])
-def test_a_large_set_is_balanced_on_any_world(world: int) -> None:
+def test_a_large_set_is_balanced_on_a_large_world() -> None:
     """The simulation's result for a million clips holds for thirty thousand, where tails count more."""
+    world = 64
     buckets = [Bucket(f, h, w) for f in (1, 17, 49, 97) for h, w in ((256, 256), (288, 512), (512, 288), (480, 848))]
     each = {bucket: Cost(0.0, float(bucket.frames * bucket.height * bucket.width) ** 1.2) for bucket in buckets}
     budget = max(cost.each for cost in each.values())
@@ -246,12 +236,12 @@ def test_a_large_set_is_balanced_on_any_world(world: int) -> None:
     )
 
 
-@pytest.mark.parametrize("mix", ["same", "matched", "window"])
-def test_a_bucket_of_nearly_free_samples_is_divided(mix: str) -> None:
+def test_a_bucket_of_nearly_free_samples_is_divided() -> None:
     """Such a cost comes from a measurement whose times do not rise with the batch."""
     supplies = [BucketSupply(100, 7, Cost(0.5, 1e-9), 2), BucketSupply(90, 3, Cost(0.5, 0.1), 2)]
-    plan = shuffle(partition_epoch(supplies, mix, 0.0), stream(0, "test"))  # type: ignore[arg-type]
-    assert plan.used(plan.steps, 2) == [100, 90]
+    for mix in ("same", "matched", "window"):
+        plan = shuffle(partition_epoch(supplies, mix, 0.0), stream(0, "test"))  # type: ignore[arg-type]
+        assert plan.used(plan.steps, 2) == [100, 90]
 
 
 def test_groups_halve_the_slots_of_videos() -> None:

@@ -143,7 +143,7 @@ def test_sources_are_used_by_their_shares_and_repeats() -> None:
 
 
 def test_steps_have_packs_of_like_cost() -> None:
-    lengths = np.maximum(1, np.random.default_rng(0).lognormal(6.0, 1.2, 30_000).astype(int))
+    lengths = np.maximum(1, np.random.default_rng(0).lognormal(6.0, 1.2, 12_000).astype(int))
     documents = supply(lengths.tolist())
     attention = 1 / 4_096
     shape = PackLength(4_096)
@@ -154,6 +154,6 @@ def test_steps_have_packs_of_like_cost() -> None:
     batching = Batching(64, {}, {shape: Cost(0.0, 1.0)}, share=share)
     order = PackSampler(documents, 4_096, "documents", batching, attention, 0)
     worst = [imbalance(order.draws(step), batching, 64) for step in range(order.first_pass - 1)]
-    assert order.first_pass > 60 and np.median(worst) <= 1.02
+    assert order.first_pass > 25 and np.median(worst) <= 1.02
     ranks = [rank_batches(order.draws(5), batching, rank, 64) for rank in range(64)]
     assert len({part[0][0][0].sample.key for part in ranks}) == 64

@@ -1,25 +1,19 @@
-"""The dealing of items follows the table of axes: for layouts of a config, and for an axis that nothing but the table knows."""
+"""The dealing of items follows the table of axes, for layouts of a config."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import Field
 
 from mmspeed import axes
-from mmspeed.axes import AxisName, AxisSizes, MeshTable, mesh_table
-from mmspeed.config import parallel as section
+from mmspeed.axes import AxisSizes, MeshTable, mesh_table
 from mmspeed.config.parallel import AXES, ParallelConfig
 from mmspeed.config.training import BatchingConfig, TrainConfig
 from mmspeed.data import BatchSampler, Sample, SampleUse
 from mmspeed.data.sampling.batch_sizes import SampleCosts, make_batching
 from mmspeed.data.sampling.rank_batches import rank_batches
-from mmspeed.errors import UserError
-from mmspeed.pipelines.selfcheck.worker import MicroBatchDigest, disagreements
 from tests.unit.data.test_sampler import BUCKETS, make_samples
 
 IMAGE, VIDEO = BUCKETS[:2]
@@ -43,14 +37,6 @@ def dealt(parallel: ParallelConfig, world: int, videos: bool) -> list[Share]:
 def keys(share: Share) -> frozenset[str]:
     """The items of a rank's share, fillers left out."""
     return frozenset(draw.sample.key for micro in share for draw, weight in micro if weight)
-
-
-def digests(share: Share, split: bool) -> list[MicroBatchDigest]:
-    """A rank's share as the self-check compares it."""
-    return [
-        MicroBatchDigest(split, [draw.sample.key for draw, _ in micro], [weight for _, weight in micro], "")
-        for micro in share
-    ]
 
 
 def read(table: MeshTable, split: bool) -> list[int]:
@@ -94,59 +80,3 @@ def test_every_axis_of_the_dense_view_says_what_its_ranks_read() -> None:
     rows = (*axes.STAGES, *axes.ITEMS, *axes.TOKENS, *axes.TOGETHER)
     assert rows == axes.DENSE and len(set(rows)) == len(rows)
     assert set(axes.DENSE) <= set(AxisSizes.__dataclass_fields__)
-
-
-# -- an axis that is added to the table
-
-
-@dataclass(frozen=True)
-class MoreSizes(AxisSizes):
-    """The sizes of a mesh that has the axis too."""
-
-    spare: int = 1
-
-
-class MoreParallel(ParallelConfig):
-    """A section with the axis."""
-
-    spare: int = Field(1, ge=1)
-
-
-def add_axis(patch: pytest.MonkeyPatch, row: str) -> AxisName:
-    """Put an axis into a group of the table, and into the values that the module derives from the groups at import."""
-    spare = str.__new__(AxisName, "spare")
-    spare._name_, spare._value_ = "SPARE", "spare"
-    patch.setattr(axes, row, (spare, *getattr(axes, row)))
-    patch.setattr(axes, "DENSE", (*axes.STAGES, *axes.ITEMS, *axes.TOKENS, *axes.TOGETHER))
-    patch.setattr(axes, "STORAGE", (*axes.STAGES, AxisName.DP_REPLICATE, AxisName.SHARD, *axes.TOGETHER))
-    patch.setattr(section, "AXES", (*AXES, "spare"))
-    return spare
-
-
-@pytest.mark.parametrize(
-    ("row", "together", "videos", "images"),
-    [("TOGETHER", (4, 2), 2, 4), ("TOKENS", (4, 1), 2, 8), ("ITEMS", (2, 1), 4, 8)],
-)
-def test_items_are_dealt_by_what_an_added_axis_says(
-    monkeypatch: pytest.MonkeyPatch, row: str, together: tuple[int, int], videos: int, images: int
-) -> None:
-    """8 ranks, of which 2 along `ulysses` and 2 along the new axis: the readers of a video, and of an image."""
-    spare = add_axis(monkeypatch, row)
-    parallel, world = MoreParallel(ulysses=2, spare=2), 8
-    table = mesh_table(world, MoreSizes(**parallel.sizes()))
-    assert table.world == world and table.sizes[spare] == 2
-    assert (parallel.together(split=True), parallel.together(split=False)) == together
-    assert parallel.group == together[0] and parallel.sequence == together[0] // together[1]
-    assert parallel.group_in_words() == ("ulysses 2" if row == "ITEMS" else "ulysses 2 x spare 2")
-    for split, readers in ((True, videos), (False, images)):
-        assert len(set(read(table, split))) == readers
-        shares = dealt(parallel, world, split)
-        met = [keys(share) for share in shares]
-        assert len(set(met)) == readers and same(met) == same(read(table, split))
-        everyone = [digests(share, split) for share in shares]
-        assert disagreements(everyone, parallel.group, parallel.together(split=False)) == []
-    for view in (axes.DENSE, axes.STORAGE, axes.EXPERT):
-        assert math.prod(table.shape(view)) == world
-    if row != "ITEMS":
-        with pytest.raises(UserError, match="ulysses 2 x spare 2 does not divide the 6 processes"):
-            parallel.check_world(6)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mmspeed.config import make_config
-from mmspeed.data import BatchSampler, CacheWriter, DatasetCache, Loader
+from mmspeed.data import CacheWriter, DatasetCache
 from mmspeed.data.cache.index import compile_index
 from mmspeed.errors import UserError
 from tests.support.caches import FOLDER, add_latent, build, finish, latent
@@ -72,19 +72,6 @@ def test_a_remote_cache_reads_as_the_local_one(tmp_path: Path, memory: Any, with
     again = open_remote(tmp_path)
     assert torch.equal(again.latent(latents[3])["mean"], latent(3)) and counts(again) == (0, 1)
     assert torch.equal(again.null_text().embeds_LD, local.null_text().embeds_LD) and counts(again) == (1, 1)
-
-
-def test_training_batches_are_the_same(tmp_path: Path, memory: Any) -> None:
-    build(tmp_path / "a", count=7)
-    upload(tmp_path / "a")
-    runs = []
-    for cache in (DatasetCache(tmp_path / "a"), open_remote(tmp_path)):
-        sampler = BatchSampler(cache.split("train"), 2, seed=0)
-        runs.append(
-            [batch for step in Loader(cache, sampler, seed=1, prefetch=2).steps(0, 6) for batch in step.batches]
-        )
-    for one, other in zip(*runs, strict=True):
-        assert torch.equal(one["latents"], other["latents"]) and one.names == other.names
 
 
 def test_what_changed_is_fetched_again(tmp_path: Path, memory: Any) -> None:

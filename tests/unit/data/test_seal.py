@@ -43,8 +43,8 @@ def test_a_file_with_two_places(tmp_path: Path) -> None:
         seal(b"nothing")
 
 
-@pytest.mark.parametrize("caption", [BLANK, FALSE.decode()])
-def test_a_caption_may_look_like_a_seal(tmp_path: Path, caption: str) -> None:
+def test_a_caption_may_look_like_a_seal(tmp_path: Path) -> None:
+    caption = FALSE.decode()
     latents, texts = build(tmp_path)
     with CacheWriter(tmp_path) as writer:
         key = entry_key({"caption": caption})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import random
 from pathlib import Path
 
@@ -15,11 +14,10 @@ from mmspeed.data.cache import index_reader
 from mmspeed.data.cache.index_reader import open_tables, try_open
 from mmspeed.data.cache.tensor_views import tensors_of
 from mmspeed.errors import UserError
-from tests.claims.index import _key, make_index
 from tests.support.caches import build
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(st.binary(max_size=80), st.integers(0, 200))
 def test_hostile_payloads_are_refused(noise: bytes, at: int) -> None:
     header = b'{"a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}'
@@ -42,18 +40,6 @@ def test_an_unaligned_payload_is_read_all_the_same() -> None:
     assert contents["a"].tolist() == [1, 2] and contents["e"].shape == (0, 3)
 
 
-def test_a_payload_is_no_copy() -> None:
-    header = b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}'
-    with mmap.mmap(-1, 4096) as memory:
-        memory.write(len(header).to_bytes(8, "little") + header + b"abcd")
-        view = memoryview(memory)
-        tensor = tensors_of(view)["a"]
-        memory[8 + len(header)] = ord("z")
-        assert bytes(tensor.tolist()) == b"zbcd"
-        del tensor
-        view.release()
-
-
 @pytest.mark.parametrize("name", ["entries.arrow", "samples.arrow"])
 def test_damage_that_no_seal_shows_leads_to_the_clear_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -64,7 +50,7 @@ def test_damage_that_no_seal_shows_leads_to_the_clear_error(
     folder, draw = tmp_path / "index", random.Random(0)
     good = (folder / name).read_bytes()
     refused = 0
-    for number in range(400):
+    for number in range(150):
         bad = bytearray(good)
         at = draw.randrange(len(bad))
         if number % 3:
@@ -84,14 +70,4 @@ def test_damage_that_no_seal_shows_leads_to_the_clear_error(
             tables.samples.by_bucket()
         except UserError:
             refused += 1
-    assert 150 < refused < 400
-
-
-@pytest.mark.slow
-def test_the_bench_makes_an_index_that_is_one(tmp_path: Path) -> None:
-    make_index(tmp_path, 500)
-    tables = open_tables(tmp_path)
-    assert (len(tables.entries), len(tables.samples), tables.samples.lacking) == (500, 450, 0)
-    row = tables.entries.row("latents", _key(7).hex())
-    assert row is not None and tables.entries.place(row).shard.startswith("latents/")
-    assert len(list(tables.samples)) == 450
+    assert 50 < refused < 150

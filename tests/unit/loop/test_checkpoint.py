@@ -17,7 +17,7 @@ from torch import nn
 from mmspeed.config.schema import TrainConfig
 from mmspeed.errors import UserError
 from mmspeed.loop.averages import EMA
-from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load, load_weights, step_name
+from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, best, load, load_weights, step_name
 from mmspeed.loop.optimizers.build import make_optimizer
 from tests.support.disk_log import DiskLog
 from tests.support.steps import train_step
@@ -174,7 +174,7 @@ def test_newest_and_best_are_kept(tmp_path: Path) -> None:
         manager.mark_best(step, loss)
         manager.save(step, state, blocking=True)
     assert steps_in(tmp_path) == ["latest.json", *map(step_name, (2, 3, 4))]
-    assert manager.best() == tmp_path / step_name(2) and manager.latest() == tmp_path / step_name(4)
+    assert best(tmp_path) == tmp_path / step_name(2) and manager.latest() == tmp_path / step_name(4)
     manager.mark_best(4, 0.1)  # the loss may come after the checkpoint
     assert steps_in(tmp_path) == ["latest.json", *map(step_name, (3, 4))]
 
@@ -183,7 +183,7 @@ def test_newest_and_best_are_kept(tmp_path: Path) -> None:
     again.load(third, state.model)
     again.mark_best(5, 0.05)
     again.save(5, state, blocking=True)
-    assert again.best() == again.latest() == tmp_path / step_name(5)
+    assert best(tmp_path) == again.latest() == tmp_path / step_name(5)
     assert steps_in(tmp_path) == ["latest.json", *map(step_name, (3, 5))]  # 3 is in use
     again.save(3, state, blocking=True)  # written again over the old one; it is the newest now, though not the highest
     assert again.latest() == third and steps_in(third)[:2] == FILES[:2]

@@ -154,12 +154,12 @@ def test_models_of_others_have_no_dsp() -> None:
         mmspeed.accelerate_model(nn.Linear(1, 1), "dsp=2")
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_plans_fit_their_models(case: str) -> None:
-    model = make_model(case)
-    own = type(model)
+def test_plans_fit_their_models() -> None:
     axes = SequenceAxes(Axis.alone("ring"), Axis.alone("ulysses"))
-    assert sequence_parallel(model, axes, plan_for(model)) is model and type(model) is own  # one rank: only checked
+    for case in CASES:
+        model = make_model(case)
+        own = type(model)
+        assert sequence_parallel(model, axes, plan_for(model)) is model and type(model) is own  # one rank: only checked
 
 
 def test_declarations_that_leave_questions_open_are_refused() -> None:

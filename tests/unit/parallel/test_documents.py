@@ -28,15 +28,13 @@ def random_pack(generator: np.random.Generator, tokens: int, median: int) -> tup
     return tuple(lengths)
 
 
-@pytest.mark.parametrize("median", [400, 1_200])
 @pytest.mark.parametrize(
-    ("tokens", "ranks"),
-    [(4_096, 2), (8_192, 4), (32_768, 4), (32_768, 8), (131_072, 8), pytest.param(131_072, 32, marks=pytest.mark.slow)],
+    ("tokens", "ranks"), [(4_096, 2), (32_768, 8), pytest.param(131_072, 32, marks=pytest.mark.slow)]
 )
-def test_random_packs_are_even(tokens: int, ranks: int, median: int) -> None:
-    generator = np.random.default_rng(tokens + ranks + median)
+def test_random_packs_are_even(tokens: int, ranks: int) -> None:
+    generator = np.random.default_rng(tokens + ranks)
     for _ in range(PACKS):
-        lengths = random_pack(generator, tokens, median)
+        lengths = random_pack(generator, tokens, 400)
         shares = share_documents(lengths, ranks)
         assert shares.excess() == "", (lengths, shares.cut)
         assert shares.imbalance <= WORK_LIMIT and shares.spread <= TOKEN_LIMIT

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mmspeed.axes import AxisSizes, mesh_table
 from mmspeed.comm import Axis
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.config.training import BatchingConfig, TrainConfig
 from mmspeed.data import BatchSampler
 from mmspeed.data.sampling.batch_sizes import SampleCosts, make_batching
 from mmspeed.errors import UserError
+from mmspeed.mesh import Mesh
 from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.models.language.shapes import SHAPES, tiny_twin
 from mmspeed.models.language.weights import on_meta
@@ -65,6 +68,15 @@ def test_models_that_split_nothing_are_reported() -> None:
     layout = TokenLayout(whole=replace(Axis.alone("sequence"), size=2))
     with pytest.raises(UserError, match="splits no tokens and no layers, so 2 processes would all compute the same"):
         parallelize(model, None, "none", layout=layout)
+
+
+@pytest.mark.parametrize("axis", ["pp", "etp"])
+def test_an_axis_without_a_technique_is_refused_by_name(axis: str) -> None:
+    views: Any = (None, None)  # no process group is asked
+    mesh = Mesh(mesh_table(4, AxisSizes(**{axis: 2})), 0, *views)
+    model = SoraDiT(SoraDiTConfig(48, 2, 4, 3, 10, adaln_rank=4))
+    with pytest.raises(UserError, match=f"no technique for the axis {axis} of the mesh, so its 2 processes"):
+        parallelize(model, mesh, "none")
 
 
 def test_heads_that_do_not_fit_are_reported() -> None:

@@ -23,7 +23,6 @@ from mmspeed.protocols.plan import (
     Block,
     Chunked,
     Gather,
-    Leading,
     Linear,
     Region,
     Seen,
@@ -61,10 +60,6 @@ class GivesMapping(nn.Module):
         ({"inputs": {"patch_in": {"inputs": Split("video", 1)}}}, r"patch_in \(Linear\) has no argument 'inputs'; did you mean 'input'"),
         ({"inputs": {"blocks.*.attention": {"x_BN": Seen("video", 1)}}}, "has no argument 'x_BN'; did you mean 'x_BNE'"),
         ({"outputs": {"finale": {0: Gather("video", 1)}}}, "plan, outputs: DiT has no module 'finale'; did you mean 'final'"),
-        ({"attention": {"final.attend": Site(("video",))}}, "plan, attention: DiT has no module 'final.attend'"),
-        ({"cuts": ("block.1",)}, "plan, cuts: DiT has no module 'block.1'; did you mean 'blocks.1'"),
-        ({"before": ("patchin",)}, "plan, before: DiT has no module 'patchin'; did you mean 'patch_in'"),
-        ({"after": ("finals",)}, "plan, after: DiT has no module 'finals'; did you mean 'final'"),
         ({"image": ("x_BCThx", 2)}, "DiT has no argument 'x_BCThx'; did you mean 'x_BCThw'"),
         ({"regions": {"mlp": Region(("mlps",))}}, "region 'mlp': DiTBlock has no module 'mlps'; did you mean 'mlp'"),
         ({"chunks": (Chunked("mlp.0.0", "mlp.9", "mlp.0", "gelu"),)}, "plan, chunks: DiTBlock has no module 'mlp.9'; did you mean 'mlp"),
@@ -73,8 +68,6 @@ class GivesMapping(nn.Module):
         ({"blocks": (Block("blocks.0", tokens={"x": Tokens("video", 1)}),)}, r"blocks.0 \(DiTBlock\) has no argument 'x'"),
         ({"channel_norms": ("blocks.*.mlp.0.1",)}, r"plan, channel_norms: blocks.0.mlp.0.1 \(GELU\) is a norm over all heads in the plan"),
         ({"divided": {"blocks.*.attention": ("head_width", "heds")}}, r"plan, divided: blocks.0.attention .* has no whole number 'heds'"),
-        ({"divided": {"blocks.*.attention": ("head_widht",)}}, "did you mean 'head_width'"),
-        ({"divided": {"blocks.*.attention": ("training",)}}, "has no whole number 'training'"),
     ],
 )  # fmt: skip
 def test_a_name_that_is_not_there_is_reported_where_the_model_is_spread(changes: dict[str, Any], words: str) -> None:
@@ -99,10 +92,8 @@ SPLITS = {
     [
         ({"inputs": SPLITS}, "plan, inputs, 'blocks.*', 'mask_B11L': no split of the plan gives the length of sequence 'text'"),
         ({"inputs": {"final": {"x_BNE": Seen("vide", 1)}}}, "'final', 'x_BNE': no split .* sequence 'vide'; did you mean 'video'"),
-        ({"inputs": {"final": {"x_BNE": Leading("vide")}}}, "'final', 'x_BNE': no split .* sequence 'vide'"),
         ({"outputs": {"final": {0: Gather("videos", 1)}}}, "plan, outputs, 'final', 0: .* 'videos'; did you mean 'video'"),
         ({"blocks": (Block("blocks.0", tokens={"x_BNE": Tokens("vid", 1)}),)}, "plan, blocks, 'blocks.0', 'x_BNE': .* 'vid'; did you mean"),
-        ({"attention": {"blocks.*.attention.attend": Site(("videos",))}}, "plan, attention, .*attend': .* 'videos'; did you mean 'video'"),
         ({"attention": {"blocks.*.attention.attend": Site(("video",), ("caption",))}}, "plan, attention, .* sequence 'caption'$"),
         ({"linears": {"blocks.*.mlp.1": Linear("row", "vdeo", dim=1)}}, "plan, linears, .*mlp.1': .* 'vdeo'; did you mean 'video'"),
         ({"long_text": "texts"}, "plan, long_text: no split .* sequence 'texts'; did you mean 'text'"),

@@ -28,7 +28,7 @@ from mmspeed.parallel.sequence.ring_schedule import (
 )
 from mmspeed.parallel.sequence.zigzag import Piece, causal_pieces, cut_rows, zigzag_lengths, zigzag_order
 
-RINGS = [(ranks, window) for ranks in range(1, 9) for window in range(1, ranks + 1) if ranks % window == 0]
+RINGS = [(1, 1), (2, 1), (3, 3), (4, 2), (5, 1), (6, 3), (8, 2)]
 
 
 # ---- the schedule moves the right things
@@ -201,7 +201,7 @@ DOUBLE = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.parametrize("case", SINGLE)
 def test_a_single_ring_hides_all(case: str, ranks: int) -> None:
     costs, backward = SINGLE[case]
@@ -209,7 +209,7 @@ def test_a_single_ring_hides_all(case: str, ranks: int) -> None:
     assert abs(hidden(Clock(costs, blocking=True), ranks, None, backward)) < 1e-9
 
 
-@pytest.mark.parametrize("ranks", [4, 6, 8])
+@pytest.mark.parametrize("ranks", [4, 8])
 @pytest.mark.parametrize("case", DOUBLE)
 def test_a_double_ring_hides_all(case: str, ranks: int) -> None:
     costs, backward = DOUBLE[case]

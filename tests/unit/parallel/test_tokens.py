@@ -88,19 +88,6 @@ def test_every_token_is_held_once(
     assert bool((counts == (dsp * hybrid if whole else 1)).all())
 
 
-@settings(deadline=None)
-@given(rows=sizes, columns=sizes, n=degrees, m=degrees, kind=st.sampled_from(["frames", "space"]))
-def test_shares_differ_little(rows: int, columns: int, n: int, m: int, kind: str) -> None:
-    """By one row, or by one column for each tensor-parallel process; whichever degree splits them."""
-    attends: Attended = "columns" if kind == "frames" else "rows"
-    each = columns if kind == "frames" else rows * m
-    results = []
-    for degree in ((n, 1), (1, n)):
-        layout = layout_at(*degree, 1, m, 0, 0, kind)
-        results.append([layout.held((rows, columns), attends, True, h, d).tokens for h, d in layout.places()])
-    assert results[0] == results[1] and max(results[0]) - min(results[0]) <= each
-
-
 @settings(deadline=None, max_examples=60)
 @given(rows=lengths, columns=lengths, degree=st.tuples(*[st.integers(1, 3)] * 4), kind=kinds, image=st.booleans())
 def test_parts_of_all_processes_agree(rows: int, columns: int, degree: Any, kind: str, image: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import resource
 from collections.abc import Iterator
@@ -19,8 +18,9 @@ from PIL import Image
 
 from mmspeed.errors import UserError
 from mmspeed.pipelines.inference import media
-from mmspeed.pipelines.inference.media import Video, contact_sheet, evenly_spaced, from_model_range, psnr, save_image
+from mmspeed.pipelines.inference.media import Video, contact_sheet, evenly_spaced, from_model_range, save_image
 from tests.support.decoding import video_of
+from tests.support.media import psnr
 
 COLOURS = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0), (255, 255, 255), (0, 0, 0), (200, 100, 50)]
 
@@ -180,26 +180,6 @@ def test_numbers_that_are_none_are_refused(value: float) -> None:
     video_3FHW[1, 0, 1, 1] = value
     with pytest.raises(UserError, match="NaN or infinity"):
         from_model_range(video_3FHW, 8.0)
-
-
-@settings(deadline=None)
-@given(st.integers(1, 255), st.integers(0, 2**32 - 1))
-def test_psnr_of_a_known_error(step: int, seed: int) -> None:
-    a = np.random.default_rng(seed).integers(0, 256, (2, 3, 4, 3), dtype=np.uint8)
-    b = np.where(a >= step, a - step, np.where(a <= 255 - step, a + step, a)).astype(np.uint8)
-    error = np.mean((a.astype(int) - b.astype(int)) ** 2)
-    expected = math.inf if error == 0 else 20 * math.log10(255) - 10 * math.log10(error)
-    assert psnr(a, b) == psnr(b, a) == pytest.approx(expected)
-    assert psnr(a, a) == math.inf
-
-
-def test_psnr_ends_and_mistakes() -> None:
-    black, white = np.zeros((2, 2), dtype=np.uint8), np.full((2, 2), 255, dtype=np.uint8)
-    assert psnr(black, white) == 0  # the largest error there is; uint8 arithmetic would have wrapped
-    with pytest.raises(ValueError, match="one shape"):
-        psnr(black, white[:1])
-    with pytest.raises(ValueError, match="uint8"):
-        psnr(black, white.astype(float))
 
 
 @settings(deadline=None)

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmspeed.pipelines.inference import notebook
-from mmspeed.pipelines.inference.media import Video, psnr
+from mmspeed.pipelines.inference import media
+from mmspeed.pipelines.inference.media import Video
 from tests.support.decoding import video_of
+from tests.support.media import psnr
 
 
 def moving(frames: int, height: int, width: int) -> Video:
@@ -48,8 +49,8 @@ def test_what_is_embedded_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyP
     frames_FHWC, _ = video_of(embedded(moving(2, 320, 1280)._repr_html_(), "video/mp4", tmp_path))
     assert frames_FHWC.shape == (2, 160, 640, 3)
     noise = Video(np.random.default_rng(0).integers(0, 256, (4, 128, 256, 3), np.uint8), 8.0)
-    monkeypatch.setattr(notebook, "MOST_BYTES", 60_000)
+    monkeypatch.setattr(media, "MOST_BYTES", 60_000)
     html = noise._repr_html_()
     assert embedded(html, "video/mp4", tmp_path).stat().st_size <= 60_000 and 'width="256"' in html
-    monkeypatch.setattr(notebook, "MOST_BYTES", 100)
+    monkeypatch.setattr(media, "MOST_BYTES", 100)
     assert "too long to be shown" in noise._repr_html_()

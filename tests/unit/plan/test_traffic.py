@@ -40,9 +40,7 @@ def _group(work: AttentionWorkload, parallel: ParallelConfig, span: str) -> list
     return [block_traffic(work, parallel, place, span) for place in places(parallel)]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "window"), [(n, w) for n in range(2, 13) for w in (None, *range(1, n + 1)) if w is None or n % w == 0]
-)
+@pytest.mark.parametrize(("ranks", "window"), [(2, None), (5, None), (6, 2), (6, 6), (12, 4)])
 def test_blocks_that_a_ring_passes_on_are_those_of_its_schedule(ranks: int, window: int | None) -> None:
     for rank in range(ranks):
         passed = ring_blocks(rank, ranks, window)
@@ -81,18 +79,6 @@ def test_even_sizes_give_the_table_of_the_docs(n: int) -> None:
     three = 3 * part * (n - 1)
     for tp in _group(full, _parallel(tp=n), "full"):
         assert tp.forward == tp.backward == {("all_gather", "tp"): three, ("reduce_scatter", "tp"): three}
-
-
-@pytest.mark.parametrize("n", [2, 4, 8])
-@pytest.mark.parametrize("shard", ["frames", "space"])
-def test_dsp_moves_half_of_ulysses(n: int, shard: str) -> None:
-    switch, ulysses = _parallel(dsp=n), _parallel(ulysses=n, shard=shard)
-    for at in zip(places(switch), places(ulysses), strict=True):
-        moved = [
-            sum(count for (kind, _), count in step_traffic(CLIP, way, place).items() if kind == "all_to_all")
-            for way, place in zip((switch, ulysses), at, strict=True)
-        ]
-        assert moved[0] == moved[1] / 2 * 5 / 6  # depth - 1 of depth: the first and the last block have no other side
 
 
 @settings(max_examples=200, deadline=None)
@@ -150,15 +136,3 @@ def test_places_are_in_the_order_of_the_ranks() -> None:
     actual = list(places(_parallel(dsp=2, ring=2, ulysses=3, tp=2)))
     ranks = itertools.product(range(2), range(2), range(3), range(2))
     assert actual == [RankCoordinates(ring, ulysses, tp, dsp) for dsp, ring, ulysses, tp in ranks]
-
-
-@pytest.mark.parametrize("shard", ["frames", "space"])
-def test_a_product_sends_what_its_degrees_do(shard: str) -> None:
-    """X: bytes of a rank's tokens. Even sizes: re-sharding over dsp, and around attention over ulysses, as if each were alone."""
-    part = 8 * 256 * 64 * 2 // 4
-    parallel, crossing = _parallel(dsp=2, ulysses=2, shard=shard), "temporal" if shard == "frames" else "spatial"
-    for place in places(parallel):
-        sent = step_traffic(CLIP, parallel, place)
-        assert sent["all_to_all", "dsp"] == 5 * 2 * part // 2  # one re-sharding between each two of six blocks
-        assert sent["all_to_all", "ulysses"] == 3 * 8 * part // 2
-        assert block_traffic(CLIP, parallel, place, crossing).total == 8 * part // 2  # type: ignore[arg-type]

@@ -6,18 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmspeed.config import Config, make_config
 from mmspeed.config.schema import DataConfig
 from mmspeed.preprocess import check
 from mmspeed.preprocess.records.keys import text_parts
 from mmspeed.preprocess.sources.captions import CaptionAffixes
 from mmspeed.preprocess.sources.discover import list_sources
 from tests.support.listing import BUCKETS
-from tests.support.runs import small_config, small_tree
+from tests.support.runs import small_config
 
 
 def captions(sources: list[dict[str, Any]], **data: Any) -> dict[str, list[tuple[str, ...]]]:
@@ -91,14 +89,3 @@ def test_check_shows_captions_as_they_are_encoded_and_their_keys_follow(tmp_path
     with_words, without = (list_sources(one.data).sources[0].captions[0] for one in (config, plain))
     assert with_words == f"ohwx {without}"
     assert text_parts(config, "encoder", with_words) != text_parts(plain, "encoder", without)
-
-
-@pytest.mark.parametrize("key", ["caption_prefix", "caption_suffix"])
-def test_caches_from_before_have_no_such_words(key: str, tmp_path: Path) -> None:
-    config = small_config(tmp_path)
-    old = config.sample_settings()
-    del old[key], old["sources"][0][key]
-    assert Config.recorded_settings(old) == config.sample_settings()
-    tree = small_tree(tmp_path)
-    tree["data"]["sources"][0][key] = "ohwx"
-    assert Config.recorded_settings(old) != make_config(tree).sample_settings()

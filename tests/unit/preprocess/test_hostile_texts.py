@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from mmspeed.errors import UserError
 from mmspeed.preprocess.sources import parquet_rows
-from mmspeed.preprocess.sources.captions import MAX_CAPTION_BYTES, MAX_CAPTIONS, clean_caption
+from mmspeed.preprocess.sources.captions import MAX_CAPTION_BYTES, MAX_CAPTIONS
 from mmspeed.preprocess.sources.rejections import Reason
 from tests.support.listing import listed
 from tests.unit.preprocess.test_sources import accounted, captions, media, reasons
@@ -50,19 +50,6 @@ def listed_apart(path: Path) -> tuple[str, float]:
     )  # fmt: skip
     said, grown = run.stdout.rsplit("\n", 2)[:2]
     return said, int(grown) / 1e6
-
-
-_READ = """
-import resource, subprocess, sys
-subprocess.run([sys.executable, "-m", "mmspeed.preprocess.sources.parquet_rows", *sys.argv[1:]], stdout=subprocess.DEVNULL)
-print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
-"""
-
-
-def peak_of_reader(path: Path, *columns: str) -> float:
-    """The most memory in MB that reading columns of a Parquet file takes; some 75 without any rows."""
-    run = subprocess.run([sys.executable, "-c", _READ, str(path), *columns], capture_output=True, text=True, check=True)
-    return int(run.stdout) / 1e6
 
 
 @pytest.mark.slow
@@ -96,7 +83,6 @@ def test_table_that_names_one_long_text_often(tmp_path: Path) -> None:
     said, grown = listed_apart(path)
     assert said == "40 0 40 0"
     assert grown < 200
-    assert peak_of_reader(path, "video", "caption") < 500
 
 
 def test_table_that_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,42 +104,21 @@ def test_reader_that_dies_is_an_error_for_people(tmp_path: Path, monkeypatch: py
         listed(path)
 
 
-def test_table_of_more_rows_than_bytes(tmp_path: Path) -> None:
-    path = write_table(tmp_path / "m.parquet", 300_000, "c", compression="zstd")
-    with pytest.raises(UserError, match="states more rows than it has bytes"):
-        listed(path)
-
-
 # -- tables -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_columns_that_are_not_read_are_not_unpacked(tmp_path: Path) -> None:
-    media(tmp_path / "a.mp4")
-    rows = pa.table({"video": ["a.mp4"], "caption": ["words"], "pixels": ["z" * 100_000_000]})
-    pq.write_table(rows, tmp_path / "m.parquet", compression="zstd")
-    assert captions(listed(tmp_path / "m.parquet")) == {"a.mp4": ("words",)}
-    assert peak_of_reader(tmp_path / "m.parquet", "video", "caption") < 150
-    assert peak_of_reader(tmp_path / "m.parquet", "pixels") > 200
 
 
 @pytest.mark.parametrize(
     ("captions", "good"),
     [
         (pa.array([{"a": "x"}]), None),
-        (pa.array([[{"a": "x"}]]), None),
         (pa.array([[("k", "v")]], pa.map_(pa.string(), pa.string())), None),
-        (pa.array([[["x"]]]), None),
         (pa.array([b"x"], pa.binary()), None),
         (pa.array([10**15], pa.timestamp("us", "No/Where")), None),
-        (pa.array([2**62], pa.duration("s")), None),
         (pa.array(["x"]).dictionary_encode(), ("x",)),
         (pa.array([["x", "y", None]]), None),
         (pa.array([["x", "y"]]), ("x", "y")),
         (pa.array([None], pa.null()), ()),
-        (pa.array([[]], pa.list_(pa.string())), ()),
         (pa.ExtensionArray.from_storage(pa.json_(), pa.array(['"x"'])), ('"x"',)),
-        (pa.ExtensionArray.from_storage(pa.uuid(), pa.array([bytes(16)], pa.binary(16))), None),
     ],
     ids=lambda value: str(getattr(value, "type", "")),
 )
@@ -257,11 +222,6 @@ def test_caption_of_megabytes_is_cut_and_counted(tmp_path: Path) -> None:
     assert (listing.captions_cut, listing.captions_repaired) == (1, 0)  # a sign cut in two is no damage
 
 
-def test_caption_read_only_to_the_limit_counts_as_cut_though_it_fits(tmp_path: Path) -> None:
-    listing = listed_caption(tmp_path, b"short" + b" " * (2 << 20) + b"never read")
-    assert (captions(listing), listing.captions_cut) == ({"a.mp4": ("short",)}, 1)
-
-
 def test_white_space_alone_is_no_caption(tmp_path: Path) -> None:
     for number, data in enumerate(
         (b" " * (3 << 20), b"\0" * 5000, "\u200b\u202e\ufeff\u3000\u2028".encode(), b"\xef\xbb\xbf")
@@ -273,11 +233,8 @@ def test_white_space_alone_is_no_caption(tmp_path: Path) -> None:
     ("text", "clean", "stripped"),
     [
         ("a\x1b[31mred\x07", "a[31mred", True),
-        ("a\0b", "ab", True),
         ("pay \u202egnp.exe\u202c now", "pay gnp.exe now", True),
-        ("\u2067x\u2069", "x", True),
         ("a\u200bb\ufeffc\u2060d", "abcd", True),
-        ("flag\U000e0067\U000e0062\U000e007f", "flag", True),
         ("a" + "\u200d" * 5000 + "b", "a\u200d\u200db", True),
         ("\U0001f468\u200d\U0001f469\u200d\U0001f467 \u2764\ufe0f\u200d\U0001f525",) * 2 + (False,),
         ("می\u200cخواهم",) * 2 + (False,),
@@ -292,9 +249,7 @@ def test_control_and_unseen_signs_are_taken_out_and_counted(
     assert (listing.captions_stripped, listing.captions_cut, listing.captions_repaired) == (stripped, 0, 0)
 
 
-@pytest.mark.parametrize(
-    "data", [b"\xff" * 3000, b"\xff\xfe\x00\xd8" + b"a\0", b"\xfe\xff\xd8\x00\x00a", b"a\xc0\x80", b"\xed\xa0\x80"]
-)
+@pytest.mark.parametrize("data", [b"\xff" * 3000, b"\xff\xfe\x00\xd8" + b"a\0", b"\xed\xa0\x80"])
 def test_what_is_no_unicode_is_repaired_and_counted(tmp_path: Path, data: bytes) -> None:
     listing = listed_caption(tmp_path, data)
     (caption,) = listing.sources[0].captions
@@ -305,12 +260,9 @@ def test_what_is_no_unicode_is_repaired_and_counted(tmp_path: Path, data: bytes)
     ("data", "says"),
     [
         (b"[" * 1_000_000, "nested too deep"),
-        (b'{"a":' * 200_000, "nested too deep"),
-        (b"9" * 1_000_000, "not JSON"),
         (b"7", "a int"),
         (b"!!python/object/apply:os.system [id]", "not JSON"),
         (b'["' + b"x" * (2 << 20) + b'"]', "larger than"),
-        (b"", "not JSON"),
     ],
 )
 def test_hostile_json_captions_say_why_there_is_none(tmp_path: Path, data: bytes, says: str) -> None:
@@ -324,16 +276,3 @@ def test_a_clip_keeps_so_many_captions(tmp_path: Path) -> None:
     listing = listed_caption(tmp_path, json.dumps([*many, *many[:20]]).encode(), "a.json")
     assert listing.sources[0].captions == tuple(many[:MAX_CAPTIONS])
     assert listing.captions_dropped == 50
-
-
-def test_text_that_looks_like_code_stays_text(tmp_path: Path) -> None:
-    text = "!!python/object/apply:os.system ['id'] {{7*7}} $(id) `id` <script>alert(1)</script> %s%n"
-    assert captions(listed_caption(tmp_path, text.encode())) == {"a.mp4": (text,)}
-
-
-@given(st.text(st.characters(exclude_categories=())), st.integers(1, 50))
-def test_cleaning_a_clean_caption_changes_nothing(text: str, limit: int) -> None:
-    once = clean_caption(text, limit)
-    again = clean_caption(once.text, limit)
-    assert again == (once.text, False, False, False)
-    assert len(once.text) <= limit and once.text.encode() is not None

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from mmspeed.config import Config, dump_config
-from mmspeed.pipelines import TrainPipeline
+from mmspeed.config import Config
 from mmspeed.preprocess import CacheBuilder
 from tests.support.forks import ended, fork, kill, ranks, wait
-from tests.support.killed_builds import another, assert_same, kill_builds, whole_build
-from tests.support.runs import losses, small_config
-
-MOMENTS = [2, pytest.param(50, marks=pytest.mark.slow)]
+from tests.support.killed_builds import another, assert_same, whole_build
 
 
 @pytest.fixture(scope="module")
@@ -28,18 +21,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moments", MOMENTS)
-def test_a_build_killed_at_random_moments_ends_the_same(
-    whole: tuple[Config, float], tmp_path: Path, moments: int
-) -> None:
-    config, seconds = whole
-    kill_builds(config, seconds, tmp_path, random.Random(moments), moments)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("moments", [1, 15])
-def test_of_two_parts_of_an_array_one_is_killed(whole: tuple[Config, float], tmp_path: Path, moments: int) -> None:
-    config, seconds = whole
+def test_of_two_parts_of_an_array_one_is_killed(whole: tuple[Config, float], tmp_path: Path) -> None:
+    (config, seconds), moments = whole, 15
     draw = random.Random(moments)
     for trial in range(moments):
         cut = another(config, tmp_path / str(trial))
@@ -54,11 +37,10 @@ def test_of_two_parts_of_an_array_one_is_killed(whole: tuple[Config, float], tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moments", [1, 10])
 def test_of_two_launched_processes_one_is_killed_and_the_launcher_ends_the_other(
-    whole: tuple[Config, float], tmp_path: Path, moments: int
+    whole: tuple[Config, float], tmp_path: Path
 ) -> None:
-    config, seconds = whole
+    (config, seconds), moments = whole, 10
     draw = random.Random(moments)
 
     def start(cut: Config, log: Path) -> list[int]:
@@ -75,41 +57,3 @@ def test_of_two_launched_processes_one_is_killed_and_the_launcher_ends_the_other
                 kill(pid)
         assert [wait(pid) for pid in start(cut, log)] == [0, 0], log.read_text()
         assert_same(cut, config)
-
-
-def run_and_kill(command: str, config: Config, file: Path, ready: Callable[[], bool], delay: float) -> bool:
-    """Start a command, kill it `delay` seconds after `ready()`; True when it was still running then."""
-    file.write_text(dump_config(config), encoding="utf-8")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mmspeed", command, str(file)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    deadline = time.monotonic() + 60
-    while not ready() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.005)
-    time.sleep(delay)
-    alive = process.poll() is None
-    process.kill()
-    process.wait()
-    return alive
-
-
-@pytest.mark.slow
-def test_training_killed_at_random_moments_writes_the_same_losses(tmp_path: Path) -> None:
-    overrides = ("train.steps=40", "checkpoint.every=3", "validate.every=100", "validate.samples=0")
-    whole = small_config(tmp_path, "name=whole", *overrides)
-    CacheBuilder(whole).run()
-    TrainPipeline(whole).run()
-    killed = small_config(tmp_path, "name=killed", *overrides)
-    moments = random.Random(0)
-    for _ in range(4):
-        before = len(losses(killed))
-        run_and_kill(
-            "train",
-            killed,
-            tmp_path / "killed.yaml",
-            lambda before=before: len(losses(killed)) > before + 3,
-            moments.uniform(0.0, 0.3),
-        )
-    TrainPipeline(killed).run()
-    assert losses(killed) == pytest.approx(losses(whole), rel=1e-5)  # other numbers of threads in the two processes
-    assert len(losses(killed)) == 40

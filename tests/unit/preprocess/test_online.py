@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
-import yaml
 
 from mmspeed.cli.app import run
 from mmspeed.config import Config, dump_config, make_config
@@ -109,44 +104,6 @@ def test_interrupted_in_the_first_epoch_it_goes_on(offline: Config, tmp_path: Pa
     assert entries + cache_row(config)["entries"] == 16
     assert losses(config) == losses(offline)
     assert tar_bytes(config.cache_dir) == tar_bytes(offline.cache_dir) and table(config) == table(offline)
-
-
-@pytest.mark.slow
-def test_a_changed_caption_and_a_new_clip_are_encoded_alone(tmp_path: Path) -> None:
-    config = small_config(tmp_path, clips=7)
-    CacheBuilder(config).run()
-    more = small_config(tmp_path, clips=8)
-    manifest = Path(more.data.sources[0].path)
-    rows = [json.loads(line) for line in manifest.read_text(encoding="utf-8").splitlines()]
-    rows[3]["caption"] = "another caption"
-    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    TrainPipeline(more).run()  # without a builder the cache is trained on as it is: it is whole
-    report = CacheBuilder(more).run()
-    assert (report.encoded, report.texts) == (1, 2)
-
-
-@pytest.mark.slow
-def test_several_windows_and_buckets_and_repeats(tmp_path: Path) -> None:
-    overrides = (
-        "data.windows=3",
-        "data.crops=2",
-        "data.variants=draw",
-        "data.repeats=2",
-        "data.buckets_per_clip=2",
-        "data.buckets=[{frames: 5, height: 32, width: 48}, {frames: 5, height: 32, width: 32}]",
-        "train.steps=8",
-    )
-    here, offline = (
-        small_config(tmp_path / "online", *overrides, clips=4),
-        small_config(tmp_path / "off", *overrides, clips=4),
-    )
-    CacheBuilder(offline).run()
-    TrainPipeline(offline).run()
-    online(here)
-    assert losses(here) == losses(offline)
-    assert tar_bytes(here.cache_dir) == tar_bytes(offline.cache_dir) and table(here) == table(offline)
-    cache = DatasetCache(here.cache_dir)
-    assert len(cache.samples) == 8 and {len(sample.latent_keys) for sample in cache.samples} == {6}
 
 
 STAGES = "curriculum=[{steps: 12, max_pixels: 1024}, {steps: 5, weights: {clips.jsonl: 1}}, {weights: {clips.jsonl: 9, rare: 1}}]"
@@ -249,27 +206,3 @@ def test_switched_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     path.write_text(dump_config(config), encoding="utf-8")
     assert run(["train", str(path)]) == 1
     assert "run mmspeed preprocess first" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_killed_at_any_moment_of_the_first_epoch(offline: Config, tmp_path: Path) -> None:
-    config = small_config(tmp_path, "preprocess.shard_mb=0.01", "checkpoint.every=1")
-    path = tmp_path / "run.yaml"
-    path.write_text(dump_config(config), encoding="utf-8")
-    assert yaml.safe_load(path.read_text())["preprocess"]["online"] is True
-    command = [sys.executable, "-m", "mmspeed", "train", str(path)]
-    delay, kills = 4.0, 0
-    while True:
-        child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            assert child.wait(timeout=delay) == 0
-            break
-        except subprocess.TimeoutExpired:
-            child.send_signal(signal.SIGKILL)
-            child.wait()
-            kills += 1
-            delay += 0.7
-            time.sleep(0.05)
-    assert kills > 2
-    assert losses(config) == losses(offline)
-    assert tar_bytes(config.cache_dir) == tar_bytes(offline.cache_dir) and table(config) == table(offline)

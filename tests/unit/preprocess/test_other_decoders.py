@@ -24,7 +24,7 @@ from mmspeed.preprocess.decoding.worker import DecodeWorker
 from mmspeed.preprocess.report.check import check
 from mmspeed.preprocess.sources.containers import is_plain_container
 from tests.support.decoding import LIMITS, read, source_of, whole
-from tests.support.media import corners_of, number_of, write_image, write_tar, write_video
+from tests.support.media import corners_of, number_of, write_image, write_video
 
 
 def decoder(name: str, *marks: pytest.MarkDecorator) -> Any:
@@ -104,16 +104,6 @@ def test_a_file_is_read_where_frames_and_times_are_the_same(
                 assert corners_of(one[0])[:2] == corners_of(two[0])[:2]
 
 
-@pytest.mark.slow
-def test_a_member_of_a_tar_is_read_from_its_place(worker: tuple[str, DecodeWorker], files: dict[str, Path]) -> None:
-    name, other = worker
-    data = files["h264.mp4"].read_bytes()
-    tar = write_tar(files["h264.mp4"].with_suffix(".tar"), [("words.txt", b"a"), ("a.mp4", data)])
-    video = other.open(source := source_of(tar, 1024 + 512, len(data)), *LIMITS, 60)
-    assert video.reader == name
-    assert [number_of(frame) for frame in read(other, source, whole(video, (1, 4)), 60)] == [1, 4]
-
-
 @pytest.mark.parametrize("name", OTHERS[1:])
 def test_the_matrix_of_untagged_video_decides(files: dict[str, Path], name: str) -> None:
     """It is read as BT.601: the same colours only where the rules say so too."""
@@ -188,18 +178,6 @@ def test_a_cache_never_mixes_decoders_unseen(tmp_path: Path, name: str) -> None:
 def test_pictures_are_left_to_pillow(worker: tuple[str, DecodeWorker], tmp_path: Path) -> None:
     video = worker[1].open(source_of(write_image(tmp_path / "a.png")), *LIMITS, 60)
     assert (video.decoder, video.reader, video.refusal) == ("pillow", "", "")
-
-
-def test_bad_choices_are_one_line(tmp_path: Path) -> None:
-    write_video(tmp_path / "videos" / "a.mp4", frames=9)
-    (tmp_path / "videos" / "a.txt").write_text("words")
-    with pytest.raises(UserError, match=r"preprocess.decoder': input should be 'pyav', 'torchcodec' or 'decord'"):
-        _config(tmp_path, "opencv")
-    tree = _tree(tmp_path, "decord")
-    tree["preprocess"]["decoder_device"] = "run"
-    (tmp_path / "run.yaml").write_text(json.dumps(tree))
-    with pytest.raises(UserError, match=r"decoder_device: run goes with decoder: torchcodec"):
-        load_config(tmp_path / "run.yaml")
 
 
 @pytest.mark.parametrize("name", OTHERS[:1])

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmspeed.cli.init import write_config
-from mmspeed.config import Config, load_config
+from mmspeed.config import Config
 from mmspeed.data import DatasetCache
 from mmspeed.preprocess import CacheBuilder
 from mmspeed.preprocess.sources.contents import ContentIds
@@ -62,33 +61,6 @@ def test_a_killed_build_from_a_remote_tar_ends_as_a_local_one(tmp_path: Path, ow
         kill(pid)
         assert wait(fork(CacheBuilder(remote).run, log)) == 0, log.read_text()
     assert tar_bytes(remote.cache_dir) == tar_bytes(local.cache_dir)
-
-
-@pytest.mark.slow
-def test_a_build_counts_what_cannot_be_fetched_and_the_next_one_completes_it(tmp_path: Path) -> None:
-    rows = [json.loads(line) for line in CLIPS.read_text(encoding="utf-8").splitlines()[:2]]
-    files = tmp_path / "files"
-    files.mkdir()
-    for row in rows:
-        (files / Path(row["video"]).name).write_bytes((CLIPS.parent / row["video"]).read_bytes())
-    named = [{"file_name": Path(row["video"]).name, "text": row["caption"]} for row in rows]
-    (files / "list.jsonl").write_text("\n".join(map(json.dumps, named)))
-    with served(files) as server:
-        lines: list[str] = []
-        path = write_config(tmp_path / "run.yaml", f"{server.url}/list.jsonl", tell=lines.append)
-        assert "columns: 'file_name' as media_column, 'text' as caption_column" in lines
-        assert any("2 of 2 usable" in line for line in lines)
-        source = load_config(path).data.sources[0]
-        assert (source.path, source.media_column) == (f"{server.url}/list.jsonl", "file_name")
-        columns = ("data.sources.0.media_column=file_name", "data.sources.0.caption_column=text")
-        config = small_config(tmp_path / "run", f"data.sources.0.path={source.path}", *columns, clips=1)
-        server.refused[named[0]["file_name"]] = 403  # kept files have no tag, so the next build asks again
-        report = CacheBuilder(config).run()
-        assert (report.encoded, [r.reason.value for r in report.rejections]) == (1, ["unreadable"])
-        assert "no permission" in report.rejections[0].detail
-        server.refused.clear()
-        report = CacheBuilder(config).run()
-        assert (report.encoded, report.reused, report.rejections) == (1, 1, [])
 
 
 def test_remote_files_are_named_by_their_checksum_else_as_local_ones(tmp_path: Path) -> None:

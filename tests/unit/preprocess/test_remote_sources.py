@@ -6,7 +6,6 @@ import hashlib
 import json
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -193,7 +192,7 @@ def test_a_streamed_tar_read_backwards_begins_again_and_says_so(
     assert caplog.text.count("is read from its beginning again") == 1
 
 
-@pytest.mark.parametrize("ranges", [True, False])
+@pytest.mark.parametrize("ranges", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_connection_that_dies_is_tried_again_and_then_named(tmp_path: Path, ranges: bool) -> None:
     tar_of(tmp_path / "a.tar", "xy")
     (tmp_path / "v.mp4").write_bytes(CLIP)
@@ -260,33 +259,6 @@ def test_size_zero_and_too_large(tmp_path: Path) -> None:
 
 
 # -- the bounded store ------------------------------------------------------------------------------------------------
-
-
-def test_the_oldest_files_that_nobody_uses_go_first(tmp_path: Path) -> None:
-    store = MediaStore(350, tmp_path)
-    kept = store.kept
-
-    def add(name: str) -> None:
-        kept.add(name, 100, lambda temp: temp.write(b"x" * 100)).close()
-        time.sleep(0.01)
-
-    for name in ("aa", "bb", "cc"):
-        add(name)
-    pin = kept.pin("aa")  # in use, and now the newest
-    time.sleep(0.01)
-    add("dd")
-    assert [name for name in ("aa", "bb", "cc", "dd") if (tmp_path / name[:2] / name).exists()] == ["aa", "cc", "dd"]
-    for name in ("ee", "ff", "gg"):
-        add(name)
-    assert pin is not None and pin.path.exists()
-    pin.close()
-    for name in ("hh", "ii", "jj"):
-        add(name)
-    assert not pin.path.exists()
-    (tmp_path / "zz").mkdir()
-    (tmp_path / "zz" / ".1-abc.tmp").write_bytes(b"left by a killed process" * 20)
-    add("kk")
-    assert not (tmp_path / "zz" / ".1-abc.tmp").exists()
 
 
 def test_many_threads_and_processes_share_a_store(tmp_path: Path) -> None:

@@ -235,10 +235,3 @@ def test_lines_of_a_cache_are_read_back_and_damaged_ones_are_absent(tmp_path: Pa
     path = tmp_path / "scenes" / "one.jsonl"
     path.write_text(path.read_text() + path.read_text()[:40])
     assert list(read_scenes(tmp_path)) == lines
-
-
-def test_caches_from_before_have_no_scenes(tmp_path: Path) -> None:
-    config = scene_config(tmp_path, "data.scenes=null")
-    old = config.sample_settings()
-    del old["scenes"]
-    assert Config.recorded_settings(old) == config.sample_settings()

@@ -14,16 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmspeed.config import Config
 from mmspeed.config.schema import DataConfig
 from mmspeed.errors import UserError
-from mmspeed.preprocess import check
 from mmspeed.preprocess.sources.discover import SourceListing, list_sources
 from mmspeed.preprocess.sources.rejections import Reason
 from mmspeed.preprocess.sources.scores import ScoreLimits, number
 from tests.support.listing import BUCKETS
 from tests.support.media import write_tar
-from tests.support.runs import small_config, small_tree
 
 SCORES: list[Any] = [4.5, 5, 5.5, 7.25]
 
@@ -127,45 +124,6 @@ def test_the_counts_of_every_threshold_are_exact(values: list[float], limit: flo
             shown, count = other.split(" keeps ")
             within = [v >= float(shown) if key == "min" else v <= float(shown) for v in values]
             assert int(count.split(" ")[0]) == sum(within)
-
-
-def test_check_shows_quantiles_and_what_other_thresholds_keep(tmp_path: Path) -> None:
-    tree = small_tree(tmp_path, clips=4)
-    manifest = Path(tree["data"]["sources"][0]["path"])
-    table = [json.loads(line) | {"aesthetic": 4 + n, "motion": 0.5} for n, line in enumerate(manifest.open())]
-    config = small_config(tmp_path, "data.min={aesthetic: 5, motion: 0.1}", "data.max={aesthetic: 6.5}", clips=4)
-    manifest.write_text("".join(json.dumps(row) + "\n" for row in table))
-    report = check(config)
-    lines = report.lines()
-    assert "  below_minimum        1  clips.jsonl:1" not in lines
-    assert any(line.startswith("  below_minimum        1") for line in lines)
-    assert any(line.startswith("  above_maximum        1") for line in lines)
-    at = lines.index("  score aesthetic: of 4 sources")
-    assert lines[at + 1] == "    quantiles: 0 % 4  5 % 4  25 % 4  50 % 5  75 % 6  95 % 7  100 % 7"
-    assert lines[at + 2] == "    data.min 5 keeps 3 (75%)"
-    assert lines[at + 3] == "      others: 4 keeps 4 (100%); 5 keeps 3 (75%); 6 keeps 2 (50%); 7 keeps 1 (25%)"
-    assert lines[at + 4] == "    data.max 6.5 keeps 3 (75%)"
-    assert "  score motion: of 4 sources" in lines
-    assert any("hint: 1 rejected as below_minimum: lower data.min" in line for line in lines)
-    assert report.page is not None
-    page = report.page.read_text()
-    for words in ("<h2>Scores</h2>", "aesthetic", "data.min 5 keeps 3 (75%)", "data.max 6.5 keeps 3 (75%)", "100 % 7"):
-        assert words in page
-
-
-def test_the_page_has_no_scores_without_thresholds_and_no_mirror_images_without_the_option(tmp_path: Path) -> None:
-    report = check(small_config(tmp_path))
-    assert report.page is not None
-    page = report.page.read_text()
-    assert "<h2>Scores</h2>" not in page and "mirror images" not in page and "scene cuts" not in page
-
-
-def test_caches_from_before_have_no_thresholds(tmp_path: Path) -> None:
-    config = small_config(tmp_path)
-    old = config.sample_settings()
-    del old["min"], old["max"]
-    assert Config.recorded_settings(old) == config.sample_settings()
-    assert Config.recorded_settings(old) != small_config(tmp_path, "data.min={a: 1}").sample_settings()
 
 
 def test_numbers_of_every_kind() -> None:

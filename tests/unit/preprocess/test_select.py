@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from mmspeed.preprocess.decoding.probe import Probe, probe
 from mmspeed.preprocess.decoding.windows import choose_frames, choose_windows, covers, windows_that_fit
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from mmspeed.preprocess.sources.source import Source
-from tests.support.media import write_image, write_video
+from tests.support.media import write_video
 
 
 def even(count: int, fps: float) -> list[float]:
@@ -136,13 +135,3 @@ def test_variants_are_buckets_windows_and_crops_in_order(video: tuple[Source, Pr
         **{**select_clips(*video, settings(), False, 0)[0].__dict__, "crop_number": 1}
     )
     assert len(select_clips(*video, settings(windows="all"), False, 0)) == 4
-
-
-def test_images_have_one_window(tmp_path: Path) -> None:
-    path = write_image(tmp_path / "i.png")
-    source = Source("i.png", str(path), None, None, "image", ("words",), "train")
-    clips = select_clips(source, probe(source, 10**9, 10**9), settings(windows="all", crops=2), False, 0)
-    assert [(clip.indices, clip.crop, clip.fps) for clip in clips] == [
-        ((0,), (0, 0, 64, 64), 0.0),
-        ((0,), (32, 0, 96, 64), 0.0),
-    ]

@@ -128,14 +128,6 @@ def test_undecodable_file_names_and_texts_stay_valid_unicode(tmp_path: Path) -> 
     assert source.open().read() == b"x"
 
 
-def test_long_captions_are_cut_and_counted(tmp_path: Path) -> None:
-    media(tmp_path / "a.mp4")
-    (tmp_path / "a.txt").write_text("word " * 100)
-    listing = listed(tmp_path, max_caption_chars=10)
-    assert listing.sources[0].captions == ("word word",)
-    assert listing.captions_cut == 1
-
-
 @given(st.text(), st.integers(1, 30))
 def test_clean_caption_properties(text: str, limit: int) -> None:
     clean, cut, _, _ = clean_caption(text, limit)
@@ -199,8 +191,7 @@ def write_manifest(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
-@pytest.mark.parametrize("by_folder", [False, True])
+@pytest.mark.parametrize(("ending", "by_folder"), [("jsonl", True), ("csv", False), ("parquet", True)])
 def test_manifests_agree(tmp_path: Path, ending: str, by_folder: bool) -> None:
     path = write_manifest(tmp_path / f"metadata.{ending}")
     listing = listed(tmp_path if by_folder else path)
@@ -219,8 +210,9 @@ def test_manifests_agree(tmp_path: Path, ending: str, by_folder: bool) -> None:
     assert listing.files == len(ROWS) == accounted(listing)
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
-@pytest.mark.parametrize("option", ["media_column", "caption_column"])
+@pytest.mark.parametrize(
+    ("ending", "option"), [("jsonl", "media_column"), ("csv", "caption_column"), ("parquet", "caption_column")]
+)
 def test_missing_column_names_those_there_are(tmp_path: Path, ending: str, option: str) -> None:
     path = write_manifest(tmp_path / f"m.{ending}")
     with pytest.raises(UserError, match=f"no column 'file'; it has 'video', 'caption', 'split': set {option}"):
@@ -231,19 +223,6 @@ def test_missing_split_column_is_train(tmp_path: Path) -> None:
     path = write_manifest(tmp_path / "m.jsonl")
     assert {s.split for s in listed(path, split_column="subset").sources} == {"train"}
     assert {s.split for s in listed(path, split_column=None).sources} == {"train"}
-
-
-def test_broken_jsonl_rows_are_counted_with_their_lines(tmp_path: Path) -> None:
-    media(tmp_path / "a.mp4")
-    good = json.dumps({"video": "a.mp4", "caption": ["one", "two", "\ud800"]}).encode()
-    deep = b'{"video": ' + b"[" * 100_000 + b"}"
-    lines = [good, b"{", b"[1]", deep, b"", b'{"video": 7, "caption": "x"}', b'{"video": "a.mp4", "caption": {"a": 1}}']
-    (tmp_path / "m.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\n".join(lines) + b'\n{"video": "a\x00.mp4"}\n\xff\xfe\n')
-    listing = listed(tmp_path / "m.jsonl")
-    assert captions(listing) == {"a.mp4": ("one", "two", "\ufffd")}
-    assert set(reasons(listing).values()) == {Reason.BAD_ROW}
-    assert list(reasons(listing)) == [f"m.jsonl:{line}" for line in (2, 3, 4, 6, 7, 8, 9)]
-    assert accounted(listing) == listing.files == 8
 
 
 def test_csv_rows_with_unquoted_commas_are_not_guessed_at(tmp_path: Path) -> None:
@@ -296,7 +275,7 @@ def test_samples_without_media_or_caption(tmp_path: Path) -> None:
     assert accounted(listing) == listing.files == 6
 
 
-@pytest.mark.parametrize("keep", [5120, 5000, 2560, 2600, 3500, 4096 + 30])
+@pytest.mark.parametrize("keep", [5000, 2560, 2600, 4096 + 30])
 def test_cut_tars_give_what_is_whole(tmp_path: Path, keep: int) -> None:
     path = write_tar(
         tmp_path / "t.tar", [("a.txt", b"a"), ("a.mp4", b"m" * 600), ("b.txt", b"b"), ("b.mp4", b"n" * 600)]
@@ -306,30 +285,6 @@ def test_cut_tars_give_what_is_whole(tmp_path: Path, keep: int) -> None:
     assert [s.open().read() for s in listing.sources] == [b"m" * 600] + [b"n" * 600] * (keep >= 5000)
     assert (Reason.TRUNCATED in reasons(listing).values()) == (keep not in (5120, 2560))
     assert accounted(listing) == listing.files
-
-
-def test_damaged_headers_are_reported(tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "t.tar", [("a.txt", b"a"), ("a.mp4", b"m"), ("b.txt", b"b"), ("b.mp4", b"n")])
-    data = bytearray(path.read_bytes())
-    data[2048:2560] = b"\xaa" * 512
-    path.write_bytes(data)
-    listing = listed(path)
-    assert [s.name for s in listing.sources] == ["t.tar!a.mp4"]
-    assert reasons(listing) == {"t.tar": Reason.TRUNCATED}
-
-
-def test_negative_member_size_does_not_hang(tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "t.tar", [("a.txt", b"a"), ("a.mp4", b"m"), ("b.mp4", b"n")])
-    data = bytearray(path.read_bytes())
-    header = data[2048:2560]
-    header[124:136] = b"\xff" * 11 + b"\x00"  # a base-256 size of -256
-    header[148:156] = b" " * 8
-    header[148:156] = b"%06o\0 " % sum(header)
-    data[2048:2560] = header
-    path.write_bytes(data)
-    listing = listed(path)
-    assert [s.name for s in listing.sources] == ["t.tar!a.mp4"]
-    assert reasons(listing)["t.tar"] is Reason.TRUNCATED
 
 
 def test_compressed_tar_under_a_plain_name(tmp_path: Path) -> None:

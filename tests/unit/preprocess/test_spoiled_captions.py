@@ -9,7 +9,6 @@ import pytest
 
 from mmspeed.config import Config
 from mmspeed.data import DatasetCache
-from mmspeed.errors import UserError
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.preprocess import CacheBuilder, OnlineBuilder
 from tests.support.runs import losses, small_config
@@ -81,16 +80,6 @@ def test_preprocess_rejects_and_counts_them_and_keeps_the_rest(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_parts_of_a_job_array_agree_on_them(tmp_path: Path) -> None:
-    config = spoiled_config(tmp_path)
-    CacheBuilder(config, "1/2").run()
-    report = CacheBuilder(config, "2/2").run()
-    assert (report.encoded, report.rejected, report.texts_failed) == (4, 2, 4)
-    cache = DatasetCache(config.cache_dir)
-    assert captions_of(cache) == KEPT and names(cache) == NAMED
-
-
-@pytest.mark.slow
 def test_the_first_epoch_goes_on_without_them_also_after_a_stop(tmp_path: Path) -> None:
     runs = {}
     for name in ("whole", "stopped"):
@@ -105,15 +94,3 @@ def test_the_first_epoch_goes_on_without_them_also_after_a_stop(tmp_path: Path) 
         assert sum(sample.lost for sample in cache.samples) == 2
         runs[name] = losses(config)
     assert runs["whole"] == runs["stopped"] and len(runs["whole"]) >= 5
-
-
-@pytest.mark.slow
-def test_a_data_set_without_any_caption_left_is_one_line(tmp_path: Path) -> None:
-    config = spoiled_config(tmp_path)
-    manifest = Path(config.data.sources[0].path)
-    rows = [json.loads(line) | {"caption": "a rabbit"} for line in manifest.read_text(encoding="utf-8").splitlines()]
-    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    with pytest.raises(
-        UserError, match=r"^none of the 6 files could be encoded \(6 caption_failed\); every one is listed"
-    ):
-        CacheBuilder(config).run()

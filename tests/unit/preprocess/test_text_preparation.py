@@ -10,8 +10,7 @@ import pytest
 from pydantic import Field
 
 from mmspeed.cli.app import run
-from mmspeed.config import RunConfig, load_run_config
-from mmspeed.config.language import LanguageConfig
+from mmspeed.config import RunConfig
 from mmspeed.config.tasks import TASKS, TaskEntry
 from mmspeed.config.texts import BytesTokenizerConfig, TextsConfig, TokenizerConfig
 from mmspeed.data.cache.documents import TextCache
@@ -100,25 +99,3 @@ def test_the_texts_of_the_package_are_split_by_work(tmp_path: Path) -> None:
     assert cache.sources == ["train", "validation"]
     assert cache.lengths.sum() == 1_678_597 + 11
     assert cache.tokenizer().decode(cache.ids(9, 0, 17).tolist()) == "PARADISE REGAINED"
-
-
-def test_init_writes_a_config_of_texts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The texts of the package, and those of a folder; the config is read back."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
-    for words, sources in (
-        (["packaged", "--task", "language"], 2),
-        (["own", "--texts", "texts"], 1),
-        (["whole", "--texts", "texts", "--full"], 1),
-    ):
-        assert run(["init", *words]) == 0, capsys.readouterr().err
-        config = load_run_config(tmp_path / f"{words[0]}.yaml")
-        assert isinstance(config, LanguageConfig) and len(config.texts.sources) == sources
-        assert config.sequence_length == 512
-    assert run(["init", "none", "--texts", "absent"]) == 1
-    assert "--texts: absent does not exist" in capsys.readouterr().err
-    assert run(["init", "none", "--texts", "texts", "--videos", "texts"]) == 1
-    assert "--texts is of the task language" in capsys.readouterr().err

@@ -49,22 +49,6 @@ def test_two_machines_make_the_cache_of_one(tmp_path: Path, sources: list[dict[s
     assert after.reused == after.blocks > 1 and cache.fingerprint == whole.fingerprint
 
 
-@pytest.mark.slow
-def test_documents_of_one_source_count_once(tmp_path: Path, sources: list[dict[str, Any]]) -> None:
-    """A block of both is one; what one of the caches has besides follows."""
-    roots = [tmp_path / name / "cache" for name in ("1", "2", "3")]
-    build(tmp_path / "1", sources[:1])
-    both = texts_of(build(tmp_path / "2", sources)[1])
-    assert merge(tmp_path / "new", roots[:2]).samples == len(both)
-    assert texts_of(TextCache(tmp_path / "new")) == both
-    write(tmp_path / "a.jsonl", [f"another text {number}" for number in range(20)])  # on another machine
-    other = texts_of(build(tmp_path / "3", sources[:1])[1])
-    assert merge(tmp_path / "more", roots[1:]).samples == len(both) + len(other) == len(both) + 20
-    united = TextCache(tmp_path / "more")
-    assert sorted(texts_of(united)) == sorted(both + other)
-    assert united.source.tolist() == sorted(united.source.tolist()) and not verify(tmp_path / "more").damage
-
-
 def test_caches_that_do_not_fit_are_named(tmp_path: Path, sources: list[dict[str, Any]]) -> None:
     roots = [tmp_path / name / "cache" for name in ("1", "2", "3", "4")]
     build(tmp_path / "1", sources[:1])

@@ -1,4 +1,4 @@
-"""The second generator: its words and numbers by other means, its table, the statistics of what it draws."""
+"""The second generator: its words and numbers by other means, its table, the names of what it draws."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import string
-from collections import Counter
 from statistics import NormalDist
 from typing import Any
 
@@ -24,7 +23,6 @@ from tests.support.philox import Words, device_normal, first_words, normal_of, p
 
 NAME = (7, "noise", "s39990", 3, 0)
 PAIR = ("s39990", "s133687")  # the hashes of their names have the same low 32 bits
-KOLMOGOROV = 1.63  # the 1 % level of sqrt(n) times the greatest distance
 NORMAL = NormalDist()
 
 
@@ -142,23 +140,6 @@ def test_a_permutation_sorts_words(count: int) -> None:
     assert rng.permutation(count, 0, "order", count).tolist() == sorted(range(count), key=lambda n: (words[n], n))
 
 
-@pytest.mark.parametrize("count", [1 << 14, (1 << 14) + 1, 1 << 17])
-def test_long_permutations_are_sorted_as_short_ones_are(count: int) -> None:
-    words = philox.PhiloxStream(0, "order", count).words(0, count)
-    assert np.array_equal(rng.permutation(count, 0, "order", count), np.lexsort((np.arange(count), words)))
-
-
-@pytest.mark.parametrize("count", [999, 70_001])
-@pytest.mark.parametrize("shift", [3, 52])
-def test_words_that_are_alike_in_their_upper_bits_or_wholly_are_still_in_order(
-    count: int, shift: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = (np.arange(count, dtype=np.uint64) * np.uint64(7919) % np.uint64(601)) << np.uint64(shift)
-    monkeypatch.setattr(philox.PhiloxStream, "words", lambda self, begin, count: words[begin : begin + count])
-    expected = sorted(range(count), key=lambda n: (words[n], n))
-    assert philox.PhiloxStream(0, "ties").permutation(count).tolist() == expected
-
-
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.one_of(st.integers(0, 3), st.integers(2**64 - 3, 2**64 - 1), st.integers(0, 2**64 - 1)), max_size=70),
@@ -180,35 +161,7 @@ def test_a_stream_gives_new_numbers_at_each_draw() -> None:
     assert second == sorted(range(20), key=words[20:].__getitem__)
 
 
-def test_permutations_are_equally_frequent() -> None:
-    counts = Counter(tuple(rng.permutation(4, 0, "order", number).tolist()) for number in range(12_000))
-    assert len(counts) == 24
-    assert sum((count - 500) ** 2 / 500 for count in counts.values()) < 49.7  # 0.1 % of 23 degrees of freedom
-
-
 # -- the table --------------------------------------------------------------------------------------------------------
-
-
-def test_the_table_holds_the_means_of_equal_parts() -> None:
-    """Each entry against its definition in 30 digits, at some places; its shape and moments at all."""
-    mp = pytest.importorskip("mpmath")  # torch's sympy brings it
-    mp.mp.dps = 30
-    table = philox.quantiles().astype(np.int64)
-    assert table.shape == (65536,) and (np.diff(table) > 0).all() and (table == -table[::-1]).all()
-
-    def edge(part: int) -> Any:
-        x = mp.mpf(NORMAL.inv_cdf(0.5 + part / 65536))
-        return x - (mp.mpf(32768 - part) / 65536 - mp.erfc(x / mp.sqrt(2)) / 2) / mp.npdf(x)
-
-    scale = mp.mpf("1482911.498146974383816686")  # makes the means' variance 2**41, half of a number's
-    for part in (0, 1, 2, 100, 9999, 20_000, 32_000, 32_700, 32_765, 32_766):
-        mean = 65536 * (mp.npdf(edge(part)) - mp.npdf(edge(part + 1)))
-        assert int(mp.nint(scale * mean)) == table[32768 + part]
-    assert int(mp.nint(scale * 65536 * mp.npdf(edge(32_767)))) == table[-1]
-    squares = int((table**2).sum())  # of whole numbers: exact
-    variance = 2 * squares / 65536 / 2**42
-    fourth = (2 * sum(int(x) ** 4 for x in table) / 65536 + 6 * (squares / 65536) ** 2) / 2**84
-    assert abs(variance - 1) < 1e-9 and abs(fourth / variance**2 - 3) < 1e-4
 
 
 def exact_share_below(x: float) -> float:
@@ -222,86 +175,6 @@ def test_the_distribution_of_all_pairs_is_normal() -> None:
     assert max(abs(exact_share_below(x) - NORMAL.cdf(x)) for x in places) < 1e-5
     for place, error in ((3.0, 1e-3), (4.0, 0.01), (4.5, 0.03), (5.0, 0.1)):  # tails, of their own size
         assert exact_share_below(-place - 2**-22) == pytest.approx(NORMAL.cdf(-place), rel=error)
-
-
-# -- statistics -------------------------------------------------------------------------------------------------------
-
-
-class Moments:
-    """Sums of what was drawn, for tests over more numbers than fit into memory."""
-
-    def __init__(self) -> None:
-        self.edges = torch.tensor([NORMAL.inv_cdf(k / 1000) for k in range(1, 1000)], dtype=torch.float32)
-        self.counts = torch.zeros(1000, dtype=torch.long)
-        self.tails = Counter[int]()
-        self.number, self.first, self.second, self.lagged = 0, 0.0, 0.0, 0.0
-
-    def add(self, drawn: torch.Tensor) -> None:
-        self.counts += torch.bincount(torch.bucketize(drawn, self.edges), minlength=1000)
-        wide = drawn.double()
-        self.number += len(drawn)
-        self.first += float(wide.sum())
-        self.second += float(wide.square().sum())
-        self.lagged += float((wide[1:] * wide[:-1]).sum())
-        for place in (3, 4, 5):
-            self.tails[place] += int((drawn.abs() > place).sum())
-
-    def check(self) -> None:
-        n = self.number
-        assert abs(self.first) < 4 * math.sqrt(n), "mean"
-        assert abs(self.second - n) < 4 * math.sqrt(2 * n), "variance"
-        assert abs(self.lagged) < 4 * math.sqrt(n), "correlation of neighbours"
-        chi_square = float(((self.counts - n / 1000).double().square() / (n / 1000)).sum())
-        assert abs(chi_square - 999) < 4 * math.sqrt(2 * 999), "chi-square of 1000 equal parts"
-        for place, actual in self.tails.items():
-            expected = 2 * n * NORMAL.cdf(-place)
-            assert abs(actual - expected) < 4 * math.sqrt(expected) + 1, f"beyond {place}"
-
-
-def distance(values: torch.Tensor, counts: torch.Tensor) -> float:
-    """sqrt(n) times the greatest distance from the normal distribution (Kolmogorov-Smirnov) of numbers: ascending values, with counts."""
-    share, n = torch.special.ndtr(values.double()), int(counts.sum())
-    upto = counts.cumsum(0).double()
-    return float(torch.maximum(share - (upto - counts) / n, upto / n - share).max()) * math.sqrt(n)
-
-
-def correlations(names: int, values: int) -> float:
-    """The sum of squared correlations of each two names' numbers, in standard deviations from its mean."""
-    drawn, squared = torch.empty(names, values, dtype=torch.float64), 0.0
-    for number, row in enumerate(drawn):
-        row.copy_(rng.normal((values,), 0, "noise", f"s{number}", 0, 0))
-    drawn /= drawn.norm(dim=1, keepdim=True)
-    for some in drawn.split(500):  # not all products at a time: those of 10,000 names are 800 MB
-        squared += float((some @ drawn.T).square().sum())
-    pairs = names * (names - 1) / 2
-    return ((squared - names) / 2 * values - pairs) / math.sqrt(2 * pairs)
-
-
-def test_two_million_numbers_are_normal() -> None:
-    moments = Moments()
-    drawn = rng.normal((2_100_000,), 0, "statistics")
-    moments.add(drawn)
-    moments.check()
-    assert distance(*drawn.unique(return_counts=True)) < KOLMOGOROV
-    assert abs(correlations(300, 1000)) < 4
-
-
-@pytest.mark.slow
-def test_a_hundred_million_numbers_are_normal() -> None:
-    moments, counts = Moments(), torch.zeros(2**25, dtype=torch.long)  # by multiples of 2**-21
-    for part in range(50):
-        drawn = rng.normal((2 * 10**6,), 0, "statistics", part)
-        moments.add(drawn)
-        counts += torch.bincount((drawn.double() * 2**21).long() + 2**24, minlength=2**25)
-    moments.check()
-    values = counts.nonzero()[:, 0]
-    assert moments.number == 10**8 == counts.sum()
-    assert distance((values - 2**24) / 2**21, counts[values]) < KOLMOGOROV
-
-
-@pytest.mark.slow
-def test_ten_thousand_names_are_not_correlated() -> None:
-    assert abs(correlations(10_000, 10_000)) < 4
 
 
 # -- names ------------------------------------------------------------------------------------------------------------
@@ -324,12 +197,6 @@ def test_no_two_of_many_names_meet() -> None:
     assert len(np.unique(words)) == 150_000  # of 2**32 seeds, three pairs would
     for number in range(0, 150_000, 10_007):
         assert words[number] == philox.PhiloxStream(0, "noise", f"s{number}", 0, 0).words(0, 1)[0]
-
-
-@pytest.mark.slow
-def test_no_two_of_ten_million_names_meet() -> None:
-    words = np.concatenate([first_words_of(range(at, at + 10**5)) for at in range(0, 10**7, 10**5)])
-    assert len(np.unique(words)) == 10**7
 
 
 def test_different_names_have_different_texts() -> None:

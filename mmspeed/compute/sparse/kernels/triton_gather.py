@@ -12,7 +12,7 @@ second-level cache while the programs of that head run, which is why items are n
 allows some 380 TFLOP/s, b = 128 twice that. Clusters of 256 queries and more therefore take blocks of 128. The sums of dk and dv are read
 and written once for each cluster that keeps a key, 16 D bytes for 8 b D operations of a whole cluster of b, also within that cache.
 To be tuned on a device: QUERY_BLOCKS, KEY_BLOCK, PROGRAMS, and warps and stages in `shape_for`.
-`mmspeed bench attention --device cuda --backend triton` measures.
+`python -m tests.claims.attention --device cuda --backend triton` measures.
 
 Legend: B batch, A heads, G = B x A, N queries, M keys, D head width, C clusters of queries, K clusters of keys, R ranges of keys, S shares.
 """

@@ -139,4 +139,4 @@ def test_other_devices_are_refused_in_words(name: str) -> None:
         "rotary": (draws(1, 4, 2, 8), draws(1, 4, 4), draws(1, 4, 4)),
         "document_attention": (draws(4, 2, 8), draws(4, 2, 8), draws(4, 2, 8), bounds_Z, None),
     }[name]
-    assert OPERATORS[name].reasons(*args)["fused"] == "it is a kernel of NPUs, not of cpu"
+    assert OPERATORS[name]["fused"].refuses(*args) == "it is a kernel of NPUs, not of cpu"

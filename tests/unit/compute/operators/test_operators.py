@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed._tools.mem_tracker import MemTracker
 
 from mmspeed.compute.operators.cross_entropy import IGNORED, linear_cross_entropy, rows_of_chunk
 from mmspeed.compute.operators.documents import document_attention, numbers_of, positions_of
@@ -105,9 +104,9 @@ def test_bounds_that_are_not_the_tokens_are_an_error() -> None:
 
 def test_a_loop_serves_what_grouped_mm_refuses() -> None:
     wide = numbers(4, 17), numbers(2, 8, 17, seed=1), torch.tensor([1, 4])
-    assert "no multiple of 16 bytes" in grouped_product.reasons(*wide)["grouped_mm"]
+    assert "no multiple of 16 bytes" in grouped_product["grouped_mm"].refuses(*wide)
     double = numbers(4, 8, dtype=torch.float64), numbers(2, 8, 8, dtype=torch.float64), torch.tensor([1, 4])
-    assert "takes no torch.float64" in grouped_product.reasons(*double)["grouped_mm"]
+    assert "takes no torch.float64" in grouped_product["grouped_mm"].refuses(*double)
     assert grouped_product.choose(*wide).name == grouped_product.choose(*double).name == "loop"
     assert torch.autograd.gradcheck(lambda x, w: grouped_product(x, w, double[2]), double[:2])
     with pytest.raises(ValueError, match="4 rows, and the last group ends at 3"):
@@ -161,18 +160,3 @@ def test_swiglu_keeps_its_two_inputs_alone() -> None:
 
     operator = OPERATORS["swiglu"]
     assert kept(operator) == 2 * 32 < kept(operator.eager.run)
-
-
-def test_the_peak_of_a_loss_is_small_beside_that_of_logits_in_full() -> None:
-    """Beyond inputs and their gradients, by torch's MemTracker; logits of 512 x 8,192 numbers take 16 MiB."""
-
-    def peak(run: Callable[..., tuple[Tensor, Tensor]]) -> int:
-        x, weight = numbers(512, 16), numbers(8_192, 16, seed=1)
-        tracker = MemTracker()
-        tracker.track_external(x, weight)
-        with tracker:
-            run(x, weight, torch.arange(512))[0].sum().backward()
-        (by_kind,) = tracker.get_tracker_snapshot("peak").values()
-        return int(by_kind["Total"]) - 2 * 4 * (x.numel() + weight.numel())
-
-    assert peak(linear_cross_entropy) < 0.15 * 512 * 8_192 * 4 < 0.15 * peak(linear_cross_entropy.eager.run)

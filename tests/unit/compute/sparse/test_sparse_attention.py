@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmspeed import rng
-from mmspeed.compute.sparse import ClusterPlan, SparseOutput, TailClusters, clustered_attention, key_means
+from mmspeed.compute.sparse import SparseOutput, clustered_attention, key_means
 from mmspeed.compute.sparse.attention import KERNELS, choose_kernel
 from mmspeed.compute.sparse.kernels.kernel import SparseKernel
 from tests.support.covers import checkered
@@ -53,9 +53,6 @@ def cases(*dtypes: torch.dtype) -> list[Any]:
 
 def in_words(value: Any) -> str:
     return str(value).replace("torch.", "")
-
-
-# ---- T1, T2, T3: dense attention, finite differences, the oracle
 
 
 @pytest.mark.parametrize(("backend", "dtype", "tail"), cases(torch.float32, torch.float64))
@@ -141,57 +138,6 @@ def test_any_plan(
         assert error(x, y, least=1.0) <= 4 * TOLERANCE[dtype]
 
 
-# ---- T4: what plans may be
-
-
-def shuffled(plan: ClusterPlan, q_order_N: Tensor, k_order_M: Tensor) -> ClusterPlan:
-    """The plan of queries `q[q_order]` and keys `k[k_order]`."""
-    kept_GCM = plan.kept_keys()[..., k_order_M]
-    tail = plan.tail and replace(plan.tail, label_GM=plan.tail.label_GM[:, k_order_M])
-    return replace(
-        plan, q_index_GN=q_order_N.argsort()[plan.q_index_GN], kv_index_Z=kept_GCM.nonzero()[:, 2].int(), tail=tail
-    )
-
-
-@pytest.mark.parametrize(("backend", "dtype", "tail"), cases(torch.float64))
-def test_the_order_of_tokens_does_not_matter(backend: str, dtype: torch.dtype, tail: str) -> None:
-    plan = random_plan(2, 2, 40, 50, tail_clusters=4)
-    tensors = qkv(plan, dtype=dtype)
-    q_order, k_order = (
-        torch.from_numpy(rng.permutation(40, 1, "q")),
-        torch.from_numpy(rng.permutation(50, 1, "k")),
-    )
-    other = shuffled(plan, q_order, k_order)
-    moved = [
-        x.detach()[:, :, order].requires_grad_() for x, order in zip(tensors, (q_order, k_order, k_order), strict=True)
-    ]
-    out = clustered_attention(*tensors, plan, tail=tail, backend=backend).out_BAND  # type: ignore[arg-type]
-    again = clustered_attention(*moved, other, tail=tail, backend=backend).out_BAND  # type: ignore[arg-type]
-    assert error(again, out[:, :, q_order]) <= 1e-13
-    dout = rng.normal(out.shape, 2, "dout").double()
-    grads = torch.autograd.grad(out, tensors, dout)
-    moved_grads = torch.autograd.grad(again, moved, dout[:, :, q_order])
-    for x, y, order in zip(moved_grads, grads, (q_order, k_order, k_order), strict=True):
-        assert error(x, y[:, :, order]) <= 1e-12
-
-
-@pytest.mark.parametrize(("backend", "dtype", "tail"), cases(torch.float32))
-def test_queries_alike_see_alike(backend: str, dtype: torch.dtype, tail: str) -> None:
-    plan = random_plan(1, 2, 30, 40, clusters=1, tail_clusters=4)
-    q, k, v = qkv(plan)
-    out = clustered_attention(q[:, :, :1].expand_as(q), k, v, plan, tail=tail, backend=backend).out_BAND
-    assert error(out, out[:, :, :1].expand_as(out)) <= 1e-6
-
-
-@pytest.mark.parametrize(("backend", "dtype", "tail"), cases(torch.float32))
-def test_one_kept_key_is_its_value(backend: str, dtype: torch.dtype, tail: str) -> None:
-    plan = random_plan(1, 2, 30, 40, keep=0.0, min_keep=1)
-    q, k, v = qkv(plan, dtype=dtype)
-    out = clustered_attention(q, k, v, plan, backend=backend).out_BAND
-    only_GN = plan.kept_mask().int().argmax(dim=3)
-    assert error(out, v.gather(2, only_GN[..., None].expand_as(out))) <= 1e-6
-
-
 @pytest.mark.parametrize(("backend", "dtype", "tail"), cases(torch.float32))
 def test_masked_keys_are_nowhere(backend: str, dtype: torch.dtype, tail: str) -> None:
     mask_BM = torch.ones(2, 40, dtype=torch.bool)
@@ -206,39 +152,6 @@ def test_masked_keys_are_nowhere(backend: str, dtype: torch.dtype, tail: str) ->
     assert torch.equal(clustered_attention(tensors[0], *other, plan, tail=tail, backend=backend).out_BAND, out)
 
 
-# ---- T5: what dropped keys get
-
-
-@pytest.mark.parametrize(("backend", "dtype", "tail"), cases(torch.float64))
-def test_gradient_of_dropped_keys(backend: str, dtype: torch.dtype, tail: str) -> None:
-    plan = random_plan(1, 2, 30, 40, clusters=3, keep=0.2, tail_clusters=4)
-    tensors = qkv(plan, dtype=dtype)
-    _, _, _, dk, dv = results(tensors, plan, tail=tail, backend=backend)
-    dropped = ~plan.kept_keys().any(dim=1).view(1, 2, 40)
-    assert dropped.any()
-    if tail == "zero":
-        assert dk[dropped].eq(0).all() and dv[dropped].eq(0).all()
-        return
-    assert plan.tail is not None
-    label, head = plan.tail.label_GM, int(dropped[0].any(dim=1).int().argmax())
-    for grad in (dk, dv):  # all dropped keys of a cluster move its mean alike
-        for cluster in range(plan.tail.clusters):
-            rows = grad[0, head][dropped[0, head] & (label[head] == cluster)]
-            assert not len(rows) or (rows.abs().max() > 0 and error(rows, rows[:1].expand_as(rows)) <= 1e-12)
-    key, step = int(dropped[0, head].int().argmax()), 1e-6
-    ends = []
-    for sign in (1, -1):
-        v = tensors[2].detach().clone()
-        v[0, head, key, 2] += sign * step
-        ends.append(clustered_attention(*tensors[:2], v, plan, tail=tail, backend=backend).out_BAND)  # type: ignore[call-arg,arg-type,misc]
-    dout = rng.normal(ends[0].shape, 0, "sparse", "dout").double()
-    slope = ((ends[0] - ends[1]) * dout).sum() / (2 * step)
-    assert abs(slope - dv[0, head, key, 2]) <= 1e-7
-
-
-# ---- T9, T10: the same bits; no NaN
-
-
 @pytest.mark.parametrize(("backend", "dtype", "tail"), cases(torch.float32, torch.float64, torch.bfloat16))
 @pytest.mark.parametrize("size", [0.0, 1e-20, 1e3, 1e6])
 def test_extreme_scores_have_no_nan(backend: str, dtype: torch.dtype, tail: str, size: float) -> None:
@@ -247,25 +160,6 @@ def test_extreme_scores_have_no_nan(backend: str, dtype: torch.dtype, tail: str,
     q, k = ((x.detach() * size).requires_grad_() for x in (q, k))
     for x in results([q, k, v], plan, tail=tail, backend=backend):
         assert not x.isnan().any() and not x.isposinf().any()
-
-
-@pytest.mark.parametrize(("backend", "dtype", "tail"), cases(torch.float64))
-def test_equal_keys_are_a_mean(backend: str, dtype: torch.dtype, tail: str) -> None:
-    plan = random_plan(1, 2, 30, 40, keep=0.3, min_keep=1, tail_clusters=4)
-    q, k, v = qkv(plan, dtype=dtype)
-    equal = k.detach()[:, :, :1].expand_as(k)
-    out = clustered_attention(q, equal, v, plan, tail=tail, backend=backend).out_BAND
-    if tail == "zero":
-        kept = plan.kept_mask().double()
-        assert error(out, kept @ v / kept.sum(dim=-1, keepdim=True)) <= 1e-12
-        return
-    fewer = replace(
-        plan, tail=TailClusters(torch.zeros_like(plan.tail.label_GM), 1, plan.tail.dropped_GCK.sum(2, keepdim=True))
-    )  # type: ignore[union-attr]
-    kept, everyone = plan.kept_mask().double(), v.mean(dim=2, keepdim=True)
-    right = (kept @ v + (40 - kept.sum(dim=-1, keepdim=True)) * everyone) / 40
-    assert error(clustered_attention(q, equal, v, fewer, tail=tail, backend=backend).out_BAND, right) <= 1e-12
-    assert not out.isnan().any()
 
 
 # ---- the function around the kernels

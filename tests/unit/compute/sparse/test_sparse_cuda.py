@@ -172,23 +172,6 @@ def test_flex_has_no_gradients_on_cpu_and_serves_tiles_only() -> None:
     assert "not made of tiles" in flex.FLEX.refuses(x, x, x, random_plan(2, 2, 9, 9), None)
 
 
-@pytest.mark.slow
-def test_flex_compiled() -> None:
-    """torch's CPU kernel also walks the lists of blocks, but gives no log-sum-exp."""
-    plan = tiled((4, 11, 6), True)
-    q, k, v, _ = draw(plan, 16, torch.float32)
-    assert plan.tiles is not None
-    queries = flex.filled(plan.q_offsets_GC, plan.q_index_GN)
-    keys = flex.filled(plan.tiles.key_offsets_R[None], plan.tiles.key_index_M[None])
-    mask = flex.block_mask(plan, plan.tiles, queries, keys)
-    inputs = flex._rows(q, queries.row), flex._rows(k, keys.row), flex._rows(v, keys.row)
-    with torch.no_grad():
-        compiled = torch.compile(flex.flex_attention, dynamic=False)(*inputs, block_mask=mask)
-    right = clustered_attention(q, k, v, plan, backend="masked").out_BAND
-    at = torch.empty_like(plan.q_index_GN).scatter_(1, plan.q_index_GN, queries.place)
-    assert near(flex._rows(compiled, at), right, 1e-5)
-
-
 # ---- the part that several kernels merge: attention to the means
 
 

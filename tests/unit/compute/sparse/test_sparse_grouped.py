@@ -29,9 +29,7 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(
-    ("width", "value_width"), [(1, 1), (3, 3), (20, 20), (64, 64), (80, 80), (160, 160), (16, 24), (24, 16)]
-)
+@pytest.mark.parametrize(("width", "value_width"), [(3, 3), (160, 160), (16, 24)])
 @pytest.mark.parametrize("tail", TAILS)
 def test_any_width_of_heads(width: int, value_width: int, tail: str, threads: int) -> None:
     plan = random_plan(1, 2, 50, 60, tail_clusters=5)

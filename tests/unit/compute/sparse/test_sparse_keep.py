@@ -5,17 +5,13 @@ Legend: B batch, A heads, G = B x A, N queries, M keys, D head width, C clusters
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
 
 from mmspeed import rng
-from mmspeed.bench.attention_data import make_qkv
 from mmspeed.compute.rope import grid_positions
 from mmspeed.compute.sparse import clustered_attention
-from mmspeed.compute.sparse.planners import clusters
 from mmspeed.compute.sparse.planners.clusters import KeyClusters, lost_variance, mean_square, plan_clusters
 from mmspeed.compute.sparse.planners.selection import KeepRule, PlannerContext, Rule
 from mmspeed.compute.sparse.planners.tiles import plan_tiles
@@ -88,34 +84,6 @@ def test_what_means_miss_is_nothing_of_a_key_that_is_its_mean_and_unknown_of_no_
     assert mean_square(torch.tensor([[[1.0, 3.0], [2.0, 0.0]]])).tolist() == pytest.approx([3.5])
 
 
-def test_weighing_by_what_means_miss_errs_less_for_as_many_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    errors: dict[bool, list[float]] = {}
-    for seed, weighted in itertools.product((0, 1), (True, False)):
-        q, k, v, _ = make_qkv((8, 16, 16), heads=3, seed=seed)
-        if not weighted:
-            monkeypatch.setattr(clusters, "lost_variance", lambda *_: None)
-        plan = plan_clusters(q, k, KeepRule("fraction", 0.1), cluster_size=64, tail_clusters=16)
-        monkeypatch.undo()
-        dense = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-        out = clustered_attention(q, k, v, plan, tail="summary").out_BAND
-        assert float(plan.kept_share().mean()) == pytest.approx(0.1, abs=2e-3)
-        errors.setdefault(weighted, []).append(float((out - dense).norm() / dense.norm()))
-    assert sum(errors[True]) < 0.92 * sum(errors[False]), errors
-
-
-def test_a_lower_threshold_keeps_more_and_errs_less() -> None:
-    q, k, v = draw(1, 2, 256, 16) * 3, draw(1, 2, 256, 16, seed=1), draw(1, 2, 256, 16, seed=2)
-    dense = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-    kept, errors = [], []
-    for tau in (0.0, 1e-3, 0.03, 0.3, 1.0, 3.0):
-        plan = plan_clusters(q, k, KeepRule("threshold", tau), cluster_size=16)
-        out = clustered_attention(q, k, v, plan, backend="masked").out_BAND
-        kept.append(float(plan.kept_share().mean()))
-        errors.append(float((out - dense).norm() / dense.norm()))
-    assert kept == sorted(kept, reverse=True) and errors == sorted(errors)
-    assert kept[0] == 1.0 and errors[0] < 1e-6 and errors[1] < 0.02 and errors[-1] > 0.2 and kept[-1] < 0.1
-
-
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("share", [0.03, 0.1, 0.5])
 def test_a_fraction_is_met_over_the_heads_of_each_sample(share: float, masked: bool) -> None:
@@ -132,37 +100,6 @@ def test_a_fraction_is_met_over_the_heads_of_each_sample(share: float, masked: b
         q, k, KeepRule("threshold", float(plan.tau_G[0])), PlannerContext(key_mask_BM=mask), cluster_size=48
     ).kept_share()[0]
     torch.testing.assert_close(again, plan.kept_share()[0], atol=1e-4, rtol=0)
-
-
-@pytest.mark.slow
-def test_one_threshold_errs_less_than_a_mass_for_every_cluster_at_equal_budget() -> None:
-    """Compared on a fixed video-like seed; the kept probability, too, is the most of all rules."""
-    q, k, v, _ = make_qkv((8, 12, 16), heads=4, width=64, seed=0)
-    dense = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-
-    def error_and_mass(keep: KeepRule) -> tuple[float, float, float]:
-        shares: list[Tensor] = []
-        context = PlannerContext(observe=lambda share, weight, groups: shares.append(share))
-        plan = plan_clusters(q, k, keep, context, cluster_size=64)
-        out = clustered_attention(q, k, v, plan, backend="masked").out_BAND
-        held_GC = (torch.cat(shares) * plan.kept_keys()).sum(dim=-1) / k.shape[2]
-        held = (held_GC * plan.sizes()).sum() / plan.sizes().sum()
-        return float((out - dense).norm() / dense.norm()), float(plan.kept_share().mean()), float(held)
-
-    for budget in (0.1, 0.2):
-        error, kept, held = error_and_mass(KeepRule("fraction", budget))
-        assert abs(kept - budget) < 2e-3
-        low, high = 0.0, 1.0
-        for _ in range(9):
-            middle = (low + high) / 2
-            plan = plan_clusters(q, k, KeepRule("mass", middle), cluster_size=64)
-            low, high = (middle, high) if float(plan.kept_share().mean()) < budget else (low, middle)
-        mass_error, mass_kept, mass_held = error_and_mass(KeepRule("mass", high))
-        top_error, top_kept, top_held = error_and_mass(KeepRule("top", budget))
-        assert abs(mass_kept - budget) < 3e-3 and abs(top_kept - budget) < 1e-3
-        assert error < 0.92 * mass_error and held > mass_held
-        # the heads of this set are about equally peaked, where the same share for each is as good
-        assert error < 1.05 * top_error and held > top_held
 
 
 def test_mass_and_top_are_per_cluster() -> None:
@@ -214,8 +151,7 @@ def test_rules_that_make_no_sense_are_refused() -> None:
 
 
 @pytest.mark.parametrize("grouping", ["clusters", "tiles"])
-@pytest.mark.parametrize("at_most", [1.0, 0.5])
-@pytest.mark.parametrize("rule", ["threshold", "fraction", "top", "mass"])
+@pytest.mark.parametrize(("rule", "at_most"), [("threshold", 1.0), ("threshold", 0.5), ("top", 1.0), ("mass", 1.0)])
 def test_a_key_that_is_not_a_number_is_not_hidden(rule: Rule, at_most: float, grouping: str) -> None:
     """Dense attention gives NaN for the whole head, and a run notices."""
     torch.manual_seed(0)

@@ -203,15 +203,6 @@ def test_the_same_inputs_give_the_same_bits_and_samples_do_not_meet() -> None:
         assert not plan.kv_index_Z.requires_grad
 
 
-def test_plans_of_inputs_that_need_gradients_have_none() -> None:
-    q, k = draw(1, 1, 64, 8).requires_grad_(), draw(1, 1, 64, 8, seed=1).requires_grad_()
-    plan = plan_clusters(q, k, KeepRule("fraction", 0.2), cluster_size=8, tail_clusters=4)
-    assert plan.centroids_GCD is not None and not plan.centroids_GCD.requires_grad
-    assert (
-        plan.tail is not None and plan.kv_index_Z.dtype == torch.int32 and plan.tail.dropped_GCK.dtype == torch.float32
-    )
-
-
 def test_a_warm_start_finds_the_same_clusters_without_iterations() -> None:
     q, k = draw(1, 2, 512, 8) * 2, draw(1, 2, 512, 8, seed=1)
     keep = KeepRule("fraction", 0.1)
@@ -236,14 +227,6 @@ def test_a_warm_start_finds_the_same_clusters_without_iterations() -> None:
             plan_clusters(q, k, keep, cluster_size=32, tail_clusters=8, **wrong)
 
 
-def test_more_tail_clusters_than_keys_are_as_many_as_keys() -> None:
-    plan = plan_clusters(
-        draw(1, 1, 9, 4), draw(1, 1, 5, 4, seed=1), KeepRule("top", 0.2), cluster_size=3, tail_clusters=64
-    )
-    assert plan.tail is not None and plan.tail.clusters == 5
-    holds(plan, 5, PlannerContext(), 1, 1)
-
-
 def test_tiles_are_neighbours_in_raster_order_with_smaller_ones_at_edges() -> None:
     tiles = tiling(torch.cat((grid(3, 5, 4), torch.tensor([[-1, -1, -1]]))), (2, 3, 4))
     assert tiles.count == 5 and tiles.coords_RX[-1].tolist() == [-1, -1, -1]
@@ -252,21 +235,6 @@ def test_tiles_are_neighbours_in_raster_order_with_smaller_ones_at_edges() -> No
     shuffled = torch.randperm(60, generator=torch.Generator().manual_seed(0))
     again = tiling(grid(3, 5, 4)[shuffled], (2, 3, 4))
     assert torch.equal(again.tile_N, tiles.tile_N[:60][shuffled])
-
-
-def test_tokens_in_another_order_keep_the_same_pairs() -> None:
-    q, k, positions = draw(1, 2, 64, 8) * 2, draw(1, 2, 64, 8, seed=1), grid(4, 4, 4)
-    order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
-    for keep in (KeepRule("threshold", 1.02), KeepRule("top", 0.25)):
-        plan = plan_tiles(q, k, keep, PlannerContext(positions_NX=positions), tile=(2, 2, 2))
-        moved = plan_tiles(
-            q[:, :, order], k[:, :, order], keep, PlannerContext(positions_NX=positions[order]), tile=(2, 2, 2)
-        )
-        assert torch.equal(kept_pairs(plan)[:, order][:, :, order], kept_pairs(moved))
-    keep, start = KeepRule("threshold", 1.2), q.flatten(0, 1)[:, ::8]
-    plan = plan_clusters(q, k, keep, cluster_size=8, start_GCD=start, subsample=1)
-    moved = plan_clusters(q[:, :, order], k[:, :, order], keep, cluster_size=8, start_GCD=start, subsample=1)
-    assert torch.equal(kept_pairs(plan)[:, order][:, :, order], kept_pairs(moved))
 
 
 def test_tiles_keep_what_the_mean_query_scores_highest() -> None:

@@ -7,7 +7,6 @@ import logging
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -108,11 +107,10 @@ def test_the_thread_sees_a_real_hang_and_the_process_ends(tmp_path: Path) -> Non
         "    dog.enter(RunPhase.STEP, 5)\n"
         "    time.sleep(60)\n"
     )
-    began = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "RANK": "0"}, timeout=60
     )
-    assert done.returncode == HUNG and time.monotonic() - began < 50
+    assert done.returncode == HUNG
     assert 'File "<string>", line 7 in <module>' in done.stderr
     assert "was ended: step 5 has taken" in done.stderr
 

@@ -35,7 +35,7 @@ class BudgetRow:
     expected_time: float | None  # as a ratio to a plain step's
     time: float | None
     ways: dict[str, int]  # spans of each way, over all blocks
-    told: str | None = None  # why nothing fits
+    reason: str | None = None  # why nothing fits
 
     def passed(self) -> bool:
         return self.measured is not None and self.measured <= (1 + NEAR) * self.budget
@@ -62,7 +62,7 @@ class BudgetResult:
         ]
         for row in self.rows:
             if row.measured is None:
-                text.append(f"{row.share:>6.2f} {format_bytes(row.budget):>9}  {row.told}")
+                text.append(f"{row.share:>6.2f} {format_bytes(row.budget):>9}  {row.reason}")
                 continue
             assert row.expected is not None and row.time is not None and row.expected_time is not None
             ways = ", ".join(f"{count} x {way}" for way, count in row.ways.items()) or "all saved"
@@ -117,7 +117,7 @@ def measure_budgets(
         tried = MeasuredModel(config, task, where, step, plain)
         peak = tried.peak(plain)
         if peak is None:
-            raise UserError("bench memory: a plain step does not fit into this device's memory; leave out --full")
+            raise UserError("a plain step does not fit into this device's memory; leave out --full")
         plain_seconds = min(tried.seconds() for _ in range(2))
         rows = []
         for share in shares:
@@ -137,6 +137,6 @@ def measure_budgets(
                 )
             )
         tokens = task.tokens(step.shape)
-        width = sora_section(config, "bench memory").width
+        width = sora_section(config, "this claim").width
         about = f"{arrangement}, float32, width {width}, {len(plain)} blocks, {tokens} tokens; {where.name}"
         return BudgetResult(about, peak, plain_seconds, figures.least(), tuple(rows))
