@@ -305,7 +305,7 @@ _ELSEWHERE = {
     "model.pretrained": (
         "set `model.kind: diffusers` beside it for a published video model; `train.start_from` begins with the weights of a run"
     ),
-    "lora": "adapters train in your own loop, with peft (docs/adding-a-model.md)",
+    "lora": "adapters train in your own loop, with peft (docs/extending.md)",
 }
 
 

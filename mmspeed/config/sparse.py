@@ -138,6 +138,6 @@ ASK_FOR_CLUSTERS = ("rule", "tau", "error", "cluster_size", "tail_clusters", "me
 
 
 def planner_from_scratch(sparse: dict[str, Any]) -> dict[str, Any]:
-    """The section of a run that begins from scratch: without a planner it gets tiles, which learn better then (docs/benchmarks.md)."""
+    """The section of a run that begins from scratch: without a planner it gets tiles, which learn better then (docs/status.md)."""
     explicit = any(sparse.get(key) is not None for key in ("planner", *ASK_FOR_CLUSTERS))
     return sparse if explicit else {**sparse, "planner": "tiles"}

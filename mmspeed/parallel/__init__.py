@@ -136,7 +136,7 @@ def _checked_plan(model: nn.Module, layout: TokenLayout) -> ModelPlan:
     if plan is None:
         raise UserError(
             f"parallel: {type(model).__name__} has no plan, so one sample cannot be computed by {layout.size} processes together; "
-            "declare one (mmspeed.protocols.plan.declare_plan, docs/adding-a-model.md)"
+            "declare one (mmspeed.protocols.plan.declare_plan, docs/extending.md)"
         )
     if not plan.inputs and not plan.linears:
         raise UserError(

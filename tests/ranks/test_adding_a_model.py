@@ -1,4 +1,4 @@
-"""The model and the plan of docs/adding-a-model.md, run as they stand there with every technique.
+"""The model and the plan of docs/extending.md, run as they stand there with every technique.
 
 Loss and every gradient against one process in float32. Tolerance: 1e-5 of a gradient's largest entry, since sums over keys, heads and
 processes are taken in another order. Counters prove that each technique ran.

@@ -1,9 +1,8 @@
-"""The model of docs/adding-a-model.md, from the code on that page as it stands, and a step of it on any layout beside one process."""
+"""The model of docs/extending.md, from the code on that page as it stands, and a step of it on any layout beside one process."""
 
 from __future__ import annotations
 
 import importlib.util
-import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -30,10 +29,11 @@ from mmspeed.parallel import TokenLayout, make_layout, parallelize, sum_shared_g
 from mmspeed.parallel.boundaries.apply import root_of
 from mmspeed.shapes import Bucket
 from tests.support.foreign_steps import whole, worst
+from tests.support.pages import blocks_under
 from tests.support.runs import losses
 from tests.support.toy_runs import toy_config, write_toy_cache
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "adding-a-model.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
 
 
 ALL_KEPT = {
@@ -47,17 +47,12 @@ WIDTH = 48
 HIDDEN = 4 * WIDTH
 
 
-def code_of(page: Path) -> list[str]:
-    """The blocks of Python on a page."""
-    return re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-
-
 @cache
 def page() -> ModuleType:
-    """All code of the page as one module."""
+    """The code under the page's heading "A model" as one module."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "added_model_page.py"
-        file.write_text("\n".join(code_of(PAGE)), encoding="utf-8")
+        file.write_text("\n".join(blocks_under(PAGE, "A model")), encoding="utf-8")
         spec = importlib.util.spec_from_file_location(file.stem, file)
         assert spec is not None and spec.loader is not None
         module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)

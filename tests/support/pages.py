@@ -66,6 +66,15 @@ def blocks(page: Path) -> list[CodeBlock]:
     return sorted([*fenced, *plain], key=lambda block: block.line)
 
 
+def blocks_under(page: Path, heading: str, language: str = "python") -> list[str]:
+    """The texts of the blocks of a language in the section of a page under `## heading`, in order."""
+    rest = without_fences(page.read_text(encoding="utf-8"))
+    start = rest.index(f"\n## {heading}\n") + 1
+    end = rest.find("\n## ", start)
+    first, last = line_of(rest, start), line_of(rest, end if end >= 0 else len(rest))
+    return [block.text for block in blocks(page) if first < block.line <= last and block.language == language]
+
+
 def line_of(text: str, offset: int) -> int:
     """The line, counted from 1, that the character at `offset` stands on."""
     return text.count("\n", 0, offset) + 1

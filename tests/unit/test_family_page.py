@@ -1,4 +1,4 @@
-"""docs/adding-a-family.md runs as it is printed: its call is the class's, its counts are torch's, and the code takes the family."""
+"""The family of docs/extending.md runs as it is printed: its call is the class's, its counts are torch's, and the code takes the family."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from mmspeed.models.families import FAMILIES
 from mmspeed.pipelines.diffusion.predictor import FamilyPredictor, make_predictor
 from mmspeed.pipelines.tasks.unused import freeze_unused
 from mmspeed.protocols import Conditions, blocks_of
-from tests.support.pages import ROOT, blocks
+from tests.support.pages import ROOT, blocks_under
 
-PAGE = ROOT / "docs" / "adding-a-family.md"
+PAGE = ROOT / "docs" / "extending.md"
 TIMES = torch.tensor([0.31, 0.84])
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
     """The page's code, in the registries."""
-    code = [block.text for block in blocks(PAGE) if block.language == "python"]
+    code = blocks_under(PAGE, "A family")
     place = tmp_path_factory.mktemp("page") / "family_page.py"
     place.write_text("\n\n".join(code), encoding="utf-8")
     spec = importlib.util.spec_from_file_location("family_page", place)

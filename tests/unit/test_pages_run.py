@@ -29,16 +29,12 @@ from mmspeed.log import read_metrics
 from mmspeed.preprocess.sources.rejections import Reason
 from mmspeed.shapes import Bucket
 from tests.rules.sources import CODE, python_files, syntax
-from tests.support.pages import ROOT, CodeBlock, blocks, check_command, command_lines, words_of
+from tests.support.pages import ROOT, CodeBlock, blocks, blocks_under, check_command, command_lines, words_of
 from tests.support.runs import losses
 from tests.support.toy_runs import toy_config, write_toy_cache
 
 DOCS = ROOT / "docs"
-
-
-def python_of(page: Path) -> list[str]:
-    """The page's blocks of Python."""
-    return [block.text for block in blocks(page) if block.language == "python"]
+EXTENDING = DOCS / "extending.md"
 
 
 def imported(code: str, name: str, folder: Path) -> ModuleType:
@@ -51,12 +47,12 @@ def imported(code: str, name: str, folder: Path) -> ModuleType:
     return module
 
 
-# -- docs/adding-an-objective.md --------------------------------------------------------------------------------------
+# -- docs/extending.md: an objective -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def objective_page(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    code = "\n".join(python_of(DOCS / "adding-an-objective.md"))
+    code = "\n".join(blocks_under(EXTENDING, "An objective"))
     return imported(code, "objective_page", tmp_path_factory.mktemp("page"))
 
 
@@ -92,13 +88,12 @@ def test_the_section_names_its_samplers(objective_page: ModuleType) -> None:
     assert section.samplers == objective_page.DataObjective.sampler_names
 
 
-# -- docs/adding-a-task.md --------------------------------------------------------------------------------------------
+# -- docs/extending.md: a task ------------------------------------------------------------------------------------------
 
 
 def test_the_task_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    page = DOCS / "adding-a-task.md"
-    module, program = python_of(page)
-    config = next(block.text for block in blocks(page) if block.language == "yaml")
+    module, program = blocks_under(EXTENDING, "A task")
+    (config,) = blocks_under(EXTENDING, "A task", "yaml")
     (tmp_path / "waves.yaml").write_text(config, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     imported(module, "waves", tmp_path)
