@@ -54,15 +54,12 @@ class PolicyCase:
     name: str
     ways: dict[str, ActivationPolicy] = field(default_factory=dict)
     mlp_parts: int | None = None  # number of parts that the tokens are split into
-    mlp_exact: bool = True
 
 
 CASES = (
     PolicyCase("plain"),
     PolicyCase("norm: recompute", {"norm": "recompute"}),
-    PolicyCase("norm: recompute_output", {"norm": "recompute_output"}),
     PolicyCase("activation: recompute", {"activation": "recompute"}),
-    PolicyCase("activation: recompute_output", {"activation": "recompute_output"}),
     PolicyCase("mlp: recompute", {"mlp": "recompute"}),
     PolicyCase("attention: recompute", {"attention": "recompute"}),
     PolicyCase("cross_attention: recompute", {"cross_attention": "recompute"}),
@@ -79,7 +76,6 @@ CASES = (
         {"attention": "offload", "mlp": "recompute", "cross_attention": "selective"},
     ),
     PolicyCase("mlp in 4 parts", {}, 4),
-    PolicyCase("mlp in 4 parts, not exact", {}, 4, False),
     PolicyCase("attention: offload_selective, mlp in 4 parts", {"attention": "offload_selective"}, 4),
     PolicyCase("block: recompute, mlp in 4 parts", {"block": "recompute"}, 4),
 )
@@ -234,7 +230,7 @@ class BenchModel:
         chunk = None if case.mlp_parts is None else -(-self.tokens // case.mlp_parts)
         for block in self.model.blocks:
             set_policies(block, case.ways, self.offloader.group)
-            set_chunks(block, chunk, case.mlp_exact)
+            set_chunks(block, chunk)
 
     def forward(self) -> Tensor:
         out: Tensor = self.model(*self.inputs)
