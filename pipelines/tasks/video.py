@@ -43,7 +43,7 @@ from mmspeed.models.diffusers.plans import declare_known_plan
 from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.families.complete import completed, objective_warnings
 from mmspeed.models.text.encoders import caption_limit, text_width
-from mmspeed.parallel import token_layout, unwrap
+from mmspeed.parallel import unwrap
 from mmspeed.pipelines.diffusion.anchors import check_modes, check_prompts, counted_frames, held
 from mmspeed.pipelines.diffusion.experts import EXPERTS, Expert, experts_of, objective_of_expert
 from mmspeed.pipelines.diffusion.objective import Objective, make_objective
@@ -55,8 +55,7 @@ from mmspeed.pipelines.diffusion.predictor import (
     prepare_training,
 )
 from mmspeed.pipelines.diffusion.schedulers import family_sampler
-from mmspeed.pipelines.tasks.base import largest_batch, usual_batch
-from mmspeed.pipelines.tasks.mlp_trials import MlpTrials
+from mmspeed.pipelines.tasks.base import largest_batch
 from mmspeed.pipelines.tasks.synthetic import EncoderShapes, sketched, synthetic_batch
 from mmspeed.pipelines.tasks.unused import freeze, freeze_unused, unused_lines
 from mmspeed.pipelines.tasks.video_data import VideoData
@@ -134,7 +133,6 @@ class VideoTask:
         self._cache: DatasetCache | None = None
         self.whole = True
         self.group: dist.ProcessGroup | None = None
-        self._mlp_trials: MlpTrials | None = None
         self._predictor: Predictor | None = None
         self._unused: list[str] | None = None  # weights that training never reaches
         self._spare: nn.Module | None = None  # a model with weights, built for its sizes, that `build` will return
@@ -282,8 +280,6 @@ class VideoTask:
         return self._loss(models["model"], batch, self.objective)
 
     def _loss(self, model: nn.Module, batch: Batch, objective: Objective) -> Terms:
-        if self._mlp_trials is not None:
-            self._mlp_trials.meet(batch)
         latents_BCThw = batch["latents"]
         device, (frames, height, width) = latents_BCThw.device, latents_BCThw.shape[2:]
         objective = objective.sized(as_bucket(batch.shape), self.predictor.tokens((frames, height, width)))
@@ -305,15 +301,11 @@ class VideoTask:
         return Term(loss_B, batch.weights_I)
 
     def prepare(self, models: Models, place: RunPlace) -> None:
-        """Try out the kernel of sparse attention and MLPs in parts. Raises UserError where the kernel does not support this device."""
+        """Try out the kernel of sparse attention. Raises UserError where the kernel does not support this device."""
         model, dtype = unwrap(models["model"]), parse_dtype(self.config.device.dtype)
         if isinstance(model, LaysOutTokens):
             for layer in list(clustered_layers(model).values())[:1]:
                 layer.try_out(place.device.torch_device, dtype, model.head_width)
-            self._mlp_trials = MlpTrials(model, token_layout(model), dtype, place.device, place.rank == 0)
-            batching = self.batching(place)
-            sizes = {bucket: usual_batch(batching, bucket, place.groups).items for bucket in self.buckets()}
-            self._mlp_trials.before_steps((self.latent(bucket), size) for bucket, size in sizes.items())
 
     def notes(self) -> tuple[list[str], list[str]]:
         """Lines and warnings: of sparse attention, of weights that stay frozen, of an objective and sizes unlike a published model's."""
