@@ -162,7 +162,7 @@ class BucketFitter:
         return self.judge([bucket for bucket, clips in zip(best.buckets, best.clips, strict=True) if clips])
 
     def judge(self, buckets: Sequence[Bucket]) -> BucketFit:
-        """What these buckets do with the sources, each of which goes where `rank_buckets` puts it."""
+        """The outcome of these buckets: each source goes where `rank_buckets` puts it."""
         cells, clips = self.cells, dict.fromkeys(buckets, 0)
         view_C, frames_C, size_C = np.zeros((3, len(cells)))
         columns = (cells.counts, cells.widths, cells.heights, cells.frames, cells.images)
