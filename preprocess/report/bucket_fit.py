@@ -154,7 +154,7 @@ class BucketFitter:
         candidates = _candidates(self.cells, self.present, grid)
         values_MC = np.array([self._values(bucket) for bucket in candidates])
         own = [candidates.index(bucket) for bucket in dict.fromkeys(self.present) if bucket in candidates]
-        starts = [[], own] if len(own) <= number else [[]]
+        starts = [[], own] if 0 < len(own) <= number else [[]]
         weights_C = self.cells.counts / self.cells.sources
         lists = [*(search(values_MC, weights_C, number, start) for start in starts), *starts]
         fits = [self.judge(sorted(candidates[m] for m in chosen)) for chosen in lists]
