@@ -33,7 +33,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"bytes": format_bytes, "seconds": format_seconds, "figure": format_figure, "cut": cut}
+    environment.filters |= {"bytes": format_bytes, "seconds": format_seconds, "figure": format_figure, "cut": _cut}
     environment.filters["commas"] = lambda count: f"{count:,}"
     environment.globals["version"] = __version__
     return environment
@@ -44,7 +44,7 @@ def _shown(value: Any) -> Any:
     return value if hasattr(value, "__html__") else "\n".join(map(readable, str(value).split("\n")))
 
 
-def cut(text: str, length: int) -> str:
+def _cut(text: str, length: int) -> str:
     """The text, or so much of its beginning that it has `length` characters with an ellipsis."""
     return text if len(text) <= length else text[: length - 3] + "..."
 

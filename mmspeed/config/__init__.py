@@ -11,9 +11,7 @@ from .load import (
     make_config,
     make_run_config,
     sections,
-    today,
     video_config,
-    with_recorded_weighting,
 )
 from .schema import Bucket, Config, RunConfig
 
@@ -31,7 +29,5 @@ __all__ = [
     "make_run_config",
     "obey_launcher",
     "sections",
-    "today",
     "video_config",
-    "with_recorded_weighting",
 ]

@@ -4,114 +4,40 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from mmspeed.axes import TOKENS
 from mmspeed.errors import UserError, nearest
 
 from .published import DEFAULT_KINDS, default_kind
-from .renamed import RESHARDED, note, refuse_old, translated
-from .schema import Config, ModelConfig, RunConfig
+from .schema import Config, RunConfig
 from .tasks import config_class, known_tasks
-from .training import Weighting, WeightingSection
 from .yaml_text import FastLoader, TooManyNodesError, parse_yaml
-
-AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
 
 def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The resolved config of a YAML file, of any task.
 
     `overrides` are strings such as `train.lr=1e-4`, whose values are YAML. Relative paths, in overrides too, are taken from the
-    file's folder. The `config.yaml` in a run folder may come from an earlier version (`load_record`). A line is logged for a user's
-    file whose degrees of sequence parallelism had another meaning before (`log_changed_degrees`). Raises UserError for a
-    missing or unreadable file, an unknown key (with the nearest real one), a renamed key (with the new one) or a bad value.
+    file's folder. Raises UserError for a missing or unreadable file, an unknown key (with the nearest real one) or a bad value.
     """
     path = Path(path)
-    tree = _read_tree(path)
-    if path.name == "config.yaml" and (path.parent / "run.json").is_file():
-        return make_run_config(today(tree, path.parent), overrides, base=path.resolve().parent, origin=str(path))
-    config = make_run_config(tree, overrides, base=path.resolve().parent, origin=str(path))
-    return with_recorded_weighting(log_changed_degrees(config, str(path)), str(path))
-
-
-def log_changed_degrees(config: RunConfig, origin: str) -> RunConfig:
-    """Log a line about a user's config that has `ulysses` or `ring`, a factorised model and no `dsp`, and return the config.
-
-    Such a run re-sharded tokens before `dsp` existed. If its run folder recorded that, it continues so; otherwise the keys apply as
-    they are written.
-    """
-    parallel = config.parallel
-    parts = parallel.ring * parallel.ulysses
-    if parts == 1 or "dsp" in parallel.model_fields_set:
-        return config
-    model = config.model if isinstance(config, Config) else None
-    if not isinstance(model, ModelConfig) or model.arrangement != "factorised":
-        return config
-    degrees = " x ".join(f"{axis} {size}" for axis, size in parallel.sizes().items() if axis in TOKENS and size > 1)
-    line = f"{origin}: parallel has {degrees}, a factorised model and no dsp: before, this re-sharded tokens between blocks"
-    line += f", now `dsp: {parts}`"
-    resumed = _recorded_dsp(config.run_dir / "config.yaml") == parts
-    if resumed:
-        config = config.model_copy(update={"parallel": parallel.model_copy(update={**RESHARDED, "dsp": parts})})
-        line += f"; {config.run_dir} recorded that, and continues so (with `dsp: 1` it runs {degrees})"
-    else:
-        blocks = "temporal" if parallel.shard == "frames" else "spatial"
-        line += f"; now {degrees} runs in attention of the {blocks} blocks (set `dsp: 1` if this is intended)"
-    logging.getLogger("mmspeed.config").info(line)
-    return config
-
-
-def with_recorded_weighting(config: AnyConfig, origin: str | None = None) -> AnyConfig:
-    """The config with the weighting that its run's folder recorded, where it names none itself: the default came later than such runs.
-
-    A difference from the default is logged in a line, with `origin`, unless that is None.
-    """
-    path, objective = config.run_dir / "config.yaml", config.objective
-    if not isinstance(objective, WeightingSection) or "weighting" in objective.model_fields_set or not path.is_file():
-        return config
-    section = translated(_read_tree(path))[0].get("objective")
-    recorded = section.get("weighting") if isinstance(section, dict) else None
-    if recorded not in typing.get_args(Weighting) or recorded == objective.weighting:
-        return config
-    if origin is not None:
-        logging.getLogger("mmspeed.config").info(
-            f"{origin}: {config.run_dir} recorded objective.weighting: {recorded}, and continues so "
-            f"(a new run has {objective.weighting})"
-        )
-    return config.model_copy(update={"objective": objective.model_copy(update={"weighting": recorded})})
-
-
-def _recorded_dsp(path: Path) -> int:
-    """The degree of re-sharding that a run folder recorded; 1 where there is no such folder."""
-    if not path.is_file():
-        return 1
-    parallel = translated(_read_tree(path))[0].get("parallel")
-    degree = parallel.get("dsp", 1) if isinstance(parallel, dict) else 1
-    return degree if isinstance(degree, int) else 1
+    return make_run_config(_read_tree(path), overrides, base=path.resolve().parent, origin=str(path))
 
 
 def load_record(path: str | Path) -> RunConfig:
-    """Load a config that mmspeed wrote, like `load_run_config`: keys of earlier versions are translated, and logged in one line."""
-    path = Path(path)
-    return make_run_config(today(_read_tree(path), path.parent), base=path.resolve().parent, origin=str(path))
-
-
-def today(record: Mapping[str, Any], origin: str | Path) -> dict[str, Any]:
-    """A recorded config in today's keys and values; old keys are logged in one line, with the record's origin."""
-    tree, old_keys = translated(record)
-    if old_keys:
-        logging.getLogger("mmspeed.config").info(note(str(origin), old_keys))
-    return tree
+    """Load the config that mmspeed wrote into a run's folder. Raises UserError for one that this mmspeed does not know."""
+    try:
+        return load_run_config(path)
+    except UserError as error:
+        raise UserError(f"{error} ({Path(path).parent} was written by another mmspeed, or changed)") from None
 
 
 def _read_tree(path: Path) -> dict[str, Any]:
@@ -143,7 +69,6 @@ def make_run_config(
         raise UserError(f"{origin}: keys must be words, and no section may contain itself ({error})") from None
     for override in overrides:
         _apply_override(tree_copy, override)
-    refuse_old(tree_copy, origin)
     task = tree_copy.get("task", "video")
     kind = config_class(task, origin)
     for section in DEFAULT_KINDS:

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from .inputs import Section
 
 RegionName = str  # of a model's plan; `block` is the whole block
-ActivationPolicy = Literal["save", "recompute", "selective", "offload", "offload_selective", "recompute_output"]
+ActivationPolicy = Literal["save", "recompute", "selective", "offload", "offload_selective"]
 
 # Only one of two nested regions can have a policy.
 INSIDE: dict[str, tuple[str, ...]] = {
@@ -21,7 +21,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
     "mlp": ("norm", "activation"),
 }
 SMALL = ("norm", "activation")  # a few operations before a matrix product
-SMALL_WAYS = ("save", "recompute", "recompute_output")
+SMALL_WAYS = ("save", "recompute")
 
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
 
@@ -43,7 +43,7 @@ class MemoryConfig(Section):
 
     activation_policy: dict[RegionName, ActivationPolicy] = Field(
         default_factory=dict,
-        description="Tensors kept for the backward pass of each region of a block. `save`: all that it needs (the default). `recompute`: the region's input; the rest is recomputed. `selective`: the results of matrix products and attention; only cheap operations are recomputed. `offload`: all of them, in host memory. `offload_selective`: the results of matrix products and attention, in host memory; the rest is recomputed. `recompute_output`: like `recompute`, by freeing the result (norm and activation only). Regions: `block`, its branches `attention`, `cross_attention` and `mlp` (each with its norm), and `norm` and `activation` alone.",
+        description="Tensors kept for the backward pass of each region of a block. `save`: all that it needs (the default). `recompute`: the region's input; the rest is recomputed. `selective`: the results of matrix products and attention; only cheap operations are recomputed. `offload`: all of them, in host memory. `offload_selective`: the results of matrix products and attention, in host memory; the rest is recomputed. Regions: `block`, its branches `attention`, `cross_attention` and `mlp` (each with its norm), and `norm` and `activation` alone.",
     )
     budget: str | int | None = Field(
         None,
@@ -78,10 +78,6 @@ class MemoryConfig(Section):
         None,
         ge=1,
         description="Tokens, over all samples of a micro-batch, that an MLP computes at a time; each part is recomputed in backward. Null: all at once.",
-    )
-    mlp_exact: bool = Field(
-        True,
-        description="With `mlp_chunk`: true sums each number of the gradients over the terms of the whole MLP (9 matrix products in place of 6); false sums the gradients of its weights over the parts (7 in place of 6). A trial on the device before the first step logs if the bits equal the whole MLP's.",
     )
     empty_cache: int | None = Field(
         None,
@@ -131,10 +127,6 @@ class MemoryConfig(Section):
             policy = self.activation_policy[name]
             if name in SMALL and policy not in SMALL_WAYS:
                 raise ValueError(f"activation_policy: {name} can be {' or '.join(SMALL_WAYS)}, not {policy}")
-            if name not in SMALL and policy == "recompute_output":
-                raise ValueError(
-                    f"activation_policy: {name} cannot be recompute_output, which frees one result: norm and activation can"
-                )
         return self
 
     @property
@@ -170,8 +162,6 @@ def refused(
         return (
             "ema places the moving average of the weights, and train.ema_decay: null disables it: leave one of them out"
         )
-    if memory.mlp_chunk is None and not memory.mlp_exact:
-        return "mlp_exact is for an MLP computed in parts: set mlp_chunk, or leave mlp_exact out"
     if memory.mlp_chunk is not None and compiles:
         return "mlp_chunk is not for compiled blocks: leave train.compile or mlp_chunk out"
     if memory.mlp_chunk is not None and memory.chooses:

@@ -98,7 +98,7 @@ def has_repository(tree: Mapping[str, Any]) -> bool:
 def with_repository(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config with the codec, text encoders and objective of the model's repository, where it names no others."""
     model = tree.get("model")
-    if isinstance(model, Mapping) and "kind" not in model:  # as configs from before there were kinds
+    if isinstance(model, Mapping) and "kind" not in model:
         return {**tree, "model": {"kind": DEFAULT_KINDS["model"], **model}}
     if not has_repository(tree):
         return tree

@@ -82,14 +82,6 @@ __all__ = [
 ]
 
 
-# Keys of data, and of its sources, that older caches do not record.
-_LATER_KEYS = (
-    *("background", "caption_prefix", "caption_suffix", "default_caption", "max_repeated", "missing_caption"),
-    *("mirror", "mirror_words", "untagged", "min", "max", "scenes"),
-)
-_LATER_SOURCE_KEYS = ("caption_prefix", "caption_suffix")
-
-
 class RunConfig(Section):
     """The sections that every task shares."""
 
@@ -378,17 +370,6 @@ class Config(RunConfig):
             if bucket["keep"] < 1:
                 bucket["keep"] = [bucket["keep"], self.seed]  # so does this one
         return data
-
-    @staticmethod
-    def recorded_settings(recorded: dict[str, Any]) -> dict[str, Any]:
-        """The `sample_settings` that a cache records, with the defaults of keys that came after it."""
-        defaults = {name: DataConfig.model_fields[name].default for name in _LATER_KEYS}
-        later = {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
-        of_sources = {name: SourceConfig.model_fields[name].default for name in _LATER_SOURCE_KEYS}
-        settings = later | recorded
-        if "sources" in settings:
-            settings["sources"] = [of_sources | source for source in settings["sources"]]
-        return settings
 
     @property
     def codec_weights(self) -> Path | None:

@@ -116,7 +116,7 @@ class DivergenceWatch:
         self.norms = deque(state["norms"], maxlen=self.rule.window)
         self._limits = None
         self.first, self.streak, self.samples = state["first"], state["streak"], list(state["samples"])
-        self.sample_count = state.get("sample_count", len(self.samples))  # of earlier versions: those that were kept
+        self.sample_count = state["sample_count"]
         self.skipped = state["skipped"]
         self.roll_backs = max(self.roll_backs, state["roll_backs"])
         self.left_out = max(self.left_out, state["left_out"])

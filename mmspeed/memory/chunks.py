@@ -43,10 +43,9 @@ def applied(layer: nn.Linear) -> Linear:
 
 @dataclass
 class ChunkSetting:
-    """The setting of an MLP. `size`: tokens at a time; None: all. `exact`: with the gradients of the whole, for two more products."""
+    """The setting of an MLP. `size`: tokens at a time; None: all."""
 
     size: int | None
-    exact: bool
 
 
 class HandsOn(nn.Module):
@@ -99,7 +98,7 @@ class ChunkedDown(nn.Module):
         if size is None:
             return self.whole(x)
         x_NE = x.flatten(0, -2)
-        if self._chunk_setting.exact and layers.up is not None and layers.down is not None:
+        if layers.up is not None and layers.down is not None:
             out = chunked_mlp(x_NE, applied(layers.up), layers.activation, applied(layers.down), size)
         else:
             out = in_chunks(lambda x_PE: self.whole(layers.expands.whole(x_PE)), x_NE, 0, size)
@@ -112,33 +111,12 @@ class ChunkedDown(nn.Module):
         return out
 
 
-def set_chunks(block: nn.Module, tokens: int | None, exact: bool = True) -> bool:
+def set_chunks(block: nn.Module, tokens: int | None) -> bool:
     """Make a block's MLPs compute so many tokens at a time, None: all, in place; True where the block has such an MLP."""
     chunks = parts_of(block).chunks
     for chunk in chunks:
-        _set(block, chunk, ChunkSetting(tokens, exact))
+        _set(block, chunk, ChunkSetting(tokens))
     return bool(chunks)
-
-
-@dataclass(frozen=True)
-class ExactChunks:
-    """An MLP that is computed `size` tokens at a time with the gradients of the whole."""
-
-    up: nn.Linear
-    down: nn.Linear
-    activation: Callable[[Tensor], Tensor]
-    size: int
-
-
-def exact_chunks(block: nn.Module) -> list[ExactChunks]:
-    """The MLPs of a block that are computed in parts with the gradients of the whole: those whose weights can be read."""
-    chunks = []
-    for down in block.modules():
-        if isinstance(down, ChunkedDown):
-            setting, layers = down._chunk_setting, down._chunk_layers
-            if setting.size is not None and setting.exact and layers.up is not None and layers.down is not None:
-                chunks.append(ExactChunks(layers.up, layers.down, layers.activation, setting.size))
-    return chunks
 
 
 def _set(block: nn.Module, chunk: Chunked, setting: ChunkSetting) -> None:

@@ -174,16 +174,12 @@ class CountsDenseFlops(Protocol):
 
 
 @runtime_checkable
-class LaysOutTokens(Protocol):
-    """A model whose tokens stand in rows and columns, so that attention may go along either."""
+class HasHeads(Protocol):
+    """A model whose attention heads have one width."""
 
     @property
     def head_width(self) -> int:
         """Width of an attention head."""
-        ...
-
-    def rows_and_columns(self, latent: tuple[int, int, int]) -> tuple[int, int]:
-        """Rows and columns of the tokens of one sample whose latent is (T, h, w)."""
         ...
 
 

@@ -36,7 +36,6 @@ class RunPlace:
         leads: True for the rank that reports for its group; the others of the group know the same.
         dealt, number: over how many ranks the items of a step are dealt (those of a pipeline stage), and this rank's number.
         folder: the run's folder.
-        generator: the version of `mmspeed.rng` that the run draws with; None: the newest.
     """
 
     device: Device
@@ -49,7 +48,6 @@ class RunPlace:
     dealt: int = 1
     number: int = 0
     folder: Path = field(default_factory=Path)
-    generator: int | None = None
 
 
 @dataclass(frozen=True)

@@ -2,37 +2,20 @@
 
 A draw is keyed by (seed, purpose, sample key, epoch or step, ...) and never by a rank, so that the same sample meets the
 same noise at any world size, any sequence-parallel degree and after any resume. Draws are made on the CPU and moved, so
-they are the same numbers on every kind of device.
-
-The generator has versions (`VERSIONS`), and a cache or a run goes on with the one that it began with: a `Seed` says which. A plain
-number as the seed means the newest one.
+they are the same numbers on every kind of device. Caches and runs record the `VERSION` of the generator.
 """
 
-from .draws import (
-    VERSIONS,
-    Seed,
-    Stream,
-    normal,
-    normal_part,
-    permutation,
-    recorded_version,
-    stream,
-    symmetric,
-    uniform,
-)
+from .draws import normal, normal_part, permutation, stream, symmetric, uniform
 from .names import key64
-from .philox import VERSION as NEWEST
+from .philox import VERSION, Stream
 
 __all__ = [
-    "NEWEST",
-    "VERSIONS",
-    "Seed",
+    "VERSION",
     "Stream",
     "key64",
     "normal",
     "normal_part",
     "permutation",
-    "recorded_version",
     "stream",
     "symmetric",
     "uniform",

@@ -1,4 +1,4 @@
-"""Version 2 of the generator: words of a counter, keyed by the whole hash of the names, and exact maps from them to numbers.
+"""The generator: words of a counter, keyed by the whole hash of the names, and exact maps from them to numbers.
 
 *Words.* The SHA-256 of the JSON array [seed, purpose, names...] is four 64-bit little-endian words k0 k1 c2 c3. Block b of the name's
 stream is Philox4x64-10 (Salmon et al. 2011, Random123; numpy's `Philox`) of the counter (b + 1, 0, c2, c3) under the key (k0, k1); word w
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .names import name_digest
 
-VERSION = 2
+VERSION = 2  # recorded by caches and runs; another one would draw other numbers
 UNIT = 2.0**-21  # of the table's integers
 QUANTILES = Path(__file__).parent.parent / "assets" / "normal_quantiles.safetensors"
 _CHUNK = 1 << 12  # words drawn at a time: their table indices and values stay in a core's cache
@@ -49,7 +49,7 @@ def _values() -> Array:
     return (quantiles() * np.float32(UNIT)).astype(np.float32)
 
 
-class PhiloxStream:
+class Stream:
     """The numbers of one name, one draw after another: each begins with the word after the last one's."""
 
     def __init__(self, seed: int, *names: object) -> None:

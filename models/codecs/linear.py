@@ -66,16 +66,13 @@ class LinearCodec:
         self.fingerprint = _fingerprint(self._tensors())
 
     @classmethod
-    def fit(
-        cls, videos: Iterable[Tensor], channels: int, whitening: float = 0.5, generator: int = rng.NEWEST
-    ) -> LinearCodec:
+    def fit(cls, videos: Iterable[Tensor], channels: int, whitening: float = 0.5) -> LinearCodec:
         """The codec of `channels` latent channels with the least squared error on `videos`, each (3, F, H, W) in [-1, 1].
 
         One pass, in float64. Images (F = 1) count for the image basis only; when there are images alone, videos are
         coded as still pictures. `whitening` in [0, 1] sets the amplitude of each channel: its standard deviation
         becomes std ** (1 - whitening) times one factor for all channels, which makes the mean variance 1. At 0 the
         squared error of latents is the squared error of pixels; at 1 every channel counts as much as the strongest.
-        `generator`: the version that draws the directions of the components' signs.
         Raises UserError when there are no videos or `channels` is not in 1..192.
         """
         if not 1 <= channels <= MAX_CHANNELS:
@@ -93,7 +90,7 @@ class LinearCodec:
             raise UserError("the linear codec has no clips to be fitted on: none of the sources could be decoded")
         if video.count == 0:
             video = image.standing(STRIDES.temporal)
-        image_sign_P, video_sign_P = _sign_references(rng.Seed(0, generator))
+        image_sign_P, video_sign_P = _sign_references()
         return cls(
             _principal_basis(image, channels, whitening, image_sign_P),
             _principal_basis(video, channels, whitening, video_sign_P),
@@ -219,15 +216,15 @@ def _spread(patches_ThwP: Tensor) -> Tensor:
     return patches_MP[torch.linspace(0, patches_MP.shape[0] - 1, PATCHES_PER_CLIP).long()]
 
 
-def _sign_references(seed: rng.Seed) -> tuple[Tensor, Tensor]:
+def _sign_references() -> tuple[Tensor, Tensor]:
     """Fixed directions that determine the signs of components, for images and for videos.
 
     The sign of an eigenvector is arbitrary. Random directions are never orthogonal to one, unlike the sum or the largest
     entry of a symmetric component; the video's direction is nearly the image's, repeated, so that a component of a
     still picture has the sign of the image component of the same picture.
     """
-    image_P = rng.normal((MAX_CHANNELS,), seed, "linear codec signs", "image").double()
-    moving_P = rng.normal((MAX_CHANNELS * STRIDES.temporal,), seed, "linear codec signs", "video").double()
+    image_P = rng.normal((MAX_CHANNELS,), 0, "linear codec signs", "image").double()
+    moving_P = rng.normal((MAX_CHANNELS * STRIDES.temporal,), 0, "linear codec signs", "video").double()
     standing_P = image_P.reshape(COLOURS, 1, -1).expand(-1, STRIDES.temporal, -1).flatten()
     return image_P, standing_P + 0.01 * moving_P
 

@@ -304,10 +304,6 @@ class SoraDiT(nn.Module):
         """Width of an attention head."""
         return self.config.width // self.config.heads
 
-    def rows_and_columns(self, latent: tuple[int, int, int]) -> tuple[int, int]:
-        """The shape of the tokens of one sample in blocks. Raises as `tokens`."""
-        return self.config.rows_and_columns(self.config.grid(latent))
-
     def tokens(self, latent: tuple[int, int, int]) -> int:
         """Tokens of one sample whose latent is (T, h, w). Raises ValueError when it does not divide into patches."""
         return math.prod(self.config.grid(latent))

@@ -27,7 +27,6 @@ def sampling_facts(pipe: TextToVideo, requests: Sequence[VideoRequest], choice: 
     facts = run_facts(pipe.config, pipe.device) | {
         "checkpoint": json.dumps(pipe.checkpoint),
         "prompts": json.dumps(len(requests)),
-        "generator": json.dumps(pipe.generator),
         "codec": json.dumps(pipe.codec.fingerprint[:16]),
         "text encoder": json.dumps(text_identity(pipe.config.text)[:16]),
     }

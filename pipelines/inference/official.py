@@ -43,7 +43,6 @@ from mmspeed.pipelines.inference.text_to_video import (
     usual_size,
 )
 from mmspeed.pipelines.run.run_folder import RunFolder
-from mmspeed.rng import Seed
 
 OPTION = "--official"
 OWN_SAMPLERS = (None, "auto", "family")  # the repository's own scheduler
@@ -63,14 +62,12 @@ class Defaults:
 class OfficialSampler:
     """A function from prompts to videos by the official pipeline of a repository.
 
-    generator: version of `mmspeed.rng` that draws the noise; None: the newest. Raises UserError for a pipeline of another family's class.
+    Raises UserError for a pipeline of another family's class.
     """
 
-    def __init__(
-        self, pipeline: Any, repository: Repository, defaults: Defaults, device: Device, generator: int | None = None
-    ) -> None:
+    def __init__(self, pipeline: Any, repository: Repository, defaults: Defaults, device: Device) -> None:
         family = family_of(repository.class_name, repository.key)
-        self.pipeline, self.device, self.generator = pipeline, device, generator
+        self.pipeline, self.device = pipeline, device
         self.name, self.sampling = str(repository.pipeline), family.sampling_of(repository.index)
         self.takes = inspect.signature(type(pipeline).__call__).parameters
         self.image_in_latents = family.image_in_latents
@@ -105,12 +102,13 @@ class OfficialSampler:
             return cls(pipeline, repository, Defaults(SampleConfig()), chosen)
         folder = RunFolder.open(place)
         config = completed(folder.config())
+        folder.check_generator()
         repository = repository_of(published_section(config, place))
         dtype, path = parse_dtype(config.device.dtype), find_checkpoint(folder, checkpoint)
         models = trained_models(folder, path, repository, present_weights(config, weights), dtype)
         pipeline = load_pipeline(repository, models, dtype, chosen)
         defaults = Defaults(config.sample, usual_size(config), config.data.fps or RATE)  # as mmspeed sample
-        return cls(pipeline, repository, defaults, chosen, folder.generator())
+        return cls(pipeline, repository, defaults, chosen)
 
     # -- requests -------------------------------------------------------------------------------------------------------
 
@@ -175,7 +173,7 @@ class OfficialSampler:
         total = steps * len(requests)
         for place, (request, size) in enumerate(zip(requests, sizes, strict=True)):
             arguments = self._arguments(request, size, steps, guidance) | second
-            arguments |= self._noise(size, Seed(request.seed or 0, self.generator), names[place])
+            arguments |= self._noise(size, request.seed or 0, names[place])
             fps = self.fps or (self.takes["frame_rate"].default if "frame_rate" in self.takes else RATE)
             if "frame_rate" in self.takes:
                 arguments["frame_rate"] = fps
@@ -243,7 +241,7 @@ class OfficialSampler:
         true = "true_cfg_scale" in self.takes and not self.embedded
         return {"true_cfg_scale" if true else "guidance_scale": guidance}
 
-    def _noise(self, size: Bucket, seed: Seed, name: str) -> dict[str, Any]:
+    def _noise(self, size: Bucket, seed: int, name: str) -> dict[str, Any]:
         """The noise of `mmspeed sample`, as the pipeline holds latents; where it makes others of its own, the generator that draws them."""
         latent = self.codec.strides.latent(size)
         noise_PCThw = rng.normal((self.codec.channels, *latent), seed, "sample", name)[None]

@@ -44,7 +44,6 @@ from mmspeed.pipelines.inference.prompts import VideoRequest, noise_names
 from mmspeed.pipelines.inference.run_models import load_model, load_other
 from mmspeed.pipelines.run.run_folder import RunFolder, sync_file
 from mmspeed.protocols import CountsFlops, TextEntry, VideoCodec
-from mmspeed.rng import Seed
 from mmspeed.shapes import Strides
 
 log = get_logger("sample")
@@ -192,7 +191,6 @@ class TextToVideo:
         model: nn.Module,
         codec: VideoCodec,
         device: Device,
-        generator: int | None = None,
         checkpoint: str | None = None,
         other: OtherExpert | None = None,
         opened: Repository | None = None,
@@ -205,7 +203,6 @@ class TextToVideo:
         )
         self.other = other  # of a model with two experts, the one that predicts at other times
         self.checkpoint = checkpoint  # the name of the folder that the weights are from
-        self.generator = generator  # of the noise, a version of `mmspeed.rng`; None: the newest
         self.objective = make_objective(config.objective, family_sampler(config, opened))
 
     @classmethod
@@ -222,6 +219,7 @@ class TextToVideo:
         """
         folder = RunFolder.open(run)
         config, info = folder.config(), folder.info()
+        folder.check_generator()
         opened = opened_of(config.model)
         config = completed(config, opened)
         if weights not in ("ema", "model"):
@@ -234,7 +232,7 @@ class TextToVideo:
         model = load_model(config, config.model, sizes, path, weights, chosen, opened=opened)
         other = load_other(config, sizes, path, weights, chosen, opened)
         codec = load_codec(config.vae, chosen, folder.codec_weights if config.vae.kind == "linear" else None)
-        return cls(config, model, codec, chosen, folder.generator(), path.name, other, opened)
+        return cls(config, model, codec, chosen, path.name, other, opened)
 
     def size(self, frames: int | None = None, height: int | None = None, width: int | None = None) -> Bucket:
         """The size of the videos that a call with these arguments makes. Raises UserError when it cannot be made."""
@@ -305,7 +303,7 @@ class TextToVideo:
         names = noise_names(zip(prompts, seeds, strict=True))
         sizes = self.sizes(requests)
         settings = sampler_settings(
-            config, choice.steps, choice.guidance, choice.sampler, Seed(0, self.generator), choice.rescale, choice.guidance_2
+            config, choice.steps, choice.guidance, choice.sampler, 0, choice.rescale, choice.guidance_2
         )  # fmt: skip
         objectives = {
             size: self.objective.sized(size, self.predictor.tokens(self.codec.strides.latent(size))) for size in sizes
@@ -323,9 +321,7 @@ class TextToVideo:
             group = self._group(mine, sizes, most)
             count = len(group)
             shape_CThw = (self.codec.channels, *self.codec.strides.latent(size))
-            noise_PCThw = torch.stack(
-                [rng.normal(shape_CThw, Seed(seeds[index], self.generator), "sample", names[index]) for index in group]
-            )
+            noise_PCThw = torch.stack([rng.normal(shape_CThw, seeds[index], "sample", names[index]) for index in group])
 
             def tell(step: int, of: int, before: int = done, count: int = count) -> None:
                 if on_step is not None:

@@ -92,8 +92,7 @@ def _tiles(steps: Sequence[Row], validations: Sequence[Row], reached: int) -> li
         return []
     last = steps[-1]
     tail = steps[-max(1, len(steps) // 10) :]
-    # a row is a mean of `steps` steps; those of earlier versions are single steps
-    losses = [(row["loss"], row.get("steps", 1)) for row in tail if row.get("loss") is not None]
+    losses = [(row["loss"], row["steps"]) for row in tail if row.get("loss") is not None]
     counted = sum(count for _, count in losses)
     mean = f"{sum(loss * count for loss, count in losses) / counted:.4f}" if counted else "not finite"
     counts = {"skipped_steps": "skipped steps", "left_out_samples": "samples left out", "roll_backs": "roll-backs"}
@@ -106,7 +105,7 @@ def _tiles(steps: Sequence[Row], validations: Sequence[Row], reached: int) -> li
         ("MFU", f"{last['mfu']:.1%}" if last.get("mfu") is not None else "unknown"),
         ("waiting for data", f"{last['data_wait']:.1%}"),
         ("peak memory", format_bytes(last["peak_memory_bytes"])),
-        ("training time", format_seconds(last.get("elapsed_seconds", 0.0))),
+        ("training time", format_seconds(last["elapsed_seconds"])),
         *((name, str(last[key])) for key, name in counts.items() if last.get(key)),
     ]
 

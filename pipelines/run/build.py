@@ -39,7 +39,6 @@ from mmspeed.parallel import (
 )
 from mmspeed.pipelines.run.updates import learning_roles, own_train
 from mmspeed.protocols import InitializesWeights, RunPlace, Task, Update, blocks_of, source_of, trainable
-from mmspeed.rng import Seed
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ class Placement:
     reader: Reader  # the items that this process reads: its group of those that compute an item together
     first: bool  # True for the process that reports for its group
 
-    def at(self, device: Device, folder: Path, generator: int | None = None) -> RunPlace:
+    def at(self, device: Device, folder: Path) -> RunPlace:
         """The place of this process, for a task."""
         stage = self.mesh.in_stage
         return RunPlace(
@@ -130,7 +129,6 @@ class Placement:
             dealt=stage.count,
             number=stage.index,
             folder=folder,
-            generator=generator,
         )
 
 
@@ -150,7 +148,6 @@ def assemble(
     placement: Placement,
     device: Device,
     choice: Sequence[ActivationPolicies] | None = None,
-    generator: int | None = None,
     drawn: Callable[[str, Tensor], None] | None = None,
     *,
     stand_ins: bool = False,
@@ -158,10 +155,10 @@ def assemble(
 ) -> Assembly:
     """Put models on their devices, changed in place, and build the optimizers, averages and learners of all updates.
 
-    A model on the meta device gets the weights of its files, of which each process reads its own parts, or those of the config's seed,
-    drawn by a version of the `generator`; another keeps its weights. `drawn("role.name", value)` is called with each value that is
-    drawn, whole. `stand_ins`: files are not read, and small arbitrary numbers take the place of their weights. `resumed`: a checkpoint
-    will fill the weights that train; in models that learn, files are read for the others alone.
+    A model on the meta device gets the weights of its files, of which each process reads its own parts, or those of the config's seed;
+    another keeps its weights. `drawn("role.name", value)` is called with each value that is drawn, whole. `stand_ins`: files are not read,
+    and small arbitrary numbers take the place of their weights. `resumed`: a checkpoint will fill the weights that train; in models that
+    learn, files are read for the others alone.
     Models that no update trains are frozen. `choice`: the activation policies of each block under a memory budget. Raises UserError for
     a model that lacks part of `TrainableModel`, as `learning_roles`, and for a budget with several roles that learn.
     """
@@ -191,8 +188,8 @@ def assemble(
             stand_in_weights(model, put) if stand_ins else read_weights(model, source, put, frozen_alone=kept)
             continue
         assert isinstance(model, InitializesWeights)  # `_placed` has seen to it
-        whole, seed = partial(_put_whole, put), Seed(config.seed, generator)
-        init_weights(model, seed, whole if drawn is None else _with_notice(role, model, whole, drawn))
+        whole = partial(_put_whole, put)
+        init_weights(model, config.seed, whole if drawn is None else _with_notice(role, model, whole, drawn))
     averages = {}
     if config.train.ema_decay is not None:
         averages = {role: make_ema(models[role], optimizers[role], config, device) for role in learning}

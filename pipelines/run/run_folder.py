@@ -37,7 +37,7 @@ from mmspeed.log import get_logger
 from mmspeed.loop.checkpoint.load import latest, open_checkpoint, recorded
 from mmspeed.loop.checkpoint.storage import DamagedCheckpointError, step_name
 from mmspeed.redaction import redacted, redacted_tree
-from mmspeed.rng import NEWEST, recorded_version
+from mmspeed.rng import VERSION
 
 
 @dataclass(frozen=True)
@@ -131,29 +131,36 @@ class RunFolder:
         except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read ({error}); start the training again to rewrite it") from None
 
-    def generator(self) -> int:
-        """The version of the generator (`mmspeed.rng`) that the run draws with: the recorded one, or the newest for a new run.
+    def check_generator(self) -> None:
+        """Raise UserError for a run that draws with another version of the generator (`mmspeed.rng`).
 
-        Runs from before there were two recorded none, and go on with the first. Where run.json is lost, the newest checkpoint says it.
-        Raises UserError for a version that this mmspeed does not have, and where neither can be read.
+        Where run.json is lost, the newest checkpoint says it; raises UserError where neither can be read.
         """
-        place = self.root / "run.json"
         try:
             record = self.info()
         except UserError:
             newest = latest(self.checkpoints)
             if newest is None:
-                return NEWEST  # nothing of it was drawn that lasts
-            place, record = self._soundest(newest)
-        return recorded_version(record, place)
+                return  # nothing of it was drawn that lasts
+            record = self._soundest(newest)
+        versions = record.get("versions", {"generator": 1})
+        version = versions.get("generator") if isinstance(versions, dict) else versions
+        if isinstance(version, int) and version > VERSION:
+            raise UserError(
+                f"{self.root} draws with generator {version}, this mmspeed with {VERSION}: use a newer mmspeed"
+            )
+        if version != VERSION:
+            raise UserError(
+                f"{self.root} is a run of an earlier mmspeed (generator {version}), which drew other numbers: choose another `name`"
+            )
 
-    def _soundest(self, newest: Path) -> tuple[Path, dict[str, Any]]:
-        """The newest checkpoint whose meta.json can be read, with its entry `meta`. Raises the newest one's error where there is none."""
+    def _soundest(self, newest: Path) -> dict[str, Any]:
+        """`meta` of the newest checkpoint whose meta.json can be read. Raises the newest one's error where there is none."""
         others = [self.checkpoints / step_name(entry["step"]) for entry in reversed(recorded(self.checkpoints))]
         for place in others:
             with suppress(DamagedCheckpointError):
-                return place, open_checkpoint(place)[0]["meta"]
-        return newest, open_checkpoint(newest)[0]["meta"]
+                return dict(open_checkpoint(place)[0]["meta"])
+        return dict(open_checkpoint(newest)[0]["meta"])
 
     def check_same(self, config: RunConfig) -> list[str]:
         """Keys that differ from the run's own config, such as `train.steps`.

@@ -60,7 +60,6 @@ from mmspeed.protocols import (
     Work,
     source_of,
 )
-from mmspeed.rng import Seed
 
 TINY = "tiny-"
 ROWS = 64  # an embedding has a multiple of these
@@ -273,9 +272,8 @@ class LanguageTask(TaskDefaults):
     def data(self, place: RunPlace) -> LanguageData:
         """The order of each epoch's packs, and this rank's share of each step."""
         config, one = self.config, self._one
-        seed = Seed(config.seed, place.generator)
         batching = self.batching(place)
-        sampler = self._sampler(batching, one.attention / one.products, seed)
+        sampler = self._sampler(batching, one.attention / one.products, config.seed)
         loader = Loader(
             None,
             sampler,

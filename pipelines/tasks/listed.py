@@ -52,7 +52,6 @@ from mmspeed.protocols import (
     Validation,
     Work,
 )
-from mmspeed.rng import Seed
 
 __all__ = ["Length", "ListedCheck", "ListedSample", "ListedTask"]
 
@@ -169,7 +168,7 @@ class ListedTask(TaskDefaults, ABC, Generic[C]):
     def data(self, place: RunPlace) -> ListedData:
         """Each epoch's samples in an order drawn by its number, and this rank's share of each step."""
         train = self.config.train
-        sampler = BatchSampler(self.training, self.batching(place), Seed(self.config.seed, place.generator))
+        sampler = BatchSampler(self.training, self.batching(place), self.config.seed)
         loader = Loader(
             None,
             sampler,

@@ -54,7 +54,6 @@ from mmspeed.pipelines.tasks.official_calls import (
 )
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.protocols import Batch, RunPlace
-from mmspeed.rng import Seed
 from mmspeed.shapes import Bucket, as_bucket
 
 # of different lengths; words in quotation marks are drawn as glyphs by some models
@@ -174,9 +173,10 @@ def cached_batch(task: VideoTask, captions: Callable[[], Mapping[str, str]]) -> 
     except UserError as error:
         return str(error)
     data, dropout = task.data(place), task.config.train.caption_dropout
-    seed = Seed(task.config.seed, place.generator)
     uses = [use for use in data.sampler.draws(0) if not use.lost]
-    keys = {use.name: choose_text(use.sample, seed, use.name, dropout) or task.cache.null_key for use in uses}
+    keys = {
+        use.name: choose_text(use.sample, task.config.seed, use.name, dropout) or task.cache.null_key for use in uses
+    }
     first, *others = [use for use in uses if use.sample.bucket == uses[0].sample.bucket]
     others.sort(key=lambda use: keys[use.name] == keys[first.name])
     pair, words = [first, *others[:1]], captions()

@@ -17,7 +17,7 @@ from pydantic_core import to_jsonable_python
 from torch import Tensor, nn
 
 from mmspeed.compute.sparse.module import clustered_layers
-from mmspeed.config import Config, with_recorded_weighting
+from mmspeed.config import Config
 from mmspeed.config.schema import ModelConfig, PublishedModelConfig
 from mmspeed.data import Batching, BatchSampler, DatasetCache, Loader, Sample
 from mmspeed.data.loading.anchor_frames import check_anchors
@@ -43,7 +43,7 @@ from mmspeed.models.diffusers.plans import declare_known_plan
 from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.families.complete import completed, objective_warnings
 from mmspeed.models.text.encoders import caption_limit, text_width
-from mmspeed.parallel import token_layout, unwrap
+from mmspeed.parallel import unwrap
 from mmspeed.pipelines.diffusion.anchors import check_modes, check_prompts, counted_frames, held
 from mmspeed.pipelines.diffusion.experts import EXPERTS, Expert, experts_of, objective_of_expert
 from mmspeed.pipelines.diffusion.objective import Objective, make_objective
@@ -55,8 +55,7 @@ from mmspeed.pipelines.diffusion.predictor import (
     prepare_training,
 )
 from mmspeed.pipelines.diffusion.schedulers import family_sampler
-from mmspeed.pipelines.tasks.base import largest_batch, usual_batch
-from mmspeed.pipelines.tasks.mlp_trials import MlpTrials
+from mmspeed.pipelines.tasks.base import largest_batch
 from mmspeed.pipelines.tasks.synthetic import EncoderShapes, sketched, synthetic_batch
 from mmspeed.pipelines.tasks.unused import freeze, freeze_unused, unused_lines
 from mmspeed.pipelines.tasks.video_data import VideoData
@@ -83,8 +82,7 @@ from mmspeed.protocols import (
     Validation,
     Work,
 )
-from mmspeed.protocols.model import LaysOutTokens
-from mmspeed.rng import Seed
+from mmspeed.protocols.model import HasHeads
 from mmspeed.shapes import Bucket, Strides, as_bucket
 
 log = get_logger("train")
@@ -112,7 +110,6 @@ class VideoTask:
         call: ModelCall | None = None,
         opened: Repository | None = None,
     ) -> None:
-        config = with_recorded_weighting(config)
         opened = opened_of(config.model) if opened is None else opened
         self._objective_warnings = objective_warnings(config, opened)
         config = completed(config, opened)
@@ -127,14 +124,12 @@ class VideoTask:
             self._of_expert = {
                 each: make_objective(objective_of_expert(config.objective, each), family) for each in EXPERTS
             }
-        self.seed: int = Seed(config.seed)
         self.frame_mask: FrameMask | None = FRAME_MASKS[config.train.loss_frames]
         self.conditioning = config.conditioning if config.conditioning.gives_frames else None
         self._inputs: EncoderShapes | None = None
         self._cache: DatasetCache | None = None
         self.whole = True
         self.group: dist.ProcessGroup | None = None
-        self._mlp_trials: MlpTrials | None = None
         self._predictor: Predictor | None = None
         self._unused: list[str] | None = None  # weights that training never reaches
         self._spare: nn.Module | None = None  # a model with weights, built for its sizes, that `build` will return
@@ -144,7 +139,6 @@ class VideoTask:
     def open(self, place: RunPlace) -> None:
         """Open the config's cache. Raises UserError when it cannot be used and there is no maker."""
         self.group = patient_group() if self.maker is not None else None
-        self.seed = Seed(self.config.seed, place.generator)
         self._cache, self.whole = open_cache(self.config, self.maker, place.device, place.rank, place.world, self.group)
         encoders = self._cache.info["encoders"]
         self.use(
@@ -165,7 +159,7 @@ class VideoTask:
         """The task of another config over the same data and sizes."""
         other = VideoTask(config, self.maker, self._build, self._call, self._opened)
         other._inputs, other._cache, other.whole, other.group = self._inputs, self._cache, self.whole, self.group
-        other._unused, other.seed = self._unused, self.seed
+        other._unused = self._unused
         return other
 
     @property
@@ -267,7 +261,7 @@ class VideoTask:
 
     def _is_drawn(self, expert: Expert, step: int) -> bool:
         assert self.experts is not None
-        return self.experts.drawn(self.seed, step) == expert
+        return self.experts.drawn(self.config.seed, step) == expert
 
     def _loss_of_expert(self, role: str, expert: Expert, models: Models, batch: Batch) -> Terms:
         """The loss of each sample by an expert, at a time in its range."""
@@ -282,8 +276,6 @@ class VideoTask:
         return self._loss(models["model"], batch, self.objective)
 
     def _loss(self, model: nn.Module, batch: Batch, objective: Objective) -> Terms:
-        if self._mlp_trials is not None:
-            self._mlp_trials.meet(batch)
         latents_BCThw = batch["latents"]
         device, (frames, height, width) = latents_BCThw.device, latents_BCThw.shape[2:]
         objective = objective.sized(as_bucket(batch.shape), self.predictor.tokens((frames, height, width)))
@@ -305,15 +297,11 @@ class VideoTask:
         return Term(loss_B, batch.weights_I)
 
     def prepare(self, models: Models, place: RunPlace) -> None:
-        """Try out the kernel of sparse attention and MLPs in parts. Raises UserError where the kernel does not support this device."""
+        """Try out the kernel of sparse attention. Raises UserError where the kernel does not support this device."""
         model, dtype = unwrap(models["model"]), parse_dtype(self.config.device.dtype)
-        if isinstance(model, LaysOutTokens):
+        if isinstance(model, HasHeads):
             for layer in list(clustered_layers(model).values())[:1]:
                 layer.try_out(place.device.torch_device, dtype, model.head_width)
-            self._mlp_trials = MlpTrials(model, token_layout(model), dtype, place.device, place.rank == 0)
-            batching = self.batching(place)
-            sizes = {bucket: usual_batch(batching, bucket, place.groups).items for bucket in self.buckets()}
-            self._mlp_trials.before_steps((self.latent(bucket), size) for bucket, size in sizes.items())
 
     def notes(self) -> tuple[list[str], list[str]]:
         """Lines and warnings: of sparse attention, of weights that stay frozen, of an objective and sizes unlike a published model's."""
@@ -332,9 +320,8 @@ class VideoTask:
         """The order of the run's steps, and this rank's share of them."""
         config, cache = self.config, self.cache
         batching = self.batching(place, tell=True)
-        seed = Seed(config.seed, place.generator)
         sampler = BatchSampler(
-            cache.split("train"), batching, seed=seed, stages=make_stages(config.data, config.curriculum)
+            cache.split("train"), batching, seed=config.seed, stages=make_stages(config.data, config.curriculum)
         )
         loader = Loader(
             cache,
@@ -346,7 +333,7 @@ class VideoTask:
             device=place.device,
             collate=VideoCollate(
                 cache,
-                seed,
+                config.seed,
                 config.train.caption_dropout,
                 self.predictor.timed,
                 self.frame_mask,

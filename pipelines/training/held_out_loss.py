@@ -92,7 +92,7 @@ class VideoValidation:
                 samples,
                 objective,
                 self.config.validate_.quantiles,
-                rng.Seed(self.config.seed, self.place.generator),
+                self.config.seed,
                 self.place,
                 self.predictor,
                 self.frame_mask,
@@ -145,7 +145,7 @@ class VideoValidation:
         codec = load_codec(config.vae, place.device, weights)
         bucket = video_shape(config, codec.strides, self.predictor)
         objective = self._objective_of(bucket)
-        settings = sampler_settings(config, None, None, None, rng.Seed(config.validate_.seed, place.generator))
+        settings = sampler_settings(config, None, None, None, config.validate_.seed)
         prompts = shares(list(enumerate(self.prompts)), place)
         latents = generate_latents(
             models["model"],

@@ -72,7 +72,7 @@ def check_cache(cache: DatasetCache, config: Config) -> None:
     Reads the encoders' files, so one process should check for all; an encoder that is not available is not compared.
     """
     encoders = cache.info["encoders"]
-    recorded, wanted = config.recorded_settings(cache.info["made_for"]), config.sample_settings()
+    recorded, wanted = cache.info["made_for"], config.sample_settings()
     other = [one for name in wanted for one in differing_settings(f"data.{name}", recorded.get(name), wanted[name])]
     if other:
         raise UserError(

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mmspeed import comm
+from mmspeed import comm, rng
 from mmspeed.config import RunConfig
-from mmspeed.errors import UserError
 from mmspeed.log import format_seconds, get_logger
 from mmspeed.loop.checkpoint.load import identity, identity_of_start, learned, load_start, starting_checkpoint
 from mmspeed.loop.checkpoint.manager import CheckpointManager, DamagedCheckpointError
@@ -89,7 +88,7 @@ class SavedStates:
         if where.rank == 0 and run.step < config.train.steps:
             parameters = sum(p.numel() for p in parts.model.parameters())
             info = {**run.task.info(), "parameters": parameters, "data": run.data.fingerprint}
-            info["versions"] = {"generator": where.generator}
+            info["versions"] = {"generator": rng.VERSION}
             info |= bases | ({"base": files} if files else {})
             self.folder.write_start(config, info, run.task.files())
             trim_metrics(self.folder.metrics, run.step)
@@ -138,15 +137,10 @@ class SavedStates:
         meta = run.manager.load(path, state.model, state.optimizer, state.ema)
         for role, other in state.others.items():
             run.manager.load(path, other.model, other.optimizer, other.ema, role)
-        if "divergence" in meta:
-            run.spikes.watch.resume(meta["divergence"])
-        run.step, run.skipped, run.left_out = int(meta["step"]), int(meta["skipped"]), int(meta.get("left_out", 0))
+        run.spikes.watch.resume(meta["divergence"])
+        run.step, run.skipped, run.left_out = int(meta["step"]), int(meta["skipped"]), int(meta["left_out"])
         if changed and where.rank == 0:
             log.info(f"going on from step {run.step}; changed since it was saved: {', '.join(changed)}")
-        if "order" not in meta:
-            raise UserError(
-                f"{path} is of an earlier mmspeed, which wrote no place in the order: choose another `name`"
-            )
         message = run.data.resume(meta["order"])
         if message is not None and where.rank == 0 and run.step < config.train.steps:
             log.warning(f"step {run.step}: {message}")
@@ -182,7 +176,7 @@ class SavedStates:
             "left_out": run.left_out,
             "divergence": run.spikes.watch.state(),
             "world": run.place.world,
-            "versions": {"generator": run.place.generator},
+            "versions": {"generator": rng.VERSION},
         }
         run.parts.wake()
         blocking = blocking or not self.config.checkpoint.asynchronous

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mmspeed import comm
-from mmspeed.config import RunConfig, obey_launcher, with_recorded_weighting
+from mmspeed.config import RunConfig, obey_launcher
 from mmspeed.config.leaves import flat
 from mmspeed.data.loading.first_epoch import OnlineEncoder
 from mmspeed.device import Device, parse_dtype, pick
@@ -100,11 +100,11 @@ class TrainPipeline:
         online: bool = False,
         callbacks: Sequence[TrainCallback] = (),
     ) -> None:
-        recorded = with_recorded_weighting(config, "the config")
-        self.config = config = obey_launcher(recorded)
+        given, config = config, obey_launcher(config)
+        self.config = config
         if online and task is not None:
             raise ValueError("online completes the data of the config's task: give a `task` its maker instead")
-        if task is not None and config is not recorded:  # the task has read the other one
+        if task is not None and config is not given:  # the task has read the other one
             raise UserError(
                 "make the task, too, from `mmspeed.config.obey_launcher(config)`, as accelerate launch changes the config"
             )
@@ -135,8 +135,8 @@ class TrainPipeline:
         require_agreement(run_facts(config, device), "start all of them with the same config and the same software")
         placement = place(config, device)
         # rank 0 looks: another node's view of the folder may be older
-        generator = comm.broadcast_object(self.folder.generator() if dist.get_rank() == 0 else None)
-        where = placement.at(device, self.folder.root, generator)
+        comm.first_does(self.folder.check_generator, dist.get_rank())
+        where = placement.at(device, self.folder.root)
         self._tell(where, opening.device_line(config, device, where.world, where.strategy))
         self._tell(where, f"run folder: {self.folder.root}")
         with Working("opening the data", tell=False):
@@ -154,9 +154,7 @@ class TrainPipeline:
             weights.require_same_built(bare)
             require_agreement(flat({"base": base_files(bare)}), "give all of them the same files of weights")
             resumed = not newest.fresh
-            parts = assemble(
-                config, self.task, bare, placement, device, choice, generator, weights.add_drawn, resumed=resumed
-            )
+            parts = assemble(config, self.task, bare, placement, device, choice, weights.add_drawn, resumed=resumed)
             weights.require_same_drawn(parts.models)
             self._tell(where, opening.model_line(config, parts.models))
         # 2. the state of a run that was stopped

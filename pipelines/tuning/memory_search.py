@@ -23,7 +23,6 @@ from torch import Tensor
 from mmspeed import comm
 from mmspeed.config import RunConfig
 from mmspeed.config.memory import MemoryConfig, parse_bytes
-from mmspeed.config.renamed import renamed_policies, translated_setting
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_bytes, get_logger
@@ -290,12 +289,11 @@ def read_choice(path: Path, setting: Mapping[str, Any], blocks: int) -> MemoryCh
         record = json.loads(path.read_text(encoding="utf-8"))
         if "setting" not in record and "report" in record:  # of `mmspeed bench memory` alone
             return None
-        if translated_setting(record["setting"]) != json.loads(json.dumps(setting)):
+        if record["setting"] != json.loads(json.dumps(setting)):
             return None
         expected, measured = record["expected"], record["measured"]
         ways = tuple(
-            MemoryConfig.model_validate({"activation_policy": renamed_policies(each)}).activation_policy
-            for each in record["blocks"]
+            MemoryConfig.model_validate({"activation_policy": each}).activation_policy for each in record["blocks"]
         )
         if len(ways) != blocks:
             raise ValueError(f"ways of {len(ways)} blocks")

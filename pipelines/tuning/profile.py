@@ -22,7 +22,6 @@ from mmspeed import comm, rng
 from mmspeed.axes import ITEMS
 from mmspeed.config import RunConfig
 from mmspeed.config.memory import MemoryConfig
-from mmspeed.config.renamed import translated_setting
 from mmspeed.data.sampling.batch_sizes import MEASURED_NAME, Measured, Measurement, SampleCosts, line_slope
 from mmspeed.device import Device, pick
 from mmspeed.errors import UserError
@@ -62,7 +61,6 @@ def setting_of(config: RunConfig, task: Mapping[str, object], place: RunPlace) -
     }
     usual = MemoryConfig().model_dump(mode="json")
     memory = config.memory.model_dump(mode="json")
-    # default values are left out, so that older measurements stay valid
     setting |= {
         f"memory.{key}": value for key, value in memory.items() if value != usual[key] and key not in UNMEASURED
     }
@@ -80,7 +78,7 @@ def load_measured(path: Path, setting: Mapping[str, Any]) -> tuple[Measured, str
     other recomputation or compilation, than `setting` has.
     """
     measured = Measured.load(path)
-    before = translated_setting(measured.setting)
+    before = measured.setting
     other = [name for name in {**setting, **before} if before.get(name) != setting.get(name) and name not in UNUSED]
 
     def shown(names: Sequence[str]) -> str:

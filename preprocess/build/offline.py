@@ -238,7 +238,7 @@ def conclude(setup: BuildSetup, parts: Sequence[ProcessRecord], report: BuildRep
     report.count_samples(samples)
     write_rejects(root, [(r.source, r.reason.value, r.detail) for r in report.rejections])
     setup.write_info()
-    write_samples(root, samples, encoders.text_key(""), setup.seed.generator)
+    write_samples(root, samples, encoders.text_key(""))
     compile_index(root)
     report.seconds = time.monotonic() - started
     report.require_some()

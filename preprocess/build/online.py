@@ -92,7 +92,7 @@ class OnlineBuilder:
             for event in pool.run(None):
                 if isinstance(event, Selected):
                     content_id = event.clips[0].content_id
-                    split = split_of(event.source, content_id, config.data, self.setup.seed)
+                    split = split_of(event.source, content_id, config.data, config.seed)
                     planned = PlannedSource(event.source, split, content_id, event.clips)
                     rows += rows_of([planned], encoders.latent_key, encoders.text_key)
                     rejections += event.dropped
@@ -140,7 +140,7 @@ class OnlineBuilder:
                 writer.add(**text_entry(encoders, caption, tensors, "null"))
         setup.write_info()
         samples = samples_of_rows(rows, self.config.data, encoders.strides)
-        write_samples(setup.root, samples, encoders.text_key(""), setup.seed.generator)
+        write_samples(setup.root, samples, encoders.text_key(""))
         compile_index(setup.root)
 
     # -- during the first epoch -----------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ class OnlineBuilder:
             replace(sample, lost=sample.key in gone, text_keys=kept_captions(sample.text_keys, lost_texts))
             for sample in samples
         ]
-        write_samples(root, marked, null_key, self.setup.seed.generator)
+        write_samples(root, marked, null_key)
         compile_index(root)
 
     def free(self) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mmspeed import rng
 from mmspeed.config import Config, dump_config
 from mmspeed.config.leaves import flat
 from mmspeed.data.cache.files import TEMP_SUFFIX, ReaderLock, held
@@ -24,7 +25,6 @@ from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, get_logger
 from mmspeed.models.codecs.linear import LinearCodec
 from mmspeed.preprocess.build.coordination import Agreement, locked
-from mmspeed.preprocess.decoding.clips import cache_seed
 from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Frames
 from mmspeed.preprocess.decoding.recipe import Recipe
 from mmspeed.preprocess.decoding.transform import to_model_range
@@ -55,7 +55,6 @@ class BuildSetup:
     def __init__(self, config: Config, device: Device, world: int = 1, upgrade: Sequence[str] = ()) -> None:
         self.config, self.root = config, config.local_cache_dir()
         self._lock: ReaderLock | None = None
-        self.seed = cache_seed(config)
         self.listing = list_sources(config.data)
         self.recipe = Recipe.of(config, self.listing.sources, builds=True, upgrade=upgrade)
         self.encoders = Encoders(config, device)
@@ -142,7 +141,7 @@ class BuildSetup:
             "latent_dtype": config.preprocess.latent_dtype,
             "text_dtype": config.preprocess.text_dtype,
             "encoding_version": ENCODING_VERSION,
-            "versions": {**self.recipe.versions, "generator": self.seed.generator},
+            "versions": {**self.recipe.versions, "generator": rng.VERSION},
             "config": redacted(dump_config(config)),
         }
         write_info(self.root, info)
@@ -156,7 +155,7 @@ class BuildSetup:
             stamp.update(f"{changed}\n".encode())
         settings = {
             "version": ENCODING_VERSION,
-            "generator": self.seed.generator,
+            "generator": rng.VERSION,
             "made_for": config.sample_settings(),
             "versions": dict(self.recipe.versions),
             "dtypes": [config.preprocess.latent_dtype, config.preprocess.text_dtype],
@@ -190,7 +189,7 @@ class BuildSetup:
                         yield to_model_range(event.frames_FHWC)
 
         try:
-            return LinearCodec.fit(videos(), channels, generator=self.seed.generator), len(selected)
+            return LinearCodec.fit(videos(), channels), len(selected)
         except (ValueError, UserError) as error:
             if len({rejection.source for rejection in refused}) < len(selected):
                 raise UserError(f"the linear codec could not be fitted: {error}") from None

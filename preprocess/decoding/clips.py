@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from mmspeed.config import Bucket, Config
+from mmspeed.config import Bucket
 from mmspeed.config.schema import DataConfig
-from mmspeed.data.cache.tables import cache_generator
 from mmspeed.preprocess.decoding.decode import Cut
 from mmspeed.preprocess.decoding.pixel_rules import NEWEST_RULES, PixelRules
 from mmspeed.preprocess.decoding.probe import Probe
@@ -25,7 +24,7 @@ from mmspeed.preprocess.decoding.transform import crop_boxes, rank_buckets
 from mmspeed.preprocess.decoding.windows import choose_windows
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from mmspeed.preprocess.sources.source import Source, content_id
-from mmspeed.rng import Seed, uniform
+from mmspeed.rng import uniform
 
 
 @dataclass(frozen=True)
@@ -103,15 +102,6 @@ def left_unmirrored(clips: Sequence[Clip], data: DataConfig) -> bool:
     return data.mirror and not any(clip.mirrored for clip in clips)
 
 
-def cache_seed(config: Config) -> Seed:
-    """The seed of the draws that fill a config's cache, with the generator that the cache began with.
-
-    So a content's split and buckets never change within a cache, and no held-out sample enters training. Raises UserError as
-    `cache_generator`.
-    """
-    return Seed(config.seed, cache_generator(config.cache_dir))
-
-
 def split_of(source: Source, content_id: str, data: DataConfig, seed: int) -> str:
     """The split of a source: `val` if the manifest marks it or the draw by content holds it out, else `train`."""
     if source.split == "val":
@@ -149,7 +139,7 @@ def select_clips(
         probe, [b.bucket() for b in data.buckets], data.fps, data.allow_upscale
     )  # raises before the file is read
     content = content_id(source, full_hash) if identify is None else identify(source)
-    rules = rules or PixelRules(untagged=data.untagged, background=data.background)
+    rules = rules or PixelRules.of(data)
     if cuts is None or data.scenes is None:
         return tuple(_scene_clips(source, probe, data, content, seed, rules))
     scenes = scenes_between(cuts, probe.pts_seconds, probe.step, data.scenes.min_seconds)

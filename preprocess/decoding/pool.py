@@ -17,7 +17,7 @@ import torch
 from mmspeed.config import Config
 from mmspeed.device import pick
 from mmspeed.errors import UserError
-from mmspeed.preprocess.decoding.clips import Clip, cache_seed, clip_name, repeats_too_much, select_clips
+from mmspeed.preprocess.decoding.clips import Clip, clip_name, repeats_too_much, select_clips
 from mmspeed.preprocess.decoding.other_decoders import OtherDecoder
 from mmspeed.preprocess.decoding.pixel_rules import PixelRules
 from mmspeed.preprocess.decoding.probe import Probe
@@ -27,7 +27,6 @@ from mmspeed.preprocess.decoding.worker import DecodeWorker, StoppedError
 from mmspeed.preprocess.sources.fetched import MediaStore
 from mmspeed.preprocess.sources.rejections import Reason, Rejected, Rejection, in_words
 from mmspeed.preprocess.sources.source import Source
-from mmspeed.rng import Seed
 
 _SOURCES_AHEAD = 2  # beyond one for each worker
 _CLIPS_AHEAD = 2  # of each source
@@ -84,7 +83,6 @@ class DecodePool:
 
     def __init__(self, config: Config, sources: Sequence[Source], recipe: Recipe | None = None) -> None:
         self.config = config
-        self.seed = cache_seed(config)
         self.sources = sources
         self.recipe = recipe or Recipe.of(config, sources)
         self.size = max(1, min(config.preprocess.decode_workers, len(sources)))
@@ -115,7 +113,7 @@ class DecodePool:
         `Finished`; or, if the whole source is rejected, `Failed` without a clip and `Finished`. `wanted` (None: no clips, the
         sources are only planned) is called in other threads. Their exceptions are raised here.
         """
-        run = _PoolRun(self.config, self.seed, self.sources, wanted, self.size, self.recipe, self.media)
+        run = _PoolRun(self.config, self.sources, wanted, self.size, self.recipe, self.media)
         self._runs.append(run)
         run.start()  # now, not when the first event is requested
         return self._events(run, ordered)
@@ -152,7 +150,6 @@ def source_events(
     worker: DecodeWorker,
     source: Source,
     config: Config,
-    seed: Seed,
     wanted: Callable[[Clip], bool] | None,
     recipe: Recipe,
     media: MediaStore,
@@ -168,7 +165,9 @@ def source_events(
         try:
             here = stack.enter_context(media.local(source))
             probe = worker.open(here, int(data.max_file_mb * 1e6), data.max_pixels, limit)
-            select = partial(select_clips, source, probe, data, config.preprocess.full_hash, seed, rules=recipe.rules)
+            select = partial(
+                select_clips, source, probe, data, config.preprocess.full_hash, config.seed, rules=recipe.rules
+            )
             selected = select(lambda _: recipe.contents.id_of(here))
             cuts: tuple[int, ...] = ()
             if memory is not None and len(probe.pts_seconds) > 1:
@@ -212,7 +211,6 @@ class _PoolRun:
     def __init__(
         self,
         config: Config,
-        seed: Seed,
         sources: Sequence[Source],
         wanted: Callable[[Clip], bool] | None,
         size: int,
@@ -220,7 +218,7 @@ class _PoolRun:
         media: MediaStore,
     ) -> None:
         self._media = media
-        self._config, self._seed, self._sources, self._wanted, self._recipe = config, seed, sources, wanted, recipe
+        self._config, self._sources, self._wanted, self._recipe = config, sources, wanted, recipe
         self._ahead = size + _SOURCES_AHEAD
         self._changed = threading.Condition()
         self._waiting: dict[int, deque[Event | BaseException]] = {}  # by number of the source, for those in progress
@@ -266,7 +264,7 @@ class _PoolRun:
                 try:
                     source = self._sources[number]
                     for event in source_events(
-                        worker, source, self._config, self._seed, self._wanted, self._recipe, self._media, self._memory
+                        worker, source, self._config, self._wanted, self._recipe, self._media, self._memory
                     ):
                         self._put(number, event)
                 except StoppedError:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from mmspeed.config import Config
 from mmspeed.config.places import is_url
-from mmspeed.data.cache.versions import VERSIONS, cache_versions, upgraded
+from mmspeed.data.cache.tables import cache_versions
+from mmspeed.data.cache.versions import VERSIONS, upgraded
 from mmspeed.preprocess.decoding.pixel_rules import PixelRules
 from mmspeed.preprocess.sources.contents import ContentIds
 from mmspeed.preprocess.sources.source import Source
@@ -45,5 +46,5 @@ class Recipe:
         records: bool = False,
     ) -> Recipe:
         """The recipe of these `versions` for a config's cache in `root`; `listed`, `reads` and `records`: see `ContentIds`."""
-        contents = ContentIds(root, versions["content"], config.preprocess.full_hash, listed, reads, records)
-        return cls(versions, contents, PixelRules.of(config.data, versions))
+        contents = ContentIds(root, config.preprocess.full_hash, listed, reads, records)
+        return cls(versions, contents, PixelRules.of(config.data))

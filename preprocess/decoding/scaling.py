@@ -70,24 +70,27 @@ def scale_rgb(picture_HWC: np.ndarray, crop: Box, probe: Probe, width: int, heig
 
 
 def pixel_parts(rules: PixelRules, probe: Probe, crop: Box) -> dict[str, Any]:
-    """The parts of a clip's key that say in what its pixels differ from those of version 1 of every property; empty if in nothing."""
+    """The parts of a clip's key that say in what its pixels differ from the plain reading of its file; empty if in nothing.
+
+    Plain are chroma in the middle of its pixels, cut at whole samples, BT.601, and white behind a picture.
+    """
     parts: dict[str, Any] = {}
     video = probe.decoder == "pyav"
     if video and probe.pixel_format.startswith(_YUV):
-        if rules.chroma > 1 and not _same_chroma(probe, coded_box(crop, probe)):
-            parts["chroma"] = rules.chroma
+        if not _plain_chroma(probe, coded_box(crop, probe)):
+            parts["chroma"] = 2  # the version of the property
         matrix = rules.untagged_matrix(probe.coded_height)
         if probe.untagged and matrix != _OTHER_MATRIX:
             parts["untagged"] = matrix
-    if probe.alpha and ((video and rules.alpha > 1) or (not video and rules.background != WHITE)):
+    if probe.alpha and (video or rules.background != WHITE):
         parts["background"] = rules.background
     if probe.reader and not probe.same_bytes:
         parts["decoder"] = probe.reader
     return parts
 
 
-def _same_chroma(probe: Probe, box: Box) -> bool:
-    """True if version 1 puts chroma where the stream sites it: centred, and cut at whole samples."""
+def _plain_chroma(probe: Probe, box: Box) -> bool:
+    """True if the stream sites chroma in the middle of its pixels, and a box cuts it at whole samples."""
     columns, rows = chroma_steps(probe.pixel_format)
     middle = probe.chroma_location == "center"
     across = columns == 1 or middle or probe.chroma_location in ("top", "bottom")
@@ -119,7 +122,7 @@ class Scaler:
         box = coded_box(crop, probe)
         if probe.rotation % 180:
             width, height = height, width
-        if has_alpha(frame.format) and rules.alpha > 1:
+        if has_alpha(frame.format):
             planes_CHW = self._composed(frame, box, width, height, rules)
         elif frame.format.name.startswith(_YUV):
             planes_CHW = self._filtered(frame, box, width, height, rules)
@@ -149,8 +152,7 @@ class Scaler:
         self, frame: av.video.VideoFrame, box: Box, size: tuple[int, int] | None, rules: PixelRules, form: str
     ) -> av.video.VideoFrame:
         """A crop of a frame, of another `size` if one is given, in the pixel format `form`."""
-        if rules.chroma > 1:
-            frame = _with_whole_samples(frame)
+        frame = _with_whole_samples(frame)
         key = box, size, rules, form, frame.format.name, frame.colorspace, frame.color_range
         graph = self._graphs.get(key)
         if graph is None:
@@ -216,7 +218,7 @@ def _graph(
     same = f"out_color_matrix={matrix}:out_range={'full' if full else 'limited'}"
     columns, rows = chroma_steps(frame.format.name)
     subsampled = columns * rows > 1
-    sited = f":in_chroma_loc={probe.chroma_location or 'center'}" if rules.chroma > 1 and subsampled else ""
+    sited = f":in_chroma_loc={probe.chroma_location or 'center'}" if subsampled else ""
     graph = av.filter.Graph()
     if hasattr(graph, "threads"):  # older PyAV lacks it; the bytes are the same
         graph.threads = 1
@@ -231,7 +233,7 @@ def _graph(
             range=str(int(frame.color_range)),
         )
     ]
-    outer = _whole_samples(box, columns, rows) if rules.chroma > 1 else box
+    outer = _whole_samples(box, columns, rows)
     nodes.append(graph.add("crop", f"{outer[2] - outer[0]}:{outer[3] - outer[1]}:{outer[0]}:{outer[1]}:exact=1"))
     if outer != box:  # chroma to full size first
         bits = max(part.bits for part in frame.format.components)

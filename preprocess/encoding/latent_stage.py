@@ -13,7 +13,7 @@ import torch
 from mmspeed.config import Bucket, Config
 from mmspeed.device import parse_dtype
 from mmspeed.log import ProgressLine, get_logger
-from mmspeed.preprocess.decoding.clips import Clip, cache_seed, clip_name, left_unmirrored, split_of
+from mmspeed.preprocess.decoding.clips import Clip, clip_name, left_unmirrored, split_of
 from mmspeed.preprocess.decoding.pool import DecodePool, Event, Failed, Finished, Frames, Selected
 from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.recipe import Recipe
@@ -54,7 +54,6 @@ class LatentStage:
     ) -> None:
         self.config, self.encoders, self.store, self.report = config, encoders, store, report
         self.recipe = recipe
-        self._seed = cache_seed(config)
         settings = config.preprocess
         self.trusted = trusted or TrustedBatches(settings.encode_batch, settings.exact_batches)
         self._counted = self.trusted.counts
@@ -142,7 +141,7 @@ class LatentStage:
 
     def _plan(self, event: Selected) -> None:
         content_id = event.clips[0].content_id
-        split = split_of(event.source, content_id, self.config.data, self._seed)
+        split = split_of(event.source, content_id, self.config.data, self.config.seed)
         self.report.scene_cuts += event.cuts
         self.report.cut_videos += event.cuts > 0
         self.statistics.add_cuts(event.cuts)

@@ -15,14 +15,11 @@ from mmspeed.preprocess.sources.source import Source
 
 
 class UpgradeCounts:
-    """The stored latents that would differ, for each property that the cache has in an older version.
-
-    Files are read whole only where their samples are equal.
-    """
+    """The stored latents that would differ, for each property that the cache has in an older version."""
 
     def __init__(self, config: Config, recipe: Recipe, listed: Sequence[Source]) -> None:
         self._newer = {
-            name: Recipe.at(upgraded(recipe.versions, [name]), config, recipe.contents.root, listed, reads=True)
+            name: Recipe.at(upgraded(recipe.versions, [name]), config, recipe.contents.root, listed)
             for name in sorted(VERSIONS)
             if recipe.versions[name] < VERSIONS[name]
         }
@@ -30,16 +27,12 @@ class UpgradeCounts:
         self.stored = 0
 
     def add(self, clip: Clip, probe: Probe, stored: bool) -> None:
-        """Add a clip; only those whose entry is `stored` can differ. Raises OSError if its file cannot be read."""
+        """Add a clip; only those whose entry is `stored` can differ."""
         if not stored:
             return
         self.stored += 1
         for name, recipe in self._newer.items():
-            if name == "content":
-                if recipe.contents.compares(clip.source):
-                    self.counts[name] += recipe.contents.id_of(clip.source) != clip.content_id
-            else:
-                self.counts[name] += pixel_parts(recipe.rules, probe, clip.crop) != clip.pixel_parts
+            self.counts[name] += pixel_parts(recipe.rules, probe, clip.crop) != clip.pixel_parts
 
     def lines(self) -> list[str]:
         """A line for each property of an older version."""

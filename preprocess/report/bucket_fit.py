@@ -154,7 +154,7 @@ class BucketFitter:
         candidates = _candidates(self.cells, self.present, grid)
         values_MC = np.array([self._values(bucket) for bucket in candidates])
         own = [candidates.index(bucket) for bucket in dict.fromkeys(self.present) if bucket in candidates]
-        starts = [[], own] if len(own) <= number else [[]]
+        starts = [[], own] if 0 < len(own) <= number else [[]]
         weights_C = self.cells.counts / self.cells.sources
         lists = [*(search(values_MC, weights_C, number, start) for start in starts), *starts]
         fits = [self.judge(sorted(candidates[m] for m in chosen)) for chosen in lists]
@@ -162,7 +162,7 @@ class BucketFitter:
         return self.judge([bucket for bucket, clips in zip(best.buckets, best.clips, strict=True) if clips])
 
     def judge(self, buckets: Sequence[Bucket]) -> BucketFit:
-        """What these buckets do with the sources, each of which goes where `rank_buckets` puts it."""
+        """The outcome of these buckets: each source goes where `rank_buckets` puts it."""
         cells, clips = self.cells, dict.fromkeys(buckets, 0)
         view_C, frames_C, size_C = np.zeros((3, len(cells)))
         columns = (cells.counts, cells.widths, cells.heights, cells.frames, cells.images)

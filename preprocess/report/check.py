@@ -211,7 +211,7 @@ def _survey(
                 numbers.add_cuts(event.cuts)
                 for rejection in event.dropped:
                     numbers.add_rejection(rejection, whole=False)
-                split = split_of(source, clips[0].content_id, config.data, pool.seed)
+                split = split_of(source, clips[0].content_id, config.data, config.seed)
                 planned = PlannedSource(source, split, clips[0].content_id, clips)
                 for sample in samples_of([planned], no_key, no_key, config.data, _ONE_TO_ONE):
                     numbers.add_sample(sample.bucket, sample.split, sample.dataset)

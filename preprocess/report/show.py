@@ -16,7 +16,7 @@ import torch
 import yaml
 from PIL import Image, ImageDraw, ImageFont
 
-from mmspeed.config import Config, make_config, today
+from mmspeed.config import Config, make_config
 from mmspeed.data import DatasetCache, Entry, Sample
 from mmspeed.data.cache.codec_file import own_codec
 from mmspeed.data.cache.files import write_whole
@@ -32,6 +32,7 @@ from mmspeed.protocols import VideoCodec
 COLUMNS = 8  # frames shown, at most
 MOST_LATENTS = 4  # of a sample with several windows or crops
 _CELL, _GAP, _LINE, _MARGIN = 208, 4, 20, 12  # pixels
+_RECORDED = ("seed", "data", "vae", "preprocess")  # sections by which sources are read and latents decoded
 
 
 def draw_entry(cache: DatasetCache, key: str, path: Path) -> str:
@@ -43,7 +44,7 @@ def draw_entry(cache: DatasetCache, key: str, path: Path) -> str:
     keys = sample.latent_keys if sample is not None and sample.key == key else (key,)
     config = stored_config(cache)
     codec = _codec(cache, config)
-    recipe = Recipe.at(info_versions(cache.info), config, Path(cache.root))
+    recipe = Recipe.at(info_versions(cache.info, cache.root), config, Path(cache.root))
     rows: list[tuple[str, np.ndarray | str]] = []
     descriptions = []
     for latent_key in keys[:MOST_LATENTS]:
@@ -66,11 +67,12 @@ def draw_entry(cache: DatasetCache, key: str, path: Path) -> str:
 
 
 def stored_config(cache: DatasetCache) -> Config:
-    """The config that the cache was built with. Raises UserError if cache.json does not hold one."""
+    """The config that the cache was built with, in what entries depend on. Raises UserError if cache.json does not hold one."""
     text = cache.info.get("config")
     if not isinstance(text, str):
         raise UserError(f"cache {cache.root} does not record the config that it was built with")
-    return make_config(today(yaml.safe_load(text), cache.root), origin=f"the config in {cache.root / 'cache.json'}")
+    tree = {name: section for name, section in yaml.safe_load(text).items() if name in _RECORDED}
+    return make_config(tree, origin=f"the config in {cache.root / 'cache.json'}")
 
 
 def _codec(cache: DatasetCache, config: Config) -> VideoCodec:

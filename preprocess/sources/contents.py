@@ -42,7 +42,6 @@ class ContentIds:
 
     Args:
         root: folder of the cache.
-        version: of the property `content`; 1 gives the digest alone.
         full: digest whole files (`preprocess.full_hash`): then nothing is compared.
         listed: all sources of the config, among which equal samples are looked for.
         reads: read whole files where they must be compared; false for commands that only plan.
@@ -52,7 +51,6 @@ class ContentIds:
     """
 
     root: Path
-    version: int = 2
     full: bool = False
     listed: Sequence[Source] = ()
     reads: bool = False
@@ -66,19 +64,19 @@ class ContentIds:
 
     def __post_init__(self) -> None:
         self._lock = threading.RLock()
-        if self._compares:
+        if not self.full:
             self._load()
 
-    def compares(self, source: Source) -> bool:
+    def _compares(self, source: Source) -> bool:
         """True for a source whose id is not of all its bytes. Raises Rejected like `Source.bytes`."""
-        return self._compares and _comparable(source) and source.bytes() > SAMPLED_ABOVE
+        return not self.full and _comparable(source) and source.bytes() > SAMPLED_ABOVE
 
     def id_of(self, source: Source) -> str:
         """The content id of a source. Raises Rejected like `content_id`, and OSError."""
         if source.remote is not None and source.remote.checksum and source.offset is None:
             return digest(f"{source.remote.size} {source.remote.checksum}".encode())
         sampled = content_id(source, self.full or not _comparable(source))
-        if not self.compares(source):
+        if not self._compares(source):
             return sampled
         known = self._ids.get(sampled)
         twins = [] if known else self._twins(source, sampled)
@@ -94,7 +92,7 @@ class ContentIds:
 
     def remember(self, source: Source, content: str) -> None:
         """Record the whole-file hash of a source that is about to be encoded as `content`, durably. Raises OSError."""
-        if not (self.records and self.compares(source)):
+        if not (self.records and self._compares(source)):
             return
         if (whole := self._whole(source)) is not None:
             self._record(source, content_id(source, False), whole, content)
@@ -108,16 +106,12 @@ class ContentIds:
                 except (Rejected, OSError):  # named when the source is used
                     continue
 
-    @property
-    def _compares(self) -> bool:
-        return self.version > 1 and not self.full
-
     def _by_size(self) -> dict[int, list[Source]]:
         """The large listed sources by their size in bytes."""
         with self._lock:
             if self._alike is None:
                 alike: dict[int, list[Source]] = {}
-                for source in self.listed if self._compares else ():
+                for source in self.listed if not self.full else ():
                     if not _comparable(source):
                         continue
                     try:

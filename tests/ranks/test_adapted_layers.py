@@ -251,4 +251,4 @@ def test_an_adapter_around_a_layer_that_prepares_its_input_is_named(layer: str) 
     with pytest.raises(UserError, match=words):
         set_chunks(block, 4)
     with pytest.raises(UserError, match="which prepares its input"):
-        set_policies(block, {"norm" if layer == "up" else "activation": "recompute_output"})
+        set_policies(block, {"norm" if layer == "up" else "activation": "recompute"})

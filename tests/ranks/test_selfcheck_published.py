@@ -169,3 +169,8 @@ def test_models_that_a_small_one_cannot_stand_for_are_refused(home: Path) -> Non
     still = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert still and all(name.startswith("condition_embedder.") for name in still)
     assert type(load(home, "wan")) is type(model)
+
+
+def test_over_a_ring_sparse_attention_is_expected_to_send_rows_of_kept_keys(home: Path) -> None:
+    exchanges = small(str(home), RIGHT["wan, ring, sparse"]).expected("videos")
+    assert "rows ring" in exchanges and "ring ring" not in exchanges

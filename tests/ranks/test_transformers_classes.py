@@ -46,6 +46,7 @@ class Case:
 
 
 CASES = {
+    "llama, ulysses, packed": Case("llama"),
     "qwen3 tied, ulysses, one document, fsdp": Case("qwen3_tied", lengths=SINGLE, sharded=True),
     "llama, ring, one document": Case("llama", "ring=2", SINGLE),
     "deepseek, tp, packed": Case("deepseek_v3", "tp=2", even=True),

@@ -138,8 +138,8 @@ def test_wheel_holds_the_code_and_the_clips(tmp_path: Path) -> None:
     for path in python_files(*CODE):
         inside = name(path) if name(path).startswith("mmspeed/") else f"mmspeed/{name(path)}"
         assert inside in packed
-    clips = ROOT / "mmspeed" / "assets" / "demo-clips"
-    shipped = [name(path) for path in clips.rglob("*") if path.is_file()]
+    assets = ROOT / "mmspeed" / "assets"
+    shipped = [name(path) for path in assets.rglob("*") if path.is_file()]
     assert len(shipped) > 70 and set(shipped) <= packed
     assert "mmspeed/py.typed" in packed
     licences = {Path(entry).name for entry in packed if ".dist-info/licenses/" in entry}

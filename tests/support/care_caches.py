@@ -9,9 +9,11 @@ from pathlib import Path
 
 import torch
 
+from mmspeed import rng
 from mmspeed.data import CacheWriter, DatasetCache, Sample
 from mmspeed.data.cache.keys import digest, entry_key, number_duplicates, sample_key
 from mmspeed.data.cache.tables import write_info, write_rejects, write_samples
+from mmspeed.data.cache.versions import VERSIONS
 from mmspeed.errors import UserError
 from mmspeed.models.codecs.linear import LinearCodec
 from tests.support.caches import BUCKET, add_latent, add_text, latent_parts
@@ -42,11 +44,12 @@ def describe(
     vae = {"kind": "linear", "fingerprint": fitted.fingerprint, "channels": 4, "strides": [4, 8]}
     info = {
         "encoders": {"vae": vae, "text": {"kind": "minilm", "fingerprint": "t" * 64, "width": 6}},
-        "made_for": {"fps": 8.0, "sources": [{"path": name} for name in sources]},
+        "made_for": {"fps": 8.0, "sources": [{"path": name, "name": name} for name in sources]},
         "fps": 8.0,
         "latent_dtype": "float32",
         "text_dtype": "bfloat16",
         "encoding_version": 2,
+        "versions": {**VERSIONS, "generator": rng.VERSION},
         "config": "vae: {kind: linear, channels: 4}\n",
     }
     write_rejects(root, [("bad.mp4", "no_video", "no video stream"), (f"{sources[0]}.gif", "too_short", "3 frames")])

@@ -1,4 +1,4 @@
-"""What the machine at hand does with cut matrix products, asked before a test expects equal bits of them; and other machines, made up.
+"""What the machine at hand does with cut matrix products, asked before a test expects equal bits of them; and a made-up machine.
 
 The bits of a sum depend on its order, and a library chooses that by the shape of the product: so products of other shapes have the same
 bits on some machines only. Even numbers that are computed each apart may be rounded otherwise at the end of a tensor, where a vector
@@ -80,12 +80,7 @@ def _gradient(hidden_PQ: Tensor, grad_PQ: Tensor) -> Tensor:
 
 
 class Machine(TorchDispatchMode):
-    """Inside, each product sums its terms one after another, so that its numbers do not depend on its shape; where `other` holds of the
-    shape (rows, columns, terms) of a product, its numbers are one unit in the last place larger. Slow; float32."""
-
-    def __init__(self, other: Callable[[int, int, int], bool] = lambda rows, columns, terms: False) -> None:
-        super().__init__()
-        self.other = other
+    """Inside, each product sums its terms one after another, so that its numbers do not depend on its shape. Slow; float32."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is MM:
@@ -103,6 +98,4 @@ class Machine(TorchDispatchMode):
         total = one.new_zeros(one.shape[0], two.shape[1])
         for term in range(one.shape[1]):
             total = total + one[:, term, None] * two[None, term]
-        if self.other(one.shape[0], two.shape[1], one.shape[1]):
-            return total.nextafter(torch.tensor(torch.inf))
         return total

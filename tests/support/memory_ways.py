@@ -24,7 +24,7 @@ from mmspeed.parallel import parallelize
 
 BRANCHES = ("attention", "cross_attention", "mlp")
 LARGE: tuple[ActivationPolicy, ...] = ("recompute", "selective", "offload", "offload_selective")
-SMALL: tuple[ActivationPolicy, ...] = ("recompute", "recompute_output")
+SMALL = ("norm", "activation")
 BLOCKS = 3
 SPARSE: dict[str, Any] = {
     "min_tokens": 16,
@@ -43,7 +43,7 @@ Ways = Mapping[str, ActivationPolicy]
 def each_way() -> list[dict[str, ActivationPolicy]]:
     """Every way of every span, alone."""
     large: list[dict[str, ActivationPolicy]] = [{name: way} for name in ("block", *BRANCHES) for way in LARGE]
-    small: list[dict[str, ActivationPolicy]] = [{name: way} for name in ("norm", "activation") for way in SMALL]
+    small: list[dict[str, ActivationPolicy]] = [{name: "recompute"} for name in SMALL]
     return large + small
 
 
@@ -54,9 +54,8 @@ def combinations() -> list[dict[str, ActivationPolicy]]:
         for mlp in LARGE:
             results.append({"attention": attention, "mlp": mlp})
             results.append({"attention": attention, "cross_attention": mlp, "mlp": LARGE[(LARGE.index(mlp) + 1) % 4]})
-    for small in SMALL:
-        results += [{"norm": small, "activation": other} for other in SMALL]
-        results += [{"activation": small, "attention": way, "cross_attention": way} for way in LARGE]
+    results.append({"norm": "recompute", "activation": "recompute"})
+    results += [{"activation": "recompute", "attention": way, "cross_attention": way} for way in LARGE]
     for ways in results:
         MemoryConfig.model_validate({"activation_policy": ways})  # raises where a config would
     return results

@@ -12,6 +12,10 @@ gelu = ACTIVATIONS["gelu_tanh"]
 PARTS = BlockParts({"activation": Region(("down",), small=True)}, (Chunked("up", "down"),), draws=False)
 
 
+class Packed(nn.Parameter):
+    """A weight of a class of its own, as quantised ones are: only its layer is called."""
+
+
 class PlainMlp(nn.Module):
     """Linear, GELU (tanh form), linear: a block of its own, whose parts are declared."""
 
@@ -24,11 +28,20 @@ class PlainMlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.up(x))
 
-    def in_parts(self, tokens: int | None, exact: bool = True) -> PlainMlp:
-        """The same MLP, which computes so many tokens at a time, None: all of them."""
+    def in_parts(self, tokens: int | None, readable: bool = True) -> PlainMlp:
+        """The same MLP, which computes so many tokens at a time, None: all of them; `readable`: by its weights."""
+        if not readable:
+            pack(self)
         if tokens is not None:
-            assert set_chunks(self, tokens, exact)
+            assert set_chunks(self, tokens)
         return self
+
+
+def pack(mlp: nn.Module) -> None:
+    """Make the weights of an MLP unreadable, in place: in parts, its layers are called."""
+    for layer in mlp.modules():
+        if isinstance(layer, nn.Linear):
+            layer.weight = Packed(layer.weight.detach())
 
 
 def chunk_sizes(model: nn.Module) -> list[int | None]:

@@ -20,7 +20,7 @@ from mmspeed.models.families.base import packed, unpacked
 from mmspeed.pipelines.diffusion.schedulers import generators
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.protocols import source_of
-from mmspeed.rng import NEWEST
+from mmspeed.rng import VERSION
 from mmspeed.shapes import Bucket, Strides
 
 FPS = 25.0
@@ -128,6 +128,6 @@ def made_run(folder: Path, base: Path, frozen: int, **sections: Any) -> tuple[Pa
                 parameter.mul_(1.25)
     run = RunFolder(config.run_dir)
     info = {"base": {"model": repository_of(config.model).fingerprint}, "latent_channels": 16, "text_width": 16}
-    run.write_start(config, {**info, "versions": {"generator": NEWEST}}, {})
+    run.write_start(config, {**info, "versions": {"generator": VERSION}}, {})
     CheckpointManager(run.checkpoints).save(1, TrainingState(model), blocking=True)
     return run.root, model

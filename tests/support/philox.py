@@ -1,4 +1,4 @@
-"""The second generator's arithmetic by other means: whole numbers of Python, arrays, and torch's 64-bit integers as any device has them."""
+"""The generator's arithmetic by other means: whole numbers of Python, arrays, and torch's 64-bit integers as any device has them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def normal_of(value: int, *names: object) -> float:
 
 def device_normal(count: int, device: str, *names: object) -> Tensor:
     """The first normal numbers of a name, drawn on a device by its 64-bit integers: products, shifts, one gather, one sum."""
-    key, blocks = philox.PhiloxStream(names[0], *names[1:]).key, -(-count // 8)  # type: ignore[call-overload]
+    key, blocks = philox.Stream(names[0], *names[1:]).key, -(-count // 8)  # type: ignore[call-overload]
     k0, k1, c2, c3 = (_signed(int(word)) for word in key)
     c: list[Any] = [torch.arange(1, blocks + 1, device=device), 0, c2, c3]
     c = [word if isinstance(word, Tensor) else torch.full_like(c[0], word) for word in c]

@@ -57,7 +57,7 @@ def write_toy_cache(
 ) -> None:
     """A cache of the toy's channels and text width; the first sample is held out. `sizes`: of a latent of the bucket.
 
-    `factors`: of some samples' latents, by number; one that is not finite is stored as a writer of before would have done.
+    `factors`: of some samples' latents, by number; one that is not finite is stored as by a writer that does not look.
     """
     root, tokens = config.local_cache_dir(), math.prod(sizes[1:])
     latents, texts = [], []

@@ -22,7 +22,7 @@ from mmspeed.errors import UserError
 
 from .checksum import is_sealed
 from .keys import canonical_json, digest, is_key
-from .tables import Entry, entry_schema, index_path, old_samples, read_table
+from .tables import Entry, entry_schema, index_path, read_table
 
 _BLOCK = tarfile.BLOCKSIZE
 # exceptions of readers of damaged files
@@ -159,5 +159,5 @@ def sealed_table(path: Path, schema: pa.Schema) -> pa.Table:
         raise ValueError("is not as it was written")
     table = read_table(path)
     if table.schema.names != schema.names or table.schema.types != schema.types:
-        raise old_samples(path, table.schema) or ValueError("is another table")
+        raise ValueError("is another table")
     return table

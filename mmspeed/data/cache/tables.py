@@ -12,12 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mmspeed.errors import UserError
-from mmspeed.rng import NEWEST, recorded_version
+from mmspeed.rng import VERSION
 from mmspeed.shapes import Bucket
 from mmspeed.version import __version__
 
 from .checksum import BLANK, is_sealed, seal, sealed_file
 from .files import write_whole
+from .versions import VERSIONS, check_versions, info_versions
 
 SCHEMA_VERSION = 2
 SECTIONS = ("latents", "texts", "null")
@@ -149,8 +150,6 @@ def read_table(path: Path, schema: pa.Schema | None = None) -> pa.Table:
     try:
         if not sealed_file(path):
             raise ValueError("not as it was written")
-        if schema is not None and (old := old_samples(path, pq.read_schema(path, memory_map=True))):
-            raise old
         names = None if schema is None else schema.names
         table = pq.read_table(path, memory_map=True, columns=names, partitioning=None)
         if schema is not None and (table.schema.names != schema.names or table.schema.types != schema.types):
@@ -166,26 +165,10 @@ def read_columns(path: Path, names: Iterable[str]) -> Iterator[pa.ChunkedArray]:
         if not sealed_file(path):
             raise ValueError("not as it was written")
         with pq.ParquetFile(path, memory_map=True) as file:
-            if old := old_samples(path, file.schema_arrow):
-                raise old
             for name in names:
                 yield file.read(columns=[name])[name]
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         raise _damaged(path, error) from error
-
-
-class OldSamplesError(UserError):
-    """The table of samples is intact, but written before samples recorded their source."""
-
-
-def old_samples(path: Path, schema: pa.Schema) -> OldSamplesError | None:
-    """The error of an intact table of samples at `path` without the column of data sets; None for any other table."""
-    if path.name != SAMPLES_FILE.name or "dataset" in schema.names:
-        return None
-    return OldSamplesError(
-        f"cache {path.parent.parent} was made before samples recorded their source; run `mmspeed preprocess` again: "
-        "it rewrites the table of samples and encodes nothing again"
-    )
 
 
 def _damaged(path: Path, error: Exception) -> UserError:
@@ -217,14 +200,11 @@ def write_index(root: Path, shard: str, entries: Sequence[Entry], size: int, sha
     return write_whole(index_path(root, shard), parquet_bytes(rows, entry_schema(), facts), replace=replace)
 
 
-def write_samples(
-    root: Path | str, samples: Iterable[Sample], null_key: str | None = None, generator: int | None = None
-) -> None:
+def write_samples(root: Path | str, samples: Iterable[Sample], null_key: str | None = None) -> None:
     """Replace the table of samples; rows are sorted by key, so that it does not depend on the order of `samples`.
 
     `null_key` is the entry of the empty caption that belongs to these samples' texts; it must be given if the cache
-    holds empty captions of several encoders. `generator` is the version that drew their splits and buckets, for `cache_generator`.
-    Raises ValueError if two samples have the same key or a split is unknown.
+    holds empty captions of several encoders. Raises ValueError if two samples have the same key or a split is unknown.
     """
     ordered = sorted(samples, key=lambda sample: sample.key)
     for before, sample in zip([None, *ordered], ordered, strict=False):
@@ -233,8 +213,8 @@ def write_samples(
         if sample.split not in SPLITS:
             raise ValueError(f"sample {sample.key}: split is {sample.split!r}, not one of {SPLITS}")
     rows = [{**vars(sample), "bucket": sample.bucket.name, "captions": len(sample.text_keys)} for sample in ordered]
-    facts = {NULL_KEY: null_key, GENERATOR: None if generator is None else str(generator)}
-    schema = sample_schema().with_metadata({name: value for name, value in facts.items() if value} or None)
+    facts = {NULL_KEY: null_key, GENERATOR: str(VERSION)}  # of the draws of splits and buckets
+    schema = sample_schema().with_metadata({name: value for name, value in facts.items() if value})
     write_whole(Path(root) / SAMPLES_FILE, parquet_bytes(rows, schema))
 
 
@@ -253,28 +233,17 @@ def read_samples(root: Path) -> tuple[list[Sample], str | None]:
     return samples, null_key.decode() if null_key else None
 
 
-def cache_generator(root: Path | str) -> int:
-    """The version of the generator (`mmspeed.rng`) that draws splits and buckets in a cache; the newest one where there is none yet.
+def cache_versions(root: Path) -> dict[str, int]:
+    """The versions of the recipe of the cache at `root`; those of new caches where there is none yet.
 
-    `cache.json` says it, or, where that was lost, the table of samples; one that says nothing is from before there were two. So a
-    content's split and buckets stay what they were. Raises UserError for a version that this mmspeed does not have.
+    Where `cache.json` was lost, the table of samples says how splits and buckets were drawn. Raises UserError like `read_info` and
+    `info_versions`.
     """
-    path = Path(root) / SAMPLES_FILE
-    try:
-        info = read_info(root)
-    except UserError:  # deleting a damaged `cache.json` is what its error advises
-        if not path.exists():
-            return NEWEST
-        try:
-            facts = pq.read_schema(path).metadata or {}
-            info = {"versions": {"generator": int(facts[GENERATOR])}} if GENERATOR in facts else {}
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise UserError(
-                f"{path} cannot be read ({error!r}) and cache.json is missing: nothing says how the cache's splits were drawn; "
-                "restore one of them, or name another folder under data.cache"
-            ) from error
-        return recorded_version(info, path)
-    return recorded_version(info, Path(root) / "cache.json")
+    if (root / "cache.json").exists():
+        return info_versions(read_info(root), root)
+    if (root / SAMPLES_FILE).exists():
+        check_versions({"generator": int(read_facts(root / SAMPLES_FILE).get(GENERATOR.decode(), 1))}, root)
+    return dict(VERSIONS)
 
 
 def write_rejects(root: Path | str, rejections: Iterable[tuple[str, str, str]]) -> None:
@@ -298,7 +267,7 @@ def write_info(root: Path | str, info: Mapping[str, Any]) -> None:
 
 
 def read_info(root: Path | str) -> dict[str, Any]:
-    """The content of `cache.json`. Raises UserError if there is no cache, or it has another schema."""
+    """The content of `cache.json`. Raises UserError if there is no cache, or one of another schema or of an earlier mmspeed."""
     path = Path(root) / "cache.json"
     if not path.exists():
         raise UserError(f"no dataset cache at {root}; run mmspeed preprocess first")
@@ -320,4 +289,5 @@ def read_info(root: Path | str) -> dict[str, Any]:
         raise UserError(
             f"{path} is not as it was written; delete it and run mmspeed preprocess: nothing is encoded again"
         )
+    check_versions(info.get("versions", {"generator": 1} if "build" in info else {}), root)
     return info

@@ -1,4 +1,4 @@
-"""Versions of the properties of a cache's recipe: an old cache goes on with its own until it is upgraded."""
+"""Versions of the properties of a cache's recipe: a cache goes on with its own until it is upgraded."""
 
 from __future__ import annotations
 
@@ -6,34 +6,36 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmspeed import rng
 from mmspeed.errors import UserError
 
-from .tables import read_info
-
 # The versions of new caches. A cache whose `cache.json` lacks a property has its version 1.
-VERSIONS: Mapping[str, int] = {
-    "alpha": 2,  # of videos: 1 dropped, 2 composed on data.background
-    "chroma": 2,  # 1 centred and cut at whole samples, 2 where the stream sites it
-    "content": 2,  # 1 equal samples of large files are one content, 2 their whole-file hashes are compared
-    "untagged": 2,  # 1 BT.601 always, 2 BT.709 from 720 lines on
-}
+VERSIONS: Mapping[str, int] = {"alpha": 2, "chroma": 2, "content": 2, "untagged": 2}
+# The oldest versions whose rules this mmspeed still has; of a property that is not named, 1.
+OLDEST: Mapping[str, int] = {"alpha": 2, "chroma": 2, "content": 2, "generator": rng.VERSION, "untagged": 2}
 
 
-def info_versions(info: Mapping[str, Any]) -> dict[str, int]:
-    """The versions in the content of a `cache.json`. Raises UserError for one that this mmspeed does not know."""
-    recorded = info.get("versions", {})
-    versions = {name: recorded.get(name, 1) for name in VERSIONS}
-    for name, version in versions.items():
-        if version not in range(1, VERSIONS[name] + 1):
+def check_versions(versions: Mapping[str, int], root: str | Path) -> None:
+    """Raise UserError if the cache at `root` goes by a rule that this mmspeed no longer has."""
+    for name, version in sorted(versions.items()):
+        if version < OLDEST.get(name, 1):
             raise UserError(
-                f"the cache has version {version} of {name}, this mmspeed knows {VERSIONS[name]}: install a newer mmspeed"
+                f"cache {root} was made by an earlier mmspeed ({name} {version}): name another folder under data.cache and run "
+                "mmspeed preprocess"
             )
-    return versions
 
 
-def cache_versions(root: Path) -> dict[str, int]:
-    """The versions of the cache at `root`; those of new caches if it has no `cache.json` yet. Raises UserError like `read_info`."""
-    return info_versions(read_info(root)) if (root / "cache.json").exists() else dict(VERSIONS)
+def info_versions(info: Mapping[str, Any], root: str | Path) -> dict[str, int]:
+    """The versions in the content of the `cache.json` at `root`. Raises UserError for one that this mmspeed does not have."""
+    newest = {**VERSIONS, "generator": rng.VERSION}
+    versions: dict[str, int] = {**dict.fromkeys(newest, 1), **info.get("versions", {})}
+    check_versions(versions, root)
+    for name, version in newest.items():
+        if versions[name] > version:
+            raise UserError(
+                f"cache {root} has version {versions[name]} of {name}, this mmspeed knows {version}: install a newer mmspeed"
+            )
+    return {name: versions[name] for name in VERSIONS}
 
 
 def upgraded(versions: Mapping[str, int], names: Sequence[str]) -> dict[str, int]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mmspeed.config import Config
 from mmspeed.data.cache.codec_file import codec_facts, own_codec
 from mmspeed.data.cache.contents import append_content, read_contents
 from mmspeed.data.cache.files import write_whole
@@ -36,7 +35,6 @@ from mmspeed.data.cache.versions import info_versions
 from mmspeed.data.cache.writer import repair
 from mmspeed.errors import UserError
 from mmspeed.log import progress
-from mmspeed.rng import recorded_version
 
 from .merge_texts import OpenedTexts, unite_texts
 from .prune_pack import blocks_of, care_lock, forget_compiled, publish, rows_of
@@ -102,7 +100,7 @@ def merge(into: Path, sources: Sequence[Path], shard_bytes: int = 256_000_000) -
         info = {name: value for name, value in parts[0].info.items() if name not in _OWN}
         write_info(into, info | ({"made_for": settings} if settings is not None else {}))
         null_key = next((one.null_key for one in parts if one.null_key), None)
-        write_samples(into, samples, null_key, recorded_version(info, parts[0].root))
+        write_samples(into, samples, null_key)
         forget_compiled(into)
     return report
 
@@ -147,45 +145,31 @@ def _check_fit(parts: Sequence[_Contents]) -> Any:
         if first.null_key and other.null_key and first.null_key != other.null_key:
             raise UserError(f"{other.root} does not fit {first.root}: their empty captions are encoded differently")
         theirs = other.info.get("made_for")
-        ours, others = info_versions(first.info), info_versions(other.info)
+        ours, others = info_versions(first.info, first.root), info_versions(other.info, other.root)
         if ours != others:
             raise UserError(
                 f"{other.root} does not fit {first.root}: {_difference('versions', ours, others)}; "
                 "`mmspeed preprocess --upgrade` brings the older one up"
             )
         if settings is not None and theirs is not None:
-            mine, their = Config.recorded_settings(settings), Config.recorded_settings(theirs)
-            names = sorted(n for n in mine.keys() | their.keys() if mine.get(n) != their.get(n))
+            names = sorted(n for n in settings.keys() | theirs.keys() if settings.get(n) != theirs.get(n))
             if set(names) - {"sources"}:
                 raise UserError(
                     f"{other.root} does not fit {first.root}: made with other data settings ({', '.join(names)})"
                 )
-            _check_generators(first, other)
             _check_names(first.root, settings.get("sources", []), other.root, theirs.get("sources", []))
             more = [source for source in theirs.get("sources", []) if source not in settings.get("sources", [])]
             settings = {**settings, "sources": [*settings.get("sources", []), *more]} if more else settings
     return settings
 
 
-def _check_generators(first: _Contents, other: _Contents) -> None:
-    """Raise UserError if splits or buckets were drawn by different versions of the generator: additions could follow only one."""
-    ours, theirs = (recorded_version(one.info, one.root) for one in (first, other))
-    settings = first.info["made_for"]
-    drawn = [settings.get("val_fraction"), *(bucket.get("keep") for bucket in settings.get("buckets", []))]
-    if ours != theirs and any(isinstance(value, list) for value in drawn):  # a list: with the seed of the draw
-        raise UserError(
-            f"{other.root} does not fit {first.root}: splits or buckets were drawn with generators {theirs} and {ours} "
-            "(versions.generator in cache.json)"
-        )
-
-
 def _check_names(
     our_root: Path, ours: Sequence[dict[str, Any]], their_root: Path, theirs: Sequence[dict[str, Any]]
 ) -> None:
     """Raise UserError if data sets of the same name were read in different ways: no config can describe both."""
-    known = {source["name"]: source for source in ours if "name" in source}
+    known = {source["name"]: source for source in ours}
     for source in theirs:
-        mine = known.get(source.get("name"), source)
+        mine = known.get(source["name"], source)
         names = sorted(n for n in mine.keys() | source.keys() if mine.get(n) != source.get(n))
         if names:
             raise UserError(

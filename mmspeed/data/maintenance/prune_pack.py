@@ -23,7 +23,6 @@ from mmspeed.data.cache.payloads import BROKEN, DamagedError, StoredPayload, rea
 from mmspeed.data.cache.shards import ShardWriter
 from mmspeed.data.cache.tables import (
     Entry,
-    OldSamplesError,
     index_files,
     index_path,
     read_info,
@@ -278,8 +277,6 @@ def _sample_entries(root: Path) -> tuple[dict[str, set[str]], str | None]:
         sealed_table(root / "index" / "samples.parquet", sample_schema())
     except FileNotFoundError:
         pass  # read_samples reports it
-    except OldSamplesError:
-        raise
     except BROKEN as error:
         raise UserError(
             f"the table of samples of {root}: {error}; run `mmspeed cache verify --repair {root}` first"

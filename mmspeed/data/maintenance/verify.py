@@ -30,7 +30,6 @@ from mmspeed.data.cache.tables import (
     SCHEMA_VERSION,
     SECTIONS,
     Entry,
-    OldSamplesError,
     RejectionRow,
     entry_schema,
     index_files,
@@ -183,7 +182,7 @@ def _check_info(root: Path, findings: Findings) -> dict[str, Any]:
 
 
 def _is_description(data: bytes) -> bool:
-    """True if the data are an intact cache.json: sealed, or older than seals."""
+    """True if the data are an intact cache.json: sealed, or of an older schema, which `read_info` names."""
     try:
         info = json.loads(data)
         return is_sealed(data) if "seal" in info else int(info["schema"]) < SCHEMA_VERSION
@@ -206,8 +205,6 @@ def _check_tables(root: Path, info: dict[str, Any], findings: Findings) -> None:
     try:
         sealed_table(root / samples, sample_schema())
         _check_samples(root, findings)
-    except OldSamplesError as error:
-        findings.notes.append(str(error))
     except BROKEN as error:
         findings.damage.append(Damage(samples.as_posix(), _first_line(error)))
 

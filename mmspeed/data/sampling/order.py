@@ -227,8 +227,7 @@ class Order:
             if any(used.values()):
                 length = self._division(number, _frozen(used)).steps
                 close = step + length if end is None else min(end, step + length)
-                planned = self.origin.planned or self._division(number, ()).steps  # states of before do not tell
-                runs.append(_EpochRun(number, step, close, epoch, length, used, planned))
+                runs.append(_EpochRun(number, step, close, epoch, length, used, self.origin.planned))
                 step, epoch, used = close, epoch + 1, {}
             length = self._division(number, ()).steps
             if end is None or step < end:

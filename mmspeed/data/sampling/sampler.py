@@ -210,7 +210,7 @@ class BatchSampler(Order, Generic[S]):
         uses of the epoch follow, grouped differently. With other data, or in another stage, a new epoch begins. What is left out stays so.
         """
         position = SamplerState(**state["position"])
-        before = ((epoch, name, start, end) for epoch, name, start, end in state.get("left_out", ()))
+        before = ((epoch, name, start, end) for epoch, name, start, end in state["left_out"])
         self._left_out += [gap for gap in before if gap not in self._left_out]
         stage = self.stage_at(position.step)
         if state["data"] != self.data_fingerprint(stage):

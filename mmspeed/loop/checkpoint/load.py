@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,7 +32,6 @@ from .storage import (
     META,
     ROLES,
     STATE,
-    THRESHOLD,
     DamagedCheckpointError,
     DamageError,
     SafetensorsReader,
@@ -81,8 +79,8 @@ def latest(folder: Path) -> Path | None:
 
 
 def best(folder: Path) -> Path | None:
-    """The checkpoint with the lowest validation loss, or None when none has a finite one."""
-    scored = [entry for entry in recorded(folder) if entry["loss"] is not None and math.isfinite(entry["loss"])]
+    """The checkpoint with the lowest validation loss, or None when none has one."""
+    scored = [entry for entry in recorded(folder) if entry["loss"] is not None]
     return folder / step_name(min(scored, key=lambda entry: entry["loss"])["step"]) if scored else None
 
 
@@ -142,8 +140,7 @@ def _extra(meta: dict[str, Any], index: dict[str, Any], wanted: dict[str, Tensor
     parts = {name.split(".", 1)[0] for name in wanted}
     # an average stands for its parameter when weights alone are loaded
     stems = {name.split(".", 1)[1] for name in wanted} | meta.get(STATE, {}).keys()
-    names = (name for name in index["tensors"] if name.split(".", 1)[0] in parts and name.split(".", 1)[1] not in stems)
-    return [name for name in names if not name.endswith(THRESHOLD)]
+    return [name for name in index["tensors"] if name.split(".", 1)[0] in parts and name.split(".", 1)[1] not in stems]
 
 
 def _check_base(
@@ -165,8 +162,8 @@ def _check_base(
 def check_frozen_roles(folder: Path, fingerprints: Mapping[str, str]) -> list[str]:
     """Compare the fingerprints of models that do not learn, by role, with those that a checkpoint was trained beside.
 
-    Returns the roles that the checkpoint does not record: it is of an earlier mmspeed, or they are new. Raises UserError for a model
-    whose weights have changed since, and for one that learned then.
+    Returns the roles that the checkpoint does not record. Raises UserError for a model whose weights have changed since, and for one that
+    learned then.
     """
     roles = open_checkpoint(folder)[0].get(ROLES, {})
     for role in fingerprints.keys() & roles.keys():
@@ -193,7 +190,7 @@ def _advice(name: str, has_base: bool = False) -> str:
 def open_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """(meta, index) of a checkpoint, compared with its seal.
 
-    Raises DamagedCheckpointError when it is incomplete or damaged, UserError when it is missing or from a newer mmspeed.
+    Raises DamagedCheckpointError when it is incomplete or damaged, UserError when it is missing, or of a newer or an earlier mmspeed.
     """
     if not folder.is_dir():
         raise UserError(f"there is no checkpoint {folder}")
@@ -201,13 +198,15 @@ def open_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         meta = read_meta(folder)
         newer = meta["format"] > FORMAT
         index = {} if newer else read_index(folder)
-        check_seal(folder, index)
+        sealed = check_seal(folder, index)
     except DamageError as error:
         raise _damaged(folder, error) from None
     if newer:
         raise UserError(
             f"checkpoint {folder} has format {meta['format']}; this mmspeed reads up to {FORMAT}: update mmspeed"
         )
+    if not sealed:
+        raise UserError(f"checkpoint {folder} is of an earlier mmspeed, which wrote no hashes: begin a new run")
     return meta, index
 
 
@@ -221,10 +220,6 @@ def _read(
     folder: Path, index: dict[str, Any], wanted: dict[str, Tensor], group: dist.ProcessGroup | None, alone: bool
 ) -> None:
     """Fill `wanted`. Raises DamagedCheckpointError on all ranks where one of them reads a chunk that is not what was written."""
-    if "headers" not in index and (alone or not dist.is_initialized() or dist.get_rank() == 0):
-        get_logger(__name__).warning(
-            f"checkpoint {folder} is of an earlier mmspeed and has no hashes: damage may go unnoticed"
-        )
     try:
         with warnings.catch_warnings():  # torch warns that one process loads; here that is intended
             warnings.simplefilter("ignore")

@@ -12,14 +12,14 @@ from safetensors import SafetensorError, safe_open
 from mmspeed.errors import UserError
 
 from .load import best, latest, open_checkpoint, recorded
-from .storage import META, SEAL, DamageError, check_header, read_chunk, step_name
+from .storage import META, DamageError, check_header, read_chunk, step_name
 
 
 @dataclass(frozen=True)
 class CheckpointEntry:
     """A checkpoint in a folder: `bytes` of all its files, `written` in seconds since 1970, its validation `loss` if it has one.
 
-    `marks`: `latest`, `best`, `damaged` (moved aside by a run), `unsealed` (of an earlier mmspeed, without hashes).
+    `marks`: `latest`, `best`, `damaged` (moved aside by a run).
     """
 
     name: str
@@ -45,7 +45,6 @@ def entries(folder: Path) -> list[CheckpointEntry]:
     for entry in recorded(folder):
         path = folder / step_name(entry["step"])
         marks = [mark for mark, one in (("latest", newest), ("best", lowest)) if one == path]
-        marks += [] if (path / SEAL).exists() else ["unsealed"]
         listed.append(_entry(path, entry["step"], entry["loss"], marks))
     return listed + [_entry(path, None, None, ["damaged"]) for path in set_aside(folder)]
 
@@ -62,10 +61,7 @@ def _entry(path: Path, step: int | None, loss: float | None, marks: list[str]) -
 
 
 def verify(folder: Path) -> list[str]:
-    """Read every byte of a checkpoint and compare it with the hashes. Returns its problems, none where it is sound.
-
-    Of a checkpoint without hashes only what can be noticed without them is.
-    """
+    """Read every byte of a checkpoint and compare it with the hashes. Returns its problems, none where it is sound."""
     try:
         _, index = open_checkpoint(folder)
     except UserError as error:
@@ -82,14 +78,14 @@ def verify(folder: Path) -> list[str]:
 
 
 def _verify_file(path: Path, index: dict[str, Any]) -> list[str]:
-    check_header(path, index.get("headers", {}).get(path.name))
+    check_header(path, index["headers"][path.name])
     problems = []
     with safe_open(path, framework="pt") as file:
         for tensor, entry in index["tensors"].items():
             for chunk in entry["chunks"]:
                 if chunk["file"] == path.name:
                     try:
-                        read_chunk(file, tensor, tuple(chunk["shape"]), chunk.get("hash"))
+                        read_chunk(file, tensor, tuple(chunk["shape"]), chunk["hash"])
                     except DamageError as error:
                         problems.append(f"checkpoint {path.parent} {error}, in {path.name}")
     return problems

@@ -297,7 +297,7 @@ class CheckpointManager:
         self.wait()
         if folder.parent == self.folder and step_of(folder) is not None:
             self._in_use = step_of(folder)  # kept until another is loaded: a rollback returns to it
-        self._bases.pop(role, None)  # an older checkpoint holds frozen weights too, and brings its own
+        self._bases.pop(role, None)  # a checkpoint may hold weights that are frozen here, and brings its own
         copies = self.local
         of_host = copies is not None and folder.parent == copies.folder
         meta = load(

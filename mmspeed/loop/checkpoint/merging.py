@@ -86,7 +86,7 @@ def whole_tensor(folder: Path, index: dict[str, Any], name: str) -> Tensor:
     try:
         for chunk in entry["chunks"]:
             with safe_open(folder / chunk["file"], framework="pt") as file:
-                part = read_chunk(file, name, tuple(chunk["shape"]), chunk.get("hash"))
+                part = read_chunk(file, name, tuple(chunk["shape"]), chunk["hash"])
             spans = zip(chunk["offsets"], chunk["shape"], strict=True)
             tensor[tuple(slice(begin, begin + length) for begin, length in spans)] = part
     except DamageError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +30,7 @@ class Retention:
         """
         steps: list[int] = [entry["step"] for entry in entries]
         kept = set(steps[-self.last :])
-        scored = [entry for entry in entries if entry["loss"] is not None and math.isfinite(entry["loss"])]
+        scored = [entry for entry in entries if entry["loss"] is not None]
         if self.best and scored:
             kept.add(min(scored, key=lambda entry: entry["loss"])["step"])
         if self.every is not None:

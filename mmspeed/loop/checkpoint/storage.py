@@ -44,7 +44,6 @@ from mmspeed.errors import UserError
 from .seals import chunk_digest, digest, header_digest, sealed_text, unsealed
 
 FORMAT = 1
-THRESHOLD = ".attend.tau"  # ends the names of the only state that checkpoints without a STATE hold: thresholds of sparse attention
 INDEX, META, SEAL, RECORD = "index.json", "meta.json", "seal.json", "latest.json"
 FROZEN, STATE = "frozen", "state"  # in META, if present: the base's fingerprint, the rules of declared state
 EMA_UPDATES = "ema_updates"  # in META, of each model that learns: number of updates of its average; None without one
@@ -189,7 +188,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def check_seal(folder: Path, index: dict[str, Any]) -> bool:
-    """Compare a checkpoint's index, meta, name and run with its seal. False for a checkpoint from before there were seals.
+    """Compare a checkpoint's index, meta, name and run with its seal. False for a checkpoint without seal and hashes.
 
     The run is compared where the checkpoint lies beside the record of one. Raises DamageError.
     """
@@ -223,8 +222,7 @@ def read_record(folder: Path) -> list[dict[str, Any]]:
     record = _read_json(folder / RECORD)
     match record:
         case {"checkpoints": list(entries)} if all(map(_is_entry, entries)):
-            if record.keys() & {"run", "hash"}:  # earlier records have neither
-                _read_sealed(folder / RECORD)
+            _read_sealed(folder / RECORD)
             return entries
     raise DamageError(f"is damaged: {RECORD} is not a list of checkpoints")
 
@@ -371,24 +369,21 @@ class _TensorPlace:
 
     relative_path: str
     shape: tuple[int, ...]
-    hash: str | None
+    hash: str
 
 
-def read_chunk(file: Any, name: str, shape: tuple[int, ...], expected: str | None) -> Tensor:
-    """A whole chunk of an open safetensors file, on the CPU. Raises DamageError where it is not the one that was written.
-
-    `expected`: its hash; None for a checkpoint without hashes.
-    """
+def read_chunk(file: Any, name: str, shape: tuple[int, ...], expected: str) -> Tensor:
+    """A whole chunk of an open safetensors file, on the CPU. Raises DamageError where its hash is not the `expected` one."""
     tensor: Tensor = file.get_tensor(name)
-    if tuple(tensor.shape) != shape or (expected is not None and chunk_digest(tensor) != expected):
+    if tuple(tensor.shape) != shape or chunk_digest(tensor) != expected:
         raise DamageError(f"is damaged: the bytes of `{name}` are not those that were written")
     return tensor
 
 
-def check_header(path: Path, expected: str | None) -> None:
-    """Raise DamageError where a shard's header is not the one that was written; `expected` is its hash, or None."""
+def check_header(path: Path, expected: str) -> None:
+    """Raise DamageError where a shard's header is not the one that was written; `expected` is its hash."""
     try:
-        sound = expected is None or header_digest(path) == expected
+        sound = header_digest(path) == expected
     except OSError as error:
         raise DamageError(f"is damaged: {path.name} cannot be read ({error.strerror})") from None
     if not sound:
@@ -413,7 +408,7 @@ class SafetensorsReader(HuggingFaceStorageReader):
             for chunk in entry["chunks"]:
                 offsets, shape = torch.Size(chunk["offsets"]), torch.Size(chunk["shape"])
                 chunks.append(ChunkStorageMetadata(offsets, shape))
-                locations[MetadataIndex(name, offsets)] = _TensorPlace(chunk["file"], tuple(shape), chunk.get("hash"))
+                locations[MetadataIndex(name, offsets)] = _TensorPlace(chunk["file"], tuple(shape), chunk["hash"])
             properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
             tensors[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
         return Metadata(state_dict_metadata=dict(tensors), storage_data=locations)
@@ -424,7 +419,7 @@ class SafetensorsReader(HuggingFaceStorageReader):
             chunks = files.setdefault(self.storage_data[item.storage_index].relative_path, {})
             chunks.setdefault(item.storage_index, []).append(item)
         for name, chunks in files.items():
-            check_header(self._folder / name, self._index.get("headers", {}).get(name))
+            check_header(self._folder / name, self._index["headers"][name])
             try:
                 self._read_file(name, chunks, planner)
             except (SafetensorError, OSError) as error:

@@ -33,14 +33,12 @@ class BlockPolicies:
         groups: makes a group to swap to for each run of a span that swaps; as `Offloader.group` does.
         exchange_again: whether recomputation repeats exchanges between devices.
         mlp_chunk: tokens that an MLP computes at a time; None: all.
-        mlp_exact: whether each number of its gradients is then the whole MLP's sum, not one over the parts.
     """
 
     ways: tuple[ActivationPolicies, ...] = field(default_factory=lambda: ({},))
     groups: Callable[[], OffloadGroup] | None = None
     exchange_again: bool = False
     mlp_chunk: int | None = None
-    mlp_exact: bool = True
 
     @classmethod
     def everywhere(
@@ -62,7 +60,7 @@ class BlockPolicies:
         ways = {name: way for name, way in self.of(number).items() if way != "save"}
         check_keeping(block, ways, self.mlp_chunk, compiled)
         if self.mlp_chunk is not None:
-            set_chunks(block, self.mlp_chunk, self.mlp_exact)
+            set_chunks(block, self.mlp_chunk)
         if compiled and ways:
             recompute(block, around_graphs, self.exchange_again)
         elif ways:
@@ -98,7 +96,7 @@ def make_keeping(
     choice: the ways of each block, as chosen under a budget.
     """
     swap = Offloader(device, parse_bytes(memory.offload_from))
-    settings = {"groups": swap.group, **memory.model_dump(include={"exchange_again", "mlp_chunk", "mlp_exact"})}
+    settings = {"groups": swap.group, **memory.model_dump(include={"exchange_again", "mlp_chunk"})}
     if choice is not None:
         return BlockPolicies(tuple(choice), **settings)  # type: ignore[arg-type]
     policies: ActivationPolicies = {str(name): way for name, way in memory.activation_policy.items()}

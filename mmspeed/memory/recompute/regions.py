@@ -21,7 +21,6 @@ from mmspeed.protocols.plan import BlockParts, PreparesInput, Region, check_adap
 from mmspeed.replay import in_region
 
 from .block_checkpoint import by_position
-from .discard import discarded
 from .region import OpPolicy, RegionPolicy, run_region
 
 T = TypeVar("T")
@@ -43,19 +42,12 @@ class RegionRunner:
     op_policies: dict[Any, OpPolicy]
     groups: Callable[[], OffloadGroup] | None
     rng: bool
-    exchange_again: bool = False
 
     def __deepcopy__(self, memo: Any) -> RegionRunner:
         return self  # nothing in it changes; a copy of a model offloads to the same place
 
-    def run(self, run: Callable[..., T], *args: Any, before: Callable[..., Any] | None = None) -> T:
-        """The result of `run(*args)`; with `before`, of `run(before(*args))`, where the region prepares a product's input."""
-        if self.way == "recompute_output":
-            if before is None:
-                raise ValueError("only a region that makes the input of a product can be recompute_output")
-            return cast(T, discarded(before, cast(Any, run), *args, exchange_again=self.exchange_again))
-        if before is not None:
-            run = _joined(before, run)
+    def run(self, run: Callable[..., T], *args: Any) -> T:
+        """The result of `run(*args)`."""
         group = self.groups() if self.groups is not None else None
         if self.policy is None:
             assert group is not None
@@ -90,7 +82,7 @@ class PreparationRegion(nn.Module):
         if runner is None or not torch.is_grad_enabled() or in_region():
             return super().forward(*args)
         own = cast(PreparesInput, super())
-        return runner.run(own.project, *args, before=own.prepare)
+        return runner.run(lambda *args: own.project(own.prepare(*args)), *args)
 
 
 def runners_of(module: nn.Module) -> list[RegionRunner]:
@@ -113,10 +105,6 @@ def regions_of(block: nn.Module) -> tuple[str, ...]:
     return tuple(parts_of(block).regions)
 
 
-def _joined(before: Callable[..., Any], run: Callable[..., T]) -> Callable[..., T]:
-    return lambda *args: run(before(*args))
-
-
 def region_runner(
     way: ActivationPolicy, groups: Callable[[], OffloadGroup] | None, *, exchange_again: bool = False, rng: bool = False
 ) -> RegionRunner | None:
@@ -126,12 +114,10 @@ def region_runner(
     policy = POLICIES.get(way)
     if policy is not None and exchange_again:
         policy = replace(policy, exchange="recompute")
-    swaps = way != "recompute_output" and (policy is None or policy.swaps)
+    swaps = policy is None or policy.swaps
     if swaps and groups is None:
         raise ValueError(f"the policy {way} needs somewhere to offload to")
-    return RegionRunner(
-        way, policy, policy.op_policies() if policy is not None else {}, groups if swaps else None, rng, exchange_again
-    )
+    return RegionRunner(way, policy, policy.op_policies() if policy is not None else {}, groups if swaps else None, rng)
 
 
 def set_policies(
@@ -173,10 +159,6 @@ def check_policies(block: nn.Module, ways: ActivationPolicies) -> None:
         small = name != "block" and parts.regions[name].small
         if small and ways[name] not in SMALL_WAYS:
             raise UserError(f"memory.activation_policy: {name} can be {' or '.join(SMALL_WAYS)}, not {ways[name]}")
-        if not small and ways[name] == "recompute_output":
-            raise UserError(
-                f"memory.activation_policy: {name} cannot be recompute_output, which frees one result: small regions can"
-            )
     for outer, inner in itertools.permutations(own, 2):
         within = {id(part) for module in own[outer] for part in module.modules()}
         if outer != inner and any(id(module) in within for module in own[inner]):

@@ -15,7 +15,6 @@ from mmspeed import comm
 from mmspeed.comm import Axis, Ledger, RowCounts, finish
 from mmspeed.comm.axis import launched_nodes
 from mmspeed.memory.recompute.block_checkpoint import recompute
-from mmspeed.memory.recompute.discard import Discard, discarded
 from mmspeed.memory.recompute.region import RegionPolicy, run_region
 from mmspeed.replay import DecisionRecord, RecordedModule, replayed
 from tests.support.clock import ReckonedGroup
@@ -192,12 +191,6 @@ def test_a_second_pass_issues_nothing_where_exchanges_are_kept() -> None:
     ):
         actual, forward, back = gradient(run, group)
         assert torch.equal(actual, wanted) and (forward, back) == (2, 2 + again)
-    wanted, *_ = gradient(lambda x: layer(x).sin(), group)
-    for exchange_again in (False, True):
-        actual, forward, back = gradient(
-            lambda x, again=exchange_again: discarded(layer, torch.sin, x, exchange_again=again), group
-        )
-        assert torch.equal(actual, wanted) and (forward, back) == (2, 2 + 2 * exchange_again)
 
 
 @pytest.mark.parametrize("policy", [KEEPS, AGAIN], ids=["keeps", "again"])
@@ -251,21 +244,6 @@ def test_a_second_pass_that_stops_between_the_halves_waits_for_what_it_issued() 
     for policy, again in ((KEEPS, 0), (AGAIN, 1)):
         actual, *counts = gradient(lambda x, policy=policy: region(run, x, policy=policy), group)  # all are waited for
         assert torch.equal(actual, wanted) and counts == [1, 1 + again]
-
-
-def test_a_start_that_is_discarded_and_finished_outside() -> None:
-    axis, group = make_axis()
-    x = make_x()
-    pendings = []
-
-    def first(x: Tensor) -> Tensor:
-        pendings.append(comm.start_all_to_all(x.sin(), axis, 1, 0))
-        return torch.sigmoid(x).exp()
-
-    discard = Discard()
-    y = discard.use(torch.sin, discard.make(first, x)).sum() + finish(pendings[0]).sum()
-    y.backward()
-    assert group.events == ["issue", "wait", "issue", "wait"]
 
 
 def test_reentrant_checkpoints_do_not_cut_an_exchange_in_two() -> None:

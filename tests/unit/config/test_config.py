@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mmspeed.cli.init import template, write_config
-from mmspeed.config import all_fields, dump_config, load_config, make_config
+from mmspeed.config import all_fields, dump_config, load_config, load_record, make_config
 from mmspeed.config.docs import REQUIRED, default_of, generate, section_options, show_value
 from mmspeed.config.places import absent_hint
 from mmspeed.config.schema import Config, ObjectiveConfig, ObjectiveSection, SampleConfig
@@ -162,6 +162,14 @@ def test_dumped_file_loads_again_from_another_folder(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "resolved.yaml"
     path.write_text(dump_config(config), encoding="utf-8")
     assert load_config(path) == config
+
+
+def test_a_runs_config_that_is_not_known_here_is_named_with_its_folder(tmp_path: Path) -> None:
+    path = write(tmp_path / "config.yaml", tree(memory={"spans": {}}))
+    with pytest.raises(UserError, match=r"config\.yaml: unknown key 'memory\.spans'") as error:
+        load_record(path)
+    assert str(error.value).endswith(f"({tmp_path} was written by another mmspeed, or changed)")
+    assert "\n" not in str(error.value)
 
 
 def test_the_config_cannot_be_changed() -> None:

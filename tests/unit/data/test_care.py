@@ -83,7 +83,7 @@ def test_the_writer_refuses_and_verify_finds_numbers_that_are_not_finite(
         with pytest.raises(UserError, match=words):
             writer.add("latents", key, {"mean": latent(1), "logvar": bad}, {"number": 99}, **place)  # type: ignore[arg-type]
         assert not writer.has("latents", key)
-        monkeypatch.setattr("mmspeed.data.cache.writer.not_finite", lambda tensors: None)  # a writer of before
+        monkeypatch.setattr("mmspeed.data.cache.writer.not_finite", lambda tensors: None)  # a writer that does not look
         assert writer.add("latents", key, {"mean": bad}, {"number": 99}, **place)  # type: ignore[arg-type]
     (line,) = lines(verify(root))
     assert line.endswith(f"latents {key} (bad.mp4): its `mean` holds numbers that are not finite")

@@ -1,4 +1,4 @@
-"""The data set of every sample: from every format to the reader, in old caches, and in merged ones."""
+"""The data set of every sample: from every format to the reader, and in merged caches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -17,18 +16,16 @@ import pytest
 from mmspeed.config import Config
 from mmspeed.config.schema import DataConfig
 from mmspeed.data import DatasetCache, Sample
-from mmspeed.data.cache.index import FACTS, SAMPLES_SCHEMA, IndexFacts, list_index, write_batch
-from mmspeed.data.cache.tables import SAMPLES_FILE, OldSamplesError, parquet_bytes, read_info, sample_schema, write_info
+from mmspeed.data.cache.index import ENTRIES_SCHEMA, FACTS, SAMPLES_SCHEMA, VERSION, IndexFacts, write_batch
+from mmspeed.data.cache.tables import SAMPLES_FILE, read_info, write_info
 from mmspeed.data.maintenance.merge import MergeReport, merge, unite_samples
-from mmspeed.data.maintenance.prune_pack import plan_prune
-from mmspeed.data.maintenance.stats import census
 from mmspeed.data.maintenance.verify import verify
 from mmspeed.errors import UserError
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.training.open_cache import check_cache
 from mmspeed.preprocess import CacheBuilder, OnlineBuilder
 from mmspeed.preprocess.sources.discover import list_sources
-from tests.support.caches import BUCKET, tar_bytes
+from tests.support.caches import BUCKET
 from tests.support.care_caches import build_whole
 from tests.support.media import write_tar
 from tests.support.runs import small_config
@@ -145,84 +142,36 @@ def test_shares_may_change_and_names_may_not(built: Config, tmp_path: Path) -> N
     assert {sample.dataset for sample in DatasetCache(mine.cache_dir).samples} == {"cats", "birds"}
 
 
-# -- caches from before -----------------------------------------------------------------------------------------------
+# -- the compiled index -----------------------------------------------------------------------------------------------
 
 
-def make_old(root: Path) -> None:
-    """Turn a cache into one of an earlier mmspeed: tables without the column of data sets, and the compiled index of its version."""
-    path = root / SAMPLES_FILE
-    table = pq.read_table(path, partitioning=None)
-    null_key = table.schema.metadata
-    schema = sample_schema().remove(sample_schema().get_field_index("dataset")).with_metadata(null_key)
-    path.write_bytes(parquet_bytes(table.drop_columns(["dataset"]).to_pylist(), schema))
-    arrow = root / "index" / "samples.arrow"
-    with pa.ipc.open_file(arrow) as reader:
-        batch, facts = reader.get_batch(0), IndexFacts(**json.loads(reader.schema.metadata[FACTS]))
-        batch = pa.RecordBatch.from_arrays(
-            [column.take(pa.array(range(len(column)))) for column in batch], schema=batch.schema
-        )
-    names = [name for name in SAMPLES_SCHEMA.names if name != "dataset"]
-    old = asdict(replace(facts, **asdict(list_index(root)), version=1))
-    write_batch(
-        arrow, [batch.column(name) for name in names], pa.schema([SAMPLES_SCHEMA.field(name) for name in names]), old
-    )
-    entries = root / "index" / "entries.arrow"
-    with pa.ipc.open_file(entries) as reader:
-        batch, facts = reader.get_batch(0), IndexFacts(**json.loads(reader.schema.metadata[FACTS]))
-        batch = pa.RecordBatch.from_arrays(
-            [column.take(pa.array(range(len(column)))) for column in batch], schema=batch.schema
-        )
-    write_batch(entries, batch.columns, batch.schema, asdict(replace(facts, **asdict(list_index(root)), version=1)))
+def compile_by_another_version(root: Path) -> None:
+    """Give a cache the compiled index of another version."""
+    for name, schema in (("entries.arrow", ENTRIES_SCHEMA), ("samples.arrow", SAMPLES_SCHEMA)):
+        path = root / "index" / name
+        with pa.ipc.open_file(path) as reader:
+            batch, facts = reader.get_batch(0), IndexFacts(**json.loads(reader.schema.metadata[FACTS]))
+            columns = [column.take(pa.array(range(len(column)))) for column in batch]
+        write_batch(path, columns, schema, asdict(replace(facts, version=1)))
 
 
-def test_an_old_cache_is_reported_in_a_line_and_nothing_calls_it_damaged(
+def test_the_index_of_another_version_is_compiled_again_and_is_no_damage(
     built: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = copied(built, tmp_path)
-    root = config.cache_dir
-    assert not verify(root).damage
-    make_old(root)
-    asks: list[Callable[[], object]] = [
-        lambda: DatasetCache(root),
-        lambda: census(root),
-        lambda: plan_prune(root),
-        lambda: merge(tmp_path / "merged", [root]),
-        lambda: TrainPipeline(config).run(),
-    ]
+    root = copied(built, tmp_path).cache_dir
+    compile_by_another_version(root)
     monkeypatch.setattr(logging.getLogger("mmspeed"), "propagate", True)  # a command line run earlier turns it off
     caplog.set_level(logging.WARNING)
-    for ask in asks:
-        with pytest.raises(UserError) as error:
-            ask()
-        assert "made before samples recorded their source; run `mmspeed preprocess` again" in str(error.value)
-        assert "encodes nothing again" in str(error.value) and "\n" not in str(error.value)
-    with pytest.raises(OldSamplesError):
-        DatasetCache(root, partial=True)
-    assert "damaged" not in caplog.text
-    findings = verify(root)
-    assert findings.damage == [] and any("recorded their source" in note for note in findings.notes)
-    # one that is also damaged is reported as damaged
+    assert verify(root).damage == []
+    assert list(DatasetCache(root).samples) == list(DatasetCache(built.cache_dir).samples)
+    for name in ("entries.arrow", "samples.arrow"):
+        with pa.ipc.open_file(root / "index" / name) as reader:
+            assert json.loads(reader.schema.metadata[FACTS])["version"] == VERSION
+    assert "damaged" not in caplog.text and verify(root).damage == []
     path = root / SAMPLES_FILE
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(UserError, match=r"samples\.parquet is damaged"):
         DatasetCache(root)
-
-
-@pytest.mark.parametrize("online", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_preprocess_of_an_old_cache_encodes_nothing_again(built: Config, tmp_path: Path, online: bool) -> None:
-    config = copied(built, tmp_path)
-    root, before = config.cache_dir, tar_bytes(config.cache_dir)
-    make_old(root)
-    shards = {path: path.stat().st_mtime_ns for path in root.rglob("*.tar")}
-    if online:
-        TrainPipeline(config, OnlineBuilder(config)).run()
-    else:
-        report = CacheBuilder(config).run()
-        assert (report.encoded, report.reused, report.texts, report.texts_reused) == (0, 8, 0, 9)
-    assert tar_bytes(root) == before and {p: p.stat().st_mtime_ns for p in root.rglob("*.tar")} == shards
-    assert (root / SAMPLES_FILE).read_bytes() == (built.cache_dir / SAMPLES_FILE).read_bytes()
-    assert Counter(sample.dataset for sample in DatasetCache(root).samples) == {"cats": 5, "dogs": 3}
-    assert verify(root).damage == []
 
 
 # -- merging ------------------------------------------------------------------------------------------------------------
@@ -265,7 +214,7 @@ def test_merged_data_sets_keep_their_names_and_one_name_has_one_meaning(built: C
     with pytest.raises(UserError, match=r"both have a source named cats, of other sources \(format, path\); ") as error:
         merge(tmp_path / "again", [one.cache_dir, built.cache_dir])
     assert "\n" not in str(error.value) and not (tmp_path / "again").exists()
-    # sources of caches that name none are compared as a whole, as before there were names
+    # sources of other names stand beside each other
     build_whole(tmp_path / "a", range(2), sources=("x",))
     build_whole(tmp_path / "b", range(2, 4), sources=("y",))
     assert merge(tmp_path / "a", [tmp_path / "b"]).samples == 4

@@ -85,12 +85,13 @@ def test_a_run_keeps_its_identity_without_its_record(folder: Path) -> None:
     assert steps_in(folder) == [4, 6] and verify(folder / step_name(4)) == []
 
 
-def test_a_checkpoint_without_hashes_loads(folder: Path) -> None:
-    unseal(folder / step_name(4))
-    state = state_of(0)
-    load(folder / step_name(4), state.model, state.optimizer, state.ema)
-    assert torch.equal(state.model.enter.weight, ToyDiT(seed=4).enter.weight)
-    assert entries(folder)[-1].marks == ("latest", "unsealed")
+def test_a_checkpoint_without_hashes_is_refused_in_a_line(folder: Path) -> None:
+    checkpoint = folder / step_name(4)
+    unseal(checkpoint)
+    words = f"checkpoint {checkpoint} is of an earlier mmspeed, which wrote no hashes: begin a new run"
+    with pytest.raises(UserError, match=f"^{words}$"):
+        load(checkpoint, ToyDiT())
+    assert verify(checkpoint) == [words]
 
 
 @pytest.mark.parametrize("part", ["model", "ema", "optimizer"])

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from mmspeed.config.divergence import DivergenceConfig
 from mmspeed.errors import UserError
 from mmspeed.loop import divergence
-from mmspeed.loop.checkpoint import load
 from mmspeed.loop.checkpoint.retention import Retention
 from mmspeed.loop.divergence import DivergenceWatch, limit_of
 from tests.support.runs import small_config
@@ -129,14 +128,6 @@ def test_the_newest_sound_checkpoint_is_kept() -> None:
     assert Retention(1).kept(entries, times) == {8}
     assert Retention(1).kept(entries, times, sound=5) == {4, 8}
     assert Retention(1).kept(entries, times, sound=1) == {8}
-
-
-def test_a_held_out_loss_that_is_not_finite_is_never_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records of before may hold one."""
-    entries = [{"step": step, "loss": loss} for step, loss in ((2, math.nan), (4, 3.0), (6, -math.inf), (8, None))]
-    monkeypatch.setattr(load, "recorded", lambda folder: entries)
-    assert load.best(tmp_path) == tmp_path / "step-00000004"
-    assert Retention(1).kept(entries, dict.fromkeys((2, 4, 6, 8), 0.0)) == {4, 8}
 
 
 @pytest.mark.parametrize(

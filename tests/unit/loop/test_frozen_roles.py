@@ -13,14 +13,13 @@ from torch import nn
 
 from mmspeed.errors import UserError
 from mmspeed.loop.checkpoint.load import latest
-from mmspeed.loop.checkpoint.storage import META
+from mmspeed.loop.checkpoint.storage import META, SEAL, write_json, write_sealed
 from mmspeed.loop.frozen import frozen_fingerprint
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.protocols import Update
 from tests.support.character_runs import character_config, losses
 from tests.support.characters import CharacterConfig, CharacterTask
 from tests.support.checkpoints import differing, whole_checkpoint
-from tests.support.damages import unseal
 from tests.support.distillation import DistillationTask
 from tests.support.preferences import PreferenceTask, train_task
 from tests.support.spawn import run_ranks
@@ -81,14 +80,12 @@ def test_a_run_does_not_go_on_beside_another_reference(tmp_path: Path) -> None:
     assert differing(whole_checkpoint(config.run_dir), whole_checkpoint(whole.run_dir)) == []
 
 
-def test_an_old_checkpoint_without_the_record_is_read_and_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_without_the_record_is_read_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = train(tmp_path, PreferenceTask, "train.steps=2")
-    unseal(meta_of(config).parent)
-    meta = json.loads(meta_of(config).read_text())
-    del meta["roles"]
-    meta_of(config).write_text(json.dumps(meta))
+    checkpoint = meta_of(config).parent
+    meta, seal = (json.loads((checkpoint / name).read_text()) for name in (META, SEAL))
+    del meta["roles"], seal["hash"]
+    write_sealed(checkpoint / SEAL, {**seal, "meta": write_json(checkpoint / META, meta)})
     messages: list[str] = []
     monkeypatch.setattr("mmspeed.pipelines.training.trainer.log.warning", messages.append)
     train(tmp_path, PreferenceTask)

@@ -26,8 +26,8 @@ from mmspeed.models.sora.layers import Mlp
 from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import parallelize
 from tests.support.covers import checkered
-from tests.support.machine import parts_have_the_bits_of_the_whole
-from tests.support.mlps import PlainMlp, chunk_sizes, gelu
+from tests.support.machine import Machine, parts_have_the_bits_of_the_whole
+from tests.support.mlps import PlainMlp, chunk_sizes, gelu, pack
 
 CPU = Device("cpu", 0)
 WIDTH, TOKENS = 64, 1000
@@ -41,12 +41,12 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def make_mlp(chunk: int | None, exact: bool = True, bias: bool = True) -> tuple[PlainMlp, Tensor]:
+def make_mlp(chunk: int | None, readable: bool = True, bias: bool = True) -> tuple[PlainMlp, Tensor]:
     torch.manual_seed(0)
     mlp, x = PlainMlp(WIDTH, 4 * WIDTH, WIDTH), torch.randn(2, TOKENS // 2, WIDTH)
     if not bias:
         mlp.up.bias = mlp.down.bias = None
-    return mlp.in_parts(chunk, exact), x.requires_grad_()
+    return mlp.in_parts(chunk, readable), x.requires_grad_()
 
 
 def alike(*sizes: int, bias: bool = True) -> bool:
@@ -119,6 +119,18 @@ def test_an_mlp_in_parts_is_the_mlp(chunk: int, bias: bool, dtype: torch.dtype |
     if bitwise:
         assert torch.equal(got, plain) and same(chunked, grads)
     assert_close((got, chunked), (plain, grads), 4e-6 if dtype is None else 1e-2)
+
+
+def test_every_number_is_a_sum_over_the_terms_of_the_whole_mlp() -> None:
+    """On a machine that sums all products in one order, the bits are the whole MLP's."""
+    torch.manual_seed(0)
+    x, results = torch.randn(96, 24), []
+    for chunk in (None, 32):
+        torch.manual_seed(1)
+        mlp = PlainMlp(24, 128, 24).in_parts(chunk)
+        with Machine():
+            results.append(run(mlp, x.clone().requires_grad_()))
+    assert torch.equal(results[0][0], results[1][0]) and same(results[1][1], results[0][1])
 
 
 @pytest.mark.parametrize(
@@ -243,57 +255,57 @@ def test_casts_of_weights_are_not_kept() -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 256, 500, 1000, 5000])
-def test_an_mlp_in_parts_with_sums_is_the_mlp(chunk: int) -> None:
+def test_an_mlp_whose_weights_are_not_read_is_the_mlp(chunk: int) -> None:
     """A row's product has as many terms as before, so it differs by float32's rounding of 4 E terms; a weight's gradient is a sum over N
     tokens in another order. Both stay within sqrt(terms) x 2^-23 of the largest value, with room of a factor of ten."""
     plain, grads = run(*make_mlp(None))
-    got, chunked = run(*make_mlp(chunk, exact=False))
+    got, chunked = run(*make_mlp(chunk, readable=False))
     assert close(got, plain, 1e-6)
     for name, value in grads.items():
         assert close(chunked[name], value, 4e-6), name  # type: ignore[arg-type]
 
 
-def test_one_part_of_sums_is_bitwise_what_it_was() -> None:
+def test_one_part_of_called_layers_is_bitwise_what_it_was() -> None:
     plain, grads = run(*make_mlp(None))
-    got, chunked = run(*make_mlp(TOKENS, exact=False))
+    got, chunked = run(*make_mlp(TOKENS, readable=False))
     assert torch.equal(got, plain) and same(chunked, grads)
 
 
-def peak_of(chunk: int | None, exact: bool = True) -> int:
-    mlp, x = make_mlp(chunk, exact)
+def peak_of(chunk: int | None, readable: bool = True) -> int:
+    mlp, x = make_mlp(chunk, readable)
     return peak_bytes(CPU, 0, lambda: mlp(x).sum().backward())
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_the_hidden_layer_exists_for_one_part_only(exact: bool) -> None:
+@pytest.mark.parametrize("readable", [True, False])
+def test_the_hidden_layer_exists_for_one_part_only(readable: bool) -> None:
     token = 4 * WIDTH  # bytes of a float32 token
     mlp, x = make_mlp(None)
     assert (
         kept_bytes(CPU, mlp, lambda: mlp(x), [x]) >= (4 + 4) * TOKENS * token
     )  # both sides of the activation function
-    mlp, x = make_mlp(100, exact)
+    mlp, x = make_mlp(100, readable)
     assert kept_bytes(CPU, mlp, lambda: mlp(x), [x]) == TOKENS * token  # its result alone: its input was there
-    peaks = [peak_of(None), peak_of(100, exact)]
+    peaks = [peak_of(None), peak_of(100, readable)]
     assert peaks[0] > 12 * TOKENS * token
-    part = 4 * 100 * token if not exact else UNITS * TOKENS * 4  # of the hidden layer
-    assert peaks[1] < 3 * TOKENS * token + (3 if exact else 5) * part + 3 * 8 * WIDTH * token
+    part = 4 * 100 * token if not readable else UNITS * TOKENS * 4  # of the hidden layer
+    assert peaks[1] < 3 * TOKENS * token + (3 if readable else 5) * part + 3 * 8 * WIDTH * token
 
 
 def test_products_of_backward() -> None:
     counts = {}
-    for chunk, exact in ((None, True), (250, False), (250, True)):
-        mlp, x = make_mlp(chunk, exact)
+    for chunk, readable in ((None, True), (250, False), (250, True)):
+        mlp, x = make_mlp(chunk, readable)
         out = mlp(x)
         with MatmulCounter() as count:
             out.sum().backward()
-        counts[chunk, exact] = count.total, count.work
+        counts[chunk, readable] = count.total, count.work
     once = 2 * TOKENS * WIDTH * 4 * WIDTH
     assert counts == {(None, True): (4, 4 * once), (250, False): (4 * 5, 5 * once), (250, True): (4 * 7, 7 * once)}
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_without_gradients_parts_are_computed_once(exact: bool) -> None:
-    mlp, x = make_mlp(300, exact)
+@pytest.mark.parametrize("readable", [True, False])
+def test_without_gradients_parts_are_computed_once(readable: bool) -> None:
+    mlp, x = make_mlp(300, readable)
     with torch.no_grad(), MatmulCounter() as count:
         got = mlp(x)
     assert count.total == 2 * 4
@@ -325,7 +337,7 @@ def loss_of(model: nn.Module) -> Tensor:
 
 
 def step(
-    keeping: BlockPolicies | None, dtype: torch.dtype = torch.float32
+    keeping: BlockPolicies | None, dtype: torch.dtype = torch.float32, readable: bool = True
 ) -> tuple[Tensor, dict[str, Tensor], nn.Module]:
     model = SoraDiT(SoraDiTConfig(**CONFIG))
     g = torch.Generator().manual_seed(1)
@@ -333,6 +345,9 @@ def step(
         for parameter in model.parameters():
             if parameter.ndim > 1 and not parameter.any():
                 parameter.normal_(0, 0.02, generator=g)
+    for block in model.blocks:
+        if not readable:
+            pack(block.mlp)  # type: ignore[arg-type]
     model = parallelize(model, None, "none", compute_dtype=dtype, keeping=keeping)
     loss = loss_of(model)
     loss.backward()
@@ -351,16 +366,16 @@ def parts_of_blocks_have_the_bits_of_the_whole(dtype: torch.dtype) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("ways", "dtype", "exact"),
+    ("ways", "dtype", "readable"),
     checkered([{}, {"block": "recompute"}, {"attention": "selective"}], [torch.float32, torch.bfloat16], [True, False]),
 )
-def test_a_model_with_its_mlps_in_parts(ways: dict[str, Any], dtype: torch.dtype, exact: bool) -> None:
+def test_a_model_with_its_mlps_in_parts(ways: dict[str, Any], dtype: torch.dtype, readable: bool) -> None:
     """Under autocast products are rounded to 8 bits; a sum's gradient is rounded in each part and summed in float32: 2^-8 twice."""
     plain_loss, plain, _ = step(None, dtype)
-    loss, grads, model = step(BlockPolicies((ways,), mlp_chunk=20, mlp_exact=exact), dtype)
+    loss, grads, model = step(BlockPolicies((ways,), mlp_chunk=20), dtype, readable)
     assert chunk_sizes(model) == [20] * CONFIG["depth"]
     assert all(value.abs().max() > 0 for value in plain.values())
-    if exact and parts_of_blocks_have_the_bits_of_the_whole(dtype):
+    if readable and parts_of_blocks_have_the_bits_of_the_whole(dtype):
         assert torch.equal(loss, plain_loss) and same(grads, plain)
     within = 2e-5 if dtype == torch.float32 else 1e-2
     assert close(loss, plain_loss, within)
@@ -374,7 +389,7 @@ def test_gradients_of_many_parts_are_as_close_to_float32_as_those_of_one() -> No
     _, wanted, _ = step(None)
 
     def distance(chunk: int | None) -> float:
-        _, actual, _ = step(BlockPolicies(mlp_chunk=chunk, mlp_exact=False), torch.bfloat16)
+        _, actual, _ = step(BlockPolicies(mlp_chunk=chunk), torch.bfloat16, readable=False)
         return max(float((actual[n] - v).abs().max() / v.abs().max()) for n, v in wanted.items() if "mlp" in n)
 
     assert 0 < distance(1) < 1.3 * distance(None)
@@ -398,5 +413,4 @@ def test_what_does_not_go_with_parts_is_refused_in_a_sentence() -> None:
         message = refused(MemoryConfig(mlp_chunk=64, activation_policy=ways), **rest)
         assert (message is None) == fine
         assert fine or "mlp_chunk" in str(message)
-    assert "set mlp_chunk" in str(refused(MemoryConfig(mlp_exact=False), **rest))
     assert "train.ema_decay" in str(refused(MemoryConfig(ema="host"), **rest | {"averages": False}))

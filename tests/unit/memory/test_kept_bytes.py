@@ -69,9 +69,7 @@ EXPECTED: dict[tuple[str, ActivationPolicy], tuple[int, int]] = {
     ("mlp", "offload"): (PLAIN - X - MLP + MLP_SMALL, X + MLP - MLP_SMALL + MODULATION),
     ("mlp", "offload_selective"): (PLAIN - X - MLP, X + MLP_PRODUCTS + MODULATION),
     ("norm", "recompute"): (PLAIN - 5 * X - 6 * TOKEN - 2 * SCALE, 0),
-    ("norm", "recompute_output"): (PLAIN - 5 * X - 6 * TOKEN - 2 * SCALE, 0),
     ("activation", "recompute"): (PLAIN - 4 * X, 0),
-    ("activation", "recompute_output"): (PLAIN - 4 * X, 0),
 }
 
 

@@ -365,12 +365,12 @@ def test_without_gradients_nothing_is_kept_and_spans_inside_of_spans_stand_as_th
     regions = {"mlp": Region(("0",)), "norm": Region(("0.0.0",), small=True)}
     vars(owner)["block_parts"] = BlockParts(regions, draws=False)
     with pytest.raises(UserError, match="norm lies in mlp in Sequential, so only one of them can have a policy"):
-        set_policies(owner, {"mlp": "recompute", "norm": "recompute_output"})
+        set_policies(owner, {"mlp": "recompute", "norm": "recompute"})
     set_policies(owner, {"mlp": "recompute"})
     vars(inner)["block_parts"] = BlockParts({"norm": Region(("0",), small=True)}, draws=False)
-    set_policies(inner, {"norm": "recompute_output"})
+    set_policies(inner, {"norm": "recompute"})
     owner(torch.randn(3, requires_grad=True)).sum().backward()
     assert seen == [True, True]
-    set_policies(owner, {"norm": "recompute_output"})  # by itself it is made again, outside of any region
+    set_policies(owner, {"norm": "recompute"})  # by itself it is made again too
     owner(torch.randn(3, requires_grad=True)).sum().backward()
     assert len(seen) == 4

@@ -101,7 +101,7 @@ def test_a_region_of_one_tensor_wants_layers_that_prepare_it() -> None:
     model, plan = wan()
     declare_plan(model, replace(plan, regions={"mlp": Region(("ffn",), small=True)}))
     with pytest.raises(UserError, match="'mlp' of WanTransformerBlock is small, so its modules must be linear layers"):
-        set_policies(model.get_submodule("blocks.0"), {"mlp": "recompute_output"})
+        set_policies(model.get_submodule("blocks.0"), {"mlp": "recompute"})
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -78,8 +78,8 @@ def test_no_module_holds_a_function(arrangement: str, sparse: bool) -> None:
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-def test_names_order_and_shapes_of_parameters_are_those_of_checkpoints_of_before(arrangement: str) -> None:
-    """The list was written with the code of before plans: its checkpoints are read by these names, and optimizers count in this order."""
+def test_names_order_and_shapes_of_parameters_are_those_of_checkpoints(arrangement: str) -> None:
+    """Checkpoints are read by these names, and optimizers count in this order."""
     model = on_meta(resolve_config(ModelConfig(size="nano", arrangement=arrangement), 4, 16))  # type: ignore[arg-type]
     sections = dict(
         section.split("\n", 1) for section in NAMES.read_text(encoding="utf-8").removeprefix("# ").split("\n# ")

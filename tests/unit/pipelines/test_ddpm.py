@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from mmspeed import rng
 from mmspeed.config import make_config
-from mmspeed.config.renamed import translated
 from mmspeed.config.schema import DdpmConfig
 from mmspeed.data.loading.collate import draw_noise, draw_quantiles
 from mmspeed.errors import UserError
@@ -247,6 +246,3 @@ def test_weights_that_do_not_train_the_start_of_sampling_are_refused_unless_forc
             make_config({**tree, "objective": section | change | {"allow_zero_weight": True}})
     with pytest.raises(UserError, match=r"'objective\.allow_zero_weight'"):
         make_config({**tree, "objective": section | {"allow_zero_weight": "perhaps"}})
-    # a run of a version that took it unasked goes on
-    record, old_keys = translated({**tree, "objective": section})
-    assert make_config(record).objective == forced.model_copy(update={"weighting": "step"}) and not old_keys

@@ -43,7 +43,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def drawn(steps: int) -> list[str]:
     """The experts of steps, by the rule itself."""
-    return ["high" if rng.uniform(rng.Seed(SEED), "expert", step) < 0.5 else "low" for step in range(steps)]
+    return ["high" if rng.uniform(SEED, "expert", step) < 0.5 else "low" for step in range(steps)]
 
 
 def of_role(tensors: dict[str, Any], part: str, role: str | None) -> dict[str, Any]:

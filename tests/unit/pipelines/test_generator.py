@@ -1,4 +1,4 @@
-"""The generator of a run's draws: recorded when it begins, kept for all purposes when it goes on, by videos sampled from it too."""
+"""The generator of a run's draws: recorded when it begins, and compared when it goes on and when videos are sampled from it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from mmspeed.errors import UserError
 from mmspeed.loop.checkpoint.load import latest, open_checkpoint
 from mmspeed.pipelines import TextToVideo, TrainPipeline
 from mmspeed.pipelines.run.run_folder import RunFolder
-from mmspeed.rng.first import TorchStream
-from mmspeed.rng.philox import PhiloxStream
+from mmspeed.rng import VERSION, Stream
 from tests.support.runs import small_config
 
 PROMPT = "a rabbit in a meadow"
@@ -36,15 +35,15 @@ def run_config(small_cache: Path, folder: Path, steps: int = 2) -> Config:
     )  # fmt: skip
 
 
-def purposes_drawn(monkeypatch: pytest.MonkeyPatch, kind: type) -> set[Any]:
-    """A set that the purposes of this kind's streams are added to from now on."""
-    drawn, begin = set[Any](), kind.__init__
+def purposes_drawn(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
+    """A set that the purposes of streams are added to from now on."""
+    drawn, begin = set[Any](), Stream.__init__
 
     def watched(self: Any, seed: int, purpose: Any, *names: object) -> None:
         drawn.add(purpose)
         begin(self, seed, purpose, *names)
 
-    monkeypatch.setattr(kind, "__init__", watched)
+    monkeypatch.setattr(Stream, "__init__", watched)
     return drawn
 
 
@@ -53,39 +52,43 @@ def versions(path: Path) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("before", [False, True])
-def test_all_draws_of_a_run_are_by_its_generator(
-    before: bool, small_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_records_its_generator(small_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = run_config(small_cache, tmp_path)
-    if before:  # begun by an mmspeed that recorded no version
-        config.run_dir.mkdir(parents=True)
-        (config.run_dir / "run.json").write_text("{}", encoding="utf-8")
-    kinds = (TorchStream, PhiloxStream) if before else (PhiloxStream, TorchStream)
-    own, other = (purposes_drawn(monkeypatch, kind) for kind in kinds)
+    drawn = purposes_drawn(monkeypatch)
     TrainPipeline(config).run()
     TextToVideo.from_run(config.run_dir, device="cpu")([PROMPT], seed=3)
-    assert other == set() and own >= {"init", "noise", "timestep", "caption_dropout", "sample", "val_noise"}
-    assert own <= PURPOSES, "docs/randomness.md lists them"
-    version = 1 if before else 2
+    assert drawn >= {"init", "noise", "timestep", "caption_dropout", "sample", "val_noise"}
+    assert drawn <= PURPOSES, "docs/randomness.md lists them"
     checkpoint = latest(config.run_dir / "checkpoints")
     assert checkpoint is not None
-    assert versions(config.run_dir) == open_checkpoint(checkpoint)[0]["meta"]["versions"] == {"generator": version}
+    assert versions(config.run_dir) == open_checkpoint(checkpoint)[0]["meta"]["versions"] == {"generator": VERSION}
     # and it goes on so, even when run.json is lost
     (config.run_dir / "run.json").unlink()
     TrainPipeline(run_config(small_cache, tmp_path, steps=3)).run()
-    assert other == set() and versions(config.run_dir) == {"generator": version}
+    assert versions(config.run_dir) == {"generator": VERSION}
 
 
-def test_a_run_of_a_newer_mmspeed_is_refused(small_cache: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"versions": {"generator": 3}}, "draws with generator 3, this mmspeed with 2: use a newer mmspeed"),
+        ({"versions": {"generator": 1}}, r"is a run of an earlier mmspeed \(generator 1\), which drew other numbers"),
+        ({}, r"is a run of an earlier mmspeed \(generator 1\)"),
+        ({"versions": "x"}, "generator x"),
+    ],
+)
+def test_a_run_of_another_mmspeed_is_refused(
+    record: dict[str, Any], words: str, small_cache: Path, tmp_path: Path
+) -> None:
     config = run_config(small_cache, tmp_path)
     config.run_dir.mkdir(parents=True)
-    (config.run_dir / "run.json").write_text('{"versions": {"generator": 3}}', encoding="utf-8")
-    with pytest.raises(UserError, match=r"run\.json draws with generator 3, and this mmspeed has 1 to 2"):
+    (config.run_dir / "run.json").write_text(json.dumps(record), encoding="utf-8")
+    with pytest.raises(UserError, match=words) as error:
         TrainPipeline(config).run()
+    assert "\n" not in str(error.value) and str(config.run_dir) in str(error.value)
 
 
-def test_a_folder_without_a_run_begins_with_the_newest(tmp_path: Path) -> None:
-    assert RunFolder(tmp_path).generator() == 2
+def test_a_folder_without_a_run_is_taken(tmp_path: Path) -> None:
+    RunFolder(tmp_path).check_generator()
     (tmp_path / "run.json").write_text("{", encoding="utf-8")  # damaged before there was a checkpoint
-    assert RunFolder(tmp_path).generator() == 2
+    RunFolder(tmp_path).check_generator()

@@ -133,8 +133,7 @@ def test_a_run_without_the_mode_says_so(pipe: TextToVideo) -> None:
         mode_of(VideoRequest("a", image="a.png", last_image="b.png"), config)
 
 
-def test_old_records_have_no_given_frames(run: Path) -> None:
-    """A config from before the section is one without given frames."""
+def test_a_config_without_the_section_gives_no_frames(run: Path) -> None:
     tree = small_config(run.parent.parent).model_dump(mode="json", by_alias=True, exclude={"conditioning"})
     assert not make_config(tree, origin="test").conditioning.gives_frames
 

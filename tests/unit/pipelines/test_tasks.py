@@ -26,8 +26,6 @@ from tests.support.runs import small_config, small_tree
 from tests.support.toy import ToyDiT
 from tests.support.toy_runs import toy_config, train_toy, write_toy_cache
 
-OLD_RUN = Path(__file__).resolve().parents[2] / "golden" / "fixtures" / "e6bf4be" / "runs" / "old"
-
 
 class Without(nn.Module):
     """The toy task without the named member."""
@@ -128,19 +126,6 @@ def test_what_is_for_videos_refuses_other_tasks(tmp_path: Path) -> None:
         make_config(character_tree(tmp_path), origin="test")
 
 
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"memory": {"swap_from": "1KiB"}}, r"memory\.swap_from is now memory\.offload_from$"),
-        ({"memory": {"spans": {}}}, r"memory\.spans is now memory\.activation_policy"),
-    ],
-)
-def test_old_keys_are_refused_in_the_config_of_any_task(tmp_path: Path, section: Any, message: str) -> None:
-    register_characters()
-    with pytest.raises(UserError, match=message):
-        make_run_config({**character_tree(tmp_path), **section}, origin="test")
-
-
 def test_a_run_of_another_task_is_reported(tmp_path: Path) -> None:
     config = character_config(tmp_path, "name=taken")
     RunFolder(config.run_dir).write_start(small_config(tmp_path), {}, {})
@@ -150,8 +135,11 @@ def test_a_run_of_another_task_is_reported(tmp_path: Path) -> None:
 
 
 def test_weights_of_another_task_are_reported(tmp_path: Path) -> None:
-    config = character_config(tmp_path, f"train.start_from={OLD_RUN}")
-    with pytest.raises(UserError, match=r"step-00000004 .*(embed|blocks|head)"):
+    other = toy_config(tmp_path)
+    write_toy_cache(other)
+    train_toy(str(tmp_path))
+    config = character_config(tmp_path, "name=own", f"train.start_from={other.run_dir}")
+    with pytest.raises(UserError, match=r"step-00000006 .*(embed|blocks|head)"):
         TrainPipeline(config).run()
 
 

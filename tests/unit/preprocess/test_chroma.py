@@ -20,7 +20,6 @@ from tests.support.decoding import LIMITS, source_of
 from tests.support.zone_plates import displacement, write_plate
 
 WIDTH, HEIGHT = 96, 80
-OLD = PixelRules(chroma=1)
 
 
 def displacements(
@@ -99,22 +98,14 @@ def test_a_crop_through_a_chroma_sample_is_that_part_of_the_picture(tmp_path: Pa
     assert np.abs(crop[4:-4, 4:-4].astype(int) - whole[7:56, 9:64]).max() <= 1
 
 
-def test_version_1_of_old_caches_is_kept(tmp_path: Path) -> None:
-    """Chroma taken as centred, and cut at whole samples; the parts of a key say where version 2 differs."""
+def test_parts_of_keys_say_where_chroma_is_not_centred_or_not_cut_at_whole_samples(tmp_path: Path) -> None:
     source = source_of(write_plate(tmp_path / "plate.mp4", "yuv420p", "left", WIDTH, HEIGHT))
-    at = displacements(tmp_path / "plate.mp4", [(0, 0), (1, 0), (0, 1)], (64, 56), 0, OLD)
-    np.testing.assert_allclose(at, [(0.5, 0), (1.5, 0), (0.5, 1)], atol=0.02)
     left, even, odd = probe(source, *LIMITS), (0, 0, 64, 56), (1, 0, 65, 56)
     centred = probe(source_of(write_plate(tmp_path / "c.mp4", "yuv420p", "center", WIDTH, HEIGHT)), *LIMITS)
     full = probe(source_of(write_plate(tmp_path / "f.mp4", "yuv444p", "left", WIDTH, HEIGHT)), *LIMITS)
     new = PixelRules()
-    assert pixel_parts(OLD, left, odd) == pixel_parts(new, centred, even) == pixel_parts(new, full, odd) == {}
+    assert pixel_parts(new, centred, even) == pixel_parts(new, full, odd) == {}
     assert pixel_parts(new, left, even) == pixel_parts(new, centred, odd) == {"chroma": 2}
-    frames = [
-        dict(stream(source_of(tmp_path / "c.mp4"), centred, [Cut((0,), even, 64, 56, rules)]))[0]
-        for rules in (OLD, new)
-    ]
-    np.testing.assert_array_equal(*frames)  # without a part, the same bytes
 
 
 @pytest.mark.parametrize(
@@ -197,4 +188,3 @@ def test_transparent_pixels_show_the_background(
         np.testing.assert_allclose(np.asarray(frames)[0, 30, column], expected, atol=4)
     parts = pixel_parts(rules, video, cut.crop)
     assert video.alpha and parts.get("background") == (background if codec or background != "#ffffff" else None)
-    assert "background" not in pixel_parts(PixelRules(alpha=1), video, cut.crop)

@@ -16,11 +16,10 @@ from PIL import Image
 from mmspeed.config import Config, make_config
 from mmspeed.data import DatasetCache
 from mmspeed.data.cache.contents import CONTENTS, ContentLine, append_content, read_contents
-from mmspeed.data.cache.versions import VERSIONS
 from mmspeed.data.maintenance.merge import merge
 from mmspeed.data.maintenance.verify import verify
 from mmspeed.errors import UserError
-from mmspeed.preprocess import CacheBuilder, check
+from mmspeed.preprocess import CacheBuilder
 from mmspeed.preprocess.sources.contents import ContentIds, whole_hash
 from mmspeed.preprocess.sources.source import SAMPLED_ABOVE, Source, content_id
 from tests.support.decoding import source_of
@@ -44,11 +43,10 @@ def opened(root: Path, *listed: Source, **changes: Any) -> ContentIds:
 
 
 def test_files_that_differ_between_their_samples_have_ids_of_their_own(tmp_path: Path) -> None:
-    """Whatever their order, and a copy of one has its id; version 1 took them for one."""
+    """Whatever their order, and a copy of one has its id."""
     one, other = large(tmp_path / "one"), large(tmp_path / "other", 1)
     copy = source_of(Path(shutil.copyfile(one.path, tmp_path / "copy")))
     assert content_id(one, False) == content_id(other, False)
-    assert opened(tmp_path / "c", one, other, version=1).id_of(one) == content_id(other, False)
     first, second = opened(tmp_path / "c", one, other, copy), opened(tmp_path / "d", copy, other, one)
     ids = [[contents.id_of(source) for source in (one, other, copy)] for contents in (first, second)]
     assert ids[0] == ids[1] and ids[0][0] == ids[0][2] != ids[0][1]
@@ -143,14 +141,8 @@ def bitmaps(folder: Path) -> Config:
 
 @pytest.mark.slow
 def test_a_build_gives_files_with_equal_samples_their_own_latents(tmp_path: Path) -> None:
-    """`check` of a cache of before counts those that took another's, and an upgrade remakes them."""
     config = bitmaps(tmp_path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mmspeed.data.cache.versions.VERSIONS", dict(VERSIONS) | {"content": 1})
-        report = CacheBuilder(config).run()
-    assert (report.encoded, report.reused) == (1, 1)  # the second got the first's latents
-    assert any("content is of version 1; 2 of 2 stored latents would differ" in line for line in check(config).lines())
-    report = CacheBuilder(config, upgrade=["content"]).run()
+    report = CacheBuilder(config).run()
     assert (report.encoded, report.reused) == (2, 0)
     assert len({sample.latent_keys for sample in DatasetCache(config.cache_dir).samples}) == 2
     assert not verify(config.cache_dir).foreign

@@ -1,35 +1,34 @@
-"""The recipe of a cache: an older one goes on with its own, `check` counts what an upgrade would change, and only that is remade."""
+"""The recipe of a cache: an older one goes on with its own, `check` counts what an upgrade would change, and only that is remade.
+
+The property that has two versions here is made up: `matrix` 1 takes all untagged video to be BT.601.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mmspeed.cli.app import run
-from mmspeed.config import Config, load_config, make_config
+from mmspeed.config import Config, make_config
 from mmspeed.data import DatasetCache
-from mmspeed.data.cache.tables import read_info, write_info
-from mmspeed.data.cache.versions import VERSIONS, cache_versions, info_versions, upgraded
+from mmspeed.data.cache.tables import cache_versions, read_info, write_info
+from mmspeed.data.cache.versions import VERSIONS, info_versions, upgraded
 from mmspeed.data.maintenance.merge import merge
+from mmspeed.data.maintenance.verify import verify
 from mmspeed.errors import UserError
 from mmspeed.preprocess import CacheBuilder, check
-from mmspeed.rng import NEWEST
-from tests.golden.exact import ROOT
-from tests.golden.make_fixtures import FIXTURE, bring_clips
+from mmspeed.preprocess.decoding.recipe import Recipe
+from mmspeed.rng import VERSION
 from tests.support.media import write_image, write_video
 from tests.support.zone_plates import write_plate
 
-OLDEST = dict.fromkeys(VERSIONS, 1)
-
-
-def older(root: Path, **versions: int) -> None:
-    """Rewrite `cache.json` as an mmspeed before recipes wrote it; `versions` are of properties that it has."""
-    info = {name: value for name, value in read_info(root).items() if name not in ("versions", "seal")}
-    write_info(root, info | ({"versions": versions} if versions else {}))
+TODAY = dict(VERSIONS)
 
 
 def folder_of(folder: Path) -> Config:
@@ -55,6 +54,15 @@ def folder_of(folder: Path) -> Config:
     return make_config(tree, origin="test")
 
 
+def moved(config: Config, folder: Path) -> Config:
+    """A copy of a config's folder, and the config there."""
+    home = Path(config.output).parent
+    shutil.copytree(home, folder / "old")
+    return make_config(
+        json.loads(config.model_dump_json(by_alias=True).replace(str(home), str(folder / "old"))), origin="test"
+    )
+
+
 def sources_upgraded(config: Config, upgrade: list[str]) -> set[str]:
     """The sources whose latents a build makes, with these properties upgraded."""
     before = {entry.key for entry in DatasetCache(config.cache_dir).entries()}
@@ -62,63 +70,62 @@ def sources_upgraded(config: Config, upgrade: list[str]) -> set[str]:
     return {str(e.source) for e in DatasetCache(config.cache_dir).entries() if e.key not in before}
 
 
+def plant(patch: pytest.MonkeyPatch) -> None:
+    """Make recipes obey the made-up property; a cache that does not record it has its version 1."""
+    at = Recipe.at.__func__  # type: ignore[attr-defined]
+
+    def planted(cls: type[Recipe], versions: Mapping[str, int], config: Config, *rest: Any, **options: Any) -> Recipe:
+        recipe: Recipe = at(cls, versions, config, *rest, **options)
+        if recipe.rules.untagged == "auto" and versions.get("matrix", 1) == 1:
+            return replace(recipe, rules=replace(recipe.rules, untagged="bt601"))
+        return recipe
+
+    patch.setattr(Recipe, "at", classmethod(planted))
+
+
 @pytest.fixture(scope="module")
 def old(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """A config whose cache was begun with version 1 of everything."""
-    folder = tmp_path_factory.mktemp("recipes") / "old"
-    config = folder_of(folder)
+    """A config whose cache was begun when the made-up property had no name yet."""
+    config = folder_of(tmp_path_factory.mktemp("recipes") / "old")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mmspeed.data.cache.versions.VERSIONS", OLDEST)
+        plant(patch)
         CacheBuilder(config).run()
-    older(config.cache_dir)
     return config
 
 
-@pytest.mark.slow
-def test_a_cache_of_before_goes_on_with_its_own_recipe_and_takes_additions(tmp_path: Path) -> None:
-    """The cache that commit e6bf4be wrote: nothing is stale, a fourth clip is added by version 1, and an upgrade remakes all four."""
-    home = tmp_path / "home"
-    shutil.copytree(FIXTURE, home)
-    bring_clips(ROOT / "mmspeed" / "assets" / "demo-clips", home)
-    config = load_config(home / "runs" / "old" / "config.yaml", [f"output={home}/runs", f"data.cache={home}/cache"])
-    report = CacheBuilder(config).run()
-    assert (report.clips_encoded, report.clips_reused) == (0, 3)
-    with (home / "clips.jsonl").open("a", encoding="utf-8") as file:
-        file.write(
-            json.dumps(
-                {"video": str(next((ROOT / "mmspeed/assets/demo-clips").rglob("bbb_003.mp4"))), "caption": "new"}
-            )
-            + "\n"
-        )
-    lines = check(config).lines()
-    (said,) = (line for line in lines if "recipe: chroma" in line)
-    assert "3 of 3 stored latents would differ (`mmspeed preprocess --upgrade chroma`)" in said
-    report = CacheBuilder(config).run()
-    assert (report.clips_encoded, report.clips_reused) == (1, 3)
-    assert cache_versions(config.cache_dir) == OLDEST
-    assert read_info(config.cache_dir)["versions"] == {**OLDEST, "generator": 1}
+@pytest.fixture
+def newer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An mmspeed that has version 2 of the made-up property."""
+    plant(monkeypatch)
+    monkeypatch.setitem(VERSIONS, "matrix", 2)  # type: ignore[arg-type]
+    yield
+
+
+@pytest.mark.usefixtures("newer")
+def test_an_older_cache_goes_on_with_its_own_recipe_and_takes_additions(old: Config, tmp_path: Path) -> None:
+    config = moved(old, tmp_path)
+    assert sources_upgraded(config, []) == set()
+    media = Path(config.data.sources[0].path)
+    write_video(media / "more.mkv", "ffv1", frames=6, fps=8, width=1080, height=720, pix_fmt="yuv444p")
+    (media / "more.txt").write_text("a picture named hd")
+    assert sources_upgraded(config, []) == {"more.mkv"}
+    assert cache_versions(config.cache_dir) == TODAY | {"matrix": 1}
     parts = [json.loads(entry.meta) for entry in DatasetCache(config.cache_dir).entries() if entry.section == "latents"]
-    assert len(parts) == 4 and not any("chroma" in part for part in parts)
-    report = CacheBuilder(config, upgrade=["chroma"]).run()
-    assert (report.clips_encoded, report.clips_reused) == (4, 0)
-    assert cache_versions(config.cache_dir) == OLDEST | {"chroma": 2}
+    assert len(parts) == 7 and not any("untagged" in part for part in parts)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("newer")
 def test_an_upgrade_remakes_exactly_the_entries_that_differ(old: Config, tmp_path: Path) -> None:
-    shutil.copytree(Path(old.output).parent, tmp_path / "old")
-    text = old.model_dump_json(by_alias=True).replace(str(Path(old.output).parent), str(tmp_path / "old"))
-    config = make_config(json.loads(text), origin="test")
-    said = [line for line in check(config).lines() if line.startswith("cache recipe: ")]
-    counts = {line.split()[2]: int(line.split(";")[1].split()[0]) for line in said}
-    assert counts == {"alpha": 1, "chroma": 2, "content": 0, "untagged": 1}
-    assert sources_upgraded(config, ["chroma"]) == {"left.mp4", "odd.mp4"}
-    assert sources_upgraded(config, ["alpha", "untagged"]) == {"clear.mov", "hd.mkv"}
-    assert sources_upgraded(config, ["content"]) == set()
-    assert cache_versions(config.cache_dir) == VERSIONS
+    config = moved(old, tmp_path)
+    (said,) = (line for line in check(config).lines() if line.startswith("cache recipe: "))
+    assert said.startswith("cache recipe: matrix is of version 1; 1 of 6 stored latents would differ")
+    assert "`mmspeed preprocess --upgrade matrix`" in said
+    assert sources_upgraded(config, ["matrix"]) == {"hd.mkv"}
+    assert cache_versions(config.cache_dir) == VERSIONS == TODAY | {"matrix": 2}
     assert not any("recipe" in line for line in check(config).lines())
     with pytest.raises(
-        UserError, match=r"versions.alpha 2 and 1; .*`mmspeed preprocess --upgrade` brings the older one up"
+        UserError, match=r"versions.matrix 2 and 1; .*`mmspeed preprocess --upgrade` brings the older one up"
     ):
         merge(tmp_path / "merged", [config.cache_dir, old.cache_dir])
     samples = DatasetCache(config.cache_dir).samples
@@ -126,6 +133,7 @@ def test_an_upgrade_remakes_exactly_the_entries_that_differ(old: Config, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("newer")
 def test_a_new_cache_equals_an_upgraded_one(old: Config, tmp_path: Path) -> None:
     """With the codec of the old one: the same keys and the same bytes."""
     text = old.model_dump_json(by_alias=True)
@@ -134,10 +142,8 @@ def test_a_new_cache_equals_an_upgraded_one(old: Config, tmp_path: Path) -> None
     tree["vae"]["weights"] = str(old.codec_weights)
     config = make_config(tree, origin="test")
     CacheBuilder(config).run()
-    assert read_info(config.cache_dir)["versions"] == {**VERSIONS, "generator": NEWEST}
-    shutil.copytree(Path(old.output).parent, tmp_path / "old")
-    text = old.model_dump_json(by_alias=True).replace(str(Path(old.output).parent), str(tmp_path / "old"))
-    upgraded_config = make_config(json.loads(text), origin="test")
+    assert read_info(config.cache_dir)["versions"] == {**VERSIONS, "generator": VERSION}
+    upgraded_config = moved(old, tmp_path)
     CacheBuilder(upgraded_config, upgrade=sorted(VERSIONS)).run()
     one, other = (DatasetCache(c.cache_dir) for c in (config, upgraded_config))
     assert [sample.key for sample in one.samples] == [sample.key for sample in other.samples]
@@ -146,14 +152,49 @@ def test_a_new_cache_equals_an_upgraded_one(old: Config, tmp_path: Path) -> None
         assert one.entry(key, "latents").checksum == other.entry(key, "latents").checksum
 
 
+@pytest.mark.usefixtures("newer")
 def test_background_and_matrix_are_parts_of_the_keys_that_they_change(old: Config, tmp_path: Path) -> None:
-    """The keys of the config are obeyed in a cache of before too."""
-    shutil.copytree(Path(old.output).parent, tmp_path / "old")
-    text = old.model_dump_json(by_alias=True).replace(str(Path(old.output).parent), str(tmp_path / "old"))
-    for changes, sources in (({"background": "navy"}, {"still.png"}), ({"untagged": "bt709"}, {"hd.mkv"})):
-        tree = json.loads(text)
+    """The keys of the config are obeyed in an older cache too."""
+    config = moved(old, tmp_path)
+    for changes, sources in (({"background": "navy"}, {"still.png", "clear.mov"}), ({"untagged": "bt709"}, {"hd.mkv"})):
+        tree = json.loads(config.model_dump_json(by_alias=True))
         tree["data"] |= changes
         assert sources_upgraded(make_config(tree, origin="test"), []) == sources
+
+
+@pytest.mark.parametrize(
+    ("versions", "said"),
+    [
+        ({**TODAY, "alpha": 1, "generator": VERSION}, "alpha 1"),
+        ({**TODAY, "generator": 1}, "generator 1"),
+        ({"generator": VERSION, "alpha": 2, "chroma": 2, "content": 2, "untagged": 1}, "untagged 1"),
+        (None, "generator 1"),
+    ],
+)
+def test_a_cache_by_a_rule_that_is_gone_is_named_in_one_line(
+    versions: dict[str, int] | None, said: str, old: Config, tmp_path: Path
+) -> None:
+    config = moved(old, tmp_path)
+    root = config.cache_dir
+    info = {name: value for name, value in read_info(root).items() if name not in ("versions", "seal")}
+    write_info(root, info | ({} if versions is None else {"versions": versions}))
+    words = rf"^cache {root} was made by an earlier mmspeed \({said}\): name another folder under data\.cache and run mmspeed preprocess$"
+    for ask in (lambda: CacheBuilder(config).run(), lambda: DatasetCache(root), lambda: verify(root)):
+        with pytest.raises(UserError, match=words):
+            ask()
+    assert any(f"made by an earlier mmspeed ({said})" in line for line in check(config).lines())
+
+
+def test_a_cache_of_a_newer_mmspeed_is_not_added_to(old: Config, tmp_path: Path) -> None:
+    config = moved(old, tmp_path)
+    root = config.cache_dir
+    for name, known in (("generator", 2), ("chroma", 2)):
+        info = {name: value for name, value in read_info(root).items() if name != "seal"}
+        write_info(root, {**info, "versions": {**TODAY, "generator": VERSION, name: 9}})
+        words = f"has version 9 of {name}, this mmspeed knows {known}: install a newer mmspeed"
+        with pytest.raises(UserError, match=words):
+            CacheBuilder(config).run()
+        assert any(words in line for line in check(config).lines())
 
 
 def test_bad_values_name_the_key(old: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,9 +207,9 @@ def test_bad_values_name_the_key(old: Config, tmp_path: Path, capsys: pytest.Cap
         with pytest.raises(UserError, match=message):
             make_config(tree | {"data": tree["data"] | {key: value}}, origin="test")
     with pytest.raises(UserError, match="--upgrade colour: there is no such property"):
-        upgraded(OLDEST, ["colour"])
+        upgraded(VERSIONS, ["colour"])
     with pytest.raises(UserError, match="version 9 of chroma, this mmspeed knows 2: install a newer mmspeed"):
-        info_versions({"versions": {"chroma": 9}})
+        info_versions({"versions": {**TODAY, "generator": VERSION, "chroma": 9}}, "c")
     (tmp_path / "c.json").write_text(json.dumps(tree))
     for arguments, message in (
         (["--upgrade", "colour"], "no such property"),

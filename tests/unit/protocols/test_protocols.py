@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from mmspeed.errors import UserError
-from mmspeed.memory.chunks import exact_chunks, set_chunks
+from mmspeed.memory.chunks import set_chunks
 from mmspeed.mixin import mix_in
 from mmspeed.protocols import trainable
 from mmspeed.protocols.plan import ModelPlan, declare_plan, modules_like, named_like, plan_of
@@ -31,9 +31,9 @@ def test_what_a_model_lacks_is_named(task: str | None, by: str) -> None:
 
 def test_chunks_are_set_where_they_are_declared() -> None:
     block = PlainMlp(2, 4, 2)
-    assert set_chunks(block, 3, exact=False) and not set_chunks(nn.Linear(2, 2), 3)
-    assert chunk_sizes(block) == [3] and not exact_chunks(block)
-    assert set_chunks(block, 5) and chunk_sizes(block) == [5] and [mlp.size for mlp in exact_chunks(block)] == [5]
+    assert set_chunks(block, 3) and not set_chunks(nn.Linear(2, 2), 3)
+    assert chunk_sizes(block) == [3]
+    assert set_chunks(block, 5) and chunk_sizes(block) == [5]
     assert chunk_sizes(nn.Sequential(nn.Linear(2, 2), block)) == [5]  # nothing is put on what is not declared
 
 

@@ -1,4 +1,4 @@
-"""The second generator: its words and numbers by other means, its table, the names of what it draws."""
+"""The generator: its words and numbers by other means, its table, the statistics of what it draws."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ def test_blocks_are_those_of_random123(counter: str, key: str, block: str) -> No
 
 @pytest.mark.parametrize(("begin", "count"), [(0, 9), (1, 5), (6, 2), (4 * 10**9 + 3, 6), (2**40, 1)])
 def test_a_word_is_found_from_its_number_alone(begin: int, count: int) -> None:
-    actual = philox.PhiloxStream(*NAME).words(begin, count).tolist()  # type: ignore[arg-type]
+    actual = philox.Stream(*NAME).words(begin, count).tolist()  # type: ignore[arg-type]
     assert actual == words_of(begin, count, *NAME)
 
 
 def test_every_bit_of_the_hash_changes_the_words() -> None:
-    stream = philox.PhiloxStream(0, "bits")
+    stream = philox.Stream(0, "bits")
     seen = {tuple(stream.words(0, 2).tolist())}
     for word, bit in itertools.product(range(4), range(64)):
-        other = philox.PhiloxStream(0, "bits")
+        other = philox.Stream(0, "bits")
         other.key = stream.key ^ (np.arange(4) == word).astype(np.uint64) << np.uint64(bit)
         seen.add(tuple(other.words(0, 2).tolist()))
     assert len(seen) == 257
@@ -81,9 +81,9 @@ def test_each_normal_number_is_found_alone_and_a_range_by_itself() -> None:
 
 
 def test_a_rank_draws_its_part_without_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn, words = [], philox.PhiloxStream.words
+    drawn, words = [], philox.Stream.words
     monkeypatch.setattr(
-        philox.PhiloxStream, "words", lambda self, begin, count: drawn.append(count) or words(self, begin, count)
+        philox.Stream, "words", lambda self, begin, count: drawn.append(count) or words(self, begin, count)
     )
     rng.normal_part(10**12, 10**12 - 1000, 10**12, 0, "noise")
     assert sum(drawn) == 500
@@ -98,7 +98,7 @@ def digest(drawn: Any) -> str:
 
 
 def test_numbers_are_those_that_runs_and_caches_began_with() -> None:
-    """Digests of what the generator drew when it became version 2: another way to the numbers must give these."""
+    """Digests of what the generator draws: another way to the numbers must give these."""
     names: tuple[Any, ...] = (3, "noise", "a", 0, 0)
     normal = {1: "40457c9411f0a531", 7: "b3977bda52ce56a2", 65_536: "b00e5063df9362fe", 70_001: "4e7d914f50245555"}
     assert {count: digest(rng.normal((count,), *names)) for count in normal} == normal
@@ -138,6 +138,23 @@ def test_uniform_numbers_are_the_upper_bits_of_their_words() -> None:
 def test_a_permutation_sorts_words(count: int) -> None:
     words = words_of(0, count, 0, "order", count)
     assert rng.permutation(count, 0, "order", count).tolist() == sorted(range(count), key=lambda n: (words[n], n))
+
+
+@pytest.mark.parametrize("count", [1 << 14, (1 << 14) + 1])
+def test_long_permutations_are_sorted_as_short_ones_are(count: int) -> None:
+    words = philox.Stream(0, "order", count).words(0, count)
+    assert np.array_equal(rng.permutation(count, 0, "order", count), np.lexsort((np.arange(count), words)))
+
+
+@pytest.mark.parametrize("count", [999, 70_001])
+@pytest.mark.parametrize("shift", [3, 52])
+def test_words_that_are_alike_in_their_upper_bits_or_wholly_are_still_in_order(
+    count: int, shift: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (np.arange(count, dtype=np.uint64) * np.uint64(7919) % np.uint64(601)) << np.uint64(shift)
+    monkeypatch.setattr(philox.Stream, "words", lambda self, begin, count: words[begin : begin + count])
+    expected = sorted(range(count), key=lambda n: (words[n], n))
+    assert philox.Stream(0, "ties").permutation(count).tolist() == expected
 
 
 @settings(max_examples=200, deadline=None)
@@ -180,9 +197,8 @@ def test_the_distribution_of_all_pairs_is_normal() -> None:
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
-def test_names_that_met_before_do_not() -> None:
-    met = [rng.normal((64,), rng.Seed(0, 1), "noise", name, 0, 0) for name in PAIR]
-    assert torch.equal(*met), "the first generator's numbers are what they were"
+def test_names_whose_hashes_agree_in_32_bits_do_not_meet() -> None:
+    assert len({rng.key64(0, "noise", name, 0, 0) % 2**32 for name in PAIR}) == 1
     assert not torch.equal(*(rng.normal((64,), 0, "noise", name, 0, 0) for name in PAIR))
 
 
@@ -196,7 +212,7 @@ def test_no_two_of_many_names_meet() -> None:
     words = first_words_of(range(150_000))
     assert len(np.unique(words)) == 150_000  # of 2**32 seeds, three pairs would
     for number in range(0, 150_000, 10_007):
-        assert words[number] == philox.PhiloxStream(0, "noise", f"s{number}", 0, 0).words(0, 1)[0]
+        assert words[number] == philox.Stream(0, "noise", f"s{number}", 0, 0).words(0, 1)[0]
 
 
 def test_different_names_have_different_texts() -> None:
