@@ -51,9 +51,7 @@ def test_blocks_of_commands_hold_nothing_else() -> None:
 
 def test_commands_named_in_sentences_are_there() -> None:
     mentions = {
-        (page.name, mention)
-        for page in PAGES
-        for mention in pages.INLINE.findall(page.read_text(encoding="utf-8"))
+        (page.name, mention) for page in PAGES for mention in pages.INLINE.findall(page.read_text(encoding="utf-8"))
     }
     assert mentions
     wrong = faults((f"{page}: {text}", lambda text=text: pages.check_mention(text)) for page, text in sorted(mentions))  # type: ignore[misc]
