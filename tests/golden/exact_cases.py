@@ -1,44 +1,21 @@
-"""The configurations of the exact witness (exact.py), in the keys of commit e6bf4be, and what newer code calls those keys."""
+"""The runs of the exact witness (exact.py) and the caches that they read, in dotted keys of this checkout's configs.
+
+Paths are those of exact.py's materials, seen from a side's folder. A later checkout gives these configs to this one's code.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-STEPS = 12
-
-
-# What the new code calls the keys below: an old key, or the beginning of several, to the new one.
-NEW_KEYS: dict[str, str] = {
-    "memory.spans": "memory.activation_policy",
-    "memory.swap_from": "memory.offload_from",
-    "train.checkpointing": "memory.activation_policy.block",
-    "parallel.scheme": "parallel.dsp",
-}
-# Values that the new code spells otherwise, by the old key: {"train.checkpointing": {True: "recompute"}}.
-_POLICIES: dict[Any, Any] = {"swap": "offload", "swap_cheap": "offload_selective", "recompute_cheap": "selective"}
-NEW_VALUES: dict[str, dict[Any, Any]] = {
-    "memory.spans.attention": _POLICIES,
-    "memory.spans.cross_attention": _POLICIES,
-    "memory.spans.mlp": _POLICIES,
-    "train.checkpointing": {True: "recompute", False: "save"},
-    "parallel.scheme": {"ulysses": 1},  # with `switch` the degrees beside it would change too: no case has it
-}
-# Keys that the old code does not have, at the values by which the new code computes as the old one did.
-NEW_ONLY: dict[str, Any] = {"objective.weighting": "step"}
-# Parts of the names of tensors in checkpoints (whole words between dots) that the new code calls otherwise.
-RENAMED: dict[str, str] = {}
-
 Tree = dict[str, Any]
 
+# Parts of the names of tensors in checkpoints (whole words between dots) that the new code calls otherwise than the old.
+RENAMED: dict[str, str] = {}
+
+CLIPS, PICTURES = 8, 7  # of the clips one is held out, so that the steps of an epoch are not equally full
 BASE: Tree = {
-    "vae.kind": "linear",
-    "vae.channels": 4,
-    "preprocess.online": False,  # a cache that the new code finds stale is an error, not encoded again
-    "preprocess.decode_workers": 1,
-    "model.size": "nano",
-    "train.steps": STEPS,
+    "train.steps": 12,
     "train.batch_size": 3,
     "train.lr": 1e-3,
     "train.warmup_steps": 2,
@@ -51,36 +28,55 @@ BASE: Tree = {
     "device.kind": "cpu",
     "device.peak_tflops": 0.1,
 }
+# `online`: a cache that the code finds stale is an error, not made again
+VIDEO: Tree = {**BASE, "preprocess.online": False, "preprocess.decode_workers": 1}
+NANO: Tree = {**VIDEO, "vae.kind": "linear", "vae.channels": 4, "model.size": "nano"}
 
 
-def _bucket(frames: int, height: int, width: int) -> dict[str, int]:
-    return {"frames": frames, "height": height, "width": width}
+def _videos(manifest: str, *buckets: tuple[int, int, int]) -> Tree:
+    sizes = [dict(zip(("frames", "height", "width"), bucket, strict=True)) for bucket in buckets]
+    return {"data.sources": [{"path": f"./{manifest}.jsonl"}], "data.buckets": sizes}
 
 
-# Data sets, each with a cache of its own: of 8 clips one is held out, so that the steps of an epoch are not equally full.
-CLIPS, PICTURES = 8, 7
-DATA: dict[str, Tree] = {
-    "small": {"data.sources": [{"path": "../clips.jsonl"}], "data.buckets": [_bucket(5, 32, 48)]},
-    "long": {"data.sources": [{"path": "../clips.jsonl"}], "data.buckets": [_bucket(13, 64, 96)]},
-    "mixed": {"data.sources": [{"path": "../mixed.jsonl"}], "data.buckets": [_bucket(1, 32, 48), _bucket(5, 32, 48)]},
+CACHES: dict[str, Tree] = {
+    "cache-small": {**NANO, **_videos("clips", (5, 32, 48))},
+    "cache-long": {**NANO, **_videos("clips", (13, 64, 96))},
+    "cache-mixed": {**NANO, **_videos("mixed", (1, 32, 48), (5, 32, 48))},
+    "cache-published": {
+        **VIDEO,
+        **_videos("mixed", (1, 32, 48), (5, 32, 48)),
+        "model.kind": "diffusers",
+        "model.pretrained": "./wan",
+        "train.steps": 6,
+    },
+    "cache-texts": {
+        **BASE,
+        "task": "language",
+        "texts.sources": [{"path": "./sonnets.txt", "split": "blank_line"}],
+        "texts.validation": 0.1,
+        "texts.online": False,
+        "tokenizer": {"kind": "train", "size": 512},
+        "sequence_length": 127,
+        "train.steps": 6,
+    },
 }
 
 
 @dataclass(frozen=True)
-class Case:
-    """A configuration: what differs from BASE, the data set that it trains on, and the number of processes."""
+class Run:
+    """A run: what differs from the config of the cache that it reads, and the number of processes."""
 
     changes: Tree = field(default_factory=dict)
-    data: str = "small"
+    cache: str = "cache-small"
     processes: int = 1
 
 
 HALF = {"device.dtype": "bfloat16"}
-CASES: dict[str, Case] = {
+RUNS: dict[str, Run] = {
     # the three of tests/golden/test_curves.py
-    "factorised-flow": Case(),
-    "full-ddpm-v": Case({"model.arrangement": "full", "objective.kind": "ddpm"}),
-    "factorised-ddpm-epsilon": Case(
+    "factorised-flow": Run(),
+    "full-ddpm-v": Run({"model.arrangement": "full", "objective.kind": "ddpm"}),
+    "factorised-ddpm-epsilon": Run(
         {
             "objective.kind": "ddpm",
             "objective.prediction": "epsilon",
@@ -88,8 +84,8 @@ CASES: dict[str, Case] = {
             "objective.min_snr_gamma": 5,
         }
     ),
-    "bfloat16": Case({**HALF, "train.weight_decay": 0.1, "train.schedule": "cosine"}),
-    "tiers": Case(
+    "bfloat16": Run({**HALF, "train.weight_decay": 0.1, "train.schedule": "cosine"}),
+    "tiers": Run(
         {
             **HALF,
             "memory.master": "host",
@@ -99,22 +95,22 @@ CASES: dict[str, Case] = {
             "train.micro_batch_size": 2,
         }
     ),
-    "gradient-release": Case(
+    "gradient-release": Run(
         {"memory.release_gradients": True, "memory.bucket": "64KiB", "train.clip_norm": None, "memory.states": "host"}
     ),
-    "recompute": Case({"train.checkpointing": True}),
-    "swap": Case(
+    "recompute": Run({"memory.activation_policy.block": "recompute", "memory.mlp_chunk": 16}),
+    "offload": Run(
         {
-            "memory.spans.attention": "swap",
-            "memory.spans.cross_attention": "recompute_cheap",
-            "memory.spans.mlp": "swap_cheap",
-            "memory.swap_from": "1KiB",
+            "memory.activation_policy.attention": "offload",
+            "memory.activation_policy.cross_attention": "selective",
+            "memory.activation_policy.mlp": "offload_selective",
+            "memory.offload_from": "1KiB",
             "memory.keep_last": False,
         }
     ),
     # between the plain step and the least; which ways are chosen depends on the clock, what they compute does not
-    "budget": Case({"memory.budget": "9MB", "model.arrangement": "full"}, data="long"),
-    "sparse": Case(
+    "budget": Run({"memory.budget": "9MB", "model.arrangement": "full"}, "cache-long"),
+    "sparse": Run(
         {
             "model.arrangement": "full",
             "model.depth": 3,
@@ -127,18 +123,44 @@ CASES: dict[str, Case] = {
             "model.sparse.dense_steps": 2,
             "model.sparse.update_every": 3,
         },
-        data="long",
+        "cache-long",
     ),
-    "images-with-videos": Case(
+    "images-with-videos": Run(
         {"train.batch_size": None, "batching.by": "tokens", "batching.mix": "window", "batching.accumulate": 2},
-        data="mixed",
+        "cache-mixed",
     ),
-    "accumulation": Case({"train.batch_size": 5, "train.micro_batch_size": 2}),
+    "accumulation": Run({"train.batch_size": 5, "train.micro_batch_size": 2, "objective.weighting": "step"}),
+    "given-frames": Run(
+        {"conditioning.first": 0.3, "conditioning.first_last": 0.3, "conditioning.mask": 0.3}, "cache-long"
+    ),
+    "wan": Run({}, "cache-published"),
+    "wan-experts": Run(
+        {
+            "model.pretrained": "./wan-experts",
+            "objective.experts": "both",
+            "text.kind": "family",
+            "text.pretrained": "./wan",
+        },
+        "cache-published",
+    ),
+    "qwen3": Run(
+        {
+            "model.shape": "tiny-qwen3-8b",
+            "model.width": 48,
+            "model.heads": 6,
+            "model.key_heads": 3,
+            "model.head_width": 8,
+            "model.hidden": 80,
+            "model.depth": 2,
+            "model.windows": [9, None],
+            "objective.z_loss": 1e-3,
+        },
+        "cache-texts",
+    ),
+    "qwen3-experts": Run({"model.pretrained": "./qwen3-experts", "model.balance": "global_batch"}, "cache-texts"),
     # on 2 ranks
-    "fsdp": Case(
-        {"parallel.strategy": "fsdp", "train.batch_size": 5, "train.micro_batch_size": 1, **HALF}, processes=2
-    ),
-    "ddp": Case(
+    "fsdp": Run({"parallel.strategy": "fsdp", "train.batch_size": 5, "train.micro_batch_size": 1, **HALF}, processes=2),
+    "ddp": Run(
         {
             "parallel.strategy": "ddp",
             "train.batch_size": None,
@@ -146,38 +168,40 @@ CASES: dict[str, Case] = {
             "batching.mix": "window",
             "batching.slots": 4,
         },
-        data="mixed",
+        "cache-mixed",
         processes=2,
     ),
-    "fsdp-ulysses": Case(
-        {"parallel.strategy": "fsdp", "parallel.ulysses": 2, "parallel.scheme": "ulysses", "train.checkpointing": True},
+    "fsdp-ulysses": Run(
+        {
+            "parallel.strategy": "fsdp",
+            "parallel.ulysses": 2,
+            "memory.activation_policy.block": "recompute",
+        },
         processes=2,
     ),
-    "tp": Case({"parallel.tp": 2, "train.batch_size": 4, "train.micro_batch_size": 2}, processes=2),
+    "tp": Run({"parallel.tp": 2, "train.batch_size": 4, "train.micro_batch_size": 2}, processes=2),
 }
-CACHE, OWN_CACHE = "cache", "mixed"  # the line that compares a cache which the new code builds, and its data set
-QUICK = ("factorised-flow", "tiers", "images-with-videos", "fsdp")
-
-
-def translated(tree: Mapping[str, Any], keys: Mapping[str, str], values: Mapping[str, Mapping[Any, Any]]) -> Tree:
-    """`tree` of dotted keys with the new names of keys (the longest old one that fits) and values."""
-    results = {}
-    for key, value in tree.items():
-        fits = [old for old in keys if key == old or key.startswith(old + ".")]
-        old = max(fits, key=len, default="")
-        changes = values.get(key, {})
-        same = not isinstance(value, str | bool | int) or value not in changes
-        results[keys[old] + key[len(old) :] if fits else key] = value if same else changes[value]
-    return results
-
-
-def nested(tree: Mapping[str, Any]) -> Tree:
-    """The mapping of sections that a tree of dotted keys means."""
-    root: Tree = {}
-    for key, value in tree.items():
-        *sections, last = key.split(".")
-        node = root
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[last] = value
-    return root
+DEEPSEEK: Tree = {
+    "model.shape": "tiny-deepseek-v3",
+    "model.further": 1,
+    "model.balance": "sequence",
+    "model.experts": {
+        "count": 6,
+        "per_token": 3,
+        "width": 24,
+        "shared": 2,
+        "first_dense": 1,
+        "scores": "sigmoid",
+        "normalised": True,
+        "scaling": 1.5,
+        "groups": 3,
+        "chosen_groups": 2,
+        "bias": True,
+    },
+    "objective.balance_rate": 0.01,
+}
+RUNS |= {
+    "deepseek": Run(DEEPSEEK, "cache-texts"),
+    "deepseek-2": Run(DEEPSEEK, "cache-texts", processes=2),
+}
+QUICK = ("factorised-flow", "tiers", "images-with-videos", "fsdp", "deepseek", "wan")

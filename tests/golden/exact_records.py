@@ -9,7 +9,6 @@ import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -22,11 +21,6 @@ class Record:
 
     numbers: dict[str, float | None]
     tensors: dict[str, Tensor]
-
-    def digests(self) -> dict[str, Any]:
-        """Each number as `float.hex`, each tensor as SHA-256 of its bytes, for JSON."""
-        numbers = {name: _hex(value) for name, value in self.numbers.items()}
-        return {"numbers": numbers, "tensors": {name: digest(value) for name, value in self.tensors.items()}}
 
 
 def _hex(value: float | None) -> str:
@@ -121,19 +115,26 @@ def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
     return results
 
 
+# Not compared: descriptions with the whole config, locks, and tables compiled from the others under a name of their own.
+_OTHERS = {"cache.json", ".readers.lock", "entries.arrow", "samples.arrow"}
+
+
 def read_entries(cache: Path) -> dict[str, str]:
-    """SHA-256 of every member of a cache's shards, and of every tensor of its codec, by path and name."""
+    """SHA-256 of every member of a cache's shards, of every tensor of its codec, and of its other files, by path and name."""
     results = {}
-    for shard in sorted(cache.rglob("*.tar")):
-        with tarfile.open(shard) as tar:
-            for member in tar:
-                file = tar.extractfile(member)
-                assert file is not None  # shards hold files only
-                name = f"{shard.relative_to(cache).as_posix()}:{member.name}"
-                results[name] = hashlib.sha256(file.read()).hexdigest()
-    for codec in sorted((cache / "codec").glob("*.safetensors")):
-        with safe_open(codec, framework="pt") as tensors:  # its header is in any order
-            results |= {f"codec/{codec.name}:{name}": digest(tensors.get_tensor(name)) for name in tensors.keys()}
+    for path in sorted(path for path in cache.rglob("*") if path.is_file() and path.name not in _OTHERS):
+        name = path.relative_to(cache).as_posix()
+        if path.suffix == ".tar":
+            with tarfile.open(path) as tar:
+                for member in tar:
+                    file = tar.extractfile(member)
+                    assert file is not None  # shards hold files only
+                    results[f"{name}:{member.name}"] = hashlib.sha256(file.read()).hexdigest()
+        elif path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as tensors:  # its header is in any order
+                results |= {f"{name}:{key}": digest(tensors.get_tensor(key)) for key in tensors.keys()}
+        else:
+            results[name] = hashlib.sha256(path.read_bytes()).hexdigest()
     return results
 
 

@@ -1,4 +1,4 @@
-"""The exact witness sees one bit: its comparing functions on small made-up records, and its tables of new names."""
+"""The exact witness sees one bit: its comparing functions on small made-up records, and its sides."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.golden import exact
-from tests.golden.exact_cases import CASES, DATA, QUICK, nested, translated
+from tests.golden.exact_cases import CACHES, QUICK, RUNS
 from tests.golden.exact_records import (
     Record,
     difference,
@@ -152,7 +152,7 @@ def test_a_run_folder_is_read(tmp_path: Path) -> None:
         "step 1 samples": 3,
         "step 1 held-out loss": 0.3,
     }
-    assert record.digests()["numbers"]["step 1 loss"] == (0.1).hex() and list(record.tensors) == ["model.w"]
+    assert list(record.tensors) == ["model.w"]
 
 
 def write_cache(folder: Path, payload: bytes) -> Path:
@@ -177,23 +177,20 @@ def test_entries_of_caches(tmp_path: Path) -> None:
 # ---- configurations ----
 
 
-def test_old_keys_are_translated_by_their_longest_beginning() -> None:
-    tree = {"memory.spans.mlp": "swap", "memory.budget": 1, "train.checkpointing": True, "train.checkpoints": True}
-    keys = {"memory": "room", "memory.spans": "room.activations", "train.checkpointing": "room.activations.block"}
-    values = {"train.checkpointing": {True: "recompute"}, "memory.spans.mlp": {"swap": "offload"}}
-    assert translated(tree, keys, values) == {
-        "room.activations.mlp": "offload",
-        "room.budget": 1,
-        "room.activations.block": "recompute",
-        "train.checkpoints": True,
-    }
-    assert nested({"a.b": 1, "a.c.d": [2], "e": None}) == {"a": {"b": 1, "c": {"d": [2]}}, "e": None}
+def test_every_run_reads_a_known_cache() -> None:
+    assert {run.cache for run in RUNS.values()} == CACHES.keys() and set(QUICK) <= RUNS.keys()
+    assert not CACHES.keys() & RUNS.keys()
+    assert exact.nested({"a.b": 1, "a.c.d": [2], "e": None}) == {"a": {"b": 1, "c": {"d": [2]}}, "e": None}
 
 
-def test_there_are_12_on_one_process_and_4_on_two() -> None:
-    processes = [case.processes for case in CASES.values()]
-    assert (processes.count(1), processes.count(2)) == (12, 4)
-    assert set(QUICK) <= CASES.keys() and {case.data for case in CASES.values()} <= DATA.keys()
+def package(folder: Path, cases: str | None = None) -> Path:
+    """A checkout whose mmspeed is found, with a file of cases."""
+    for name in ("mmspeed", "tests/golden"):
+        (folder / name).mkdir(parents=True)
+    (folder / "mmspeed" / "__init__.py").touch()
+    if cases is not None:
+        (folder / "tests" / "golden" / "exact_cases.py").write_text(cases)
+    return folder
 
 
 def test_a_checkout_that_python_does_not_find_is_refused(tmp_path: Path) -> None:
@@ -201,13 +198,10 @@ def test_a_checkout_that_python_does_not_find_is_refused(tmp_path: Path) -> None
         exact.make_side("old", tmp_path, tmp_path)
 
 
-def test_old_code_that_has_a_witness_is_spoken_to_in_its_own_keys(tmp_path: Path) -> None:
-    """Its configs have the names that its own table gives; a commit from before the witness has those of the table here."""
-    (tmp_path / "checkout" / "tests" / "golden").mkdir(parents=True)
-    for package in ("mmspeed", "tests", "tests/golden"):
-        (tmp_path / "checkout" / package).mkdir(exist_ok=True)
-        (tmp_path / "checkout" / package / "__init__.py").touch()
-    tables = "NEW_KEYS = {'memory.spans': 'room.policy'}\nNEW_VALUES = {'a.b': {True: 'on'}}\n"
-    (tmp_path / "checkout" / "tests" / "golden" / "exact_cases.py").write_text(tables)
-    side = exact.make_side("old", tmp_path / "checkout", tmp_path)
-    assert (side.keys, side.values, side.own) == ({"memory.spans": "room.policy"}, {"a.b": {True: "on"}}, {})
+def test_each_side_speaks_its_own_keys(tmp_path: Path) -> None:
+    """A run that the checkout's own file does not have is that of the file here."""
+    cases = "CACHES = {'cache-texts': {'words': 1}}\nRUNS = {'tiers': 'own', 'gone': 'own'}\n"
+    old = exact.make_side("old", package(tmp_path / "one", cases), tmp_path)
+    assert old.caches == {**CACHES, "cache-texts": {"words": 1}} and old.runs == {**RUNS, "tiers": "own", "gone": "own"}
+    new = exact.make_side("new", package(tmp_path / "two"), tmp_path)
+    assert (new.caches, new.runs) == (CACHES, RUNS)

@@ -26,8 +26,6 @@ from tests.support.runs import small_config, small_tree
 from tests.support.toy import ToyDiT
 from tests.support.toy_runs import toy_config, train_toy, write_toy_cache
 
-OLD_RUN = Path(__file__).resolve().parents[2] / "golden" / "fixtures" / "e6bf4be" / "runs" / "old"
-
 
 class Without(nn.Module):
     """The toy task without the named member."""
@@ -150,8 +148,11 @@ def test_a_run_of_another_task_is_reported(tmp_path: Path) -> None:
 
 
 def test_weights_of_another_task_are_reported(tmp_path: Path) -> None:
-    config = character_config(tmp_path, f"train.start_from={OLD_RUN}")
-    with pytest.raises(UserError, match=r"step-00000004 .*(embed|blocks|head)"):
+    other = toy_config(tmp_path)
+    write_toy_cache(other)
+    train_toy(str(tmp_path))
+    config = character_config(tmp_path, "name=own", f"train.start_from={other.run_dir}")
+    with pytest.raises(UserError, match=r"step-00000006 .*(embed|blocks|head)"):
         TrainPipeline(config).run()
 
 

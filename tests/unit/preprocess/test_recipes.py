@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mmspeed.cli.app import run
-from mmspeed.config import Config, load_config, make_config
+from mmspeed.config import Config, make_config
 from mmspeed.data import DatasetCache
 from mmspeed.data.cache.tables import read_info, write_info
 from mmspeed.data.cache.versions import VERSIONS, cache_versions, info_versions, upgraded
@@ -18,8 +18,6 @@ from mmspeed.data.maintenance.merge import merge
 from mmspeed.errors import UserError
 from mmspeed.preprocess import CacheBuilder, check
 from mmspeed.rng import NEWEST
-from tests.golden.exact import ROOT
-from tests.golden.make_fixtures import FIXTURE, bring_clips
 from tests.support.media import write_image, write_video
 from tests.support.zone_plates import write_plate
 
@@ -72,36 +70,6 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Config:
         CacheBuilder(config).run()
     older(config.cache_dir)
     return config
-
-
-@pytest.mark.slow
-def test_a_cache_of_before_goes_on_with_its_own_recipe_and_takes_additions(tmp_path: Path) -> None:
-    """The cache that commit e6bf4be wrote: nothing is stale, a fourth clip is added by version 1, and an upgrade remakes all four."""
-    home = tmp_path / "home"
-    shutil.copytree(FIXTURE, home)
-    bring_clips(ROOT / "mmspeed" / "assets" / "demo-clips", home)
-    config = load_config(home / "runs" / "old" / "config.yaml", [f"output={home}/runs", f"data.cache={home}/cache"])
-    report = CacheBuilder(config).run()
-    assert (report.clips_encoded, report.clips_reused) == (0, 3)
-    with (home / "clips.jsonl").open("a", encoding="utf-8") as file:
-        file.write(
-            json.dumps(
-                {"video": str(next((ROOT / "mmspeed/assets/demo-clips").rglob("bbb_003.mp4"))), "caption": "new"}
-            )
-            + "\n"
-        )
-    lines = check(config).lines()
-    (said,) = (line for line in lines if "recipe: chroma" in line)
-    assert "3 of 3 stored latents would differ (`mmspeed preprocess --upgrade chroma`)" in said
-    report = CacheBuilder(config).run()
-    assert (report.clips_encoded, report.clips_reused) == (1, 3)
-    assert cache_versions(config.cache_dir) == OLDEST
-    assert read_info(config.cache_dir)["versions"] == {**OLDEST, "generator": 1}
-    parts = [json.loads(entry.meta) for entry in DatasetCache(config.cache_dir).entries() if entry.section == "latents"]
-    assert len(parts) == 4 and not any("chroma" in part for part in parts)
-    report = CacheBuilder(config, upgrade=["chroma"]).run()
-    assert (report.clips_encoded, report.clips_reused) == (4, 0)
-    assert cache_versions(config.cache_dir) == OLDEST | {"chroma": 2}
 
 
 @pytest.mark.slow
