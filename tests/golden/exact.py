@@ -27,21 +27,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import av
 import yaml
 
-from .exact_cases import CACHES, CLIPS, PICTURES, QUICK, RENAMED, RUNS, Run, Tree
-from .exact_records import Record, difference, entries_difference, read_entries, read_record
+from .exact_cases import CACHES, CLIPS, PICTURES, QUICK, RENAMED, RUNS, STEPS, Cache, Run
+from .exact_records import Record, difference, read_cache, read_run
 
 ROOT = Path(__file__).resolve().parents[2]
-T = TypeVar("T")
 
 
 class FailedError(Exception):
@@ -55,7 +55,7 @@ class Side:
     name: str
     checkout: Path
     home: Path
-    caches: Mapping[str, Tree]
+    caches: Mapping[str, Cache]
     runs: Mapping[str, Run]
 
     def call(self, *arguments: str) -> str:
@@ -70,42 +70,29 @@ class Side:
             raise FailedError(f"the {self.name} code ended with {ended.returncode}: {end}")
         return ended.stdout
 
-    def write(self, name: str, tree: Tree, cache: str) -> Path:
-        """The config file of a run called `name`."""
-        section = "texts" if tree.get("task") == "language" else "data"
-        own = {"name": name, "output": f"{self.name}/runs", f"{section}.cache": cache}
+    def command(self, verb: str, name: str, folder: str, cache: str, *more: str) -> None:
+        """Run a command of mmspeed with the config of a cache, which is in `folder`."""
+        config = self.caches[cache]
         path = self.home / f"{self.name}-{name}.yaml"
-        path.write_text(yaml.safe_dump(nested({**tree, **own})), encoding="utf-8")
-        return path
+        path.write_text(yaml.safe_dump(config.tree), encoding="utf-8")
+        section = "texts" if "texts" in config.tree else "data"
+        own = (f"name={name}", f"output={self.name}/runs", f"{section}.cache={folder}/{cache}")
+        self.call("-m", "mmspeed", verb, str(path), *config.words.split(), *own, *more)
 
-    def preprocess(self, name: str) -> Path:
-        """The folder of a cache, built now."""
-        folder = self.home / self.name / name
-        self.call("-m", "mmspeed", "preprocess", str(self.write(name, self.caches[name], str(folder))))
-        return folder
+    def preprocess(self, name: str) -> Record:
+        """What a cache holds, built now."""
+        self.command("preprocess", name, self.name, name)
+        return read_cache(self.home / self.name / name)
 
     def train(self, name: str) -> Record:
         """What a run on the old code's cache computed."""
         run = self.runs[name]
-        config = self.write(name, {**self.caches[run.cache], **run.changes}, f"old/{run.cache}")
         several = ["--nproc", str(run.processes)] if run.processes > 1 else []
-        self.call("-m", "mmspeed", "train", str(config), *several)
+        self.command("train", name, "old", run.cache, *run.words.split(), *several)
         try:
-            return read_record(self.home / self.name / "runs" / name)
+            return read_run(self.home / self.name / "runs" / name)
         except (OSError, KeyError, ValueError) as error:
             raise FailedError(f"the {self.name} code's run cannot be read: {error!r}") from error
-
-
-def nested(tree: Tree) -> Tree:
-    """The mapping of sections that a tree of dotted keys means."""
-    root: Tree = {}
-    for key, value in tree.items():
-        *sections, last = key.split(".")
-        node = root
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[last] = value
-    return root
 
 
 def make_side(name: str, checkout: Path, home: Path) -> Side:
@@ -124,26 +111,25 @@ def make_side(name: str, checkout: Path, home: Path) -> Side:
 # ---- materials ----
 
 
-def write_materials(home: Path, trees: Collection[Tree]) -> None:
-    """What configs name by `./`: manifests of demo clips, a text, and those tiny repositories that one of `trees` names."""
+def write_materials(home: Path, names: Sequence[str]) -> None:
+    """What configs name by `./`: manifests of demo clips, a text, and those tiny repositories that one of `names` reads."""
     write_manifests(ROOT / "mmspeed" / "assets" / "demo-clips", home)
     shutil.copy(ROOT / "mmspeed" / "assets" / "demo-texts" / "train" / "sonnets.txt", home)
-    named = {value for tree in trees for value in tree.values() if isinstance(value, str)}
+    runs = [RUNS[name] for name in names if name in RUNS]
+    caches = {*names, *(run.cache for run in runs)} & CACHES.keys()
+    words = " ".join([run.words for run in runs] + [CACHES[name].words for name in caches]).split()
     for name, save in repositories().items():
-        if f"./{name}" in named:
+        if any(word.endswith(f"=./{name}") for word in words):
             save(home / name)
 
 
 def repositories() -> dict[str, Callable[[Path], Any]]:
     """How each tiny repository of random weights is made."""
     from tests.support.language_models import saved
-    from tests.support.tiny_repositories import save_wan, save_wan_experts
+    from tests.support.tiny_repositories import REPOSITORIES, save_wan_experts
 
-    return {
-        "wan": save_wan,
-        "wan-experts": save_wan_experts,
-        "qwen3-experts": lambda folder: saved("qwen3_moe", folder, vocab_size=512),
-    }
+    stored = {"wan-experts": save_wan_experts, "qwen3-experts": partial(saved, "qwen3_moe", vocab_size=512)}
+    return {**REPOSITORIES, **stored}
 
 
 def write_manifests(clips: Path, home: Path) -> None:
@@ -152,18 +138,14 @@ def write_manifests(clips: Path, home: Path) -> None:
     rows = [json.loads(line) for line in lines[: CLIPS + PICTURES]]
     for number, row in enumerate(rows):
         row |= {"video": str(clips / row["video"]), "split": "val" if number == 0 else "train"}
-    write_rows(home / "clips.jsonl", rows[:CLIPS])
+        row["caption"] += f'  &amp; "{number}"'  # to be cleaned, and words to be drawn
     for row in rows[CLIPS:]:
         picture = home / f"{Path(row['video']).stem}.png"
         with av.open(row["video"]) as video:
             next(video.decode(video=0)).to_image().save(picture)
         row["video"] = str(picture)
-    write_rows(home / "mixed.jsonl", rows)
-
-
-def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write a file of JSON lines."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    for name, kept in (("clips", rows[:CLIPS]), ("mixed", rows)):
+        (home / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
 
 
 @contextmanager
@@ -194,31 +176,28 @@ def old_checkout(source: str, home: Path) -> Iterator[Path]:
 def compare(old: Side, new: Side, names: Sequence[str], jobs: int) -> Iterator[tuple[str, str | None]]:
     """Each name with its first difference, in their order; `jobs` commands run at a time."""
     runs = [name for name in names if name in RUNS]
-    wanted = [name for name in CACHES if name in names or name in {old.runs[run].cache for run in runs}]
+    caches = [name for name in names if name in CACHES]
+    read = [side.runs[name].cache for name in runs for side in (old, new)]
+    before: dict[str, Future[Record]] = {}
+    after: dict[str, Future[Record]] = {}
     with ThreadPoolExecutor(jobs) as pool:
-        before: dict[str, Future[Any]] = {name: pool.submit(old.preprocess, name) for name in wanted}
-        after: dict[str, Future[Any]] = {name: pool.submit(new.preprocess, name) for name in wanted if name in names}
-        for cache in list(before.values()):
-            cache.result()
+        before |= {name: pool.submit(old.preprocess, name) for name in dict.fromkeys(caches + read)}
+        after |= {name: pool.submit(new.preprocess, name) for name in caches}
+        wait(before.values())
         for name in runs:
             before[name], after[name] = pool.submit(old.train, name), pool.submit(new.train, name)
         for name in names:
             try:
-                found = compare_pair(name, before[name].result(), after[name].result())
+                yield name, compare_pair(name, before[name].result(), after[name].result())
             except FailedError as error:
-                found = str(error)
-            yield name, found
+                yield name, str(error)
 
 
-def compare_pair(name: str, before: Any, after: Any) -> str | None:
-    """The first difference of two caches' folders, or of two records of runs."""
-    if name in CACHES:
-        return entries_difference(read_entries(before), read_entries(after))
-    steps = {**CACHES[RUNS[name].cache], **RUNS[name].changes}["train.steps"]
+def compare_pair(name: str, before: Record, after: Record) -> str | None:
+    """The first difference of two caches or runs."""
     found = difference(before, after, RENAMED)
-    if found is None and (not before.tensors or sum(key.endswith(" loss") for key in before.numbers) < steps):
-        return f"only {len(before.numbers)} numbers and {len(before.tensors)} tensors were compared"
-    return found
+    lacking = name in RUNS and f"step {STEPS} grad_norm" not in before
+    return found or (f"the run has no step {STEPS}" if lacking else None)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -248,13 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             home.mkdir(parents=True, exist_ok=options.keep is None)
             with old_checkout(options.old, home) as checkout:
                 old, new = make_side("old", checkout, home), make_side("new", options.new, home)
-                write_materials(
-                    home,
-                    [
-                        CACHES[name] if name in CACHES else {**CACHES[RUNS[name].cache], **RUNS[name].changes}
-                        for name in names
-                    ],
-                )
+                write_materials(home, names)
                 for name, found in compare(old, new, names, options.jobs):
                     different += found is not None
                     print(f"{name:<24} {'equal' if found is None else f'DIFFERENT  {found}'}", flush=True)
