@@ -128,8 +128,11 @@ def repositories() -> dict[str, Callable[[Path], Any]]:
     from tests.support.language_models import saved
     from tests.support.tiny_repositories import REPOSITORIES, save_wan_experts
 
-    stored = {"wan-experts": save_wan_experts, "qwen3-experts": partial(saved, "qwen3_moe", vocab_size=512)}
-    return {**REPOSITORIES, **stored}
+    return {
+        **REPOSITORIES,
+        "wan-experts": save_wan_experts,
+        "qwen3-experts": partial(saved, "qwen3_moe", vocab_size=512),
+    }
 
 
 def write_manifests(clips: Path, home: Path) -> None:

@@ -49,7 +49,7 @@ def test_what_one_side_lacks_shows() -> None:
 def test_one_bit_of_a_tensor_shows_with_its_place_and_both_values() -> None:
     tensor = torch.linspace(-1, 1, 12).view(3, 4)
     tensor.view(torch.int32)[2, 1] ^= 1
-    before, after = torch.linspace(-1, 1, 12)[9].item(), tensor[2, 1].item()
+    before, after = float(torch.linspace(-1, 1, 12)[9]), float(tensor[2, 1])
     expected = f"{NAME}: 1 of 12 numbers, at 9: {before.hex()} ({before}) against {after.hex()} ({after})"
     assert difference(record(), {**record(), NAME: tensor}, {}) == expected
     both = difference(record(), {**record(), NAME: tensor, BIAS: torch.ones(3)}, {})
