@@ -78,7 +78,7 @@ def test_an_attempt_that_ends_well_leaves_nothing(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-@pytest.mark.parametrize("text", ["", '{"launch": "a", "atte', "[]", '{"launch": "a", "before": 3}'])
+@pytest.mark.parametrize("text", ['{"launch": "a", "atte', '{"launch": "a", "before": 3}'])
 def test_a_record_that_was_cut_off_says_nothing(tmp_path: Path, text: str) -> None:
     path = tmp_path / "attempt.json"
     path.write_text(text)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from diffusers import DDIMScheduler, DDPMScheduler
-from diffusers.training_utils import compute_snr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,7 +30,8 @@ def config(schedule: str = "scaled_linear", zero: bool = False, steps: int = 100
     )
 
 
-def theirs(cfg: DdpmConfig, scheduler: type = DDPMScheduler, **options: object) -> Any:
+def theirs(cfg: DdpmConfig) -> Any:
+    scheduler: Any = DDPMScheduler
     return scheduler(
         num_train_timesteps=cfg.steps,
         beta_schedule=DIFFUSERS_NAME[cfg.schedule],
@@ -40,7 +39,6 @@ def theirs(cfg: DdpmConfig, scheduler: type = DDPMScheduler, **options: object) 
         beta_end=cfg.beta_end,
         rescale_betas_zero_snr=cfg.zero_terminal_snr,
         prediction_type="v_prediction" if cfg.prediction == "v" else "epsilon",
-        **options,
     )
 
 
@@ -48,39 +46,20 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     return rng.normal(SHAPE, 0, "x0"), rng.normal(SHAPE, 0, "noise")
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("steps", [2, 10, 1000])
-def test_betas_match_diffusers(schedule: str, steps: int) -> None:
-    cfg = config(schedule, steps=steps)
-    torch.testing.assert_close(ddpm.betas(cfg).float(), theirs(cfg).betas)
-
-
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("scheduler", [DDPMScheduler, DDIMScheduler])
-def test_alphas_cumprod_matches_diffusers(schedule: str, zero: bool, scheduler: type) -> None:
+def test_alphas_cumprod_matches_diffusers(schedule: str, zero: bool) -> None:
     cfg = config(schedule, zero)
     abar = ddpm.alphas_cumprod(cfg)
     # diffusers multiplies a thousand float32 factors, each off by up to 6e-8.
-    torch.testing.assert_close(abar.float(), theirs(cfg, scheduler).alphas_cumprod, rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(abar.float(), theirs(cfg).alphas_cumprod, rtol=2e-5, atol=2e-6)
     assert abar.dtype == torch.float64
     assert (abar.diff() < 0).all()
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_zero_terminal_snr_ends_at_pure_noise_and_keeps_the_start(schedule: str) -> None:
-    plain, zero = ddpm.alphas_cumprod(config(schedule)), ddpm.alphas_cumprod(config(schedule, zero=True))
-    assert zero[-1] == 0
-    assert zero[0].item() == pytest.approx(plain[0].item(), rel=1e-12)
-    # An affine map of the roots: their differences keep their proportions.
-    ratio = zero.sqrt().diff() / plain.sqrt().diff()
-    torch.testing.assert_close(ratio, ratio[0].expand_as(ratio), rtol=1e-6, atol=0)
-
-
 @pytest.mark.parametrize("zero", [False, True])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_noising_and_v_match_diffusers(schedule: str, zero: bool) -> None:
-    cfg = config(schedule, zero)
+def test_noising_and_v_match_diffusers(zero: bool) -> None:
+    cfg = config(zero=zero)
     x0, noise = data()
     index = torch.tensor([0, 1, 500, 999])
     abar_B = ddpm.alphas_cumprod(cfg)[index]
@@ -114,23 +93,6 @@ def test_v_gives_both_ends_at_pure_noise_too() -> None:
     assert torch.equal(actual[1], noise)
 
 
-def test_snr_matches_diffusers() -> None:
-    cfg = config()
-    index = torch.tensor([0, 10, 500, 999])
-    ours = ddpm.snr(ddpm.alphas_cumprod(cfg)[index])
-    torch.testing.assert_close(ours.float(), compute_snr(theirs(cfg), index), rtol=1e-3, atol=0)
-
-
-@settings(deadline=None)
-@given(st.floats(1e-6, 1e6), st.floats(0.1, 20))
-def test_min_snr_weights_are_the_papers(snr: float, gamma: float) -> None:
-    snr_B = torch.tensor([snr], dtype=torch.float64)
-    epsilon = ddpm.min_snr_weight(snr_B, gamma, "epsilon").item()
-    v = ddpm.min_snr_weight(snr_B, gamma, "v").item()
-    assert epsilon == pytest.approx(min(snr, gamma) / snr)
-    assert v == pytest.approx(min(snr, gamma) / (snr + 1))
-
-
 @pytest.mark.parametrize("prediction", ["v", "epsilon"])
 def test_min_snr_makes_either_target_the_same_clipped_loss_of_the_data(prediction: ddpm.Prediction) -> None:
     # Hang et al.: the weighted loss is min(snr, gamma) |x0 - found x0|^2, whatever is predicted.
@@ -152,28 +114,11 @@ def test_min_snr_weights_at_the_ends_are_finite() -> None:
     assert ddpm.min_snr_weight(snr_B, 5.0, "v").tolist() == [0, 5e-324, 0]
 
 
-@settings(deadline=None)
-@given(st.integers(2, 1500).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))))
-def test_trailing_timesteps_start_at_the_end_and_never_repeat(case: tuple[int, int]) -> None:
-    train_steps, steps = case
-    index = ddpm.trailing_timesteps(train_steps, steps)
-    assert len(index) == steps
-    assert index[0] == train_steps - 1
-    assert index[-1] >= 0
-    assert all(a > b for a, b in pairwise(index))
-
-
-@pytest.mark.parametrize("steps", [1, 3, 7, 20, 30, 50, 999, 1000])
+@pytest.mark.parametrize("steps", [1, 7, 30, 999])
 def test_trailing_timesteps_match_diffusers(steps: int) -> None:
     scheduler: Any = DDIMScheduler(timestep_spacing="trailing")
     scheduler.set_timesteps(steps)
     assert ddpm.trailing_timesteps(1000, steps) == scheduler.timesteps.tolist()
-
-
-@pytest.mark.parametrize("steps", [0, 1001])
-def test_impossible_numbers_of_steps_are_errors(steps: int) -> None:
-    with pytest.raises(ValueError, match="1 to 1000 steps"):
-        ddpm.trailing_timesteps(1000, steps)
 
 
 @settings(deadline=None)

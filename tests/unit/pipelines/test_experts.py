@@ -11,8 +11,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mmspeed import rng
-from mmspeed.cli.init import write_config
-from mmspeed.config import load_config
 from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
 from mmspeed.models.families.complete import completed
@@ -67,13 +65,6 @@ def test_the_experts_are_those_of_the_repository(home: Path, tmp_path: Path) -> 
         VideoTask(experts_config(home, "objective={kind: flow, boundary: 0.5}"))
     with pytest.raises(UserError, match="boundary divides all times"):
         experts_config(home, "objective={kind: flow, boundary: 0.5, range: [0, 1]}")
-
-
-@pytest.mark.slow
-def test_init_asks_for_both(home: Path, tmp_path: Path) -> None:
-    for number, model in enumerate(("wan2.2-a14b", str(home / "base"))):
-        path = write_config(tmp_path / f"{number}.yaml", model=model)
-        assert load_config(path).objective.model_dump()["experts"] == "both"
 
 
 def test_a_step_trains_the_expert_that_its_name_draws(home: Path) -> None:
@@ -232,8 +223,6 @@ def alone(home: Path) -> dict[str, Path]:
         ("whole", 3, 4.0, 2.0),
         ("whole", 8, 1.0, None),
         ("low", 3, 4.0, 1.5),
-        pytest.param("high", 8, 3.0, None, marks=pytest.mark.slow),
-        pytest.param("low", 8, 1.0, 5.0, marks=pytest.mark.slow),
     ],
 )
 def test_latents_are_those_of_the_pipeline(

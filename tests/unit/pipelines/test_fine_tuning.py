@@ -19,7 +19,6 @@ from mmspeed.pipelines import TextToVideo, TrainPipeline
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.preprocess import check
 from mmspeed.shapes import Bucket
-from tests.support.runs import losses
 from tests.support.tiny_repositories import save_wan
 
 SMALL = (
@@ -59,19 +58,6 @@ def test_init_knows_short_names_and_says_near_ones(tmp_path: Path) -> None:
     assert config.conditioning.shares == {"first": 1.0} and config.validate_.prompts == ()
     with pytest.raises(UserError, match=r"wan2.1-1b is no short name \(did you mean 'wan2.1-14b'|wan2.1-1.3b"):
         write_config(tmp_path / "b.yaml", model="wan2.1-1b")
-
-
-@pytest.mark.slow
-def test_a_run_is_trained_stopped_and_resumed(home: Path) -> None:
-    """The objective is that of the repository's scheduler, and three steps are those of two and one."""
-    whole = small(home, "name=whole", "data.cache=cache")
-    TrainPipeline(whole, online=True).run()
-    task = VideoTask(whole)
-    assert (task.config.objective.kind, task.config.objective.model_dump()["shift"]) == ("flow", 3.0)
-    TrainPipeline(small(home, "name=parts", "data.cache=cache", "train.steps=2")).run()
-    TrainPipeline(small(home, "name=parts", "data.cache=cache")).run()
-    parts = small(home, "name=parts", "data.cache=cache")
-    assert losses(parts) == losses(whole) and len(losses(whole)) == 3
 
 
 def test_check_counts_the_model_and_its_tokens(home: Path) -> None:
