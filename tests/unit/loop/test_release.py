@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,14 @@ from mmspeed.config.memory import MemoryConfig
 from mmspeed.config.training import TrainConfig
 from mmspeed.errors import UserError
 from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load, step_name
-from mmspeed.loop.gradients import squared_norm
 from mmspeed.loop.optimizers.build import make_optimizer
 from mmspeed.loop.optimizers.gradient_release import ReleasingOptimizer
 from mmspeed.memory import peak_bytes
 from mmspeed.parallel import parallelize
 from mmspeed.protocols import Batch
 from tests.support.steps import train_step
-from tests.support.tiers import BUCKET, CPU, HALF, TIERS, differing, everything, losses, parameters, state_of, steps
-from tests.support.toy import ToyDiT, flow_loss, make_batch
+from tests.support.tiers import BUCKET, CPU, TIERS, differing, everything, losses, parameters, state_of, steps
+from tests.support.toy import flow_loss, make_batch
 
 
 def one_step(state: TrainingState, batches: list[Batch], loss: Any = flow_loss) -> Any:
@@ -30,8 +28,7 @@ def one_step(state: TrainingState, batches: list[Batch], loss: Any = flow_loss) 
     return train_step(state.model, batches, loss, state.optimizer, global_samples=2, clip_norm=None, strategy="none")
 
 
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(("tier", "optimizer"), [*((tier, "adamw") for tier in TIERS), ("split", "muon")])
 def test_released_steps_are_bitwise_steps(tier: str, optimizer: str) -> None:
     state, plain = (state_of(tier, optimizer=optimizer, release_gradients=on, bucket=BUCKET) for on in (True, False))
     assert isinstance(state.optimizer, ReleasingOptimizer) and len(state.optimizer.buckets) > 4
@@ -106,7 +103,7 @@ def test_several_micro_batches_are_refused_at_the_first_step() -> None:
     assert differing(parameters(state.model), before) == []
 
 
-@pytest.mark.parametrize("tier", ["plain", *HALF])
+@pytest.mark.parametrize("tier", ["plain", "host"])
 def test_what_is_not_finite_stops_the_updates_there_and_ends_the_run(tier: str) -> None:
     """The gradient of an early block is broken: buckets of later blocks are updated by then, and no other."""
     state = state_of(tier, release_gradients=True)
@@ -149,7 +146,7 @@ def test_parameters_without_a_gradient_do_not_hold_up_their_bucket() -> None:
     assert differing(results[0][0], results[1][0]) == [] and results[0][1] == results[1][1]
 
 
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", ["states", "host"])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path, tier: str) -> None:
     """The first bucket to be updated in backward is the one whose states were loaded last."""
@@ -161,11 +158,3 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path, tier: str) -> None:
     actual, wanted = (steps(each, range(2, 4), clip=None) for each in (other, state))
     assert losses(actual) == losses(wanted)
     assert differing(everything(other), everything(state)) == []
-
-
-def test_the_norm_of_gradients() -> None:
-    model = ToyDiT()
-    flow_loss(model, make_batch(["a"])).sum().backward()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
-    assert math.sqrt(squared_norm(list(model.parameters()))) == pytest.approx(norm, rel=1e-6)
-    assert squared_norm([nn.Parameter(torch.ones(2))]) == 0.0

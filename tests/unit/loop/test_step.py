@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Iterator
 
@@ -20,7 +19,7 @@ from mmspeed.loop.step import StepResult
 from mmspeed.memory import BlockPolicies
 from mmspeed.parallel import parallelize, resolve_strategy
 from mmspeed.plan.throughput import training_flops
-from mmspeed.protocols import Batch, DiffusionModel
+from mmspeed.protocols import Batch
 from tests.support.steps import train_step
 from tests.support.toy import H, T, ToyDiT, W, flow_loss, make_batch, split
 
@@ -57,12 +56,7 @@ def close(actual: Grads, truth: Grads) -> None:
         torch.testing.assert_close(actual[name], truth[name], rtol=0, atol=2e-6 * truth[name].abs().max().item())
 
 
-def test_toy_satisfies_the_protocol() -> None:
-    toy: DiffusionModel = ToyDiT()  # mypy compares the signatures
-    assert all(hasattr(toy, name) for name in ("blocks", "tokens", "flops", "forward"))
-
-
-@pytest.mark.parametrize("micro", [8, 4, 1])
+@pytest.mark.parametrize("micro", [4, 1])
 def test_accumulation_with_a_filler_equals_one_big_batch(micro: int) -> None:
     loss, truth = plain_gradients(ToyDiT())
     batches = split(KEYS, 8, 0, 1, micro)
@@ -116,14 +110,6 @@ def test_recomputation_is_bitwise_and_costs_a_forward() -> None:
     forward = 8 * model.flops((T, H, W), 4)
     inputs = 8 * (model.tokens((T, H, W)) * 2 * 3 * model.width + 2 * 5 * model.width)  # no gradient to the data
     assert flops[False] == training_flops(forward) - inputs
-
-
-def test_a_copy_of_a_recomputed_model_trains_its_own_weights() -> None:
-    model = parallelize(ToyDiT(), None, "none", keeping=RECOMPUTED)
-    twin = copy.deepcopy(model)
-    flow_loss(twin, make_batch(KEYS)).sum().backward()
-    assert all(p.grad is None for p in model.parameters())
-    assert all(p.grad is not None for p in twin.parameters())
 
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32() -> None:

@@ -21,7 +21,6 @@ from mmspeed.memory.offload.copies import (
     CpuCopyEngine,
     HostBuffer,
     HostPool,
-    HostSlab,
     StreamCopyEngine,
     copies_for,
 )
@@ -64,17 +63,6 @@ def test_a_pool_does_not_grow_for_other_sizes_that_fit() -> None:
             pool.give(buffer)
     assert pool.bytes == 131072 + 65536  # of the first round, none later
     assert pool.peak == 175_000
-
-
-def test_a_slab_joins_its_gaps_and_refuses_a_second_return() -> None:
-    slab = HostSlab(4 * ALIGNMENT, pinned=False)
-    places = [slab.take(ALIGNMENT) for _ in range(4)]
-    assert slab.room(1) is None
-    for place in (places[0], places[2], places[1]):
-        slab.give(place, ALIGNMENT)
-    assert slab.gaps == [(0, 3 * ALIGNMENT)]
-    with pytest.raises(ValueError, match="twice"):
-        slab.give(places[1], ALIGNMENT)
 
 
 def test_a_full_host_is_reported_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

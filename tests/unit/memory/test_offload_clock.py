@@ -68,8 +68,7 @@ def exposed(parts: int, share: float, keep_last: bool = True) -> float:
     return added / clock.copying
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.8, 0.95])
+@pytest.mark.parametrize(("parts", "share"), [(1, 0.95), (3, 0.5)])
 def test_offloading_hides_behind_the_computation(monkeypatch: pytest.MonkeyPatch, parts: int, share: float) -> None:
     """All of it: what the newest group stored is on the device when backward comes to it, and one group ahead is enough."""
     assert abs(exposed(parts, share)) < 1e-6
@@ -78,58 +77,7 @@ def test_offloading_hides_behind_the_computation(monkeypatch: pytest.MonkeyPatch
     assert exposed(parts, share) >= 0.4 / parts  # of copies back, all of a layer's first one
 
 
-def timed(parts: int, share: float) -> tuple[float, float]:
-    """(seconds that offloading adds to a step, seconds of all copies), as they pass; a layer's copies take `share` of its computation."""
-    nbytes = NUMBERS * 4
-    clock = ControlledClock(nbytes * parts / (share * COMPUTE))
-    offloader = Offloader(CPU, from_bytes=1, copies=clock)
-    offloader.pool.give(offloader.pool.take(LAYERS * parts * nbytes))  # a run's first step gets the host's memory
-    x = torch.randn(NUMBERS, generator=torch.Generator().manual_seed(0))
-    late = 0.0
-
-    def compute() -> None:
-        nonlocal late
-        began = time.perf_counter()
-        clock.compute(COMPUTE / parts)
-        late += time.perf_counter() - began - COMPUTE / parts  # a busy machine wakes its sleepers late
-
-    def seconds(offloader: Offloader | None) -> tuple[float, Tensor]:
-        nonlocal late
-        late, began = 0.0, time.perf_counter()
-        grad = step(x, offloader, compute, parts)
-        return time.perf_counter() - began - late, grad
-
-    (plain, wanted), (offloading, actual) = seconds(None), seconds(offloader)
-    assert torch.equal(actual, wanted)
-    assert clock.faults == []
-    assert offloader.moved_out == (LAYERS - 1) * parts * nbytes == clock.outward.bytes
-    assert offloader.moved_back + offloader.reused == offloader.moved_out
-    # of the newest groups something may be on the device still
-    assert offloader.moved_back == clock.inward.bytes >= (LAYERS - 3) * parts * nbytes
-    return offloading - plain, clock.outward.seconds + clock.inward.seconds
-
-
-@pytest.mark.slow  # of a quiet machine: the reckoned clock above says the same on any
-def test_offloading_hides_95_percent_behind_the_computation_as_time_passes() -> None:
-    tries = []
-    for _ in range(8):
-        added, copying = timed(parts=1, share=0.8)
-        assert copying > 0.2
-        tries.append(added / copying)
-        if tries[-1] <= 0.05:
-            break
-    assert min(tries) <= 0.05, tries
-
-
-@pytest.mark.slow
-def test_without_prefetch_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PooledOffloadGroup, "_prefetch", lambda self: None)
-    shares = [added / copying for added, copying in (timed(parts=1, share=0.8) for _ in range(2))]
-    assert max(shares) >= 0.3, shares
-
-
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("keep_last", [True, False])
+@pytest.mark.parametrize(("parts", "keep_last"), [(1, True), (3, False)])
 def test_copies_slower_than_the_computation_are_waited_for(parts: int, keep_last: bool) -> None:
     """The clock puts rubbish where a copy is under way, and raises for memory that was freed too early."""
     clock = ControlledClock(NUMBERS * 4 / 0.004)

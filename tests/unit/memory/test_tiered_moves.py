@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,8 +97,7 @@ def plain_sgd(groups: list[dict[str, Any]]) -> Optimizer:
     return SGD(groups, lr=0.1, momentum=0.9, foreach=False)  # takes no memory of its own
 
 
-@pytest.mark.parametrize("copies", ["at once", "under way"])
-def test_at_most_three_buckets_of_states_are_on_the_device(copies: str) -> None:
+def test_at_most_three_buckets_of_states_are_on_the_device() -> None:
     groups = squares(torch.float32)
     bucket = 4 * SIDE * SIDE  # of momentum
     slow = ControlledClock(bucket / 0.003, bucket / 0.003)
@@ -109,9 +107,9 @@ def test_at_most_three_buckets_of_states_are_on_the_device(copies: str) -> None:
         "parameters",
         "host",
         bucket_bytes=BUCKET,
-        copies=CpuCopyEngine() if copies == "at once" else slow,
+        copies=slow,
     )
-    allowed = 3 if copies == "under way" else 2 + 1
+    allowed = 3
     first = peak_of_step(ours, groups)
     later = [peak_of_step(ours, groups) for _ in range(2)]
     assert first <= 4 * bucket + 4096  # the first ones are made by the optimizer, then packed
@@ -167,35 +165,7 @@ class Sleeping:
         return self.inner
 
 
-def timed(bring: float, compute: float, take: float, serial: bool) -> tuple[float, float]:
-    """(seconds of a step, its bound) where a bucket comes, is stepped and leaves in so many seconds."""
-    nbytes = 4 * SIDE * SIDE
-    clock = ControlledClock(nbytes / take, nbytes / bring)
-    groups = squares(torch.float32)
-    sleeping = Sleeping(clock, 0.0)
-    ours = tiered(groups, sleeping.make, "parameters", "host", bucket_bytes=BUCKET, copies=clock)
-    give_gradients(groups)
-    clock.outward.bandwidth = 1e9
-    ours.step()  # momenta are made
-    clock.outward.bandwidth = nbytes / take
-    sleeping.seconds = compute
-    clock.computed = clock.inward.seconds = clock.outward.seconds = 0.0
-    start = time.perf_counter()
-    if serial:
-        for bucket in range(len(ours.buckets)):
-            ours.step_bucket(bucket)
-            ours.finish()
-    else:
-        ours.step()
-    seconds = time.perf_counter() - start
-    assert not clock.faults
-    lanes = (clock.inward.seconds, clock.computed, clock.outward.seconds)
-    assert lanes == pytest.approx([COUNT * bring, COUNT * compute, COUNT * take])
-    ends = {0: compute + take, 1: bring + take, 2: bring + compute}  # before and after the longest lane runs
-    return seconds, max(lane + ends[k] for k, lane in enumerate(lanes))
-
-
-DURATIONS = [(0.03, 0.03, 0.03), (0.02, 0.04, 0.02), (0.03, 0.01, 0.02), (0.01, 0.015, 0.03)]
+DURATIONS = [(0.02, 0.04, 0.02), (0.03, 0.01, 0.02), (0.01, 0.015, 0.03)]
 
 
 @pytest.mark.parametrize(("bring", "compute", "take"), DURATIONS)
@@ -216,27 +186,6 @@ def test_the_pipeline_is_at_most_5_percent_over_its_bound(bring: float, compute:
     ends = {0: compute + take, 1: bring + take, 2: bring + compute}  # before and after the longest lane runs
     bound = max(lane + ends[k] for k, lane in enumerate(lanes))
     assert bound * 0.999 <= taken <= 1.05 * bound < sum(lanes)
-
-
-@pytest.mark.slow  # of a quiet machine
-@pytest.mark.parametrize(("bring", "compute", "take"), DURATIONS)
-def test_the_pipeline_is_at_most_5_percent_over_its_bound_as_time_passes(
-    bring: float, compute: float, take: float
-) -> None:
-    over = float("inf")
-    for _ in range(8):  # a busy machine is no failure
-        seconds, bound = timed(bring, compute, take, serial=False)
-        assert seconds >= bound - 1e-3
-        over = min(over, seconds / bound)
-        if over <= 1.05:
-            break
-    assert over <= 1.05
-
-
-def test_one_after_another_takes_the_sum() -> None:
-    """The clock tells a pipeline from none."""
-    seconds, bound = timed(0.01, 0.01, 0.01, serial=True)
-    assert seconds >= COUNT * 0.03 > 2 * bound
 
 
 # ---- failures ----
@@ -274,8 +223,7 @@ class _Lost:
         return True
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize(("direction", "number"), [("out", 1), ("out", 3), ("back", 5), ("out", 16), ("back", 16)])
+@pytest.mark.parametrize(("direction", "number", "late"), [("out", 1, False), ("back", 5, True), ("out", 16, True)])
 def test_a_step_that_breaks_off_cannot_be_gone_on_from(direction: str, number: int, late: bool) -> None:
     copies = Failing(direction, number, late)
     groups = squares(torch.bfloat16)

@@ -59,8 +59,7 @@ def test_a_dynamic_shift_is_the_schedulers_at_every_number_of_tokens() -> None:
         torch.testing.assert_close(flow.shift_time(t, cfg.shift), scheduler.time_shift(mu, 1.0, t), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("scale", [1.0, 3.0])
-@pytest.mark.parametrize("zero", [True, False])
+@pytest.mark.parametrize(("scale", "zero"), [(3.0, True), (1.0, False)])
 def test_the_noise_schedule_is_exactly_the_schedulers(scale: float, zero: bool) -> None:
     from diffusers import CogVideoXDDIMScheduler
 

@@ -20,7 +20,6 @@ from mmspeed.pipelines.inference.export import export_run
 from mmspeed.pipelines.inference.generate import SampleSettings, sample_together
 from mmspeed.pipelines.inference.official import OfficialSampler
 from mmspeed.pipelines.tasks import maker_of
-from mmspeed.pipelines.tasks.published_check import rebuild_published
 from mmspeed.pipelines.tasks.video import VideoTask
 from tests.support.checkpoints import differing, whole_checkpoint
 from tests.support.experts import SEED, WatchedTask, experts_config, train_experts
@@ -165,15 +164,6 @@ def test_a_run_samples_with_both(home: Path) -> None:
         assert all(torch.equal(value, averages[name]) for name, value in model.state_dict().items())
     (video,) = pipe("a rabbit", steps=2, guidance=2.0, guidance_2=1.5)
     assert video.frames_FHWC.shape[0] == 5
-
-
-def test_a_layout_is_compared_by_one_expert(home: Path) -> None:
-    """Also in the processes that make the small task from what another one knew."""
-    config = experts_config(home, "parallel.dp_shard=2")
-    shrunk = VideoTask(config).shrunk()
-    assert any("one expert is compared" in remark for remark in shrunk.notes.remarks)
-    for small in (shrunk, rebuild_published(config, shrunk.known)):
-        assert list(small.task().build()) == ["model"] and len(small.task().updates()) == 1
 
 
 # -- samples ------------------------------------------------------------------------------------------------------------

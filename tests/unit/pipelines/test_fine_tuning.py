@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -15,7 +14,7 @@ from mmspeed.config.schema import PublishedModelConfig
 from mmspeed.errors import UserError
 from mmspeed.models.build import size_warnings
 from mmspeed.models.diffusers.repository import Repository
-from mmspeed.pipelines import TextToVideo, TrainPipeline
+from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.preprocess import check
 from mmspeed.shapes import Bucket
@@ -93,31 +92,6 @@ def test_sizes_far_from_the_model_are_warned_of() -> None:
 def test_check_names_latents_that_the_model_does_not_take(home: Path) -> None:
     report = check(small(home, "vae={kind: linear, channels: 4}"))
     assert "takes 16 channels and returns 16, the latents here have 4" in report.problems[0]
-
-
-@pytest.mark.slow
-def test_a_repository_is_opened_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each opening of a hub id asks the hub."""
-    opened: list[str] = []
-    own = Repository.open.__func__  # type: ignore[attr-defined]
-
-    def counted(cls: type[Repository], pretrained: str, *more: Any) -> Repository:
-        if more[1:2] == ("model.pretrained",):  # codec and text encoders have repositories of their own
-            opened.append(pretrained)
-        return own(cls, pretrained, *more)
-
-    monkeypatch.setattr(Repository, "open", classmethod(counted))
-    task = VideoTask(small(home))
-    task.open_without_data()
-    task.build()
-    task.with_config(small(home, "train.lr=1e-6")).build()
-    assert len(opened) == 1
-    config = small(home, "name=sampled", "data.cache=cache", "train.steps=1")
-    TrainPipeline(config, online=True).run()
-    opened.clear()
-    pipe = TextToVideo.from_run(config.run_dir, device="cpu")
-    pipe("a boat", steps=2)
-    assert len(opened) == 1
 
 
 def test_another_base_on_resume_is_an_error(home: Path) -> None:

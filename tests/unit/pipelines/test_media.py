@@ -12,13 +12,11 @@ import av
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 
 from mmspeed.errors import UserError
 from mmspeed.pipelines.inference import media
-from mmspeed.pipelines.inference.media import Video, contact_sheet, evenly_spaced, from_model_range, save_image
+from mmspeed.pipelines.inference.media import Video, contact_sheet, from_model_range, save_image
 from tests.support.decoding import video_of
 from tests.support.media import psnr
 
@@ -154,17 +152,6 @@ def test_numbers_that_are_none_are_refused() -> None:
     video_3FHW[1, 0, 1, 1] = float("nan")
     with pytest.raises(UserError, match="NaN or infinity"):
         from_model_range(video_3FHW, 8.0)
-
-
-@settings(deadline=None)
-@given(st.integers(1, 300), st.integers(1, 40))
-def test_evenly_spaced_frames(count: int, columns: int) -> None:
-    chosen = evenly_spaced(count, columns)
-    assert len(chosen) == min(count, columns)
-    assert chosen[0] == 0
-    assert columns == 1 or chosen[-1] == count - 1
-    gaps = np.diff(chosen)
-    assert len(gaps) == 0 or (gaps.min() >= 1 and gaps.max() - gaps.min() <= 1)
 
 
 def test_contact_sheet_shows_frames_and_labels(tmp_path: Path) -> None:

@@ -137,10 +137,3 @@ def test_runs_without_an_official_pipeline_say_so(tmp_path: Path, run: Path) -> 
     other = {**tree, "model": {"kind": "diffusers", "pretrained": "a/b"}, "text": {"kind": "minilm"}}
     with pytest.raises(UserError, match=r"runs/own was trained with another text encoder than that of a/b, which the"):
         published_section(make_config(other), "runs/own")
-
-
-def test_an_export_whose_pipeline_names_no_size(tmp_path: Path) -> None:
-    official = OfficialSampler.open(save_cogvideox(tmp_path / "base"), device="cpu")
-    with pytest.raises(UserError, match=r"CogVideoXPipeline names no size of its videos: give --frames, --height"):
-        official.sizes([VideoRequest(PROMPT)])
-    assert official.sizes([VideoRequest(PROMPT, frames=9, height=32, width=48)])[0].frames == 9

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import shutil
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmspeed.bench.buckets import parse_memory
@@ -105,19 +104,6 @@ def test_the_most_is_in_the_limit_and_near_it(profiled: tuple[int, Memory], limi
         assert 2 * most >= best or memory(most) - state >= 0.5 * (limit - state)
 
 
-@given(memories, st.integers(1, 500), st.integers(2, 1000))
-def test_running_out_of_memory_ends_in_the_middle(profiled: tuple[int, Memory], breaks_at: int, most: int) -> None:
-    """A device whose memory is in pieces gives up before the line says so."""
-    state, memory = profiled
-    tried = go(memory, ProfileLimits(10**12, most=most), state, careful=False, breaks_at=breaks_at)
-    assert all(row.batch < breaks_at and row.batch <= most for row in tried.rows)
-    measured = Measured(tried.rows or (Measurement(SHORT, 1, 1.0, 1),), 10**12, {}, {LONG: tried.too_large or 10**9})
-    if breaks_at == 1:
-        assert measured.most(LONG) == 0
-    elif tried.too_large is not None:
-        assert measured.most(LONG) == tried.rows[-1].batch >= 0.8 * min(breaks_at - 1, most) - 1
-
-
 def test_slow_steps_and_wishes_end_a_measurement() -> None:
     row = Measurement(LONG, 4, 2.0, 100)
     assert next_batch(BucketMeasurements((row,)), ProfileLimits(10**6, seconds=1.0), 0, False) is None
@@ -142,13 +128,6 @@ def test_limits_of_memory() -> None:
 
 def rows(bucket: Bucket, *points: tuple[int, float, int]) -> tuple[Measurement, ...]:
     return tuple(Measurement(bucket, *point) for point in points)
-
-
-@given(st.lists(st.tuples(st.integers(1, 64), st.floats(1e-4, 100)), min_size=1, max_size=6, unique_by=lambda p: p[0]))
-@example([(1, 1.0), (5, 1.0)])
-def test_whatever_was_measured_more_samples_cost_more(points: list[tuple[int, float]]) -> None:
-    cost = Measured(tuple(Measurement(LONG, n, seconds, 1) for n, seconds in points), 10).cost(LONG)
-    assert 0 < cost.of(1) < cost.of(2) and cost.fixed >= 0
 
 
 def test_most_lies_between_what_fits_and_what_does_not() -> None:
@@ -192,20 +171,6 @@ def test_memory_of_the_cpu_is_counted_to_the_byte() -> None:
 
     assert peak_bytes(CPU, 0, work) == 4 * 6000
     assert peak_bytes(CPU, 77, lambda: None) == 77
-
-
-def test_garbage_of_earlier_work_is_not_counted_as_given_back() -> None:
-    def litter() -> None:
-        circle: list[object] = [torch.empty(5000)]
-        circle.append(circle)
-
-    def work() -> None:
-        kept = [[] for _ in range(10_000)]  # type: ignore[var-annotated]  # so many objects would start the collector
-        kept.append([torch.empty(1000)])
-
-    gc.collect()
-    assert peak_bytes(CPU, 0, litter) == 4 * 5000
-    assert peak_bytes(CPU, 0, work) == 4 * 1000 and gc.isenabled()
 
 
 def test_which_errors_say_that_memory_is_full() -> None:
@@ -309,17 +274,6 @@ def test_training_by_time_uses_them(home: Path, profiled: BucketProfile) -> None
     config = small_config(home, *overrides, f"batching.budget={budget}", "train.steps=3")
     task = KeepsData(config)
     assert TrainPipeline(config, task=task).run().finished and task.data_of_run.sampler.batching.sizes == {LONG: 2}
-
-
-def test_measurements_of_something_else_are_refused(home: Path, profiled: BucketProfile) -> None:
-    folder = home / "runs" / "other"
-    folder.mkdir(parents=True)
-    (folder / MEASURED_NAME).write_bytes(profiled.path.read_bytes())
-    overrides = ("name=other", "batching.by=time", "train.batch_size=null", "model.depth=3")
-    with pytest.raises(
-        UserError, match=r"other settings: model.depth \(2, here 3\); run `mmspeed bench buckets CONFIG` again"
-    ):
-        TrainPipeline(small_config(home, *overrides)).run()
 
 
 def test_without_measurements_there_is_no_training_by_time(home: Path) -> None:

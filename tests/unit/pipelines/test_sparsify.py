@@ -219,17 +219,6 @@ def test_a_checkpoint_that_keeps_nothing_is_refused_and_ours_is_taken() -> None:
     assert_same(backward(model, make_inputs("wan"))[1], wanted)
 
 
-@pytest.mark.slow
-def test_compiled_blocks() -> None:
-    _, wanted = backward(sparse_model("hunyuan", keep=0.3)[0], make_inputs("hunyuan"))
-    model, controller = sparse_model("hunyuan", keep=0.3)
-    for block in [*model.transformer_blocks, *model.single_transformer_blocks]:  # type: ignore[misc, union-attr]
-        block.compile(backend="eager")
-    model.enable_gradient_checkpointing()  # type: ignore[operator]
-    assert_same(backward(model, make_inputs("hunyuan"))[1], wanted)
-    assert all(dict(layer.counter) == {"sparse_grouped": 2} for layer in controller.layers.values())
-
-
 def test_autocast() -> None:
     model, controller = sparse_model("hunyuan", keep=0.3)
     with torch.autocast("cpu", torch.bfloat16):

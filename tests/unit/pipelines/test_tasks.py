@@ -132,16 +132,3 @@ def test_a_model_that_lacks_part_of_the_protocol_is_refused_with_what_it_lacks(
     task = VideoTask(config, build=lambda *_: Without(*lacking))
     with pytest.raises(UserError, match=f"Without cannot be trained by the task video: it lacks {', '.join(lacking)} "):
         TrainPipeline(config, task=task).run()
-
-
-def test_a_model_of_another_task_without_blocks_is_reported(tmp_path: Path) -> None:
-    class Blockless(CharacterTask):
-        def build(self) -> dict[str, nn.Module]:
-            return {"model": nn.Linear(2, 2)}
-
-    config = character_config(tmp_path)
-    message = (
-        r"Linear cannot be trained by the task characters: it lacks blocks \(see mmspeed\.protocols\.TrainableModel\)"
-    )
-    with pytest.raises(UserError, match=message):
-        TrainPipeline(config, task=Blockless(config)).run()

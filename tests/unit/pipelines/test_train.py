@@ -260,15 +260,3 @@ def test_bfloat16_trains_close_to_float32_and_keeps_float32_weights(home: Path, 
     weights = [tensor for name, tensor in tensors(config, 6).items() if name.startswith("model.")]
     assert {tensor.dtype for tensor in weights} == {torch.float32}
     assert TextToVideo.from_run(config.run_dir)("a rabbit")[0].frames_FHWC.shape == (5, 32, 48, 3)
-
-
-@pytest.mark.slow
-def test_compiled_blocks_train_to_the_same_losses(
-    home: Path, finished: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(
-        "TORCHINDUCTOR_CACHE_DIR", str(home / "inductor")
-    )  # a killed compilation elsewhere leaves half files
-    config = small_config(home, "name=compiled", "train.compile=true", "memory.activation_policy={block: recompute}")
-    TrainPipeline(config).run()
-    assert losses(config) == pytest.approx(losses(finished), rel=1e-4)
