@@ -40,30 +40,6 @@ def test_released_steps_are_bitwise_steps(tier: str, optimizer: str) -> None:
     assert differing(parameters(state.model), parameters(plain.model)) == []
 
 
-def test_buckets_are_updated_while_backward_runs_and_their_gradients_are_gone() -> None:
-    state = state_of("plain", release_gradients=True)
-    optimizer = state.optimizer
-    assert isinstance(optimizer, ReleasingOptimizer)
-    events: list[tuple[str, int]] = []
-    step_bucket, numbers = optimizer.step_bucket, [p.numel() for p in state.model.parameters()]
-
-    def noted(bucket: int) -> None:
-        count = sum(p.grad.numel() for p in state.model.parameters() if p.grad is not None)
-        events.append((f"bucket {bucket}", count))
-        step_bucket(bucket)
-
-    optimizer.step_bucket = noted  # type: ignore[method-assign]
-    first = state.model.text  # its gradient is among the last
-    first.weight.register_hook(lambda grad: events.append(("backward ends", 0)))  # type: ignore[union-attr]
-    one_step(state, [make_batch(["a", "b"])])
-    names = [name for name, _ in events]
-    assert sorted(set(names) - {"backward ends"}) == sorted(f"bucket {b}" for b in range(len(optimizer.buckets)))
-    assert len(names) == len(optimizer.buckets) + 1  # each once
-    assert names.index("backward ends") >= len(optimizer.buckets) // 2
-    assert max(count for _, count in events) < 0.7 * sum(numbers)
-    assert all(p.grad is None for p in state.model.parameters())
-
-
 class Deep(nn.Module):
     """Blocks whose weights are large beside their activations."""
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from mmspeed import rng
 from mmspeed.config.schema import TrainConfig
@@ -16,14 +15,10 @@ from mmspeed.errors import UserError
 from mmspeed.loop.gradients import clip_gradients
 from mmspeed.loop.optimizers.build import make_optimizer
 from mmspeed.loop.step import StepResult
-from mmspeed.memory import BlockPolicies
 from mmspeed.parallel import parallelize, resolve_strategy
-from mmspeed.plan.throughput import training_flops
 from mmspeed.protocols import Batch
 from tests.support.steps import train_step
-from tests.support.toy import H, T, ToyDiT, W, flow_loss, make_batch, split
-
-RECOMPUTED = BlockPolicies.everywhere({"block": "recompute"})
+from tests.support.toy import ToyDiT, flow_loss, make_batch, split
 
 KEYS = [f"s{i}" for i in range(7)]  # of 8 slots: the last is a filler
 Grads = dict[str, torch.Tensor]
@@ -91,25 +86,6 @@ def test_clipping_is_that_of_torch_bit_by_bit(clip: float) -> None:
         parameter.grad = grad
     assert torch.equal(norm, nn.utils.clip_grad_norm_(parameters, clip))
     assert all(torch.equal(p.grad, grad) for p, grad in zip(parameters, clipped, strict=True))
-
-
-def test_recomputation_is_bitwise_and_costs_a_forward() -> None:
-    flops, grads = {}, {}
-    for on in (False, True):
-        model = ToyDiT()
-        names = list(model.state_dict())
-        parallelize(model, None, "none", keeping=RECOMPUTED if on else None)
-        assert list(model.state_dict()) == names == [n for n in names if "_checkpoint" not in n]
-        with FlopCounterMode(display=False) as counter:
-            _, grads[on] = step(model, split(KEYS, 8, 0, 1, 4))
-        flops[on] = counter.get_total_flops()
-    assert all(torch.equal(grads[True][n], grads[False][n]) for n in grads[False])
-    model = ToyDiT()
-    blocks = 8 * len(model.blocks) * model.tokens((T, H, W)) * 4 * model.width * (2 * model.width + 1)
-    assert flops[True] - flops[False] == blocks  # each block's forward, once more
-    forward = 8 * model.flops((T, H, W), 4)
-    inputs = 8 * (model.tokens((T, H, W)) * 2 * 3 * model.width + 2 * 5 * model.width)  # no gradient to the data
-    assert flops[False] == training_flops(forward) - inputs
 
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32() -> None:

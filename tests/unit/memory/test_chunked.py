@@ -189,19 +189,6 @@ def test_parts_are_even_and_none_is_small(whole: int, size: int, multiple: int) 
     assert min(parts) >= min(whole, multiple) and max(parts) < size + 2 * multiple
 
 
-def test_dtypes_are_those_of_the_mlp() -> None:
-    """float64 stays where autocast casts, what does not go together is refused, and shapes alone go through."""
-    mlp, x = make_mlp(100)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert mlp.double()(x.double()).dtype == torch.float64
-    mlp.float().down.to(torch.bfloat16)
-    with pytest.raises(ValueError, match=r"torch\.float32 do not match weights of torch\.bfloat16"):
-        mlp(x)
-    with torch.device("meta"):
-        shapes = PlainMlp(8, 16, 4).in_parts(3)
-        assert shapes(torch.empty(2, 5, 8)).shape == (2, 5, 4)
-
-
 def test_no_tokens_and_refused_sizes() -> None:
     mlp, _ = make_mlp(10)
     x = torch.randn(2, 0, WIDTH, requires_grad=True)

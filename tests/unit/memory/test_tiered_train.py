@@ -19,14 +19,13 @@ from mmspeed.initialize import set_parameter
 from mmspeed.log import read_metrics
 from mmspeed.loop.checkpoint.load import load_start
 from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load, load_weights, step_name
-from mmspeed.loop.host_averages import HostAverages
 from mmspeed.loop.optimizers.build import learning_rate, make_adamw, make_groups, set_learning_rate
 from mmspeed.memory.optimizer.split_bits import rounded
 from mmspeed.parallel import autocast, make_half
 from mmspeed.pipelines.training.trainer import TrainPipeline
 from tests.support.runs import small_config
 from tests.support.steps import train_step
-from tests.support.tiers import CPU, HALF, TIERS, TRAIN, differing, everything, losses, parameters, state_of, steps
+from tests.support.tiers import HALF, TIERS, TRAIN, differing, everything, losses, parameters, state_of, steps
 from tests.support.toy import ToyDiT, flow_loss, make_batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -214,16 +213,6 @@ def test_averages_follow_the_float32_weights_and_swap_bitwise(tier: str) -> None
         results.append(before)
         assert ema.updates == 3
     assert differing(*results) == []
-
-
-def test_averages_of_which_this_process_has_no_part() -> None:
-    """As the last rank has of a short vector that lies behind a large matrix."""
-    averages = HostAverages([torch.empty(100), torch.empty(0), torch.empty(0)], 64, CPU)
-    whole = averages.tensors()
-    whole[0].zero_()
-    averages.lerp([torch.ones(100), torch.empty(0), torch.empty(0)], 0.5)
-    averages.settle()
-    assert whole[0].eq(0.5).all() and [t.numel() for t in averages.tensors()] == [100, 0, 0]
 
 
 # -- other optimizers

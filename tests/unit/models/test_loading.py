@@ -78,15 +78,6 @@ def test_a_base_in_half_precision_trains_in_float32(copy: Path) -> None:
         assert torch.equal(parameter, tensors[name].float()), name
 
 
-def test_a_repository_in_shards(copy: Path, wan: Path) -> None:
-    model = wan_transformer()
-    shutil.rmtree(copy / "transformer")
-    model.save_pretrained(copy / "transformer", max_shard_size="20KB")
-    assert len(list((copy / "transformer").glob("*.safetensors"))) > 2
-    actual = filled(copy).state_dict()
-    assert all(torch.equal(actual[name], tensor) for name, tensor in filled(wan).state_dict().items())
-
-
 class Counted:
     """A source that notes the parts that are read."""
 
@@ -245,19 +236,3 @@ def test_each_class_is_filled_as_diffusers_loads_it(tmp_path: Path, case: str) -
     inputs = make_inputs(case)
     with torch.no_grad():
         assert torch.equal(model(**inputs, return_dict=False)[0], truth(**inputs, return_dict=False)[0])
-
-
-def test_a_single_file_whose_authors_share_most_names_with_diffusers(tmp_path: Path) -> None:
-    """LTX's authors call few modules otherwise."""
-    saved: Any = make_model("ltx")
-    saved.save_pretrained(tmp_path / "transformer")
-    (tmp_path / "model_index.json").write_text("{}")
-    names = {"proj_in.": "patchify_proj.", "time_embed.": "adaln_single.", "norm_q": "q_norm", "norm_k": "k_norm"}
-    tensors = {}
-    for name, tensor in saved.state_dict().items():
-        for ours, theirs in names.items():
-            name = name.replace(ours, theirs)
-        tensors[name] = tensor + 1
-    save_file(tensors, tmp_path / "ltx.safetensors")
-    model = file_model(tmp_path, tmp_path / "ltx.safetensors")
-    assert all(torch.equal(tensor, saved.state_dict()[name] + 1) for name, tensor in model.state_dict().items())

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,7 +22,6 @@ from mmspeed.config.schema import ModelConfig
 from mmspeed.errors import UserError
 from mmspeed.initialize import init_weights, initial_value
 from mmspeed.models import SIZES, SoraDiT, SoraDiTConfig, build_model
-from mmspeed.models.sora.layers import patchify, timestep_embedding, unpatchify
 from mmspeed.models.sora.model import ZERO_MODULES, count_parameters, on_meta
 from tests.support.attention import attend_by
 from tests.support.model_sizes import size_rows
@@ -126,21 +123,6 @@ def test_the_order_of_tokens_matters_within_a_span(span: str, dims: tuple[int, .
         torch.testing.assert_close(model(roll(x), *rest), roll(model(x, *rest)), rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=20, deadline=None)
-@given(
-    patch=st.tuples(*[st.integers(1, 3)] * 3),
-    grid=st.tuples(*[st.integers(1, 3)] * 3),
-    channels=st.integers(1, 3),
-)
-def test_patches_go_and_come_back(patch: tuple[int, int, int], grid: tuple[int, int, int], channels: int) -> None:
-    shape = tuple(p * g for p, g in zip(patch, grid, strict=True))
-    x = rng.normal((2, channels, *shape), 0, "patch")
-    tokens = patchify(x, patch)
-    pt, ph, pw = patch
-    assert torch.equal(tokens[:, -1], x[:, :, -pt:, -ph:, -pw:].flatten(1))
-    assert torch.equal(unpatchify(tokens, patch, grid), x)
-
-
 def test_latents_that_do_not_divide_are_refused_by_name() -> None:
     model = small(patch=(2, 2, 2))
     assert model(*inputs((4, 4, 6))).shape == (2, 3, 4, 4, 6)
@@ -153,15 +135,6 @@ def test_latents_that_do_not_divide_are_refused_by_name() -> None:
     x, *rest = inputs((4, 4, 6))
     with pytest.raises(ValueError, match="the latent has 2 channels, the model 3"):
         model(x[:, :2], *rest)
-
-
-def test_timestep_embedding_is_float32_and_distinct() -> None:
-    t = torch.tensor([0.0, 0.5, 0.501, 1.0])
-    embedding = timestep_embedding(t)
-    assert embedding.shape == (4, 256) and embedding.dtype == torch.float32
-    assert torch.equal(embedding[0], torch.tensor([1.0] * 128 + [0.0] * 128))
-    torch.testing.assert_close(embedding[3, 128], torch.tensor(1000.0).sin())
-    assert torch.pdist(embedding).min() > 0.5
 
 
 def counted_flops(config: SoraDiTConfig, latent: tuple[int, int, int], batch: int, device: str) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmspeed.compute.sparse.module import clustered_layers, warm_plans
+from mmspeed.compute.sparse.module import clustered_layers
 from mmspeed.config import make_config
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError
@@ -110,14 +110,6 @@ def test_which_blocks_are_sparse() -> None:
     assert temporal == ["blocks.1.self_attention", "blocks.3.self_attention"]
     with pytest.raises(UserError, match="none of the 2 blocks is sparse"):
         model_of(depth=2, dense_first=1, dense_last=1)
-
-
-def test_both_ways_to_skip_are_taken_by_the_blocks_of_every_span() -> None:
-    def ways(**fields: object) -> list[int]:
-        return [layer.way for layer in clustered_layers(model_of(planner="skip", tau=None, **fields)).values()]
-
-    assert ways() == [0, 1, 0, 1]
-    assert ways(arrangement="factorised") == [0, 0, 1, 1]  # spatial, temporal, spatial, temporal
 
 
 def test_images_stay_dense() -> None:
@@ -249,19 +241,6 @@ def test_what_cannot_be_started_from(home: Path) -> None:
             TrainPipeline(config).run()
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"tau": 1.0, "error": 0.1}, "use one of them"),
-        ({"planner": "window", "rule": "top"}, "fixed pattern"),
-        ({"dense_steps": 0}, "dense_steps is at least 1"),
-    ],
-)
-def test_settings_that_do_not_go_together(fields: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SparseConfig(**fields)
-
-
 def test_the_planner_of_a_run_that_names_none(tmp_path: Path) -> None:
     """Tiles learn better from scratch; clusters are nearer to the dense attention that a run begins with."""
 
@@ -286,19 +265,3 @@ def test_a_kernel_that_does_not_serve_is_reported_before_the_first_step(home: Pa
     assert not config.run_dir.joinpath("metrics.jsonl").exists()
     with pytest.raises(UserError, match=r"not one of auto.*did you mean 'triton'"):
         model_of(backend="tritn")
-
-
-def test_warm_plans_begin_with_those_of_their_own_condition() -> None:
-    model = model_of()
-    layers = clustered_layers(model).values()
-    caption, empty = torch.zeros(1, 2, 3), torch.ones(1, 2, 3)
-    with warm_plans(model) as use:
-        for condition, centroids in (("caption", caption), ("empty", empty)):
-            use(condition)
-            for layer in layers:
-                assert layer.warm_start() == (None, None)
-                layer.carry_over(centroids, None)
-        for condition, centroids in (("caption", caption), ("empty", empty)):
-            use(condition)
-            assert layers and all(layer.warm_start()[0] is centroids for layer in layers)
-    assert all(layer.warm_start() == (None, None) for layer in layers)

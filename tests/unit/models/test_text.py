@@ -6,7 +6,6 @@ Legend: B batch, L caption tokens, D text width.
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -111,19 +110,6 @@ def test_the_empty_caption_has_a_token(kind: str, folders: Callable[[str], Path]
     assert empty.shape[0] >= 1 and torch.isfinite(empty).all()
 
 
-def test_a_stand_in_for_no_tokens_is_reported(folders: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("mmspeed")
-    propagated, logger.propagate = logger.propagate, True
-    try:
-        with caplog.at_level(logging.INFO, logger="mmspeed"):
-            encoder = load(folders("qwen2"))
-    finally:
-        logger.propagate = propagated
-    assert encoder.tokenize("") == [encoder.tokenizer.eos_token_id]
-    assert "eos_token_id stands for it" in caplog.text
-    assert encoder.tokenize("ab") == encoder.tokenizer("ab")["input_ids"]
-
-
 def test_cut_captions_are_counted_and_keep_their_end_mark(folders: Callable[[str], Path]) -> None:
     encoder = load(folders("bert"), max_tokens=6)
     assert encoder.truncated == 0
@@ -153,18 +139,6 @@ def test_positions_limit_the_length(kind: str, limit: int, folders: Callable[[st
     assert load(folders(kind), max_tokens=limit).encode([SENTENCES[0] * 9])[0].embeds_LD.shape[0] == limit
     with pytest.raises(UserError, match=rf"text\.max_tokens is {limit + 1}, but .* has positions for {limit}"):
         load(folders(kind), max_tokens=limit + 1)
-
-
-def test_roberta_counts_positions_behind_its_padding_index(folders: Callable[[str], Path]) -> None:
-    assert load(folders("roberta"), max_tokens=30).encode([SENTENCES[0] * 9])[0].embeds_LD.shape[0] == 30
-    with pytest.raises(UserError, match="has positions for 30"):
-        load(folders("roberta"), max_tokens=31)
-
-
-def test_t5_has_no_limit_and_marks_need_room(folders: Callable[[str], Path]) -> None:
-    assert load(folders("t5"), max_tokens=700).encode([SENTENCES[0] * 30])[0].embeds_LD.shape[0] > 512
-    with pytest.raises(UserError, match=r"text\.max_tokens is 2, and this tokenizer's own marks take 2"):
-        load(folders("bert"), max_tokens=2)
 
 
 def test_minilm_is_its_package_and_means_something() -> None:
