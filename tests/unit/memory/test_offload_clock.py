@@ -70,8 +70,7 @@ def exposed(parts: int, share: float, keep_last: bool = True) -> float:
     return added / clock.copying
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.8, 0.95])
+@pytest.mark.parametrize(("parts", "share"), [(1, 0.95), (3, 0.5)])
 def test_offloading_hides_behind_the_computation(monkeypatch: pytest.MonkeyPatch, parts: int, share: float) -> None:
     """All of it: what the newest group stored is on the device when backward comes to it, and one group ahead is enough."""
     assert abs(exposed(parts, share)) < 1e-6
@@ -80,8 +79,7 @@ def test_offloading_hides_behind_the_computation(monkeypatch: pytest.MonkeyPatch
     assert exposed(parts, share) >= 0.4 / parts  # of copies back, all of a layer's first one
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("keep_last", [True, False])
+@pytest.mark.parametrize(("parts", "keep_last"), [(1, True), (3, False)])
 def test_copies_slower_than_the_computation_are_waited_for(parts: int, keep_last: bool) -> None:
     """The clock puts rubbish where a copy is under way, and raises for memory that was freed too early."""
     clock = ControlledClock(NUMBERS * 4 / 0.004)
