@@ -16,7 +16,7 @@ from mmspeed.memory import set_policies
 from mmspeed.memory.planning.report import CATEGORIES, LayerMemory, MemoryReport, runs_of
 from mmspeed.memory.planning.tracked import AT_THE_END, kept_bytes
 from mmspeed.mesh import process_group
-from mmspeed.pipelines.report.memory_page import measure_report, read_report, report_figure
+from mmspeed.pipelines.report.memory_page import measure_report, read_report
 from mmspeed.pipelines.report.run_page import write_report
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep

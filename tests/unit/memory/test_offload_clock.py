@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -93,22 +92,23 @@ def test_copies_slower_than_the_computation_are_waited_for(parts: int, keep_last
 
 
 def test_graphs_that_are_dropped_while_they_are_copied() -> None:
-    clock = ControlledClock(NUMBERS * 4 / 0.01)
+    clock = ControlledClock(NUMBERS * 4 / 0.001)
     offloader = Offloader(CPU, from_bytes=1, copies=clock)
     group = offloader.group()
+    let_go = clock.hold()
     give = group.store(torch.ones(NUMBERS))
     other = group.store(torch.ones(NUMBERS))
     del give, other  # forward's copies are under way
     assert offloader.pool.used == 2 * 4 * NUMBERS
-    time.sleep(0.05)
+    let_go()
     give, other = group.store(torch.ones(NUMBERS)), group.store(torch.zeros(NUMBERS))
     assert offloader.pool.used == 2 * 4 * NUMBERS  # of the first two no more
-    time.sleep(0.05)
+    clock.finish()
     with offloader.lock:
         offloader.tidy()
     assert torch.equal(other(), torch.zeros(NUMBERS))
     del give, other, group  # one copy back is under way, for nobody
-    time.sleep(0.05)
+    clock.finish()
     with offloader.lock:
         offloader.tidy()
     assert clock.faults == []

@@ -17,11 +17,12 @@ from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.pipelines.tasks import make_task, register
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.protocols import RunPlace
+from mmspeed.rng import VERSION
 from tests.support.character_runs import ALONE, character_config, character_tree, register_characters
 from tests.support.characters import CharacterTask
 from tests.support.runs import small_config, small_tree
 from tests.support.toy import ToyDiT
-from tests.support.toy_runs import toy_config, write_toy_cache
+from tests.support.toy_runs import toy_config, train_toy, write_toy_cache
 
 
 class Without(nn.Module):
@@ -93,7 +94,7 @@ def test_keys_of_another_task_are_reported_with_their_task(tmp_path: Path) -> No
 
 def test_a_run_of_another_task_is_reported(tmp_path: Path) -> None:
     config = character_config(tmp_path, "name=taken")
-    RunFolder(config.run_dir).write_start(small_config(tmp_path), {}, {})
+    RunFolder(config.run_dir).write_start(small_config(tmp_path), {"versions": {"generator": VERSION}}, {})
     message = "taken is a run of the task video, and this config is of the task characters: choose another `name`"
     with pytest.raises(UserError, match=message):
         TrainPipeline(config).run()
