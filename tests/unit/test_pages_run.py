@@ -166,7 +166,7 @@ def test_messages_of_the_table_are_those_of_the_code() -> None:
 
 def test_the_twenty_keys_are_twenty_with_their_defaults() -> None:
     fields = {re.sub(r"\(\w+\)|\[\]", "", path): field for path, field in reversed(all_fields())}
-    text = (DOCS / "twenty-keys.md").read_text(encoding="utf-8")
+    text = (DOCS / "quickstart.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([\w.]+)` \| (?:`(.*?)`|must be given) \| .+ \|$", text, re.MULTILINE)
     assert len(rows) == len({key for key, _ in rows}) == 20
     for key, default in rows:
