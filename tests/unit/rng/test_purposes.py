@@ -1,4 +1,4 @@
-"""docs/randomness.md names every purpose that the code draws for, and where its version stands."""
+"""docs/randomness.md names every purpose that the code draws for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 # functions of mmspeed.rng, with the place of the purpose among their arguments
 DRAWS = {"normal": 2, "normal_part": 4, "permutation": 2, "stream": 1, "symmetric": 3, "uniform": 1}
-WHERE = {"of the cache", "of the run", "newest", "newest; 1 for the video-like data, whose published figures are of it"}
 
 
 def drawn_in(path: Path) -> set[str]:
@@ -33,7 +32,6 @@ def test_the_table_lists_the_purposes_of_the_code(root: Path) -> None:
         path for floor in ("mmspeed", "models", "pipelines", "preprocess") for path in (root / floor).rglob("*.py")
     ]
     drawn = {purpose for path in files for purpose in drawn_in(path) if isinstance(purpose, str)}
-    rows = re.findall(r"^\| (`[^|]+) \|[^|]*\|[^|]*\| ([^|]+) \|$", (root / "docs" / "randomness.md").read_text(), re.M)
-    listed = {purpose for names, _ in rows for purpose in re.findall(r"`([^`]+)`", names)}
+    rows = re.findall(r"^\| (`[^|]+) \|[^|]*\|[^|]*\|$", (root / "docs" / "randomness.md").read_text(), re.M)
+    listed = {purpose for names in rows for purpose in re.findall(r"`([^`]+)`", names)}
     assert {"noise", "init", "val_split"} <= drawn and drawn == listed
-    assert {version for _, version in rows} == WHERE
