@@ -100,14 +100,14 @@ class TrainPipeline:
         online: bool = False,
         callbacks: Sequence[TrainCallback] = (),
     ) -> None:
-        given, config = config, obey_launcher(config)
-        self.config = config
+        self.config = obey_launcher(config)
         if online and task is not None:
             raise ValueError("online completes the data of the config's task: give a `task` its maker instead")
-        if task is not None and config is not given:  # the task has read the other one
+        if task is not None and self.config is not config:  # the task has read the other one
             raise UserError(
                 "make the task, too, from `mmspeed.config.obey_launcher(config)`, as accelerate launch changes the config"
             )
+        config = self.config
         self.task = task or make_task(config, maker or (maker_of(config) if online else None))
         self.online = online or maker is not None
         self.events = Events(callbacks)

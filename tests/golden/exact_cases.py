@@ -1,183 +1,127 @@
-"""The configurations of the exact witness (exact.py), in the keys of commit e6bf4be, and what newer code calls those keys."""
+"""The caches and runs of the exact witness (exact.py), in the keys of this checkout's configs.
+
+A later checkout gives these to this one's code. `./` is the folder of exact.py's materials, where the configs stand.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-STEPS = 12
-
-
-# What the new code calls the keys below: an old key, or the beginning of several, to the new one.
-NEW_KEYS: dict[str, str] = {
-    "memory.spans": "memory.activation_policy",
-    "memory.swap_from": "memory.offload_from",
-    "train.checkpointing": "memory.activation_policy.block",
-    "parallel.scheme": "parallel.dsp",
-}
-# Values that the new code spells otherwise, by the old key: {"train.checkpointing": {True: "recompute"}}.
-_POLICIES: dict[Any, Any] = {"swap": "offload", "swap_cheap": "offload_selective", "recompute_cheap": "selective"}
-NEW_VALUES: dict[str, dict[Any, Any]] = {
-    "memory.spans.attention": _POLICIES,
-    "memory.spans.cross_attention": _POLICIES,
-    "memory.spans.mlp": _POLICIES,
-    "train.checkpointing": {True: "recompute", False: "save"},
-    "parallel.scheme": {"ulysses": 1},  # with `switch` the degrees beside it would change too: no case has it
-}
-# Keys that the old code does not have, at the values by which the new code computes as the old one did.
-NEW_ONLY: dict[str, Any] = {"objective.weighting": "step"}
-# Parts of the names of tensors in checkpoints (whole words between dots) that the new code calls otherwise.
+# Parts of the names of tensors in checkpoints (whole words between dots) that the new code calls otherwise than the old.
 RENAMED: dict[str, str] = {}
-
-Tree = dict[str, Any]
-
-BASE: Tree = {
-    "vae.kind": "linear",
-    "vae.channels": 4,
-    "preprocess.online": False,  # a cache that the new code finds stale is an error, not encoded again
-    "preprocess.decode_workers": 1,
-    "model.size": "nano",
-    "train.steps": STEPS,
-    "train.batch_size": 3,
-    "train.lr": 1e-3,
-    "train.warmup_steps": 2,
-    "train.log_every": 1,
-    "validate.every": 6,
-    "validate.samples": 2,
-    "validate.quantiles": 2,
-    "validate.report": False,
-    "checkpoint.every": 1000,  # the last step is always written
-    "device.kind": "cpu",
-    "device.peak_tflops": 0.1,
-}
-
-
-def _bucket(frames: int, height: int, width: int) -> dict[str, int]:
-    return {"frames": frames, "height": height, "width": width}
-
-
-# Data sets, each with a cache of its own: of 8 clips one is held out, so that the steps of an epoch are not equally full.
-CLIPS, PICTURES = 8, 7
-DATA: dict[str, Tree] = {
-    "small": {"data.sources": [{"path": "../clips.jsonl"}], "data.buckets": [_bucket(5, 32, 48)]},
-    "long": {"data.sources": [{"path": "../clips.jsonl"}], "data.buckets": [_bucket(13, 64, 96)]},
-    "mixed": {"data.sources": [{"path": "../mixed.jsonl"}], "data.buckets": [_bucket(1, 32, 48), _bucket(5, 32, 48)]},
-}
+STEPS = 6  # that each run has at least
+CLIPS, PICTURES = 8, 7  # of the clips one is held out, so that the steps of an epoch are not equally full
 
 
 @dataclass(frozen=True)
-class Case:
-    """A configuration: what differs from BASE, the data set that it trains on, and the number of processes."""
+class Cache:
+    """A config file, and words of the command line behind it."""
 
-    changes: Tree = field(default_factory=dict)
-    data: str = "small"
+    tree: dict[str, Any]
+    words: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run: its words behind those of the cache that it reads, and the number of processes."""
+
+    words: str = ""
+    cache: str = "cache-small"
     processes: int = 1
 
 
-HALF = {"device.dtype": "bfloat16"}
-CASES: dict[str, Case] = {
+def _videos(manifest: str, *buckets: tuple[int, int, int]) -> dict[str, Any]:
+    sizes = [dict(zip(("frames", "height", "width"), bucket, strict=True)) for bucket in buckets]
+    return {"data": {"sources": [{"path": f"./{manifest}.jsonl"}], "buckets": sizes}}
+
+
+# The last step is always a checkpoint. Caches that the code finds stale are errors, not made again (`online`).
+_BASE = (
+    "train.steps=12 train.batch_size=3 train.lr=0.001 train.warmup_steps=2 train.log_every=1 validate.every=6 validate.samples=2 "
+    "validate.report=false checkpoint.every=1000 device.kind=cpu device.peak_tflops=0.1 "
+)
+_VIDEO = f"{_BASE} validate.quantiles=2 preprocess.online=false preprocess.decode_workers=1 "
+_NANO = f"{_VIDEO} vae.kind=linear vae.channels=4 model.size=nano "
+_TEXTS = {"texts": {"sources": [{"path": "./sonnets.txt", "split": "blank_line"}]}}
+CACHES = {
+    "cache-small": Cache(_videos("clips", (5, 32, 48)), _NANO),
+    "cache-long": Cache(_videos("clips", (13, 64, 96)), _NANO),
+    "cache-mixed": Cache(_videos("mixed", (1, 32, 48), (5, 32, 48)), _NANO),
+    "cache-texts": Cache(
+        {"task": "language", **_TEXTS},
+        f"{_BASE} train.steps={STEPS} texts.validation=0.1 texts.online=false sequence_length=127 tokenizer.kind=train tokenizer.size=512",
+    ),
+    # latents and captions of published repositories
+    **{
+        f"cache-{family}": Cache(
+            _videos("mixed", *((count, 64, 64) for count in frames)),
+            f"{_VIDEO} train.steps={STEPS} model.kind=diffusers model.pretrained=./{family}",
+        )
+        for family, frames in {"wan": (1, 9), "hunyuan-video": (9,), "hunyuan-video-1.5": (9,), "flux": (1,)}.items()
+    },
+}
+
+_HALF = "device.dtype=bfloat16 "
+_DEEPSEEK = (
+    "model.shape=tiny-deepseek-v3 model.further=1 model.balance=sequence objective.balance_rate=0.01 model.experts.count=6 "
+    "model.experts.per_token=3 model.experts.width=24 model.experts.shared=2 model.experts.first_dense=1 model.experts.scores=sigmoid "
+    "model.experts.normalised=true model.experts.scaling=1.5 model.experts.groups=3 model.experts.chosen_groups=2 model.experts.bias=true"
+)
+RUNS = {
     # the three of tests/golden/test_curves.py
-    "factorised-flow": Case(),
-    "full-ddpm-v": Case({"model.arrangement": "full", "objective.kind": "ddpm"}),
-    "factorised-ddpm-epsilon": Case(
-        {
-            "objective.kind": "ddpm",
-            "objective.prediction": "epsilon",
-            "objective.zero_terminal_snr": False,
-            "objective.min_snr_gamma": 5,
-        }
+    "factorised-flow": Run(),
+    "full-ddpm-v": Run("model.arrangement=full objective.kind=ddpm"),
+    "factorised-ddpm-epsilon": Run(
+        "objective.kind=ddpm objective.prediction=epsilon objective.zero_terminal_snr=false objective.min_snr_gamma=5"
     ),
-    "bfloat16": Case({**HALF, "train.weight_decay": 0.1, "train.schedule": "cosine"}),
-    "tiers": Case(
-        {
-            **HALF,
-            "memory.master": "host",
-            "memory.states": "host",
-            "memory.ema": "host",
-            "memory.bucket": "64KiB",
-            "train.micro_batch_size": 2,
-        }
+    "bfloat16": Run(_HALF + "train.weight_decay=0.1 train.schedule=cosine"),
+    "tiers": Run(
+        _HALF + "memory.master=host memory.states=host memory.ema=host memory.bucket=64KiB train.micro_batch_size=2"
     ),
-    "gradient-release": Case(
-        {"memory.release_gradients": True, "memory.bucket": "64KiB", "train.clip_norm": None, "memory.states": "host"}
+    "gradient-release": Run(
+        "memory.release_gradients=true memory.bucket=64KiB memory.states=host train.clip_norm=null"
     ),
-    "recompute": Case({"train.checkpointing": True}),
-    "swap": Case(
-        {
-            "memory.spans.attention": "swap",
-            "memory.spans.cross_attention": "recompute_cheap",
-            "memory.spans.mlp": "swap_cheap",
-            "memory.swap_from": "1KiB",
-            "memory.keep_last": False,
-        }
+    "recompute": Run("memory.activation_policy.block=recompute memory.mlp_chunk=16"),
+    "offload": Run(
+        "memory.activation_policy.attention=offload memory.activation_policy.cross_attention=selective "
+        "memory.activation_policy.mlp=offload_selective memory.offload_from=1KiB memory.keep_last=false"
     ),
     # between the plain step and the least; which ways are chosen depends on the clock, what they compute does not
-    "budget": Case({"memory.budget": "9MB", "model.arrangement": "full"}, data="long"),
-    "sparse": Case(
-        {
-            "model.arrangement": "full",
-            "model.depth": 3,
-            "model.sparse.planner": "clusters",
-            "model.sparse.keep": 0.3,
-            "model.sparse.cluster_size": 16,
-            "model.sparse.min_tokens": 16,
-            "model.sparse.dense_first": 0,
-            "model.sparse.dense_last": 0,
-            "model.sparse.dense_steps": 2,
-            "model.sparse.update_every": 3,
-        },
-        data="long",
+    "budget": Run("memory.budget=9MB model.arrangement=full", "cache-long"),
+    "sparse": Run(
+        "model.arrangement=full model.depth=3 model.sparse.planner=clusters model.sparse.keep=0.3 model.sparse.cluster_size=16 "
+        "model.sparse.min_tokens=16 model.sparse.dense_first=0 model.sparse.dense_last=0 model.sparse.dense_steps=2 "
+        "model.sparse.update_every=3",
+        "cache-long",
     ),
-    "images-with-videos": Case(
-        {"train.batch_size": None, "batching.by": "tokens", "batching.mix": "window", "batching.accumulate": 2},
-        data="mixed",
+    "images-with-videos": Run(
+        "train.batch_size=null batching.by=tokens batching.mix=window batching.accumulate=2", "cache-mixed"
     ),
-    "accumulation": Case({"train.batch_size": 5, "train.micro_batch_size": 2}),
+    "accumulation": Run("train.batch_size=5 train.micro_batch_size=2 objective.weighting=step"),
+    "given-frames": Run("conditioning.first=0.3 conditioning.first_last=0.3 conditioning.mask=0.3", "cache-long"),
+    "wan": Run("", "cache-wan"),
+    "wan-experts": Run(
+        "model.pretrained=./wan-experts objective.experts=both text.kind=family text.pretrained=./wan", "cache-wan"
+    ),
+    "qwen3": Run(
+        "model.shape=tiny-qwen3-8b model.depth=2 model.width=48 model.heads=6 model.key_heads=3 model.head_width=8 model.hidden=80 "
+        "model.windows=[9,null] objective.z_loss=0.001",
+        "cache-texts",
+    ),
+    "qwen3-experts": Run("model.pretrained=./qwen3-experts model.balance=global_batch", "cache-texts"),
+    "deepseek": Run(_DEEPSEEK, "cache-texts"),
     # on 2 ranks
-    "fsdp": Case(
-        {"parallel.strategy": "fsdp", "train.batch_size": 5, "train.micro_batch_size": 1, **HALF}, processes=2
+    "deepseek-2": Run(_DEEPSEEK, "cache-texts", 2),
+    "fsdp": Run(_HALF + "parallel.strategy=fsdp train.batch_size=5 train.micro_batch_size=1", processes=2),
+    "ddp": Run(
+        "parallel.strategy=ddp train.batch_size=null batching.by=tokens batching.mix=window batching.slots=4",
+        "cache-mixed",
+        2,
     ),
-    "ddp": Case(
-        {
-            "parallel.strategy": "ddp",
-            "train.batch_size": None,
-            "batching.by": "tokens",
-            "batching.mix": "window",
-            "batching.slots": 4,
-        },
-        data="mixed",
-        processes=2,
+    "fsdp-ulysses": Run(
+        "parallel.strategy=fsdp parallel.ulysses=2 memory.activation_policy.block=recompute", processes=2
     ),
-    "fsdp-ulysses": Case(
-        {"parallel.strategy": "fsdp", "parallel.ulysses": 2, "parallel.scheme": "ulysses", "train.checkpointing": True},
-        processes=2,
-    ),
-    "tp": Case({"parallel.tp": 2, "train.batch_size": 4, "train.micro_batch_size": 2}, processes=2),
+    "tp": Run("parallel.tp=2 train.batch_size=4 train.micro_batch_size=2", processes=2),
 }
-CACHE, OWN_CACHE = "cache", "mixed"  # the line that compares a cache which the new code builds, and its data set
-QUICK = ("factorised-flow", "tiers", "images-with-videos", "fsdp")
-
-
-def translated(tree: Mapping[str, Any], keys: Mapping[str, str], values: Mapping[str, Mapping[Any, Any]]) -> Tree:
-    """`tree` of dotted keys with the new names of keys (the longest old one that fits) and values."""
-    results = {}
-    for key, value in tree.items():
-        fits = [old for old in keys if key == old or key.startswith(old + ".")]
-        old = max(fits, key=len, default="")
-        changes = values.get(key, {})
-        same = not isinstance(value, str | bool | int) or value not in changes
-        results[keys[old] + key[len(old) :] if fits else key] = value if same else changes[value]
-    return results
-
-
-def nested(tree: Mapping[str, Any]) -> Tree:
-    """The mapping of sections that a tree of dotted keys means."""
-    root: Tree = {}
-    for key, value in tree.items():
-        *sections, last = key.split(".")
-        node = root
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[last] = value
-    return root
+QUICK = ("cache-small", "cache-wan", "factorised-flow", "tiers", "images-with-videos", "fsdp", "wan", "deepseek")

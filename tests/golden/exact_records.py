@@ -1,4 +1,4 @@
-"""What a run computed, as its folder holds it, and the first difference between two runs (exact.py)."""
+"""What a run or a cache holds, by name, and the first difference between two of them (exact.py)."""
 
 from __future__ import annotations
 
@@ -7,41 +7,17 @@ import json
 import re
 import tarfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Record:
-    """Numbers by row and name ("step 3 loss"), in the order of the steps, and the last checkpoint's tensors by name."""
-
-    numbers: dict[str, float | None]
-    tensors: dict[str, Tensor]
-
-    def digests(self) -> dict[str, Any]:
-        """Each number as `float.hex`, each tensor as SHA-256 of its bytes, for JSON."""
-        numbers = {name: _hex(value) for name, value in self.numbers.items()}
-        return {"numbers": numbers, "tensors": {name: digest(value) for name, value in self.tensors.items()}}
-
-
-def _hex(value: float | None) -> str:
-    return "null" if value is None else float(value).hex()
-
-
-def raw(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, [bytes]."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def digest(tensor: Tensor) -> str:
-    """SHA-256 of number type, shape and bytes."""
-    head = f"{tensor.dtype} {tuple(tensor.shape)} ".encode()
-    return hashlib.sha256(head + raw(tensor).numpy().tobytes()).hexdigest()
+# A run: numbers by row and name ("step 3 loss"), in the order of the steps, and the last checkpoint's tensors.
+# A cache: SHA-256 of each member of its shards and of each other file, and its codec's tensors.
+Record = dict[str, float | str | Tensor | None]
+# Not compared: a description with the whole config, a lock, and tables that are compiled from the others under a name of their own.
+_OTHERS = {"cache.json", ".readers.lock", "entries.arrow", "samples.arrow"}
 
 
 def renamed(name: str, table: Mapping[str, str]) -> str:
@@ -53,60 +29,62 @@ def renamed(name: str, table: Mapping[str, str]) -> str:
 
 def difference(old: Record, new: Record, names: Mapping[str, str]) -> str | None:
     """The first difference, with its name and both values; None where all is equal to the bit."""
-    for name in {**old.numbers, **new.numbers}:
-        if name not in old.numbers or name not in new.numbers:
-            return f"{name}: only the {'old' if name in old.numbers else 'new'} run has it"
-        before, after = _hex(old.numbers[name]), _hex(new.numbers[name])
-        if before != after:
-            return f"{name}: {before} ({old.numbers[name]}) against {after} ({new.numbers[name]})"
-    expected = {renamed(name, names): tensor for name, tensor in old.tensors.items()}
-    different = [
-        name for name in sorted({*expected, *new.tensors}) if not _same(expected.get(name), new.tensors.get(name))
-    ]
+    expected = {renamed(name, names): value for name, value in old.items()}
+    different = [(name, found) for name in {**expected, **new} if (found := _difference(name, expected, new))]
     if not different:
-        return None
-    name = different[0]
-    more = f"; {len(different)} of {len(expected)} tensors differ" if len(different) > 1 else ""
-    return f"{name}: {_tensor_difference(expected.get(name), new.tensors.get(name))}{more}"
+        return None if expected else "nothing was compared"
+    name, found = different[0]
+    return f"{name}: {found}" + (f"; {len(different)} of {len(expected)} differ" if len(different) > 1 else "")
 
 
-def _same(old: Tensor | None, new: Tensor | None) -> bool:
-    if old is None or new is None or old.dtype != new.dtype or old.shape != new.shape:
-        return False
-    return torch.equal(raw(old), raw(new))
+def _difference(name: str, old: Record, new: Record) -> str | None:
+    if name not in old or name not in new:
+        return f"only the {'old' if name in old else 'new'} code has it"
+    before, after = old[name], new[name]
+    if isinstance(before, Tensor) and isinstance(after, Tensor):
+        return _tensor_difference(before, after)
+    shown = [_shown(value) for value in (before, after)]
+    return None if shown[0] == shown[1] else f"{shown[0]} against {shown[1]}"
 
 
-def _tensor_difference(old: Tensor | None, new: Tensor | None) -> str:
-    if old is None or new is None:
-        return f"only the {'new' if old is None else 'old'} run has it"
+def _shown(value: float | str | Tensor | None) -> str:
+    return f"{float(value).hex()} ({value})" if isinstance(value, int | float) else str(value)
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, [bytes]."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _tensor_difference(old: Tensor, new: Tensor) -> str | None:
     kinds = [f"{tensor.dtype} {list(tensor.shape)}" for tensor in (old, new)]
     if kinds[0] != kinds[1]:
         return f"{kinds[0]} against {kinds[1]}"
-    size = old.element_size()
-    places = (raw(old) != raw(new)).view(-1, size).any(dim=1).nonzero()[:, 0]
-    first = int(places[0])
-    values = [_hex(tensor.reshape(-1)[first].item()) for tensor in (old, new)]
-    return f"{len(places)} of {old.numel()} numbers, at {first}: {values[0]} against {values[1]}"
+    places = (_raw(old) != _raw(new)).view(-1, old.element_size()).any(dim=1).nonzero()[:, 0].tolist()
+    if not places:
+        return None
+    values = [_shown(tensor.reshape(-1)[places[0]].item()) for tensor in (old, new)]
+    return f"{len(places)} of {old.numel()} numbers, at {places[0]}: {values[0]} against {values[1]}"
 
 
-def read_record(run: Path) -> Record:
+def read_run(run: Path) -> Record:
     """What a run folder holds of a run. Raises OSError, KeyError or ValueError for a folder that is not whole."""
-    numbers: dict[str, float | None] = {}
+    record: Record = {}
     for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         if row["kind"] == "train":
-            numbers |= {f"step {row['step']} {name}": row[name] for name in ("loss", "grad_norm", "samples")}
+            record |= {f"step {row['step']} {name}": row[name] for name in ("loss", "grad_norm", "samples")}
         elif row["kind"] == "validation":
-            numbers[f"step {row['step']} held-out loss"] = row["loss"]
+            record[f"step {row['step']} held-out loss"] = row["loss"]
     newest = json.loads((run / "checkpoints" / "latest.json").read_text(encoding="utf-8"))["latest"]
-    return Record(numbers, read_tensors(run / "checkpoints" / newest))
+    return {**record, **read_tensors(run / "checkpoints" / newest)}
 
 
 def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint, put together from the parts that the ranks wrote. Raises ValueError where a part lacks."""
     index = json.loads((checkpoint / "index.json").read_text(encoding="utf-8"))["tensors"]
     results = {}
-    for name, entry in index.items():
+    for name, entry in sorted(index.items()):
         whole = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
         filled = torch.zeros(entry["shape"], dtype=torch.bool)
         for chunk in entry["chunks"]:
@@ -121,25 +99,20 @@ def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
     return results
 
 
-def read_entries(cache: Path) -> dict[str, str]:
-    """SHA-256 of every member of a cache's shards, and of every tensor of its codec, by path and name."""
-    results = {}
-    for shard in sorted(cache.rglob("*.tar")):
-        with tarfile.open(shard) as tar:
-            for member in tar:
-                file = tar.extractfile(member)
-                assert file is not None  # shards hold files only
-                name = f"{shard.relative_to(cache).as_posix()}:{member.name}"
-                results[name] = hashlib.sha256(file.read()).hexdigest()
-    for codec in sorted((cache / "codec").glob("*.safetensors")):
-        with safe_open(codec, framework="pt") as tensors:  # its header is in any order
-            results |= {f"codec/{codec.name}:{name}": digest(tensors.get_tensor(name)) for name in tensors.keys()}
-    return results
-
-
-def entries_difference(old: Mapping[str, str], new: Mapping[str, str]) -> str | None:
-    """The first entry of a cache that differs, or None."""
-    for name in sorted({*old, *new}):
-        if old.get(name) != new.get(name):
-            return f"{name}: {old.get(name, 'not there')} against {new.get(name, 'not there')}"
-    return None if old else "no entries"
+def read_cache(cache: Path) -> Record:
+    """What a cache's folder holds: entries under their keys, tables of the index, a tokenizer, tensors of a codec."""
+    record: Record = {}
+    for path in sorted(path for path in cache.rglob("*") if path.is_file() and path.name not in _OTHERS):
+        name = path.relative_to(cache).as_posix()
+        if path.suffix == ".tar":
+            with tarfile.open(path) as tar:
+                for member in tar:
+                    file = tar.extractfile(member)
+                    assert file is not None  # shards hold files only
+                    record[f"{name}:{member.name}"] = hashlib.sha256(file.read()).hexdigest()
+        elif path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as tensors:  # its header is in any order
+                record |= {f"{name}:{key}": tensors.get_tensor(key) for key in tensors.keys()}
+        else:
+            record[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return record

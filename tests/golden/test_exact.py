@@ -1,4 +1,4 @@
-"""The exact witness sees one bit: its comparing functions on small made-up records, and its tables of new names."""
+"""The exact witness sees one bit: its comparing functions on small made-up records, and its sides."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import io
 import json
 import math
 import tarfile
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,84 +13,56 @@ import torch
 from safetensors.torch import save_file
 
 from tests.golden import exact
-from tests.golden.exact_cases import CASES, DATA, QUICK, nested, translated
-from tests.golden.exact_records import (
-    Record,
-    difference,
-    digest,
-    entries_difference,
-    read_entries,
-    read_record,
-    read_tensors,
-    renamed,
-)
+from tests.golden.exact_cases import CACHES, QUICK, RUNS
+from tests.golden.exact_records import Record, difference, read_cache, read_run, read_tensors, renamed
 
-NAME = "optimizer.state.blocks.0.mlp.up.weight.exp_avg"
+NAME, BIAS = "optimizer.state.blocks.0.mlp.up.weight.exp_avg", "model.patch_in.bias"
 
 
-def record() -> Record:
-    numbers: dict[str, float | None] = {}
-    for step in (1, 2):
-        numbers |= {f"step {step} loss": 1.5 + step / 3, f"step {step} grad_norm": 0.1 * step}
-    return Record(numbers, {NAME: torch.linspace(-1, 1, 12).view(3, 4), "model.patch_in.bias": torch.arange(3.0)})
-
-
-def with_tensor(name: str, tensor: torch.Tensor) -> Record:
-    copy = record()
-    return replace(copy, tensors={**copy.tensors, name: tensor})
-
-
-def test_equal_records() -> None:
-    assert difference(record(), record(), {}) is None
+def record(**changes: float | None) -> Record:
+    numbers = {f"step {step} {name}": 1.5 + step / 3 for step in (1, 2) for name in ("loss", "grad_norm")}
+    return {**numbers, **changes, NAME: torch.linspace(-1, 1, 12).view(3, 4), BIAS: torch.arange(3.0)}
 
 
 def test_one_bit_of_a_number_shows_with_both_values() -> None:
-    other = record()
-    loss = other.numbers["step 2 loss"]
-    assert loss is not None
-    other.numbers["step 2 loss"] = math.nextafter(loss, 3.0)
-    differences = difference(record(), other, {})
-    assert differences is not None and differences.startswith("step 2 loss: ")
-    assert loss.hex() in differences and math.nextafter(loss, 3.0).hex() in differences
+    loss = 1.5 + 2 / 3
+    values = loss, math.nextafter(loss, 3.0)
+    expected = f"step 2 loss: {values[0].hex()} ({values[0]}) against {values[1].hex()} ({values[1]})"
+    assert difference(record(), record(**{"step 2 loss": values[1]}), {}) == expected
+    assert difference(record(), record(), {}) is None and difference({}, {}, {}) == "nothing was compared"
 
 
 def test_the_sign_of_zero_and_a_missing_number_show() -> None:
-    signs = [replace(record(), numbers={"step 1 loss": zero}) for zero in (0.0, -0.0)]
-    assert "0x0.0p+0 (0.0) against -0x0.0p+0" in (difference(signs[0], signs[1], {}) or "")
-    missing = replace(record(), numbers={**record().numbers, "step 1 grad_norm": None})
-    assert (difference(record(), missing, {}) or "").startswith("step 1 grad_norm: ")
+    assert difference({"loss": 0.0}, {"loss": -0.0}, {}) == "loss: 0x0.0p+0 (0.0) against -0x0.0p+0 (-0.0)"
+    missing = difference(record(), record(**{"step 1 grad_norm": None}), {})
+    assert missing is not None and missing.startswith("step 1 grad_norm: ") and missing.endswith("against None")
 
 
-@pytest.mark.parametrize("longer", ["old", "new"])
-def test_another_number_of_steps_shows(longer: str) -> None:
-    more = replace(record(), numbers={**record().numbers, "step 3 loss": 1.0})
-    pair = (more, record()) if longer == "old" else (record(), more)
-    assert difference(*pair, {}) == f"step 3 loss: only the {longer} run has it"
+def test_what_one_side_lacks_shows() -> None:
+    more = record(**{"step 3 loss": 1.0})
+    assert difference(more, record(), {}) == "step 3 loss: only the old code has it"
+    assert difference(record(), more, {}) == "step 3 loss: only the new code has it"
+    shorter = {name: value for name, value in record().items() if name != BIAS}
+    assert difference(record(), shorter, {}) == f"{BIAS}: only the old code has it"
 
 
 def test_one_bit_of_a_tensor_shows_with_its_place_and_both_values() -> None:
-    tensor = record().tensors[NAME].clone()
-    before = tensor[2, 1].item()
+    tensor = torch.linspace(-1, 1, 12).view(3, 4)
     tensor.view(torch.int32)[2, 1] ^= 1
-    differences = difference(record(), with_tensor(NAME, tensor), {})
-    assert differences == f"{NAME}: 1 of 12 numbers, at 9: {before.hex()} against {tensor[2, 1].item().hex()}"
+    before, after = float(torch.linspace(-1, 1, 12)[9]), float(tensor[2, 1])
+    expected = f"{NAME}: 1 of 12 numbers, at 9: {before.hex()} ({before}) against {after.hex()} ({after})"
+    assert difference(record(), {**record(), NAME: tensor}, {}) == expected
+    both = difference(record(), {**record(), NAME: tensor, BIAS: torch.ones(3)}, {})
+    assert both == f"{expected}; 2 of 6 differ"
 
 
-def test_a_tensor_that_is_not_there_or_of_another_kind_shows() -> None:
-    shorter = replace(record(), tensors={NAME: record().tensors[NAME]})
-    assert difference(record(), shorter, {}) == "model.patch_in.bias: only the old run has it"
-    assert difference(shorter, record(), {}) == "model.patch_in.bias: only the new run has it"
-    half = with_tensor(NAME, record().tensors[NAME].bfloat16())
-    assert f"{NAME}: torch.float32 [3, 4] against torch.bfloat16 [3, 4]" == difference(record(), half, {})
-    flat = with_tensor(NAME, record().tensors[NAME].view(12))
-    assert f"{NAME}: torch.float32 [3, 4] against torch.float32 [12]" == difference(record(), flat, {})
-    both = replace(shorter, tensors={NAME: record().tensors[NAME] + 1})
-    assert (difference(record(), both, {}) or "").endswith("; 2 of 2 tensors differ")
-
-
-def test_not_a_number_equals_itself() -> None:
-    nan = with_tensor("model.patch_in.bias", torch.tensor([math.nan, 0.0, 1.0]))
+def test_a_tensor_of_another_kind_shows() -> None:
+    tensor = torch.linspace(-1, 1, 12).view(3, 4)
+    for other, kind in ((tensor.bfloat16(), "torch.bfloat16 [3, 4]"), (tensor.view(12), "torch.float32 [12]")):
+        assert difference(record(), {**record(), NAME: other}, {}) == f"{NAME}: torch.float32 [3, 4] against {kind}"
+    nan: Record = {BIAS: torch.tensor([math.nan, 0.0, 1.0])}
     assert difference(nan, nan, {}) is None
+    assert difference({BIAS: torch.tensor(0.0)}, {BIAS: torch.tensor(-0.0)}, {}) is not None  # no dims
 
 
 def test_renamed_tensors_are_compared_under_their_new_names() -> None:
@@ -99,17 +70,9 @@ def test_renamed_tensors_are_compared_under_their_new_names() -> None:
     new = NAME.replace("mlp.up", "feed_forward.inner")
     assert renamed(NAME, table) == new
     assert renamed("model.mlp.upper.weight", table) == "model.mlp.upper.weight"  # whole words only
-    old = record()
-    moved = replace(old, tensors={new: old.tensors[NAME], "model.patch_in.bias": old.tensors["model.patch_in.bias"]})
-    assert difference(old, moved, table) is None
-    assert difference(old, moved, {}) is not None
-
-
-def test_digests_tell_types_shapes_and_bits_apart() -> None:
-    tensor = torch.zeros(4)
-    others = [tensor.bfloat16(), tensor.view(2, 2), -tensor, torch.zeros(8, dtype=torch.bfloat16)]
-    assert len({digest(one) for one in (tensor, *others)}) == 5 and digest(tensor) == digest(torch.zeros(4))
-    assert digest(torch.tensor(1.0)) == digest(torch.tensor(1.0))  # no dims
+    moved = {new if name == NAME else name: value for name, value in record().items()}
+    assert difference(record(), moved, table) is None
+    assert difference(record(), moved, {}) is not None
 
 
 # ---- files ----
@@ -130,14 +93,14 @@ def write_checkpoint(folder: Path, chunks: list[list[int]]) -> torch.Tensor:
 def test_parts_of_ranks_are_put_together(tmp_path: Path) -> None:
     for name, chunks in (("one", [[0, 4]]), ("two", [[2, 2], [0, 2]])):
         whole = write_checkpoint(tmp_path / name, chunks)
-        assert digest(read_tensors(tmp_path / name)["model.w"]) == digest(whole)
+        assert torch.equal(read_tensors(tmp_path / name)["model.w"], whole)
     write_checkpoint(tmp_path / "lacking", [[0, 3]])
     with pytest.raises(ValueError, match=r"model\.w is not whole"):
         read_tensors(tmp_path / "lacking")
 
 
 def test_a_run_folder_is_read(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "checkpoints" / "step-2", [[0, 4]])
+    whole = write_checkpoint(tmp_path / "checkpoints" / "step-2", [[0, 4]])
     (tmp_path / "checkpoints" / "latest.json").write_text('{"latest": "step-2"}')
     rows = [
         {"kind": "train", "step": 1, "loss": 0.1, "grad_norm": None, "samples": 3},
@@ -145,55 +108,41 @@ def test_a_run_folder_is_read(tmp_path: Path) -> None:
         {"kind": "validation", "step": 1, "loss": 0.3},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    record = read_record(tmp_path)
-    assert record.numbers == {
-        "step 1 loss": 0.1,
-        "step 1 grad_norm": None,
-        "step 1 samples": 3,
-        "step 1 held-out loss": 0.3,
-    }
-    assert record.digests()["numbers"]["step 1 loss"] == (0.1).hex() and list(record.tensors) == ["model.w"]
+    numbers: Record = {"step 1 loss": 0.1, "step 1 grad_norm": None, "step 1 samples": 3, "step 1 held-out loss": 0.3}
+    assert difference(read_run(tmp_path), {**numbers, "model.w": whole}, {}) is None
 
 
-def write_cache(folder: Path, payload: bytes) -> Path:
-    (folder / "texts").mkdir(parents=True)
+def write_cache(folder: Path, payload: bytes = b"1", key: str = "ab", table: bytes = b"2", codec: float = 3) -> Record:
+    for name in ("texts", "index", "codec"):
+        (folder / name).mkdir(parents=True)
     with tarfile.open(folder / "texts" / "000000.tar", "w") as tar:
-        member = tarfile.TarInfo("ab.safetensors")
+        member = tarfile.TarInfo(f"{key}.safetensors")
         member.size = len(payload)
         tar.addfile(member, io.BytesIO(payload))
-    return folder
+    (folder / "index" / "texts-000000.parquet").write_bytes(table)
+    (folder / "cache.json").write_text(str(folder))
+    save_file({"w": torch.tensor([codec])}, folder / "codec" / "linear.safetensors")
+    return read_cache(folder)
 
 
-def test_entries_of_caches(tmp_path: Path) -> None:
-    entries = [
-        read_entries(write_cache(tmp_path / name, payload)) for name, payload in (("a", b"1"), ("b", b"1"), ("c", b"2"))
-    ]
-    assert entries_difference(entries[0], entries[1]) is None
-    assert (entries_difference(entries[0], entries[2]) or "").startswith("texts/000000.tar:ab.safetensors: ")
-    assert "not there" in (entries_difference(entries[0], {}) or "")
-    assert entries_difference({}, {}) == "no entries"
+def test_caches_differ_by_entries_keys_tables_and_codecs(tmp_path: Path) -> None:
+    first = write_cache(tmp_path / "first")
+    assert difference(first, write_cache(tmp_path / "same"), {}) is None
+    for name, change in {
+        "texts/000000.tar:ab.safetensors": {"payload": b"2"},
+        "texts/000000.tar:ab.safetensors: only the old": {"key": "cd"},
+        "index/texts-000000.parquet": {"table": b"3"},
+        "codec/linear.safetensors:w": {"codec": 4},
+    }.items():
+        assert (difference(first, write_cache(tmp_path / str(change), **change), {}) or "").startswith(name)  # type: ignore[arg-type]
 
 
-# ---- configurations ----
+# ---- caches and runs ----
 
 
-def test_old_keys_are_translated_by_their_longest_beginning() -> None:
-    tree = {"memory.spans.mlp": "swap", "memory.budget": 1, "train.checkpointing": True, "train.checkpoints": True}
-    keys = {"memory": "room", "memory.spans": "room.activations", "train.checkpointing": "room.activations.block"}
-    values = {"train.checkpointing": {True: "recompute"}, "memory.spans.mlp": {"swap": "offload"}}
-    assert translated(tree, keys, values) == {
-        "room.activations.mlp": "offload",
-        "room.budget": 1,
-        "room.activations.block": "recompute",
-        "train.checkpoints": True,
-    }
-    assert nested({"a.b": 1, "a.c.d": [2], "e": None}) == {"a": {"b": 1, "c": {"d": [2]}}, "e": None}
-
-
-def test_there_are_12_on_one_process_and_4_on_two() -> None:
-    processes = [case.processes for case in CASES.values()]
-    assert (processes.count(1), processes.count(2)) == (12, 4)
-    assert set(QUICK) <= CASES.keys() and {case.data for case in CASES.values()} <= DATA.keys()
+def test_every_cache_is_read_or_compared_under_a_name_of_its_own() -> None:
+    assert {run.cache for run in RUNS.values()} <= CACHES.keys() and not CACHES.keys() & RUNS.keys()
+    assert {*QUICK} <= CACHES.keys() | RUNS.keys()
 
 
 def test_a_checkout_that_python_does_not_find_is_refused(tmp_path: Path) -> None:
@@ -201,13 +150,16 @@ def test_a_checkout_that_python_does_not_find_is_refused(tmp_path: Path) -> None
         exact.make_side("old", tmp_path, tmp_path)
 
 
-def test_old_code_that_has_a_witness_is_spoken_to_in_its_own_keys(tmp_path: Path) -> None:
-    """Its configs have the names that its own table gives; a commit from before the witness has those of the table here."""
-    (tmp_path / "checkout" / "tests" / "golden").mkdir(parents=True)
-    for package in ("mmspeed", "tests", "tests/golden"):
-        (tmp_path / "checkout" / package).mkdir(exist_ok=True)
-        (tmp_path / "checkout" / package / "__init__.py").touch()
-    tables = "NEW_KEYS = {'memory.spans': 'room.policy'}\nNEW_VALUES = {'a.b': {True: 'on'}}\n"
-    (tmp_path / "checkout" / "tests" / "golden" / "exact_cases.py").write_text(tables)
-    side = exact.make_side("old", tmp_path / "checkout", tmp_path)
-    assert (side.keys, side.values, side.own) == ({"memory.spans": "room.policy"}, {"a.b": {True: "on"}}, {})
+def test_each_side_speaks_its_own_keys(tmp_path: Path) -> None:
+    """Caches and runs that the checkout's own file lacks are those of the file here; a file of an earlier form has none."""
+    for name, cases in (
+        ("old", "CACHES = {'cache-texts': 1}\nRUNS = {'tiers': 2, 'gone': 3}\n"),
+        ("new", "CASES = {}"),
+    ):
+        (tmp_path / f"{name}-code" / "mmspeed").mkdir(parents=True)
+        (tmp_path / f"{name}-code" / "mmspeed" / "__init__.py").touch()
+        (tmp_path / f"{name}-code" / "tests" / "golden").mkdir(parents=True)
+        (tmp_path / f"{name}-code" / "tests" / "golden" / "exact_cases.py").write_text(cases)
+    old, new = (exact.make_side(name, tmp_path / f"{name}-code", tmp_path) for name in ("old", "new"))
+    assert (old.caches, old.runs) == ({**CACHES, "cache-texts": 1}, {**RUNS, "tiers": 2, "gone": 3})
+    assert (new.caches, new.runs) == (CACHES, RUNS)

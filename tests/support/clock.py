@@ -6,6 +6,7 @@ only, and a device tensor that was freed before raises. Use as `copies=` of what
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -46,7 +47,11 @@ class _Lane:
             sleep_until(end)
             copy()
 
-        return _ClockJob(self._thread.submit(work))
+        return _ClockJob(self.queue(work))
+
+    def queue(self, work: Callable[[], Any]) -> Future[Any]:
+        """Do `work` behind the copies that were asked for."""
+        return self._thread.submit(work)
 
 
 class _ClockJob:
@@ -91,6 +96,22 @@ class ControlledClock:
             np.copyto(look(), source.array[:nbytes])
 
         return self.inward.begin(nbytes, spoil, copy)
+
+    def hold(self) -> Callable[[], None]:
+        """Begin no copy out of the device that is asked for from here on, until the returned function is called; it returns when they are done."""
+        gate = threading.Event()
+        self.outward.queue(gate.wait)
+
+        def let_go() -> None:
+            gate.set()
+            self.finish()
+
+        return let_go
+
+    def finish(self) -> None:
+        """Wait for all copies that were asked for."""
+        for lane in (self.outward, self.inward):
+            lane.queue(int).result()
 
     def _weak(self, tensor_Z: Tensor, side: str) -> Callable[[], np.ndarray]:
         """The bytes of a tensor that is not kept alive; looking raises AssertionError when it is gone."""

@@ -16,7 +16,6 @@ import torch
 import yaml
 
 from mmspeed.__main__ import main
-from mmspeed.cli import launch
 from mmspeed.cli.app import split_debug
 from mmspeed.cli.diagnosis import Diagnosis
 from mmspeed.cli.doctor import diagnose, render, to_json
@@ -164,16 +163,6 @@ def test_nproc_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 LAUNCH = "import sys; from mmspeed.cli.launch import launch; sys.exit(launch(sys.argv[1:], 2))"
-
-
-def test_what_there_is_to_tell_of_a_config_is_printed_once(
-    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The line comes from the one process that reads the config, or from the first of those that it starts."""
-    monkeypatch.setattr(launch, "launch", lambda *arguments: 0)
-    words = ["train", str(run_file), "parallel.ulysses=2"]
-    assert main([*words, "--nproc", "2"]) == 0 and "no dsp" not in capsys.readouterr().err
-    assert main([*words, "--print-config"]) == 0 and capsys.readouterr().err.count("no dsp") == 1
 
 
 def launched(*arguments: str) -> subprocess.CompletedProcess[str]:

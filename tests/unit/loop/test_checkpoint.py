@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing as mp
 import os
 import resource
@@ -106,16 +105,6 @@ def test_a_checkpoint_before_the_first_step_leaves_the_optimizer_new(tmp_path: P
     assert train(other, range(2)) == train(state, range(2))
 
 
-def test_only_safetensors_and_json_are_on_disk(saved: Path) -> None:
-    assert steps_in(saved) == FILES
-    assert steps_in(saved.parent) == ["latest.json", "step-00000002"]
-    for path in saved.parent.rglob("*.json"):
-        json.loads(path.read_text())
-    index = json.loads((saved / "index.json").read_text())
-    assert index["tensors"]["ema.blocks.0.up.weight"]["shape"] == [21, 10]
-    assert index["tensors"]["model.shift"]["shape"] == []
-
-
 def test_weights_alone(saved: Path) -> None:
     whole = fresh(seed=1)
     load(saved, whole.model, whole.optimizer, whole.ema)
@@ -135,10 +124,7 @@ def test_weights_alone(saved: Path) -> None:
     [
         (lambda folder: (folder / SHARDS[0]).unlink(), "is missing"),
         (lambda folder: os.truncate(folder / SHARDS[1], 100), "has 100 of its"),
-        (lambda folder: (folder / "seal.json").unlink(), "no seal.json"),
         (lambda folder: (folder / "index.json").unlink(), "no index.json"),
-        (lambda folder: (folder / "index.json").write_text("{"), "is no JSON"),
-        (lambda folder: (folder / "meta.json").unlink(), "meta.json"),
     ],
 )
 def test_incomplete_checkpoints_are_refused(saved: Path, spoil: Any, message: str) -> None:

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 
 import pytest
 from hypothesis import given
@@ -44,11 +43,6 @@ def test_the_limit_is_a_multiple_of_the_median(values: list[float], limit: float
     assert limit_of(values, 5) == limit
 
 
-@given(st.lists(st.floats(0.1, 10), min_size=4, max_size=40))
-def test_the_limit_of_losses_above_0_is_at_least_the_factor_times_the_median(values: list[float]) -> None:
-    assert limit_of(values, 5) >= 5 * median(values) * (1 - 1e-12)
-
-
 def test_a_spike_is_so_many_steps_in_a_row_above_the_limit() -> None:
     calm = [1.0, 1.1, 0.9, 1.0]
     assert not watched([1.0, 100.0, 100.0]).reached  # too few steps to compare with
@@ -80,20 +74,6 @@ def test_a_checkpoint_is_sound_when_calm_steps_have_followed() -> None:
     assert watched([1.0] * 3).sound(3) is None  # nothing is compared yet
     assert watched([1.0] * 6).sound(6) == 4
     assert watched([1.0] * 6 + [9.0]).sound(7) == 4 == watched([1.0] * 6 + [9.0, 9.0]).sound(8)
-
-
-def test_medians_are_taken_once_a_step_with_skip(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The judge of an update looks at the same calm steps as the rule after it."""
-    taken: list[int] = []
-    own = divergence.limit_of
-    monkeypatch.setattr(divergence, "limit_of", lambda values, factor: taken.append(len(values)) or own(values, factor))
-    watch = watched([1.0] * 4, DivergenceConfig(action="skip", factor=5, steps=2, window=4))
-    for step, loss in enumerate((1.0, 9.0, 1.0), 5):
-        before = len(taken)
-        watch.above(loss, 1.0)
-        watch.observe(step, loss, 1.0, ())
-        assert len(taken) - before <= 2, "one for the loss and one for the norm"
-    assert watch.limits() == (own(list(watch.losses), 5), own(list(watch.norms), 5))
 
 
 def test_the_samples_of_a_long_spike_are_counted() -> None:
@@ -137,8 +117,6 @@ def test_the_newest_sound_checkpoint_is_kept() -> None:
             ("memory.release_gradients=true", "train.clip_norm=null", "device.dtype=bfloat16"),
             "not train.divergence.action: skip",
         ),
-        (("train.divergence.factor=1",), "greater than 1"),
-        (("train.divergence.action=ignore",), "'none', 'stop', 'skip' or 'roll_back'"),
     ],
 )
 def test_a_rule_that_cannot_be_is_refused(tmp_path: Path, overrides: tuple[str, ...], message: str) -> None:

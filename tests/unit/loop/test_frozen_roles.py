@@ -103,7 +103,7 @@ def test_a_role_cannot_begin_or_cease_to_learn_in_a_run(tmp_path: Path) -> None:
         train(tmp_path, DistillationTask, "name=frozen")
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["fsdp"])
 def test_the_record_is_the_same_in_every_layout(tmp_path: Path, strategy: str) -> None:
     config = train(tmp_path, PreferenceTask, "train.steps=2")
     overrides = (f"name={strategy}", f"parallel.strategy={strategy}", "train.steps=2")

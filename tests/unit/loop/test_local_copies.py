@@ -53,13 +53,6 @@ def test_the_newest_are_on_the_local_disk_sealed_and_a_restart_takes_them(tmp_pa
     assert copies(again) == [3, 4] and again.newest_copy(step_name(5)) is None
 
 
-def test_a_run_that_was_killed_before_its_first_shared_checkpoint_finds_its_copy(tmp_path: Path) -> None:
-    begun(tmp_path, 1)
-    shutil.rmtree(tmp_path / "run" / step_name(1))
-    copy = begun(tmp_path).newest_copy(None)
-    assert copy is not None and copy.name == step_name(1)
-
-
 def test_copies_of_another_run_are_not_taken(tmp_path: Path) -> None:
     first = begun(tmp_path, 5)
     assert first.local is not None

@@ -88,12 +88,3 @@ def test_ranks_with_other_buckets_add_up_in_one_exchange() -> None:
     means.after_step(one)
     row = means.row()
     assert row["by_bucket"] == {"1x32x32": 3.0, "9x32x32": 1.0} and row["by_quarter"] == [1.0, None, None, 3.0]
-
-
-def test_losses_that_wait_are_added_before_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmspeed.loop.means.MOST_WAITING", 3)
-    means = StepMeans(same, window=1)
-    for step in range(1, 12):
-        means.after_step(outcome(step, {VIDEO: [(float(step), 1.0, 0.5)]}))
-        assert len(means._waiting) <= 3
-    assert means.row()["by_bucket"] == {"9x32x32": 6.0}

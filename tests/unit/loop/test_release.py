@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,14 @@ from mmspeed.config.memory import MemoryConfig
 from mmspeed.config.training import TrainConfig
 from mmspeed.errors import UserError
 from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load, step_name
-from mmspeed.loop.gradients import squared_norm
 from mmspeed.loop.optimizers.build import make_optimizer
 from mmspeed.loop.optimizers.gradient_release import ReleasingOptimizer
 from mmspeed.memory import peak_bytes
 from mmspeed.parallel import parallelize
 from mmspeed.protocols import Batch
 from tests.support.steps import train_step
-from tests.support.tiers import BUCKET, CPU, HALF, TIERS, differing, everything, losses, parameters, state_of, steps
-from tests.support.toy import ToyDiT, flow_loss, make_batch
+from tests.support.tiers import BUCKET, CPU, TIERS, differing, everything, losses, parameters, state_of, steps
+from tests.support.toy import flow_loss, make_batch
 
 
 def one_step(state: TrainingState, batches: list[Batch], loss: Any = flow_loss) -> Any:
@@ -30,8 +28,7 @@ def one_step(state: TrainingState, batches: list[Batch], loss: Any = flow_loss) 
     return train_step(state.model, batches, loss, state.optimizer, global_samples=2, clip_norm=None, strategy="none")
 
 
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(("tier", "optimizer"), [*((tier, "adamw") for tier in TIERS), ("split", "muon")])
 def test_released_steps_are_bitwise_steps(tier: str, optimizer: str) -> None:
     state, plain = (state_of(tier, optimizer=optimizer, release_gradients=on, bucket=BUCKET) for on in (True, False))
     assert isinstance(state.optimizer, ReleasingOptimizer) and len(state.optimizer.buckets) > 4
@@ -41,30 +38,6 @@ def test_released_steps_are_bitwise_steps(tier: str, optimizer: str) -> None:
     assert [r.grad_norm for r in actual] == pytest.approx([r.grad_norm for r in wanted], rel=1e-6)
     assert differing(everything(state), everything(plain)) == []
     assert differing(parameters(state.model), parameters(plain.model)) == []
-
-
-def test_buckets_are_updated_while_backward_runs_and_their_gradients_are_gone() -> None:
-    state = state_of("plain", release_gradients=True)
-    optimizer = state.optimizer
-    assert isinstance(optimizer, ReleasingOptimizer)
-    events: list[tuple[str, int]] = []
-    step_bucket, numbers = optimizer.step_bucket, [p.numel() for p in state.model.parameters()]
-
-    def noted(bucket: int) -> None:
-        count = sum(p.grad.numel() for p in state.model.parameters() if p.grad is not None)
-        events.append((f"bucket {bucket}", count))
-        step_bucket(bucket)
-
-    optimizer.step_bucket = noted  # type: ignore[method-assign]
-    first = state.model.text  # its gradient is among the last
-    first.weight.register_hook(lambda grad: events.append(("backward ends", 0)))  # type: ignore[union-attr]
-    one_step(state, [make_batch(["a", "b"])])
-    names = [name for name, _ in events]
-    assert sorted(set(names) - {"backward ends"}) == sorted(f"bucket {b}" for b in range(len(optimizer.buckets)))
-    assert len(names) == len(optimizer.buckets) + 1  # each once
-    assert names.index("backward ends") >= len(optimizer.buckets) // 2
-    assert max(count for _, count in events) < 0.7 * sum(numbers)
-    assert all(p.grad is None for p in state.model.parameters())
 
 
 class Deep(nn.Module):
@@ -106,7 +79,7 @@ def test_several_micro_batches_are_refused_at_the_first_step() -> None:
     assert differing(parameters(state.model), before) == []
 
 
-@pytest.mark.parametrize("tier", ["plain", *HALF])
+@pytest.mark.parametrize("tier", ["plain", "host"])
 def test_what_is_not_finite_stops_the_updates_there_and_ends_the_run(tier: str) -> None:
     """The gradient of an early block is broken: buckets of later blocks are updated by then, and no other."""
     state = state_of(tier, release_gradients=True)
@@ -149,7 +122,7 @@ def test_parameters_without_a_gradient_do_not_hold_up_their_bucket() -> None:
     assert differing(results[0][0], results[1][0]) == [] and results[0][1] == results[1][1]
 
 
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", ["states", "host"])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path, tier: str) -> None:
     """The first bucket to be updated in backward is the one whose states were loaded last."""
@@ -161,11 +134,3 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path, tier: str) -> None:
     actual, wanted = (steps(each, range(2, 4), clip=None) for each in (other, state))
     assert losses(actual) == losses(wanted)
     assert differing(everything(other), everything(state)) == []
-
-
-def test_the_norm_of_gradients() -> None:
-    model = ToyDiT()
-    flow_loss(model, make_batch(["a"])).sum().backward()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
-    assert math.sqrt(squared_norm(list(model.parameters()))) == pytest.approx(norm, rel=1e-6)
-    assert squared_norm([nn.Parameter(torch.ones(2))]) == 0.0

@@ -36,13 +36,6 @@ def test_a_staged_state_is_a_copy_in_buffers_that_are_used_again() -> None:
     assert torch.equal(other.tensors["a"], torch.zeros(5)) and other.tensors["b"].data_ptr() == places["b"]
 
 
-def test_a_tensor_that_was_copied_already_is_not_copied_again() -> None:
-    staging = Staging()
-    copied = staging.copy("a", torch.ones(4))
-    before = copied._version
-    assert staging.stage({"a": copied}).tensors["a"].data_ptr() == copied.data_ptr() and copied._version == before
-
-
 def test_a_save_waits_for_the_write_before_it_and_says_how_long(tmp_path: Path) -> None:
     model = ToyDiT()
     state = TrainingState(model, make_optimizer(model, TrainConfig()))

@@ -59,12 +59,6 @@ def test_a_logged_term_without_items_is_left_out(tmp_path: Path) -> None:
     assert [sorted(row["terms"]) for row in rows(config)] == [["loss", "right"]] * 2
 
 
-def test_a_divisor_of_0_of_a_term_that_trains_ends_the_run(tmp_path: Path) -> None:
-    config = character_config(tmp_path, "train.steps=2")
-    with pytest.raises(UserError, match="step 1: the step's divisor 'tokens' is 0: it has no item that counts"):
-        TrainPipeline(config, task=task_with(config, {"tokens": 0.0}, lambda terms, batch: {})).run()
-
-
 def test_terms_of_one_late_divisor_have_one_weight(tmp_path: Path) -> None:
     config = character_config(tmp_path, "train.steps=2")
 

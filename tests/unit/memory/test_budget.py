@@ -70,17 +70,6 @@ def test_the_least_room_is_the_least_that_has_a_choice(blocks: list[list[Option]
     assert choose(blocks, room - 1, gradients=gradients) is None
 
 
-@given(instances, st.integers(0, 150), st.sampled_from([2, 5]))
-def test_in_coarse_units_it_stays_within_the_room(blocks: list[list[Option]], room: int, unit: int) -> None:
-    fine, coarse = choose(blocks, room), choose(blocks, room, unit=unit)
-    if coarse is None:
-        return
-    assert fine is not None
-    assert peak_of(blocks, coarse) <= room
-    spent = [sum(round(blocks[b][o].seconds * 1e9) for b, o in enumerate(actual)) for actual in (fine, coarse)]
-    assert spent[0] <= spent[1]
-
-
 def many(blocks: int, each: int) -> list[list[Option]]:
     """Options as measured ones are: no two alike, more bytes for less time."""
     return [
@@ -103,17 +92,6 @@ def test_a_large_model_fits() -> None:
     room = int(0.6 * peak_of(blocks, [0] * 42))
     choice = choose(blocks, room, unit=max(1, room >> 14))
     assert choice is not None and peak_of(blocks, choice) <= room
-
-
-def test_the_host_can_be_what_is_short() -> None:
-    blocks = many(28, 8)
-    room = int(0.8 * peak_of(blocks, [0] * 28))
-    free = choose(blocks, room, unit=room >> 10)
-    assert free is not None
-    limit = int(0.8 * sum(blocks[b][o].host for b, o in enumerate(free)))
-    choice = choose(blocks, room, unit=room >> 10, host_room=limit)
-    assert choice is not None and choice != free and peak_of(blocks, choice) <= room
-    assert sum(blocks[b][o].host for b, o in enumerate(choice)) <= limit
 
 
 def test_mistakes_are_reported() -> None:

@@ -90,18 +90,7 @@ def assert_close(got: Any, wanted: Any, within: float = 4e-6) -> None:
         assert value is None or close(got[1][name], value, within), name
 
 
-CHUNKS = [33, 256, 500, 999, 1000, 5000]
-OFTEN = (33, 500, 1000, 5000)  # of these every two settings meet by default
-PARTS = [
-    pytest.param(
-        *(chunk, bias, dtype, threads),
-        marks=[] if chunk in OFTEN and bias == ((dtype is None) == (threads == 1)) else pytest.mark.slow,
-    )
-    for chunk in CHUNKS
-    for bias in (True, False)
-    for dtype in (None, torch.bfloat16)
-    for threads in (1, 2)
-]
+PARTS = [(33, True, None, 1), (500, False, torch.bfloat16, 1), (999, True, torch.bfloat16, 2), (5000, False, None, 2)]
 
 
 @pytest.mark.parametrize(("chunk", "bias", "dtype", "threads"), PARTS)
@@ -185,14 +174,7 @@ def test_parts_of_any_size_are_the_mlp(tokens: int, size: int, width: int, units
         assert close(mine, wanted, 1e-12)
 
 
-WIDTHS = [(192, 512), (96, 336), (48, 176), (160, 80)]
-SIXTEENS = [  # of the first two widths every two settings meet by default
-    pytest.param(tokens, *WIDTHS[place], dtype, marks=[] if met == bool(place % 2) and place < 2 else pytest.mark.slow)
-    for place in range(len(WIDTHS))
-    for tokens in (300, 1017)
-    for dtype in (None, torch.bfloat16)
-    for met in [(tokens == 300) == (dtype is None)]
-]
+SIXTEENS = [(300, 192, 512, None), (1017, 96, 336, torch.bfloat16)]
 
 
 @pytest.mark.parametrize(("tokens", "width", "units", "dtype"), SIXTEENS)
@@ -219,19 +201,6 @@ def test_parts_are_even_and_none_is_small(whole: int, size: int, multiple: int) 
     assert min(parts) >= min(whole, multiple) and max(parts) < size + 2 * multiple
 
 
-def test_dtypes_are_those_of_the_mlp() -> None:
-    """float64 stays where autocast casts, what does not go together is refused, and shapes alone go through."""
-    mlp, x = make_mlp(100)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert mlp.double()(x.double()).dtype == torch.float64
-    mlp.float().down.to(torch.bfloat16)
-    with pytest.raises(ValueError, match=r"torch\.float32 do not match weights of torch\.bfloat16"):
-        mlp(x)
-    with torch.device("meta"):
-        shapes = PlainMlp(8, 16, 4).in_parts(3)
-        assert shapes(torch.empty(2, 5, 8)).shape == (2, 5, 4)
-
-
 def test_no_tokens_and_refused_sizes() -> None:
     mlp, _ = make_mlp(10)
     x = torch.randn(2, 0, WIDTH, requires_grad=True)
@@ -254,7 +223,7 @@ def test_casts_of_weights_are_not_kept() -> None:
     assert kept_bytes(CPU, mlp, forward, [x]) == 2 * TOKENS * 2 * WIDTH  # its input as bfloat16, and its result
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 256, 500, 1000, 5000])
+@pytest.mark.parametrize("chunk", [7, 500])
 def test_an_mlp_whose_weights_are_not_read_is_the_mlp(chunk: int) -> None:
     """A row's product has as many terms as before, so it differs by float32's rounding of 4 E terms; a weight's gradient is a sum over N
     tokens in another order. Both stay within sqrt(terms) x 2^-23 of the largest value, with room of a factor of ten."""

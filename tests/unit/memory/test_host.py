@@ -21,7 +21,6 @@ from mmspeed.memory.offload.copies import (
     CpuCopyEngine,
     HostBuffer,
     HostPool,
-    HostSlab,
     StreamCopyEngine,
     copies_for,
 )
@@ -66,17 +65,6 @@ def test_a_pool_does_not_grow_for_other_sizes_that_fit() -> None:
     assert pool.peak == 175_000
 
 
-def test_a_slab_joins_its_gaps_and_refuses_a_second_return() -> None:
-    slab = HostSlab(4 * ALIGNMENT, pinned=False)
-    places = [slab.take(ALIGNMENT) for _ in range(4)]
-    assert slab.room(1) is None
-    for place in (places[0], places[2], places[1]):
-        slab.give(place, ALIGNMENT)
-    assert slab.gaps == [(0, 3 * ALIGNMENT)]
-    with pytest.raises(ValueError, match="twice"):
-        slab.give(places[1], ALIGNMENT)
-
-
 def test_a_full_host_is_reported_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = HostPool(CPU)
     pool.take(1000)
@@ -92,14 +80,6 @@ def test_a_full_host_is_reported_in_a_sentence(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(host, "HostBuffer", no_memory)  # as page-locked memory fails
     with pytest.raises(UserError, match="raise the number of hosts"):
         HostPool(CPU, advice="raise the number of hosts").take(1 << 20)
-
-
-def test_slabs_that_nobody_uses_make_room_before_the_host_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = HostPool(CPU)
-    pool.give(pool.take(1 << 16))
-    monkeypatch.setattr(Device, "free_memory_bytes", lambda self: 1 << 30 if pool.bytes == 0 else 0)
-    assert pool.take(1 << 20).nbytes == 1 << 20
-    assert pool.bytes == 1 << 20
 
 
 def test_copies_of_a_cpu_are_done_at_once() -> None:

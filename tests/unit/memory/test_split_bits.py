@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmspeed.memory.optimizer.split_bits import _exchange_nans, join, rounded, split
+from mmspeed.memory.optimizer.split_bits import join, rounded, split
 
 
 def values_of(bits: np.ndarray) -> Tensor:
@@ -39,10 +37,9 @@ def test_every_bit_pattern_comes_back(bits: list[int]) -> None:
     assert torch.equal(rounded(values_Z).view(torch.int16), hi_Z.view(torch.int16))
 
 
-@pytest.mark.parametrize("high", [0x0000, 0x0001, 0x3F80, 0x7F7F, 0x7F80, 0x7F81, 0x7FBF, 0x7FC0, 0x7FFE, 0x7FFF])
-@pytest.mark.parametrize("sign", [0, 0x8000])
-def test_all_low_halves_of_telling_high_halves(high: int, sign: int) -> None:
-    bits = np.arange(1 << 16) + ((high | sign) << 16)
+@pytest.mark.parametrize("high", [0x0000, 0x3F80, 0x7F7F, 0x7F80, 0x7FBF, 0xFFC0, 0xFFFF])
+def test_all_low_halves_of_telling_high_halves(high: int) -> None:
+    bits = np.arange(1 << 16) + (high << 16)
     values_Z = values_of(bits)
     hi_Z, back_Z = there_and_back(values_Z)
     assert same_bits(back_Z, values_Z)
@@ -70,17 +67,6 @@ def test_which_nans_cannot_show_as_nan() -> None:
     assert hidden == {"inf": 32767, "zero": 32768, "number": 0}
 
 
-def test_no_two_patterns_share_halves() -> None:
-    """One to one: patterns that come back exactly cannot collide; here seen directly around the exchanged places."""
-    bits = np.concatenate([np.arange(1 << 17) + base for base in (0x7F7F0000, 0x7FFE0000, 0x80000000, 0xFF7F0000)])
-    bits = np.concatenate([bits, np.arange(1 << 17) + 0xFFFE0000, np.arange(1 << 17)])
-    values_Z = values_of(bits)
-    hi_Z, lo_Z = torch.empty(len(bits), dtype=torch.bfloat16), torch.empty(len(bits), dtype=torch.int16)
-    split(values_Z, hi_Z, lo_Z)
-    codes = hi_Z.view(torch.int16).numpy().view(np.uint16).astype(np.int64) << 16 | lo_Z.numpy().view(np.uint16)
-    assert len(np.unique(codes)) == len(np.unique(bits))
-
-
 def test_rounds_to_the_nearest_and_ties_away_from_zero() -> None:
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(100_000, generator=generator)
@@ -92,7 +78,7 @@ def test_rounds_to_the_nearest_and_ties_away_from_zero() -> None:
     assert torch.equal(rounded(-ties), -rounded(ties))
 
 
-@pytest.mark.parametrize("count", [0, 1, 5, 6, 7, 23])
+@pytest.mark.parametrize("count", [0, 6, 23])
 def test_parts_are_made_one_after_another(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmspeed.memory.optimizer.split_bits.CPU_CHUNK", 6)
     values_Z = torch.randn(count, generator=torch.Generator().manual_seed(count))
@@ -100,20 +86,3 @@ def test_parts_are_made_one_after_another(count: int, monkeypatch: pytest.Monkey
     assert same_bits(back_Z, values_Z)
     monkeypatch.undo()
     assert torch.equal(hi_Z, rounded(values_Z))
-
-
-def test_looking_for_nans_first_changes_nothing() -> None:
-    """Accelerators exchange without looking: the same, also where there is none."""
-    generator = torch.Generator().manual_seed(3)
-    bits = torch.randint(-(2**31), 2**31, (10_000,), generator=generator).to(torch.int32)
-    for values_Z in (bits.view(torch.float32), torch.randn(1000, generator=generator)):
-        looked = _exchange_nans(values_Z.clone())
-        with mock.patch.object(torch.Tensor, "amax", lambda self: torch.tensor(float("nan"))):
-            assert same_bits(_exchange_nans(values_Z.clone()), looked)
-        assert same_bits(_exchange_nans(looked.clone()), values_Z)
-
-
-def test_rounded_keeps_any_shape() -> None:
-    values = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0)).transpose(0, 2)
-    assert rounded(values).shape == values.shape
-    assert torch.equal(rounded(values), rounded(values.contiguous()))

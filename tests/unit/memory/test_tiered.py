@@ -20,7 +20,6 @@ from torch.optim import SGD, Adagrad
 
 from mmspeed.memory.optimizer.tiered_optimizer import cut_into_buckets
 from tests.support.clock import ControlledClock
-from tests.support.covers import checkered
 from tests.support.tiered_cases import (
     MATRICES,
     TIERS,
@@ -40,6 +39,7 @@ from tests.support.tiered_cases import (
     two_groups,
 )
 
+SOME = [("parameters", "device"), ("split", "host"), ("host", "host")]  # of the tiers
 ONLY_MATRICES = ([(16, 24), (24, 8)], [(33, 8)])
 
 
@@ -66,7 +66,10 @@ def step_both(ours: Any, groups: list[dict[str, Any]], plain: Plain, step: int, 
     ours.zero_grad()
 
 
-@pytest.mark.parametrize(("make", "tier"), checkered([adamw, sgd, muon, EightBit], TIERS))
+@pytest.mark.parametrize(
+    ("make", "tier"),
+    [*((adamw, tier) for tier in TIERS), *((make, tier) for make in (sgd, muon, EightBit) for tier in SOME[1:])],
+)
 def test_twenty_steps_equal_the_plain_optimizer(make: Any, tier: tuple[str, str]) -> None:
     master, states = tier
     shapes = ONLY_MATRICES if make is muon else (MATRICES, VECTORS)
@@ -85,7 +88,7 @@ def test_twenty_steps_equal_the_plain_optimizer(make: Any, tier: tuple[str, str]
         assert {k: v for k, v in group.items() if k != "params"} == {k: v for k, v in expected.items() if k != "params"}
 
 
-@pytest.mark.parametrize(("master", "states"), TIERS)
+@pytest.mark.parametrize(("master", "states"), SOME)
 def test_buckets_in_any_order_are_one_step(master: str, states: str) -> None:
     for make, prefetches in itertools.product((adamw, EightBit), (False, True)):
         groups = two_groups((MATRICES, VECTORS), dtype_of(master))
@@ -123,7 +126,7 @@ def test_a_bucket_stepped_twice_without_an_end_is_the_next_step() -> None:
     assert ours.param_groups[0]["steps"] == 3
 
 
-@pytest.mark.parametrize(("master", "states"), TIERS)
+@pytest.mark.parametrize(("master", "states"), SOME)
 def test_state_and_masters_go_from_any_tier_to_any_other(master: str, states: str) -> None:
     source = two_groups((MATRICES, VECTORS), dtype_of(master))
     plain = Plain(source, adamw, dtype_of(master))
@@ -153,17 +156,7 @@ def test_state_and_masters_go_from_any_tier_to_any_other(master: str, states: st
         assert_equal(other, target, twin)
 
 
-def test_a_given_state_is_a_copy_and_step_counts_stay_on_the_cpu() -> None:
-    groups = [{"params": parameters([(4, 4)], torch.float32)}]
-    ours = tiered(groups, adamw, "parameters", "device")
-    state = {"step": torch.tensor(3.0), "exp_avg": torch.ones(4, 4), "exp_avg_sq": torch.ones(4, 4)}
-    ours.load_state_of(of(groups)[0], state)
-    state["exp_avg"].zero_()
-    actual = ours.state_of(of(groups)[0])
-    assert bool((actual["exp_avg"] == 1).all()) and actual["step"].device.type == "cpu"
-
-
-@pytest.mark.parametrize(("master", "states"), [("split", "host"), ("host", "host"), ("float32", "device")])
+@pytest.mark.parametrize(("master", "states"), [("host", "host"), ("float32", "device")])
 def test_states_made_before_the_first_step(master: str, states: str) -> None:
     """Adagrad makes its sums, of a given value, when it is built."""
 
@@ -179,7 +172,7 @@ def test_states_made_before_the_first_step(master: str, states: str) -> None:
     assert_equal(ours, groups, plain)
 
 
-@pytest.mark.parametrize(("master", "states"), TIERS)
+@pytest.mark.parametrize(("master", "states"), SOME)
 def test_tensors_with_dims_in_another_order(master: str, states: str) -> None:
     weights = torch.randn(4, 3, 5, 6, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
     strided = weights.to(memory_format=torch.channels_last).to(dtype_of(master))
@@ -214,15 +207,6 @@ def test_a_master_exists_during_its_buckets_step_only(master: str) -> None:
     assert all(m.grad is None for m in everyone)
 
 
-def test_nan_gradients_reach_the_parameters_and_finite_ones_do_not_heal_them() -> None:
-    groups = [{"params": parameters([(8, 8)], torch.bfloat16)}]
-    ours = tiered(groups, adamw, "split", "host")
-    for gradient in (float("nan"), 1.0):
-        of(groups)[0].grad = torch.full((8, 8), gradient, dtype=torch.bfloat16)
-        ours.step()
-        assert bool(of(groups)[0].isnan().all())
-
-
 def test_what_it_refuses() -> None:
     bf16, float32 = parameters([(4,)], torch.bfloat16), parameters([(4,)], torch.float32)
     with pytest.raises(ValueError, match="bfloat16"):
@@ -245,18 +229,6 @@ def test_cutting_into_buckets() -> None:
     assert len(cut_into_buckets(parameters([(2,)] * 3, torch.float32), 0)) == 3
 
 
-def test_zero_grad() -> None:
-    groups = [{"params": parameters([(4,)], torch.float32)}]
-    ours = tiered(groups, adamw, "parameters", "device")
-    of(groups)[0].grad = torch.ones(4)
-    ours.zero_grad(set_to_none=False)
-    assert bool((of(groups)[0].grad == 0).all())
-    ours.zero_grad()
-    assert of(groups)[0].grad is None
-    ours.step()  # of nothing
-    assert ours.state_of(of(groups)[0]) == {}
-
-
 # ---- tensors that are split over processes ----
 
 
@@ -268,7 +240,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("master", "states"), TIERS)
+@pytest.mark.parametrize(("master", "states"), SOME)
 def test_parameters_of_fully_shard(alone: None, master: str, states: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 8)).to(torch.bfloat16).to(dtype_of(master))
@@ -291,7 +263,7 @@ def test_parameters_of_fully_shard(alone: None, master: str, states: str) -> Non
         assert same(ours.state_of(p), plain.optimizer.state[m])
 
 
-@pytest.mark.parametrize(("master", "states"), TIERS)
+@pytest.mark.parametrize(("master", "states"), SOME)
 def test_empty_shards(alone: None, master: str, states: str) -> None:
     """A process may hold nothing of some parameters, or of all of a bucket."""
     mesh = init_device_mesh("cpu", (1,))

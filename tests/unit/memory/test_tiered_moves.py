@@ -97,8 +97,7 @@ def plain_sgd(groups: list[dict[str, Any]]) -> Optimizer:
     return SGD(groups, lr=0.1, momentum=0.9, foreach=False)  # takes no memory of its own
 
 
-@pytest.mark.parametrize("copies", ["at once", "under way"])
-def test_at_most_three_buckets_of_states_are_on_the_device(copies: str) -> None:
+def test_at_most_three_buckets_of_states_are_on_the_device() -> None:
     groups = squares(torch.float32)
     bucket = 4 * SIDE * SIDE  # of momentum
     slow = ControlledClock(bucket / 0.003, bucket / 0.003)
@@ -108,9 +107,9 @@ def test_at_most_three_buckets_of_states_are_on_the_device(copies: str) -> None:
         "parameters",
         "host",
         bucket_bytes=BUCKET,
-        copies=CpuCopyEngine() if copies == "at once" else slow,
+        copies=slow,
     )
-    allowed = 3 if copies == "under way" else 2 + 1
+    allowed = 3
     first = peak_of_step(ours, groups)
     later = [peak_of_step(ours, groups) for _ in range(2)]
     assert first <= 4 * bucket + 4096  # the first ones are made by the optimizer, then packed
@@ -166,7 +165,7 @@ class Sleeping:
         return self.inner
 
 
-DURATIONS = [(0.03, 0.03, 0.03), (0.02, 0.04, 0.02), (0.03, 0.01, 0.02), (0.01, 0.015, 0.03)]
+DURATIONS = [(0.02, 0.04, 0.02), (0.03, 0.01, 0.02), (0.01, 0.015, 0.03)]
 
 
 @pytest.mark.parametrize(("bring", "compute", "take"), DURATIONS)
@@ -224,8 +223,7 @@ class _Lost:
         return True
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize(("direction", "number"), [("out", 1), ("out", 3), ("back", 5), ("out", 16), ("back", 16)])
+@pytest.mark.parametrize(("direction", "number", "late"), [("out", 1, False), ("back", 5, True), ("out", 16, True)])
 def test_a_step_that_breaks_off_cannot_be_gone_on_from(direction: str, number: int, late: bool) -> None:
     copies = Failing(direction, number, late)
     groups = squares(torch.bfloat16)

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from mmspeed.device import Device
-from mmspeed.memory.optimizer.states import transform
 from tests.support.clock import ControlledClock
 from tests.support.tiered_cases import (
     MATRICES,
@@ -45,8 +44,7 @@ class Mapping(Device):
         return self.tensors[-1]
 
 
-@pytest.mark.parametrize("make", [adamw, EightBit])
-@pytest.mark.parametrize("master", ["parameters", "host"])
+@pytest.mark.parametrize(("master", "make"), [("parameters", adamw), ("host", EightBit)])
 def test_mapped_states_are_never_copied(master: str, make: Any) -> None:
     dtype = torch.float32 if master == "parameters" else torch.bfloat16
     groups = two_groups((MATRICES, VECTORS), dtype)
@@ -136,15 +134,6 @@ def test_states_in_tensor_subclasses_move() -> None:
         actual, expected = ours.state_of(p)["momentum"], plain.optimizer.state[m]["momentum"]
         assert isinstance(actual, Coded)
         assert same(actual.codes, expected.codes) and same(actual.scale, expected.scale)
-
-
-def test_transform_keeps_what_is_no_tensor() -> None:
-    value = {"a": [torch.ones(2), 3, ("x", torch.zeros(1))], "b": None}
-    assert same(transform(value, lambda t: t + 1), {"a": [torch.full((2,), 2.0), 3, ("x", torch.ones(1))], "b": None})
-
-
-def test_only_one_kind_of_device_has_mapped_memory() -> None:
-    assert Device("cpu", 0).swapped_empty((2,), torch.float32) is None
 
 
 def test_mapped_memory_is_asked_of_the_backend_as_its_schema_wants(monkeypatch: pytest.MonkeyPatch) -> None:

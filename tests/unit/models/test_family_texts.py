@@ -14,7 +14,6 @@ from mmspeed.data import CacheWriter, DatasetCache
 from mmspeed.data.cache.keys import entry_key
 from mmspeed.data.cache.tables import write_info, write_rejects, write_samples
 from mmspeed.data.cache.writer import text_tensors
-from mmspeed.data.loading.collate import pad_other_texts
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.models.text.encoders import load_text_encoder, text_identity, text_width
@@ -146,25 +145,6 @@ def test_words_in_quotes_are_a_caption_of_their_own(home: Path, tmp_path: Path) 
         _, _, official_LD, real_L = (each[0] for each in official_pipeline(home, name).encode_prompt(caption, "cpu"))
         assert torch.equal(mask_BL[place], real_L.bool())
         torch.testing.assert_close(rows_BLD[place][mask_BL[place]], official_LD[mask_BL[place]], atol=1e-6, rtol=1e-5)
-
-
-def test_captions_without_any_quotes_make_a_batch(home: Path, tmp_path: Path) -> None:
-    encoder = load_text_encoder(section(home, "hunyuan-video-1.5"), CPU)
-    assert isinstance(encoder, FamilyTextEncoder)
-    entries = stored(tmp_path / "cache", encoder, ["a rabbit", "two birds sing"])
-    padded = pad_other_texts(entries)
-    assert padded["text_2"].shape == (2, 0, 24) and padded["text_2_mask"].shape == (2, 0)
-    with pytest.raises(UserError, match="encoded by more encoders than others"):
-        pad_other_texts([entries[0], TextEntry(entries[0].embeds_LD)])
-
-
-def test_rows_of_padding_are_stored_where_the_model_takes_them(home: Path) -> None:
-    counts = {}
-    for name in NAMES:
-        encoder = load_text_encoder(section(home, name), CPU)
-        counts[name] = encoder.encode(["a rabbit"])[0].embeds_LD.shape[0]
-    assert (counts["cogvideox-5b"], counts["flux"]) == (226, 512)
-    assert max(counts[name] for name in NAMES if counts[name] not in (226, 512)) < 20
 
 
 def test_captions_are_encoded_together_as_alone(home: Path) -> None:

@@ -11,14 +11,12 @@ import av
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
 from mmspeed import rng
 from mmspeed.errors import UserError
-from mmspeed.models.codecs.linear import LinearCodec, cut_patches, join_patches
+from mmspeed.models.codecs.linear import LinearCodec
 
 CLIPS = Path(__file__).parents[3] / "mmspeed" / "assets" / "demo-clips" / "videos"
 
@@ -81,20 +79,6 @@ def test_shapes_and_strides(codec: LinearCodec) -> None:
         codec.encode(torch.zeros(1, 3, 5, 12, 24))
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    frames=st.sampled_from([1, 4]),
-    t=st.integers(1, 3),
-    h=st.integers(1, 3),
-    w=st.integers(1, 3),
-)
-def test_patches_join_again(frames: int, t: int, h: int, w: int) -> None:
-    video = rng.normal((3, t * frames, h * 8, w * 8), 0, "patches", t, h, w)
-    patches = cut_patches(video, frames)
-    assert patches.shape == (t, h, w, 3 * frames * 64)
-    assert torch.equal(join_patches(patches, frames), video)
-
-
 def test_all_channels_lose_nothing_of_an_image() -> None:
     noise = [rng.normal((3, 1, 64, 64), 0, "image", i).mul(0.3).clamp(-1, 1) for i in range(8)]
     codec = LinearCodec.fit(noise, channels=192)
@@ -112,7 +96,7 @@ def test_a_first_frame_knows_nothing_of_later_ones(codec: LinearCodec) -> None:
     assert torch.equal(codec.encode(video[:, :, :1]).mean_BCThw, latent[:, :, :1])
 
 
-@pytest.mark.parametrize("whitening", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("whitening", [0.5, 1.0])
 def test_latents_have_mean_0_and_mean_variance_1(whitening: float) -> None:
     videos = [smooth_video(f"scale {i}") + 0.05 * rng.normal((3, 9, 32, 48), 0, "grain", i) for i in range(30)]
     codec = LinearCodec.fit(videos, channels=8, whitening=whitening)
@@ -125,15 +109,6 @@ def test_latents_have_mean_0_and_mean_variance_1(whitening: float) -> None:
         assert spread < 1.5 if whitening == 1 else spread > 2
     # First frames count twice in the image basis, so only the video's mean is exactly that of its latents.
     assert float(latents[:, :, 1:].mean(dim=(0, 2, 3, 4)).abs().max()) < 1e-3
-
-
-def test_whitening_0_keeps_distances_of_pixels() -> None:
-    videos = [rng.normal((3, 5, 16, 16), 0, "distance", i).mul(0.2) for i in range(12)]
-    codec = LinearCodec.fit(videos, channels=192, whitening=0.0)
-    a, b = videos[0][None, :, :1], videos[1][None, :, :1]
-    latent_error = (codec.encode(a).mean_BCThw - codec.encode(b).mean_BCThw).square().sum()
-    scale = float(codec.image.scale_C[0])
-    torch.testing.assert_close(latent_error * scale**2, (a - b).square().sum(), rtol=1e-4, atol=0)
 
 
 def test_fitting_does_not_depend_on_order_or_repetition(codec: LinearCodec) -> None:
@@ -155,18 +130,6 @@ def test_bytes_do_not_depend_on_the_batch(codec: LinearCodec) -> None:
         assert torch.equal(codec.encode(videos[i : i + 1]).mean_BCThw[0], together[i])
 
 
-def test_standing_components_of_videos_have_the_sign_of_images(codec: LinearCodec) -> None:
-    grey = torch.linspace(-0.8, 0.8, 5).reshape(5, 1, 1, 1, 1).expand(5, 3, 5, 16, 16)
-    latents = codec.encode(grey).mean_BCThw
-    slope_C1 = latents[-1, :1, :, 0, 0] - latents[0, :1, :, 0, 0]
-    assert float(slope_C1[0, 0] * slope_C1[0, 1]) > 0
-
-
-def test_decoded_pixels_stay_in_range(codec: LinearCodec) -> None:
-    pixels = codec.decode(100 * rng.normal((1, 16, 2, 2, 2), 0, "loud"))
-    assert float(pixels.abs().max()) == 1.0
-
-
 def test_files_hold_the_whole_codec(codec: LinearCodec, tmp_path: Path) -> None:
     path = tmp_path / "deep" / "codec.safetensors"
     codec.save(path)
@@ -186,16 +149,6 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
     with pytest.raises(UserError, match="no linear codec"):
         LinearCodec.load(tmp_path / "other.safetensors")
-
-
-def test_images_alone_make_a_codec_for_standing_videos() -> None:
-    images = [smooth_video(f"still {i}", frames=1) for i in range(12)]
-    codec = LinearCodec.fit(images, channels=4)
-    standing = images[0][None].expand(1, 3, 5, 32, 48)
-    again = codec.decode(codec.encode(standing).mean_BCThw)
-    first, later = psnr(again[:, :, :1], standing[:, :, :1]), psnr(again[:, :, 1:], standing[:, :, 1:])
-    assert 20 < first < 60
-    assert later == pytest.approx(first, abs=0.01)
 
 
 def test_degenerate_input() -> None:

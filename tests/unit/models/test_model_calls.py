@@ -13,9 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmspeed.config.schema import DdpmConfig, FlowConfig
 from mmspeed.errors import UserError
-from mmspeed.models.families import FAMILIES, call_for
+from mmspeed.models.families import FAMILIES
 from mmspeed.models.families.cogvideox import CogVideoXCall
-from mmspeed.models.families.hunyuan_video import HunyuanVideoCall
 from mmspeed.models.families.wan import WanCall
 from mmspeed.pipelines.diffusion.objective import DdpmObjective
 from mmspeed.pipelines.diffusion.predictor import FamilyPredictor, make_predictor
@@ -45,6 +44,17 @@ MODELS: dict[str, tuple[str, dict[str, Any], FlowConfig | DdpmConfig]] = {
     "flux, no guidance": ("flux, images", {"guidance_embeds": False, "num_layers": 2}, FLOW),
     "hunyuan, no guidance": ("hunyuan", {"guidance_embeds": False, "num_layers": 2}, FLOW),
 }  # fmt: skip
+
+FAMILIES_ONCE = [
+    "wan, patches of two frames",
+    "ltx, patches",
+    "cogvideox 1.5",
+    "hunyuan",
+    "mochi",
+    "hunyuan 1.5",
+    "qwen",
+    "flux",
+]
 
 
 def conditions(seed: int = 0) -> Conditions:
@@ -86,7 +96,7 @@ def test_a_call_is_the_pipelines(name: str) -> None:
     torch.testing.assert_close(actual, called_by_hand(name, model, x, TIMES, inputs), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["wan", "cogvideox 5b", "mochi", "qwen"])
 def test_times_are_not_rounded(name: str) -> None:
     """In bfloat16 too: only the index families have whole ones."""
     _, predictor = model_of(name)
@@ -103,9 +113,7 @@ def test_times_are_not_rounded(name: str) -> None:
             assert arguments["timestep"].tolist() == pytest.approx([750.7, 42.1], rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "name", ["wan", "ltx", "hunyuan", pytest.param("hunyuan 1.5", marks=pytest.mark.slow), "mochi", "qwen", "flux"]
-)
+@pytest.mark.parametrize("name", ["wan", "hunyuan", "qwen"])
 def test_in_bfloat16_the_error_is_at_most_the_official_pipelines(name: str) -> None:
     """Pipelines in bfloat16 round the time too, but Wan's; QwenImage and Flux round it in the class, so that nothing is gained there."""
     model, predictor = model_of(name)
@@ -141,7 +149,7 @@ def test_the_index_is_the_objectives_own() -> None:
     assert torch.equal(arguments["timestep"], indices) and torch.equal(objective.index_of(t_B), indices)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILIES_ONCE)
 def test_operations_are_what_torch_counts(name: str) -> None:
     model, predictor = model_of(name)
     one = conditions()
@@ -176,7 +184,7 @@ def test_models_from_images_count_their_operations(case: str, changes: dict[str,
             predictor.predict(model, x_BCThw[:1], TIMES[:1], replace(single, named={}))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILIES_ONCE)
 def test_tokens_are_those_of_the_patches(name: str) -> None:
     model, predictor = model_of(name)
     seen: list[int] = []
@@ -188,14 +196,14 @@ def test_tokens_are_those_of_the_patches(name: str) -> None:
     assert seen == [predictor.tokens((frames_of(name), H, W))]
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "ltx"])
+@pytest.mark.parametrize("name", ["wan", "qwen"])
 def test_a_latent_that_would_be_cut_is_refused(name: str) -> None:
     _, predictor = model_of(name)
     with pytest.raises(ValueError, match=r"latent height 5 of \(\d, 5, 6\) is no multiple of 2 .*: use 4 or 6"):
         predictor.tokens((frames_of(name), 5, W))
 
 
-@pytest.mark.parametrize("name", ["ltx", "hunyuan", "mochi", "hunyuan 1.5", "qwen"])
+@pytest.mark.parametrize("name", ["ltx", "hunyuan", "hunyuan 1.5"])
 def test_padding_of_a_masked_caption_means_nothing(name: str) -> None:
     model, predictor = model_of(name)
     inputs, x = conditions(), latent(name)
@@ -222,39 +230,20 @@ def test_captions_are_filled_with_zeros_whatever_lies_in_their_padding() -> None
         assert text.shape == (B, 512, D) and torch.equal(text[:, :L], inputs.text_BLD) and not text[:, L:].any()
 
 
-def test_guidance_can_be_another() -> None:
-    model, predictor = model_of("hunyuan")
-    arguments = replace(HunyuanVideoCall(), guidance=1.0).call(predictor.config, latent(), TIMES, conditions())
-    assert arguments["guidance"].tolist() == [1000.0, 1000.0] and model is not None
-
-
-def test_a_mixin_does_not_hide_a_class() -> None:
-    model = make_model("wan")
-    model.__class__ = type("AutocastWanTransformer3DModel", (type(model),), {})
-    assert call_for(model) is FAMILIES["WanTransformer3DModel"].call
-
-
 @pytest.mark.parametrize(
     ("case", "changes", "objective", "sizes", "message"),
     [
         ("wan", {}, DDPM, (C, D), r"objective.kind is ddpm: WanTransformer3DModel predicts the velocity of a flow; use"),
         ("cogvideox", {}, FLOW, (C, D), r"objective.kind is flow: CogVideoXTransformer3DModel predicts v .*steps: 1000"),
-        ("cogvideox", {}, DdpmConfig(kind="ddpm", steps=500), (C, D), r"objective.steps 500: CogVideoX.* 1000 steps; use"),
         (
             "cogvideox", {}, DdpmConfig(kind="ddpm", prediction="epsilon", zero_terminal_snr=False), (C, D),
             r"objective.prediction is epsilon .*CogVideoXTransformer3DModel predicts v",
         ),
         ("wan", {"in_channels": 9}, FLOW, (C, D), r"takes 9 channels and returns 4, the latents here have 4: .*image-to-video"),
         ("ltx", {}, FLOW, (3, D), r"LTXVideo.* takes 4 channels and returns 4, the latents here have 3: name .* under `vae`"),
-        ("hunyuan", {}, FLOW, (C, 7), r"takes captions of width 8, here 7: name .* under `text`"),
         ("wan", {"image_dim": 8}, FLOW, (C, D), r"image_dim is set, but its input channels do not hold given frames"),
-        ("hunyuan 1.5", {"in_channels": 8}, FLOW, (C, D), r"takes 8 channels \(noise, condition, mask\) and returns 4, the latents have 4"),
-        ("hunyuan 1.5", {}, FLOW, (C, 7), r"takes captions of width 8, here 7: name .* under `text`"),
         ("hunyuan 1.5", {"use_meanflow": True}, FLOW, (C, D), r"use_meanflow is set"),
-        ("mochi", {}, FLOW, (3, D), r"takes 4 channels and returns 4, the latents here have 3"),
-        ("qwen, images", {}, FLOW, (3, D), r"QwenImage.* takes 16 channels and returns 16, the latents here have 12"),
         ("qwen, images", {"zero_cond_t": True}, FLOW, (C, D), r"zero_cond_t is set: models that edit images"),
-        ("flux, images", {}, DDPM, (C, D), r"objective.kind is ddpm: FluxTransformer2DModel predicts the velocity"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_trained_is_said(
@@ -264,7 +253,7 @@ def test_what_cannot_be_trained_is_said(
         make_predictor(make_model(case, **changes), objective, *sizes)
 
 
-@pytest.mark.parametrize("name", ["qwen", "flux"])
+@pytest.mark.parametrize("name", ["qwen"])
 def test_a_family_of_images_takes_no_video(name: str) -> None:
     _, predictor = model_of(name)
     with pytest.raises(
@@ -305,7 +294,6 @@ def test_what_a_call_lacks_is_said() -> None:
     long = {"text_2": torch.zeros(B, 257, D), "text_2_mask": torch.ones(B, 257)}
     for name, without, message in (
         ("hunyuan", replace(inputs, pooled_BD=None), r"a pooled vector of width 8 .* gave none"),
-        ("hunyuan", replace(inputs, pooled_BD=torch.zeros(B, 5)), r"a pooled vector of width 8 .* gave one of width 5"),
         ("ltx", replace(inputs, fps_B=None), r"needs the frames per second"),
         ("hunyuan 1.5", replace(inputs, named={}), r"needs a second caption of width 8"),
         (
@@ -313,7 +301,6 @@ def test_what_a_call_lacks_is_said() -> None:
             replace(inputs, named=long),
             r"second captions of at most 256 tokens of width 8, here 257 of width 8",
         ),
-        ("flux", replace(inputs, pooled_BD=None), r"FluxTransformer2DModel needs a pooled vector of width 8"),
         (
             "wan",
             replace(inputs, text_BLD=torch.zeros(B, 513, D)),

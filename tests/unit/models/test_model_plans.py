@@ -26,13 +26,12 @@ from mmspeed.protocols.plan import (
     ModelPlan,
     Region,
     Seen,
-    Site,
     Split,
     declare_plan,
     plan_of,
 )
 from tests.support.spawn import run_ranks
-from tests.support.video_transformers import CASES, loss_of, make_inputs, make_model
+from tests.support.video_transformers import loss_of, make_inputs, make_model
 
 # no process group is behind these: nothing is computed
 AXES = SequenceAxes(Axis.alone("ring"), Axis("ulysses", None, 2, 0))
@@ -47,19 +46,13 @@ def wan(**changes: Any) -> tuple[nn.Module, ModelPlan]:
     ("changes", "words"),
     [
         ({"blocks": (Block("blcks.0"),)}, r"plan, blocks: WanTransformer3DModel has no module 'blcks.0'; did you mean 'blocks.0'"),
-        ({"inputs": {"blocks.7": {"hidden_states": Split("video", 1)}}}, "plan, inputs: .* has no module 'blocks.7'"),
         ({"inputs": {"blocks.0": {"hidden_state": Split("video", 1)}}}, "has no argument 'hidden_state'; did you mean 'hidden_states'"),
         ({"inputs": {"blocks.*.ffn": {"x": Seen("video", 1)}}}, None),  # it takes any keyword
         ({"outputs": {"rop": {0: Split("video", 1)}}}, "plan, outputs: .* has no module 'rop'; did you mean 'rope'"),
-        ({"attention": {"blocks.*.attn3": Site(("video",))}}, r"plan, attention: .* has no module 'blocks.\*.attn3'"),
-        ({"linears": {"blocks.*.to_q": Linear("column")}}, r"plan, linears: .* has no module 'blocks.\*.to_q'"),
         ({"channel_norms": ("blocks.*.norm_q",)}, "plan, channel_norms: "),
-        ({"divided": {"blocks.*.attn": ("heads",)}}, "plan, divided: "),
         ({"after": ("norm_outt",)}, "plan, after: .* did you mean 'norm_out'"),
         ({"regions": {"mlp": Region(("fnn",))}}, "region 'mlp': WanTransformerBlock has no module 'fnn'; did you mean 'ffn'"),
-        ({"regions": {"mlp": Region(())}}, "region 'mlp' names no modules"),
         ({"chunks": (Chunked("ffn.up", "ffn.net.2"),)}, "plan, chunks: WanTransformerBlock has no module 'ffn.up'"),
-        ({"image": ("hidden", 2)}, "has no argument 'hidden'"),
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_reported_with_the_nearest_name(changes: dict[str, Any], words: str | None) -> None:
@@ -71,12 +64,6 @@ def test_what_is_not_there_is_reported_with_the_nearest_name(changes: dict[str, 
     with pytest.raises(UserError, match=words):
         sequence_parallel(model, AXES, replace(plan, **changes))
     assert type(model) is own and plan_of(model) is None  # it is as it was
-
-
-def test_a_plan_of_blocks_that_are_not_there_is_not_put_on_a_model() -> None:
-    model, plan = wan()
-    with pytest.raises(UserError, match=r"has no block 'blocks.2'; did you mean 'blocks.0'|did you mean 'blocks.1'"):
-        declare_plan(model, replace(plan, blocks=(*plan.blocks, Block("blocks.2"))))
 
 
 def test_regions_and_chunks_of_the_classes() -> None:
@@ -104,7 +91,7 @@ def test_a_region_of_one_tensor_wants_layers_that_prepare_it() -> None:
         set_policies(model.get_submodule("blocks.0"), {"mlp": "recompute"})
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["wan", "flux, images", "chronoedit, by its own declaration"])
 def test_a_known_plan_is_put_on_its_model_once(case: str) -> None:
     model = make_model(case)
     declare_known_plan(model)
@@ -129,15 +116,14 @@ def test_heads_that_do_not_divide_are_reported() -> None:
         check_layout(model, ParallelConfig(dsp=2))
 
 
-@pytest.mark.parametrize("case", ["wan", "flux, images", "cogvideox"])
+@pytest.mark.parametrize("case", ["wan"])
 def test_fused_projections_have_no_roles(case: str) -> None:
     model = make_model(case)
     model.fuse_qkv_projections()  # type: ignore[operator]
     assert plan_for(model).linears == {}
 
 
-@pytest.mark.parametrize("tp", [1, 2, 3])
-@pytest.mark.parametrize("hybrid", [1, 2, 3])
+@pytest.mark.parametrize(("tp", "hybrid"), [(1, 3), (3, 2), (2, 1)])
 def test_positions_stand_in_the_order_of_the_tokens_seen(tp: int, hybrid: int) -> None:
     """What sparse attention takes for the positions of all tokens is what the processes hold, one after the other."""
     _, plan = wan()

@@ -59,8 +59,7 @@ def test_a_dynamic_shift_is_the_schedulers_at_every_number_of_tokens() -> None:
         torch.testing.assert_close(flow.shift_time(t, cfg.shift), scheduler.time_shift(mu, 1.0, t), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("scale", [1.0, 3.0])
-@pytest.mark.parametrize("zero", [True, False])
+@pytest.mark.parametrize(("scale", "zero"), [(3.0, True), (1.0, False)])
 def test_the_noise_schedule_is_exactly_the_schedulers(scale: float, zero: bool) -> None:
     from diffusers import CogVideoXDDIMScheduler
 
@@ -143,13 +142,6 @@ def test_a_diffusions_pair_and_loss_are_the_schedulers() -> None:
     loss.sum().backward()
     reference.sum().backward()
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
-
-
-def test_no_time_is_outside_of_a_range_in_float32() -> None:
-    """float32 rounds 0.9 to less than it: the model is never given that time."""
-    objective = make_objective(FlowConfig(kind="flow", shift=5.0, range=(0.9, 1.0)))
-    lowest = objective.time_from_quantile(torch.zeros(1)).float()
-    assert float(torch.tensor(0.9)) < 0.9 <= lowest.item() < 0.9 + 1e-6
 
 
 def test_guidance_of_a_family_gets_the_norm_of_the_captions_prediction() -> None:

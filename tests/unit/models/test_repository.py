@@ -74,11 +74,6 @@ def missing_transformer(copy: Path) -> None:
     (copy / "transformer").rename(copy / "unet")
 
 
-def without_class(copy: Path) -> None:
-    path = copy / "transformer" / "config.json"
-    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "_class_name"}))
-
-
 def pickles(copy: Path) -> None:
     (copy / WEIGHTS).rename(copy / "transformer" / "diffusion_pytorch_model.bin")
 
@@ -87,30 +82,14 @@ def only_gguf(copy: Path) -> None:
     (copy / WEIGHTS).rename(copy / "transformer" / "wan-Q8_0.gguf")
 
 
-def only_a_variant(copy: Path) -> None:
-    (copy / WEIGHTS).rename(copy / "transformer" / "diffusion_pytorch_model.fp16.safetensors")
-
-
-def no_weights(copy: Path) -> None:
-    (copy / WEIGHTS).unlink()
-
-
 def fp8(copy: Path) -> None:
     tensors = load_file(copy / WEIGHTS)
     tensors["proj_out.weight"] = tensors["proj_out.weight"].to(torch.float8_e4m3fn)
     save_file(tensors, copy / WEIGHTS)
 
 
-def scales(copy: Path) -> None:
-    save_file({**load_file(copy / WEIGHTS), "proj_out.scale_weight": torch.ones(1)}, copy / WEIGHTS)
-
-
 def quantised(copy: Path) -> None:
     edit(copy / "transformer" / "config.json", quantization_config={"quant_method": "bitsandbytes"})
-
-
-def truncated(copy: Path) -> None:
-    (copy / WEIGHTS).write_bytes(b"\0" * 20)
 
 
 def a_shard_is_missing(copy: Path) -> None:
@@ -123,15 +102,10 @@ def a_shard_is_missing(copy: Path) -> None:
     ("damage", "message"),
     [
         (missing_transformer, r"has no folder 'transformer' with a config\.json \(folders there: scheduler, .*unet, vae\)"),
-        (without_class, r"config\.json names no _class_name"),
         (pickles, r"holds no diffusion_pytorch_model\.safetensors, only pickles such as diffusion_pytorch_model\.bin"),
         (only_gguf, r"only the GGUF file wan-Q8_0\.gguf"),
-        (only_a_variant, r"only the variant diffusion_pytorch_model\.fp16\.safetensors"),
-        (no_weights, r"holds no diffusion_pytorch_model\.safetensors$"),
         (fp8, r"is an fp8 file \(`proj_out\.weight` is F8_E4M3\)"),
-        (scales, r"is an fp8 file \(`proj_out\.scale_weight` holds scales\)"),
         (quantised, r"is quantised \(quant_method bitsandbytes\)"),
-        (truncated, r"cannot be read as safetensors"),
         (a_shard_is_missing, r"names diffusion_pytorch_model-00001-of-00002\.safetensors, which .* lacks"),
     ],
 )  # fmt: skip

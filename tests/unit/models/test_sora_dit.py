@@ -10,13 +10,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmspeed import rng
@@ -25,12 +22,8 @@ from mmspeed.config.schema import ModelConfig
 from mmspeed.errors import UserError
 from mmspeed.initialize import init_weights, initial_value
 from mmspeed.models import SIZES, SoraDiT, SoraDiTConfig, build_model
-from mmspeed.models.sora.layers import patchify, timestep_embedding, unpatchify
 from mmspeed.models.sora.model import ZERO_MODULES, count_parameters, on_meta
-from mmspeed.models.sora.sizes import resolve_config
-from mmspeed.protocols import DiffusionModel
 from tests.support.attention import attend_by
-from tests.support.covers import checkered
 from tests.support.model_sizes import size_rows
 
 SMALL = SoraDiTConfig(width=48, depth=4, heads=4, latent_channels=3, text_width=10, adaln_rank=4)
@@ -63,15 +56,6 @@ def changed_frames(model: SoraDiT, frame: int) -> list[bool]:
     return [bool(d > 1e-4) for d in (model(x, *rest) - model(other, *rest)).abs().amax(dim=(0, 1, 3, 4))]
 
 
-def test_it_is_what_the_core_asks_for() -> None:
-    model = small(perturbed=False)
-    assert all(hasattr(model, name) for name in ("blocks", "tokens", "flops", "forward"))
-    checked: DiffusionModel = model  # mypy compares the signatures
-    assert checked is model
-    assert len(model.blocks) == SMALL.depth
-    assert model.tokens((3, 4, 6)) == 3 * 2 * 3
-
-
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 def test_at_the_start_blocks_are_the_identity_and_the_output_is_zero(arrangement: str) -> None:
     model = small(perturbed=False, arrangement=arrangement)
@@ -83,8 +67,7 @@ def test_at_the_start_blocks_are_the_identity_and_the_output_is_zero(arrangement
     assert seen == [True] * 4
 
 
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-@pytest.mark.parametrize("latent", [(3, 4, 6), (1, 2, 2)])
+@pytest.mark.parametrize(("arrangement", "latent"), [("factorised", (3, 4, 6)), ("full", (1, 2, 2))])
 def test_every_parameter_gets_a_gradient(arrangement: str, latent: tuple[int, int, int]) -> None:
     model = small(arrangement=arrangement)
     model(*inputs(latent)).square().sum().backward()
@@ -93,18 +76,6 @@ def test_every_parameter_gets_a_gradient(arrangement: str, latent: tuple[int, in
         # over a single token the scores do not matter: there the gradient is there, and zero
         if latent != (1, 2, 2) or not any(part in name for part in ("self_attention.q_norm", "self_attention.k_norm")):
             assert parameter.grad.abs().max() > 0, name
-
-
-def test_training_leaves_the_start() -> None:
-    model = small(perturbed=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    for _ in range(3):
-        optimizer.zero_grad()
-        (model(*inputs()) - 1).square().mean().backward()
-        optimizer.step()
-    still = [name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])]
-    assert still == []
 
 
 def test_masked_text_changes_nothing_and_real_text_does() -> None:
@@ -119,15 +90,6 @@ def test_masked_text_changes_nothing_and_real_text_does() -> None:
     assert moved[0] == 0 and moved[1] > 1e-3
     # what is masked may as well be absent
     torch.testing.assert_close(model(x[1:], t[1:], text[1:, :3], mask[1:, :3]), out[1:], rtol=1e-5, atol=1e-5)
-
-
-def test_samples_and_times_are_independent() -> None:
-    model = small()
-    batch = inputs()
-    out = model(*batch)
-    torch.testing.assert_close(model(*[part[:1] for part in batch]), out[:1], rtol=1e-5, atol=1e-5)
-    x, t, text, mask = batch
-    assert (model(x, t + 0.05, text, mask) - out).abs().max() > 1e-3
 
 
 def test_spatial_blocks_do_not_mix_frames_and_temporal_blocks_do_not_mix_positions() -> None:
@@ -161,21 +123,6 @@ def test_the_order_of_tokens_matters_within_a_span(span: str, dims: tuple[int, .
         torch.testing.assert_close(model(roll(x), *rest), roll(model(x, *rest)), rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=20, deadline=None)
-@given(
-    patch=st.tuples(*[st.integers(1, 3)] * 3),
-    grid=st.tuples(*[st.integers(1, 3)] * 3),
-    channels=st.integers(1, 3),
-)
-def test_patches_go_and_come_back(patch: tuple[int, int, int], grid: tuple[int, int, int], channels: int) -> None:
-    shape = tuple(p * g for p, g in zip(patch, grid, strict=True))
-    x = rng.normal((2, channels, *shape), 0, "patch")
-    tokens = patchify(x, patch)
-    pt, ph, pw = patch
-    assert torch.equal(tokens[:, -1], x[:, :, -pt:, -ph:, -pw:].flatten(1))
-    assert torch.equal(unpatchify(tokens, patch, grid), x)
-
-
 def test_latents_that_do_not_divide_are_refused_by_name() -> None:
     model = small(patch=(2, 2, 2))
     assert model(*inputs((4, 4, 6))).shape == (2, 3, 4, 4, 6)
@@ -190,15 +137,6 @@ def test_latents_that_do_not_divide_are_refused_by_name() -> None:
         model(x[:, :2], *rest)
 
 
-def test_timestep_embedding_is_float32_and_distinct() -> None:
-    t = torch.tensor([0.0, 0.5, 0.501, 1.0])
-    embedding = timestep_embedding(t)
-    assert embedding.shape == (4, 256) and embedding.dtype == torch.float32
-    assert torch.equal(embedding[0], torch.tensor([1.0] * 128 + [0.0] * 128))
-    torch.testing.assert_close(embedding[3, 128], torch.tensor(1000.0).sin())
-    assert torch.pdist(embedding).min() > 0.5
-
-
 def counted_flops(config: SoraDiTConfig, latent: tuple[int, int, int], batch: int, device: str) -> tuple[int, int]:
     """(counted by torch, declared) for one batch. torch does not count the fused CPU kernel: eager runs there."""
     backend = functools.partial(attention, backend="eager" if device == "cpu" else "sdpa")
@@ -211,25 +149,17 @@ def counted_flops(config: SoraDiTConfig, latent: tuple[int, int, int], batch: in
 
 @pytest.mark.parametrize(
     ("arrangement", "latent", "changes"),
-    checkered(
-        ARRANGEMENTS,
-        [(1, 2, 2), (1, 4, 6), (3, 4, 6), (4, 8, 2)],
-        [{}, {"mlp_ratio": 2.7, "depth": 3, "patch": (1, 1, 2)}, {"width": 96, "heads": 8}],
-    ),
+    [
+        ("factorised", (3, 4, 6), {}),
+        ("full", (4, 8, 2), {"mlp_ratio": 2.7, "depth": 3, "patch": (1, 1, 2)}),
+        ("factorised", (1, 2, 2), {"width": 96, "heads": 8}),
+    ],
 )
 def test_flops_are_exact(arrangement: str, latent: tuple[int, int, int], changes: dict[str, object]) -> None:
     config = dataclasses.replace(SMALL, arrangement=arrangement, **changes)
     for batch, device in ((1, "cpu"), (2, "cpu"), (2, "meta")):
         counted, declared = counted_flops(config, latent, batch, device)
         assert counted == declared
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-def test_flops_of_a_real_size_are_exact(arrangement: str) -> None:
-    config = resolve_config(ModelConfig(size="XL/2", arrangement=arrangement), 16, 4096)
-    counted, declared = counted_flops(config, (5, 30, 52), 1, "meta")
-    assert counted == declared
 
 
 # name: parameters with 16 latent channels and text of width 4096, worked out once; changes with every checkpoint
@@ -267,12 +197,9 @@ def test_build_model_takes_the_size_and_the_overrides() -> None:
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"size": "XL2"}, "did you mean 'XL/2'"),
         ({"size": "enormous"}, "known: nano, tiny"),
         ({"size": "nano", "heads": 5}, "model.width 64 is not divisible by model.heads 5; .* fits is 4"),
-        ({"size": "nano", "heads": 8}, "heads of width 8: it must be even and at least 12"),
         ({"size": "nano", "width": 52, "heads": 4}, "heads of width 13: it must be even"),
-        ({"size": "nano", "patch": (0, 2, 2)}, r"model.patch \(0, 2, 2\)"),
     ],
 )
 def test_bad_models_are_refused_in_words(changes: dict[str, object], message: str) -> None:
@@ -323,9 +250,8 @@ def test_sharded_weights_are_the_parts_of_the_whole(rank_1_of_3: None) -> None:
         assert torch.equal(parameter.to_local(), whole[name][rows : 2 * rows]), name
 
 
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-def test_bfloat16_stays_near_float32(arrangement: str) -> None:
-    model = small(arrangement=arrangement)
+def test_bfloat16_stays_near_float32() -> None:
+    model = small()
     x, t, text, mask = inputs()
     want = model(x, t, text, mask)
     scale = want.std()
@@ -346,21 +272,8 @@ def test_all_attention_goes_through_the_one_function() -> None:
     torch.testing.assert_close(eager(*inputs()), small()(*inputs()), rtol=1e-5, atol=1e-5)
 
 
-def test_recomputed_blocks_give_the_same_gradients() -> None:
-    results = []
-    for recompute in (False, True):
-        model = small()
-        if recompute:
-            for block in model.blocks:
-                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-        model(*inputs()).square().sum().backward()
-        results.append([parameter.grad for parameter in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("arrangement", ["factorised", "full"])
+@pytest.mark.parametrize(("arrangement", "backend"), [("factorised", "inductor"), ("full", "aot_eager")])
 def test_compiled_blocks_equal_eager(arrangement: str, backend: str) -> None:
     want = small(arrangement=arrangement, depth=2)
     got = small(arrangement=arrangement, depth=2)

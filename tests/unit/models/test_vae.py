@@ -5,12 +5,8 @@ Legend: B batch, C channels, F H W pixels, T h w latent; R colours.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +22,7 @@ from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.models.codecs.linear import LinearCodec
 from mmspeed.models.codecs.vae import DiffusersCodec, codec_identity, load_codec
-from mmspeed.models.weights import fingerprint, weight_files
-from tests.support.covers import every_second
+from mmspeed.models.weights import weight_files
 from tests.support.tiny_models import VAES, save_tiny_vae
 
 CPU = Device("cpu", 0)
@@ -139,7 +134,7 @@ def test_latents_are_those_of_the_pipelines(name: str, folders: Callable[[str], 
             torch.testing.assert_close(first, codec.encode(video[:, :, :1]).mean_BCThw[0], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", sorted(set(VAES) - {"kvae-video"}))
+@pytest.mark.parametrize("name", ["wan", "cogvideox", "ltx", "mochi", "kl-statistics"])
 def test_log_variance_is_that_of_normalised_samples(name: str, folders: Callable[[str], Path]) -> None:
     codec = load(folders(name))
     video = pixels(codec, 2 if codec.strides.temporal > 1 else 1)
@@ -153,7 +148,7 @@ def test_log_variance_is_that_of_normalised_samples(name: str, folders: Callable
     torch.testing.assert_close(posterior.logvar_BCThw.mul(0.5).exp(), std, atol=1e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", every_second(VAES))
+@pytest.mark.parametrize("name", ["wan", "cogvideox", "ltx-timed", "kl-statistics", "svd"])
 def test_decoding_takes_the_normalisation_back(name: str, folders: Callable[[str], Path]) -> None:
     codec = load(folders(name))
     for t in (1, 2, 3):
@@ -174,15 +169,7 @@ def test_decoding_takes_the_normalisation_back(name: str, folders: Callable[[str
             torch.testing.assert_close(decoded, truth, atol=1e-4, rtol=1e-3)
 
 
-def test_an_even_number_of_cogvideox_latents_starts_like_the_odd_one(folders: Callable[[str], Path]) -> None:
-    codec = load(folders("cogvideox"))
-    latents = codec.encode(pixels(codec, 3)).mean_BCThw
-    latents[:, :, 2] = latents[:, :, 1]
-    assert codec.decode(latents[:, :, :2]).shape[2] == 5
-    torch.testing.assert_close(codec.decode(latents[:, :, :2]), codec.decode(latents)[:, :, :5])
-
-
-@pytest.mark.parametrize("name", ["cogvideox", "hunyuan", "kvae-video", "mochi"])
+@pytest.mark.parametrize("name", ["cogvideox", "kvae-video"])
 def test_longer_videos_keep_their_length(name: str, folders: Callable[[str], Path]) -> None:
     """Classes that work in segments of frames: 6 latent frames are more than the first."""
     codec = load(folders(name))
@@ -193,7 +180,7 @@ def test_longer_videos_keep_their_length(name: str, folders: Callable[[str], Pat
     assert codec.decode(posterior.mean_BCThw).shape == video.shape
 
 
-@pytest.mark.parametrize("name", ["wan", "hunyuan", "kl"])
+@pytest.mark.parametrize("name", ["wan", "kl"])
 def test_bytes_do_not_depend_on_the_batch(name: str, folders: Callable[[str], Path]) -> None:
     """`encode` and `decode` take items one by one, so that products have the same shapes in any batch, on every machine."""
     codec = load(folders(name))
@@ -203,16 +190,6 @@ def test_bytes_do_not_depend_on_the_batch(name: str, folders: Callable[[str], Pa
         alone = codec.encode(videos[i : i + 1])
         assert torch.equal(alone.mean_BCThw[0], together.mean_BCThw[i])
         assert torch.equal(codec.decode(alone.mean_BCThw)[0], codec.decode(together.mean_BCThw)[i])
-
-
-def test_latents_can_be_trained_on(folders: Callable[[str], Path]) -> None:
-    codec = load(folders("wan"))
-    weight = torch.ones(1, requires_grad=True)
-    posterior = codec.encode(pixels(codec, 1))
-    assert not posterior.mean_BCThw.requires_grad
-    (posterior.mean_BCThw * weight).square().sum().backward()
-    assert weight.grad is not None and float(weight.grad) > 0
-    assert not any(parameter.requires_grad for parameter in codec.vae.parameters())
 
 
 def test_frames_and_sizes_that_do_not_fit_are_named(folders: Callable[[str], Path]) -> None:
@@ -276,11 +253,8 @@ def _edit(folder: Path, **changes: Any) -> None:
     ("changes", "problem"),
     [
         ({"_class_name": "AutoencoderKLWam"}, "did you mean 'AutoencoderKLWan'"),
-        ({"_class_name": "VQModel"}, "VQModel, which is not an AutoencoderKL"),
         ({"_class_name": "AutoencoderKLAllegro"}, "windows of 24 frames"),
-        ({"_class_name": None}, "no _class_name"),
         ({"scale_factor_temporal": 8}, "states a temporal stride of 8"),
-        ({"scale_factor_spatial": 16}, "a spatial one of 16"),
         ({"base_dim": 8}, "does not load as AutoencoderKLWan"),
         ({"num_res_blocks": 2}, "lack .* tensors"),
     ],
@@ -316,20 +290,6 @@ def test_missing_places_are_named(folders: Callable[[str], Path], tmp_path: Path
         load(pipeline, subfolder="vae")
 
 
-@pytest.mark.slow
-def test_an_unreachable_hub_is_one_line() -> None:
-    """Run in a new process, because the hub's address is read at import."""
-    script = (
-        "from mmspeed.models.weights import resolve\n"
-        "resolve('nobody/nothing', [None], None, ['config.json'], 'vae.pretrained')"
-    )
-    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9"}
-    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
-    last = run.stderr.strip().splitlines()[-1]
-    assert run.returncode == 1
-    assert "UserError: vae.pretrained: nobody/nothing is no folder here" in last and "cannot be reached" in last
-
-
 def test_fingerprints_follow_what_changes_numbers(folders: Callable[[str], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(folders("wan"), tmp_path / "vae")
     first = codec_identity(config(folder))
@@ -346,25 +306,6 @@ def test_fingerprints_follow_what_changes_numbers(folders: Callable[[str], Path]
     assert len(changed | {first}) == 5
 
 
-def test_fingerprints_of_large_files_look_at_start_end_and_between(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    tensors = {"x": torch.zeros(2_000_000)}
-    make = partial(fingerprint, tmp_path, [path], {})
-    seen = []
-    for place in (None, 0, 1_000_003, 1_999_999):
-        x = tensors["x"].clone()
-        if place is not None:
-            x[place // 16384 * 16384 : place // 16384 * 16384 + 400_000] = 1
-            x[place] = 2
-        save_file({"x": x}, path)
-        seen.append(make())
-    save_file({"y": tensors["x"]}, path)
-    seen.append(make())
-    assert len(set(seen)) == 5
-    save_file(tensors, path)
-    assert make() == seen[0]
-
-
 def test_sharded_weights_are_found_and_a_missing_shard_is_named(tmp_path: Path) -> None:
     save_tiny_vae(tmp_path / "vae", "wan")
     whole = load(tmp_path / "vae")
@@ -376,18 +317,6 @@ def test_sharded_weights_are_found_and_a_missing_shard_is_named(tmp_path: Path) 
     files[-1].unlink()
     with pytest.raises(UserError, match=files[-1].name):
         load(tmp_path / "shards")
-
-
-def test_loading_is_quiet(folders: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    import diffusers
-
-    before = diffusers.utils.logging.get_verbosity()
-    folder = shutil.copytree(folders("kl"), tmp_path / "vae")
-    _edit(folder, of_a_later_version=True)  # a key that diffusers warns of
-    capfd.readouterr()
-    load(folder)
-    assert capfd.readouterr() == ("", "")
-    assert diffusers.utils.logging.get_verbosity() == before
 
 
 def test_the_linear_codec_loads_by_config(tmp_path: Path) -> None:

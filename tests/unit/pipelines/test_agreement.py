@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
-
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mmspeed.config import Config
 from mmspeed.config.docs import section_options
-from mmspeed.config.leaves import flat
 from mmspeed.device import pick
 from mmspeed.pipelines.run.agreement import _differences, run_facts, source_digest
 from tests.support.runs import small_config
-
-TREES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text("abc", min_size=1, max_size=2), inner, max_size=3)
-    ),
-    max_leaves=8,
-)
-
-
-@given(TREES, TREES)
-def test_trees_have_the_same_leaves_only_where_they_are_equal(one: Any, other: Any) -> None:
-    assert (flat(one) == flat(other)) == (json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True))
 
 
 def test_declared_keys_exist() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from diffusers import DDIMScheduler, DDPMScheduler
-from diffusers.training_utils import compute_snr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,7 +29,8 @@ def config(schedule: str = "scaled_linear", zero: bool = False, steps: int = 100
     )
 
 
-def theirs(cfg: DdpmConfig, scheduler: type = DDPMScheduler, **options: object) -> Any:
+def theirs(cfg: DdpmConfig) -> Any:
+    scheduler: Any = DDPMScheduler
     return scheduler(
         num_train_timesteps=cfg.steps,
         beta_schedule=DIFFUSERS_NAME[cfg.schedule],
@@ -39,7 +38,6 @@ def theirs(cfg: DdpmConfig, scheduler: type = DDPMScheduler, **options: object) 
         beta_end=cfg.beta_end,
         rescale_betas_zero_snr=cfg.zero_terminal_snr,
         prediction_type="v_prediction" if cfg.prediction == "v" else "epsilon",
-        **options,
     )
 
 
@@ -47,39 +45,20 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     return rng.normal(SHAPE, 0, "x0"), rng.normal(SHAPE, 0, "noise")
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("steps", [2, 10, 1000])
-def test_betas_match_diffusers(schedule: str, steps: int) -> None:
-    cfg = config(schedule, steps=steps)
-    torch.testing.assert_close(ddpm.betas(cfg).float(), theirs(cfg).betas)
-
-
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("scheduler", [DDPMScheduler, DDIMScheduler])
-def test_alphas_cumprod_matches_diffusers(schedule: str, zero: bool, scheduler: type) -> None:
+def test_alphas_cumprod_matches_diffusers(schedule: str, zero: bool) -> None:
     cfg = config(schedule, zero)
     abar = ddpm.alphas_cumprod(cfg)
     # diffusers multiplies a thousand float32 factors, each off by up to 6e-8.
-    torch.testing.assert_close(abar.float(), theirs(cfg, scheduler).alphas_cumprod, rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(abar.float(), theirs(cfg).alphas_cumprod, rtol=2e-5, atol=2e-6)
     assert abar.dtype == torch.float64
     assert (abar.diff() < 0).all()
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_zero_terminal_snr_ends_at_pure_noise_and_keeps_the_start(schedule: str) -> None:
-    plain, zero = ddpm.alphas_cumprod(config(schedule)), ddpm.alphas_cumprod(config(schedule, zero=True))
-    assert zero[-1] == 0
-    assert zero[0].item() == pytest.approx(plain[0].item(), rel=1e-12)
-    # An affine map of the roots: their differences keep their proportions.
-    ratio = zero.sqrt().diff() / plain.sqrt().diff()
-    torch.testing.assert_close(ratio, ratio[0].expand_as(ratio), rtol=1e-6, atol=0)
-
-
 @pytest.mark.parametrize("zero", [False, True])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_noising_and_v_match_diffusers(schedule: str, zero: bool) -> None:
-    cfg = config(schedule, zero)
+def test_noising_and_v_match_diffusers(zero: bool) -> None:
+    cfg = config(zero=zero)
     x0, noise = data()
     index = torch.tensor([0, 1, 500, 999])
     abar_B = ddpm.alphas_cumprod(cfg)[index]
@@ -89,45 +68,6 @@ def test_noising_and_v_match_diffusers(schedule: str, zero: bool) -> None:
     v = ddpm.training_target(x0, noise, abar_B, "v")
     torch.testing.assert_close(v, scheduler.get_velocity(x0, noise, index), rtol=1e-4, atol=1e-4)
     assert torch.equal(ddpm.training_target(x0, noise, abar_B, "epsilon"), noise)
-
-
-@settings(deadline=None)
-@given(st.sampled_from(["v", "epsilon"]), st.lists(st.floats(1e-4, 1 - 1e-4), min_size=4, max_size=4))
-def test_data_and_noise_come_back_from_the_target(prediction: ddpm.Prediction, abars: list[float]) -> None:
-    x0, noise = (tensor.double() for tensor in data())
-    abar_B = torch.tensor(abars, dtype=torch.float64)
-    x_t = ddpm.add_noise(x0, noise, abar_B)
-    target = ddpm.training_target(x0, noise, abar_B, prediction)
-    found_x0, found_noise = ddpm.x0_and_noise(x_t, target, abar_B, prediction)
-    torch.testing.assert_close(found_x0, x0, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(found_noise, noise, rtol=1e-9, atol=1e-9)
-
-
-def test_v_gives_both_ends_at_pure_noise_too() -> None:
-    x0, noise = data()
-    abar_B = torch.zeros(SHAPE[0], dtype=torch.float64)
-    x_t = ddpm.add_noise(x0, noise, abar_B)
-    assert torch.equal(x_t, noise)
-    actual = ddpm.x0_and_noise(x_t, ddpm.training_target(x0, noise, abar_B, "v"), abar_B, "v")
-    assert torch.equal(actual[0], x0)
-    assert torch.equal(actual[1], noise)
-
-
-def test_snr_matches_diffusers() -> None:
-    cfg = config()
-    index = torch.tensor([0, 10, 500, 999])
-    ours = ddpm.snr(ddpm.alphas_cumprod(cfg)[index])
-    torch.testing.assert_close(ours.float(), compute_snr(theirs(cfg), index), rtol=1e-3, atol=0)
-
-
-@settings(deadline=None)
-@given(st.floats(1e-6, 1e6), st.floats(0.1, 20))
-def test_min_snr_weights_are_the_papers(snr: float, gamma: float) -> None:
-    snr_B = torch.tensor([snr], dtype=torch.float64)
-    epsilon = ddpm.min_snr_weight(snr_B, gamma, "epsilon").item()
-    v = ddpm.min_snr_weight(snr_B, gamma, "v").item()
-    assert epsilon == pytest.approx(min(snr, gamma) / snr)
-    assert v == pytest.approx(min(snr, gamma) / (snr + 1))
 
 
 @pytest.mark.parametrize("prediction", ["v", "epsilon"])
@@ -151,28 +91,11 @@ def test_min_snr_weights_at_the_ends_are_finite() -> None:
     assert ddpm.min_snr_weight(snr_B, 5.0, "v").tolist() == [0, 5e-324, 0]
 
 
-@settings(deadline=None)
-@given(st.integers(2, 1500).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))))
-def test_trailing_timesteps_start_at_the_end_and_never_repeat(case: tuple[int, int]) -> None:
-    train_steps, steps = case
-    index = ddpm.trailing_timesteps(train_steps, steps)
-    assert len(index) == steps
-    assert index[0] == train_steps - 1
-    assert index[-1] >= 0
-    assert all(a > b for a, b in pairwise(index))
-
-
-@pytest.mark.parametrize("steps", [1, 3, 7, 20, 30, 50, 999, 1000])
+@pytest.mark.parametrize("steps", [1, 7, 30, 999])
 def test_trailing_timesteps_match_diffusers(steps: int) -> None:
     scheduler: Any = DDIMScheduler(timestep_spacing="trailing")
     scheduler.set_timesteps(steps)
     assert ddpm.trailing_timesteps(1000, steps) == scheduler.timesteps.tolist()
-
-
-@pytest.mark.parametrize("steps", [0, 1001])
-def test_impossible_numbers_of_steps_are_errors(steps: int) -> None:
-    with pytest.raises(ValueError, match="1 to 1000 steps"):
-        ddpm.trailing_timesteps(1000, steps)
 
 
 @settings(deadline=None)
@@ -185,15 +108,6 @@ def test_model_time_and_timestep_are_one_to_one_also_in_float32(steps: int) -> N
     assert t_B[-1] == 1
     assert torch.equal(objective.index_of(t_B), index_B)
     assert torch.equal(objective.index_of(t_B.float()), index_B)
-
-
-def test_quantiles_meet_every_timestep_equally_often() -> None:
-    objective = DdpmObjective(config(steps=50))
-    u_B = (torch.arange(5000, dtype=torch.float64) + 0.5) / 5000
-    counts = torch.bincount(objective.index_of(objective.time_from_quantile(u_B)), minlength=50)
-    assert (counts == 100).all()
-    ends = objective.time_from_quantile(torch.tensor([0.0, 1 - 2.0**-53, 1.0], dtype=torch.float64))
-    assert ends.tolist() == [0, 1, 1]
 
 
 @pytest.mark.parametrize("prediction", ["v", "epsilon"])

@@ -75,9 +75,3 @@ def test_callbacks_are_of_their_class(tmp_path: Path) -> None:
     config = toy_config(tmp_path)
     with pytest.raises(TypeError, match="derived from TrainCallback"):
         TrainPipeline(config, callbacks=[print])  # type: ignore[list-item]
-
-
-def test_online_is_for_the_task_of_the_config(tmp_path: Path) -> None:
-    config = toy_config(tmp_path)
-    with pytest.raises(ValueError, match="give a `task` its maker"):
-        TrainPipeline(config, task=VideoTask(config, build=build_toy), online=True)

@@ -11,8 +11,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mmspeed import rng
-from mmspeed.cli.init import write_config
-from mmspeed.config import load_config
 from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
 from mmspeed.models.families.complete import completed
@@ -22,7 +20,6 @@ from mmspeed.pipelines.inference.export import export_run
 from mmspeed.pipelines.inference.generate import SampleSettings, sample_together
 from mmspeed.pipelines.inference.official import OfficialSampler
 from mmspeed.pipelines.tasks import maker_of
-from mmspeed.pipelines.tasks.published_check import rebuild_published
 from mmspeed.pipelines.tasks.video import VideoTask
 from tests.support.checkpoints import differing, whole_checkpoint
 from tests.support.experts import SEED, WatchedTask, experts_config, train_experts
@@ -67,13 +64,6 @@ def test_the_experts_are_those_of_the_repository(home: Path, tmp_path: Path) -> 
         VideoTask(experts_config(home, "objective={kind: flow, boundary: 0.5}"))
     with pytest.raises(UserError, match="boundary divides all times"):
         experts_config(home, "objective={kind: flow, boundary: 0.5, range: [0, 1]}")
-
-
-@pytest.mark.slow
-def test_init_asks_for_both(home: Path, tmp_path: Path) -> None:
-    for number, model in enumerate(("wan2.2-a14b", str(home / "base"))):
-        path = write_config(tmp_path / f"{number}.yaml", model=model)
-        assert load_config(path).objective.model_dump()["experts"] == "both"
 
 
 def test_a_step_trains_the_expert_that_its_name_draws(home: Path) -> None:
@@ -176,15 +166,6 @@ def test_a_run_samples_with_both(home: Path) -> None:
     assert video.frames_FHWC.shape[0] == 5
 
 
-def test_a_layout_is_compared_by_one_expert(home: Path) -> None:
-    """Also in the processes that make the small task from what another one knew."""
-    config = experts_config(home, "parallel.dp_shard=2")
-    shrunk = VideoTask(config).shrunk()
-    assert any("one expert is compared" in remark for remark in shrunk.notes.remarks)
-    for small in (shrunk, rebuild_published(config, shrunk.known)):
-        assert list(small.task().build()) == ["model"] and len(small.task().updates()) == 1
-
-
 # -- samples ------------------------------------------------------------------------------------------------------------
 
 PROMPT, NEGATIVE = "a rabbit runs over a green meadow", "dark"
@@ -232,8 +213,6 @@ def alone(home: Path) -> dict[str, Path]:
         ("whole", 3, 4.0, 2.0),
         ("whole", 8, 1.0, None),
         ("low", 3, 4.0, 1.5),
-        pytest.param("high", 8, 3.0, None, marks=pytest.mark.slow),
-        pytest.param("low", 8, 1.0, 5.0, marks=pytest.mark.slow),
     ],
 )
 def test_latents_are_those_of_the_pipeline(

@@ -1,6 +1,6 @@
 """Videos from an image of published models: our loop gives the latents of the family's official image-to-video pipeline.
 
-Wan with 36 channels is in test_image_sampling.py.
+Wan with 36 channels and HunyuanVideo are in test_image_sampling.py.
 
 Legend: B batch, C channels, T h w latent.
 """
@@ -35,7 +35,7 @@ from mmspeed.pipelines.inference.generate import SampleSettings, sample_together
 from mmspeed.pipelines.inference.prompts import VideoRequest
 from mmspeed.protocols import TextEntry, source_of
 from tests.support.covers import slow_but
-from tests.support.tiny_repositories import save_cogvideox, save_hunyuan_video, save_ltx, save_wan
+from tests.support.tiny_repositories import save_cogvideox, save_ltx, save_wan
 
 CPU, FPS, WIDTH = Device("cpu", 0), 25.0, 16
 
@@ -53,22 +53,10 @@ FAMILIES: dict[str, tuple[Callable[[Path], Path], str, int]] = {
     "ltx": (save_ltx, "LTXImageToVideoPipeline", 128),
     "cogvideox-5b": (lambda folder: save_cogvideox(folder, images=True), "CogVideoXImageToVideoPipeline", 226),
     "cogvideox-1.5": (lambda folder: save_cogvideox(folder, "1.5", True), "CogVideoXImageToVideoPipeline", 226),
-    "hunyuan, channels": (
-        lambda folder: save_hunyuan_video(
-            folder, in_channels=33, guidance_embeds=False, image_condition_type="latent_concat"
-        ),
-        "HunyuanVideoImageToVideoPipeline",
-        20,
-    ),
-    "hunyuan, replaced": (
-        lambda folder: save_hunyuan_video(folder, image_condition_type="token_replace"),
-        "HunyuanVideoImageToVideoPipeline",
-        20,
-    ),
 }
 CASES = [(name, steps, guidance) for name in FAMILIES for steps, guidance in ((3, 4.0), (8, 1.0))]
 COVER = {
-    ("ltx", 3, 4.0), ("wan 5b", 3, 4.0), ("cogvideox-1.5", 8, 1.0), ("hunyuan, channels", 3, 4.0), ("hunyuan, replaced", 8, 1.0),
+    ("ltx", 3, 4.0), ("wan 5b", 3, 4.0), ("cogvideox-1.5", 8, 1.0),
 }  # fmt: skip
 
 
@@ -100,7 +88,6 @@ def test_samples_from_images_are_those_of_the_pipeline(
     picture.save(tmp_path / "first.png")
     noise = torch.randn((1, codec.channels, *latent), generator=torch.Generator().manual_seed(3))
     texts = [rng.normal((rows, WIDTH), 0, "text", i) for i in (0, 1)]
-    pooled = [rng.normal((WIDTH,), 0, "pooled", i) for i in (0, 1)]
 
     model = with_weights(config.model, 0, 0, "cpu")
     materialize(model, torch.device("cpu"))
@@ -113,14 +100,14 @@ def test_samples_from_images_are_those_of_the_pipeline(
     anchors = anchors_of([request], config, codec, size, predictor.anchors)
     assert anchors is not None
     objective = make_objective(config.objective, family_sampler(config)).sized(size, predictor.tokens(latent))
-    positive, negative = (TextEntry(text, each) for text, each in zip(texts, pooled, strict=True))
+    positive, negative = map(TextEntry, texts)
     settings = SampleSettings(steps, guidance, "family", 0)
     actual = sample_together(
         model, objective, [positive], [negative], noise, settings, CPU, None, predictor, FPS, codec.strides, anchors
     )
 
     pipeline: Any = getattr(diffusers, kind)(**components(tmp_path / "model", kind))
-    truth = official(pipeline, name, noise, anchors.latents_PCThw, anchors.mask_PT, picture, texts, pooled,
+    truth = official(pipeline, name, noise, anchors.latents_PCThw, anchors.mask_PT, picture, texts,
                      {"height": size.height, "width": size.width, "num_frames": size.frames, "num_inference_steps": steps},
                      guidance)  # fmt: skip
     assert (actual - noise).abs().max() > 0.1
@@ -136,7 +123,7 @@ def components(folder: Path, kind: str) -> dict[str, Any]:
     if kind.startswith("Wan"):
         parts |= {"image_processor": None, "image_encoder": None, "transformer_2": None}
         parts["expand_timesteps"] = pipeline.config.expand_timesteps
-    return parts | ({"image_processor": None} if kind.startswith("Hunyuan") else {})
+    return parts
 
 
 def official(
@@ -147,7 +134,6 @@ def official(
     mask: Tensor,
     picture: Image.Image,
     texts: list[Tensor],
-    pooled: list[Tensor],
     arguments: dict[str, Any],
     guidance: float,
 ) -> Tensor:
@@ -161,12 +147,6 @@ def official(
         ones = torch.ones(1, texts[0].shape[0], dtype=torch.bool)
         arguments |= {"latents": packed(held(noise, clean, mask), (1, 1, 1)), "frame_rate": FPS}
         arguments |= {"prompt_attention_mask": ones, "negative_prompt_attention_mask": ones}
-    if name.startswith("hunyuan"):
-        ones = torch.ones(1, texts[0].shape[0], dtype=torch.bool)
-        arguments |= {"pooled_prompt_embeds": pooled[0][None], "prompt_attention_mask": ones}
-        if "channels" in name:  # of a model that is given no guidance
-            arguments |= {"true_cfg_scale": guidance, "negative_pooled_prompt_embeds": pooled[1][None]}
-            arguments |= {"negative_prompt_attention_mask": ones}
     result: Tensor = pipeline(**arguments)[0]
     if name.startswith("cogvideox"):
         return result.transpose(1, 2)

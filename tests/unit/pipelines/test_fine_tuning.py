@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -15,11 +14,10 @@ from mmspeed.config.schema import PublishedModelConfig
 from mmspeed.errors import UserError
 from mmspeed.models.build import size_warnings
 from mmspeed.models.diffusers.repository import Repository
-from mmspeed.pipelines import TextToVideo, TrainPipeline
+from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.preprocess import check
 from mmspeed.shapes import Bucket
-from tests.support.runs import losses
 from tests.support.tiny_repositories import save_wan
 
 SMALL = (
@@ -61,19 +59,6 @@ def test_init_knows_short_names_and_says_near_ones(tmp_path: Path) -> None:
         write_config(tmp_path / "b.yaml", model="wan2.1-1b")
 
 
-@pytest.mark.slow
-def test_a_run_is_trained_stopped_and_resumed(home: Path) -> None:
-    """The objective is that of the repository's scheduler, and three steps are those of two and one."""
-    whole = small(home, "name=whole", "data.cache=cache")
-    TrainPipeline(whole, online=True).run()
-    task = VideoTask(whole)
-    assert (task.config.objective.kind, task.config.objective.model_dump()["shift"]) == ("flow", 3.0)
-    TrainPipeline(small(home, "name=parts", "data.cache=cache", "train.steps=2")).run()
-    TrainPipeline(small(home, "name=parts", "data.cache=cache")).run()
-    parts = small(home, "name=parts", "data.cache=cache")
-    assert losses(parts) == losses(whole) and len(losses(whole)) == 3
-
-
 def test_check_counts_the_model_and_its_tokens(home: Path) -> None:
     report = check(small(home))
     assert not report.problems
@@ -107,31 +92,6 @@ def test_sizes_far_from_the_model_are_warned_of() -> None:
 def test_check_names_latents_that_the_model_does_not_take(home: Path) -> None:
     report = check(small(home, "vae={kind: linear, channels: 4}"))
     assert "takes 16 channels and returns 16, the latents here have 4" in report.problems[0]
-
-
-@pytest.mark.slow
-def test_a_repository_is_opened_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each opening of a hub id asks the hub."""
-    opened: list[str] = []
-    own = Repository.open.__func__  # type: ignore[attr-defined]
-
-    def counted(cls: type[Repository], pretrained: str, *more: Any) -> Repository:
-        if more[1:2] == ("model.pretrained",):  # codec and text encoders have repositories of their own
-            opened.append(pretrained)
-        return own(cls, pretrained, *more)
-
-    monkeypatch.setattr(Repository, "open", classmethod(counted))
-    task = VideoTask(small(home))
-    task.open_without_data()
-    task.build()
-    task.with_config(small(home, "train.lr=1e-6")).build()
-    assert len(opened) == 1
-    config = small(home, "name=sampled", "data.cache=cache", "train.steps=1")
-    TrainPipeline(config, online=True).run()
-    opened.clear()
-    pipe = TextToVideo.from_run(config.run_dir, device="cpu")
-    pipe("a boat", steps=2)
-    assert len(opened) == 1
 
 
 def test_another_base_on_resume_is_an_error(home: Path) -> None:

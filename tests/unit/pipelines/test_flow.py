@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from statistics import NormalDist
 from typing import Any, Literal
 
 import numpy as np
@@ -22,32 +21,11 @@ from mmspeed.pipelines.diffusion.objective import FlowObjective, make_objective
 SHAPE = (3, 4, 2, 5, 6)
 NAMES = [("a.mp4", 0, 0), ("b.mp4", 0, 0), ("a.mp4", 1, 0), ("a.mp4", 0, 1)]
 
-quantiles = st.floats(0, 1, exclude_max=True)
 shifts = st.floats(0.1, 20)
 
 
 def pair(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
     return rng.normal(SHAPE, 0, "x0").to(dtype), rng.normal(SHAPE, 0, "noise").to(dtype)
-
-
-def uniform_grid(count: int) -> torch.Tensor:
-    return (torch.arange(count, dtype=torch.float64) + 0.5) / count
-
-
-def test_line_runs_from_data_to_noise() -> None:
-    x0, noise = pair()
-    t_B = torch.tensor([0.0, 1.0, 0.25], dtype=torch.float64)
-    x_t = flow.interpolate(x0, noise, t_B)
-    assert torch.equal(x_t[0], x0[0])
-    assert torch.equal(x_t[1], noise[1])
-    torch.testing.assert_close(x_t[2], 0.75 * x0[2] + 0.25 * noise[2])
-
-
-def test_velocity_is_the_derivative_of_the_line() -> None:
-    x0, noise = pair()
-    t_B = torch.tensor([0.1, 0.5, 0.8], dtype=torch.float64, requires_grad=True)
-    v = torch.autograd.functional.jvp(lambda t: flow.interpolate(x0, noise, t), t_B, torch.ones_like(t_B))[1]
-    torch.testing.assert_close(flow.velocity(x0, noise), v)
 
 
 def test_interpolate_matches_diffusers() -> None:
@@ -63,40 +41,6 @@ def test_times_near_noise_keep_their_precision() -> None:
     t_B = torch.tensor([1 - 1e-9], dtype=torch.float64)
     x_t = flow.interpolate(torch.full((1, 1), 1e9), torch.zeros(1, 1), t_B)
     assert x_t.item() == pytest.approx(1.0)
-
-
-@settings(deadline=None)
-@given(quantiles, shifts, st.floats(-2, 2), st.floats(0.2, 2))
-def test_quantile_goes_back_through_the_cdf(u: float, shift: float, mean: float, std: float) -> None:
-    cfg = FlowConfig(kind="flow", logit_mean=mean, logit_std=std, shift=shift)
-    t = flow.time_from_quantile(torch.tensor([u], dtype=torch.float64), cfg).item()
-    assert 0 <= t <= 1
-    if 1e-9 < t < 1 - 1e-9:
-        unshifted = t / (shift - (shift - 1) * t)
-        cdf = NormalDist(mean, std).cdf(math.log(unshifted / (1 - unshifted)))
-        assert cdf == pytest.approx(u, abs=1e-6)
-
-
-@settings(deadline=None)
-@given(quantiles, shifts)
-def test_uniform_quantile_is_only_shifted(u: float, shift: float) -> None:
-    cfg = FlowConfig(kind="flow", timesteps="uniform", shift=shift)
-    t = flow.time_from_quantile(torch.tensor([u], dtype=torch.float64), cfg).item()
-    assert t == pytest.approx(shift * u / (1 + (shift - 1) * u), abs=1e-12)
-
-
-def test_shift_of_the_logit_normal_moves_its_mean_by_the_logarithm() -> None:
-    u_B = uniform_grid(1000)
-    shifted = flow.time_from_quantile(u_B, FlowConfig(kind="flow", logit_mean=0.3, logit_std=0.7, shift=5.0))
-    moved = flow.time_from_quantile(u_B, FlowConfig(kind="flow", logit_mean=0.3 + math.log(5), logit_std=0.7))
-    torch.testing.assert_close(shifted, moved)
-
-
-def test_moments_of_the_logit_normal() -> None:
-    t_B = flow.time_from_quantile(uniform_grid(200_000), FlowConfig(kind="flow", logit_mean=-0.5, logit_std=1.3))
-    logits = torch.logit(t_B)
-    assert logits.mean().item() == pytest.approx(-0.5, abs=1e-3)
-    assert logits.std().item() == pytest.approx(1.3, abs=1e-3)
 
 
 @settings(deadline=None)
@@ -134,11 +78,6 @@ def test_sampler_times_match_diffusers(steps: int, shift: float) -> None:
     torch.testing.assert_close(times.float(), scheduler.sigmas)
 
 
-def test_no_steps_is_an_error() -> None:
-    with pytest.raises(ValueError, match="at least 1 step"):
-        flow.euler_times(0, 1.0)
-
-
 def test_objective_pair_and_loss_are_float32_for_bfloat16_data() -> None:
     objective = make_objective(FlowConfig(kind="flow"))
     assert isinstance(objective, FlowObjective)
@@ -155,14 +94,6 @@ def test_objective_pair_and_loss_are_float32_for_bfloat16_data() -> None:
     assert torch.equal(both_B, exact_B)
 
 
-def test_loss_is_one_number_a_sample() -> None:
-    objective = make_objective(FlowConfig(kind="flow"))
-    target = torch.zeros(SHAPE)
-    predicted = torch.arange(3.0).reshape(3, 1, 1, 1, 1).expand(SHAPE)
-    loss_B = objective.sample_loss(predicted, target, torch.tensor([0.1, 0.2, 0.3]))
-    torch.testing.assert_close(loss_B, torch.tensor([0.0, 1.0, 4.0]))
-
-
 def test_draws_depend_on_the_name_alone() -> None:
     noise, u_B = draw_noise(NAMES, SHAPE[1:], 7), draw_quantiles(NAMES, 7)
     assert noise.shape == (4, *SHAPE[1:])
@@ -175,11 +106,3 @@ def test_draws_depend_on_the_name_alone() -> None:
     assert len({x.item() for x in u_B}) == len(NAMES)
     assert len({x.item() for x in noise[:, 0, 0, 0, 0]}) == len(NAMES)
     assert not torch.equal(draw_noise(NAMES, SHAPE[1:], 8), noise)
-
-
-def test_drawn_times_follow_the_distribution() -> None:
-    objective = make_objective(FlowConfig(kind="flow", logit_mean=0.5, logit_std=0.8))
-    t_B = objective.time_from_quantile(draw_quantiles([(f"{i}", 0, 0) for i in range(4000)], 0))
-    u_B = torch.special.ndtr((torch.logit(t_B) - 0.5) / 0.8).sort().values
-    # Kolmogorov-Smirnov: beyond 1.95 / sqrt(n) lies one honest sample in a thousand, and this seed is fixed.
-    assert (u_B - uniform_grid(4000)).abs().max() < 1.95 / math.sqrt(4000)

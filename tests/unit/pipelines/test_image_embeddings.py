@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.models.build import bare, call_of, repository_of, stored_conditions
 from mmspeed.models.families import FAMILIES, class_name
-from mmspeed.models.image_encoder import image_fingerprint, load_image_encoder
+from mmspeed.models.image_encoder import image_fingerprint
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.tasks.unused import freeze_unused
 from mmspeed.pipelines.tasks.video import VideoTask
@@ -32,7 +31,7 @@ from mmspeed.preprocess.sources.source import Source
 from mmspeed.protocols import Conditions, RunPlace
 from mmspeed.shapes import Bucket, Strides
 from tests.support.runs import losses
-from tests.support.tiny_repositories import save_hunyuan_video15, save_hunyuan_video15_images, save_wan_images
+from tests.support.tiny_repositories import save_hunyuan_video15_images, save_wan_images
 
 CPU = Device("cpu", 0)
 SMALL = (
@@ -98,7 +97,6 @@ def test_entries_hold_what_the_pipelines_encoder_makes_of_the_frames(tmp_path: P
 
 
 CASES: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "wan 2.1": (save_wan_images, "first"),
     "wan 2.1, first and last": (lambda folder: save_wan_images(folder, last=True), "first_last"),
     "hunyuan-video-1.5": (save_hunyuan_video15_images, "first"),
 }
@@ -141,32 +139,3 @@ def test_all_weights_train_and_operations_are_counted(tmp_path: Path, name: str)
             torch.ones(1),
             Conditions(conditions.text_BLD, conditions.text_mask_BL, named=only),
         )
-
-
-@pytest.mark.slow
-def test_what_is_missing_is_one_line(tmp_path: Path) -> None:
-    save_wan_images(tmp_path / "tiny")
-    shutil.rmtree(tmp_path / "tiny" / "image_encoder")
-    config = config_of(tmp_path, "conditioning={first: 1}")
-    message = r"^model.pretrained: \S+ has no folder 'image_encoder', and its model takes the embedding of a given frame \(folders there: "
-    for fails in (lambda: image_fingerprint(config), lambda: load_image_encoder(section(tmp_path / "tiny"), CPU)):
-        with pytest.raises(UserError, match=message):
-            fails()
-    lacking = config_of(tmp_path, "conditioning={first_last: 1}")
-    with pytest.raises(
-        UserError, match=r"conditioning.first_last: WanTransformer3DModel cannot be trained so: its modes are first$"
-    ):
-        task = VideoTask(lacking)
-        task.open_without_data()
-        task.build()
-
-
-@pytest.mark.slow
-def test_a_text_to_video_model_stores_no_embeddings(tmp_path: Path) -> None:
-    save_hunyuan_video15(tmp_path / "tiny")
-    config = config_of(tmp_path)
-    assert stored_conditions(config) == () and image_fingerprint(config) is None
-    with pytest.raises(UserError, match=r"conditioning.first: HunyuanVideo15Transformer3DModel cannot be trained so"):
-        task = VideoTask(config_of(tmp_path, "conditioning={first: 1}"))
-        task.open_without_data()
-        task.build()

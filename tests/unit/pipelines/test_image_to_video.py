@@ -11,7 +11,6 @@ import pytest
 from PIL import Image
 
 from mmspeed.__main__ import main
-from mmspeed.config import make_config
 from mmspeed.config.conditioning import ConditioningConfig
 from mmspeed.errors import UserError
 from mmspeed.pipelines import TextToVideo, TrainPipeline
@@ -111,11 +110,8 @@ def test_pictures_are_fitted_and_the_end_of_a_video_is_taken(run: Path) -> None:
     ("files", "message"),
     [
         ({"last_image": "a.png"}, "--last-image goes with --image"),
-        ({"image": "a.png", "video": "v.mp4"}, "give it, or --image, not both"),
-        ({"prefix_frames": 5}, "--prefix-frames goes with --video"),
         ({"image": "none.png"}, "none.png: is no picture"),
         ({"video": "v.mp4", "prefix_frames": 4}, "4 given frames end within a latent frame"),
-        ({"video": "v.mp4", "prefix_frames": 9}, "with those that are given none is to be made"),
     ],
 )
 def test_what_does_not_go_together_is_one_line(pipe: TextToVideo, files: dict[str, str], message: str) -> None:
@@ -131,11 +127,6 @@ def test_a_run_without_the_mode_says_so(pipe: TextToVideo) -> None:
         mode_of(VideoRequest("a", video="v.mp4", prefix_frames=9), config)
     with pytest.raises(UserError, match=r"--last-image: the run was trained without conditioning\.first_last"):
         mode_of(VideoRequest("a", image="a.png", last_image="b.png"), config)
-
-
-def test_a_config_without_the_section_gives_no_frames(run: Path) -> None:
-    tree = small_config(run.parent.parent).model_dump(mode="json", by_alias=True, exclude={"conditioning"})
-    assert not make_config(tree, origin="test").conditioning.gives_frames
 
 
 @pytest.mark.slow

@@ -8,15 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 from mmspeed.errors import UserError
 from mmspeed.models.language.decoder import Decoder
 from mmspeed.models.language.shapes import SHAPES, tiny_twin
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.protocols import ModelPlan, blocks_of, declare_plan, keep_blocks, plan_of, single_blocks
-from mmspeed.protocols.plan import Block
+from mmspeed.protocols import keep_blocks, plan_of
 from tests.unit.pipelines.test_language_start import config, losses
 
 
@@ -24,8 +21,6 @@ from tests.unit.pipelines.test_language_start import config, losses
 @pytest.mark.parametrize(
     "model",
     [
-        "shape: tiny-llama3-8b",
-        "shape: tiny-qwen3-30b-a3b, balance: sequence",
         "shape: tiny-deepseek-v3",  # with a module for one more token
     ],
 )
@@ -44,36 +39,6 @@ def test_a_run_within_a_budget_computes_what_one_without_does(
     lines = [line for line in caplog.messages if line.startswith("memory: ")]
     assert any("recompute" in line for line in lines), lines
     assert losses(tmp_path, "tight") == pytest.approx(losses(tmp_path, "free"), rel=1e-6)
-
-
-class Listed(nn.Module):
-    """Two blocks of a list, and one within another module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-        self.further = nn.ModuleList([nn.Sequential()])
-        self.further[0] = _Around()
-        names = ("layers.0", "layers.1", "further.0.block")
-        declare_plan(self, ModelPlan(blocks=tuple(map(Block, names))))
-
-
-class _Around(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.block(x)
-
-
-def test_blocks_in_no_list_stay() -> None:
-    model = Listed()
-    last = model.layers[1]
-    assert single_blocks(model) == [2]
-    keep_blocks(model, [1])
-    assert [name for name, _ in blocks_of(model)] == ["layers.0", "further.0.block"]
-    assert model.layers[0] is last and len(model.layers) == 1
 
 
 @pytest.mark.parametrize("shape", ["qwen3-8b", "qwen3-30b-a3b", "deepseek-v3"])

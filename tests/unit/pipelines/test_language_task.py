@@ -228,14 +228,6 @@ def test_a_run_of_texts_in_a_file_goes_on_with_longer_packs_and_keeps_their_toke
     assert kept == built and "tokenizer.json" in kept
 
 
-def test_losses_by_packs_are_those_of_a_token(tmp_path: Path) -> None:
-    """Though the term of a pack is a sum over its tokens."""
-    one = config(tmp_path, "train.steps=1", "objective.z_loss=0")
-    TrainPipeline(one, task=MemoryTask(one)).run()
-    row = next(row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "train")
-    assert row["by_bucket"] == {"packs of 48": pytest.approx(row["loss"], rel=1e-6)}
-
-
 STAGES = "curriculum=[{steps: 2, sequence_length: 20}, {steps: 1}, {sequence_length: 30}]"
 
 
@@ -253,7 +245,7 @@ def test_stages_of_other_lengths_train_each_token_of_an_epoch_once(tmp_path: Pat
     assert [shape.numbers for shape in task.shapes()] == [20, 30, 48]
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3, 4])
+@pytest.mark.parametrize("stop", [1, 2])
 def test_a_run_that_stops_in_a_stage_goes_on_bit_by_bit(tmp_path: Path, stop: int) -> None:
     """At the border of two stages, too."""
     draws = []
@@ -261,7 +253,7 @@ def test_a_run_that_stops_in_a_stage_goes_on_bit_by_bit(tmp_path: Path, stop: in
         data = opened(tmp_path, STAGES, "train.steps=6").data(ALONE)
         if begin:
             state = json.loads(json.dumps(opened(tmp_path, STAGES, "train.steps=6").data(ALONE).state(begin)))
-            assert data.resume(state) is None or stop in (2, 3)
+            assert data.resume(state) is None or stop == 2
         draws.append([[sample.pieces for sample in packs_of(step)] for step in data.steps(stop, 6)])
     assert draws[0] == draws[1]
 
@@ -280,14 +272,3 @@ def test_a_stage_of_other_shares_begins_an_epoch(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             config(tmp_path, f"curriculum={wrong}")
-
-
-@pytest.mark.slow
-def test_a_run_in_stages_stops_and_goes_on_bit_by_bit(tmp_path: Path) -> None:
-    more = (STAGES, "train.prefetch=2", "train.loader_workers=1")
-    whole = config(tmp_path / "whole", *more)
-    TrainPipeline(whole, task=MemoryTask(whole)).run()
-    for steps in (2, 3, 6):
-        part = config(tmp_path / "part", *more, f"train.steps={steps}")
-        TrainPipeline(part, task=MemoryTask(part)).run()
-    assert losses(tmp_path / "part") == losses(tmp_path / "whole") and len(losses(tmp_path / "whole")) == 6

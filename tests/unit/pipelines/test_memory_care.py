@@ -17,7 +17,7 @@ from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.loop.averages import EMA
 from mmspeed.loop.callbacks import StepOutcome
-from mmspeed.pipelines.training.oom_advice import OomAdvisor, advise, summed_blocks
+from mmspeed.pipelines.training.oom_advice import OomAdvisor, advise
 from mmspeed.protocols import StepData
 from tests.support.runs import small_config
 
@@ -75,22 +75,12 @@ def advice(tmp_path: Path, held: dict[str, int], *overrides: str, **options: Any
     ("held", "overrides", "wanted", "unwanted"),
     [
         ({"activations": 90, "parameters": 10}, (), ("memory.fraction: 0.9", "{block: recompute}", "micro_batch_size to 1"), "states"),
-        ({"activations": 90, "parameters": 10}, ("train.micro_batch_size=1",), ("memory.fraction",), "micro_batch_size"),
-        ({"activations": 90}, ("memory.fraction=0.8",), ("lower memory.budget",), "memory.activation_policy"),
         ({"activations": 90}, ("memory.activation_policy={block: recompute}",), ("memory.mlp_chunk: 4096",), "memory.activation_policy"),
-        ({"activations": 90}, ("memory.activation_policy={block: recompute}", "memory.mlp_chunk=64"), ("parallel.ulysses",), "mlp_chunk"),
-        ({"activations": 90}, ("memory.activation_policy={mlp: recompute}",), ("activation_policy: {block: recompute}",), "fraction"),
         ({"optimizer": 60, "parameters": 40}, (), ("memory.states: host", "parallel.strategy: fsdp"), "activations"),
         ({"optimizer": 60}, ("memory.states=host",), ("--nproc",), "memory.states"),
-        (
-            {"optimizer": 60}, ("memory.states=host", "memory.master=float32", "device.dtype=bfloat16"),
-            ("memory.master: split or host",), "memory.states",
-        ),
         ({"parameters": 90}, ("device.dtype=bfloat16",), ("memory.master: split", "--nproc"), "release_gradients"),
         ({"parameters": 90}, ("train.clip_norm=null",), ("memory.release_gradients: true",), "memory.master"),
         ({"average": 50, "parameters": 50}, (), ("memory.ema: host",), "memory.states"),
-        ({"average": 50}, ("memory.ema=host",), ("smaller model",), "memory.ema"),
-        ({}, (), ("smaller buckets",), "memory."),
     ],
 )  # fmt: skip
 def test_advice_names_the_key_that_would_help(
@@ -127,19 +117,6 @@ def test_advice_knows_shards_batches_and_fragments(tmp_path: Path) -> None:
     )
 
 
-def test_every_key_that_is_advised_is_one_of_the_config(tmp_path: Path) -> None:
-    """Every setting in the advice must be accepted as it is written."""
-    small_config(tmp_path, "memory.fraction=0.9")
-    for override in (
-        "memory.activation_policy={block: offload_selective}", "memory.activation_policy={block: recompute}",
-        "memory.mlp_chunk=4096", "memory.empty_cache=1",
-        "memory.states=host", "memory.ema=host", "train.micro_batch_size=1", "parallel.strategy=fsdp",
-    ):  # fmt: skip
-        small_config(tmp_path, override)
-    small_config(tmp_path, "memory.master=split", "device.dtype=bfloat16")
-    small_config(tmp_path, "memory.release_gradients=true", "train.clip_norm=null")
-
-
 def block(size: int, *lines: int, state: str = "active_allocated") -> dict[str, Any]:
     frames = [{"filename": "/somewhere/lib/mmspeed/models/m.py", "line": n, "name": "forward"} for n in lines]
     return {"size": size, "state": state, "frames": [{"filename": "x.cpp", "line": 1, "name": "alloc"}, *frames]}
@@ -149,16 +126,6 @@ SEGMENTS = [
     {"blocks": [block(10, 1, 2), block(500, 7), block(999, 7, state="inactive")]},
     {"blocks": [block(20, 1, 2)]},
 ]
-
-
-def test_blocks_in_use_are_summed_by_the_lines_that_asked_for_them() -> None:
-    assert summed_blocks(SEGMENTS) == [
-        {"bytes": 500, "blocks": 1, "lines": ["mmspeed/models/m.py:7 forward"]},
-        {"bytes": 30, "blocks": 2, "lines": ["mmspeed/models/m.py:1 forward", "mmspeed/models/m.py:2 forward"]},
-    ]
-    assert summed_blocks([{"blocks": [{"size": 4, "state": "active_allocated"}]}]) == [
-        {"bytes": 4, "blocks": 1, "lines": []}
-    ]
 
 
 def test_out_of_memory_becomes_advice_and_a_record(tmp_path: Path) -> None:
@@ -177,16 +144,6 @@ def test_out_of_memory_becomes_advice_and_a_record(tmp_path: Path) -> None:
         record["held"][name] for name in ("parameters", "gradients", "optimizer", "average")
     )
     assert device.asked == [True, False]  # type: ignore[attr-defined]
-
-
-def test_without_snapshot_nothing_is_noted_or_written(tmp_path: Path) -> None:
-    device = FakeDevice()
-    with (
-        pytest.raises(UserError, match=r"memory\.fraction"),
-        care(small_config(tmp_path, "memory.snapshot=false"), device, tmp_path),
-    ):
-        raise torch.OutOfMemoryError("full")
-    assert device.asked == [] and not list(tmp_path.glob("oom*"))  # type: ignore[attr-defined]
 
 
 def test_on_a_cpu_there_is_advice_and_no_record(tmp_path: Path) -> None:
@@ -231,10 +188,7 @@ def test_unused_memory_is_given_back_when_the_config_says(tmp_path: Path) -> Non
     assert device.asked == ["empty"] * 2  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    "error", [MemoryError("x"), torch.OutOfMemoryError("x"), RuntimeError("NPU out of memory. Tried to allocate 2 GiB")]
-)
-def test_anywhere_else_the_command_line_names_keys_too(error: Exception) -> None:
-    failure = describe(error)
+def test_anywhere_else_the_command_line_names_keys_too() -> None:
+    failure = describe(torch.OutOfMemoryError("x"))
     assert failure.known and "memory.fraction: 0.9" in failure.text and "vae.tiling" in failure.text
     assert not describe(RuntimeError("shapes differ")).known

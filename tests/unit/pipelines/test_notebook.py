@@ -12,7 +12,6 @@ import pytest
 from mmspeed.pipelines.inference import media
 from mmspeed.pipelines.inference.media import Video
 from tests.support.decoding import video_of
-from tests.support.media import psnr
 
 
 def moving(frames: int, height: int, width: int) -> Video:
@@ -29,14 +28,6 @@ def embedded(html: str, kind: str, folder: Path) -> Path:
     path = folder / f"shown.{kind.rpartition('/')[2]}"
     path.write_bytes(base64.b64decode(match[1]))
     return path
-
-
-def test_a_notebook_shows_the_video(tmp_path: Path) -> None:
-    formatters = pytest.importorskip("IPython.core.formatters")
-    data, _ = formatters.DisplayFormatter().format(moving(9, 48, 64))
-    assert data["text/plain"] == "Video(9 frames of 64 x 48, 8 a second)"
-    frames_FHWC, fps = video_of(embedded(data["text/html"], "video/mp4", tmp_path))
-    assert fps == 8 and psnr(frames_FHWC, moving(9, 48, 64).frames_FHWC) > 30
 
 
 def test_a_single_frame_is_a_picture(tmp_path: Path) -> None:

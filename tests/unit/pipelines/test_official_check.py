@@ -49,7 +49,7 @@ def config_of(folder: Path, name: str, *overrides: str) -> Config:
     return make_config(tree, overrides, origin="test")
 
 
-@pytest.mark.parametrize("name", slow_but(REPOSITORIES, {"wan", "cogvideox-5b", "flux"}))
+@pytest.mark.parametrize("name", slow_but(REPOSITORIES, {"wan", "flux"}))
 def test_the_call_is_the_official_pipelines(tmp_path: Path, name: str) -> None:
     REPOSITORIES[name](tmp_path / name)
     (check,) = check_against_official(config_of(tmp_path, name))
@@ -81,7 +81,7 @@ def with_a_cache(folder: Path, name: str) -> Config:
     return config
 
 
-@pytest.mark.parametrize("name", slow_but(REPOSITORIES, {"qwen-image"}))
+@pytest.mark.parametrize("name", slow_but(REPOSITORIES, {"wan"}))
 def test_the_call_from_entries_of_the_cache_is_the_official_pipelines(tmp_path: Path, name: str) -> None:
     """Two clips with captions and times of their own, as training reads them."""
     REPOSITORIES[name](tmp_path / name)
@@ -92,26 +92,14 @@ def test_the_call_from_entries_of_the_cache_is_the_official_pipelines(tmp_path: 
     exact = {argument.name: argument for argument in check.arguments}
     assert exact["hidden_states"].error == exact["timestep"].error == 0.0
     assert exact["timestep"].ours.startswith("int64 (2," if name.startswith("cogvideox") else "float32 (2,")
-
-
-def test_a_caption_that_the_cache_does_not_know(tmp_path: Path) -> None:
-    REPOSITORIES["wan"](tmp_path / "wan")
-    config = with_a_cache(tmp_path, "wan")
-    with pytest.raises(UserError, match=r"its caption in the cache is not that of the sources: run mmspeed preprocess"):
-        check_against_official(config, captions=dict)
-    other = config.model_copy(update={"data": config.data.model_copy(update={"fps": 8.0})})
-    (check,) = check_against_official(other, captions=dict)
-    assert check.passed and check.lines()[1].startswith("  random latents, because the samples in the cache")
-
-
-@pytest.mark.parametrize("kind", ["2b", "1.5"])
-def test_the_call_of_other_cogvideox_models(tmp_path: Path, kind: str) -> None:
-    save_cogvideox(tmp_path / "cogvideox", kind, **({"ofs_embed_dim": None} if kind == "1.5" else {}))
-    (check,) = check_against_official(
-        config_of(tmp_path, "cogvideox", "data.buckets=[{frames: 5, height: 32, width: 48}]")
-    )
-    assert check.passed, "\n".join(check.lines())
-    assert ("image_rotary_emb" in {argument.name for argument in check.arguments}) == (kind == "1.5")
+    if name == "wan":
+        with pytest.raises(
+            UserError, match=r"its caption in the cache is not that of the sources: run mmspeed preproc"
+        ):
+            check_against_official(config, captions=dict)
+        other = config.model_copy(update={"data": config.data.model_copy(update={"fps": 8.0})})
+        (check,) = check_against_official(other, captions=dict)
+        assert check.passed and check.lines()[1].startswith("  random latents, because the samples in the cache")
 
 
 def test_odd_latent_frames_are_an_error_with_the_next_buckets(tmp_path: Path) -> None:
@@ -124,13 +112,6 @@ def test_odd_latent_frames_are_an_error_with_the_next_buckets(tmp_path: Path) ->
         UserError, match=r"latent frames 3 of \(3, 4, 6\) is .* use 2 or 4 \(buckets of frames 5 or 13 fit\)"
     ):
         task.latent(as_bucket(config.buckets[0]))
-
-
-def test_wan_5b_has_the_pipelines_times_of_tokens(tmp_path: Path) -> None:
-    save_wan_5b(tmp_path / "wan")
-    (check,) = check_against_official(config_of(tmp_path, "wan"))
-    assert check.passed, "\n".join(check.lines())
-    assert next(argument for argument in check.arguments if argument.name == "timestep").ours == "float32 (2, 24)"
 
 
 def save_wan_5b(folder: Path) -> Path:
@@ -153,7 +134,7 @@ IMAGES_TO_VIDEO: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(IMAGES_TO_VIDEO, {"cogvideox-1.5", "wan 2.1, first and last", "ltx"}))
+@pytest.mark.parametrize("name", slow_but(IMAGES_TO_VIDEO, {"cogvideox-1.5", "ltx"}))
 def test_the_call_from_images_is_the_official_pipelines(tmp_path: Path, name: str) -> None:
     """In each mode: noisy latents, masks and times bitwise, what the codec makes of the images within 1e-6."""
     save, modes = IMAGES_TO_VIDEO[name]

@@ -110,10 +110,7 @@ def test_the_command_samples_a_run_and_its_export(tmp_path: Path, run: Path) -> 
     ("change", "choice", "message"),
     [
         ({}, SamplerChoice(sampler="euler"), r"--sampler euler: WanPipeline has its repository's scheduler: leave"),
-        ({}, SamplerChoice(guidance=0.5), r"--guidance 0.5: WanPipeline takes 1, which is none, and more"),
-        ({}, SamplerChoice(rescale=0.7), r"--guidance-rescale 0.7: WanPipeline has none: give 0"),
         ({"image": "a.png"}, CHOICE, r"--image: WanPipeline takes no image"),
-        ({"video": "a.mp4", "line": 4}, CHOICE, r"line 4: --video: WanPipeline takes no videos to go on from"),
         ({"frames": 2}, CHOICE, r"a video of 2x32x48 \(frames x height x width\) cannot be made: "),
     ],
 )
@@ -140,10 +137,3 @@ def test_runs_without_an_official_pipeline_say_so(tmp_path: Path, run: Path) -> 
     other = {**tree, "model": {"kind": "diffusers", "pretrained": "a/b"}, "text": {"kind": "minilm"}}
     with pytest.raises(UserError, match=r"runs/own was trained with another text encoder than that of a/b, which the"):
         published_section(make_config(other), "runs/own")
-
-
-def test_an_export_whose_pipeline_names_no_size(tmp_path: Path) -> None:
-    official = OfficialSampler.open(save_cogvideox(tmp_path / "base"), device="cpu")
-    with pytest.raises(UserError, match=r"CogVideoXPipeline names no size of its videos: give --frames, --height"):
-        official.sizes([VideoRequest(PROMPT)])
-    assert official.sizes([VideoRequest(PROMPT, frames=9, height=32, width=48)])[0].frames == 9

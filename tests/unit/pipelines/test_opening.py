@@ -12,7 +12,7 @@ from mmspeed.config import Config
 from mmspeed.device import Device
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.tasks.video import VideoTask
-from mmspeed.pipelines.training.opening import device_line, in_short, model_line
+from mmspeed.pipelines.training.opening import device_line, model_line
 from tests.support.runs import small_config
 from tests.support.toy_runs import build_toy, toy_config, write_toy_cache
 
@@ -57,11 +57,3 @@ def test_layouts_and_frozen_parts_are_named(tmp_path: Path) -> None:
     assert model_line(config, roles) == (
         "model: student Linear, 90 parameters, 81 of them trained; teacher Linear, 1 M parameters"
     )
-
-
-@pytest.mark.parametrize(
-    ("count", "words"),
-    [(0, "0"), (812, "812"), (999.6, "1 k"), (3_214_000, "3.21 M"), (1.42e10, "14.2 B"), (2e15, "2e+03 T")],
-)
-def test_counts_have_three_digits(count: float, words: str) -> None:
-    assert in_short(count) == words

@@ -22,8 +22,6 @@ SELECTIVE = (
 )
 REGIONS = {
     "wan": [f"WanTransformerBlock: block, attention, cross_attention, mlp; {SELECTIVE}"],
-    "ltx": [f"LTXVideoTransformerBlock: block, attention, cross_attention, mlp; {SELECTIVE}"],
-    "cogvideox": [f"CogVideoXBlock: block, attention, mlp; {SELECTIVE}"],
     "hunyuan": [
         f"HunyuanVideoTransformerBlock: block, attention; {SELECTIVE}",
         f"HunyuanVideoSingleTransformerBlock: block, attention; {SELECTIVE}",
@@ -45,20 +43,6 @@ def test_regions_of_published_models_are_reported(home: Path, name: str) -> None
     assert lines == [f"model: memory.activation_policy of {each}" for each in REGIONS[name]]
 
 
-@pytest.mark.slow
-def test_a_check_from_python_tells_them_and_loads_no_more_for_it(home: Path) -> None:
-    config, loads = published_config(home, "wan"), [0]
-
-    def loaded() -> None:
-        loads[0] += 1
-
-    task = task_of(home, "wan", config, loaded)
-    lines = policy_lines(task, config)
-    report = check_task(config, (1,), task)
-    assert [line for line in report.lines_ if "memory.activation_policy" in line] == lines and not report.problems
-    assert loads[0] <= 2  # one for these lines and the model's, one for the plan of memory
-
-
 def test_our_own_norms_and_activations_are_regions(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     (line,) = policy_lines(VideoTask(config), config)
@@ -70,9 +54,7 @@ def test_our_own_norms_and_activations_are_regions(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "key", "message"),
     [
-        ("wan", "activation_policy.norm=recompute", r"WanTransformerBlock has no region norm .*; `block: selective` computes norms"),
         ("wan", "activation_policy.atention=recompute", r"no region atention .*did you mean 'attention'"),
-        ("cogvideox", "activation_policy.cross_attention=recompute", r"CogVideoXBlock has no region cross_attention .*did you mean"),
         ("hunyuan", "activation_policy.mlp=selective", r"HunyuanVideo.*Block has no region mlp \(it has block, attention\)"),
         ("hunyuan", "mlp_chunk=8", r"memory.mlp_chunk: HunyuanVideo.*Block has no MLP that computes in parts"),
     ],
@@ -83,7 +65,7 @@ def test_a_policy_of_a_region_that_is_not_there_is_an_error(home: Path, name: st
         check_task(config, (1,), task_of(home, name, config))
 
 
-@pytest.mark.parametrize("entry", [published_tasks.ENTRY, published_tasks.PREPARED], ids=["bare", "prepared"])
+@pytest.mark.parametrize("entry", [published_tasks.PREPARED], ids=["prepared"])
 @pytest.mark.slow
 def test_the_command_tells_policies_of_a_packages_task(
     home: Path, entry: TaskEntry, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]

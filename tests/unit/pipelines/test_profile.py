@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import shutil
-import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from mmspeed.bench.buckets import lines, parse_memory, suggested_budget, table
+from mmspeed.bench.buckets import parse_memory
 from mmspeed.cli.app import run
 from mmspeed.config import Config, dump_config
 from mmspeed.config.training import BatchingConfig, TrainConfig
@@ -106,19 +104,6 @@ def test_the_most_is_in_the_limit_and_near_it(profiled: tuple[int, Memory], limi
         assert 2 * most >= best or memory(most) - state >= 0.5 * (limit - state)
 
 
-@given(memories, st.integers(1, 500), st.integers(2, 1000))
-def test_running_out_of_memory_ends_in_the_middle(profiled: tuple[int, Memory], breaks_at: int, most: int) -> None:
-    """A device whose memory is in pieces gives up before the line says so."""
-    state, memory = profiled
-    tried = go(memory, ProfileLimits(10**12, most=most), state, careful=False, breaks_at=breaks_at)
-    assert all(row.batch < breaks_at and row.batch <= most for row in tried.rows)
-    measured = Measured(tried.rows or (Measurement(SHORT, 1, 1.0, 1),), 10**12, {}, {LONG: tried.too_large or 10**9})
-    if breaks_at == 1:
-        assert measured.most(LONG) == 0
-    elif tried.too_large is not None:
-        assert measured.most(LONG) == tried.rows[-1].batch >= 0.8 * min(breaks_at - 1, most) - 1
-
-
 def test_slow_steps_and_wishes_end_a_measurement() -> None:
     row = Measurement(LONG, 4, 2.0, 100)
     assert next_batch(BucketMeasurements((row,)), ProfileLimits(10**6, seconds=1.0), 0, False) is None
@@ -143,20 +128,6 @@ def test_limits_of_memory() -> None:
 
 def rows(bucket: Bucket, *points: tuple[int, float, int]) -> tuple[Measurement, ...]:
     return tuple(Measurement(bucket, *point) for point in points)
-
-
-@given(st.floats(0, 10), st.floats(1e-3, 10), st.lists(st.integers(1, 64), min_size=2, max_size=6, unique=True))
-def test_time_is_a_line(fixed: float, each: float, batches: list[int]) -> None:
-    measured = Measured(tuple(Measurement(LONG, n, fixed + n * each, 1) for n in batches), 10)
-    cost = measured.cost(LONG)
-    assert cost.of(7) == pytest.approx(fixed + 7 * each, rel=1e-6) and measured.misfit(LONG) < 1e-6
-
-
-@given(st.lists(st.tuples(st.integers(1, 64), st.floats(1e-4, 100)), min_size=1, max_size=6, unique_by=lambda p: p[0]))
-@example([(1, 1.0), (5, 1.0)])
-def test_whatever_was_measured_more_samples_cost_more(points: list[tuple[int, float]]) -> None:
-    cost = Measured(tuple(Measurement(LONG, n, seconds, 1) for n, seconds in points), 10).cost(LONG)
-    assert 0 < cost.of(1) < cost.of(2) and cost.fixed >= 0
 
 
 def test_most_lies_between_what_fits_and_what_does_not() -> None:
@@ -200,20 +171,6 @@ def test_memory_of_the_cpu_is_counted_to_the_byte() -> None:
 
     assert peak_bytes(CPU, 0, work) == 4 * 6000
     assert peak_bytes(CPU, 77, lambda: None) == 77
-
-
-def test_garbage_of_earlier_work_is_not_counted_as_given_back() -> None:
-    def litter() -> None:
-        circle: list[object] = [torch.empty(5000)]
-        circle.append(circle)
-
-    def work() -> None:
-        kept = [[] for _ in range(10_000)]  # type: ignore[var-annotated]  # so many objects would start the collector
-        kept.append([torch.empty(1000)])
-
-    gc.collect()
-    assert peak_bytes(CPU, 0, litter) == 4 * 5000
-    assert peak_bytes(CPU, 0, work) == 4 * 1000 and gc.isenabled()
 
 
 def test_which_errors_say_that_memory_is_full() -> None:
@@ -282,25 +239,6 @@ def test_measurements_are_written_and_read(profiled: BucketProfile) -> None:
     )
 
 
-def test_what_is_printed(profiled: BucketProfile) -> None:
-    text = lines(profiled)
-    assert any("allocator's count on CPU" in line for line in text)
-    assert sum(line.startswith("5x32x48 ") for line in text) == 4  # three steps, one line of batches
-    assert text[-1].strip().startswith("batching: {by: time, budget: ")
-    budget = suggested_budget(profiled.measured, [SHORT, LONG])
-    sizes = make_batching(
-        BatchingConfig(by="time", budget=budget),
-        TrainConfig(),
-        [SHORT, LONG],
-        profiled.costs,
-        1,
-        measured=profiled.measured,
-    ).sizes
-    assert all(profiled.measured.cost(bucket).of(size) <= budget or size == 1 for bucket, size in sizes.items())
-    tight = replace(profiled, measured=replace(profiled.measured, too_large={LONG: 1}), untried=(LONG,))
-    assert any("5x32x48: not even one sample fits" in line and "not tried" in line for line in lines(tight))
-
-
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = small_config(tmp_path, BUCKETS)
     file = tmp_path / "small.yaml"
@@ -312,10 +250,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert measured.limit_bytes == 10**9 and measured.setting["memory.activation_policy"] == {"block": "recompute"}
     assert run(["bench", "buckets", str(file), "--memory-limit", "much"]) == 1
     assert "--memory-limit much: use bytes" in capsys.readouterr().err
-
-
-def test_a_table_has_columns() -> None:
-    assert table(["a", "bb"], [["long", "1"]]) == ["a     bb", "----  --", "long   1"]
 
 
 class KeepsData(VideoTask):
@@ -340,17 +274,6 @@ def test_training_by_time_uses_them(home: Path, profiled: BucketProfile) -> None
     config = small_config(home, *overrides, f"batching.budget={budget}", "train.steps=3")
     task = KeepsData(config)
     assert TrainPipeline(config, task=task).run().finished and task.data_of_run.sampler.batching.sizes == {LONG: 2}
-
-
-def test_measurements_of_something_else_are_refused(home: Path, profiled: BucketProfile) -> None:
-    folder = home / "runs" / "other"
-    folder.mkdir(parents=True)
-    (folder / MEASURED_NAME).write_bytes(profiled.path.read_bytes())
-    overrides = ("name=other", "batching.by=time", "train.batch_size=null", "model.depth=3")
-    with pytest.raises(
-        UserError, match=r"other settings: model.depth \(2, here 3\); run `mmspeed bench buckets CONFIG` again"
-    ):
-        TrainPipeline(small_config(home, *overrides)).run()
 
 
 def test_without_measurements_there_is_no_training_by_time(home: Path) -> None:
@@ -378,13 +301,6 @@ def test_what_is_said_of_measurements(profiled: BucketProfile) -> None:
 # -- mistakes ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_bucket_that_divides_by_nothing(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="bucket 5x36x48 does not fit the codec: height 36 is no multiple"):
-        profile(small_config(tmp_path, "data.buckets=[{frames: 5, height: 36, width: 48}]"))
-    with pytest.raises(UserError, match="bucket 5x40x48 does not fit the model"):
-        profile(small_config(tmp_path, "data.buckets=[{frames: 5, height: 40, width: 48}]"))
-
-
 def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
     config = small_config(tmp_path, BUCKETS)
     with pytest.raises(UserError, match=r"not one sample of any bucket fits in 100.0 kB, of which"):
@@ -393,29 +309,3 @@ def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"not one sample of any bucket fits in"):
         profile(config, memory=1.25 * state + 1000, most=2, repeats=1)
     assert not (config.run_dir / MEASURED_NAME).exists()
-
-
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "runs").write_text("a file", encoding="utf-8")
-    with pytest.raises(UserError, match="cannot make the folder"):
-        profile(small_config(tmp_path, BUCKETS))
-
-
-@pytest.mark.slow
-def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
-    config = small_config(tmp_path, BUCKETS)
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 2.0)
-    try:
-        # an interrupt may fall into torch's own turning off of gradients, in this thread of all tests to come
-        with torch.set_grad_enabled(torch.is_grad_enabled()), pytest.raises(KeyboardInterrupt):
-            profile(config, most=1, repeats=1_000_000)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert not config.run_dir.exists() or list(config.run_dir.iterdir()) == []
-    assert not dist.is_initialized()

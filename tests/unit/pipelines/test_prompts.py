@@ -24,13 +24,9 @@ def test_json_lines_have_settings_of_their_own(tmp_path: Path) -> None:
     ("line", "expected"),
     [
         ('{"prompt": "a", "sede": 1}', "line 2: unknown key 'sede'; did you mean 'seed'?"),
-        ('{"prompt": "a", "audio": "a.wav"}', "line 2: unknown key 'audio' (known: prompt,"),
         ('{"text": "a"}', "line 2: 'prompt' is missing"),
         ('{"prompt": "a", "seed": -1}', "line 2: 'seed': input should be greater than or equal to 0"),
-        ('{"prompt": "a", "seed": "1"}', "line 2: 'seed': input should be a valid integer"),
         ('{"prompt": "a"', "line 2: invalid JSON"),
-        ("a rabbit", "line 2: invalid JSON"),
-        ("[1]", "line 2: input should be"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, expected: str) -> None:

@@ -23,7 +23,6 @@ from mmspeed.pipelines.tuning.memory_estimate import plan_memory
 from mmspeed.protocols import Conditions, RunPlace, blocks_of
 from mmspeed.shapes import Strides
 from tests.support.checkpoints import differing, whole_checkpoint
-from tests.support.covers import slow_but
 from tests.support.published import (
     FPS,
     MODELS,
@@ -103,11 +102,12 @@ class Watch:
 
 
 POLICIES = ["recompute", "selective", "offload", "offload_selective"]
-# each model and each policy by default, and the model whose blocks are of two kinds under all
+# each model and each policy, and the model whose blocks are of two kinds under all
 MEETINGS = [
-    pytest.param(name, policy, marks=[] if name == "hunyuan" or at == place else pytest.mark.slow)
+    (name, policy)
     for place, name in enumerate(MODELS)
     for at, policy in enumerate(POLICIES)
+    if name == "hunyuan" or at == place
 ]
 
 
@@ -156,11 +156,11 @@ def test_compiled_blocks_are_recomputed(home: Path, name: str) -> None:
     assert_equal(actual, truth, within=1e-5)
 
 
-@pytest.fixture(scope="module", params=slow_but(MODELS, ["wan"]))
-def trained(home: Path, request: pytest.FixtureRequest) -> str:
+@pytest.fixture(scope="module")
+def trained(home: Path) -> str:
     """A run of six steps of one process."""
-    train_published(str(home), request.param)
-    return str(request.param)
+    train_published(str(home), "wan")
+    return "wan"
 
 
 def test_a_run_trains_saves_and_averages(home: Path, trained: str) -> None:
@@ -179,13 +179,6 @@ def test_a_run_trains_saves_and_averages(home: Path, trained: str) -> None:
     )
     validations = [row for row in read_metrics(config.run_dir / "metrics.jsonl") if row["kind"] == "validation"]
     assert len(validations) == 2 and all(row["loss"] > 0 for row in validations)
-
-
-def test_its_own_operations_are_reported(home: Path, trained: str) -> None:
-    config = published_config(home, trained)
-    task = task_of(home, trained, config)
-    rows = [row for row in read_metrics(config.run_dir / "metrics.jsonl") if row["kind"] == "train"]
-    assert rows and all(row["mfu"] > 0 for row in rows) and task.name == "video"
 
 
 def test_a_run_that_was_stopped_goes_on_bitwise(home: Path, trained: str) -> None:
@@ -216,13 +209,12 @@ def test_a_model_in_half_precision_trains_in_float32(home: Path) -> None:
 
 
 def test_bfloat16_computation_trains(home: Path) -> None:
-    for name in MODELS:
-        loss, truth, _ = one_step(str(home), name)
-        found_loss, actual, _ = one_step(str(home), name, ("device.dtype=bfloat16",))
-        assert found_loss == pytest.approx(loss, rel=0.05)
-        far = sum((actual[key] - value).square().sum() for key, value in truth.items())
-        size = sum(value.square().sum() for value in truth.values())
-        assert 0 < far / size < 0.05, name
+    loss, truth, _ = one_step(str(home), "hunyuan")
+    found_loss, actual, _ = one_step(str(home), "hunyuan", ("device.dtype=bfloat16",))
+    assert found_loss == pytest.approx(loss, rel=0.05)
+    far = sum((actual[key] - value).square().sum() for key, value in truth.items())
+    size = sum(value.square().sum() for value in truth.values())
+    assert 0 < far / size < 0.05
 
 
 @pytest.mark.parametrize(
@@ -230,7 +222,6 @@ def test_bfloat16_computation_trains(home: Path) -> None:
     [
         ("wan", ("objective.kind=ddpm",), r"objective.kind is ddpm: WanTransformer3DModel predicts the velocity"),
         ("cogvideox", ("objective.kind=flow",), r"objective.kind is flow: CogVideoXTransformer3DModel predicts v"),
-        ("wan", ("parallel.tp=2",), r"does not fit|processes|tp"),
     ],
 )
 def test_what_does_not_fit_is_said(home: Path, name: str, overrides: tuple[str, ...], message: str) -> None:
@@ -256,9 +247,7 @@ def test_another_class_trains_by_a_call_of_ones_own(home: Path) -> None:
     assert len(losses(config)) == 2
 
 
-@pytest.mark.parametrize(
-    "name", ["wan", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hunyuan", "ltx", "cogvideox"))]
-)
+@pytest.mark.parametrize("name", ["wan", pytest.param("hunyuan", marks=pytest.mark.slow)])
 def test_memory_is_planned_from_shapes(home: Path, name: str) -> None:
     """Blocks that are called by name and that return several tensors are measured too; less is kept the less is asked for."""
     config = published_config(home, name)
@@ -274,7 +263,7 @@ def test_memory_is_planned_from_shapes(home: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["wan", "ltx"])
+@pytest.mark.parametrize("name", ["wan"])
 def test_a_budget_chooses_policies(home: Path, name: str) -> None:
     config = published_config(home, name, f"name={name}-plain", "train.steps=1")
     task = task_of(home, name, config)

@@ -28,10 +28,7 @@ from mmspeed.models.families import FAMILIES
 from mmspeed.models.families.ltx import LtxCall
 from mmspeed.models.families.wan import WanCall
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.inference.anchor_media import anchors_of
-from mmspeed.pipelines.inference.media import Video
-from mmspeed.pipelines.inference.prompts import VideoRequest
-from mmspeed.pipelines.inference.text_to_video import SamplerChoice, TextToVideo
+from mmspeed.pipelines.inference.text_to_video import TextToVideo
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.protocols import Conditions, RunPlace
 from mmspeed.shapes import Strides
@@ -247,24 +244,3 @@ def test_the_first_frame_alone_is_stored_for_a_codec_that_mixes_frames(tmp_path:
     picture(1).save(tmp_path / "two.png")
     (two,) = pipe("a", steps=2, image=tmp_path / "two.png")
     assert (one.frames_FHWC != two.frames_FHWC).any()
-
-
-@pytest.mark.slow
-def test_ltx_goes_on_from_a_video(tmp_path: Path) -> None:
-    """Mode `prefix`: a video's last frames, clean at time 0, are the first of what is made."""
-    save_ltx(tmp_path / "tiny")
-    write_config(tmp_path / "own.yaml", model=str(tmp_path / "tiny"))
-    shares = "conditioning={prefix: 0.5, first: 0.5, prefix_frames: 9}"
-    config = config_of(
-        tmp_path, shares, "train.steps=1", "data.limit=2", "data.buckets=[{frames: 17, height: 32, width: 64}]"
-    )
-    TrainPipeline(config, online=True).run()
-    pipe = TextToVideo.from_run(config.run_dir, device="cpu")
-    before = Video(np.random.default_rng(0).integers(0, 256, (30, 32, 64, 3), dtype=np.uint8), config.data.fps or 8.0)
-    before.save(tmp_path / "before.mp4")
-    request = VideoRequest("a", video=str(tmp_path / "before.mp4"))
-    anchors = anchors_of([request], pipe.config, pipe.codec, pipe.size(), pipe.predictor.anchors)
-    assert anchors is not None and anchors.mask_PT.tolist() == [[True, True, False]]
-    ((_, video),) = pipe.sample([request], SamplerChoice(steps=2), together=1)
-    clean_FHWC = pipe.codec.decode(anchors.latents_PCThw)[0].permute(1, 2, 3, 0)
-    assert video.frames_FHWC.shape == clean_FHWC.shape == (17, 32, 64, 3)

@@ -6,8 +6,6 @@ exact prediction is linear in x, and the path of a noise z ends at m + s z.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -21,13 +19,12 @@ from mmspeed import rng
 from mmspeed.config.schema import DdpmConfig, FlowConfig
 from mmspeed.errors import UserError
 from mmspeed.pipelines.diffusion import samplers
-from mmspeed.pipelines.diffusion.flow import euler_times, per_sample
-from mmspeed.pipelines.diffusion.objective import DdpmObjective, FlowObjective, Objective, make_objective
+from mmspeed.pipelines.diffusion.flow import per_sample
+from mmspeed.pipelines.diffusion.objective import DdpmObjective, FlowObjective, Objective
 from tests.support.machine import parts_of_numbers_have_the_bits_of_the_whole
 
 SHAPE = (2, 3, 2, 4, 5)
 MEAN, STD = 1.5, 0.3
-Predict = Callable[[Tensor, Tensor], Tensor]
 
 
 def noise(dtype: torch.dtype = torch.float64) -> Tensor:
@@ -43,100 +40,12 @@ def ddpm_objective(prediction: str = "v", zero: bool = True, steps: int = 1000) 
     return DdpmObjective(DdpmConfig.model_validate(cfg))
 
 
-def gaussian_velocity(mean: float, std: float) -> Predict:
-    """E[noise - x0 | x_t = x] for data N(mean, std^2)."""
-
-    def predict(x: Tensor, t_B: Tensor) -> Tensor:
-        t = per_sample(t_B, x)
-        variance = (1 - t) ** 2 * std**2 + t**2
-        return -mean + (t - (1 - t) * std**2) / variance * (x - (1 - t) * mean)
-
-    return predict
-
-
-def gaussian_prediction(objective: DdpmObjective, mean: float, std: float) -> Predict:
-    """E[target | x_t = x] for data N(mean, std^2)."""
-
-    def predict(x: Tensor, t_B: Tensor) -> Tensor:
-        abar = per_sample(objective.abar(t_B), x)
-        a, b = abar.sqrt(), (1 - abar).sqrt()
-        away = (x - a * mean) / (abar * std**2 + 1 - abar)
-        x0, epsilon = mean + a * std**2 * away, b * away
-        return epsilon if objective.cfg.prediction == "epsilon" else a * epsilon - b * x0
-
-    return predict
-
-
 def some_model(x: Tensor, t_B: Tensor) -> Tensor:
     """Nothing like a solution: a smooth function of x and t that mixes channels and positions."""
     return torch.sin(1.7 * x + 3 * per_sample(t_B, x)) + torch.tanh(x.roll(1, dims=1)) * x.mean(dim=-1, keepdim=True)
 
 
-@settings(deadline=None)
-@given(st.integers(1, 12), st.floats(0.2, 10), st.sampled_from(["euler", "heun"]))
-def test_flow_recovers_a_single_point_exactly(steps: int, shift: float, sampler: str) -> None:
-    point = rng.normal(SHAPE, 1, "point").double()
-
-    def predict(x: Tensor, t_B: Tensor) -> Tensor:
-        return (x - point) / per_sample(t_B, x)  # noise - x0 on the line through x to the point
-
-    actual = flow_objective(shift).sample(predict, noise(), steps, sampler)
-    torch.testing.assert_close(actual, point, rtol=0, atol=1e-10)
-
-
-@settings(deadline=None)
-@given(st.integers(1, 12), st.booleans(), st.sampled_from(["v", "epsilon"]))
-def test_ddim_recovers_a_single_point_exactly(steps: int, zero: bool, prediction: str) -> None:
-    objective = ddpm_objective(prediction, zero and prediction == "v")
-    predict = gaussian_prediction(objective, MEAN, 0.0)
-    actual = objective.sample(predict, noise(), steps)
-    torch.testing.assert_close(actual, torch.full(SHAPE, MEAN, dtype=torch.float64), rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("shift", [1.0, 3.0])
-@pytest.mark.parametrize(("sampler", "order"), [("euler", 1), ("heun", 2)])
-def test_flow_reaches_gaussian_data_at_the_order_of_the_sampler(sampler: str, order: int, shift: float) -> None:
-    z, objective = noise(), flow_objective(shift)
-    exact = MEAN + STD * z
-    predict = gaussian_velocity(MEAN, STD)
-    errors = [(objective.sample(predict, z, n, sampler) - exact).abs().max().item() for n in (200, 400, 800)]
-    assert errors[0] < 0.03
-    for coarse, fine in pairwise(errors):
-        assert coarse / fine == pytest.approx(2**order, rel=0.1)
-
-
-def test_flow_samples_have_the_mean_and_spread_of_the_data() -> None:
-    z = rng.normal((4, 4, 4, 40, 40), 0, "z")
-    actual = flow_objective().sample(gaussian_velocity(MEAN, STD), z, 50, "heun")
-    # 102,400 numbers: the standard error of the mean is 0.001, of the spread less; the sampler's is below 0.002.
-    assert actual.mean().item() == pytest.approx(MEAN, abs=0.004)
-    assert actual.std().item() == pytest.approx(STD, abs=0.004)
-
-
-@pytest.mark.parametrize("prediction", ["v", "epsilon"])
-@pytest.mark.parametrize("steps", [1, 4, 30, 1000])
-def test_ddim_on_gaussian_data_is_the_product_of_its_steps(prediction: str, steps: int) -> None:
-    # From x - a m at one step to x' - a' m at the next, DDIM multiplies by (a' a s^2 + b' b) / (a^2 s^2 + b^2).
-    objective, z = ddpm_objective(prediction, zero=prediction == "v"), noise()
-    actual = objective.sample(gaussian_prediction(objective, MEAN, STD), z, steps)
-    abars = [objective.alphas_cumprod[round(1000 * (1 - i / steps)) - 1].item() for i in range(steps)] + [1.0]
-    away = z - abars[0] ** 0.5 * MEAN
-    for now, after in pairwise(abars):
-        across = (now * after) ** 0.5 * STD**2 + ((1 - now) * (1 - after)) ** 0.5
-        away = away * (across / (now * STD**2 + 1 - now))
-    torch.testing.assert_close(actual, MEAN + away, rtol=1e-7, atol=1e-7)
-
-
-def test_ddim_from_zero_snr_reaches_gaussian_data() -> None:
-    objective, z = ddpm_objective(), noise()
-    predict = gaussian_prediction(objective, MEAN, STD)
-    errors = [(objective.sample(predict, z, n) - (MEAN + STD * z)).abs().max().item() for n in (25, 100, 500)]
-    assert errors[0] > 2 * errors[1] > 4 * errors[2]
-    assert errors[2] < 0.02
-
-
-@pytest.mark.parametrize("shift", [1.0, 3.0])
-@pytest.mark.parametrize("steps", [1, 7, 20])
+@pytest.mark.parametrize(("steps", "shift"), [(1, 1.0), (7, 3.0)])
 def test_euler_matches_diffusers_on_any_model(steps: int, shift: float) -> None:
     scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=shift)
     scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / steps, steps, dtype=torch.float64).tolist())
@@ -148,8 +57,8 @@ def test_euler_matches_diffusers_on_any_model(steps: int, shift: float) -> None:
     torch.testing.assert_close(ours, x, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("steps", [2, 7, 20])
-def test_heun_matches_diffusers_on_any_model(steps: int) -> None:
+def test_heun_matches_diffusers_on_any_model() -> None:
+    steps = 7
     scheduler: Any = FlowMatchHeunDiscreteScheduler()
     scheduler.set_timesteps(steps)
     x = noise(torch.float32)
@@ -161,8 +70,8 @@ def test_heun_matches_diffusers_on_any_model(steps: int) -> None:
     torch.testing.assert_close(ours, x, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("prediction", "zero"), [("v", True), ("v", False), ("epsilon", False)])
-@pytest.mark.parametrize("steps", [1, 10, 50])  # divisors of 1000: only there does diffusers step from one to the next
+# the steps are divisors of 1000: only there does diffusers step from one to the next
+@pytest.mark.parametrize(("prediction", "zero", "steps"), [("v", True, 10), ("v", False, 50), ("epsilon", False, 10)])
 def test_ddim_matches_diffusers_on_any_model(prediction: str, zero: bool, steps: int) -> None:
     objective = ddpm_objective(prediction, zero)
     scheduler: Any = DDIMScheduler(
@@ -251,11 +160,6 @@ def test_auto_takes_the_first_and_strangers_are_named() -> None:
         ddpm_objective(steps=10).sample(some_model, z, 11)
 
 
-def test_make_objective_takes_either_config() -> None:
-    assert isinstance(make_objective(FlowConfig(kind="flow")), FlowObjective)
-    assert isinstance(make_objective(DdpmConfig(kind="ddpm")), DdpmObjective)
-
-
 @settings(deadline=None)
 @given(st.floats(0, 20))
 def test_guidance_moves_from_one_prediction_through_the_other(scale: float) -> None:
@@ -290,12 +194,3 @@ def test_guidance_is_computed_in_the_samples_precision() -> None:
     actual = samplers.guided(lambda x, t: cond, lambda x, t: uncond, 4.0)(x, torch.ones(SHAPE[0]))
     assert actual.dtype == torch.float32
     torch.testing.assert_close(actual, uncond.float() + 4 * (cond.float() - uncond.float()))
-
-
-def test_samplers_are_differentiable_where_nobody_forbids_it() -> None:
-    scale = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
-    actual = samplers.euler(lambda x, t: scale * x, noise(), euler_times(3, 1.0).tolist())
-    actual.sum().backward()
-    # x shrinks by (1 - c / 3) a step.
-    assert scale.grad is not None
-    assert scale.grad.item() == pytest.approx(-((1 - 0.5 / 3) ** 2) * noise().sum().item())

@@ -18,7 +18,7 @@ from mmspeed.errors import UserError
 from mmspeed.pipelines.diffusion import samplers
 from mmspeed.pipelines.diffusion.ddpm import trailing_timesteps
 from mmspeed.pipelines.diffusion.flow import per_sample
-from mmspeed.pipelines.diffusion.objective import DdpmObjective, FlowObjective, Objective
+from mmspeed.pipelines.diffusion.objective import DdpmObjective, FlowObjective
 from mmspeed.pipelines.diffusion.predictor import make_predictor
 from mmspeed.pipelines.diffusion.schedulers import ddpm_scheduler, flow_scheduler
 from mmspeed.pipelines.inference.generate import SampleSettings, generate_latents
@@ -49,8 +49,7 @@ def pipelines_loop(scheduler: Any, last: int, x: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("shift", [1.0, 5.0])
-@pytest.mark.parametrize("name", THEIRS)
+@pytest.mark.parametrize(("name", "shift"), [("unipc", 1.0), ("dpm++", 5.0)])
 def test_a_video_of_wan_is_that_of_its_own_pipeline(name: str, shift: float) -> None:
     model = make_model("wan").eval()
     cfg = FlowConfig(kind="flow", shift=shift)
@@ -80,10 +79,9 @@ def test_a_video_of_wan_is_that_of_its_own_pipeline(name: str, shift: float) -> 
 
 
 @pytest.mark.parametrize(
-    ("schedule", "prediction", "zero"),
-    [("scaled_linear", "v", True), ("linear", "epsilon", False), ("cosine", "v", False), ("cosine", "v", True)],
+    ("schedule", "prediction", "zero", "steps"),
+    [("scaled_linear", "v", True, 20), ("linear", "epsilon", False, 4), ("cosine", "v", True, 1)],
 )
-@pytest.mark.parametrize("steps", [1, 4, 20])
 @pytest.mark.parametrize("name", THEIRS)
 def test_a_noise_schedule_is_walked_as_by_diffusers(
     name: str, steps: int, schedule: str, prediction: str, zero: bool
@@ -120,41 +118,6 @@ def test_every_number_of_steps_has_so_many_steps() -> None:
             assert len(flow_scheduler(name, 3.0, steps).timesteps) == steps
 
 
-def gaussian(objective: Objective) -> samplers.Predict:
-    """The exact prediction for data N(1.5, 0.3^2)."""
-    mean, std = 1.5, 0.3
-
-    def velocity(x: Tensor, t_B: Tensor) -> Tensor:
-        t = per_sample(t_B, x)
-        return -mean + (t - (1 - t) * std**2) / ((1 - t) ** 2 * std**2 + t**2) * (x - (1 - t) * mean)
-
-    def v(x: Tensor, t_B: Tensor) -> Tensor:
-        assert isinstance(objective, DdpmObjective)
-        abar = per_sample(objective.abar(t_B), x)
-        a, b = abar.sqrt(), (1 - abar).sqrt()
-        away = (x - a * mean) / (abar * std**2 + 1 - abar)
-        return a * b * away - b * (mean + a * std**2 * away)
-
-    return velocity if isinstance(objective, FlowObjective) else v
-
-
-@pytest.mark.parametrize(
-    "objective", [FlowObjective(FlowConfig(kind="flow", shift=3.0)), DdpmObjective(DdpmConfig(kind="ddpm"))]
-)
-@pytest.mark.parametrize("name", THEIRS)
-def test_samples_reach_the_data_in_fewer_steps(objective: Objective, name: str) -> None:
-    exact, predict, progress = 1.5 + 0.3 * noise(), gaussian(objective), []
-    error = {
-        (sampler, steps): (objective.sample(predict, noise(), steps, sampler, lambda *at: progress.append(at)) - exact)
-        .abs()
-        .max()
-        for sampler in ("auto", name)
-        for steps in (5, 50)
-    }
-    assert error[name, 50] < error["auto", 50] < error["auto", 5]
-    assert progress[-50:] == [(i, 50) for i in range(1, 51)]
-
-
 def test_a_sample_is_float32_or_float64_whatever_the_model_answers() -> None:
     objective = FlowObjective(FlowConfig(kind="flow"))
     for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
@@ -168,7 +131,7 @@ def test_a_sample_is_float32_or_float64_whatever_the_model_answers() -> None:
         assert objective.sample(predict, noise().to(dtype), 4, "unipc").dtype == expected and seen == {expected}
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
+@pytest.mark.parametrize("share", [0.0, 1.0])
 def test_rescaled_guidance_is_that_of_diffusers(share: float) -> None:
     x, t_B = noise(), torch.ones(2)
     cond, uncond = x.cos(), x.sin()

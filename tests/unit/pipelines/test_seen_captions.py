@@ -124,8 +124,9 @@ def test_a_cache_is_made_completed_and_trained_from(repositories: dict[str, Path
         assert lacking in DatasetCache(config.cache_root).keys("texts")
 
 
-def test_variants_that_share_captions_are_refused(repositories: dict[str, Path], tmp_path: Path) -> None:
-    config = config_of(tmp_path, repositories["channels"], "data.windows=2", "data.variants=draw")
+def test_variants_that_share_captions_are_refused(tmp_path: Path) -> None:
+    repository = save_hunyuan_video_images(tmp_path / "channels")
+    config = config_of(tmp_path, repository, "data.windows=2", "data.variants=draw")
     with pytest.raises(UserError, match=r"data.variants: the model's text encoder sees the first frame"):
         CacheBuilder(config).run()
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,16 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmspeed.__main__ import main
 from mmspeed.config import Config, make_config
-from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError
 from mmspeed.models.sora.sizes import resolve_config
-from mmspeed.pipelines.selfcheck import run, worker
-from mmspeed.pipelines.selfcheck import verdict as selfcheck_verdict
 from mmspeed.pipelines.selfcheck.children import Child, run_children
 from mmspeed.pipelines.selfcheck.run import with_layout
-from mmspeed.pipelines.selfcheck.verdict import compare, gaps_of, named
+from mmspeed.pipelines.selfcheck.verdict import compare, named
 from mmspeed.pipelines.selfcheck.worker import (
     MicroBatchDigest,
     StepReport,
@@ -38,7 +31,7 @@ from mmspeed.pipelines.selfcheck.worker import (
 )
 from mmspeed.pipelines.tasks import video_check
 from mmspeed.pipelines.tasks.video import VideoTask
-from mmspeed.pipelines.tasks.video_check import ShrunkRun, shrink_run, shrunk_latent, shrunk_size, uneven
+from mmspeed.pipelines.tasks.video_check import ShrunkRun, shrink_run, shrunk_latent, uneven
 from mmspeed.shapes import Strides
 from tests.support.runs import small_config
 
@@ -53,13 +46,6 @@ def config(tmp_path: Path) -> Config:
 
 
 # --- what is shrunk ---
-
-
-@given(st.integers(1, 200), st.integers(1, 16), st.integers(1, 20))
-def test_small_sizes_divide_as_large_ones_do(size: int, parts: int, least: int) -> None:
-    small = shrunk_size(size, parts, least)
-    assert (size - small) % parts == 0 and (size - small) % 2 == 0
-    assert min(size, least) <= small <= size and small < least + 2 * parts
 
 
 @given(st.tuples(*[st.integers(1, 80)] * 3), st.integers(1, 8), st.integers(1, 4))
@@ -109,30 +95,6 @@ def test_other_processes_make_the_same_small_run(config: Config, monkeypatch: py
     assert (other.config, other.strides, other.small_samples) == (first.config, first.strides, first.small_samples)
 
 
-def test_the_report_tells_what_is_otherwise_than_in_training(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*_: object) -> None:
-        raise UserError("no such codec")
-
-    monkeypatch.setattr(video_check, "codec_geometry", missing)
-    sparse = config.model_copy(
-        update={"model": config.model.model_copy(update={"sparse": SparseConfig(dense_first=0, dense_last=0)})}
-    )
-    codec, dense = "the codec is not available: latents as of strides 4x8", "attention is dense in this check"
-    (remark,) = VideoTask(with_layout(config, "ring=2")).shrunk().notes.remarks
-    assert remark == codec
-    check = VideoTask(sparse).shrunk()
-    (remark,) = check.notes.remarks
-    assert remark.startswith(f"{codec}; {dense}") and check.task().config.model.sparse is None
-    text = "\n".join(compare(small(config, "ulysses=2"), report(), report()).lines())
-    assert "factorised, 2 blocks, 4 heads of width 12, patch 1x2x2; float32, strategy fsdp, objective flow" in text
-
-
-@pytest.mark.parametrize("module", [run, selfcheck_verdict, worker])
-def test_what_compares_knows_no_domain(module: ModuleType) -> None:
-    source = inspect.getsource(module)
-    assert re.findall(r"(?i)latent|video|image|caption|bucket|codec|quantile", source) == []
-
-
 # --- layouts in words ---
 
 
@@ -147,21 +109,11 @@ def test_layouts_are_read(config: Config) -> None:
     ("layout", "message"),
     [
         ("ulyses=2", "did you mean 'ulysses'"),
-        ("ulysses", "no key=value"),
-        ("", "is one process"),
         ("tp=1", "is one process"),
-        ("ulysses=2,ulysses=4", "twice"),
         ("ulysses=2.5", "parallel.ulysses"),
-        ("ring=two", "parallel.ring"),
-        ("ulysses=0", "greater than or equal to 1"),
-        ("dp_shard=-1", "a number from 1 on"),
         ("dp_replicate=0", "a number from 1 on"),
-        ("tp=true", "a number from 1 on"),
         ("ulysses=4,ring=8", "makes 32 processes"),
         ("ring=4,ring_window=3", "must divide ring 4"),
-        ("ulysses=2,shard=both", "parallel.shard"),
-        ("ulysses=2,scheme=switch", "parallel.scheme is now parallel.dsp"),
-        ("dsp=2.5", "parallel.dsp"),
     ],
 )
 def test_layouts_that_are_refused(config: Config, layout: str, message: str) -> None:
@@ -173,15 +125,6 @@ def test_layouts_that_are_refused(config: Config, layout: str, message: str) -> 
 def test_buckets_that_do_not_fit_are_reported(config: Config) -> None:
     with pytest.raises(UserError, match="does not fit the codec"):
         shrink_run(VideoTask(with_layout(config, "ring=2")), Strides(8, 8))
-
-
-def test_the_command_takes_no_options_of_the_other_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["init", str(tmp_path / "run")]) == 0
-    capsys.readouterr()
-    assert main(["check", str(tmp_path / "run.yaml"), "--parallel", "ulysses=2", "--ranks", "8"]) == 1
-    assert "not with --ranks" in capsys.readouterr().err
-    assert main(["check", str(tmp_path / "run.yaml"), "--parallel", "ulisses=2"]) == 1
-    assert "ulysses" in capsys.readouterr().err
 
 
 # --- the verdict ---
@@ -212,11 +155,6 @@ def verdict(config: Config, here: WorkerReport) -> tuple[bool, str]:
     return result.passed, "\n".join(result.lines())
 
 
-def test_equal_runs_pass(config: Config) -> None:
-    passed, text = verdict(config, report())
-    assert passed and "PASSED" in text and "look at the data" in text and "all_to_all ulysses 20 B" in text
-
-
 def test_a_wrong_layer_is_named(config: Config) -> None:
     passed, text = verdict(config, report({f"blocks.{i}.qkv.weight": 1.01 for i in range(3)}))
     assert not passed and "FAILED" in text and "report it" in text
@@ -231,7 +169,7 @@ def test_gradients_that_are_all_too_large_are_reported(config: Config) -> None:
     assert not passed and "every gradient is 4 times that of one process" in text
 
 
-@pytest.mark.parametrize("loss", [1.0001, float("nan"), float("inf")])
+@pytest.mark.parametrize("loss", [1.0001, float("nan")])
 def test_wrong_losses_fail(config: Config, loss: float) -> None:
     passed, text = verdict(config, report(loss=loss))
     assert not passed and "the loss differs" in text
@@ -254,17 +192,9 @@ def test_lost_gradients_fail(config: Config) -> None:
     assert not passed and "no gradient of blocks.0.qkv.weight at the layout" in text
 
 
-def test_gaps_are_sorted_and_rounding_is_none() -> None:
-    true = {"a": np.array([1.0, 2.0]), "b": np.array([1e-9, 0.0]), "c": np.array([1.0])}
-    gaps = gaps_of({"a": np.array([1.0, 2.2]), "b": np.array([0.0, 1e-9]), "c": np.array([1.5])}, true)
-    assert [gap.name for gap in gaps] == ["c", "a", "b"]
-    assert gaps[1].relative == pytest.approx(0.1) and gaps[2].relative < 1e-5
-
-
 @pytest.mark.parametrize(
     ("layout", "wanted"),
     [
-        ("dsp=2", {"all_gather sequence", "all_to_all dsp"}),
         ("ulysses=2,ring=2", {"all_gather sequence", "all_to_all ulysses", "ring ring"}),
         ("dsp=2,ulysses=2", {"all_gather sequence", "all_to_all dsp", "all_to_all ulysses"}),
         ("ring=4,ring_window=2", {"all_gather sequence", "ring ring", "ring ring_outer"}),
@@ -337,8 +267,6 @@ def gone(pid: Path) -> bool:
     ("code", "message"),
     [
         ("os.kill(os.getpid(), 9)", "b failed: it was killed by SIGKILL; often the machine ran out of memory"),
-        pytest.param("sys.exit(3)", "b failed: it ended with exit code 3", marks=pytest.mark.slow),
-        pytest.param("1 / 0", "b failed: it ended with exit code 1; ZeroDivisionError", marks=pytest.mark.slow),
         (
             "from mmspeed.errors import UserError; from mmspeed.pipelines.selfcheck.children import write_error\n"
             "write_error(job['error'], UserError('parallel.tp 3 is odd'), 'trace'); sys.exit(1)",
@@ -354,8 +282,7 @@ def test_a_child_that_dies_is_reported_and_ends_the_others(tmp_path: Path, code:
     assert gone(tmp_path / "a")
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
-def test_children_end_with_their_parent(tmp_path: Path, sign: signal.Signals) -> None:
+def test_children_end_with_their_killed_parent(tmp_path: Path) -> None:
     pids = [tmp_path / "a", tmp_path / "b"]
     follow = "from mmspeed.pipelines.selfcheck.children import follow_parent; follow_parent()\n"
     started = "open(job['pid'] + '.on', 'w')\ntime.sleep(600)"
@@ -368,6 +295,6 @@ def test_children_end_with_their_parent(tmp_path: Path, sign: signal.Signals) ->
     end = time.monotonic() + 60
     while not all(Path(f"{pid}.on").exists() for pid in pids) and time.monotonic() < end:
         time.sleep(0.05)
-    process.send_signal(sign)
+    process.send_signal(signal.SIGKILL)
     process.wait(timeout=30)
     assert all(gone(pid) for pid in pids)

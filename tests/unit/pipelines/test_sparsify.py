@@ -21,7 +21,6 @@ from mmspeed.compute.sparse.module import ClusteredAttention, clustered_layers, 
 from mmspeed.compute.sparse.plan import ClusterPlan
 from mmspeed.errors import UserError
 from mmspeed.memory.recompute.block_checkpoint import recompute
-from tests.support.covers import every_second, slow_but
 from tests.support.sparse_transformers import (
     CASES,
     FIRST,
@@ -70,11 +69,12 @@ def test_a_threshold_of_0_is_the_plain_model(case: str) -> None:
 
 
 PLANNERS = ["clusters", "tiles", "window", "skip"]
-# all planners with the first model, and one with each other by default
+# all planners with the first model, and one with each other
 MEETINGS = [
-    pytest.param(case, planner, marks=pytest.mark.slow if row and row % len(PLANNERS) != column else [])
+    (case, planner)
     for row, case in enumerate(CASES)
     for column, planner in enumerate(PLANNERS)
+    if not row or row % len(PLANNERS) == column
 ]
 
 
@@ -96,8 +96,9 @@ def test_kernels_agree_with_the_oracle(case: str, planner: str) -> None:
     assert abs(dense - loss) > 1e-7  # something was dropped
 
 
-@pytest.mark.parametrize("case", JOINT)
-@pytest.mark.parametrize("planner", ["clusters", "tiles", "window", "skip"])
+@pytest.mark.parametrize(
+    ("case", "planner"), [(case, PLANNERS[place % len(PLANNERS)]) for place, case in enumerate(JOINT)]
+)
 def test_text_is_kept_by_all_and_keeps_all(case: str, planner: str) -> None:
     model, controller = sparse_model(case, planner=planner, keep=0.3, tail="zero", tile=(2, 2, 2), window=(1, 1, 1))
     layer = next(iter(controller.layers.values()))
@@ -130,18 +131,12 @@ def test_the_first_frame_can_be_kept_beside_the_text() -> None:
     assert plan_of(layer, args).kept_mask()[..., : TEXT + 9].all()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["wan", "hunyuan"])
 def test_blocks_at_the_ends_stay_dense(case: str) -> None:
     _, controller = sparse_model(case)
     every = {
         "wan": ["blocks.1.attn1"],
-        "ltx": ["transformer_blocks.1.attn1"],
-        "cogvideox": ["transformer_blocks.1.attn1"],
         "hunyuan": ["transformer_blocks.1.attn", "single_transformer_blocks.0.attn"],
-        "hunyuan 1.5": ["transformer_blocks.1.attn"],
-        "mochi": ["transformer_blocks.1.attn1"],
-        "qwen, images": ["transformer_blocks.1.attn"],
-        "flux, images": ["transformer_blocks.1.attn", "single_transformer_blocks.0.attn"],
     }
     assert list(controller.layers) == every[case]
     _, all_of_them = sparse_model(case, dense_first=0, dense_last=0)
@@ -151,7 +146,7 @@ def test_blocks_at_the_ends_stay_dense(case: str) -> None:
         sparse_model(case, dense_first=0, dense_last=9)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in IMAGES])
+@pytest.mark.parametrize("case", ["wan", "hunyuan"])
 def test_images_are_dense(case: str) -> None:
     inputs = make_inputs(case, frames=1)
     model, controller = sparse_model(case, keep=0.1)
@@ -161,7 +156,7 @@ def test_images_are_dense(case: str) -> None:
     assert all(dict(layer.counter) == {"dense": 1} for layer in controller.layers.values())
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, [*CASES][1::4]))
+@pytest.mark.parametrize("case", [*CASES][1::4])
 def test_checkpoints_keep_what_was_decided(case: str) -> None:
     """Thresholds and phases that change before the backward, and forwards of other sizes, do not change a gradient."""
     others = ({"text": 5}, {"text": 3}) if case in IMAGES else ({"frames": 1}, {"frames": 3, "seed": 2})
@@ -187,8 +182,7 @@ def test_checkpoints_keep_what_was_decided(case: str) -> None:
     assert any(not torch.allclose(changed[name], once[0][name], rtol=1e-3, atol=1e-7) for name in changed)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(("when", "reentrant"), [("before", False), ("after", True)])
 def test_a_scripts_own_checkpoint_function_is_taken_too(when: str, reentrant: bool) -> None:
     _, wanted = backward(sparse_model("wan", keep=0.3)[0], make_inputs("wan"))
     model = plain_model("wan")
@@ -225,17 +219,6 @@ def test_a_checkpoint_that_keeps_nothing_is_refused_and_ours_is_taken() -> None:
     assert_same(backward(model, make_inputs("wan"))[1], wanted)
 
 
-@pytest.mark.slow
-def test_compiled_blocks() -> None:
-    _, wanted = backward(sparse_model("hunyuan", keep=0.3)[0], make_inputs("hunyuan"))
-    model, controller = sparse_model("hunyuan", keep=0.3)
-    for block in [*model.transformer_blocks, *model.single_transformer_blocks]:  # type: ignore[misc, union-attr]
-        block.compile(backend="eager")
-    model.enable_gradient_checkpointing()  # type: ignore[operator]
-    assert_same(backward(model, make_inputs("hunyuan"))[1], wanted)
-    assert all(dict(layer.counter) == {"sparse_grouped": 2} for layer in controller.layers.values())
-
-
 def test_autocast() -> None:
     model, controller = sparse_model("hunyuan", keep=0.3)
     with torch.autocast("cpu", torch.bfloat16):
@@ -246,7 +229,7 @@ def test_autocast() -> None:
     assert all(dict(layer.counter) == {"sparse_grouped": 1} for layer in controller.layers.values())
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["wan", "hunyuan"])
 def test_saved_and_loaded_as_the_plain_class(case: str, tmp_path: Path) -> None:
     model: Any
     model, controller = sparse_model(case, keep=0.3)
@@ -278,7 +261,7 @@ def test_a_copy_computes_by_itself() -> None:
     assert loss == loss_of(model, make_inputs("cogvideox", frames=3))
 
 
-@pytest.mark.parametrize("case", every_second(CASES))
+@pytest.mark.parametrize("case", ["wan", "hunyuan 1.5", "mochi", "qwen, images"])
 def test_the_controller_reaches_its_share(case: str) -> None:
     model, controller = sparse_model(case, keep=0.4, update_every=1, cluster_size=4)
     kept = []

@@ -121,7 +121,7 @@ AXES = SequenceAxes(
 )  # no process group is behind it: nothing is computed
 
 
-@pytest.mark.parametrize("case", ["cogvideox", "hunyuan"])
+@pytest.mark.parametrize("case", ["hunyuan"])
 def test_joint_attention_is_sparse_or_split(case: str) -> None:
     words = "joint attention of .* is either sparse or split over processes for now, not both"
     split = plain_model(case)

@@ -69,9 +69,7 @@ def test_a_run_begins_with_the_weights_of_another(home: Path) -> None:
 
 HALVES = {
     "split": ("memory.master=split",),
-    "released": ("memory.master=float32", "memory.release_gradients=true", "train.clip_norm=null"),
     "host": ("memory.master=host", "memory.states=host", "memory.ema=host"),
-    "muon": ("memory.master=split", "train.optimizer=muon"),
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -20,7 +19,7 @@ import torch
 from mmspeed.config import Config, dump_config
 from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
-from mmspeed.pipelines import TextToVideo, TrainPipeline, write_report
+from mmspeed.pipelines import TextToVideo, TrainPipeline
 from mmspeed.pipelines.run.run_folder import RunFolder
 from tests.support.decoding import video_of
 from tests.support.runs import losses, small_config, small_tree
@@ -44,7 +43,7 @@ def tensors(config: Config, step: int) -> dict[str, torch.Tensor]:
 def finished(home: Path) -> Config:
     """A run that was never stopped; it trains on while checkpoints are written."""
     often = ("checkpoint.every=2", "checkpoint.keep_best=true")
-    config = small_config(home, "name=whole", "validate.prompts=[a rabbit in a meadow]", "validate.report=true", *often)
+    config = small_config(home, "name=whole", "validate.prompts=[a rabbit in a meadow]", *often)
     TrainPipeline(config).run()
     return config
 
@@ -72,27 +71,16 @@ def test_seven_samples_in_batches_of_three_end_each_epoch_with_a_batch_of_one(fi
         assert sum(row["samples"] for row in rows if row["epoch"] == epoch) == 7
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        pytest.param((), marks=pytest.mark.slow),  # the last one has its kinds too
-        (
-            "model.arrangement=full",
-            "objective.kind=ddpm",
-            "memory.activation_policy={block: recompute}",
-            "train.schedule=cosine",
-        ),
-        pytest.param(
-            ("train.micro_batch_size=1", "train.prefetch=0", "train.caption_dropout=0.5"), marks=pytest.mark.slow
-        ),
-    ],
-    ids=["factorised-flow", "full-ddpm", "micro-batches"],
-)
-def test_a_run_that_is_stopped_at_every_step_equals_one_that_is_not(home: Path, overrides: tuple[str, ...]) -> None:
-    label = f"{len(overrides)}"
-    whole = small_config(home, f"name=whole-{label}", *overrides)
+def test_a_run_that_is_stopped_at_every_step_equals_one_that_is_not(home: Path) -> None:
+    overrides = (
+        "model.arrangement=full",
+        "objective.kind=ddpm",
+        "memory.activation_policy={block: recompute}",
+        "train.schedule=cosine",
+    )
+    whole = small_config(home, "name=never-stopped", *overrides)
     TrainPipeline(whole).run()
-    parts = small_config(home, f"name=parts-{label}", *overrides)
+    parts = small_config(home, "name=parts", *overrides)
     for step in range(1, 6):
         (parts.run_dir).mkdir(parents=True, exist_ok=True)
         (parts.run_dir / "stop").touch()
@@ -116,40 +104,6 @@ def test_a_finished_run_says_so_and_goes_on_with_more_steps(home: Path) -> None:
     assert TrainPipeline(small_config(home, "name=more", "train.steps=4")).run().step == 4
 
 
-@pytest.mark.slow
-def test_rows_are_means_and_a_stopped_run_tells_of_its_last_steps(home: Path) -> None:
-    single = small_config(home, "name=single", "train.steps=4")
-    TrainPipeline(single).run()
-    each = losses(single)
-    parts = small_config(home, "name=means", "train.steps=4", "train.log_every=3")
-    whole = small_config(home, "name=means-whole", "train.steps=4", "train.log_every=3")
-    parts.run_dir.mkdir(parents=True)
-    (parts.run_dir / "stop").touch()
-    assert TrainPipeline(parts).run().step == 1
-    assert '<div class="tile"><b>1</b>step</div>' in write_report(parts.run_dir).read_text(encoding="utf-8")
-    for config, expected in ((parts, [(1, 1), (3, 2), (4, 1)]), (whole, [(3, 3), (4, 1)])):
-        TrainPipeline(config).run()
-        rows = [row for row in read_metrics(config.run_dir / "metrics.jsonl") if row["kind"] == "train"]
-        assert [(row["step"], row["steps"]) for row in rows] == expected
-        for row, (last, count) in zip(rows, expected, strict=True):
-            assert row["loss"] == pytest.approx(
-                np.average(each[last - count : last], weights=weights_of(single)[last - count : last])
-            )
-            assert row["by_bucket"] == {"5x32x48": pytest.approx(row["loss"], rel=1e-5)}
-            quarters = [value for value in row["by_quarter"] if value is not None]
-            assert (
-                len(row["by_quarter"]) == 4
-                and min(quarters) <= row["loss"] * 1.00001
-                and max(quarters) >= row["loss"] * 0.99999
-            )
-            assert row["step_seconds"]["compute"] > 0
-
-
-def weights_of(config: Config) -> list[float]:
-    """The weights of a run's steps, in order."""
-    return [row["weight"] for row in read_metrics(config.run_dir / "metrics.jsonl") if row["kind"] == "train"]
-
-
 def test_save_file_saves_and_keeps_only_the_newest(home: Path) -> None:
     config = small_config(home, "name=save", "checkpoint.keep_last=1")
     config.run_dir.mkdir(parents=True)
@@ -163,7 +117,7 @@ def test_save_file_saves_and_keeps_only_the_newest(home: Path) -> None:
 
 def test_no_pickle_in_a_run(finished: Config) -> None:
     endings = {path.suffix for path in finished.run_dir.rglob("*") if path.is_file()}
-    assert endings - {""} == {".yaml", ".json", ".jsonl", ".safetensors", ".mp4", ".txt", ".png", ".html"}
+    assert endings - {""} == {".yaml", ".json", ".jsonl", ".safetensors", ".mp4", ".txt", ".png"}
 
 
 def test_a_run_is_trained_by_one_process_at_a_time(home: Path) -> None:
@@ -201,7 +155,6 @@ def test_sampling_is_a_function_of_prompt_and_seed(finished: Config) -> None:
     ("arguments", "words"),
     [
         ({"frames": 6}, "6 frames do not fit"),
-        ({"height": 30}, "height 30 is no multiple"),
         ({"height": 24}, "no multiple of 2 of the model's patch"),
         ({"sampler": "ddim"}, "ddim"),
     ],
@@ -223,14 +176,6 @@ def test_checkpoints_by_name(finished: Config, home: Path) -> None:
         TextToVideo.from_run(home)
 
 
-def test_the_report_stands_alone(finished: Config) -> None:
-    page = write_report(finished.run_dir).read_text(encoding="utf-8")
-    sources = re.findall(r'(?:src|href)="([^"]{0,40})', page)
-    assert sources and all(source.startswith("data:") for source in sources)
-    assert page.count("data:video/mp4") == 2 and page.count("data:image/png") == 4
-    assert "a rabbit in a meadow" in page and "batch_size: 3" in page
-
-
 def test_a_run_refuses_another_model_and_another_codec(finished: Config, home: Path) -> None:
     with pytest.raises(UserError, match="another model"):
         TrainPipeline(small_config(home, "name=whole", "model.depth=3")).run()
@@ -240,18 +185,9 @@ def test_a_run_refuses_another_model_and_another_codec(finished: Config, home: P
         TrainPipeline(small_config(home, f"data.cache={home}/none")).run()
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("data.fps=4", "other data.fps; run"),
-        ("data.val_fraction=0.5", "other data.val_fraction"),
-        ("data.buckets=[{frames: 5, height: 48, width: 48}]", "other data.buckets"),
-        ("data.sources.0.path=elsewhere.jsonl", "other data.sources"),
-    ],
-)
-def test_a_cache_that_was_made_for_other_data_is_refused(home: Path, override: str, words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        TrainPipeline(small_config(home, "name=other-data", override)).run()
+def test_a_cache_that_was_made_for_other_data_is_refused(home: Path) -> None:
+    with pytest.raises(UserError, match=r"other data\.fps; run"):
+        TrainPipeline(small_config(home, "name=other-data", "data.fps=4")).run()
 
 
 def test_a_sample_size_that_cannot_be_made_is_reported_before_the_first_step(home: Path) -> None:
@@ -261,20 +197,9 @@ def test_a_sample_size_that_cannot_be_made_is_reported_before_the_first_step(hom
     assert losses(config) == []
 
 
-def test_the_same_prompt_twice_gives_two_videos(finished: Config) -> None:
-    one, two = TextToVideo.from_run(finished.run_dir)(["a rabbit", "a rabbit"])
-    assert not np.array_equal(one.frames_FHWC, two.frames_FHWC)
-
-
 def test_a_bucket_that_the_model_cannot_cut_is_reported_before_training(home: Path) -> None:
     with pytest.raises(UserError, match="bucket 5x32x48 does not fit the model"):
         TrainPipeline(small_config(home, "name=patch", "model.patch=[1,3,3]")).run()
-
-
-def test_a_learning_rate_that_destroys_the_weights_is_refused(home: Path) -> None:
-    with pytest.raises(UserError, match=r"train\.lr.*less than or equal to 10") as caught:
-        small_config(home, "train.lr=1e38")
-    assert len(str(caught.value).splitlines()) <= 2
 
 
 def test_a_loss_that_is_not_finite_names_step_and_sample(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,15 +260,3 @@ def test_bfloat16_trains_close_to_float32_and_keeps_float32_weights(home: Path, 
     weights = [tensor for name, tensor in tensors(config, 6).items() if name.startswith("model.")]
     assert {tensor.dtype for tensor in weights} == {torch.float32}
     assert TextToVideo.from_run(config.run_dir)("a rabbit")[0].frames_FHWC.shape == (5, 32, 48, 3)
-
-
-@pytest.mark.slow
-def test_compiled_blocks_train_to_the_same_losses(
-    home: Path, finished: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(
-        "TORCHINDUCTOR_CACHE_DIR", str(home / "inductor")
-    )  # a killed compilation elsewhere leaves half files
-    config = small_config(home, "name=compiled", "train.compile=true", "memory.activation_policy={block: recompute}")
-    TrainPipeline(config).run()
-    assert losses(config) == pytest.approx(losses(finished), rel=1e-4)

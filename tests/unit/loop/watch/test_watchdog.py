@@ -113,11 +113,3 @@ def test_the_thread_sees_a_real_hang_and_the_process_ends(tmp_path: Path) -> Non
     assert done.returncode == HUNG
     assert 'File "<string>", line 7 in <module>' in done.stderr
     assert "was ended: step 5 has taken" in done.stderr
-
-
-def test_a_watchdog_that_is_disabled_starts_no_thread() -> None:
-    with Watchdog(WatchdogConfig(enabled=False)) as dog:
-        assert dog._thread is None
-    with Watchdog(WatchdogConfig()) as dog:
-        assert dog._thread is not None and dog._thread.is_alive()
-    assert not dog._thread.is_alive()

