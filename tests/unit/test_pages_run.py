@@ -161,7 +161,7 @@ def test_messages_of_the_table_are_those_of_the_code() -> None:
 
 def test_the_twenty_keys_are_twenty_with_their_defaults() -> None:
     fields = {re.sub(r"\(\w+\)|\[\]", "", path): field for path, field in reversed(all_fields())}
-    text = (DOCS / "twenty-keys.md").read_text(encoding="utf-8")
+    text = (DOCS / "quickstart.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([\w.]+)` \| (?:`(.*?)`|must be given) \| .+ \|$", text, re.MULTILINE)
     assert len(rows) == len({key for key, _ in rows}) == 20
     for key, default in rows:
@@ -178,14 +178,14 @@ def test_every_reason_for_a_rejection_is_explained() -> None:
     assert not [reason for reason in Reason if f"| `{reason}` | {reason.explanation} |" not in text]
 
 
-# -- docs/cluster.md --------------------------------------------------------------------------------------------------
+# -- docs/preprocess.md --------------------------------------------------------------------------------------------------
 
 STOPS = 'while [ ! -e runs/my-run/stop ]; do sleep 0.05; done; rm runs/my-run/stop; echo "$@" > srun.txt'
 
 
 def run_job(folder: Path, srun: str, signal_after: str | None = None) -> tuple[int, str]:
     """(exit code, requeued job) of the page's job file, with `srun` a script of this text and no scheduler."""
-    (job,) = (block.text for block in blocks(DOCS / "cluster.md") if block.text.startswith("#!/bin/bash"))
+    (job,) = (block.text for block in blocks(DOCS / "preprocess.md") if block.text.startswith("#!/bin/bash"))
     (folder / "runs" / "my-run").mkdir(parents=True, exist_ok=True)
     scontrol = 'if [ "$1" = requeue ]; then echo "$2" > requeued.txt; else echo node-1; echo node-2; fi'
     for name, text in {

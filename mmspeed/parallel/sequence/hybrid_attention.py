@@ -19,7 +19,7 @@ Bytes that a rank sends per call, e the element size, sums over uneven parts oth
     key mask over "ulysses" (all_gather):                       forward (u - 1) B M
     ring: the formulas of `parallel.ring`, with K / u heads and the joined length u M
 
-Copies that these make, besides: `layouts`, and docs/communication.md.
+Copies that these make, besides: `layouts`, and docs/sequence-parallel.md.
 
 The causal order: the R = ring ranks hold the sequence in `zigzag` order, and the Ulysses ranks of each share its two chunks, joined, by
 contiguous parts.
