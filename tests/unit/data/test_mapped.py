@@ -380,3 +380,20 @@ def test_an_entry_is_readable_at_every_moment_of_sealing(
         monkeypatch.undo()
     read()
     assert all(met) and met
+
+
+def test_threads_read_while_the_index_is_looked_at_again(tmp_path: Path) -> None:
+    latents, _ = build(tmp_path, shard_bytes=1)
+    cache = DatasetCache(tmp_path)
+    cache._store = LocalStore(tmp_path, mappings=2)
+
+    def read(_: int) -> None:
+        for number in range(200):
+            assert torch.equal(cache.latent(latents[number % 4])["mean"], latent(number % 4))
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        reads = [pool.submit(read, number) for number in range(4)]
+        for _ in range(10):
+            cache.refresh()
+        for each in reads:
+            each.result()

@@ -143,6 +143,16 @@ def test_the_time_limit_is_for_each_clip(tmp_path: Path) -> None:
         assert count == 8
 
 
+def test_leaving_a_read_early_leaves_a_worker_that_serves(
+    zoo: tuple[Path, dict[str, Expect]], worker: DecodeWorker
+) -> None:
+    source = source_of(zoo[0] / "h264.mp4")
+    video = worker.open(source, *LIMITS, 20)
+    for _, _ in worker.read(source, [whole(video, [1]), whole(video, [5]), whole(video, [9])], 20):
+        break
+    assert number_of(read(worker, source, whole(video, [4]), 20)[0]) == 4
+
+
 def test_thumbnails(zoo: tuple[Path, dict[str, Expect]], worker: DecodeWorker) -> None:
     for name, size in (("turned.mp4", (43, 64, 3)), ("wide_pixels.mp4", (32, 64, 3)), ("phone6.jpg", (43, 64, 3))):
         picture = worker.thumbnail(source_of(zoo[0] / name), 64)

@@ -268,6 +268,15 @@ def test_tar_of_a_terabyte_of_nothing(tmp_path: Path) -> None:
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
+def test_names_of_any_kind_never_control_the_terminal(tmp_path: Path) -> None:
+    name = "\x1b]0;owned\x07\u202e\u200f\x9b31m\r\n.mp4"
+    listing = listed_tar(
+        tmp_path / "t.tar", pax({"path": name}), member("x"), pax({"path": name + "/../x.mp4"}), member("x")
+    )
+    assert len(listing.rejections) == 2
+    assert all((r.source + r.detail).isprintable() for r in listing.rejections)
+
+
 @given(st.text(st.characters(exclude_categories=())), st.text(max_size=2000))
 def test_rejections_are_readable_and_short_whoever_makes_them(name: str, detail: str) -> None:
     rejection = Rejection(name * 100, Reason.UNDECODABLE, detail)

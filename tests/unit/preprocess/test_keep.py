@@ -127,7 +127,24 @@ def test_what_is_drawn_out_is_counted_reported_and_belongs_to_the_seed(small_cac
         check_cache(cache, small_config(tmp_path, "data.buckets.0.keep=0.5", "seed=2"))
 
 
-# -- no enlarging -----------------------------------------------------------------------------------------------------
+@given(
+    st.integers(4, 700), st.integers(4, 700), st.sampled_from([1, 8, 40, 120]), st.integers(1, 9), st.integers(1, 4), st.booleans()
+)  # fmt: skip
+def test_nothing_is_enlarged_unless_it_is_allowed_and_needed(
+    tmp_path_factory: pytest.TempPathFactory, width: int, height: int, frames: int, crops: int, most: int, upscale: bool
+) -> None:
+    probe, source = probed(width, height, frames, 24.0), a_file(tmp_path_factory.getbasetemp(), 0)
+    buckets = dict.fromkeys((A, B, C, Bucket(1, 64, 64), Bucket(1, 256, 256)), 1.0)
+    data = of(buckets, crops=crops, buckets_per_clip=most, allow_upscale=upscale)
+    try:
+        clips = select_clips(source, probe, data, False, 0)
+    except Rejected:
+        return
+    for clip in clips:
+        left, top, right, bottom = clip.crop
+        if right - left < clip.bucket.width or bottom - top < clip.bucket.height:
+            ranked = rank_buckets(probe, tuple(buckets), 8.0, True)
+            assert upscale and not any(other.width <= width and other.height <= height for other in ranked)
 
 
 # -- what is lost -----------------------------------------------------------------------------------------------------
