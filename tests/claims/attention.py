@@ -15,12 +15,10 @@ Legend: B batch, A heads, N tokens, D head width, X position axes.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -35,7 +33,6 @@ from mmspeed.compute.sparse.attention import KERNELS
 from mmspeed.compute.sparse.module import ClusteredAttention
 from mmspeed.compute.sparse.planners.selection import KeepRule
 from mmspeed.config.sparse import SparseConfig
-from mmspeed.data.cache.files import write_whole
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.log import format_bytes, get_logger, setup
 
@@ -129,9 +126,6 @@ class AttentionResult:
     dtype: str
     rounds: int
     seeds: int = 1  # videos that errors are means over
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2)
 
     def lines(self) -> list[str]:
         """Head and tables."""
@@ -271,7 +265,7 @@ def _surface(grid: Grid) -> int:
 
 
 def main() -> None:
-    """Measure, print the tables and write attention.json."""
+    """Measure, and print the tables."""
     parser = argparse.ArgumentParser(prog="python -m tests.claims.attention", description=main.__doc__)
     parser.add_argument("--tokens", metavar="N,...", help="lengths; default 4096,16384")
     parser.add_argument("--keep", metavar="SHARE,...", help="shares of pairs to keep; default 0.05,0.1,0.2")
@@ -285,7 +279,6 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=getattr(SyntheticSetting, key))
     for name in ("backend", "device", "dtype"):
         parser.add_argument(f"--{name}", default=getattr(SyntheticSetting, name))
-    parser.add_argument("--output", type=Path, default=Path("runs/bench-attention"))
     chosen = parser.parse_args()
     setup()
     whole: dict[str, Any] = {"tokens": FULL_TOKENS, "keeps": FULL_KEEPS, "planners": PLANNERS}
@@ -295,7 +288,6 @@ def main() -> None:
     for key in ("heads", "width", "rounds", "seeds", "cluster_size", "backend", "device", "dtype"):
         fields[key] = getattr(chosen, key)
     result = bench_attention(SyntheticSetting(**fields))
-    write_whole(chosen.output / "attention.json", (result.to_json() + "\n").encode())
     print("\n".join(result.lines()))
 
 

@@ -8,14 +8,13 @@ is its own.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import multiprocessing
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +23,6 @@ import numpy as np
 from mmspeed.config.schema import ModelConfig
 from mmspeed.config.training import BatchingConfig, TrainConfig
 from mmspeed.data import Batching
-from mmspeed.data.cache.files import write_whole
 from mmspeed.data.sampling.assignment import assign_slots
 from mmspeed.data.sampling.batch_sizes import SampleCosts, make_batching, sample_costs
 from mmspeed.data.sampling.forecast import forecast
@@ -101,7 +99,6 @@ class SimulatedResult:
     """What the bench found."""
 
     data: DataSet
-    seed: int
     tables: tuple[ScheduleTable, ...]
 
     def verdicts(self) -> list[tuple[str, bool]]:
@@ -141,21 +138,9 @@ class SimulatedResult:
             messages += ["", *table.lines()]
         return [*messages, "", *(f"{'PASSED' if holds else 'FAILED'}  {text}" for text, holds in self.verdicts())]
 
-    def to_json(self) -> str:
-        content = {
-            "clips": self.data.clips,
-            "fell_out": self.data.fell_out,
-            "seed": self.seed,
-            "buckets": {bucket.name: count for bucket, count in self.data.counts.items()},
-            "tables": [asdict(table) for table in self.tables],
-            "verdicts": [{"what": text, "passed": holds} for text, holds in self.verdicts()],
-            "passed": self.passed(),
-        }
-        return json.dumps(content, indent=2) + "\n"
 
-
-def simulate_buckets(clips: int, ranks: str, seed: int, output: Path | None) -> SimulatedResult:
-    """Epochs of a synthetic data set at each number of `ranks` (as "8,64,512"); with `output`, JSON in that folder.
+def simulate_buckets(clips: int, ranks: str, seed: int) -> SimulatedResult:
+    """Epochs of a synthetic data set at each number of `ranks` (as "8,64,512").
 
     All rules with full attention, and the default rule with factorised attention. Raises UserError for odd options.
     """
@@ -168,10 +153,7 @@ def simulate_buckets(clips: int, ranks: str, seed: int, output: Path | None) -> 
         jobs = list(_jobs(data, costs, budget, worlds, seed, whole=arrangement == "full"))
         rows = [in_fresh_process(job, arguments) for job, arguments in progress(jobs, arrangement, unit="rows")]
         tables.append(ScheduleTable(arrangement, budget, tuple(rows)))
-    result = SimulatedResult(data, seed, tuple(tables))
-    if output is not None:
-        write_whole(output / "buckets-simulated.json", result.to_json().encode())
-    return result
+    return SimulatedResult(data, tuple(tables))
 
 
 def parse_ranks(ranks: str) -> list[int]:
@@ -385,10 +367,9 @@ def main() -> int:
     parser.add_argument("--clips", type=int, default=AIM_CLIPS, help="samples of the data set")
     parser.add_argument("--ranks", default="8,64,512", metavar="N,...", help="numbers of ranks")
     parser.add_argument("--seed", type=int, default=0, help="of the data set and its order")
-    parser.add_argument("--output", type=Path, help="folder for the figures, as JSON")
     chosen = parser.parse_args()
     setup()
-    result = simulate_buckets(chosen.clips, chosen.ranks, chosen.seed, chosen.output)
+    result = simulate_buckets(chosen.clips, chosen.ranks, chosen.seed)
     print("\n".join(result.lines()))
     return 0 if result.passed() else 1
 

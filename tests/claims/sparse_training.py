@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +137,7 @@ def _mean(rows: list[TrainedVariant], name: str) -> float:
 def bench_sparse_training(
     output: str | Path, setting: SparseTrainingSetting, variants: tuple[str, ...] = tuple(VARIANTS)
 ) -> SparseTrainingResult:
-    """Train all that is not trained yet, and compare. Writes `sparse-training.json` into `output`."""
+    """Train all that is not trained yet, and compare."""
     from mmspeed.preprocess import CacheBuilder
 
     output = Path(output).resolve()
@@ -151,10 +151,7 @@ def bench_sparse_training(
         for start in ("from scratch", "fine-tuned"):
             for variant in dict.fromkeys(("dense", *variants)):
                 trials.append(_trial(trial_config(output, setting, start, variant, seed), start, variant, seed))
-                result = SparseTrainingResult(setting, _tokens(first), trials)
-                text = json.dumps(asdict(result), indent=2) + "\n"
-                (output / "sparse-training.json").write_text(text, encoding="utf-8")
-    return result
+    return SparseTrainingResult(setting, _tokens(first), trials)
 
 
 def trial_config(output: Path, setting: SparseTrainingSetting, start: str, variant: str, seed: int) -> Config:
@@ -287,7 +284,7 @@ def _tokens(config: Config) -> int:
 
 
 def main() -> int:
-    """Train, and compare the loss on held-out clips; 1 with --strict where it is too far from dense attention's."""
+    """Train, and compare the loss on held-out clips; 1 where it is too far from dense attention's."""
     parser = argparse.ArgumentParser(prog="python -m tests.claims.sparse_training", description=main.__doc__)
     parser.add_argument(
         "--output", type=Path, default=Path("runs/sparse-training"), help="finished runs are not repeated"
@@ -297,13 +294,12 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--keep", type=float, default=SparseTrainingSetting.keep, help="share of pairs to keep")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--strict", action="store_true")
     chosen = parser.parse_args()
     setup()
     setting = SparseTrainingSetting(chosen.steps, chosen.tune_steps, chosen.seeds, chosen.keep)
     result = bench_sparse_training(chosen.output, setting, tuple(chosen.variants))
     print("\n".join(result.lines()))
-    return 1 if chosen.strict and not all(passed for passed, _ in result.verdicts()) else 0
+    return 0 if all(passed for passed, _ in result.verdicts()) else 1
 
 
 if __name__ == "__main__":
