@@ -1,10 +1,5 @@
 """Sparse attention on synthetic video: its error and speedup relative to dense attention, planning included.
 
-Beside the planners of `mmspeed bench attention`, two other rules for the same clusters are measured:
-
-clusters-mass    the same cumulative probability for each cluster (as in Sparse-VideoGen 2)
-clusters-top     the same number of keys for each cluster
-
 Errors depend on the video, so they are means over several.
 
 python -m tests.claims.attention --tokens 16384 --keep 0.05,0.1 --planner clusters,tiles
@@ -18,12 +13,11 @@ import argparse
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mmspeed.bench.attention import AttentionBenchSetting, AttentionRow, LengthBench, MethodCase, VideoErrors, ask
 from mmspeed.bench.attention_data import Grid, make_qkv, oracle_share
@@ -31,7 +25,6 @@ from mmspeed.bench.attention_plans import PLANNERS, Method, method
 from mmspeed.compute.sparse import key_means
 from mmspeed.compute.sparse.attention import KERNELS
 from mmspeed.compute.sparse.module import ClusteredAttention
-from mmspeed.compute.sparse.planners.selection import KeepRule
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.log import format_bytes, get_logger, setup
@@ -39,14 +32,11 @@ from mmspeed.log import format_bytes, get_logger, setup
 log = get_logger("bench")
 
 FULL_TOKENS, FULL_KEEPS = (4_096, 16_384, 32_768), (0.03, 0.05, 0.1, 0.2, 0.3)
-RULES = ("clusters-mass", "clusters-top")
-RULES_AT, RULES_KEEP = 4_096, 0.1  # tokens and kept share at which rules for the same clusters are compared
-MASS_ROUNDS = 7  # halvings of the interval in the search for the cumulative probability
 
 
 @dataclass(frozen=True)
 class SyntheticSetting(AttentionBenchSetting):
-    """The cases to measure. Beside `clusters`, other rules for the same clusters are measured at `RULES_AT` tokens.
+    """The cases to measure.
 
     seeds: the videos that errors are means over; times and memory are those of the first.
     """
@@ -58,40 +48,10 @@ class SyntheticSetting(AttentionBenchSetting):
     dtype: str = "float32"
     seeds: int = 3
 
-    def check(self) -> None:
-        AttentionBenchSetting.check(replace(self, planners=tuple(name for name in self.planners if name not in RULES)))
-
     def methods(self, tokens: int) -> list[Method]:
         """The methods to measure at a length."""
         cases = [(planner, tail, keep) for keep in self.keeps for planner in self.planners for tail in self.tails]
-        if tokens == RULES_AT and RULES_KEEP in self.keeps and "clusters" in self.planners and "zero" in self.tails:
-            cases += [(rule, "zero", RULES_KEEP) for rule in RULES if rule not in self.planners]
-        chosen = [method(*case, grid_of(tokens), self.cluster_size) for case in cases]
-        return [RuledClusters(**asdict(each)) if each.planner in RULES else each for each in chosen]
-
-
-@dataclass(frozen=True)
-class RuledClusters(Method):
-    """`clusters` by one of `RULES`; `mass` is what `clusters-mass` keeps for each cluster."""
-
-    mass: float = 0.9
-
-    def rule(self) -> KeepRule:
-        return KeepRule("mass", self.mass) if self.planner == "clusters-mass" else KeepRule("top", self.keep)
-
-
-@torch.no_grad()
-def fitted(chosen: Method, q_BAND: Tensor, k_BAND: Tensor, positions_NX: Tensor) -> Method:
-    """A method whose cumulative probability is the one that keeps the requested share, by bisection; others as they are."""
-    if chosen.planner != "clusters-mass" or not isinstance(chosen, RuledClusters):
-        return chosen
-    low, high = 0.0, 1.0
-    for _ in range(MASS_ROUNDS):
-        mass = (low + high) / 2
-        tried = replace(chosen, mass=mass, tail="zero")
-        kept = float(tried.plan(q_BAND, k_BAND, positions_NX).kept_share().mean())
-        low, high = (mass, high) if kept < chosen.keep else (low, mass)
-    return replace(chosen, mass=(low + high) / 2)
+        return [method(*case, grid_of(tokens), self.cluster_size) for case in cases]
 
 
 def with_mean_errors(row: AttentionRow, others: Sequence[VideoErrors]) -> AttentionRow:
@@ -189,7 +149,7 @@ def bench_attention(setting: SyntheticSetting) -> AttentionResult:
     device = pick(setting.device)
     device.activate()
     if setting.backend != "auto":
-        for planner in dict.fromkeys(name.partition("-")[0] for name in setting.planners):
+        for planner in setting.planners:
             settings = SparseConfig.model_validate({"planner": planner, "backend": setting.backend})
             ClusteredAttention(settings).try_out(device.torch_device, parse_dtype(setting.dtype), setting.width)
     rows: list[AttentionRow] = []
@@ -198,7 +158,7 @@ def bench_attention(setting: SyntheticSetting) -> AttentionResult:
         length = synthetic(setting, device, tokens)
         oracles[tokens] = [float(share) for share in oracle_share(length.q, length.k)]
         methods = setting.methods(tokens)
-        measured = length.run([fitted(each, length.q, length.k, length.positions) for each in methods], setting.rounds)
+        measured = length.run(methods, setting.rounds)
         others = []
         for seed in range(1, setting.seeds):
             log.info(f"{tokens:,} tokens: errors of video {seed + 1} of {setting.seeds}")
@@ -235,8 +195,7 @@ def synthetic(setting: SyntheticSetting, device: Device, tokens: int, seed: int 
 def video_errors(length: LengthBench, methods: Sequence[Method]) -> list[VideoErrors]:
     """The kept share and the errors of each method on a video, without timing any."""
     exact = length.dense(backward=True)
-    own = (fitted(each, length.q, length.k, length.positions) for each in methods)
-    return [MethodCase(length, each).errors(exact) for each in own]
+    return [MethodCase(length, each).errors(exact) for each in methods]
 
 
 def refused_kernels(length: LengthBench, chosen: Method) -> dict[str, str]:
@@ -269,9 +228,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.claims.attention", description=main.__doc__)
     parser.add_argument("--tokens", metavar="N,...", help="lengths; default 4096,16384")
     parser.add_argument("--keep", metavar="SHARE,...", help="shares of pairs to keep; default 0.05,0.1,0.2")
-    parser.add_argument(
-        "--planner", metavar="NAME,...", help="clusters, clusters-mass, clusters-top, tiles, window, skip"
-    )
+    parser.add_argument("--planner", metavar="NAME,...", help="clusters, tiles, window, skip")
     parser.add_argument("--tail", metavar="NAME,...", help="zero, summary; default both")
     parser.add_argument("--full", action="store_true", help="the whole set: up to 32,768 tokens, all planners")
     for name in ("heads", "width", "rounds", "seeds", "cluster-size"):
