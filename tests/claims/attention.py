@@ -77,15 +77,8 @@ class AttentionResult:
     oracle: dict[int, list[float]]
     dense: dict[int, dict[str, float]]  # seconds of dense attention, by length: forward, both
     kernels: dict[str, str]  # the reason why a kernel cannot run here; empty where it can
-    device: str
-    device_name: str
-    threads: int
-    load: float
-    heads: int
-    width: int
-    dtype: str
-    rounds: int
-    seeds: int = 1  # videos that errors are means over
+    setting: SyntheticSetting
+    device: Device
 
     def lines(self) -> list[str]:
         """Head and tables."""
@@ -93,12 +86,13 @@ class AttentionResult:
 
     def head(self) -> list[str]:
         """The conditions of the measurement."""
-        threads = f", {self.threads} threads, load {self.load:.1f}" if self.device == "cpu" else ""
+        cpu, asked = self.device.kind == "cpu", self.setting
+        threads = f", {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}" if cpu else ""
         lines = [
-            f"{self.heads} heads of width {self.width}, {self.dtype}, {self.device_name}{threads}; medians of {self.rounds} rounds",
+            f"{asked.heads} heads of width {asked.width}, {asked.dtype}, {self.device.name}{threads}; medians of {asked.rounds} rounds",
             "faster: than dense attention in the same round, planning included"
-            + ("; in brackets by processors' time" if self.device == "cpu" else ""),
-            f"errors and kept shares: means over {self.seeds} video{'s' * (self.seeds > 1)}",
+            + ("; in brackets by processors' time" if cpu else ""),
+            f"errors and kept shares: means over {asked.seeds} video{'s' * (asked.seeds > 1)}",
             "kernels: "
             + ", ".join(name + (f" (not here: {why})" if why else "") for name, why in self.kernels.items()),
         ]
@@ -166,21 +160,7 @@ def bench_attention(setting: SyntheticSetting) -> AttentionResult:
         rows += [with_mean_errors(row, errors) for row, *errors in zip(measured, *others, strict=True)]
         dense[tokens] = length.dense_seconds
         kernels = refused_kernels(length, methods[0])
-    return AttentionResult(
-        rows=rows,
-        oracle=oracles,
-        dense=dense,
-        kernels=kernels,
-        device=device.kind,
-        device_name=device.name,
-        threads=torch.get_num_threads(),
-        load=os.getloadavg()[0],
-        heads=setting.heads,
-        width=setting.width,
-        dtype=setting.dtype,
-        rounds=setting.rounds,
-        seeds=setting.seeds,
-    )
+    return AttentionResult(rows, oracles, dense, kernels, setting, device)
 
 
 def synthetic(setting: SyntheticSetting, device: Device, tokens: int, seed: int = 0) -> LengthBench:

@@ -12,11 +12,9 @@ Legend: B samples of the batch, C channels, T h w latent, L caption tokens, D te
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import io
 import itertools
-import mmap
 import os
 import statistics
 import tempfile
@@ -94,7 +92,6 @@ class ShapeResult:
     disk_bytes: dict[str, int]  # of each format's files
     open_seconds: float  # opening our cache, median
     rates: dict[str, dict[str, Rates]]  # temperature -> row -> rates
-    still_cached: float  # largest share of a format's files that was still in memory after they were dropped
 
     def lines(self) -> list[str]:
         """The table, in Markdown."""
@@ -105,9 +102,6 @@ class ShapeResult:
             cells = [f"{r[name].samples_s:,.0f} | {r[name].mb_s:,.0f}" for r in self.rates.values()]
             size = self.disk_bytes.get(name)
             rows.append(f"| {name} | {' | '.join(cells)} | {format_bytes(size) if size else ''} |")
-        cached = (
-            f"{100 * self.still_cached:.0f} % of a format's files at most were still in memory when a cold pass began"
-        )
         opening = f"opening the mmspeed cache, once a process: {1000 * self.open_seconds:.1f} ms"
         trained, reader = (self.rates["warm"][name] for name in (TRAINED, LATER))
         training = (
@@ -115,7 +109,7 @@ class ShapeResult:
             f"(the reader alone: {reader.processor_samples_s:,.0f}); by the clock {trained.samples_s:,.0f}, "
             f"cold {self.rates['cold'][TRAINED].samples_s:,.0f}"
         )
-        return [*rows, "", training, *map(compared, self.rates.items()), f"{opening}; {cached}"]
+        return [*rows, "", training, *map(compared, self.rates.items()), opening]
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
@@ -189,25 +183,6 @@ def forget(paths: Sequence[Path]) -> None:
             os.close(descriptor)
 
 
-def cached_share(paths: Sequence[Path]) -> float:
-    """The share of the files' pages that are in the page cache, by mincore(2)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    count = total = 0
-    for path in paths:
-        size = path.stat().st_size
-        if not size:
-            continue
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
-            pages = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
-            view = np.frombuffer(mapped, np.uint8)
-            arguments = (ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data))
-            if libc.mincore(*arguments):
-                raise OSError(ctypes.get_errno(), "mincore failed")
-            del view
-        count, total = count + int((pages & 1).sum()), total + len(pages)
-    return count / max(total, 1)
-
-
 class LoaderBench:
     """The formats at one shape of latents, written below `root`, and their measurement."""
 
@@ -221,7 +196,6 @@ class LoaderBench:
         self.buffer = BatchBuffer(self.shape_CThw)
         self.shards = [path for path in files_of(root / "ours") if path.suffix == ".tar" and path.parent.name != "null"]
         self.opened: list[float] = []
-        self.still_cached = 0.0
 
     def ours(self, verify: bool) -> Reader:
         """Our cache, opened again; the time that takes is kept."""
@@ -282,7 +256,6 @@ class LoaderBench:
                 folder, run = rows[name]
                 if cold:
                     forget(files_of(folder))
-                    self.still_cached = max(self.still_cached, cached_share(files_of(folder)))
                 before = time.process_time()
                 seconds[name].append(run(order))
                 used[name].append(max(time.process_time() - before, 1e-6))
@@ -307,7 +280,6 @@ class LoaderBench:
             disk_bytes={name: sum(p.stat().st_size for p in files_of(folder)) for name, folder in folders.items()},
             open_seconds=statistics.median(self.opened),
             rates=rates,
-            still_cached=self.still_cached,
         )
 
 

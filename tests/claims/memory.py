@@ -253,24 +253,12 @@ def tier_lines(rows: list[TierRow]) -> list[str]:
     return text
 
 
-def words_of(known: tuple[str, ...]) -> Callable[[str], list[str]]:
-    """A type of arguments: some of the known words, with commas between them."""
-
-    def parse(text: str) -> list[str]:
-        words = text.split(",")
-        if not set(words) <= set(known):
-            raise argparse.ArgumentTypeError(f"{text} is not of {', '.join(known)}")
-        return words
-
-    return parse
-
-
 def main() -> int:
     """Measure, and print a table for each part when it is done; 1 where a goal is missed."""
     parser = argparse.ArgumentParser(prog="python -m tests.claims.memory", description=main.__doc__)
     parser.add_argument("--full", action="store_true", help="8 blocks of the model of 0.7 B; without --rounds 0 hours")
     for name, known in (("only", PARTS), ("arrangement", ARRANGEMENTS), ("dtype", DTYPES)):
-        parser.add_argument(f"--{name}", type=words_of(known), default=list(known), metavar="NAME,...")
+        parser.add_argument(f"--{name}", nargs="+", choices=known, default=known)
     parser.add_argument("--latent", metavar="TxHxW", help="default 5x32x32, with --full 5x16x16")
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds; 0: nothing is timed")
     parser.add_argument("--device", default="auto")

@@ -9,24 +9,17 @@ import numpy as np
 import pytest
 
 from mmspeed.data import Batching
-from mmspeed.data.sampling.assignment import Cost, assign_slots
-from mmspeed.data.sampling.order import Order
-from mmspeed.data.sampling.rank_batches import bucket_batches_of
+from mmspeed.data.sampling.assignment import Cost
 from mmspeed.data.sampling.schedule import EpochSchedule
 from mmspeed.preprocess.decoding.transform import rank_buckets
 from mmspeed.preprocess.decoding.windows import covers
 from mmspeed.preprocess.sources.rejections import Rejected
 from mmspeed.shapes import Bucket
 from tests.claims.buckets_simulated import (
-    OURS,
     SAME,
     count_dealing,
     dealt_out_row,
-    grouped,
-    in_fresh_process,
-    our_row,
     same_shape_row,
-    sample_of_use,
     simulate_buckets,
     steps_of_uses,
 )
@@ -73,42 +66,6 @@ def test_clips_go_where_preprocess_would_put_them() -> None:
 
 def every_time(frames: int, fps: int) -> list[float]:
     return [number / fps for number in range(frames)]
-
-
-@pytest.mark.parametrize("rule", OURS)
-def test_figures_are_those_of_a_count_by_hand(rule: str) -> None:
-    """Every step's cells dealt and added up one by one, every sample ticked off in the lane that computes it."""
-    world, (mix, accumulate) = 4, OURS[rule]
-    batching = batching_of(mix, world * accumulate)
-    order = Order(grouped(COUNTS), batching, 0)
-    met = sample_of_use(order, 0)
-    row = in_fresh_process(our_row, (rule, COUNTS, batching, dict.fromkeys(COUNTS, 1), met, world, 0))
-    plan, buckets = order.whole_epoch()
-    ticks, imbalances, slowest, means, once, idle = Counter[int](), [], [], [], [], 0
-    for step in range(plan.steps):
-        pieces = plan.pieces(step)
-        costs = []
-        for cells in assign_slots(
-            bucket_batches_of([(buckets[bucket], count) for bucket, _, count in pieces], batching), world
-        ):
-            costs.append([])
-            for cell in cells:
-                bucket, start, _ = pieces[cell.lot if cell else 0]
-                own = met[buckets[bucket]][start + cell.start : start + cell.stop].tolist() if cell else []
-                ticks.update(own)
-                assert len(own) <= SIZES[buckets[bucket]]
-                costs[-1].append(len(own) * EACH[buckets[bucket]])
-                idle += not own
-        mean = sum(map(sum, costs)) / world
-        slowest.append(sum(map(max, costs)))
-        means.append(mean)
-        imbalances.append(slowest[-1] / mean)
-        once.append(max(map(sum, zip(*costs, strict=True))) / mean)
-    assert ticks == Counter(range(sum(COUNTS.values())))
-    assert (row.steps, row.lost, row.twice, row.idle) == (plan.steps, 0, 0, idle)
-    assert row.imbalance == pytest.approx(np.mean(imbalances)) and row.worst == pytest.approx(max(imbalances))
-    assert row.epoch == pytest.approx(sum(slowest) / sum(means)) and row.once == pytest.approx(np.mean(once))
-    assert row.seconds > 0 and 0 < row.peak_bytes < 100_000_000
 
 
 def test_a_wrong_order_is_noticed() -> None:

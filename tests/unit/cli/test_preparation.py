@@ -189,14 +189,6 @@ def test_a_command_that_a_task_does_not_have_says_so_in_one_line(
         )
 
 
-def test_init_of_such_a_task_writes_its_keys(toy: None, tmp_path: Path) -> None:
-    text = write_config(tmp_path / "new.yaml", task="toy").read_text(encoding="utf-8")
-    assert "\ntask: toy  # " in text and "\n#corpus: null\n" in text and "mmspeed preprocess" not in text
-    with pytest.raises(UserError, match="'corpus' is missing"):
-        load_run_config(tmp_path / "new.yaml")
-    assert load_run_config(tmp_path / "new.yaml", ["corpus.path=a.txt"]).train == RunConfig().train
-
-
 def test_init_of_such_a_task_takes_no_media(toy: None, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="`mmspeed init --videos` does not support the task toy"):
         write_config(tmp_path / "new.yaml", videos=tmp_path, task="toy")

@@ -11,8 +11,7 @@ from mmspeed.data import DatasetCache
 from mmspeed.data.cache.tables import SAMPLES_FILE, cache_versions, read_facts, read_info
 from mmspeed.data.cache.versions import OLDEST, VERSIONS
 from mmspeed.errors import UserError
-from mmspeed.preprocess import CacheBuilder, check
-from mmspeed.rng import uniform
+from mmspeed.preprocess import CacheBuilder
 from tests.support.runs import small_config
 
 HELD_OUT, KEEP = 0.4, 0.5
@@ -31,36 +30,6 @@ def drawn(config: Config) -> dict[str, tuple[str, str]]:
     """Split and bucket of each content in a cache."""
     samples = DatasetCache(config.cache_dir).samples
     return {sample.content_id: (sample.split, sample.bucket.name) for sample in samples}
-
-
-def expected(contents: dict[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
-    """The draws for the same contents, but for the one that the manifest holds out."""
-    result = {}
-    for content in contents:
-        split = "val" if uniform(0, "val_split", content) < HELD_OUT else "train"
-        kept = uniform(0, "bucket_keep", content, WIDE) < KEEP
-        result[content] = (split, WIDE if kept else SQUARE)
-    return result
-
-
-@pytest.mark.slow
-def test_clips_that_are_added_follow_the_draws_of_the_cache(tmp_path: Path) -> None:
-    config = drawing_config(tmp_path, 5)
-    CacheBuilder(config).run()
-    before = drawn(config)
-    config = drawing_config(tmp_path, 14)
-    numbers = check(config).statistics
-    CacheBuilder(config).run()
-    actual = drawn(config)
-    assert len(actual) == 14 and before.items() <= actual.items()
-    moved = [content for content in actual if actual[content] != expected(actual)[content]]
-    assert len(moved) <= 1 and all(actual[content][0] == "val" for content in moved), (
-        "the one that the manifest holds out"
-    )
-    splits = [split for split, _ in actual.values()]
-    assert {s: sum(numbers.samples(s).values()) for s in ("train", "val")} == {
-        s: splits.count(s) for s in ("train", "val")
-    }
 
 
 @pytest.mark.slow

@@ -244,14 +244,6 @@ def test_good_heads_are_no_pickles() -> None:
         assert not is_pickle("x.bin", head)
 
 
-def test_a_name_taken_by_many_stays_fast(tmp_path: Path) -> None:
-    count = 4_000
-    one = member("a.mp4", b"m") + member("a.txt", b"w")
-    (tmp_path / "t.tar").write_bytes(one * count + END)
-    listing = listed(tmp_path / "t.tar")
-    assert len({source.name for source in listing.sources}) == count
-
-
 @pytest.mark.slow
 def test_tar_of_a_terabyte_of_nothing(tmp_path: Path) -> None:
     path = tmp_path / "t.tar"

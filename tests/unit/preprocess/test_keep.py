@@ -6,7 +6,6 @@ import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +19,16 @@ from mmspeed.errors import UserError
 from mmspeed.pipelines.training.open_cache import check_cache
 from mmspeed.preprocess import CacheBuilder, check
 from mmspeed.preprocess.decoding.clips import Clip, kept_buckets, select_clips, split_of
-from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.transform import rank_buckets
 from mmspeed.preprocess.records.bucket_use import BucketUse, use_of
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from mmspeed.preprocess.sources.source import Source, content_id
 from mmspeed.shapes import Bucket
+from tests.support.decoding import probed
 from tests.support.runs import small_config
 
 A, B, C = Bucket(17, 64, 96), Bucket(9, 64, 64), Bucket(5, 32, 48)
 CONTENTS = [f"{number:032x}" for number in range(4000)]
-
-
-def probed(width: int, height: int, frames: int, fps: float) -> Probe:
-    """A probe of a file of evenly spaced frames."""
-    kind: Any = "video" if frames > 1 else "image"
-    pts = [index / fps for index in range(frames)]
-    return Probe(kind, width, height, fps, pts, "h264", 8, 0, Fraction(1), "mov", "pyav", [0.0], width, height)
 
 
 # -- keep -----------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from mmspeed.preprocess.decoding.probe import Probe, probe
 from mmspeed.preprocess.decoding.windows import choose_frames, choose_windows, covers, windows_that_fit
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from mmspeed.preprocess.sources.source import Source
+from tests.support.decoding import source_of
 from tests.support.media import write_video
 
 
@@ -111,8 +112,7 @@ def settings(**options: Any) -> DataConfig:
 @pytest.fixture(scope="module")
 def video(tmp_path_factory: pytest.TempPathFactory) -> tuple[Source, Probe]:
     path = write_video(tmp_path_factory.mktemp("v") / "v.mp4", frames=36, fps=8)
-    source = Source("v.mp4", str(path), None, None, "video", ("words",), "train")
-    return source, probe(source, 10**9, 10**9)
+    return source_of(path), probe(source_of(path), 10**9, 10**9)
 
 
 def test_one_variant_is_the_middle_of_the_best_bucket(video: tuple[Source, Probe]) -> None:
