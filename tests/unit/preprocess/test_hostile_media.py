@@ -20,12 +20,6 @@ from tests.support.media import write_bomb, write_video
 MAX_BYTES, MAX_PIXELS, SECONDS = 1 << 30, 8192 * 8192, 120.0
 
 
-@pytest.fixture(scope="module")
-def worker() -> Iterator[DecodeWorker]:
-    with DecodeWorker() as decoder:
-        yield decoder
-
-
 @pytest.fixture
 def server() -> Iterator[socket.socket]:
     """A listening socket that nobody may come to."""

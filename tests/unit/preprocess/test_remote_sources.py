@@ -329,10 +329,3 @@ def test_media_without_captions(tmp_path: Path) -> None:
     assert empty.missing_captions == 1 and [r.source for r in empty.rejections] == ["bad.mp4"]
     default = by(missing_caption="default", default_caption="a video")
     assert {s.name: s.captions for s in default.sources} == {"a.mp4": ("a cat",), "b.mp4": ("a video",)}
-    for keys in (
-        {"missing_caption": "default"},
-        {"default_caption": "x"},
-        {"missing_caption": "default", "default_caption": " "},
-    ):
-        with pytest.raises(ValueError, match="default_caption"):
-            by(**keys)

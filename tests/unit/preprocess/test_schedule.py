@@ -264,10 +264,7 @@ def uneven_config(folder: Path, *overrides: str) -> Config:
         ("step", ("batching.by=tokens", "batching.mix=matched"), "56.5% / 12.2%"),
         ("step", ("batching.by=tokens", "batching.mix=window", "batching.accumulate=4"), "18.1% / 10.0%"),
         ("sample", ("train.batch_size=64",), "9.1%"),
-        ("sample", ("batching.by=tokens",), "9.1%"),
-        ("sample", ("batching.by=tokens", "batching.mix=matched"), "9.1%"),
         ("sample", ("batching.by=tokens", "batching.mix=window", "batching.accumulate=4"), "9.1%"),
-        ("token", ("train.batch_size=64",), "56.5%"),
         ("token", ("batching.by=tokens", "batching.mix=matched"), "56.5%"),
     ],
 )

@@ -33,11 +33,6 @@ def test_dividing_rates_take_evenly_spaced_frames_of_the_middle() -> None:
     assert choose_frames([7.0], 1, 8) == [0]
 
 
-def test_uneven_clips_are_sampled_by_time() -> None:
-    pts = [0.0, 0.01, 0.02, 0.03, 0.5, 1.0, 1.5, 2.0]
-    assert choose_frames(pts, 5, 2) == [0, 4, 5, 6, 7]
-
-
 def test_too_short_says_how_much_is_there() -> None:
     with pytest.raises(Rejected) as rejected:
         choose_frames(even(48, 24), 49, 24)

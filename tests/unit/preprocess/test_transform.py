@@ -51,13 +51,6 @@ def test_rejections(probe: Probe, buckets: tuple[Bucket, ...], reason: Reason) -
     assert rejected.value.reason is reason and rejected.value.detail
 
 
-def test_upscaling_only_where_no_bucket_fits() -> None:
-    small = (Bucket(1, 256, 256), Bucket(1, 128, 128), Bucket(1, 512, 512))
-    assert best(probed(200, 200), small, 8, True) == Bucket(1, 128, 128)
-    assert best(probed(100, 100), small, 8, True) == Bucket(1, 128, 128)
-    assert best(probed(300, 300), small, 8, True) == Bucket(1, 256, 256)
-
-
 sizes = st.integers(1, 4000)
 buckets = st.builds(Bucket, st.just(1), st.integers(8, 1024), st.integers(8, 1024))
 
