@@ -17,8 +17,8 @@ import pytest
 from mmspeed.cli.app import run
 from mmspeed.config import Config, make_config
 from mmspeed.data import DatasetCache
-from mmspeed.data.cache.tables import cache_versions, read_info, write_info
-from mmspeed.data.cache.versions import VERSIONS, info_versions, upgraded
+from mmspeed.data.cache.tables import SAMPLES_FILE, cache_versions, read_facts, read_info, write_info
+from mmspeed.data.cache.versions import OLDEST, VERSIONS, info_versions, upgraded
 from mmspeed.data.maintenance.merge import merge
 from mmspeed.data.maintenance.verify import verify
 from mmspeed.errors import UserError
@@ -204,3 +204,24 @@ def test_bad_values_name_the_key(old: Config, tmp_path: Path, capsys: pytest.Cap
     ):
         code = run(["preprocess", str(tmp_path / "c.json"), *arguments])
         assert code == 1 and message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_cache_keeps_its_generator_when_its_description_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(tmp_path, "data.val_fraction=0.4", clips=5)
+    root = config.cache_dir
+    assert cache_versions(root) == VERSIONS, "there is none yet"
+    CacheBuilder(config).run()
+    samples = list(DatasetCache(root).samples)
+    assert read_info(root)["versions"]["generator"] == 2
+    assert read_facts(root / SAMPLES_FILE)["mmspeed.generator"] == "2"
+    (root / "cache.json").unlink()
+    assert cache_versions(root) == VERSIONS
+    with monkeypatch.context() as patch:
+        patch.setitem(OLDEST, "generator", 3)  # type: ignore[arg-type]
+        with pytest.raises(UserError, match=r"was made by an earlier mmspeed \(generator 2\)"):
+            CacheBuilder(config).run()
+    CacheBuilder(config).run()
+    assert list(DatasetCache(root).samples) == samples and read_info(root)["versions"]["generator"] == 2
