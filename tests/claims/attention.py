@@ -1,10 +1,5 @@
 """Sparse attention on synthetic video: its error and speedup relative to dense attention, planning included.
 
-Beside the planners of `mmspeed bench attention`, two other rules for the same clusters are measured:
-
-clusters-mass    the same cumulative probability for each cluster (as in Sparse-VideoGen 2)
-clusters-top     the same number of keys for each cluster
-
 Errors depend on the video, so they are means over several.
 
 python -m tests.claims.attention --tokens 16384 --keep 0.05,0.1 --planner clusters,tiles
@@ -15,17 +10,14 @@ Legend: B batch, A heads, N tokens, D head width, X position axes.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mmspeed.bench.attention import AttentionBenchSetting, AttentionRow, LengthBench, MethodCase, VideoErrors, ask
 from mmspeed.bench.attention_data import Grid, make_qkv, oracle_share
@@ -33,23 +25,18 @@ from mmspeed.bench.attention_plans import PLANNERS, Method, method
 from mmspeed.compute.sparse import key_means
 from mmspeed.compute.sparse.attention import KERNELS
 from mmspeed.compute.sparse.module import ClusteredAttention
-from mmspeed.compute.sparse.planners.selection import KeepRule
 from mmspeed.config.sparse import SparseConfig
-from mmspeed.data.cache.files import write_whole
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.log import format_bytes, get_logger, setup
 
 log = get_logger("bench")
 
 FULL_TOKENS, FULL_KEEPS = (4_096, 16_384, 32_768), (0.03, 0.05, 0.1, 0.2, 0.3)
-RULES = ("clusters-mass", "clusters-top")
-RULES_AT, RULES_KEEP = 4_096, 0.1  # tokens and kept share at which rules for the same clusters are compared
-MASS_ROUNDS = 7  # halvings of the interval in the search for the cumulative probability
 
 
 @dataclass(frozen=True)
 class SyntheticSetting(AttentionBenchSetting):
-    """The cases to measure. Beside `clusters`, other rules for the same clusters are measured at `RULES_AT` tokens.
+    """The cases to measure.
 
     seeds: the videos that errors are means over; times and memory are those of the first.
     """
@@ -61,40 +48,10 @@ class SyntheticSetting(AttentionBenchSetting):
     dtype: str = "float32"
     seeds: int = 3
 
-    def check(self) -> None:
-        AttentionBenchSetting.check(replace(self, planners=tuple(name for name in self.planners if name not in RULES)))
-
     def methods(self, tokens: int) -> list[Method]:
         """The methods to measure at a length."""
         cases = [(planner, tail, keep) for keep in self.keeps for planner in self.planners for tail in self.tails]
-        if tokens == RULES_AT and RULES_KEEP in self.keeps and "clusters" in self.planners and "zero" in self.tails:
-            cases += [(rule, "zero", RULES_KEEP) for rule in RULES if rule not in self.planners]
-        chosen = [method(*case, grid_of(tokens), self.cluster_size) for case in cases]
-        return [RuledClusters(**asdict(each)) if each.planner in RULES else each for each in chosen]
-
-
-@dataclass(frozen=True)
-class RuledClusters(Method):
-    """`clusters` by one of `RULES`; `mass` is what `clusters-mass` keeps for each cluster."""
-
-    mass: float = 0.9
-
-    def rule(self) -> KeepRule:
-        return KeepRule("mass", self.mass) if self.planner == "clusters-mass" else KeepRule("top", self.keep)
-
-
-@torch.no_grad()
-def fitted(chosen: Method, q_BAND: Tensor, k_BAND: Tensor, positions_NX: Tensor) -> Method:
-    """A method whose cumulative probability is the one that keeps the requested share, by bisection; others as they are."""
-    if chosen.planner != "clusters-mass" or not isinstance(chosen, RuledClusters):
-        return chosen
-    low, high = 0.0, 1.0
-    for _ in range(MASS_ROUNDS):
-        mass = (low + high) / 2
-        tried = replace(chosen, mass=mass, tail="zero")
-        kept = float(tried.plan(q_BAND, k_BAND, positions_NX).kept_share().mean())
-        low, high = (mass, high) if kept < chosen.keep else (low, mass)
-    return replace(chosen, mass=(low + high) / 2)
+        return [method(*case, grid_of(tokens), self.cluster_size) for case in cases]
 
 
 def with_mean_errors(row: AttentionRow, others: Sequence[VideoErrors]) -> AttentionRow:
@@ -120,18 +77,8 @@ class AttentionResult:
     oracle: dict[int, list[float]]
     dense: dict[int, dict[str, float]]  # seconds of dense attention, by length: forward, both
     kernels: dict[str, str]  # the reason why a kernel cannot run here; empty where it can
-    device: str
-    device_name: str
-    threads: int
-    load: float
-    heads: int
-    width: int
-    dtype: str
-    rounds: int
-    seeds: int = 1  # videos that errors are means over
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2)
+    setting: SyntheticSetting
+    device: Device
 
     def lines(self) -> list[str]:
         """Head and tables."""
@@ -139,12 +86,13 @@ class AttentionResult:
 
     def head(self) -> list[str]:
         """The conditions of the measurement."""
-        threads = f", {self.threads} threads, load {self.load:.1f}" if self.device == "cpu" else ""
+        cpu, asked = self.device.kind == "cpu", self.setting
+        threads = f", {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}" if cpu else ""
         lines = [
-            f"{self.heads} heads of width {self.width}, {self.dtype}, {self.device_name}{threads}; medians of {self.rounds} rounds",
+            f"{asked.heads} heads of width {asked.width}, {asked.dtype}, {self.device.name}{threads}; medians of {asked.rounds} rounds",
             "faster: than dense attention in the same round, planning included"
-            + ("; in brackets by processors' time" if self.device == "cpu" else ""),
-            f"errors and kept shares: means over {self.seeds} video{'s' * (self.seeds > 1)}",
+            + ("; in brackets by processors' time" if cpu else ""),
+            f"errors and kept shares: means over {asked.seeds} video{'s' * (asked.seeds > 1)}",
             "kernels: "
             + ", ".join(name + (f" (not here: {why})" if why else "") for name, why in self.kernels.items()),
         ]
@@ -195,7 +143,7 @@ def bench_attention(setting: SyntheticSetting) -> AttentionResult:
     device = pick(setting.device)
     device.activate()
     if setting.backend != "auto":
-        for planner in dict.fromkeys(name.partition("-")[0] for name in setting.planners):
+        for planner in setting.planners:
             settings = SparseConfig.model_validate({"planner": planner, "backend": setting.backend})
             ClusteredAttention(settings).try_out(device.torch_device, parse_dtype(setting.dtype), setting.width)
     rows: list[AttentionRow] = []
@@ -204,7 +152,7 @@ def bench_attention(setting: SyntheticSetting) -> AttentionResult:
         length = synthetic(setting, device, tokens)
         oracles[tokens] = [float(share) for share in oracle_share(length.q, length.k)]
         methods = setting.methods(tokens)
-        measured = length.run([fitted(each, length.q, length.k, length.positions) for each in methods], setting.rounds)
+        measured = length.run(methods, setting.rounds)
         others = []
         for seed in range(1, setting.seeds):
             log.info(f"{tokens:,} tokens: errors of video {seed + 1} of {setting.seeds}")
@@ -212,21 +160,7 @@ def bench_attention(setting: SyntheticSetting) -> AttentionResult:
         rows += [with_mean_errors(row, errors) for row, *errors in zip(measured, *others, strict=True)]
         dense[tokens] = length.dense_seconds
         kernels = refused_kernels(length, methods[0])
-    return AttentionResult(
-        rows=rows,
-        oracle=oracles,
-        dense=dense,
-        kernels=kernels,
-        device=device.kind,
-        device_name=device.name,
-        threads=torch.get_num_threads(),
-        load=os.getloadavg()[0],
-        heads=setting.heads,
-        width=setting.width,
-        dtype=setting.dtype,
-        rounds=setting.rounds,
-        seeds=setting.seeds,
-    )
+    return AttentionResult(rows, oracles, dense, kernels, setting, device)
 
 
 def synthetic(setting: SyntheticSetting, device: Device, tokens: int, seed: int = 0) -> LengthBench:
@@ -241,8 +175,7 @@ def synthetic(setting: SyntheticSetting, device: Device, tokens: int, seed: int 
 def video_errors(length: LengthBench, methods: Sequence[Method]) -> list[VideoErrors]:
     """The kept share and the errors of each method on a video, without timing any."""
     exact = length.dense(backward=True)
-    own = (fitted(each, length.q, length.k, length.positions) for each in methods)
-    return [MethodCase(length, each).errors(exact) for each in own]
+    return [MethodCase(length, each).errors(exact) for each in methods]
 
 
 def refused_kernels(length: LengthBench, chosen: Method) -> dict[str, str]:
@@ -271,13 +204,11 @@ def _surface(grid: Grid) -> int:
 
 
 def main() -> None:
-    """Measure, print the tables and write attention.json."""
+    """Measure, and print the tables."""
     parser = argparse.ArgumentParser(prog="python -m tests.claims.attention", description=main.__doc__)
     parser.add_argument("--tokens", metavar="N,...", help="lengths; default 4096,16384")
     parser.add_argument("--keep", metavar="SHARE,...", help="shares of pairs to keep; default 0.05,0.1,0.2")
-    parser.add_argument(
-        "--planner", metavar="NAME,...", help="clusters, clusters-mass, clusters-top, tiles, window, skip"
-    )
+    parser.add_argument("--planner", metavar="NAME,...", help="clusters, tiles, window, skip")
     parser.add_argument("--tail", metavar="NAME,...", help="zero, summary; default both")
     parser.add_argument("--full", action="store_true", help="the whole set: up to 32,768 tokens, all planners")
     for name in ("heads", "width", "rounds", "seeds", "cluster-size"):
@@ -285,7 +216,6 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=getattr(SyntheticSetting, key))
     for name in ("backend", "device", "dtype"):
         parser.add_argument(f"--{name}", default=getattr(SyntheticSetting, name))
-    parser.add_argument("--output", type=Path, default=Path("runs/bench-attention"))
     chosen = parser.parse_args()
     setup()
     whole: dict[str, Any] = {"tokens": FULL_TOKENS, "keeps": FULL_KEEPS, "planners": PLANNERS}
@@ -295,7 +225,6 @@ def main() -> None:
     for key in ("heads", "width", "rounds", "seeds", "cluster_size", "backend", "device", "dtype"):
         fields[key] = getattr(chosen, key)
     result = bench_attention(SyntheticSetting(**fields))
-    write_whole(chosen.output / "attention.json", (result.to_json() + "\n").encode())
     print("\n".join(result.lines()))
 
 

@@ -16,10 +16,11 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-import av
 import numpy as np
 import yaml
 from PIL import Image
+
+from tests.support.media import write_video
 
 SIZE, FRAMES = 256, 49
 SCHEDULES = {
@@ -41,27 +42,13 @@ def write_media(folder: Path, pictures: int, clips: int) -> None:
         path = folder / "images" / f"{number}.png"
         Image.fromarray(picture).save(path)
         path.with_suffix(".txt").write_text(f"picture {number}")
-    whole = clip_bytes()
+    with tempfile.TemporaryDirectory() as one:
+        clip = write_video(Path(one) / "clip.mp4", "mpeg4", FRAMES, SIZE, SIZE)
+        whole = clip.read_bytes()
     for number in range(clips):
         path = folder / "videos" / f"{number}.mp4"
         path.write_bytes(whole + struct.pack(">I4sQ", 16, b"free", number))  # a box that readers pass over
         path.with_suffix(".txt").write_text(f"clip {number}")
-
-
-def clip_bytes() -> bytes:
-    """A clip in which a bar moves, as MP4."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "clip.mp4"
-        with av.open(str(path), "w") as out:
-            stream = out.add_stream("mpeg4", rate=24)
-            stream.width = stream.height = SIZE
-            stream.pix_fmt = "yuv420p"
-            for number in range(FRAMES):
-                frame = np.zeros((SIZE, SIZE, 3), np.uint8)
-                frame[:, 4 * number : 4 * number + 20] = 200
-                out.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-            out.mux(stream.encode())
-        return path.read_bytes()
 
 
 def write_config(folder: Path) -> Path:

@@ -10,12 +10,11 @@ Legend: B packs, N tokens of a pack.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -247,16 +246,14 @@ def language_claim(folder: Path, setting: LanguageSetting = LanguageSetting()) -
 
 
 def main() -> None:
-    """Run the claim, print its figures and write them beside the runs; exit with 1 where it fails."""
+    """Run the claim and print its figures; exit with 1 where it fails."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--output", type=Path, default=Path("runs/language-claim"))
     parser.add_argument("--steps", type=int, default=LanguageSetting.steps)
     parser.add_argument("--threads", type=int, default=LanguageSetting.threads)
     chosen = parser.parse_args()
     setup()
-    output = chosen.output.resolve()
-    result = language_claim(output, LanguageSetting(steps=chosen.steps, threads=chosen.threads))
-    (output / "language.json").write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+    result = language_claim(chosen.output.resolve(), LanguageSetting(steps=chosen.steps, threads=chosen.threads))
     print("\n".join(result.lines()))
     raise SystemExit(0 if result.passed() else 1)
 

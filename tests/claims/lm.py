@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import multiprocessing
 import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
@@ -29,8 +29,7 @@ from mmspeed.config import make_run_config
 from mmspeed.config.language import LanguageConfig
 from mmspeed.data.cache.documents import TextCache
 from mmspeed.device import pick
-from mmspeed.errors import UserError
-from mmspeed.log import ProgressLine, setup
+from mmspeed.log import setup
 from mmspeed.models.weights import quiet
 from mmspeed.pipelines import TrainCallback, TrainPipeline
 from mmspeed.pipelines.inference.language import load_tokenizer
@@ -40,6 +39,8 @@ from mmspeed.pipelines.training.events import StepEvent
 from mmspeed.preprocess import TextCacheBuilder
 from mmspeed.preprocess.texts.preparation import shipped_texts
 from mmspeed.protocols import RunPlace
+
+from .turns import Pace, in_turns
 
 IDS = 2048  # of the tokenizer
 READS = {
@@ -121,7 +122,9 @@ def bench_lm(folder: Path, setting: LmSetting = LmSetting()) -> LmResult:
         texts = lm_config(folder, setting, split).texts
         TextCacheBuilder(texts, config.tokenizer, config.seed).run()
     result = LmResult()
-    result.rates = _in_turns(folder, setting)
+    sides = {name: partial(_train, name=name) for name in (OURS, PADDED, JOINED)}
+    told = in_turns(sides, (str(folder), asdict(setting)), setting.rounds, WARM)
+    result.rates = {name: [tokens / seconds for seconds, tokens in steps] for name, steps in told.items()}
     result.loss_bytes, result.full_bytes = (
         loss_peak(run, setting)
         for run in (OPERATORS["linear_cross_entropy"], OPERATORS["linear_cross_entropy"].eager.run)
@@ -168,55 +171,9 @@ def lm_config(folder: Path, setting: LmSetting, split: str = "blank_line") -> La
 # -- steps in turns ---------------------------------------------------------------------------------------------------------
 
 
-def _in_turns(folder: Path, setting: LmSetting) -> dict[str, list[float]]:
-    """Real tokens a second of each trainer's steps; their order is turned round by round."""
-    context = multiprocessing.get_context("spawn")
-    sides = {}
-    for name in (OURS, PADDED, JOINED):
-        here, far = context.Pipe()
-        process = context.Process(target=_train, args=(far, name, str(folder), asdict(setting)), daemon=True)
-        process.start()
-        far.close()
-        sides[name] = here, process
-    rates: dict[str, list[float]] = {name: [] for name in sides}
-    with ProgressLine("lm", WARM + setting.rounds, "round") as line:
-        for number in range(WARM + setting.rounds):
-            names = list(sides)
-            for name in names[number % 3 :] + names[: number % 3]:
-                try:
-                    sides[name][0].recv()  # it is ready
-                    sides[name][0].send("go")
-                    seconds, tokens = sides[name][0].recv()
-                except EOFError:
-                    raise UserError(f"the trainer {name!r} ended; its error is above") from None
-                if number >= WARM:
-                    rates[name].append(tokens / seconds)
-            line.advance()
-    for here, process in sides.values():
-        process.kill()  # it waits for the next step
-        process.join()
-        here.close()
-    return rates
-
-
-@dataclass
-class _Pace:
-    """Lets a side take its steps on request."""
-
-    pipe: Connection
-    begun: float | None = None
-
-    def step(self, tokens: int) -> None:
-        if self.begun is not None:
-            self.pipe.send((time.perf_counter() - self.begun, tokens))
-        self.pipe.send("ready")
-        self.pipe.recv()
-        self.begun = time.perf_counter()
-
-
-def _train(pipe: Connection, name: str, folder: str, setting: dict[str, Any]) -> None:
+def _train(pipe: Connection, folder: str, setting: dict[str, Any], name: str) -> None:
     """A side, in a process of its own."""
-    own, pace = LmSetting(**setting), _Pace(pipe)
+    own, pace = LmSetting(**setting), Pace(pipe)
     torch.set_num_threads(own.threads)
     config = lm_config(Path(folder), own)
     if name != OURS:
@@ -230,7 +187,7 @@ def _train(pipe: Connection, name: str, folder: str, setting: dict[str, Any]) ->
     TrainPipeline(config, callbacks=[Paced()]).run()
 
 
-def _by_trainer(folder: Path, config: LanguageConfig, name: str, setting: LmSetting, pace: _Pace) -> None:
+def _by_trainer(folder: Path, config: LanguageConfig, name: str, setting: LmSetting, pace: Pace) -> None:
     """transformers' Trainer on the cache's documents, shuffled, in batches of about as many real tokens."""
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 

@@ -2,29 +2,22 @@
 
 A step is forward, loss and backward of one synthetic sample. Measured for each way: bytes that the forward pass adds; the peak; bytes in
 the host's memory; matrix products of the backward pass; time, as the median over rounds of the ratio to a plain step of the same round on
-the same weights; the growth of the process, measured in a new process; and whether every gradient has the same bits as without the way.
+the same weights; and whether every gradient has the same bits as without the way.
 The products of MLPs in parts have other shapes, so that a library may sum them in another order: their gradients must be close, and have
 the same bits on some devices only.
 
-python -m tests.claims.memory --full --only ways --rounds 0 --no-grown
+python -m tests.claims.memory --full --only ways --rounds 0
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
-import multiprocessing
-import re
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -32,8 +25,6 @@ from torch import Tensor
 from mmspeed.bench.memory import CLOSE, BenchModel, PolicySetting, largest_distance
 from mmspeed.bench.memory_tiers import NEAR, TierModelSize, TierRow, measure_tiers
 from mmspeed.config.memory import ActivationPolicy
-from mmspeed.data.cache.files import write_whole
-from mmspeed.device import Device
 from mmspeed.log import format_bytes, setup
 from mmspeed.memory import peak_bytes
 from mmspeed.memory.chunks import set_chunks
@@ -85,10 +76,9 @@ CASES = (
 
 @dataclass(frozen=True)
 class WaysSetting(PolicySetting):
-    """The model, the latent and the device to measure on. `sizes`: processes are started to measure their growth."""
+    """The model, the latent and the device to measure on."""
 
     rounds: int = 3
-    sizes: bool = True
 
 
 @dataclass(frozen=True)
@@ -106,7 +96,6 @@ class PolicyRow:
     seconds: float | None
     equal: bool
     distance: float = 0.0  # the largest difference of a gradient from plain's, relative to the gradient's largest value
-    grown: int | None = None  # bytes by which a process grows in its first step
 
     @property
     def name(self) -> str:
@@ -155,20 +144,16 @@ class PolicyResult:
         lines = [
             f"{setting.arrangement}, {setting.dtype}, width {setting.width}, {setting.depth} blocks, {self.parameters / 1e6:.0f} M "
             f"parameters, latent {shape}: {self.tokens} tokens; {self.device}, {torch.get_num_threads()} threads",
-            f"{'way':<46} {'kept':>9} {'':>6} {'peak':>9} {'':>6} {'host':>9} {'matmuls':>9} {'time':>6} {'grown':>9}  equal",
+            f"{'way':<46} {'kept':>9} {'':>6} {'peak':>9} {'':>6} {'host':>9} {'matmuls':>9} {'time':>6}  equal",
         ]
         for row in self.rows:
-            grown = "" if row.grown is None else format_bytes(row.grown)
             time_ratio = "" if row.time is None else f"{row.time:.2f}"
             lines.append(
                 f"{row.name:<46} {format_bytes(row.kept):>9} {row.kept / plain.kept:>6.1%} {format_bytes(row.peak):>9} "
-                f"{row.peak / plain.peak:>6.1%} {format_bytes(row.host):>9} {added_matmuls(row, plain):>+9.1%} {time_ratio:>6} "
-                f"{grown:>9}  {'bitwise' if row.equal else f'{row.distance:.0e}'}"
+                f"{row.peak / plain.peak:>6.1%} {format_bytes(row.host):>9} {added_matmuls(row, plain):>+9.1%} {time_ratio:>6}  "
+                f"{'bitwise' if row.equal else f'{row.distance:.0e}'}"
             )
         return lines + [f"{'PASSED' if passed else 'FAILED'}: {text}" for passed, text in self.verdicts()]
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "verdicts": [{"passed": passed, "text": text} for passed, text in self.verdicts()]}
 
 
 def added_matmuls(row: PolicyRow, plain: PolicyRow) -> float:
@@ -233,8 +218,7 @@ def measure(
         host = stage.offloader.moved_out - before
         resident = sum(p.numel() * p.element_size() for p in stage.model.parameters())
         peak = peak_bytes(stage.device, resident, stage.step)
-        grown = grown_bytes(setting, case) if setting.sizes else None
-        rows.append(PolicyRow(case, kept, peak, host, forward, backward, work, None, None, equal, distance, grown))
+        rows.append(PolicyRow(case, kept, peak, host, forward, backward, work, None, None, equal, distance))
     ratios: list[list[float]] = [[] for _ in cases]
     seconds: list[list[float]] = [[] for _ in cases]
     for turn in range(setting.rounds):
@@ -254,40 +238,6 @@ def measure(
     return PolicyResult(setting, count_parameters(stage.model), stage.tokens, stage.device.name, timed)
 
 
-def grown_bytes(setting: WaysSetting, case: PolicyCase) -> int:
-    """The growth in bytes of a new process during its first steps; on an accelerator, that of its host memory."""
-    with ProcessPoolExecutor(
-        1, multiprocessing.get_context("spawn")
-    ) as pool:  # a Pool would restart a dying process for ever
-        return pool.submit(_grow, setting, case, torch.get_num_threads()).result()
-
-
-def _grow(setting: WaysSetting, case: PolicyCase, threads: int) -> int:
-    torch.set_num_threads(threads)
-    stage = WaysModel(setting)
-    stage.use_case(case)
-    before = Device("cpu", 0).memory_bytes()
-    forget_peak()
-    stage.step()
-    stage.step()
-    return max(0, peak_resident_bytes() - before)
-
-
-def forget_peak() -> None:
-    """Reset `peak_resident_bytes`, where the system can (Linux)."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_resident_bytes() -> int:
-    """The peak memory of this process; on Linux its own alone, unlike the usual count, which in a child begins with its parent's."""
-    with suppress(OSError):
-        match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        if match is not None:
-            return int(match[1]) * 1024
-    return Device("cpu", 0).peak_memory_bytes()
-
-
 def tier_lines(rows: list[TierRow]) -> list[str]:
     """The lines of a table, and the verdict on all tiers."""
     text = [f"{'optimizer':<48} {'device B':>9} {'meant':>6} {'host B':>7} {'s/step':>8} {'time':>6}  equal"]
@@ -303,45 +253,25 @@ def tier_lines(rows: list[TierRow]) -> list[str]:
     return text
 
 
-def words_of(known: tuple[str, ...]) -> Callable[[str], list[str]]:
-    """A type of arguments: some of the known words, with commas between them."""
-
-    def parse(text: str) -> list[str]:
-        words = text.split(",")
-        if not set(words) <= set(known):
-            raise argparse.ArgumentTypeError(f"{text} is not of {', '.join(known)}")
-        return words
-
-    return parse
-
-
 def main() -> int:
-    """Measure, print a table for each part when it is done, and write memory.json; 1 with --strict where a goal is missed."""
+    """Measure, and print a table for each part when it is done; 1 where a goal is missed."""
     parser = argparse.ArgumentParser(prog="python -m tests.claims.memory", description=main.__doc__)
-    parser.add_argument(
-        "--full", action="store_true", help="8 blocks of the model of 0.7 B; without --rounds 0 --no-grown hours"
-    )
+    parser.add_argument("--full", action="store_true", help="8 blocks of the model of 0.7 B; without --rounds 0 hours")
     for name, known in (("only", PARTS), ("arrangement", ARRANGEMENTS), ("dtype", DTYPES)):
-        parser.add_argument(f"--{name}", type=words_of(known), default=list(known), metavar="NAME,...")
+        parser.add_argument(f"--{name}", nargs="+", choices=known, default=known)
     parser.add_argument("--latent", metavar="TxHxW", help="default 5x32x32, with --full 5x16x16")
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds; 0: nothing is timed")
     parser.add_argument("--device", default="auto")
-    parser.add_argument(
-        "--grown", action=argparse.BooleanOptionalAction, default=True, help="measure growth of processes"
-    )
-    parser.add_argument("--output", type=Path, default=Path("runs/bench-memory"))
-    parser.add_argument("--strict", action="store_true")
     asked = parser.parse_args()
     setup()
     full, device, sizes = asked.full, asked.device, {"width": 1152, "heads": 16, "rank": 256}
-    figures: dict[str, list[dict[str, Any]]] = {part: [] for part in PARTS}
-    verdicts = []
+    passed = True
 
-    def show(part: str, rows: list[dict[str, Any]], lines: list[str], passed: bool) -> None:
+    def show(lines: list[str], good: bool) -> None:
+        nonlocal passed
         tell("")
         print("\n".join(lines), end="\n\n", flush=True)
-        figures[part] += rows
-        verdicts.append(passed)
+        passed = passed and good
 
     for arrangement in asked.arrangement if "ways" in asked.only else ():
         for dtype in asked.dtype:
@@ -351,23 +281,18 @@ def main() -> int:
                 latent=parse_latent(asked.latent or ("5x16x16" if full else "5x32x32")),
                 device=device,
                 rounds=asked.rounds,
-                sizes=asked.grown,
                 **(sizes if full else {}),
             )
             ways = measure(setting, progress=tell)
-            show("ways", [ways.to_dict()], ways.lines(), ways.passed())
+            show(ways.lines(), ways.passed())
     if "optimizer" in asked.only:
         size = TierModelSize(depth=8, **sizes) if full else TierModelSize()
         rows = measure_tiers(size, rounds=max(1, asked.rounds), device=device, progress=tell)
-        as_dicts = [asdict(row) | {"passed": row.passed()} for row in rows]
-        show("optimizer", as_dicts, tier_lines(rows), all(row.passed() for row in rows))
+        show(tier_lines(rows), all(row.passed() for row in rows))
     for arrangement in asked.arrangement if "budget" in asked.only else ():
         budgets = measure_budgets(arrangement, device=device, full=full, progress=tell)
-        show("budget", [budgets.to_dict()], budgets.lines(), budgets.passed())
-    text = json.dumps({**figures, "passed": all(verdicts)}, indent=2)
-    write_whole(asked.output / "memory.json", (text + "\n").encode())
-    print(f"{'PASSED' if all(verdicts) else 'FAILED'}: all parts")
-    return 1 if asked.strict and not all(verdicts) else 0
+        show(budgets.lines(), budgets.passed())
+    return 0 if passed else 1
 
 
 def tell(text: str) -> None:

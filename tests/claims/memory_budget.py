@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from mmspeed.config import Config, make_config
@@ -72,9 +72,6 @@ class BudgetResult:
             )
         text.append(f"{'PASSED' if self.passed() else 'FAILED'}: every budget kept to within {NEAR:.0%}")
         return text
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "passed": self.passed()}
 
 
 def setting(arrangement: str, device: str, full: bool) -> Config:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +108,7 @@ def overfit(
     clips, captions, reconstructions = _clips(config, pipe)
     with_text = _nearest(pipe, captions, clips, guidance=None)
     without = _nearest(pipe, [""] * len(captions), clips, guidance=1.0)
-    result = OverfitResult(
+    return OverfitResult(
         right=with_text[0],
         total=len(SEEDS) * len(clips),
         right_psnr=with_text[1],
@@ -121,10 +120,6 @@ def overfit(
         train_seconds=seconds,
         steps=config.train.steps,
     )
-    (output / f"{config.name}.json").write_text(
-        json.dumps(asdict(result) | {"passed": result.passed()}, indent=2) + "\n", encoding="utf-8"
-    )
-    return result
 
 
 def _clips(config: Config, pipe: Any) -> tuple[list[np.ndarray], list[str], list[float]]:

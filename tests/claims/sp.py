@@ -16,7 +16,6 @@ Legend: T h w latent, n ranks, t threads of a rank.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import statistics
@@ -144,9 +143,9 @@ class SpResult:
         """Whether the feature costs nothing where it does nothing."""
         return abs(self.degree_one.median - 1) <= NEAR
 
-    def passed(self, strict: bool) -> bool:
-        """Whether bytes are those of the formulas and, if `strict`, degree 1 is free."""
-        return all(row.equal for row in self.rows) and (self.free or not strict)
+    def passed(self) -> bool:
+        """Whether bytes are those of the formulas."""
+        return all(row.equal for row in self.rows)
 
     def lines(self) -> list[str]:
         """The table."""
@@ -173,10 +172,6 @@ class SpResult:
             wrong = [] if row.equal else [f"FAILED: the formula says {row.formula_bytes:,}"]
             lines.append("  ".join(["", *cells, f"{row.kept:>6.1%}", *wrong]))
         return lines
-
-    def to_json(self, strict: bool = False) -> str:
-        """All figures."""
-        return json.dumps(asdict(self) | {"free": self.free, "passed": self.passed(strict)}, indent=2)
 
 
 def bench_sp(latent: tuple[int, int, int], width: int, rounds: int) -> SpResult:
@@ -399,19 +394,17 @@ class _BenchStep:
 
 
 def main() -> int:
-    """Measure in torchrun's processes; 1 when bytes differ from the formulas, or with --strict when degree 1 is not free."""
+    """Measure in torchrun's processes; 1 when bytes differ from the formulas."""
     parser = argparse.ArgumentParser(prog="torchrun -m tests.claims.sp", description=main.__doc__)
     parser.add_argument("--latent", metavar="TxHxW", default="8x32x32", help="latent of the clip that a step trains on")
     parser.add_argument("--width", type=int, default=192, help="width of the model, a multiple of 24")
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds; medians count")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--strict", action="store_true")
     chosen = parser.parse_args()
     setup()
     result = bench_sp(parse_latent(chosen.latent), chosen.width, chosen.rounds)
     if rank() == 0:
-        print(result.to_json(chosen.strict) if chosen.json else "\n".join(result.lines()))
-    return 0 if result.passed(chosen.strict) else 1
+        print("\n".join(result.lines()))
+    return 0 if result.passed() else 1
 
 
 if __name__ == "__main__":

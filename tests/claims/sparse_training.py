@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,6 @@ class TrainedVariant:
     variant: str
     seed: int
     loss: float  # held-out, as it was trained
-    dense_loss: float  # of the same weights with dense attention
     kept: float  # share of pairs in the last watched step, mean over layers; 1 for dense
     error: float  # relative, of the layers' outputs in that step; 0 for dense
     seconds: float  # of training
@@ -74,27 +73,27 @@ class SparseTrainingResult:
     def table(self) -> list[str]:
         """A Markdown table: means over seeds, and the largest difference to dense attention of one seed."""
         lines = [
-            "| start | attention | held-out loss | against dense, mean | worst seed | dense attention swapped in | kept | error | time |",
-            "|---|---|---|---|---|---|---|---|---|",
+            "| start | attention | held-out loss | against dense, mean | worst seed | kept | error | time |",
+            "|---|---|---|---|---|---|---|---|",
         ]
         for start in ("from scratch", "fine-tuned"):
             for variant in VARIANTS:
                 rows = self._of(start, variant)
                 if not rows:
                     continue
-                gaps, swapped = self.gaps(start, variant), self.gaps(start, variant, swapped=True)
+                gaps = self.gaps(start, variant)
                 lines.append(
                     f"| {start} | {variant} | {_mean(rows, 'loss'):.4f} | {statistics.mean(gaps):+.2%} | {max(gaps):+.2%} "
-                    f"| {statistics.mean(swapped):+.2%} | {_mean(rows, 'kept'):.1%} | {_mean(rows, 'error'):.3f} "
+                    f"| {_mean(rows, 'kept'):.1%} | {_mean(rows, 'error'):.3f} "
                     f"| {_mean(rows, 'seconds'):.0f} s |"
                 )
         return lines
 
-    def gaps(self, start: str, variant: str, swapped: bool = False) -> list[float]:
+    def gaps(self, start: str, variant: str) -> list[float]:
         """How much larger the loss is than that of dense attention, by seed, as a share."""
         dense = {trial.seed: trial.loss for trial in self._of(start, "dense")}
         rows = [trial for trial in self._of(start, variant) if trial.seed in dense]
-        return [(trial.dense_loss if swapped else trial.loss) / dense[trial.seed] - 1.0 for trial in rows]
+        return [trial.loss / dense[trial.seed] - 1.0 for trial in rows]
 
     def verdicts(self) -> list[tuple[bool, str]]:
         """Whether the best variant of each start is as near to dense attention as it should be."""
@@ -137,7 +136,7 @@ def _mean(rows: list[TrainedVariant], name: str) -> float:
 def bench_sparse_training(
     output: str | Path, setting: SparseTrainingSetting, variants: tuple[str, ...] = tuple(VARIANTS)
 ) -> SparseTrainingResult:
-    """Train all that is not trained yet, and compare. Writes `sparse-training.json` into `output`."""
+    """Train all that is not trained yet, and compare."""
     from mmspeed.preprocess import CacheBuilder
 
     output = Path(output).resolve()
@@ -151,10 +150,7 @@ def bench_sparse_training(
         for start in ("from scratch", "fine-tuned"):
             for variant in dict.fromkeys(("dense", *variants)):
                 trials.append(_trial(trial_config(output, setting, start, variant, seed), start, variant, seed))
-                result = SparseTrainingResult(setting, _tokens(first), trials)
-                text = json.dumps(asdict(result), indent=2) + "\n"
-                (output / "sparse-training.json").write_text(text, encoding="utf-8")
-    return result
+    return SparseTrainingResult(setting, _tokens(first), trials)
 
 
 def trial_config(output: Path, setting: SparseTrainingSetting, start: str, variant: str, seed: int) -> Config:
@@ -228,49 +224,12 @@ def _trial(config: Config, start: str, variant: str, seed: int) -> TrainedVarian
         variant,
         seed,
         loss,
-        loss if variant == "dense" else _with_dense_attention(config),
         statistics.mean(kept) if kept else 1.0,
         statistics.mean(errors) if errors else 0.0,
         train[-1]["elapsed_seconds"],
     )
     log.info(f"{config.name}: held-out loss {trial.loss:.4f}, kept {trial.kept:.1%}, {trial.seconds:.0f} s")
     return trial
-
-
-def _with_dense_attention(config: Config) -> float:
-    """The held-out loss of a run's weights, its sparse attention replaced by dense."""
-    from mmspeed.compute.sparse.module import clustered_layers
-    from mmspeed.data import DatasetCache
-    from mmspeed.device import pick
-    from mmspeed.loop.checkpoint.manager import latest, load_weights
-    from mmspeed.models import build_model
-    from mmspeed.models.build import sora_section
-    from mmspeed.pipelines.diffusion.objective import make_objective
-    from mmspeed.pipelines.diffusion.predictor import OwnPredictor
-    from mmspeed.pipelines.run.run_folder import RunFolder
-    from mmspeed.pipelines.training.held_out_loss import held_out_losses
-    from mmspeed.protocols import RunPlace
-
-    folder = RunFolder.open(config.run_dir)
-    info, path = folder.info(), latest(folder.checkpoints)
-    assert path is not None  # the run has ended
-    model = build_model(sora_section(config, "this claim"), info["latent_channels"], info["text_width"])
-    load_weights(path, model)
-    for layer in clustered_layers(model).values():
-        layer.phase = "dense"
-    cache = DatasetCache(config.cache_root)
-    samples = [sample for sample in cache.split("val")[: config.validate_.samples] if not sample.lost]
-    losses_QB, _ = held_out_losses(
-        model,
-        cache,
-        samples,
-        make_objective(config.objective),
-        config.validate_.quantiles,
-        config.seed,
-        RunPlace(pick("cpu")),
-        OwnPredictor(model),
-    )
-    return losses_QB.mean().item()
 
 
 def _tokens(config: Config) -> int:
@@ -287,7 +246,7 @@ def _tokens(config: Config) -> int:
 
 
 def main() -> int:
-    """Train, and compare the loss on held-out clips; 1 with --strict where it is too far from dense attention's."""
+    """Train, and compare the loss on held-out clips; 1 where it is too far from dense attention's."""
     parser = argparse.ArgumentParser(prog="python -m tests.claims.sparse_training", description=main.__doc__)
     parser.add_argument(
         "--output", type=Path, default=Path("runs/sparse-training"), help="finished runs are not repeated"
@@ -297,13 +256,12 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--keep", type=float, default=SparseTrainingSetting.keep, help="share of pairs to keep")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--strict", action="store_true")
     chosen = parser.parse_args()
     setup()
     setting = SparseTrainingSetting(chosen.steps, chosen.tune_steps, chosen.seeds, chosen.keep)
     result = bench_sparse_training(chosen.output, setting, tuple(chosen.variants))
     print("\n".join(result.lines()))
-    return 1 if chosen.strict and not all(passed for passed, _ in result.verdicts()) else 0
+    return 0 if all(passed for passed, _ in result.verdicts()) else 1
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,7 @@ import torch
 from mmspeed.errors import UserError
 from mmspeed.rng import key64
 from mmspeed.shapes import Bucket
+from tests.support.decoding import probed
 
 Array = npt.NDArray[Any]
 MU, SIGMA, SHORTEST, LONGEST = 1.536, 1.0, 2.0, 48.0  # of the natural logarithm of seconds; seconds
@@ -179,27 +179,9 @@ def assign(clips: ClipShapes, buckets: Sequence[Bucket]) -> tuple[Array, Counter
 
 def probe_of(clips: ClipShapes, place: int) -> Any:
     """What preprocess would know of a clip's file. Frames beyond what the longest bucket takes make no difference, and are left out."""
-    from mmspeed.preprocess.decoding.probe import Probe
-
-    width, height, fps = int(clips.widths[place]), int(clips.heights[place]), int(clips.fps[place])
+    fps = int(clips.fps[place])
     count = min(int(clips.frames[place]), math.ceil(FRAMES[-1] / FPS * fps) + 1)
-    times = [number / fps for number in range(count)]
-    return Probe(
-        kind="video" if count > 1 else "image",
-        width=width,
-        height=height,
-        fps=float(fps) if count > 1 else 0.0,
-        pts_seconds=times,
-        codec="h264" if count > 1 else "png",
-        bits=8,
-        rotation=0,
-        sar=Fraction(1),
-        container="mov" if count > 1 else "png",
-        decoder="pyav" if count > 1 else "pillow",
-        key_seconds=[0.0],
-        coded_width=width,
-        coded_height=height,
-    )
+    return probed(int(clips.widths[place]), int(clips.heights[place]), count, float(fps))
 
 
 def make_data_set(samples: int, seed: int) -> DataSet:

@@ -84,3 +84,12 @@ def tar_bytes(root: Path) -> dict[str, bytes]:
                 assert file is not None and info.name not in members
                 members[info.name] = file.read()
     return members
+
+
+def flip(path: Path, at: int, bit: int = 1) -> None:
+    """Flip bits of one byte of a file, in place."""
+    with open(path, "r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ bit]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from pathlib import Path
 
 import av
@@ -13,7 +14,7 @@ from mmspeed.preprocess.decoding.decode import Cut, stream
 from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.worker import DecodeWorker
 from mmspeed.preprocess.sources.rejections import Rejected
-from mmspeed.preprocess.sources.source import Source
+from mmspeed.preprocess.sources.source import Kind, Source
 
 LIMITS = (10**9, 8192 * 8192)
 FASTSTART = {"movflags": "faststart"}
@@ -58,3 +59,11 @@ def video_of(path: Path) -> tuple[np.ndarray, float]:
         track = container.streams.video[0]
         frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(track)]
         return np.stack(frames), float(track.average_rate or 1)
+
+
+def probed(width: int = 320, height: int = 180, frames: int = 1, fps: float = 24.0) -> Probe:
+    """A probe of a file of evenly spaced frames; one frame is a picture."""
+    times = [number / fps for number in range(frames)]
+    kind: Kind = "video" if frames > 1 else "image"
+    codec, shape = "h264" if frames > 1 else "png", (width, height)
+    return Probe(kind, *shape, fps, times, codec, 8, 0, Fraction(1), "mov", "pyav", [0.0], *shape)

@@ -2,51 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections import Counter
-from pathlib import Path
 
-import numpy as np
 import pytest
 
-from mmspeed.data import Batching
-from mmspeed.data.sampling.assignment import Cost, assign_slots
-from mmspeed.data.sampling.order import Order
-from mmspeed.data.sampling.rank_batches import bucket_batches_of
-from mmspeed.data.sampling.schedule import EpochSchedule
-from mmspeed.errors import UserError
 from mmspeed.preprocess.decoding.transform import rank_buckets
 from mmspeed.preprocess.decoding.windows import covers
 from mmspeed.preprocess.sources.rejections import Rejected
 from mmspeed.shapes import Bucket
 from tests.claims.buckets_simulated import (
-    OURS,
     SAME,
-    count_dealing,
     dealt_out_row,
-    grouped,
-    in_fresh_process,
-    model_costs,
-    our_row,
-    same_shape_row,
-    sample_of_use,
     simulate_buckets,
-    steps_of_uses,
 )
 from tests.claims.web_video import (
-    CLASSES,
     FPS,
     FRAMES,
-    HAND,
-    SHORTEST,
     assign,
-    class_of,
     draw_clips,
-    hand_size,
     lengths_covered,
     make_buckets,
-    make_data_set,
     probe_of,
 )
 
@@ -54,24 +29,6 @@ LARGE, MIDDLE, SMALL = Bucket(129, 576, 1024), Bucket(33, 480, 848), Bucket(1, 1
 COUNTS = {LARGE: 101, MIDDLE: 230, SMALL: 1007}
 SIZES = {LARGE: 2, MIDDLE: 9, SMALL: 55}
 EACH = {LARGE: 10.0, MIDDLE: 2.2, SMALL: 0.35}
-
-
-def batching_of(mix: str, slots: int) -> Batching:
-    return Batching(slots, SIZES, {bucket: Cost(0.0, each) for bucket, each in EACH.items()}, mix)  # type: ignore[arg-type]
-
-
-def test_clips_have_the_published_shape() -> None:
-    clips = draw_clips(50_000, seed=3)
-    videos = clips.frames > 1
-    seconds = (clips.frames / clips.fps)[videos]
-    assert seconds.mean() == pytest.approx(8.5, abs=0.15)  # Panda-70M
-    assert seconds.min() > SHORTEST - 0.03 and seconds.max() < 48.03
-    assert (~videos).mean() == pytest.approx(0.1, abs=0.01)
-    short = np.minimum(clips.widths, clips.heights)
-    assert (short >= 720).mean() == pytest.approx(0.85, abs=0.01)  # InternVid
-    assert (clips.widths % 2 == 0).all() and (clips.heights % 2 == 0).all()
-    again, other = draw_clips(50_000, seed=3), draw_clips(50_000, seed=3, part=1)
-    assert (again.frames == clips.frames).all() and (other.frames != clips.frames).any()
 
 
 @pytest.mark.slow
@@ -99,111 +56,27 @@ def every_time(frames: int, fps: int) -> list[float]:
     return [number / fps for number in range(frames)]
 
 
-def test_the_data_set_has_as_many_samples_as_asked_for() -> None:
-    data = make_data_set(20_000, seed=0)
-    assert data.clips == sum(data.counts.values()) == 20_000
-    assert 0 < data.fell_out["too small"] < 100
-    assert {class_of(bucket) for bucket in data.counts} == set(CLASSES) and len(data.counts) > 100
-    with pytest.raises(UserError, match="at least 1"):
-        make_data_set(0, seed=0)
-
-
-def test_buckets_and_hand_tuned_sizes() -> None:
-    buckets = make_buckets()
-    assert len(set(buckets)) == len(buckets) == 3 * 9 * 9
-    assert LARGE in buckets and all(bucket.height % 16 == bucket.width % 16 == 0 for bucket in buckets)
-    assert hand_size(LARGE) == HAND["768px"][129] == 2 and hand_size(Bucket(1, 256, 256)) == 195
-    assert hand_size(Bucket(17, 256, 256)) == hand_size(Bucket(33, 256, 256)) == 80
-
-
-@pytest.mark.parametrize("rule", OURS)
-def test_figures_are_those_of_a_count_by_hand(rule: str) -> None:
-    """Every step's cells dealt and added up one by one, every sample ticked off in the lane that computes it."""
-    world, (mix, accumulate) = 4, OURS[rule]
-    batching = batching_of(mix, world * accumulate)
-    order = Order(grouped(COUNTS), batching, 0)
-    met = sample_of_use(order, 0)
-    row = in_fresh_process(our_row, (rule, COUNTS, batching, dict.fromkeys(COUNTS, 1), met, world, 0))
-    plan, buckets = order.whole_epoch()
-    ticks, imbalances, slowest, means, once, idle = Counter[int](), [], [], [], [], 0
-    for step in range(plan.steps):
-        pieces = plan.pieces(step)
-        costs = []
-        for cells in assign_slots(
-            bucket_batches_of([(buckets[bucket], count) for bucket, _, count in pieces], batching), world
-        ):
-            costs.append([])
-            for cell in cells:
-                bucket, start, _ = pieces[cell.lot if cell else 0]
-                own = met[buckets[bucket]][start + cell.start : start + cell.stop].tolist() if cell else []
-                ticks.update(own)
-                assert len(own) <= SIZES[buckets[bucket]]
-                costs[-1].append(len(own) * EACH[buckets[bucket]])
-                idle += not own
-        mean = sum(map(sum, costs)) / world
-        slowest.append(sum(map(max, costs)))
-        means.append(mean)
-        imbalances.append(slowest[-1] / mean)
-        once.append(max(map(sum, zip(*costs, strict=True))) / mean)
-    assert ticks == Counter(range(sum(COUNTS.values())))
-    assert (row.steps, row.lost, row.twice, row.idle) == (plan.steps, 0, 0, idle)
-    assert row.imbalance == pytest.approx(np.mean(imbalances)) and row.worst == pytest.approx(max(imbalances))
-    assert row.epoch == pytest.approx(sum(slowest) / sum(means)) and row.once == pytest.approx(np.mean(once))
-    assert row.seconds > 0 and 0 < row.peak_bytes < 100_000_000
-
-
-def test_a_wrong_order_is_noticed() -> None:
-    """The counts that say 'lost 0, twice 0' see what is missing and what comes again."""
-    batching = batching_of("same", 2)
-    columns = [np.array(column) for column in ((0, 1, 2), (0, 0), (3, 3), (0, 2))]  # uses 0 1 2, then 2 3 4; of 6
-    plan = EpochSchedule(*columns)
-    assert steps_of_uses(plan, [LARGE], [6])[LARGE].tolist() == [1, 1, 2, 1, 1, 0]
-    assert count_dealing(plan, [LARGE], batching, 2) == (0, 0)
-
-
 def test_shuffled_batches_dealt_out() -> None:
-    row = dealt_out_row("(a)", COUNTS, SIZES, EACH, 4, 0)
+    row = dealt_out_row("dealt out", COUNTS, SIZES, EACH, 4, 0)
     batches = [COUNTS[bucket] // SIZES[bucket] for bucket in COUNTS]  # 50, 25, 18
     assert batches == [50, 25, 18] and row.steps == sum(batches) // 4 == 23
     dropped = 101 - 100 + 230 - 225 + 1007 - 990
     assert row.lost - dropped in SIZES.values()  # the one batch that makes no step
     assert 1 < row.imbalance == row.once <= row.worst < 4 and row.idle == 0
-    assert dealt_out_row("(a)", COUNTS, SIZES, EACH, 4, 1) != row
-    one = dealt_out_row("(a)", COUNTS, SIZES, EACH, 1, 0)
+    assert dealt_out_row("dealt out", COUNTS, SIZES, EACH, 4, 1) != row
+    one = dealt_out_row("dealt out", COUNTS, SIZES, EACH, 1, 0)
     assert one.imbalance == one.worst == one.epoch == 1 and one.lost == dropped
-    equal = dealt_out_row("(a)", COUNTS, dict.fromkeys(COUNTS, 1), dict.fromkeys(COUNTS, 2.0), 8, 0)
+    equal = dealt_out_row("dealt out", COUNTS, dict.fromkeys(COUNTS, 1), dict.fromkeys(COUNTS, 2.0), 8, 0)
     assert equal.imbalance == equal.epoch == 1 and equal.lost == 1338 % 8
 
 
-def test_one_shape_a_step_drops_the_tails() -> None:
-    row = same_shape_row("(b)", COUNTS, SIZES, EACH, 4, 0)
-    assert row.imbalance == row.worst == row.epoch == 1
-    assert row.steps == 101 // 8 + 230 // 36 + 1007 // 220
-    assert row.lost == 101 % 8 + 230 % 36 + 1007 % 220
-    none = same_shape_row("(b)", COUNTS, SIZES, EACH, 512, 0)
-    assert none.steps == 0 and none.lost == sum(COUNTS.values()) and math.isnan(none.imbalance)
-    assert math.isnan(dealt_out_row("(a)", COUNTS, SIZES, EACH, 512, 0).epoch)
-
-
-def test_costs_are_quadratic_with_full_attention_only() -> None:
-    half = Bucket(65, 576, 1024)
-    full, factorised = model_costs("full"), model_costs("factorised")
-    tokens = full.tokens(LARGE) / full.tokens(half)
-    assert tokens == pytest.approx(33 / 17) and factorised.tokens(LARGE) == full.tokens(LARGE)
-    assert full.flops(LARGE) / full.flops(half) > 1.3 * tokens > 1.2 * factorised.flops(LARGE) / factorised.flops(half)
-
-
 @pytest.mark.slow
-def test_the_default_rule_beside_others(tmp_path: Path) -> None:
-    simulate_buckets(20_000, "2,8", 0, tmp_path)
-    full, factorised = json.loads((tmp_path / "buckets-simulated.json").read_text())["tables"]
-    rows = {(row["rule"], row["ranks"]): row for row in full["rows"]}
-    assert len(rows) == 6 * 2 and [row["rule"] for row in factorised["rows"]] == [SAME, SAME]
+def test_the_default_rule_beside_others() -> None:
+    full, factorised = simulate_buckets(20_000, "2,8", 0).tables
+    rows = {(row.rule, row.ranks): row for row in full.rows}
+    assert len(rows) == 6 * 2 and [row.rule for row in factorised.rows] == [SAME, SAME]
     for world in (2, 8):
-        ours = rows[SAME, world]
-        assert ours["lost"] == ours["twice"] == 0 and 1 <= ours["epoch"] < 1.02
-        assert (
-            rows["(a) dealt out, hand-tuned", world]["imbalance"] > rows["(a) dealt out, our sizes", world]["imbalance"]
-        )
-        assert rows["(a) dealt out, our sizes", world]["imbalance"] > ours["imbalance"]
-        assert rows["(b) same shape, tails drop", world]["lost"] > 0
+        ours, equal = rows[SAME, world], rows["dealt out, our sizes", world]
+        assert ours.lost == 0 and 1 <= ours.epoch < 1.02
+        assert rows["dealt out, hand-tuned", world].imbalance > equal.imbalance > ours.imbalance
+        assert rows["same shape, tails drop", world].lost > equal.lost > 0

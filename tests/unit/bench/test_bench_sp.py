@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+from dataclasses import asdict
 
 import pytest
 
 from mmspeed.errors import UserError
 from tests.claims.sp import DEPTH, Ratio, bench_sp, parts_of, schemes
+from tests.support.spawn import run_ranks
 
 
 @pytest.mark.slow
 def test_two_processes_send_what_the_formulas_say() -> None:
-    words = ["--latent", "3x8x12", "--width", "48", "--rounds", "1", "--json"]
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, "-m", *launcher, "-m", "tests.claims.sp", *words],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    contents = json.loads(done.stdout)
-    assert contents["ranks"] == 2 and contents["passed"] and contents["tokens"] == 3 * 4 * 6
-    rows = {row["name"]: row for row in contents["rows"]}
+    result, _ = run_ranks(bench_sp, 2, (3, 8, 12), 48, 1)
+    assert result.ranks == 2 and result.passed() and result.tokens == 3 * 4 * 6
+    rows = {row.name: row for row in result.rows}
     assert list(rows) == [scheme.name for scheme in schemes(2)]
     for row in rows.values():
-        assert row["equal"] and row["ledger_bytes"] == row["formula_bytes"] > 0
-        assert row["seconds"] > 0 and 0.4 < row["kept"] < 0.9
-        shares = [row["parts"][name] for name in ("compute", "copies", "transfer", "waiting", "gradients", "optimizer")]
+        assert row.equal and row.ledger_bytes == row.formula_bytes > 0
+        assert row.seconds > 0 and 0.4 < row.kept < 0.9
+        shares = list(asdict(row.parts).values())[:-1]  # but for the imbalance
         assert sum(shares) == pytest.approx(1, abs=1e-6) and min(shares) > -0.05
     tokens = 3 * 24 // 2 * 48 * 4  # bytes of a rank's tokens; the prediction of 64 values a token comes on top
-    assert rows["full, ulysses"]["ledger_bytes"] == DEPTH * 8 * tokens // 2 + 2 * (tokens * 64 // 48)
+    assert rows["full, ulysses"].ledger_bytes == DEPTH * 8 * tokens // 2 + 2 * (tokens * 64 // 48)
 
 
 def test_parts_add_up() -> None:

@@ -11,7 +11,7 @@ from mmspeed.__main__ import main
 from mmspeed.data import CacheWriter, DatasetCache
 from mmspeed.data.cache.payloads import trusted_rows
 from mmspeed.data.maintenance.stats import histogram, should_pack
-from tests.support.caches import FOLDER, add_latent
+from tests.support.caches import FOLDER, add_latent, flip
 from tests.support.care_caches import CODEC, build_whole
 
 
@@ -19,12 +19,6 @@ from tests.support.care_caches import CODEC, build_whole
 def root(tmp_path: Path) -> Path:
     build_whole(tmp_path / "cache")
     return tmp_path / "cache"
-
-
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 def test_stat(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import yaml
 from pydantic import Field
 
 from mmspeed.cli import preparations
-from mmspeed.cli.app import run
+from mmspeed.cli.app import ray_workers, run
 from mmspeed.cli.init import template, write_config
 from mmspeed.config import RunConfig, load_config, load_run_config, make_config, make_run_config
 from mmspeed.config.inputs import Section
@@ -20,6 +21,7 @@ from mmspeed.config.tasks import TASKS, TaskEntry
 from mmspeed.errors import UserError
 from mmspeed.pipelines.tasks import maker_of
 from mmspeed.preprocess import OnlineBuilder
+from mmspeed.preprocess.build.ray import import_ray
 from mmspeed.preprocess.preparation import VideoPreparation
 from tests.support.runs import small_config, small_tree
 
@@ -187,14 +189,6 @@ def test_a_command_that_a_task_does_not_have_says_so_in_one_line(
         )
 
 
-def test_init_of_such_a_task_writes_its_keys(toy: None, tmp_path: Path) -> None:
-    text = write_config(tmp_path / "new.yaml", task="toy").read_text(encoding="utf-8")
-    assert "\ntask: toy  # " in text and "\n#corpus: null\n" in text and "mmspeed preprocess" not in text
-    with pytest.raises(UserError, match="'corpus' is missing"):
-        load_run_config(tmp_path / "new.yaml")
-    assert load_run_config(tmp_path / "new.yaml", ["corpus.path=a.txt"]).train == RunConfig().train
-
-
 def test_init_of_such_a_task_takes_no_media(toy: None, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="`mmspeed init --videos` does not support the task toy"):
         write_config(tmp_path / "new.yaml", videos=tmp_path, task="toy")
@@ -248,3 +242,16 @@ def test_missing_videos_are_encoded_in_the_first_epoch_where_they_can_be(
 ) -> None:
     maker = maker_of(small_config(tmp_path, *overrides))
     assert isinstance(maker, OnlineBuilder) if online else maker is None
+
+
+def test_number_of_ray_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ray_workers(None, alone=False) is None and ray_workers("auto", alone=True) is None
+    assert ray_workers("3", alone=True) == 3
+    for number in ("0", "-1", "two", ""):
+        with pytest.raises(UserError, match="number of workers, or auto"):
+            ray_workers(number, alone=True)
+    with pytest.raises(UserError, match="not with --shard"):
+        ray_workers("3", alone=False)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match=r"pip install 'ray\[data\]'"):
+        import_ray()

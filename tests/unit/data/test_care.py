@@ -31,7 +31,7 @@ from mmspeed.data.maintenance.stats import census
 from mmspeed.data.maintenance.verify import Findings, verify
 from mmspeed.errors import UserError
 from mmspeed.models.codecs.linear import LinearCodec
-from tests.support.caches import BUCKET, FOLDER, add_latent, add_text, latent, tar_bytes
+from tests.support.caches import BUCKET, FOLDER, add_latent, add_text, flip, latent, tar_bytes
 from tests.support.care_caches import CODEC, build_whole, codec, contents
 
 
@@ -39,13 +39,6 @@ from tests.support.care_caches import CODEC, build_whole, codec, contents
 def root(tmp_path: Path) -> Path:
     build_whole(tmp_path / "cache")
     return tmp_path / "cache"
-
-
-def change(path: Path, at: int, bit: int = 1) -> None:
-    """Flip bits of one byte of a file."""
-    data = bytearray(path.read_bytes())
-    data[at] ^= bit
-    path.write_bytes(data)
 
 
 def lines(findings: Findings) -> list[str]:
@@ -64,8 +57,8 @@ def test_a_whole_cache_has_no_damage(root: Path) -> None:
 def test_damaged_entries_are_named_with_key_shard_and_source(root: Path) -> None:
     shard = f"{FOLDER}/000001.tar"
     first, second, *_ = trusted_rows(root, shard)
-    change(root / shard, first.offset + first.bytes - 1)
-    change(root / shard, second.offset + 1024 + 512 + 20)  # in its sidecar
+    flip(root / shard, first.offset + first.bytes - 1)
+    flip(root / shard, second.offset + 1024 + 512 + 20)  # in its sidecar
     actual = lines(verify(root))
     assert actual[0] == f"{shard}: latents {first.key} ({first.source}): its checksum differs"
     assert f"{shard}: latents {second.key} ({second.source}): its sidecar" in actual[1] and len(actual) == 2
@@ -95,10 +88,10 @@ def test_the_writer_refuses_and_verify_finds_numbers_that_are_not_finite(
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        (lambda shard: change(shard, 1300), "bytes between its entries have changed"),
+        (lambda shard: flip(shard, 1300), "bytes between its entries have changed"),
         (lambda shard: os.truncate(shard, 3000), "the shard ends after"),
         (lambda shard: shard.unlink(), "the shard is missing"),
-        (lambda shard: change(shard, 0), "its header in the tar differs"),
+        (lambda shard: flip(shard, 0), "its header in the tar differs"),
     ],
 )
 def test_damage_of_a_shard(root: Path, harm: Callable[[Path], None], said: str) -> None:
@@ -126,7 +119,7 @@ def test_damage_of_tables_and_codec(root: Path) -> None:
         f"index/{index_files(root)[0].name}",
     ):
         before = (root / name).read_bytes()
-        change(root / name, len(before) // 2)
+        flip(root / name, len(before) // 2)
         assert f"{name}: is not as it was written" in lines(verify(root)), name
         (root / name).unlink()
         missing = " ".join(lines(verify(root)))
@@ -190,7 +183,7 @@ def test_a_damaged_codec_is_refused(tmp_path: Path) -> None:
     fitted.save(tmp_path / "codec.safetensors")
     data = (tmp_path / "codec.safetensors").read_bytes()
     assert is_sealed(data) and LinearCodec.load(tmp_path / "codec.safetensors").fingerprint == fitted.fingerprint
-    change(tmp_path / "codec.safetensors", len(data) - 1)
+    flip(tmp_path / "codec.safetensors", len(data) - 1)
     with pytest.raises(UserError, match="is damaged: replace it by an intact copy"):
         LinearCodec.load(tmp_path / "codec.safetensors")
 
@@ -201,7 +194,7 @@ def test_a_damaged_codec_is_refused(tmp_path: Path) -> None:
 def test_a_repair_drops_what_is_damaged_and_lists_it(root: Path) -> None:
     right, shard = contents(root), f"{FOLDER}/000001.tar"
     before, (first, *others) = tar_bytes(root), trusted_rows(root, shard)
-    change(root / shard, first.offset)
+    flip(root / shard, first.offset)
     report = mend(root)
     assert report.lost == [f"latents {first.key} ({first.source})"]
     assert report.done == [f"dropped {shard}; its {len(others)} intact entries are in {FOLDER}/000004.tar now"]
@@ -217,7 +210,7 @@ def test_a_repair_drops_what_is_damaged_and_lists_it(root: Path) -> None:
 def test_a_repair_lists_shards_again_whose_index_is_damaged(root: Path) -> None:
     right, before = contents(root), {path: path.read_bytes() for path in root.rglob("*.tar")}
     for number, path in enumerate(index_files(root)):
-        change(path, 40) if number % 2 else path.unlink()
+        flip(path, 40) if number % 2 else path.unlink()
     report = mend(root)
     assert report.lost == [] and all("again" in line for line in report.done)
     assert {path: path.read_bytes() for path in root.rglob("*.tar")} == before
@@ -228,7 +221,7 @@ def test_a_repair_that_was_killed_leaves_nothing_twice(root: Path) -> None:
     """The new shard stands without its index, and the damaged one is still there: as after a kill in between."""
     shard = f"{FOLDER}/000001.tar"
     first, *others = trusted_rows(root, shard)
-    change(root / shard, first.offset)
+    flip(root / shard, first.offset)
     new = publish(root, FOLDER, blocks_of(root, others))
     assert new is not None
     index_path(root, new).unlink()
@@ -240,7 +233,7 @@ def test_a_repair_that_was_killed_leaves_nothing_twice(root: Path) -> None:
 def test_a_repair_of_tables_and_codec(root: Path) -> None:
     kept = tar_bytes(root)
     for name in ("cache.json", "index/samples.parquet", "rejects/rejects.parquet", CODEC):
-        change(root / name, 30)
+        flip(root / name, 30)
     report = mend(root)
     assert {f"removed {name}" for name in ("cache.json", "index/samples.parquet", "rejects/rejects.parquet")} < set(
         report.done
@@ -285,7 +278,7 @@ def test_prune_removes_what_no_sample_names(root: Path) -> None:
     assert prune(root).entries == 3
     assert len(tar_bytes(root)) == 2 * 16 and verify(root).damage == [] and contents(root) == right
     assert plan_prune(root).empty
-    change(root / "index/samples.parquet", 200)
+    flip(root / "index/samples.parquet", 200)
     with pytest.raises(UserError, match="is not as it was written"):
         prune(root)
 
@@ -298,7 +291,7 @@ def test_parts_of_an_unfinished_build_are_kept_and_stop_a_prune(root: Path) -> N
     assert (findings.damage, findings.foreign) == ([], []) and "is unfinished" in findings.notes[0]
     with pytest.raises(UserError, match="is unfinished"):
         prune(root)
-    change(part, 99)
+    flip(part, 99)
     assert lines(verify(root)) == ["parts/build/rank-00000.parquet: is not as it was written"]
     mend(root)
     assert not part.exists()
@@ -324,7 +317,7 @@ def test_pack_keeps_every_byte_of_every_entry(root: Path) -> None:
 
 
 def test_pack_refuses_damaged_entries(root: Path) -> None:
-    change(root / FOLDER / "000001.tar", 600)
+    flip(root / FOLDER / "000001.tar", 600)
     before = {path: path.read_bytes() for path in root.rglob("*.tar")}
     with pytest.raises(UserError, match="run `mmspeed cache verify --repair"):
         pack(root, 10**6)

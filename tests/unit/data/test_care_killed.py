@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,13 +15,13 @@ import pytest
 
 from mmspeed.data import CacheWriter
 from mmspeed.data.cache.payloads import trusted_rows
-from mmspeed.data.cache.tables import index_files
+from mmspeed.data.cache.tables import index_files, shard_of_index
 from mmspeed.data.maintenance.merge import merge
 from mmspeed.data.maintenance.prune_pack import pack, prune
 from mmspeed.data.maintenance.repair import mend
 from mmspeed.data.maintenance.stats import census
 from mmspeed.data.maintenance.verify import verify
-from tests.support.caches import FOLDER, add_latent, tar_bytes
+from tests.support.caches import FOLDER, add_latent, flip, tar_bytes
 from tests.support.care_caches import build_whole, contents
 
 KILLS = 10
@@ -125,14 +126,12 @@ def test_repair(tmp_path: Path, base: Path) -> None:
     with CacheWriter(base, 20_000) as writer:
         for number in range(100, 130):
             add_latent(writer, number)
-    everything = {entry.key for path in index_files(base) for entry in trusted_rows(base, shard_of(path))}
+    everything = {entry.key for path in index_files(base) for entry in trusted_rows(base, shard_of_index(path))}
     lost = set()
     for path in sorted((base / FOLDER).glob("*.tar"))[24:]:
         first, *_ = trusted_rows(base, f"{FOLDER}/{path.name}")
         lost.add(first.key)
-        data = bytearray(path.read_bytes())
-        data[first.offset] ^= 1
-        path.write_bytes(data)
+        flip(path, first.offset)
     for path in index_files(base)[:5]:
         path.write_bytes(path.read_bytes()[:-10])
 
@@ -140,20 +139,12 @@ def test_repair(tmp_path: Path, base: Path) -> None:
         assert everything - lost <= {name.removesuffix(".json") for name in tar_names(root) if name.endswith(".json")}
 
     kill_often(base, root, lambda: mend(root), check)
-    listed = {entry.key for path in index_files(root) for entry in trusted_rows(root, shard_of(path))}
+    listed = {entry.key for path in index_files(root) for entry in trusted_rows(root, shard_of_index(path))}
     assert listed == everything - lost
-
-
-def shard_of(path: Path) -> str:
-    from mmspeed.data.cache.tables import shard_of_index
-
-    return shard_of_index(path)
 
 
 def tar_names(root: Path) -> set[str]:
     """The names of the members of all shards."""
-    import tarfile
-
     names: set[str] = set()
     for path in root.rglob("[!.]*.tar"):
         with tarfile.open(path) as tar:

@@ -28,6 +28,7 @@ from mmspeed.errors import UserError
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.preprocess import OnlineBuilder
 from mmspeed.protocols import Batch, StepData
+from tests.support.caches import flip
 from tests.support.loading import make_cache
 from tests.support.runs import losses, small_config
 
@@ -189,19 +190,12 @@ def test_processes_are_within_the_bound(tmp_path: Path) -> None:
 # -- errors ---------------------------------------------------------------------------------------------------------
 
 
-def damage(cache: DatasetCache, key: str) -> None:
-    entry = cache.entry(key)
-    with open(cache.root / entry.shard, "r+b") as file:
-        file.seek(entry.offset + entry.bytes - 4)
-        file.write(b"\xff\xff\xff\xff")
-
-
 @pytest.mark.parametrize("options", [{"prefetch": 3}, {"workers": 2, "prefetch": 4}])
 def test_an_error_comes_at_its_step_and_in_its_words(tmp_path: Path, options: dict[str, int]) -> None:
     cache = make_cache(tmp_path, videos=4, images=0)
     sampler = BatchSampler(cache.samples, 1, seed=0)
     key = sampler.draws(2)[0].sample.latent_keys[0]
-    damage(cache, key)
+    flip(tmp_path / cache.entry(key).shard, cache.entry(key).offset + cache.entry(key).bytes - 1)
     steps = Loader(cache, sampler, **options).steps(0, 4)  # type: ignore[arg-type]
     assert [batch.names[0] for _ in range(2) for batch in next(steps).batches] == [
         sampler.draws(step)[0].name for step in range(2)

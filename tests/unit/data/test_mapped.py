@@ -27,7 +27,7 @@ from mmspeed.data.cache.store import LocalStore
 from mmspeed.data.cache.tables import index_path, read_samples, write_index, write_info, write_samples
 from mmspeed.errors import UserError
 from mmspeed.shapes import Bucket
-from tests.support.caches import FOLDER, add_latent, build, finish, latent
+from tests.support.caches import FOLDER, add_latent, build, finish, flip, latent
 
 BUCKETS = (Bucket(1, 64, 64), Bucket(17, 64, 96), Bucket(1000, 64, 64))
 SECTIONS = ("latents", "texts", "null")
@@ -284,12 +284,7 @@ def test_bytes_that_change_under_an_open_cache_are_noticed_at_the_next_read(tmp_
     cache.text(texts[0])
 
     def change(key: str, byte: int) -> None:
-        place = cache.entry(key)
-        with open(tmp_path / place.shard, "r+b") as file:
-            file.seek(place.offset + byte)
-            last = file.read(1)[0]
-            file.seek(place.offset + byte)
-            file.write(bytes([last ^ 1]))
+        flip(tmp_path / cache.entry(key).shard, cache.entry(key).offset + byte)
 
     changed = "its bytes have changed since this process first read them"
     change(latents[0], cache.entry(latents[0]).bytes - 1)
@@ -380,3 +375,20 @@ def test_an_entry_is_readable_at_every_moment_of_sealing(
         monkeypatch.undo()
     read()
     assert all(met) and met
+
+
+def test_threads_read_while_the_index_is_looked_at_again(tmp_path: Path) -> None:
+    latents, _ = build(tmp_path, shard_bytes=1)
+    cache = DatasetCache(tmp_path)
+    cache._store = LocalStore(tmp_path, mappings=2)
+
+    def read(_: int) -> None:
+        for number in range(200):
+            assert torch.equal(cache.latent(latents[number % 4])["mean"], latent(number % 4))
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        reads = [pool.submit(read, number) for number in range(4)]
+        for _ in range(10):
+            cache.refresh()
+        for each in reads:
+            each.result()

@@ -6,7 +6,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,10 @@ from mmspeed.preprocess import check
 from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.transform import rank_buckets
 from mmspeed.preprocess.decoding.windows import covers, frames_available
-from mmspeed.preprocess.report.bucket_fit import BucketFit, BucketFitter, BucketGrid, SourceCells, SourceShapes, search
+from mmspeed.preprocess.report.bucket_fit import BucketFitter, BucketGrid, SourceCells, SourceShapes, search
 from mmspeed.preprocess.sources.rejections import Rejected
 from mmspeed.shapes import Bucket
+from tests.support.decoding import probed as of_size
 from tests.support.media import write_image, write_video
 from tests.support.runs import small_tree
 
@@ -76,18 +76,8 @@ def test_swaps_mend_what_greed_spoils() -> None:
     assert len(search(values_MC, weights_C, 3)) == 2, "a third keeps nothing more"
 
 
-def test_search_begins_where_it_is_asked_to() -> None:
-    rng = np.random.default_rng(5)
-    values_MC, weights_C = rng.random((40, 60)), np.full(60, 1 / 60)
-    start = [3, 9, 27]
-    assert kept_by(values_MC, weights_C, search(values_MC, weights_C, 3, start)) >= kept_by(values_MC, weights_C, start)
-    assert search(values_MC, weights_C, 40) != [] and search(np.zeros((3, 60)), weights_C, 2) == []
-
-
 def probed(width: int, height: int, frames: int, image: bool = False) -> Probe:
-    times = [0.0] if image else [index / FPS for index in range(frames)]
-    kind: Any = "image" if image else "video"
-    return Probe(kind, width, height, FPS, times, "h264", 8, 0, Fraction(1), "mov", "pyav", [0.0], width, height)
+    return of_size(width, height, 1 if image else frames, FPS)
 
 
 def counted(shapes: Sequence[Shape], present: Sequence[Bucket]) -> SourceCells:
@@ -95,10 +85,6 @@ def counted(shapes: Sequence[Shape], present: Sequence[Bucket]) -> SourceCells:
     for shape in shapes:
         shapes_of_sources.add(probed(*shape), FPS)
     return shapes_of_sources.cells()
-
-
-def fitted(shapes: Sequence[Shape], present: Sequence[Bucket], number: int) -> BucketFit:
-    return BucketFitter(counted(shapes, present), present).fit(GRID, number)
 
 
 def kept_share(shape: Shape, bucket: Bucket, present: Sequence[Bucket]) -> float:
@@ -154,33 +140,6 @@ def test_losses_are_those_of_the_rule_that_places_sources(
         assert any(b.height * b.width >= bucket.height * bucket.width for b in asked), (
             "no larger than what is asked for"
         )
-
-
-def test_more_buckets_keep_more_until_each_shape_has_its_own() -> None:
-    shapes = (
-        [(1280, 720, 60, False)] * 6 + [(720, 1280, 60, False)] * 3 + [(1000, 1000, 60, False), (900, 600, 60, False)]
-    )
-    present = [Bucket(17, 256, 256)]
-    previous = 0.0
-    for number in range(1, 5):
-        fit = fitted(shapes, present, number)
-        assert len(fit.buckets) == number and fit.kept > previous
-        previous = fit.kept
-    assert len(fitted(shapes, present, 50).buckets) == 4, "a fifth keeps nothing more"
-    pictures = [*shapes, *((640, 480, 1, True),) * 4]
-    assert [b.is_image for b in fitted(pictures, present, 3).buckets] == [True, False, False]
-
-
-def test_only_images_only_videos_one_clip_and_none_that_fits() -> None:
-    images = fitted([(640, 360, 1, True), (360, 640, 1, True)], [Bucket(1, 128, 128)], 2)
-    assert all(b.is_image for b in images.buckets) and images.clips == (1, 1)
-    assert images.rejected == 0 and images.trimmed == 0
-    one = fitted([(640, 360, 11, False)], [Bucket(17, 96, 160)], 4)
-    assert one.clips == (1,) and one.buckets[0].frames == 9 and one.trimmed == pytest.approx(2 / 11)
-    unfit = fitted([(640, 360, 3, False)], [Bucket(17, 96, 160)], 4)
-    assert unfit == BucketFit((), (), 0.0, 0.0, 0.0, 1, 0.0)
-    videos = fitted([(640, 360, 30, False)], [Bucket(1, 96, 160)], 4)
-    assert videos.buckets == () and videos.rejected == 1
 
 
 def test_lengths_and_sides_fit_codec_and_patch() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from dataclasses import replace
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmspeed.config import Config, make_config
+from mmspeed.config import Config
 from mmspeed.data import DatasetCache
 from mmspeed.data.cache.contents import CONTENTS, ContentLine, append_content, read_contents
 from mmspeed.data.maintenance.merge import merge
@@ -23,6 +22,7 @@ from mmspeed.preprocess import CacheBuilder
 from mmspeed.preprocess.sources.contents import ContentIds, whole_hash
 from mmspeed.preprocess.sources.source import SAMPLED_ABOVE, Source, content_id
 from tests.support.decoding import source_of
+from tests.support.runs import small_config
 
 SIZE = SAMPLED_ABOVE + (4 << 20)
 BETWEEN = 3 << 20  # where no block is read
@@ -103,20 +103,9 @@ def test_lines_are_whole_or_absent(tmp_path: Path) -> None:
     assert not list(read_contents(tmp_path))
 
 
-def config_of(folder: Path, media: Path, cache: str = "cache") -> Config:
-    tree: dict[str, Any] = {
-        "output": str(folder / "runs"),
-        "data": {
-            "sources": [{"path": str(media)}],
-            "cache": str(folder / cache),
-            "buckets": [{"frames": 1, "height": 32, "width": 48}],
-            "fps": None,
-        },
-        "vae": {"kind": "linear", "channels": 4},
-        "preprocess": {"decode_workers": 2},
-        "device": {"kind": "cpu", "peak_tflops": 0.1},
-    }
-    return make_config(tree, origin="test")
+def config_of(folder: Path, media: Path, cache: str = "cache", *more: str) -> Config:
+    data = ("data.buckets.0.frames=1", "data.fps=null", f"data.sources.0.path={media}", f"data.cache={folder / cache}")
+    return small_config(folder, *data, *more, clips=1)
 
 
 def bitmap(path: Path, number: int) -> None:
@@ -160,9 +149,7 @@ def test_files_of_later_builds_and_other_caches_are_compared(tmp_path: Path) -> 
         alone.mkdir()
         for ending in ("bmp", "txt"):
             shutil.copyfile(tmp_path / "media" / f"{number}.{ending}", alone / f"{number}.{ending}")
-        tree = json.loads(config_of(tmp_path, alone, f"cache{number}").model_dump_json(by_alias=True))
-        tree["vae"]["weights"] = str(config.codec_weights)
-        caches.append(make_config(tree, origin="test"))
+        caches.append(config_of(tmp_path, alone, f"cache{number}", f"vae.weights={config.codec_weights}"))
         CacheBuilder(caches[-1]).run()
     with pytest.raises(UserError, match="have the same samples, and differ; build one cache of both"):
         merge(tmp_path / "merged", [cache.cache_dir for cache in caches])

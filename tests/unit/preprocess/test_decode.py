@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import BinaryIO
@@ -22,20 +21,7 @@ from mmspeed.preprocess.sources.source import Source
 from mmspeed.shapes import Bucket
 from tests.support import media
 from tests.support.decoding import COLOURED, FASTSTART, LIMITS, PILLOW, decode, read, rejection, source_of, whole
-from tests.support.media import FRAMES, ZOO_BUCKETS, ZOO_FPS, Expect, corners_of, make_zoo, number_of, write_video
-
-
-@pytest.fixture(scope="module")
-def zoo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Expect]]:
-    folder = tmp_path_factory.mktemp("zoo") / "media"
-    return folder, make_zoo(folder)
-
-
-@pytest.fixture(scope="module")
-def worker() -> Iterator[DecodeWorker]:
-    with DecodeWorker() as started:
-        yield started
-
+from tests.support.media import FRAMES, ZOO_BUCKETS, ZOO_FPS, Expect, corners_of, number_of, write_video
 
 # -- the zoo ----------------------------------------------------------------------------------------------------------
 

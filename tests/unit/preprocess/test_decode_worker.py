@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,20 +19,8 @@ from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Finished
 from mmspeed.preprocess.decoding.worker import DecodeWorker, StoppedError
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from tests.support.decoding import COLOURED, LIMITS, read, rejection, source_of, whole
-from tests.support.media import Expect, corners_of, make_zoo, number_of, write_video
+from tests.support.media import Expect, corners_of, number_of, write_video
 from tests.support.runs import small_config
-
-
-@pytest.fixture(scope="module")
-def zoo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Expect]]:
-    folder = tmp_path_factory.mktemp("zoo") / "media"
-    return folder, make_zoo(folder)
-
-
-@pytest.fixture(scope="module")
-def worker() -> Iterator[DecodeWorker]:
-    with DecodeWorker() as started:
-        yield started
 
 
 def test_the_decoder_process_imports_no_torch() -> None:
@@ -141,6 +128,16 @@ def test_the_time_limit_is_for_each_clip(tmp_path: Path) -> None:
             count += 1
             time.sleep(0.3)
         assert count == 8
+
+
+def test_leaving_a_read_early_leaves_a_worker_that_serves(
+    zoo: tuple[Path, dict[str, Expect]], worker: DecodeWorker
+) -> None:
+    source = source_of(zoo[0] / "h264.mp4")
+    video = worker.open(source, *LIMITS, 20)
+    for _, _ in worker.read(source, [whole(video, [1]), whole(video, [5]), whole(video, [9])], 20):
+        break
+    assert number_of(read(worker, source, whole(video, [4]), 20)[0]) == 4
 
 
 def test_thumbnails(zoo: tuple[Path, dict[str, Expect]], worker: DecodeWorker) -> None:

@@ -9,22 +9,15 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import av
 import pytest
 
-from mmspeed.preprocess.decoding.probe import open_video
 from mmspeed.preprocess.decoding.worker import DecodeWorker
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
-from mmspeed.preprocess.sources.source import Source, content_id
+from mmspeed.preprocess.sources.source import content_id
+from tests.support.decoding import source_of
 from tests.support.media import write_bomb, write_video
 
 MAX_BYTES, MAX_PIXELS, SECONDS = 1 << 30, 8192 * 8192, 120.0
-
-
-@pytest.fixture(scope="module")
-def worker() -> Iterator[DecodeWorker]:
-    with DecodeWorker() as decoder:
-        yield decoder
 
 
 @pytest.fixture
@@ -38,9 +31,8 @@ def server() -> Iterator[socket.socket]:
 
 
 def refused(worker: DecodeWorker, path: Path, max_pixels: int = MAX_PIXELS) -> Rejected:
-    source = Source(path.name, str(path), None, None, "video", ("words",), "train")
     with pytest.raises(Rejected) as rejected:
-        worker.open(source, MAX_BYTES, max_pixels, SECONDS)
+        worker.open(source_of(path), MAX_BYTES, max_pixels, SECONDS)
     return rejected.value
 
 
@@ -68,16 +60,6 @@ def test_playlists_open_nothing(tmp_path: Path, worker: DecodeWorker, server: so
             path = tmp_path / f"list.{ending}"
             path.write_text(playlists(target, port)[kind])
             assert refused(worker, path).reason is Reason.UNDECODABLE
-
-
-def test_the_list_of_formats_is_what_keeps_playlists_out(tmp_path: Path) -> None:
-    write_video(tmp_path / "other.ts")
-    path = tmp_path / "list.mp4"
-    path.write_text("ffconcat version 1.0\nfile 'other.ts'\n")
-    with open(path, "rb") as file, av.open(file) as container:
-        assert container.format.name == "concat"
-    with open(path, "rb") as file, pytest.raises((av.error.FFmpegError, OSError)):
-        open_video(file)
 
 
 def box(kind: bytes, *parts: bytes) -> bytes:
@@ -120,8 +102,7 @@ def test_movies_that_refer_to_other_files_open_nothing(
     assert refused(worker, path).reason in (Reason.TRUNCATED, Reason.UNDECODABLE)
     url = f"http://127.0.0.1:{server.getsockname()[1]}/x.mov".encode()
     path.write_bytes(with_reference(movie, box(b"url ", struct.pack(">I", 0), url, b"\0")))
-    source = Source(path.name, str(path), None, None, "video", ("words",), "train")
-    assert len(worker.open(source, MAX_BYTES, MAX_PIXELS, SECONDS).pts_seconds) == 36
+    assert len(worker.open(source_of(path), MAX_BYTES, MAX_PIXELS, SECONDS).pts_seconds) == 36
 
 
 # -- what promises more than it holds ---------------------------------------------------------------------------------
@@ -147,10 +128,9 @@ def test_animations_of_very_many_frames_end(tmp_path: Path, worker: DecodeWorker
     frame = b"\x21\xf9\x04\0\x0a\0\0\0," + struct.pack("<HHHH", 0, 0, 1, 1) + b"\0\x02\x02\x4c\x01\0"
     path = tmp_path / "many.gif"
     path.write_bytes(b"GIF89a" + struct.pack("<HH", 96, 64) + b"\x80\0\0" + bytes(6) + frame * 8_000 + b";")
-    source = Source(path.name, str(path), None, None, "video", ("words",), "train")
-    assert len(worker.open(source, MAX_BYTES, MAX_PIXELS, SECONDS).pts_seconds) == 8_000
+    assert len(worker.open(source_of(path), MAX_BYTES, MAX_PIXELS, SECONDS).pts_seconds) == 8_000
     with pytest.raises(Rejected) as rejected:
-        worker.open(source, MAX_BYTES, MAX_PIXELS, 0.01)
+        worker.open(source_of(path), MAX_BYTES, MAX_PIXELS, 0.01)
     assert rejected.value.reason is Reason.TIME_LIMIT
 
     def chunk(kind: bytes, data: bytes) -> bytes:
@@ -221,5 +201,4 @@ def test_file_of_ten_terabytes_of_nothing(tmp_path: Path, worker: DecodeWorker) 
     with open(path, "wb") as file:
         file.truncate(10 << 40)
     assert refused(worker, path).reason is Reason.TOO_LARGE
-    source = Source(path.name, str(path), None, None, "video", ("words",), "train")
-    assert len(content_id(source, False)) == 32  # by blocks, not by ten terabytes
+    assert len(content_id(source_of(path), False)) == 32  # by blocks, not by ten terabytes

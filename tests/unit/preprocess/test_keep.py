@@ -6,7 +6,6 @@ import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +19,16 @@ from mmspeed.errors import UserError
 from mmspeed.pipelines.training.open_cache import check_cache
 from mmspeed.preprocess import CacheBuilder, check
 from mmspeed.preprocess.decoding.clips import Clip, kept_buckets, select_clips, split_of
-from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.transform import rank_buckets
 from mmspeed.preprocess.records.bucket_use import BucketUse, use_of
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from mmspeed.preprocess.sources.source import Source, content_id
 from mmspeed.shapes import Bucket
+from tests.support.decoding import probed
 from tests.support.runs import small_config
 
 A, B, C = Bucket(17, 64, 96), Bucket(9, 64, 64), Bucket(5, 32, 48)
 CONTENTS = [f"{number:032x}" for number in range(4000)]
-
-
-def probed(width: int, height: int, frames: int, fps: float) -> Probe:
-    """A probe of a file of evenly spaced frames."""
-    kind: Any = "video" if frames > 1 else "image"
-    pts = [index / fps for index in range(frames)]
-    return Probe(kind, width, height, fps, pts, "h264", 8, 0, Fraction(1), "mov", "pyav", [0.0], width, height)
 
 
 # -- keep -----------------------------------------------------------------------------------------------------------
@@ -127,7 +119,24 @@ def test_what_is_drawn_out_is_counted_reported_and_belongs_to_the_seed(small_cac
         check_cache(cache, small_config(tmp_path, "data.buckets.0.keep=0.5", "seed=2"))
 
 
-# -- no enlarging -----------------------------------------------------------------------------------------------------
+@given(
+    st.integers(4, 700), st.integers(4, 700), st.sampled_from([1, 8, 40, 120]), st.integers(1, 9), st.integers(1, 4), st.booleans()
+)  # fmt: skip
+def test_nothing_is_enlarged_unless_it_is_allowed_and_needed(
+    tmp_path_factory: pytest.TempPathFactory, width: int, height: int, frames: int, crops: int, most: int, upscale: bool
+) -> None:
+    probe, source = probed(width, height, frames, 24.0), a_file(tmp_path_factory.getbasetemp(), 0)
+    buckets = dict.fromkeys((A, B, C, Bucket(1, 64, 64), Bucket(1, 256, 256)), 1.0)
+    data = of(buckets, crops=crops, buckets_per_clip=most, allow_upscale=upscale)
+    try:
+        clips = select_clips(source, probe, data, False, 0)
+    except Rejected:
+        return
+    for clip in clips:
+        left, top, right, bottom = clip.crop
+        if right - left < clip.bucket.width or bottom - top < clip.bucket.height:
+            ranked = rank_buckets(probe, tuple(buckets), 8.0, True)
+            assert upscale and not any(other.width <= width and other.height <= height for other in ranked)
 
 
 # -- what is lost -----------------------------------------------------------------------------------------------------

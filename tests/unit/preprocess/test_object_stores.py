@@ -21,11 +21,7 @@ from tests.support.runs import CLIPS
 
 Serve = Callable[[Path], AbstractContextManager[tuple[ObjectStore, str]]]
 
-
-@pytest.fixture(autouse=True)
-def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MMSPEED_CACHE", str(tmp_path / "store"))
-    return tmp_path / "store" / "media"
+pytestmark = pytest.mark.usefixtures("own_store")
 
 
 @contextmanager

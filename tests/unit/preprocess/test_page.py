@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-from fractions import Fraction
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from mmspeed.config import Bucket, Config
 from mmspeed.errors import UserError
 from mmspeed.log import format_figure
 from mmspeed.preprocess.decoding.clips import Clip
-from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.records.stale_entries import SectionState
 from mmspeed.preprocess.records.statistics import (
     EXAMPLES,
@@ -41,8 +39,9 @@ from mmspeed.preprocess.report.page import (
 )
 from mmspeed.preprocess.sources.listing import SourceListing
 from mmspeed.preprocess.sources.rejections import Reason, Rejection
-from mmspeed.preprocess.sources.source import Kind, Source
+from mmspeed.preprocess.sources.source import Source
 from mmspeed.shapes import Strides
+from tests.support.decoding import probed
 from tests.support.runs import small_config
 from tests.unit.test_page_policy import check as kept_policy
 
@@ -88,32 +87,10 @@ class Reader(HTMLParser):
         return " ".join(self.words)
 
 
-def made_probe(kind: Kind, width: int, fps: float, pts: list[float], codec: str) -> Probe:
-    """A probe of a file that is 64 pixels high."""
-    return Probe(
-        kind=kind,
-        width=width,
-        height=64,
-        fps=fps,
-        pts_seconds=pts,
-        codec=codec,
-        bits=8,
-        rotation=0,
-        sar=Fraction(1),
-        container="mov",
-        decoder="pyav",
-        key_seconds=[],
-        coded_width=width,
-        coded_height=64,
-    )
-
-
 def video(name: str, content: str, seconds: float = 4.0, caption: str = "words", width: int = 96) -> tuple:
     """A source of 24 frames a second with one clip of its middle."""
-    frames = round(seconds * 24)
-    pts = [k / 24 for k in range(frames)]
     source = Source(name, f"no-such-folder/{name}", None, None, "video", (caption,), "train")
-    probe = made_probe("video", width, 24.0, pts, "h264")
+    probe = probed(width, 64, round(seconds * 24))
     left = (width - 96) // 2
     indices = tuple(12 + 3 * k for k in range(5))
     return source, probe, (Clip(source, BUCKET, indices, (left, 0, left + 96, 64), content, 8.0, 0.625),)
@@ -122,7 +99,7 @@ def video(name: str, content: str, seconds: float = 4.0, caption: str = "words",
 def picture(name: str, content: str) -> tuple:
     """An image."""
     source = Source(name, f"no-such-folder/{name}", None, None, "image", ("one", "two words"), "train")
-    probe = made_probe("image", 96, 0.0, [0.0], "png")
+    probe = probed(96, 64)
     return source, probe, (Clip(source, IMAGES, (0,), (0, 0, 96, 64), content, 0.0, 0.0),)
 
 
@@ -286,6 +263,10 @@ def test_histograms_and_counts_are_bounded_and_count_everything() -> None:
     assert (histogram.least, histogram.greatest, histogram.mean, histogram.count) == (0.5, 7.0, 2.5, 4)
     with pytest.raises(ValueError, match="edges"):
         histogram.merge(Histogram((1, 2)))
+    many = DataStatistics()
+    for k in range(900):
+        many.add_sample(Bucket(1 + k % 90, 32, 48), "train", f"set {k % 100}")
+    assert len(many.samples_by_group("train")) == 900
     counts = NameCounts(limit=10)
     for k in range(1000):
         counts.add(f"rare {k}")

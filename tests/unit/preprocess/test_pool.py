@@ -17,6 +17,7 @@ from mmspeed.preprocess.decoding.clips import Clip
 from mmspeed.preprocess.decoding.pool import DecodePool, Event, Failed, Finished, Frames, Selected
 from mmspeed.preprocess.sources.rejections import Reason
 from mmspeed.preprocess.sources.source import Source
+from tests.support.decoding import source_of
 from tests.support.media import cut, damage, number_of, write_image, write_video
 
 FASTSTART = {"movflags": "faststart"}
@@ -41,7 +42,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Source]:
     paths += [cut(write_video(folder / "c.mp4", frames=20, fps=4), 0.7)]
     broken = write_video(folder / "d.mp4", frames=39, fps=4, options={"g": "4", "bf": "0"}, container=FASTSTART)
     paths += [damage(broken, 0.5, 0.55), write_video(folder / "e.mp4", frames=38, fps=4)]
-    return [Source(path.name, str(path), None, None, "video", ("words",), "train") for path in paths]
+    return [source_of(path) for path in paths]
 
 
 def run(config: Config, sources: Sequence[Source], wanted: Callable[[Clip], bool] = lambda clip: True) -> list[Event]:
@@ -129,7 +130,7 @@ def test_errors_of_the_threads_come_out(sources: list[Source]) -> None:
 
 
 def test_a_file_that_is_gone_is_a_failure(tmp_path: Path) -> None:
-    gone = Source("gone.mp4", str(tmp_path / "gone.mp4"), None, None, "video", ("words",), "train")
+    gone = source_of(tmp_path / "gone.mp4")
     failed, finished = run(config_of(), [gone])
     assert isinstance(failed, Failed) and failed.rejected.reason is Reason.MISSING_FILE
     assert isinstance(finished, Finished) and run(config_of(), []) == []

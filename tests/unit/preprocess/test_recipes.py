@@ -17,8 +17,8 @@ import pytest
 from mmspeed.cli.app import run
 from mmspeed.config import Config, make_config
 from mmspeed.data import DatasetCache
-from mmspeed.data.cache.tables import cache_versions, read_info, write_info
-from mmspeed.data.cache.versions import VERSIONS, info_versions, upgraded
+from mmspeed.data.cache.tables import SAMPLES_FILE, cache_versions, read_facts, read_info, write_info
+from mmspeed.data.cache.versions import OLDEST, VERSIONS, info_versions, upgraded
 from mmspeed.data.maintenance.merge import merge
 from mmspeed.data.maintenance.verify import verify
 from mmspeed.errors import UserError
@@ -26,6 +26,7 @@ from mmspeed.preprocess import CacheBuilder, check
 from mmspeed.preprocess.decoding.recipe import Recipe
 from mmspeed.rng import VERSION
 from tests.support.media import write_image, write_video
+from tests.support.runs import small_config
 from tests.support.zone_plates import write_plate
 
 TODAY = dict(VERSIONS)
@@ -43,15 +44,8 @@ def folder_of(folder: Path) -> Config:
     write_image(media / "still.png", "RGBA")
     for path in list(media.iterdir()):
         path.with_suffix(".txt").write_text(f"a picture named {path.stem}")
-    buckets = [{"frames": frames, "height": 32, "width": 48} for frames in (1, 5)]
-    tree: dict[str, Any] = {
-        "output": str(folder / "runs"),
-        "data": {"sources": [{"path": str(media)}], "cache": str(folder / "cache"), "buckets": buckets, "fps": None},
-        "vae": {"kind": "linear", "channels": 4},
-        "preprocess": {"decode_workers": 1},
-        "device": {"kind": "cpu", "peak_tflops": 0.1},
-    }
-    return make_config(tree, origin="test")
+    buckets = "data.buckets=[{frames: 1, height: 32, width: 48}, {frames: 5, height: 32, width: 48}]"
+    return small_config(folder, f"data.sources.0.path={media}", buckets, clips=1)
 
 
 def moved(config: Config, folder: Path) -> Config:
@@ -199,13 +193,6 @@ def test_a_cache_of_a_newer_mmspeed_is_not_added_to(old: Config, tmp_path: Path)
 
 def test_bad_values_name_the_key(old: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tree = json.loads(old.model_dump_json(by_alias=True))
-    for key, value, message in (
-        ("background", "octarine", "data.background.*'octarine' is no colour: write #rrggbb"),
-        ("untagged", "bt2020", "data.untagged"),
-        ("max_repeated", 1.5, "data.max_repeated"),
-    ):
-        with pytest.raises(UserError, match=message):
-            make_config(tree | {"data": tree["data"] | {key: value}}, origin="test")
     with pytest.raises(UserError, match="--upgrade colour: there is no such property"):
         upgraded(VERSIONS, ["colour"])
     with pytest.raises(UserError, match="version 9 of chroma, this mmspeed knows 2: install a newer mmspeed"):
@@ -217,3 +204,24 @@ def test_bad_values_name_the_key(old: Config, tmp_path: Path, capsys: pytest.Cap
     ):
         code = run(["preprocess", str(tmp_path / "c.json"), *arguments])
         assert code == 1 and message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_cache_keeps_its_generator_when_its_description_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(tmp_path, "data.val_fraction=0.4", clips=5)
+    root = config.cache_dir
+    assert cache_versions(root) == VERSIONS, "there is none yet"
+    CacheBuilder(config).run()
+    samples = list(DatasetCache(root).samples)
+    assert read_info(root)["versions"]["generator"] == 2
+    assert read_facts(root / SAMPLES_FILE)["mmspeed.generator"] == "2"
+    (root / "cache.json").unlink()
+    assert cache_versions(root) == VERSIONS
+    with monkeypatch.context() as patch:
+        patch.setitem(OLDEST, "generator", 3)  # type: ignore[arg-type]
+        with pytest.raises(UserError, match=r"was made by an earlier mmspeed \(generator 2\)"):
+            CacheBuilder(config).run()
+    CacheBuilder(config).run()
+    assert list(DatasetCache(root).samples) == samples and read_info(root)["versions"]["generator"] == 2

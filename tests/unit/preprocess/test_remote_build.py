@@ -21,11 +21,7 @@ from tests.support.listing import listed
 from tests.support.media import write_tar
 from tests.support.runs import CLIPS, small_config
 
-
-@pytest.fixture(autouse=True)
-def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MMSPEED_CACHE", str(tmp_path / "store"))
-    return tmp_path / "store" / "media"
+pytestmark = pytest.mark.usefixtures("own_store")
 
 
 def clips_tar(path: Path, count: int = 3) -> Path:

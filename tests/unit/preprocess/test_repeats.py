@@ -7,32 +7,20 @@ from typing import Any
 
 import pytest
 
-from mmspeed.config import Config, make_config
+from mmspeed.config import Config
 from mmspeed.data import DatasetCache
 from mmspeed.preprocess import CacheBuilder, check
 from mmspeed.preprocess.build.online import OnlineBuilder
 from mmspeed.preprocess.sources.rejections import Reason
 from tests.support.media import write_video
+from tests.support.runs import small_config
 
 SECOND = 1000
 
 
-def config_of(folder: Path, **data: Any) -> Config:
-    tree: dict[str, Any] = {
-        "output": str(folder / "runs"),
-        "data": {
-            "sources": [{"path": str(folder / "media")}],
-            "cache": str(folder / "cache"),
-            "buckets": [{"frames": 13, "height": 32, "width": 48}],
-            "fps": 8.0,
-            "windows": 2,
-            **data,
-        },
-        "vae": {"kind": "linear", "channels": 4},
-        "preprocess": {"decode_workers": 1},
-        "device": {"kind": "cpu", "peak_tflops": 0.1},
-    }
-    return make_config(tree, origin="test")
+def config_of(folder: Path, *overrides: str) -> Config:
+    data = (f"data.sources.0.path={folder / 'media'}", "data.buckets.0.frames=13", "data.fps=8", "data.windows=2")
+    return small_config(folder, *data, *overrides, clips=1)
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +77,6 @@ def test_the_key_says_how_many(folder: Path) -> None:
     """All of `fps1` passes at 1, and nothing with a gap at 0."""
     counts = {}
     for most in (0.0, 1.0):
-        checked = check(config_of(folder, max_repeated=most, cache=str(folder / f"none{most}")))
+        checked = check(config_of(folder, f"data.max_repeated={most}", f"data.cache={folder / f'none{most}'}"))
         counts[most] = checked.statistics.reasons["repeated"]
     assert counts[1.0] == 0 and counts[0.0] == 3

@@ -30,8 +30,9 @@ from mmspeed.preprocess.records.keys import latent_parts
 from mmspeed.preprocess.sources.discover import list_sources
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from mmspeed.preprocess.sources.source import Source
+from tests.support.decoding import probed, source_of
 from tests.support.runs import small_tree
-from tests.unit.preprocess.test_keep import a_file, probed
+from tests.unit.preprocess.test_keep import a_file
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("scenedetect") is None, reason="the package scenedetect is not installed"
@@ -56,10 +57,6 @@ def write_scenes(path: Path, lengths: Sequence[int]) -> Path:
             output.mux(stream.encode(frame))
         output.mux(stream.encode())
     return path
-
-
-def source_of(path: Path) -> Source:
-    return Source(path.name, str(path), None, None, "video", ("a clip",), "train")
 
 
 def found_cuts(path: Path, detector: SceneDetector) -> list[int]:

@@ -16,6 +16,7 @@ from mmspeed.preprocess.decoding.probe import Probe, probe
 from mmspeed.preprocess.decoding.windows import choose_frames, choose_windows, covers, windows_that_fit
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from mmspeed.preprocess.sources.source import Source
+from tests.support.decoding import source_of
 from tests.support.media import write_video
 
 
@@ -30,11 +31,6 @@ def test_dividing_rates_take_evenly_spaced_frames_of_the_middle() -> None:
     assert choose_frames([round(t, 3) for t in even(60, 24)], 49, 24) == list(range(5, 54))  # webm's milliseconds
     assert choose_frames(even(30, 30), 5, None) == [12, 13, 14, 15, 16]
     assert choose_frames([7.0], 1, 8) == [0]
-
-
-def test_uneven_clips_are_sampled_by_time() -> None:
-    pts = [0.0, 0.01, 0.02, 0.03, 0.5, 1.0, 1.5, 2.0]
-    assert choose_frames(pts, 5, 2) == [0, 4, 5, 6, 7]
 
 
 def test_too_short_says_how_much_is_there() -> None:
@@ -111,8 +107,7 @@ def settings(**options: Any) -> DataConfig:
 @pytest.fixture(scope="module")
 def video(tmp_path_factory: pytest.TempPathFactory) -> tuple[Source, Probe]:
     path = write_video(tmp_path_factory.mktemp("v") / "v.mp4", frames=36, fps=8)
-    source = Source("v.mp4", str(path), None, None, "video", ("words",), "train")
-    return source, probe(source, 10**9, 10**9)
+    return source_of(path), probe(source_of(path), 10**9, 10**9)
 
 
 def test_one_variant_is_the_middle_of_the_best_bucket(video: tuple[Source, Probe]) -> None:

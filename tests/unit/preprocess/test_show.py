@@ -21,7 +21,6 @@ from mmspeed.preprocess.report.show import (
     contact_sheet,
     decode_latent,
     draw_entry,
-    evenly,
     source_frames,
     stored_config,
 )
@@ -94,11 +93,6 @@ def test_another_codec_is_refused(cache: DatasetCache, tmp_path: Path) -> None:
         decode_latent(cache, codec, dataclasses.replace(entry, meta=meta))
     with pytest.raises(UserError, match="no entry nonsense"):
         draw_entry(cache, "nonsense", tmp_path / "x.png")
-
-
-def test_evenly() -> None:
-    assert evenly(5, 8) == [0, 1, 2, 3, 4] and evenly(49, 8)[0] == 0 and evenly(49, 8)[-1] == 48
-    assert len(evenly(49, 8)) == 8
 
 
 def test_a_sheet_is_as_wide_as_its_frames() -> None:

@@ -342,7 +342,3 @@ def test_content_id_of_large_files_samples_blocks(tmp_path: Path) -> None:
 
     assert changed(0) == changed(size - 1) == (True, True)
     assert changed(100_000) == (False, True)  # between the first two blocks
-
-
-def test_every_reason_is_explained() -> None:
-    assert all(reason.explanation.endswith(".") for reason in Reason)

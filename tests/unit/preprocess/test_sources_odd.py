@@ -12,12 +12,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mmspeed.errors import UserError
 from mmspeed.preprocess.sources.rejections import Reason
-from mmspeed.redaction import readable
 from tests.support.listing import listed
 from tests.support.media import write_tar
 from tests.unit.preprocess.test_sources import accounted, captions, media, reasons
@@ -183,11 +180,3 @@ def test_control_characters_in_names_are_shown_escaped(tmp_path: Path) -> None:
     assert all(source.open().read() == b"media" for source in listing.sources)
     assert reasons(listing) == {"b\\r.mp4": Reason.NO_CAPTION, "c.p\\x1bdf": Reason.NOT_MEDIA}
     assert "\x1b" not in "".join(rejection.detail for rejection in listing.rejections)
-
-
-@given(st.text(st.characters(exclude_categories=())))
-def test_readable_names_are_valid_and_without_control(name: str) -> None:
-    shown = readable(name)
-    assert bool(shown.encode()) == bool(name)
-    assert not any(ord(c) < 32 or 127 <= ord(c) < 160 or 0xD800 <= ord(c) < 0xE000 for c in shown)
-    assert readable(shown) == shown

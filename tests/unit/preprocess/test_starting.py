@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,7 @@ from mmspeed.preprocess.report.starting import (
     fit_rate,
 )
 from mmspeed.preprocess.sources.source import Source
+from tests.support.decoding import probed
 from tests.support.folder_shapes import FOLDER_SHAPES, USABLE, flat_folder, mixed_folder
 from tests.support.media import write_image, write_video
 
@@ -100,36 +100,17 @@ def test_nothing_usable_is_an_error_with_the_reason(frames: int, caption: str, e
     assert expected in str(caught.value) and not (tmp_path / "run.yaml").exists()
 
 
-def probe(width: int = 320, height: int = 180, frames: int = 49, fps: float = 24.0) -> Probe:
-    return Probe(
-        kind="video" if frames > 1 else "image",
-        width=width,
-        height=height,
-        fps=fps,
-        pts_seconds=[number / fps for number in range(frames)],
-        codec="h264",
-        bits=8,
-        rotation=0,
-        sar=Fraction(1),
-        container="mp4",
-        decoder="pyav",
-        key_seconds=[0.0],
-        coded_width=width,
-        coded_height=height,
-    )
-
-
 @pytest.mark.parametrize(
     ("probes", "expected"),
     [
         ([], 8.0),
-        ([probe(frames=1)], 8.0),
-        ([probe()], 8.0),
-        ([probe(frames=25)], 12.0),  # a second, in which there are 9 frames at 8
-        ([probe(frames=6)], 24.0),  # as many as there are
-        ([probe(fps=5.0)], 5.0),  # no frame is repeated
-        ([probe(fps=1.0), *[probe()] * 3], 8.0),  # one slow clip does not slow all
-        ([probe(fps=10.0, frames=10)], 8.0),
+        ([probed(frames=1)], 8.0),
+        ([probed(frames=49)], 8.0),
+        ([probed(frames=25)], 12.0),  # a second, in which there are 9 frames at 8
+        ([probed(frames=6)], 24.0),  # as many as there are
+        ([probed(frames=49, fps=5.0)], 5.0),  # no frame is repeated
+        ([probed(frames=49, fps=1.0), *[probed(frames=49)] * 3], 8.0),  # one slow clip does not slow all
+        ([probed(fps=10.0, frames=10)], 8.0),
     ],
 )
 def test_the_rate(probes: list[Probe], expected: float) -> None:
@@ -137,12 +118,12 @@ def test_the_rate(probes: list[Probe], expected: float) -> None:
 
 
 def test_buckets_are_few_where_sources_are_alike_and_small_where_they_are_small() -> None:
-    assert fit_buckets([probe()] * 9, 8.0, GRID).buckets == (Bucket(FRAMES, *SIZES[0]),)
-    small = fit_buckets([probe(40, 40)] * 3, 8.0, GRID)
+    assert fit_buckets([probed(frames=49)] * 9, 8.0, GRID).buckets == (Bucket(FRAMES, *SIZES[0]),)
+    small = fit_buckets([probed(40, 40, 49)] * 3, 8.0, GRID)
     assert small.rejected == 0 and small.buckets == (Bucket(FRAMES, 32, 32),)
-    both = fit_buckets([probe()] * 50 + [probe(180, 320)] * 50 + [probe(640, 640, frames=1)] * 50, 8.0, GRID)
+    both = fit_buckets([probed(frames=49)] * 50 + [probed(180, 320, 49)] * 50 + [probed(640, 640)] * 50, 8.0, GRID)
     assert both.rejected == 0 and len(both.buckets) == 3
-    none = fit_buckets([probe(8, 8)], 8.0, GRID)
+    none = fit_buckets([probed(8, 8, 49)], 8.0, GRID)
     assert not none.buckets and none.rejected == 1
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 import numpy as np
 import pytest
 import torch
@@ -14,14 +12,9 @@ from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.transform import crop_box, crop_boxes, kept_fraction, rank_buckets, to_model_range
 from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from mmspeed.shapes import Bucket
+from tests.support.decoding import probed
 
 BUCKETS = (Bucket(49, 180, 320), Bucket(17, 180, 320), Bucket(17, 320, 180), Bucket(17, 360, 640), Bucket(1, 256, 256))
-
-
-def probed(width: int, height: int, frames: int = 1, fps: float = 24) -> Probe:
-    times = [index / fps for index in range(frames)]
-    kind = "video" if frames > 1 else "image"
-    return Probe(kind, width, height, fps, times, "h264", 8, 0, Fraction(1), "mov", "pyav", [0.0], width, height)  # type: ignore[arg-type]
 
 
 def best(probe: Probe, buckets: tuple[Bucket, ...], fps: float | None, allow_upscale: bool) -> Bucket:
@@ -58,31 +51,6 @@ def test_rejections(probe: Probe, buckets: tuple[Bucket, ...], reason: Reason) -
     assert rejected.value.reason is reason and rejected.value.detail
 
 
-def test_upscaling_only_where_no_bucket_fits() -> None:
-    small = (Bucket(1, 256, 256), Bucket(1, 128, 128), Bucket(1, 512, 512))
-    assert best(probed(200, 200), small, 8, True) == Bucket(1, 128, 128)
-    assert best(probed(100, 100), small, 8, True) == Bucket(1, 128, 128)
-    assert best(probed(300, 300), small, 8, True) == Bucket(1, 256, 256)
-
-
-def test_a_few_frames_are_given_up_for_the_picture() -> None:
-    wide, tall = Bucket(17, 96, 160), Bucket(13, 160, 96)
-    assert rank_buckets(probed(360, 640, 72), (wide, tall), 8, False) == [tall, wide]  # 13 of 94 %, not 17 of 34 %
-    assert rank_buckets(probed(640, 360, 72), (wide, tall), 8, False) == [wide, tall]
-
-
-def test_a_little_is_cropped_for_a_larger_picture_but_not_most_of_it() -> None:
-    small, large = Bucket(17, 256, 448), Bucket(17, 480, 832)
-    assert rank_buckets(probed(854, 480, 72), (small, large), 8, False) == [large, small]  # 97.4 % of it, not 98.4 %
-    tall, wide = Bucket(17, 320, 180), Bucket(17, 360, 640)
-    assert rank_buckets(probed(1080, 1920, 72), (wide, tall), 8, False) == [tall, wide]
-
-
-def test_of_equals_the_one_that_crops_less_comes_first() -> None:
-    quarter, whole = Bucket(1, 200, 200), Bucket(1, 25, 100)  # of 800 x 200: 1/4 x 200, and 1 x 50
-    assert rank_buckets(probed(800, 200), (quarter, whole), 8, False) == [whole, quarter]
-
-
 sizes = st.integers(1, 4000)
 buckets = st.builds(Bucket, st.just(1), st.integers(8, 1024), st.integers(8, 1024))
 
@@ -115,13 +83,33 @@ def test_crop_boxes_properties(width: int, height: int, bucket: Bucket, crops: i
         assert boxes[len(boxes) // 2] == crop_box(width, height, bucket)  # the same entry as with one crop
 
 
-def test_ranking_has_all_that_can_be_filled_and_covered() -> None:
-    small, large, longer = Bucket(17, 180, 320), Bucket(17, 360, 640), Bucket(49, 180, 320)
-    three = (small, large, longer, Bucket(1, 8, 8), small)
-    assert rank_buckets(probed(1920, 1080, 168), three, 8, False) == [longer, large, small]
-    assert rank_buckets(probed(1920, 1080, 72), three, 8, False) == [large, small]
-    assert rank_buckets(probed(400, 225, 168), three, 8, True) == [longer, small]
-    assert rank_buckets(probed(100, 56, 168), three, 8, True) == [longer, small, large]
+SMALL, LARGE, LONGER = Bucket(17, 180, 320), Bucket(17, 360, 640), Bucket(49, 180, 320)
+THREE = (SMALL, LARGE, LONGER, Bucket(1, 8, 8), SMALL)
+WIDE, TALL = Bucket(17, 96, 160), Bucket(13, 160, 96)
+QUARTER, WHOLE = Bucket(1, 200, 200), Bucket(1, 25, 100)  # of 800 x 200: 1/4 x 200, and 1 x 50
+P256, P480 = Bucket(17, 256, 448), Bucket(17, 480, 832)
+
+
+@pytest.mark.parametrize(
+    ("probe", "buckets", "upscale", "ranked"),
+    [
+        # all that can be filled and covered
+        (probed(1920, 1080, 168), THREE, False, [LONGER, LARGE, SMALL]),
+        (probed(1920, 1080, 72), THREE, False, [LARGE, SMALL]),
+        (probed(400, 225, 168), THREE, True, [LONGER, SMALL]),
+        (probed(100, 56, 168), THREE, True, [LONGER, SMALL, LARGE]),
+        # a few frames are given up for the picture: 13 of 94 %, not 17 of 34 %
+        (probed(360, 640, 72), (WIDE, TALL), False, [TALL, WIDE]),
+        (probed(640, 360, 72), (WIDE, TALL), False, [WIDE, TALL]),
+        # a little is cropped for a larger picture, 97.4 % and not 98.4 %, but not most of it
+        (probed(854, 480, 72), (P256, P480), False, [P480, P256]),
+        (probed(1080, 1920, 72), (LARGE, Bucket(17, 320, 180)), False, [Bucket(17, 320, 180), LARGE]),
+        # of equals the one that crops less
+        (probed(800, 200), (QUARTER, WHOLE), False, [WHOLE, QUARTER]),
+    ],
+)
+def test_ranking(probe: Probe, buckets: tuple[Bucket, ...], upscale: bool, ranked: list[Bucket]) -> None:
+    assert rank_buckets(probe, buckets, 8, upscale) == ranked
 
 
 def test_model_range() -> None:

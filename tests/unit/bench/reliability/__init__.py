@@ -1,1 +1,0 @@
-"""Tests of the measured cost of what keeps a run alive."""
