@@ -144,15 +144,9 @@ def load(folder: Path, name: str) -> nn.Module:
     return loaded
 
 
-def task_of(folder: Path, name: str, config: Config, loads: Callable[[], object] | None = None) -> PublishedVideoTask:
-    """The video task of a saved model. `loads` is called whenever the model is loaded."""
-
-    def loaded() -> nn.Module:
-        if loads is not None:
-            loads()
-        return load(folder, name)
-
-    return PublishedVideoTask(config, loaded)
+def task_of(folder: Path, name: str, config: Config) -> PublishedVideoTask:
+    """The video task of a saved model."""
+    return PublishedVideoTask(config, lambda: load(folder, name))
 
 
 def train_published(folder: str, name: str, overrides: tuple[str, ...] = ()) -> None:

@@ -36,5 +36,4 @@ class PreparedWanTask(WanTask):
     preparation_class = VideoPreparation
 
 
-ENTRY = TaskEntry("tests.support.published_tasks:WanTask", origin="a test")
 PREPARED = TaskEntry("tests.support.published_tasks:PreparedWanTask", origin="a test")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
-import runpy
 import signal
 import sys
 import tempfile
@@ -84,11 +83,6 @@ def _apart(folder: str, environment: dict[str, str], output: str, function: Call
     function(*args)
 
 
-def _command(*arguments: str) -> None:
-    sys.argv = ["mmspeed", *arguments]
-    runpy.run_module("mmspeed", run_name="__main__")
-
-
 def run_apart(folder: Path, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> tuple[int | None, str]:
     """Exit code and output of `function(*args)` in a folder, in a process that has imported most when it starts."""
     start_server()
@@ -102,11 +96,6 @@ def run_apart(folder: Path, function: Callable[..., Any], *args: Any, timeout: f
         process.kill()
         process.join()
         return process.exitcode, output.read_text(encoding="utf-8")
-
-
-def run_command(folder: Path, *arguments: str) -> tuple[int | None, str]:
-    """Exit code and output of `python -m mmspeed`, as `run_apart` has them."""
-    return run_apart(folder, _command, *arguments)
 
 
 def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 300.0) -> list[Any]:
