@@ -46,15 +46,15 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return torch.ops.npu.npu_swiglu(torch.cat((gate, up), dim=-1), -1)  # type: ignore[no-any-return]
 
 
-def turn(x_BNAD: Tensor, cos_BNH: Tensor, sin_BNH: Tensor) -> Tensor:
-    """`x_BNAD` with channel i turned against channel i + D/2, in `rope_dtype`, returned in its dtype."""
+def rotate(x_BNAD: Tensor, cos_BNH: Tensor, sin_BNH: Tensor) -> Tensor:
+    """`x_BNAD` with channel i rotated against channel i + D/2, in `rope_dtype`, returned in its dtype."""
     dtype = rope_dtype(x_BNAD.dtype)
     cos_BN1D, sin_BN1D = (torch.cat((x, x), dim=-1)[:, :, None].to(dtype) for x in (cos_BNH, sin_BNH))
     return torch.ops.npu.npu_rotary_mul(x_BNAD.to(dtype), cos_BN1D, sin_BN1D).to(x_BNAD.dtype)  # type: ignore[no-any-return]
 
 
-def turn_refuses(x_BNAD: Tensor, cos_BNH: Tensor, sin_BNH: Tensor) -> str:
-    """The reason why `turn` does not serve; "" where it does."""
+def rotate_refuses(x_BNAD: Tensor, cos_BNH: Tensor, sin_BNH: Tensor) -> str:
+    """The reason why `rotate` does not serve; "" where it does."""
     if cos_BNH.requires_grad or sin_BNH.requires_grad:
         return "the tables need a gradient"
     return refuses("npu_rotary_mul")(x_BNAD)

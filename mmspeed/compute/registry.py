@@ -21,8 +21,8 @@ from .operators.documents import document_attention
 from .operators.grouped import grouped_product
 from .operators.norms import rms_norm
 from .operators.permutation import combine, permute
+from .operators.rotary import rotary
 from .operators.swiglu import swiglu
-from .operators.turns import rotary
 
 __all__ = ["OPERATORS", "Implementation", "Operator", "counting"]
 

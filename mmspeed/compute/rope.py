@@ -55,7 +55,7 @@ def rope_cos_sin(
 
 
 def apply_rope(x_BAND: Tensor, cos_NH: Tensor, sin_NH: Tensor) -> Tensor:
-    """`x_BAND` with channel i turned against channel i + D/2; computed in `rope_dtype`, returned in its dtype."""
+    """`x_BAND` with channel i rotated against channel i + D/2; computed in `rope_dtype`, returned in its dtype."""
     first_BANH, second_BANH = x_BAND.to(rope_dtype(x_BAND.dtype)).chunk(2, dim=-1)
     turned_BAND = torch.cat(
         (first_BANH * cos_NH - second_BANH * sin_NH, second_BANH * cos_NH + first_BANH * sin_NH), dim=-1

@@ -16,33 +16,18 @@ from .texts import BytesTokenizerConfig, StoredTokenizerConfig, TextsConfig, Tok
 from .training import PartConfig, Weighting, WeightingSection, check_parts
 
 OF_VIDEO = ("caption_dropout", "loss_frames")  # keys of `train` that say nothing to a language model
-
-
-class ExpertsConfig(Section):
-    """Experts in place of the MLPs of most blocks; null: as the shape has them, or for a shape without experts the value in brackets."""
-
-    count: int | None = Field(None, ge=2, description="Routed experts of a block [8].")
-    per_token: int | None = Field(None, ge=1, description="Experts that each token goes to [2].")
-    width: int | None = Field(None, ge=1, description="Hidden width of an expert [`hidden` / `per_token`].")
-    shared: int | None = Field(None, ge=0, description="Experts that every token goes to [0].")
-    first_dense: int | None = Field(
-        None, ge=0, description="Blocks at the beginning that have an MLP instead of experts [0]."
-    )
-    scores: Literal["softmax", "sigmoid"] | None = Field(
-        None, description="How the router's outputs become scores [softmax]."
-    )
-    normalised: bool | None = Field(None, description="Let the scores of a token's experts sum to 1 [true].")
-    scaling: float | None = Field(None, gt=0, description="A factor of the scores behind that [1].")
-    groups: int | None = Field(None, ge=1, description="Groups of experts [1].")
-    chosen_groups: int | None = Field(None, ge=1, description="Groups whose experts a token can go to [1].")
-    bias: bool | None = Field(
-        None,
-        description="Balance experts by a bias of each one, which takes part in the choice alone and moves after each step by `objective.balance_rate` [false].",
-    )
+# keys of `model`
+SIZES = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "tie_word_embeddings",
+)  # fmt: skip
+OF_EXPERTS = (
+    "num_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace", "scoring_func", "norm_topk_prob",
+    "routed_scaling_factor", "n_group", "topk_group", "router_bias",
+)  # fmt: skip
 
 
 class LanguageModelConfig(Section):
-    """A decoder: a named shape, changed by the other keys, or the weights of a transformers folder."""
+    """A decoder: a named shape, changed by the other keys, which are those of transformers' `config.json`, or the weights of a transformers folder."""
 
     shape: str = Field(
         "tiny-qwen3-0.6b",
@@ -53,24 +38,49 @@ class LanguageModelConfig(Section):
         description="Folder or hub id of a Llama, Qwen3, Qwen3-MoE or DeepSeek-V3 of transformers, whose weights training begins with; null: weights drawn from `seed`.",
     )
     revision: str | None = Field(None, description="Branch, tag or commit on the hub; null: its main branch.")
-    vocabulary: int | None = Field(
+    vocab_size: int | None = Field(
         None,
         ge=2,
         description="Rows of the embedding; null: the tokenizer's ids, rounded up to a multiple of 64. Not with `pretrained`.",
     )
-    width: int | None = Field(None, ge=2, description="Model width E; null: the shape's.")
-    depth: int | None = Field(None, ge=1, description="Number of blocks; null: the shape's.")
-    heads: int | None = Field(None, ge=1, description="Heads of queries; null: the shape's.")
-    key_heads: int | None = Field(None, ge=1, description="Heads of keys and values; null: the shape's.")
-    head_width: int | None = Field(None, ge=2, description="Width of a head, an even number; null: the shape's.")
-    hidden: int | None = Field(None, ge=1, description="Hidden width of dense MLPs; null: the shape's.")
-    tied: bool | None = Field(None, description="Use the embedding as the head; null: as the shape does.")
+    hidden_size: int | None = Field(None, ge=2, description="Model width E; null: the shape's.")
+    num_hidden_layers: int | None = Field(None, ge=1, description="Number of blocks; null: the shape's.")
+    num_attention_heads: int | None = Field(None, ge=1, description="Heads of queries; null: the shape's.")
+    num_key_value_heads: int | None = Field(None, ge=1, description="Heads of keys and values; null: the shape's.")
+    head_dim: int | None = Field(None, ge=2, description="Width of a head, an even number; null: the shape's.")
+    intermediate_size: int | None = Field(None, ge=1, description="Hidden width of dense MLPs; null: the shape's.")
+    tie_word_embeddings: bool | None = Field(
+        None, description="Use the embedding as the head; null: as the shape does."
+    )
     windows: int | tuple[int | None, ...] | None = Field(
         None,
         description="Earlier tokens that a token sees: a number for all blocks, or a list that the blocks repeat from the first one on, in which null is all of them; null: the shape's.",
     )
-    experts: ExpertsConfig | None = Field(None, description="Experts; null: the shape's. Not with `pretrained`.")
-    further: int | None = Field(
+    num_experts: int | None = Field(
+        None,
+        ge=2,
+        description="Routed experts in place of the MLPs of most blocks; null: the shape's. Keys of experts are null as the shape has them, or for a shape without experts the value in brackets. None of them with `pretrained`.",
+    )
+    num_experts_per_tok: int | None = Field(None, ge=1, description="Experts that each token goes to [2].")
+    moe_intermediate_size: int | None = Field(
+        None, ge=1, description="Hidden width of an expert [`intermediate_size` / `num_experts_per_tok`]."
+    )
+    n_shared_experts: int | None = Field(None, ge=0, description="Experts that every token goes to [0].")
+    first_k_dense_replace: int | None = Field(
+        None, ge=0, description="Blocks at the beginning that have an MLP instead of experts [0]."
+    )
+    scoring_func: Literal["softmax", "sigmoid"] | None = Field(
+        None, description="How the router's outputs become scores [softmax]."
+    )
+    norm_topk_prob: bool | None = Field(None, description="Let the scores of a token's experts sum to 1 [true].")
+    routed_scaling_factor: float | None = Field(None, gt=0, description="A factor of the scores behind that [1].")
+    n_group: int | None = Field(None, ge=1, description="Groups of experts [1].")
+    topk_group: int | None = Field(None, ge=1, description="Groups whose experts a token can go to [1].")
+    router_bias: bool | None = Field(
+        None,
+        description="Balance experts by a bias of each one, which takes part in the choice alone and moves after each step by `objective.balance_rate` [false].",
+    )
+    num_nextn_predict_layers: int | None = Field(
         None,
         ge=0,
         description="Modules that predict further tokens (multi-token prediction); null: the shape's, or those that the folder holds.",
@@ -82,19 +92,7 @@ class LanguageModelConfig(Section):
 
     @model_validator(mode="after")
     def _one_origin(self) -> LanguageModelConfig:
-        own = (
-            "shape",
-            "vocabulary",
-            "width",
-            "depth",
-            "heads",
-            "key_heads",
-            "head_width",
-            "hidden",
-            "tied",
-            "windows",
-            "experts",
-        )
+        own = ("shape", "vocab_size", *SIZES, "windows", *OF_EXPERTS)
         both = [name for name in own if name in self.model_fields_set and getattr(self, name) is not None]
         if self.pretrained is not None and both and both != ["shape"]:
             raise ValueError(f"{both[0]} is that of the folder: leave it out beside `pretrained`")
@@ -122,7 +120,14 @@ class LanguageModelConfig(Section):
     @property
     def changes(self) -> dict[str, Any]:
         """The settings that are set beside the shape."""
-        names = ("width", "depth", "heads", "key_heads", "head_width", "hidden", "tied", "further")
+        return self._given(*SIZES, "num_nextn_predict_layers")
+
+    @property
+    def experts(self) -> dict[str, Any]:
+        """The keys of experts that are set."""
+        return self._given(*OF_EXPERTS)
+
+    def _given(self, *names: str) -> dict[str, Any]:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
@@ -144,7 +149,7 @@ class LanguageObjectiveConfig(WeightingSection):
         ge=0,
         description="Step by which the bias of each expert moves against its load after each optimizer step, where the router has biases (DeepSeek-V3, 2024); 0: they stay.",
     )
-    further: float = Field(0.3, ge=0, description="Factor of the mean loss of the modules that predict further tokens.")
+    mtp: float = Field(0.3, ge=0, description="Factor of the mean loss of the modules that predict further tokens.")
 
 
 class LanguageStageConfig(PartConfig):

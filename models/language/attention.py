@@ -1,6 +1,6 @@
 """Attention of a decoder's block: grouped heads, and latent vectors of low rank.
 
-Legend: B batch, N tokens, E width, A heads, K heads of the keys, D head width, W width of the values, H half of the channels that turn,
+Legend: B batch, N tokens, E width, A heads, K heads of the keys, D head width, W width of the values, H half of the channels that rotate,
 Z one more than documents.
 """
 
@@ -39,13 +39,13 @@ class GroupedAttention(nn.Module):
 
     def __init__(self, settings: DecoderSettings, window: int | None) -> None:
         super().__init__()
-        width, head, bias = settings.width, settings.head_width, settings.qkv_bias
+        width, head, bias = settings.hidden_size, settings.head_dim, settings.qkv_bias
         self.head_width, self.window = head, window
-        self.rotary = make_rotary(settings.rotary, settings.turned)
-        self.q_proj = nn.Linear(width, settings.heads * head, bias=bias)
-        self.k_proj = nn.Linear(width, settings.key_heads * head, bias=bias)
-        self.v_proj = nn.Linear(width, settings.key_heads * head, bias=bias)
-        self.o_proj = nn.Linear(settings.heads * head, width, bias=settings.out_bias)
+        self.rotary = make_rotary(settings.rotary, settings.rotated)
+        self.q_proj = nn.Linear(width, settings.num_attention_heads * head, bias=bias)
+        self.k_proj = nn.Linear(width, settings.num_key_value_heads * head, bias=bias)
+        self.v_proj = nn.Linear(width, settings.num_key_value_heads * head, bias=bias)
+        self.o_proj = nn.Linear(settings.num_attention_heads * head, width, bias=settings.out_bias)
         self.q_norm = ScaleNorm(head, settings.norm_eps) if settings.query_norm else None
         self.k_norm = ScaleNorm(head, settings.norm_eps) if settings.query_norm else None
         self.attend = Attend()
@@ -58,7 +58,7 @@ class GroupedAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_BNAD, k_BNKD = self.q_norm(q_BNAD), self.k_norm(k_BNKD)
         tables = self.rotary.tables(pos_BN, q_BNAD.dtype)
-        q_BNAD, k_BNKD = self.rotary.turn(q_BNAD, tables), self.rotary.turn(k_BNKD, tables)
+        q_BNAD, k_BNKD = self.rotary.rotate(q_BNAD, tables), self.rotary.rotate(k_BNKD, tables)
         structure = Structure(causal=True, window=self.window, bounds_Z=bounds_Z)
         out_BAND = self.attend(q_BNAD.transpose(1, 2), k_BNKD.transpose(1, 2), v_BNKD.transpose(1, 2), structure)
         out_BNE: Tensor = self.o_proj(out_BAND.transpose(1, 2).flatten(2))
@@ -70,7 +70,7 @@ class LatentAttention(nn.Module):
 
     def __init__(self, settings: DecoderSettings, latent: LatentSettings, window: int | None) -> None:
         super().__init__()
-        width, heads = settings.width, settings.heads
+        width, heads = settings.hidden_size, settings.num_attention_heads
         self.latent, self.window = latent, window
         self.rotary = make_rotary(settings.rotary, latent.rotary)
         self.score_factor = score_factor(settings.rotary)
@@ -99,14 +99,14 @@ class LatentAttention(nn.Module):
         """The attended tokens; bounds_Z: cumulative lengths of documents, None: each row is one."""
         latent = self.latent
         q_BNAD = self.queries(x_BNE).unflatten(-1, (-1, latent.plain + latent.rotary))
-        q_plain, q_turned = q_BNAD.split((latent.plain, latent.rotary), dim=-1)
-        low, k_turned = self.kv_a_proj_with_mqa(x_BNE).split((latent.key_rank, latent.rotary), dim=-1)
+        q_plain, q_rotated = q_BNAD.split((latent.plain, latent.rotary), dim=-1)
+        low, k_rotated = self.kv_a_proj_with_mqa(x_BNE).split((latent.key_rank, latent.rotary), dim=-1)
         kv = self.kv_b_proj(self.kv_a_layernorm(low)).unflatten(-1, (-1, latent.plain + latent.value))
         k_plain, v_BNAW = kv.split((latent.plain, latent.value), dim=-1)
         tables = self.rotary.tables(pos_BN, x_BNE.dtype)
-        q_turned = self.rotary.turn(q_turned, tables)
-        k_turned = self.rotary.turn(k_turned[:, :, None], tables).expand(-1, -1, k_plain.shape[2], -1)
-        q_BNAD, k_BNAD = torch.cat((q_plain, q_turned), -1), torch.cat((k_plain, k_turned), -1)
+        q_rotated = self.rotary.rotate(q_rotated, tables)
+        k_rotated = self.rotary.rotate(k_rotated[:, :, None], tables).expand(-1, -1, k_plain.shape[2], -1)
+        q_BNAD, k_BNAD = torch.cat((q_plain, q_rotated), -1), torch.cat((k_plain, k_rotated), -1)
         if self.score_factor != 1.0:
             q_BNAD = q_BNAD * self.score_factor
         structure = Structure(causal=True, window=self.window, bounds_Z=bounds_Z)

@@ -80,41 +80,41 @@ class ExpertSettings:
     """Experts in place of the MLPs of most blocks.
 
     Args:
-        count, chosen: experts, and how many of them each token goes to. width: hidden width of one.
-        shared: experts that every token goes to; they are one MLP of `shared * width`.
-        scores: of the router. normalised: the chosen scores of a token sum to 1. scaling: a factor to them after that.
-        groups, chosen_groups: a token goes to experts of so many groups alone, those with the greatest sum of two scores.
-        bias: a bias of each expert takes part in the choice, not in the weights (balance without a loss, Wang et al. 2024).
+        num_experts, top_k: experts, and how many of them each token goes to. moe_intermediate_size: hidden width of one.
+        n_shared_experts: experts that every token goes to; they are one MLP of `n_shared_experts * moe_intermediate_size`.
+        scoring_func: from the router's outputs to scores. norm_topk_prob: the chosen scores of a token sum to 1.
+        routed_scaling_factor: a factor to them after that.
+        n_group, topk_group: a token goes to experts of `topk_group` groups alone, those with the greatest sum of two scores.
+        router_bias: a bias of each expert takes part in the choice, not in the weights (balance without a loss, Wang et al. 2024).
         balance_rate: how far the bias of an expert moves in a step.
         balance: the statistics of an auxiliary loss; None: there is none.
         dense: numbers of blocks with an MLP.
     """
 
-    count: int
-    chosen: int
-    width: int
-    shared: int = 0
-    scores: Scores = "softmax"
-    normalised: bool = False
-    scaling: float = 1.0
-    groups: int = 1
-    chosen_groups: int = 1
-    bias: bool = False
+    num_experts: int
+    top_k: int
+    moe_intermediate_size: int
+    n_shared_experts: int = 0
+    scoring_func: Scores = "softmax"
+    norm_topk_prob: bool = False
+    routed_scaling_factor: float = 1.0
+    n_group: int = 1
+    topk_group: int = 1
+    router_bias: bool = False
     balance_rate: float = 0.001
     balance: Balance | None = None
     dense: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 1 <= self.chosen <= self.count:
-            raise UserError(f"a token cannot go to {self.chosen} of {self.count} experts")
-        if self.count % self.groups or not 1 <= self.chosen_groups <= self.groups:
-            raise UserError(
-                f"{self.count} experts cannot be in {self.groups} groups of which {self.chosen_groups} are chosen"
-            )
-        if self.groups > 1 and self.count // self.groups < 2:
-            raise UserError(f"{self.groups} groups of {self.count} experts have fewer than two experts each")
-        if self.chosen > self.chosen_groups * (self.count // self.groups):
-            raise UserError(f"{self.chosen_groups} of {self.groups} groups hold fewer than {self.chosen} experts")
+        experts, groups = self.num_experts, self.n_group
+        if not 1 <= self.top_k <= experts:
+            raise UserError(f"a token cannot go to {self.top_k} of {experts} experts")
+        if experts % groups or not 1 <= self.topk_group <= groups:
+            raise UserError(f"{experts} experts cannot be in {groups} groups of which {self.topk_group} are chosen")
+        if groups > 1 and experts // groups < 2:
+            raise UserError(f"{groups} groups of {experts} experts have fewer than two experts each")
+        if self.top_k > self.topk_group * (experts // groups):
+            raise UserError(f"{self.topk_group} of {groups} groups hold fewer than {self.top_k} experts")
 
 
 @dataclass(frozen=True)
@@ -122,23 +122,23 @@ class DecoderSettings:
     """A decoder.
 
     Args:
-        hidden: width of dense MLPs.
-        head_width: of queries and keys; not used with `latent`.
+        intermediate_size: hidden width of dense MLPs.
+        head_dim: width of a head of queries and keys; not used with `latent`.
         query_norm: queries and keys are normalised head by head.
         sandwich: attention and MLP are normalised once more before they are added (Pangu Ultra, 2025).
         windows: of each block, how many earlier keys a query sees; None: all.
-        tied: logits use the matrix of the embeddings.
-        further: modules that predict further tokens (multi-token prediction, DeepSeek-V3).
+        tie_word_embeddings: logits use the matrix of the embeddings.
+        num_nextn_predict_layers: modules that predict further tokens (multi-token prediction, DeepSeek-V3).
         first_std: standard deviation that matrices start from.
     """
 
-    vocabulary: int
-    width: int
-    depth: int
-    heads: int
-    hidden: int
-    key_heads: int
-    head_width: int
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+    num_key_value_heads: int
+    head_dim: int
     latent: LatentSettings | None = None
     query_norm: bool = False
     qkv_bias: bool = False
@@ -148,23 +148,24 @@ class DecoderSettings:
     sandwich: bool = False
     rotary: RotarySettings = field(default_factory=RotarySettings)
     windows: tuple[int | None, ...] = ()
-    tied: bool = False
+    tie_word_embeddings: bool = False
     experts: ExpertSettings | None = None
-    further: int = 0
+    num_nextn_predict_layers: int = 0
     first_std: float = 0.02
 
     def __post_init__(self) -> None:
-        if self.heads % self.key_heads:
-            raise UserError(f"{self.heads} heads of queries cannot share {self.key_heads} heads of keys")
-        if self.windows and len(self.windows) != self.depth:
-            raise UserError(f"{len(self.windows)} windows are given for {self.depth} blocks")
-        if self.turned % 2:
-            raise UserError(f"{self.turned} channels of a head cannot turn in pairs")
+        heads, key_heads = self.num_attention_heads, self.num_key_value_heads
+        if heads % key_heads:
+            raise UserError(f"{heads} heads of queries cannot share {key_heads} heads of keys")
+        if self.windows and len(self.windows) != self.num_hidden_layers:
+            raise UserError(f"{len(self.windows)} windows are given for {self.num_hidden_layers} blocks")
+        if self.rotated % 2:
+            raise UserError(f"{self.rotated} channels of a head cannot rotate in pairs")
 
     @property
-    def turned(self) -> int:
+    def rotated(self) -> int:
         """Channels of a head with rotary positions."""
-        return self.head_width if self.latent is None else self.latent.rotary
+        return self.head_dim if self.latent is None else self.latent.rotary
 
     def window(self, block: int) -> int | None:
         """The number of earlier keys that a query of a block sees; None: all. Blocks behind the last one see all."""

@@ -11,48 +11,49 @@ from dataclasses import dataclass
 from mmspeed.models.language.config import DecoderSettings
 from mmspeed.protocols import Work
 
-ELEMENTWISE = 60  # operations of norms, turns and activations for each token and channel of a block
+ELEMENTWISE = 60  # operations of norms, rotations and activations for each token and channel of a block
 
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Numbers of parameters. active: those that one token's forward pass uses; embedding: of embeddings and head; further: of the modules
+    """Numbers of parameters. active: those that one token's forward pass uses; embedding: of embeddings and head; mtp: of the modules
     for further tokens, which are in neither `total` nor `active`."""
 
     total: int
     active: int
     embedding: int
-    further: int = 0
+    mtp: int = 0
 
 
 def count_parameters(settings: DecoderSettings) -> ParameterCounts:
     """The parameters of a decoder. Embeddings are active whole, as in published counts; a tied head counts once."""
-    embedding = settings.vocabulary * settings.width * (1 if settings.tied else 2)
-    total = active = embedding + settings.width
-    for block in range(settings.depth):
+    embedding = settings.vocab_size * settings.hidden_size * (1 if settings.tie_word_embeddings else 2)
+    total = active = embedding + settings.hidden_size
+    for block in range(settings.num_hidden_layers):
         whole, used = _block(settings, block)
         total, active = total + whole, active + used
-    extra = _block(settings, settings.depth)[0] + 2 * settings.width**2 + 3 * settings.width
-    return ParameterCounts(total, active, embedding, settings.further * extra)
+    extra = _block(settings, settings.num_hidden_layers)[0] + 2 * settings.hidden_size**2 + 3 * settings.hidden_size
+    return ParameterCounts(total, active, embedding, settings.num_nextn_predict_layers * extra)
 
 
 def _block(settings: DecoderSettings, block: int) -> tuple[int, int]:
     """(parameters, active ones) of a block."""
-    width, experts = settings.width, settings.experts
+    width, experts = settings.hidden_size, settings.experts
     shared = _attention(settings) + width * (4 if settings.sandwich else 2)
     if experts is None or not settings.has_experts(block):
-        mlp = 3 * width * settings.hidden + (2 * settings.hidden + width if settings.mlp_bias else 0)
+        hidden = settings.intermediate_size
+        mlp = 3 * width * hidden + (2 * hidden + width if settings.mlp_bias else 0)
         return shared + mlp, shared + mlp
-    one = 3 * width * experts.width
-    shared += experts.count * width + experts.shared * one
-    return shared + experts.count * one, shared + experts.chosen * one
+    one = 3 * width * experts.moe_intermediate_size
+    shared += experts.num_experts * width + experts.n_shared_experts * one
+    return shared + experts.num_experts * one, shared + experts.top_k * one
 
 
 def _products(settings: DecoderSettings) -> int:
     """Numbers in the matrices of an attention."""
-    width, heads, latent = settings.width, settings.heads, settings.latent
+    width, heads, latent = settings.hidden_size, settings.num_attention_heads, settings.latent
     if latent is None:
-        return 2 * width * settings.head_width * (heads + settings.key_heads)
+        return 2 * width * settings.head_dim * (heads + settings.num_key_value_heads)
     query, rank = heads * (latent.plain + latent.rotary), latent.query_rank
     queries = width * query if rank is None else rank * (width + query)
     keys = width * (latent.key_rank + latent.rotary) + latent.key_rank * heads * (latent.plain + latent.value)
@@ -61,10 +62,11 @@ def _products(settings: DecoderSettings) -> int:
 
 def _attention(settings: DecoderSettings) -> int:
     """The parameters of an attention: matrices, biases, norms."""
-    latent, out = settings.latent, settings.width if settings.out_bias else 0
+    latent, out = settings.latent, settings.hidden_size if settings.out_bias else 0
     if latent is None:
-        biases = settings.head_width * (settings.heads + 2 * settings.key_heads) if settings.qkv_bias else 0
-        return _products(settings) + biases + out + (2 * settings.head_width if settings.query_norm else 0)
+        head, heads = settings.head_dim, settings.num_attention_heads + 2 * settings.num_key_value_heads
+        biases = head * heads if settings.qkv_bias else 0
+        return _products(settings) + biases + out + (2 * head if settings.query_norm else 0)
     rank = latent.query_rank or 0
     biases = rank + latent.key_rank + latent.rotary if settings.qkv_bias else 0
     return _products(settings) + biases + out + rank + latent.key_rank
@@ -78,17 +80,19 @@ def forward_work(settings: DecoderSettings, lengths: Sequence[int]) -> Work:
     """
     tokens, pairs = sum(lengths), sum(length * length for length in lengths)
     latent = settings.latent
-    widths = 2 * settings.head_width if latent is None else latent.plain + latent.rotary + latent.value
-    numbers = settings.vocabulary * settings.width
-    for block in range(settings.depth):
+    widths = 2 * settings.head_dim if latent is None else latent.plain + latent.rotary + latent.value
+    width, blocks = settings.hidden_size, settings.num_hidden_layers
+    numbers = settings.vocab_size * width
+    for block in range(blocks):
         numbers += _products(settings) + _mlp_products(settings, block)
-    attention = 2.0 * settings.depth * pairs * settings.heads * widths
-    return Work(2.0 * tokens * numbers, attention, float(ELEMENTWISE * settings.depth * tokens * settings.width))
+    attention = 2.0 * blocks * pairs * settings.num_attention_heads * widths
+    return Work(2.0 * tokens * numbers, attention, float(ELEMENTWISE * blocks * tokens * width))
 
 
 def _mlp_products(settings: DecoderSettings, block: int) -> int:
     """Numbers that a token of a block is multiplied with behind the attention."""
-    width, experts = settings.width, settings.experts
+    width, experts = settings.hidden_size, settings.experts
     if experts is None or not settings.has_experts(block):
-        return 3 * width * settings.hidden
-    return width * experts.count + 3 * width * experts.width * (experts.chosen + experts.shared)
+        return 3 * width * settings.intermediate_size
+    used = experts.top_k + experts.n_shared_experts
+    return width * experts.num_experts + 3 * width * experts.moe_intermediate_size * used

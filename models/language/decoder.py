@@ -29,14 +29,14 @@ class DecoderOutput(NamedTuple):
 
     logits_BNV: without targets. loss_BN, lse_BN: with targets, the cross-entropy of each token and the log-sum-exp of its logits, whose
     square is the z-loss; 0 where the target is IGNORED. balance_B: sum over blocks of the experts' auxiliary loss, where there is one.
-    further: (loss_BN, lse_BN), or logits, of the modules that predict further tokens.
+    mtp: (loss_BN, lse_BN), or logits, of the modules that predict further tokens.
     """
 
     logits_BNV: Tensor | None = None
     loss_BN: Tensor | None = None
     lse_BN: Tensor | None = None
     balance_B: Tensor | None = None
-    further: tuple[tuple[Tensor, ...], ...] = ()
+    mtp: tuple[tuple[Tensor, ...], ...] = ()
 
 
 class DecoderBlock(nn.Module):
@@ -44,7 +44,7 @@ class DecoderBlock(nn.Module):
 
     def __init__(self, settings: DecoderSettings, place: int) -> None:
         super().__init__()
-        width, eps, window = settings.width, settings.norm_eps, settings.window(place)
+        width, eps, window = settings.hidden_size, settings.norm_eps, settings.window(place)
         self.sandwich = settings.sandwich
         self.input_layernorm = ScaleNorm(width, eps)
         self.self_attn: nn.Module = (
@@ -59,7 +59,7 @@ class DecoderBlock(nn.Module):
         if settings.experts is not None and settings.has_experts(place):
             self.mlp = ExpertMlp(settings, settings.experts)
         else:
-            self.mlp = GatedMlp(width, settings.hidden, settings.mlp_bias)
+            self.mlp = GatedMlp(width, settings.intermediate_size, settings.mlp_bias)
 
     def forward(
         self,
@@ -86,12 +86,12 @@ class DecoderBlock(nn.Module):
         return self.mlp(x_BNE, counted_BN, packs_BNP) if isinstance(self.mlp, ExpertMlp) else self.mlp(x_BNE)
 
 
-class FurtherModule(nn.Module):
+class MtpModule(nn.Module):
     """Predicts one more token (multi-token prediction, DeepSeek-V3): from the tokens of the module before and a later embedding."""
 
     def __init__(self, settings: DecoderSettings, place: int) -> None:
         super().__init__()
-        width, eps = settings.width, settings.norm_eps
+        width, eps = settings.hidden_size, settings.norm_eps
         self.enorm, self.hnorm = ScaleNorm(width, eps), ScaleNorm(width, eps)
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
         self.mtp_block = DecoderBlock(settings, place)
@@ -120,11 +120,12 @@ class Decoder(nn.Module):
     def __init__(self, settings: DecoderSettings) -> None:
         super().__init__()
         self.settings = settings
-        self.embed_tokens = nn.Embedding(settings.vocabulary, settings.width)
-        self.layers = nn.ModuleList(DecoderBlock(settings, place) for place in range(settings.depth))
-        self.norm = ScaleNorm(settings.width, settings.norm_eps)
-        self.lm_head = TokenHead(settings.vocabulary, settings.width, settings.tied)
-        self.mtp = nn.ModuleList(FurtherModule(settings, settings.depth + place) for place in range(settings.further))
+        self.embed_tokens = nn.Embedding(settings.vocab_size, settings.hidden_size)
+        self.layers = nn.ModuleList(DecoderBlock(settings, place) for place in range(settings.num_hidden_layers))
+        self.norm = ScaleNorm(settings.hidden_size, settings.norm_eps)
+        self.lm_head = TokenHead(settings.vocab_size, settings.hidden_size, settings.tie_word_embeddings)
+        behind = range(settings.num_hidden_layers, settings.num_hidden_layers + settings.num_nextn_predict_layers)
+        self.mtp = nn.ModuleList(MtpModule(settings, place) for place in behind)
         declare_plan(self, decoder_plan(settings))
         declare_float32(self, ("gate",))  # the router
         if not self.norm.weight.is_meta:
@@ -155,19 +156,19 @@ class Decoder(nn.Module):
             balances.append(balance_P)
         x_BNE = self.norm(x_BNE)
         output = self._predict(x_BNE, target_BN)
-        further = []
+        mtp = []
         for step, module in enumerate(self.mtp, 1):
             later_BN = later_tokens(ids_BN, bounds_Z, step)
             later_BNE = self.embed_tokens(later_BN)
             x_BNE, balance_P = module(x_BNE, later_BNE, pos_BN + step, bounds_Z, counted_BN, packs_BNP)
             balances.append(balance_P)
             target = None if target_BN is None else later_targets(target_BN, bounds_Z, step)
-            further.append(self._predict(x_BNE, target))
+            mtp.append(self._predict(x_BNE, target))
         summed = [balance_P for balance_P in balances if balance_P is not None]
         balance = torch.stack(summed).sum(0).expand(len(ids_BN)).clone() if summed else None
         if target_BN is None:
-            return DecoderOutput(logits_BNV=output[0], balance_B=balance, further=tuple(further))
-        return DecoderOutput(None, output[0], output[1], balance, tuple(further))
+            return DecoderOutput(logits_BNV=output[0], balance_B=balance, mtp=tuple(mtp))
+        return DecoderOutput(None, output[0], output[1], balance, tuple(mtp))
 
     def _packs(self, ids_BN: Tensor) -> Tensor | None:
         """1 at the pack of each token, (B, N, P), where the experts' auxiliary loss is of each pack."""
@@ -178,7 +179,8 @@ class Decoder(nn.Module):
 
     def _predict(self, x_BNE: Tensor, target_BN: Tensor | None) -> tuple[Tensor, ...]:
         """(logits,), or (losses, log-sum-exps) of targets."""
-        first, lse_BN = self.lm_head(x_BNE, target_BN, self.embed_tokens.weight if self.settings.tied else None)
+        tied = self.embed_tokens.weight if self.settings.tie_word_embeddings else None
+        first, lse_BN = self.lm_head(x_BNE, target_BN, tied)
         return (first,) if lse_BN is None else (first.clone(), lse_BN.clone())  # FSDP2 warns of outputs that are views
 
     def initial_weights(self, seed: int) -> Iterator[tuple[nn.Parameter, Tensor]]:

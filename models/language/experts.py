@@ -58,10 +58,10 @@ class Router(RecordedModule):
         super().__init__()
         self.settings = settings
         self.total: Callable[[Tensor], Tensor] | None = None  # sums over the processes of a step, while it runs
-        self.weight = nn.Parameter(torch.empty(settings.count, width))
-        self.register_buffer("load_G", torch.zeros(settings.count), persistent=False)
-        if settings.bias:
-            self.register_buffer("e_score_correction_bias", torch.zeros(settings.count))
+        self.weight = nn.Parameter(torch.empty(settings.num_experts, width))
+        self.register_buffer("load_G", torch.zeros(settings.num_experts), persistent=False)
+        if settings.router_bias:
+            self.register_buffer("e_score_correction_bias", torch.zeros(settings.num_experts))
 
     def forward(self, x_TE: Tensor, counted_T: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """(weights_TK, expert_TK, scores_TG): weights and scores in float32, or float64 for such tokens.
@@ -71,39 +71,39 @@ class Router(RecordedModule):
         settings, dtype = self.settings, torch.promote_types(x_TE.dtype, torch.float32)
         with without_autocast(x_TE):
             logits_TG = F.linear(x_TE.to(dtype), self.weight.to(dtype))
-            scores_TG = logits_TG.softmax(-1) if settings.scores == "softmax" else logits_TG.sigmoid()
+            scores_TG = logits_TG.softmax(-1) if settings.scoring_func == "softmax" else logits_TG.sigmoid()
             expert_TK, fresh = self.record_or_replay(lambda: self.choose(scores_TG.detach()))
             if fresh and self.training:
                 self._count(expert_TK, counted_T)
             weights_TK = scores_TG.gather(1, expert_TK)
-            if settings.normalised:
+            if settings.norm_topk_prob:
                 weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + SMALLEST_SUM)
-            return weights_TK * settings.scaling, expert_TK, scores_TG
+            return weights_TK * settings.routed_scaling_factor, expert_TK, scores_TG
 
     def choose(self, scores_TG: Tensor) -> Tensor:
         """The experts of each token, int64 (T, K): those with the greatest scores, bias included, of the greatest groups."""
         settings = self.settings
-        if settings.bias:
+        if settings.router_bias:
             scores_TG = scores_TG + self.e_score_correction_bias.to(scores_TG.dtype)
-        if settings.chosen_groups < settings.groups:
-            by_group = scores_TG.unflatten(1, (settings.groups, -1))
+        if settings.topk_group < settings.n_group:
+            by_group = scores_TG.unflatten(1, (settings.n_group, -1))
             group_TG = by_group.topk(GROUP_SCORES, dim=-1).values.sum(-1)
             kept_TG = torch.zeros_like(group_TG, dtype=torch.bool).scatter_(
-                1, group_TG.topk(settings.chosen_groups, dim=-1).indices, True
+                1, group_TG.topk(settings.topk_group, dim=-1).indices, True
             )
             scores_TG = by_group.masked_fill(~kept_TG[..., None], -torch.inf).flatten(1)
-        return scores_TG.topk(settings.chosen, dim=-1).indices
+        return scores_TG.topk(settings.top_k, dim=-1).indices
 
     @torch.no_grad()
     def reset(self) -> None:
         """Forget loads, and set the bias of a new model."""
         self.load_G.zero_()
-        if self.settings.bias:
+        if self.settings.router_bias:
             self.e_score_correction_bias.zero_()
 
     @torch.no_grad()
     def _count(self, expert_TK: Tensor, counted_T: Tensor | None) -> None:
-        self.load_G.add_(loads(expert_TK, self.settings.count, counted_T))
+        self.load_G.add_(loads(expert_TK, self.settings.num_experts, counted_T))
 
     def step_counts(self) -> Tensor:
         """The loads that this process counted since `begin_counts`, whole numbers."""
@@ -131,7 +131,7 @@ class Router(RecordedModule):
 
         load_G: loads of all processes, int64.
         """
-        if self.settings.bias:
+        if self.settings.router_bias:
             above_G = (
                 load_G * len(load_G) - load_G.sum()
             )  # whole numbers: a load equal to the mean moves nothing, in any layout
@@ -157,8 +157,8 @@ class Experts(nn.Module):
 
     def __init__(self, width: int, settings: ExpertSettings) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.empty(settings.count, 2 * settings.width, width))
-        self.down_proj = nn.Parameter(torch.empty(settings.count, width, settings.width))
+        self.gate_up_proj = nn.Parameter(torch.empty(settings.num_experts, 2 * settings.moe_intermediate_size, width))
+        self.down_proj = nn.Parameter(torch.empty(settings.num_experts, width, settings.moe_intermediate_size))
 
     def forward(self, x_TE: Tensor, weights_TK: Tensor, expert_TK: Tensor) -> Tensor:
         """The weighted sum of each token's experts."""
@@ -177,9 +177,10 @@ class ExpertMlp(nn.Module):
     def __init__(self, settings: DecoderSettings, experts: ExpertSettings) -> None:
         super().__init__()
         self.settings = experts
-        self.gate = (BiasedRouter if experts.bias else Router)(settings.width, experts)
-        self.experts = Experts(settings.width, experts)
-        self.shared_experts = GatedMlp(settings.width, experts.shared * experts.width) if experts.shared else None
+        width, shared = settings.hidden_size, experts.n_shared_experts
+        self.gate = (BiasedRouter if experts.router_bias else Router)(width, experts)
+        self.experts = Experts(width, experts)
+        self.shared_experts = GatedMlp(width, shared * experts.moe_intermediate_size) if shared else None
         self.balance = BalanceSums() if experts.balance is not None else None
 
     def forward(

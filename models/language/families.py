@@ -26,8 +26,8 @@ IGNORED_NAMES = (r"rotary_emb\.inv_freq$",)
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # of a module for further tokens: copies of the model's own
 
 
-def settings_of(tree: Tree, key: str, further: int = 0) -> DecoderSettings:
-    """The settings of a config.json. further: modules for further tokens. Raises UserError for what the decoder does not compute."""
+def settings_of(tree: Tree, key: str, mtp: int = 0) -> DecoderSettings:
+    """The settings of a config.json. mtp: modules for further tokens. Raises UserError for what the decoder does not compute."""
     kind = tree.get("model_type")
     if kind not in FAMILIES:
         raise UserError(
@@ -43,13 +43,13 @@ def settings_of(tree: Tree, key: str, further: int = 0) -> DecoderSettings:
         width, heads = int(tree["hidden_size"]), int(tree["num_attention_heads"])
         bias = bool(tree.get("attention_bias", False))
         return DecoderSettings(
-            vocabulary=int(tree["vocab_size"]),
-            width=width,
-            depth=int(tree["num_hidden_layers"]),
-            heads=heads,
-            hidden=int(tree["intermediate_size"]),
-            key_heads=int(tree.get("num_key_value_heads") or heads),
-            head_width=int(tree.get("head_dim") or width // heads),
+            vocab_size=int(tree["vocab_size"]),
+            hidden_size=width,
+            num_hidden_layers=int(tree["num_hidden_layers"]),
+            num_attention_heads=heads,
+            intermediate_size=int(tree["intermediate_size"]),
+            num_key_value_heads=int(tree.get("num_key_value_heads") or heads),
+            head_dim=int(tree.get("head_dim") or width // heads),
             latent=_latent(tree) if kind == "deepseek_v3" else None,
             query_norm=kind in ("qwen3", "qwen3_moe"),
             qkv_bias=bias,
@@ -62,9 +62,9 @@ def settings_of(tree: Tree, key: str, further: int = 0) -> DecoderSettings:
                 tree.get("max_position_embeddings"),
             ),
             windows=_windows(tree),
-            tied=bool(tree.get("tie_word_embeddings", False)),
+            tie_word_embeddings=bool(tree.get("tie_word_embeddings", False)),
             experts=_experts(tree, kind),
-            further=further,
+            num_nextn_predict_layers=mtp,
             first_std=float(tree.get("initializer_range", 0.02)),
         )
     except KeyError as error:
@@ -114,10 +114,10 @@ def _experts(tree: Tree, kind: str) -> ExpertSettings | None:
         step, plain = int(tree.get("decoder_sparse_step", 1)), tree.get("mlp_only_layers") or ()
         dense = tuple(place for place in range(depth) if place in plain or (place + 1) % step)
         return ExpertSettings(
-            count=int(tree["num_experts"] if "num_experts" in tree else tree["num_local_experts"]),
-            chosen=int(tree["num_experts_per_tok"]),
-            width=int(tree["moe_intermediate_size"]),
-            normalised=bool(tree.get("norm_topk_prob", False)),
+            num_experts=int(tree["num_experts"] if "num_experts" in tree else tree["num_local_experts"]),
+            top_k=int(tree["num_experts_per_tok"]),
+            moe_intermediate_size=int(tree["moe_intermediate_size"]),
+            norm_topk_prob=bool(tree.get("norm_topk_prob", False)),
             dense=dense,
         )
     if kind != "deepseek_v3":
@@ -127,16 +127,16 @@ def _experts(tree: Tree, kind: str) -> ExpertSettings | None:
         if tree.get(name, value) != value:
             raise UserError(f"{name} {tree[name]!r} is not computed, {value!r} is")
     return ExpertSettings(
-        count=int(tree["n_routed_experts"]),
-        chosen=int(tree["num_experts_per_tok"]),
-        width=int(tree["moe_intermediate_size"]),
-        shared=int(tree.get("n_shared_experts") or 0),
-        scores="sigmoid",
-        normalised=bool(tree.get("norm_topk_prob", True)),
-        scaling=float(tree.get("routed_scaling_factor", 1.0)),
-        groups=int(tree.get("n_group") or 1),
-        chosen_groups=int(tree.get("topk_group") or 1),
-        bias=True,
+        num_experts=int(tree["n_routed_experts"]),
+        top_k=int(tree["num_experts_per_tok"]),
+        moe_intermediate_size=int(tree["moe_intermediate_size"]),
+        n_shared_experts=int(tree.get("n_shared_experts") or 0),
+        scoring_func="sigmoid",
+        norm_topk_prob=bool(tree.get("norm_topk_prob", True)),
+        routed_scaling_factor=float(tree.get("routed_scaling_factor", 1.0)),
+        n_group=int(tree.get("n_group") or 1),
+        topk_group=int(tree.get("topk_group") or 1),
+        router_bias=True,
         dense=tuple(range(min(depth, int(tree.get("first_k_dense_replace", 0))))),
     )
 
@@ -153,14 +153,14 @@ def _hub_name(settings: DecoderSettings, name: str) -> Assembly:
     if head == "mtp":
         module, _, part = rest.partition(".")
         part = part.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
-        name = f"layers.{settings.depth + int(module)}.{part}"
+        name = f"layers.{settings.num_hidden_layers + int(module)}.{part}"
     stem, _, last = name.rpartition(".")
     if not stem.endswith(".experts"):
         return f"model.{name}"
     assert settings.experts is not None
     parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
     experts = []
-    for number in range(settings.experts.count):
+    for number in range(settings.experts.num_experts):
         pieces = tuple(f"model.{stem}.{number}.{part}.weight" for part in parts)
         experts.append(pieces[0] if len(pieces) == 1 else Joined(pieces))
     return Stacked(tuple(experts))
@@ -174,20 +174,20 @@ def config_tree(settings: DecoderSettings) -> dict[str, Any]:
     tree: dict[str, Any] = {
         "architectures": [FAMILIES[kind]],
         "model_type": kind,
-        "vocab_size": settings.vocabulary,
-        "hidden_size": settings.width,
-        "num_hidden_layers": settings.depth,
-        "num_attention_heads": settings.heads,
-        "num_key_value_heads": settings.key_heads,
-        "head_dim": settings.head_width,
-        "intermediate_size": settings.hidden,
+        "vocab_size": settings.vocab_size,
+        "hidden_size": settings.hidden_size,
+        "num_hidden_layers": settings.num_hidden_layers,
+        "num_attention_heads": settings.num_attention_heads,
+        "num_key_value_heads": settings.num_key_value_heads,
+        "head_dim": settings.head_dim,
+        "intermediate_size": settings.intermediate_size,
         "hidden_act": "silu",
         "attention_bias": settings.qkv_bias,
         "rms_norm_eps": settings.norm_eps,
         "max_position_embeddings": settings.rotary.longest
         or int((settings.rotary.original or 32_768) * (settings.rotary.factor or 1)),
         "rope_parameters": _rope_tree(settings),
-        "tie_word_embeddings": settings.tied,
+        "tie_word_embeddings": settings.tie_word_embeddings,
         "initializer_range": settings.first_std,
         "use_cache": True,
     }
@@ -208,19 +208,26 @@ def config_tree(settings: DecoderSettings) -> dict[str, Any]:
         }
         del tree["head_dim"]
     if experts is not None:
-        tree |= {"num_experts_per_tok": experts.chosen, "moe_intermediate_size": experts.width}
-        tree |= {"norm_topk_prob": experts.normalised}
+        tree |= {"num_experts_per_tok": experts.top_k, "moe_intermediate_size": experts.moe_intermediate_size}
+        tree |= {"norm_topk_prob": experts.norm_topk_prob}
         if latent is None:
-            tree |= {"num_experts": experts.count, "mlp_only_layers": list(experts.dense), "decoder_sparse_step": 1}
+            tree |= {
+                "num_experts": experts.num_experts,
+                "mlp_only_layers": list(experts.dense),
+                "decoder_sparse_step": 1,
+            }
         else:
-            tree |= {"n_routed_experts": experts.count, "n_shared_experts": experts.shared}
-            tree |= {"routed_scaling_factor": experts.scaling, "first_k_dense_replace": len(experts.dense)}
-            tree |= {"n_group": experts.groups, "topk_group": experts.chosen_groups}
+            tree |= {"n_routed_experts": experts.num_experts, "n_shared_experts": experts.n_shared_experts}
+            tree |= {
+                "routed_scaling_factor": experts.routed_scaling_factor,
+                "first_k_dense_replace": len(experts.dense),
+            }
+            tree |= {"n_group": experts.n_group, "topk_group": experts.topk_group}
     elif latent is not None:
         raise UserError(
             "a decoder with latent attention and no experts is of no family of transformers: it cannot be written"
         )
-    again = settings_of(tree, "the config.json", settings.further)
+    again = settings_of(tree, "the config.json", settings.num_nextn_predict_layers)
     differing = [name for name in vars(settings) if _comparable(again, name) != _comparable(settings, name)]
     if differing:
         raise UserError(
@@ -237,9 +244,9 @@ def _comparable(settings: DecoderSettings, name: str) -> Any:
         return replace(value, longest=value.longest if value.kind == "yarn" and value.factor is None else None)
     if name == "experts" and value is not None:
         return replace(value, balance=None, balance_rate=0.0)
-    if name == "head_width" and settings.latent is not None:
+    if name == "head_dim" and settings.latent is not None:
         return None
-    return value if name != "windows" else tuple(value) or (None,) * settings.depth
+    return value if name != "windows" else tuple(value) or (None,) * settings.num_hidden_layers
 
 
 def _rope_tree(settings: DecoderSettings) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def initial_values(model: nn.Module, settings: DecoderSettings, seed: int) -> It
             yield parameter, torch.zeros(parameter.shape)
         else:
             scaled = settings.sandwich and name.split(".")[-2] in BEHIND
-            yield parameter, torch.full(parameter.shape, settings.depth**-0.5 if scaled else 1.0)
+            yield parameter, torch.full(parameter.shape, settings.num_hidden_layers**-0.5 if scaled else 1.0)
     for module in model.modules():
         if isinstance(module, Router):
             module.reset()

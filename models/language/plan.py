@@ -18,9 +18,9 @@ COLUMN, SUM, SEEN = Linear("column"), Linear("row", "text", dim=1), {"x_BNE": Se
 
 def decoder_plan(settings: DecoderSettings) -> ModelPlan:
     """The plan of a decoder; modules for further tokens are blocks behind the others."""
-    names = [f"layers.{place}" for place in range(settings.depth)]
-    further = [f"mtp.{place}" for place in range(settings.further)]
-    blocks = [*names, *(f"{name}.mtp_block" for name in further)]
+    names = [f"layers.{place}" for place in range(settings.num_hidden_layers)]
+    mtp = [f"mtp.{place}" for place in range(settings.num_nextn_predict_layers)]
+    blocks = [*names, *(f"{name}.mtp_block" for name in mtp)]
     inputs: dict[str, dict[str, Split | Leading | Seen]] = {
         "embed_tokens": {"input": Split("text", dim=1, level="seen")},
         "lm_head": {"target_BN": Split("text", dim=1, level="seen")},
@@ -44,8 +44,8 @@ def decoder_plan(settings: DecoderSettings) -> ModelPlan:
         outputs=outputs,
         attention={f"{name}.self_attn.attend": Site(("text",), calls=True, sparse=False) for name in blocks},
         linears=linears,
-        heads=settings.heads,
-        key_heads=settings.key_heads,
+        heads=settings.num_attention_heads,
+        key_heads=settings.num_key_value_heads,
         regions=REGIONS,
         before=("embed_tokens",),
         after=("norm", "lm_head"),

@@ -2,7 +2,7 @@
 
 They are numbers of float32 on the CPU, as transformers computes them, and no tensors of the model: casting a model rounds none of them.
 
-Legend: B batch, N tokens, A heads, D channels that turn, H half of D.
+Legend: B batch, N tokens, A heads, D channels that rotate, H half of D.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmspeed.compute.operators.turns import rotary
+from mmspeed.compute.operators.rotary import rotary
 from mmspeed.compute.rope import rope_dtype
 from mmspeed.models.language.config import RotarySettings
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """Turns by positions. frequencies: of each pair of channels. amplitude: a factor to cosines and sines (yarn)."""
+    """Rotations by positions. frequencies: of each pair of channels. amplitude: a factor to cosines and sines (yarn)."""
 
     frequencies: tuple[float, ...]
     amplitude: float
@@ -33,17 +33,17 @@ class Rotary:
         angle_BNH = pos_BN[..., None].to(kind) * frequency_H
         return angle_BNH.cos() * self.amplitude, angle_BNH.sin() * self.amplitude
 
-    def turn(self, x_BNAD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        """Queries or keys, turned; interleaved pairs come out in two halves, for both alike."""
+    def rotate(self, x_BNAD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        """Queries or keys, rotated; interleaved pairs come out in two halves, for both alike."""
         if self.interleaved:
             x_BNAD = torch.cat((x_BNAD[..., 0::2], x_BNAD[..., 1::2]), dim=-1)
         cos_BNH, sin_BNH = tables
-        turned_BNAD: Tensor = rotary(x_BNAD, cos_BNH, sin_BNH)
-        return turned_BNAD
+        rotated_BNAD: Tensor = rotary(x_BNAD, cos_BNH, sin_BNH)
+        return rotated_BNAD
 
 
 def make_rotary(settings: RotarySettings, width: int) -> Rotary:
-    """The turns of `width` channels."""
+    """The rotations of `width` channels."""
     step_H = torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
     rate_H = 1.0 / settings.theta**step_H
     amplitude = 1.0
@@ -59,7 +59,7 @@ def make_rotary(settings: RotarySettings, width: int) -> Rotary:
 
 
 def _llama3(rate_H: Tensor, settings: RotarySettings) -> Tensor:
-    """Slow turns are slowed down further, fast ones are kept, those between by interpolation (Llama 3.1)."""
+    """Slow rotations are slowed down further, fast ones are kept, those between by interpolation (Llama 3.1)."""
     assert settings.factor is not None and settings.original is not None
     low, high, factor = settings.low_frequency, settings.high_frequency, settings.factor
     period_H = 2 * math.pi / rate_H
@@ -79,13 +79,13 @@ def _factor(settings: RotarySettings) -> float:
 
 
 def _yarn(step_H: Tensor, settings: RotarySettings, width: int) -> Tensor:
-    """Interpolation of slow turns, extrapolation of fast ones, and a ramp between (Peng et al. 2023)."""
+    """Interpolation of slow rotations, extrapolation of fast ones, and a ramp between (Peng et al. 2023)."""
     assert settings.original is not None
     factor, period_H = _factor(settings), settings.theta**step_H
 
-    def channel(turns: float) -> float:
+    def channel(rotations: float) -> float:
         assert settings.original is not None
-        return width * math.log(settings.original / (turns * 2 * math.pi)) / (2 * math.log(settings.theta))
+        return width * math.log(settings.original / (rotations * 2 * math.pi)) / (2 * math.log(settings.theta))
 
     low, high = channel(settings.beta_fast), channel(settings.beta_slow)
     if settings.truncates:

@@ -35,12 +35,12 @@ def _qwen(width: int, depth: int, heads: int, hidden: int, tied: bool = False, k
         128,
         query_norm=True,
         rotary=RotarySettings(theta=1e6),
-        tied=tied,
+        tie_word_embeddings=tied,
     )
 
 
 def _qwen_experts(width: int, depth: int, heads: int, hidden: int, expert: int) -> DecoderSettings:
-    experts = ExpertSettings(128, 8, expert, normalised=True)
+    experts = ExpertSettings(128, 8, expert, norm_topk_prob=True)
     return replace(_qwen(width, depth, heads, hidden, key_heads=4), experts=experts)
 
 
@@ -59,26 +59,35 @@ DEEPSEEK = DecoderSettings(
         256,
         8,
         2_048,
-        shared=1,
-        scores="sigmoid",
-        normalised=True,
-        scaling=2.5,
-        groups=8,
-        chosen_groups=4,
-        bias=True,
+        n_shared_experts=1,
+        scoring_func="sigmoid",
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        n_group=8,
+        topk_group=4,
+        router_bias=True,
         dense=(0, 1, 2),
     ),
-    further=1,
+    num_nextn_predict_layers=1,
 )
 # Width, depth, dense blocks, experts and their width are of the paper (2025), with MLA, sandwich norms and one module for further tokens;
 # vocabulary, heads, hidden, latent, rotary, scores and scaling are assumed.
 PANGU = replace(
     DEEPSEEK,
-    vocabulary=153_376,
-    width=7_680,
+    vocab_size=153_376,
+    hidden_size=7_680,
     sandwich=True,
     rotary=RotarySettings(interleaved=True),
-    experts=ExpertSettings(256, 8, 2_048, shared=1, scores="sigmoid", normalised=True, scaling=2.5, dense=(0, 1, 2)),
+    experts=ExpertSettings(
+        256,
+        8,
+        2_048,
+        n_shared_experts=1,
+        scoring_func="sigmoid",
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        dense=(0, 1, 2),
+    ),
 )
 
 SHAPES: dict[str, Shape] = {
@@ -110,22 +119,22 @@ def tiny_twin(settings: DecoderSettings) -> DecoderSettings:
     experts, latent = settings.experts, settings.latent
     heads = 4
     if experts is not None:
-        groups = min(experts.groups, 4)
+        groups = min(experts.n_group, 4)
         experts = replace(
-            experts, count=8, chosen=min(experts.chosen, 2), width=32, shared=min(experts.shared, 1), groups=groups,
-            chosen_groups=min(experts.chosen_groups, 2) if groups > 1 else 1, dense=(0,) if experts.dense else (),
+            experts, num_experts=8, top_k=min(experts.top_k, 2), moe_intermediate_size=32, n_shared_experts=min(experts.n_shared_experts, 1),
+            n_group=groups, topk_group=min(experts.topk_group, 2) if groups > 1 else 1, dense=(0,) if experts.dense else (),
         )  # fmt: skip
     if latent is not None:
         latent = LatentSettings(None if latent.query_rank is None else 24, 16, plain=16, rotary=8, value=16)
     return replace(
         settings,
-        vocabulary=512,
-        width=64,
-        depth=3,
-        heads=heads,
-        hidden=128,
-        key_heads=heads if settings.key_heads == settings.heads else 2,
-        head_width=24 if latent is not None else 16,
+        vocab_size=512,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=heads,
+        intermediate_size=128,
+        num_key_value_heads=heads if settings.num_key_value_heads == settings.num_attention_heads else 2,
+        head_dim=24 if latent is not None else 16,
         latent=latent,
         experts=experts,
         windows=settings.windows[:3],

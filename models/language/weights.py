@@ -34,18 +34,18 @@ SHARD_BYTES = 5 * 10**9
 MODULE = re.compile(r"^model\.layers\.(\d+)\.")
 
 
-def stored_decoder(pretrained: str, revision: str | None = None, further: int | None = None, key: str = KEY) -> Decoder:
+def stored_decoder(pretrained: str, revision: str | None = None, mtp: int | None = None, key: str = KEY) -> Decoder:
     """The decoder of a folder or hub id of transformers, without memory, to be filled from its files.
 
-    further: modules for further tokens; None: those that the files hold. Raises UserError for a family that is not computed, and for files
+    mtp: modules for further tokens; None: those that the files hold. Raises UserError for a family that is not computed, and for files
     that lack a tensor, hold another one, or one of another shape, which it lists.
     """
     patterns = (*weight_patterns(STEM), "*.json")
     folder = resolve(pretrained, [None], revision, patterns, key)
     tree = read_json(folder / "config.json", key)
-    if further is None:
-        further = _modules(folder, tree, key)
-    return decoder_of(folder, settings_of(tree, key, further), key)
+    if mtp is None:
+        mtp = _modules(folder, tree, key)
+    return decoder_of(folder, settings_of(tree, key, mtp), key)
 
 
 def decoder_of(folder: Path, settings: DecoderSettings, key: str = KEY) -> Decoder:
@@ -101,12 +101,10 @@ class HubWeights(FileWeights):
     @property
     def ignored(self) -> Sequence[str]:
         """Old tables of positions, a tied head, copies of embedding and head, and modules for further tokens that the model lacks."""
-        tied = (r"^lm_head\.weight$",) if self._settings.tied else ()
-        depth, further = self._settings.depth, self._settings.further
-        copies = [
-            rf"^model\.layers\.{depth + place}\.{re.escape(name)}$" for place in range(further) for name in SHARED
-        ]
-        behind = [] if further else [rf"^{re.escape(name)}" for name in self._behind(depth)]
+        tied = (r"^lm_head\.weight$",) if self._settings.tie_word_embeddings else ()
+        depth, mtp = self._settings.num_hidden_layers, self._settings.num_nextn_predict_layers
+        copies = [rf"^model\.layers\.{depth + place}\.{re.escape(name)}$" for place in range(mtp) for name in SHARED]
+        behind = [] if mtp else [rf"^{re.escape(name)}" for name in self._behind(depth)]
         return (*IGNORED_NAMES, *tied, *copies, *behind, *self._scales())
 
     def _scales(self) -> list[str]:

@@ -107,15 +107,15 @@ class LanguageTask(TaskDefaults):
         """The decoder's settings. Raises UserError for an unknown shape, and for sizes that do not go together."""
         section = self.config.model
         if section.pretrained is not None:
-            self._spare = stored_decoder(section.pretrained, section.revision, section.further)
+            self._spare = stored_decoder(section.pretrained, section.revision, section.num_nextn_predict_layers)
             settings = self._spare.settings
         else:
             name = section.shape
             settings = shape_named(name.removeprefix(TINY)).settings
             if name.startswith(TINY):
                 settings = tiny_twin(settings)
-            rows = section.vocabulary or (
-                settings.vocabulary if self._vocabulary is None else -(-self._vocabulary // ROWS) * ROWS
+            rows = section.vocab_size or (
+                settings.vocab_size if self._vocabulary is None else -(-self._vocabulary // ROWS) * ROWS
             )
             try:
                 settings = changed(settings, section, rows)
@@ -132,10 +132,10 @@ class LanguageTask(TaskDefaults):
     def _check_sizes(self) -> None:
         """Raise UserError for a tokenizer larger than the embedding, and for heads or rows of it that devices cannot divide."""
         settings, parallel, section = self.settings, self.config.parallel, self.config.model
-        if self._vocabulary is not None and self._vocabulary > settings.vocabulary:
+        if self._vocabulary is not None and self._vocabulary > settings.vocab_size:
             raise UserError(
-                f"the tokenizer has {self._vocabulary:,} ids and the model's embedding {settings.vocabulary:,} rows: "
-                "use the model's own tokenizer, or raise model.vocabulary"
+                f"the tokenizer has {self._vocabulary:,} ids and the model's embedding {settings.vocab_size:,} rows: "
+                "use the model's own tokenizer, or raise model.vocab_size"
             )
         turn, length = self._longest_turn, min(self.config.lengths)
         if turn > length:
@@ -144,18 +144,18 @@ class LanguageTask(TaskDefaults):
                 "from what it answers; raise sequence_length, or reject longer chats by texts.max_tokens"
             )
         devices = parallel.together(False)  # that split heads
-        for size, what in ((settings.heads, "heads"), (settings.key_heads, "heads of keys")):
+        for size, what in ((settings.num_attention_heads, "heads"), (settings.num_key_value_heads, "heads of keys")):
             if settings.latent is None and size % devices:
                 raise UserError(
                     f"the model's {size} {what} cannot be divided among the {devices} devices of `parallel`"
                 )
-        rows, options = settings.vocabulary, (self._vocabulary, section.vocabulary, section.pretrained)
+        rows, options = settings.vocab_size, (self._vocabulary, section.vocab_size, section.pretrained)
         if rows % devices and any(
             option is not None for option in options
         ):  # else the tokenizer will say how many rows
-            sizes = (rows, settings.heads, settings.key_heads)
+            sizes = (rows, settings.num_attention_heads, settings.num_key_value_heads)
             fits = ", ".join(str(n) for n in range(1, devices) if not any(size % n for size in sizes))
-            even = f"set model.vocabulary: {-(-rows // devices) * devices}"
+            even = f"set model.vocab_size: {-(-rows // devices) * devices}"
             raise UserError(
                 f"parallel.tp {devices} does not divide the {rows:,} rows of the embedding and the head: "
                 f"{even if section.pretrained is None else f'use one of {fits}'}"
@@ -170,7 +170,7 @@ class LanguageTask(TaskDefaults):
         if pretrained is None:
             model = on_meta(settings)
         elif model is None:
-            model = stored_decoder(pretrained, self.config.model.revision, settings.further)
+            model = stored_decoder(pretrained, self.config.model.revision, settings.num_nextn_predict_layers)
         if model.settings != settings:  # the balance of experts is the config's, not the folder's
             model = decoder_of(cast(HubWeights, source_of(model)).folder, settings)
         self._spare = None
@@ -199,9 +199,10 @@ class LanguageTask(TaskDefaults):
             terms["z_loss"] = of_tokens(objective.z_loss * output.lse_BN.float().square().sum(1))
         if output.balance_B is not None:
             terms["balance"] = Term(objective.balance * output.balance_B.float(), weights, "samples")
-        if output.further:
-            factor = objective.further / len(output.further)
-            summed_B = torch.stack([loss_BN.float().sum(1) for loss_BN, _ in output.further]).sum(0)
+        if output.mtp:
+            factor = objective.mtp / len(output.mtp)
+            summed_B = torch.stack([loss_BN.float().sum(1) for loss_BN, _ in output.mtp]).sum(0)
+            # not named mtp: terms are added in the order of their names, and the loss would round otherwise
             terms["further"] = of_tokens(factor * summed_B)
         return terms
 
@@ -315,7 +316,7 @@ class LanguageTask(TaskDefaults):
     def _synthetic(self, shape: ShapeClass, items: int) -> Batch:
         length = shape.numbers
         ids_BN = torch.randint(
-            self.settings.vocabulary, (items, length), generator=torch.Generator().manual_seed(self.config.seed)
+            self.settings.vocab_size, (items, length), generator=torch.Generator().manual_seed(self.config.seed)
         )
         targets_BN = ids_BN.roll(-1, 1)
         targets_BN[:, [length // 2 - 1, length - 1]] = IGNORED
@@ -344,7 +345,7 @@ class LanguageTask(TaskDefaults):
 
         def loss(batch: Batch) -> Tensor:
             output = model(batch["ids"], None, batch["targets"])
-            return cast(Tensor, output.loss_BN.sum() + sum(loss_BN.sum() for loss_BN, _ in output.further))
+            return cast(Tensor, output.loss_BN.sum() + sum(loss_BN.sum() for loss_BN, _ in output.mtp))
 
         return batch, loss
 
@@ -417,7 +418,7 @@ class LanguageTask(TaskDefaults):
         """The model's section, its vocabulary, and the lengths of packs."""
         section = self.config.model.model_dump(mode="json")
         named = {f"model.{name}": value for name, value in section.items()}
-        return {**named, "model.rows": self.settings.vocabulary, "sequence_length": list(self.config.lengths)}
+        return {**named, "model.rows": self.settings.vocab_size, "sequence_length": list(self.config.lengths)}
 
     def shrunk(self, known: Mapping[str, Any] | None = None) -> CheckTask:
         """A tiny twin of the decoder on synthetic documents. Raises UserError for heads or rows that do not fit the layout."""

@@ -97,11 +97,13 @@ class ShrunkLanguage:
     def notes(self) -> CheckNotes:
         """Sizes of the model, and the packs."""
         own = self.settings
-        words = [f"{own.depth} blocks of width {own.width}, {own.heads} heads, {own.key_heads} of keys"]
+        words = [
+            f"{own.num_hidden_layers} blocks of width {own.hidden_size}, {own.num_attention_heads} heads, {own.num_key_value_heads} of keys"
+        ]
         words += ["latent attention"] if own.latent is not None else []
-        words += [f"{own.experts.count} experts"] if own.experts is not None else []
-        words += [f"{own.further} further tokens"] if own.further else []
-        words += [f"{own.vocabulary} rows of the vocabulary, {'tied' if own.tied else 'not tied'}"]
+        words += [f"{own.experts.num_experts} experts"] if own.experts is not None else []
+        words += [f"{own.num_nextn_predict_layers} further tokens"] if own.num_nextn_predict_layers else []
+        words += [f"{own.vocab_size} rows of the vocabulary, {'tied' if own.tie_word_embeddings else 'not tied'}"]
         packs, tokens = self.config.train.samples_per_step, self.config.sequence_length
         items = [f"a step of {packs} packs of {tokens} tokens, {self.config.packing}"]
         return CheckNotes(", ".join(words), items=items, remarks=self.remarks)
@@ -141,7 +143,7 @@ class ShrunkLanguage:
 def shrunk_language(config: LanguageConfig, settings: DecoderSettings) -> ShrunkLanguage:
     """The small run of a config whose decoder has these settings. Raises UserError for heads that do not fit the layout."""
     parallel = config.parallel
-    check_heads(settings.heads, parallel.ulysses, parallel.tp, settings.key_heads)
+    check_heads(settings.num_attention_heads, parallel.ulysses, parallel.tp, settings.num_key_value_heads)
     small, remarks = shrunk_settings(settings, parallel), list[str]()
     tokens = max(TOKENS, 8 * parallel.group + 5)
     lanes = math.prod(parallel.sizes().values()) // parallel.group
@@ -163,22 +165,22 @@ def shrunk_language(config: LanguageConfig, settings: DecoderSettings) -> Shrunk
         remarks.append(
             "compared with model.balance: micro_batch: what a step has met so far is more where more processes compute at a time"
         )
-    documents = SyntheticDocuments(4 * (lanes + 1), tokens, small.vocabulary, config.seed)
+    documents = SyntheticDocuments(4 * (lanes + 1), tokens, small.vocab_size, config.seed)
     return ShrunkLanguage(config.model_copy(update=changes), small, documents, tuple(remarks))
 
 
 def shrunk_settings(settings: DecoderSettings, parallel: ParallelConfig) -> DecoderSettings:
     """The tiny twin of a decoder, with as many heads as a layout needs and sizes that it divides where it divides those of the decoder."""
     twin, tp = tiny_twin(settings), parallel.tp
-    ratio = twin.heads // twin.key_heads
-    key_heads = -(-twin.key_heads // tp) * tp
+    ratio = twin.num_attention_heads // twin.num_key_value_heads
+    key_heads = -(-twin.num_key_value_heads // tp) * tp
     while ratio * key_heads // tp < parallel.ulysses:
         key_heads += tp
     return replace(
         twin,
-        heads=ratio * key_heads,
-        key_heads=key_heads,
-        hidden=shrunk_size(settings.hidden, tp, twin.hidden),
-        vocabulary=shrunk_size(settings.vocabulary, tp, LEAST_ROWS),
+        num_attention_heads=ratio * key_heads,
+        num_key_value_heads=key_heads,
+        intermediate_size=shrunk_size(settings.intermediate_size, tp, twin.intermediate_size),
+        vocab_size=shrunk_size(settings.vocab_size, tp, LEAST_ROWS),
         windows=tuple(window and min(window, WINDOW) for window in twin.windows),
     )

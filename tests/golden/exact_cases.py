@@ -64,9 +64,9 @@ CACHES = {
 
 _HALF = "device.dtype=bfloat16 "
 _DEEPSEEK = (
-    "model.shape=tiny-deepseek-v3 model.further=1 model.balance=sequence objective.balance_rate=0.01 model.experts.count=6 "
-    "model.experts.per_token=3 model.experts.width=24 model.experts.shared=2 model.experts.first_dense=1 model.experts.scores=sigmoid "
-    "model.experts.normalised=true model.experts.scaling=1.5 model.experts.groups=3 model.experts.chosen_groups=2 model.experts.bias=true"
+    "model.shape=tiny-deepseek-v3 model.num_nextn_predict_layers=1 model.balance=sequence objective.balance_rate=0.01 model.num_experts=6 "
+    "model.num_experts_per_tok=3 model.moe_intermediate_size=24 model.n_shared_experts=2 model.first_k_dense_replace=1 model.scoring_func=sigmoid "
+    "model.norm_topk_prob=true model.routed_scaling_factor=1.5 model.n_group=3 model.topk_group=2 model.router_bias=true"
 )
 RUNS = {
     # the three of tests/golden/test_curves.py
@@ -105,7 +105,7 @@ RUNS = {
         "model.pretrained=./wan-experts objective.experts=both text.kind=family text.pretrained=./wan", "cache-wan"
     ),
     "qwen3": Run(
-        "model.shape=tiny-qwen3-8b model.depth=2 model.width=48 model.heads=6 model.key_heads=3 model.head_width=8 model.hidden=80 "
+        "model.shape=tiny-qwen3-8b model.num_hidden_layers=2 model.hidden_size=48 model.num_attention_heads=6 model.num_key_value_heads=3 model.head_dim=8 model.intermediate_size=80 "
         "model.windows=[9,null] objective.z_loss=0.001",
         "cache-texts",
     ),

@@ -25,7 +25,7 @@ LAYOUTS = {
     "tp": ("parallel.tp=2",),
 }
 MODELS = {
-    "dense": ("model.shape=tiny-qwen3-8b", "model.further=1"),
+    "dense": ("model.shape=tiny-qwen3-8b", "model.num_nextn_predict_layers=1"),
     "latent": ("model.shape=tiny-deepseek-v3",),
 }
 

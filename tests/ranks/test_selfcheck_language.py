@@ -69,9 +69,9 @@ def test_a_layout_that_does_not_fit_the_decoder_is_refused(tmp_path: Path, capsy
     ):
         assert main(["check", str(written(tmp_path)), "--parallel", layout]) == 1
         assert message in capsys.readouterr().err
-    rows = written(tmp_path, model={"shape": "qwen3-8b", "vocabulary": 1001})
+    rows = written(tmp_path, model={"shape": "qwen3-8b", "vocab_size": 1001})
     assert main(["check", str(rows), "--parallel", "tp=2"]) == 1
-    assert "set model.vocabulary: 1002" in capsys.readouterr().err
+    assert "set model.vocab_size: 1002" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("tp", "ulysses"), [(1, 1), (2, 1), (4, 1), (2, 4), (8, 2)])
@@ -79,6 +79,6 @@ def test_a_small_decoder_fits_where_the_decoder_does(tp: int, ulysses: int) -> N
     parallel = ParallelConfig(tp=tp, ulysses=ulysses)
     for name in ("qwen3-8b", "deepseek-v3", "pangu-ultra-moe"):
         small = shrunk_settings(SHAPES[name].settings, parallel)
-        check_heads(small.heads, ulysses, tp, small.key_heads)
-        assert small.vocabulary % tp == SHAPES[name].settings.vocabulary % tp == 0 and small.hidden % tp == 0
-        assert small.heads <= 64 and small.vocabulary <= 256
+        check_heads(small.num_attention_heads, ulysses, tp, small.num_key_value_heads)
+        assert small.vocab_size % tp == SHAPES[name].settings.vocab_size % tp == 0 and small.intermediate_size % tp == 0
+        assert small.num_attention_heads <= 64 and small.vocab_size <= 256

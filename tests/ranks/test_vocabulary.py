@@ -50,19 +50,23 @@ class Case:
     @property
     def settings(self) -> DecoderSettings:
         twin = tiny_twin(SHAPES[self.shape].settings)
-        return replace(twin, vocabulary=VOCABULARY, first_std=0.1, **dict(self.changes))
+        return replace(twin, vocab_size=VOCABULARY, first_std=0.1, **dict(self.changes))
 
 
 TWO = {
     "untied": Case("qwen3-8b"),
-    "tied, further tokens": Case("qwen3-0.6b", changes=(("further", 1),)),
+    "tied, further tokens": Case("qwen3-0.6b", changes=(("num_nextn_predict_layers", 1),)),
 }
 FOUR = {
-    "untied": Case("llama3-8b", tp=4, changes=(("key_heads", 4),)),
-    "tied, further tokens": Case("qwen3-0.6b", tp=4, changes=(("further", 2), ("key_heads", 4))),
+    "untied": Case("llama3-8b", tp=4, changes=(("num_key_value_heads", 4),)),
+    "tied, further tokens": Case(
+        "qwen3-0.6b", tp=4, changes=(("num_nextn_predict_layers", 2), ("num_key_value_heads", 4))
+    ),
     "experts, further tokens, fsdp": Case("deepseek-v3", strategy="fsdp"),
     "untied, ring, fsdp": Case("qwen3-8b", ring=2, strategy="fsdp"),
-    "tied, further tokens, ulysses, fsdp": Case("qwen3-0.6b", ulysses=2, strategy="fsdp", changes=(("further", 1),)),
+    "tied, further tokens, ulysses, fsdp": Case(
+        "qwen3-0.6b", ulysses=2, strategy="fsdp", changes=(("num_nextn_predict_layers", 1),)
+    ),
 }
 
 
@@ -77,7 +81,7 @@ def backward(model: torch.nn.Module, share: float) -> float:
     """The loss of a pack, further tokens and z-loss included, times a share; its gradients are added."""
     output = outputs(model)
     loss = torch.zeros(())
-    for loss_BN, lse_BN in ((output.loss_BN, output.lse_BN), *output.further):
+    for loss_BN, lse_BN in ((output.loss_BN, output.lse_BN), *output.mtp):
         assert loss_BN is not None and lse_BN is not None
         loss = loss + loss_BN.mean() + 1e-2 * lse_BN.square().mean()
     (loss * share).backward()
@@ -106,9 +110,17 @@ def step(case: Case) -> dict[str, Any]:
         {n: p.grad for n, p in alone.named_parameters() if p.grad is not None},
     )
     experts = settings.experts is not None
-    dense = sum(not (experts and settings.has_experts(place)) for place in range(settings.depth + settings.further))
+    dense = sum(
+        not (experts and settings.has_experts(place))
+        for place in range(settings.num_hidden_layers + settings.num_nextn_predict_layers)
+    )
     work = DecoderWorkload(
-        1, settings.width, settings.depth + settings.further + dense, 1 + settings.further, 4, z_loss=True
+        1,
+        settings.hidden_size,
+        settings.num_hidden_layers + settings.num_nextn_predict_layers + dense,
+        1 + settings.num_nextn_predict_layers,
+        4,
+        z_loss=True,
     )
     place = RankCoordinates(tp=layout.tensor.rank)
     seen = layout.near_sizes(share_documents(LENGTHS, case.ring).sizes)
@@ -146,14 +158,14 @@ def steps(cases: dict[str, Case], odd: DecoderSettings | None = None) -> dict[st
 
 @cache
 def on_two() -> list[dict[str, Any]]:
-    return run_ranks(steps, 2, TWO, replace(TWO["untied"].settings, vocabulary=255))
+    return run_ranks(steps, 2, TWO, replace(TWO["untied"].settings, vocab_size=255))
 
 
 def hold(case: Case, ranks: list[dict[str, Any]]) -> None:
     for result in ranks:
         assert result["loss"] <= TOLERANCE and result["gradient"][0] <= TOLERANCE, result
         assert result["logits"] <= TOLERANCE and not result["uncrossed"], result
-        assert result["calls"] == 1 + case.settings.further, result
+        assert result["calls"] == 1 + case.settings.num_nextn_predict_layers, result
         assert result["sent"] == result["formula"], result
     assert ranks[0]["sent"].get(("all_gather", "tp"), 0) > 0
 
@@ -169,7 +181,7 @@ def test_logits_are_never_gathered_for_a_loss() -> None:
     """All bytes of a step over `tp` but the shared gradients' are fewer than those of one gather of float32 logits and its gradient."""
     settings, result = TWO["untied"].settings, on_two()[0]["untied"]
     exchanged = sum(count for (kind, _), count in result["sent"].items() if kind != "all_reduce")
-    blocks = 4 * 2 * settings.depth * (22 + 21) * settings.width * 4 // 2
+    blocks = 4 * 2 * settings.num_hidden_layers * (22 + 21) * settings.hidden_size * 4 // 2
     logits = 2 * 43 * VOCABULARY // 2 * 4
     assert exchanged - blocks < logits
 

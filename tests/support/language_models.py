@@ -115,9 +115,9 @@ def saved(kind: str, folder: Path, **changes: Any) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def loaded(folder: Path, further: int | None = None) -> Decoder:
+def loaded(folder: Path, mtp: int | None = None) -> Decoder:
     """Our decoder, filled from a folder."""
-    model = stored_decoder(str(folder), further=further)
+    model = stored_decoder(str(folder), mtp=mtp)
     source = source_of(model)
     assert source is not None
     materialize(model, torch.device("cpu"))

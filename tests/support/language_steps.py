@@ -80,7 +80,7 @@ SETTINGS = {
     "layout": [name for layouts in LAYOUTS.values() for name in layouts],
     "attention": ["grouped", "latent"],
     "experts": ["none", "replicated", "balanced"],
-    "further": ["0", "1"],
+    "mtp": ["0", "1"],
     "memory": [*WAYS],
     "packs": [*PACKS],
     "windows": ["none", "short"],
@@ -124,15 +124,23 @@ def packs_named(name: str) -> tuple[Documents, list[PackSample]]:
 
 
 @cache
-def settings_of(attention: str, experts: str, further: str, windows: str) -> DecoderSettings:
+def settings_of(attention: str, experts: str, mtp: str, windows: str) -> DecoderSettings:
     """The settings of a tiny decoder of three blocks, two of them with experts where it has any, and two with windows."""
     twin = tiny_twin(SHAPES["qwen3-30b-a3b" if attention == "grouped" else "deepseek-v3"].settings)
     assert twin.experts is not None
     balance: Balance | None = "sequence" if experts == "balanced" else None
     known = None if experts == "none" else replace(twin.experts, balance=balance, dense=(0,))
     key_heads = 4 if attention == "grouped" else 8
-    seen = (4, None, 9)[: twin.depth] if windows == "short" else ()
-    return replace(twin, experts=known, further=int(further), first_std=0.1, heads=8, key_heads=key_heads, windows=seen)
+    seen = (4, None, 9)[: twin.num_hidden_layers] if windows == "short" else ()
+    return replace(
+        twin,
+        experts=known,
+        num_nextn_predict_layers=int(mtp),
+        first_std=0.1,
+        num_attention_heads=8,
+        num_key_value_heads=key_heads,
+        windows=seen,
+    )
 
 
 @cache
@@ -164,7 +172,7 @@ def batches_of(case: Combination, lane: int, lanes: int, share: float) -> list[B
 
 def step(case: Combination, world: int, groups: Groups) -> dict[str, Any]:
     """A step over all ranks of the world: loss, gradients, bytes sent and those that the formulas give."""
-    settings = settings_of(case["attention"], case["experts"], case["further"], case["windows"])
+    settings = settings_of(case["attention"], case["experts"], case["mtp"], case["windows"])
     model: nn.Module = Decoder(settings)
     parallel, replicas, strategy = layout_of(case)
     layout, mesh, keeping = TokenLayout(), None, BlockPolicies()
@@ -212,32 +220,32 @@ def traffic_of(settings: DecoderSettings, batch: Batch, parallel: ParallelConfig
         shares = share_documents(tuple(batch["bounds"].diff().tolist()), parallel.ring)
         sizes, shared, rows = layout.near_sizes(shares.sizes), shares.shared_sizes, 1
         longest = max(shares.cut_lengths, default=0)
-    latent, further = settings.latent, settings.further
+    latent, mtp = settings.latent, settings.num_nextn_predict_layers
     place = RankCoordinates(layout.axes.ring.rank, layout.axes.ulysses.rank, layout.tensor.rank)
     work = PackedWorkload(
         rows,
         tuple(sizes),
         shared,
-        settings.heads,
-        settings.heads if latent is not None else settings.key_heads,
-        settings.head_width if latent is None else latent.plain + latent.rotary,
-        settings.head_width if latent is None else latent.value,
-        settings.depth + further,
+        settings.num_attention_heads,
+        settings.num_attention_heads if latent is not None else settings.num_key_value_heads,
+        settings.head_dim if latent is None else latent.plain + latent.rotary,
+        settings.head_dim if latent is None else latent.value,
+        settings.num_hidden_layers + mtp,
         element_size=4,
         windowed=sum(window is not None and window < longest - 1 for window in settings.windows),
     )
-    dense = [block for block in range(settings.depth + further) if not settings.has_experts(block)]
+    dense = [block for block in range(settings.num_hidden_layers + mtp) if not settings.has_experts(block)]
     balanced, sums = 0, 0
     if settings.experts is not None and settings.experts.balance is not None:
-        balanced, sums = settings.depth + further - len(dense), packs * 2 * settings.experts.count
-    split = settings.depth + further + len(dense)
+        balanced, sums = settings.num_hidden_layers + mtp - len(dense), packs * 2 * settings.experts.num_experts
+    split = settings.num_hidden_layers + mtp + len(dense)
     main = DecoderWorkload(
-        rows, settings.width, split, 1, 4, z_loss=True, balanced=balanced, balance_sums=sums
+        rows, settings.hidden_size, split, 1, 4, z_loss=True, balanced=balanced, balance_sums=sums
     )  # fmt: skip
     traffic = packed_traffic(work, parallel, place)
     for each in (
         main,
-        *[replace(main, split=0, z_loss=False, balanced=0)] * further,
+        *[replace(main, split=0, z_loss=False, balanced=0)] * mtp,
     ):  # the z-loss is of next tokens alone
         traffic += decoder_traffic(each, sizes, parallel.tp, place, layout.hybrid.rank)
     return traffic

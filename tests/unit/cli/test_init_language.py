@@ -30,7 +30,10 @@ def test_each_shape_has_a_recipe_whose_layout_fits(tmp_path: Path, name: str) ->
     assert task.settings == SHAPES[name].settings
     model = task.outlines()["model"]
     plan = plan_of(model)
-    assert plan is not None and len(plan.blocks) == SHAPES[name].settings.depth + SHAPES[name].settings.further
+    assert (
+        plan is not None
+        and len(plan.blocks) == SHAPES[name].settings.num_hidden_layers + SHAPES[name].settings.num_nextn_predict_layers
+    )
     assert config.device.dtype == "bfloat16" and config.train.samples_per_step >= 512
 
 

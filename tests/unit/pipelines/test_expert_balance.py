@@ -26,8 +26,8 @@ from tests.unit.pipelines.test_language_task import ALONE, MemoryTask, config, l
 
 RATE = 0.01
 EXPERTS = (
-    "model.shape=tiny-deepseek-v3", "model.width=32", "model.depth=2", "model.head_width=null", "model.further=1",
-    "model.experts={count: 6, per_token: 2, width: 16, groups: 1, chosen_groups: 1}",
+    "model.shape=tiny-deepseek-v3", "model.hidden_size=32", "model.num_hidden_layers=2", "model.head_dim=null", "model.num_nextn_predict_layers=1",
+    "model.num_experts=6", "model.num_experts_per_tok=2", "model.moe_intermediate_size=16", "model.n_group=1", "model.topk_group=1",
     f"objective.balance_rate={RATE}", "validate.every=2",
 )  # fmt: skip
 RECOMPUTED = "memory.activation_policy={block: recompute}"
@@ -162,33 +162,41 @@ def test_experts_and_windows_of_a_config(tmp_path: Path) -> None:
     def settings(*overrides: str) -> Any:
         return opened(tmp_path, *overrides).settings
 
-    base = ("model.shape=tiny-qwen3-0.6b", "model.depth=4", "model.hidden=48")
-    plain = settings(*base, "model.experts={}")
-    assert (plain.experts.count, plain.experts.chosen, plain.experts.width) == (8, 2, 24)
-    assert plain.experts.normalised and not plain.experts.bias and not plain.experts.dense
+    base = ("model.shape=tiny-qwen3-0.6b", "model.num_hidden_layers=4", "model.intermediate_size=48")
+    plain = settings(*base, "model.num_experts=8")
+    assert (plain.experts.num_experts, plain.experts.top_k, plain.experts.moe_intermediate_size) == (8, 2, 24)
+    assert plain.experts.norm_topk_prob and not plain.experts.router_bias and not plain.experts.dense
     ours = settings(
         *base,
-        "model.experts={count: 12, per_token: 3, shared: 1, width: 8, first_dense: 1, scores: sigmoid, bias: true}",
+        "model.num_experts=12",
+        "model.num_experts_per_tok=3",
+        "model.n_shared_experts=1",
+        "model.moe_intermediate_size=8",
+        "model.first_k_dense_replace=1",
+        "model.scoring_func=sigmoid",
+        "model.router_bias=true",
         "model.windows=[15, 15, null]",
         "objective.balance_rate=0.25",
     )
-    assert (ours.experts.count, ours.experts.chosen, ours.experts.shared, ours.experts.width) == (12, 3, 1, 8)
-    assert ours.experts.dense == (0,) and ours.experts.bias and ours.experts.balance_rate == 0.25
+    sizes = ours.experts
+    assert (sizes.num_experts, sizes.top_k, sizes.n_shared_experts, sizes.moe_intermediate_size) == (12, 3, 1, 8)
+    assert ours.experts.dense == (0,) and ours.experts.router_bias and ours.experts.balance_rate == 0.25
     assert ours.windows == (15, 15, None, 15) and settings(*base, "model.windows=7").windows == (7,) * 4
     for overrides, message in (
-        (("model.experts={count: 2, per_token: 3}",), "cannot go to 3 of 2 experts"),
-        (("model.experts={first_dense: 4}",), "none has experts: lower experts.first_dense"),
+        (("model.num_experts=2", "model.num_experts_per_tok=3"), "cannot go to 3 of 2 experts"),
+        (("model.num_experts=8", "model.first_k_dense_replace=4"), "none has experts: lower first_k_dense_replace"),
         (("model.windows=[1, 2, 3, 4, 5]",), "5 windows are for more than the model's 4 blocks"),
         (("model.windows=[]",), "model.windows"),
-        (("model.pretrained=some/folder", "model.experts={count: 4}"), "leave it out beside"),
-        (("model.experts={cuont: 4}",), "count"),
+        (("model.pretrained=some/folder", "model.num_experts=4"), "leave it out beside"),
+        (("model.num_expert=4",), "num_experts"),
+        (("model.topk_group=1",), "model: topk_group is of experts, and the model has none: set num_experts"),
     ):
         with pytest.raises(UserError, match=message):
             settings(*(base if "pretrained" not in overrides[0] else ()), *overrides)
 
 
 def test_an_export_holds_the_moved_biases(tmp_path: Path) -> None:
-    watch = run(tmp_path, "model.further=0", "train.ema_decay=0.5")
+    watch = run(tmp_path, "model.num_nextn_predict_layers=0", "train.ema_decay=0.5")
     for weights in ("model", "ema"):  # biases have no average
         out = tmp_path / weights
         export_language_run(tmp_path / "run", out, weights=weights)

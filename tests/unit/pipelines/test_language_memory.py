@@ -44,12 +44,12 @@ def test_a_run_within_a_budget_computes_what_one_without_does(
 @pytest.mark.parametrize("shape", ["qwen3-8b", "qwen3-30b-a3b", "deepseek-v3"])
 def test_a_plan_follows_the_blocks_that_are_kept(shape: str) -> None:
     """Names of its plan are those of the modules that are left, with the entries that they had."""
-    settings = replace(tiny_twin(SHAPES[shape].settings), further=1)
+    settings = replace(tiny_twin(SHAPES[shape].settings), num_nextn_predict_layers=1)
     if settings.experts is not None:
         settings = replace(settings, experts=replace(settings.experts, balance="sequence"))
     model = Decoder(settings)
     before = model.plan
-    last = settings.depth - 1
+    last = settings.num_hidden_layers - 1
     keep_blocks(model, [last])
     kept = plan_of(model)
     assert kept is not None and [block.name for block in kept.blocks] == ["layers.0", "mtp.0.mtp_block"]

@@ -129,9 +129,9 @@ def test_a_shape_has_a_config_of_transformers(name: str) -> None:
 
     for settings in (shape_named(name).settings, tiny_twin(shape_named(name).settings)):
         tree = config_tree(settings)
-        again = settings_of(tree, "config.json", settings.further)
+        again = settings_of(tree, "config.json", settings.num_nextn_predict_layers)
         assert again.rotary.theta == settings.rotary.theta and config_tree(again) == tree
-        assert AutoConfig.for_model(**tree).vocab_size == settings.vocabulary
+        assert AutoConfig.for_model(**tree).vocab_size == settings.vocab_size
 
 
 def test_a_shape_of_no_family_is_refused() -> None:

@@ -79,7 +79,13 @@ def config(folder: Path, *overrides: str) -> LanguageConfig:
             "sources": [{"path": "a.txt", "name": "plain"}, {"path": "b.txt", "name": "chats"}],
             "cache": "cache",
         },
-        "model": {"shape": "tiny-llama3-8b", "width": 16, "depth": 2, "hidden": 24, "head_width": 4},
+        "model": {
+            "shape": "tiny-llama3-8b",
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "intermediate_size": 24,
+            "head_dim": 4,
+        },
         "sequence_length": 48,
         "objective": {"z_loss": 0.01},
         "train": {
@@ -194,14 +200,14 @@ def test_keys_and_sizes_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train\.loss_frames is a key of the task video"):
         config(tmp_path, "train.loss_frames=distinct")
     with pytest.raises(UserError, match="97 ids and the model's embedding 64 rows"):
-        opened(tmp_path, "model.vocabulary=64")
+        opened(tmp_path, "model.vocab_size=64")
     with pytest.raises(UserError, match="the model's 2 heads of keys cannot be divided among the 4 devices"):
         opened(tmp_path, "parallel.tp=4")
-    rows = "parallel.tp 2 does not divide the 99 rows of the embedding and the head: set model.vocabulary: 100"
+    rows = "parallel.tp 2 does not divide the 99 rows of the embedding and the head: set model.vocab_size: 100"
     with pytest.raises(UserError, match=rows):
-        opened(tmp_path, "parallel.tp=2", "model.vocabulary=99")
+        opened(tmp_path, "parallel.tp=2", "model.vocab_size=99")
     with pytest.raises(UserError, match=rows):  # as `check` asks
-        MemoryTask(config(tmp_path, "parallel.tp=2", "model.vocabulary=99")).outlines()
+        MemoryTask(config(tmp_path, "parallel.tp=2", "model.vocab_size=99")).outlines()
     with pytest.raises(UserError, match="is no known shape"):
         opened(tmp_path, "model.shape=tiny-lama3-8b")
     batch = opened(tmp_path).synthetic_batch(opened(tmp_path).shape, 2, ALONE)

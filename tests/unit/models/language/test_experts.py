@@ -23,7 +23,7 @@ def small(balance: Balance | None = None, **changes: Any) -> DecoderSettings:
     settings = tiny_twin(SHAPES["deepseek-v3"].settings)
     assert settings.experts is not None
     experts = replace(settings.experts, balance=balance, **changes)
-    return replace(settings, experts=experts, further=0, first_std=0.2)
+    return replace(settings, experts=experts, num_nextn_predict_layers=0, first_std=0.2)
 
 
 def routers(model: Decoder) -> list[Router]:
@@ -60,7 +60,7 @@ def test_a_recomputed_block_sends_tokens_to_the_same_experts(policy: Any) -> Non
 
 def test_a_bias_balances_loads_without_a_loss() -> None:
     """It moves by its rate each step, against the load, and takes no part in the weights."""
-    settings = ExpertSettings(8, 2, 4, scores="sigmoid", normalised=True, bias=True, balance_rate=0.01)
+    settings = ExpertSettings(8, 2, 4, scoring_func="sigmoid", norm_topk_prob=True, router_bias=True, balance_rate=0.01)
     router = BiasedRouter(16, settings).train()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -159,8 +159,8 @@ def test_a_half_model_routes_in_float32() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"groups": 3}, "8 experts cannot be in 3 groups"),
-        ({"groups": 4, "chosen_groups": 1, "chosen": 3}, "1 of 4 groups hold fewer than 3 experts"),
+        ({"n_group": 3}, "8 experts cannot be in 3 groups"),
+        ({"n_group": 4, "topk_group": 1, "top_k": 3}, "1 of 4 groups hold fewer than 3 experts"),
     ],
 )
 def test_experts_that_do_not_fit(changes: dict[str, int], message: str) -> None:

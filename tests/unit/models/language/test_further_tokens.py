@@ -28,7 +28,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, Path]:
     """A decoder with two modules, of random weights, in a folder that it has written."""
     folder = tmp_path_factory.mktemp("models")
     saved("deepseek_v3", folder / "base", num_mtp_layers=MODULES)
-    model = Decoder(replace(stored_decoder(str(folder / "base")).settings, further=MODULES))
+    model = Decoder(replace(stored_decoder(str(folder / "base")).settings, num_nextn_predict_layers=MODULES))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -51,13 +51,13 @@ def classes(folder: Path) -> tuple[Any, Any]:
         return main.train(), MtpModel.from_pretrained(main).train()
 
 
-def class_predictions(main: Any, further: Any, ids: Tensor, positions: Tensor, bounds: Tensor) -> list[Tensor]:
+def class_predictions(main: Any, mtp: Any, ids: Tensor, positions: Tensor, bounds: Tensor) -> list[Tensor]:
     """Logits of the class's modules, each from the tokens of the one before."""
     x = main.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
     logits = []
     for place in range(MODULES):
         later = later_tokens(ids, bounds, place + 1)
-        x = further.forward_layer(place, x, positions + place + 1, None, input_ids=later)
+        x = mtp.forward_layer(place, x, positions + place + 1, None, input_ids=later)
         logits.append(main.lm_head(x))
     return logits
 
@@ -69,16 +69,16 @@ def apart(got: Tensor, wanted: Tensor) -> float:
 def test_predictions_and_gradients_are_those_of_the_class(written: tuple[Decoder, Path]) -> None:
     _, folder = written
     ours = loaded(folder)
-    assert ours.settings.further == MODULES
-    main, further = classes(folder)
+    assert ours.settings.num_nextn_predict_layers == MODULES
+    main, mtp = classes(folder)
     ids, positions, bounds = pack()
     targets = next_tokens(ids, bounds)
-    wanted = class_predictions(main, further, ids, positions, bounds)
+    wanted = class_predictions(main, mtp, ids, positions, bounds)
     output = ours(ids, bounds)
     assert apart(output.logits_BNV, class_logits(main, ids, positions)) < CLOSE
-    for (logits,), other in zip(output.further, wanted, strict=True):
+    for (logits,), other in zip(output.mtp, wanted, strict=True):
         assert apart(logits, other) < CLOSE
-    losses = ours(ids, bounds, targets).further
+    losses = ours(ids, bounds, targets).mtp
     total = torch.zeros(())
     for place, (other, (loss, _)) in enumerate(zip(wanted, losses, strict=True), 1):
         target = later_targets(targets, bounds, place)
@@ -88,9 +88,7 @@ def test_predictions_and_gradients_are_those_of_the_class(written: tuple[Decoder
     total.backward()
     sum(loss.sum() for loss, _ in losses).backward()
     theirs = {name.removeprefix("model."): p.grad for name, p in main.named_parameters()}
-    theirs |= {
-        f"mtp.{name.removeprefix('layers.')}": p.grad for name, p in further.named_parameters() if "layers" in name
-    }
+    theirs |= {f"mtp.{name.removeprefix('layers.')}": p.grad for name, p in mtp.named_parameters() if "layers" in name}
     for name, parameter in ours.named_parameters():
         assert parameter.grad is not None and apart(parameter.grad, theirs[name]) < CLOSE, name
 
@@ -113,11 +111,11 @@ def test_a_further_prediction_leaves_other_documents_alone(written: tuple[Decode
     others = torch.ones(ids.shape[1], dtype=torch.bool)
     others[bounds[2] : bounds[3]] = False
     with torch.no_grad():
-        for (before,), (after,) in zip(ours(ids, bounds).further, ours(moved, bounds).further, strict=True):
+        for (before,), (after,) in zip(ours(ids, bounds).mtp, ours(moved, bounds).mtp, strict=True):
             assert apart(after[0, others], before[0, others]) < CLOSE and apart(after, before) > 1e-3
 
 
 def test_a_folder_is_read_without_its_modules(written: tuple[Decoder, Path]) -> None:
     _, folder = written
-    ours = loaded(folder, further=0)
+    ours = loaded(folder, mtp=0)
     assert not ours.mtp and torch.equal(ours.norm.weight, written[0].norm.weight)

@@ -29,10 +29,15 @@ def test_a_shape_has_its_published_size(name: str) -> None:
 def test_counts_are_those_of_the_model_on_the_meta_device(name: str) -> None:
     for settings in (SHAPES[name].settings, tiny_twin(SHAPES[name].settings)):
         counts, model = count_parameters(settings), on_meta(settings)
-        further = sum(parameter.numel() for parameter in model.mtp.parameters())
-        assert sum(parameter.numel() for parameter in model.parameters()) - further == counts.total
-        assert further == counts.further and len(model.plan.blocks) == settings.depth + settings.further
-        embedding = model.embed_tokens.weight.numel() + (0 if settings.tied else model.lm_head.weight.numel())
+        mtp = sum(parameter.numel() for parameter in model.mtp.parameters())
+        assert sum(parameter.numel() for parameter in model.parameters()) - mtp == counts.total
+        assert (
+            mtp == counts.mtp
+            and len(model.plan.blocks) == settings.num_hidden_layers + settings.num_nextn_predict_layers
+        )
+        embedding = model.embed_tokens.weight.numel() + (
+            0 if settings.tie_word_embeddings else model.lm_head.weight.numel()
+        )
         assert embedding == counts.embedding
 
 
@@ -59,7 +64,7 @@ def counted(settings: DecoderSettings, tokens: int) -> int:
 def test_operations_are_those_of_torchs_counter(name: str) -> None:
     from dataclasses import replace
 
-    settings = replace(SHAPES[name].settings, depth=4, further=0)
+    settings = replace(SHAPES[name].settings, num_hidden_layers=4, num_nextn_predict_layers=0)
     for tokens in (64, 320):
         assert forward_work(settings, [tokens]).matmul == counted(settings, tokens)
 
@@ -80,8 +85,8 @@ def test_a_tiny_twin_learns_on_a_cpu(name: str) -> None:
     losses = []
     for _ in range(12):
         output = model(ids, bounds, targets)
-        assert output.loss_BN is not None and len(output.further) == settings.further
-        loss = output.loss_BN.sum() / 46 + sum(loss_BN.sum() / 44 for loss_BN, _ in output.further)
+        assert output.loss_BN is not None and len(output.mtp) == settings.num_nextn_predict_layers
+        loss = output.loss_BN.sum() / 46 + sum(loss_BN.sum() / 44 for loss_BN, _ in output.mtp)
         optimizer.zero_grad()
         loss.backward()
         assert all(parameter.grad is not None for parameter in model.parameters())

@@ -61,7 +61,7 @@ def test_logits_and_every_gradient_are_those_of_the_class(pair: tuple[nn.Module,
         # a bias of keys moves the scores of a query alike, but for the turns: its gradient cancels, and rounds as that of values
         size = wanted[name.replace("k_proj.bias", "v_proj.bias")].norm() / wanted[name].norm()
         assert gradient is not None and apart(gradient, wanted[name]) < CLOSE * max(1, float(size)), name
-    blocks = ours.settings.depth
+    blocks = ours.settings.num_hidden_layers
     assert counts["document_attention.each"] == blocks and counts["linear_cross_entropy.chunked"] == 1
     with_experts = sum(ours.settings.has_experts(place) for place in range(blocks))
     assert counts["grouped_product.grouped_mm"] == 2 * with_experts

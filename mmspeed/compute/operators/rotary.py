@@ -1,4 +1,4 @@
-"""Rotary turns of queries and keys whose tokens lie in the second dim, for one-dimensional positions (RoFormer, Su et al. 2021).
+"""Rotations of queries and keys whose tokens lie in the second dim, for one-dimensional positions (RoFormer, Su et al. 2021).
 
 Legend: B batch, N tokens, A heads, D head width, H half of D (pairs).
 """
@@ -16,30 +16,30 @@ from mmspeed.compute.rope import rope_dtype
 from .base import Implementation, Operator
 
 
-def eager_turn(x_BNAD: Tensor, cos_BNH: Tensor, sin_BNH: Tensor) -> Tensor:
-    """`x_BNAD` with channel i turned against channel i + D/2; computed in `rope_dtype`, returned in its dtype."""
+def eager_rotate(x_BNAD: Tensor, cos_BNH: Tensor, sin_BNH: Tensor) -> Tensor:
+    """`x_BNAD` with channel i rotated against channel i + D/2; computed in `rope_dtype`, returned in its dtype."""
     first, second = x_BNAD.to(rope_dtype(x_BNAD.dtype)).chunk(2, dim=-1)
     cos, sin = cos_BNH[:, :, None], sin_BNH[:, :, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BNAD.dtype)
 
 
-class _Turn(torch.autograd.Function):
-    """The turn, whose backward is the turn back and keeps no activation."""
+class _Rotate(torch.autograd.Function):
+    """The rotation, whose backward is the rotation back and keeps no activation."""
 
     @staticmethod
     def forward(ctx: Any, x_BNAD: Tensor, cos_BNH: Tensor, sin_BNH: Tensor) -> Tensor:
         ctx.save_for_backward(cos_BNH, sin_BNH)
-        return eager_turn(x_BNAD, cos_BNH, sin_BNH)
+        return eager_rotate(x_BNAD, cos_BNH, sin_BNH)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos_BNH, sin_BNH = ctx.saved_tensors
-        return eager_turn(grads[0], cos_BNH, -sin_BNH), None, None
+        return eager_rotate(grads[0], cos_BNH, -sin_BNH), None, None
 
 
-def lean_turn(x_BNAD: Tensor, cos_BNH: Tensor, sin_BNH: Tensor) -> Tensor:
-    """The same turn; tables of cosines and sines get no gradient."""
-    return _Turn.apply(x_BNAD, cos_BNH, sin_BNH)  # type: ignore[no-any-return]
+def lean_rotate(x_BNAD: Tensor, cos_BNH: Tensor, sin_BNH: Tensor) -> Tensor:
+    """The same rotation; tables of cosines and sines get no gradient."""
+    return _Rotate.apply(x_BNAD, cos_BNH, sin_BNH)  # type: ignore[no-any-return]
 
 
 def _lean_refuses(x_BNAD: Tensor, cos_BNH: Tensor, sin_BNH: Tensor) -> str:
@@ -51,8 +51,8 @@ def _lean_refuses(x_BNAD: Tensor, cos_BNH: Tensor, sin_BNH: Tensor) -> str:
 rotary = Operator(
     "rotary",
     (
-        Implementation("fused", npu_operators.turn, npu_operators.turn_refuses),
-        Implementation("lean", lean_turn, _lean_refuses),
-        Implementation("eager", eager_turn),
+        Implementation("fused", npu_operators.rotate, npu_operators.rotate_refuses),
+        Implementation("lean", lean_rotate, _lean_refuses),
+        Implementation("eager", eager_rotate),
     ),
 )
