@@ -93,9 +93,7 @@ def float32_parameters(model: nn.Module) -> set[nn.Parameter]:
 def _shard_module(
     module: nn.Module, engine: Callable[..., object], compute_dtype: torch.dtype, apart: set[nn.Parameter]
 ) -> None:
-    """Shard the parameters of a module that are not sharded yet: those in `apart` are gathered in float32, the others in
-    `compute_dtype`.
-    """
+    """Shard the parameters of a module that are not sharded yet; those in `apart` are gathered in float32."""
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     if not apart.isdisjoint(module.parameters()):
         others = list(_free_modules(module, apart))
