@@ -119,8 +119,7 @@ def lists_of(bits_GTW: Tensor, clusters: int, most: int) -> tuple[Tensor, Tensor
 def fetch(
     k_BAMD: Tensor, v_BAMD: Tensor, means: ClusterMeans | None, mean_sizes: Sequence[int], rows: RowExchange, axis: Axis
 ) -> tuple[Tensor, Tensor, ClusterMeans | None]:
-    """Exchange keys and values for this rank's tables of them (B, A, T, D), and all-gather the cluster means; gradients return to the
-    owners.
+    """Fill this rank's tables of keys and values (B, A, T, D), and all-gather the cluster means; gradients return to the owners.
 
     `means` are those of this rank's key clusters, `mean_sizes` the number of clusters of each rank. Every rank makes the call, and its
     backward.

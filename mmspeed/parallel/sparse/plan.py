@@ -155,8 +155,8 @@ def thresholds(
 ) -> Tensor:
     """The threshold tau of each head, (G,).
 
-    For the rule "fraction", heads of a sample share one, which keeps that fraction of the pairs of all its heads on this ring; its steps
-    are of a hundredth.
+    For the rule "fraction", all heads of a sample have the tau that keeps this fraction of their query-key pairs on this ring; it is found
+    to about a hundredth of its value.
     """
     value = keep.value if keep.rule == "threshold" else 0.0
     tau_G = torch.full((all_groups.weight_GC.shape[0],), value, dtype=torch.float32, device=all_groups.weight_GC.device)

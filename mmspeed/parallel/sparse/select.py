@@ -1,7 +1,7 @@
 """Choose which keys are kept over the ranks of a ring: each rank chooses among its own keys, for the query clusters of all ranks.
 
-The probabilities are a softmax over the keys of all ranks, so each rank's log-sum-exp is gathered, and its best score too, for the one key
-that every cluster keeps. Rules that rank keys (`top`, `mass`, a cap) need, per cluster, a cut through the keys of all ranks in order of
+The probabilities are a softmax over the keys of all ranks, so each rank's log-sum-exp is gathered. So is its best score, since every
+cluster keeps its best key. Rules that rank keys (`top`, `mass`, a cap) need, per cluster, a cut through the keys of all ranks in order of
 probability. It is found exactly, by a search over the bits of the cut that gathers sums of weights.
 
 Gathered values are always combined in the order of the ranks, so all ranks compute the same numbers.
