@@ -190,9 +190,7 @@ def with_heads_exchanged(
 def _attended(
     attend: Attend, q_BAND: Tensor, k_BKMD: Tensor, v_BKMD: Tensor, key_mask_BM: Tensor | None, reads: Reads
 ) -> Tensor:
-    """The result of `attend`; unless it reads at any strides, B and G are passed as one dim, as which they can be viewed after an
-    exchange.
-    """
+    """The result of `attend`. Unless it reads at any strides, B and G are passed as one dim."""
     if q_BAND.dim() == 4 or reads == "strided":
         return attend(q_BAND, k_BKMD, v_BKMD, key_mask_BM)
     out_BAND = attend(q_BAND.flatten(0, 1), k_BKMD.flatten(0, 1), v_BKMD.flatten(0, 1), key_mask_BM)

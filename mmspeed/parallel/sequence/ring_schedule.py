@@ -31,8 +31,7 @@ Shapes = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Hop:
-    """A rank's part in a message: it sends the block of `sends` (or its gradients) to rank `to`, and receives that of `brings` from
-    `source`.
+    """A rank's part in a message: the block of `sends` (or its gradients) goes to rank `to`, that of `brings` comes from `source`.
 
     outer: the message goes between windows of a double ring.
     """
@@ -175,8 +174,9 @@ def run_backward(
     compute: Callable[[RingStep, Sequence[Tensor]], list[Tensor]],
     grad_shapes: Callable[[int], Shapes],
 ) -> list[Tensor]:
-    """Carry out a backward schedule and return the summed gradients of `own`. `compute` returns new tensors: a step's gradients of the
-    block.
+    """Carry out a backward schedule and return the summed gradients of `own`.
+
+    `compute` returns a step's gradients of the block, as new tensors; other arguments as those of `run_forward`.
     """
     coming: dict[int, PendingBlock] = {}
     sums: dict[int, list[PendingBlock]] = {}
