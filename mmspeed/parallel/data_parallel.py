@@ -135,7 +135,7 @@ def sum_gradients(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):  # neither call is recursive
             module.set_gradient_divide_factor(cast(float, _Undivided()))
-            module.set_force_sum_reduction_for_comms(True)  # else the factor becomes part of the collective, which gloo lacks
+            module.set_force_sum_reduction_for_comms(True)  # else the collective scales too, which gloo cannot do
 
 
 def make_half(model: nn.Module) -> None:

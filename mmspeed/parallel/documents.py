@@ -130,9 +130,7 @@ class DocumentShares:
 
     @cached_property
     def order(self) -> Tensor:
-        """(T,) the positions of the pack's tokens in the order in which ranks hold them: those of rank 0, then those of rank 1, and so
-        on.
-        """
+        """(T,) the positions of the pack's tokens in the order in which the ranks, one after the other, hold them."""
         starts = [0, *accumulate(self.lengths)]
         held = (each for rank in range(self.ranks) for each in self.ranges(rank))
         return places_of([each.behind(starts[each.document]) for each in held])
@@ -240,9 +238,7 @@ class _Search:
         return DocumentShares(self.lengths, tuple(self.longest_first[:count]), tuple(map(tuple, whole)))
 
     def excess_of(self, count: int) -> float:
-        """How far loads are from balanced, as a multiple of the limit: the larger of both loads; at most 1 where the shares keep both
-        limits.
-        """
+        """How far loads are from balanced, as a multiple of the limits; the worse of both loads. At most 1 where both limits are kept."""
         loads = self.assigned(count)[0] / self.mean
         spread, imbalance = np.abs(loads[:, 0] - 1).max(), loads[:, 1].max()
         return float(max((imbalance - 1) / (WORK_LIMIT - 1), spread / TOKEN_LIMIT))

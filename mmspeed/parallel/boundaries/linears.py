@@ -223,8 +223,7 @@ class Leaving(nn.Module):
 
 
 class SplitExperts(HasRole):
-    """Mixed in before a module with the role "expert": this process computes its own experts for all tokens seen (expert slicing over
-    `tp`).
+    """Mixed in before a module with the role "expert": this process computes its own experts for all tokens seen.
 
     The module has the weights (K, O, I) of all experts, and its forward takes tokens and gates (..., K) and returns the gated sum.
     """

@@ -97,9 +97,7 @@ def backward_steps(rank: int, ranks: int, window: int | None = None) -> list[Rin
                 grads = grid.outer(turn, offset)
             elif turn:
                 grads = grid.home()
-            if (
-                turn == grid.windows - 1 and last and width > 1
-            ):  # the last round begins with the neighbour's block
+            if turn == grid.windows - 1 and last and width > 1:  # the last round begins with the neighbour's block
                 keys += (grid.inner(0, 0),)
             steps.append(RingStep(grid.owner(turn, offset), "all" if turn else "first", keys, grads))
     for offset in range(1, width):
