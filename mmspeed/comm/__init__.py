@@ -1,4 +1,4 @@
-"""Collectives: the group, or the axis of the mesh, is an argument; tensors that are sent are counted in a ledger that the caller owns."""
+"""Collectives over a given process group or axis of the mesh. Bytes sent are counted in a ledger that the caller owns."""
 
 from .axis import Axis, ExchangeMethod, Ledger, ledger, nbytes
 from .collectives import (

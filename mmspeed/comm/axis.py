@@ -18,12 +18,12 @@ Link = Literal["inner", "outer"]  # within a node, between nodes
 
 
 class Ledger:
-    """Bytes that this rank sends to others, calls, and copies, by kind and axis. The caller that wants to count makes it and passes it on.
+    """Counts of bytes that this rank sends, of calls and of copies, by kind and axis. The caller that wants to count passes one in.
 
-    `copies` are passes over an exchange's tensors that bring their parts into the order of the message (`pack`), or received parts into
-    the order of the results (`unpack`), by (kind, axis, side); an exchange makes at most one on each side. `copied` are the bytes of
-    these passes, each number once, of only those tensors that are not in the right order already. `by_link` are the bytes sent by (kind,
-    axis, link), "inner" to ranks of the same node and "outer" to those of others (`Axis.nodes`).
+    Bytes to this rank itself do not count. `copies` are passes over an exchange's tensors, by (kind, axis, side): "pack" copies parts into
+    the order of the message, "unpack" received parts into the order of the results; an exchange makes at most one on each side. `copied`
+    are the bytes that these passes move; tensors that are in the right order already add none. `by_link` are the bytes sent by (kind, axis,
+    link): "inner" to ranks of the same node, "outer" to those of other nodes (`Axis.nodes`).
     """
 
     def __init__(self) -> None:
@@ -46,10 +46,10 @@ class Ledger:
         packed: int = 0,
         unpacked: int = 0,
     ) -> None:
-        """Count a call that sends `sent` bytes and makes `packs` copies before and `unpacks` after it, under the name `axis`.
+        """Count a call under the name `axis`: `sent` bytes, with `packs` copies before and `unpacks` after it.
 
-        `belongs_to`: the axis whose block (`ledger`) counts it too, when that has another name. `outer`: bytes to other nodes.
-        `packed`, `unpacked`: bytes of the copies.
+        `belongs_to`: the axis by which blocks of `ledger` select the call, where it is counted under another name. `outer`: those of the
+        `sent` bytes that go to other nodes. `packed`, `unpacked`: bytes of the copies.
         """
         self.bytes[kind, axis] += sent
         self.calls[kind, axis] += 1
@@ -67,7 +67,7 @@ class Ledger:
                 watcher.add(kind, axis, sent, packs, unpacks, outer=outer, packed=packed, unpacked=unpacked)
 
     def total(self, axis: str | None = None, kind: str | None = None, link: Link | None = None) -> int:
-        """Bytes sent over an axis, or over all; of a kind, or of all; over a link, or over both."""
+        """Bytes sent over an axis, as a kind and over a link; None: over all axes, as all kinds, over both links."""
         return sum(
             count
             for (what, of, over), count in self.by_link.items()
@@ -80,7 +80,7 @@ class Ledger:
             counter.clear()
 
     def since(self, before: Ledger) -> Ledger:
-        """The counts since `before`, an earlier `copy`."""
+        """The counts added since `before`, an earlier `copy`."""
         rest = Ledger()
         rest.bytes, rest.calls = self.bytes - before.bytes, self.calls - before.calls
         rest.copies, rest.copied = self.copies - before.copies, self.copied - before.copied
@@ -94,9 +94,9 @@ class Ledger:
 
 @contextmanager
 def ledger(*axes: Axis) -> Iterator[Ledger]:
-    """A ledger of the counts of these axes inside the block alone; their own ledgers go on counting. Axes may share a ledger.
+    """Count what these axes send inside the block in a ledger of its own; their own ledgers go on counting. Axes may share a ledger.
 
-    Backward passes count when they run. Counts of an axis under another name (`pass_on`) have that name here too.
+    Backward passes are counted when they run. What an axis counts under another name (`pass_on`) has that name here too.
     """
     inside = Ledger()
     watched = {id(axis.ledger): axis.ledger for axis in axes}
@@ -112,9 +112,9 @@ def ledger(*axes: Axis) -> Iterator[Ledger]:
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of the mesh. `exchange` selects the method: the backend's collective, or sends and receives between pairs.
+    """An axis of the mesh: its process group, its size and this rank's place on it.
 
-    `nodes`: the node of each place; empty: all are on one node.
+    `exchange`: the backend's collectives, or sends and receives between pairs. `nodes`: the node of each place; empty: all on one.
     """
 
     name: str
@@ -146,7 +146,7 @@ class Axis:
         return cls(name, None, 1, 0)
 
     def peer(self, place: int) -> int:
-        """The global rank of a place on this axis, modulo its size."""
+        """The global rank of a place on this axis; places wrap around, as on a ring."""
         return dist.get_global_rank(self.group, place % self.size) if self.group is not None else 0
 
     def others(self) -> list[int]:
@@ -165,8 +165,8 @@ class Axis:
     ) -> None:
         """Count a call in the ledger, under the axis's name or another; an axis of one rank counts nothing.
 
-        `sent`: bytes for each place, of which those for this rank do not count; a single number is for the next place, as on a ring.
-        `packs`, `unpacks`: copies before and after, of `packed` and `unpacked` bytes.
+        `sent`: bytes to each place, where this rank's own entry is ignored; a single number goes to the next place, as on a ring. `packs`,
+        `unpacks`: copies before and after, of `packed` and `unpacked` bytes.
         """
         if self.size == 1:
             return
@@ -180,13 +180,16 @@ class Axis:
 
 
 def launched_nodes(world: int) -> tuple[int, ...]:
-    """The node of each rank of a run, by the launcher's LOCAL_WORLD_SIZE; one node without it, or where it does not divide `world`."""
+    """The node of each rank of a run, from the launcher's LOCAL_WORLD_SIZE; a single node where it is unset or does not divide `world`."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     return tuple(rank // local if local > 0 and world % local == 0 else 0 for rank in range(world))
 
 
 def nodes_of(ranks: Sequence[int], nodes: Sequence[int] | None) -> tuple[int, ...]:
-    """The nodes of some ranks of the run, from those of all; None: `launched_nodes`. Raises ValueError for a map of another length."""
+    """The nodes of the given ranks. `nodes`: the node of every rank of the run; None: `launched_nodes`.
+
+    Raises ValueError where `nodes` has another length than the run has ranks.
+    """
     world = dist.get_world_size()
     if nodes is not None and len(nodes) != world:
         raise ValueError(f"a map of {len(nodes)} ranks to nodes, but the run has {world}")

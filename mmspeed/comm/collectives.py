@@ -43,7 +43,7 @@ def all_reduce_max(values: list[float], group: Group = None) -> list[float]:
 
 
 def sum_counts(counts: torch.Tensor, group: Group = None) -> torch.Tensor:
-    """Element-wise sum of whole numbers over the group, int64 on their device; nothing is read on the host."""
+    """Element-wise sum of whole numbers over the group, int64 on their device; never waits for the device."""
     total = counts.to(torch.int64)
     if not alone(group):
         dist.all_reduce(total, group=group)

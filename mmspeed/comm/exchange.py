@@ -1,14 +1,14 @@
 """Differentiable exchanges of tensors over an axis of the mesh. Every call is counted (`Axis.ledger`).
 
-Rank r of n holds `sizes[r]` of a dim that is split; sizes may be uneven and zero. A message is one flat buffer: first the part for
-rank 0, then that for rank 1, and so on, each in the order of the dims that the receiver asked for. So a transpose (B, S, H) <->
-(S, B, H) before or after an exchange is merged with the copy into or out of the buffer, of which there is at most one on each side and
-none where the parts already have that order. The order in the message, and the number of messages, depend on arguments that all ranks
-share and never on a rank's own strides, which may differ where a dim has size 0 or 1.
+Along a dim that is split, rank r holds `sizes[r]`; sizes may be uneven and zero. A message is one flat buffer: the part for rank 0, then
+that for rank 1, and so on, each already in the memory order that the receiver asked for. So a transpose (B, S, H) <-> (S, B, H) before or
+after an exchange is fused into the copy into or out of the buffer; there is at most one copy on each side, and none where parts have the
+right order already. The number of messages and the order within them follow from arguments that are the same on all ranks, never from a
+rank's own strides, which may differ where a dim has size 0 or 1.
 
-Each exchange is the finish of its start (`halves`); `start_all_to_all` and the like run the first half alone, and work issued before
-`finish` overlaps with the messages. The same rules hold for both: results are offered for recomputation, and all ranks of the axis make
-the same calls in the same order.
+Each exchange is a start and a finish (`halves`). `start_all_to_all` and the like run the first half alone, so that work issued before
+`finish` overlaps with the communication. The same rules hold for both: results are offered for recomputation, and all ranks of the axis
+make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ def all_to_all(
     wire: Sequence[int] | None = None,
     grad_order: Sequence[int] | None = None,
 ) -> Tensor:
-    """Exchange a tensor that is whole along `scatter_dim` and split along `gather_dim` for one that is split and whole the other way.
+    """Split a tensor along `scatter_dim` over the ranks and concatenate the parts that come along `gather_dim`, as in Ulysses.
 
     Args:
-        x: this rank's part.
+        x: this rank's part: whole along `scatter_dim`, split along `gather_dim`.
         scatter_sizes: the size of `scatter_dim` that each rank receives; None: even sizes.
-        gather_sizes: the size of `gather_dim` that each rank holds; None: as much as this rank.
-        order: the result's dims from the outermost in memory to the innermost; `result.permute(order)` is contiguous. None: the
-            order of the shape. The result's shape does not depend on it.
+        gather_sizes: the size of `gather_dim` that each rank holds; None: all hold as much as this rank.
+        order: the memory order of the result's dims, outermost first; `result.permute(order)` is contiguous. None: that of the shape. It
+            does not change the result's shape.
         wire: the order of the dims in the message, the same on all ranks; None: `order`.
-        grad_order: the order of the gradient's dims in memory; None: that of `x`.
+        grad_order: the memory order of the gradient's dims; None: that of `x`.
 
     Raises ValueError for dims and sizes that do not fit `x`.
     """
@@ -92,10 +92,11 @@ def start_all_to_all_many(
 ) -> PendingExchange:
     """The first half of `all_to_all` of several tensors at once, such as queries, keys and values; `finish_all` is the second.
 
-    All have the same number of dims, number type and size of `gather_dim`; `scatter_sizes_each` has the sizes of each tensor. They are
-    sent in one message, or each in its own where that saves a copy (`messages.AllToAll`). Where `gather_dim` comes first on the wire
-    and the results have its order, they stay side by side in the receive buffer: `result.permute(order)` has contiguous rows, with the
-    rows of the other tensors in between. `apart`: a message for each, so that each result is contiguous.
+    All have the same number of dims, dtype, device and size of `gather_dim`; `scatter_sizes_each` has the scatter sizes of each tensor.
+    They share one message, or have one each where that saves a copy (`messages.AllToAll`). Where `gather_dim` is outermost on the wire and
+    the results have its order, they stay side by side in the receive buffer: `result.permute(order)` has contiguous rows, with the rows of
+    the other tensors in between. `apart`: one message for each tensor, so that each result is contiguous.
+    Raises ValueError for tensors, dims and sizes that do not fit together.
     """
     if len({(x.dim(), x.dtype, x.device) for x in xs}) != 1:
         raise ValueError("tensors of one exchange have the same number of dims, number type and device")
@@ -119,9 +120,9 @@ def start_all_to_all_many(
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
-    """The parts of all ranks, joined along `dim`. Backward: `reduce_scatter`, so gradients of all ranks are summed.
+    """Concatenate the parts of all ranks along `dim`. Backward is a `reduce_scatter`, so gradients of all ranks are summed.
 
-    `sizes`: the size of `dim` that each rank holds; None: as much as this rank. Raises ValueError for sizes that do not fit.
+    `sizes`: the size of `dim` that each rank holds; None: all hold as much as this rank. Raises ValueError for sizes that do not fit.
     """
     return finish(start_all_gather(x, axis, dim, sizes))
 
@@ -134,9 +135,9 @@ def start_all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | Non
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
-    """The part of this rank, along `dim`, of the sum of `x` over all ranks. Backward: `all_gather`.
+    """Sum `x` over all ranks and return this rank's part of it along `dim`. Backward is an `all_gather`.
 
-    `sizes`: the size of `dim` that each rank receives; None: even sizes. Uneven ones, and `point_to_point`, use an all-to-all and a local
+    `sizes`: the size of `dim` that each rank receives; None: even sizes. Uneven sizes, and `point_to_point`, use an all-to-all and a local
     sum. Raises ValueError for sizes that do not fit, and for booleans.
     """
     return finish(start_reduce_scatter(x, axis, dim, sizes))
@@ -153,22 +154,23 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] |
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Rows that this rank sends to each rank of an axis, and rows that come from each; any may be 0."""
+    """The number of rows that this rank sends to each rank of an axis, and of those that come from each; any may be 0."""
 
     sends: tuple[int, ...]
     comes: tuple[int, ...]
 
     def back(self) -> RowCounts:
-        """The counts of the same rows on their return."""
+        """The counts for sending the same rows back."""
         return RowCounts(self.comes, self.sends)
 
 
 @outside_graphs
 def row_counts(sends_R: Tensor, axis: Axis) -> RowCounts:
-    """Exchange row counts that are known at run time: `sends_R` (whole numbers, one for each rank), in a message of 8 bytes a rank.
+    """Tell every rank how many rows this rank will send to it, where that is known at run time only.
 
-    The host reads them, since it must know the sizes of messages; so call this before, not between, the halves of another exchange. A
-    recomputation (`mmspeed.replay`) gets the counts of the first pass. Raises ValueError for another number of counts.
+    `sends_R`: a whole number for each rank; 8 bytes go to each. The host must know the sizes of messages, so this waits for the device:
+    call it before, not between, the halves of another exchange. A recomputation (`mmspeed.replay`) gets the counts of the first pass.
+    Raises ValueError for counts of another shape or of floats.
     """
     if sends_R.shape != (axis.size,) or sends_R.is_floating_point():
         raise ValueError(f"{axis.name}: counts for {axis.size} ranks are whole numbers of shape ({axis.size},)")
@@ -200,7 +202,7 @@ def start_rows(x_ZE: Tensor, axis: Axis, counts: RowCounts, kind: str = "rows") 
 
 
 def swap_rows(x_ZE: Tensor, axis: Axis, counts: RowCounts, kind: str = "rows") -> Tensor:
-    """Send `counts.sends[r]` rows to each rank r and receive `counts.comes[r]` from it, in rank order. Backward: the reverse.
+    """Send `counts.sends[r]` rows to each rank r and receive `counts.comes[r]` from it: an uneven all-to-all. Backward: the reverse.
 
     Args:
         x_ZE: rows (of any shape) for rank 0 first, `counts.sends[0]` of them, then those for rank 1. A rank may get none.
@@ -213,14 +215,14 @@ def swap_rows(x_ZE: Tensor, axis: Axis, counts: RowCounts, kind: str = "rows") -
 
 
 class PendingTensors:
-    """Tensors in transit. Holds the tensors that are sent until `wait`."""
+    """Tensors in transit, started by `pass_on`. Holds the tensors that are sent until `wait`."""
 
     def __init__(self, received: list[Tensor], works: list[Any], sent: list[Tensor]) -> None:
         self._received, self._works, self._sent = received, works, sent
 
     @outside_graphs
     def wait(self) -> list[Tensor]:
-        """The received tensors; on an accelerator the current stream waits for them, not the caller. May be called again."""
+        """Wait for the received tensors and return them; on an accelerator the current stream waits, not the host. May be called again."""
         wait_all(self._works)
         self._works, self._sent = [], []
         return self._received
@@ -236,13 +238,13 @@ def pass_on(
     kind: str = "ring",
     name: str | None = None,
 ) -> PendingTensors:
-    """Start sending tensors to place `to` of the axis and receiving as many from place `source`, without gradients.
+    """Start sending tensors to place `to` of the axis and receiving as many from place `source`; no gradients flow through it.
 
     Every rank of the axis makes the call, and the places form rings: the rank that sends to a place is that place's source. Several calls
-    may be in flight; those between two ranks arrive in the order of the calls. Until `wait`, tensors that are sent must not change.
+    may be in flight; messages between two ranks arrive in the order of the calls. Do not change the sent tensors before `wait`.
 
     Args:
-        shapes: the shapes to receive, in the number types of `tensors`; None: shapes as sent.
+        shapes: the shapes to receive, in the dtypes of `tensors`; None: the same as sent.
         kind, name: the ledger's names for the bytes and the axis; None: the axis's name.
 
     Raises ValueError when only one of `to` and `source` is this rank, or for another number of shapes.
@@ -284,7 +286,7 @@ def _dim(dim: int, dims: int) -> int:
 
 
 def _whole(sizes: Sequence[int], x: Tensor, dim: int, axis: Axis) -> Sizes:
-    """Sizes of all ranks' parts of a dim that is whole on this rank."""
+    """Check and return the sizes of all ranks' parts of a dim that is whole on this rank."""
     if len(sizes) != axis.size or min(sizes) < 0 or sum(sizes) != x.shape[dim]:
         raise ValueError(
             f"{axis.name}: sizes {tuple(sizes)} do not cut dim {dim} of {tuple(x.shape)} for {axis.size} ranks"
@@ -293,7 +295,7 @@ def _whole(sizes: Sequence[int], x: Tensor, dim: int, axis: Axis) -> Sizes:
 
 
 def _shared(sizes: Sequence[int] | None, x: Tensor, dim: int, axis: Axis) -> Sizes:
-    """Sizes of all ranks' parts of a dim of which this rank has one."""
+    """Check and return the sizes of all ranks' parts of a dim of which this rank has one part."""
     chosen = (x.shape[dim],) * axis.size if sizes is None else tuple(sizes)
     if len(chosen) != axis.size or min(chosen) < 0 or chosen[axis.rank] != x.shape[dim]:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Several axes of a mesh joined into one."""
+"""Flatten several axes of a mesh into one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .axis import Axis, nodes_of
 
 
 def flattened(name: str, *axes: Axis, mesh: DeviceMesh, nodes: Sequence[int] | None = None) -> Axis:
-    """Axes of a mesh that covers all processes as one axis, the first outermost in its order.
+    """Flatten axes of a mesh that covers all processes into one axis; the first is the outermost, which varies slowest.
 
-    The result has the ledger and the exchange method of the last one; `nodes` as in `Axis.of`. This may make process groups, so every
-    process of the run must call it.
+    The ledger and the exchange method are those of the last axis of several ranks; `nodes` as in `Axis.of`. This may make process groups,
+    so every process of the run must call it.
     """
     split = [axis for axis in axes if axis.size > 1]
     if len(split) <= 1:

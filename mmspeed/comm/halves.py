@@ -1,19 +1,18 @@
-"""Differentiable exchanges in two halves: work issued between start and finish overlaps with the messages.
+"""Differentiable exchanges in two halves: work issued between start and finish overlaps with the communication.
 
-`start_...` packs and issues; `finish` waits, unpacks, and returns the results. Each is an autograd function: the backward of finish
-starts the exchange of the gradients and the backward of start finishes it. Backward runs in the reverse order of forward, so work
-between the halves in forward is between them in backward too. An empty tensor, the token, connects the halves in the graph and
-carries nothing else.
+`start_...` packs and issues; `finish` waits, unpacks, and returns the results. Each is an autograd function: the backward of finish starts
+the exchange of the gradients and the backward of start finishes it. Backward runs in the reverse order of forward, so work between the
+halves in forward is between them in backward too. An empty tensor, the token, connects the halves in the graph and carries nothing else.
 
-At finish the results are offered for recomputation (`mmspeed.replay`); where they are held, neither half issues anything in the second
-pass. The same holds for an exchange without gradients, since a reentrant checkpoint's first pass records none. Exchanges of gradients
-are not offered.
+`finish` offers its results to recomputation (`mmspeed.replay`): where they were kept, the second pass sends nothing in either half.
+Exchanges without gradients are offered too, since a reentrant checkpoint runs its first pass under no_grad. The exchanges of gradients in
+backward are not.
 
-On an accelerator messages run on the process group's own stream and neither half blocks the host; both halves belong on one stream.
-On the CPU finish blocks until the messages have arrived.
+On an accelerator messages run on the process group's own stream and neither half blocks the host; call both halves on the same stream. On
+the CPU finish blocks until the messages have arrived.
 
-All ranks of the axis start the same exchanges in the same order, and finish them in the same order, those with empty parts too, forward
-and backward: a loss must depend on the result on every rank or on none.
+All ranks of the axis must start the same exchanges in the same order, and finish them in the same order, even those with empty parts. This
+holds in backward too, so a loss must depend on the result on every rank or on none.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from .packing import Sizes, layout
 
 
 class _ReverseHalf:
-    """The link between the two halves in the graph, by which backward passes the exchange of the gradients from finish to start."""
+    """Shared by the two halves in the graph: the backward of finish leaves the started exchange of the gradients here for that of start."""
 
     back: PendingExchange | None = None
 
 
 class PendingExchange:
-    """A started exchange. It holds the tensors that are sent; the arguments must not change until it is finished."""
+    """A started exchange, for `finish`. It holds the tensors that are sent; do not change the arguments in place until it is finished."""
 
     _link: _ReverseHalf
     _move: Move
@@ -63,7 +62,7 @@ class PendingExchange:
         offers: bool,
         layouts_back: Sequence[Sizes] | None = None,
     ) -> PendingExchange:
-        """Start a move. `offers`: True offers the results for recomputation (see the module's docstring)."""
+        """Start a move. `offers`: whether the results are offered for recomputation (see the module's docstring)."""
         pending = cls()
         pending._move, pending._link, pending._records = move, _ReverseHalf(), torch.is_grad_enabled()
         pending._layouts_back = tuple(layout(x) for x in xs) if layouts_back is None else tuple(layouts_back)
@@ -73,7 +72,7 @@ class PendingExchange:
         return pending
 
     def __del__(self) -> None:
-        # a recomputation stops when backward has its tensors, perhaps between the halves: memory must outlive its messages
+        # a recomputation may stop between the halves, once backward has its tensors: buffers must outlive their messages
         if self._again and self._underway is not None:
             wait_all(self._underway.works)
 
@@ -97,7 +96,7 @@ class PendingExchange:
 def start(
     move: Move, layouts: Sequence[Sizes], xs: Sequence[Tensor], layouts_back: Sequence[Sizes] | None = None
 ) -> PendingExchange:
-    """Start a move. `layouts`: the order of each result's dims in memory; `layouts_back`: of each gradient's, None: that of `xs`."""
+    """Start a move. `layouts`: the memory order of each result's dims; `layouts_back`: that of each gradient's, None: as in `xs`."""
     return _started(move, layouts, xs, layouts_back)
 
 
@@ -109,11 +108,11 @@ def _started(
 
 
 def finish(pending: PendingExchange) -> Tensor:
-    """The result of an exchange of one tensor, once it has arrived.
+    """Wait for an exchange of one tensor and return its result.
 
-    Raises RuntimeError where gradients are recorded at one half only, for an exchange that was finished before, for a tensor that
-    has changed since the start, and in a recomputed region that keeps no exchanges and did not start this one. Raises ValueError for
-    an exchange of several tensors.
+    Raises RuntimeError where only one half records gradients, where the exchange was finished before, where a tensor was changed in place
+    since the start, and where a recomputed region that keeps no exchanges holds the finish without the start. Raises ValueError for an
+    exchange of several tensors.
     """
     results = finish_all(pending)
     if len(results) != 1:
@@ -122,7 +121,7 @@ def finish(pending: PendingExchange) -> Tensor:
 
 
 def finish_all(pending: PendingExchange) -> list[Tensor]:
-    """The results of an exchange of several tensors. Raises RuntimeError as `finish` does."""
+    """Wait for an exchange of several tensors and return the results. Raises RuntimeError as `finish` does."""
     return pending._results if pending._results is not None else _finished(pending)
 
 
@@ -137,7 +136,7 @@ def _finished(pending: PendingExchange) -> list[Tensor]:
 
 
 class _Start(torch.autograd.Function):
-    """The first half in the graph: tensors to a token."""
+    """The first half as an autograd function: takes the tensors, returns the token."""
 
     @staticmethod
     def forward(ctx: Any, pending: PendingExchange, layouts: tuple[Sizes, ...], issues: bool, *xs: Tensor) -> Tensor:
@@ -155,7 +154,7 @@ class _Start(torch.autograd.Function):
 
 
 class _Finish(torch.autograd.Function):
-    """The second half in the graph: a token to results."""
+    """The second half as an autograd function: takes the token, returns the results."""
 
     @staticmethod
     def forward(ctx: Any, pending: PendingExchange, token: Tensor) -> tuple[Tensor, ...]:

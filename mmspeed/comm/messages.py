@@ -1,7 +1,7 @@
-"""Messages of an exchange: packed and issued to the backend in one step, waited for and unpacked in another.
+"""Pack the messages of an exchange and issue them without waiting; wait for and unpack them later.
 
-A move describes an exchange by arguments that all ranks share; `begin` issues and counts it, `Underway.complete` returns the results,
-and `back` is the move of the gradients. Autograd is the business of `halves`.
+A move describes an exchange by arguments that are the same on all ranks: `begin` packs, issues and counts the messages, `Underway.complete`
+waits and returns the results, and `back` is the move that carries the gradients. Autograd is in `halves`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass(frozen=True)
 class Underway:
-    """An issued exchange. `sent` must neither change nor be freed before `complete`."""
+    """An issued exchange. The tensors in `sent` must neither change nor be freed before `complete`."""
 
     works: list[Any]  # of torch.distributed; on an accelerator `wait` blocks the current stream, not the host
     sent: list[Tensor]
@@ -40,7 +40,7 @@ class Move(Protocol):
     """The description of an exchange, the same on all ranks of its axis."""
 
     def begin(self, xs: Sequence[Tensor], layouts: Sequence[Sizes]) -> Underway:
-        """Issue the exchange without waiting. `layouts`: the order of each result's dims in memory, which may differ between ranks."""
+        """Issue the exchange without waiting. `layouts`: the memory order of each result's dims, which may differ between ranks."""
         ...
 
     def back(self) -> Move:
@@ -50,10 +50,11 @@ class Move(Protocol):
 
 @dataclass(frozen=True)
 class AllToAll:
-    """An all-to-all of k tensors. `wire` is the order of the dims in the message; `apart`: a message for each tensor.
+    """An all-to-all of k tensors over n ranks. `wire`: the order of the dims in the message; `apart`: one message for each tensor.
 
-    A common message needs a copy into it. So tensors whose parts may be contiguous, because the scatter dim comes first on the wire,
-    are also sent separately, each from its own memory. Where the gather dim comes first, the common message consists of rows.
+    A message of several tensors costs a copy into a common buffer. So where the scatter dim is outermost on the wire, and each part
+    contiguous in its tensor, every tensor is sent in a message of its own, from its own memory. Where the gather dim is outermost, the
+    common message interleaves the tensors row by row (see `packing`).
     """
 
     axis: Axis
@@ -65,7 +66,7 @@ class AllToAll:
     apart: bool = False
 
     def back(self) -> AllToAll:
-        """The move of the gradients: a copy before this move is a copy after that one."""
+        """The move of the gradients, with the dims swapped: what this one packs, that one unpacks."""
         return AllToAll(self.axis, self.gather_dim, self.scatter_dim, self.gather, self.scatter, self.wire, self.apart)
 
     def begin(self, xs: Sequence[Tensor], layouts: Sequence[Sizes]) -> Underway:
@@ -87,11 +88,11 @@ class AllToAll:
     def _message(
         self, xs: Sequence[Tensor], layouts: Sequence[Sizes], group: list[int]
     ) -> tuple[Packed, Landing, list[Any]]:
-        """Issue the message of a group of the tensors."""
+        """Issue one message with the tensors numbered in `group`: (what is sent, where it arrives, the pending works)."""
         axis, wire, xs, layouts = self.axis, self.wire, [xs[of] for of in group], [layouts[of] for of in group]
         scatters, gathers = [self.scatter[of] for of in group], [self.gather[of] for of in group]
         rows = len(xs) > 1 and all(leads(x.shape, self.gather_dim, self.scatter_dim, wire) for x in xs)
-        if rows:  # the dims before it on the wire have size 1
+        if rows:  # moved to the front: all dims before it have size 1
             wire = (self.gather_dim, *(dim for dim in wire if dim != self.gather_dim))
         sent = pack(xs, self.scatter_dim, scatters, wire, rows)
         shapes = []
@@ -106,7 +107,7 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class AllGather:
-    """The parts of all ranks, joined along a dim."""
+    """An all-gather along a dim. Uneven ones, and those of an axis without collectives, are sends and receives between pairs."""
 
     axis: Axis
     dim: int
@@ -136,7 +137,7 @@ class AllGather:
 
 @dataclass(frozen=True)
 class ReduceScatter:
-    """A reduce-scatter. Uneven ones, and those of an axis without collectives, are an all-to-all and a local sum."""
+    """A reduce-scatter along a dim. Uneven ones, and those of an axis without collectives, are an all-to-all and a local sum."""
 
     axis: Axis
     dim: int
@@ -162,7 +163,7 @@ class ReduceScatter:
 
 @dataclass(frozen=True)
 class RowMove:
-    """An exchange of rows of x_ZE: `sends[r]` to each rank r, `comes[r]` from it. `kind`: the ledger's name for the bytes."""
+    """An all-to-all of rows of x_ZE: `sends[r]` go to rank r, `comes[r]` come from it. `kind`: the ledger's name for the bytes."""
 
     axis: Axis
     sends: Sizes
@@ -184,7 +185,7 @@ class RowMove:
 
 
 def _swap(flat: Tensor, received: Tensor, sends: list[int], comes: list[int], axis: Axis) -> list[Any]:
-    """Issue the sends of each rank's part of the flat buffer, and the receives from each, rank by rank."""
+    """Issue an all-to-all of flat buffers: `sends[r]` elements of `flat` to rank r, `comes[r]` elements of `received` from it."""
     if axis.exchange == "collective":
         return [dist.all_to_all_single(received, flat, comes, sends, group=axis.group, async_op=True)]
     to, source, others = flat.split(sends), received.split(comes), axis.others()

@@ -1,9 +1,9 @@
-"""The layout of tensors' parts in the flat buffer of a message, and their sizes by rank: arithmetic and views, without a process group.
+"""Lay out the parts of tensors in a message's flat buffer: sizes by rank, views and copies, without a process group.
 
-The buffer holds the part for rank 0, then that for rank 1, and so on. A rank's part holds a piece of each tensor of the message, one
-after the other; a piece has the dims in the order of the wire. Or it holds rows ("rows"), where the dim that the receiver joins comes
-first on the wire: each row has that row of every tensor. The rows of all ranks, one after the other, are the joined tensors side by side,
-so the receiver reads them in place.
+The buffer holds the part for rank 0, then that for rank 1, and so on. A rank's part holds its piece of each tensor of the message, one
+piece after the other, with the dims in the order of the wire. With `rows`, where the dim that the receiver concatenates is outermost on the
+wire, it interleaves the tensors instead: each row holds that row of every tensor. The rows of all ranks, one after the other, are then the
+concatenated tensors side by side, which the receiver reads in place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Sizes = tuple[int, ...]
 
 
 def even_sizes(length: int, parts: int) -> Sizes:
-    """Lengths of `parts` parts of `length` that differ by one at most; the first ones are the larger. Some may be 0.
+    """Sizes of `parts` parts of `length` that differ by one at most, the larger ones first. Some may be 0.
 
     Raises ValueError for a negative length or less than one part.
     """
@@ -33,7 +33,7 @@ def even_sizes(length: int, parts: int) -> Sizes:
 
 @dataclass(frozen=True)
 class Packed:
-    """A message to all ranks: `lengths` elements of the flat buffer to each, made with 0 copies or 1."""
+    """A packed message: the next `lengths[r]` elements of the flat buffer go to rank r. `copies`: whether packing copied, 0 or 1."""
 
     flat: Tensor
     lengths: list[int]
@@ -44,31 +44,34 @@ class Packed:
         return [length * self.flat.element_size() for length in self.lengths]
 
     def copied(self) -> int:
-        """Bytes of the copies."""
+        """Bytes that packing copied."""
         return self.copies * nbytes(self.flat)
 
 
 @dataclass(frozen=True)
 class Landing:
-    """Memory for a message to be received: the results, the flat buffer that receives, and the copies from it that `fill` makes."""
+    """Memory for a message that is received: `flat` receives it, and `fill` makes `copies` from there into `results`."""
 
     results: list[Tensor]
     flat: Tensor
     copies: list[tuple[Tensor, Tensor]]  # (to, from)
 
     def copied(self) -> int:
-        """Bytes of the copies."""
+        """Bytes that `fill` copies."""
         return sum(nbytes(to) for to, _ in self.copies)
 
     def fill(self) -> tuple[Tensor, ...]:
-        """The results, once the buffer is complete."""
+        """Make the copies, once the message has arrived, and return the results."""
         for to, source in self.copies:
             to.copy_(source)
         return tuple(self.results)
 
 
 def pack(xs: Sequence[Tensor], dim: int, sizes_each: Sequence[Sizes], wire: Sizes, rows: bool = False) -> Packed:
-    """Parts of tensors along `dim`, rank by rank; a tensor that is in this order is not copied. `rows`: along the first dim of the wire."""
+    """Pack the tensors' parts along `dim`, rank by rank; a single tensor that is in this order already is not copied.
+
+    `rows`: interleave the tensors by rows of the first dim of the wire (see the module's docstring).
+    """
     lengths = lengths_of([x.shape for x in xs], dim, sizes_each)
     arranged = [x.permute(wire) for x in xs]
     if len(xs) == 1 and _outermost(arranged[0].shape, wire.index(dim)) and arranged[0].is_contiguous():
@@ -89,11 +92,11 @@ def landing(
     layouts: Sequence[Sizes],
     rows: bool = False,
 ) -> Landing:
-    """Memory to receive tensors of `shapes`, whose parts along `dim` come from the ranks.
+    """Allocate memory to receive tensors of `shapes`, whose parts along `dim` come from the ranks.
 
-    Where they arrive in the order of their layouts, the buffer is the tensors' own memory and nothing is copied; tensors that arrive side
-    by side in rows stay so in it, in the order of their layouts but with gaps. They are no views: autograd forbids writing to a view that
-    a custom function returns.
+    Where parts arrive in the memory order of the results (`layouts`), the buffer is the results' own memory and nothing is copied. With
+    `rows` the results stay side by side in it: in the order of their layouts, but with gaps between rows. Autograd forbids in-place writes
+    to a view that a custom function returns, so they are made on the same storage without being views.
     """
     ordered = [_same(shape, wire, order) for shape, order in zip(shapes, layouts, strict=True)]
     if rows:
@@ -113,7 +116,7 @@ def landing(
 
 
 def _columns(flat: Tensor, shapes: Sequence[Sequence[int]], wire: Sizes) -> list[Tensor]:
-    """The tensors that are side by side in rows, one row for each index of the first dim of the wire."""
+    """The tensors that lie side by side in the rows of `flat`, one row for each index of the first dim of the wire."""
     count = shapes[0][wire[0]]
     width, start, tensors = sum(math.prod(shape) for shape in shapes) // max(1, count), 0, []
     for shape in shapes:
@@ -129,7 +132,7 @@ def _columns(flat: Tensor, shapes: Sequence[Sequence[int]], wire: Sizes) -> list
 def _rows(
     flat: Tensor, arranged: Sequence[Tensor], place: int, sizes_each: Sequence[Sizes]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The pairs of `_pieces` for a message in rows, on the sender's side."""
+    """`_pieces` of a message in rows, on the sender's side."""
     ranks, rows = len(sizes_each[0]), arranged[0].shape[0]
     if all(len(set(sizes)) == 1 for sizes in sizes_each):
         even = [
@@ -156,7 +159,7 @@ def _rows(
 def _pieces(
     flat: Tensor, arranged: Sequence[Tensor], place: int, sizes_each: Sequence[Sizes]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of views of the same elements, in the flat buffer and in tensors whose dims are in the order of the wire."""
+    """Yield views of each piece, (in the flat buffer, in its tensor), to copy between; the tensors' dims are in the order of the wire."""
     ranks = len(sizes_each[0])
     start = 0
     if all(len(set(sizes)) == 1 for sizes in sizes_each):  # one copy a tensor, not one for each rank
@@ -176,7 +179,7 @@ def _pieces(
 
 
 def lengths_of(shapes: Sequence[Sequence[int]], dim: int, sizes_each: Sequence[Sizes]) -> list[int]:
-    """Elements in each rank's part of all tensors, which are split along `dim`."""
+    """The number of elements in each rank's part of all tensors together, which are split along `dim`."""
     rests = [math.prod([*shape[:dim], *shape[dim + 1 :]]) for shape in shapes]
     return [
         sum(rest * size for rest, size in zip(rests, of_rank, strict=True)) for of_rank in zip(*sizes_each, strict=True)
@@ -184,26 +187,26 @@ def lengths_of(shapes: Sequence[Sequence[int]], dim: int, sizes_each: Sequence[S
 
 
 def leads(shape: Sequence[int], dim: int, other: int, wire: Sizes) -> bool:
-    """True where a dim comes first on the wire on every rank: before it are only dims of size 1, which are not split over ranks.
+    """True where `dim` is outermost on the wire on every rank: all dims before it have size 1, and none of them is `other`.
 
-    `other`: the dim of which ranks have parts of other sizes.
+    `other`: the dim whose size may differ between ranks, so that a size of 1 here tells nothing about them.
     """
     before = wire[: wire.index(dim)]
     return other not in before and all(shape[of] == 1 for of in before)
 
 
 def _outermost(shape: Sequence[int], place: int) -> bool:
-    """True where parts along a dim are contiguous: all dims outside it have size 1."""
+    """True where parts along the dim at `place` are contiguous: all dims outside it have size 1."""
     return all(size == 1 for size in shape[:place])
 
 
 def _same(shape: Sequence[int], one: Sizes, other: Sizes) -> bool:
-    """True where two orders of a tensor's dims are the same in memory, where dims of size 1 do not count."""
+    """True where two orders of a tensor's dims mean the same memory; dims of size 1 do not count."""
     return [dim for dim in one if shape[dim] != 1] == [dim for dim in other if shape[dim] != 1]
 
 
 def _empty(like: Tensor, shape: Sequence[int], order: Sizes) -> Tensor:
-    """A tensor without contents, contiguous in this order of its dims."""
+    """An uninitialised tensor, contiguous in this order of its dims."""
     return like.new_empty_strided(tuple(shape), _strides(shape, order))
 
 
@@ -223,10 +226,10 @@ def layout(x: Tensor) -> Sizes:
 
 
 def inverse(order: Sizes) -> Sizes:
-    """The order that undoes another."""
+    """The inverse permutation of an order."""
     return tuple(order.index(dim) for dim in range(len(order)))
 
 
 def laid_out(x: Tensor, order: Sizes) -> Tensor:
-    """The same tensor, contiguous in this order of its dims."""
+    """`x` with its memory contiguous in this order of its dims; the shape stays."""
     return x.permute(order).contiguous().permute(inverse(order))

@@ -1,4 +1,4 @@
-"""Spread a model over devices. The order of the steps matters, so all of them are here on one screen."""
+"""Apply all parallelism to a model. The order of the steps matters, so all of them are here on one screen."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ __all__ = [
     "unwrap",
 ]
 
-# the axes that `parallelize` applies to a model, and the views' names for them
+# the axes that `parallelize` applies to a model, and the names that views of the mesh give them
 APPLIED = (*ITEMS, AxisName.DSP, AxisName.RING, AxisName.ULYSSES, AxisName.TP, AxisName.SHARD, AxisName.EDP)
 
 
 def resolve_strategy(strategy: str, world: int) -> Strategy:
-    """The strategy, with `auto` as `none` on one device, else `fsdp`. Raises UserError for `none` on several: they would train apart."""
+    """Resolve `auto` to `none` on one device and `fsdp` on several. Raises UserError for `none` on several, which would train apart."""
     if strategy == "auto":
         return "none" if world == 1 else "fsdp"
     if strategy not in ("none", "ddp", "fsdp"):
@@ -79,13 +79,18 @@ def parallelize(
     keeping: BlockPolicies | None = None,
     compile: bool | str = False,
 ) -> nn.Module:
-    """Make `model` ready for training: already on its device in float32 (or bfloat16, by `make_half`), or on the meta device.
+    """Make `model` ready for training; it is already on its device in float32 (or bfloat16, by `make_half`), or on the meta device.
 
-    It is changed in place, and wrapped by `ddp` only.
+    The model is changed in place and returned; only `ddp` wraps it. Every rank must pass the same parameters. State-dict names (through
+    `torch.distributed.checkpoint.state_dict`) are those of the bare model in every strategy.
 
-    Every rank must hand in the same parameters. `mesh` is of `mmspeed.mesh` and may be None for `none`; `layout` is of
-    `make_layout` and None for one process per sample; `keeping`: what is kept for backward, None: all; `compile` may name a backend.
-    State-dict names (through `torch.distributed.checkpoint.state_dict`) are those of the bare model in every strategy.
+    Args:
+        mesh: of `mmspeed.mesh`; may be None for the strategy `none`.
+        layout: of `make_layout`; None: one process per sample.
+        keeping: which activations each block keeps for backward; None: all.
+        compile: compile each block with inductor, or with the backend that it names.
+
+    Raises UserError for a mesh, a strategy or a plan that does not fit the model.
     """
     layout = layout or TokenLayout()
     boundaries = None
@@ -93,22 +98,22 @@ def parallelize(
         _check_axes(mesh)
     if layout.size > 1:  # with one process per sample nothing is added: the bare class runs
         boundaries = Boundaries(model, Sequences(_checked_plan(model, layout), layout))
-        if layout.tensor.size > 1:  # first: later steps see layers that are split already
+        if layout.tensor.size > 1:  # first, so that later steps see split layers
             assert mesh is not None
             _check_tensor(model, strategy, mesh)
             boundaries.split_weights(mesh.submesh(AxisName.TP))
         boundaries.put_inside()  # the tokens that each process computes and attends to
-    # recomputation is part of the graphs, block by block; but exchanges and plans break graphs, so it goes around graphs with these
+    # checkpointing is compiled into each block's graph, except where exchanges or recorded plans break graphs: there it goes around them
     breaks = layout.size > 1 or is_spread(model) or bool(recorded_modules(model))
     backend = compile if isinstance(compile, str) else "inductor"
     for number, (_, block) in enumerate(blocks_of(model)):
         if compile and breaks:
             compile_forward(block, backend=backend)
-        if keeping is not None:  # what is kept for backward
+        if keeping is not None:  # activation checkpointing
             keeping.apply(block, number, compiled=bool(compile), around_graphs=breaks)
         if compile and not breaks:
             compile_forward(block, backend=backend)
-    if boundaries is not None:  # around all of that: the inputs and outputs of blocks and of the model
+    if boundaries is not None:  # outside of checkpointing and graphs: the inputs and outputs of blocks and of the model
         boundaries.put_around()
     if compute_dtype != torch.float32:  # around the whole model, so that training, validation and sampling agree
         autocast(model, compute_dtype)
@@ -116,12 +121,12 @@ def parallelize(
         return model
     if mesh is None:
         raise ValueError(f"strategy {strategy} needs a device mesh")
-    # replicas of bfloat16 parameters come from the sharding engine, over `dp_replicate`: the other sums their gradients in bfloat16
+    # bfloat16 parameters are replicated by FSDP2 over `dp_replicate`, since DDP would sum their gradients in bfloat16
     return shard(model, mesh, compute_dtype) if strategy == "fsdp" or is_half(model) else replicate(model)
 
 
 def _check_axes(mesh: Mesh) -> None:
-    """Raises UserError for an axis of several processes that nothing here applies: they would all compute the same."""
+    """Raise UserError for an axis of several processes that nothing here applies: they would all compute the same."""
     for axis, size in mesh.table.sizes.items():
         if size > 1 and axis not in APPLIED:
             raise UserError(
@@ -131,7 +136,7 @@ def _check_axes(mesh: Mesh) -> None:
 
 
 def _checked_plan(model: nn.Module, layout: TokenLayout) -> ModelPlan:
-    """The plan of a model that is to be spread. Raises UserError where the model has none, or where the layout does not fit it."""
+    """The plan of a model that is split over processes. Raises UserError where it has none, or where the layout does not fit it."""
     plan = plan_of(model)
     if plan is None:
         raise UserError(
@@ -149,7 +154,7 @@ def _checked_plan(model: nn.Module, layout: TokenLayout) -> ModelPlan:
 
 
 def _check_tensor(model: nn.Module, strategy: Strategy, mesh: Mesh) -> None:
-    """Raises UserError where a model cannot be split over tensor-parallel processes."""
+    """Raise UserError where a model cannot be split over tensor-parallel processes."""
     if strategy == "ddp" or (strategy == "none" and mesh.storage.size() > mesh.size(AxisName.TP)):
         raise UserError("parallel.tp goes with parallel.strategy: fsdp")
     plan = plan_of(model)
@@ -160,7 +165,7 @@ def _check_tensor(model: nn.Module, strategy: Strategy, mesh: Mesh) -> None:
 
 
 def check_layout(model: nn.Module, parallel: ParallelConfig) -> None:
-    """Raises UserError where heads of a model (which may be on the meta device) do not fit `ulysses` or `tp`, or blocks `dsp` or `ring`."""
+    """Raise UserError where a model's heads do not fit `ulysses` or `tp`, or its blocks `dsp`. The model may be on the meta device."""
     plan = plan_of(model)
     if parallel.dsp > 1 and (plan is None or not plan.factorised):
         raise UserError(

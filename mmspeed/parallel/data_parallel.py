@@ -1,7 +1,7 @@
 """Train data-parallel: sharded (FSDP2, after ZeRO: Rajbhandari et al., 2020), hybrid-sharded, or replicated (DDP).
 
-Both engines sum gradients over the ranks that hold a parameter, without dividing: `mmspeed.loop.step` divides the loss by a number
-that every rank knows before its first forward. So parameters on another mesh than the rest need no factor of their own.
+Both engines sum gradients over the ranks that hold a parameter instead of averaging: `mmspeed.loop.step` divides the loss by a number that
+every rank knows before its first forward. So parameters on another mesh than the rest need no factor of their own.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def autocast(model: nn.Module, dtype: torch.dtype) -> None:
     Modules that the model declares to stay float32 compute in float32.
     """
     for name, module in model.named_modules():
-        within = stays_float32(model, name.rpartition(".")[0])  # of a module that stays float32 itself
+        within = stays_float32(model, name.rpartition(".")[0])  # inside a module that stays float32 itself
         if name and stays_float32(model, name) and not within and next(module.parameters(), None) is not None:
             mix_in(module, _InFloat32, rename=False)
     mix_in(
@@ -62,11 +62,11 @@ def autocast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def shard(model: nn.Module, mesh: Mesh, compute_dtype: torch.dtype) -> nn.Module:
-    """Apply `fully_shard` to each block, then to the root; replicas of the sharded model where `dp_replicate` > 1.
+    """Apply `fully_shard` (FSDP2) to each block, then to the root; with `dp_replicate` > 1 the sharded model is replicated (HSDP).
 
-    Parameters travel in `compute_dtype`, gradients are summed in float32, over both axes. Inputs are not cast: the root would round
-    timesteps to `compute_dtype` too; autocast casts what the matrix products need. Parameters that stay float32 travel in float32, in
-    groups of their own: the engine has one number type for a group.
+    Parameters are gathered in `compute_dtype`; gradients are reduced in float32, over both axes. Inputs are not cast, since the root would
+    round timesteps to `compute_dtype` too; autocast casts what matrix products need. Parameters that stay float32 are gathered in float32,
+    in parameter groups of their own, since FSDP2 has one dtype per group.
     """
     axes = (AxisName.DP_REPLICATE, AxisName.SHARD) if mesh.size(AxisName.DP_REPLICATE) > 1 else (AxisName.SHARD,)
     engine = partial(fully_shard, mesh=mesh.submesh(*axes))
@@ -83,7 +83,7 @@ def shard(model: nn.Module, mesh: Mesh, compute_dtype: torch.dtype) -> nn.Module
 
 
 def float32_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters that stay float32: those that the model declares, and those that modules around them hold themselves."""
+    """The parameters that stay float32: those that the model declares, and those held directly by the modules that contain them."""
     named = dict(model.named_parameters())
     declared = [name for name in named if stays_float32(model, name)]
     around = {name[:end] for name in declared for end in range(len(name)) if name[end] == "." or end == 0}
@@ -93,7 +93,7 @@ def float32_parameters(model: nn.Module) -> set[nn.Parameter]:
 def _shard_module(
     module: nn.Module, engine: Callable[..., object], compute_dtype: torch.dtype, apart: set[nn.Parameter]
 ) -> None:
-    """Shard the parameters of a module that are not sharded yet: those `apart` travel in float32, the others in `compute_dtype`."""
+    """Shard the parameters of a module that are not sharded yet; those in `apart` are gathered in float32."""
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     if not apart.isdisjoint(module.parameters()):
         others = list(_free_modules(module, apart))
@@ -104,7 +104,7 @@ def _shard_module(
 
 
 def _free_modules(module: nn.Module, apart: set[nn.Parameter]) -> Iterator[nn.Module]:
-    """The largest modules within a module that hold parameters, none of them `apart` and none sharded yet."""
+    """Yield the outermost modules within a module that hold parameters, none of them in `apart` and none sharded yet."""
     for child in module.children():
         if isinstance(child, FSDPModule):
             continue
@@ -117,10 +117,10 @@ def _free_modules(module: nn.Module, apart: set[nn.Parameter]) -> Iterator[nn.Mo
 
 
 class _Undivided:
-    """A divisor equal to 1 that returns its dividend as it is.
+    """A divisor that equals 1 and returns the dividend as it is.
 
-    With the number 1.0 torch would really divide where a group has one shard (replicas of bfloat16 parameters): a pass over all
-    gradients and as much memory again.
+    With the number 1.0, torch would really divide where a group has one shard (replicas of bfloat16 parameters): one more pass over all
+    gradients, and as much memory again.
     """
 
     def __rtruediv__(self, gradient: Tensor) -> Tensor:
@@ -131,17 +131,18 @@ class _Undivided:
 
 
 def sum_gradients(model: nn.Module) -> None:
-    """Make the sharding engine sum gradients over the mesh of each module that `fully_shard` was called on; without it, it averages."""
+    """Make FSDP2 sum gradients, which it averages by default, in every module that `fully_shard` was called on."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):  # neither call reaches the modules within
+        if isinstance(module, FSDPModule):  # neither call is recursive
             module.set_gradient_divide_factor(cast(float, _Undivided()))
-            module.set_force_sum_reduction_for_comms(True)  # else a factor travels with the sum, which gloo cannot do
+            module.set_force_sum_reduction_for_comms(True)  # else the collective scales too, which gloo cannot do
 
 
 def make_half(model: nn.Module) -> None:
-    """Make the parameters that train bfloat16, in place; buffers and other parameters, whose float32 weights no optimizer has, stay.
+    """Make trainable parameters bfloat16, in place, except those that the model declares to stay float32.
 
-    So do those that the model declares to stay float32. Call it on the meta device, or before the parameters are filled.
+    Buffers and frozen parameters stay too: no optimizer keeps float32 weights for them. Call it on the meta device, or before the
+    parameters are filled.
     """
     kept = float32_parameters(model)
     for module in model.modules():
@@ -151,20 +152,22 @@ def make_half(model: nn.Module) -> None:
 
 
 def is_half(model: nn.Module) -> bool:
-    """True where a parameter that trains is bfloat16; a frozen base may be of any dtype."""
+    """True where a trainable parameter is bfloat16; a frozen base may be of any dtype."""
     return any(parameter.dtype == torch.bfloat16 for parameter in model.parameters() if parameter.requires_grad)
 
 
 def take_float32_gradients(model: nn.Module) -> None:
-    """Give bfloat16 parameters float32 gradients, so that micro-batches are not summed in 8 bits. Call it before the first backward."""
+    """Give bfloat16 parameters float32 gradients, so that micro-batches are not summed in bfloat16. Call it before the first backward."""
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype == torch.bfloat16:
             parameter.grad_dtype = torch.float32
 
 
 def _keep_sums_in_float32(model: nn.Module) -> None:
-    """Keep sums of gradients over ranks in float32; the engine would round them to the parameters' dtype, which it looks up
-    at the first forward."""
+    """Keep gradients summed over ranks in float32, which FSDP2 would round to the parameters' dtype.
+
+    It looks that dtype up at the first forward, so this runs before each forward.
+    """
     states = [fsdp_state(module) for module in model.modules() if isinstance(module, FSDPModule)]
 
     def before(*_: Any) -> None:
@@ -175,7 +178,7 @@ def _keep_sums_in_float32(model: nn.Module) -> None:
 
 
 def replicate(model: nn.Module) -> nn.Module:
-    """The model in a DistributedDataParallel over all ranks that sums gradients. Every parameter must take part in every step."""
+    """Wrap the model in a DistributedDataParallel that sums gradients over all ranks. Every parameter must be used in every step."""
     with warnings.catch_warnings():
         # torch 2.13 renames broadcast_buffers; the new name is unknown to 2.11, and buffers change alike on all ranks
         warnings.simplefilter("ignore", FutureWarning)
@@ -199,7 +202,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def no_sync(model: nn.Module, strategy: Strategy, last: bool) -> Iterator[None]:
-    """Exchange gradients only with the `last` micro-batch of a step; goes around its forward and backward."""
+    """Exchange gradients only for the `last` micro-batch of a step. Use around its forward and backward."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
     with model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext():

@@ -1,6 +1,6 @@
-"""Check heads for tensor parallelism, and sum the gradients of parameters that all its processes hold.
+"""Check that heads divide for tensor parallelism, and sum the gradients of parameters that all its processes hold.
 
-The layers themselves are `mmspeed.parallel.boundaries.linears`.
+The split layers themselves are in `mmspeed.parallel.boundaries.linears`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from mmspeed.mesh import layout_of
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a DTensor on this process; any other tensor itself. Gradients pass unchanged."""
+    """The part of a DTensor on this process; any other tensor as it is. Gradients pass unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def check_heads(heads: int, ulysses: int, tp: int, key_heads: int | None = None) -> None:
-    """Raises UserError where a model's heads cannot be split over `tp`, and each part exchanged over `ulysses`, processes.
+    """Raise UserError where heads cannot be split over `tp` processes, and each part exchanged over `ulysses` processes.
 
-    `key_heads`: where keys have fewer heads than queries. Over `ulysses` they are repeated if they are too few; over `tp` each process
-    must hold whole ones.
+    `key_heads`: the number of key heads, where keys have fewer than queries (GQA). Over `ulysses` they are repeated if they are too few;
+    over `tp` each process must hold whole ones.
     """
     if key_heads is not None and key_heads % tp:
         fits = ", ".join(str(n) for n in range(1, key_heads + 1) if heads % n == key_heads % n == 0)
@@ -47,9 +47,9 @@ def check_heads(heads: int, ulysses: int, tp: int, key_heads: int | None = None)
 
 @torch.no_grad()
 def sum_shared_gradients(parameters: Iterable[nn.Parameter], tensor: Axis) -> None:
-    """Sum over the tensor-parallel axis the gradients of the parameters that all its processes hold, in one exchange per dtype.
+    """Sum, over the tensor-parallel axis, gradients of parameters that all its processes hold: one all-reduce per dtype.
 
-    Sharded parameters are summed shard by shard, after the sharding engine has done its part.
+    Parameters that FSDP2 shards are summed shard by shard, after it has reduced their gradients.
     """
     if tensor.size == 1:
         return

@@ -1,4 +1,4 @@
-"""Products of groups of rows with a matrix each, such as the tokens of experts.
+"""Grouped matrix products: each contiguous group of rows is multiplied by a matrix of its own, as an expert's tokens by its weight.
 
 Legend: R rows, G groups, I width of the input, O width of the output.
 """
@@ -16,15 +16,16 @@ from mmspeed.graphs import outside_graphs
 
 from .base import Implementation, Operator
 
-ALIGNMENT = 16  # bytes of which torch's operator needs a multiple in a row
+ALIGNMENT = 16  # torch's operator takes rows whose size in bytes is a multiple of this
 
 
 @outside_graphs
 def looped_product(x_RI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
-    """`x W_g^T` of each row with the matrix of its group, `out_RO`: a product for each group that has rows.
+    """Multiply each row by its group's matrix, `out_RO` = `x W_g^T`, in a loop over the groups that have rows.
 
-    ends_G: the end of each group's rows, which follow one another; the last is R. A group without rows gets a gradient of 0.
-    Raises ValueError for rows behind the last end, which belong to no group.
+    ends_G: the end (exclusive) of each group's rows; groups are contiguous and in order. The matrix of a group without rows gets a zero
+    gradient.
+    Raises ValueError where the last end is not R: rows behind it would belong to no group.
     """
     x_RI, weight_GOI = autocast_alike(x_RI, weight_GOI)
     ends = ends_G.tolist()
@@ -40,7 +41,7 @@ def looped_product(x_RI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """Passes a tensor on, and its gradient in one piece: torch's grouped product takes no expanded ones."""
+    """The identity, whose backward makes the gradient contiguous: torch's grouped product takes no expanded gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -52,7 +53,7 @@ class _ContiguousGradient(torch.autograd.Function):
 
 
 def grouped_mm(x_RI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
-    """The same by `F.grouped_mm`, in one call. Rows behind the last end would be uninitialised memory: there are none."""
+    """The same in one call of `F.grouped_mm`. The last end must be R, which is not checked: rows behind it would be uninitialised."""
     x_RI, weight_GOI = autocast_alike(x_RI, weight_GOI)
     out: Tensor = _ContiguousGradient.apply(F.grouped_mm(x_RI, weight_GOI.mT, offs=ends_G.to(torch.int32)))  # type: ignore[no-untyped-call]
     return out
@@ -63,7 +64,7 @@ def _grouped_refuses(x_RI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> str:
         return "this torch has no grouped_mm"
     x_RI, weight_GOI = autocast_alike(x_RI[:0], weight_GOI[:0])
     dtypes = {"cpu": (torch.float32, torch.bfloat16, torch.float16)}.get(x_RI.device.type, (torch.bfloat16,))
-    if torch.compiler.is_compiling():  # the operator's shapes are known to graphs for one number type alone
+    if torch.compiler.is_compiling():  # torch.compile knows the operator's output shape for this dtype alone
         dtypes = (torch.bfloat16,)
     if x_RI.dtype not in dtypes or weight_GOI.dtype != x_RI.dtype:
         return f"grouped_mm takes no {x_RI.dtype} x {weight_GOI.dtype} on {x_RI.device.type}"

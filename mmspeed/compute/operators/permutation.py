@@ -1,6 +1,9 @@
-"""Rows of tokens in the order of the experts that they go to, and back.
+"""Permute tokens into the order of their experts (mixture of experts), and combine the experts' outputs per token.
 
-Legend: T tokens, K experts of a token, R = T x K rows, G experts, E width.
+Each token is copied once for each of its K experts. The R = T x K copies, or rows, are sorted by expert, so that each expert's rows are
+contiguous.
+
+Legend: T tokens, K experts chosen per token (top-k), R = T x K rows, G experts, E hidden size.
 """
 
 from __future__ import annotations
@@ -16,9 +19,12 @@ from .base import Implementation, Operator
 
 @dataclass(frozen=True)
 class ExpertOrder:
-    """The order of rows by expert. Row r of the order is choice `order_R[r] % K` of token `order_R[r] // K`.
+    """The permutation that sorts (token, choice) pairs by expert.
 
-    place_R: the row of each choice. ends_G: the end of each expert's rows.
+    order_R: the pair in each sorted row: row r is choice `order_R[r] % K` of token `order_R[r] // K`.
+    place_R: the inverse permutation: the sorted row of each pair.
+    ends_G: the end (exclusive) of each expert's rows.
+    choices: K.
     """
 
     order_R: Tensor
@@ -28,12 +34,12 @@ class ExpertOrder:
 
     @property
     def tokens(self) -> Tensor:
-        """The token of each row."""
+        """The token that each sorted row is a copy of, (R,)."""
         return self.order_R // self.choices
 
 
 def order_by_expert(expert_TK: Tensor, experts: int) -> ExpertOrder:
-    """Sort choices by their expert, tokens of one expert in their order; nothing is read on the host."""
+    """Sort (token, choice) pairs by expert, stably: rows of one expert keep the order of their tokens. Never waits for the device."""
     flat_R = expert_TK.flatten()
     order_R = flat_R.argsort(stable=True)
     place_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(flat_R), device=flat_R.device))
@@ -43,7 +49,7 @@ def order_by_expert(expert_TK: Tensor, experts: int) -> ExpertOrder:
 
 
 class _Permute(torch.autograd.Function):
-    """Rows of tokens; backward sums each token's choices in their order, without atomic additions."""
+    """Gathers each row's token. Backward sums the gradients of a token's K rows in the order of its choices, without atomic additions."""
 
     @staticmethod
     def forward(ctx: Any, x_TE: Tensor, token_R: Tensor, place_R: Tensor, choices: int) -> Tensor:
@@ -58,7 +64,7 @@ class _Permute(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """The sum of each token's rows; backward gives each of them the token's gradient."""
+    """Sums each token's K rows. Backward copies the token's gradient to each of them."""
 
     @staticmethod
     def forward(ctx: Any, rows_RE: Tensor, token_R: Tensor, place_R: Tensor, choices: int) -> Tensor:
@@ -72,22 +78,22 @@ class _Combine(torch.autograd.Function):
 
 
 def gathered_permute(x_TE: Tensor, order: ExpertOrder) -> Tensor:
-    """The row of each choice's token in the order of experts, `rows_RE`."""
+    """Copy each token once per chosen expert, sorted by expert: row r of `rows_RE` is `x_TE[order.tokens[r]]`."""
     return _Permute.apply(x_TE, order.tokens, order.place_R, order.choices)  # type: ignore[no-any-return]
 
 
 def eager_permute(x_TE: Tensor, order: ExpertOrder) -> Tensor:
-    """The same by indexing, whose backward adds rows to tokens one by one."""
+    """The same by plain indexing, whose backward accumulates rows into tokens one by one."""
     return x_TE[order.tokens]
 
 
 def gathered_combine(rows_RE: Tensor, order: ExpertOrder) -> Tensor:
-    """The sum over the choices of each token, `out_TE`, in the order of choices."""
+    """Sum the K rows of each token back into one, `out_TE`; terms are added in the order of the choices."""
     return _Combine.apply(rows_RE, order.tokens, order.place_R, order.choices)  # type: ignore[no-any-return]
 
 
 def eager_combine(rows_RE: Tensor, order: ExpertOrder) -> Tensor:
-    """The same by adding rows to tokens one by one."""
+    """The same by `index_add`, which accumulates rows into tokens one by one."""
     tokens = len(rows_RE) // order.choices
     return rows_RE.new_zeros(tokens, rows_RE.shape[1]).index_add(0, order.tokens, rows_RE)
 

@@ -6,9 +6,9 @@ Such a layer computes base_layer(x) + scaling * lora_B(lora_A(x)). It exchanges 
     column, vocabulary    along outputs     whole        along outputs
     row                   along inputs      along inputs whole
 
-so both branches of a column layer take the same gathered input, and one sum serves both of a row layer: B(A_p x_p) are parts of a sum as
-the base's products are. Gradients of what stays whole are of a process's part alone, and summed after backward
-(`mmspeed.parallel.tensor.sum_shared_gradients`), as those of all parameters without a role.
+So both terms of a column layer take the same gathered input, and one reduce-scatter serves both terms of a row layer: the B(A_p x_p) of all
+processes p add up to the whole, as the base layer's products do. Weights that stay whole get the gradients of a process's own part only;
+these are summed after backward (`mmspeed.parallel.tensor.sum_shared_gradients`), as for all parameters without a role.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class LowRankLayer(Protocol):
 
 @runtime_checkable
 class ParameterAdapter(Protocol):
-    """A layer whose adapters add the product of two matrices to a parameter and have no output of their own: peft's `ParamWrapper`."""
+    """A layer whose adapters add a product of two matrices to a parameter, instead of to an output: peft's `ParamWrapper`."""
 
     parameter_name: str
 
 
 def low_rank_parts(layer: nn.Module, role: str, where: str) -> tuple[nn.Linear, list[nn.Linear], list[nn.Linear]]:
-    """The base layer, and the first and second linear layer of each adapter, of a layer under adapters.
+    """(base layer, the A of each adapter, the B of each adapter) of a layer under LoRA adapters.
 
     Raises UserError for adapters whose parts would not add up to the whole.
     """

@@ -1,4 +1,4 @@
-"""Apply a plan to a model: put each boundary in place, before or after regions and graphs."""
+"""Apply a plan to a model: put its boundaries in place, some inside and some outside of checkpointing and compiled graphs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,11 @@ from .record import Sequences
 
 @dataclass
 class Boundaries:
-    """The boundaries of one model, made from its plan. `put_inside` comes before regions and graphs, `put_around` after them."""
+    """The boundaries of one model, made from its plan.
+
+    `put_inside` comes before activation checkpointing and torch.compile are applied, `put_around` after them.
+    Raises UserError for a plan that does not fit the model, and for a module whose forward has been replaced.
+    """
 
     model: nn.Module
     sequences: Sequences
@@ -70,7 +74,7 @@ class Boundaries:
         if self.sequences.layout.size > 1:
             check_sequences(self.plan)
         known = root_of(self.model)
-        if known is not None:  # the model was made sparse before it is spread
+        if known is not None:  # the model was made sparse before this
             self.grid = self.grid or known.grid
         self.sites, self.boundaries = self._sites(), self._module_boundaries()
         for _, module, at in self.sites:
@@ -92,7 +96,7 @@ class Boundaries:
     # -- the order of techniques: see `mmspeed.parallel.parallelize` ----------------------------------------------------
 
     def split_weights(self, mesh: DeviceMesh) -> None:
-        """Split the layers with roles over a mesh of the tensor-parallel axis. Raises UserError where they do not divide."""
+        """Split the weights of layers with roles over the tensor-parallel axis `mesh`. Raises UserError where they do not divide."""
         plan, tp = self.plan, mesh.size()
         if plan.heads is not None:
             check_heads(plan.heads, 1, tp, plan.key_heads)
@@ -116,7 +120,7 @@ class Boundaries:
                     _divide(module, attribute, tp, name)
 
     def put_inside(self) -> None:
-        """Put the attentions in place, and the boundaries of modules that are no blocks."""
+        """Put attentions in place, and the boundaries of modules other than blocks."""
         for _, module, at in self.sites:
             if at.site.calls:
                 mixed = mix_in(module, CalledSite, rename=False)
@@ -129,7 +133,7 @@ class Boundaries:
                 mix_in(self.model.get_submodule(name), Bounded, rename=False)._boundary = boundary
 
     def put_around(self) -> None:
-        """Put the boundaries of row layers' results, of blocks, and of the model itself around everything else."""
+        """Put the exchanges around split layers, and the boundaries of blocks and of the model itself, around everything else."""
         travelling, boundaries = self._travelling(), self.boundaries
         for name, linear in travelling.items():
             module = self.model.get_submodule(name)
@@ -148,7 +152,10 @@ class Boundaries:
     # -- boundaries and sites -------------------------------------------------------------------------------------------
 
     def attends(self, name: str) -> Attended:
-        """The dim along which the block around a module attends; before all blocks that of the first, after all that of the last."""
+        """The dim along which the block that holds a module attends.
+
+        For a module before all blocks it is that of the first block, for one after them that of the last.
+        """
         blocks = self.plan.blocks
         for block in blocks:
             if name == block.name or name.startswith(f"{block.name}."):
@@ -160,9 +167,10 @@ class Boundaries:
         return blocks[-1 if after else 0].attends
 
     def _travelling(self) -> dict[str, LinearBoundary]:
-        """Linear layers before or after which tensor-parallel processes exchange tokens, by the name of the module around which they do.
+        """Split layers that exchange tokens, by the name of the module around which they do.
 
-        That module is the layer itself, or the one that expands tokens with it, whose input MLPs in parts cut.
+        That is the layer itself or, for a column layer of an MLP that runs in chunks, the module that expands tokens with it: its input is
+        gathered before it is cut into chunks.
         """
         expansions = {
             f"{block.name}.{chunk.up}": f"{block.name}.{chunk.expands}"
@@ -186,7 +194,7 @@ class Boundaries:
         return ModuleBoundary(self.sequences, where, self.attends(name), own, before, gives=last)
 
     def _module_boundaries(self) -> dict[str, ModuleBoundary]:
-        """The boundaries that the plan's inputs, outputs and running tokens ask for, by module name; none on one process."""
+        """The boundaries for the plan's inputs, outputs and tokens of blocks, by module name; none on one process."""
         boundaries: dict[str, ModuleBoundary] = {}
         layout = self.sequences.layout
         tp = layout.tensor.size > 1
@@ -210,9 +218,9 @@ class Boundaries:
         return boundaries
 
     def _sites(self) -> list[tuple[str, nn.Module, SiteBoundary]]:
-        """Attentions that may reach tokens on other processes, and those that were made sparse.
+        """Attentions that may attend to tokens on other processes, and those that were made sparse.
 
-        Raises UserError for a sparse one that the plan does not name, or that is both joint and split.
+        Raises UserError for a sparse one that the plan does not name, or that is joint and also split over processes.
         """
         layout, sites = self.sequences.layout, []
         for pattern, site in self.plan.attention.items():
@@ -236,9 +244,9 @@ class Boundaries:
         return sites
 
     def _tied(self, roles: Mapping[str, Linear]) -> list[list[str]]:
-        """The names of layers that share a weight, whose rows each of them splits alike.
+        """Groups of names of layers that share one weight (an embedding and its head), whose rows all of them split alike.
 
-        Raises UserError for a layer that shares its weight with another module: once split, they would no longer be the same.
+        Raises UserError for a layer that shares its weight with any other module: once split, they would no longer be the same.
         """
         every, tied = list(self.model.named_parameters(remove_duplicate=False)), dict[int, list[str]]()
         for name in roles:
@@ -258,31 +266,31 @@ class Boundaries:
 
 
 def _divide(module: nn.Module, attribute: str, tp: int, name: str) -> None:
-    value: int = vars(module)[attribute]  # of `check_plan`
+    value: int = vars(module)[attribute]  # an int, by `check_plan`
     if value % tp:
         raise UserError(f"parallel.tp {tp} does not divide {name}.{attribute}, which is {value}")
     setattr(module, attribute, value // tp)
 
 
 def root_of(model: nn.Module) -> RootBoundary | None:
-    """The boundary of a whole model; None for a model without an applied plan."""
+    """The boundary of a whole model; None if no plan is applied to it."""
     return model._root if isinstance(model, Root) else None
 
 
 def is_spread(model: nn.Module) -> bool:
-    """True for a model whose tokens, or those of a part of it, lie on several processes."""
+    """True for a model that, as a whole or in part, computes one sample on several processes."""
     roots = [module._root for module in model.modules() if isinstance(module, Root)]
     return any(root.boundary.sequences.layout.size > 1 for root in roots)
 
 
 def token_layout(model: nn.Module) -> TokenLayout:
-    """The layout with which a plan was applied to a model; that of one process without an applied plan."""
+    """The layout with which a plan was applied to a model; that of a single process if none was."""
     root = root_of(model)
     return TokenLayout() if root is None else root.boundary.sequences.layout
 
 
 def uncrossed(model: nn.Module) -> list[str]:
-    """Boundaries that no forward has crossed since the plan was applied to the model, and layers with roles that none has used."""
+    """Names of the boundaries and split layers that no forward has used since the plan was applied: signs of a mistake in the plan."""
     boundaries: list[tuple[str, Mapping[str, int]]] = []
     for module in model.modules():
         if isinstance(module, Bounded):
@@ -308,9 +316,9 @@ def sequence_axes(
     ledger: Ledger | None = None,
     nodes: Sequence[int] | None = None,
 ) -> SequenceAxes:
-    """The axes `ring` and `ulysses` of a mesh; one that the mesh lacks has one rank. `nodes`: as in `Axis.of`.
+    """The axes `ring` and `ulysses` of a mesh; an axis that the mesh lacks has one rank. `nodes`: as in `Axis.of`.
 
-    With `window`, a mesh of all processes: hops between windows get a process group of their own.
+    With a `window`, hops between windows get a process group of their own, for which the mesh must cover all processes.
     """
     ledger = ledger if ledger is not None else Ledger()
     present = mesh.mesh_dim_names or ()
@@ -333,10 +341,10 @@ def make_layout(
     ledger: Ledger | None = None,
     nodes: Sequence[int] | None = None,
 ) -> TokenLayout:
-    """The layout of a forward pass's tokens over a mesh; without a mesh, all on one process.
+    """The layout of tokens over the processes of a mesh; without a mesh, all are on one process.
 
-    `nodes`: the node of each rank, for the ledger's bytes by link; None: by the launcher's LOCAL_WORLD_SIZE.
-    Makes process groups: every process of the run must call it.
+    `nodes`: the node of each rank, for the ledger's bytes by link; None: from the launcher's LOCAL_WORLD_SIZE. Makes process groups: every
+    process of the run must call it.
     """
     if mesh is None:
         return TokenLayout()
@@ -368,11 +376,11 @@ def sequence_parallel(
     exchange: ExchangeMethod = "collective",
     ledger: Ledger | None = None,
 ) -> nn.Module:
-    """Make `model`, in place, compute one sample on all ranks of `mesh`'s axes `ring` and `ulysses` together.
+    """Make `model`, in place, compute each sample on all ranks of the axes `ring` and `ulysses` of `mesh` together, and return it.
 
-    plan: what to split; None takes the model's own attribute `plan`. window: inner ring of a double ring.
-    Every rank of a group must hand in the same inputs (checked at the first forward) and gets the whole output. Apply it
-    before recomputation, torch.compile, FSDP or DDP, and average gradients over all ranks, those of a group included.
+    plan: what to split; None: the model's own attribute `plan`. window: the number of ranks of a double ring's inner ring. Every rank of a
+    group must pass the same inputs (checked at the first forward) and gets the whole output. Apply it before activation checkpointing,
+    torch.compile, FSDP or DDP, and average gradients over all ranks, including those of one group.
 
     Raises UserError for a plan that does not fit the model.
     """
@@ -405,7 +413,7 @@ def sequence_parallel(
 
 
 def put_sparse_sites(model: nn.Module, plan: ModelPlan, grid: Grid) -> None:
-    """Make the attentions of a model that hold sparse layers use them, in place; `grid` gives the video's token grid of a forward."""
+    """Make the attentions that hold sparse layers use them, in place. `grid` returns the video's token grid of a forward."""
     known = root_of(model)
     layout = known.boundary.sequences.layout if known is not None else TokenLayout()
     sequences = known.boundary.sequences if known is not None else Sequences(plan, layout)

@@ -50,7 +50,7 @@ _HIDDEN_BELOW = -1e4  # additive masks at or below this hide a key, as -inf does
 class SiteBoundary(Boundary):
     """The plan's entry for one attention.
 
-    met: it was called. A flag, since torch.compile would recompile for each value of a count.
+    met: whether it was called. A flag, since torch.compile would recompile for each value of a count.
     """
 
     site: Site
@@ -77,20 +77,20 @@ class SiteBoundary(Boundary):
         return layout.whole.size > 1 and any(name != long or layout.text_from is not None for name in self.keys)
 
     def crosses(self, record: ForwardRecord) -> bool:
-        """True where some of its tokens are on other processes."""
+        """True where, in this forward, some of its tokens are on other processes."""
         if self.keys == self.site.queries:
             return record.crosses(self.keys, self.attends, self.where)
         return any(record.is_split(name, self.where) for name in self.keys)
 
     def sizes(self, record: ForwardRecord) -> tuple[SequenceAxes, tuple[int, ...], tuple[int, ...]]:
-        """The axes that the attention goes over, and the lengths of queries and of keys on all their processes."""
+        """The axes over which the attention is computed, and the lengths of queries and of keys on all their processes."""
         layout = self.sequences.layout
         if self.keys == self.site.queries:
             sizes = record.attended_sizes(self.keys, self.attends, self.where)
             return layout.axes, sizes, sizes
         # a caption is short compared with a video: its keys go round all processes, and no queries are exchanged
         axes = SequenceAxes(layout.whole, Axis.alone("ulysses"))
-        if layout.whole.group is None:  # no process group of all of them
+        if layout.whole.group is None:  # there is no process group of all its processes
             axes = layout.axes
         queries = [record.all_sizes(name, self.attends, self.where) for name in self.site.queries]
         keys = [record.all_sizes(name, self.attends, self.where) for name in self.keys]
@@ -98,7 +98,10 @@ class SiteBoundary(Boundary):
 
 
 class CalledSite(nn.Module):
-    """Mixed in before the class of a module that is called with (q, k, v, structure). `_crosses`: its tokens may be on other processes."""
+    """Mixed in before the class of a module that is called with (q, k, v, structure), and computes its attention over all processes.
+
+    `_crosses`: whether its tokens may be on other processes.
+    """
 
     _site: SiteBoundary
     _crosses: bool
@@ -112,7 +115,7 @@ class CalledSite(nn.Module):
 
 
 def _local(run: Callable[..., Tensor], q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, structure: Structure) -> Tensor:
-    """Attention on this process, which may have no tokens."""
+    """Run the attention on this process alone, which may have no tokens."""
     if q_BAND.numel() and k_BAMD.numel():
         return run(q_BAND, k_BAMD, v_BAMD, structure)
     return of_nothing(q_BAND, k_BAMD, v_BAMD)
@@ -128,7 +131,7 @@ def _attend(
     v_BAMD: Tensor,
     structure: Structure,
 ) -> Tensor:
-    """The attention of a called site, over the tokens of all processes."""
+    """Compute the attention of a called site over the tokens of all processes."""
     record = site.sequences.record(site.where)
     sparse = layer if not structure.image else None
     if sparse is not None:
@@ -169,7 +172,7 @@ def _shared(
     sizes: tuple[int, ...],
     shares: DocumentShares,
 ) -> Tensor:
-    """Attention within documents that the ranks of a ring share."""
+    """Attend within documents that the ranks of a ring share."""
     if structure.key_mask_BN is not None or structure.documents_BN is not None or not structure.causal:
         raise UserError(f"{site.where}: attention within bounds of documents is causal and takes no other mask")
     return packed_attention(
@@ -187,7 +190,7 @@ def _joined(
     sizes: tuple[int, ...],
     record: ForwardRecord,
 ) -> Tensor:
-    """Attention within a window or documents: heads are exchanged for sequence, so that each process has all tokens."""
+    """Attend within a window or documents: Ulysses' all-to-all gives each process all tokens for some of the heads."""
     kind = "a window" if structure.window is not None else "documents"
     if site.keys != site.site.queries or (len(site.keys) > 1 and (structure.causal or structure.window is not None)):
         raise UserError(f"{site.where}: attention within {kind} takes one sequence that attends to itself")
@@ -198,7 +201,7 @@ def _joined(
         )
     q_BAND, k_BAMD, v_BAMD = autocast_alike(q_BAND, k_BAMD, v_BAMD)
     place_N = torch.arange(sum(sizes), device=q_BAND.device)
-    if len(site.keys) == 1:  # with tensor parallelism, the parts of the processes do not follow one another
+    if len(site.keys) == 1:  # with tensor parallelism, the processes' parts are not in the order of the sequence
         place_N = record.in_order_of_all(place_N, site.keys[0], site.attends, site.where)
     documents = structure.documents_BN
     if documents is not None:
@@ -221,7 +224,7 @@ def _joined(
 
 
 def _check_plain(structure: Structure, q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, where: str) -> None:
-    """Raises UserError for what sparse attention does not compute."""
+    """Raise UserError for what sparse attention does not compute."""
     kinds = {
         "causal mask": structure.causal,
         "window": structure.window is not None,
@@ -243,7 +246,7 @@ def sparse_layer(module: nn.Module) -> ClusteredAttention | None:
 
 
 class InterceptedSite(nn.Module):
-    """Mixed in before the class of a module whose forward calls `F.scaled_dot_product_attention`."""
+    """Mixed in before the class of a module whose forward calls `F.scaled_dot_product_attention`, and computes that over all processes."""
 
     _site: SiteBoundary
 
@@ -251,7 +254,7 @@ class InterceptedSite(nn.Module):
         return _run_intercepted(self._site, sparse_layer(self), super().forward, args, kwargs)
 
 
-@outside_graphs  # all of a compiled block but the attention is compiled
+@outside_graphs  # the attention is the only part of a compiled block that is not compiled
 def _run_intercepted(
     site: SiteBoundary,
     layer: ClusteredAttention | None,
@@ -259,7 +262,7 @@ def _run_intercepted(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """The module's forward, with its attention over all processes, sparse where a layer is given."""
+    """Run the module's forward with its attention over all processes; sparse where a layer is given."""
     if layer is not None and not recording() and in_backward():
         raise UserError(
             f"{site.where} is computed again in backward by a checkpoint that does not record which keys were kept; use the "
@@ -284,7 +287,7 @@ def _run_intercepted(
 
 
 class _Taken(TorchFunctionMode):
-    """A mode in which `F.scaled_dot_product_attention` computes the site's attention. `calls` counts its calls."""
+    """A mode in which the site's attention replaces `F.scaled_dot_product_attention`. `calls` counts the calls."""
 
     def __init__(self, site: SiteBoundary, record: ForwardRecord, layer: ClusteredAttention | None) -> None:
         super().__init__()
@@ -308,7 +311,7 @@ class _Taken(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """The site's attention, with `F.scaled_dot_product_attention`'s arguments, of this process's (B, A, N, D) and (B, A, M, D)."""
+        """Compute the site's attention; takes the arguments of `F.scaled_dot_product_attention`, for this process's tokens."""
         if self.layer is not None:
             return self._sparse(
                 self.layer, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
@@ -322,7 +325,7 @@ class _Taken(TorchFunctionMode):
         whole = self.site.site.masks == "whole"
         if (
             whole and attn_mask is None
-        ):  # transformers asks for no causal order of a single query, which may be one of many
+        ):  # transformers passes is_causal=False for a single query, but here that may be one of many
             is_causal = self.site.sequences.plan.causal
         if is_causal:
             _check_order(self.site, axes)
@@ -344,7 +347,7 @@ class _Taken(TorchFunctionMode):
         )  # fmt: skip
 
     def _key_mask(self, mask: Tensor, batch: int, keys: int) -> Tensor:
-        """The mask of keys (B, M) that stands for the call's mask."""
+        """The mask of keys (B, M) that the mask of the call amounts to."""
         if self.site.site.masks == "pairs" and mask.ndim == 4 and mask.shape[2] == mask.shape[3] == keys:
             mask = mask.diagonal(dim1=2, dim2=3)[:, :, None]  # a token that counts sees itself
         return key_mask(mask, batch, keys, self.site.where)
@@ -359,7 +362,7 @@ class _Taken(TorchFunctionMode):
         sizes: tuple[int, ...],
         scale: float | None,
     ) -> Tensor:
-        """The attention under a mask of all tokens: heads are exchanged for sequence, so that each process has all tokens of some."""
+        """Attend under a mask of all pairs of tokens: Ulysses' all-to-all gives each process all tokens for some of the heads."""
         where, tokens = self.site.where, sum(sizes)
         if axes.ring.size > 1:
             raise UserError(
@@ -390,7 +393,10 @@ class _Taken(TorchFunctionMode):
         sizes: tuple[int, ...],
         scale: float | None,
     ) -> Tensor:
-        """The attention of one sample without its padding, which is put back as hidden keys: processes have as many tokens as planned."""
+        """Attend where the module has trimmed the padding of its one sample.
+
+        The padding is put back as masked keys, so that every process has as many tokens as the plan says, and trimmed from the output.
+        """
         tokens, padding = query.shape[2], sizes[axes.rank] - query.shape[2]
         if padding < 0 or key.shape[2] != tokens or attn_mask is not None:
             raise UserError(
@@ -453,7 +459,10 @@ class _Taken(TorchFunctionMode):
 def _places(
     record: ForwardRecord, sequences: tuple[str, ...], tokens: int, device: torch.device, where: str
 ) -> tuple[Tensor, Tensor | None]:
-    """(positions_NX, text_M or None where there is no text) of an attention's tokens. Raises UserError where their number does not fit."""
+    """(positions_NX, text_M) of an attention's tokens; text_M, True at text, is None where there is none.
+
+    Raises UserError where the number of tokens does not fit the video's grid.
+    """
     assert record.grid is not None
     text = tokens - math.prod(record.grid)
     if text < 0 or (text and len(sequences) == 1):
@@ -470,9 +479,9 @@ def _places(
 
 
 def key_mask(mask: Tensor, batch: int, keys: int, where: str = "attention") -> Tensor:
-    """A mask of `F.scaled_dot_product_attention` as a bool mask (B, M) of keys: True counts.
+    """Reduce a mask of `F.scaled_dot_product_attention` to a bool mask (B, M) of keys: True counts.
 
-    It may be bool, or numbers that are 0 or hide a key (-inf, -1e4 and below); broadcast over heads and queries. Raises
+    The mask is bool, or floats that are 0, or hide a key (-inf, or -1e4 and below); it may be broadcast over heads and queries. Raises
     UserError for a mask that differs by query or head, or that adds a bias.
     """
     shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)

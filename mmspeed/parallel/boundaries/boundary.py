@@ -1,6 +1,6 @@
-"""Cut or re-shard a module's arguments at its boundary, and cut or gather its outputs.
+"""Cut or re-shard a module's arguments at its boundary, and cut, gather or sum its outputs.
 
-Mixins change the classes, without wrappers and patches: state-dict names stay, and deep copies work.
+Boundaries are mixins that change a module's class, without wrappers or patches: state-dict names stay, and deep copies work.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Grid = Callable[[Arguments], tuple[int, int, int]]  # tokens of the video along 
 
 @dataclass
 class Boundary:
-    """A module's boundary: `where` names it in messages; `attends` is the dim along which the block around it attends.
+    """A module's boundary. `where` names the module in messages; `attends` is the dim along which the block that holds it attends.
 
     Copies of a model share it: process groups cannot be copied, and nothing in it belongs to one copy.
     """
@@ -41,7 +41,10 @@ class Boundary:
 
 @dataclass
 class ModuleBoundary(Boundary):
-    """The plan's entry for one module. `before`: the dim along which the previous block attends."""
+    """The plan's entry for one module.
+
+    before: the dim along which the previous block attends. gives: that of the outputs, where it is not `attends`.
+    """
 
     names: tuple[str, ...]  # of the positional arguments of its forward
     before: Attended
@@ -52,7 +55,7 @@ class ModuleBoundary(Boundary):
 
     @outside_graphs
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments as this process computes with them."""
+        """Cut or re-shard the arguments to those with which this process computes."""
         record = self.sequences.record(self.where)
         self.sequences.use(self.where)
         listed, kwargs = list(args), dict(kwargs)
@@ -73,7 +76,7 @@ class ModuleBoundary(Boundary):
 
     @outside_graphs
     def leave(self, out: Any) -> Any:
-        """The outputs, cut, gathered or summed as the plan declares."""
+        """Cut, gather or sum the outputs as the plan declares. Raises UserError for an output that the forward does not return."""
         record, items = self.sequences.record(self.where), self._places(out)
         for place, what in self.outputs.items():
             where = f"{self.where}, output {place!r}"
@@ -112,7 +115,7 @@ class ModuleBoundary(Boundary):
         )
 
     def piece(self, record: ForwardRecord, value: Any, what: Split | Leading | Seen | Summed, where: str) -> Any:
-        """The part of an argument or output, or of each tensor in a list, that this process computes with."""
+        """Cut an argument or output, or each tensor of a list, to the part with which this process computes."""
         if value is None:
             return None
         if isinstance(what, Leading):
@@ -130,7 +133,7 @@ class ModuleBoundary(Boundary):
 
 
 class Bounded(nn.Module):
-    """Mixed in before a module's own class, whose arguments and outputs it cuts to this process's part."""
+    """Mixed in before a module's own class: cuts its arguments, and changes its outputs, as its boundary says."""
 
     _boundary: ModuleBoundary
 
@@ -150,8 +153,8 @@ def boundary_of(module: nn.Module) -> ModuleBoundary | None:
 class RootBoundary:
     """The boundary of the whole model, where a forward pass begins and ends.
 
-    check_inputs: the first forward compares the inputs of a group's processes. `grid`: with sparse attention, the function that gives
-    the video's tokens along time, height and width.
+    check_inputs: whether the first forward checks that all processes of a group got the same inputs. grid: with sparse attention, the
+    function that returns the video's tokens along time, height and width.
     """
 
     boundary: ModuleBoundary
@@ -163,7 +166,7 @@ class RootBoundary:
 
     @outside_graphs
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Open the record of a new forward, or of the one that is computed again, and return a token for `end`."""
+        """Open the record of a new forward, or of the one that is being recomputed, and return a token for `end`."""
         record, _ = record_or_replay(lambda: self._new_record(arguments(self.boundary.names, args, kwargs)))
         set_fact(self.boundary.sequences, record)
         return begin_forward(record)
@@ -197,14 +200,14 @@ class RootBoundary:
 
 
 class Root(nn.Module):
-    """Mixed in before a model's own class."""
+    """Mixed in before the class of the whole model: opens and closes the record of each forward."""
 
     _root: RootBoundary
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         root, boundary = self._root, self._root.boundary
         token = root.begin(args, kwargs)
-        if torch.compiler.is_compiling():  # graphs cannot be left inside of a try
+        if torch.compiler.is_compiling():  # torch.compile cannot break a graph inside of a try
             out = self._run(super().forward, boundary, args, kwargs)
             root.end(token)
             return out

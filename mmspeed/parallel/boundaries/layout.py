@@ -1,18 +1,20 @@
-"""Layouts of a sequence's tokens over processes: arithmetic of ranges, without tensors.
+"""Lay out a sequence's tokens over processes: arithmetic on ranges, without tensors.
 
-A sequence is rows x columns (frames x places of a frame, or one row of all tokens). Three degrees split it:
+A sequence is rows x columns: frames x places of a frame, or one row of all tokens. Each block of a factorised model attends along one of
+the two dims only. Three degrees split the tokens:
 
-    ulysses, ring   along the *crossing* dim, whose attention goes over all their processes: the rows (frames) of a factorised model, or its
-                    columns where `shard` says so; the columns of every other model
-    dsp             of factorised models: along the other dim for blocks that attend along the crossing one, and along the crossing dim,
-                    within the parts of ulysses x ring, for blocks that attend along the other one. Tokens are re-sharded in between
+    ulysses, ring   split the *crossing* dim, along which attention crosses processes: in a factorised model the rows (frames), or the
+                    columns where `shard` says so; in every other model the columns
+    dsp             splits, in factorised models, the other dim for blocks that attend along the crossing one, and the crossing dim,
+                    within each part of ulysses x ring, for blocks that attend along the other one. Tokens are re-sharded in between
 
     blocks attend along     crossing dim is split over     other dim is split over
     the crossing dim        ulysses x ring                 dsp
     the other dim           ulysses x ring, then dsp       nothing
 
-Tensor-parallel processes split the columns once more, between the layers that they split: columns are cut for them first, so that
-re-sharding is an exchange among processes of one tensor-parallel rank. Parts differ by one at most, so no length has to divide.
+Tensor-parallel processes split the columns once more, outside of the layers that they split (Megatron's sequence parallelism). Columns are
+cut for them first, so that processes re-shard only with those of the same tensor-parallel rank. Sizes of parts differ by one at most, so no
+length has to divide.
 
 Sequence parallelism after Ulysses (Jacobs et al. 2023), ring attention (Liu et al. 2023), their hybrid (Fang and Zhao 2024); re-sharding
 between spatial and temporal blocks after DSP (Zhao et al. 2024); norms on shards between tensor-parallel layers after Korthikanti et al.
@@ -32,7 +34,7 @@ from mmspeed.protocols.plan import Attended
 
 
 def split_range(whole: range, parts: int, part: int) -> range:
-    """Part number `part` of a range cut into `parts`, the first ones larger by one."""
+    """Part number `part` of a range that is cut into `parts` parts; sizes differ by one at most, larger parts first."""
     sizes = even_sizes(len(whole), parts)
     start = whole.start + sum(sizes[:part])
     return range(start, start + sizes[part])
@@ -40,34 +42,37 @@ def split_range(whole: range, parts: int, part: int) -> range:
 
 @dataclass(frozen=True)
 class TokenRange:
-    """The tokens of one process of a group: `rows` x the union of `columns`, one range for each tensor-parallel process."""
+    """The tokens that one process of a group holds: those of `rows` in the union of `columns`.
+
+    columns: one range for each tensor-parallel process.
+    """
 
     rows: range
     columns: tuple[range, ...]
 
     @property
     def width(self) -> int:
-        """Columns of all tensor-parallel processes."""
+        """The number of columns of all tensor-parallel processes together."""
         return sum(map(len, self.columns))
 
     @property
     def tokens(self) -> int:
-        """Tokens of all tensor-parallel processes."""
+        """The number of tokens of all tensor-parallel processes together."""
         return len(self.rows) * self.width
 
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """A layout of every forward pass's tokens over processes. By default one process has all, and nothing moves.
+    """How every forward pass's tokens are laid out over processes. By default one process has all, and nothing is exchanged.
 
     Args:
         axes: ring and ulysses, whose processes attend together.
         hybrid: the same processes as one axis, ring outermost.
         dsp: processes between which the tokens of a factorised model are re-sharded.
-        whole: dsp x ring x ulysses as one axis, in this order.
+        whole: dsp x ring x ulysses as one axis, in this order: the group.
         tensor: the tensor-parallel axis.
         shard: the crossing dim of a factorised model.
-        text_from: a caption of at least so many tokens is split too, where it may stay whole; None: it stays whole.
+        text_from: captions of at least so many tokens are split too, in models where they may stay whole; None: none is.
     """
 
     axes: SequenceAxes = field(default_factory=SequenceAxes.alone)
@@ -83,7 +88,7 @@ class TokenLayout:
 
     @property
     def ledger(self) -> Ledger:
-        """The bytes of this process's exchanges."""
+        """The counts of this process's exchanges."""
         return self.whole.ledger
 
     @property
@@ -103,7 +108,10 @@ class TokenLayout:
         hybrid: int | None = None,
         dsp: int | None = None,
     ) -> TokenRange:
-        """The tokens of rows x columns that a place of the group holds, for blocks that attend along a dim; None: this process's place."""
+        """The tokens of rows x columns that one process of the group holds, for blocks that attend along this dim.
+
+        hybrid, dsp: the process's ranks on these axes; None: those of this process.
+        """
         h = self.hybrid.rank if hybrid is None else hybrid
         d = self.dsp.rank if dsp is None else dsp
         crossing = self.crossing(factorised)
@@ -119,12 +127,12 @@ class TokenLayout:
         return TokenRange(rows, tuple(cut(part, "columns") for part in outer))
 
     def unsplit(self, shape: tuple[int, int]) -> TokenRange:
-        """All tokens, shared among tensor-parallel processes alone."""
+        """All tokens, split over tensor-parallel processes only."""
         parts = (split_range(range(shape[1]), self.tensor.size, part) for part in range(self.tensor.size))
         return TokenRange(range(shape[0]), tuple(parts))
 
     def places(self) -> Iterator[tuple[int, int]]:
-        """(hybrid, dsp) places of all processes of the group, in the order of `whole`."""
+        """(hybrid, dsp) ranks of all processes of the group, in the order of `whole`."""
         return ((h, d) for d in range(self.dsp.size) for h in range(self.hybrid.size))
 
     def zigzag_sizes(self, length: int) -> tuple[int, ...]:
@@ -132,5 +140,5 @@ class TokenLayout:
         return self.near_sizes(zigzag_lengths(length, self.axes.ring.size))
 
     def near_sizes(self, joined: Iterable[int]) -> tuple[int, ...]:
-        """Lengths of the parts on all processes of the hybrid axis, from those that the ring's places hold together."""
+        """Lengths of the parts on all processes of the hybrid axis, from the lengths at each ring place, which its Ulysses ranks split."""
         return tuple(size for part in joined for size in even_sizes(part, self.axes.ulysses.size))

@@ -1,10 +1,11 @@
-"""Split weight matrices over the `tp` axis by the roles that a plan names (tensor parallelism).
+"""Split weight matrices over the `tp` axis by the roles that a plan names (tensor parallelism with sequence parallelism).
 
-After Megatron-LM (Shoeybi et al. 2019) with the norms on shards of the tokens (Korthikanti et al. 2022): between a column
-layer and its row layer a process has some heads or hidden units of all tokens; elsewhere all channels of its own tokens. Weights are
-DTensors, so that sharding, checkpoints and the optimizer know how they are split.
+After Megatron-LM (Shoeybi et al. 2019), with norms on shards of the tokens (Korthikanti et al. 2022): between a column layer and its row
+layer, a process has some of the heads or hidden units, for all tokens; elsewhere it has all channels of its own tokens. "Own" tokens are
+those of one tensor-parallel process; the tokens "seen" are the own tokens of all of them. Weights are DTensors, so that sharding,
+checkpoints and the optimizer know how they are split.
 
-Parameters without a role are on every process of the axis, which computes with them on its own tokens: their gradients are summed over
+Parameters without a role are replicated over the axis, and each process uses them for its own tokens only: their gradients are summed over
 the axis after the backward pass (`mmspeed.parallel.tensor.sum_shared_gradients`).
 
 Legend: I O channels in and out, K experts, B batch, N tokens, E width, V rows of a vocabulary on this process.
@@ -40,24 +41,24 @@ from .record import Sequences
 
 @dataclass
 class LinearBoundary(Boundary):
-    """The plan's entry for one linear layer. `channels`: the number that is split over all processes; for experts, that of the experts."""
+    """The plan's entry for one linear layer. `channels`: the whole size that is split over processes; for experts, their number."""
 
     linear: Linear
     channels: int
 
     @property
     def enters(self) -> bool:
-        """True where own tokens are gathered before the product."""
+        """True where the layer gathers the tokens seen from own tokens before its product."""
         return self.linear.role not in ("row", "embedding") and self.linear.sequence is not None
 
     @property
     def leaves(self) -> bool:
-        """True where the product's results are exchanged here, and not around a module that holds the layer."""
+        """True where the layer itself exchanges its results, rather than a module around it."""
         return self.linear.role != "column" and (self.linear.role != "row" or self.linear.sequence is not None)
 
     @outside_graphs
     def enter(self, x: Tensor) -> Tensor:
-        """The tokens that the product takes."""
+        """Gather the tokens that the product takes."""
         assert self.linear.sequence is not None
         self.sequences.use(self.where)
         record = self.sequences.record(self.where)
@@ -65,7 +66,7 @@ class LinearBoundary(Boundary):
 
     @outside_graphs
     def leave(self, out: Tensor) -> Tensor:
-        """The layer's output: own tokens of the sum, or all channels of own tokens."""
+        """Exchange the results: a reduce-scatter to own tokens or, for a vocabulary, an exchange for all channels."""
         self.sequences.use(self.where)
         tensor, sequence, dim = self.sequences.layout.tensor, self.linear.sequence, self.linear.dim
         if self.linear.role == "vocabulary":
@@ -83,18 +84,18 @@ class LinearBoundary(Boundary):
 
     @outside_graphs
     def of_all(self, x: Tensor, dim: int) -> Tensor:
-        """The tensors of all processes, one after another along a dim, where all have equal sizes."""
+        """Concatenate the tensors of all processes along a dim, along which all have equal sizes."""
         self.sequences.use(self.where)
         tensor = self.sequences.layout.tensor
         return all_gather(x, tensor, dim, (x.shape[dim],) * tensor.size)
 
     @outside_graphs
     def of_experts(self, gates: Tensor) -> Tensor:
-        """The gates of this process's experts (..., K of this process) for the tokens seen, from those of all experts for own tokens."""
+        """Exchange gates: from those of all experts for own tokens to those of this process's experts (..., K) for the tokens seen."""
         return self._all_to_all(gates, -1, self.linear.dim)
 
     def _all_to_all(self, x: Tensor, scatter_dim: int, gather_dim: int) -> Tensor:
-        """Exchange the tokens seen with a part of the channels for own tokens with all channels, or back, by the dims."""
+        """All-to-all between "some channels of the tokens seen" and "all channels of own tokens"; the dims give the direction."""
         record, tensor = self.sequences.record(self.where), self.sequences.layout.tensor
         assert isinstance(self.linear.sequence, str)  # of `split_layer`
         widths = record.widths(self.linear.sequence, self.attends, self.where)
@@ -105,9 +106,9 @@ class LinearBoundary(Boundary):
 
 @dataclass(frozen=True)
 class JoinedColumns:
-    """The columns of a row layer's weight whose input joins several tensors, each with channels on all processes of an axis.
+    """The columns of a row layer's weight whose input concatenates several tensors, each of which is split over the axis.
 
-    Every process stores one piece of the columns, as of any row layer, and needs a piece for each tensor.
+    Every process stores one contiguous piece of the columns, as for any row layer, but its product takes a piece for each tensor.
     """
 
     axis: Axis
@@ -118,8 +119,8 @@ class JoinedColumns:
 
     @outside_graphs
     def needed(self, stored_OI: Tensor) -> Tensor:
-        """The columns (O, I of this process) that the product takes, in their order, from those that are stored here."""
-        stored_OI = autocast_alike(stored_OI)[0]  # the product would round them anyway
+        """Exchange the stored columns for those that this process's product takes (O, I of this process), in their order."""
+        stored_OI = autocast_alike(stored_OI)[0]  # autocast would round them in the product anyway
         me, places, begin = self.axis.rank, range(self.axis.size), self._stored(self.axis.rank).start
 
         def cut(piece: range) -> Tensor:
@@ -139,7 +140,7 @@ class JoinedColumns:
         return range(place * each, (place + 1) * each)
 
     def _pieces(self, source: int, to: int) -> list[range]:
-        """The stored columns of a process that another one needs, in their order."""
+        """The columns stored by process `source` that process `to` needs, in their order."""
         stored, begin, pieces = self._stored(source), 0, []
         for width in self.widths:
             each = width // self.axis.size
@@ -151,16 +152,16 @@ class JoinedColumns:
 
 
 class HasRole(nn.Module):
-    """Mixed in before the class of a layer with a role in the plan, around which tokens are exchanged; adapters may hold it."""
+    """Mixed in before the class of a layer that has a role in the plan, around which tokens are exchanged; it may be under adapters."""
 
     _linear: LinearBoundary
 
 
 class HoldsPart(nn.Linear):
-    """A linear layer of which this process holds a part.
+    """A linear layer of which this process holds a part of the weight.
 
-    `_bias_share`: the share of its bias that it adds, where all processes add to one sum. `_joined`: for a row layer whose input joins
-    several tensors. `_used`: a forward computed with it; a flag, since torch.compile would recompile for each value of a count.
+    _bias_share: the factor of its bias, where all processes add the bias to one sum. _joined: for a row layer whose input concatenates
+    several tensors. _used: whether a forward computed with it; a flag, since torch.compile would recompile for each value of a count.
     """
 
     _bias_share: float
@@ -190,7 +191,7 @@ class SplitWeight(HoldsPart):
 
 
 class SplitPreparingLinear(HasRole, HoldsPart):
-    """The same for a layer that prepares its input: tokens are gathered after that, so that norms see own tokens."""
+    """The same for a layer that prepares its input: tokens are gathered after `prepare`, so that its norms run on own tokens only."""
 
     def prepare(self, *args: Tensor) -> Tensor:
         """The input of the product, for the tokens seen."""
@@ -203,7 +204,7 @@ class SplitPreparingLinear(HasRole, HoldsPart):
 
 
 class Entering(nn.Module):
-    """Mixed in around a column layer that gathers its input, or around the module that expands tokens with it (`Chunked`)."""
+    """Mixed in around a column layer, or around the module that expands tokens with it (`Chunked`), to gather its input first."""
 
     _enters: LinearBoundary
 
@@ -213,7 +214,7 @@ class Entering(nn.Module):
 
 
 class Leaving(nn.Module):
-    """Mixed in around a layer whose results are exchanged: a row layer's sums, a vocabulary's logits."""
+    """Mixed in around a layer whose results are exchanged: the sums of a row layer, the logits of a vocabulary."""
 
     _linear: LinearBoundary
 
@@ -222,9 +223,9 @@ class Leaving(nn.Module):
 
 
 class SplitExperts(HasRole):
-    """Mixed in before a module with the role "expert": this process computes its own experts, for all tokens seen.
+    """Mixed in before a module with the role "expert": this process computes its own experts for all tokens seen.
 
-    The module has the weights (K, O, I) of all experts, and its forward takes tokens and gates (..., K) to the sum.
+    The module has the weights (K, O, I) of all experts, and its forward takes tokens and gates (..., K) and returns the gated sum.
     """
 
     @property
@@ -253,10 +254,10 @@ class SplitEmbedding(HasRole, nn.Embedding):
 
 
 class SplitHead(HasRole, TokenHead):
-    """Mixed in before a `TokenHead`: logits of this process's rows of the vocabulary, for all tokens seen.
+    """Mixed in before a `TokenHead`: computes the logits of this process's rows of the vocabulary, for all tokens seen.
 
-    Losses come from two numbers of each process and token, the log-sum-exp of its logits and the target's logit; logits are gathered only
-    where they are what is asked for.
+    A loss needs only two numbers per token from each process: the log-sum-exp of its logits, and the target's logit. Logits are gathered
+    only where they are asked for (vocabulary-parallel cross-entropy, as in Megatron-LM).
     """
 
     def forward(
@@ -278,7 +279,7 @@ class SplitHead(HasRole, TokenHead):
 
 
 class SplitNorm(nn.RMSNorm):
-    """Mixed in before an RMSNorm over all heads, of which a process has some: the squares are summed over the axis."""
+    """Mixed in before an RMSNorm over all heads, of which a process has some: sums of squares are added over the axis."""
 
     _linear: LinearBoundary
 
@@ -303,10 +304,10 @@ def _norm_of_all(norm: nn.RMSNorm, x: Tensor, boundary: LinearBoundary) -> Tenso
 def split_layer(
     layer: nn.Module, mesh: DeviceMesh, linear: Linear, sequences: Sequences, name: str, attends: Attended
 ) -> None:
-    """Split one layer in place.
+    """Split one layer's weight in place.
 
-    Weights are split along O for a column or vocabulary layer, along I for a row layer, whose bias stays whole, along K for experts, and
-    along its rows for an embedding; a layer under adapters is split as in `adapted`.
+    It is split along O for a column or vocabulary layer; along I for a row layer, whose bias stays whole; along K for experts; and along
+    its rows for an embedding. A layer under adapters is split as in `adapted`.
 
     Raises UserError for a module that is no such layer, that computes more than can be split, or whose channels do not divide.
     """
@@ -338,7 +339,7 @@ def split_layer(
 
 
 def _check_role(linear: Linear, name: str, where: str, sequences: Sequences) -> None:
-    """Raises UserError for a role whose exchange is not declared, or is not computed."""
+    """Raise UserError for a role whose exchange of tokens is not declared, or is declared twice, or is not supported."""
     sums = {
         pattern for pattern, outs in sequences.plan.outputs.items() if any(isinstance(w, Summed) for w in outs.values())
     }
@@ -359,7 +360,7 @@ def _check_role(linear: Linear, name: str, where: str, sequences: Sequences) -> 
 
 
 def split_norm(norm: nn.Module, sequences: Sequences, name: str, attends: Attended) -> None:
-    """Make an RMSNorm over all heads compute for this process's heads with the mean square of all, in place."""
+    """Make an RMSNorm over all heads run on this process's heads with the mean square of all, in place."""
     assert isinstance(norm, nn.RMSNorm)
     where, channels = described(name, norm), norm.normalized_shape[-1]
     mix_in(norm, SplitNorm, rename=False)._linear = LinearBoundary(
@@ -368,7 +369,10 @@ def split_norm(norm: nn.Module, sequences: Sequences, name: str, attends: Attend
 
 
 def _split_rows(layer: nn.Module, mesh: DeviceMesh, linear: Linear, name: str, where: str) -> tuple[type[HasRole], int]:
-    """Cut an embedding, or a head without a weight where it is tied, to this process's rows: (its mixin, the rows of all)."""
+    """Cut an embedding or a head to this process's rows of the vocabulary; a tied head has no weight to cut.
+
+    Returns the mixin, and the number of rows on all processes.
+    """
     mixin: type[HasRole]
     if isinstance(layer, TokenHead):
         if linear.role != "vocabulary" or linear.sequence is None:
@@ -386,7 +390,7 @@ def _split_rows(layer: nn.Module, mesh: DeviceMesh, linear: Linear, name: str, w
 
 
 def _looks_more(table: nn.Embedding) -> bool:
-    """True for an embedding with sparse gradients, or one that changes its rows."""
+    """True for an embedding with sparse or scaled gradients, or one that renormalises its rows."""
     return table.sparse or table.max_norm is not None or table.scale_grad_by_freq
 
 
@@ -402,7 +406,7 @@ def _weight_of_experts(layer: nn.Module, where: str) -> Tensor:
 
 
 def _checked(layer: nn.Module, linear: Linear, where: str) -> nn.Linear:
-    """The layer, checked to be a linear one whose weight can be split and that computes with nothing else."""
+    """Check that a layer is a linear one whose weight can be split and that computes nothing else, and return it."""
     if not isinstance(layer, nn.Linear):
         raise UserError(f"parallel.tp: {where} has the role {linear.role} in the plan and is no linear layer")
     if not is_plain_linear(layer):
@@ -416,7 +420,7 @@ def _checked(layer: nn.Module, linear: Linear, where: str) -> nn.Linear:
 
 
 def _check_channels(weight: Tensor, mesh: DeviceMesh, linear: Linear, name: str) -> int:
-    """The number of channels, or experts, that are split. Raises UserError where it does not divide."""
+    """Return the number of channels, or experts, that are split. Raises UserError where it does not divide."""
     count = weight.shape[1 if linear.role == "row" else 0]
     if count % mesh.size():
         kind = "experts" if linear.role == "expert" else "channels"

@@ -1,4 +1,4 @@
-"""Check the names of a plan against the model: errors name those that the model lacks, with the nearest ones."""
+"""Check the names in a plan against the model: error messages name those that it lacks, with the nearest ones that it has."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mmspeed.protocols.plan import (
 
 
 def _own_parameters(own: type[nn.Module]) -> list[inspect.Parameter]:
-    """The parameters of the first forward below the mixins; mixins take any arguments and pass them on."""
+    """The parameters of the first forward below the mixins, whose own forwards take any arguments and pass them on."""
     for base in own.__mro__:
         if "forward" in vars(base):
             parameters = list(inspect.signature(vars(base)["forward"]).parameters.values())[1:]
@@ -39,7 +39,7 @@ def argument_names(own: type[nn.Module]) -> tuple[str, ...]:
 
 
 def check_argument(own: type[nn.Module], argument: str, where: str) -> None:
-    """Raises UserError for an argument that no call of a module can have."""
+    """Raise UserError for an argument that a module's forward does not take."""
     parameters = _own_parameters(own)
     names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if argument not in names and not any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -52,7 +52,7 @@ def described(name: str, module: nn.Module) -> str:
 
 
 def check_plan(model: nn.Module, plan: ModelPlan) -> None:
-    """Raises UserError for a plan that names modules, arguments or attributes that a model lacks, or layers of another kind."""
+    """Raise UserError for a plan that names modules, arguments or attributes that the model lacks, or layers of the wrong kind."""
     for block in plan.blocks:
         ((_, module),) = modules_like(model, block.name, "plan, blocks")
         for argument in block.tokens:
@@ -90,7 +90,7 @@ def check_plan(model: nn.Module, plan: ModelPlan) -> None:
 
 
 def _check_numbers(module: nn.Module, attributes: Iterable[str], where: str) -> None:
-    """Raises UserError for an attribute of a module that is not a whole number."""
+    """Raise UserError for an attribute of a module that is not a whole number."""
     known = [name for name, value in vars(module).items() if isinstance(value, int) and not isinstance(value, bool)]
     for attribute in attributes:
         if attribute not in known:
@@ -98,7 +98,7 @@ def _check_numbers(module: nn.Module, attributes: Iterable[str], where: str) -> 
 
 
 def _moved(plan: ModelPlan) -> Iterator[tuple[str, Leading | Output]]:
-    """The (where, what) of each argument and output that a plan names."""
+    """Yield (where, what) for each argument and output that a plan names."""
     for pattern, inputs in plan.inputs.items():
         yield from ((f"plan, inputs, {pattern!r}, {key!r}", what) for key, what in inputs.items())
     for pattern, outputs in plan.outputs.items():
@@ -106,7 +106,7 @@ def _moved(plan: ModelPlan) -> Iterator[tuple[str, Leading | Output]]:
 
 
 def check_sequences(plan: ModelPlan) -> None:
-    """Raises UserError for a sequence whose length no split of the plan gives: a split of that sequence alone, not joined to another."""
+    """Raise UserError for a sequence whose length no split of the plan gives; that takes a split of this sequence alone."""
     splits = [what for _, what in _moved(plan) if isinstance(what, Split)]
     lengths = [split.sequence for split in splits if isinstance(split.sequence, str)]
     for where, name in _sequences(plan):
@@ -117,7 +117,7 @@ def check_sequences(plan: ModelPlan) -> None:
 
 
 def check_positions(plan: ModelPlan, sequence: str, attends: Attended, where: str) -> None:
-    """Raises UserError where no split gives the positions of a sequence along a dim, which sparse attention across processes needs."""
+    """Raise UserError where no split gives the positions of a sequence along a dim, which sparse attention across processes needs."""
     splits = (what for inputs in plan.inputs.values() for what in inputs.values() if isinstance(what, Split))
     if not any((what.sequence, what.positions) == (sequence, attends) for what in splits):
         raise UserError(
@@ -127,7 +127,7 @@ def check_positions(plan: ModelPlan, sequence: str, attends: Attended, where: st
 
 
 def _sequences(plan: ModelPlan) -> Iterator[tuple[str, str]]:
-    """The (where, name) of each sequence that a plan names."""
+    """Yield (where, name) for each sequence that a plan names."""
     for where, what in _moved(plan):
         yield from ((where, name) for name in names_of(what.sequence))
     for block in plan.blocks:
@@ -144,7 +144,7 @@ def _sequences(plan: ModelPlan) -> Iterator[tuple[str, str]]:
 
 
 def check_block(block: nn.Module, plan: ModelPlan) -> None:
-    """Raises UserError for regions and chunks that a block lacks."""
+    """Raise UserError for regions and chunks of the plan that a block lacks."""
     for region, part in plan.regions.items():
         if not part.modules:
             raise UserError(f"plan: region {region!r} names no modules")

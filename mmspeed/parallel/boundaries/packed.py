@@ -1,4 +1,4 @@
-"""Tokens of packed documents in a forward pass over a ring: rows of packs as one row, and the shares of their documents.
+"""Packed documents in a forward pass over a ring: all rows of packs become one row, whose documents the ranks share.
 
 Legend: B rows, N tokens of a row, T = B x N, Z one more than documents.
 """
@@ -24,7 +24,10 @@ class PackedTokens:
 
     @classmethod
     def of(cls, bounds_Z: Tensor, rows: int, columns: int, ranks: int, where: str) -> PackedTokens:
-        """The shares of documents with these bounds, which the ends of rows cut; the bounds are read on the host."""
+        """Share the documents with these bounds among the ranks; the end of a row also ends a document. Waits for the device.
+
+        Raises UserError for bounds that do not rise from 0 to the number of tokens.
+        """
         bounds, tokens = bounds_Z.tolist(), rows * columns
         if bounds[0] != 0 or bounds[-1] != tokens or any(left > right for left, right in pairwise(bounds)):
             raise UserError(f"{where}: bounds of documents rise from 0 to the {tokens} tokens, and these do not")
@@ -33,10 +36,10 @@ class PackedTokens:
         return cls(rows, columns, share_documents(lengths, ranks))
 
     def in_one_row(self, x: Tensor, dim: int) -> Tensor:
-        """(..., B, N, ...) as (..., 1, T, ...), with the tokens along `dim`."""
+        """Reshape (..., B, N, ...) to (..., 1, T, ...); `dim` is that of the tokens."""
         return x.flatten(dim - 1, dim).unsqueeze(dim - 1)
 
     def in_rows(self, x: Tensor, dim: int) -> Tensor:
-        """(..., 1, T, ...) as (..., B, N, ...)."""
+        """Reshape (..., 1, T, ...) back to (..., B, N, ...)."""
         rows = x.squeeze(dim - 1)
         return rows.reshape(*rows.shape[: dim - 1], self.rows, self.columns, *rows.shape[dim:])

@@ -1,9 +1,11 @@
-"""Record one forward pass of a model that is spread over processes: its sequences' lengths, and this process's part of each tensor.
+"""Record one forward pass of a model that is split over processes: its sequences' lengths, and this process's part of each tensor.
 
-The model's own boundary makes the record, which lasts as long as the forward. Boundaries, sites and layers inside ask
-`Sequences.record()`, which answers through `mmspeed.replay.fact`: whatever computes a part of the forward again (a region, a
-checkpoint) keeps the record of the forward that it belongs to, in its own thread, whatever other forwards came in between. No shared
-object holds it.
+The boundary of the whole model makes the record, which lasts as long as the forward. Boundaries, attention sites and layers inside get it
+from `Sequences.record()`, through `mmspeed.replay.fact`. So when a checkpoint recomputes a part of a forward, that part gets the record of
+its own forward, in its own thread, even if other forwards came in between. No shared object holds a record.
+
+A sequence is rows x columns (see `layout`). "Own" tokens are those of this one process; tokens "seen" are the own tokens of all
+tensor-parallel processes together.
 
 Legend: B batch, T rows, S columns, N tokens, E width, X position axes.
 """
@@ -38,23 +40,23 @@ _RECORD: ContextVar[ForwardRecord | None] = ContextVar("mmspeed_forward", defaul
 
 
 class Sequences:
-    """State that the boundaries of one model share: its plan, the layout, and counts of their uses; nothing of a single forward.
+    """What the boundaries of one model share: its plan, the layout, and counts of their uses; nothing of a single forward.
 
-    `shares_images`: the processes of a group compute each image together. In a run of mmspeed images are dealt to single processes, and the
-    tokens of a model of images stay whole.
+    shares_images: whether the processes of a group compute each image together. In a run of mmspeed they do not: images go to single
+    processes, and an image model's tokens stay whole.
     """
 
     def __init__(self, plan: ModelPlan, layout: TokenLayout, shares_images: bool = False) -> None:
         self.plan, self.layout = plan, layout
-        self.apart = plan.stills and not shares_images  # each process of a group has samples of its own
-        # of sequences that tensor-parallel processes all have whole
+        self.apart = plan.stills and not shares_images  # the processes of a group compute samples of their own
+        # for sequences of which each tensor-parallel process has all tokens
         self.untensored = replace(layout, tensor=replace(layout.tensor, size=1, rank=0))
         self.factorised = plan.factorised
         self.gridded = {tokens.sequence for block in plan.blocks for tokens in block.tokens.values()}
         self.tensor_split = {name for linear in plan.linears.values() for name in linear.sequences}
         sums = (what for outputs in plan.outputs.values() for what in outputs.values() if isinstance(what, Summed))
         self.tensor_split |= {name for what in sums for name in names_of(what.sequence)}
-        # over Ulysses alone, the parts of processes that attend together follow one another without it
+        # with Ulysses alone, parts are contiguous, and an all-to-all joins them in order without zigzag
         self.zigzag = plan.causal and layout.hybrid.size > 1 and layout.axes.ring.size * layout.tensor.size > 1
         self.uses: Counter[str] = Counter()  # by boundary
         self.checked = False  # whether the inputs of a group's processes were compared
@@ -63,14 +65,14 @@ class Sequences:
         return self  # process groups cannot be copied, and nothing in it belongs to one copy
 
     def record(self, where: str) -> ForwardRecord:
-        """The record of the forward that is being computed, or computed again. Raises UserError outside of one."""
+        """The record of the forward that is running, or being recomputed. Raises UserError outside of one."""
         known: ForwardRecord | None = fact(self, _RECORD.get)
         if known is None or known.sequences is not self:
             raise UserError(f"{where} was called outside of the forward of the model that the plan was applied to")
         return known
 
     def may_cross(self, sequence: str, attends: Attended) -> bool:
-        """True where an attention along a dim has tokens of a sequence on other processes, if the sequence is split over the group."""
+        """True where an attention along this dim has tokens of a sequence on other processes, given that the sequence is split."""
         if self.apart:
             return False
         if self.factorised and sequence not in self.gridded:  # over all processes alike
@@ -83,7 +85,7 @@ class Sequences:
 
 
 def begin_forward(record: ForwardRecord | None) -> Token[ForwardRecord | None]:
-    """Make a record that of the forward that begins, and return a token for `end_forward`."""
+    """Make a record the current one, and return a token for `end_forward`."""
     return _RECORD.set(record)
 
 
@@ -94,7 +96,7 @@ def end_forward(token: Token[ForwardRecord | None]) -> None:
 
 @contextmanager
 def resumed(record: ForwardRecord | None) -> Iterator[None]:
-    """Make the record of an earlier forward (`current_record`) current inside, for a part of a model that is run by itself."""
+    """Make the record of an earlier forward (`current_record`) current inside the block, to run a part of the model by itself."""
     token = begin_forward(record)
     try:
         yield
@@ -103,16 +105,17 @@ def resumed(record: ForwardRecord | None) -> Iterator[None]:
 
 
 def current_record() -> ForwardRecord | None:
-    """The record of the forward that is being computed; None outside of a model that is spread."""
+    """The record of the forward that is running; None outside of a model that is split over processes."""
     return _RECORD.get()
 
 
 @dataclass(eq=False)
 class ForwardRecord:
-    """The record of one forward pass. `image`: nothing is split over the group; tensor-parallel processes still share the columns.
+    """The record of one forward pass.
 
-    `grid`: video tokens along time, height and width, with sparse attention. `bounds_Z`: cumulative lengths of documents that a ring
-    shares, and `packed` their tokens from the first split on.
+    image: nothing is split over the group; tensor-parallel processes still share the columns. grid: video tokens along time, height and
+    width, with sparse attention. bounds_Z: cumulative lengths of documents that a ring shares; packed: how it shares them, known from the
+    first split on.
     """
 
     sequences: Sequences
@@ -135,7 +138,7 @@ class ForwardRecord:
         return self.lengths[sequence]
 
     def tell(self, sequence: str, shape: tuple[int, int], where: str) -> None:
-        """Note a sequence's rows and columns. Raises UserError where they differ from those noted before."""
+        """Note a sequence's (rows, columns). Raises UserError where they differ from those noted before."""
         known = self.lengths.setdefault(sequence, shape)
         if known != shape:
             now, then = (size[1] if size[0] == 1 else " x ".join(map(str, size)) for size in (shape, known))
@@ -153,7 +156,10 @@ class ForwardRecord:
         return layout.text_from is not None and math.prod(self.shape(sequence, where)) >= layout.text_from
 
     def held(self, sequence: str, attends: Attended, where: str, place: tuple[int, int] | None = None) -> TokenRange:
-        """The tokens of a sequence at a place (hybrid, dsp) of the group, for blocks that attend along a dim; None: at this process's."""
+        """The tokens of a sequence that one process of the group holds, for blocks that attend along this dim.
+
+        place: the process's (hybrid, dsp) ranks; None: this process.
+        """
         shape = self.shape(sequence, where)
         layout = self.sequences.layout if sequence in self.sequences.tensor_split else self.sequences.untensored
         if not self.is_split(sequence, where):
@@ -169,7 +175,7 @@ class ForwardRecord:
         return layout.held(shape, attends, self.sequences.factorised, h, d)
 
     def causal_order(self, sequence: str, where: str) -> tuple[Tensor, tuple[int, ...]]:
-        """(places of a causal sequence in the order in which the processes of ring x ulysses hold them, the number of each process)."""
+        """(order, sizes) of a causal sequence: its positions in the order of the processes of ring x ulysses, and how many each holds."""
         layout, length = self.sequences.layout, self.shape(sequence, where)[1]
         if self.packed is not None:
             shares = self.packed.shares
@@ -181,7 +187,7 @@ class ForwardRecord:
         return tuple(map(len, self.held(sequence, attends, where).columns))
 
     def crosses(self, sequences: Sequence[str], attends: Attended, where: str) -> bool:
-        """True where an attention along a dim has tokens on other processes."""
+        """True where an attention along this dim has tokens on other processes, in this forward."""
         return any(self.is_split(name, where) and self.sequences.may_cross(name, attends) for name in sequences)
 
     def attended_sizes(self, sequences: Sequence[str], attends: Attended, where: str) -> tuple[int, ...]:
@@ -197,7 +203,7 @@ class ForwardRecord:
         return tuple(self.held(sequence, attends, where, place).tokens for place in self.sequences.layout.places())
 
     def positions_of_all(self, sequence: str, attends: Attended, where: str) -> Tensor:
-        """Whole positions along the attended dim, of the tokens of all processes of ring x ulysses in their order: (N, X)."""
+        """The positions (N, X) along the attended dim of the tokens of all processes of ring x ulysses, in the order of the processes."""
         key = f"{sequence} {attends}"
         if key not in self.positions:
             raise UserError(
@@ -207,7 +213,7 @@ class ForwardRecord:
         return pos_TSX[:, 0] if attends == "rows" else self.in_order_of_all(pos_TSX[0], sequence, attends, where)
 
     def in_order_of_all(self, columns: Tensor, sequence: str, attends: Attended, where: str) -> Tensor:
-        """Values along the columns of a sequence (N, ...), in the order in which the processes of ring x ulysses hold them."""
+        """Reorder values along the columns of a sequence (N, ...) into the order in which the processes of ring x ulysses hold them."""
         layout = self.sequences.layout
         held = [self.held(sequence, attends, where, (h, layout.dsp.rank)) for h in range(layout.hybrid.size)]
         return torch.cat([columns[part.start : part.stop] for each in held for part in each.columns])
@@ -215,7 +221,7 @@ class ForwardRecord:
     # -- tensors --------------------------------------------------------------------------------------------------------
 
     def cut(self, tensor: Tensor, split: Split, attends: Attended, where: str) -> Tensor:
-        """The part of a tensor that this process computes with; all processes of the group have it whole.
+        """Cut a tensor that all processes of the group hold whole to this process's part.
 
         Floats are copied: a view would keep the whole sequence in memory for backward. Raises UserError where lengths do not agree.
         """
@@ -253,14 +259,14 @@ class ForwardRecord:
         return joined.clone() if len(parts) == 1 and joined.is_floating_point() else joined
 
     def _part_of_channels(self, tensor: Tensor, split: Split) -> Tensor:
-        """The channels of this process's heads; their number divides, as that of the heads does."""
+        """The channels of this process's heads; their number divides, since that of the heads does."""
         axis = self.sequences.layout.tensor
         if split.channels is None or axis.size == 1:
             return tensor
         return tensor.chunk(axis.size, split.channels)[axis.rank].contiguous()
 
     def _in_one_row(self, tensor: Tensor, split: Split, where: str) -> Tensor:
-        """Tokens of packs that a ring shares, in one row; any other tensor as it is."""
+        """The tokens of packs that a ring shares, flattened into one row; any other tensor as it is."""
         packed = self.sequences.plan.packed
         if self.bounds_Z is None or packed is None or split.sequence != packed[1] or split.dim == 0:
             return tensor
@@ -278,7 +284,7 @@ class ForwardRecord:
         if self.sequences.zigzag and self.is_split(name, ""):
             order = self.causal_order(name, "")[0][ranges[0].start : ranges[-1].stop]
             return [part.index_select(split.dim, (begin + order).to(part.device))]
-        if len(ranges) > 1 and ranges == _neighbours(ranges):  # one part, where they follow one another
+        if len(ranges) > 1 and ranges == _neighbours(ranges):  # contiguous ranges are one part
             ranges = [range(ranges[0].start, ranges[-1].stop)]
         return [_narrowed(part, split.dim, each, begin) for each in ranges]
 
@@ -294,7 +300,7 @@ class ForwardRecord:
             )
 
     def leading(self, count: int, sequence: str, attends: Attended, where: str) -> int:
-        """The number of the first `count` tokens of a sequence of one row on this process; a part keeps its tokens' order."""
+        """How many of the first `count` tokens of a one-row sequence this process holds; they lead its part too."""
         held = self.held(sequence, attends, where)
         columns = held.columns[self.sequences.layout.tensor.rank if len(held.columns) > 1 else 0]
         if self.sequences.zigzag:
@@ -304,7 +310,7 @@ class ForwardRecord:
 
     @outside_graphs
     def reshard(self, x: Tensor, tokens: Tokens, before: Attended, now: Attended, where: str) -> Tensor:
-        """Own tokens for blocks that attend along `now`, from those of blocks that attend along `before`."""
+        """Re-shard own tokens for blocks that attend along `now`, from blocks that attend along `before`: the all-to-all of DSP."""
         sequences, layout = self.sequences, self.sequences.layout
         if before == now or layout.dsp.size == 1 or not self.is_split(tokens.sequence, where):
             return x
@@ -321,11 +327,11 @@ class ForwardRecord:
 
     @outside_graphs
     def gather(self, x: Tensor, gather: Gather, attends: Attended, where: str) -> Tensor:
-        """All tokens on every process, from own ones; gradients are summed over the processes that use them."""
+        """All-gather the tokens of a sequence on every process; gradients are summed over the processes."""
         sequences, layout, name = self.sequences, self.sequences.layout, gather.sequence
         shape, tensored = self.shape(name, where), name in sequences.tensor_split and gather.level == "own"
         if self.is_split(name, where):
-            if sequences.zigzag and tensored:  # these parts lie within one of the group's
+            if sequences.zigzag and tensored:  # the tensor-parallel parts lie within one part of the group
                 x, tensored = all_gather(x, layout.tensor, gather.dim, self.widths(name, attends, where)), False
             x = self._gather_group(x, gather, attends, shape, where)
         if tensored:
@@ -334,7 +340,7 @@ class ForwardRecord:
 
     @outside_graphs
     def total(self, x: Tensor, total: Total, where: str) -> Tensor:
-        """The sum over all processes that share a sequence, on each of them; gradients are summed over the processes that use it."""
+        """Sum over all processes that share a sequence, on each of them; gradients are summed over the processes too."""
         layout, name = self.sequences.layout, total.sequence
         x = x[None]
         if self.is_split(name, where):
@@ -364,7 +370,7 @@ class ForwardRecord:
         return self._gather_grid(x, gather, attends, where)
 
     def _gather_grid(self, x: Tensor, gather: Gather, attends: Attended, where: str) -> Tensor:
-        """The rows and columns of all parts: those that differ in both are gathered as one list of tokens, then put in place."""
+        """Gather a factorised model's rows and columns. If both are split, parts are gathered as a list of tokens and then put in place."""
         layout, rows = self.sequences.layout, _required(gather.rows, where)
         dims: Mapping[Attended, int] = {"rows": rows, "columns": gather.dim}
         held = [self.held(gather.sequence, attends, where, place) for place in layout.places()]
@@ -386,7 +392,7 @@ class ForwardRecord:
         return torch.cat(near, outer)
 
     def _gather_hybrid(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-        """All tokens over ring x ulysses: gathered at once where they are one group, else over ulysses and then over the ring."""
+        """All-gather over ring x ulysses: at once if they have a common process group, else over ulysses and then over the ring."""
         layout = self.sequences.layout
         ring, ulysses = layout.axes.ring, layout.axes.ulysses
         if layout.hybrid.group is not None or ring.size == 1 or ulysses.size == 1:
@@ -401,10 +407,13 @@ class ForwardRecord:
     def gather_seen(
         self, x: Tensor, sequence: str | tuple[str, ...], dim: int, attends: Attended, where: str
     ) -> Tensor:
-        """The tokens seen, from the own ones of each tensor-parallel process: of several sequences, all of the first, then the next."""
+        """All-gather the tokens seen from the own tokens of each tensor-parallel process.
+
+        Of several sequences, the result has all tokens of the first, then all of the next.
+        """
         widths = [self.widths(name, attends, where) for name in names_of(sequence)]
         by_process = list(zip(*widths, strict=True))
-        # norms may give float32, which the next layer would round anyway
+        # norms may return float32, which autocast would round in the next layer anyway
         joined = all_gather(autocast_alike(x)[0], self.sequences.layout.tensor, dim, [*map(sum, by_process)])
         if len(widths) == 1:
             return joined
@@ -415,7 +424,7 @@ class ForwardRecord:
     def scatter_own(
         self, x: Tensor, sequence: str | tuple[str, ...], dim: int, attends: Attended, where: str
     ) -> Tensor:
-        """The own tokens of the sum over tensor-parallel processes; several sequences lie as `gather_seen` gives them."""
+        """Reduce-scatter over the tensor-parallel processes: own tokens of the sum. Several sequences lie as `gather_seen` returns them."""
         widths, tensor = (
             [self.widths(name, attends, where) for name in names_of(sequence)],
             self.sequences.layout.tensor,
@@ -428,9 +437,9 @@ class ForwardRecord:
     # -- agreement of all processes -------------------------------------------------------------------------------------
 
     def check_same(self, arguments: Mapping[str, Any]) -> None:
-        """Compare the inputs of all processes of the group by shapes and sums, once per model.
+        """Check once per model that all processes of the group got the same inputs, by comparing shapes and sums.
 
-        Raises UserError on every process where they differ: those that compute one video together need the same inputs.
+        Raises UserError on every process where they differ, since processes that compute one video together need the same inputs.
         """
         sequences = self.sequences
         if sequences.checked or self.image or sequences.layout.whole.size == 1:
@@ -464,7 +473,7 @@ def _narrowed(x: Tensor, dim: int, part: range, begin: int) -> Tensor:
 
 
 def _neighbours(ranges: list[range]) -> list[range]:
-    """The same ranges where each begins at the end of the previous one; else none."""
+    """The same ranges if each begins where the previous one ends; else none."""
     follow = all(left.stop == right.start for left, right in itertools.pairwise(ranges))
     return ranges if follow else []
 

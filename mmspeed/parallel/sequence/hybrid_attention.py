@@ -1,8 +1,8 @@
-"""Attend over a sequence that is split over a group of ranks: heads are exchanged for sequence (Ulysses), then keys go round (ring).
+"""Attend over a sequence that is split over ranks: an all-to-all trades tokens for heads (Ulysses), then keys go round (ring).
 
-Ulysses (Jacobs et al. 2023): ranks of the "ulysses" axis hold parts of the sequence with all heads; an all-to-all gives each the
-joined parts with some of the heads, and another brings the output back. The ring goes over what is joined (`parallel.ring`). Both
-together are USP (Fang and Zhao 2024): ulysses on the fast links, the ring on the rest, any factorisation of the degree.
+Ulysses (Jacobs et al. 2023): ranks of the "ulysses" axis hold parts of the sequence with all heads; an all-to-all gives each the joined
+parts with some of the heads, and another brings the output back. The ring then works on the joined parts (`parallel.ring`). Both together
+are USP (Fang and Zhao 2024): ulysses on the fast links, the ring on the rest, any factorisation of the degree.
 
     ulysses, ring    what runs
     1, 1             `compute.attention.attention`
@@ -10,19 +10,19 @@ together are USP (Fang and Zhao 2024): ulysses on the fast links, the ring on th
     1, r             ring
     u, r             all-to-all, ring, all-to-all
 
-(`causal`, or a `scale` of one's own, is block attention's, so a ring of one rank serves in place of `attention`.)
+(Only block attention computes `causal` or a given `scale`, so with these a ring of one rank takes the place of `attention`.)
 
-Bytes that a rank sends per call, e the element size, sums over uneven parts otherwise:
+Bytes that a rank sends per call, e the element size, for even parts (uneven: the sum over the parts):
 
     queries, keys, values, output over "ulysses" (all_to_all):  forward (u - 1) / u * B D e (2 A N + 2 K M),  backward the same
-        values of another width than keys have it in place of D, and so has the output
+        for values of another width than keys, that width replaces D for values and output
     key mask over "ulysses" (all_gather):                       forward (u - 1) B M
     ring: the formulas of `parallel.ring`, with K / u heads and the joined length u M
 
-Copies that these make, besides: `layouts`, and docs/sequence-parallel.md.
+For copies in memory see `layouts` and docs/sequence-parallel.md.
 
-The causal order: the R = ring ranks hold the sequence in `zigzag` order, and the Ulysses ranks of each share its two chunks, joined, by
-contiguous parts.
+Causal order: the sequence is in `zigzag` order over the R ring places, and the Ulysses ranks of each place hold contiguous parts of its two
+chunks, joined.
 
 Legend: B batch, A heads, K heads of the keys, N queries and M keys that this rank holds, D head width, u and r degrees.
 """
@@ -55,15 +55,15 @@ from .ring import like_queries, ring_attention
 
 # queries, keys, values and the keys' mask, of whole heads, to the output
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-# the strides at which an `Attend` reads: any, so that nothing is copied; each tensor contiguous; or that, heads outside tokens
+# the memory an `Attend` reads: any strides, so that nothing is copied; each tensor contiguous; contiguous with heads outside tokens
 Reads = Literal["strided", "NBAD", "BAND"]
 
 
 @dataclass(frozen=True)
 class SequenceAxes:
-    """The axes over which a sequence is split. `window`: places of a double ring's inner ring; `outer`: its own axis between windows.
+    """The axes over which a sequence is split. A rank's index in the group of both is ring.rank * ulysses.size + ulysses.rank.
 
-    A rank's place in the group is ring.rank * ulysses.size + ulysses.rank.
+    window: the number of ranks of a double ring's inner ring. outer: the axis for its hops between windows (see `AxisLink`).
     """
 
     ring: Axis
@@ -85,12 +85,12 @@ class SequenceAxes:
         return self.ring.rank * self.ulysses.size + self.ulysses.rank
 
     def joined(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Lengths that the ring's ranks hold after the exchange, from the local lengths of all ranks of the group."""
+        """The number of tokens of each ring place after the all-to-all, from the local lengths of all ranks of the group."""
         u = self.ulysses.size
         return tuple(sum(sizes[u * place : u * (place + 1)]) for place in range(self.ring.size))
 
     def near(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Local lengths of the ranks of this rank's Ulysses group."""
+        """The local lengths of the ranks of this rank's Ulysses group, from those of the whole group."""
         first = self.ring.rank * self.ulysses.size
         return tuple(sizes[first : first + self.ulysses.size])
 
@@ -110,7 +110,7 @@ def hybrid_attention(
     counter: Counter[str] | None = None,
     layout: Layout = "BNAD",
 ) -> Tensor:
-    """Attention of this rank's part of the queries to all keys of the group: `out_BAND`, whose width is that of the values.
+    """Attend with this rank's part of the queries to all keys of the group: `out_BAND`, whose width is that of the values.
 
     Under the layout BNGAD the queries, keys, values and output are BGAND, and the mask's B is B x G.
 
@@ -118,9 +118,9 @@ def hybrid_attention(
         key_mask_BM: bool, True at keys of this rank's part that count; None on all ranks or on none. Queries that see no key give 0.
         q_sizes, k_sizes: lengths of the parts of all ranks of the group, 0 allowed; queries and keys may be split in different ways.
         causal: the parts are in the causal order of the module's docstring.
-        backend: "auto", "sdpa" (a fused kernel or ValueError) or "eager"; where blocks are attended to, also a kernel's name.
+        backend: "auto", "sdpa" (a fused kernel or ValueError) or "eager"; where a ring runs, also a kernel's name.
         counter: counts calls by backend or kernel.
-        layout: the memory layout of the projections on all ranks, which the output's product reads; the output of an exchange has it too.
+        layout: the memory layout of the projections on all ranks. After an exchange the output has it too, for the output projection.
 
     Every rank makes the call, and its backward. Under autocast, computes in its dtype.
     Raises UserError for fewer heads than Ulysses ranks, ValueError for sizes that do not fit.
@@ -170,10 +170,10 @@ def with_heads_exchanged(
     layout: Layout = "BNAD",
     reads: Reads = "BAND",
 ) -> Tensor:
-    """The output of `attend` by some of the heads, over the joined parts of the Ulysses ranks, in the parts and heads of the queries.
+    """Run `attend` on all tokens of the Ulysses group with this rank's heads, and return its output for this rank's tokens with all heads.
 
-    Arguments as those of `hybrid_attention`. Keys with fewer heads than queries may come to `attend` repeated, but not to the heads of
-    the queries. Under the layout BNGAD an `attend` that reads at any strides gets (B, G, A, N, D), any other B x G as B.
+    Arguments as those of `hybrid_attention`. Keys with fewer heads than queries may come to `attend` repeated, though not always up to the
+    number of query heads. Under the layout BNGAD an `attend` that reads at any strides gets (B, G, A, N, D); others get B x G as B.
     """
     _check(q_BAND, k_BKMD, axes, q_sizes, k_sizes, layout)
     if axes.ulysses.size == 1:
@@ -190,7 +190,7 @@ def with_heads_exchanged(
 def _attended(
     attend: Attend, q_BAND: Tensor, k_BKMD: Tensor, v_BKMD: Tensor, key_mask_BM: Tensor | None, reads: Reads
 ) -> Tensor:
-    """The result of `attend`; unless it reads at any strides, B and G are passed as one dim, as they are after an exchange."""
+    """The result of `attend`. Unless it reads at any strides, B and G are passed as one dim."""
     if q_BAND.dim() == 4 or reads == "strided":
         return attend(q_BAND, k_BKMD, v_BKMD, key_mask_BM)
     out_BAND = attend(q_BAND.flatten(0, 1), k_BKMD.flatten(0, 1), v_BKMD.flatten(0, 1), key_mask_BM)
@@ -199,7 +199,7 @@ def _attended(
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """The number of heads of each Ulysses rank; keys' heads are first repeated up to `key_heads`."""
+    """The number of query heads and of key heads of each Ulysses rank; keys are first repeated to `key_heads` heads."""
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
@@ -210,10 +210,10 @@ class HeadSplit:
 
 
 def split_heads(heads: int, key_heads: int, ranks: int) -> HeadSplit:
-    """The number of heads of each rank, uneven where they do not divide; a rank has the key heads of its query heads.
+    """Split heads over Ulysses ranks, unevenly where they do not divide; a rank gets the key heads that its query heads attend to.
 
-    Where keys have fewer heads than queries, they are repeated just so often that the queries' heads are as even as repetition can
-    make them. Raises UserError for fewer heads than ranks.
+    Key heads (GQA) are repeated no more often than it takes to split the query heads as evenly as any repetition could. Raises UserError
+    for fewer heads than ranks.
     """
     if heads < ranks:
         raise UserError(
@@ -239,9 +239,10 @@ def _heads_for_sequence(
     layout: Layout,
     reads: Reads,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Exchange all heads of this rank's part for this rank's heads of the joined parts, and join the mask; all messages travel together.
+    """The all-to-all before attention: from all heads of this rank's tokens to this rank's heads of all tokens of the Ulysses group.
 
-    One message where queries and keys are split alike and `attend` reads at any strides.
+    All messages, and the gather of the mask, are started together; queries, keys and values share one message where queries and keys are
+    split alike and `attend` reads at any strides.
     """
     if heads.key_heads != k_BKMD.shape[-3]:
         k_BKMD, v_BKMD = (x.repeat_interleave(heads.key_heads // x.shape[-3], dim=-3) for x in (k_BKMD, v_BKMD))

@@ -1,8 +1,8 @@
-"""Orders in which an attention's projections lie in memory, and in which heads and tokens travel.
+"""Memory layouts of an attention's projections, and the order in which heads and tokens are sent.
 
-An attention gets views of its projections with the dims (B, A, N, D), or (B, G, A, N, D) where a factorised model's rows or
-columns attend apart. A layout names the same dims from the outermost in memory to the innermost. The model's plan declares it for each
-attention (`Site.layout`, `Site.rows_layout`), so all ranks know it; strides may differ between ranks where a dim has size 0 or 1.
+An attention gets views of its projections with the dims (B, A, N, D), or (B, G, A, N, D) where a factorised model's rows or columns attend
+separately. A layout names the same dims in memory order, outermost first. The model's plan declares it for each attention (`Site.layout`,
+`Site.rows_layout`), so all ranks know it; strides may differ between ranks where a dim has size 0 or 1.
 
     layout   in memory                      where
     BNAD     (batch, sequence, hidden): BSH full attention; rows that attend along themselves, B is batch x rows
@@ -10,11 +10,11 @@ attention (`Site.layout`, `Site.rows_layout`), so all ranks know it; strides may
     BNGAD    (batch, rows, columns, hidden) columns that attend along themselves, of any number of videos: no view makes one dim of B and G
     BAND     heads outside tokens           projections that were copied head by head
 
-Between ranks tokens always travel first (N B A D), whatever the layout. A rank that joins tokens then reads them in place, and one that
-cuts tokens sends them in place, if its kernel wrote them so. Where heads are cut or joined a copy is needed in every layout, as a product
-writes and reads all heads of a token together; it makes the transpose between the layouts too.
+Between ranks tensors are always sent tokens first (N B A D), whatever the layout. A rank that joins parts along tokens then reads them in
+place, and one that splits tokens sends them in place, if its kernel wrote them so. Where heads are split or joined a copy is needed in
+every layout, as a matrix product writes and reads all heads of a token together; that copy also makes the transpose between the layouts.
 
-Legend: B batch, G rows or columns that attend apart, A heads, N tokens, D head width.
+Legend: B batch, G rows or columns that attend separately, A heads, N tokens, D head width.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Layout = Literal["BAND", "BNAD", "NBAD", "BNGAD"]
 
 
 def dims_of(layout: Layout) -> str:
-    """The dims of the views, in their order."""
+    """The dims of the views, in the order of their shape."""
     return "BGAND" if "G" in layout else "BAND"
 
 
 def memory_order(layout: Layout) -> tuple[int, ...]:
-    """The views' dims from the outermost in memory to the innermost."""
+    """The views' dims in memory order, outermost first."""
     return tuple(dims_of(layout).index(letter) for letter in layout)
 
 
 def tokens_first(layout: Layout) -> tuple[int, ...]:
-    """The order of the views' dims in which they travel."""
+    """The order of the views' dims in a message: tokens first."""
     dims = dims_of(layout)
     return tuple(dims.index(letter) for letter in ("N", *dims.replace("N", "")))

@@ -1,11 +1,11 @@
-"""Attend within documents that the ranks of a ring share (`mmspeed.parallel.documents`), each rank's part over Ulysses ranks.
+"""Attend within packed documents that the ranks of a ring share (`mmspeed.parallel.documents`), with Ulysses inside each ring place.
 
-Heads are exchanged for the joined part of a ring's place. Its whole documents are one call of the operator `document_attention`, without
-messages; the keys of its parts of cut documents go round the ring, and with none cut nothing does. Within a window that hides keys of
-a cut document, the keys of all ranks are gathered instead, and each range of queries attends to the end of a document of its own, which
-begins with the keys that the first query sees.
+After the all-to-all of Ulysses a rank has all tokens of its ring place. Its whole documents are one call of the operator
+`document_attention`, without messages; only the keys of its parts of cut documents go round the ring. If a window hides keys of a cut
+document, the keys of all ranks are gathered instead. Each range of queries that a rank holds then becomes a document of its own: the keys
+from the first that its first query sees, with the queries at the end.
 
-Bytes that a rank sends, beside those of the exchange of heads (`hybrid_attention`): the formulas of `ring`, whose M are the tokens of cut
+Bytes that a rank sends, besides those of the exchange of heads (`hybrid_attention`): the formulas of `ring`, whose M are the tokens of cut
 documents; within a window (R - 1) M K (D + W) e forward, and (all - M) K (D + W) e backward.
 
 Legend: B = 1 row, A heads, K heads of the keys, N tokens that this rank holds, M tokens of cut documents, D head width, W width of the
@@ -46,10 +46,13 @@ def packed_attention(
     counter: Counter[str] | None = None,
     layout: Layout = "BNAD",
 ) -> Tensor:
-    """Causal attention of this rank's tokens within their documents: `out_BANW`.
+    """Attend causally with this rank's tokens within their documents: `out_BANW`.
 
-    sizes: tokens of all ranks of the group, in the order of `shares`. window: a query sees so many earlier keys; None: all. Other arguments
-    as those of `hybrid_attention`. Every rank makes the call, and its backward.
+    Args:
+        sizes: the number of tokens of each rank of the group, in the order of `shares`.
+        window: how many earlier keys a query sees besides its own; None: all.
+
+    Other arguments as those of `hybrid_attention`. Every rank makes the call, and its backward.
     """
     hides = window is not None and window < max(shares.cut_lengths, default=0) - 1
     q_BAND, k_BKND, v_BKNW = autocast_alike(q_BAND, k_BKND, v_BKNW)
@@ -84,7 +87,7 @@ def packed_attention(
 def _within_window(
     q_BAND: Tensor, k_BKMD: Tensor, v_BKMW: Tensor, shares: DocumentShares, ring: Axis, window: int
 ) -> Tensor:
-    """Attention of this rank's tokens of cut documents within a window: (B, N, A, W)."""
+    """Attend within a window with this rank's tokens of cut documents: (B, N, A, W)."""
     both = all_gather(torch.cat((k_BKMD, v_BKMW), -1), ring, 2, shares.shared_sizes)  # one message
     ranges = shares.window_ranges(ring.rank, window)
     if not ranges:

@@ -1,8 +1,8 @@
-"""Compute ring attention: queries stay, keys and values go round (`ring_schedule`); each rank merges its queries' outputs over the blocks.
+"""Compute ring attention: queries stay, keys and values go round (`ring_schedule`); each rank merges its outputs over the blocks.
 
 Outputs are merged by their log-sum-exp in float32, and gradients summed in float32 (float64 for float64). The backward pass runs the ring
-again with the final output and log-sum-exp; the gradients of keys and values travel with their block. Both results are offered to
-recomputation (`mmspeed.replay.checkpointed`), as an exchange.
+again with the final output and log-sum-exp; the gradients of keys and values travel with their block. The output and log-sum-exp are
+offered to recomputation (`mmspeed.replay.checkpointed`), as an exchange.
 
 Bytes that a rank sends per call, e the element size, f = max(e, 4), for even M (uneven: the sum over the blocks that it passes on):
 
@@ -48,10 +48,11 @@ from .zigzag import Piece, alike, cut_rows, document_pieces, zigzag_lengths
 
 @dataclass(frozen=True)
 class AxisLink:
-    """Messages over an axis of the mesh. `outer`: an axis of the same ranks with a group of its own for hops between windows.
+    """Sends a ring's messages over an axis of the mesh.
 
-    Without it they share the ring's group; an accelerator's group carries messages one after the other, so there a double ring
-    hides its slow hops only with `outer`. `order`: of the dims of keys, values and their gradients in memory, on the way and here.
+    outer: an axis of the same ranks with a process group of its own, for hops between windows. A process group on an accelerator carries
+    messages one after the other, so without it a double ring cannot hide its slow hops.
+    order: the memory order of the dims of keys, values and their gradients, in messages and on this rank.
     """
 
     axis: Axis
@@ -71,7 +72,7 @@ class AxisLink:
 
 @dataclass(frozen=True)
 class _Reordered:
-    """Tensors on their way in an order of their own."""
+    """Tensors that are received with permuted dims; `wait` permutes them back."""
 
     pending: PendingBlock
     orders: list[tuple[int, ...]]
@@ -97,18 +98,22 @@ def ring_attention(
     counter: Counter[str] | None = None,
     order: Sequence[int] = (0, 1, 2, 3),
 ) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks of the axis: `out_BAND`, in the dtype of the queries.
+    """Attend with this rank's queries to the keys of all ranks of the axis: `out_BAND`, in the dtype of the queries.
 
-    Keys and values may have fewer heads, by a whole factor, and values another width, which is the output's.
+    Keys and values may have fewer heads than queries (GQA), by a whole factor; values may have another width, which is the output's.
 
-    `k_lengths`: keys of each rank, 0 allowed. `causal`: queries and keys are this rank's two chunks in `zigzag` order. `documents`: with
-    `causal`, lengths of documents, which see only themselves; each is in zigzag order, and on every rank their chunks follow one another;
-    None: one of all keys. `window`: places of an inner ring (None: a single ring). `outer`: see `AxisLink`. `backend`, `counter`,
-    `key_mask_BM`, `scale`: as in `compute.block_attention`. `order`: the dims of keys and values from the outermost in memory to the
-    innermost, the same on all ranks: where they lie so, nothing is copied. The output lies as the queries do. Every rank of the axis makes
-    the call, and its backward, whatever it holds.
+    Args:
+        k_lengths: the number of keys of each rank, 0 allowed.
+        causal: queries and keys are this rank's two chunks in `zigzag` order.
+        documents: with `causal`, lengths of documents, which see only themselves. Each is in zigzag order, and on every rank their chunks
+            follow one another. None: one document of all keys.
+        window: the number of ranks of a double ring's inner ring; None: a single ring.
+        outer: see `AxisLink`.
+        key_mask_BM, scale, backend, counter: as in `compute.block_attention`.
+        order: the memory order of keys and values, outermost dim first, the same on all ranks; tensors that have it are not copied.
 
-    A second derivative is not supported and raises RuntimeError. Raises ValueError for lengths, a window or shapes that do not fit.
+    The output has the memory order of the queries. Every rank of the axis makes the call, and its backward, even without tokens. A second
+    derivative is not supported and raises RuntimeError. Raises ValueError for lengths, a window or shapes that do not fit.
     """
     if len(k_lengths) != axis.size or k_lengths[axis.rank] != k_BKMD.shape[2]:
         raise ValueError(f"keys of {tuple(k_lengths)} on {axis.size} ranks, and {k_BKMD.shape[2]} on rank {axis.rank}")
@@ -138,7 +143,7 @@ class _Ring:
     counter: Counter[str] | None
 
     def pieces(self, step: RingStep, queries: int, first: int) -> list[list[Piece]]:
-        """The pieces to compute in a step, those of one shape together; `first`: the number of queries in the first rows."""
+        """The pieces to compute in a step, grouped by shape; `first`: the number of queries in the rows "first"."""
         start, stop = {"all": (0, queries), "first": (0, first), "rest": (first, queries)}[step.rows]
         keys = self.lengths[step.owner]
         whole = [Piece(0, queries, 0, keys)] if keys else []
@@ -203,7 +208,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _attend_forward(ring: _Ring, q_BAND: Tensor, own: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """(out_BAND, lse_BAN) over the blocks of all ranks; `own`: keys, values and key mask of this one."""
+    """(out_BAND, lse_BAN) over the blocks of all ranks; `own`: this rank's keys, values and key mask."""
     wide = torch.promote_types(q_BAND.dtype, torch.float32)
     out_BAND = like_queries(q_BAND, own[1].shape[-1], wide)
     lse_BAN = q_BAND.new_full(q_BAND.shape[:3], -torch.inf, dtype=wide)
@@ -223,25 +228,28 @@ def _attend_forward(ring: _Ring, q_BAND: Tensor, own: list[Tensor]) -> tuple[Ten
 
 
 def like_queries(q_BAND: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Zeros for an output whose heads have this width, which lie in memory as the queries do."""
+    """Zeros for an output with heads of this width, in the memory order of the queries."""
     if width == q_BAND.shape[-1]:
         return torch.zeros_like(q_BAND, dtype=dtype)
     return laid_out(q_BAND.new_zeros(*q_BAND.shape[:-1], width, dtype=dtype), memory_layout(q_BAND))
 
 
 def first_rows(queries: int, element_size: int, causal: bool = False) -> int:
-    """The number of queries in the own block's first part, whose compute is to the rest's as the keys' bytes are to the gradients'."""
+    """The number of queries in the first part of a rank's own block in backward.
+
+    The compute of the first part is to that of the rest as the bytes of keys are to those of gradients (see `ring_schedule`).
+    """
     share = element_size / (element_size + max(element_size, 4))
     return round(queries * (share**0.5 if causal else share))
 
 
 def _rows(x: Tensor, pieces: Sequence[Piece]) -> Tensor:
-    """The queries of pieces of one shape, one piece after the other along the batch."""
+    """The queries of pieces of one shape, stacked along the batch."""
     return _stacked([x[:, :, piece.q_start : piece.q_stop] for piece in pieces])
 
 
 def _keys(block: Sequence[Tensor], pieces: Sequence[Piece]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys, values and key mask of pieces of one shape, one piece after the other along the batch."""
+    """Keys, values and key mask of pieces of one shape, stacked along the batch."""
     spans = [slice(piece.k_start, piece.k_stop) for piece in pieces]
     k, v = (_stacked([x[:, :, span] for span in spans]) for x in block[:2])
     return k, v, _stacked([block[2][:, span] for span in spans]) if len(block) == 3 else None

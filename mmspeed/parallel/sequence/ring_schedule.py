@@ -1,19 +1,18 @@
-"""Schedule a ring, apart from devices: the block that each rank holds in each step, and the messages meanwhile.
+"""Schedule a ring, apart from devices: which block each rank holds in each step, and which messages are sent meanwhile.
 
-`forward_steps` and `backward_steps` say, for one rank, whose block it holds in each step, what sets out before the step's compute, and
-where the gradients go after it; `run_forward` and `run_backward` carry a schedule out over a `Link`. A message is waited for by
-the step that needs it, so it travels while the step before computes.
+`forward_steps` and `backward_steps` list the steps of one rank: whose block it holds, what is sent before the step's compute, and where the
+gradients go after it; `run_forward` and `run_backward` carry a schedule out over a `Link`. Only the step that needs a message waits for it,
+so a message overlaps with the compute of the step before.
 
 Single ring of R ranks (Ring Attention, Liu et al. 2023): blocks go from rank r to r + 1. Double ring (LoongTrain, Gu et al. 2024), R / w
-windows of w neighbours: in each round the blocks of one window go round inside another over the fast links, while
-the blocks for the next round, sent when the round begins, travel between windows over the slow ones, hidden behind a whole round.
-A single ring is a double ring with w = 1.
+windows of w neighbours: in each round the blocks of one window rotate inside another over the fast links. The blocks for the next round are
+sent between windows over the slow links when the round begins, hidden behind the whole round. A single ring is a double ring with w = 1.
 
-Backward: the final output and log-sum-exp are known, so each block's gradients are independent. A rank's own block needs no
-message, so it is computed in two parts, by queries: the first hides the first keys' way, and the rest, at the very end, hides the
-last gradients' way home. Between the parts the other blocks come by, and the gradients of their keys and values travel on with them.
-In a double ring it is the own window's round that is made in two parts. When a step's compute takes as long as its messages, and
-queries are divided as the bytes of keys and gradients are, everything is hidden, forward and backward.
+Backward: the final output and log-sum-exp are known, so each block's gradients are independent. A rank's own block needs no message, so its
+queries are divided and it is computed in two parts: the first, at the start, hides the arrival of the first keys, and the rest, at the very
+end, hides the return of the last gradients. In between the other blocks pass through, and the gradients of their keys and values travel on
+with them. In a double ring it is the round of a rank's own window that is divided so. When a step's compute takes as long as its messages,
+and queries are divided in the ratio of the bytes of keys to those of gradients, all communication is hidden, forward and backward.
 
 Legend: R ranks of the ring, w ranks of a window.
 """
@@ -32,7 +31,10 @@ Shapes = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Hop:
-    """A rank's part in a message: it sends the block (or its gradients) of `sends` to `to`, and that of `brings` comes from `source`."""
+    """A rank's part in a message: the block of `sends` (or its gradients) goes to rank `to`, that of `brings` comes from `source`.
+
+    outer: the message goes between windows of a double ring.
+    """
 
     to: int
     source: int
@@ -43,10 +45,10 @@ class Hop:
 
 @dataclass(frozen=True)
 class RingStep:
-    """Attend to the block of `owner` with these rows of the queries.
+    """A step of a schedule: attend to the block of `owner` with these rows of the queries.
 
-    `keys` set out before the compute. After it, gradients that have come for `owner` are added to the step's own, and the sum
-    goes on with `grads`, or stays for a later step, or is the result.
+    keys: sent before the compute. After it, gradients that were received for `owner` are added to the step's own.
+    grads: where this sum is sent; None: it stays, for a later step or as the result.
     """
 
     owner: int
@@ -56,21 +58,21 @@ class RingStep:
 
 
 class PendingBlock(Protocol):
-    """A message under way."""
+    """A message in transit."""
 
     def wait(self) -> list[Tensor]: ...
 
 
 class Link(Protocol):
-    """A link between ranks, over which messages travel."""
+    """The transport of messages between ranks."""
 
     def start(self, tensors: Sequence[Tensor], hop: Hop, shapes: Shapes) -> PendingBlock:
-        """Send, and begin to receive tensors of `shapes`; neither blocks."""
+        """Start to send the tensors and to receive tensors of `shapes`; neither blocks."""
         ...
 
 
 def forward_steps(rank: int, ranks: int, window: int | None = None) -> list[RingStep]:
-    """The schedule of the forward pass. Raises ValueError for a window that does not divide the ring."""
+    """Schedule the forward pass. Raises ValueError for a window that does not divide the ring."""
     grid = _RingPosition.at(rank, ranks, window)
     steps = []
     for turn in range(grid.windows):
@@ -80,7 +82,7 @@ def forward_steps(rank: int, ranks: int, window: int | None = None) -> list[Ring
 
 
 def backward_steps(rank: int, ranks: int, window: int | None = None) -> list[RingStep]:
-    """The schedule of the backward pass: own window with the first queries, the others, own window with the rest."""
+    """Schedule the backward pass: own window with the first queries, all other windows, own window with the rest of the queries."""
     grid = _RingPosition.at(rank, ranks, window)
     if ranks == 1:
         return [RingStep(rank)]
@@ -89,15 +91,13 @@ def backward_steps(rank: int, ranks: int, window: int | None = None) -> list[Rin
         for offset in range(width):
             last = offset == width - 1
             keys, grads = grid.key_hops(turn, offset), None
-            if not last:  # the sum goes where the block goes
+            if not last:  # gradients follow their block
                 grads = grid.inner(turn, offset)
             elif 0 < turn < grid.windows - 1:
                 grads = grid.outer(turn, offset)
             elif turn:
                 grads = grid.home()
-            if (
-                turn == grid.windows - 1 and last and width > 1
-            ):  # the neighbour's block, which the last round begins with
+            if turn == grid.windows - 1 and last and width > 1:  # the last round begins with the neighbour's block
                 keys += (grid.inner(0, 0),)
             steps.append(RingStep(grid.owner(turn, offset), "all" if turn else "first", keys, grads))
     for offset in range(1, width):
@@ -108,7 +108,7 @@ def backward_steps(rank: int, ranks: int, window: int | None = None) -> list[Rin
 
 @dataclass(frozen=True)
 class _RingPosition:
-    """A rank's place: `place` of `width` in window `of` of `windows`. A single ring is made of windows of one rank."""
+    """A rank's position: `place` of `width` in window `of` of `windows`. In a single ring, each window is one rank."""
 
     of: int
     place: int
@@ -126,7 +126,7 @@ class _RingPosition:
         return window % self.windows * self.width + place % self.width
 
     def owner(self, turn: int, offset: int) -> int:
-        """The owner of the block held in a round, after so many hops within the window."""
+        """The owner of the block that this rank holds in round `turn`, after `offset` hops within the window."""
         return self.rank(self.of - turn, self.place - offset)
 
     def inner(self, turn: int, offset: int) -> Hop:
@@ -140,7 +140,7 @@ class _RingPosition:
         return Hop(to, source, self.owner(turn, offset), self.owner(turn + 1, offset), self.width > 1)
 
     def home(self) -> Hop:
-        """The gradients' last hop: of the sum over all other windows, which lies one place and one window before its owner's."""
+        """The last hop of gradients, summed over all other windows: they are one window and one place before their owner."""
         to, source = self.rank(self.of + 1, self.place + 1), self.rank(self.of - 1, self.place - 1)
         return Hop(to, source, to, self.rank(self.of, self.place), self.width > 1)
 
@@ -157,7 +157,7 @@ def run_forward(
     shapes: Callable[[int], Shapes],
     compute: Callable[[RingStep, Sequence[Tensor]], Any],
 ) -> None:
-    """Carry out a forward schedule. `own` is this rank's block, `shapes(owner)` are those of a block."""
+    """Carry out a forward schedule. `own` is this rank's block; `shapes(owner)` are those of the block of a rank."""
     coming: dict[int, PendingBlock] = {}
     for step in steps:
         compute(step, _begin(step, rank, own, link, shapes, coming))
@@ -172,7 +172,10 @@ def run_backward(
     compute: Callable[[RingStep, Sequence[Tensor]], list[Tensor]],
     grad_shapes: Callable[[int], Shapes],
 ) -> list[Tensor]:
-    """Carry out a backward schedule. `compute` gives a step's gradients of the block, fresh tensors; returns the sums for `own`."""
+    """Carry out a backward schedule and return the summed gradients of `own`.
+
+    `compute` returns a step's gradients of the block, as new tensors; other arguments as those of `run_forward`.
+    """
     coming: dict[int, PendingBlock] = {}
     sums: dict[int, list[PendingBlock]] = {}
     for step in steps:
@@ -198,7 +201,7 @@ def _begin(
     shapes: Callable[[int], Shapes],
     coming: dict[int, PendingBlock],
 ) -> Sequence[Tensor]:
-    """The step's block, once it has arrived and the step's messages have set out."""
+    """Wait for the step's block, start the step's messages, and return the block."""
     block = own if step.owner == rank else coming.pop(step.owner).wait()
     for hop in step.keys:
         coming[hop.brings] = link.start(own if hop.sends == rank else block, hop, shapes(hop.brings))
@@ -207,7 +210,7 @@ def _begin(
 
 @dataclass(frozen=True)
 class _LocalBlock:
-    """Tensors that do not travel."""
+    """Tensors that stay on this rank, in place of a message."""
 
     tensors: list[Tensor]
 

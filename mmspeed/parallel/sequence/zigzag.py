@@ -1,8 +1,8 @@
-"""The causal order of a ring: each rank holds an early and a late chunk, so that all have equal work.
+"""Balance causal attention over a ring: each rank holds an early and a late chunk of the sequence, so that all have equal work.
 
-A sequence of length N is cut into 2R even chunks; rank r of R holds chunk r and chunk 2R - 1 - r, one after the other (zigzag, as in
-Llama 3's context parallelism). A later query sees more keys: with one contiguous part each, the last rank would have almost
-twice the mean work. Here every pair of different ranks costs half a square, and each rank's own block a triangle.
+A sequence of length N is cut into 2R even chunks; rank r of R holds chunk r and chunk 2R - 1 - r, one after the other (zigzag, as in Llama
+3's context parallelism). A later query sees more keys: with one contiguous part each, the last rank would have almost twice the mean work.
+In zigzag, every pair of different ranks costs half a square of scores, and each rank's own block a triangle.
 
 All functions are pure. Legend: N length, R ranks, n queries that a rank holds.
 """
@@ -20,7 +20,10 @@ from mmspeed.comm.exchange import even_sizes
 
 @dataclass(frozen=True)
 class Piece:
-    """Queries [q_start, q_stop) see keys [k_start, k_stop) of a block: all of them, or, when `causal`, each up to its own place."""
+    """A rectangle of scores, or a triangle of them if `causal`: queries [q_start, q_stop) see keys [k_start, k_stop) of a block.
+
+    causal: each query sees only the keys up to its own position.
+    """
 
     q_start: int
     q_stop: int
@@ -42,16 +45,16 @@ def zigzag_lengths(length: int, ranks: int) -> tuple[int, ...]:
 
 
 def zigzag_order(length: int, ranks: int) -> Tensor:
-    """(N,) the places of the sequence in the order in which the ranks, one after the other, hold them.
+    """(N,) the positions of the sequence in zigzag order: those that rank 0 holds, then those of rank 1, and so on.
 
-    `x[order]` is the sequence in zigzag order, and `y[order.argsort()]` puts it back in its own.
+    `x[order]` is the sequence in zigzag order, and `y[order.argsort()]` is back in its own order.
     """
     chunks = torch.arange(length).split(list(even_sizes(length, 2 * ranks)))
     return torch.cat([chunks[place] for rank in range(ranks) for place in (rank, 2 * ranks - 1 - rank)])
 
 
 def causal_pieces(rank: int, owner: int, length: int, ranks: int) -> list[Piece]:
-    """The pieces of the block of `owner` that the queries of `rank` see: at most one; empty ones are left out."""
+    """The scores that `rank` computes for the block of `owner`: at most one piece, none if it would be empty."""
     chunks = even_sizes(length, 2 * ranks)
     early, late = chunks[rank], chunks[-1 - rank]
     if owner == rank:
@@ -64,7 +67,7 @@ def causal_pieces(rank: int, owner: int, length: int, ranks: int) -> list[Piece]
 
 
 def document_pieces(rank: int, owner: int, lengths: Sequence[int], ranks: int) -> list[Piece]:
-    """The pieces of several documents, each in zigzag order, whose parts follow one another on every rank: at most one of each."""
+    """The same for several documents, each in zigzag order, whose parts follow one another on every rank: at most one piece each."""
     pieces, q_at, k_at = [], 0, 0
     for length in lengths:
         held = zigzag_lengths(length, ranks)
@@ -76,7 +79,7 @@ def document_pieces(rank: int, owner: int, lengths: Sequence[int], ranks: int) -
 
 
 def alike(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """The pieces by their shapes: those of one shape are one call of a kernel."""
+    """Group pieces by their shape: those of one shape are batched into one call of a kernel."""
     groups: dict[tuple[int, int, bool], list[Piece]] = {}
     for piece in pieces:
         shape = piece.q_stop - piece.q_start, piece.k_stop - piece.k_start, piece.causal
@@ -85,7 +88,7 @@ def alike(pieces: Sequence[Piece]) -> list[list[Piece]]:
 
 
 def cut_rows(piece: Piece, start: int, stop: int) -> list[Piece]:
-    """The part of a piece that queries [start, stop) make. Rows of a triangle are a square and a smaller triangle."""
+    """The part of a piece that queries [start, stop) compute. Rows of a triangle are a rectangle and a smaller triangle."""
     first, last = max(piece.q_start, start), min(piece.q_stop, stop)
     if first >= last:
         return []

@@ -4,13 +4,13 @@
     u, 1             all-to-all; each rank plans and computes its own heads, as one process would; all-to-all. As long as a threshold is
                      not set, it is computed for the heads of a rank, not for all of a sample
     1, r             each rank groups its own queries, all choose the keys that these groups keep (`plan`), and kept rows travel
-                     (`exchange`); each rank computes its plan over the table that came
+                     (`exchange`); each rank computes its plan over the table of rows that it received
     u, r             all-to-all, the ring's way, all-to-all
 
-On a ring, clusters are of one rank's queries: smaller ones are better there, and Ulysses comes first where heads allow it.
+On a ring, clusters are of one rank's queries: smaller ones are better there, and Ulysses is preferable where the heads allow it.
 
-A plan's decisions, and the rows that came, are recorded in the first pass and replayed when the pass runs again (`mmspeed.replay`): then
-nothing travels. Every rank makes the same exchanges in the same order, whatever it holds.
+A plan's decisions, and the received rows, are recorded in the first pass and replayed when a checkpoint recomputes it (`mmspeed.replay`):
+then nothing is sent. Every rank makes the same exchanges in the same order, even without tokens.
 
 Legend: B batch, A heads, N queries and M keys that this rank holds, D head width, X position axes.
 """
@@ -55,13 +55,13 @@ def sparse_attention(
     *,
     layout: Layout = "BNAD",
 ) -> Tensor:
-    """Self-attention of this rank's part of a sequence by a layer in its present state, sparse or dense: `out_BAND`.
+    """Self-attention of this rank's part of a sequence, by a layer in its present state, sparse or dense: `out_BAND`.
 
     Args:
         key_mask_BM: bool, True at keys of this rank's part that count; None on all ranks or on none.
         q_sizes, k_sizes: lengths of the parts of all ranks of the group, 0 allowed.
         positions_NX: whole numbers, frame first, of all tokens in the order of the group's ranks.
-        layout: as in `hybrid_attention`. Planners and kernels read head by head, so what comes is copied so once.
+        layout: as in `hybrid_attention`. Planners and kernels read head by head, so received tensors are copied once into that order.
 
     Every rank makes the call, and its backward. Under autocast, computes in its dtype.
     Raises UserError for fewer heads than Ulysses ranks, ValueError for sizes that do not fit.
@@ -88,7 +88,7 @@ def _over_ring(
     positions_NX: Tensor,
     layer: ClusteredAttention,
 ) -> Tensor:
-    """The output of `ClusteredAttention.forward` for a ring rank's part; positions are its own."""
+    """The output of `ClusteredAttention.forward` for one ring rank's part of the tokens; `positions_NX` are those of its part."""
     ring, tokens = axes.ring, sum(lengths)
 
     def plan(keep: KeepRule) -> SplitPlan:
@@ -131,7 +131,7 @@ def _over_ring(
 def attend_split(
     q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, split: SplitPlan, ring: Axis, layer: ClusteredAttention
 ) -> SparseOutput:
-    """Attention of this rank's queries to the keys of all ranks that its clusters keep."""
+    """Attention of this rank's queries to those keys of all ranks that its query clusters keep."""
     means = None
     if split.label_GM is not None:
         tail = TailClusters(split.label_GM, split.mean_sizes[ring.rank], torch.empty(0))
@@ -148,7 +148,10 @@ def attend_split(
 
 @torch.no_grad()
 def exact_rows(q_BAND: Tensor, k_BAMD: Tensor, v_BAMD: Tensor, key_mask_BM: Tensor | None, ring: Axis) -> Tensor:
-    """Dense attention of a few queries of each rank to the keys of all: these go to the keys, and their outputs come back."""
+    """Dense attention of a few queries of each rank to the keys of all ranks, to measure the error of sparse attention.
+
+    Queries are gathered and keys stay: each rank attends to its own keys, and the partial outputs are sent back and merged.
+    """
     counts = all_gather(torch.tensor([q_BAND.shape[2]], device=q_BAND.device), ring, 0).tolist()
     q_all = all_gather(q_BAND, ring, 2, counts)
     wide = torch.promote_types(q_BAND.dtype, torch.float32)

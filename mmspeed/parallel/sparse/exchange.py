@@ -1,8 +1,8 @@
-"""Exchange kept keys and values: each rank is sent the rows that some of its clusters keep, and nothing else.
+"""Exchange kept keys and values: each rank receives the rows that some of its query clusters keep, and nothing else.
 
-An owner of keys knows which of them each rank's clusters keep. It sends a rank the union of these, key and value side by side, and once for
-every plan a list that says which cluster keeps which row, a bit each. What comes is laid in a table, by head, in the order of the whole
-sequence; the rank's plan points into the table. Gradients go back the same way and are added in the order of the ranks.
+The owner of keys knows which of them each rank's clusters keep. It sends a rank the union of these, key and value side by side, and once
+per plan a bit list that says which cluster keeps which row. The received rows are placed in a table, by head and in the order of the whole
+sequence, and the rank's plan points into the table. Gradients return the same way and are added in the order of the ranks.
 
 Bytes that a rank sends, Z rows of its keys that it sends to other ranks (a key that two ranks keep counts twice), e the element size:
 
@@ -33,11 +33,14 @@ from mmspeed.replay import apart, checkpointed
 
 @dataclass(frozen=True)
 class RowExchange:
-    """The rows that go to each rank; the same in every pass. Row g * M + m is key m of head g; place g * T + t is place t of its table."""
+    """Which rows go to which rank, and where received rows are placed; the same in every pass of a plan.
 
-    sends: tuple[int, ...]  # rows for each rank; those for this one, which do not travel, too
+    Row g * M + m is key m of head g; place g * T + t is place t of that head's table.
+    """
+
+    sends: tuple[int, ...]  # number of rows for each rank, this one included
     comes: tuple[int, ...]
-    row_Z: Tensor  # int64: those for rank 0 first, ascending for each rank
+    row_Z: Tensor  # int64: rows to send, those for rank 0 first, ascending for each rank
     place_Z: Tensor  # int64: the places of the rows that come, those from rank 0 first
     table: int  # T
 
@@ -48,7 +51,7 @@ class RowExchange:
 
 
 def pack_bits(kept_GCM: Tensor) -> Tensor:
-    """Bits of the clusters at each key: uint8, (G, M, W); cluster c is bit c % 8 of byte c // 8."""
+    """Pack which clusters keep each key into bits: uint8, (G, M, W); cluster c is bit c % 8 of byte c // 8."""
     groups, clusters, keys = kept_GCM.shape
     bits_GWM = torch.zeros(groups, -(-clusters // 8), keys, dtype=torch.uint8, device=kept_GCM.device)
     for bit in range(min(8, clusters)):
@@ -58,16 +61,17 @@ def pack_bits(kept_GCM: Tensor) -> Tensor:
 
 
 def unpack_bits(bits_GTW: Tensor, clusters: int) -> Tensor:
-    """The inverse of `pack_bits`: bool, (G, C, T)."""
+    """Undo `pack_bits`: bool, (G, C, T)."""
     bit_81 = torch.arange(8, dtype=torch.uint8, device=bits_GTW.device)[:, None]
     on_GCT = (bits_GTW.mT[:, :, None] >> bit_81 & 1).flatten(1, 2)[:, :clusters]
     return on_GCT.bool().contiguous()
 
 
 def route(bits_RGMW: Sequence[Tensor], axis: Axis) -> tuple[RowExchange, Tensor]:
-    """The exchange, and the bits of this rank's clusters over its table, from the bits of each rank's clusters over this rank's keys.
+    """Tell every rank which rows it will get. Waits for the device once.
 
-    `bits_RGMW`: for each rank (G, M, W), W of that rank's clusters. The second is uint8, (G, T, W). Waits for the device once.
+    `bits_RGMW`: for each rank, which of its clusters keep this rank's keys, (G, M, W) with its own W.
+    Returns the exchange, and which of this rank's clusters keep the rows of its table: uint8, (G, T, W).
     """
     own_bits = bits_RGMW[axis.rank]
     groups, keys, width = own_bits.shape
@@ -90,7 +94,7 @@ def route(bits_RGMW: Sequence[Tensor], axis: Axis) -> tuple[RowExchange, Tensor]
 
 
 def _places(comes_RG: Tensor, table: int) -> Tensor:
-    """The place of each row that comes: a head's rows in the order of the ranks. Rows come rank by rank, head by head."""
+    """The place in the table of each row that comes. Rows come rank by rank, head by head; the table has each head's rows in rank order."""
     flat = comes_RG.reshape(-1)
     first_RG = (comes_RG.cumsum(0) - comes_RG) + torch.arange(comes_RG.shape[1]) * table
     within = torch.arange(int(flat.sum())) - torch.repeat_interleave(flat.cumsum(0) - flat, flat)
@@ -98,7 +102,7 @@ def _places(comes_RG: Tensor, table: int) -> Tensor:
 
 
 def lists_of(bits_GTW: Tensor, clusters: int, most: int) -> tuple[Tensor, Tensor]:
-    """(kv_index_Z, kv_offsets) of a plan, from a table's bits; at most `most` truth values are made at a time, by heads."""
+    """(kv_index_Z, kv_offsets) of a plan, from a table's bits. Unpacks some heads at a time, `most` bools at most."""
     groups, table, _ = bits_GTW.shape
     index, lengths = [], []
     for part in bits_GTW.split(max(1, most // max(1, clusters * table))):
@@ -115,9 +119,10 @@ def lists_of(bits_GTW: Tensor, clusters: int, most: int) -> tuple[Tensor, Tensor
 def fetch(
     k_BAMD: Tensor, v_BAMD: Tensor, means: ClusterMeans | None, mean_sizes: Sequence[int], rows: RowExchange, axis: Axis
 ) -> tuple[Tensor, Tensor, ClusterMeans | None]:
-    """The tables of keys and values (B, A, T, D) of this rank, and the means of all ranks; gradients go back to their owners.
+    """Fill this rank's tables of keys and values (B, A, T, D), and all-gather the cluster means; gradients return to the owners.
 
-    `means` are of this rank's clusters of keys, `mean_sizes` how many each rank has. Every rank makes the call, and its backward.
+    `means` are those of this rank's key clusters, `mean_sizes` the number of clusters of each rank. Every rank makes the call, and its
+    backward.
     """
     how = rows, axis, tuple(mean_sizes)
     if means is None:
@@ -135,7 +140,7 @@ def _fetched(
     v_BAMD: Tensor,
     means: ClusterMeans | None,
 ) -> tuple[Tensor, ...]:
-    """Tables of keys and values, and the means of all ranks where there are means. Replay records them as one exchange."""
+    """Tables of keys and values, followed by the means of all ranks where there are means. Replay records them as one exchange."""
     batch, heads, width = *k_BAMD.shape[:2], k_BAMD.shape[3]
     sent_ZE = torch.cat([x.flatten(0, 2).index_select(0, rows.row_Z) for x in (k_BAMD, v_BAMD)], dim=1)
     pending, pending_means = start_rows(sent_ZE, axis, rows.counts), None
@@ -153,7 +158,7 @@ def _fetched(
 
 
 class _Fetch(torch.autograd.Function):
-    """A single function for rows and means, so that all ranks make the exchanges of backward in one order."""
+    """Rows and means in a single autograd function, so that all ranks make the exchanges of backward in the same order."""
 
     @staticmethod
     def forward(
@@ -167,7 +172,7 @@ class _Fetch(torch.autograd.Function):
         mean_v: Tensor | None,
     ) -> tuple[Tensor, ...]:
         ctx.how = rows, axis, mean_sizes, (k_BAMD.shape, v_BAMD.shape)
-        # so that a rank without queries, which saves nothing else, also makes a checkpointed pass again before it goes back
+        # a rank without queries saves nothing else, and without saved tensors a checkpoint would not recompute on it, as on the others
         ctx.save_for_backward(rows.row_Z)
         means = None if mean_k is None or mean_v is None else ClusterMeans(mean_k, mean_v)
         what = "fetch", axis, rows.counts
@@ -191,7 +196,7 @@ class _Fetch(torch.autograd.Function):
         came_ZE = finish(pending)
         widths = [shape[3] for shape in shapes]
         sum_ME = came_ZE.new_zeros(shapes[0][:3].numel(), sum(widths), dtype=wide)
-        # rank by rank: a rank gets each row once, so each sum has one order
+        # rank by rank: no rank returns a row twice, so the order of each sum is fixed
         for index_Z, part_ZE in zip(row_Z.split(rows.sends), came_ZE.split(rows.sends), strict=True):
             sum_ME.index_add_(0, index_Z, part_ZE.to(wide))
         dk, dv = (

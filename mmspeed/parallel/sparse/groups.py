@@ -1,7 +1,7 @@
-"""Group the queries and keys of one rank of a ring, as the planners of one process do with the whole sequence.
+"""Group the queries and keys of one rank of a ring, as the planners of one process group those of the whole sequence.
 
 Legend: B batch, A heads, G = B x A, N queries and M keys of this rank, D head width, C groups of this rank's queries, U units of its keys
-that are kept whole: keys, or tiles of them, K clusters of its keys, X position axes, g some heads.
+that are kept or dropped whole: keys, or tiles of them, K clusters of its keys, X position axes, g some of the G.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from mmspeed.config.sparse import SparseConfig
 
 from .select import gather_each
 
-# (signs of some heads and of the groups of all ranks, heads) -> scores of this rank's units, or truth values (kept)
+# (vectors of the groups of all ranks for some heads, these heads) -> scores of this rank's units, or bools (kept)
 Judge = Callable[[Tensor, slice], Tensor]
-SUBSAMPLE = 4  # one query, or key, of so many moves the centroids
+SUBSAMPLE = 4  # k-means updates its centroids from every fourth query, or key
 
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """A rank's part of a sequence, with the settings of its grouping. Masked keys are 0."""
+    """A rank's part of a sequence, with the settings by which it is grouped. Masked keys are 0."""
 
     q_GND: Tensor
     k_GMD: Tensor
@@ -40,8 +40,8 @@ class SequenceShard:
     positions_NX: Tensor | None
     settings: SparseConfig
     way: int = 0
-    tail_clusters: int = 0  # of the keys of all ranks
-    starts: tuple[Tensor | None, Tensor | None] = (None, None)  # of k-means, of queries and of keys
+    tail_clusters: int = 0  # number of key clusters of all ranks
+    starts: tuple[Tensor | None, Tensor | None] = (None, None)  # initial centroids of k-means, for queries and for keys
     seen_GM: Tensor | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class SequenceShard:
         return self.settings.iterations if self.starts[0] is None else 0
 
     def tail(self, ring: Axis) -> KeyClusters | None:
-        """The clusters of this rank's keys, its share of all; at least one where it has keys."""
+        """Cluster this rank's keys; it has its share of the clusters of all ranks, and at least one where it has keys. None: no tail."""
         if not self.tail_clusters:
             return None
         groups, keys, width = self.k_GMD.shape
@@ -71,33 +71,36 @@ class GroupedSequence:
     q_index_GN: Tensor
     q_offsets_GC: Tensor
     sign_GCD: (
-        Tensor  # the vector that represents a group of queries; one for all heads (1, C, D) where it is not a mean
+        Tensor  # the vector that represents a group of queries; (1, C, D), the same for all heads, where it is no mean
     )
-    size_GU: Tensor  # float: keys of a unit that count
+    size_GU: Tensor  # float: number of keys of a unit that count
     judge: Judge
-    fixed: bool = False  # `judge` gives the kept units, not scores
-    unit_M: Tensor | None = None  # the unit of each key; None: each key is one
+    fixed: bool = False  # `judge` returns which units are kept, not scores
+    unit_M: Tensor | None = None  # the unit of each key; None: each key is a unit
     always_GU: Tensor | None = None  # units that are always kept
     tail: KeyClusters | None = None
-    weight_GU: Tensor | None = None  # what the probability of a unit counts times, under one threshold
+    weight_GU: Tensor | None = None  # a factor of each unit's probability, where keys are kept by a threshold
 
     def weight(self, some: slice, keep: KeepRule) -> Tensor | None:
-        """The weights of some heads' units by a rule; None: 1."""
+        """The weights of some heads' units under a keep rule; None: all 1."""
         return None if self.weight_GU is None or not keep.by_threshold else self.weight_GU[some]
 
     @property
     def groups(self) -> int:
-        """The number C of this rank's groups, per head."""
+        """The number C of this rank's query groups, per head."""
         return self.q_offsets_GC.shape[1] - 1
 
     @property
     def means(self) -> int:
-        """The number K of this rank's clusters of keys."""
+        """The number K of this rank's key clusters."""
         return 0 if self.tail is None else self.tail.clusters
 
 
 def grouped(part: SequenceShard, ring: Axis, first: int) -> GroupedSequence:
-    """The groups of the config's planner; `first`: place of this rank's first token in the sequence. Every rank makes the call."""
+    """Group by the planner that the config names. Every rank makes the call.
+
+    first: the index of this rank's first token in the sequence.
+    """
     planner = part.settings.grouping
     if planner == "clusters":
         return by_clusters(part, ring)
@@ -107,7 +110,7 @@ def grouped(part: SequenceShard, ring: Axis, first: int) -> GroupedSequence:
 
 
 def by_clusters(part: SequenceShard, ring: Axis) -> GroupedSequence:
-    """Groups of queries by k-means, in the metric of the keys of all ranks (see `plan_clusters`); keys one by one."""
+    """Group queries by k-means, in the metric of the keys of all ranks (see `plan_clusters`); each key is a unit of its own."""
     groups, queries, width = part.q_GND.shape
     sigma_GDD = covariance_of_all(part.k_GMD, part.seen_GM, ring) if part.settings.metric == "logit" else None
     if queries:
@@ -136,7 +139,7 @@ def by_clusters(part: SequenceShard, ring: Axis) -> GroupedSequence:
 
 
 def by_tiles(part: SequenceShard, nearby: bool) -> GroupedSequence:
-    """Groups of queries and units of keys by position: see `plan_tiles`, and `plan_window` for `nearby`. A tile lies on one rank."""
+    """Group queries and keys by tiles of positions: see `plan_tiles`, and `plan_window` for `nearby`. A tile lies on one rank."""
     groups, queries, width = part.q_GND.shape
     if part.positions_NX is None or len(part.positions_NX) != queries or part.k_GMD.shape[1] != queries:
         raise ValueError("tiles need the positions of the queries, which are those of the keys")
@@ -178,7 +181,7 @@ def by_tiles(part: SequenceShard, nearby: bool) -> GroupedSequence:
 
 
 def by_skip(part: SequenceShard, ring: Axis, first: int) -> GroupedSequence:
-    """Groups of every n-th token of the whole sequence: see `plan_skip`."""
+    """Group every n-th token of the whole sequence: see `plan_skip`."""
     groups, queries, _ = part.q_GND.shape
     stride, device = part.settings.stride, part.q_GND.device
 
@@ -196,7 +199,7 @@ def by_skip(part: SequenceShard, ring: Axis, first: int) -> GroupedSequence:
 
 
 def covariance_of_all(k_GMD: Tensor, seen_GM: Tensor | None, ring: Axis) -> Tensor:
-    """Covariance of the keys of all ranks (G, D, D), from each rank's count, mean and covariance (Chan, Golub and LeVeque 1979)."""
+    """Covariance (G, D, D) of the keys of all ranks, merged from each rank's count, mean and covariance (Chan, Golub and LeVeque 1979)."""
     groups, keys, width = k_GMD.shape
     count, mean = k_GMD.new_zeros(groups), k_GMD.new_zeros(groups, width)
     spread = k_GMD.new_zeros(groups, width, width)
@@ -213,14 +216,14 @@ def covariance_of_all(k_GMD: Tensor, seen_GM: Tensor | None, ring: Axis) -> Tens
 
 
 def mean_square_of_all(q_GND: Tensor, ring: Axis) -> Tensor:
-    """The mean square of a channel of a query of all ranks, by head (G,): see `mean_square`."""
+    """The mean square of the queries' channels over all ranks, per head (G,): see `mean_square`."""
     count = q_GND.new_full((len(q_GND),), q_GND.shape[1] * q_GND.shape[2])
     total_RG, count_RG = gather_each(torch.stack((q_GND.square().sum(dim=(1, 2)), count)), ring).unbind(dim=1)
     return total_RG.sum(dim=0) / count_RG.sum(dim=0).clamp(min=1.0)
 
 
 def _nobody(part: SequenceShard) -> tuple[Tensor, Tensor]:
-    """(q_index_GN, q_offsets_GC) without queries: one empty group."""
+    """(q_index_GN, q_offsets_GC) of a rank without queries: one empty group."""
     groups = part.q_GND.shape[0]
     index_GN = torch.zeros(groups, 0, dtype=torch.int64, device=part.q_GND.device)
     return index_GN, index_GN.new_zeros(groups, 2)
@@ -238,7 +241,7 @@ def _always(part: SequenceShard) -> Tensor | None:
 
 
 def _with_always(part: SequenceShard, at: Tiling) -> Tensor | None:
-    """Tiles with a key that is always kept."""
+    """The tiles (G, U) that hold a key that is always kept; None where no key is."""
     always_GM = _always(part)
     if always_GM is None:
         return None

@@ -1,15 +1,16 @@
 """Plan sparse attention for a sequence that is split over the ranks of a ring.
 
-1. Each rank groups its own queries, as a planner does, and its own keys where they are kept by tiles.
-2. A vector for each group (its mean query, or the place of its tile) goes to all ranks: C D numbers per rank, a small part of the keys.
-3. Each rank decides which of its own keys the groups of all ranks keep, by probabilities over the keys of all (`select`).
-4. It sends each rank this choice (`exchange`), and how many keys of each of its clusters of keys each group drops; their means will travel.
+1. Each rank groups its own queries, as a planner of one process does, and its own keys where they are kept by tiles.
+2. A vector per group (its mean query, or the place of its tile) is all-gathered: C D numbers per rank, few compared with the keys.
+3. Each rank decides which of its own keys each group of any rank keeps, by probabilities over the keys of all ranks (`select`).
+4. It sends each rank the decisions for that rank's groups (`exchange`). With a tail, it also sends how many keys of each of its key
+clusters each group drops; the means of these clusters travel with the keys.
 
-So the rules are those of one process; only the groups are those of a part of the queries.
+So keys are kept by the same rules as in one process; only the groups differ, since each is made of one rank's queries.
 
-Legend: B batch, A heads, G = B x A, N queries and M keys of this rank, D head width, C groups of queries, of this rank or of all, U units
-of this rank's keys that are kept whole: keys, or tiles of them, K clusters of this rank's keys, X position axes, T places of the table,
-R ranks, W bytes of C bits.
+Legend: B batch, A heads, G = B x A, g some of the G, N queries and M keys of this rank, D head width, C groups of queries, of this rank or
+of all, U units of this rank's keys that are kept or dropped whole: keys, or tiles of them, K clusters of this rank's keys, X position axes,
+T places of the table of received keys, R ranks, W bytes of C bits.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from .exchange import RowExchange, lists_of, pack_bits, route
 from .groups import GroupedSequence, SequenceShard, grouped
 from .select import choose, count_shares, gather_each, shares, threshold_of
 
-# truth values or scores of C x M at a time
+# C x M scores or decisions to hold at a time
 _BLOCK = {"cpu": 1 << 22}
 _BLOCK_ELSE = 1 << 25
 
@@ -39,25 +40,25 @@ Starts = tuple[Tensor | None, Tensor | None]
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """A rank's plan over its table of received keys, and how the table is filled."""
+    """A rank's plan over its table of received keys, and the exchange that fills the table."""
 
     plan: ClusterPlan  # its keys are places of the table
     rows: RowExchange
-    label_GM: Tensor | None  # the cluster of each of this rank's keys, whose means travel; None: no tail
-    mean_sizes: tuple[int, ...]  # clusters of keys of each rank
-    tail_centroids_GKD: Tensor | None  # of this rank's
+    label_GM: Tensor | None  # the cluster of each of this rank's keys, whose means are sent; None: no tail
+    mean_sizes: tuple[int, ...]  # number of key clusters of each rank
+    tail_centroids_GKD: Tensor | None  # of this rank's key clusters
 
 
 @dataclass(frozen=True)
 class GlobalGroups:
-    """The groups of all ranks."""
+    """The query groups of all ranks, with what they need from each rank."""
 
     sizes_R: tuple[int, ...]  # C of each rank
     means_R: tuple[int, ...]  # K of each rank
-    units: int  # U, the most of a rank
+    units: int  # the largest U of a rank
     sign_GCD: Tensor  # of all ranks' groups
-    weight_GC: Tensor  # queries of each
-    seen_B: Tensor  # keys that count
+    weight_GC: Tensor  # number of queries of each group
+    seen_B: Tensor  # number of keys that count, of all ranks
 
     @staticmethod
     def of(own_groups: GroupedSequence, seen_B: Tensor, ring: Axis) -> GlobalGroups:
@@ -76,7 +77,7 @@ class GlobalGroups:
         )
 
     def blocks(self, keys: int) -> Iterator[slice]:
-        """Slices of heads to compute at a time: the same on every rank."""
+        """Yield slices of heads to compute at a time, which bound the memory; they are the same on every rank."""
         heads, pairs = self.weight_GC.shape[0], sum(self.sizes_R) * max(1, self.units, keys)
         step = max(1, _BLOCK.get(self.weight_GC.device.type, _BLOCK_ELSE) // pairs)
         for start in range(0, heads, step):
@@ -97,14 +98,14 @@ def plan_split(
     tail_clusters: int = 0,
     starts: Starts = (None, None),
 ) -> SplitPlan:
-    """A plan for this rank's queries over the keys of all ranks. Every rank makes the call, whatever it holds.
+    """Plan this rank's queries over the keys of all ranks. Every rank must make the call, even without tokens.
 
     Args:
-        context: masks and positions are of this rank's keys.
-        lengths: keys of each rank.
+        context: masks and positions of this rank's keys.
+        lengths: the number of keys of each rank.
         way: see `plan_skip`.
-        tail_clusters: of the keys of all ranks together; 0: no tail. Tiles are their own, by `settings.tail`.
-        starts: where k-means of this rank's queries and of its keys start.
+        tail_clusters: the number of key clusters of all ranks together; 0: no tail. Tiles have a tail by `settings.tail` instead.
+        starts: the centroids at which k-means of this rank's queries, and of its keys, start.
 
     Raises ValueError for queries that keep all keys, which a ring does not support, and for masks that do not fit.
     """
@@ -152,7 +153,11 @@ def plan_split(
 def thresholds(
     own_groups: GroupedSequence, all_groups: GlobalGroups, masks: KeyMasks, keep: KeepRule, ring: Axis, longest: int
 ) -> Tensor:
-    """The tau of each head; for "fraction" it is that of the pairs of all heads of a sample that this ring has, to a hundredth."""
+    """The threshold tau of each head, (G,).
+
+    For the rule "fraction", all heads of a sample have the tau that keeps this fraction of their query-key pairs on this ring; it is found
+    to about a hundredth of its value.
+    """
     value = keep.value if keep.rule == "threshold" else 0.0
     tau_G = torch.full((all_groups.weight_GC.shape[0],), value, dtype=torch.float32, device=all_groups.weight_GC.device)
     if keep.rule != "fraction" or own_groups.fixed:
@@ -177,7 +182,11 @@ def decide(
     longest: int,
     context: PlannerContext,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """The keys of this rank that the groups of all ranks keep, for each rank as bits (G, M, W); and the keys they drop, (G, C, K)."""
+    """Decide which keys of this rank each group of any rank keeps.
+
+    Returns, for each rank, the decisions for its groups as bits (G, M, W); and, with a tail, the number of keys that each group drops from
+    each cluster of this rank's keys, (G, C, K).
+    """
     seen_G = all_groups.seen_B.repeat_interleave(masks.heads)
     parts, dropped = [], []
     for some in all_groups.blocks(longest):
@@ -204,7 +213,7 @@ def decide(
 
 
 def _dropped(kept_gCM: Tensor, label_gM: Tensor, size_gK: Tensor) -> Tensor:
-    """Keys of each cluster of keys that are not kept, float32; counted as integers, so the order does not matter."""
+    """Count the keys of each key cluster that each group drops: float32, (g, C, K). Counted as integers, so the order does not matter."""
     (groups, rows, _), clusters = kept_gCM.shape, size_gK.shape[1]
     if not clusters:
         return torch.zeros(groups, rows, 0, device=size_gK.device)
@@ -215,7 +224,7 @@ def _dropped(kept_gCM: Tensor, label_gM: Tensor, size_gK: Tensor) -> Tensor:
 
 
 def _first_for_none(kept_gCM: Tensor, seen_g1M: Tensor | None, ring: Axis) -> Tensor:
-    """The first key of all ranks that counts, for groups that would keep none."""
+    """Choose the first key of all ranks that counts, for groups that would keep none: bool, True only on the rank that holds it."""
     valid_g1M = torch.ones_like(kept_gCM[:, :1]) if seen_g1M is None else seen_g1M
     counts = torch.stack((kept_gCM.sum(dim=2), valid_g1M.sum(dim=2).expand(kept_gCM.shape[:2])))
     kept_RgC, valid_RgC = gather_each(counts, ring).unbind(dim=1)
@@ -231,7 +240,7 @@ def _observe(
     masks: KeyMasks,
     some: slice,
 ) -> None:
-    """Report the shares of these heads' pairs to `context.observe`, by key even where keys are kept by tiles."""
+    """Report the probabilities of these heads to `context.observe`, by key even where keys are kept by tiles."""
     assert context.observe is not None
     share_gCM = share_gCU if own_groups.unit_M is None else share_gCU.index_select(2, own_groups.unit_M)
     seen = masks.seen(some)

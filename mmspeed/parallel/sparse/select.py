@@ -1,10 +1,10 @@
-"""Choose the keys that are kept over the ranks of a ring: each rank chooses among its own keys, for the clusters of all ranks.
+"""Choose which keys are kept over the ranks of a ring: each rank chooses among its own keys, for the query clusters of all ranks.
 
-A cluster's probability of a key is a softmax over the keys of all ranks, so the log-sum-exps of the ranks' parts are gathered; so is each
-rank's best score, for the one key that is always kept. Rules that rank keys (`top`, `mass`, a cap) need one cut per cluster through the
-keys of all ranks: it is found bit by bit, from sums that are gathered, and is exact.
+The probabilities are a softmax over the keys of all ranks, so each rank's log-sum-exp is gathered. So is its best score, since every
+cluster keeps its best key. Rules that rank keys (`top`, `mass`, a cap) need, per cluster, a cut through the keys of all ranks in order of
+probability. It is found exactly, by a search over the bits of the cut that gathers sums of weights.
 
-All that is gathered is joined in the order of the ranks, so all of them see the same numbers.
+Gathered values are always combined in the order of the ranks, so all ranks compute the same numbers.
 
 Legend: G heads of a batch (of which a call may have some), C clusters of the queries of all ranks, U units of this rank: keys, or tiles of
 keys, R ranks, J cuts tried at once.
@@ -21,23 +21,23 @@ from mmspeed.comm.axis import Axis
 from mmspeed.comm.exchange import all_gather
 from mmspeed.compute.sparse.planners.selection import KeepRule
 
-_TRIED = 15  # cuts at once: four bits a round
+_TRIED = 15  # cuts tried at once: each round finds four more bits
 
 
 @dataclass(frozen=True)
 class MassShares:
-    """Probabilities of this rank's units for the clusters of all ranks."""
+    """The share of attention that each query cluster, of any rank, gives to this rank's units."""
 
-    share_GCU: Tensor  # float32: probability of a key, times the keys seen and the weight; +inf: always kept; -1: no key counts
-    best_GCU: Tensor  # bool: the unit of the largest share of all ranks
-    size_GU: Tensor  # keys of a unit that count, float
-    seen_G: Tensor  # keys that count, of all ranks, float
+    share_GCU: Tensor  # float32: a key's probability x number of keys that count x weight; +inf: always kept; -1: no key counts
+    best_GCU: Tensor  # bool: the unit of the largest share over all ranks
+    size_GU: Tensor  # float: number of keys of a unit that count
+    seen_G: Tensor  # float: number of keys that count, of all ranks
     true_GCU: Tensor  # `share_GCU` without infinities and weights
     lost_GC1: Tensor  # bool: clusters with a score that is NaN or +inf, on any rank
 
 
 def gather_each(x: Tensor, ring: Axis) -> Tensor:
-    """The `x` of every rank, stacked along a new first dim."""
+    """All-gather `x`, stacked along a new first dim: one entry per rank."""
     return all_gather(x[None].contiguous(), ring, 0)
 
 
@@ -49,13 +49,13 @@ def shares(
     ring: Axis,
     weight_GU: Tensor | None = None,
 ) -> MassShares:
-    """Probabilities over the keys of all ranks. Every rank makes the call, whatever it holds.
+    """Compute the clusters' probabilities of this rank's units, with the softmax over the keys of all ranks. Every rank must make the call.
 
     Args:
-        score_GCU: logits of the units' (mean) keys.
-        size_GU: keys of a unit that count; 0: no such unit.
+        score_GCU: logits of the units' keys; for tiles, of their mean key.
+        size_GU: the number of keys of a unit that count; 0: no such unit.
         always_GU: units that are always kept.
-        weight_GU: what the probability of a unit counts times in its share; None: 1.
+        weight_GU: a factor of each unit's share; None: 1.
     """
     valid_G1U = (size_GU > 0)[:, None]
     score_GCU = score_GCU.masked_fill(~valid_G1U, -torch.inf)
@@ -75,9 +75,9 @@ def shares(
 
 
 def choose(masses: MassShares, keep: KeepRule, tau_G: Tensor, ring: Axis) -> Tensor:
-    """The units of this rank that each cluster keeps, bool (G, C, U). `tau_G`: for "threshold" and "fraction" (see `threshold_of`).
+    """Choose the units of this rank that each cluster keeps: bool, (G, C, U). `tau_G`: for the rules "threshold" and "fraction".
 
-    A lost cluster keeps all, so that what is no number appears in the output as in that of dense attention.
+    A cluster with a NaN or +inf score keeps all, so that the NaN appears in the output, as it does in dense attention.
     """
     share_GCU = masses.share_GCU
     size_GCU = masses.size_GU.to(torch.float64)[:, None].expand_as(share_GCU)
@@ -100,14 +100,15 @@ def choose(masses: MassShares, keep: KeepRule, tau_G: Tensor, ring: Axis) -> Ten
 
 
 def heaviest(share_GCU: Tensor, weight_GCU: Tensor, target_GC: Tensor, ring: Axis, fits: float = 0.0) -> Tensor:
-    """The fewest units of largest share, of all ranks, whose weights sum to the target; all, where none do. Bool, (G, C, U).
+    """Choose the fewest units, largest share first over all ranks, whose weights reach the target: bool, (G, C, U) of this rank's units.
 
-    fits: the share of the last unit's weight that must lie within the target; 0: it may go beyond; 1: it does not.
+    Chooses all where even all do not reach it. Among equal shares, those of the lowest rank and then the lowest index come first. Units of
+    negative share are never chosen. Weights are float64.
 
-    Among equals, those of the lowest rank and the lowest index come first. Units of negative share are never taken. Weights are
-    float64.
+    fits: how much of the last unit's weight must lie within the target. 0: it may overshoot; 1: it must not; 0.5: at least half lies
+    within.
     """
-    # the bits of floats that are not negative are in the floats' own order
+    # non-negative floats are ordered as their bits are, read as integers
     bits_GCU = share_GCU.clamp(min=0.0).float().contiguous().view(torch.int32).masked_fill(share_GCU < 0, -1)
     weight_GCU = weight_GCU.masked_fill(share_GCU < 0, 0.0)
     falling = bits_GCU.sort(dim=2, descending=True, stable=True)
@@ -115,7 +116,7 @@ def heaviest(share_GCU: Tensor, weight_GCU: Tensor, target_GC: Tensor, ring: Axi
     rising = (-falling.values.long()).contiguous()
 
     def weight_from(cut_GCJ: Tensor) -> Tensor:
-        """The weight of the units at or above a cut, on all ranks."""
+        """The total weight, over all ranks, of the units whose share is at or above a cut."""
         places = torch.searchsorted(rising, (-cut_GCJ).contiguous(), right=True)
         return gather_each(sums.gather(2, places), ring).sum(dim=0)
 
@@ -134,18 +135,18 @@ def heaviest(share_GCU: Tensor, weight_GCU: Tensor, target_GC: Tensor, ring: Axi
 
 
 def threshold_of(counts_SL: Tensor, keep: float) -> Tensor:
-    """The tau that keeps the part `keep` of the pairs of each sample S; from `count_shares` of all ranks. Float32, (S)."""
+    """The tau that keeps the fraction `keep` of the pairs of each sample S, from the summed `count_shares` of all ranks: float32, (S,)."""
     from_above = counts_SL.flip(1).cumsum(dim=1)
     enough = from_above >= keep * from_above[:, -1:]
     place = counts_SL.shape[1] - 1 - enough.to(torch.int8).argmax(dim=1)
     return (place << _COARSE).to(torch.int32).view(torch.float32)
 
 
-_COARSE = 16  # bits of a share that do not count when pairs are counted: steps of a hundredth
+_COARSE = 16  # lowest bits of a float32 share that the histogram ignores: bins about a hundredth wide, relatively
 
 
 def count_shares(share_GCU: Tensor, weight_GCU: Tensor) -> Tensor:
-    """The number of pairs by their share, for each head: float64, (G, 32768). `weight_GCU`: pairs of a cluster and a unit."""
+    """Histogram of the shares of each head: float64, (G, 32768). `weight_GCU`: the number of query-key pairs of a cluster and a unit."""
     place = share_GCU.clamp(min=0.0).contiguous().view(torch.int32).long() >> _COARSE
     counts = torch.zeros(share_GCU.shape[0], 1 << (31 - _COARSE), dtype=torch.float64, device=share_GCU.device)
     weight = torch.where(share_GCU < 0, 0.0, weight_GCU.to(torch.float64))
@@ -163,7 +164,7 @@ def _best(score_GCU: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _is_best(best_RGC: Tensor, first_GC: Tensor, units: int, rank: int) -> Tensor:
-    """True at the unit of largest score of all ranks, if it is this rank's: that of the lowest rank among equals."""
+    """True at this rank's unit that has the largest score of all ranks; among equals, only the lowest rank has one."""
     most = best_RGC.amax(dim=0)
     best_here = (best_RGC[rank] == most) & (best_RGC[:rank] < most).all(dim=0)
     return best_here[..., None] & (torch.arange(units, device=first_GC.device) == first_GC[..., None])
