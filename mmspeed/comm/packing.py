@@ -220,7 +220,7 @@ def _strides(shape: Sequence[int], order: Sizes) -> list[int]:
 
 
 def layout(x: Tensor) -> Sizes:
-    """A tensor's dims from the outermost in memory to the innermost."""
+    """A tensor's dims in memory order, outermost first."""
     strides = x.stride()
     return tuple(sorted(range(x.dim()), key=lambda dim: -strides[dim]))
 

@@ -53,7 +53,7 @@ class _ContiguousGradient(torch.autograd.Function):
 
 
 def grouped_mm(x_RI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
-    """The same in one call of `F.grouped_mm`. The last end must be R, which is not checked: rows behind it would be uninitialised."""
+    """`looped_product` in one call of `F.grouped_mm`. The last end must be R (unchecked): rows behind it would be uninitialised."""
     x_RI, weight_GOI = autocast_alike(x_RI, weight_GOI)
     out: Tensor = _ContiguousGradient.apply(F.grouped_mm(x_RI, weight_GOI.mT, offs=ends_G.to(torch.int32)))  # type: ignore[no-untyped-call]
     return out

@@ -83,7 +83,7 @@ def gathered_permute(x_TE: Tensor, order: ExpertOrder) -> Tensor:
 
 
 def eager_permute(x_TE: Tensor, order: ExpertOrder) -> Tensor:
-    """The same by plain indexing, whose backward accumulates rows into tokens one by one."""
+    """`gathered_permute` by plain indexing, whose backward accumulates rows into tokens one by one."""
     return x_TE[order.tokens]
 
 
@@ -93,7 +93,7 @@ def gathered_combine(rows_RE: Tensor, order: ExpertOrder) -> Tensor:
 
 
 def eager_combine(rows_RE: Tensor, order: ExpertOrder) -> Tensor:
-    """The same by `index_add`, which accumulates rows into tokens one by one."""
+    """`gathered_combine` by `index_add`, which accumulates rows into tokens one by one."""
     tokens = len(rows_RE) // order.choices
     return rows_RE.new_zeros(tokens, rows_RE.shape[1]).index_add(0, order.tokens, rows_RE)
 

@@ -191,10 +191,10 @@ class SplitWeight(HoldsPart):
 
 
 class SplitPreparingLinear(HasRole, HoldsPart):
-    """The same for a layer that prepares its input: tokens are gathered after `prepare`, so that its norms run on own tokens only."""
+    """`SplitWeight` for a layer that prepares its input: tokens are gathered after `prepare`, so that its norms run on own tokens only."""
 
     def prepare(self, *args: Tensor) -> Tensor:
-        """The input of the product, for the tokens seen."""
+        """Prepare the input of the product on own tokens, then gather the tokens seen."""
         x: Tensor = super().prepare(*args)  # type: ignore[misc]
         return self._linear.enter(x) if self._linear.enters else x
 
@@ -434,7 +434,7 @@ def _check_channels(weight: Tensor, mesh: DeviceMesh, linear: Linear, name: str)
 
 
 def _split_weight(layer: nn.Linear, mesh: DeviceMesh, linear: Linear, tensor: Axis) -> None:
-    """Cut a linear layer to this process's part of its weight, and of its bias where the outputs are split."""
+    """Replace a linear layer's weight by this process's part; its bias too, where the outputs are split."""
     row = linear.role == "row"
     layer.register_parameter("weight", _part(layer.weight, 1 if row else 0, mesh))
     if layer.bias is not None and not row:

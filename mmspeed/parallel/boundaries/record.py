@@ -199,7 +199,7 @@ class ForwardRecord:
         return tuple(sizes)
 
     def all_sizes(self, sequence: str, attends: Attended, where: str) -> tuple[int, ...]:
-        """The number of tokens on each process of the group, in the order of `TokenLayout.whole`."""
+        """The number of tokens of a sequence on each process of the group, in the order of `TokenLayout.whole`."""
         return tuple(self.held(sequence, attends, where, place).tokens for place in self.sequences.layout.places())
 
     def positions_of_all(self, sequence: str, attends: Attended, where: str) -> Tensor:

@@ -67,7 +67,7 @@ def causal_pieces(rank: int, owner: int, length: int, ranks: int) -> list[Piece]
 
 
 def document_pieces(rank: int, owner: int, lengths: Sequence[int], ranks: int) -> list[Piece]:
-    """The same for several documents, each in zigzag order, whose parts follow one another on every rank: at most one piece each."""
+    """`causal_pieces` of several documents, each in zigzag order, whose parts follow one another on every rank: at most one each."""
     pieces, q_at, k_at = [], 0, 0
     for length in lengths:
         held = zigzag_lengths(length, ranks)
