@@ -229,7 +229,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return config
 
 
-@pytest.mark.slow
 def test_layers_of_a_run(trained: Config, tmp_path: Path) -> None:
     asked = {"keeps": (0.2, 1.0), "planners": ("clusters", "tiles"), "tails": ("summary",)}
     common = {"device": "cpu", "rounds": 1, "cluster_size": 16}

@@ -287,6 +287,12 @@ def test_cut_tars_give_what_is_whole(tmp_path: Path, keep: int) -> None:
     assert accounted(listing) == listing.files
 
 
+def test_a_pipe_that_is_called_a_tar_is_rejected_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "t.tar")
+    with pytest.raises(UserError, match=r"holds no media \(t\.tar: not a regular file\)"):
+        listed(tmp_path / "t.tar")
+
+
 def test_compressed_tar_under_a_plain_name(tmp_path: Path) -> None:
     plain = write_tar(tmp_path / "ok.tar", [("a.txt", b"a"), ("a.mp4", b"m")])
     (tmp_path / "zip.tar").write_bytes(gzip.compress(plain.read_bytes()))
