@@ -45,6 +45,19 @@ def _qwen_experts(width: int, depth: int, heads: int, hidden: int, expert: int) 
 
 
 LATENT = LatentSettings(1_536, 512, plain=128, rotary=64, value=128)
+DEEPSEEK_EXPERTS = ExpertSettings(
+    256,
+    8,
+    2_048,
+    n_shared_experts=1,
+    scoring_func="sigmoid",
+    norm_topk_prob=True,
+    routed_scaling_factor=2.5,
+    n_group=8,
+    topk_group=4,
+    router_bias=True,
+    dense=(0, 1, 2),
+)
 DEEPSEEK = DecoderSettings(
     129_280,
     7_168,
@@ -55,19 +68,7 @@ DEEPSEEK = DecoderSettings(
     192,
     latent=LATENT,
     rotary=RotarySettings("yarn", factor=40.0, original=4_096, scale=1.0, scale_all=1.0, interleaved=True),
-    experts=ExpertSettings(
-        256,
-        8,
-        2_048,
-        n_shared_experts=1,
-        scoring_func="sigmoid",
-        norm_topk_prob=True,
-        routed_scaling_factor=2.5,
-        n_group=8,
-        topk_group=4,
-        router_bias=True,
-        dense=(0, 1, 2),
-    ),
+    experts=DEEPSEEK_EXPERTS,
     num_nextn_predict_layers=1,
 )
 # Width, depth, dense blocks, experts and their width are of the paper (2025), with MLA, sandwich norms and one module for further tokens;
@@ -78,16 +79,7 @@ PANGU = replace(
     hidden_size=7_680,
     sandwich=True,
     rotary=RotarySettings(interleaved=True),
-    experts=ExpertSettings(
-        256,
-        8,
-        2_048,
-        n_shared_experts=1,
-        scoring_func="sigmoid",
-        norm_topk_prob=True,
-        routed_scaling_factor=2.5,
-        dense=(0, 1, 2),
-    ),
+    experts=replace(DEEPSEEK_EXPERTS, n_group=1, topk_group=1, router_bias=False),
 )
 
 SHAPES: dict[str, Shape] = {
