@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from mmspeed.config.schema import Config, DdpmConfig, FlowConfig, ObjectiveConfig
 from mmspeed.data.loading.collate import pad_other_texts, pad_texts, pooled_vectors
 from mmspeed.errors import UserError
-from mmspeed.models.build import FamilyCounts, arguments_of
 from mmspeed.models.diffusers.loading import keep_float32
 from mmspeed.models.diffusers.plans import declare_known_plan
 from mmspeed.models.families import call_for, class_name, family_in
 from mmspeed.models.families.base import DescribesAttention
+from mmspeed.models.sections import FamilyCounts, arguments_of
 from mmspeed.parallel import token_layout, unwrap
 from mmspeed.protocols import Batch, CountsFlops, DiffusionModel, TakesAnchors, TextEntry, Work, check_model
 from mmspeed.protocols.calls import AnchorRule, Conditions, CountsWork, ModelCall, TakesConditions, TakesTexts

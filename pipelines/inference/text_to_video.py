@@ -27,11 +27,11 @@ from mmspeed.device import Device, pick
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 from mmspeed.loop.checkpoint.manager import best, latest, step_name, steps_in
-from mmspeed.models.build import call_of, opened_of
 from mmspeed.models.codecs.vae import load_codec
 from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.families.complete import completed
 from mmspeed.models.image_encoder import load_image_encoder
+from mmspeed.models.sections import call_of, opened_of
 from mmspeed.models.text.encoders import entries_beside, load_text_encoder, sees_pictures, text_identity, text_width
 from mmspeed.pipelines.diffusion.experts import OtherExpert
 from mmspeed.pipelines.diffusion.objective import make_objective

@@ -34,12 +34,12 @@ from mmspeed.data.loading.collate import (
 )
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.models.build import outline, repository_of
 from mmspeed.models.codecs.frames import frame_latents
 from mmspeed.models.codecs.vae import load_codec
 from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.families import family_of
 from mmspeed.models.image_encoder import image_embeddings, load_image_encoder
+from mmspeed.models.sections import outline, repository_of
 from mmspeed.models.text.encoders import entries_beside, load_text_encoder
 from mmspeed.pipelines.inference.anchor_media import in_model_range
 from mmspeed.pipelines.inference.media import RATE

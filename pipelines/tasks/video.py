@@ -37,11 +37,11 @@ from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 from mmspeed.loop.checkpoint.state import whole_tensors
 from mmspeed.mesh import patient_group
-from mmspeed.models.build import call_of, opened_of, own_arguments, repository_of, size_warnings, with_weights
 from mmspeed.models.codecs.vae import codec_geometry
 from mmspeed.models.diffusers.plans import declare_known_plan
 from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.families.complete import completed, objective_warnings
+from mmspeed.models.sections import call_of, opened_of, own_arguments, repository_of, size_warnings, with_weights
 from mmspeed.models.text.encoders import caption_limit, text_width
 from mmspeed.parallel import unwrap
 from mmspeed.pipelines.diffusion.anchors import check_modes, check_prompts, counted_frames, held

@@ -29,8 +29,8 @@ from mmspeed.data.sampling.batch_sizes import make_batching, sample_costs
 from mmspeed.data.sampling.rank_batches import count_present, rank_batches
 from mmspeed.errors import UserError
 from mmspeed.models import SoraDiTConfig
-from mmspeed.models.build import sora_section
 from mmspeed.models.codecs.vae import codec_geometry
+from mmspeed.models.sections import sora_section
 from mmspeed.models.sora.sizes import resolve_config
 from mmspeed.pipelines.tasks.synthetic import EncoderShapes, further_captions
 from mmspeed.pipelines.tasks.video import VideoTask

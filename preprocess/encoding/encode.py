@@ -23,10 +23,10 @@ from mmspeed.data.cache.payloads import not_finite
 from mmspeed.data.cache.writer import latent_tensors, text_tensors
 from mmspeed.device import Device, is_device_fault, parse_dtype
 from mmspeed.errors import UserError
-from mmspeed.models.build import stored_conditions
 from mmspeed.models.codecs.frames import frame_latents
 from mmspeed.models.codecs.vae import codec_geometry, codec_identity, load_codec
 from mmspeed.models.image_encoder import ImageEncoder, image_embeddings, image_fingerprint, load_image_encoder
+from mmspeed.models.sections import stored_conditions
 from mmspeed.models.text.encoders import (
     TransformersEncoder,
     load_text_encoder,

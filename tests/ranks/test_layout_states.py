@@ -24,7 +24,7 @@ from mmspeed.device import Device
 from mmspeed.initialize import init_weights, set_parameter
 from mmspeed.loop.averages import EMA
 from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load
-from mmspeed.loop.optimizers.build import make_optimizer
+from mmspeed.loop.optimizers.make_optimizer import make_optimizer
 from mmspeed.memory import BlockPolicies
 from mmspeed.mesh import Mesh, make_mesh
 from mmspeed.models import SoraDiT, SoraDiTConfig

@@ -16,7 +16,7 @@ from mmspeed.compute.structured import structured_attention
 from mmspeed.config import Config, make_config
 from mmspeed.device import Device
 from mmspeed.mesh import process_group
-from mmspeed.parallel.boundaries.attention import CalledSite, SiteBoundary
+from mmspeed.parallel.boundaries.attention_sites import CalledSite, SiteBoundary
 from mmspeed.parallel.boundaries.record import ForwardRecord
 from mmspeed.pipelines.selfcheck.run import with_layout
 from mmspeed.pipelines.selfcheck.verdict import SelfCheck, compare

@@ -24,7 +24,7 @@ from mmspeed.models.language.config import DecoderSettings
 from mmspeed.models.language.decoder import Decoder, DecoderOutput, next_tokens
 from mmspeed.models.language.shapes import SHAPES, tiny_twin
 from mmspeed.parallel import make_layout, parallelize, sum_shared_gradients, uncrossed
-from mmspeed.parallel.documents import share_documents
+from mmspeed.parallel.document_shares import share_documents
 from mmspeed.parallel.tensor import local
 from mmspeed.plan.decoder_traffic import DecoderWorkload, decoder_traffic
 from mmspeed.plan.traffic import RankCoordinates, gradient_traffic

@@ -14,7 +14,7 @@ import yaml
 
 from mmspeed import rng
 from mmspeed.__main__ import main
-from mmspeed.bench.attention import AttentionRow, Speedup, relative_error
+from mmspeed.bench.attention_bench import AttentionRow, Speedup, relative_error
 from mmspeed.bench.attention_data import GAINS, make_qkv, oracle_share
 from mmspeed.bench.attention_plans import method, window_of
 from mmspeed.bench.attention_run import bench_run

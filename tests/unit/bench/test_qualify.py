@@ -29,7 +29,7 @@ from mmspeed.bench.qualify.run import qualify
 from mmspeed.bench.qualify.sparse_kernels import sparse_checks
 from mmspeed.compute import block_attention
 from mmspeed.compute.block_kernels import CPU, BlockKernel
-from mmspeed.compute.sparse import attention as sparse_attention
+from mmspeed.compute.sparse import dispatch
 from mmspeed.compute.sparse.kernels.grouped import GROUPED
 from mmspeed.compute.sparse.kernels.kernel import SparseKernel
 from mmspeed.device import Device
@@ -103,7 +103,7 @@ def test_a_cpu_qualifies_with_the_packages_of_the_bundle_alone(everything: dict[
         for kernel in block_attention.KERNELS:
             expected = "passed" if kernel in ("cpu_flash", "eager") else "absent"
             assert states[f"block {kernel} {dtype}"] == states[f"ring {kernel} {dtype}"] == expected
-        for kernel in sparse_attention.KERNELS:
+        for kernel in dispatch.KERNELS:
             expected = "passed" if kernel in ("grouped", "flex", "masked") else "absent"
             assert states[f"sparse {kernel} {dtype}"] == expected
         assert states[f"dense auto {dtype}"] == states[f"dense flash_attention {dtype}"] == "passed"
@@ -173,7 +173,7 @@ def test_the_command_fails_with_a_sparse_kernel_of_a_wrong_scale(
     only_of("sparse grouped", monkeypatch)
     assert main(["qualify", "--device", "cpu", "--only", "kernels"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "PASS"
-    monkeypatch.setitem(sparse_attention.KERNELS, "grouped", wrong_sparse())
+    monkeypatch.setitem(dispatch.KERNELS, "grouped", wrong_sparse())
     assert main(["qualify", "--device", "cpu", "--only", "kernels", "--json"]) == 1
     contents = json.loads(capsys.readouterr().out)
     assert not contents["passed"] and [row["state"] for row in contents["rows"]] == ["failed", "failed"]

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from mmspeed.data import CacheWriter, DatasetCache, Sample
-from mmspeed.data.cache.checksum import is_sealed
 from mmspeed.data.cache.files import TempFile
 from mmspeed.data.cache.keys import entry_key, sample_key
 from mmspeed.data.cache.payloads import trusted_rows
+from mmspeed.data.cache.seals import is_sealed
 from mmspeed.data.cache.tables import (
     index_files,
     index_path,

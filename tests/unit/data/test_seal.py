@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmspeed.data import CacheWriter, DatasetCache
-from mmspeed.data.cache.checksum import BLANK, is_sealed, seal, seal_file, sealed_file
+from mmspeed.data.cache.seals import BLANK, is_sealed, seal, seal_file, sealed_file
 from mmspeed.data.cache.writer import text_tensors
 from mmspeed.data.maintenance.verify import verify
 from mmspeed.protocols import TextEntry

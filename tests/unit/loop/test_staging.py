@@ -12,7 +12,7 @@ from torch import Tensor
 from mmspeed.config.schema import TrainConfig
 from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load, step_name
 from mmspeed.loop.checkpoint.staging import Staging
-from mmspeed.loop.optimizers.build import make_optimizer
+from mmspeed.loop.optimizers.make_optimizer import make_optimizer
 from tests.support.toy import ToyDiT
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

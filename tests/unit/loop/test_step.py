@@ -13,7 +13,7 @@ from mmspeed import rng
 from mmspeed.config.schema import TrainConfig
 from mmspeed.errors import UserError
 from mmspeed.loop.gradients import clip_gradients
-from mmspeed.loop.optimizers.build import make_optimizer
+from mmspeed.loop.optimizers.make_optimizer import make_optimizer
 from mmspeed.loop.step import StepResult
 from mmspeed.parallel import parallelize, resolve_strategy
 from mmspeed.protocols import Batch

@@ -17,7 +17,7 @@ from mmspeed.config.memory import MemoryConfig
 from mmspeed.config.schema import TrainConfig
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.loop.optimizers.build import AnyOptimizer, make_optimizer
+from mmspeed.loop.optimizers.make_optimizer import AnyOptimizer, make_optimizer
 from mmspeed.loop.runner import SequentialRunner
 from mmspeed.loop.step import Learner, StepResult, train_step
 from mmspeed.protocols import Batch, Divisors, Models, Term, Terms, Update, UseName

@@ -8,8 +8,8 @@ import torch
 from mmspeed.config.memory import MemoryConfig
 from mmspeed.config.schema import TrainConfig
 from mmspeed.device import Device
-from mmspeed.loop.optimizers.build import make_optimizer
 from mmspeed.loop.optimizers.gradient_release import ReleasingOptimizer
+from mmspeed.loop.optimizers.make_optimizer import make_optimizer
 from mmspeed.loop.step import StepResult, train_step
 from mmspeed.protocols import Divisors, Update
 from tests.support.toy import ToyDiT, split

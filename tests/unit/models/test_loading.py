@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mmspeed.config.schema import PublishedModelConfig
 from mmspeed.errors import UserError
 from mmspeed.initialize import materialize, read_weights
-from mmspeed.models.build import with_weights
+from mmspeed.models.sections import with_weights
 from mmspeed.protocols import Part, source_of
 from tests.support.tiny_repositories import save_wan, wan_transformer
 from tests.support.video_transformers import make_inputs, make_model

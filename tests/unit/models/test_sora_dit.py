@@ -23,7 +23,7 @@ from mmspeed.errors import UserError
 from mmspeed.initialize import init_weights, initial_value
 from mmspeed.models import SIZES, SoraDiT, SoraDiTConfig, build_model
 from mmspeed.models.sora.model import ZERO_MODULES, count_parameters, on_meta
-from tests.support.attention import attend_by
+from tests.support.attend_by import attend_by
 from tests.support.model_sizes import size_rows
 
 SMALL = SoraDiTConfig(width=48, depth=4, heads=4, latent_channels=3, text_width=10, adaln_rank=4)

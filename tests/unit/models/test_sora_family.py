@@ -11,8 +11,8 @@ from mmspeed.config import Bucket, make_config
 from mmspeed.config.schema import DdpmConfig, FlowConfig, ModelConfig
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError
-from mmspeed.models.build import arguments_of, call_of, counts_of, outline
 from mmspeed.models.families import FAMILIES, call_for, class_name, family_of, published_classes
+from mmspeed.models.sections import arguments_of, call_of, counts_of, outline
 from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig, forward_work
 from mmspeed.pipelines.diffusion.predictor import FamilyPredictor, make_predictor
 from mmspeed.protocols.calls import Conditions

@@ -22,10 +22,10 @@ from mmspeed import rng
 from mmspeed.config import make_config
 from mmspeed.device import Device
 from mmspeed.initialize import materialize, read_weights
-from mmspeed.models.build import call_of, with_weights
 from mmspeed.models.codecs.vae import load_codec
 from mmspeed.models.families.base import packed, unpacked
 from mmspeed.models.families.complete import completed
+from mmspeed.models.sections import call_of, with_weights
 from mmspeed.pipelines.diffusion.anchors import held
 from mmspeed.pipelines.diffusion.objective import make_objective
 from mmspeed.pipelines.diffusion.predictor import make_predictor

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mmspeed.config import Config, make_config
 from mmspeed.device import Device
-from mmspeed.models.build import call_of, repository_of, with_weights
 from mmspeed.models.families.complete import completed
+from mmspeed.models.sections import call_of, repository_of, with_weights
 from mmspeed.models.text.encoders import load_text_encoder
 from mmspeed.pipelines.diffusion.objective import make_objective
 from mmspeed.pipelines.diffusion.predictor import make_predictor

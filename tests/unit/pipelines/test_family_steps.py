@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mmspeed.config import Config, make_config
 from mmspeed.initialize import materialize, read_weights
 from mmspeed.log import read_metrics
-from mmspeed.models.build import with_weights
+from mmspeed.models.sections import with_weights
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.tasks import maker_of
 from mmspeed.pipelines.tasks.video import VideoTask

@@ -19,9 +19,9 @@ from mmspeed.config.schema import PublishedModelConfig
 from mmspeed.data import DatasetCache
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.models.build import bare, call_of, repository_of, stored_conditions
 from mmspeed.models.families import FAMILIES, class_name
 from mmspeed.models.image_encoder import image_fingerprint
+from mmspeed.models.sections import bare, call_of, repository_of, stored_conditions
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.tasks.unused import freeze_unused
 from mmspeed.pipelines.tasks.video import VideoTask

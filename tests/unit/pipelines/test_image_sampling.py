@@ -18,9 +18,9 @@ from mmspeed.config import Config, make_config
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.initialize import materialize, read_weights
-from mmspeed.models.build import with_weights
 from mmspeed.models.codecs.vae import load_codec
 from mmspeed.models.families.complete import completed
+from mmspeed.models.sections import with_weights
 from mmspeed.pipelines.inference.anchor_media import image_file
 from mmspeed.pipelines.inference.prompts import VideoRequest
 from mmspeed.pipelines.inference.text_to_video import SamplerChoice, TextToVideo

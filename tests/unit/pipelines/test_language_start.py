@@ -12,7 +12,7 @@ import pytest
 
 from mmspeed.config import make_run_config
 from mmspeed.config.language import LanguageConfig
-from mmspeed.data.cache.documents import TextCache
+from mmspeed.data.cache.text_cache import TextCache
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
@@ -21,7 +21,7 @@ from mmspeed.pipelines.tasks import maker_of
 from mmspeed.pipelines.tasks.language import LanguageTask
 from mmspeed.pipelines.tasks.language_data import held_out_packs
 from mmspeed.pipelines.tasks.language_start import open_texts
-from mmspeed.preprocess.texts.build import TextCacheBuilder
+from mmspeed.preprocess.texts.cache_builder import TextCacheBuilder
 from mmspeed.preprocess.texts.preparation import TextPreparation
 from mmspeed.protocols import RunPlace
 

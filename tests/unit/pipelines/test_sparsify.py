@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import mmspeed
 from mmspeed.comm import all_reduce_sum
+from mmspeed.compute.sparse.cluster_plan import ClusterPlan
 from mmspeed.compute.sparse.module import ClusteredAttention, clustered_layers, warm_plans
-from mmspeed.compute.sparse.plan import ClusterPlan
 from mmspeed.errors import UserError
 from mmspeed.memory.recompute.block_checkpoint import recompute
 from tests.support.sparse_transformers import (
