@@ -18,12 +18,12 @@ from torch import Tensor
 
 from mmspeed.config import Config
 from mmspeed.config.conditioning import Mode
-from mmspeed.data.loading.anchor_frames import anchor_frames, prefix_of
+from mmspeed.data.loading.conditioning_mask import conditioning_mask, prefix_of
 from mmspeed.errors import UserError
 from mmspeed.models.codecs.frames import frame_latents
 from mmspeed.pipelines.inference.prompts import VideoRequest
 from mmspeed.protocols import VideoCodec
-from mmspeed.protocols.calls import AnchorRule
+from mmspeed.protocols.calls import Conditioning
 from mmspeed.shapes import Bucket
 
 OPTIONS = {
@@ -68,7 +68,7 @@ class Anchors:
     def named(self) -> dict[str, Tensor]:
         """The model's inputs, by their names in a batch."""
         condition_PCThw = None if self.held else self.latents_PCThw
-        inputs = {"given": self.mask_PT, "condition": condition_PCThw, "image": self.image_PKLD}
+        inputs = {"conditioning_mask": self.mask_PT, "condition": condition_PCThw, "image": self.image_PKLD}
         return {name: tensor for name, tensor in inputs.items() if tensor is not None}
 
 
@@ -95,7 +95,7 @@ def mode_of(request: VideoRequest, config: Config) -> Mode:
     return mode
 
 
-def check_request(request: VideoRequest, config: Config, rule: AnchorRule) -> None:
+def check_request(request: VideoRequest, config: Config, rule: Conditioning) -> None:
     """Raises UserError for files that a request lacks or that do not go together, and for a mode that the run lacks."""
     if mode_of(request, config) not in rule.modes:
         files = "--image" if "first" in rule.modes else "--image and --last-image"
@@ -117,7 +117,7 @@ def anchors_of(
     config: Config,
     codec: VideoCodec,
     size: Bucket,
-    rule: AnchorRule,
+    rule: Conditioning,
     embeddings: Sequence[Tensor] = (),
 ) -> Anchors | None:
     """The given latents of requests of one size, on the CPU; None where they name no files.
@@ -133,7 +133,7 @@ def anchors_of(
     for request, mode in zip(requests, modes, strict=True):
         count = request.prefix_frames or config.conditioning.prefix_frames
         prefix = prefix_of(count, codec.strides) if mode == "prefix" else 0
-        mask_T = anchor_frames(mode, frames, prefix, 0, ("", 0, 0))
+        mask_T = conditioning_mask(mode, frames, prefix, 0, ("", 0, 0))
         if mode != "none" and bool(mask_T.all() | ~mask_T.any()):
             raise UserError(
                 f"a video of {size} has {frames} latent frames: with those that are given none is to be made"

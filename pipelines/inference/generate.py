@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mmspeed import rng
 from mmspeed.compute.sparse.module import warm_plans
 from mmspeed.device import Device
-from mmspeed.pipelines.diffusion.anchors import held, holding
+from mmspeed.pipelines.diffusion.conditioning_frames import held, holding
 from mmspeed.pipelines.diffusion.experts import OtherExpert
 from mmspeed.pipelines.diffusion.objective import Objective
 from mmspeed.pipelines.diffusion.predictor import Predictor, conditions_of_texts

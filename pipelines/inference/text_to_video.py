@@ -351,7 +351,7 @@ class TextToVideo:
                 log.warning(f"{count} videos of {size} do not fit into memory at a time: {most} are sampled together")
                 continue
             mine, done = mine[count:], done + settings.steps * count
-            cut = self.predictor.anchors.cut
+            cut = self.predictor.conditioning.cut
             videos = decode_videos(self.codec, latents_PCThw, config.data.fps or RATE, cut)
             for index, video in zip(group, videos, strict=True):
                 yield requests[index], video
@@ -363,7 +363,7 @@ class TextToVideo:
     def _size_of(self, request: VideoRequest) -> Bucket:
         """The size of a request's video. Raises UserError, which names its line, for one that cannot be made."""
         try:
-            check_request(request, self.config, self.predictor.anchors)
+            check_request(request, self.config, self.predictor.conditioning)
             return self.size(request.frames, request.height, request.width)
         except UserError as error:
             raise UserError(f"line {request.line}: {error}") if request.line else error from None
@@ -387,12 +387,14 @@ class TextToVideo:
 
     def _embeddings(self, requests: Mapping[int, tuple[VideoRequest, Bucket]]) -> dict[int, Tensor]:
         """The embeddings (K, L, D) of the pictures of numbered requests, of a model that takes them; the encoder is freed afterwards."""
-        if self.predictor.anchors.embedding is None or not requests:
+        if self.predictor.conditioning.embedding is None or not requests:
             return {}
         assert isinstance(self.config.model, PublishedModelConfig)  # others take none
         encoder = load_image_encoder(self.config.model, self.device)
         return {
-            index: encoder.encode(pictures_of(request, self.config, None if self.predictor.anchors.whole else size))
+            index: encoder.encode(
+                pictures_of(request, self.config, None if self.predictor.conditioning.whole else size)
+            )
             for index, (request, size) in requests.items()
         }
 
@@ -400,7 +402,7 @@ class TextToVideo:
         """The frames that requests of one size are given, each with the embeddings of its pictures, where the model takes them."""
         embeddings = [image_KLD for _, image_KLD in requests if image_KLD is not None]
         only = [request for request, _ in requests]
-        return anchors_of(only, self.config, self.codec, size, self.predictor.anchors, embeddings)
+        return anchors_of(only, self.config, self.codec, size, self.predictor.conditioning, embeddings)
 
     def _group(self, queue: list[int], sizes: list[Bucket], most: int | None) -> list[int]:
         """The first requests of the queue that are sampled in one batch."""

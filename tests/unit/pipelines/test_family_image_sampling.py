@@ -26,7 +26,7 @@ from mmspeed.models.codecs.vae import load_codec
 from mmspeed.models.families.base import packed, unpacked
 from mmspeed.models.families.complete import completed
 from mmspeed.models.sections import call_of, with_weights
-from mmspeed.pipelines.diffusion.anchors import held
+from mmspeed.pipelines.diffusion.conditioning_frames import held
 from mmspeed.pipelines.diffusion.objective import make_objective
 from mmspeed.pipelines.diffusion.predictor import make_predictor
 from mmspeed.pipelines.diffusion.schedulers import family_sampler, generators
@@ -97,7 +97,7 @@ def test_samples_from_images_are_those_of_the_pipeline(
     model.eval()
     predictor = make_predictor(model, config.objective, codec.channels, WIDTH, call_of(config.model))
     request = VideoRequest("a", image=str(tmp_path / "first.png"))
-    anchors = anchors_of([request], config, codec, size, predictor.anchors)
+    anchors = anchors_of([request], config, codec, size, predictor.conditioning)
     assert anchors is not None
     objective = make_objective(config.objective, family_sampler(config)).sized(size, predictor.tokens(latent))
     positive, negative = map(TextEntry, texts)

@@ -18,7 +18,7 @@ from mmspeed.pipelines.inference.anchor_media import anchors_of, image_file, mod
 from mmspeed.pipelines.inference.media import Video
 from mmspeed.pipelines.inference.prompts import VideoRequest, read_requests
 from mmspeed.shapes import Bucket
-from tests.claims import given_frames
+from tests.claims import conditioning
 from tests.support.decoding import video_of
 from tests.support.runs import small_config
 
@@ -47,7 +47,7 @@ def pipe(run: Path) -> TextToVideo:
 def decoded(pipe: TextToVideo, request: VideoRequest) -> tuple[np.ndarray, np.ndarray]:
     """(frames of the sampled video, frames of its given latents)."""
     size = pipe.size()
-    anchors = anchors_of([request], pipe.config, pipe.codec, size, pipe.predictor.anchors)
+    anchors = anchors_of([request], pipe.config, pipe.codec, size, pipe.predictor.conditioning)
     assert anchors is not None
     ((_, video),) = pipe.sample([request], together=1)
     clean = pipe.codec.decode(anchors.latents_PCThw)[0].permute(1, 2, 3, 0)
@@ -132,5 +132,5 @@ def test_a_run_without_the_mode_says_so(pipe: TextToVideo) -> None:
 @pytest.mark.slow
 def test_given_frames_are_learnt(tmp_path: Path) -> None:
     """On held-out clips the loss is clearly lower with the right first frame than with another clip's, or none."""
-    result = given_frames.measure(tmp_path)
+    result = conditioning.measure(tmp_path)
     assert result.passed, result.line()
