@@ -167,7 +167,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class ImageRecipe:
-    """The use of a repository's image encoder, whose embedding of a given frame the model takes.
+    """The use of a repository's image encoder, whose embedding of a conditioning frame the model takes.
 
     Args:
         encoder, processor: folders in the repository.

@@ -55,7 +55,7 @@ class Predictor(CountsFlops, Protocol):
 
     @property
     def conditioning(self) -> Conditioning:
-        """The ways in which the model can be given latent frames."""
+        """The ways in which the model takes conditioning frames."""
         ...
 
     @property

@@ -34,7 +34,7 @@ OPTIONS = {
 
 
 @dataclass(frozen=True)
-class Anchors:
+class ConditioningLatents:
     """Given latent frames of videos.
 
     Args:
@@ -59,7 +59,7 @@ class Anchors:
         share = torch.tensor(1 - self.blend, device=noise_PCThw.device)
         return noise_PCThw * share + self.latents_PCThw[:, :, :1] * (1 - share)
 
-    def to(self, device: torch.device) -> Anchors:
+    def to(self, device: torch.device) -> ConditioningLatents:
         image_PKLD = None if self.image_PKLD is None else self.image_PKLD.to(device)
         mask_PT, latents_PCThw = self.mask_PT.to(device), self.latents_PCThw.to(device)
         return replace(self, mask_PT=mask_PT, latents_PCThw=latents_PCThw, image_PKLD=image_PKLD)
@@ -112,14 +112,14 @@ def pictures_of(request: VideoRequest, config: Config, size: Bucket | None) -> l
     return [np.array(picture_file(path)) if size is None else image_file(path, size) for path in paths]
 
 
-def anchors_of(
+def conditioning_latents(
     requests: Sequence[VideoRequest],
     config: Config,
     codec: VideoCodec,
     size: Bucket,
     rule: Conditioning,
     embeddings: Sequence[Tensor] = (),
-) -> Anchors | None:
+) -> ConditioningLatents | None:
     """The given latents of requests of one size, on the CPU; None where they name no files.
 
     rule: of the model. embeddings: (K, L, D) of the pictures of each request, for a model that takes them.
@@ -148,7 +148,7 @@ def anchors_of(
         masks.append(mask_T)
         latents.append(encode(codec, mode, pixels, size))
     image_PKLD = torch.stack(list(embeddings)) if embeddings else None
-    return Anchors(torch.stack(masks), torch.stack(latents), rule.how == "replace", rule.blend, image_PKLD)
+    return ConditioningLatents(torch.stack(masks), torch.stack(latents), rule.how == "replace", rule.blend, image_PKLD)
 
 
 def clean_latents(codec: VideoCodec, mode: Mode, pixels_FHWC: np.ndarray, size: Bucket) -> Tensor:

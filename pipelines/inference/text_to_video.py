@@ -37,7 +37,12 @@ from mmspeed.pipelines.diffusion.experts import OtherExpert
 from mmspeed.pipelines.diffusion.objective import make_objective
 from mmspeed.pipelines.diffusion.predictor import make_predictor
 from mmspeed.pipelines.diffusion.schedulers import family_sampler
-from mmspeed.pipelines.inference.anchor_media import Anchors, anchors_of, check_request, pictures_of
+from mmspeed.pipelines.inference.anchor_media import (
+    ConditioningLatents,
+    check_request,
+    conditioning_latents,
+    pictures_of,
+)
 from mmspeed.pipelines.inference.generate import SampleSettings, sample_together
 from mmspeed.pipelines.inference.media import RATE, Video, from_model_range
 from mmspeed.pipelines.inference.prompts import VideoRequest, noise_names
@@ -341,7 +346,7 @@ class TextToVideo:
                     config.data.fps or RATE,
                     self.codec.strides,
                     other=self.other,
-                    anchors=self._anchors([(requests[index], images.get(index)) for index in group], size),
+                    conditioning=self._conditioning([(requests[index], images.get(index)) for index in group], size),
                 )
             except torch.OutOfMemoryError:
                 if count == 1:
@@ -398,11 +403,13 @@ class TextToVideo:
             for index, (request, size) in requests.items()
         }
 
-    def _anchors(self, requests: Sequence[tuple[VideoRequest, Tensor | None]], size: Bucket) -> Anchors | None:
+    def _conditioning(
+        self, requests: Sequence[tuple[VideoRequest, Tensor | None]], size: Bucket
+    ) -> ConditioningLatents | None:
         """The frames that requests of one size are given, each with the embeddings of its pictures, where the model takes them."""
         embeddings = [image_KLD for _, image_KLD in requests if image_KLD is not None]
         only = [request for request, _ in requests]
-        return anchors_of(only, self.config, self.codec, size, self.predictor.conditioning, embeddings)
+        return conditioning_latents(only, self.config, self.codec, size, self.predictor.conditioning, embeddings)
 
     def _group(self, queue: list[int], sizes: list[Bucket], most: int | None) -> list[int]:
         """The first requests of the queue that are sampled in one batch."""
