@@ -213,8 +213,8 @@ class ShrunkRun:
             return torch.stack([rng.normal(size, seed, kind, name[0]) for name in names])
 
         frames: dict[str, Any] = {}
-        if (rule := predictor.anchors).how != "replace":  # the model always takes the first frame's latents
-            frames["anchor_BT"] = (torch.arange(shape[1]) == 0).expand(len(names), -1)
+        if (rule := predictor.conditioning).how != "replace":  # the model always takes the first frame's latents
+            frames["conditioning_mask_BT"] = (torch.arange(shape[1]) == 0).expand(len(names), -1)
             frames["condition_BCThw"] = normal("condition", *shape)
         if (size := rule.image_size) is not None:
             frames["image_BKLD"] = normal("image", *size)

@@ -125,7 +125,7 @@ class Encoders:
 
     @property
     def conditions(self) -> tuple[str, ...]:
-        """Names of what the config's model needs of given frames beside a clip's own latents: further latents, and embeddings."""
+        """Names of what the config's model needs of conditioning frames beside a clip's own latents: further latents, and embeddings."""
         return self._once("conditions", lambda: stored_conditions(self.config))
 
     def latent_key(self, clip: Clip) -> str:

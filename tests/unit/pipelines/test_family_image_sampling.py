@@ -26,11 +26,11 @@ from mmspeed.models.codecs.vae import load_codec
 from mmspeed.models.families.base import packed, unpacked
 from mmspeed.models.families.complete import completed
 from mmspeed.models.sections import call_of, with_weights
-from mmspeed.pipelines.diffusion.anchors import held
+from mmspeed.pipelines.diffusion.conditioning_frames import held
 from mmspeed.pipelines.diffusion.objective import make_objective
 from mmspeed.pipelines.diffusion.predictor import make_predictor
 from mmspeed.pipelines.diffusion.schedulers import family_sampler, generators
-from mmspeed.pipelines.inference.anchor_media import anchors_of
+from mmspeed.pipelines.inference.anchor_media import conditioning_latents
 from mmspeed.pipelines.inference.generate import SampleSettings, sample_together
 from mmspeed.pipelines.inference.prompts import VideoRequest
 from mmspeed.protocols import TextEntry, source_of
@@ -97,17 +97,17 @@ def test_samples_from_images_are_those_of_the_pipeline(
     model.eval()
     predictor = make_predictor(model, config.objective, codec.channels, WIDTH, call_of(config.model))
     request = VideoRequest("a", image=str(tmp_path / "first.png"))
-    anchors = anchors_of([request], config, codec, size, predictor.anchors)
-    assert anchors is not None
+    frames = conditioning_latents([request], config, codec, size, predictor.conditioning)
+    assert frames is not None
     objective = make_objective(config.objective, family_sampler(config)).sized(size, predictor.tokens(latent))
     positive, negative = map(TextEntry, texts)
     settings = SampleSettings(steps, guidance, "family", 0)
     actual = sample_together(
-        model, objective, [positive], [negative], noise, settings, CPU, None, predictor, FPS, codec.strides, anchors
+        model, objective, [positive], [negative], noise, settings, CPU, None, predictor, FPS, codec.strides, frames
     )
 
     pipeline: Any = getattr(diffusers, kind)(**components(tmp_path / "model", kind))
-    truth = official(pipeline, name, noise, anchors.latents_PCThw, anchors.mask_PT, picture, texts,
+    truth = official(pipeline, name, noise, frames.latents_PCThw, frames.mask_PT, picture, texts,
                      {"height": size.height, "width": size.width, "num_frames": size.frames, "num_inference_steps": steps},
                      guidance)  # fmt: skip
     assert (actual - noise).abs().max() > 0.1

@@ -19,7 +19,7 @@ from mmspeed.config import Config, load_config
 from mmspeed.config.conditioning import ConditioningConfig
 from mmspeed.config.schema import DiffusersVaeConfig
 from mmspeed.data import DatasetCache
-from mmspeed.data.loading.collate import give_frames
+from mmspeed.data.loading.collate import draw_conditioning
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.models.codecs.frames import frame_latents, with_grey
@@ -85,7 +85,7 @@ def test_wan_conditions_are_the_pipelines(tmp_path: Path, last: bool) -> None:
     condition = codec.encode(video).mean_BCThw
     anchors_BT = torch.tensor([[True, False, last]])
     conditions = Conditions(
-        text_BLD, torch.ones(1, 512, dtype=torch.bool), named={"given": anchors_BT, "condition": condition}
+        text_BLD, torch.ones(1, 512, dtype=torch.bool), named={"conditioning_mask": anchors_BT, "condition": condition}
     )
     config, call = dict(official.transformer.config), WanCall()
     got = call.call(config, noise, seen["timestep"] / 1000, conditions)
@@ -93,7 +93,7 @@ def test_wan_conditions_are_the_pipelines(tmp_path: Path, last: bool) -> None:
     assert torch.equal(got["hidden_states"][:, :20], seen["hidden_states"][:, :20])  # noisy latents and masks
     torch.testing.assert_close(got["hidden_states"], seen["hidden_states"], atol=1e-6, rtol=1e-6)
     assert condition[:, :, 1:].abs().max() > 0.1  # grey frames are no zeros in latents
-    modes = call.anchors(config)
+    modes = call.conditioning(config)
     assert modes.modes == ("first", "first_last") and modes.how == "grey"
     with pytest.raises(UserError, match="set the section `conditioning`"):
         call.call(config, noise, torch.ones(1), Conditions(text_BLD, torch.ones(1, 512, dtype=torch.bool)))
@@ -111,7 +111,7 @@ def test_a_time_for_each_token_is_0_where_a_frame_is_given(tmp_path: Path) -> No
     seen = first_call(official, text_BLD, image=picture(0))
     mask_BL = torch.ones(1, 512, dtype=torch.bool)
     time = seen["timestep"].max().float()[None] / 1000
-    conditions = Conditions(text_BLD, mask_BL, named={"given": anchors_BT})
+    conditions = Conditions(text_BLD, mask_BL, named={"conditioning_mask": anchors_BT})
     call = WanCall(expand_timesteps=True)
     got = call.call(dict(official.transformer.config), seen["hidden_states"], time, conditions)
     torch.testing.assert_close(got["timestep"], seen["timestep"].float(), atol=1e-4, rtol=1e-6)
@@ -131,7 +131,7 @@ def test_a_time_for_each_token_is_0_where_a_frame_is_given(tmp_path: Path) -> No
     seen = seen_calls[0]
     x_BCThw = seen["hidden_states"].transpose(1, 2).unflatten(2, (3, 1, 2))
     conditions = Conditions(
-        text_BLD, mask_BL, fps_B=torch.tensor([24.0]), strides=Strides(8, 32), named={"given": anchors_BT}
+        text_BLD, mask_BL, fps_B=torch.tensor([24.0]), strides=Strides(8, 32), named={"conditioning_mask": anchors_BT}
     )
     time = seen["timestep"].max().float()[None] / 1000
     got = LtxCall().call(dict(official.transformer.config), x_BCThw, time, conditions)
@@ -166,7 +166,7 @@ def test_hunyuan_video_is_given_the_first_frame_as_its_pipeline_gives_it(tmp_pat
     )
     call: Any = FAMILIES["HunyuanVideoTransformer3DModel"].call_of({"_class_name": type(official).__name__}, {}.get)
     config = dict(official.transformer.config)
-    rule = call.anchors(config)
+    rule = call.conditioning(config)
     assert rule.modes == ("first",) and rule.how == ("zeros" if concat else "replace")
     stored = {
         name: each[0] for name, each in frame_latents(pixels(picture(0)), rule.stored(["first"]), codec.encode).items()
@@ -174,9 +174,11 @@ def test_hunyuan_video_is_given_the_first_frame_as_its_pipeline_gives_it(tmp_pat
     assert list(stored) == ["first"]  # this codec mixes frames: the first one is encoded alone
     image_latent = stored["first"].expand(-1, 3, -1, -1)
     start = noise[0] * torch.tensor(0.999) + image_latent * (1 - torch.tensor(0.999))  # what the pipeline begins with
-    anchored = give_frames(start, stored, ConditioningConfig(first=1.0), rule, codec.strides, 0, ("a", 0, 0), "a")
-    assert anchored.anchor_T.tolist() == [True, False, False] and (anchored.condition_CThw is None) != concat
-    named = {"given": anchored.anchor_T[None]} | ({"condition": anchored.condition_CThw[None]} if concat else {})  # type: ignore[index]
+    anchored = draw_conditioning(start, stored, ConditioningConfig(first=1.0), rule, codec.strides, 0, ("a", 0, 0), "a")
+    assert anchored.mask_T.tolist() == [True, False, False] and (anchored.condition_CThw is None) != concat
+    named = {"conditioning_mask": anchored.mask_T[None]} | (
+        {"condition": anchored.condition_CThw[None]} if concat else {}
+    )  # type: ignore[index]
     conditions = Conditions(text_BLD, mask_BL, pooled_BD, named=named)
     got = call.call(config, anchored.latent_CThw[None], seen["timestep"].float() / 1000, conditions)
     torch.testing.assert_close(got["hidden_states"], seen["hidden_states"], atol=1e-6, rtol=1e-6)
@@ -203,8 +205,8 @@ def test_an_image_to_video_model_is_trained_from_a_cache(tmp_path: Path) -> None
     task.open(place)
     (batch, *_) = (batch for step in task.data(place).steps(0, 1) for batch in step.batches)
     assert batch["condition"].shape == batch["latents"].shape
-    for anchor_T, condition_CThw in zip(batch["given"], batch["condition"], strict=True):
-        assert bool(anchor_T[0]) and condition_CThw[:, 1:].abs().max() > 0.1
+    for mask_T, condition_CThw in zip(batch["conditioning_mask"], batch["condition"], strict=True):
+        assert bool(mask_T[0]) and condition_CThw[:, 1:].abs().max() > 0.1
     cache = DatasetCache(config.cache_root)
     stored = cache.latent(cache.split("train")[0].latent_keys[0])
     assert {"mean", "grey_first", "grey_first_last"} <= set(stored)
@@ -227,7 +229,7 @@ def test_the_first_frame_alone_is_stored_for_a_codec_that_mixes_frames(tmp_path:
     cache = DatasetCache(config.cache_root)
     stored = cache.latent(cache.split("train")[0].latent_keys[0])
     assert {"mean", "logvar", "first", "first_logvar"} <= set(stored)
-    assert not batch["condition"][:, :, 1:].any() and batch["given"][:, 0].all()
+    assert not batch["condition"][:, :, 1:].any() and batch["conditioning_mask"][:, 0].all()
     assert not torch.equal(batch["condition"][:, :, 0], batch["latents"][:, :, 0])  # all frames are noisy and count
     again = next(batch for step in task.data(RunPlace(Device("cpu", 0))).steps(0, 1) for batch in step.batches)
     assert torch.equal(again["condition"], batch["condition"])
