@@ -82,13 +82,6 @@ def test_every_view_is_all_ranks_in_their_order(case: str) -> None:
         ]
 
 
-def test_experts_of_eight_data_parallel_ranks() -> None:
-    table = mesh_table(8, AxisSizes(ep=4))
-    assert table.shape(EXPERT) == (1, 1, 2, 1, 4, 1)
-    assert groups(table, EP_OUTER, EP_INNER) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert groups(table, EDP) == [[0, 4], [1, 5], [2, 6], [3, 7]]
-
-
 def test_experts_go_over_the_tensor_parallel_ranks_or_are_split_by_them() -> None:
     over = mesh_table(8, AxisSizes(tp=2, ep=4))  # dp_shard 4: 8 ranks share one copy
     assert over.sizes[DP_SHARD] == 4 and over.sizes[EDP] == 2

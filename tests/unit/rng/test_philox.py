@@ -140,23 +140,6 @@ def test_a_permutation_sorts_words(count: int) -> None:
     assert rng.permutation(count, 0, "order", count).tolist() == sorted(range(count), key=lambda n: (words[n], n))
 
 
-@pytest.mark.parametrize("count", [1 << 14, (1 << 14) + 1])
-def test_long_permutations_are_sorted_as_short_ones_are(count: int) -> None:
-    words = philox.Stream(0, "order", count).words(0, count)
-    assert np.array_equal(rng.permutation(count, 0, "order", count), np.lexsort((np.arange(count), words)))
-
-
-@pytest.mark.parametrize("count", [999, 70_001])
-@pytest.mark.parametrize("shift", [3, 52])
-def test_words_that_are_alike_in_their_upper_bits_or_wholly_are_still_in_order(
-    count: int, shift: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = (np.arange(count, dtype=np.uint64) * np.uint64(7919) % np.uint64(601)) << np.uint64(shift)
-    monkeypatch.setattr(philox.Stream, "words", lambda self, begin, count: words[begin : begin + count])
-    expected = sorted(range(count), key=lambda n: (words[n], n))
-    assert philox.Stream(0, "ties").permutation(count).tolist() == expected
-
-
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.one_of(st.integers(0, 3), st.integers(2**64 - 3, 2**64 - 1), st.integers(0, 2**64 - 1)), max_size=70),
