@@ -86,10 +86,8 @@ def test_root_folders_are_imported_through_mmspeed() -> None:
 
 
 def test_bare_imports_are_seen() -> None:
-    assert bare_imports(ast.parse("import models.vae\nfrom pipelines import x\nfrom .models import y")) == [
-        "models.vae",
-        "pipelines",
-    ]
+    code = "import models.vae\nfrom pipelines import x\nfrom .models import y"
+    assert bare_imports(ast.parse(code)) == ["models.vae", "pipelines"]
 
 
 def test_help_loads_no_torch() -> None:
