@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -260,17 +259,3 @@ def test_memory_is_planned_from_shapes(home: Path, name: str) -> None:
         kept = {str(dict(option.ways)): option.kept for option in options}
         assert kept["{'block': 'recompute'}"] == min(kept.values()) < kept["{}"]  # also of regions within blocks
     assert plan.figures.least() <= plan.figures.plain_peak()  # of these tiny ones weights may be the most
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["wan"])
-def test_a_budget_chooses_policies(home: Path, name: str) -> None:
-    config = published_config(home, name, f"name={name}-plain", "train.steps=1")
-    task = task_of(home, name, config)
-    task.open(RunPlace(Device("cpu", 0)))
-    figures = plan_memory(config, task=task, with_swap=False).figures
-    budget = (figures.least() + figures.plain_peak()) // 2
-    under = published_config(home, name, f"name={name}-budget", "train.steps=2", f"memory.budget={budget}")
-    TrainPipeline(under, task=task_of(home, name, under)).run()
-    chosen = json.loads((under.run_dir / "memory.json").read_text())
-    assert any("recompute" in str(value) or "selective" in str(value) for value in chosen.values())
