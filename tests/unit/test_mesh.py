@@ -255,4 +255,4 @@ def test_norms_of_shards_want_the_mesh_that_knows_their_replicas() -> None:
         parameter.grad = parameter.detach() * 2
         with pytest.raises(ValueError, match="needs the mesh"):
             squared_norm([parameter])
-            assert squared_norm([parameter], mesh) == pytest.approx(4 * 6 / 2, rel=1e-6)
+        assert squared_norm([parameter], mesh) == pytest.approx(4 * 6 / 2, rel=1e-6)
