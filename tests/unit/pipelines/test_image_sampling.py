@@ -17,8 +17,6 @@ from mmspeed import rng
 from mmspeed.config import Config, make_config
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.initialize import materialize, read_weights
-from mmspeed.models.build import with_weights
 from mmspeed.models.codecs.vae import load_codec
 from mmspeed.models.families.base import packed, unpacked
 from mmspeed.models.families.complete import completed
@@ -29,7 +27,6 @@ from mmspeed.pipelines.inference.prompts import VideoRequest
 from mmspeed.pipelines.inference.text_to_video import SamplerChoice, TextToVideo
 from mmspeed.pipelines.tasks.synthetic import EncoderShapes
 from mmspeed.pipelines.tasks.video import VideoTask
-from mmspeed.protocols import source_of
 from mmspeed.shapes import Bucket, Strides
 from tests.support.covers import slow_but
 from tests.support.tiny_repositories import (
@@ -40,6 +37,7 @@ from tests.support.tiny_repositories import (
     save_wan,
     save_wan_images,
 )
+from tests.unit.pipelines.test_family_steps import filled
 from tests.unit.pipelines.test_official_check import save_wan_5b
 
 CPU = Device("cpu", 0)
@@ -91,12 +89,7 @@ def config_of(folder: Path, *overrides: str) -> Config:
 def pipeline_of(folder: Path, modes: tuple[str, ...]) -> TextToVideo:
     """The base as a run would have it before its first step."""
     config = config_of(folder, *(f"conditioning.{mode}={1 / len(modes)}" for mode in modes))
-    model = with_weights(config.model, 0, 0, "cpu")
-    materialize(model, torch.device("cpu"))
-    source = source_of(model)
-    assert source is not None
-    read_weights(model, source)
-    return TextToVideo(config, model.eval(), load_codec(config.vae, CPU), CPU)
+    return TextToVideo(config, filled(config.model, 0, 0, "cpu").eval(), load_codec(config.vae, CPU), CPU)
 
 
 def requested(files: dict[str, Path], size: Bucket = SIZE) -> VideoRequest:

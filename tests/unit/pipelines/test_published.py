@@ -21,7 +21,7 @@ from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.pipelines.tuning.memory_estimate import plan_memory
 from mmspeed.protocols import Conditions, RunPlace, blocks_of
 from mmspeed.shapes import Strides
-from tests.support.checkpoints import differing, whole_checkpoint
+from tests.support.checkpoints import whole_checkpoint
 from tests.support.published import (
     FPS,
     MODELS,
@@ -178,14 +178,6 @@ def test_a_run_trains_saves_and_averages(home: Path, trained: str) -> None:
     )
     validations = [row for row in read_metrics(config.run_dir / "metrics.jsonl") if row["kind"] == "validation"]
     assert len(validations) == 2 and all(row["loss"] > 0 for row in validations)
-
-
-def test_a_run_that_was_stopped_goes_on_bitwise(home: Path, trained: str) -> None:
-    for steps in (2, 3, 6):
-        train_published(str(home), trained, (f"name={trained}-parts", f"train.steps={steps}"))
-    parts, whole = published_config(home, trained, f"name={trained}-parts"), published_config(home, trained)
-    assert losses(parts) == losses(whole)
-    assert differing(whole_checkpoint(parts.run_dir), whole_checkpoint(whole.run_dir)) == []
 
 
 def test_the_weights_are_read_once(home: Path) -> None:
