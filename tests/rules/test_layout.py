@@ -59,14 +59,8 @@ def test_floors_can_break(tmp_path: Path) -> None:
     (package / "models" / "__init__.py").write_text("import mmspeed.loop\n", encoding="utf-8")
     done = lint_imports(tmp_path)
     assert done.returncode == 1 and "mmspeed.models is not allowed to import mmspeed.loop" in done.stdout
-    (package / "protocols" / "batch.py").write_text("import mmspeed.device\n", encoding="utf-8")
-    assert "mmspeed.protocols is not allowed to import mmspeed.device" in lint_imports(tmp_path).stdout
-    (package / "pipelines" / "video.py").write_text(
-        "def show():\n    import mmspeed.pipelines.page\n", encoding="utf-8"
-    )
-    assert "No cycles" not in lint_imports(tmp_path).stdout
-    typing = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import mmspeed.pipelines.video\n"
-    (package / "pipelines" / "page.py").write_text(typing, encoding="utf-8")
+    (package / "pipelines" / "video.py").write_text("import mmspeed.pipelines.page\n", encoding="utf-8")
+    (package / "pipelines" / "page.py").write_text("import mmspeed.pipelines.video\n", encoding="utf-8")
     assert "No cycles are allowed in mmspeed.pipelines." in lint_imports(tmp_path).stdout
 
 
