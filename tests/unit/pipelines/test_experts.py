@@ -196,12 +196,7 @@ def alone(home: Path) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(
-    ("name", "steps", "guidance", "guidance_2"),
-    [
-        ("whole", 3, 4.0, 2.0),
-        ("whole", 8, 1.0, None),
-        ("low", 3, 4.0, 1.5),
-    ],
+    ("name", "steps", "guidance", "guidance_2"), [("whole", 3, 4.0, 2.0), ("whole", 8, 1.0, None), ("low", 3, 4.0, 1.5)]
 )
 def test_latents_are_those_of_the_pipeline(
     home: Path, alone: dict[str, Path], name: str, steps: int, guidance: float, guidance_2: float | None

@@ -111,13 +111,7 @@ def test_the_cast_of_a_parameter_is_known_by_its_views_too() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(
-    ("dtype", "arrangement"),
-    [
-        ("float32", "factorised"),
-        ("bfloat16", "full"),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "arrangement"), [("float32", "factorised"), ("bfloat16", "full")])
 def test_shapes_tell_what_is_measured(
     tmp_path: Path, dtype: str, arrangement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

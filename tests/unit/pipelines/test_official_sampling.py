@@ -20,11 +20,7 @@ from mmspeed.pipelines.inference.text_to_video import SamplerChoice, TextToVideo
 from mmspeed.shapes import Bucket
 from tests.support.covers import slow_but
 from tests.support.official_pipelines import NEGATIVE, PROMPT, made_run, shape_of
-from tests.support.tiny_repositories import (
-    REPOSITORIES,
-    save_wan,
-    save_wan_images,
-)
+from tests.support.tiny_repositories import REPOSITORIES, save_wan, save_wan_images
 
 CHOICE = SamplerChoice(steps=2, guidance=3.0)
 

@@ -134,10 +134,7 @@ def test_the_first_frame_can_be_kept_beside_the_text() -> None:
 @pytest.mark.parametrize("case", ["wan", "hunyuan"])
 def test_blocks_at_the_ends_stay_dense(case: str) -> None:
     _, controller = sparse_model(case)
-    every = {
-        "wan": ["blocks.1.attn1"],
-        "hunyuan": ["transformer_blocks.1.attn", "single_transformer_blocks.0.attn"],
-    }
+    every = {"wan": ["blocks.1.attn1"], "hunyuan": ["transformer_blocks.1.attn", "single_transformer_blocks.0.attn"]}
     assert list(controller.layers) == every[case]
     _, all_of_them = sparse_model(case, dense_first=0, dense_last=0)
     assert len(all_of_them.layers) == (4 if len(every[case]) == 2 else 3)

@@ -67,10 +67,7 @@ def test_a_run_begins_with_the_weights_of_another(home: Path) -> None:
             assert torch.equal(tensor, averages[f"ema.{name.removeprefix('model.')}"]), name
 
 
-HALVES = {
-    "split": ("memory.master=split",),
-    "host": ("memory.master=host", "memory.states=host", "memory.ema=host"),
-}
+HALVES = {"split": ("memory.master=split",), "host": ("memory.master=host", "memory.states=host", "memory.ema=host")}
 
 
 @pytest.mark.parametrize("tier", slow_but(HALVES, {"split"}))
