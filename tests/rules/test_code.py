@@ -15,11 +15,8 @@ VENDORS = re.compile(r"\b(cuda|npu|nccl|hccl|torch_npu|cudnn|cublas)\b", re.IGNO
 # Where a vendor may be named: the device file, the choices of `device.kind` with their sentences in the schema, the checks of an
 # Ascend installation, and the backend files of compute: those that pick a fused operator by the kind of device, beside its eager twin.
 VENDOR_FILES = {
-    "mmspeed/device.py",
-    "mmspeed/config/device.py",
-    "mmspeed/compute/attention.py",
-    "mmspeed/cli/ascend_checks.py",
-}
+    "mmspeed/device.py", "mmspeed/config/device.py", "mmspeed/compute/attention.py", "mmspeed/cli/ascend_checks.py",
+}  # fmt: skip
 BACKEND_FILE = re.compile(r"mmspeed/compute/((cuda|npu)\w*|sparse/kernels/(npu_kernels|triton_gather|varlen|flex))\.py")
 
 # Calls that read or run what a stranger may have written, or that write pickles.
@@ -100,19 +97,8 @@ def test_forbidden_calls_are_seen() -> None:
 
 # Names of models and their parts, tasks and batches; folders that know no domain ask these only for what a protocol declares.
 ASKED = {
-    "model",
-    "models",
-    "net",
-    "transformer",
-    "module",
-    "layer",
-    "part",
-    "block",
-    "blocks",
-    "task",
-    "batch",
-    "batches",
-}
+    "model", "models", "net", "transformer", "module", "layer", "part", "block", "blocks", "task", "batch", "batches",
+}  # fmt: skip
 CORE = ("mmspeed/loop/", "mmspeed/parallel/", "mmspeed/memory/", "pipelines/")
 DOMAINS = ("pipelines/tasks/", "pipelines/diffusion/", "pipelines/inference/")
 

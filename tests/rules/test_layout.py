@@ -28,13 +28,9 @@ def test_links_are_relative_and_lead_to_the_root_folders(folder: str) -> None:
 def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
     """Check the imports of the `mmspeed` package in `folder` with the contracts of our pyproject.toml."""
     return subprocess.run(
-        [sys.executable, "-c", LINT, "--config", str(ROOT / "pyproject.toml"), "--no-cache"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+        [sys.executable, "-c", LINT, "--config", str(ROOT / "pyproject.toml"), "--no-cache"], cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)}, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
 
 
 def test_floors() -> None:

@@ -32,13 +32,10 @@ def config(schedule: str = "scaled_linear", zero: bool = False, steps: int = 100
 def theirs(cfg: DdpmConfig) -> Any:
     scheduler: Any = DDPMScheduler
     return scheduler(
-        num_train_timesteps=cfg.steps,
-        beta_schedule=DIFFUSERS_NAME[cfg.schedule],
-        beta_start=cfg.beta_start,
-        beta_end=cfg.beta_end,
-        rescale_betas_zero_snr=cfg.zero_terminal_snr,
+        num_train_timesteps=cfg.steps, beta_schedule=DIFFUSERS_NAME[cfg.schedule], beta_start=cfg.beta_start,
+        beta_end=cfg.beta_end, rescale_betas_zero_snr=cfg.zero_terminal_snr,
         prediction_type="v_prediction" if cfg.prediction == "v" else "epsilon",
-    )
+    )  # fmt: skip
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:

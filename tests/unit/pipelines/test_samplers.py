@@ -75,14 +75,10 @@ def test_heun_matches_diffusers_on_any_model() -> None:
 def test_ddim_matches_diffusers_on_any_model(prediction: str, zero: bool, steps: int) -> None:
     objective = ddpm_objective(prediction, zero)
     scheduler: Any = DDIMScheduler(
-        beta_start=objective.cfg.beta_start,
-        beta_end=objective.cfg.beta_end,
-        beta_schedule="scaled_linear",
-        prediction_type="v_prediction" if prediction == "v" else "epsilon",
-        rescale_betas_zero_snr=zero,
-        timestep_spacing="trailing",
-        clip_sample=False,
-    )
+        beta_start=objective.cfg.beta_start, beta_end=objective.cfg.beta_end, beta_schedule="scaled_linear",
+        prediction_type="v_prediction" if prediction == "v" else "epsilon", rescale_betas_zero_snr=zero,
+        timestep_spacing="trailing", clip_sample=False,
+    )  # fmt: skip
     scheduler.set_timesteps(steps)
     x = noise(torch.float32)
     for t in scheduler.timesteps:

@@ -54,16 +54,10 @@ def test_a_video_of_wan_is_that_of_its_own_pipeline(name: str, shift: float) -> 
     pipe.set_progress_bar_config(disable=True)
     filled = [torch.nn.functional.pad(e.embeds_LD, (0, 0, 0, 512 - len(e.embeds_LD)))[None] for e in (text, negative)]
     theirs = pipe(
-        prompt_embeds=filled[0],
-        negative_prompt_embeds=filled[1],
-        height=32,
-        width=48,
-        num_frames=9,
-        num_inference_steps=6,
-        guidance_scale=3.0,
-        latents=rng.normal(shape, 1, "sample", "a")[None],
+        prompt_embeds=filled[0], negative_prompt_embeds=filled[1], height=32, width=48, num_frames=9,
+        num_inference_steps=6, guidance_scale=3.0, latents=rng.normal(shape, 1, "sample", "a")[None],
         output_type="latent",
-    ).frames
+    ).frames  # fmt: skip
     assert ours.dtype == torch.float32 and ours.std() > 0.1
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 

@@ -298,17 +298,10 @@ def test_a_pipeline_samples_with_warm_plans() -> None:
 
     def sample() -> Tensor:
         return pipe(
-            prompt_embeds=texts[:1],
-            negative_prompt_embeds=texts[1:],
-            height=48,
-            width=48,
-            num_frames=17,
-            num_inference_steps=3,
-            output_type="latent",
-            latents=make_inputs("wan")["hidden_states"][:1],
-            callback_on_step_end=look,
-            return_dict=False,
-        )[0]
+            prompt_embeds=texts[:1], negative_prompt_embeds=texts[1:], height=48, width=48, num_frames=17,
+            num_inference_steps=3, output_type="latent", latents=make_inputs("wan")["hidden_states"][:1],
+            callback_on_step_end=look, return_dict=False,
+        )[0]  # fmt: skip
 
     with warm_plans(model):
         warm = sample()
