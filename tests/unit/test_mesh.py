@@ -66,9 +66,6 @@ def groups(table: MeshTable, *axes: AxisName, view: tuple[AxisName, ...] = EXPER
     return sorted(list(group) for group in results)
 
 
-# -- the table
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_every_view_is_all_ranks_in_their_order(case: str) -> None:
     world, sizes = CASES[case]
@@ -141,9 +138,6 @@ def test_a_config_names_axes_of_the_dense_view() -> None:
         parallel.check_world(36)
 
 
-# -- who reads, and who speaks
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_groups_read_the_same_and_one_of_each_speaks(case: str) -> None:
     world, sizes = CASES[case]
@@ -158,9 +152,6 @@ def test_groups_read_the_same_and_one_of_each_speaks(case: str) -> None:
     assert all(table.knows_loss(rank) for rank in speaking)
     lanes = table.reader(0).count
     assert [table.reader(rank).index for rank in speaking] == list(range(lanes))
-
-
-# -- device meshes
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -193,9 +184,6 @@ def test_submeshes_are_of_views_that_hold_parameters() -> None:
             mesh.submesh(RING)
     with fake_world(0, 8), pytest.raises(ValueError, match="along edp"):
         make_mesh(CPU).submesh(EDP)
-
-
-# -- layouts
 
 
 def on(mesh: DeviceMesh, *placements: Placement) -> nn.Parameter:

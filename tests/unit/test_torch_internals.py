@@ -54,9 +54,6 @@ def agree(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
     return torch.allclose(actual.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-# ---- tensors and storages
-
-
 def test_version_of() -> None:
     tensor = torch.zeros(4)
     assert internals.base_of(tensor) is None and internals.base_of(tensor[1:][1:]) is tensor
@@ -96,9 +93,6 @@ def test_storage_at() -> None:
     internals.free_weak_pointer(pointer)
 
 
-# ---- lists of tensors
-
-
 def test_lists_of_tensors() -> None:
     tensors, ends = [torch.zeros(2), torch.ones(3)], [torch.ones(2), torch.full((3,), 3.0)]
     internals.lerp_each_(tensors, ends, 0.25)
@@ -107,9 +101,6 @@ def test_lists_of_tensors() -> None:
     tensors = [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(1)]
     internals.copy_each_(tensors, [torch.tensor([1.0, 1.001]), torch.tensor([3.0])])
     assert [t.tolist() for t in tensors] == [[1.0, 1.0], [3.0]] and tensors[0].dtype == torch.bfloat16
-
-
-# ---- operators
 
 
 class Watch(internals.TorchDispatchMode):
@@ -203,9 +194,6 @@ def test_varlen_flash_backward() -> None:
     assert all(right(x, packed(y)) for x, y in zip(actual, reference(q, k, v, dout)[1:], strict=True))
 
 
-# ---- modes and trees
-
-
 def test_torchdispatchmode() -> None:
     class Doubled(internals.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -234,9 +222,6 @@ def test_is_traceable_wrapper_subclass() -> None:
 def test_trees() -> None:
     assert internals.tree_leaves({"a": [1, (2,)], "b": None, "c": 3}) == [1, 2, None, 3]
     assert internals.tree_map_only(int, lambda n: n + 1, {"a": [1, "x"]}) == {"a": [2, "x"]}
-
-
-# ---- autograd and torch.compile
 
 
 def test_counting_changes() -> None:
@@ -321,9 +306,6 @@ def test_graphs_between_breaks() -> None:
     assert backend.graphs == 2 and not config.nested_graph_breaks
 
 
-# ---- distributed
-
-
 def test_sum_in_float32() -> None:
     with process_group(CPU):
         layer = nn.Linear(2, 2).bfloat16()
@@ -398,9 +380,6 @@ def test_end_loader_after_a_worker_was_killed() -> None:
     del iterator  # and nothing waits when it is collected
 
 
-# ---- the allocator
-
-
 @needs_cuda
 def test_memory_history_of_a_device() -> None:
     internals.record_memory_history(torch.cuda.memory, enabled="state", context="state", stacks="python")
@@ -417,9 +396,6 @@ def test_memory_segments() -> None:
     seen: dict[str, Any] = {}
     internals.record_memory_history(SimpleNamespace(_record_memory_history=seen.update), enabled="state")
     assert seen == {"enabled": "state"}
-
-
-# ---- the memory tracker
 
 
 def test_memory_tracker_class() -> None:

@@ -56,9 +56,6 @@ def model_of(config: CharacterConfig, weights: dict[str, torch.Tensor] | None = 
     return model
 
 
-# -- a run ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_run_learns_and_its_numbers_are_those_made_by_hand(home: Path) -> None:
     config = character_config(home)
     task, steps = CharacterTask(config), rows(config)
@@ -125,9 +122,6 @@ def test_another_size_of_steps_is_reported_when_a_run_goes_on(home: Path, caplog
 def test_a_run_of_another_width_is_refused(home: Path) -> None:
     with pytest.raises(UserError, match="was started with another width"):
         train_characters(str(home), ("width=8",))
-
-
-# -- the command line -------------------------------------------------------------------------------------------------
 
 
 def test_the_command_line_trains_it(home: Path) -> None:

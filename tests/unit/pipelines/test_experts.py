@@ -154,8 +154,6 @@ def test_a_run_begins_with_both_experts_of_another(home: Path) -> None:
     assert all(torch.equal(value, averages[name]) for name, value in of_role(further, "model", role).items())
 
 
-# -- samples ------------------------------------------------------------------------------------------------------------
-
 PROMPT, NEGATIVE = "a rabbit runs over a green meadow", "dark"
 
 

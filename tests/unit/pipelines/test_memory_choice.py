@@ -77,9 +77,6 @@ def calls_of(config: Config, blocks: int = 2) -> list[BlockCall]:
     return capture(lambda: task.loss(step.parts.models, batch), list(step.model.blocks))
 
 
-# -- what is measured -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("alone")
 def test_figures_of_branches_add_up(tmp_path: Path) -> None:
     """Bytes of any combination of ways are those of each way alone, so few runs are needed."""
@@ -191,9 +188,6 @@ def test_options_that_nothing_speaks_for_are_left_out() -> None:
     assert len(front(peaks)) == 1 and len(front(peaks, peaks=True)) == 2
 
 
-# -- budgets ----------------------------------------------------------------------------------------------------------
-
-
 def gradients(model: nn.Module) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
@@ -228,9 +222,6 @@ def test_what_a_choice_depends_on_is_of_jsons_types(tmp_path: Path) -> None:
     assert setting["model.sparse"]["keep"] == 0.25 and setting["vae.strides"] == [4, 8]
 
 
-# -- plans ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_plan_of_several_devices_divides(tmp_path: Path) -> None:
     config = config_of(tmp_path, "parallel.strategy=fsdp", "parallel.ulysses=2")
@@ -256,9 +247,6 @@ def test_a_plan_offloads_where_copies_hide(tmp_path: Path) -> None:
     text = "\n".join(replace(fast, budget=budget, chosen=fast.figures.choose(budget)).lines())
     assert "estimated from shapes" in text and "offload" in text and "TFLOP/s" in text
     assert "nothing fits" in "\n".join(replace(fast, budget=1000, chosen=None).lines())
-
-
-# -- runs -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

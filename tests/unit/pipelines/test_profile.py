@@ -46,8 +46,6 @@ BUCKETS = "data.buckets=[{frames: 5, height: 32, width: 48}, {frames: 1, height:
 CPU = Device("cpu", 0)
 Memory = Callable[[int], int]
 
-# -- how far to go ----------------------------------------------------------------------------------------------------
-
 memories = st.builds(
     lambda state, flat, fixed, each: (state, lambda n: state + max(flat, fixed + n * each)),
     state=st.integers(0, 10**6),
@@ -123,9 +121,6 @@ def test_limits_of_memory() -> None:
             parse_memory(wrong)
 
 
-# -- measurements -----------------------------------------------------------------------------------------------------
-
-
 def rows(bucket: Bucket, *points: tuple[int, float, int]) -> tuple[Measurement, ...]:
     return tuple(Measurement(bucket, *point) for point in points)
 
@@ -156,9 +151,6 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         path.write_text(text, encoding="utf-8")
         with pytest.raises(UserError, match=r"buckets.json is not as .*: run it again"):
             Measured.load(path)
-
-
-# -- memory -----------------------------------------------------------------------------------------------------------
 
 
 def test_memory_of_the_cpu_is_counted_to_the_byte() -> None:
@@ -206,9 +198,6 @@ def test_a_step_takes_weights_gradients_moments_average_and_activations(tmp_path
     assert state - without[0] == weights
     recomputed = trial(small_config(tmp_path, BUCKETS, "memory.activation_policy={block: recompute}"), LONG, 8)
     assert recomputed[1] < peak
-
-
-# -- the whole way ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -296,9 +285,6 @@ def test_what_is_said_of_measurements(profiled: BucketProfile) -> None:
     }.items():
         with pytest.raises(UserError, match=name):
             load_measured(profiled.path, setting | {name: value})
-
-
-# -- mistakes ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_model_that_does_not_fit(tmp_path: Path) -> None:

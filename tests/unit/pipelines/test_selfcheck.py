@@ -45,9 +45,6 @@ def config(tmp_path: Path) -> Config:
     return small_config(tmp_path, f"data.buckets={buckets}")
 
 
-# --- what is shrunk ---
-
-
 @given(st.tuples(*[st.integers(1, 80)] * 3), st.integers(1, 8), st.integers(1, 4))
 def test_small_latents_split_as_large_ones_do(grid: tuple[int, int, int], sequence: int, tensor: int) -> None:
     latent = (grid[0], 2 * grid[1], 2 * grid[2])
@@ -95,9 +92,6 @@ def test_other_processes_make_the_same_small_run(config: Config, monkeypatch: py
     assert (other.config, other.strides, other.small_samples) == (first.config, first.strides, first.small_samples)
 
 
-# --- layouts in words ---
-
-
 def test_layouts_are_read(config: Config) -> None:
     own = config.model_copy(update={"parallel": config.parallel.model_copy(update={"ring": 8, "shard": "space"})})
     parallel = with_layout(own, "ulysses=2, parallel.dp_shard=3").parallel
@@ -126,8 +120,6 @@ def test_buckets_that_do_not_fit_are_reported(config: Config) -> None:
     with pytest.raises(UserError, match="does not fit the codec"):
         shrink_run(VideoTask(with_layout(config, "ring=2")), Strides(8, 8))
 
-
-# --- the verdict ---
 
 RIGHT = {
     f"blocks.{i}.{name}": np.full(4, 1.0 + i, np.float32) for i in range(3) for name in ("mlp.up.weight", "qkv.weight")
@@ -188,9 +180,6 @@ def test_what_a_video_step_must_send(config: Config, layout: str, wanted: set[st
     assert set(small(config, layout).expected("images")) == {what for what in wanted if what.endswith(" tp")}
 
 
-# --- what ranks meet ---
-
-
 def met(names: list[str], weight: float, digest: str = "x", image: bool = False) -> MicroBatchDigest:
     return MicroBatchDigest(not image, names, [weight] * len(names), digest)
 
@@ -222,8 +211,6 @@ def test_times_of_a_part_of_their_range_are_seen() -> None:
     assert uneven([100, 103, 97, 100, 99, 101, 98, 102, 100, 100]) < 5
     assert uneven([1000] + [0] * 9) > 1000
 
-
-# --- children ---
 
 SLEEPER = "import sys, time, os, json; job = json.loads(sys.stdin.readline()); open(job['pid'], 'w').write(str(os.getpid()))\n"
 

@@ -38,9 +38,6 @@ class Without(nn.Module):
         return x_BCThw
 
 
-# -- names ------------------------------------------------------------------------------------------------------------
-
-
 def test_an_unknown_task_is_reported_with_the_nearest_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"test: task 'vidoe' is not known; did you mean 'video'\? \(known: video"):
         make_run_config({**small_tree(tmp_path), "task": "vidoe"}, origin="test")
@@ -58,9 +55,6 @@ def test_a_task_is_known_by_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert TASKS["letters"] == TaskEntry(*names, origin="this program")
     config = character_config(tmp_path)
     assert isinstance(make_task(config.model_copy(update={"task": "letters"})), CharacterTask)
-
-
-# -- keys -------------------------------------------------------------------------------------------------------------
 
 
 def test_keys_of_another_task_are_reported_with_their_task(tmp_path: Path) -> None:
@@ -117,9 +111,6 @@ def test_a_divisor_of_0_is_reported_with_its_step(tmp_path: Path) -> None:
     config = character_config(tmp_path)
     with pytest.raises(UserError, match=r"step 1: the step's divisor 'tokens' is 0: it has no item that counts"):
         TrainPipeline(config, task=Empty(config)).run()
-
-
-# -- models -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lacking", [("tokens",), ("blocks", "flops")])
