@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
-from mmspeed.__main__ import main
 from mmspeed.cli.init import write_config
 from mmspeed.config import Config, load_config
 from mmspeed.data import DatasetCache
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.inference.text_to_video import TextToVideo
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.protocols import RunPlace
 from tests.support.runs import losses
 from tests.support.tiny_repositories import save_cogvideox, save_wan
 
-FRAMES, HEIGHT, WIDTH = 9, 32, 64
 SMALL = (
     "data.limit=4", "data.buckets=[{frames: 13, height: 32, width: 48}]", "data.val_fraction=0", "validate.prompts=[]",
     "train.steps=2", "train.log_every=1", "train.ema_decay=null",
 )  # fmt: skip
-
-
-def picture(seed: int) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (HEIGHT, WIDTH, 3), dtype=np.uint8))
 
 
 def config_of(folder: Path, *overrides: str) -> Config:
@@ -78,16 +68,3 @@ def test_the_first_frame_alone_is_stored_for_a_codec_that_mixes_frames(tmp_path:
     assert not torch.equal(batch["condition"][:, :, 0], batch["latents"][:, :, 0])  # all frames are noisy and count
     again = next(batch for step in task.data(RunPlace(Device("cpu", 0))).steps(0, 1) for batch in step.batches)
     assert torch.equal(again["condition"], batch["condition"])
-
-    picture(0).save(tmp_path / "one.png")
-    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "a", "image": "one.png", "seed": 1}) + "\n")
-    common = ["sample", str(config.run_dir), "--device", "cpu", "--steps", "2", "--weights", "model"]
-    assert main([*common, "--prompts", str(tmp_path / "p.jsonl"), "-o", str(tmp_path / "v.mp4")]) == 0
-    assert (tmp_path / "v-0001.mp4").exists()
-    pipe = TextToVideo.from_run(config.run_dir, device="cpu")
-    with pytest.raises(UserError, match=r"the model of this run makes videos of given frames alone: give --image"):
-        pipe("a", steps=2)
-    (one,) = pipe("a", steps=2, image=tmp_path / "one.png")
-    picture(1).save(tmp_path / "two.png")
-    (two,) = pipe("a", steps=2, image=tmp_path / "two.png")
-    assert (one.frames_FHWC != two.frames_FHWC).any()
