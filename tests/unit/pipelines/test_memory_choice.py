@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -247,11 +246,6 @@ def test_a_plan_offloads_where_copies_hide(tmp_path: Path) -> None:
     text = "\n".join(replace(fast, budget=budget, chosen=fast.figures.choose(budget)).lines())
     assert "estimated from shapes" in text and "offload" in text and "TFLOP/s" in text
     assert "nothing fits" in "\n".join(replace(fast, budget=1000, chosen=None).lines())
-
-
-@pytest.fixture(scope="module")
-def home(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(shutil.copytree(small_cache, tmp_path_factory.mktemp("memory") / "home"))
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -198,12 +197,6 @@ def test_a_step_takes_weights_gradients_moments_average_and_activations(tmp_path
     assert state - without[0] == weights
     recomputed = trial(small_config(tmp_path, BUCKETS, "memory.activation_policy={block: recompute}"), LONG, 8)
     assert recomputed[1] < peak
-
-
-@pytest.fixture(scope="module")
-def home(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a finished cache of the long bucket."""
-    return Path(shutil.copytree(small_cache, tmp_path_factory.mktemp("profile") / "home"))
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +17,6 @@ from mmspeed.pipelines import TextToVideo, TrainPipeline
 from mmspeed.pipelines.run.run_folder import RunFolder
 from tests.support.decoding import video_of
 from tests.support.runs import losses, small_config
-
-
-@pytest.fixture(scope="module")
-def home(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a finished cache."""
-    return Path(shutil.copytree(small_cache, tmp_path_factory.mktemp("home") / "home"))
 
 
 def tensors(config: Config, step: int) -> dict[str, torch.Tensor]:
