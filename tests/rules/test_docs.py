@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from mmspeed.config import all_fields
 from mmspeed.config.docs import generate
 from mmspeed.version import __version__
@@ -22,12 +20,3 @@ def test_every_field_is_described() -> None:
 def test_version_is_the_same_everywhere() -> None:
     assert f'\nversion = "{__version__}"\n' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert f"## [{__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-
-
-def test_files_of_a_batchs_way_are_there_and_listed_once() -> None:
-    """On each line of the page a folder, its files, and what they do."""
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    section = page.split("\n## A batch's way\n")[1].split("\n## ")[0]
-    lines = re.findall(r"^    (\S+/) +((?:\w+\.py +)+)\S.*$", section, re.MULTILINE)
-    listed = [folder + name for folder, names in lines for name in names.split()]
-    assert len(listed) == len({*listed}) > 30 and all((ROOT / name).is_file() for name in listed)
