@@ -13,7 +13,7 @@ class TextSourceConfig(Section):
     """Files of texts, chats or token ids."""
 
     path: str = Field(
-        description="File or folder: `.jsonl`, `.csv`, `.parquet`, `.txt`, `.tar`, each also behind `.gz` or `.zst`; Megatron's `.bin` beside its `.idx`. `*` names several. Relative paths are taken from the config file."
+        description="File or folder: `.jsonl`, `.ndjson`, `.json` (an array, or lines), `.csv`, `.parquet`, `.txt`, `.tar`, each also behind `.gz` or `.zst`; Megatron's `.bin` beside its `.idx`. `*` names several. Hidden folders are not entered, links are followed. Relative paths are taken from the config file."
     )
     name: str | None = Field(
         None,

@@ -168,8 +168,8 @@ def _write_small_files(
     ends = _ends(work, folder.info().get("texts", {})) if own.is_dir() else {}
     end = ends.get("eos_token_id")
     if end is not None and end not in stops:  # training has taught it another end
-        ends = ends if other else {"eos_token_id": [*stops, end] if stops else end}
-        tree, generation = tree | ends, generation | ends
+        changed: dict[str, Any] = {**ends} if other else {"eos_token_id": [*stops, end] if stops else end}
+        tree, generation = tree | changed, generation | changed
         place.write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
     (work / "config.json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
 

@@ -153,7 +153,7 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            (text,), spans = render_jinja_template(
+            written: Any = render_jinja_template(
                 [list(messages)],
                 chat_template=self._template,
                 return_assistant_tokens_mask=self.marked,
@@ -164,7 +164,8 @@ class ChatTemplate:
             raise ChatError(
                 f"the template refuses it: {str(error).splitlines()[0][:200] if str(error) else error!r}"
             ) from error
-        return text, [(int(begin), int(end)) for begin, end in spans[0]] if self.marked else []
+        texts, spans = written
+        return str(texts[0]), [(int(begin), int(end)) for begin, end in spans[0]] if self.marked else []
 
     def _tokens(self, text: str, spans: Spans) -> tuple[list[int], npt.NDArray[np.bool_]]:
         """The ids of a text that may hold hidden tokens, and marks of those within spans."""
