@@ -184,7 +184,7 @@ def _ids(value: int | list[int] | None) -> list[int]:
     return [] if value is None else list(value) if isinstance(value, list) else [value]
 
 
-def _ends(folder: Path, texts: Mapping[str, Any]) -> dict[str, int]:
+def _ends(folder: Path, texts: Mapping[str, Any]) -> dict[str, int | None]:
     """The ids that begin, end and pad texts, from a tokenizer's folder and what run.json says of its documents."""
     tokenizer = load_tokenizer(folder)
     end = texts.get("end_of_document", tokenizer.eos_token_id)
@@ -194,7 +194,9 @@ def _ends(folder: Path, texts: Mapping[str, Any]) -> dict[str, int]:
         "eos_token_id": end,
         "pad_token_id": end if pad is None else pad,
     }
-    return {name: int(number) for name, number in ids.items() if number is not None} if end is not None else {}
+    return (
+        ids if end is not None else {}
+    )  # without a begin, too: that of a base or of a class is none of this tokenizer
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -214,7 +214,10 @@ def test_another_tokenizer_than_the_bases_brings_its_own_stops(tmp_path: Path) -
     export_language_run(tuned(tmp_path, BASE, path=str(path.parent), end_of_document="<|stop|>"), out)
     assert (out / "tokenizer.json").read_bytes() == path.read_bytes() and not (out / "vocab.txt").exists()
     written = json.loads((out / "generation_config.json").read_text())
-    assert written == BASE | {"eos_token_id": 258, "pad_token_id": 258} and (out / "LICENSE").exists()
+    assert (
+        written == BASE | {"bos_token_id": None, "eos_token_id": 258, "pad_token_id": 258}
+        and (out / "LICENSE").exists()
+    )
 
 
 def test_a_text_begins_once_and_ends_at_each_stop(tmp_path: Path) -> None:
