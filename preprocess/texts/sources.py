@@ -213,6 +213,8 @@ def _array(
         while at < len(signs) and signs[at] in " \t\r\n,":
             at += 1
         if signs.startswith("]", at):
+            if (signs[at + 1 :] + file.read(_PIECE)).strip():
+                raise ValueError("something follows the array")
             return
         try:
             tree, end = decode(signs, at)

@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from mmspeed.config import make_run_config
-from mmspeed.data.cache.text_cache import TextCache
 from mmspeed.data.cache.tables import read_info, write_info
+from mmspeed.data.cache.text_cache import TextCache
 from mmspeed.errors import UserError
 from mmspeed.pipelines.tasks.language_start import open_texts
 from mmspeed.preprocess.texts.chat import ChatError, ChatTemplate

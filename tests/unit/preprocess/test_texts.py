@@ -123,6 +123,7 @@ def test_the_files_of_a_folder_are_found_and_the_others_counted(tmp_path: Path) 
         ('{"text": "a"\n{"text": "b"}', ["b"], {"broken_line": 1}),
         ('{\n "text": "a",\n "n": 1\n}', ["a"], {}),
         ('[{"text": "a"}, {"text": "b"', ["a"], {"broken_line": 1}),
+        ('[{"text": "a"}]\n[{"text": "b"}]', ["a"], {"broken_line": 1}),
         ('[{"text": "' + "x" * 600_000 + '"}, {"text": "a"}]', ["a"], {"too_large": 1}),
         ('[{"text": "a"}, {"text": "' + "x" * 9_000_000 + '"}]', ["a"], {"too_large": 1}),
         (json.dumps([{"text": f"{n:200}"} for n in range(9_000)]), [f"{n:200}" for n in range(9_000)], {}),
