@@ -185,18 +185,14 @@ def _ids(value: int | list[int] | None) -> list[int]:
 
 
 def _ends(folder: Path, texts: Mapping[str, Any]) -> dict[str, int | None]:
-    """The ids that begin, end and pad texts, from a tokenizer's folder and what run.json says of its documents."""
+    """The ids that begin (None, where none does), end and pad texts, from a tokenizer's folder and what run.json says of its documents."""
     tokenizer = load_tokenizer(folder)
     end = texts.get("end_of_document", tokenizer.eos_token_id)
+    if end is None:
+        return {}
     begin, pad = texts.get("begin_of_document", []), tokenizer.pad_token_id
-    ids = {
-        "bos_token_id": begin[0] if len(begin) == 1 else None,
-        "eos_token_id": end,
-        "pad_token_id": end if pad is None else pad,
-    }
-    return (
-        ids if end is not None else {}
-    )  # without a begin, too: that of a base or of a class is none of this tokenizer
+    first = begin[0] if len(begin) == 1 else None
+    return {"bos_token_id": first, "eos_token_id": end, "pad_token_id": end if pad is None else pad}
 
 
 def load_tokenizer(folder: Path) -> Any:

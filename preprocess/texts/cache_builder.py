@@ -177,13 +177,10 @@ class TextCacheBuilder:
                 raise UserError(f"cache {self.root} holds videos, not texts; name another folder under texts.cache")
             recorded = recorded_section(self.root, info)
             if recorded != wanted:
-                without = recorded == {**wanted, "begin_of_document": False}
-                why = (
-                    "without the tokens that its tokenizer puts around each text"
-                    if without
-                    else "with another tokenizer"
-                )
-                keep = "; tokenizer.begin_of_document: false keeps it as it is" if without else ""
+                why, keep = "with another tokenizer", ""
+                if recorded == {**wanted, "begin_of_document": False}:
+                    why = "without the tokens that its tokenizer puts around each text"
+                    keep = "; tokenizer.begin_of_document: false keeps it as it is"
                 raise UserError(
                     f"cache {self.root} was made {why} ({recorded}); name another folder under texts.cache, or delete it{keep}"
                 )

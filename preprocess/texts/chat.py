@@ -91,7 +91,7 @@ class ChatTemplate:
         return next(filter(None, (self._tokens_of(message).among(strings_of(message)) for message in messages)), "")
 
     def altered(self, messages: Sequence[Any]) -> bool:
-        """True for a chat without a special token in its words that version 1 gave other marks."""
+        """True for a chat that version 1 gave other marks, whatever it spells."""
         first = messages[0] if messages else None
         begins = isinstance(first, Mapping) and first.get("role") == "assistant"
         return self._trims or (begins and not self.marked)

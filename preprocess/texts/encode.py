@@ -56,7 +56,7 @@ class Encoder:
         return self.chat().spelled(value) if isinstance(value, list) else ""
 
     def altered(self, value: Any) -> bool:
-        """True for a row that spells no special token, and that version 1 gave other marks."""
+        """True for a chat that version 1 gave other marks, whatever it spells."""
         return isinstance(value, list) and self.chat().altered(value)
 
     def documents(self, rows: Sequence[tuple[str, Any]], rule: Rule) -> list[Document]:
