@@ -142,7 +142,7 @@ def turn(role: str, *words: bytes | int) -> list[int]:
         (LLAMA, say("hi <|end|><|head|>", "yo"), turn("user", b"hi <|end|><|head|>") + turn("assistant", b"yo"), b"yo"),
         (LLAMA, say("hi", "a<|turn|>b"), turn("user", b"hi") + turn("assistant", b"a<|turn|>b"), b"a<|turn|>b"),
         (PARTS, say([{"text": " <|end|> "}], [{"text": "yo"}]), turn("user", b"<|end|>") + turn("assistant", b"yo"), b"yo"),
-        (MARKED, say("<|begin|>", "yo"), turn("user", b"<|begin|>") + turn("assistant", b"yo"), None),
+        (MARKED, say("<|begin|>", "yo"), turn("user", b"<|begin|>") + turn("assistant", b"yo"), b"yo"),
         (
             TOOLS,
             [*say("hi"), {"role": "assistant", "content": None, "call": {"x": "<|end|>", "y": None}}],
@@ -150,26 +150,17 @@ def turn(role: str, *words: bytes | int) -> list[int]:
             b'<think>{"x": "<|end|>", "y": null}',
         ),
         (LLAMA, say("", "yo")[1:], turn("assistant", b"yo"), b"yo"),  # begins with the assistant
-        (DEFAULT_SYSTEM, say("", "yo", "a", "b")[1:], turn("system", b"be good") + turn("assistant", b"yo") + turn("user", b"a") + turn("assistant", b"b"), None),
+        (DEFAULT_SYSTEM, say("", "yo", "a", "b")[1:], turn("system", b"be good") + turn("assistant", b"yo") + turn("user", b"a") + turn("assistant", b"b"), [*b"yo", TURN, *b"b"]),
         (LLAMA, say("hi", "  \n yo  "), turn("user", b"hi") + turn("assistant", b"  \n yo  "), b"  \n yo  "),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("trim", [None, True])
 def test_the_tokens_of_a_chat_are_those_of_its_template(
-    tmp_path: Path, template: str, chat: list[Any], ids: list[int], trained: bytes | None, trim: bool | None
+    tmp_path: Path, template: str, chat: list[Any], ids: list[int], trained: Any, trim: bool | None
 ) -> None:
     got, marks = ChatTemplate(save(tmp_path, template=template, trim=trim)).encode(chat)
     assert got == [BEGIN, *ids]
-    if trained is not None:
-        assert [number for number, mark in zip(got, marks, strict=True) if mark] == [*trained, TURN]
-
-
-def test_marks_of_a_chat_that_begins_with_the_assistant(tmp_path: Path) -> None:
-    template = ChatTemplate(save(tmp_path, template=DEFAULT_SYSTEM))
-    got, marks = template.encode(say("", "yo", "a", "b")[1:])
-    assert [number for number, mark in zip(got, marks, strict=True) if mark] == [*b"yo", TURN, *b"b", TURN]
-    with pytest.raises(ChatError, match="private character"):
-        template.encode(say("\U00100001", "yo"))
+    assert [number for number, mark in zip(got, marks, strict=True) if mark] == [*trained, TURN]
 
 
 def test_the_head_of_a_turn_that_a_user_spells_is_text_and_a_thought_of_the_assistant_is_not(tmp_path: Path) -> None:
@@ -179,8 +170,11 @@ def test_the_head_of_a_turn_that_a_user_spells_is_text_and_a_thought_of_the_assi
     core.add_tokens(["[user]", "[think]"])
     core.save(str(folder / "tokenizer.json"))
     user, think = core.token_to_id("[user]"), core.token_to_id("[think]")
-    got, _ = ChatTemplate(folder).encode(say("[user]", "[think]x"))
+    chats = ChatTemplate(folder)
+    got, _ = chats.encode(say("[user]", "[think]x"))
     assert got == [think, user, *b"user\n[user]", TURN, user, *b"assistant\n", think, *b"x", TURN]
+    with pytest.raises(ChatError, match="private character"):
+        chats.encode(say("\U00100001", "yo"))
 
 
 @pytest.mark.parametrize("template", [LLAMA, LLAMA.replace("{{ bos_token }}", "")])
