@@ -122,7 +122,10 @@ def test_a_vocabulary_that_has_a_special_token_as_words_rejects_texts_that_spell
 
 TOOLS = LLAMA.replace("{{ m['content'] }}", "{{ m['content'] }}{% if m.call %}<think>{{ m.call | tojson }}{% endif %}")
 PARTS = LLAMA.replace("{{ m['content'] }}", "{% for p in m['content'] %}{{ p.text | trim }}{% endfor %}")
-MARKED = LLAMA.replace("{{ m['content'] }}<|turn|>", "{% generation %}{{ m['content'] }}<|turn|>{% endgeneration %}")
+_TURN = "{{ m['content'] }}<|turn|>"
+MARKED = LLAMA.replace(
+    _TURN, f"{{% if m.role == 'user' %}}{_TURN}{{% else %}}{{% generation %}}{_TURN}{{% endgeneration %}}{{% endif %}}"
+)
 
 
 def say(*words: Any) -> list[dict[str, Any]]:
