@@ -9,9 +9,11 @@ import hashlib
 import json
 import logging
 import re
+import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ BLOCKS = 16
 WHOLE = 2 * BLOCK * BLOCKS  # safetensors up to this size are hashed whole
 VOLATILE = ("_diffusers_version", "_name_or_path", "transformers_version")  # written anew by every save
 HEADER_LIMIT = 100 << 20  # bytes; that of safetensors itself
+# beside the weights in a model's folder: settings, stops, tokenizers, code, licences
+SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICENSE*", "NOTICE*")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -92,6 +96,14 @@ def folders_in(folder: Path) -> list[str]:
 def _holds(folder: Path) -> str:
     names = folders_in(folder)
     return f" (folders there: {', '.join(names[:12])})" if names else ""
+
+
+def copy_small_files(folder: Path, target: Path, without: Iterable[str] = ()) -> None:
+    """Copy the files beside the weights of a model's folder, but for those whose names match the patterns `without`."""
+    for path in sorted(folder.iterdir()):
+        wanted = any(fnmatch(path.name, pattern) for pattern in SMALL_FILES)
+        if wanted and path.is_file() and not any(fnmatch(path.name, name) for name in (".*", "*.index.json", *without)):
+            shutil.copyfile(path, target / path.name)
 
 
 def read_json(path: Path, key: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ class TextSourceConfig(Section):
     """Files of texts, chats or token ids."""
 
     path: str = Field(
-        description="File or folder: `.jsonl`, `.csv`, `.parquet`, `.txt`, `.tar`, each also behind `.gz` or `.zst`; Megatron's `.bin` beside its `.idx`. `*` names several. Relative paths are taken from the config file."
+        description="File or folder: `.jsonl`, `.ndjson`, `.json` (an array, or lines), `.csv`, `.parquet`, `.txt`, `.tar`, each also behind `.gz` or `.zst`; Megatron's `.bin` beside its `.idx`. `*` names several. Hidden folders are not entered, links are followed. Relative paths are taken from the config file."
     )
     name: str | None = Field(
         None,
@@ -122,6 +122,10 @@ class StoredTokenizerConfig(Section):
     kind: Literal["transformers"] = Field(description="A tokenizer that is there already.")
     path: str = Field(description="Folder with a `tokenizer.json`, or a hub id.")
     revision: str | None = Field(None, description="Branch, tag or commit on the hub; null: its main branch.")
+    begin_of_document: Literal[False] | str | None = Field(
+        None,
+        description="Token before each document; null: what the tokenizer's own post-processor puts around a text; false: none. A chat whose template writes it gets no second one.",
+    )
     end_of_document: str | None = Field(
         None, description="Token behind each document; null: its end of sequence (`eos_token`), if it has one."
     )

@@ -6,7 +6,6 @@ Blocks of DeepSeek's fp8 (E4M3, a scale for each 128 x 128 numbers) are multipli
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +20,15 @@ from mmspeed.models.language.config import DecoderSettings
 from mmspeed.models.language.decoder import Decoder
 from mmspeed.models.language.families import IGNORED_NAMES, SHARED, hub_names, settings_of
 from mmspeed.models.stored import NUMBERS, FileWeights, OpenFiles, shapes_of
-from mmspeed.models.weights import fingerprint, header_of, read_json, resolve, weight_files, weight_patterns
+from mmspeed.models.weights import (
+    copy_small_files,
+    fingerprint,
+    header_of,
+    read_json,
+    resolve,
+    weight_files,
+    weight_patterns,
+)
 from mmspeed.models.writing import DTYPES, TensorEntry, new_folder, write_tensors
 from mmspeed.protocols import Part, declare_source
 
@@ -29,7 +36,6 @@ STEM = "model"
 KEY = "model.pretrained"
 FP8 = "F8_E4M3"
 SCALE = "_scale_inv"  # behind the name of a weight
-OTHER_FILES = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja")
 SHARD_BYTES = 5 * 10**9
 MODULE = re.compile(r"^model\.layers\.(\d+)\.")
 
@@ -192,9 +198,7 @@ def write_folder(
 
     with new_folder(out) as work:
         write_tensors(work, STEM, entries, value_of, shard_bytes)
-        for path in [base / "config.json", *(path for pattern in OTHER_FILES for path in sorted(base.glob(pattern)))]:
-            if path.is_file():
-                shutil.copyfile(path, work / path.name)
+        copy_small_files(base, work)
     return [entry.name for entry in entries]
 
 

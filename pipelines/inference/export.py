@@ -21,11 +21,11 @@ from mmspeed.loop.checkpoint.load import of_role, open_checkpoint
 from mmspeed.loop.checkpoint.merging import whole_tensor
 from mmspeed.loop.checkpoint.storage import EMA_UPDATES, FROZEN, ROLES
 from mmspeed.models.diffusers.loading import RepositoryWeights, weights_of
-from mmspeed.models.diffusers.repository import INDEX, STEM, Repository
+from mmspeed.models.diffusers.repository import STEM, Repository
 from mmspeed.models.families.complete import completed
 from mmspeed.models.sections import bare, repository_of
 from mmspeed.models.stored import check_tensors, shapes_of
-from mmspeed.models.weights import resolve
+from mmspeed.models.weights import SMALL_FILES, copy_small_files, resolve
 from mmspeed.models.writing import TensorEntry, new_folder, require_new, write_tensors
 from mmspeed.pipelines.inference.text_to_video import find_checkpoint, present_weights
 from mmspeed.pipelines.run.run_folder import RunFolder
@@ -115,9 +115,11 @@ def _write_component(
     dtype: torch.dtype,
     shard_bytes: int,
 ) -> tuple[int, int]:
-    """Write a transformer's folder: config.json as the base has it, and the weights. Returns (tensors, bytes)."""
+    """Write a transformer's folder: the base's small files as they are, and the weights. Returns (tensors, bytes)."""
     target.mkdir()
-    shutil.copyfile(repository.folder / repository.transformer / "config.json", target / "config.json")
+    component = repository.transformer
+    root = resolve(repository.pretrained, [component], repository.revision, SMALL_FILES, repository.key)
+    copy_small_files(root / component, target)
     entries, value_of = _weights(place, role, repository, bare(repository), weights, dtype)
     with ProgressLine(f"export {repository.transformer}", len(entries), "tensor") as line:
         total = write_tensors(target, STEM, entries, value_of, shard_bytes, line.advance)
@@ -184,7 +186,7 @@ def _entries(
 
 
 def _write_others(repository: Repository, work: Path, trained: Sequence[str], how: Others) -> tuple[str, ...]:
-    """Put the base's other components beside the trained ones, and model_index.json. Returns their names."""
+    """Put the base's other components beside the trained ones, and model_index.json with the small files around it. Returns their names."""
     names = [name for name in repository.components if name not in trained]
     root = resolve(repository.pretrained, names, repository.revision, OTHER_FILES, repository.key)
     for name in names:
@@ -197,6 +199,5 @@ def _write_others(repository: Repository, work: Path, trained: Sequence[str], ho
                 target.symlink_to(path.resolve())
             else:
                 shutil.copyfile(path, target)
-    if (root / INDEX).is_file():
-        shutil.copyfile(root / INDEX, work / INDEX)
+    copy_small_files(resolve(repository.pretrained, [None], repository.revision, SMALL_FILES, repository.key), work)
     return tuple(names)

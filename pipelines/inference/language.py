@@ -10,8 +10,9 @@ import gc
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mmspeed.config.language import LanguageConfig
+from mmspeed.data.cache.tokenizer_file import MAIN, frame_of
 from mmspeed.device import pick
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine
@@ -27,15 +29,28 @@ from mmspeed.loop.checkpoint.merging import whole_tensor
 from mmspeed.models.assemblies import Assembly, taken_apart
 from mmspeed.models.language.config import DecoderSettings
 from mmspeed.models.language.families import config_tree, hub_names
-from mmspeed.models.language.weights import OTHER_FILES, SHARD_BYTES, STEM, on_meta
+from mmspeed.models.language.weights import SHARD_BYTES, STEM, on_meta
 from mmspeed.models.stored import check_tensors, shapes_of
-from mmspeed.models.weights import first_line, quiet, resolve
+from mmspeed.models.weights import SMALL_FILES, copy_small_files, first_line, quiet, read_json, resolve
 from mmspeed.models.writing import TensorEntry, new_folder, require_new, write_tensors
 from mmspeed.pipelines.inference.text_to_video import find_checkpoint, present_weights
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.pipelines.tasks.language import LanguageTask
 
 TOKENIZER = "tokenizer"  # folder of a run with the tokenizer's files
+GENERATION = "generation_config.json"
+# of a base with another tokenizer than the run's
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "*.jinja",
+    "*.model",
+    "*.tiktoken",
+)
 Kind = Literal["ema", "model"]
 
 
@@ -77,7 +92,7 @@ def export_language_run(
     shard_bytes: int = SHARD_BYTES,
 ) -> ExportedFolder:
     """Write the weights of a run's checkpoint into the new folder `out`, with config, tokenizer and the hub's names, as transformers reads
-    them: experts one by one.
+    them: experts one by one. The small files of a base are carried over as they are; what training changed in them is written anew.
 
     dtype: number type of the weights; biases of routers stay float32. The folder is whole or absent; every tensor is read again and
     compared. Raises UserError for a run of another task, for a decoder that no family of transformers has, and for a folder that exists.
@@ -135,31 +150,49 @@ def _pieces(place: Path, settings: DecoderSettings, weights: str, dtype: torch.d
 def _write_small_files(
     work: Path, folder: RunFolder, config: LanguageConfig, settings: DecoderSettings, dtype: torch.dtype
 ) -> None:
-    """Write config.json, that of the base or a new one, the tokenizer that the run trained with, and generation_config.json."""
-    section = config.model
-    if section.pretrained is not None:
-        base = resolve(section.pretrained, [None], section.revision, ("*.json", *OTHER_FILES), "model.pretrained")
-        tree = json.loads((base / "config.json").read_text(encoding="utf-8"))
-        tree.pop("quantization_config", None)
+    """Write the files beside the weights: those of the base, the tokenizer that the run trained with, and what training changed."""
+    section, own = config.model, folder.root / TOKENIZER
+    if section.pretrained is None:
+        tree, other = config_tree(settings), True
     else:
-        tree = config_tree(settings)
-    own = folder.root / TOKENIZER
+        base = resolve(section.pretrained, [None], section.revision, SMALL_FILES, "model.pretrained")
+        tree, other = read_json(base / "config.json", "model.pretrained"), own.is_dir() and not _same(base, own)
+        copy_small_files(base, work, TOKENIZER_FILES if other else ())
     for path in sorted(own.iterdir()) if own.is_dir() else ():
         shutil.copyfile(path, work / path.name)
-    ends = _ends(work) if own.is_dir() else {}
-    tree |= {"dtype": str(dtype).removeprefix("torch."), **ends}
+    place = work / GENERATION
+    generation = read_json(place, "model.pretrained") if place.is_file() else {"use_cache": True}
+    tree.pop("quantization_config", None)
+    tree["torch_dtype" if "torch_dtype" in tree else "dtype"] = str(dtype).removeprefix("torch.")
+    stops = [] if other else _ids(generation.get("eos_token_id", tree.get("eos_token_id")))
+    ends = _ends(work, folder.info().get("texts", {})) if own.is_dir() else {}
+    end = ends.get("eos_token_id")
+    if end is not None and end not in stops:  # training has taught it another end
+        changed: dict[str, Any] = {**ends} if other else {"eos_token_id": [*stops, end] if stops else end}
+        tree, generation = tree | changed, generation | changed
+        place.write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
     (work / "config.json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
-    (work / "generation_config.json").write_text(
-        json.dumps({"use_cache": True, **ends}, indent=2) + "\n", encoding="utf-8"
-    )
 
 
-def _ends(folder: Path) -> dict[str, int]:
-    """The ids that end and pad texts, from a tokenizer's folder."""
+def _same(base: Path, own: Path) -> bool:
+    """True if the tokenizer of a base is that of a run."""
+    return (base / MAIN).is_file() and (base / MAIN).read_bytes() == (own / MAIN).read_bytes()
+
+
+def _ids(value: int | list[int] | None) -> list[int]:
+    """The ids of a setting that is an id, several, or none."""
+    return [] if value is None else list(value) if isinstance(value, list) else [value]
+
+
+def _ends(folder: Path, texts: Mapping[str, Any]) -> dict[str, int | None]:
+    """The ids that begin (None, where none does), end and pad texts, from a tokenizer's folder and what run.json says of its documents."""
     tokenizer = load_tokenizer(folder)
-    end = tokenizer.eos_token_id
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end
-    return {} if end is None else {"eos_token_id": int(end), "pad_token_id": int(pad)}
+    end = texts.get("end_of_document", tokenizer.eos_token_id)
+    if end is None:
+        return {}
+    begin, pad = texts.get("begin_of_document", []), tokenizer.pad_token_id
+    first = begin[0] if len(begin) == 1 else None
+    return {"bos_token_id": first, "eos_token_id": end, "pad_token_id": end if pad is None else pad}
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -192,9 +225,19 @@ class Writing:
 class LanguageModel:
     """A trained language model as a function from prompts to texts."""
 
-    def __init__(self, folder: Path, device: str = "auto", dtype: torch.dtype = torch.float32) -> None:
-        """The model of a folder of transformers, such as an export. Raises UserError where it does not load."""
-        from transformers import AutoModelForCausalLM
+    def __init__(
+        self,
+        folder: Path,
+        device: str = "auto",
+        dtype: torch.dtype = torch.float32,
+        begin: Sequence[int] | None = None,
+    ) -> None:
+        """The model of a folder of transformers, such as an export.
+
+        begin: the ids before each text; None: those that the tokenizer's own post-processor puts there. It ends at each of the
+        folder's stops; other settings of generation are not taken. Raises UserError where it does not load.
+        """
+        from transformers import AutoModelForCausalLM, GenerationConfig
 
         chosen = pick(device)
         chosen.activate()
@@ -205,6 +248,9 @@ class LanguageModel:
         except Exception as error:
             raise UserError(f"{folder} does not load as a language model: {first_line(error)}") from error
         self.model = cast(Any, model).eval().to(self.device)
+        self.begin = list(frame_of(self.tokenizer.backend_tokenizer)[0] if begin is None else begin)
+        self.stops = _ids(self.model.generation_config.eos_token_id) or _ids(self.tokenizer.eos_token_id)
+        self.model.generation_config = GenerationConfig(eos_token_id=self.stops or None)
 
     @classmethod
     def from_run(
@@ -219,7 +265,7 @@ class LanguageModel:
         work = folder.root / f".sampled-{os.getpid()}"
         try:
             export_language_run(run, work, checkpoint=checkpoint, weights=weights)
-            return cls(work, device)
+            return cls(work, device, begin=folder.info().get("texts", {}).get("begin_of_document", ()))
         finally:
             shutil.rmtree(work, ignore_errors=True)
             gc.collect()
@@ -229,12 +275,22 @@ class LanguageModel:
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not texts:
             raise UserError("no prompt was given")
+        rows = self.written([self.ids(text) for text in texts], writing)
+        return [str(self.tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
+
+    def ids(self, prompt: str) -> list[int]:
+        """The ids of a prompt, behind those that begin each text; one at least."""
         tokenizer = self.tokenizer
+        ids = list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+        ids = ids if ids[: len(self.begin)] == self.begin else self.begin + ids
         first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-        ids = [tokenizer(text, add_special_tokens=False)["input_ids"] or [int(first or 0)] for text in texts]
-        longest, pad = max(map(len, ids)), int(tokenizer.pad_token_id or tokenizer.eos_token_id or 0)
-        rows = torch.tensor([[pad] * (longest - len(each)) + each for each in ids], device=self.device)
-        mask = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in ids], device=self.device)
+        return ids or [int(first or 0)]
+
+    def written(self, prompts: Sequence[list[int]], writing: Writing) -> list[list[int]]:
+        """The ids behind those of each prompt, up to a stop."""
+        longest, pad = max(map(len, prompts)), int(self.tokenizer.pad_token_id or self.tokenizer.eos_token_id or 0)
+        rows = torch.tensor([[pad] * (longest - len(each)) + each for each in prompts], device=self.device)
+        mask = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in prompts], device=self.device)
         chosen: dict[str, Any] = {"do_sample": writing.temperature > 0}
         if writing.temperature > 0:
             chosen |= {"temperature": writing.temperature, "top_p": writing.top_p, "top_k": 0}
@@ -243,4 +299,4 @@ class LanguageModel:
             written_BN = self.model.generate(
                 rows, attention_mask=mask, max_new_tokens=writing.tokens, pad_token_id=pad, **chosen
             )
-        return [str(tokenizer.decode(row[longest:], skip_special_tokens=True)) for row in written_BN.tolist()]
+        return [list(takewhile(lambda number: number not in self.stops, row[longest:])) for row in written_BN.tolist()]

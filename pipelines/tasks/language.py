@@ -403,9 +403,9 @@ class LanguageTask(TaskDefaults):
     def info(self) -> dict[str, Any]:
         """The texts and their tokenizer."""
         cache = self.cache
-        return {
-            "texts": {"fingerprint": cache.fingerprint, "vocabulary": cache.vocabulary, "sources": list(cache.sources)}
-        }
+        facts = {"fingerprint": cache.fingerprint, "vocabulary": cache.vocabulary, "sources": list(cache.sources)}
+        ends = {"begin_of_document": list(cache.begin_of_document), "end_of_document": cache.end_of_document}
+        return {"texts": facts | ends}
 
     def files(self) -> Mapping[str, Path]:
         """The tokenizer's files."""

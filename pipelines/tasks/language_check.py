@@ -39,7 +39,8 @@ LEAST_ROWS = 128  # of the vocabulary
 class SyntheticDocuments:
     """Documents drawn by their numbers, with the attributes of a text cache: of one token, as long as a pack, partly trained."""
 
-    fingerprint, sources, tokenizer_folder, end_of_document = SYNTHETIC, [SYNTHETIC], None, None
+    fingerprint, sources, tokenizer_folder = SYNTHETIC, [SYNTHETIC], None
+    begin_of_document, end_of_document = (), None
     marked = True
 
     def __init__(self, count: int, tokens: int, vocabulary: int, seed: int) -> None:

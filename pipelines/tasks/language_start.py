@@ -13,7 +13,7 @@ from mmspeed.config.language import LanguageConfig
 from mmspeed.config.places import is_url
 from mmspeed.config.texts import StoredTokenizerConfig
 from mmspeed.data.cache.text_cache import TextCache
-from mmspeed.data.cache.tokenizer_file import MAIN
+from mmspeed.data.cache.tokenizer_file import MAIN, recorded_section
 from mmspeed.errors import UserError, first_names
 from mmspeed.log import get_logger
 from mmspeed.mesh import patient_group
@@ -80,7 +80,8 @@ def _opened(where: Path | str, config: LanguageConfig) -> TextCache:
 def _other_tokenizer(config: LanguageConfig, cache: TextCache) -> list[str]:
     """The tokenizer's settings in which a cache differs; a folder at another place is the same one if its file is."""
     wanted = config.tokenizer
-    other = differing_settings("tokenizer", cache.info.get("tokenizer_config"), wanted.model_dump(mode="json"))
+    recorded = recorded_section(cache.root, cache.info)
+    other = differing_settings("tokenizer", recorded, wanted.model_dump(mode="json"))
     if other == ["tokenizer.path"] and isinstance(wanted, StoredTokenizerConfig) and Path(wanted.path).is_absolute():
         main = Path(wanted.path) / MAIN
         same = not main.is_file() or sha256(main.read_bytes()).hexdigest() == cache.info["tokenizer"]["files"].get(MAIN)

@@ -9,14 +9,11 @@ from mmspeed.preprocess.sources.captions import MAX_CAPTION_BYTES
 from mmspeed.preprocess.sources.groups import collect_group
 from mmspeed.preprocess.sources.listing import SourceCollector
 from mmspeed.preprocess.sources.rejections import Reason, Rejected, in_words
+from mmspeed.preprocess.sources.walk import walk
 
 
 def read_folder(collector: SourceCollector, config: SourceConfig, root: str) -> None:
-    """Collect all files, recursively, except those in hidden folders.
-
-    Links are followed everywhere, since data sets are often spread over several disks; each folder is entered once.
-    """
-    entered = {os.path.realpath(root)}
+    """Collect all files, recursively, except those in hidden folders."""
     files_of_root, place = LocalFiles(root), os.path.basename(root.rstrip(os.sep))
 
     def unreadable(error: OSError) -> None:
@@ -24,27 +21,16 @@ def read_folder(collector: SourceCollector, config: SourceConfig, root: str) -> 
         relative = os.path.relpath(error.filename or root, root).replace(os.sep, "/")
         collector.reject(f"{relative}/", Reason.UNREADABLE, f"the folder cannot be read: {in_words(error)}")
 
-    for folder, folders, files in os.walk(root, onerror=unreadable, followlinks=True):
-        # Sorted before they are entered, so that of two links to a folder the same one is followed on every file system.
-        folders[:] = [name for name in sorted(folders) if not name.startswith(".") and _enter(folder, name, entered)]
-        hidden = [name for name in files if name.startswith(".")]
-        collector.files += len(files)
-        collector.ignored += len(hidden)
+    for folder in walk(root, unreadable):
+        collector.files += len(folder.files) + len(folder.hidden)
+        collector.ignored += len(folder.hidden)
         groups: dict[str, list[str]] = {}
-        for name in sorted(set(files) - set(hidden)):
+        for name in folder.files:
             groups.setdefault(os.path.splitext(name)[0], []).append(name)
-        below = os.path.relpath(folder, root).replace(os.sep, "/")
+        below = os.path.relpath(folder.path, root).replace(os.sep, "/")
         for names in groups.values():
             relative = [name if below == "." else f"{below}/{name}" for name in names]
             collect_group(collector, files_of_root, relative, config.caption_column, place)
-
-
-def _enter(folder: str, name: str, entered: set[str]) -> bool:
-    """True at the first visit of a folder; links may form cycles."""
-    real = os.path.realpath(os.path.join(folder, name))
-    first = real not in entered
-    entered.add(real)
-    return first
 
 
 class LocalFiles:

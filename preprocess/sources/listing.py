@@ -28,7 +28,7 @@ class SourceListing:
 
     `files` = sources + `beyond_limit` + `caption_files` + rejections + `ignored`, where a file is a file of a folder,
     a row of a manifest or a member of a tar (a broken tar and an unreadable folder count as one more).
-    `ignored` counts hidden files, and tar members beside a media member that are neither media nor captions.
+    `ignored` counts hidden files and folders, and tar members beside a media member that are neither media nor captions.
     `missing_captions` counts sources without a caption that are not rejected for it (`data.missing_caption`).
     Counts of captions, not of files: `captions_cut` counts those longer than the limit, `captions_repaired` those in
     which U+FFFD replaces undecodable bytes, `captions_stripped` those from which control or invisible characters

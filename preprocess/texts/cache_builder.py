@@ -21,6 +21,7 @@ from torch import Tensor
 from mmspeed.config.places import is_url
 from mmspeed.config.texts import TextsConfig, TextSourceConfig, TokenizerConfig
 from mmspeed.data.cache.document_blocks import (
+    ALTERED_VERSION,
     REASONS,
     SECTION,
     Document,
@@ -37,7 +38,7 @@ from mmspeed.data.cache.document_blocks import (
 from mmspeed.data.cache.keys import entry_key
 from mmspeed.data.cache.tables import read_info, write_rejects
 from mmspeed.data.cache.text_cache import BlockStore
-from mmspeed.data.cache.tokenizer_file import TokenizerFacts, tokenizer_problems
+from mmspeed.data.cache.tokenizer_file import TokenizerFacts, recorded_section, tokenizer_problems
 from mmspeed.data.cache.writer import CacheWriter
 from mmspeed.errors import UserError
 from mmspeed.log import format_seconds, progress
@@ -53,7 +54,10 @@ _HEAVY = ("ids", "trained")  # of a block's payload: not needed for the table
 
 @dataclass
 class TextReport:
-    """The outcome of a build: counts of documents, ids, blocks, and rejected rows by reason."""
+    """The outcome of a build: counts of documents, ids, blocks, and rejected rows by reason.
+
+    `spelled` counts documents that spell a special token, which is text in them; `spelling` is one of them.
+    """
 
     root: Path
     documents: int = 0
@@ -64,6 +68,8 @@ class TextReport:
     longest_turn: int = 0  # ids of an assistant's turn
     rejected: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
+    spelled: int = 0
+    spelling: str = ""
     seconds: float = 0.0
 
     def lines(self) -> list[str]:
@@ -72,15 +78,20 @@ class TextReport:
             f"{self.root}: {self.documents:,} documents, {self.tokens:,} tokens; {self.held_out:,} documents are held out",
             f"blocks: {self.blocks}, of which {self.reused} were there; {format_seconds(self.seconds)}",
         ]
+        if self.spelled:
+            lines.append(
+                f"special tokens that are spelled are text: in {self.spelled:,} documents, such as {self.spelling}"
+            )
         rejected = sorted(self.rejected.items())
         return lines + [f"rejected, {name}: {count:,}, such as {self.examples[name]}" for name, count in rejected]
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of a block: places, contents and values, and the block's key."""
+    """The rows of a block: places, contents and values, and the block's recipe and key."""
 
     source: int
+    recipe: dict[str, Any]
     key: str
     places: list[str]
     rows: list[tuple[str, Any]]
@@ -118,7 +129,7 @@ class TextCacheBuilder:
                     tensors = {} if rows.key in light else self._stored(store, rows.key)
                     report.reused += 1
                 else:
-                    add_block(writer, documents, facts.vocabulary, recipes[rows.source])
+                    add_block(writer, documents, facts.vocabulary, rows.recipe)
                     tensors = block_tensors(documents, facts.vocabulary)
                 if tensors:
                     report.longest_turn = max(report.longest_turn, longest_turn(tensors))
@@ -164,10 +175,14 @@ class TextCacheBuilder:
             info = read_info(self.root)
             if info.get("task") != "language":
                 raise UserError(f"cache {self.root} holds videos, not texts; name another folder under texts.cache")
-            if info.get("tokenizer_config") != wanted:
+            recorded = recorded_section(self.root, info)
+            if recorded != wanted:
+                why, keep = "with another tokenizer", ""
+                if recorded == {**wanted, "begin_of_document": False}:
+                    why = "without the tokens that its tokenizer puts around each text"
+                    keep = "; tokenizer.begin_of_document: false keeps it as it is"
                 raise UserError(
-                    f"cache {self.root} was made with another tokenizer ({info.get('tokenizer_config')}); "
-                    "name another folder under texts.cache, or delete it"
+                    f"cache {self.root} was made {why} ({recorded}); name another folder under texts.cache, or delete it{keep}"
                 )
             if not (problems := tokenizer_problems(self.root, info)):
                 return TokenizerFacts.of_json(info["tokenizer"])
@@ -211,7 +226,7 @@ class TextCacheBuilder:
             for source in self._texts.sources
         ]
         if not processes:
-            for rows in self._blocks(recipes, report):
+            for rows in self._blocks(recipes, encoder, report):
                 known = rows.key in seen or writer.has(SECTION, rows.key)
                 seen.add(rows.key)
                 yield rows, None if known else encoder.documents(rows.rows, rules[rows.source])
@@ -220,7 +235,7 @@ class TextCacheBuilder:
         waiting: deque[tuple[_Rows, Future[list[Document]] | None]] = deque()
         pool = ProcessPoolExecutor(processes, context, initializer=Worker.begin, initargs=(str(self.root),))
         try:
-            for rows in self._blocks(recipes, report):
+            for rows in self._blocks(recipes, encoder, report):
                 known = rows.key in seen or writer.has(SECTION, rows.key)
                 seen.add(rows.key)
                 waiting.append((rows, None if known else pool.submit(Worker.run, rows.rows, rules[rows.source])))
@@ -235,12 +250,13 @@ class TextCacheBuilder:
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _blocks(self, recipes: list[dict[str, Any]], report: TextReport) -> Iterator[_Rows]:
-        """Yield the rows of each block, in order; rows that hold no document are counted."""
+    def _blocks(self, recipes: list[dict[str, Any]], encoder: Encoder, report: TextReport) -> Iterator[_Rows]:
+        """Yield the rows of each block, in order; rows that hold no document, and those that spell special tokens, are counted."""
         for number, source in enumerate(self._texts.sources):
+            plain, altered = recipes[number], {**recipes[number], "version": ALTERED_VERSION}
             places: list[str] = []
             rows: list[tuple[str, Any]] = []
-            size = 0
+            size, recipe = 0, plain
             for row in rows_of(self._texts, source):
                 content = "" if row.reason else _content(row)
                 if not content:
@@ -249,12 +265,16 @@ class TextCacheBuilder:
                 places.append(row.place)
                 rows.append((content, row.value))
                 size += row.size
+                if token := encoder.spelled(row.value):
+                    report.spelled += 1
+                    report.spelling = report.spelling or f"{row.place} ({token})"
+                recipe = altered if token or encoder.altered(row.value) else recipe
                 full = size >= _MOST or len(rows) >= _ROWS
                 if full or (size >= _LEAST and not int(content[-2:], 16) & _END_BITS):
-                    yield _rows(number, places, rows, recipes[number])
-                    places, rows, size = [], [], 0
+                    yield _rows(number, places, rows, recipe)
+                    places, rows, size, recipe = [], [], 0, plain
             if rows:
-                yield _rows(number, places, rows, recipes[number])
+                yield _rows(number, places, rows, recipe)
 
     def _list_rejected(self, rows: _Rows, reasons: list[int], report: TextReport) -> None:
         for place, reason in zip(rows.places, reasons, strict=True):
@@ -269,7 +289,7 @@ class TextCacheBuilder:
 
 
 def _rows(source: int, places: list[str], rows: list[tuple[str, Any]], recipe: dict[str, Any]) -> _Rows:
-    return _Rows(source, entry_key(block_parts([content for content, _ in rows], recipe)), places, rows)
+    return _Rows(source, recipe, entry_key(block_parts([content for content, _ in rows], recipe)), places, rows)
 
 
 def _result(rows: _Rows, future: Future[list[Document]] | None) -> tuple[_Rows, list[Document] | None]:

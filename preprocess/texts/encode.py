@@ -12,7 +12,8 @@ import numpy as np
 
 from mmspeed.data.cache.document_blocks import Document
 from mmspeed.data.cache.keys import canonical_json, digest
-from mmspeed.data.cache.tokenizer_file import FOLDER, MAIN, TextTokenizer
+from mmspeed.data.cache.tables import read_info
+from mmspeed.data.cache.tokenizer_file import FOLDER, MAIN, TextTokenizer, TokenizerFacts
 from mmspeed.preprocess.texts.chat import ChatError, ChatTemplate
 
 
@@ -40,13 +41,23 @@ class Encoder:
 
     def __init__(self, root: Path) -> None:
         self._folder = root / FOLDER
-        self._tokenizer = TextTokenizer(self._folder / MAIN)
+        self._tokenizer = TextTokenizer(self._folder / MAIN, TokenizerFacts.of_json(read_info(root)["tokenizer"]))
         self._chat: ChatTemplate | None = None
 
     def chat(self) -> ChatTemplate:
         """The template of chats. Raises UserError if there is none."""
         self._chat = self._chat or ChatTemplate(self._folder)
         return self._chat
+
+    def spelled(self, value: Any) -> str:
+        """The first special token that a text or a chat spells; empty if there is none."""
+        if isinstance(value, str):
+            return self._tokenizer.special.among([value])
+        return self.chat().spelled(value) if isinstance(value, list) else ""
+
+    def altered(self, value: Any) -> bool:
+        """True for a chat that version 1 gave other marks, whatever it spells."""
+        return isinstance(value, list) and self.chat().altered(value)
 
     def documents(self, rows: Sequence[tuple[str, Any]], rule: Rule) -> list[Document]:
         """The documents of rows (content, value), in order; what cannot be used has its reason."""
@@ -55,13 +66,22 @@ class Encoder:
         if rule.content == "ids":
             return [_document(content, value, None, rule, end=False) for content, value in rows]
         encoded = self._tokenizer.encode_all([value for _, value in rows])
-        return [_document(content, ids, None, rule) for (content, _), ids in zip(rows, encoded, strict=True)]
+        return [self._of_text(*row, ids, rule) for row, ids in zip(rows, encoded, strict=True)]
+
+    def _of_text(self, content: str, value: str, ids: list[int], rule: Rule) -> Document:
+        begin, behind = self._tokenizer.begin, self._tokenizer.behind
+        if self._tokenizer.special.confused(value, ids[len(begin) : len(ids) - len(behind)]):
+            return Document(np.empty(0, np.int64), content, reason="special_token")
+        return _document(content, ids, None, rule)
 
     def _of_chat(self, content: str, value: Any, rule: Rule) -> Document:
         try:
             ids, marks = self.chat().encode(value)
         except ChatError:
             return Document(np.empty(0, np.int64), content, reason="bad_chat")
+        begin = list(self._tokenizer.begin)
+        if begin and ids[: len(begin)] != begin:  # else the template has written it
+            ids, marks = begin + ids, np.append(np.zeros(len(begin), bool), marks)
         return _document(content, ids, marks, rule, end=False)
 
 

@@ -1,15 +1,17 @@
-"""Read documents from files: JSON lines, CSV, Parquet, text, webdataset tars, each also compressed, and Megatron's bin and idx.
+"""Read documents from files: JSON and JSON lines, CSV, Parquet, text, webdataset tars, each also compressed, and Megatron's bin and idx.
 
 A file is read as a stream, and a document larger than the limit is never held: it is rejected, as is every other row that is none.
 """
 
 from __future__ import annotations
 
+import codecs
 import csv
 import glob
 import gzip
 import io
 import json
+import os
 import tarfile
 import threading
 from collections.abc import Callable, Iterator
@@ -24,6 +26,10 @@ import pyarrow.parquet as pq
 from mmspeed.config.places import is_url
 from mmspeed.config.texts import TextsConfig, TextSourceConfig
 from mmspeed.errors import UserError
+from mmspeed.preprocess.sources.folders import no_file
+from mmspeed.preprocess.sources.listing import unknown_ending
+from mmspeed.preprocess.sources.rejections import in_words
+from mmspeed.preprocess.sources.walk import walk
 
 _PIECE = 1 << 20
 _PACKED = (".gz", ".zst")
@@ -56,15 +62,24 @@ class TooLargeError(Exception):
 
 def files_of(source: TextSourceConfig) -> list[Path]:
     """The files of a source, in order. Raises UserError if there are none."""
+    return found(source)[0]
+
+
+def found(source: TextSourceConfig, cache: str = "") -> tuple[list[Path], list[TextRow]]:
+    """The files of a source, in order, and what is left out in its folders, as rejected rows; the folder `cache` is not looked into.
+
+    Raises UserError if there are no files.
+    """
     if is_url(source.path):
         raise UserError(f"{source.path} is not on this machine's disks; copy the texts here and name their folder")
     path = Path(source.path).expanduser()
-    if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith(".") and _kind(p))
-    elif path.is_file():
-        files = [path]
-    else:
-        files = sorted(Path(name) for name in glob.glob(str(path)) if Path(name).is_file())
+    files: list[Path] = []
+    left_out: list[TextRow] = []
+    for place in [path] if path.exists() else sorted(map(Path, glob.glob(str(path)))):
+        if place.is_dir():
+            _find(place, cache, files, left_out)
+        elif place.is_file():
+            files.append(place)
     if not files:
         raise UserError(
             f"{source.path}: no texts there; files end in {', '.join(sorted(_READERS))}, and may be behind .gz or .zst"
@@ -74,26 +89,48 @@ def files_of(source: TextSourceConfig) -> list[Path]:
             raise UserError(
                 f"{file}: files of texts end in {', '.join(sorted(_READERS))}, each also behind .gz or .zst"
             )
-    return files
+    return files, left_out
+
+
+def _find(root: Path, cache: str, files: list[Path], left_out: list[TextRow]) -> None:
+    """Add the files of a folder, and what is left out in it."""
+
+    def unreadable(error: OSError) -> None:
+        place = f"{error.filename or root}{os.sep}"
+        left_out.append(TextRow(place, reason="unreadable", detail=f"the folder cannot be read: {in_words(error)}"))
+
+    here: list[Path] = []
+    for folder in walk(str(root), unreadable, [cache] if cache else ()):
+        left_out += [TextRow(os.path.join(folder.path, name), reason="hidden") for name in folder.hidden]
+        for path in (Path(folder.path, name) for name in folder.files):
+            if not path.is_file():
+                left_out.append(TextRow(str(path), reason="unreadable", detail=no_file(str(path))[1]))
+            elif _kind(path):
+                here.append(path)
+            elif path.suffix != ".idx" or not path.with_suffix(".bin").is_file():
+                left_out.append(TextRow(str(path), reason="other_file", detail=unknown_ending(path.name)))
+    files += sorted(here)
 
 
 def rows_of(texts: TextsConfig, source: TextSourceConfig) -> Iterator[TextRow]:
     """Yield the rows of a source, in the order of its files. Raises UserError if a file cannot be opened."""
     limit = int(texts.max_document_mb * 1e6)
-    for path in files_of(source):
+    files, left_out = found(source, texts.cache)
+    for path in files:
         try:
             yield from _READERS[_kind(path)](path, source, texts.column_of(source), limit)
         except TooLargeError:
             yield TextRow(str(path), reason="too_large", detail=f"it decompresses to more than {_RATIO} times its size")
         except (OSError, EOFError, tarfile.TarError, pa.ArrowException, ValueError) as error:
             yield TextRow(str(path), reason="broken_line", detail=f"the file cannot be read further: {_line(error)}")
+    yield from left_out
 
 
 def _kind(path: Path) -> str:
-    """The ending that says how a file is read; empty for files that are no texts."""
-    suffixes = (
-        [suffix for suffix in path.suffixes if suffix not in _PACKED] if path.suffix in _PACKED else path.suffixes
-    )
+    """The ending that says how a file is read, in lower case; empty for files that are no texts."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in _PACKED:
+        suffixes = [suffix for suffix in suffixes if suffix not in _PACKED]
     ending = suffixes[-1] if suffixes else ""
     return ending if ending in _READERS else ""
 
@@ -104,9 +141,9 @@ class _Unpacked(io.RawIOBase):
     def __init__(self, path: Path) -> None:
         self._most = max(_FREE, _RATIO * path.stat().st_size)
         self._count = 0
-        if path.suffix == ".gz":
+        if path.suffix.lower() == ".gz":
             self._file: Any = gzip.open(path, "rb")
-        elif path.suffix == ".zst":
+        elif path.suffix.lower() == ".zst":
             self._file = pa.CompressedInputStream(pa.OSFile(str(path)), "zstd")
         else:
             self._file = open(path, "rb")  # noqa: SIM115 (closed by `close`)
@@ -151,6 +188,51 @@ def _json_lines(path: Path, source: TextSourceConfig, column: str, limit: int) -
                 yield _of_json(f"{path}:{number}", line, source, column)
 
 
+def _json(path: Path, source: TextSourceConfig, column: str, limit: int) -> Iterator[TextRow]:
+    """The rows of an array, of a mapping that is the whole file, or of JSON lines."""
+    with _open(path) as file:
+        if file.peek(1).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+            yield from _array(path, codecs.getreader("utf-8-sig")(file), source, column, limit)
+            return
+        data = file.read(limit + 1)
+    try:
+        tree = json.loads(data.decode("utf-8-sig")) if len(data) <= limit else None
+    except (ValueError, RecursionError):
+        tree = None
+    yield from _json_lines(path, source, column, limit) if tree is None else [_of_tree(str(path), tree, source, column)]
+
+
+def _array(
+    path: Path, file: codecs.StreamReader, source: TextSourceConfig, column: str, limit: int
+) -> Iterator[TextRow]:
+    """The rows of an array, of which little more than one is held."""
+    decode, signs = json.JSONDecoder().raw_decode, file.read(_PIECE).lstrip()
+    at, number = 1, 1
+    while True:
+        place = f"{path}:{number}"
+        while at < len(signs) and signs[at] in " \t\r\n,":
+            at += 1
+        if signs.startswith("]", at):
+            if (signs[at + 1 :] + file.read(_PIECE)).strip():
+                raise ValueError("something follows the array")
+            return
+        try:
+            tree, end = decode(signs, at)
+        except RecursionError:
+            raise ValueError("it is nested too deep") from None
+        except ValueError as error:
+            if len(signs) - at > limit:
+                yield TextRow(place, reason="too_large", detail="the rest of the array is not read")
+                return
+            more = file.read(max(_PIECE, len(signs) - at))
+            if not more:
+                raise ValueError(f"element {number}: {_line(error)}") from None
+            signs, at = signs[at:] + more, 0
+            continue
+        yield TextRow(place, reason="too_large") if end - at > limit else _of_tree(place, tree, source, column)
+        at, number = end, number + 1
+
+
 def _of_json(place: str, data: bytes, source: TextSourceConfig, column: str) -> TextRow:
     try:
         tree = json.loads(data.decode("utf-8-sig"))
@@ -158,6 +240,10 @@ def _of_json(place: str, data: bytes, source: TextSourceConfig, column: str) -> 
         return TextRow(place, reason="not_utf8", detail=str(error.reason))
     except (ValueError, RecursionError) as error:
         return TextRow(place, reason="broken_line", detail=_line(error))
+    return _of_tree(place, tree, source, column)
+
+
+def _of_tree(place: str, tree: Any, source: TextSourceConfig, column: str) -> TextRow:
     if not isinstance(tree, dict):
         return TextRow(place, reason="broken_line", detail="it is not a mapping")
     if column not in tree:
@@ -308,7 +394,7 @@ def _of_bytes(place: str, data: bytes, source: TextSourceConfig) -> TextRow:
 def _tar(path: Path, source: TextSourceConfig, column: str, limit: int) -> Iterator[TextRow]:
     with _open(path) as file, tarfile.open(fileobj=file, mode="r|") as tar:
         for member in tar:
-            ending = member.name.rpartition(".")[2]
+            ending = member.name.rpartition(".")[2].lower()
             if not member.isfile() or ending not in ("txt", "json"):
                 continue
             place = f"{path}:{member.name}"
@@ -367,6 +453,8 @@ def _line(error: BaseException) -> str:
 
 _READERS: dict[str, Callable[[Path, TextSourceConfig, str, int], Iterator[TextRow]]] = {
     ".jsonl": _json_lines,
+    ".ndjson": _json_lines,
+    ".json": _json,
     ".csv": _csv,
     ".parquet": _parquet,
     ".txt": _text,

@@ -32,7 +32,8 @@ def make_tokenizer(root: Path, config: TokenizerConfig, texts: TextsConfig) -> t
         return store_tokenizer(root, byte_tokenizer(), config.kind, END)
     if isinstance(config, StoredTokenizerConfig):
         folder = resolve(config.path, (None,), config.revision, NAMES, "tokenizer.path")
-        return store_tokenizer(root, _files(folder, config), config.kind, _end(folder, config))
+        end = _end(folder, config)
+        return store_tokenizer(root, _files(folder, config), config.kind, end, config.begin_of_document)
     files = _trained(_sample(texts, int(config.sample_mb * 1e6)), config.size)
     return store_tokenizer(root, files, config.kind, END)
 

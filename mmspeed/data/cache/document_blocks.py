@@ -39,6 +39,7 @@ SECTION = "texts"
 DOCUMENTS_NAME = "documents.arrow"
 TABLE_VERSION = 1  # of the table; those of other versions are made again by `mmspeed preprocess`
 RECIPE_VERSION = 1  # of the code that turns a document into ids; part of every key
+ALTERED_VERSION = 2  # in keys of blocks with a document that version 1 turned into other ids or marks
 
 # The order is stored: append new reasons at the end.
 REASONS = (
@@ -53,6 +54,7 @@ REASONS = (
     "unknown_ids",
     "too_large",
     "bad_chat",
+    "special_token",
 )
 DOCUMENTS_SCHEMA = pa.schema(
     {

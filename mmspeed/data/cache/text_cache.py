@@ -276,6 +276,11 @@ class TextCache:
     # -- tokenizer --------------------------------------------------------------------------------------------------
 
     @property
+    def begin_of_document(self) -> tuple[int, ...]:
+        """The ids before each document."""
+        return self._facts.begin
+
+    @property
     def tokenizer_folder(self) -> Path | None:
         """The folder of the cache's copy of the tokenizer, which transformers reads; None where documents came as ids alone."""
         return self.root / FOLDER if MAIN in self._facts.files else None
@@ -286,7 +291,7 @@ class TextCache:
             raise UserError(f"cache {self.location} was made of ids and has no tokenizer; name one under tokenizer")
         for name, problem in tokenizer_problems(self.root, self.info):
             raise UserError(f"cache {self.location}: {name} {problem}; run mmspeed preprocess again")
-        return TextTokenizer(self.tokenizer_folder / MAIN)
+        return TextTokenizer(self.tokenizer_folder / MAIN, self._facts)
 
     def rejects(self) -> list[dict[str, str]]:
         """The documents that were not taken: place, reason, detail."""

@@ -79,10 +79,14 @@ def test_the_class_and_the_official_pipeline_load_it(home: Path, capsys: pytest.
 
 
 def test_precisions_and_copies(home: Path) -> None:
-    """In half precision the class's own float32 parts stay; the copy stands without the base."""
-    out = home / "half"
+    """In half precision the class's own float32 parts stay; the copy stands without the base, with its small files."""
+    out, base = home / "half", home / "tiny-wan"
+    for name in ("LICENSE.txt", "transformer/notes.json"):
+        (base / name).write_text(name)
     exported = export_run(home / "runs" / "own", out, weights="model", dtype=torch.bfloat16, others="copy")
     assert "vae" in exported.others and not any(path.is_symlink() for path in out.rglob("*"))
+    for name in ("LICENSE.txt", "transformer/notes.json", "transformer/config.json", "model_index.json"):
+        assert (out / name).read_bytes() == (base / name).read_bytes()
     contents = load_file(out / "transformer" / "diffusion_pytorch_model.safetensors")
     truth = weights_of(home, "own", "model")
     for name, tensor in contents.items():

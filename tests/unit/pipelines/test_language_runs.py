@@ -25,6 +25,7 @@ from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.inference.language import LanguageModel, Writing, export_language_run, run_settings
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.preprocess.texts.preparation import TextPreparation
+from tests.support.special_tokens import save
 
 WRITTEN = [name for name in SHAPES if name != "pangu-ultra-moe"]
 
@@ -137,3 +138,101 @@ def test_a_shape_has_a_config_of_transformers(name: str) -> None:
 def test_a_shape_of_no_family_is_refused() -> None:
     with pytest.raises(UserError, match=r"no family of transformers .* differs in sandwich"):
         config_tree(shape_named("pangu-ultra-moe").settings)
+
+
+BASE = {
+    "bos_token_id": 256,
+    "eos_token_id": [257, 258],
+    "do_sample": True,
+    "temperature": 0.6,
+    "repetition_penalty": 9.0,
+}
+
+
+def tuned(folder: Path, generation: dict[str, Any] | None, **tokenizer: Any) -> Path:
+    """The folder of a run of one step from a tiny Llama of one layer, whose folder is `base`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    base = folder / "base"
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=300, bos_token_id=256, eos_token_id=257, **sizes)).save_pretrained(base)
+    save(base)
+    (base / "generation_config.json").unlink()
+    if generation is not None:
+        (base / "generation_config.json").write_text(json.dumps(generation))
+    for name in ("LICENSE", "README.md", "vocab.txt"):
+        (base / name).write_text(name)
+    (folder / "a.txt").write_text("words\n\nmore words")
+    tree = {
+        "task": "language",
+        "output": str(folder / "runs"),
+        "texts": {"sources": [{"path": str(folder / "a.txt")}], "cache": str(folder / "cache"), "validation": 0.0},
+        "tokenizer": {"kind": "transformers", "path": str(base), **tokenizer},
+        "model": {"pretrained": str(base)},
+        "sequence_length": 32,
+        "train": {"steps": 1, "batch_size": 1, "warmup_steps": 0},
+        "device": {"kind": "cpu"},
+    }
+    config = make_run_config(tree, (), origin="test")
+    TextPreparation(config).build()
+    TrainPipeline(config).run()
+    return config.run_dir
+
+
+@pytest.mark.parametrize(
+    ("generation", "tokenizer", "stops", "written"),
+    [
+        (BASE, {}, [257, 258], BASE),
+        (None, {}, 257, None),
+        ({"eos_token_id": 258}, {}, [258, 257], {"eos_token_id": [258, 257]}),  # it has learnt to end with 257
+        (BASE, {"end_of_document": "<|head|>"}, [257, 258, 259], BASE | {"eos_token_id": [257, 258, 259]}),
+    ],
+)
+def test_an_export_keeps_what_training_did_not_change(
+    tmp_path: Path, generation: Any, tokenizer: dict[str, str], stops: Any, written: dict[str, Any] | None
+) -> None:
+    run = tuned(tmp_path, generation, **tokenizer)
+    out, base = tmp_path / "out", tmp_path / "base"
+    export_language_run(run, out)
+    for name in ("LICENSE", "vocab.txt", "tokenizer.json", "tokenizer_config.json"):
+        assert (out / name).read_bytes() == (base / name).read_bytes()
+    assert not (out / "README.md").exists()  # it is of the base
+    place = out / "generation_config.json"
+    assert (json.loads(place.read_text()) if place.exists() else None) == written
+    changed = {"eos_token_id": stops} if written != generation else {}
+    assert json.loads((out / "config.json").read_text()) == json.loads((base / "config.json").read_text()) | changed
+    model = LanguageModel.from_run(run, device="cpu")
+    assert (model.begin, model.stops) == ([256], stops if isinstance(stops, list) else [stops])
+
+
+def test_another_tokenizer_than_the_bases_brings_its_own_stops(tmp_path: Path) -> None:
+    save(tmp_path / "other", "$A")
+    path = tmp_path / "other" / "tokenizer.json"
+    path.write_text(path.read_text().replace("<|turn|>", "<|stop|>"))
+    out = tmp_path / "out"
+    export_language_run(tuned(tmp_path, BASE, path=str(path.parent), end_of_document="<|stop|>"), out)
+    assert (out / "tokenizer.json").read_bytes() == path.read_bytes() and not (out / "vocab.txt").exists()
+    written = json.loads((out / "generation_config.json").read_text())
+    assert (
+        written == BASE | {"bos_token_id": None, "eos_token_id": 258, "pad_token_id": 258}
+        and (out / "LICENSE").exists()
+    )
+
+
+def test_a_text_begins_once_and_ends_at_each_stop(tmp_path: Path) -> None:
+    """Whatever the base's other settings of generation are."""
+    folder = tmp_path / "out"
+    export_language_run(tuned(tmp_path, BASE), folder)
+    free, long = LanguageModel(folder, "cpu"), Writing(tokens=40)
+    prompts = [free.ids(prompt) for prompt in ("words", "<|begin|>a b", "")]
+    assert prompts == [[256, *b"words"], [256, *b"a b"], [256]]
+    free.stops, free.model.generation_config.eos_token_id = [], None
+    rows = free.written(prompts, long)
+    for prompt, row in zip(prompts, rows, strict=True):  # the likeliest ids, without the base's penalty
+        assert len(row) == 40 and row[0] == int(free.model(torch.tensor([prompt])).logits[0, -1].argmax())
+    stops = [rows[0][3], rows[1][5]]
+    (folder / "generation_config.json").write_text(json.dumps(BASE | {"eos_token_id": stops}))
+    ended = LanguageModel(folder, "cpu").written(prompts, long)
+    assert ended == [row[: min(row.index(stop) for stop in stops if stop in row)] for row in rows[:2]] + ended[2:]
+    assert not set(stops) & set(ended[2]) and ended[2] == rows[2][: len(ended[2])]

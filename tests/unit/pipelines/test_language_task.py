@@ -39,7 +39,7 @@ class MemoryTexts:
     """Documents in memory, with the attributes of a text cache; those of the second source are chats."""
 
     fingerprint, vocabulary, sources = "texts in memory", VOCABULARY, ["plain", "chats"]
-    tokenizer_folder, end_of_document = None, None
+    tokenizer_folder, begin_of_document, end_of_document = None, (), None
     info: ClassVar[dict[str, Any]] = {}
     marked = True
 

@@ -86,9 +86,54 @@ def test_a_folder_of_files_each_a_document(tmp_path: Path) -> None:
     for number, words in enumerate(WORDS):
         write(tmp_path / "texts" / "deep" / f"{number}.txt", [words])
     (tmp_path / "texts" / "README.md").write_text("not taken")
-    _, cache = build(tmp_path, [{"path": str(tmp_path / "texts")}, {"path": str(tmp_path / "texts/deep/*.txt")}])
-    assert texts_of(cache) == WORDS * 2
+    sources = [{"path": str(tmp_path / "texts")}, {"path": str(tmp_path / "texts/deep/*.txt")}]
+    report, cache = build(tmp_path, sources)
+    assert texts_of(cache) == WORDS * 2 and report.rejected == {"other_file": 1}
     assert cache.sources == ["texts", "*.txt"] and cache.source.tolist() == [0] * 4 + [1] * 4
+
+
+def test_the_files_of_a_folder_are_found_and_the_others_counted(tmp_path: Path) -> None:
+    """Hidden folders, links to other disks and in circles, names in capitals, and the cache itself."""
+    root, disk = tmp_path / "texts", tmp_path / "disk"
+    for name in ("B.JSONL", "c.ndjson", "d/e.Jsonl.GZ", ".git/config.json", ".ipynb_checkpoints/a.jsonl", ".a.jsonl"):
+        write(root / name, [name])
+    (root / "d" / "e.Jsonl.GZ").write_bytes(gzip.compress(b'{"text": "d/e.Jsonl.GZ"}'))
+    for name in ("B.JSONL", "c.ndjson"):
+        (root / name).write_text(json.dumps({"text": name}))
+    write(disk / "deep" / "f.jsonl", ["behind a link"])
+    (root / "linked").symlink_to(disk)
+    (disk / "deep" / "circle").symlink_to(root)
+    (root / "gone.jsonl").symlink_to(tmp_path / "nothing")
+    (root / "notes.md").write_text("x")
+    rejected = {"hidden": 3, "other_file": 1, "unreadable": 1}
+    for path in (root, tmp_path / "text*"):
+        report, cache = build(root, [{"path": str(path)}])  # its own cache is in the folder
+        assert texts_of(cache) == ["B.JSONL", "c.ndjson", "d/e.Jsonl.GZ", "behind a link"]
+        assert report.rejected == rejected and report.examples["hidden"] == f"{root}/.a.jsonl"
+    again, _ = build(root, [{"path": str(root)}])
+    assert again.rejected == rejected and again.reused == again.blocks
+
+
+@pytest.mark.parametrize(
+    ("data", "texts", "rejected"),
+    [
+        ('[{"text": "a"},\n {"text": "b"}, 3]\n', ["a", "b"], {"broken_line": 1}),
+        ('\ufeff [ {"text": "a"} ]', ["a"], {}),
+        ('{"text": "a"}\n{"text": "b"}\n', ["a", "b"], {}),
+        ('{"text": "a"\n{"text": "b"}', ["b"], {"broken_line": 1}),
+        ('{\n "text": "a",\n "n": 1\n}', ["a"], {}),
+        ('[{"text": "a"}, {"text": "b"', ["a"], {"broken_line": 1}),
+        ('[{"text": "a"}]\n[{"text": "b"}]', ["a"], {"broken_line": 1}),
+        ('[{"text": "' + "x" * 600_000 + '"}, {"text": "a"}]', ["a"], {"too_large": 1}),
+        ('[{"text": "a"}, {"text": "' + "x" * 9_000_000 + '"}]', ["a"], {"too_large": 1}),
+        (json.dumps([{"text": f"{n:200}"} for n in range(9_000)]), [f"{n:200}" for n in range(9_000)], {}),
+        ('[{"text": "a"}, ' + "[" * 100_000, ["a"], {"broken_line": 1}),
+    ],
+)  # fmt: skip
+def test_rows_of_json(tmp_path: Path, data: str, texts: list[str], rejected: dict[str, int]) -> None:
+    (tmp_path / "a.json").write_text(data)
+    report, cache = build(tmp_path, [{"path": str(tmp_path / "a.json")}], max_document_mb=0.5)
+    assert texts_of(cache) == texts and report.rejected == rejected
 
 
 def test_rejections_by_name_and_count(tmp_path: Path) -> None:
