@@ -133,7 +133,7 @@ def bounds_of(samples: Sequence[PackSample]) -> list[int]:
 
 
 class LanguageData(SampledData[PackSample]):
-    """The order of a language run's packs, with target tokens as divisor."""
+    """The order of a language run's packs, with target tokens and real tokens as divisors."""
 
     def __init__(
         self, documents: DocumentReader, sampler: PackSampler | StagedPacks, loader: Loader, weights: StepWeights | None
@@ -147,8 +147,9 @@ class LanguageData(SampledData[PackSample]):
         if not samples:
             return step
         targets = sum(targets_of(self.documents, sample) for sample in samples)
-        divisors = {"samples": float(len(samples)), "tokens": float(max(targets, 1))}
-        return replace(step, divisors=divisors, tokens=sum(sample.tokens for sample in samples))
+        tokens = sum(sample.tokens for sample in samples)
+        divisors = {"samples": float(len(samples)), "tokens": float(max(targets, 1)), "real_tokens": float(tokens)}
+        return replace(step, divisors=divisors, tokens=tokens)
 
 
 def packs_of(step: StepData) -> list[PackSample]:
