@@ -8,6 +8,7 @@ from torch import nn
 
 from mmspeed.config import Config, RunConfig
 from mmspeed.device import Device
+from mmspeed.loop.optimizers.build import muon_share
 from mmspeed.models.build import size_of
 from mmspeed.parallel import unwrap
 from mmspeed.protocols import Data, SizedData
@@ -38,6 +39,14 @@ def model_line(config: RunConfig, models: Mapping[str, nn.Module]) -> str:
             f"{'' if role == 'model' else role + ' '}{type(unwrap(model)).__name__}{size}, {in_short(total)} parameters{part}"
         )
     return f"model: {'; '.join(words)}"
+
+
+def optimizer_line(config: RunConfig, models: Mapping[str, nn.Module]) -> str | None:
+    """The share of the parameters that Muon updates, in each role that learns; None for another optimizer."""
+    if config.train.optimizer != "muon":
+        return None
+    shares = [f"{muon_share(model):.1%} of the parameters{f' of {role}' * (len(models) > 1)}" for role, model in models.items()]
+    return f"optimizer: muon for {' and '.join(shares)}, the matrices of blocks and of their experts; adamw for the rest"
 
 
 def data_line(data: Data, steps: int) -> str | None:
