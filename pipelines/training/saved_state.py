@@ -20,6 +20,7 @@ from mmspeed.pipelines.run.agreement import require_agreement
 from mmspeed.pipelines.run.build import base_files
 from mmspeed.pipelines.run.run_folder import RunFolder, trim_metrics
 from mmspeed.pipelines.run.telemetry import Telemetry
+from mmspeed.pipelines.training.opening import rate_line
 from mmspeed.pipelines.training.run_state import Run
 
 log = get_logger("train")
@@ -70,6 +71,7 @@ class SavedStates:
         """Resume from the newest sound checkpoint, or begin, with the weights of train.start_from if it is set."""
         config, parts, where = self.config, run.parts, run.place
         changed = self.folder.check_same(config)
+        before = self.folder.run_config().train if "train.steps" in changed else config.train
         files = base_files(parts.models)
         self.folder.check_base(files)
         name, copy, start = newest.name, newest.copy, config.train.start_from
@@ -86,6 +88,9 @@ class SavedStates:
                 break
             except DamagedCheckpointError as error:
                 name = self._fall_back(run, name, error)
+        line = rate_line(before, config.train, run.step) if run.step < config.train.steps else None
+        if line is not None and where.rank == 0:
+            log.warning(line)
         bases = self._bases(run)
         if where.rank == 0 and run.step < config.train.steps:
             parameters = sum(p.numel() for p in parts.model.parameters())
