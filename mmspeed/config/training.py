@@ -65,7 +65,11 @@ class TrainConfig(Section):
         (0.9, 0.99), description="AdamW's decay rates of the first and second moment."
     )
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay of the weights of linear layers, convolutions, experts and embeddings; not of biases, norms and tables such as Wan's `scale_shift_table`.")
+    weight_decay: float = Field(
+        0.0,
+        ge=0,
+        description="Decoupled weight decay of the weights of linear layers, convolutions, experts and embeddings; not of biases, norms and tables such as Wan's `scale_shift_table`.",
+    )
     clip_norm: float | None = Field(
         1.0, gt=0, description="Global gradient norm above which gradients are scaled down; null: no clipping."
     )

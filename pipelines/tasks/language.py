@@ -200,7 +200,9 @@ class LanguageTask(TaskDefaults):
         if output.balance_B is not None:
             balance_B, experts = objective.balance * output.balance_B.float(), self.settings.experts
             terms["balance"] = Term(balance_B, weights, "samples")
-            if experts is not None and experts.balance == "global_batch":  # a mean of all tokens, however they lie in packs
+            if (
+                experts is not None and experts.balance == "global_batch"
+            ):  # a mean of all tokens, however they lie in packs
                 terms["balance"] = Term(balance_B * batch["counted"].sum(1), weights, "real_tokens")
         if output.mtp:
             factor = objective.mtp / len(output.mtp)
@@ -244,6 +246,7 @@ class LanguageTask(TaskDefaults):
             {name: source.repeats for name, source in named.items()},
             weights or None,
             texts.temperature if not weights else None,
+            lambda ranges: cache.targets(ranges.document, ranges.begin, ranges.count),
         )
 
     def _mean_squares(self, length: int) -> float:

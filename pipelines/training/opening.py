@@ -46,8 +46,13 @@ def optimizer_line(config: RunConfig, models: Mapping[str, nn.Module]) -> str | 
     """The share of the parameters that Muon updates, in each role that learns; None for another optimizer."""
     if config.train.optimizer != "muon":
         return None
-    shares = [f"{muon_share(model):.1%} of the parameters{f' of {role}' * (len(models) > 1)}" for role, model in models.items()]
-    return f"optimizer: muon for {' and '.join(shares)}, the matrices of blocks and of their experts; adamw for the rest"
+    shares = [
+        f"{muon_share(model):.1%} of the parameters{f' of {role}' * (len(models) > 1)}"
+        for role, model in models.items()
+    ]
+    return (
+        f"optimizer: muon for {' and '.join(shares)}, the matrices of blocks and of their experts; adamw for the rest"
+    )
 
 
 def rate_line(before: TrainConfig, now: TrainConfig, step: int) -> str | None:
@@ -68,9 +73,10 @@ def data_line(data: Data, steps: int) -> str | None:
     if not isinstance(data, SizedData):
         return None
     size = data.size
+    left_out = f"; {size.left_out:,} more without a token to predict are left out" if size.left_out else ""
     return (
         f"data: {size.samples:,} samples, {size.steps_per_epoch:,} steps an epoch; "
-        f"{steps:,} steps are {steps / size.steps_per_epoch:.3g} epochs"
+        f"{steps:,} steps are {steps / size.steps_per_epoch:.3g} epochs{left_out}"
     )
 
 

@@ -44,4 +44,6 @@ def decays(kind: Kind) -> bool:
 def no_longer_decayed(model: nn.Module, rule: int) -> list[str]:
     """The names of a bare model's parameters that train, and that decayed by an earlier rule."""
     kinds = kinds_of(model) if rule < RULE else {}
-    return [n for n, p in model.named_parameters() if p in kinds and p.requires_grad and p.ndim > 1 and not decays(kinds[p])]
+    return [
+        n for n, p in model.named_parameters() if p in kinds and p.requires_grad and p.ndim > 1 and not decays(kinds[p])
+    ]

@@ -35,7 +35,10 @@ class MuonOfStacks(Muon):
                 momentum = state["momentum_buffer"]
                 momentum.lerp_(gradient, 1 - group["momentum"])
                 update = orthogonalised(
-                    gradient.lerp(momentum, group["momentum"]), group["ns_coefficients"], group["ns_steps"], group["eps"]
+                    gradient.lerp(momentum, group["momentum"]),
+                    group["ns_coefficients"],
+                    group["ns_steps"],
+                    group["eps"],
                 )
                 parameter.mul_(1 - lr * group["weight_decay"])
                 parameter.add_(update, alpha=-lr * 0.2 * math.sqrt(max(parameter.shape[-2:])))

@@ -83,7 +83,11 @@ def test_muon_takes_each_matrix_of_a_stack_as_torchs_takes_it_alone(shape: tuple
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v3", "qwen3-0.6b"])
 def test_muon_has_all_of_a_decoder_but_embeddings_and_vectors(name: str) -> None:
     model = on_meta(SHAPES[name].settings)
-    plain = sum(p.numel() for n, p in model.named_parameters() if p.ndim < 2 or n.startswith(("embed_tokens", "lm_head", "mtp.0.eh")))
+    plain = sum(
+        p.numel()
+        for n, p in model.named_parameters()
+        if p.ndim < 2 or n.startswith(("embed_tokens", "lm_head", "mtp.0.eh"))
+    )
     assert muon_share(model) == pytest.approx(1 - plain / sum(p.numel() for p in model.parameters()))
     if SHAPES[name].settings.experts is not None:
         assert muon_share(model) > 0.97

@@ -143,9 +143,13 @@ def test_a_pack_shorter_than_an_assistants_turn_is_refused(tmp_path: Path) -> No
 class Lengths:
     """Lengths of held-out documents of two sources."""
 
-    def __init__(self, lengths: list[int], source: list[int]) -> None:
+    def __init__(self, lengths: list[int], source: list[int], marked: bool = False) -> None:
         self.lengths, self.source = np.array(lengths, np.uint32), np.array(source)
         self.held_out, self.sources = np.ones(len(lengths), bool), ["a", "b"]
+        self.marked = marked
+
+    def trained(self, document: int, begin: int, count: int) -> Any:
+        return np.arange(begin, begin + count) >= (20 if self.lengths[document] > 20 else 0)
 
 
 def test_held_out_packs_are_full_and_begin_with_the_beginnings() -> None:
@@ -161,4 +165,9 @@ def test_held_out_packs_are_full_and_begin_with_the_beginnings() -> None:
         ((1, 20, 5),),
     ]
     assert sum(map(len, held_out_packs(documents, 10, 2).values())) == 3
+    chats: Any = Lengths(
+        [5, 25, 1, 4, 11, 3], [0, 0, 0, 0, 0, 1], marked=True
+    )  # the second is answered from place 20 on
+    pieces = [pack.pieces for pack in held_out_packs(chats, 10, 4)["a"]]
+    assert pieces == [((0, 0, 5),), ((3, 0, 4),), ((4, 0, 10),), ((1, 20, 5),)]
     assert held_out_packs(documents, 10, 0) == {}

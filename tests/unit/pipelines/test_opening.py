@@ -69,7 +69,13 @@ def test_a_rate_that_rises_again_with_more_steps_is_told(course: Any, steps: int
 
 
 def test_a_finished_run_with_more_steps_says_both_rates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    settings = ("train.schedule=cosine", "train.lr=0.25", "train.warmup_steps=0", "train.log_every=1", "validate.every=100")
+    settings = (
+        "train.schedule=cosine",
+        "train.lr=0.25",
+        "train.warmup_steps=0",
+        "train.log_every=1",
+        "validate.every=100",
+    )
     config = toy_config(tmp_path, "train.steps=3", *settings)
     write_toy_cache(config)
     assert "learning rate" not in "".join(opening(config, caplog))
