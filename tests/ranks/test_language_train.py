@@ -118,7 +118,13 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # alone, the same loss and norm as one process; the first rank, or half of a pack, may have no target at all
 @pytest.mark.parametrize("layout", slow_but(["ddp", *LAYOUTS], ["ddp", "ulysses"]))
 def test_two_processes_with_few_targets_lose_what_one_does(chats: Path, layout: str) -> None:
-    settings = ("sequence_length=64", "train.batch_size=2", "train.steps=5", "model.shape=tiny-qwen3-8b", "train.lr=0.01")
+    settings = (
+        "sequence_length=64",
+        "train.batch_size=2",
+        "train.steps=5",
+        "model.shape=tiny-qwen3-8b",
+        "train.lr=0.01",
+    )
     if not config(chats, "name=one").run_dir.exists():
         run_ranks(train, 1, str(chats), {"one": settings})
     ways = LAYOUTS | {"ddp": ("parallel.strategy=ddp",)}
