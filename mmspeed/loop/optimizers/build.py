@@ -95,7 +95,7 @@ def make_groups(model: nn.Module, cfg: TrainConfig) -> Groups:
 def muon_share(model: nn.Module) -> float:
     """The share of the parameters that train which Muon would update."""
     groups = make_groups(model, TrainConfig(optimizer="muon"))
-    sizes = [(sum(p.numel() for p in group["params"]), "use" in group) for group in groups]
+    sizes: list[tuple[int, bool]] = [(sum(p.numel() for p in group["params"]), "use" in group) for group in groups]
     return sum(size for size, muon in sizes if muon) / sum(size for size, _ in sizes)
 
 
