@@ -12,18 +12,24 @@ import pytest
 
 from mmspeed.config import make_run_config
 from mmspeed.config.language import LanguageConfig
+from mmspeed.data.cache.document_blocks import Document
 from mmspeed.data.cache.documents import TextCache
+from mmspeed.data.cache.keys import digest
+from mmspeed.data.cache.tokenizer_file import TokenizerFacts
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
 from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines.report.task_check import check_task
 from mmspeed.pipelines.tasks import maker_of
 from mmspeed.pipelines.tasks.language import LanguageTask
 from mmspeed.pipelines.tasks.language_data import held_out_packs
 from mmspeed.pipelines.tasks.language_start import open_texts
+from mmspeed.pipelines.training.opening import data_line
 from mmspeed.preprocess.texts.build import TextCacheBuilder
 from mmspeed.preprocess.texts.preparation import TextPreparation
 from mmspeed.protocols import RunPlace
+from tests.support.text_caches import write_text_cache
 
 ALONE = RunPlace(Device("cpu", 0))
 
@@ -171,3 +177,20 @@ def test_held_out_packs_are_full_and_begin_with_the_beginnings() -> None:
     pieces = [pack.pieces for pack in held_out_packs(chats, 10, 4)["a"]]
     assert pieces == [((0, 0, 5),), ((3, 0, 4),), ((4, 0, 10),), ((1, 20, 5),)]
     assert held_out_packs(documents, 10, 0) == {}
+
+
+def test_packs_without_a_target_are_counted_by_check_and_at_the_start(tmp_path: Path) -> None:
+    """Questions of four packs, and an answer in the fifth."""
+    marks = np.arange(200) >= 196
+    chats = [Document(np.arange(200) % 97, digest(bytes([number])), marks) for number in range(4)]
+    write_text_cache(tmp_path / "cache", {"a": [[1, 2, 3], *chats]}, TokenizerFacts("ids", 97, None))
+    settings = config(tmp_path, "sequence_length=40", "train.batch_size=3", "tokenizer={kind: bytes}")
+    report = "\n".join(check_task(settings, task=LanguageTask(settings)).lines())
+    assert "left out of the first epoch: 16 items without a token to predict" in report
+    task = LanguageTask(settings)
+    task.open(ALONE)
+    data = task.data(ALONE)
+    assert data_line(data, 10) == (
+        "data: 5 samples, 2 steps an epoch; 10 steps are 5 epochs; 16 more without a token to predict are left out"
+    )
+    assert [step.divisors["tokens"] for step in data.steps(0, 2)] in ([12.0, 6.0], [10.0, 8.0])
