@@ -246,7 +246,7 @@ class LanguageTask(TaskDefaults):
             {name: source.repeats for name, source in named.items()},
             weights or None,
             texts.temperature if not weights else None,
-            lambda ranges: cache.targets(ranges.document, ranges.begin, ranges.count),
+            cache.targets,
         )
 
     def _mean_squares(self, length: int) -> float:

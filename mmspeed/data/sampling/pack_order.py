@@ -92,7 +92,8 @@ class DocumentSupply:
         sources: names by number.
         repeats, weights, temperature: as `mixture.rates` has them; shares are of tokens.
         fingerprint: a name for the documents.
-        targets: the number of tokens that are predicted in each range; None: no pack is left out for a lack of them.
+        targets: (documents, begins, counts) -> the number of tokens that are predicted in each of these ranges; None: no pack is left
+            out for a lack of them.
     """
 
     lengths: Array
@@ -103,7 +104,7 @@ class DocumentSupply:
     repeats: Mapping[str, int] | int = 1
     weights: Mapping[str, float] | None = None
     temperature: float | None = None
-    targets: Callable[[TokenRanges], Array] | None = None
+    targets: Callable[[Array, Array, Array], Array] | None = None
 
     @functools.cached_property
     def pools(self) -> list[SamplePool]:
@@ -155,8 +156,8 @@ class DocumentSupply:
         """True for each pack in which nothing is predicted."""
         if self.targets is None:
             return np.zeros(len(packs), bool)
-        ranges = replace(packs.ranges, document=packs.ranges.document % len(self.lengths))
-        return np.equal(packs.targets(self.targets(ranges)), 0)
+        ranges = packs.ranges
+        return np.equal(packs.targets(self.targets(ranges.document % len(self.lengths), ranges.begin, ranges.count)), 0)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from mmspeed.data.sampling.assignment import Cost
 from mmspeed.data.sampling.order import Batching
 from mmspeed.data.sampling.pack_order import DocumentSupply, PackLength, PackSample, PackSampler
-from mmspeed.data.sampling.packs import TokenRanges
 from mmspeed.data.sampling.rank_batches import imbalance, rank_batches
 from mmspeed.data.sampling.sampler import SampleUse
 from mmspeed.errors import UserError
@@ -95,9 +94,8 @@ def answered_from(first: dict[int, int], lengths: list[int]) -> DocumentSupply:
     """Documents that have a loss from a token on (from the first on where none is named)."""
     least = np.array([first.get(number, 0) for number in range(len(lengths))])
 
-    def targets(ranges: TokenRanges) -> Any:
-        begin = np.maximum(ranges.begin + 1, least[ranges.document])
-        return np.maximum(0, ranges.begin + ranges.count - begin)
+    def targets(document: Any, begin: Any, count: Any) -> Any:
+        return np.maximum(0, begin + count - np.maximum(begin + 1, least[document]))
 
     return supply(lengths, targets=targets)
 
