@@ -9,8 +9,9 @@ from torch import nn
 from mmspeed.config import Config, RunConfig
 from mmspeed.config.training import TrainConfig
 from mmspeed.device import Device
-from mmspeed.loop.optimizers.build import learning_rate, muon_share
-from mmspeed.models.build import size_of
+from mmspeed.loop.optimizers.learning_rate import learning_rate
+from mmspeed.loop.optimizers.make_optimizer import muon_share
+from mmspeed.models.sections import size_of
 from mmspeed.parallel import unwrap
 from mmspeed.protocols import Data, SizedData
 

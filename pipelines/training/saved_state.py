@@ -17,7 +17,7 @@ from mmspeed.loop.frozen import frozen_names
 from mmspeed.loop.optimizers.kinds import RULE, no_longer_decayed
 from mmspeed.parallel import unwrap
 from mmspeed.pipelines.run.agreement import require_agreement
-from mmspeed.pipelines.run.build import base_files
+from mmspeed.pipelines.run.assembly import base_files
 from mmspeed.pipelines.run.run_folder import RunFolder, trim_metrics
 from mmspeed.pipelines.run.telemetry import Telemetry
 from mmspeed.pipelines.training.opening import rate_line

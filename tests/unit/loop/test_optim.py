@@ -20,8 +20,9 @@ from mmspeed.errors import UserError
 from mmspeed.loop.averages import EMA, ema_decay
 from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load
 from mmspeed.loop.checkpoint.state import states_to_save
-from mmspeed.loop.optimizers.build import learning_rate, make_optimizer, muon_share, set_learning_rate
 from mmspeed.loop.optimizers.kinds import no_longer_decayed
+from mmspeed.loop.optimizers.learning_rate import learning_rate, set_learning_rate
+from mmspeed.loop.optimizers.make_optimizer import make_optimizer, muon_share
 from mmspeed.loop.optimizers.stacks import MuonOfStacks, orthogonalised
 from mmspeed.loop.signals import StopSignals
 from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer

@@ -7,15 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
 
 from mmspeed.config import Config
 from mmspeed.config.training import TrainConfig
-from mmspeed.device import Device
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.tasks.video import VideoTask
-from mmspeed.pipelines.training.opening import device_line, model_line, rate_line
-from tests.support.runs import small_config
+from mmspeed.pipelines.training.opening import rate_line
 from tests.support.toy_runs import build_toy, toy_config, write_toy_cache
 
 
@@ -81,16 +78,3 @@ def test_a_finished_run_with_more_steps_says_both_rates(tmp_path: Path, caplog: 
     assert "learning rate" not in "".join(opening(config, caplog))
     text = "\n".join(opening(toy_config(tmp_path, "train.steps=5", *settings), caplog))
     assert "step 3: the learning rate rises from 0 to 0.0366" in text and "set train.schedule: constant" in text
-
-
-def test_layouts_and_frozen_parts_are_named(tmp_path: Path) -> None:
-    device = Device("cpu", 0)
-    config = small_config(tmp_path, "parallel.ulysses=2", "device.dtype=bfloat16")
-    line = device_line(config, device, 4, "fsdp")
-    assert line.endswith(", bfloat16, 4 processes, sharded (fsdp), samples split over ulysses 2")
-    frozen = nn.Linear(9, 9)
-    frozen.bias.requires_grad_(False)
-    roles = {"student": frozen, "teacher": nn.Linear(999, 1001, bias=False)}
-    assert model_line(config, roles) == (
-        "model: student Linear, 90 parameters, 81 of them trained; teacher Linear, 1 M parameters"
-    )
