@@ -49,6 +49,14 @@ class Bucket:
         return f"{self.frames}x{self.height}x{self.width}"
 
 
+class OtherSizeError(ValueError):
+    """A latent of a size that a model does not take; `nearest` is one that it does."""
+
+    def __init__(self, message: str, nearest: tuple[int, int, int]) -> None:
+        super().__init__(message)
+        self.nearest = nearest
+
+
 def as_bucket(shape: object) -> Bucket:
     """The bucket that a shape class of the video task is. Raises TypeError for one of another task."""
     if not isinstance(shape, Bucket):
@@ -97,6 +105,8 @@ class Strides:
         latent = self.latent(bucket)
         try:
             return count(latent)
+        except OtherSizeError as error:
+            raise ValueError(f"{error} (buckets of {self.pixels(error.nearest)} fit)") from None
         except ValueError as error:
             raise ValueError(f"{error}{self._nearest(latent, count)}") from None
 

@@ -193,6 +193,11 @@ def keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call a function when the backward pass that this thread is in has ended; what it raises is raised by `backward`."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[no-untyped-call]
+
+
 # ---- torch.compile
 
 

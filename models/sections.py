@@ -16,7 +16,15 @@ from mmspeed.models.diffusers.plans import declare_known_plan
 from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.diffusers.sparse import grid_of, sparse_plan
 from mmspeed.models.diffusers.sparsified import sparsify
-from mmspeed.models.families import Family, Published, call_for, family_of, published_models
+from mmspeed.models.families import (
+    Family,
+    FamilyCall,
+    Published,
+    SizeLimits,
+    call_for,
+    family_of,
+    published_models,
+)
 from mmspeed.models.sora.sizes import build_model, resolve_config
 from mmspeed.protocols import ModelCall
 from mmspeed.protocols.calls import Configured, TakesConditioning
@@ -156,6 +164,15 @@ def patch_of(section: AnySection) -> Latent:
         return resolve_config(section, 1, 1).patch
     repository = repository_of(section)
     return family_of(repository.class_name, KEY).small_class.patch(repository.config(repository.transformer))
+
+
+def limits_of(section: AnySection) -> SizeLimits:
+    """The latents that the model takes beyond multiples of its patch."""
+    if isinstance(section, ModelConfig):
+        return SizeLimits()
+    repository = repository_of(section)
+    call = call_of(section, repository)
+    return call.limits(repository.config(repository.transformer)) if isinstance(call, FamilyCall) else SizeLimits()
 
 
 def size_of(section: AnySection) -> str:

@@ -49,7 +49,7 @@ class TrainConfig(Section):
     )
     optimizer: Literal["adamw", "adamw8bit", "muon"] = Field(
         "adamw",
-        description="`adamw`; `adamw8bit`: with moments of 8 bits (needs the package torchao); `muon`: Muon for the blocks' matrices, with updates as large as AdamW's so that `lr` means the same, and AdamW for the rest (needs whole matrices: not with shards or tp).",
+        description="`adamw`; `adamw8bit`: with moments of 8 bits (needs the package torchao); `muon`: Muon for the blocks' matrices, those of experts each by itself, with updates as large as AdamW's so that `lr` means the same, and AdamW for the rest (needs whole matrices: not with shards or tp).",
     )
     lr: float = Field(1e-4, gt=0, le=10, description="Peak learning rate: about what a weight moves in a step.")
     warmup_steps: int = Field(50, ge=0, description="Steps over which the learning rate rises from 0.")
@@ -65,7 +65,11 @@ class TrainConfig(Section):
         (0.9, 0.99), description="AdamW's decay rates of the first and second moment."
     )
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay, on matrices only.")
+    weight_decay: float = Field(
+        0.0,
+        ge=0,
+        description="Decoupled weight decay of the weights of linear layers, convolutions, experts and embeddings; not of biases, norms and tables such as Wan's `scale_shift_table`.",
+    )
     clip_norm: float | None = Field(
         1.0, gt=0, description="Global gradient norm above which gradients are scaled down; null: no clipping."
     )

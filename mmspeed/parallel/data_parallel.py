@@ -20,10 +20,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from mmspeed.axes import AxisName
+from mmspeed.errors import UserError
 from mmspeed.mesh import Mesh
 from mmspeed.mixin import mix_in
 from mmspeed.protocols import blocks_of, stays_float32
-from mmspeed.torch_internals import fsdp_state, sum_in_float32
+from mmspeed.torch_internals import at_end_of_backward, fsdp_state, sum_in_float32, tree_leaves
 
 Strategy = Literal["none", "ddp", "fsdp"]
 
@@ -178,14 +179,49 @@ def _keep_sums_in_float32(model: nn.Module) -> None:
 
 
 def replicate(model: nn.Module) -> nn.Module:
-    """Wrap the model in a DistributedDataParallel that sums gradients over all ranks. Every parameter must be used in every step."""
+    """Wrap the model in a DistributedDataParallel that sums gradients over all ranks.
+
+    Every parameter must be used in every step: its backward raises UserError where one that trains gets no gradient.
+    """
     with warnings.catch_warnings():
         # torch 2.13 renames broadcast_buffers; the new name is unknown to 2.11, and buffers change alike on all ranks
         warnings.simplefilter("ignore", FutureWarning)
         replicas = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+    watch = _SumWatch(replicas)
     # without a hook it averages; a lambda, since torch refuses annotations that are strings
-    replicas.register_comm_hook(replicas.process_group, lambda group, bucket: _summed(group, bucket))
+    replicas.register_comm_hook(replicas.process_group, lambda group, bucket: watch.summed(group, bucket))
     return replicas
+
+
+class _SumWatch:
+    """Raises UserError at the end of a backward after which gradients are not summed: DDP waits for one of every parameter, in silence."""
+
+    def __init__(self, replicas: DistributedDataParallel) -> None:
+        self.replicas, self.complete = replicas, True
+        replicas.register_forward_hook(lambda _, __, output: self._expect(output))
+
+    def summed(self, group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """The sum of a bucket of gradients; buckets follow one another in their order."""
+        self.complete = bucket.is_last()
+        return _summed(group, bucket)
+
+    def _expect(self, output: Any) -> None:
+        if not torch.is_grad_enabled() or not self.replicas.require_backward_grad_sync:
+            return
+        self.complete = False
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: at_end_of_backward(self._check))
+
+    def _check(self) -> None:
+        if self.complete:
+            return
+        trained = [(name, p) for name, p in self.replicas.module.named_parameters() if p.requires_grad]
+        missing = [name for name, p in trained if p.grad is None] or ["one of an earlier micro-batch"]
+        raise UserError(
+            f"parallel.strategy ddp: {len(missing)} parameters that train got no gradient, first {missing[0]}, so that none of this step is "
+            "summed over processes: freeze them before (requires_grad_(False)), or use fsdp"
+        )
 
 
 def _summed(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -141,10 +141,11 @@ class Data(Protocol):
 
 @dataclass(frozen=True)
 class DataSize:
-    """The samples of the first stage of training, and the steps of a whole epoch of them."""
+    """The samples of the first stage of training, and the steps of a whole epoch of them; those left out as they teach nothing."""
 
     samples: int
     steps_per_epoch: int
+    left_out: int = 0
 
 
 @runtime_checkable

@@ -11,13 +11,15 @@ from torch import nn
 
 from mmspeed.errors import UserError, nearest
 from mmspeed.models.families import cogvideox, flux, hunyuan_video, hunyuan_video15, ltx, mochi, qwen_image, sora, wan
-from mmspeed.models.families.base import Family, Published
+from mmspeed.models.families.base import Family, FamilyCall, Published, SizeLimits
 from mmspeed.protocols.calls import ModelCall
 
 __all__ = [
     "FAMILIES",
     "Family",
+    "FamilyCall",
     "Published",
+    "SizeLimits",
     "call_for",
     "class_name",
     "family_in",

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from mmspeed.errors import UserError
 from mmspeed.models.text.recipes import TextRecipe
 from mmspeed.protocols.calls import Conditions, ModelCall, Predicted
+from mmspeed.shapes import OtherSizeError
 
 if TYPE_CHECKING:
     from mmspeed.config import Config as RunConfig
@@ -30,8 +31,30 @@ Index = Mapping[str, Any]  # the contents of a repository's model_index.json
 Parts = Callable[[str], Config]  # (folder of a repository) -> its settings, such as those of the codec
 Latent = tuple[int, int, int]
 TIMES = 1000.0  # units of these models' time, from 0 to 1 of ours
+UNLIMITED = 1 << 30  # latent positions
 MOST_BLOCKS = 2  # of each list, in a small model
 WIDTH_OF_TIMES = 16
+
+
+@dataclass(frozen=True)
+class SizeLimits:
+    """The latents (T, h, w) that a class takes beyond multiples of its patch: at least and at most so many positions along each dim."""
+
+    least: Latent = (1, 1, 1)
+    most: Latent = (UNLIMITED, UNLIMITED, UNLIMITED)
+
+    def check(self, latent: Latent) -> None:
+        """Raises OtherSizeError for a latent outside of the limits."""
+        t, h, w = (min(max(size, low), high) for size, low, high in zip(latent, self.least, self.most, strict=True))
+        if (t, h, w) == latent:
+            return
+        rows = zip(("frames", "height", "width"), self.least, self.most, strict=True)
+        words = [
+            f"{label} {low}" if low == high else f"{label} up to {high}"
+            for label, low, high in rows
+            if high < UNLIMITED
+        ]
+        raise OtherSizeError(f"latent {latent}: the model takes {', '.join(words)} alone", (t, h, w))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +78,18 @@ class FamilyCall(ABC):
     def prediction(self, config: Config, output: Any, x_BCThw: Tensor) -> Tensor:
         return first_output(output)
 
+    def limits(self, config: Config) -> SizeLimits:
+        """The latents that the class takes, such as those of the positions that it has learnt: here all."""
+        return SizeLimits()
+
     def tokens(self, config: Config, latent: Latent) -> int:
-        """Tokens of the sample, without those of captions, which may attend together with them."""
-        return math.prod(token_grid(latent, self.patch(config)))
+        """Tokens of the sample, without those of captions, which may attend together with them.
+
+        Raises ValueError for a latent that the class does not take.
+        """
+        tokens = math.prod(token_grid(latent, self.patch(config)))
+        self.limits(config).check(latent)
+        return tokens
 
 
 @runtime_checkable
@@ -194,6 +226,7 @@ class Published:
         grid: (frames, pixels) that videos are multiples of: frames after the first one, and height and width.
         mode: of `conditioning`, in which a model that makes videos from images alone is trained; None for others.
         experts: True for a model with two experts, of times near noise and near data.
+        fixed: True for a model that takes this height and width alone.
     """
 
     repository: str
@@ -204,6 +237,7 @@ class Published:
     grid: tuple[int, int]
     mode: str | None = None
     experts: bool = False
+    fixed: bool = False
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 from mmspeed.models.diffusers.products import attention, linear
 from mmspeed.models.families.base import (
     TIMES,
+    UNLIMITED,
     WIDTH_OF_TIMES,
     Config,
     Family,
@@ -24,6 +25,7 @@ from mmspeed.models.families.base import (
     Parts,
     Published,
     Sampling,
+    SizeLimits,
     SmallClass,
     SmallSizes,
     channels_of_frames,
@@ -62,6 +64,14 @@ class CogVideoXCall(FamilyCall):
     def conditioning(self, config: Config) -> Conditioning:
         """The first frame as channels, always, of a model from images; a draw from the codec's posterior, as in the pipeline."""
         return Conditioning(("first",), "zeros", alone=True, drawn=True) if takes_channels(config) else Conditioning()
+
+    def limits(self, config: Config) -> SizeLimits:
+        """Height and width of the positions that were learnt; of a table of rotary ones that is cut (1.5), at most its own."""
+        own = (config["sample_height"], config["sample_width"])
+        if config.get("use_learned_positional_embeddings", False):
+            return SizeLimits((1, *own), (UNLIMITED, *own))
+        cut = config["use_rotary_positional_embeddings"] and config["patch_size_t"] is not None
+        return SizeLimits(most=(UNLIMITED, *own)) if cut else SizeLimits()
 
     def call(self, config: Config, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> dict[str, Any]:
         """The arguments of the forward. Raises UserError for captions of more tokens than the model has places, and without given frames
@@ -177,7 +187,7 @@ SAMPLING = Sampling(
 PUBLISHED = {
     "cogvideox-2b": Published("zai-org/CogVideoX-2b", 49, 480, 720, 8.0, (4, 16)),
     "cogvideox-5b": Published("zai-org/CogVideoX-5b", 49, 480, 720, 8.0, (4, 16)),
-    "cogvideox-5b-i2v": Published("zai-org/CogVideoX-5b-I2V", 49, 480, 720, 8.0, (4, 16), "first"),
+    "cogvideox-5b-i2v": Published("zai-org/CogVideoX-5b-I2V", 49, 480, 720, 8.0, (4, 16), "first", fixed=True),
     "cogvideox1.5-5b": Published("zai-org/CogVideoX1.5-5B", 77, 768, 1360, 16.0, (4, 16)),
     "cogvideox1.5-5b-i2v": Published("zai-org/CogVideoX1.5-5B-I2V", 77, 768, 1360, 16.0, (4, 16), "first"),
 }

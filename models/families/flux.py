@@ -16,12 +16,14 @@ from torch import Tensor
 from mmspeed.models.diffusers.products import attention, linear
 from mmspeed.models.families.base import (
     TIMES,
+    UNLIMITED,
     Config,
     Family,
     FamilyCall,
     Latent,
     Published,
     Sampling,
+    SizeLimits,
     SmallClass,
     SmallSizes,
     check_sizes,
@@ -82,6 +84,10 @@ class FluxCall(FamilyCall):
 
     def prediction(self, config: Config, output: Any, x_BCThw: Tensor) -> Tensor:
         return unpacked(first_output(output), x_BCThw, PATCH)
+
+    def limits(self, config: Config) -> SizeLimits:
+        """One frame."""
+        return SizeLimits(most=(1, UNLIMITED, UNLIMITED))
 
     def tokens(self, config: Config, latent: Latent) -> int:
         """Tokens of the image; captions attend together with them. Raises ValueError for a video too."""

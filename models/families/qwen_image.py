@@ -22,6 +22,7 @@ from mmspeed.models.families.base import (
     Latent,
     Published,
     Sampling,
+    SizeLimits,
     SmallClass,
     SmallSizes,
     check_sizes,
@@ -38,6 +39,8 @@ from mmspeed.protocols.calls import Conditions
 
 NAME = "QwenImageTransformer2DModel"
 PATCH: Latent = (1, 2, 2)  # of the pipeline
+TEXT_TOKENS = 1024  # of the longest caption
+PLACES = 4096  # of the table of rotary positions, by the class
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,11 @@ class QwenImageCall(FamilyCall):
 
     def prediction(self, config: Config, output: Any, x_BCThw: Tensor) -> Tensor:
         return unpacked(first_output(output), x_BCThw, self.patch(config))
+
+    def limits(self, config: Config) -> SizeLimits:
+        """One frame, and as many tokens along a side as the class's table of positions has for half of them, with a caption behind."""
+        side = 2 * (PLACES - TEXT_TOKENS) * config["patch_size"]
+        return SizeLimits(most=(1, side, side))
 
     def tokens(self, config: Config, latent: Latent) -> int:
         """Tokens of the image; captions attend together with them. Raises ValueError for a video too."""
@@ -123,7 +131,7 @@ def template() -> dict[str, Any]:
     return {"template": pipeline.prompt_template_encode, "crop_start": pipeline.prompt_template_encode_start_idx}
 
 
-TEXT = TextRecipe((EncoderRecipe(1024, layer=-1, template="mmspeed.models.families.qwen_image:template"),))
+TEXT = TextRecipe((EncoderRecipe(TEXT_TOKENS, layer=-1, template="mmspeed.models.families.qwen_image:template"),))
 PUBLISHED = {
     "qwen-image": Published("Qwen/Qwen-Image", 1, 1328, 1328, 1.0, (1, 16)),
 }

@@ -26,6 +26,7 @@ from mmspeed.models.families.base import (
     Parts,
     Published,
     Sampling,
+    SizeLimits,
     SmallClass,
     SmallSizes,
     channels_of_frames,
@@ -42,6 +43,7 @@ from mmspeed.protocols.calls import Conditioning, Conditions, ModelCall
 
 SMALL_IMAGE = 5, 16  # rows and width of a picture's embedding, in a small model
 TEXT_BEHIND_IMAGES = 512  # rows, by the class
+PLACES = 1024  # of the table of rotary positions, by the class
 MASKS = 4  # frames of pixels of a latent frame, and so channels of the mask
 
 
@@ -79,6 +81,11 @@ class WanCall(FamilyCall):
             return Conditioning(("first", "first_last"), "grey")
         mode = "first" if config.get("pos_embed_seq_len") is None else "first_last"
         return Conditioning((mode,), "grey", embedding=(self.image_tokens, config["image_dim"]), whole=True)
+
+    def limits(self, config: Config) -> SizeLimits:
+        """As many tokens along each dim as the table of rotary positions has."""
+        t, h, w = (size * config.get("rope_max_seq_len", PLACES) for size in self.patch(config))
+        return SizeLimits(most=(t, h, w))
 
     def call(self, config: Config, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> dict[str, Any]:
         """The arguments of the forward. Raises UserError for captions of more than `text_tokens`, and without a needed condition."""

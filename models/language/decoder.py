@@ -144,12 +144,12 @@ class Decoder(nn.Module):
             bounds_Z: cumulative lengths of the documents over the tokens of all rows, from 0 to B x N: attention and positions never
                 cross a document, nor the end of a row. None: each row is one document.
             target_BN: ids, or IGNORED; `next_tokens` makes them. With targets no logits are ever in memory in full.
-            counted_BN: True at tokens that count as loads of experts, such as all but padding; None: all do.
+            counted_BN: True at tokens that count as loads of experts and in their auxiliary loss, such as all but padding; None: all do.
         """
         if bounds_Z is not None and len(ids_BN) > 1:
             bounds_Z = torch.cat((bounds_Z, _row_bounds(ids_BN).to(bounds_Z.dtype))).sort().values
         pos_BN = _positions(ids_BN, bounds_Z)
-        x_BNE, packs_BNP = self.embed_tokens(ids_BN), self._packs(ids_BN)
+        x_BNE, packs_BNP = self.embed_tokens(ids_BN), self._packs(ids_BN, counted_BN)
         balances = []
         for block in self.layers:
             x_BNE, balance_P = block(x_BNE, pos_BN, bounds_Z, counted_BN, packs_BNP)
@@ -170,12 +170,18 @@ class Decoder(nn.Module):
             return DecoderOutput(logits_BNV=output[0], balance_B=balance, mtp=tuple(mtp))
         return DecoderOutput(None, output[0], output[1], balance, tuple(mtp))
 
-    def _packs(self, ids_BN: Tensor) -> Tensor | None:
-        """1 at the pack of each token, (B, N, P), where the experts' auxiliary loss is of each pack."""
+    def _packs(self, ids_BN: Tensor, counted_BN: Tensor | None) -> Tensor | None:
+        """1 at the pack of each token that counts, (B, N, P); all tokens are of one unless the experts' auxiliary loss is of each pack.
+
+        None where all tokens of all rows count together, or there is no such loss.
+        """
         experts = self.settings.experts
-        if experts is None or experts.balance != "sequence":
+        if experts is None or experts.balance is None:
             return None
-        return torch.eye(len(ids_BN), device=ids_BN.device)[:, None].expand(-1, ids_BN.shape[1], -1)
+        if experts.balance != "sequence":
+            return None if counted_BN is None else counted_BN[..., None].float()
+        packs_BNP = torch.eye(len(ids_BN), device=ids_BN.device)[:, None].expand(-1, ids_BN.shape[1], -1)
+        return packs_BNP if counted_BN is None else packs_BNP * counted_BN[..., None]
 
     def _predict(self, x_BNE: Tensor, target_BN: Tensor | None) -> tuple[Tensor, ...]:
         """(logits,), or (losses, log-sum-exps) of targets."""

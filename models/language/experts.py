@@ -211,9 +211,10 @@ class BalanceSums(nn.Module):
     """Sums over tokens from which the auxiliary loss is computed; a module, so that a plan can sum them over processes."""
 
     def forward(self, expert_TK: Tensor, scores_TG: Tensor, packs_TP: Tensor | None = None) -> Tensor:
-        """(P, 2, G): the choices that fell on each expert, over K, and its shares of scores. Each adds up to the number of tokens.
+        """(P, 2, G): the choices that fell on each expert, over K, and its shares of scores. Each adds up to the tokens that count.
 
-        packs_TP: 1 at the pack of each token; None: all are of one. The gradient goes through the scores alone.
+        packs_TP: 1 at the pack of each token, 0 at tokens that count nowhere; None: all are of one. The gradient goes through the scores
+        alone.
         """
         with without_autocast(scores_TG):
             share_TG = scores_TG / scores_TG.sum(-1, keepdim=True)

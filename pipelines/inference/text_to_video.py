@@ -110,7 +110,7 @@ def video_shape(
     own = usual_size(config)
     bucket = Bucket(frames or own.frames, height or own.height, width or own.width)
     try:
-        model.tokens(strides.latent(bucket))
+        strides.tokens(bucket, model.tokens)
     except ValueError as error:
         raise UserError(f"a video of {bucket} (frames x height x width) cannot be made: {error}") from None
     return bucket

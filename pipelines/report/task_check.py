@@ -22,7 +22,7 @@ from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.pipelines.tasks import make_task
 from mmspeed.pipelines.tasks.base import SampledData
 from mmspeed.pipelines.tuning.memory_estimate import plan_memory
-from mmspeed.protocols import Data, Models, RunPlace, StepData, Task, blocks_of, shape_words, trainable
+from mmspeed.protocols import Data, Models, RunPlace, SizedData, StepData, Task, blocks_of, shape_words, trainable
 
 
 @dataclass
@@ -108,6 +108,7 @@ def _report_steps(report: TaskReport, config: RunConfig, task: Task, place: RunP
         usage = task.usage(step)
         shares = _gradient_lines(config, data)
         epochs = data.locate(steps - 1).epoch + 1
+        left_out = data.size.left_out if isinstance(data, SizedData) else 0
     finally:
         data.close()
     work = 3 * usage.forward.matmul  # backward is twice the forward pass
@@ -115,6 +116,8 @@ def _report_steps(report: TaskReport, config: RunConfig, task: Task, place: RunP
         f"steps: {steps:,}, over {epochs:,} epoch{'s'[: epochs != 1]}; the first has {usage.items:,} items of {usage.tokens:,} tokens, "
         f"{_flops(work)}; all about {_flops(work * steps)}{_least_time(config, work * steps)}"
     )
+    if left_out:
+        report.lines_.append(f"left out of the first epoch: {left_out:,} items without a token to predict")
     report.lines_ += shares
 
 

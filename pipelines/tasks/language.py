@@ -198,7 +198,12 @@ class LanguageTask(TaskDefaults):
         if objective.z_loss:
             terms["z_loss"] = of_tokens(objective.z_loss * output.lse_BN.float().square().sum(1))
         if output.balance_B is not None:
-            terms["balance"] = Term(objective.balance * output.balance_B.float(), weights, "samples")
+            balance_B, experts = objective.balance * output.balance_B.float(), self.settings.experts
+            terms["balance"] = Term(balance_B, weights, "samples")
+            if (
+                experts is not None and experts.balance == "global_batch"
+            ):  # a mean of all tokens, however they lie in packs
+                terms["balance"] = Term(balance_B * batch["counted"].sum(1), weights, "real_tokens")
         if output.mtp:
             factor = objective.mtp / len(output.mtp)
             summed_B = torch.stack([loss_BN.float().sum(1) for loss_BN, _ in output.mtp]).sum(0)
@@ -241,6 +246,7 @@ class LanguageTask(TaskDefaults):
             {name: source.repeats for name, source in named.items()},
             weights or None,
             texts.temperature if not weights else None,
+            cache.targets,
         )
 
     def _mean_squares(self, length: int) -> float:
@@ -331,7 +337,8 @@ class LanguageTask(TaskDefaults):
     def synthetic_divisors(self, batch: Batch, batches: int) -> Divisors:
         """The packs and target tokens of `batches` such batches."""
         targets = int((batch["targets"] != IGNORED).sum()) * batches
-        return {"samples": float(batch.size * batches), "tokens": float(max(1, targets))}
+        packs = float(batch.size * batches)
+        return {"samples": packs, "tokens": float(max(1, targets)), "real_tokens": packs * batch.shape.numbers}
 
     def sketch(
         self, model: nn.Module, shape: ShapeClass, items: int

@@ -26,6 +26,7 @@ from mmspeed.models.language.config import DecoderSettings
 from mmspeed.models.language.shapes import tiny_twin
 from mmspeed.parallel.tensor import check_heads
 from mmspeed.pipelines.tasks.language import LanguageTask
+from mmspeed.pipelines.tasks.language_data import targets_in
 from mmspeed.pipelines.tasks.video_check import shrunk_size
 from mmspeed.protocols import CheckNotes, RunPlace, StepData
 
@@ -61,6 +62,11 @@ class SyntheticDocuments:
         """Marks of the ids that have a loss; None where all have."""
         marks = np.array([place % 3 > 0 for place in self._places(document)], np.bool_)
         return marks[begin:][:count] if document % 3 == 2 else None
+
+    def targets(self, document: npt.NDArray[Any], begin: npt.NDArray[Any], count: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The number of ids of each range that have a loss and an id before them in the range."""
+        rows = zip(document.tolist(), begin.tolist(), count.tolist(), strict=True)
+        return np.array([targets_in(self, *row) for row in rows], np.int64)
 
     def _places(self, document: int) -> range:
         return range(int(self.lengths[document]))

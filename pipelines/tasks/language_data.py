@@ -23,7 +23,19 @@ from mmspeed.data.sampling.pack_order import PackLength, PackSample, PackSampler
 from mmspeed.data.sampling.pack_stages import StagedPacks
 from mmspeed.data.sampling.weighting import StepWeights
 from mmspeed.pipelines.tasks.base import SampledData, shares
-from mmspeed.protocols import Batch, BatchShape, Divisors, Item, LossFunction, Models, RunPlace, StepData, Term, Terms
+from mmspeed.protocols import (
+    Batch,
+    BatchShape,
+    DataSize,
+    Divisors,
+    Item,
+    LossFunction,
+    Models,
+    RunPlace,
+    StepData,
+    Term,
+    Terms,
+)
 
 Array = npt.NDArray[Any]
 PackDraws = Sequence[tuple[SampleUse[PackSample], float]]
@@ -54,16 +66,22 @@ class DocumentReader(Protocol):
         """Marks of the ids that have a loss; None where all have."""
         ...
 
+    def targets(self, document: Array, begin: Array, count: Array) -> Array:
+        """The number of ids of each range that have a loss and an id before them in the range."""
+        ...
+
 
 def targets_of(documents: DocumentReader, sample: PackSample) -> int:
     """The number of tokens of a pack that are predicted: all with a loss but the first of each range."""
     if not documents.marked:
         return sample.tokens - len(sample.pieces)
-    total = 0
-    for document, begin, count in sample.pieces:
-        marks = documents.trained(document, begin, count)
-        total += count - 1 if marks is None else int(marks[1:].sum())
-    return total
+    return sum(targets_in(documents, *piece) for piece in sample.pieces)
+
+
+def targets_in(documents: DocumentReader, document: int, begin: int, count: int) -> int:
+    """The number of tokens of a range that are predicted."""
+    marks = documents.trained(document, begin, count)
+    return count - 1 if marks is None else int(marks[1:].sum())
 
 
 @dataclass(frozen=True)
@@ -133,13 +151,17 @@ def bounds_of(samples: Sequence[PackSample]) -> list[int]:
 
 
 class LanguageData(SampledData[PackSample]):
-    """The order of a language run's packs, with target tokens as divisor."""
+    """The order of a language run's packs, with target tokens and real tokens as divisors."""
 
     def __init__(
         self, documents: DocumentReader, sampler: PackSampler | StagedPacks, loader: Loader, weights: StepWeights | None
     ) -> None:
         super().__init__(sampler, loader, weights)
-        self.documents = documents
+        self.documents, self.order = documents, sampler
+
+    @property
+    def size(self) -> DataSize:
+        return replace(super().size, left_out=self.order.without_targets)
 
     def measure(self, step: StepData) -> StepData:
         """The step with its packs, target tokens and real tokens."""
@@ -147,8 +169,9 @@ class LanguageData(SampledData[PackSample]):
         if not samples:
             return step
         targets = sum(targets_of(self.documents, sample) for sample in samples)
-        divisors = {"samples": float(len(samples)), "tokens": float(max(targets, 1))}
-        return replace(step, divisors=divisors, tokens=sum(sample.tokens for sample in samples))
+        tokens = sum(sample.tokens for sample in samples)
+        divisors = {"samples": float(len(samples)), "tokens": float(max(targets, 1)), "real_tokens": float(tokens)}
+        return replace(step, divisors=divisors, tokens=tokens)
 
 
 def packs_of(step: StepData) -> list[PackSample]:
@@ -224,8 +247,12 @@ class HeldOutPacks:
 def held_out_packs(documents: DocumentReader, length: int, most: int) -> dict[str, list[PackSample]]:
     """At most `most` packs of each source's held-out documents: first all beginnings of `length` tokens, then what follows them.
 
-    Ranges of a single token predict nothing and are left out.
+    Ranges of a single token predict nothing and are left out, as are packs in which nothing is predicted.
     """
+
+    def predicted(pieces: list[tuple[int, int, int]]) -> bool:
+        return not documents.marked or any(targets_in(documents, *piece) for piece in pieces)
+
     by_source: dict[str, list[PackSample]] = {}
     for number, source in enumerate(documents.sources):
         mine = np.flatnonzero(documents.held_out & (documents.source == number) & (documents.lengths > 1))
@@ -233,12 +260,15 @@ def held_out_packs(documents: DocumentReader, length: int, most: int) -> dict[st
         room = 0
         for piece in _pieces(mine, documents.lengths[mine].astype(np.int64), length):
             if piece[2] > room:
+                if packs and not predicted(packs[-1]):
+                    packs.pop()
                 if len(packs) == most:
                     break
                 packs.append([])
                 room = length
             packs[-1].append(piece)
             room -= piece[2]
+        packs = packs if packs and predicted(packs[-1]) else packs[:-1]
         if packs:
             by_source[source] = [
                 PackSample(f"held out {source} {place}", tuple(pieces), PackLength(length))

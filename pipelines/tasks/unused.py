@@ -58,10 +58,12 @@ def unreached(kind: type[nn.Module], config: Mapping[str, Any], call: ModelCall)
     assert family is not None  # `freeze_unused` leaves others alone
     small = family.small_class
     t, h, w = small.patch(config)
-    images = not _takes(call, config, (2 * t, 2 * h, 2 * w))
-    latent = (t if images else 2 * t, 2 * h, 2 * w)
-    sizes = SmallSizes(CHANNELS, TEXT_WIDTH, TEXT_TOKENS, latent, lambda size, least: min(size, least))
-    arguments, call = small.config(config, sizes), small.call(call, TEXT_TOKENS)
+    for latent in ((2 * t, 2 * h, 2 * w), (t, 2 * h, 2 * w)):  # the second for classes of images
+        sizes = SmallSizes(CHANNELS, TEXT_WIDTH, TEXT_TOKENS, latent, lambda size, least: min(size, least))
+        arguments = small.config(config, sizes)
+        if _takes(call, arguments, latent):
+            break
+    call = small.call(call, TEXT_TOKENS)
     g = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)

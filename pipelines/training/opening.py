@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from torch import nn
 
 from mmspeed.config import Config, RunConfig
+from mmspeed.config.training import TrainConfig
 from mmspeed.device import Device
+from mmspeed.loop.optimizers.learning_rate import learning_rate
+from mmspeed.loop.optimizers.make_optimizer import muon_share
 from mmspeed.models.sections import size_of
 from mmspeed.parallel import unwrap
 from mmspeed.protocols import Data, SizedData
@@ -40,14 +43,41 @@ def model_line(config: RunConfig, models: Mapping[str, nn.Module]) -> str:
     return f"model: {'; '.join(words)}"
 
 
+def optimizer_line(config: RunConfig, models: Mapping[str, nn.Module]) -> str | None:
+    """The share of the parameters that Muon updates, in each role that learns; None for another optimizer."""
+    if config.train.optimizer != "muon":
+        return None
+    shares = [
+        f"{muon_share(model):.1%} of the parameters{f' of {role}' * (len(models) > 1)}"
+        for role, model in models.items()
+    ]
+    return (
+        f"optimizer: muon for {' and '.join(shares)}, the matrices of blocks and of their experts; adamw for the rest"
+    )
+
+
+def rate_line(before: TrainConfig, now: TrainConfig, step: int) -> str | None:
+    """A warning where the learning rate rises again at step number `step` (from 0) because `train.steps` has been raised; else None."""
+    planned = learning_rate(step, now.model_copy(update={"steps": before.steps}))
+    last, rate = learning_rate(step - 1, before), learning_rate(step, now)
+    if not step or rate <= 1.01 * planned:
+        return None
+    return (
+        f"step {step}: the learning rate rises from {last:.3g} to {rate:.3g}, since the {now.schedule} course was of {before.steps:,} steps "
+        f"and is of {now.steps:,} now: to train on at a low rate set train.schedule: constant and train.lr; for a whole course from these "
+        "weights begin a new run with train.start_from"
+    )
+
+
 def data_line(data: Data, steps: int) -> str | None:
     """The samples, the steps of an epoch, and the epochs of `steps`; None for data that do not know their size."""
     if not isinstance(data, SizedData):
         return None
     size = data.size
+    left_out = f"; {size.left_out:,} more without a token to predict are left out" if size.left_out else ""
     return (
         f"data: {size.samples:,} samples, {size.steps_per_epoch:,} steps an epoch; "
-        f"{steps:,} steps are {steps / size.steps_per_epoch:.3g} epochs"
+        f"{steps:,} steps are {steps / size.steps_per_epoch:.3g} epochs{left_out}"
     )
 
 

@@ -14,10 +14,13 @@ from mmspeed.log import format_seconds, get_logger
 from mmspeed.loop.checkpoint.load import identity, identity_of_start, learned, load_start, starting_checkpoint
 from mmspeed.loop.checkpoint.manager import CheckpointManager, DamagedCheckpointError
 from mmspeed.loop.frozen import frozen_names
+from mmspeed.loop.optimizers.kinds import RULE, no_longer_decayed
+from mmspeed.parallel import unwrap
 from mmspeed.pipelines.run.agreement import require_agreement
 from mmspeed.pipelines.run.assembly import base_files
 from mmspeed.pipelines.run.run_folder import RunFolder, trim_metrics
 from mmspeed.pipelines.run.telemetry import Telemetry
+from mmspeed.pipelines.training.opening import rate_line
 from mmspeed.pipelines.training.run_state import Run
 
 log = get_logger("train")
@@ -68,6 +71,7 @@ class SavedStates:
         """Resume from the newest sound checkpoint, or begin, with the weights of train.start_from if it is set."""
         config, parts, where = self.config, run.parts, run.place
         changed = self.folder.check_same(config)
+        before = self.folder.run_config().train if "train.steps" in changed else config.train
         files = base_files(parts.models)
         self.folder.check_base(files)
         name, copy, start = newest.name, newest.copy, config.train.start_from
@@ -84,6 +88,9 @@ class SavedStates:
                 break
             except DamagedCheckpointError as error:
                 name = self._fall_back(run, name, error)
+        line = rate_line(before, config.train, run.step) if run.step < config.train.steps else None
+        if line is not None and where.rank == 0:
+            log.warning(line)
         bases = self._bases(run)
         if where.rank == 0 and run.step < config.train.steps:
             parameters = sum(p.numel() for p in parts.model.parameters())
@@ -141,6 +148,14 @@ class SavedStates:
         run.step, run.skipped, run.left_out = int(meta["step"]), int(meta["skipped"]), int(meta["left_out"])
         if changed and where.rank == 0:
             log.info(f"going on from step {run.step}; changed since it was saved: {', '.join(changed)}")
+        if config.train.weight_decay and where.rank == 0:
+            models = [unwrap(run.parts.models[role]) for role in run.parts.roles]
+            left = [name for model in models for name in no_longer_decayed(model, meta.get("decay", 1))]
+            if left:
+                log.warning(
+                    f"step {run.step}: train.weight_decay leaves {len(left)} tensors alone from here on, such as {left[0]}, which it took "
+                    "in the steps before: it is for weights of products and embeddings, not for tables"
+                )
         message = run.data.resume(meta["order"])
         if message is not None and where.rank == 0 and run.step < config.train.steps:
             log.warning(f"step {run.step}: {message}")
@@ -177,6 +192,7 @@ class SavedStates:
             "divergence": run.spikes.watch.state(),
             "world": run.place.world,
             "versions": {"generator": rng.VERSION},
+            "decay": RULE,
         }
         run.parts.wake()
         blocking = blocking or not self.config.checkpoint.asynchronous

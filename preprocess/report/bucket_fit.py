@@ -26,7 +26,8 @@ import numpy as np
 
 from mmspeed.config import Bucket, Config
 from mmspeed.models.codecs.vae import codec_geometry
-from mmspeed.models.sections import patch_of
+from mmspeed.models.families.base import UNLIMITED
+from mmspeed.models.sections import limits_of, patch_of
 from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.transform import kept_fraction, rank_by_picture
 from mmspeed.preprocess.decoding.windows import frames_available
@@ -44,12 +45,24 @@ _SIDES_A_FRAME = 16  # pixels of a side that count as a frame, where bins get wi
 
 @dataclass(frozen=True)
 class BucketGrid:
-    """The multiples that frames, heights and widths of a bucket need, for the codec and the model's patch."""
+    """The multiples that frames, heights and widths of a bucket need, for the codec and the model's patch, and the model's limits."""
 
     temporal: int  # frames per latent frame, from the second
     patch_frames: int  # latent frames per token
     height: int
     width: int
+    least: tuple[int, int] = (1, 1)  # height and width
+    most: tuple[int, int] = (UNLIMITED, UNLIMITED)
+
+    def nearest(self, height: float, width: float) -> tuple[int, int]:
+        """The height and width that fit and are nearest."""
+        steps, sizes = (self.height, self.width), (height, width)
+        near = (max(step, round(size / step) * step) for step, size in zip(steps, sizes, strict=True))
+        h, w = (
+            min(max(size, low), high // step * step)
+            for size, low, high, step in zip(near, self.least, self.most, steps, strict=True)
+        )
+        return h, w
 
     def frames(self, most: int) -> int:
         """The largest F that fits and is at most `most`; 0 if there is none."""
@@ -58,15 +71,18 @@ class BucketGrid:
 
     def holds(self, bucket: Bucket) -> bool:
         """True if the bucket fits the grid."""
-        divides = bucket.height % self.height == 0 and bucket.width % self.width == 0
-        return divides and self.frames(bucket.frames) == bucket.frames
+        return (
+            self.nearest(bucket.height, bucket.width) == (bucket.height, bucket.width)
+            and self.frames(bucket.frames) == bucket.frames
+        )
 
 
 def grid_of(config: Config) -> BucketGrid:
     """The grid of buckets that fit the config's codec and model. Raises UserError like `codec_geometry`."""
     _, strides = codec_geometry(config.vae)
-    patch = patch_of(config.model)
-    return BucketGrid(strides.temporal, patch[0], strides.spatial * patch[1], strides.spatial * patch[2])
+    patch, limits = patch_of(config.model), limits_of(config.model)
+    least, most = ((strides.spatial * h, strides.spatial * w) for _, h, w in (limits.least, limits.most))
+    return BucketGrid(strides.temporal, patch[0], strides.spatial * patch[1], strides.spatial * patch[2], least, most)
 
 
 @dataclass(frozen=True)
@@ -270,6 +286,7 @@ def _shapes(area: int, aspects: Sequence[float], grid: BucketGrid) -> list[tuple
     for height in range(grid.height, area // grid.width + 1, grid.height):
         full = area // height // grid.width
         pairs += [(height, width * grid.width) for width in range(max(1, full * 3 // 4), full + 1)]
+    pairs = [pair for pair in pairs if grid.nearest(*pair) == pair]
     if not pairs:
         return []
     pairs_P2 = np.array(pairs)

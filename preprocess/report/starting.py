@@ -74,7 +74,8 @@ def target_of(model: str) -> Target:
     repository, videos = videos_of(model)
     if videos is not None:
         frames, pixels = videos.grid
-        grid, mode, experts = BucketGrid(frames, 1, pixels, pixels), videos.mode, videos.experts
+        own = {"least": (videos.height, videos.width), "most": (videos.height, videos.width)} if videos.fixed else {}
+        grid, mode, experts = BucketGrid(frames, 1, pixels, pixels, **own), videos.mode, videos.experts
     else:
         section = PublishedModelConfig(kind="diffusers", pretrained=repository)
         opened = repository_of(section)
@@ -83,13 +84,7 @@ def target_of(model: str) -> Target:
         tree = {"data": {"sources": [{"path": repository}], "buckets": buckets}, "model": section.model_dump()}
         grid, mode = grid_of(make_config(tree, origin="--model")), mode_of_images(section, opened)
         experts = boundary_of(opened) is not None
-    sizes = [
-        (
-            max(grid.height, round(videos.height * share / grid.height) * grid.height),
-            max(grid.width, round(videos.width * share / grid.width) * grid.width),
-        )
-        for share in SHARES
-    ]
+    sizes = [grid.nearest(videos.height * share, videos.width * share) for share in SHARES]
     return Target(repository, videos.frames, tuple(dict.fromkeys(sizes)), videos.fps, grid, mode, experts)
 
 
@@ -174,11 +169,12 @@ def fit_data(path: str | Path, seed: int = 0, most: int = MOST_PROBED, target: T
     sources = _spread(listing.sources, most)
     probes, failed = _probe(config, sources)
     fps = target.fps or fit_rate([probe for _, probe in probes])
-    outcome = (
-        fit_buckets([probe for _, probe in probes], fps, target.grid or grid_of(config), target) if probes else None
-    )
+    grid = target.grid or grid_of(config)
+    outcome = fit_buckets([probe for _, probe in probes], fps, grid, target) if probes else None
     if outcome is None or not outcome.buckets:
-        raise _unusable(path, [*unlisted, *failed, *(_misfit(source, probe) for source, probe in probes)])
+        needed = "; the model takes no video below {}x{}".format(*grid.least) if grid.least > (1, 1) else ""
+        misfits = [_misfit(source, probe, grid) for source, probe in probes]
+        raise _unusable(path, [*unlisted, *failed, *misfits], needed)
     config = _config(str(path), fps, outcome.buckets, columns)
     selected: list[tuple[Source, Clip]] = []
     with closing(MediaStore.of(config.data)) as media:
@@ -309,14 +305,17 @@ def _identify(media: MediaStore, config: Config, source: Source) -> str:
         return ContentIds(config.cache_dir, full=config.preprocess.full_hash).id_of(here)
 
 
-def _misfit(source: Source, probe: Probe) -> Rejection:
-    """The rejection of a probed source that no bucket can take: it is shorter than a latent step, or smaller than a token's patch."""
-    short = len(probe.pts_seconds) > 1 and min(probe.width, probe.height) >= SIZES[-1][0]
+def _misfit(source: Source, probe: Probe, grid: BucketGrid) -> Rejection:
+    """The rejection of a probed source that no bucket can take: it is shorter than a latent step, or smaller than a token's patch, or
+    than what the model takes.
+    """
+    height, width = (max(pair) for pair in zip(grid.least, SIZES[-1], strict=True))
+    short = len(probe.pts_seconds) > 1 and probe.height >= height and probe.width >= width
     reason = Reason.TOO_SHORT if short else Reason.TOO_SMALL
     return Rejection(source.name, reason, reason.explanation)
 
 
-def _unusable(path: str | Path, rejections: Sequence[Rejection]) -> UserError:
+def _unusable(path: str | Path, rejections: Sequence[Rejection], needed: str = "") -> UserError:
     reasons = Counter(rejection.reason for rejection in rejections)
     why = "; ".join(f"{count} {reason}: {reason.explanation}" for reason, count in reasons.most_common(3))
-    return UserError(f"{path}: none of the {len(rejections)} sources is usable ({why})")
+    return UserError(f"{path}: none of the {len(rejections)} sources is usable ({why}){needed}")

@@ -18,12 +18,13 @@ from torch.distributed.tensor import DTensor
 from mmspeed.axes import AxisSizes
 from mmspeed.config.schema import TrainConfig
 from mmspeed.device import Device
+from mmspeed.errors import UserError
 from mmspeed.loop.averages import EMA
 from mmspeed.loop.optimizers.make_optimizer import make_optimizer
 from mmspeed.loop.signals import StopSignals
 from mmspeed.memory import BlockPolicies
 from mmspeed.mesh import make_mesh
-from mmspeed.parallel import parallelize, unwrap
+from mmspeed.parallel import no_sync, parallelize, unwrap
 from tests.support.covers import slow_but
 from tests.support.spawn import run_ranks
 from tests.support.steps import train_step
@@ -255,3 +256,39 @@ def test_averages_are_sharded_and_swap_into_shards(ranks: list[Result]) -> None:
 
 def test_requests_are_agreed(ranks: list[Result]) -> None:
     assert all(rank["signals"]["heard"] == ["none", "save", "stop"] for rank in ranks)
+
+
+class Halves(nn.Module):
+    """Two layers of which a call uses one; the largest gradients first fill a bucket of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4, bias=False), nn.Linear(600, 600, bias=False)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"out": (self.one if x.shape[-1] == 4 else self.other)(x)}
+
+
+def unused(how: str) -> Any:
+    """What a backward says that reaches a part of the parameters, or the gradient of one of them."""
+    bare = Halves()
+    bare.other.requires_grad_(how != "frozen")
+    model = parallelize(bare, make_mesh(Device("cpu", 0), AxisSizes(-1, 1)), "ddp")
+    if how == "earlier":  # of a micro-batch before
+        with no_sync(model, "ddp", last=False):
+            model(torch.ones(1, 600))["out"].sum().backward()
+    try:
+        model(torch.full((1, 600 if how == "small" else 4), dist.get_rank() + 1.0))["out"].sum().backward()
+    except UserError as error:
+        return str(error)
+    assert bare.one.weight.grad is not None
+    return bare.one.weight.grad.unique().tolist()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("large", "first other.weight"), ("small", "first one.weight"), ("earlier", "an earlier micro-batch"), ("frozen", "")],
+)  # fmt: skip
+def test_replicas_refuse_parameters_without_gradient(how: str, said: str) -> None:
+    for result in run_ranks(unused, 2, how):
+        assert result == [3.0] if how == "frozen" else "got no gradient" in result and said in result

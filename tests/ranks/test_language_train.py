@@ -9,13 +9,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mmspeed.config import make_run_config
+from mmspeed.data.cache.document_blocks import Document
+from mmspeed.data.cache.keys import digest
+from mmspeed.data.cache.tokenizer_file import TokenizerFacts
 from mmspeed.log import read_metrics
 from mmspeed.preprocess.texts.preparation import TextPreparation
+from tests.support.covers import slow_but
 from tests.support.runs import SAVED_ONCE
 from tests.support.spawn import run_ranks
+from tests.support.text_caches import write_text_cache
 
 TOLERANCE = {"rel": 2e-5}
 LAYOUTS = {
@@ -93,3 +99,39 @@ def test_a_run_of_one_process_goes_on_with_two(home: Path, layout: str) -> None:
     never, stopped = rows(home, f"{layout}-never"), rows(home, f"{layout}-stopped")
     assert [tokens for _, tokens in stopped][-2:] == [tokens for _, tokens in never][-2:]
     assert [loss for loss, _ in stopped][-2:] == pytest.approx([loss for loss, _ in never][-2:], **TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Chats of which two in three have a long question and an answer of a few tokens: some packs have no target, others one or two."""
+    folder = tmp_path_factory.mktemp("chats")
+    draws = np.random.default_rng(0)
+    documents = []
+    for number in range(24):
+        question, answer = (150 + number, 1 + number % 4) if number % 3 else (15, 40)
+        marks = np.arange(question + answer) >= question
+        documents.append(Document(draws.integers(0, 256, len(marks)), digest(bytes([number])), marks))
+    write_text_cache(folder / "cache", {"a": documents}, TokenizerFacts("ids", 256, None))
+    return folder
+
+
+# alone, the same loss and norm as one process; the first rank, or half of a pack, may have no target at all
+@pytest.mark.parametrize("layout", slow_but(["ddp", *LAYOUTS], ["ddp", "ulysses"]))
+def test_two_processes_with_few_targets_lose_what_one_does(chats: Path, layout: str) -> None:
+    settings = (
+        "sequence_length=64",
+        "train.batch_size=2",
+        "train.steps=5",
+        "model.shape=tiny-qwen3-8b",
+        "train.lr=0.01",
+    )
+    if not config(chats, "name=one").run_dir.exists():
+        run_ranks(train, 1, str(chats), {"one": settings})
+    ways = LAYOUTS | {"ddp": ("parallel.strategy=ddp",)}
+    run_ranks(train, 2, str(chats), {layout: (*settings, *ways[layout])})
+    steps = {}
+    for name in ("one", layout):
+        metrics = read_metrics(config(chats, f"name={name}").run_dir / "metrics.jsonl")
+        steps[name] = [(row["loss"], row["grad_norm"], row["weight"]) for row in metrics if row["kind"] == "train"]
+    for ours, alone in zip(steps[layout], steps["one"], strict=True):
+        assert ours == pytest.approx(alone, **TOLERANCE) and alone[0] > 1  # no step is without a target

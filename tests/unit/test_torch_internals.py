@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 
 from mmspeed import torch_internals as internals
 from mmspeed.device import Device
+from mmspeed.errors import UserError
 from mmspeed.mesh import process_group
 from mmspeed.parallel import take_float32_gradients
 from tests.support.graphs import CountingBackend
@@ -247,6 +248,20 @@ def test_counting_changes() -> None:
         with Detaches(counting) as mode:
             torch.ones(2) * 2
         assert mode.shared == counting
+
+
+def test_at_end_of_backward() -> None:
+    tensor, seen = torch.ones(1, requires_grad=True), list[bool]()
+
+    def ended() -> None:
+        seen.append(tensor.grad is not None)
+        raise UserError("refused")
+
+    product = tensor * 2
+    product.register_hook(lambda _: internals.at_end_of_backward(ended))
+    with pytest.raises(UserError, match="refused"):
+        product.sum().backward()
+    assert seen == [True]
 
 
 def test_what_a_backward_pass_knows() -> None:

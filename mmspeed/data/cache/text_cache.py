@@ -225,6 +225,23 @@ class TextCache:
         block = self._block(document)
         return None if block.marks is None else _bits(block.marks, start, stop)
 
+    def targets(self, document: Array, begin: Array, count: Array) -> Array:
+        """The number of ids of each range [begin, begin + count) of a document that have a loss and an id before them in the range.
+
+        Raises UserError if a block is missing or damaged; checksums of documents are not compared.
+        """
+        result = np.asarray(count, np.int64) - 1
+        if not self.marked:
+            return result
+        columns, number = self._table.columns, self._table.columns["block"][document]
+        first = columns["begin"][document] + begin + 1
+        places = np.argsort(number, kind="stable")
+        for one in np.split(places, np.flatnonzero(np.diff(number[places])) + 1) if len(places) else ():
+            marks = self._block(int(document[one[0]])).marks
+            if marks is not None:
+                result[one] = _set_bits(marks, first[one] + result[one]) - _set_bits(marks, first[one])
+        return result
+
     def _range(self, document: int, begin: int, count: int | None) -> tuple[int, int]:
         """The places of ids in their block, once the document's checksum was compared in this process."""
         length, start = self._length[document], self._begin[document]
@@ -296,6 +313,17 @@ class TextCache:
     def rejects(self) -> list[dict[str, str]]:
         """The documents that were not taken: place, reason, detail."""
         return read_rejects(self.root)
+
+
+_SET = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1, dtype=np.int64)  # bits of each byte
+
+
+def _set_bits(marks: Array, places: Array) -> Array:
+    """The number of bits that are set before each place of packed marks."""
+    before = np.concatenate((np.zeros(1, np.int64), np.cumsum(_SET[marks])))
+    byte, bit = np.divmod(places, 8)
+    last = np.append(marks, np.uint8(0))[byte]
+    return np.asarray(before[byte] + _SET[last & ~(0xFF >> bit) & 0xFF])
 
 
 def _bits(marks: Array, start: int, stop: int) -> npt.NDArray[np.bool_]:

@@ -2,6 +2,9 @@
 
 An epoch's documents are packed by `packs.pack`, and its packs dealt to steps of equal cost. The place in the data is the number of packs
 behind; whoever goes on with another length, mode, size of steps or number of ranks packs exactly the token ranges that are left.
+
+Packs without a token to predict, as of the question alone of a long chat, are left out before they are dealt to steps: nothing would be
+learned from them, and their steps might move weights by old moments alone.
 """
 
 from __future__ import annotations
@@ -89,6 +92,8 @@ class DocumentSupply:
         sources: names by number.
         repeats, weights, temperature: as `mixture.rates` has them; shares are of tokens.
         fingerprint: a name for the documents.
+        targets: (documents, begins, counts) -> the number of tokens that are predicted in each of these ranges; None: no pack is left
+            out for a lack of them.
     """
 
     lengths: Array
@@ -99,6 +104,7 @@ class DocumentSupply:
     repeats: Mapping[str, int] | int = 1
     weights: Mapping[str, float] | None = None
     temperature: float | None = None
+    targets: Callable[[Array, Array, Array], Array] | None = None
 
     @functools.cached_property
     def pools(self) -> list[SamplePool]:
@@ -146,12 +152,20 @@ class DocumentSupply:
         whole = whole_documents(count)
         return TokenRanges(numbers[whole.document], whole.begin, whole.count)
 
+    def without_targets(self, packs: Packs) -> Array:
+        """True for each pack in which nothing is predicted."""
+        if self.targets is None:
+            return np.zeros(len(packs), bool)
+        ranges = packs.ranges
+        return np.equal(packs.targets(self.targets(ranges.document % len(self.lengths), ranges.begin, ranges.count)), 0)
+
 
 @dataclass(frozen=True)
 class PastPacks:
     """A part of an epoch: how its packs were made, and how many of them were used.
 
     size: packs of a step. attention: the cost of a squared token beside that of a token. left_out: places that a roll-back left out.
+    without: packs that are left out since they have no target; 0: all are used; None: as many as there are.
     """
 
     length: int
@@ -160,10 +174,11 @@ class PastPacks:
     attention: float
     used: int = 0
     left_out: tuple[tuple[int, int], ...] = ()
+    without: int | None = 0
 
     def same_packs(self, other: PastPacks) -> bool:
-        """True where packs and their steps are the same."""
-        return replace(self, used=0, left_out=()) == replace(other, used=0, left_out=())
+        """True where packs are the same, and their steps but for packs without targets."""
+        return replace(self, used=0, left_out=(), without=0) == replace(other, used=0, left_out=(), without=0)
 
 
 @dataclass(frozen=True)
@@ -189,6 +204,11 @@ class _EpochPacks:
     size: int
     planned: tuple[int, int]
     left_out: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def without(self) -> int:
+        """Packs that are left out since they have no target."""
+        return len(self.packs) - len(self.order)
 
     @property
     def end(self) -> int:
@@ -217,7 +237,7 @@ class PackSampler:
     ) -> None:
         self.supply, self.batching, self.seed = supply, batching, seed
         self.shape = PackLength(length)
-        self.setting = PastPacks(length, mode, batching.supply(self.shape, 0).step, attention)
+        self.setting = PastPacks(length, mode, batching.supply(self.shape, 0).step, attention, without=None)
         self.origin = PackOrigin()
         self._parts: list[_EpochPacks] = []
         self._left_out: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (epoch, number of parts before) -> places
@@ -240,10 +260,11 @@ class PackSampler:
         if self._parts:
             return self._epoch_packs(self._parts[-1].epoch + 1, self._parts[-1].end, (), 0, None)
         origin = self.origin
-        past, behind = origin.past, 0
+        part, past = None, origin.past
         if past and past[-1].same_packs(self.setting):
-            past, behind = past[:-1], past[-1].used
-        part = self._epoch_packs(origin.epoch, origin.step, past, behind, origin.planned)
+            part = self._epoch_packs(origin.epoch, origin.step, past[:-1], past[-1].used, origin.planned)
+        if part is None or part.without != past[-1].without:  # some that have no target were used then
+            part = self._epoch_packs(origin.epoch, origin.step, past, 0, origin.planned)
         if part.begin == part.end:  # the epoch is used up
             return self._epoch_packs(origin.epoch + 1, origin.step, (), 0, None)
         return part
@@ -259,17 +280,24 @@ class PackSampler:
             ranges = packs.rest(np.concatenate(gone))
         packs, order = self._packed(ranges, self.setting, epoch, len(past))
         size = self.setting.size
+        if not past and not len(order):
+            raise UserError(
+                f"no pack of {self.shape.numbers:,} tokens has a token to predict: in the training documents nothing but first tokens has a loss"
+            )
         if planned is None:
-            planned = len(packs), -(-len(packs) // size)
+            planned = len(order), -(-len(order) // size)
         left_out = self._left_out.setdefault((epoch, len(past)), [])
         return _EpochPacks(epoch, begin, behind, past, packs, order, size, planned, left_out)
 
     def _packed(self, ranges: TokenRanges, how: PastPacks, epoch: int, number: int) -> tuple[Packs, Array]:
-        """(packs of ranges, their numbers in the order of steps)."""
+        """(packs of ranges, the numbers of those with a target in the order of steps)."""
         packs = pack(ranges, how.length, how.mode, self.seed, epoch, number)
+        kept = np.arange(len(packs))
+        if how.without != 0:
+            kept = kept[~self.supply.without_targets(packs)]
         cost = packs.tokens() + how.attention * packs.squares()
-        steps = steps_of_equal_cost(cost, how.size, self.seed, epoch, number)
-        return packs, np.concatenate(steps) if steps else np.zeros(0, np.int64)
+        steps = steps_of_equal_cost(cost[kept], how.size, self.seed, epoch, number)
+        return packs, kept[np.concatenate(steps)] if steps else np.zeros(0, np.int64)
 
     def draws(self, step: int) -> list[SampleUse[PackSample]]:
         """The packs of one optimizer step over all devices; left out ones are marked."""
@@ -305,8 +333,14 @@ class PackSampler:
         return StepLocation(0, part.epoch, step - part.begin)
 
     def packs_of(self, step: int) -> Packs:
-        """The packs of the epoch, or of its rest, that a step is in."""
-        return self._part(step).packs
+        """The packs of the epoch, or of its rest, that a step is in; without those that have no target."""
+        part = self._part(step)
+        return part.packs.only(np.sort(part.order)) if part.without else part.packs
+
+    @property
+    def without_targets(self) -> int:
+        """Packs of the epoch that the order begins in that are left out since they have no target."""
+        return self._part(self.origin.step).without
 
     @property
     def steps_per_epoch(self) -> int:
@@ -337,7 +371,7 @@ class PackSampler:
     def state(self, step: int) -> dict[str, Any]:
         """The state for a checkpoint taken before `step`, in JSON's types, independent of the number of ranks."""
         part = self._part(step)
-        here = replace(self.setting, used=part.places(step).start, left_out=tuple(part.left_out))
+        here = replace(self.setting, used=part.places(step).start, left_out=tuple(part.left_out), without=part.without)
         return {
             "data": self.fingerprint,
             "step": step,
@@ -373,9 +407,11 @@ class PackSampler:
             past = past[:-1]
         planned = None if not past else (int(state["planned"][0]), int(state["planned"][1]))
         self.origin = PackOrigin(step, epoch, past, planned)
-        if not past or past[-1].same_packs(self.setting):
+        if not past:
             return None
         part = self._part(step)
+        if past[-1].same_packs(self.setting) and (part.epoch != epoch or len(part.past) < len(past)):
+            return None
         left = part.packs.ranges.tokens if part.epoch == epoch else 0
         return (
             f"packs differ from those before the checkpoint: the {left:,} tokens that are left of epoch {epoch} are "

@@ -76,6 +76,11 @@ class StagedPacks:
         return gone
 
     @property
+    def without_targets(self) -> int:
+        """Packs of the epoch that the order begins in that are left out since they have no target."""
+        return self._samplers[self._first].without_targets
+
+    @property
     def steps_per_epoch(self) -> int:
         """Steps of the epoch that the order begins in, if its stage were the last."""
         return self._samplers[self._first].steps_per_epoch

@@ -85,6 +85,14 @@ class Packs:
         count = self.ranges.count.astype(np.int64)
         return _sums(count * count, self.offsets)
 
+    def only(self, numbers: Array) -> Packs:
+        """The packs of these numbers, in this order."""
+        return _ordered(self.length, np.diff(self.offsets), self.ranges, numbers, self.cut)
+
+    def targets(self, of_ranges: Array) -> Array:
+        """The targets of each pack, from those of each range."""
+        return _sums(of_ranges, self.offsets)
+
     def rest(self, used: Array) -> TokenRanges:
         """The ranges of all packs but those whose numbers are `used`; ranges of one document that touch are joined again."""
         left = np.ones(len(self), dtype=bool)
@@ -214,10 +222,10 @@ def _last_below(present: list[int], room: int) -> int:
 
 
 def _ordered(length: int, counts: Array, rows: TokenRanges, order: Array, cut: int) -> Packs:
-    """Packs, given by their counts of ranges, in another order."""
+    """Packs, given by their counts of ranges, in another order, or some of them."""
     starts = _offsets(counts)[:-1][order]
     offsets = _offsets(counts[order])
-    places = np.arange(len(rows)) - np.repeat(offsets[:-1] - starts, counts[order])
+    places = np.arange(offsets[-1]) - np.repeat(offsets[:-1] - starts, counts[order])
     return Packs(length, offsets, rows.take(places), cut)
 
 

@@ -181,7 +181,10 @@ def check_frozen_roles(folder: Path, fingerprints: Mapping[str, str]) -> list[st
 
 def _advice(name: str, has_base: bool = False) -> str:
     if name.rpartition(":")[2].startswith("optimizer."):
-        return "the checkpoint is of another train.optimizer: restore it, or begin a new run with train.start_from"
+        return (
+            "the checkpoint is of another train.optimizer, or of an mmspeed whose muon left experts to adamw: restore it, or begin a new "
+            "run with train.start_from"
+        )
     if has_base:
         return "it did not train when the checkpoint was written; let the same parameters train, or begin a new run"
     return "the checkpoint is of another model; compare the `model` section of its run's config"

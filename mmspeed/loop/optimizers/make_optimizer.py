@@ -23,6 +23,8 @@ from mmspeed.protocols import blocks_of
 from mmspeed.torch_internals import AdamWOfParts
 
 from .gradient_release import ReleasingOptimizer
+from .kinds import decays, kinds_of
+from .stacks import MuonOfStacks
 
 AnyOptimizer = Optimizer | TieredOptimizer
 Groups = list[dict[str, Any]]
@@ -35,7 +37,7 @@ def make_optimizer(
     device: Device | None = None,
     mesh: Mesh | None = None,
 ) -> AnyOptimizer:
-    """The config's optimizer over the parameters that train; weight decay on matrices only.
+    """The config's optimizer over the parameters that train; weight decay by what they are (`kinds.decays`).
 
     Make it after `parallelize`: sharding replaces the parameters. `memory` places its weights and states on `device` or in the
     host's memory; `mesh` is the one that the model was parallelized over, None without.
@@ -67,19 +69,33 @@ def make_optimizer(
 
 def make_groups(model: nn.Module, cfg: TrainConfig) -> Groups:
     """Groups of parameters with the same update; `use` names the optimizer of a group where there are several."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    hidden: set[int] = set()
+    bare = unwrap(model)
+    kinds, parameters = kinds_of(bare), [p for p in model.parameters() if p.requires_grad]
+    muon: dict[str, set[nn.Parameter]] = {"matrix": set(), "stack": set()}
     if cfg.optimizer == "muon":
-        hidden = {id(p) for _, block in blocks_of(unwrap(model)) for p in block.parameters() if p.ndim == 2}
+        for parameter in (p for _, block in blocks_of(bare) for p in block.parameters()):
+            muon.get(kinds[parameter], set()).add(parameter)
+    hidden = muon["matrix"] | muon["stack"]
     groups: Groups = []
     # separate groups: torch's foreach kernels take tensors of one mesh, buckets of masters those of one number type
     for members in (same for of_mesh in by_mesh(parameters) for same in _by_dtype(of_mesh)):
         groups += [
-            {"params": [p for p in members if id(p) in hidden], "weight_decay": cfg.weight_decay, "use": "muon"},
-            {"params": [p for p in members if p.ndim >= 2 and id(p) not in hidden], "weight_decay": cfg.weight_decay},
-            {"params": [p for p in members if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in members if p in muon["matrix"]], "weight_decay": cfg.weight_decay, "use": "muon"},
+            {"params": [p for p in members if p in muon["stack"]], "weight_decay": cfg.weight_decay, "use": "stacks"},
+            {
+                "params": [p for p in members if decays(kinds[p]) and p not in hidden],
+                "weight_decay": cfg.weight_decay,
+            },
+            {"params": [p for p in members if not decays(kinds[p])], "weight_decay": 0.0},
         ]
     return [group for group in groups if group["params"]]
+
+
+def muon_share(model: nn.Module) -> float:
+    """The share of the parameters that train which Muon would update."""
+    groups = make_groups(model, TrainConfig(optimizer="muon"))
+    sizes: list[tuple[int, bool]] = [(sum(p.numel() for p in group["params"]), "use" in group) for group in groups]
+    return sum(size for size, muon in sizes if muon) / sum(size for size, _ in sizes)
 
 
 def _by_dtype(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -121,37 +137,42 @@ def make_adamw8bit(groups: Groups, cfg: TrainConfig) -> Optimizer:
 
 
 class MuonWithAdamW(Optimizer):
-    """Muon (Jordan et al., 2024) for groups with `use: muon`, AdamW for the others; in the state of one optimizer.
+    """Muon (Jordan et al., 2024) for groups with `use: muon` or `stacks`, AdamW for the others; in the state of one optimizer.
 
     Muon's updates are scaled to the size of AdamW's (Liu et al., 2025), so that one learning rate serves both.
     """
 
     def __init__(self, groups: Groups, cfg: TrainConfig) -> None:
         super().__init__(groups, {})
-        self._parts: dict[str, Optimizer] = {}
-        muons = [group for group in self.param_groups if group.get("use") == "muon"]
-        others = [group for group in self.param_groups if group.get("use") != "muon"]
-        if muons:  # each fills its defaults into the groups
-            self._parts["muon"] = Muon(muons, lr=cfg.lr, adjust_lr_fn="match_rms_adamw")
-        if others:
-            self._parts["adamw"] = make_adamw(others, cfg)
+        self._parts: dict[str | None, Optimizer] = {}
+        make: dict[str | None, Callable[[Groups], Optimizer]] = {
+            "muon": lambda groups: Muon(groups, lr=cfg.lr, adjust_lr_fn="match_rms_adamw"),
+            "stacks": lambda groups: MuonOfStacks(groups, cfg.lr),
+            None: lambda groups: make_adamw(groups, cfg),
+        }
+        for use, part in make.items():  # each fills its defaults into the groups
+            if mine := self._groups_of(use):
+                self._parts[use] = part(mine)
+
+    def _groups_of(self, use: str | None) -> Groups:
+        return [group for group in self.param_groups if group.get("use") == use]
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update the parameters by their present gradients."""
         for use, part in self._parts.items():
-            part.param_groups = [g for g in self.param_groups if (g.get("use") == "muon") == (use == "muon")]
+            part.param_groups = self._groups_of(use)
             part.state = self.state
             part.step()
 
 
 def state_names(group: dict[str, Any]) -> tuple[str, ...]:
     """Names of the states that a group's optimizer has for each parameter."""
-    return ("momentum_buffer",) if group.get("use") == "muon" else ("step", "exp_avg", "exp_avg_sq")
+    return ("momentum_buffer",) if "use" in group else ("step", "exp_avg", "exp_avg_sq")
 
 
 def _check_whole(groups: Groups) -> None:
     """Raises UserError where this process has a part of a matrix that Muon updates."""
-    for parameter in (p for group in groups if group.get("use") == "muon" for p in group["params"]):
+    for parameter in (p for group in groups if "use" in group for p in group["params"]):
         if layout_of(parameter).parts:
             raise UserError(
                 "train.optimizer: muon needs whole matrices, and here each device has a part: use parallel.strategy: ddp "

@@ -90,6 +90,76 @@ def test_a_resumed_order_is_that_of_one_that_was_never_stopped() -> None:
     assert first != [name[0] for step in keys[whole.first_pass : 2 * whole.first_pass] for name in step]
 
 
+def answered_from(first: dict[int, int], lengths: list[int]) -> DocumentSupply:
+    """Documents that have a loss from a token on (from the first on where none is named)."""
+    least = np.array([first.get(number, 0) for number in range(len(lengths))])
+
+    def targets(document: Any, begin: Any, count: Any) -> Any:
+        return np.maximum(0, begin + count - np.maximum(begin + 1, least[document]))
+
+    return supply(lengths, targets=targets)
+
+
+def steps_of(order: PackSampler, first: int, last: int) -> list[list[Any]]:
+    return [[draw.name for draw in order.draws(step)] for step in range(first, last)]
+
+
+@pytest.mark.parametrize("mode", ["documents", "stream"])
+def test_packs_without_a_target_are_left_out_and_counted(mode: str) -> None:
+    """Long questions, with an answer in the last eight tokens; then a run goes on with longer packs."""
+    lengths, first = [5, 40, 33, 1, 80, 9] * 3, {1: 32, 4: 72, 10: 72, 16: 200}
+    documents = answered_from(first, lengths)
+    order, old = sampler(documents, 8, 2, mode), sampler(supply(lengths), 8, 2, mode)
+    assert order.without_targets == old.samples_of(0) - order.samples_of(0) > 20 and order.first_pass < old.first_pass
+
+    def predicted(draws: list[SampleUse[PackSample]]) -> Counter[tuple[int, int]]:
+        places = [
+            (d, at)
+            for draw in draws
+            for d, begin, count in draw.sample.pieces
+            for at in range(begin + 1, begin + count)
+        ]
+        return Counter((document, at) for document, at in places if at >= first.get(document, 0))
+
+    draws = [draw for step in range(order.first_pass) for draw in order.draws(step)]
+    assert all(predicted([draw]) for draw in draws)
+    every = [draw for step in range(old.first_pass) for draw in old.draws(step)]
+    assert predicted(draws) == predicted(every) and max(predicted(draws).values()) == 1
+    assert len(order.packs_of(0)) == order.samples_of(0) == len(draws) and order.packs_of(0).tokens().sum() == sum(
+        tokens(draws).values()
+    )
+    longer = sampler(documents, 24, 2, mode)
+    state = json.loads(json.dumps(order.state(4)))
+    assert "are packed again" in str(longer.resume(state))
+    behind, rest = (
+        tokens(draws[:8]),
+        tokens([draw for step in range(4, longer.first_pass) for draw in longer.draws(step)]),
+    )
+    assert max((behind + rest).values()) == 1
+    assert mode == "stream" or not predicted(every) - behind - rest  # cuts of a stream move, and with them first tokens
+    with pytest.raises(UserError, match="no pack of 8 tokens has a token to predict"):
+        sampler(answered_from({0: 99, 1: 99}, [30, 20]), 8, 2, mode).draws(0)
+
+
+def test_an_order_from_before_goes_on_where_packs_without_targets_do_not_matter() -> None:
+    """A state that counts no packs without a target is of a run that used them; what it has left of the epoch is packed again."""
+    lengths = [5, 40, 33, 7, 80, 9] * 3
+    for documents, same in ((answered_from({}, lengths), True), (answered_from({4: 72}, lengths), False)):
+        old, new = sampler(supply(lengths), 8, 2), sampler(documents, 8, 2)
+        assert (steps_of(old, 0, 60) == steps_of(new, 0, 60)) == same
+        state = json.loads(json.dumps(old.state(3)))
+        for past in state["past"]:
+            del past["without"]
+        assert (new.resume(state) is None) == same
+        assert not same or steps_of(new, 3, 60) == steps_of(old, 3, 60)
+        behind = tokens([draw for step in range(3) for draw in old.draws(step)])
+        rest = tokens([draw for step in range(3, new.first_pass) for draw in new.draws(step)])
+        assert max((behind + rest).values()) == 1 and (len(behind) + len(rest) == sum(lengths)) == same
+        again = sampler(documents, 8, 2)
+        again.resume(json.loads(json.dumps(new.state(5))))
+        assert steps_of(again, 5, 60) == steps_of(new, 5, 60)
+
+
 def test_the_message_says_how_many_tokens_are_left_and_other_texts_begin_an_epoch() -> None:
     order = sampler(supply([16] * 20), 16, 4)
     state = order.state(2)

@@ -89,6 +89,15 @@ def test_marks_of_chats(tmp_path: Path) -> None:
         assert trained is not None and trained.tolist() == mark.tolist()
         part = cache.trained(number, 1 % len(mark), len(mark) - 1 % len(mark))
         assert part is not None and part.tolist() == mark[1 % len(mark) :].tolist()
+    every = [
+        (n, b, c)
+        for n, length in enumerate(cache.lengths.tolist())
+        for b in range(length)
+        for c in range(1, length - b + 1)
+    ]
+    ranges = np.array(generator.permutation(every), np.int32)
+    marked = [*marks, np.ones(2, bool)]
+    assert cache.targets(*ranges.T).tolist() == [int(marked[n][b + 1 : b + c].sum()) for n, b, c in ranges.tolist()]
 
 
 def test_equal_documents_are_held_out_together(tmp_path: Path) -> None:

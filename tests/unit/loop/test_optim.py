@@ -20,24 +20,78 @@ from mmspeed.errors import UserError
 from mmspeed.loop.averages import EMA, ema_decay
 from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load
 from mmspeed.loop.checkpoint.state import states_to_save
+from mmspeed.loop.optimizers.kinds import no_longer_decayed
 from mmspeed.loop.optimizers.learning_rate import learning_rate, set_learning_rate
-from mmspeed.loop.optimizers.make_optimizer import make_optimizer
+from mmspeed.loop.optimizers.make_optimizer import make_optimizer, muon_share
+from mmspeed.loop.optimizers.stacks import MuonOfStacks, orthogonalised
 from mmspeed.loop.signals import StopSignals
 from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
+from mmspeed.models.language.shapes import SHAPES
+from mmspeed.models.language.weights import on_meta
 from mmspeed.parallel import make_half
 from mmspeed.plan.throughput import ThroughputMeter, mfu, training_flops
 from tests.support.tiers import TIERS
 from tests.support.toy import ToyDiT
 
 
-def test_decay_is_on_matrices_only_and_every_parameter_is_there() -> None:
-    model = ToyDiT()
-    optimizer = make_optimizer(model, TrainConfig(weight_decay=0.1, betas=(0.8, 0.9)))
-    decayed = {id(p) for g in optimizer.param_groups if g["weight_decay"] == 0.1 for p in g["params"]}
-    plain = {id(p) for g in optimizer.param_groups if g["weight_decay"] == 0.0 for p in g["params"]}
-    assert decayed == {id(p) for p in model.parameters() if p.ndim >= 2}
-    assert plain == {id(p) for p in model.parameters() if p.ndim < 2} and plain
-    assert all(g["betas"] == (0.8, 0.9) for g in optimizer.param_groups)
+class Kinds(nn.Module):
+    """Parameters whose kind their dims do not tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale_shift_table = nn.Parameter(torch.ones(1, 6, 4))  # Wan's
+        self.table = nn.Parameter(torch.ones(6, 4))  # LTX's, of two dims
+        self.norm, self.words = nn.LayerNorm((2, 4)), nn.Embedding(5, 4)
+        self.conv, self.attention = nn.Conv3d(1, 2, 2), nn.MultiheadAttention(4, 2, add_bias_kv=True)
+        self.experts = nn.ParameterDict({"gate_up_proj": torch.ones(3, 4, 4), "gate_up_proj_bias": torch.ones(3, 4)})
+
+
+def test_decay_is_by_what_a_parameter_is_and_every_parameter_is_there() -> None:
+    for model, expected in (
+        (ToyDiT(), {name for name, p in ToyDiT().named_parameters() if p.ndim >= 2}),
+        (Kinds(), {"words.weight", "conv.weight", "attention.in_proj_weight", "attention.out_proj.weight", "experts.gate_up_proj"}),
+    ):  # fmt: skip
+        optimizer = make_optimizer(model, TrainConfig(weight_decay=0.1, betas=(0.8, 0.9)))
+        groups = {id(p): g for g in optimizer.param_groups for p in g["params"]}
+        assert {n for n, p in model.named_parameters() if groups[id(p)]["weight_decay"] == 0.1} == expected
+        assert {g["weight_decay"] for g in groups.values()} == {0.0, 0.1}
+        assert all(g["betas"] == (0.8, 0.9) for g in optimizer.param_groups)
+        before = {name for name, p in model.named_parameters() if p.ndim > 1}  # decayed by the rule of dims
+        assert set(no_longer_decayed(model, 1)) == before - expected and not no_longer_decayed(model, 2)
+
+
+@pytest.mark.parametrize("shape", [(5, 6, 9), (4, 12, 8)], ids=["wide", "tall"])
+def test_muon_takes_each_matrix_of_a_stack_as_torchs_takes_it_alone(shape: tuple[int, int, int]) -> None:
+    """But for the rounding of bfloat16 products; the expert that no token reached only decays."""
+    torch.manual_seed(0)
+    stack = nn.Parameter(torch.randn(shape))
+    alone = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
+    one = MuonOfStacks([{"params": [stack], "weight_decay": 0.1}], 0.05)
+    other = torch.optim.Muon(alone, lr=0.05, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for step in range(3):
+        gradient = torch.randn(shape) * 10.0**-step
+        gradient[1] = 0
+        stack.grad = gradient.clone()
+        for matrix, part in zip(alone, gradient, strict=True):
+            matrix.grad = part.clone()
+        one.step()
+        other.step()
+        torch.testing.assert_close(stack.detach(), torch.stack([m.detach() for m in alone]), rtol=0, atol=2e-3)
+    orthogonal = orthogonalised(torch.randn(shape), (3.4445, -4.7750, 2.0315), 5)
+    assert (torch.linalg.svdvals(orthogonal.float()) - 1).abs().max() < 0.5
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v3", "qwen3-0.6b"])
+def test_muon_has_all_of_a_decoder_but_embeddings_and_vectors(name: str) -> None:
+    model = on_meta(SHAPES[name].settings)
+    plain = sum(
+        p.numel()
+        for n, p in model.named_parameters()
+        if p.ndim < 2 or n.startswith(("embed_tokens", "lm_head", "mtp.0.eh"))
+    )
+    assert muon_share(model) == pytest.approx(1 - plain / sum(p.numel() for p in model.parameters()))
+    if SHAPES[name].settings.experts is not None:
+        assert muon_share(model) > 0.97
 
 
 def test_learning_rate_at_known_steps() -> None:

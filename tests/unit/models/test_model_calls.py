@@ -203,6 +203,34 @@ def test_a_latent_that_would_be_cut_is_refused(name: str) -> None:
         predictor.tokens((frames_of(name), 5, W))
 
 
+LIMITS: dict[str, tuple[str, dict[str, Any], tuple[int, int, int], tuple[int, int, int]]] = {
+    "learnt positions": ("cogvideox", {"use_learned_positional_embeddings": True}, (3, 4, 6), (3, 6, 6)),
+    "learnt positions, larger": ("cogvideox", {"use_learned_positional_embeddings": True}, (3, 6, 8), (3, 6, 6)),
+    "cut rotary positions": ("cogvideox", {"patch_size_t": 3, "ofs_embed_dim": 8, "patch_bias": False}, (3, 8, 4), (3, 6, 4)),
+    "a table of rotary positions": ("wan", {"rope_max_seq_len": 3}, (4, 8, 4), (3, 6, 4)),
+    "images": ("qwen, images", {}, (3, 4, 4), (1, 4, 4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_sizes_that_a_class_cannot_take_are_refused_before_it_does(name: str) -> None:
+    """With the nearest that it takes: the class computes that one, and fails at the other, or computes another thing."""
+    case, changes, beyond, near = LIMITS[name]
+    model = make_model(case, **changes)
+    predictor = make_predictor(model, DDPM if case == "cogvideox" else FLOW, C, D)
+    assert isinstance(predictor, FamilyPredictor)
+    bucket = Strides(4, 8).pixels(near)
+    with pytest.raises(
+        ValueError, match="buckets of .*fit" if name != "images" else "use buckets of 1 frame"
+    ) as caught:
+        Strides(4, 8).tokens(Strides(4, 8).pixels(beyond), predictor.tokens)
+    assert str(bucket) in str(caught.value) or name == "images"
+    assert predictor.predict(model, torch.randn(B, C, *near), TIMES, conditions()).shape == (B, C, *near)
+    if name != "images":
+        with pytest.raises((ValueError, RuntimeError)):
+            predictor.predict(model, torch.randn(B, C, *beyond), TIMES, conditions())
+
+
 @pytest.mark.parametrize("name", ["ltx", "hunyuan", "hunyuan 1.5"])
 def test_padding_of_a_masked_caption_means_nothing(name: str) -> None:
     model, predictor = model_of(name)

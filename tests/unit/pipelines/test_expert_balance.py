@@ -5,6 +5,7 @@ Legend: T tokens, K experts of a token, G experts.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
+from mmspeed.loop.checkpoint.load import open_checkpoint
 from mmspeed.loop.runner import SequentialRunner
 from mmspeed.loop.step import Learner, apply_update
 from mmspeed.models.language.experts import Router
@@ -124,6 +126,24 @@ def test_a_stopped_run_goes_on_with_its_biases(whole: tuple[Path, Biases], tmp_p
     assert losses(tmp_path) == losses(folder) and len(rest.biases) == 4
     for name, bias_G in watch.biases[-1].items():
         assert torch.equal(rest.biases[-1][name], bias_G) and bias_G.any(), name
+
+
+@pytest.mark.parametrize("tier", [(), ("memory.states=host",)], ids=["plain", "tiered"])
+def test_muon_takes_the_experts_of_a_run_that_goes_on(
+    tier: tuple[str, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = ("train.optimizer=muon", "train.weight_decay=0.1", *tier)
+    with caplog.at_level("INFO", logger="mmspeed"):
+        run(tmp_path / "whole", *words)
+    assert re.search(
+        "optimizer: muon for [0-9.]+% of the parameters, the matrices of blocks and of their experts; adamw",
+        caplog.text,
+    )
+    run(tmp_path / "stopped", *words, "train.steps=2")
+    run(tmp_path / "stopped", *words)
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+    moments = open_checkpoint(tmp_path / "whole" / "run" / "checkpoints" / "step-00000006")[1]["tensors"]
+    assert "optimizer.state.layers.1.mlp.experts.down_proj.momentum_buffer" in moments
 
 
 def test_a_step_that_is_not_applied_moves_nothing(tmp_path: Path) -> None:

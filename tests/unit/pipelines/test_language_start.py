@@ -12,18 +12,24 @@ import pytest
 
 from mmspeed.config import make_run_config
 from mmspeed.config.language import LanguageConfig
+from mmspeed.data.cache.document_blocks import Document
+from mmspeed.data.cache.keys import digest
 from mmspeed.data.cache.text_cache import TextCache
+from mmspeed.data.cache.tokenizer_file import TokenizerFacts
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
 from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines.report.task_check import check_task
 from mmspeed.pipelines.tasks import maker_of
 from mmspeed.pipelines.tasks.language import LanguageTask
 from mmspeed.pipelines.tasks.language_data import held_out_packs
 from mmspeed.pipelines.tasks.language_start import open_texts
+from mmspeed.pipelines.training.opening import data_line
 from mmspeed.preprocess.texts.cache_builder import TextCacheBuilder
 from mmspeed.preprocess.texts.preparation import TextPreparation
 from mmspeed.protocols import RunPlace
+from tests.support.text_caches import write_text_cache
 
 ALONE = RunPlace(Device("cpu", 0))
 
@@ -140,9 +146,13 @@ def test_a_pack_shorter_than_an_assistants_turn_is_refused(tmp_path: Path) -> No
 class Lengths:
     """Lengths of held-out documents of two sources."""
 
-    def __init__(self, lengths: list[int], source: list[int]) -> None:
+    def __init__(self, lengths: list[int], source: list[int], marked: bool = False) -> None:
         self.lengths, self.source = np.array(lengths, np.uint32), np.array(source)
         self.held_out, self.sources = np.ones(len(lengths), bool), ["a", "b"]
+        self.marked = marked
+
+    def trained(self, document: int, begin: int, count: int) -> Any:
+        return np.arange(begin, begin + count) >= (20 if self.lengths[document] > 20 else 0)
 
 
 def test_held_out_packs_are_full_and_begin_with_the_beginnings() -> None:
@@ -158,4 +168,26 @@ def test_held_out_packs_are_full_and_begin_with_the_beginnings() -> None:
         ((1, 20, 5),),
     ]
     assert sum(map(len, held_out_packs(documents, 10, 2).values())) == 3
+    chats: Any = Lengths(
+        [5, 25, 1, 4, 11, 3], [0, 0, 0, 0, 0, 1], marked=True
+    )  # the second is answered from place 20 on
+    pieces = [pack.pieces for pack in held_out_packs(chats, 10, 4)["a"]]
+    assert pieces == [((0, 0, 5),), ((3, 0, 4),), ((4, 0, 10),), ((1, 20, 5),)]
     assert held_out_packs(documents, 10, 0) == {}
+
+
+def test_packs_without_a_target_are_counted_by_check_and_at_the_start(tmp_path: Path) -> None:
+    """Questions of four packs, and an answer in the fifth."""
+    marks = np.arange(200) >= 196
+    chats = [Document(np.arange(200) % 97, digest(bytes([number])), marks) for number in range(4)]
+    write_text_cache(tmp_path / "cache", {"a": [[1, 2, 3], *chats]}, TokenizerFacts("ids", 97, None))
+    settings = config(tmp_path, "sequence_length=40", "train.batch_size=3", "tokenizer={kind: bytes}")
+    report = "\n".join(check_task(settings, task=LanguageTask(settings)).lines())
+    assert "left out of the first epoch: 16 items without a token to predict" in report
+    task = LanguageTask(settings)
+    task.open(ALONE)
+    data = task.data(ALONE)
+    assert data_line(data, 10) == (
+        "data: 5 samples, 2 steps an epoch; 10 steps are 5 epochs; 16 more without a token to predict are left out"
+    )
+    assert [step.divisors["tokens"] for step in data.steps(0, 2)] in ([12.0, 6.0], [10.0, 8.0])

@@ -26,7 +26,7 @@ from mmspeed.log import read_metrics
 from mmspeed.models.language.decoder import Decoder
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.tasks.language import LanguageTask
-from mmspeed.pipelines.tasks.language_data import packs_of
+from mmspeed.pipelines.tasks.language_data import packs_of, targets_in
 from mmspeed.preprocess.texts.preparation import TextPreparation
 from mmspeed.protocols import RunPlace
 
@@ -59,6 +59,10 @@ class MemoryTexts:
     def trained(self, document: int, begin: int = 0, count: int | None = None) -> Any:
         marks = np.arange(len(self.documents[document])) % 3 > 0
         return marks[begin:][:count] if document % 2 else None
+
+    def targets(self, document: Any, begin: Any, count: Any) -> Any:
+        rows = zip(document.tolist(), begin.tolist(), count.tolist(), strict=True)
+        return np.array([targets_in(cast(Any, self), *row) for row in rows], np.int64)
 
 
 class MemoryTask(LanguageTask):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from mmspeed.pipelines.tasks.official_calls import compared
 from mmspeed.pipelines.tasks.official_check import check_against_official
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.preprocess import CacheBuilder
+from mmspeed.preprocess import check as check_data
 from mmspeed.preprocess.build.captions import captions_by_key
 from mmspeed.preprocess.build.pictures import clip_pictures
+from mmspeed.preprocess.report.starting import target_of
 from mmspeed.shapes import as_bucket
 from tests.support.covers import slow_but
 from tests.support.tiny_repositories import (
@@ -113,6 +116,19 @@ def test_odd_latent_frames_are_an_error_with_the_next_buckets(tmp_path: Path) ->
         UserError, match=r"latent frames 3 of \(3, 4, 6\) is .* use 2 or 4 \(buckets of frames 5 or 13 fit\)"
     ):
         task.latent(as_bucket(config.buckets[0]))
+
+
+def test_a_size_that_the_class_cannot_take_is_refused_from_init_to_the_official_check(tmp_path: Path) -> None:
+    """Learnt positions: of 64x96 alone, in any number of frames."""
+    save_cogvideox(tmp_path / "learnt", "5b", images=True, use_learned_positional_embeddings=True)
+    target = target_of(str(tmp_path / "learnt"))
+    assert target.sizes == ((64, 96),)
+    config = config_of(tmp_path, "learnt", "data.buckets=[{frames: 9, height: 80, width: 48}]", "conditioning.first=1")
+    write_manifest(tmp_path / "clips.jsonl", ("bbb_000", "earth_000"))
+    words = r"9x80x48: .*the model takes height 8, width 12 alone \(buckets of 9x64x96 fit\)"
+    with pytest.raises(UserError, match=words.replace(": ", " does not fit the model: ", 1)):
+        check_against_official(config)
+    assert re.search(words, " ".join(check_data(config).problems))
 
 
 def save_wan_5b(folder: Path) -> Path:

@@ -21,6 +21,7 @@ from mmspeed.preprocess.report.starting import (
     choose_prompts,
     fit_buckets,
     fit_rate,
+    target_of,
 )
 from mmspeed.preprocess.sources.source import Source
 from tests.support.decoding import probed
@@ -125,6 +126,19 @@ def test_buckets_are_few_where_sources_are_alike_and_small_where_they_are_small(
     assert both.rejected == 0 and len(both.buckets) == 3
     none = fit_buckets([probed(8, 8, 49)], 8.0, GRID)
     assert not none.buckets and none.rejected == 1
+
+
+def test_buckets_of_a_model_of_one_size_have_that_size(tmp_path: Path) -> None:
+    """CogVideoX 5b I2V, whose positions are learnt for 480x720 alone."""
+    target = target_of("cogvideox-5b-i2v")
+    assert target.grid is not None and target.sizes == ((480, 720),)
+    shapes = [(1920, 1080), (1080, 1920), (720, 720)]
+    fit = fit_buckets([probed(w, h, frames) for w, h in shapes for frames in (49, 30)], 8.0, target.grid, target)
+    assert {(b.height, b.width) for b in fit.buckets} == {(480, 720)} and len(fit.buckets) == 2
+    write_video(tmp_path / "a.mp4", frames=36)
+    (tmp_path / "a.txt").write_text("A clip")
+    with pytest.raises(UserError, match=r"1 too_small.*; the model takes no video below 480x720"):
+        fit_data(tmp_path, target=target)
 
 
 def test_prompts_are_two_different_captions_of_videos() -> None:

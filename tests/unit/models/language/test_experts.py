@@ -105,17 +105,23 @@ def by_formula(scores: Tensor, experts: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("balance", ["sequence", "micro_batch", "global_batch"])
-def test_the_gradient_of_an_auxiliary_loss_is_that_of_its_formula(balance: Balance) -> None:
+@pytest.mark.parametrize("real", [(24, 24), (24, 10), (7, 0)], ids=["full", "padding", "filler"])
+def test_the_gradient_of_an_auxiliary_loss_is_that_of_its_formula(balance: Balance, real: tuple[int, int]) -> None:
+    """Over the real tokens: padding, and a pack that fills up a rank's share, have no part in it."""
     model = Decoder(small(balance)).train()
     seen: list[tuple[Tensor, Tensor]] = []
     for router in routers(model):
         router.register_forward_hook(lambda _, __, out: seen.append((out[2], out[1])))
-    output = run(model)
+    ids, targets = inputs()
+    counted = torch.arange(24) < torch.tensor(real)[:, None]
+    output = model(ids, None, targets, counted)
     assert output.balance_B is not None and output.balance_B.shape == (2,)
     parts: list[Tensor] = []
     for scores, experts in seen:
-        rows = zip(scores.chunk(2), experts.chunk(2), strict=True) if balance == "sequence" else [(scores, experts)] * 2
-        parts.append(torch.stack([by_formula(*row) for row in rows]))
+        rows = [(scores.chunk(2)[row][counted[row]], experts.chunk(2)[row][counted[row]]) for row in (0, 1)]
+        if balance != "sequence":
+            rows = [(scores[counted.flatten()], experts[counted.flatten()])] * 2
+        parts.append(torch.stack([by_formula(*row) if len(row[0]) else torch.zeros(()) for row in rows]))
     wanted = torch.stack(parts).sum(0)
     torch.testing.assert_close(output.balance_B, wanted)
     weights = [router.weight for router in routers(model)]
