@@ -33,13 +33,13 @@ from typing import Any, BinaryIO
 import av.logging
 import numpy as np
 
-from mmspeed.preprocess.decoding.decode import Cut, stream
-from mmspeed.preprocess.decoding.other_decoders import OtherDecoder, examine, why_unusable
-from mmspeed.preprocess.decoding.pixel_rules import PixelRules
-from mmspeed.preprocess.decoding.probe import Probe, allow_large_pictures, probe
+from mmspeed.media.decode import Cut, stream
+from mmspeed.media.other_decoders import OtherDecoder, examine, why_unusable
+from mmspeed.media.pixel_rules import PixelRules
+from mmspeed.media.probe import Probe, allow_large_pictures, probe
+from mmspeed.media.rejections import Reason, Rejected, in_words
+from mmspeed.media.source import Source
 from mmspeed.preprocess.decoding.scenes import SceneDetector, find_cuts
-from mmspeed.preprocess.sources.rejections import Reason, Rejected, in_words
-from mmspeed.preprocess.sources.source import Source
 
 HEADER = struct.Struct(">Q")
 MEMORY_BYTES = (

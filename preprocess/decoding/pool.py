@@ -17,16 +17,16 @@ import torch
 from mmspeed.config import Config
 from mmspeed.device import pick
 from mmspeed.errors import UserError
+from mmspeed.media.other_decoders import OtherDecoder
+from mmspeed.media.pixel_rules import PixelRules
+from mmspeed.media.probe import Probe
+from mmspeed.media.rejections import Reason, Rejected, Rejection, in_words
+from mmspeed.media.source import Source
 from mmspeed.preprocess.decoding.clips import Clip, clip_name, repeats_too_much, select_clips
-from mmspeed.preprocess.decoding.other_decoders import OtherDecoder
-from mmspeed.preprocess.decoding.pixel_rules import PixelRules
-from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.recipe import Recipe
 from mmspeed.preprocess.decoding.scene_memory import SceneMemory, scene_memory
 from mmspeed.preprocess.decoding.worker import DecodeWorker, StoppedError
 from mmspeed.preprocess.sources.fetched import MediaStore
-from mmspeed.preprocess.sources.rejections import Reason, Rejected, Rejection, in_words
-from mmspeed.preprocess.sources.source import Source
 
 _SOURCES_AHEAD = 2  # beyond one for each worker
 _CLIPS_AHEAD = 2  # of each source

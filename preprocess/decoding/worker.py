@@ -20,14 +20,14 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from mmspeed.errors import UserError
-from mmspeed.preprocess.decoding.decode import Cut
+from mmspeed.media.decode import Cut
+from mmspeed.media.other_decoders import OtherDecoder
+from mmspeed.media.probe import Probe
+from mmspeed.media.rejections import Reason, Rejected, death_in_words
+from mmspeed.media.source import Source
 from mmspeed.preprocess.decoding.decode_worker import HEADER, cut_to_json, pack, source_to_json
-from mmspeed.preprocess.decoding.other_decoders import OtherDecoder
-from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.pyav_libraries import with_pyav_libraries
 from mmspeed.preprocess.decoding.scenes import SceneDetector
-from mmspeed.preprocess.sources.rejections import Reason, Rejected, death_in_words
-from mmspeed.preprocess.sources.source import Source
 
 _THUMBNAIL_SECONDS = 20.0
 _START_SECONDS = 120.0  # a cold file system on a busy machine takes long to import from

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from mmspeed.data import Sample
 from mmspeed.errors import UserError
 from mmspeed.log import format_seconds
+from mmspeed.media.rejections import Reason, Rejection
 from mmspeed.preprocess.sources.listing import SourceListing
-from mmspeed.preprocess.sources.rejections import Reason, Rejection
 
 if TYPE_CHECKING:
     from mmspeed.models.text.encoders import TransformersEncoder

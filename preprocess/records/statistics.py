@@ -15,13 +15,13 @@ from itertools import pairwise
 from typing import Any
 
 from mmspeed.config import Bucket
+from mmspeed.media.probe import Probe
+from mmspeed.media.rejections import Reason, Rejected, Rejection
+from mmspeed.media.source import Kind, Source
+from mmspeed.media.windows import windows_that_fit
 from mmspeed.preprocess.decoding.clips import Clip
-from mmspeed.preprocess.decoding.probe import Probe
-from mmspeed.preprocess.decoding.windows import windows_that_fit
 from mmspeed.preprocess.records.bucket_use import BucketUse, use_of
 from mmspeed.preprocess.sources.listing import SourceListing
-from mmspeed.preprocess.sources.rejections import Reason, Rejected, Rejection
-from mmspeed.preprocess.sources.source import Kind, Source
 from mmspeed.protocols import ShapeClass
 from mmspeed.shapes import as_bucket
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from mmspeed.config import Config
 from mmspeed.data.cache.versions import VERSIONS, upgraded
+from mmspeed.media.probe import Probe
+from mmspeed.media.scaling import pixel_parts
+from mmspeed.media.source import Source
 from mmspeed.preprocess.decoding.clips import Clip
-from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.recipe import Recipe
-from mmspeed.preprocess.decoding.scaling import pixel_parts
-from mmspeed.preprocess.sources.source import Source
 
 
 class UpgradeCounts:

@@ -19,6 +19,8 @@ from mmspeed.data.cache.keys import entry_key
 from mmspeed.data.cache.versions import VERSIONS
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_seconds
+from mmspeed.media.rejections import Rejection
+from mmspeed.media.source import Source
 from mmspeed.models.build import stored_conditions
 from mmspeed.models.codecs.vae import codec_geometry, codec_identity
 from mmspeed.models.image_encoder import image_fingerprint
@@ -45,8 +47,6 @@ from mmspeed.preprocess.report.page import (
 from mmspeed.preprocess.sources.captions import CaptionAffixes
 from mmspeed.preprocess.sources.discover import list_sources
 from mmspeed.preprocess.sources.listing import SourceListing
-from mmspeed.preprocess.sources.rejections import Rejection
-from mmspeed.preprocess.sources.source import Source
 from mmspeed.shapes import Strides
 
 __all__ = ["CheckReport", "check", "stale_reasons"]

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mmspeed.media.rejections import Reason, Rejection
+from mmspeed.media.source import Kind, RemoteFile, Source, Split
 from mmspeed.preprocess.sources.captions import CaptionAffixes, CaptionCounts, Captions
-from mmspeed.preprocess.sources.rejections import Reason, Rejection
-from mmspeed.preprocess.sources.remote import RemoteFile
 from mmspeed.preprocess.sources.scores import ScoreLimits
-from mmspeed.preprocess.sources.source import Kind, Source, Split
 from mmspeed.preprocess.sources.tars import TarMember
 from mmspeed.redaction import readable
 

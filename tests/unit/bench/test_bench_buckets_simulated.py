@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
+from mmspeed.media.rejections import Rejected
+from mmspeed.media.windows import covers
 from mmspeed.preprocess.decoding.transform import rank_buckets
-from mmspeed.preprocess.decoding.windows import covers
-from mmspeed.preprocess.sources.rejections import Rejected
 from mmspeed.shapes import Bucket
 from tests.claims.buckets_simulated import (
     SAME,

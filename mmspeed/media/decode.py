@@ -20,10 +20,10 @@ import av.container
 import av.video
 import numpy as np
 
-from mmspeed.preprocess.decoding.images import picture_frames
-from mmspeed.preprocess.decoding.other_decoders import OtherDecoder, coded_frames
-from mmspeed.preprocess.decoding.pixel_rules import NEWEST_RULES, PixelRules
-from mmspeed.preprocess.decoding.probe import (
+from mmspeed.media.images import picture_frames
+from mmspeed.media.other_decoders import OtherDecoder, coded_frames
+from mmspeed.media.pixel_rules import NEWEST_RULES, PixelRules
+from mmspeed.media.probe import (
     DECODER_ERRORS,
     Probe,
     alpha_decoder,
@@ -32,9 +32,9 @@ from mmspeed.preprocess.decoding.probe import (
     refused,
     video_stream,
 )
-from mmspeed.preprocess.decoding.scaling import Box, Scaler, resize, scale_rgb
-from mmspeed.preprocess.sources.rejections import Reason, Rejected
-from mmspeed.preprocess.sources.source import Source
+from mmspeed.media.rejections import Reason, Rejected
+from mmspeed.media.scaling import Box, Scaler, resize, scale_rgb
+from mmspeed.media.source import Source
 
 _WORTH_SEEKING = 1.0  # seconds of video; below that, decoding costs no more than a seek
 

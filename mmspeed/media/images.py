@@ -12,8 +12,8 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError, features
 
-from mmspeed.preprocess.decoding.pixel_rules import WHITE
-from mmspeed.preprocess.sources.rejections import Reason, Rejected, in_words
+from mmspeed.media.pixel_rules import WHITE
+from mmspeed.media.rejections import Reason, Rejected, in_words
 
 _FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF")
 _ANIMATED = ("GIF", "WEBP", "PNG", "AVIF")

@@ -6,8 +6,8 @@ import bisect
 from collections.abc import Sequence
 from typing import Literal
 
-from mmspeed.preprocess.decoding.probe import median_step
-from mmspeed.preprocess.sources.rejections import Reason, Rejected
+from mmspeed.media.probe import median_step
+from mmspeed.media.rejections import Reason, Rejected
 
 _EPSILON = 1e-6  # seconds
 

@@ -18,10 +18,11 @@ import av.video
 import numpy as np
 from PIL import Image
 
-from mmspeed.preprocess.decoding.images import on_background
-from mmspeed.preprocess.decoding.pixel_rules import WHITE, PixelRules
-from mmspeed.preprocess.decoding.probe import Probe, chroma_steps, has_alpha
-from mmspeed.preprocess.sources.rejections import Reason, Rejected
+from mmspeed.media.images import on_background
+from mmspeed.media.pixel_rules import WHITE, PixelRules
+from mmspeed.media.probe import Probe, chroma_steps, has_alpha
+from mmspeed.media.rejections import Reason, Rejected
+from mmspeed.shapes import Bucket
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom
 
@@ -51,6 +52,16 @@ def coded_box(crop: Box, probe: Probe) -> Box:
     x, y = Fraction(probe.coded_width, width), Fraction(probe.coded_height, height)
     left, top = min(round(left * x), probe.coded_width - 1), min(round(top * y), probe.coded_height - 1)
     return left, top, max(left + 1, round(right * x)), max(top + 1, round(bottom * y))
+
+
+def crop_box(width: int, height: int, bucket: Bucket) -> Box:
+    """The largest centred box of the bucket's aspect ratio in a picture, in whole pixels."""
+    if width * bucket.height > height * bucket.width:
+        inner = max(1, round(height * bucket.width / bucket.height)), height
+    else:
+        inner = width, max(1, round(width * bucket.height / bucket.width))
+    left, top = (width - inner[0]) // 2, (height - inner[1]) // 2
+    return left, top, left + inner[0], top + inner[1]
 
 
 def resize(picture_HWC: np.ndarray, box: Box, width: int, height: int) -> np.ndarray:

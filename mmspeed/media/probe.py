@@ -21,10 +21,10 @@ import av.logging
 import av.video
 from PIL import Image
 
-from mmspeed.preprocess.decoding.images import open_picture, picture_times, shown_size
-from mmspeed.preprocess.sources.containers import DEMUXERS, holds_pickle, is_picture, structural_cut
-from mmspeed.preprocess.sources.rejections import Reason, Rejected, in_words
-from mmspeed.preprocess.sources.source import Kind, Source
+from mmspeed.media.containers import DEMUXERS, holds_pickle, is_picture, structural_cut
+from mmspeed.media.images import open_picture, picture_times, shown_size
+from mmspeed.media.rejections import Reason, Rejected, in_words
+from mmspeed.media.source import Kind, Source
 
 Decoder = Literal["pyav", "pillow"]
 
