@@ -112,6 +112,11 @@ def stream(
     """
     if not cuts:
         return
+    try:
+        probe.require_read()
+    except Rejected as rejected:
+        yield from ((number, rejected) for number in range(len(cuts)))
+        return
     if probe.decoder == "pillow":
         yield from _stream_picture(source, cuts)
         return
@@ -182,6 +187,8 @@ def _sweep(source: Source, probe: Probe, fillings: list[_Filling], seek: bool) -
             with source.open() as file, open_video(file) as container:
                 yield from run.over(container)
             problem: Rejected | None = None
+        except Rejected as rejected:
+            problem = rejected
         except DECODER_ERRORS as error:
             problem = refused(error)
         lost = list(active)
@@ -209,7 +216,8 @@ class _DecodeRun:
     """Decode in order, fill the `active` clips and move clips there from `waiting`, until none is left or the file ends."""
 
     def __init__(self, probe: Probe, waiting: deque[_Filling], active: list[_Filling], seek: bool) -> None:
-        self.probe, self.waiting, self.active, self.seek = probe, waiting, active, seek
+        self.probe, self.waiting, self.active = probe, waiting, active
+        self.seek = seek and probe.order != "count"
         # Below half of the smallest step, so that no frame is mistaken for its neighbour if times are uneven.
         steps = (after - before for before, after in pairwise(probe.pts_seconds))
         self.tolerance = max(0.49 * min(steps, default=0.0), 1e-6)
@@ -227,16 +235,27 @@ class _DecodeRun:
                 self._sought, self.from_start = self.waiting[0], False
                 start = self.waiting[0].marks[0]
                 container.seek(round(start / stream.time_base), stream=stream, backward=True)
-            for frame in container.decode(stream) if with_alpha is None else _frames(container, stream, with_alpha):
-                stamp = frame_stamp(frame)
-                if stamp is None or frame.is_corrupt:
+            passed = None
+            frames = container.decode(stream) if with_alpha is None else _frames(container, stream, with_alpha)
+            for number, frame in enumerate(frames):
+                time = self._time(number, frame, stream)
+                if time is None or frame.is_corrupt:
                     continue
-                self.seen = float(stamp * (frame.time_base or stream.time_base or 1))
+                if self.probe.order == "stamps" and passed is not None and time < passed:
+                    raise Rejected(Reason.NO_TIMES, f"the frame at {time:.3f} s comes after that at {passed:.3f} s")
+                self.seen = passed = time
                 yield from self._fill(frame)
                 if not (self.waiting or self.active) or self._worth_seeking():
                     break
             else:
                 return
+
+    def _time(self, number: int, frame: av.video.VideoFrame, stream: av.video.VideoStream) -> float | None:
+        """The time of the frame that is decoded as number `number` of this run; None if it has none."""
+        if self.probe.order == "count":
+            return self.probe.pts_seconds[number] if number < len(self.probe.pts_seconds) else None
+        stamp = frame_stamp(frame)
+        return None if stamp is None else float(stamp * (frame.time_base or stream.time_base or 1))
 
     def untried(self, filling: _Filling) -> bool:
         """True if a seek for this clip has not been tried, as it would be if the clip were alone."""
@@ -249,7 +268,7 @@ class _DecodeRun:
         return self._key_ahead(self.waiting[0], self.seen)
 
     def _key_ahead(self, filling: _Filling, time: float) -> bool:
-        keys = self.probe.key_seconds
+        keys = self.probe.key_seconds if self.seek else []
         at = bisect.bisect_right(keys, filling.marks[0] + 1e-6) - 1
         return at >= 0 and keys[at] > time + _WORTH_SEEKING
 

@@ -6,10 +6,10 @@ Legend: H W height and width in pixels.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, BinaryIO, Literal
 
@@ -22,6 +22,7 @@ import av.video
 from PIL import Image
 
 from mmspeed.media.containers import DEMUXERS, holds_pickle, is_picture, structural_cut
+from mmspeed.media.geometry import Box, aperture, upright
 from mmspeed.media.images import open_picture, picture_times, shown_size
 from mmspeed.media.rejections import Reason, Rejected, in_words
 from mmspeed.media.source import Kind, Source
@@ -43,6 +44,10 @@ _FFMPEG_ERRORS: tuple[tuple[type[av.error.FFmpegError], str], ...] = (
 DECODER_ERRORS = (av.error.FFmpegError, OSError, LookupError, ValueError, ArithmeticError)
 _UNTAGGED, _FULL_RANGE = 2, 2  # of `frame.colorspace` and `frame.color_range`
 _ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
+# What version 1 of a property asks of no file, beside what it sees in those concerned.
+_UNASKED: Mapping[str, Mapping[str, Any]] = {"order": {"order": ""}}
+_REASONS = {"order": Reason.NO_TIMES, "geometry": Reason.UNKNOWN_GEOMETRY}  # of those that are not read, by property
+_IN_CONTAINER = "put it into a container: ffmpeg -framerate RATE -i FILE -c copy FILE.mp4"
 # Containers that state their duration; others only estimate it.
 _STATES_DURATION = ("mov", "matroska", "avi", "flv", "asf", "ogg")
 
@@ -54,11 +59,16 @@ class Probe:
     `width` and `height` are the displayed ones: after rotation, with square pixels; `coded_width` and `coded_height` are the
     decoder's. `pts_seconds` holds the times of all frames in presentation order, as stated in the file (an
     image has one, 0), and `key_seconds` those of the frames at which decoding can begin; it is empty if seeking is
-    unreliable. `fps` is the average rate, 0 for an image. `rotation` is counter-clockwise, in degrees. `decoder` is the
+    unreliable. `fps` is the average rate, 0 for an image. Of the decoder's picture `aperture` is shown (None: all of it), with left and
+    right exchanged if it is `mirrored`, and then turned by `rotation`, counter-clockwise, in degrees. `decoder` is the
     library that probes the file and reads it, unless `reader` names another that does; `same_bytes` if its clips have PyAV's bytes;
     `refusal` says in words why the wanted one does not, with `refusal_detail`.
     Of a video's first frame: `pixel_format` and `chroma_location` in FFmpeg's words (the latter
     empty without subsampled chroma), and `untagged` if it states no colour matrix. `alpha`: it may have transparent pixels.
+    `order` says how decoded frames are told apart: by `stamps`, which must ascend; by `count`, where stamps contradict the order
+    of the frames; or, if it is empty, by stamps of which nothing is asked.
+    `unread` says why the file is not read, by properties of a cache's recipe. `older` has the fields that version 1 of a property
+    sees in their place, where there are such: of these files the two versions have other pixels. `lowered`: see `by`.
     """
 
     kind: Kind
@@ -83,6 +93,39 @@ class Probe:
     same_bytes: bool = False
     refusal: str = ""
     refusal_detail: str = ""
+    mirrored: bool = False
+    aperture: Box | None = None
+    order: str = ""
+    unread: Mapping[str, str] = field(default_factory=dict)
+    older: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    lowered: tuple[str, ...] = ()
+
+    def newly(self, name: str, **fields: Any) -> Probe:
+        """The probe with the fields that version 2 of a property sees in the place of today's."""
+        before = {key: value for key, value in vars(self).items() if key in fields}
+        return replace(self, **fields, older={**self.older, name: before})
+
+    def refused(self, name: str, why: str) -> Probe:
+        """The probe of a file that version 2 of a property does not read."""
+        return replace(self.newly(name), unread={**self.unread, name: why})
+
+    def by(self, lowered: Collection[str]) -> Probe:
+        """The probe that a cache sees which has version 1 of these properties."""
+        fields: dict[str, Any] = {"lowered": tuple(sorted(lowered))}
+        fields["unread"] = {name: why for name, why in self.unread.items() if name not in lowered}
+        for name in lowered:
+            fields |= {**self.older.get(name, {}), **_UNASKED.get(name, {})}
+        return replace(self, **fields)
+
+    @property
+    def newer(self) -> list[str]:
+        """The properties by which the file is read in another way than by their version 1."""
+        return sorted(self.older.keys() - set(self.lowered))
+
+    def require_read(self) -> None:
+        """Raise Rejected for a file that is not read."""
+        for name, why in sorted(self.unread.items()):
+            raise Rejected(_REASONS.get(name, Reason.UNKNOWN_COLOURS), why)
 
     @property
     def step(self) -> float:
@@ -96,7 +139,8 @@ class Probe:
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Probe:
         """The inverse of `to_json`."""
-        return cls(**{**tree, "sar": Fraction(*tree["sar"])})
+        box = tree["aperture"] and tuple(tree["aperture"])
+        return cls(**{**tree, "sar": Fraction(*tree["sar"]), "aperture": box, "lowered": tuple(tree["lowered"])})
 
 
 def probe(source: Source, max_file_bytes: int, max_pixels: int) -> Probe:
@@ -116,7 +160,7 @@ def probe(source: Source, max_file_bytes: int, max_pixels: int) -> Probe:
         if cut := structural_cut(file, head, size):
             raise Rejected(Reason.TRUNCATED, cut)
         file.seek(0)
-        return _probe_video(file, source, max_pixels)
+        return _probe_video(file, head, size, max_pixels)
 
 
 def check_pixels(width: int, height: int, max_pixels: int) -> None:
@@ -157,16 +201,65 @@ def _probe_picture(file: BinaryIO, max_pixels: int) -> Probe:
         )
 
 
-def _probe_video(file: BinaryIO, source: Source, max_pixels: int) -> Probe:
+def _probe_video(file: BinaryIO, head: bytes, size: int, max_pixels: int) -> Probe:
     try:
         with open_video(file) as container:
             stream = video_stream(container)
             context = stream.codec_context
             check_pixels(context.width, context.height, max_pixels)
-            stamps, keys, first = _stamps(container, stream)
-            return _describe(container, stream, stamps, keys, first, max_pixels)
+            stamps = _stamps(container, stream)
+            probe = _describe(container, stream, stamps, max_pixels)
+            track, number = stream.id, container.streams.video.index(stream)
+            base, suspect = stream.time_base or Fraction(1), stamps.suspect and context.has_b_frames
+        if suspect:
+            probe = _in_order(probe, _decoded_stamps(file), stamps, base)
+        return _upright(probe, stamps.first, partial(aperture, file, head, size, track, number), max_pixels)
     except DECODER_ERRORS as error:
         raise refused(error) from None
+
+
+def _decoded_stamps(file: BinaryIO) -> list[int | None]:
+    """The stamps of all frames in the order in which they are decoded, that of presentation."""
+    file.seek(0)
+    with open_video(file) as container:
+        return [frame_stamp(frame) for frame in container.decode(video_stream(container))]
+
+
+def _in_order(probe: Probe, decoded: list[int | None], stamps: _Stamps, base: Fraction) -> Probe:
+    """The probe of a file whose packets look as if their stamps were in the order of decoding, by the stamps of its decoded frames."""
+    if decoded == stamps.times:
+        return probe
+    if len(decoded) != len(stamps.all):
+        why = (
+            f"its times contradict the order of its frames, and {len(decoded)} of {len(stamps.all)} frames are decoded"
+        )
+        return probe.refused("order", f"{why}; put it into another container with new times")
+    times = [float(stamp * base) for stamp in stamps.all]
+    return probe.newly("order", order="count", pts_seconds=times, fps=_average_fps(times, None))
+
+
+def _upright(
+    probe: Probe, first: av.video.VideoFrame, part: Callable[[int, int], Box | None], max_pixels: int
+) -> Probe:
+    """The probe of a picture of which the container shows a `part`, or which its matrix mirrors."""
+    matrix: Any = first.side_data.get("DISPLAYMATRIX")
+    try:
+        mirrored, rotation = (False, 0) if matrix is None else upright(bytes(matrix))
+        box = part(first.width, first.height)
+    except Rejected as rejected:
+        return probe.refused("geometry", rejected.detail)
+    if not mirrored and rotation == probe.rotation and box is None:
+        return probe
+    size = (first.width, first.height) if box is None else (box[2] - box[0], box[3] - box[1])
+    width, height = _square(size, probe.sar, rotation)
+    check_pixels(width, height, max_pixels)
+    return probe.newly("geometry", mirrored=mirrored, rotation=rotation, aperture=box, width=width, height=height)
+
+
+def _square(size: tuple[int, int], sar: Fraction, rotation: int) -> tuple[int, int]:
+    """(width, height) of a stored picture that is shown with square pixels, turned."""
+    width, height = max(1, round(size[0] * sar)), size[1]
+    return (height, width) if rotation % 180 else (width, height)
 
 
 def refused(error: Exception) -> Rejected:
@@ -230,13 +323,22 @@ def frame_stamp(frame: av.video.VideoFrame) -> int | None:
     return frame.pts if frame.pts is not None else frame.dts
 
 
-def _stamps(
-    container: av.container.InputContainer, stream: av.video.VideoStream
-) -> tuple[list[int], list[int], av.video.VideoFrame]:
-    """Sorted stamps of the frames that can be shown, those of key frames, and the first frame.
+@dataclass(frozen=True)
+class _Stamps:
+    """Sorted stamps of the frames that can be shown, those of key frames, the first frame, and the stamps of all packets.
 
-    Raises Rejected (truncated, undecodable).
+    `suspect`: they may be in the order of decoding.
     """
+
+    times: list[int]
+    keys: list[int]
+    first: av.video.VideoFrame
+    all: list[int]
+    suspect: bool
+
+
+def _stamps(container: av.container.InputContainer, stream: av.video.VideoStream) -> _Stamps:
+    """The stamps of a stream's packets, and its first frame. Raises Rejected (truncated, undecodable, no_times)."""
     stamps: list[tuple[int | None, int | None]] = []
     keys: set[int | None] = set()
     with_alpha = alpha_decoder(stream)
@@ -260,16 +362,22 @@ def _stamps(
             except av.error.FFmpegError as error:
                 problem = refused(error).detail
     _check_duration(container, furthest)
-    times = shown_times(stamps)
-    if first is None or not times:
+    every = shown_times(stamps)
+    if stamps and not every:
         raise Rejected(
-            Reason.UNDECODABLE, problem or ("no frame could be decoded" if times else "its video stream has no frames")
+            Reason.NO_TIMES, f"its packets have no times, as in a raw {container.format.name} stream; {_IN_CONTAINER}"
+        )
+    if first is None or not every:
+        raise Rejected(
+            Reason.UNDECODABLE, problem or ("no frame could be decoded" if every else "its video stream has no frames")
         )
     # Frames before the first that decodes (a recording that starts between key frames) are never shown.
     start = frame_stamp(first)
-    times = [stamp for stamp in times if start is None or stamp >= start] or times[:1]
+    times = [stamp for stamp in every if start is None or stamp >= start] or every[:1]
     guessed = any(pts is None for pts, _ in stamps)
-    return times, [] if guessed else [stamp for stamp in times if stamp in keys], first
+    shown = [pts for pts, _ in stamps]
+    suspect = guessed or shown == every
+    return _Stamps(times, [] if guessed else [stamp for stamp in times if stamp in keys], first, every, suspect)
 
 
 def _check_duration(container: av.container.InputContainer, furthest: float) -> None:
@@ -291,18 +399,15 @@ def _states_duration(container: av.container.InputContainer) -> bool:
 def _describe(
     container: av.container.InputContainer,
     stream: av.video.VideoStream,
-    stamps: list[int],
-    keys: list[int],
-    first: av.video.VideoFrame,
+    stamps: _Stamps,
     max_pixels: int,
 ) -> Probe:
-    base = stream.time_base or Fraction(1)
-    times = [float(stamp * base) for stamp in stamps]
+    """The probe by version 1 of every property that has two."""
+    base, first = stream.time_base or Fraction(1), stamps.first
+    times = [float(stamp * base) for stamp in stamps.times]
     sar = Fraction(stream.sample_aspect_ratio or 1) or Fraction(1)
     rotation = round(first.rotation / 90) * 90 % 360
-    width, height = max(1, round(first.width * sar)), first.height
-    if rotation % 180:
-        width, height = height, width
+    width, height = _square((first.width, first.height), sar, rotation)
     check_pixels(first.width, first.height, max_pixels)
     check_pixels(width, height, max_pixels)
     bits = max((part.bits for part in first.format.components), default=8)
@@ -319,13 +424,14 @@ def _describe(
         sar=sar,
         container=container.format.name,
         decoder="pyav",
-        key_seconds=[float(stamp * base) for stamp in keys],
+        key_seconds=[float(stamp * base) for stamp in stamps.keys],
         coded_width=first.width,
         coded_height=first.height,
         pixel_format=first.format.name,
         chroma_location=_chroma_location(first),
         untagged=int(first.colorspace) == _UNTAGGED,
         alpha=has_alpha(first.format),
+        order="stamps",
     )
 
 

@@ -37,7 +37,7 @@ _FLAGS = "bicubic+accurate_rnd+bitexact"
 
 
 def coded_box(crop: Box, probe: Probe) -> Box:
-    """A box in displayed pixels, converted to the decoder's pixels: not rotated, not stretched, rounded to whole pixels."""
+    """A box in displayed pixels, converted to the decoder's pixels: not rotated, mirrored or stretched, rounded to whole pixels."""
     left, top, right, bottom = crop
     width, height = probe.width, probe.height
     turn = probe.rotation % 360
@@ -49,9 +49,19 @@ def coded_box(crop: Box, probe: Probe) -> Box:
         left, top, right, bottom = top, width - right, bottom, width - left
     if turn % 180:
         width, height = height, width
-    x, y = Fraction(probe.coded_width, width), Fraction(probe.coded_height, height)
-    left, top = min(round(left * x), probe.coded_width - 1), min(round(top * y), probe.coded_height - 1)
-    return left, top, max(left + 1, round(right * x)), max(top + 1, round(bottom * y))
+    if probe.mirrored:
+        left, right = width - right, width - left
+    part = probe.aperture or (0, 0, probe.coded_width, probe.coded_height)
+    x, y = Fraction(part[2] - part[0], width), Fraction(part[3] - part[1], height)
+    left, top = min(round(left * x), part[2] - part[0] - 1), min(round(top * y), part[3] - part[1] - 1)
+    right, bottom = max(left + 1, round(right * x)), max(top + 1, round(bottom * y))
+    return part[0] + left, part[1] + top, part[0] + right, part[1] + bottom
+
+
+def turned(planes_CHW: np.ndarray, probe: Probe) -> np.ndarray:
+    """Planes of the decoder's picture as they are shown: mirrored, then turned."""
+    planes_CHW = planes_CHW[..., ::-1] if probe.mirrored else planes_CHW
+    return np.rot90(planes_CHW, probe.rotation // 90, axes=(1, 2))
 
 
 def crop_box(width: int, height: int, bucket: Bucket) -> Box:
@@ -77,15 +87,15 @@ def scale_rgb(picture_HWC: np.ndarray, crop: Box, probe: Probe, width: int, heig
     if probe.rotation % 180:
         width, height = height, width
     planes_CHW = resize(picture_HWC, coded_box(crop, probe), width, height).transpose(2, 0, 1)
-    return np.rot90(planes_CHW, probe.rotation // 90, axes=(1, 2))
+    return turned(planes_CHW, probe)
 
 
 def pixel_parts(rules: PixelRules, probe: Probe, crop: Box) -> dict[str, Any]:
     """The parts of a clip's key that say in what its pixels differ from the plain reading of its file; empty if in nothing.
 
-    Plain are chroma in the middle of its pixels, cut at whole samples, BT.601, and white behind a picture.
+    Plain are chroma in the middle of its pixels, cut at whole samples, BT.601, white behind a picture, and version 1 of a property.
     """
-    parts: dict[str, Any] = {}
+    parts: dict[str, Any] = dict.fromkeys(probe.newer, 2)
     video = probe.decoder == "pyav"
     if video and probe.pixel_format.startswith(_YUV):
         if not _plain_chroma(probe, coded_box(crop, probe)):
@@ -139,7 +149,7 @@ class Scaler:
             planes_CHW = self._filtered(frame, box, width, height, rules)
         else:  # RGB, grey and palettes are rare, and swscale would convert them to chroma and back
             planes_CHW = resize(frame.to_ndarray(format="rgb24"), box, width, height).transpose(2, 0, 1)
-        return np.rot90(planes_CHW, probe.rotation // 90, axes=(1, 2))
+        return turned(planes_CHW, probe)
 
     def _filtered(self, frame: av.video.VideoFrame, box: Box, width: int, height: int, rules: PixelRules) -> np.ndarray:
         scaled = self._pulled(frame, box, (width, height), rules, "gbrp")

@@ -23,6 +23,11 @@ class Recipe:
     contents: ContentIds
     rules: PixelRules
 
+    @property
+    def lowered(self) -> tuple[str, ...]:
+        """The properties of version 1: what files state of them is not applied (`Probe.by`)."""
+        return tuple(sorted(name for name, version in self.versions.items() if version == 1))
+
     @classmethod
     def of(
         cls, config: Config, listed: Sequence[Source] = (), builds: bool = False, upgrade: Sequence[str] = ()

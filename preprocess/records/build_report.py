@@ -262,6 +262,17 @@ def refusal_line(refusals: Mapping[str, int]) -> str:
     return f"  left to PyAV by preprocess.decoder: {sum(refusals.values())} sources ({_counts(refusals)})"
 
 
+_STATED = {
+    "geometry": "mirrored by their display matrix, or cut by a clean aperture",
+    "order": "frames numbered by their order, which their times contradict",
+}
+
+
+def stated_lines(counts: Mapping[str, int]) -> list[str]:
+    """A line for each property of the recipe that changes how sources are read, with their number."""
+    return [f"  {name:<16} {count:>5}  {_STATED[name]}" for name, count in sorted(counts.items())]
+
+
 def _batches(counts: Counter[str]) -> str:
     text = f"{counts['batched']} encoded in batches, {counts['single']} one by one"
     if counts["distrusted"]:

@@ -41,7 +41,7 @@ EDGES: dict[str, tuple[float, ...]] = {
     "caption_tokens": (8, 16, 24, 32, 48, 64, 77, 96, 128, 192, 256, 384, 512),
     "captions": (1, 2, 3, 4, 5, 6, 8, 11, 21),
 }
-_COUNTED = ("sizes", "endings", "codecs", "decoders", "refusals")
+_COUNTED = ("sizes", "endings", "codecs", "decoders", "refusals", "stated")
 _LISTED = (
     *("files", "caption_files", "ignored", "beyond_limit"),
     *("captions_cut", "captions_repaired", "captions_stripped", "captions_dropped", "missing_captions"),
@@ -248,6 +248,8 @@ class DataStatistics:
         self.counts["decoders"].add(probe.reader or probe.decoder)
         if probe.refusal:  # by another decoder than PyAV
             self.counts["refusals"].add(probe.refusal)
+        for name in probe.older:
+            self.counts["stated"].add(name)
         self.counts["sizes"].add(f"{probe.width} x {probe.height}")
         self.histograms["megapixels"].add(probe.width * probe.height / 1e6)
         self.histograms["aspect"].add(probe.width / probe.height)
@@ -339,7 +341,8 @@ class DataStatistics:
         for name, histogram in statistics.histograms.items():
             histogram.load(tree["histograms"][name])
         for name, counts in statistics.counts.items():
-            counts.named, counts.other = Counter(tree["counts"][name][0]), tree["counts"][name][1]
+            named, counts.other = tree["counts"].get(name, ({}, 0))  # a part that was built before it was counted
+            counts.named = Counter(named)
         statistics.use = {name: BucketUse(**used) for name, used in tree["use"].items()}
         statistics.examples = {
             reason: [(name, why) for name, why in pairs] for reason, pairs in tree["examples"].items()

@@ -28,7 +28,7 @@ from mmspeed.models.text.encoders import sees_pictures, text_identity
 from mmspeed.preprocess.decoding.clips import left_unmirrored, split_of
 from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Selected
 from mmspeed.preprocess.decoding.recipe import Recipe
-from mmspeed.preprocess.records.build_report import refusal_line, scene_line, unmirrored_line
+from mmspeed.preprocess.records.build_report import refusal_line, scene_line, stated_lines, unmirrored_line
 from mmspeed.preprocess.records.keys import latent_parts, text_parts
 from mmspeed.preprocess.records.sample_table import PlannedSource, samples_of
 from mmspeed.preprocess.records.stale_entries import StoredEntries, WantedKeys, stale_reasons
@@ -239,6 +239,7 @@ def _count_lines(numbers: DataStatistics) -> list[str]:
         lines.append(f"  decoders: {', '.join(f'{name} {count}' for name, count in sorted(decoders.items()))}")
     if refusals:
         lines.append(refusal_line(refusals))
+    lines += stated_lines(numbers.counts["stated"].named)
     if sums["scene_cuts"]:
         lines.append(scene_line(sums["scene_cuts"], sums["cut_videos"]))
     if sums["unmirrored"]:

@@ -10,7 +10,14 @@ from mmspeed import rng
 from mmspeed.errors import UserError
 
 # The versions of new caches. A cache whose `cache.json` lacks a property has its version 1.
-VERSIONS: Mapping[str, int] = {"alpha": 2, "chroma": 2, "content": 2, "untagged": 2}
+VERSIONS: Mapping[str, int] = {
+    "alpha": 2,
+    "chroma": 2,
+    "content": 2,
+    "untagged": 2,
+    "geometry": 2,  # mirrored by the display matrix, cut by a clean aperture
+    "order": 2,  # frames whose stamps contradict their order
+}
 # The oldest versions whose rules this mmspeed still has; of a property that is not named, 1.
 OLDEST: Mapping[str, int] = {"alpha": 2, "chroma": 2, "content": 2, "generator": rng.VERSION, "untagged": 2}
 
