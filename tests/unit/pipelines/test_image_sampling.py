@@ -18,10 +18,11 @@ from mmspeed.config import Config, make_config
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.initialize import materialize, read_weights
+from mmspeed.media.pixel_rules import NEWEST_RULES
+from mmspeed.media.reading import first_frame
 from mmspeed.models.build import with_weights
 from mmspeed.models.codecs.vae import load_codec
 from mmspeed.models.families.complete import completed
-from mmspeed.pipelines.inference.anchor_media import image_file
 from mmspeed.pipelines.inference.prompts import VideoRequest
 from mmspeed.pipelines.inference.text_to_video import SamplerChoice, TextToVideo
 from mmspeed.pipelines.tasks.synthetic import EncoderShapes
@@ -175,7 +176,7 @@ def test_encoders_are_given_the_picture_as_it_is(tmp_path: Path, name: str) -> N
     mine, truth = seen[0], seen[-1]
     torch.testing.assert_close(mine, truth[:, : mine.shape[1]], atol=1e-6, rtol=1e-5)
     (tmp_path / "cut").mkdir()
-    Image.fromarray(image_file(tmp_path / "image.png", Bucket(FRAMES, HEIGHT, WIDTH))).save(
+    Image.fromarray(first_frame(tmp_path / "image.png", Bucket(FRAMES, HEIGHT, WIDTH), NEWEST_RULES)).save(
         tmp_path / "cut" / "image.png"
     )
     ours(pipe, {"image": tmp_path / "cut" / "image.png"}, 1, 1.0)
