@@ -142,10 +142,10 @@ def _difference(source: Source, probe: Probe, other: OtherDecoder) -> int:
     """The greatest difference of two frames' values from PyAV's. Raises _RefusedError."""
     if probe.alpha:
         raise _RefusedError("transparent pixels")
-    if probe.order == "count":
-        raise _RefusedError("times that contradict the order of frames")
-    if probe.mirrored or probe.aperture is not None:
-        raise _RefusedError("a picture that its container mirrors or cuts")
+    if probe.newer:
+        raise _RefusedError(
+            "stated times, geometry or colours that PyAV's reader alone applies", ", ".join(probe.newer)
+        )
     if not probe.key_seconds:
         raise _RefusedError("no presentation times in the file")
     with source.open() as file:

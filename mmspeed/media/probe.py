@@ -21,9 +21,10 @@ import av.logging
 import av.video
 from PIL import Image
 
+from mmspeed.media.colours import UNREAD_MATRICES, deinterlaces, light_of, maps_light
 from mmspeed.media.containers import DEMUXERS, holds_pickle, is_picture, structural_cut
 from mmspeed.media.geometry import Box, aperture, upright
-from mmspeed.media.images import open_picture, picture_times, shown_size
+from mmspeed.media.images import open_picture, picture_times, profile_of, refused_depth, separate_first, shown_size
 from mmspeed.media.rejections import Reason, Rejected, in_words
 from mmspeed.media.source import Kind, Source
 
@@ -42,11 +43,22 @@ _FFMPEG_ERRORS: tuple[tuple[type[av.error.FFmpegError], str], ...] = (
 )
 # Damaged files make PyAV seek before the start (OSError) and access streams that it has not announced (LookupError).
 DECODER_ERRORS = (av.error.FFmpegError, OSError, LookupError, ValueError, ArithmeticError)
+YUV = (
+    "yuv",
+    "nv",
+    "p0",
+    "uyvy",
+    "yvyu",
+)  # pixel formats with these prefixes are scaled before they are converted to RGB
 _UNTAGGED, _FULL_RANGE = 2, 2  # of `frame.colorspace` and `frame.color_range`
 _ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
 # What version 1 of a property asks of no file, beside what it sees in those concerned.
-_UNASKED: Mapping[str, Mapping[str, Any]] = {"order": {"order": ""}}
-_REASONS = {"order": Reason.NO_TIMES, "geometry": Reason.UNKNOWN_GEOMETRY}  # of those that are not read, by property
+_UNASKED: Mapping[str, Mapping[str, Any]] = {"order": {"order": ""}, "fields": {"scan": ""}}
+_REASONS = {
+    "order": Reason.NO_TIMES,
+    "geometry": Reason.UNKNOWN_GEOMETRY,
+    "fields": Reason.INTERLACED,
+}  # of those that are not read, by property
 _IN_CONTAINER = "put it into a container: ffmpeg -framerate RATE -i FILE -c copy FILE.mp4"
 # Containers that state their duration; others only estimate it.
 _STATES_DURATION = ("mov", "matroska", "avi", "flv", "asf", "ogg")
@@ -67,6 +79,9 @@ class Probe:
     empty without subsampled chroma), and `untagged` if it states no colour matrix. `alpha`: it may have transparent pixels.
     `order` says how decoded frames are told apart: by `stamps`, which must ascend; by `count`, where stamps contradict the order
     of the frames; or, if it is empty, by stamps of which nothing is asked.
+    `scan` is `interlaced` for video that is made of fields, `progressive` for other, and empty where nothing is asked. `light` is the
+    transfer and the primaries that are mapped to BT.709 (`colours.light_of`), empty for none; with `profile` an ICC profile is applied.
+    The first `skipped` pictures are no frames.
     `unread` says why the file is not read, by properties of a cache's recipe. `older` has the fields that version 1 of a property
     sees in their place, where there are such: of these files the two versions have other pixels. `lowered`: see `by`.
     """
@@ -96,6 +111,10 @@ class Probe:
     mirrored: bool = False
     aperture: Box | None = None
     order: str = ""
+    scan: str = ""
+    light: str = ""
+    profile: bool = False
+    skipped: int = 0
     unread: Mapping[str, str] = field(default_factory=dict)
     older: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     lowered: tuple[str, ...] = ()
@@ -182,7 +201,7 @@ def _probe_picture(file: BinaryIO, max_pixels: int) -> Probe:
         check_pixels(*image.size, max_pixels)
         times = picture_times(image)
         width, height = shown_size(image)
-        return Probe(
+        plain = Probe(
             kind="video" if len(times) > 1 else "image",
             width=width,
             height=height,
@@ -199,6 +218,21 @@ def _probe_picture(file: BinaryIO, max_pixels: int) -> Probe:
             coded_height=image.height,
             alpha=image.has_transparency_data,
         )
+        return _newer_picture(plain, image)
+
+
+def _newer_picture(probe: Probe, image: Image.Image) -> Probe:
+    """The probe of a picture with a separate first one, with numbers of a great depth, or with an ICC profile."""
+    if skipped := separate_first(image):
+        times = picture_times(image, skipped)
+        kind: Kind = "video" if len(times) > 1 else "image"
+        probe = probe.newly("cover", skipped=skipped, pts_seconds=times, fps=_average_fps(times, None), kind=kind)
+    if deep := refused_depth(image):
+        return probe.refused("depth", deep)
+    try:
+        return probe if profile_of(image) is None else probe.newly("profile", profile=True)
+    except Rejected as rejected:
+        return probe.refused("profile", rejected.detail)
 
 
 def _probe_video(file: BinaryIO, head: bytes, size: int, max_pixels: int) -> Probe:
@@ -213,6 +247,7 @@ def _probe_video(file: BinaryIO, head: bytes, size: int, max_pixels: int) -> Pro
             base, suspect = stream.time_base or Fraction(1), stamps.suspect and context.has_b_frames
         if suspect:
             probe = _in_order(probe, _decoded_stamps(file), stamps, base)
+        probe = _lit(probe, context, stamps.first)
         return _upright(probe, stamps.first, partial(aperture, file, head, size, track, number), max_pixels)
     except DECODER_ERRORS as error:
         raise refused(error) from None
@@ -236,6 +271,22 @@ def _in_order(probe: Probe, decoded: list[int | None], stamps: _Stamps, base: Fr
         return probe.refused("order", f"{why}; put it into another container with new times")
     times = [float(stamp * base) for stamp in stamps.all]
     return probe.newly("order", order="count", pts_seconds=times, fps=_average_fps(times, None))
+
+
+def _lit(probe: Probe, context: av.VideoCodecContext, first: av.video.VideoFrame) -> Probe:
+    """The probe of a video that is made of fields, or of other light than BT.709's."""
+    if first.interlaced_frame:
+        why = "" if deinterlaces() else "it is interlaced, and this FFmpeg has no filter bwdif"
+        why = why or ("" if len(probe.pts_seconds) > 1 else "it is a single interlaced frame")
+        probe = probe.refused("fields", why) if why else probe.newly("fields", scan="interlaced")
+    if light := light_of(int(context.color_trc), int(context.color_primaries)):
+        if first.format.name.startswith(YUV) and maps_light():
+            return probe.newly("hdr", light=light)
+        how = (
+            "this FFmpeg does not map it" if first.format.name.startswith(YUV) else f"{first.format.name} is not mapped"
+        )
+        return probe.refused("hdr", f"its light is {light} (transfer, primaries), and {how}")
+    return probe
 
 
 def _upright(
@@ -410,6 +461,8 @@ def _describe(
     width, height = _square((first.width, first.height), sar, rotation)
     check_pixels(first.width, first.height, max_pixels)
     check_pixels(width, height, max_pixels)
+    if first.format.name.startswith(YUV) and (matrix := UNREAD_MATRICES.get(int(first.colorspace))):
+        raise Rejected(Reason.UNKNOWN_COLOURS, f"its colour matrix is {matrix}, which FFmpeg's scaler does not convert")
     bits = max((part.bits for part in first.format.components), default=8)
     codec = stream.codec_context.codec.canonical_name
     return Probe(
@@ -432,6 +485,7 @@ def _describe(
         untagged=int(first.colorspace) == _UNTAGGED,
         alpha=has_alpha(first.format),
         order="stamps",
+        scan="progressive",
     )
 
 

@@ -28,6 +28,7 @@ class Reason(str, Enum):
     NO_TIMES = "no_times"
     UNKNOWN_GEOMETRY = "unknown_geometry"
     UNKNOWN_COLOURS = "unknown_colours"
+    INTERLACED = "interlaced"
     TOO_SHORT = "too_short"
     TOO_SMALL = "too_small"
     NO_BUCKET = "no_bucket"
@@ -67,6 +68,7 @@ _EXPLANATIONS = {
     Reason.NO_TIMES: "The stream states no times of its frames, as raw .h264 and .hevc do not, or times that contradict their order.",
     Reason.UNKNOWN_GEOMETRY: "The container shows the picture in a way that is not applied here: sheared, turned by no right angle, stretched.",
     Reason.UNKNOWN_COLOURS: "The stored numbers are of colours that are not converted here; the detail says which.",
+    Reason.INTERLACED: "The video is interlaced, and this FFmpeg has no filter for it, or only its later frames say so.",
     Reason.TOO_SHORT: "The clip is shorter than the shortest video bucket at data.fps.",
     Reason.TOO_SMALL: "The picture is smaller than every bucket, and data.allow_upscale is false.",
     Reason.NO_BUCKET: "No bucket is for this kind: an image without an F = 1 bucket, or a video with no other.",

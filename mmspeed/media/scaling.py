@@ -18,16 +18,15 @@ import av.video
 import numpy as np
 from PIL import Image
 
+from mmspeed.media.colours import MAP, mapped
 from mmspeed.media.images import on_background
 from mmspeed.media.pixel_rules import WHITE, PixelRules
-from mmspeed.media.probe import Probe, chroma_steps, has_alpha
+from mmspeed.media.probe import YUV, Probe, chroma_steps, has_alpha
 from mmspeed.media.rejections import Reason, Rejected
 from mmspeed.shapes import Bucket
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom
 
-# Pixel formats with these prefixes are scaled before they are converted to RGB.
-_YUV = ("yuv", "nv", "p0", "uyvy", "yvyu")
 _MATRICES = {1: "bt709", 4: "fcc", 7: "smpte240m", 9: "bt2020", 10: "bt2020"}
 _OTHER_MATRIX = "bt601"
 _SWSCALE_MATRICES = {"bt709": 1, "fcc": 4, "bt601": 5, "smpte240m": 7, "bt2020": 9}
@@ -96,8 +95,10 @@ def pixel_parts(rules: PixelRules, probe: Probe, crop: Box) -> dict[str, Any]:
     Plain are chroma in the middle of its pixels, cut at whole samples, BT.601, white behind a picture, and version 1 of a property.
     """
     parts: dict[str, Any] = dict.fromkeys(probe.newer, 2)
+    if probe.light:
+        parts["hdr"] = f"{MAP} {probe.light}"
     video = probe.decoder == "pyav"
-    if video and probe.pixel_format.startswith(_YUV):
+    if video and probe.pixel_format.startswith(YUV):
         if not _plain_chroma(probe, coded_box(crop, probe)):
             parts["chroma"] = 2  # the version of the property
         matrix = rules.untagged_matrix(probe.coded_height)
@@ -145,7 +146,7 @@ class Scaler:
             width, height = height, width
         if has_alpha(frame.format):
             planes_CHW = self._composed(frame, box, width, height, rules)
-        elif frame.format.name.startswith(_YUV):
+        elif frame.format.name.startswith(YUV):
             planes_CHW = self._filtered(frame, box, width, height, rules)
         else:  # RGB, grey and palettes are rare, and swscale would convert them to chroma and back
             planes_CHW = resize(frame.to_ndarray(format="rgb24"), box, width, height).transpose(2, 0, 1)
@@ -162,7 +163,7 @@ class Scaler:
     def _composed(self, frame: av.video.VideoFrame, box: Box, width: int, height: int, rules: PixelRules) -> np.ndarray:
         """Compose a frame with alpha like a picture: at its own size, before it is scaled."""
         left, top, right, bottom = box
-        if frame.format.name.startswith(_YUV):
+        if frame.format.name.startswith(YUV):
             picture_HWC = self._pulled(frame, box, None, rules, "rgba").to_ndarray()
         else:
             picture_HWC = frame.to_ndarray(format="rgba")[top:bottom, left:right]
@@ -184,7 +185,7 @@ class Scaler:
 
 def is_yuv(pixel_format: str) -> bool:
     """True for a pixel format that is scaled before it is converted to RGB."""
-    return pixel_format.startswith(_YUV)
+    return pixel_format.startswith(YUV)
 
 
 def plain_rgb(frame: av.video.VideoFrame, rules: PixelRules) -> np.ndarray:
@@ -268,11 +269,11 @@ def _graph(
     if size is not None:
         nodes += [
             graph.add("scale", f"{size[0]}:{size[1]}:flags={_FLAGS}:{stated}:{same}{sited}"),
-            graph.add("format", "yuv444p"),
+            graph.add("format", "yuv444p16le" if probe.light else "yuv444p"),
         ]
         sited = ""
     nodes += [
-        graph.add("scale", f"flags={_FLAGS}:{stated}:out_range=full{sited}"),
+        graph.add("scale", f"flags={_FLAGS}:{stated}:out_range=full{sited}{mapped(probe.light)}"),
         graph.add("format", form),
         graph.add("buffersink"),
     ]

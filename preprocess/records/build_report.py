@@ -263,8 +263,13 @@ def refusal_line(refusals: Mapping[str, int]) -> str:
 
 
 _STATED = {
+    "cover": "an animated PNG's first picture, which is no part of it, left out",
+    "depth": "pictures of floating-point or 32-bit numbers",
+    "fields": "interlaced video, made whole by bwdif",
     "geometry": "mirrored by their display matrix, or cut by a clean aperture",
+    "hdr": "PQ, HLG, linear light or wide primaries, mapped to BT.709",
     "order": "frames numbered by their order, which their times contradict",
+    "profile": "pictures brought to sRGB by their ICC profile",
 }
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
+import av
 import numpy as np
 
 from mmspeed.media.containers import vint
@@ -77,3 +81,67 @@ def with_pixel_crop(path: Path, out: Path, left: int, top: int, right: int, bott
     head = data[:segment] + b"\x01" + b"\xff" * 7 + data[segment + 8 : first]
     out.write_bytes(head + body + data[last:])
     return out
+
+
+_D50 = (0.9642, 1.0, 0.8249)
+ADOBE = ((0.6097, 0.3111, 0.0195), (0.2053, 0.6257, 0.0609), (0.1492, 0.0632, 0.7446))
+P3 = ((0.5151, 0.2412, -0.0011), (0.2920, 0.6922, 0.0419), (0.1571, 0.0666, 0.7841))
+
+
+def icc_profile(gamma: float, primaries: Sequence[tuple[float, ...]] = ()) -> bytes:
+    """A minimal ICC profile of red, green and blue primaries (XYZ for D50), or without them of grey, and a gamma."""
+
+    def fixed(*values: float) -> bytes:
+        return struct.pack(f">{len(values)}i", *(round(value * ONE) for value in values))
+
+    curve = b"curv\0\0\0\0" + struct.pack(">IH", 1, round(gamma * 256)) + b"\0\0"
+    text = b"desc\0\0\0\0" + struct.pack(">I", 5) + b"test\0" + b"\0" * 78
+    tags = [(b"desc", text + b"\0" * (-len(text) % 4)), (b"wtpt", b"XYZ \0\0\0\0" + fixed(*_D50))]
+    for name, primary in zip("rgb", primaries, strict=bool(primaries)):
+        tags += [(f"{name}XYZ".encode(), b"XYZ \0\0\0\0" + fixed(*primary)), (f"{name}TRC".encode(), curve)]
+    tags += [] if primaries else [(b"kTRC", curve)]
+    at, table, data = 132 + 12 * len(tags), struct.pack(">I", len(tags)), b""
+    for name, body in tags:
+        table += name + struct.pack(">II", at + len(data), len(body))
+        data += body
+    space = b"RGB " if primaries else b"GRAY"
+    head = struct.pack(">I", at + len(data)) + b"lcms\x02\x10\0\0mntr" + space + b"XYZ "
+    head += struct.pack(">6H", 2020, 1, 1, 0, 0, 0) + b"acsp" + b"\0" * 28 + fixed(*_D50)
+    return head + b"\0" * (128 - len(head)) + table + data
+
+
+def write_plain_colour(
+    path: Path, planes: Sequence[int], params: str, form: str = "yuv444p10le", frames: int = 3, codec: str = "libx265"
+) -> Path:
+    """A video whose planes have one value each, with parameters of x264 or x265 that state colours."""
+    with av.open(str(path), "w") as output:
+        track: Any = output.add_stream(codec, rate=10)
+        track.width, track.height, track.pix_fmt = 96, 64, form
+        quiet = "log-level=none:pools=none:frame-threads=1:" if codec == "libx265" else ""
+        track.options = {"crf": "1", f"{codec[3:]}-params": quiet + params}
+        for number in range(frames):
+            frame = av.VideoFrame(96, 64, form)
+            for plane, value in zip(frame.planes, planes, strict=True):
+                wide = form.endswith("10le")
+                plane.update(np.full(plane.buffer_size // (1 + wide), value, "<u2" if wide else "u1").tobytes())
+            frame.pts, frame.time_base = number, Fraction(1, 10)
+            output.mux(track.encode(frame))
+        output.mux(track.encode())
+    return path
+
+
+def write_fields(path: Path, frames: int = 12) -> Path:
+    """Interlaced video of a bar that moves to the right by three pixels from field to field."""
+    with av.open(str(path), "w") as output:
+        track: Any = output.add_stream("libx264", rate=25)
+        track.width, track.height, track.pix_fmt = 96, 64, "yuv420p"
+        track.options = {"crf": "6", "x264-params": "tff=1:interlaced=1:bframes=0:keyint=4"}
+        for number in range(frames):
+            pixels = np.full((64, 96, 3), 30, np.uint8)
+            for field in (0, 1):
+                pixels[field::2, 8 + 6 * number + 3 * field : 20 + 6 * number + 3 * field] = 220
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            frame.pts, frame.time_base = number, Fraction(1, 25)
+            output.mux(track.encode(frame))
+        output.mux(track.encode())
+    return path

@@ -48,7 +48,7 @@ def test_version_1_sees_what_it_saw_and_other_decoders_leave_the_file(tmp_path: 
     with pytest.raises(Rejected, match="damaged or missing"):
         shown(path, by=("order",))
     refused = examine(source_of(path), found, OtherDecoder("torchcodec", "cpu", NEWEST_RULES))
-    assert refused.refusal == "times that contradict the order of frames"
+    assert (refused.refusal_detail, refused.reader) == ("order", "")
 
 
 def test_times_that_go_back_are_named(tmp_path: Path) -> None:
