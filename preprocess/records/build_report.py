@@ -266,6 +266,7 @@ _STATED = {
     "cover": "an animated PNG's first picture, which is no part of it, left out",
     "depth": "pictures of floating-point or 32-bit numbers",
     "fields": "interlaced video, made whole by bwdif",
+    "gaps": "frames more than half a step from their times, in gaps between frames",
     "geometry": "mirrored by their display matrix, or cut by a clean aperture",
     "hdr": "PQ, HLG, linear light or wide primaries, mapped to BT.709",
     "order": "frames numbered by their order, which their times contradict",
@@ -274,7 +275,7 @@ _STATED = {
 
 
 def stated_lines(counts: Mapping[str, int]) -> list[str]:
-    """A line for each property of the recipe that changes how sources are read, with their number."""
+    """A line for each kind of statement about times, geometry and colours, with the number of sources that make it."""
     return [f"  {name:<16} {count:>5}  {_STATED[name]}" for name, count in sorted(counts.items())]
 
 

@@ -18,7 +18,7 @@ from mmspeed.config import Bucket
 from mmspeed.media.probe import Probe
 from mmspeed.media.rejections import Reason, Rejected, Rejection
 from mmspeed.media.source import Kind, Source
-from mmspeed.media.windows import windows_that_fit
+from mmspeed.media.windows import furthest, windows_that_fit
 from mmspeed.preprocess.decoding.clips import Clip
 from mmspeed.preprocess.records.bucket_use import BucketUse, use_of
 from mmspeed.preprocess.sources.listing import SourceListing
@@ -30,6 +30,7 @@ SHOWN_SOURCES = 24  # sources kept for thumbnails
 DISTINCT = 4096  # distinct names in a `NameCounts`
 _TEXT = 300  # characters of a name, detail or caption that are kept
 _MILLI = 1000
+_UNEVEN = 2e-3  # seconds: times are stated in milliseconds by some containers
 
 # Edges of the histograms' bins. Common frame rates and shapes are in the middle of a separate bin.
 EDGES: dict[str, tuple[float, ...]] = {
@@ -248,7 +249,8 @@ class DataStatistics:
         self.counts["decoders"].add(probe.reader or probe.decoder)
         if probe.refusal:  # by another decoder than PyAV
             self.counts["refusals"].add(probe.refusal)
-        for name in probe.older:
+        gaps = ["gaps"] if any(_has_gap(probe, clip) for clip in clips) else []
+        for name in (*probe.older, *gaps):
             self.counts["stated"].add(name)
         self.counts["sizes"].add(f"{probe.width} x {probe.height}")
         self.histograms["megapixels"].add(probe.width * probe.height / 1e6)
@@ -396,6 +398,11 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return total
+
+
+def _has_gap(probe: Probe, clip: Clip) -> bool:
+    """True if a frame of a clip is more than half a usual step from its time."""
+    return clip.fps > 0 and furthest(probe.pts_seconds, clip.indices, clip.fps) > probe.step / 2 + _UNEVEN
 
 
 def _length(probe: Probe) -> float:

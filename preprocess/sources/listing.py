@@ -15,7 +15,7 @@ from mmspeed.preprocess.sources.tars import TarMember
 from mmspeed.redaction import readable
 
 VIDEO_ENDINGS = frozenset(
-    ".mp4 .m4v .mov .mkv .webm .avi .gif .ts .mts .m2ts .mpg .mpeg .wmv .flv .ogv .3gp .apng".split()
+    ".mp4 .m4v .mov .mkv .webm .avi .gif .ts .mts .m2ts .mpg .mpeg .wmv .flv .ogv .3gp .apng .h264 .hevc".split()
 )
 IMAGE_ENDINGS = frozenset(".jpg .jpeg .png .webp .bmp .tif .tiff .avif".split())
 CAPTION_ENDINGS = frozenset((".txt", ".json", ".cap"))
