@@ -27,8 +27,8 @@ import numpy as np
 from mmspeed.config import Bucket, Config
 from mmspeed.media.probe import Probe
 from mmspeed.media.windows import frames_available
-from mmspeed.models.build import patch_of
 from mmspeed.models.codecs.vae import codec_geometry
+from mmspeed.models.sections import patch_of
 from mmspeed.preprocess.decoding.transform import kept_fraction, rank_by_picture
 
 CELLS = 10_000  # shapes of sources that are told apart, at most

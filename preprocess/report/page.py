@@ -22,7 +22,7 @@ from mmspeed.data.sampling.batch_sizes import COUNTED_TEXT_TOKENS
 from mmspeed.errors import UserError
 from mmspeed.log import format_seconds, get_logger
 from mmspeed.media.rejections import Reason, Rejected
-from mmspeed.models.build import size_of
+from mmspeed.models.sections import size_of
 from mmspeed.preprocess.decoding.worker import DecodeWorker
 from mmspeed.preprocess.records.bucket_use import BucketUse
 from mmspeed.preprocess.records.build_report import BuildReport

@@ -19,8 +19,8 @@ from mmspeed.media.probe import Probe
 from mmspeed.media.rejections import Reason, Rejected, Rejection
 from mmspeed.media.source import Source
 from mmspeed.media.windows import frames_available
-from mmspeed.models.build import family_of_section, mode_of_images, repository_of, videos_of
 from mmspeed.models.families.complete import boundary_of
+from mmspeed.models.sections import family_of_section, mode_of_images, repository_of, videos_of
 from mmspeed.preprocess.decoding.clips import Clip, select_clips, split_of
 from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Selected, without_repeats
 from mmspeed.preprocess.report.bucket_fit import BucketFit, BucketFitter, BucketGrid, SourceShapes, grid_of

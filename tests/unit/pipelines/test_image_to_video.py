@@ -16,11 +16,11 @@ from mmspeed.errors import UserError
 from mmspeed.media.pixel_rules import NEWEST_RULES
 from mmspeed.media.reading import first_frame, last_frames
 from mmspeed.pipelines import TextToVideo, TrainPipeline
-from mmspeed.pipelines.inference.anchor_media import anchors_of, mode_of
+from mmspeed.pipelines.inference.anchor_media import conditioning_latents, mode_of
 from mmspeed.pipelines.inference.media import Video
 from mmspeed.pipelines.inference.prompts import VideoRequest, read_requests
 from mmspeed.shapes import Bucket
-from tests.claims import given_frames
+from tests.claims import conditioning
 from tests.support.decoding import video_of
 from tests.support.runs import small_config
 
@@ -49,10 +49,10 @@ def pipe(run: Path) -> TextToVideo:
 def decoded(pipe: TextToVideo, request: VideoRequest) -> tuple[np.ndarray, np.ndarray]:
     """(frames of the sampled video, frames of its given latents)."""
     size = pipe.size()
-    anchors = anchors_of([request], pipe.config, pipe.codec, size, pipe.predictor.anchors)
-    assert anchors is not None
+    conditioning = conditioning_latents([request], pipe.config, pipe.codec, size, pipe.predictor.conditioning)
+    assert conditioning is not None
     ((_, video),) = pipe.sample([request], together=1)
-    clean = pipe.codec.decode(anchors.latents_PCThw)[0].permute(1, 2, 3, 0)
+    clean = pipe.codec.decode(conditioning.latents_PCThw)[0].permute(1, 2, 3, 0)
     return video.frames_FHWC.astype(int), ((clean + 1) * 127.5).round().clamp(0, 255).numpy().astype(int)
 
 
@@ -64,8 +64,8 @@ def test_given_frames_are_held_to_the_end(run: Path, pipe: TextToVideo) -> None:
         (VideoRequest("a", image=first, last_image=last), [0, frames - 1]),
         (VideoRequest("a", video=video), [0, 4]),
     ):
-        videos, anchors = decoded(pipe, request)
-        assert np.abs(videos[same] - anchors[same]).max() <= 1
+        videos, clean = decoded(pipe, request)
+        assert np.abs(videos[same] - clean[same]).max() <= 1
     picture = first_frame(run / "first.png", pipe.size(), NEWEST_RULES).astype(int)
     videos, _ = decoded(pipe, VideoRequest("a", image=first))
     error = np.abs(videos[0] - picture).mean()
@@ -137,5 +137,5 @@ def test_a_run_without_the_mode_says_so(pipe: TextToVideo) -> None:
 @pytest.mark.slow
 def test_given_frames_are_learnt(tmp_path: Path) -> None:
     """On held-out clips the loss is clearly lower with the right first frame than with another clip's, or none."""
-    result = given_frames.measure(tmp_path)
+    result = conditioning.measure(tmp_path)
     assert result.passed, result.line()
