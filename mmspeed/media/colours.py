@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from functools import lru_cache
 from itertools import product
+from typing import Protocol
 
 import av
 import av.error
@@ -33,16 +34,17 @@ UNREAD_MATRICES = {  # by FFmpeg's number: what swscale has no conversion for
 _TRANSFERS = {8: "linear", 16: "smpte2084", 17: "smpte428", 18: "arib-std-b67"}
 _PRIMARIES = {9: "bt2020", 11: "smpte431", 12: "smpte432"}
 _PLAIN, _WIDE = "bt709", "bt2020"
-_BT2100 = ("smpte2084", "arib-std-b67")
+BT2100 = ("smpte2084", "arib-std-b67")
 _WHITE = 0.5807  # of PQ: 203 cd/m2
 _SAME = 2  # of 255: a profile that changes colours by no more is sRGB's, rounded otherwise
+_NEAR_SRGB = 10  # of 255: nearly so far is the curve of gamma 2.2, which most PNGs state, from sRGB's
 _STEPS = 9  # of each channel in a lattice of colours
 
 
 def light_of(transfer: int, primaries: int) -> str:
     """FFmpeg's words for a transfer and primaries, `transfer/primaries`; empty for those that are taken as BT.709's."""
     curve = _TRANSFERS.get(transfer, _PLAIN)
-    gamut = _PRIMARIES.get(primaries, _WIDE if curve in _BT2100 and primaries != 1 else _PLAIN)
+    gamut = _PRIMARIES.get(primaries, _WIDE if curve in BT2100 and primaries != 1 else _PLAIN)
     return "" if (curve, gamut) == (_PLAIN, _PLAIN) else f"{curve}/{gamut}"
 
 
@@ -78,7 +80,39 @@ def deinterlaces() -> bool:
     return "bwdif" in av.filter.filters_available
 
 
-class ProfileTransform:
+class ToSrgb(Protocol):
+    """Brings pictures to sRGB. `mode`: of the pictures that it takes."""
+
+    mode: str
+
+    def applied(self, image: Image.Image) -> Image.Image:
+        """A picture in sRGB."""
+        ...
+
+
+class _GammaTransform:
+    """Pictures of a gamma brought to sRGB's curve; a PNG states its inverse."""
+
+    mode = "RGB"
+
+    def __init__(self, inverse: float) -> None:
+        light = (np.arange(256) / 255) ** (1 / inverse)
+        shown = np.where(light <= 0.0031308, 12.92 * light, 1.055 * light ** (1 / 2.4) - 0.055)
+        self.table = (255 * shown).round().astype(int).tolist()
+
+    def applied(self, image: Image.Image) -> Image.Image:
+        return image.convert("RGB").point(self.table * 3)
+
+
+def gamma_transform(inverse: float) -> ToSrgb | None:
+    """The transform of a PNG that states the inverse of its gamma; None for none, and for one near to sRGB's curve, as 1 / 2.2 is."""
+    if inverse <= 0:
+        return None
+    transform = _GammaTransform(inverse)
+    return transform if max(abs(value - level) for level, value in enumerate(transform.table)) > _NEAR_SRGB else None
+
+
+class _ProfileTransform:
     """Pictures of one mode brought to sRGB by an ICC profile. Raises Rejected for a profile that cannot be applied to the mode."""
 
     def __init__(self, profile: bytes, mode: str) -> None:
@@ -97,7 +131,6 @@ class ProfileTransform:
             raise Rejected(Reason.UNKNOWN_COLOURS, f"its ICC profile cannot be applied ({error})") from None
 
     def applied(self, image: Image.Image) -> Image.Image:
-        """A picture in sRGB."""
         shown = ImageCms.applyTransform(image.convert(self.mode), self._transform)
         assert shown is not None
         return shown
@@ -113,7 +146,7 @@ class ProfileTransform:
 
 
 @lru_cache(maxsize=64)
-def profile_transform(profile: bytes, mode: str) -> ProfileTransform | None:
+def profile_transform(profile: bytes, mode: str) -> ToSrgb | None:
     """The transform by a profile; None where it changes no colours. Raises Rejected like it."""
-    transform = ProfileTransform(profile, mode)
+    transform = _ProfileTransform(profile, mode)
     return transform if transform.changes() else None

@@ -1,7 +1,7 @@
-"""What a container says of the picture's geometry: the part of it that is shown, and how that is turned or mirrored.
+"""What a file's container says of its picture: the part of it that is shown, how that is turned or mirrored, and the light of a still.
 
 FFmpeg's decoders apply neither, and its reader hands a clean aperture to FFmpeg's own commands alone, so it is read here: ISO's `clap`
-box and Matroska's `PixelCrop` elements.
+box and Matroska's `PixelCrop` elements. Pillow leaves out what AVIF and PNG state of their light beside ICC profiles.
 """
 
 from __future__ import annotations
@@ -67,6 +67,26 @@ def upright(matrix: bytes) -> tuple[bool, int]:
             Reason.UNKNOWN_GEOMETRY, f"its display matrix {rows} does more than mirror and turn by right angles"
         )
     return mirrored, -90 * turn % 360
+
+
+def stated_light(file: BinaryIO, format: str) -> tuple[int, int] | None:
+    """(transfer, primaries) by FFmpeg's numbers that a picture's file states, in an AVIF's `colr` box or a PNG's cICP chunk; None: neither."""
+    size = file.seek(0, 2)
+    if format == "AVIF":
+        for begin, end in _inside(file, 0, size, b"meta"):
+            for place in _inside(file, begin + 4, end, b"iprp", b"ipco", b"colr"):
+                data = _read(file, *place)
+                if data[:4] == b"nclx" and len(data) >= 8:
+                    primaries, transfer = struct.unpack_from(">2H", data, 4)
+                    return transfer, primaries
+    at = 8 if format == "PNG" else size
+    while at + 8 <= size:
+        length, kind = struct.unpack(">I4s", _read(file, at, at + 8))
+        if kind == b"cICP" and length >= 2:
+            primaries, transfer = _read(file, at + 8, at + 10)
+            return transfer, primaries
+        at = size if kind == b"IDAT" else at + 12 + length
+    return None
 
 
 def _iso_aperture(file: BinaryIO, size: int, track: int, width: int, height: int) -> Box | None:

@@ -12,7 +12,8 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError, features
 
-from mmspeed.media.colours import ProfileTransform, profile_transform
+from mmspeed.media.colours import ToSrgb, gamma_transform, light_of, profile_transform
+from mmspeed.media.geometry import stated_light
 from mmspeed.media.pixel_rules import WHITE
 from mmspeed.media.rejections import Reason, Rejected, in_words
 
@@ -48,7 +49,9 @@ def separate_first(image: Image.Image) -> int:
 
 
 def refused_depth(image: Image.Image) -> str:
-    """Why numbers of this depth are not read, in words; empty if they are."""
+    """Why numbers of this depth are not read, in words; empty if they are. Raises Rejected for colours that no version reads."""
+    if image.mode in ("LAB", "HSV"):
+        raise Rejected(Reason.UNKNOWN_COLOURS, f"its colours are of {image.mode}, which is not converted")
     if image.mode == "F":
         return "its values are floating-point numbers, of which it does not say which is white"
     if image.mode == "I" and image.format == "TIFF":
@@ -56,10 +59,20 @@ def refused_depth(image: Image.Image) -> str:
     return ""
 
 
-def profile_of(image: Image.Image) -> ProfileTransform | None:
-    """The transform by a picture's ICC profile; None if it has none, or one that changes no colours. Raises Rejected."""
+def profile_of(image: Image.Image) -> ToSrgb | None:
+    """The transform by a picture's ICC profile or PNG's gamma; None if it has none, or one that changes no colours. Raises Rejected."""
     profile = image.info.get("icc_profile")
-    return profile_transform(profile, _COLOURS.get(image.mode, image.mode)) if profile else None
+    if profile:
+        return profile_transform(profile, _COLOURS.get(image.mode, image.mode))
+    return gamma_transform(float(image.info.get("gamma", 0))) if "srgb" not in image.info else None
+
+
+def picture_light(file: BinaryIO, image: Image.Image) -> str:
+    """The light that an AVIF's `colr` box or a PNG's cICP chunk states (`colours.light_of`); empty where an ICC profile stands for it."""
+    if image.info.get("icc_profile"):
+        return ""
+    stated = stated_light(file, image.format or "")
+    return light_of(*stated) if stated else ""
 
 
 def picture_times(image: Image.Image, skipped: int = 0) -> list[float]:
@@ -120,7 +133,7 @@ def on_background(image: Image.Image, background: str) -> Image.Image:
     return Image.alpha_composite(Image.new("RGBA", image.size, background), image).convert("RGB")
 
 
-def _rgb(image: Image.Image, background: str, transform: ProfileTransform | None = None) -> Image.Image:
+def _rgb(image: Image.Image, background: str, transform: ToSrgb | None = None) -> Image.Image:
     """Convert a picture of any mode to 8-bit RGB, by the transform of its profile if one is given."""
     if image.mode.startswith("I;16") or image.mode == "I":
         wide = np.asarray(image).astype(np.int64)

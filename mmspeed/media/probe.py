@@ -24,7 +24,15 @@ from PIL import Image
 from mmspeed.media.colours import UNREAD_MATRICES, deinterlaces, light_of, maps_light
 from mmspeed.media.containers import DEMUXERS, holds_pickle, is_picture, structural_cut
 from mmspeed.media.geometry import Box, aperture, upright
-from mmspeed.media.images import open_picture, picture_times, profile_of, refused_depth, separate_first, shown_size
+from mmspeed.media.images import (
+    open_picture,
+    picture_light,
+    picture_times,
+    profile_of,
+    refused_depth,
+    separate_first,
+    shown_size,
+)
 from mmspeed.media.rejections import Reason, Rejected, in_words
 from mmspeed.media.source import Kind, Source
 
@@ -218,17 +226,19 @@ def _probe_picture(file: BinaryIO, max_pixels: int) -> Probe:
             coded_height=image.height,
             alpha=image.has_transparency_data,
         )
-        return _newer_picture(plain, image)
+        return _newer_picture(plain, file, image)
 
 
-def _newer_picture(probe: Probe, image: Image.Image) -> Probe:
-    """The probe of a picture with a separate first one, with numbers of a great depth, or with an ICC profile."""
+def _newer_picture(probe: Probe, file: BinaryIO, image: Image.Image) -> Probe:
+    """The probe of a picture with a separate first one, with numbers of a great depth, or of colours that it states."""
     if skipped := separate_first(image):
         times = picture_times(image, skipped)
         kind: Kind = "video" if len(times) > 1 else "image"
         probe = probe.newly("cover", skipped=skipped, pts_seconds=times, fps=_average_fps(times, None), kind=kind)
     if deep := refused_depth(image):
         return probe.refused("depth", deep)
+    if light := picture_light(file, image):
+        return probe.refused("hdr", f"its light is {light} (transfer, primaries), which is mapped for video alone")
     try:
         return probe if profile_of(image) is None else probe.newly("profile", profile=True)
     except Rejected as rejected:
@@ -265,9 +275,7 @@ def _in_order(probe: Probe, decoded: list[int | None], stamps: _Stamps, base: Fr
     if decoded == stamps.times:
         return probe
     if len(decoded) != len(stamps.all):
-        why = (
-            f"its times contradict the order of its frames, and {len(decoded)} of {len(stamps.all)} frames are decoded"
-        )
+        why = f"its packets state {len(stamps.all)} times, and {len(decoded)} frames are decoded"
         return probe.refused("order", f"{why}; put it into another container with new times")
     times = [float(stamp * base) for stamp in stamps.all]
     return probe.newly("order", order="count", pts_seconds=times, fps=_average_fps(times, None))

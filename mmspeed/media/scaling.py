@@ -18,7 +18,7 @@ import av.video
 import numpy as np
 from PIL import Image
 
-from mmspeed.media.colours import MAP, mapped
+from mmspeed.media.colours import BT2100, MAP, mapped
 from mmspeed.media.images import on_background
 from mmspeed.media.pixel_rules import WHITE, PixelRules
 from mmspeed.media.probe import YUV, Probe, chroma_steps, has_alpha
@@ -236,6 +236,8 @@ def _graph(
     """Build the graph that crops, scales the planes and converts to `form`. Matrix and range are explicit, so that no filter guesses."""
     left, top, right, bottom = box
     matrix, full = _matrix(frame, rules, probe.coded_height), _is_full_range(frame)
+    if int(frame.colorspace) == _UNTAGGED and probe.light.startswith(BT2100):
+        matrix = "bt2020"
     stated = f"in_color_matrix={matrix}:in_range={'full' if full else 'limited'}"
     same = f"out_color_matrix={matrix}:out_range={'full' if full else 'limited'}"
     columns, rows = chroma_steps(frame.format.name)

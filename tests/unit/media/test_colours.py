@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import struct
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image, ImageCms
+from PIL import Image, ImageCms, features
 
 from mmspeed.media.colours import deinterlaces, light_of, maps_light
 from mmspeed.media.pixel_rules import NEWEST_RULES, PixelRules
@@ -193,6 +195,48 @@ def test_profiles_that_cannot_be_applied_are_named(profile: bytes, words: str, t
     with pytest.raises(Rejected, match=words):
         shown(path)
     assert shown(path, by=("profile",))[1].shape == (1, 64, 96, 3)
+
+
+def with_chunk(path: Path, kind: bytes, data: bytes) -> Path:
+    """A PNG with one more chunk behind its header."""
+    png = path.read_bytes()
+    body = kind + data
+    path.write_bytes(png[:33] + struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body)) + png[33:])
+    return path
+
+
+def test_what_a_png_states_of_its_light(tmp_path: Path) -> None:
+    path = with_chunk(write_image(tmp_path / "linear.png"), b"gAMA", struct.pack(">I", 100000))
+    found, frames = shown(path)
+    light = np.asarray(Image.open(path).convert("RGB")) / 255
+    assert found.newer == ["profile"]
+    assert (
+        np.abs(frames[0] - 255 * np.where(light <= 0.0031308, 12.92 * light, 1.055 * light ** (1 / 2.4) - 0.055)).max()
+        <= 1
+    )
+    assert shown(with_chunk(write_image(tmp_path / "usual.png"), b"gAMA", struct.pack(">I", 45455)))[0].newer == []
+    assert shown(with_chunk(write_image(tmp_path / "srgb.png"), b"cICP", bytes((1, 13, 0, 1))))[0].newer == []
+    path = with_chunk(write_image(tmp_path / "pq.png"), b"cICP", bytes((9, 16, 0, 1)))
+    with pytest.raises(Rejected, match="its light is smpte2084/bt2020"):
+        shown(path)
+    assert len(shown(path, by=("hdr",))[1]) == 1
+
+
+@pytest.mark.skipif(not features.check("avif"), reason="this Pillow reads no AVIF")
+def test_what_an_avif_states_of_its_light(tmp_path: Path) -> None:
+    path = write_image(tmp_path / "a.avif")
+    data = path.read_bytes()
+    assert shown(path)[0].newer == []
+    at = data.index(b"colrnclx") + 8
+    path.write_bytes(data[:at] + struct.pack(">2H", 9, 18) + data[at + 4 :])
+    with pytest.raises(Rejected, match="its light is arib-std-b67/bt2020"):
+        shown(path)
+
+
+def test_lab_is_rejected_by_name(tmp_path: Path) -> None:
+    write_image(path := tmp_path / "a.tiff", "LAB")
+    with pytest.raises(Rejected, match="its colours are of LAB"):
+        shown(path)
 
 
 @pytest.mark.parametrize(("dtype", "words"), [(np.float32, "floating-point"), (np.int32, "signed or have 32 bits")])
