@@ -14,14 +14,14 @@ from pathlib import Path
 import psutil
 
 from mmspeed.errors import UserError
-from mmspeed.preprocess.decoding.decode import Cut
-from mmspeed.preprocess.decoding.other_decoders import OtherDecoder
-from mmspeed.preprocess.decoding.pixel_rules import NEWEST_RULES
+from mmspeed.media.decode import Cut
+from mmspeed.media.other_decoders import OtherDecoder
+from mmspeed.media.pixel_rules import NEWEST_RULES
+from mmspeed.media.rejections import Rejected
+from mmspeed.media.source import Source
 from mmspeed.preprocess.decoding.transform import crop_box
 from mmspeed.preprocess.decoding.worker import DecodeWorker
 from mmspeed.preprocess.sources.listing import VIDEO_ENDINGS
-from mmspeed.preprocess.sources.rejections import Rejected
-from mmspeed.preprocess.sources.source import Source
 from mmspeed.shapes import Bucket
 
 _DEMO = Path(__file__).resolve().parent.parent / "assets" / "demo-clips" / "videos"

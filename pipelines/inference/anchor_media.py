@@ -5,21 +5,20 @@ Legend: F frames, H W pixels, P videos of one size, C channels, T h w latent.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import av
 import numpy as np
 import torch
-from PIL import Image, ImageOps
 from torch import Tensor
 
 from mmspeed.config import Config
 from mmspeed.config.conditioning import Mode
 from mmspeed.data.loading.conditioning_mask import conditioning_mask, prefix_of
 from mmspeed.errors import UserError
+from mmspeed.media.pixel_rules import PixelRules
+from mmspeed.media.reading import first_frame, last_frames
 from mmspeed.models.codecs.frames import frame_latents
 from mmspeed.pipelines.inference.prompts import VideoRequest
 from mmspeed.protocols import VideoCodec
@@ -108,8 +107,7 @@ def pictures_of(request: VideoRequest, config: Config, size: Bucket | None) -> l
     Raises UserError.
     """
     files = (request.image, *([request.last_image] if mode_of(request, config) == "first_last" else []))
-    paths = [Path(str(file)) for file in files]
-    return [np.array(picture_file(path)) if size is None else image_file(path, size) for path in paths]
+    return [first_frame(Path(str(file)), size, PixelRules.of(config.data)) for file in files]
 
 
 def conditioning_latents(
@@ -139,7 +137,8 @@ def conditioning_latents(
                 f"a video of {size} has {frames} latent frames: with those that are given none is to be made"
             )
         if mode == "prefix":
-            pixels = video_end(Path(str(request.video)), count, config.data.fps, size)
+            rules = PixelRules.of(config.data)
+            pixels = last_frames(Path(str(request.video)), count, config.data.fps, size, rules)
         elif mode == "none":
             pixels = np.zeros((0, size.height, size.width, 3), np.uint8)
         else:
@@ -192,48 +191,3 @@ def in_model_range(frames_FHWC: np.ndarray) -> Tensor:
 def encoded(codec: VideoCodec, frames_FHWC: np.ndarray) -> Tensor:
     """The mean of the latents (C, T, h, w) of frames (F, H, W, 3), uint8, on the CPU."""
     return codec.encode(in_model_range(frames_FHWC)).mean_BCThw[0].float().cpu()
-
-
-def image_file(path: Path, size: Bucket) -> np.ndarray:
-    """The picture of a file, upright, scaled to cover the size and cut around its middle: (H, W, 3), uint8. Raises UserError."""
-    return fitted(picture_file(path), size)
-
-
-def picture_file(path: Path) -> Image.Image:
-    """The picture of a file, upright and in RGB. Raises UserError."""
-    try:
-        with Image.open(path) as image:
-            return ImageOps.exif_transpose(image).convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(f"{path}: is no picture that can be read: {str(error).splitlines()[0]}") from None
-
-
-def video_end(path: Path, count: int, fps: float | None, size: Bucket) -> np.ndarray:
-    """The last `count` frames of a video, `fps` a second (None: its own), fitted to a size: (F, H, W, 3), uint8. Raises UserError."""
-    kept: deque[tuple[float, Image.Image]] = deque(maxlen=count if fps is None else None)
-    try:
-        with av.open(str(path)) as container:
-            for number, frame in enumerate(container.decode(video=0)):
-                time = float(number) if frame.time is None else frame.time
-                picture = frame.to_image()
-                kept.append((time, picture.rotate(frame.rotation, expand=True) if frame.rotation else picture))
-                # one frame before the first that is taken may be the nearest to it
-                while fps is not None and len(kept) > 1 and kept[1][0] <= time - (count - 1) / fps:
-                    kept.popleft()
-    except (OSError, av.FFmpegError, IndexError) as error:
-        raise UserError(f"{path}: is no video that can be read: {str(error).splitlines()[0]}") from None
-    missing = count / fps - (kept[-1][0] - kept[0][0]) > 2 / fps if fps and kept else len(kept) < count
-    if missing:
-        rate = "" if fps is None else f" at {fps:g} frames a second"
-        raise UserError(f"{path}: is shorter than the {count} frames that are given{rate}")
-    if fps is not None:
-        wanted = [kept[-1][0] - (count - 1 - i) / fps for i in range(count)]
-        pictures = [min(kept, key=lambda each: abs(each[0] - time))[1] for time in wanted]
-    else:
-        pictures = [picture for _, picture in kept]
-    return np.stack([fitted(picture, size) for picture in pictures])
-
-
-def fitted(picture: Image.Image, size: Bucket) -> np.ndarray:
-    """A picture scaled to cover a size and cut around its middle: (H, W, 3), uint8."""
-    return np.asarray(ImageOps.fit(picture.convert("RGB"), (size.width, size.height), Image.Resampling.BICUBIC))

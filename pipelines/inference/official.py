@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from mmspeed import rng
@@ -23,6 +24,8 @@ from mmspeed.config import Bucket, Config
 from mmspeed.config.schema import DiffusersVaeConfig, FamilyTextConfig, PublishedModelConfig, SampleConfig
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
+from mmspeed.media.pixel_rules import NEWEST_RULES, PixelRules
+from mmspeed.media.reading import first_frame
 from mmspeed.models.codecs.vae import DiffusersCodec
 from mmspeed.models.diffusers.repository import INDEX, Repository, header_of
 from mmspeed.models.families import family_of
@@ -31,7 +34,6 @@ from mmspeed.models.sections import FamilyCounts, repository_of
 from mmspeed.models.weights import first_line, quiet, resolve
 from mmspeed.pipelines.diffusion.samplers import OnStep
 from mmspeed.pipelines.diffusion.schedulers import generators
-from mmspeed.pipelines.inference.anchor_media import picture_file
 from mmspeed.pipelines.inference.export import OTHER_FILES, trained_models
 from mmspeed.pipelines.inference.media import RATE, Video
 from mmspeed.pipelines.inference.prompts import VideoRequest, noise_names
@@ -52,11 +54,12 @@ NO_GUIDANCE = 1.0  # of a pipeline: one prediction alone
 
 @dataclass(frozen=True)
 class Defaults:
-    """Settings for what a call leaves open. bucket, fps: None for those of the pipeline itself."""
+    """Settings for what a call leaves open. bucket, fps: None for those of the pipeline itself. rules: of the pixels of given files."""
 
     sample: SampleConfig
     bucket: Bucket | None = None
     fps: float | None = None
+    rules: PixelRules = NEWEST_RULES
 
 
 class OfficialSampler:
@@ -71,7 +74,7 @@ class OfficialSampler:
         self.name, self.sampling = str(repository.pipeline), family.sampling_of(repository.index)
         self.takes = inspect.signature(type(pipeline).__call__).parameters
         self.image_in_latents = family.image_in_latents
-        self.bucket, self.fps = defaults.bucket, defaults.fps
+        self.bucket, self.fps, self.rules = defaults.bucket, defaults.fps, defaults.rules
         self.sample_config = completed_sample(defaults.sample, self.sampling)
         recipe = family.text_of(repository.index, repository.config)
         self.text_rows = None if recipe is None else recipe.encoders[0].length
@@ -107,7 +110,8 @@ class OfficialSampler:
         dtype, path = parse_dtype(config.device.dtype), find_checkpoint(folder, checkpoint)
         models = trained_models(folder, path, repository, present_weights(config, weights), dtype)
         pipeline = load_pipeline(repository, models, dtype, chosen)
-        defaults = Defaults(config.sample, usual_size(config), config.data.fps or RATE)  # as mmspeed sample
+        rules = PixelRules.of(config.data)
+        defaults = Defaults(config.sample, usual_size(config), config.data.fps or RATE, rules)  # as mmspeed sample
         return cls(pipeline, repository, defaults, chosen)
 
     # -- requests -------------------------------------------------------------------------------------------------------
@@ -223,7 +227,7 @@ class OfficialSampler:
             "return_dict": False,
         }
         settings |= {
-            name: picture_file(Path(file))
+            name: Image.fromarray(first_frame(Path(file), None, self.rules))
             for name, file in (("image", request.image), ("last_image", request.last_image))
             if file is not None
         }

@@ -19,6 +19,7 @@ from mmspeed.data.cache.tables import SAMPLES_FILE, read_info, write_rejects, wr
 from mmspeed.device import parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_bytes, get_logger
+from mmspeed.media.rejections import Rejected
 from mmspeed.preprocess.build.coordination import BuildCoordinator, ProcessRecord, WorkShare, locked
 from mmspeed.preprocess.build.setup import BuildSetup
 from mmspeed.preprocess.encoding.async_writer import BackgroundWriter
@@ -29,7 +30,6 @@ from mmspeed.preprocess.records.sample_table import ClipRow, caption_rejections,
 from mmspeed.preprocess.records.stale_entries import StoredEntries
 from mmspeed.preprocess.records.statistics import DataStatistics
 from mmspeed.preprocess.report.page import write_build_page
-from mmspeed.preprocess.sources.rejections import Rejected
 
 log = get_logger("preprocess")
 

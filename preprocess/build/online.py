@@ -24,6 +24,7 @@ from mmspeed.data.loading.first_epoch import EncodedEntries, EncodeJob
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, get_logger
+from mmspeed.media.rejections import Reason, Rejected, Rejection
 from mmspeed.preprocess.build.coordination import ProcessRecord, read_part, write_part
 from mmspeed.preprocess.build.setup import BuildSetup
 from mmspeed.preprocess.decoding.clips import split_of
@@ -40,7 +41,6 @@ from mmspeed.preprocess.records.sample_table import (
     rows_of,
     samples_of_rows,
 )
-from mmspeed.preprocess.sources.rejections import Reason, Rejected, Rejection
 
 log = get_logger("preprocess")
 

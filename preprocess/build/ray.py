@@ -24,6 +24,8 @@ from mmspeed.data.cache.writer import repair
 from mmspeed.device import SCHEDULER_NAMES, pick
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine
+from mmspeed.media.rejections import Reason
+from mmspeed.media.source import Source
 from mmspeed.preprocess.build.coordination import ProcessRecord, locked, plain_rows, row_schema, rows_of_plain
 from mmspeed.preprocess.build.offline import caption_failures, conclude, encode_captions, require_stored
 from mmspeed.preprocess.build.setup import BuildSetup
@@ -35,9 +37,7 @@ from mmspeed.preprocess.records.build_report import BuildReport
 from mmspeed.preprocess.records.sample_table import ClipRow
 from mmspeed.preprocess.records.stale_entries import StoredEntries
 from mmspeed.preprocess.records.statistics import DataStatistics
-from mmspeed.preprocess.sources.rejections import Reason
-from mmspeed.preprocess.sources.remote import RemoteFile
-from mmspeed.preprocess.sources.source import Source
+from mmspeed.preprocess.sources.remote import StoreFile
 
 SOURCES_A_BLOCK, CAPTIONS_A_BLOCK = 256, 4096
 _BLOCKS_EACH = 4  # blocks for each worker, at least, if there is enough work, so that none waits long for the last
@@ -285,7 +285,7 @@ def _table_of(sources: Sequence[Source]) -> pa.Table:
 
 def _source_of(row: dict[str, Any]) -> Source:
     plain = {name: row[name] for name in _SOURCE.names if name not in ("captions", "remote")}
-    remote = None if row["remote"] is None else RemoteFile(**json.loads(row["remote"]))
+    remote = None if row["remote"] is None else StoreFile(**json.loads(row["remote"]))
     return Source(**plain, captions=tuple(row["captions"]), remote=remote)
 
 

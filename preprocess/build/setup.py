@@ -23,6 +23,8 @@ from mmspeed.data.cache.writer import repair
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, get_logger
+from mmspeed.media.rejections import Rejection
+from mmspeed.media.source import Source
 from mmspeed.models.codecs.linear import LinearCodec
 from mmspeed.preprocess.build.coordination import Agreement, locked
 from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Frames
@@ -32,8 +34,6 @@ from mmspeed.preprocess.encoding.encode import Encoders
 from mmspeed.preprocess.records.build_report import BuildReport
 from mmspeed.preprocess.records.keys import ENCODING_VERSION
 from mmspeed.preprocess.sources.discover import list_sources
-from mmspeed.preprocess.sources.rejections import Rejection
-from mmspeed.preprocess.sources.source import Source
 from mmspeed.redaction import redacted
 from mmspeed.version import __version__
 

@@ -15,15 +15,15 @@ from typing import Any
 
 from mmspeed.config import Bucket
 from mmspeed.config.schema import DataConfig
-from mmspeed.preprocess.decoding.decode import Cut
-from mmspeed.preprocess.decoding.pixel_rules import NEWEST_RULES, PixelRules
-from mmspeed.preprocess.decoding.probe import Probe
-from mmspeed.preprocess.decoding.scaling import pixel_parts
+from mmspeed.media.decode import Cut
+from mmspeed.media.pixel_rules import NEWEST_RULES, PixelRules
+from mmspeed.media.probe import Probe
+from mmspeed.media.rejections import Reason, Rejected
+from mmspeed.media.scaling import pixel_parts
+from mmspeed.media.source import Source, content_id
+from mmspeed.media.windows import choose_windows
 from mmspeed.preprocess.decoding.scenes import scenes_between
 from mmspeed.preprocess.decoding.transform import crop_boxes, rank_buckets
-from mmspeed.preprocess.decoding.windows import choose_windows
-from mmspeed.preprocess.sources.rejections import Reason, Rejected
-from mmspeed.preprocess.sources.source import Source, content_id
 from mmspeed.rng import uniform
 
 

@@ -9,7 +9,7 @@ imports; without torchcodec it imports no torch, to start in a moment. Its first
     {"command": "read", "source", "cuts", limits} for each cut, as it is complete: {"position", "shape"} and its planes
                                                   (F, 3, H, W), or {"position", "rejected", "detail"}; then {"end"}
     {"command": "scenes", "source", "detector"}   after each batch of frames: {"position": its number, "cuts": those found}; then {"end"}
-    "other" in all: the JSON of an `OtherDecoder`, or null
+    "other" in all: the JSON of an `OtherDecoder`, or null; "lowered": the properties of version 1 (`Probe.by`)
     any                                           {"rejected", "detail"}: the whole request failed; "together" when
                                                   one of its cuts may be why, so that each is to be tried alone
 
@@ -33,13 +33,13 @@ from typing import Any, BinaryIO
 import av.logging
 import numpy as np
 
-from mmspeed.preprocess.decoding.decode import Cut, stream
-from mmspeed.preprocess.decoding.other_decoders import OtherDecoder, examine, why_unusable
-from mmspeed.preprocess.decoding.pixel_rules import PixelRules
-from mmspeed.preprocess.decoding.probe import Probe, allow_large_pictures, probe
+from mmspeed.media.decode import Cut, stream
+from mmspeed.media.other_decoders import OtherDecoder, examine, why_unusable
+from mmspeed.media.pixel_rules import PixelRules
+from mmspeed.media.probe import Probe, allow_large_pictures, probe
+from mmspeed.media.rejections import Reason, Rejected, in_words
+from mmspeed.media.source import Source
 from mmspeed.preprocess.decoding.scenes import SceneDetector, find_cuts
-from mmspeed.preprocess.sources.rejections import Reason, Rejected, in_words
-from mmspeed.preprocess.sources.source import Source
 
 HEADER = struct.Struct(">Q")
 MEMORY_BYTES = (
@@ -99,7 +99,8 @@ class _Server:
         other = OtherDecoder.from_json(request["other"]) if request["other"] else None
         if self._held is None or self._held[0] != source or request["command"] == "open":
             self._held = None
-            probed = probe(source, request["max_file_bytes"], request["max_pixels"])
+            probed = probe(source, request["max_file_bytes"], request["max_pixels"]).by(request["lowered"])
+            probed.require_read()
             self._held = source, probed if other is None else examine(source, probed, other)
         if request["command"] == "open":
             yield {"probe": self._held[1].to_json()}, None

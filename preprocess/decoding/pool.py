@@ -17,16 +17,16 @@ import torch
 from mmspeed.config import Config
 from mmspeed.device import pick
 from mmspeed.errors import UserError
+from mmspeed.media.other_decoders import OtherDecoder
+from mmspeed.media.pixel_rules import PixelRules
+from mmspeed.media.probe import Probe
+from mmspeed.media.rejections import Reason, Rejected, Rejection, in_words
+from mmspeed.media.source import Source
 from mmspeed.preprocess.decoding.clips import Clip, clip_name, repeats_too_much, select_clips
-from mmspeed.preprocess.decoding.other_decoders import OtherDecoder
-from mmspeed.preprocess.decoding.pixel_rules import PixelRules
-from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.recipe import Recipe
 from mmspeed.preprocess.decoding.scene_memory import SceneMemory, scene_memory
 from mmspeed.preprocess.decoding.worker import DecodeWorker, StoppedError
 from mmspeed.preprocess.sources.fetched import MediaStore
-from mmspeed.preprocess.sources.rejections import Reason, Rejected, Rejection, in_words
-from mmspeed.preprocess.sources.source import Source
 
 _SOURCES_AHEAD = 2  # beyond one for each worker
 _CLIPS_AHEAD = 2  # of each source
@@ -172,7 +172,8 @@ def source_events(
             cuts: tuple[int, ...] = ()
             if memory is not None and len(probe.pts_seconds) > 1:
                 content, detector = selected[0].content_id, memory.detector
-                cuts = memory.cuts(content, partial(worker.scene_cuts, here, detector, limit))
+                name = ",".join([content, *probe.newer])  # in which other scenes may be found than by version 1
+                cuts = memory.cuts(name, partial(worker.scene_cuts, here, detector, limit))
                 selected = select(lambda _: content, cuts=cuts)
             clips, dropped = without_repeats(selected, data.max_repeated)
             if wanted is not None:
@@ -226,7 +227,7 @@ class _PoolRun:
         self._stopped = False
         self._memory = scene_memory(config.data, recipe.contents.root)
         other = chosen_decoder(config, recipe.rules)
-        self._workers = [DecodeWorker(other) for _ in range(size)]
+        self._workers = [DecodeWorker(other, recipe.lowered) for _ in range(size)]
         self._threads = [
             threading.Thread(target=self._work, args=(worker,), name=f"decode-{number}", daemon=True)
             for number, worker in enumerate(self._workers)

@@ -10,9 +10,9 @@ from mmspeed.config import Config
 from mmspeed.config.places import is_url
 from mmspeed.data.cache.tables import cache_versions
 from mmspeed.data.cache.versions import VERSIONS, upgraded
-from mmspeed.preprocess.decoding.pixel_rules import PixelRules
+from mmspeed.media.pixel_rules import PixelRules
+from mmspeed.media.source import Source
 from mmspeed.preprocess.sources.contents import ContentIds
-from mmspeed.preprocess.sources.source import Source
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,11 @@ class Recipe:
     versions: Mapping[str, int]
     contents: ContentIds
     rules: PixelRules
+
+    @property
+    def lowered(self) -> tuple[str, ...]:
+        """The properties of version 1: what files state of them is not applied (`Probe.by`)."""
+        return tuple(sorted(name for name, version in self.versions.items() if version == 1))
 
     @classmethod
     def of(

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from mmspeed.preprocess.decoding.decode import Cut, stream
-from mmspeed.preprocess.decoding.probe import Probe
-from mmspeed.preprocess.sources.rejections import Rejected
-from mmspeed.preprocess.sources.source import Source
+from mmspeed.media.decode import Cut, stream
+from mmspeed.media.probe import Probe
+from mmspeed.media.rejections import Rejected
+from mmspeed.media.source import Source
 
 PACKAGE = "scenedetect"
 _WIDTH = 256  # pixels that wider frames are scaled to, as PySceneDetect scales them

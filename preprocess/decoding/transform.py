@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmspeed.preprocess.decoding.probe import Probe
-from mmspeed.preprocess.decoding.scaling import Box
-from mmspeed.preprocess.decoding.windows import choose_frames, covers
-from mmspeed.preprocess.sources.rejections import Reason, Rejected
+from mmspeed.media.probe import Probe
+from mmspeed.media.rejections import Reason, Rejected
+from mmspeed.media.scaling import Box, crop_box
+from mmspeed.media.windows import choose_frames, covers
 from mmspeed.shapes import Bucket
 
 
@@ -67,16 +67,6 @@ def kept_fraction(width: int, height: int, bucket: Bucket) -> float:
     """The share of a picture's pixels that the centre crop to the bucket's aspect ratio keeps."""
     one, other = bucket.width * height, bucket.height * width
     return min(one, other) / max(one, other)  # from integers, so equal shapes give equal shares
-
-
-def crop_box(width: int, height: int, bucket: Bucket) -> Box:
-    """The largest centred box of the bucket's aspect ratio in a picture, in whole pixels."""
-    if width * bucket.height > height * bucket.width:
-        inner = max(1, round(height * bucket.width / bucket.height)), height
-    else:
-        inner = width, max(1, round(width * bucket.height / bucket.width))
-    left, top = (width - inner[0]) // 2, (height - inner[1]) // 2
-    return left, top, left + inner[0], top + inner[1]
 
 
 def crop_boxes(width: int, height: int, bucket: Bucket, crops: int) -> list[Box]:

@@ -20,14 +20,14 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from mmspeed.errors import UserError
-from mmspeed.preprocess.decoding.decode import Cut
+from mmspeed.media.decode import Cut
+from mmspeed.media.other_decoders import OtherDecoder
+from mmspeed.media.probe import Probe
+from mmspeed.media.rejections import Reason, Rejected, death_in_words
+from mmspeed.media.source import Source
 from mmspeed.preprocess.decoding.decode_worker import HEADER, cut_to_json, pack, source_to_json
-from mmspeed.preprocess.decoding.other_decoders import OtherDecoder
-from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.pyav_libraries import with_pyav_libraries
 from mmspeed.preprocess.decoding.scenes import SceneDetector
-from mmspeed.preprocess.sources.rejections import Reason, Rejected, death_in_words
-from mmspeed.preprocess.sources.source import Source
 
 _THUMBNAIL_SECONDS = 20.0
 _START_SECONDS = 120.0  # a cold file system on a busy machine takes long to import from
@@ -56,12 +56,12 @@ class _TogetherError(Rejected):
 class DecodeWorker:
     """Probe and decode files in a child process, which is killed when it overruns and restarted when it has ended.
 
-    `other` is a decoder to use in place of PyAV for the files of which it gives the same frames. Not thread-safe, except `stop`. Use as a
-    context manager, or call `close`.
+    `other` is a decoder to use in place of PyAV for the files of which it gives the same frames; `lowered` are the properties of the
+    cache's recipe that have version 1. Not thread-safe, except `stop`. Use as a context manager, or call `close`.
     """
 
-    def __init__(self, other: OtherDecoder | None = None) -> None:
-        self._other = other
+    def __init__(self, other: OtherDecoder | None = None, lowered: Sequence[str] = ()) -> None:
+        self._other, self._lowered = other, list(lowered)
         self._libraries: tempfile.TemporaryDirectory[str] | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._errors: BinaryIO | None = None
@@ -169,7 +169,7 @@ class DecodeWorker:
         assert child.stdin is not None
         try:
             other = None if self._other is None else self._other.to_json()
-            _write(child.stdin, pack(request | self._limits | {"other": other}))
+            _write(child.stdin, pack(request | self._limits | {"other": other, "lowered": self._lowered}))
             ended = False
             while not ended:
                 deadline = time.monotonic() + time_limit

@@ -23,6 +23,7 @@ from mmspeed.data.cache.payloads import not_finite
 from mmspeed.data.cache.writer import latent_tensors, text_tensors
 from mmspeed.device import Device, is_device_fault, parse_dtype
 from mmspeed.errors import UserError
+from mmspeed.media.rejections import Reason, Rejected, in_words
 from mmspeed.models.codecs.frames import frame_latents
 from mmspeed.models.codecs.vae import codec_geometry, codec_identity, load_codec
 from mmspeed.models.image_encoder import ImageEncoder, image_embeddings, image_fingerprint, load_image_encoder
@@ -38,7 +39,6 @@ from mmspeed.models.text.family import FamilyTextEncoder
 from mmspeed.preprocess.decoding.clips import Clip
 from mmspeed.preprocess.decoding.transform import to_model_range
 from mmspeed.preprocess.records.keys import latent_parts, text_parts
-from mmspeed.preprocess.sources.rejections import Reason, Rejected, in_words
 from mmspeed.protocols import Posterior, TextEntry, VideoCodec
 from mmspeed.protocols.calls import IMAGES
 from mmspeed.shapes import Strides

@@ -13,9 +13,11 @@ import torch
 from mmspeed.config import Bucket, Config
 from mmspeed.device import parse_dtype
 from mmspeed.log import ProgressLine, get_logger
+from mmspeed.media.probe import Probe
+from mmspeed.media.rejections import Rejected, Rejection
+from mmspeed.media.source import Source
 from mmspeed.preprocess.decoding.clips import Clip, clip_name, left_unmirrored, split_of
 from mmspeed.preprocess.decoding.pool import DecodePool, Event, Failed, Finished, Frames, Selected
-from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.recipe import Recipe
 from mmspeed.preprocess.encoding.async_writer import BackgroundWriter
 from mmspeed.preprocess.encoding.encode import (
@@ -29,8 +31,6 @@ from mmspeed.preprocess.encoding.encode import (
 from mmspeed.preprocess.records.build_report import BuildReport
 from mmspeed.preprocess.records.sample_table import ClipRow, PlannedSource, rows_of
 from mmspeed.preprocess.records.statistics import DataStatistics
-from mmspeed.preprocess.sources.rejections import Rejected, Rejection
-from mmspeed.preprocess.sources.source import Source
 
 log = get_logger("preprocess")
 _NAMED = 3  # sources of a reason that a process names

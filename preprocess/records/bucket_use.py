@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from mmspeed.media.probe import Probe
+from mmspeed.media.windows import windows_that_fit
 from mmspeed.preprocess.decoding.clips import Clip
-from mmspeed.preprocess.decoding.probe import Probe
-from mmspeed.preprocess.decoding.windows import windows_that_fit
 
 
 @dataclass

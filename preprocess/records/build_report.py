@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from mmspeed.data import Sample
 from mmspeed.errors import UserError
 from mmspeed.log import format_seconds
+from mmspeed.media.rejections import Reason, Rejection
 from mmspeed.preprocess.sources.listing import SourceListing
-from mmspeed.preprocess.sources.rejections import Reason, Rejection
 
 if TYPE_CHECKING:
     from mmspeed.models.text.encoders import TransformersEncoder
@@ -260,6 +260,23 @@ def unmirrored_line(sources: int) -> str:
 def refusal_line(refusals: Mapping[str, int]) -> str:
     """A line on the sources that another decoder left to PyAV, by the reasons."""
     return f"  left to PyAV by preprocess.decoder: {sum(refusals.values())} sources ({_counts(refusals)})"
+
+
+_STATED = {
+    "cover": "an animated PNG's first picture, which is no part of it, left out",
+    "depth": "pictures of floating-point or 32-bit numbers",
+    "fields": "interlaced video, made whole by bwdif",
+    "gaps": "frames more than half a step from their times, in gaps between frames",
+    "geometry": "mirrored by their display matrix, or cut by a clean aperture",
+    "hdr": "PQ, HLG, linear light or wide primaries, mapped to BT.709",
+    "order": "frames numbered by their order, which their times contradict",
+    "profile": "pictures brought to sRGB by their ICC profile",
+}
+
+
+def stated_lines(counts: Mapping[str, int]) -> list[str]:
+    """A line for each kind of statement about times, geometry and colours, with the number of sources that make it."""
+    return [f"  {name:<16} {count:>5}  {_STATED[name]}" for name, count in sorted(counts.items())]
 
 
 def _batches(counts: Counter[str]) -> str:

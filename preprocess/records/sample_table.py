@@ -10,9 +10,9 @@ from itertools import groupby
 from mmspeed.config.schema import DataConfig
 from mmspeed.data import Sample
 from mmspeed.data.cache.keys import number_duplicates, sample_key
+from mmspeed.media.rejections import Reason, Rejection
+from mmspeed.media.source import Source
 from mmspeed.preprocess.decoding.clips import Clip
-from mmspeed.preprocess.sources.rejections import Reason, Rejection
-from mmspeed.preprocess.sources.source import Source
 from mmspeed.shapes import Bucket, Strides
 
 

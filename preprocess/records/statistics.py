@@ -15,13 +15,13 @@ from itertools import pairwise
 from typing import Any
 
 from mmspeed.config import Bucket
+from mmspeed.media.probe import Probe
+from mmspeed.media.rejections import Reason, Rejected, Rejection
+from mmspeed.media.source import Kind, Source
+from mmspeed.media.windows import furthest, windows_that_fit
 from mmspeed.preprocess.decoding.clips import Clip
-from mmspeed.preprocess.decoding.probe import Probe
-from mmspeed.preprocess.decoding.windows import windows_that_fit
 from mmspeed.preprocess.records.bucket_use import BucketUse, use_of
 from mmspeed.preprocess.sources.listing import SourceListing
-from mmspeed.preprocess.sources.rejections import Reason, Rejected, Rejection
-from mmspeed.preprocess.sources.source import Kind, Source
 from mmspeed.protocols import ShapeClass
 from mmspeed.shapes import as_bucket
 
@@ -30,6 +30,7 @@ SHOWN_SOURCES = 24  # sources kept for thumbnails
 DISTINCT = 4096  # distinct names in a `NameCounts`
 _TEXT = 300  # characters of a name, detail or caption that are kept
 _MILLI = 1000
+_UNEVEN = 2e-3  # seconds: times are stated in milliseconds by some containers
 
 # Edges of the histograms' bins. Common frame rates and shapes are in the middle of a separate bin.
 EDGES: dict[str, tuple[float, ...]] = {
@@ -41,7 +42,7 @@ EDGES: dict[str, tuple[float, ...]] = {
     "caption_tokens": (8, 16, 24, 32, 48, 64, 77, 96, 128, 192, 256, 384, 512),
     "captions": (1, 2, 3, 4, 5, 6, 8, 11, 21),
 }
-_COUNTED = ("sizes", "endings", "codecs", "decoders", "refusals")
+_COUNTED = ("sizes", "endings", "codecs", "decoders", "refusals", "stated")
 _LISTED = (
     *("files", "caption_files", "ignored", "beyond_limit"),
     *("captions_cut", "captions_repaired", "captions_stripped", "captions_dropped", "missing_captions"),
@@ -248,6 +249,9 @@ class DataStatistics:
         self.counts["decoders"].add(probe.reader or probe.decoder)
         if probe.refusal:  # by another decoder than PyAV
             self.counts["refusals"].add(probe.refusal)
+        gaps = ["gaps"] if any(_has_gap(probe, clip) for clip in clips) else []
+        for name in (*probe.older, *gaps):
+            self.counts["stated"].add(name)
         self.counts["sizes"].add(f"{probe.width} x {probe.height}")
         self.histograms["megapixels"].add(probe.width * probe.height / 1e6)
         self.histograms["aspect"].add(probe.width / probe.height)
@@ -339,7 +343,8 @@ class DataStatistics:
         for name, histogram in statistics.histograms.items():
             histogram.load(tree["histograms"][name])
         for name, counts in statistics.counts.items():
-            counts.named, counts.other = Counter(tree["counts"][name][0]), tree["counts"][name][1]
+            named, counts.other = tree["counts"].get(name, ({}, 0))  # a part that was built before it was counted
+            counts.named = Counter(named)
         statistics.use = {name: BucketUse(**used) for name, used in tree["use"].items()}
         statistics.examples = {
             reason: [(name, why) for name, why in pairs] for reason, pairs in tree["examples"].items()
@@ -393,6 +398,11 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return total
+
+
+def _has_gap(probe: Probe, clip: Clip) -> bool:
+    """True if a frame of a clip is more than half a usual step from its time."""
+    return clip.fps > 0 and furthest(probe.pts_seconds, clip.indices, clip.fps) > probe.step / 2 + _UNEVEN
 
 
 def _length(probe: Probe) -> float:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from mmspeed.config import Config
 from mmspeed.data.cache.versions import VERSIONS, upgraded
+from mmspeed.media.probe import Probe
+from mmspeed.media.scaling import pixel_parts
+from mmspeed.media.source import Source
 from mmspeed.preprocess.decoding.clips import Clip
-from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.recipe import Recipe
-from mmspeed.preprocess.decoding.scaling import pixel_parts
-from mmspeed.preprocess.sources.source import Source
 
 
 class UpgradeCounts:
@@ -32,12 +32,13 @@ class UpgradeCounts:
             return
         self.stored += 1
         for name, recipe in self._newer.items():
-            self.counts[name] += pixel_parts(recipe.rules, probe, clip.crop) != clip.pixel_parts
+            self.counts[name] += name in probe.older or pixel_parts(recipe.rules, probe, clip.crop) != clip.pixel_parts
 
     def lines(self) -> list[str]:
-        """A line for each property of an older version."""
+        """A line for each property of an older version by which stored latents would differ."""
         return [
             f"cache recipe: {name} is of version {VERSIONS[name] - 1}; "
             f"{self.counts[name]} of {self.stored} stored latents would differ (`mmspeed preprocess --upgrade {name}`)"
             for name in self._newer
+            if self.counts[name]
         ]

@@ -25,12 +25,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmspeed.config import Bucket, Config
+from mmspeed.media.probe import Probe
+from mmspeed.media.windows import frames_available
 from mmspeed.models.codecs.vae import codec_geometry
 from mmspeed.models.families.base import UNLIMITED
 from mmspeed.models.sections import limits_of, patch_of
-from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.transform import kept_fraction, rank_by_picture
-from mmspeed.preprocess.decoding.windows import frames_available
 
 CELLS = 10_000  # shapes of sources that are told apart, at most
 CANDIDATES = 2000  # approximate number to examine

@@ -19,6 +19,8 @@ from mmspeed.data.cache.keys import entry_key
 from mmspeed.data.cache.versions import VERSIONS
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_seconds
+from mmspeed.media.rejections import Rejection
+from mmspeed.media.source import Source
 from mmspeed.models.codecs.vae import codec_geometry, codec_identity
 from mmspeed.models.image_encoder import image_fingerprint
 from mmspeed.models.sections import stored_conditions
@@ -26,7 +28,7 @@ from mmspeed.models.text.encoders import sees_pictures, text_identity
 from mmspeed.preprocess.decoding.clips import left_unmirrored, split_of
 from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Selected
 from mmspeed.preprocess.decoding.recipe import Recipe
-from mmspeed.preprocess.records.build_report import refusal_line, scene_line, unmirrored_line
+from mmspeed.preprocess.records.build_report import refusal_line, scene_line, stated_lines, unmirrored_line
 from mmspeed.preprocess.records.keys import latent_parts, text_parts
 from mmspeed.preprocess.records.sample_table import PlannedSource, samples_of
 from mmspeed.preprocess.records.stale_entries import StoredEntries, WantedKeys, stale_reasons
@@ -45,8 +47,6 @@ from mmspeed.preprocess.report.page import (
 from mmspeed.preprocess.sources.captions import CaptionAffixes
 from mmspeed.preprocess.sources.discover import list_sources
 from mmspeed.preprocess.sources.listing import SourceListing
-from mmspeed.preprocess.sources.rejections import Rejection
-from mmspeed.preprocess.sources.source import Source
 from mmspeed.shapes import Strides
 
 __all__ = ["CheckReport", "check", "stale_reasons"]
@@ -239,6 +239,7 @@ def _count_lines(numbers: DataStatistics) -> list[str]:
         lines.append(f"  decoders: {', '.join(f'{name} {count}' for name, count in sorted(decoders.items()))}")
     if refusals:
         lines.append(refusal_line(refusals))
+    lines += stated_lines(numbers.counts["stated"].named)
     if sums["scene_cuts"]:
         lines.append(scene_line(sums["scene_cuts"], sums["cut_videos"]))
     if sums["unmirrored"]:

@@ -14,6 +14,7 @@ from mmspeed.data.sampling.batch_sizes import MEASURED_NAME, Measured, sample_co
 from mmspeed.device import PEAK_FLOPS, accelerators, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes, format_figure
+from mmspeed.media.rejections import Reason
 from mmspeed.memory.recompute.regions import check_policies
 from mmspeed.models.families.base import DescribesAttention
 from mmspeed.models.families.complete import objective_warnings
@@ -23,7 +24,6 @@ from mmspeed.parallel import check_layout
 from mmspeed.plan.degrees import degree_lines
 from mmspeed.preprocess.records.statistics import DataStatistics
 from mmspeed.preprocess.report.schedule import ScheduleForecast, forecast_schedule
-from mmspeed.preprocess.sources.rejections import Reason
 from mmspeed.protocols.plan import blocks_of
 from mmspeed.shapes import Strides
 

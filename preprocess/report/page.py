@@ -21,6 +21,7 @@ from mmspeed.data.cache.files import write_whole
 from mmspeed.data.sampling.batch_sizes import COUNTED_TEXT_TOKENS
 from mmspeed.errors import UserError
 from mmspeed.log import format_seconds, get_logger
+from mmspeed.media.rejections import Reason, Rejected
 from mmspeed.models.sections import size_of
 from mmspeed.preprocess.decoding.worker import DecodeWorker
 from mmspeed.preprocess.records.bucket_use import BucketUse
@@ -39,7 +40,6 @@ from mmspeed.preprocess.report.costs import (
 )
 from mmspeed.preprocess.sources.fetched import MediaStore
 from mmspeed.preprocess.sources.listing import SourceListing
-from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from mmspeed.preprocess.sources.scores import ScoreSummary
 from mmspeed.redaction import redacted
 from mmspeed.shapes import Strides

@@ -15,18 +15,18 @@ from mmspeed.config import Bucket, Config, make_config
 from mmspeed.config.schema import PublishedModelConfig
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine
+from mmspeed.media.probe import Probe
+from mmspeed.media.rejections import Reason, Rejected, Rejection
+from mmspeed.media.source import Source
+from mmspeed.media.windows import frames_available
 from mmspeed.models.families.complete import boundary_of
 from mmspeed.models.sections import family_of_section, mode_of_images, repository_of, videos_of
 from mmspeed.preprocess.decoding.clips import Clip, select_clips, split_of
 from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Selected, without_repeats
-from mmspeed.preprocess.decoding.probe import Probe
-from mmspeed.preprocess.decoding.windows import frames_available
 from mmspeed.preprocess.report.bucket_fit import BucketFit, BucketFitter, BucketGrid, SourceShapes, grid_of
 from mmspeed.preprocess.sources.contents import ContentIds
 from mmspeed.preprocess.sources.discover import list_sources, usual_columns
 from mmspeed.preprocess.sources.fetched import MediaStore
-from mmspeed.preprocess.sources.rejections import Reason, Rejected, Rejection
-from mmspeed.preprocess.sources.source import Source
 
 MOST_PROBED = 512  # sources; of more, so many are probed, evenly spaced over the listing
 MOST_BUCKETS = 6

@@ -21,8 +21,8 @@ import xxhash
 from mmspeed.config.places import is_url
 from mmspeed.data.cache.contents import ContentLine, FileState, append_content, read_contents
 from mmspeed.data.cache.keys import digest
-from mmspeed.preprocess.sources.rejections import Rejected
-from mmspeed.preprocess.sources.source import SAMPLED_ABOVE, Source, content_id
+from mmspeed.media.rejections import Rejected
+from mmspeed.media.source import SAMPLED_ABOVE, Source, content_id
 
 _BLOCK = 4 << 20
 

@@ -14,16 +14,16 @@ from typing import Any
 from mmspeed.config.places import base_name, is_url
 from mmspeed.config.schema import DataConfig, SourceConfig
 from mmspeed.errors import UserError
+from mmspeed.media.rejections import Reason, Rejection
+from mmspeed.media.source import Kind, Source, Split, content_id
 from mmspeed.preprocess.sources.captions import CaptionAffixes, is_missing, strings
 from mmspeed.preprocess.sources.fetched import MediaStore
 from mmspeed.preprocess.sources.folders import no_file, read_folder
 from mmspeed.preprocess.sources.listing import IMAGE_ENDINGS, VIDEO_ENDINGS, SourceCollector, SourceListing, ending
 from mmspeed.preprocess.sources.manifests import READERS, Columns, column_names
 from mmspeed.preprocess.sources.patterns import expand
-from mmspeed.preprocess.sources.rejections import Reason, Rejection
 from mmspeed.preprocess.sources.remote_listing import RemoteListing, row_place
 from mmspeed.preprocess.sources.scores import SCORE_REASONS, ScoreLimits
-from mmspeed.preprocess.sources.source import Kind, Source, Split, content_id
 from mmspeed.preprocess.sources.tar_samples import read_tar
 from mmspeed.redaction import readable
 

@@ -16,9 +16,9 @@ from mmspeed.data.cache.files import TempFile
 from mmspeed.data.cache.keys import digest
 from mmspeed.data.cache.stores import attempt, is_absent, reason_of
 from mmspeed.errors import UserError
-from mmspeed.preprocess.sources.rejections import Reason, Rejected
-from mmspeed.preprocess.sources.remote import RemoteFile, RemoteFiles, open_remote
-from mmspeed.preprocess.sources.source import Source
+from mmspeed.media.rejections import Reason, Rejected
+from mmspeed.media.source import RemoteFile, Source
+from mmspeed.preprocess.sources.remote import RemoteFiles
 from mmspeed.preprocess.sources.tar_pass import TarPasses
 
 _PART = 16 << 20  # bytes asked for at a time, so that a broken connection costs no more
@@ -116,7 +116,7 @@ class MediaStore:
 
             def whole() -> None:
                 temp.truncate()
-                with open_remote(file) as stream:
+                with file.open() as stream:
                     _copy_stream(stream, temp, size, self._most)
 
             attempt(whole)
@@ -125,7 +125,7 @@ class MediaStore:
             start, length = begin + temp.size, min(_PART, size - temp.size)
 
             def part(start: int = start, length: int = length) -> bytes:
-                with open_remote(file) as stream:
+                with file.open() as stream:
                     stream.seek(start)
                     data = stream.read(length)
                 if len(data) != length:

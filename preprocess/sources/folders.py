@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 from mmspeed.config.schema import SourceConfig
+from mmspeed.media.rejections import Reason, Rejected, in_words
 from mmspeed.preprocess.sources.captions import MAX_CAPTION_BYTES
 from mmspeed.preprocess.sources.groups import collect_group
 from mmspeed.preprocess.sources.listing import SourceCollector
-from mmspeed.preprocess.sources.rejections import Reason, Rejected, in_words
 from mmspeed.preprocess.sources.walk import walk
 
 

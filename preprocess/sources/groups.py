@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from mmspeed.config.places import base_name
-from mmspeed.preprocess.sources.containers import is_pickle
+from mmspeed.media.containers import is_pickle
+from mmspeed.media.rejections import Reason, Rejected
+from mmspeed.media.source import RemoteFile
 from mmspeed.preprocess.sources.listing import CAPTION_ENDINGS, SourceCollector, ending, is_media, unknown_ending
-from mmspeed.preprocess.sources.rejections import Reason, Rejected
-from mmspeed.preprocess.sources.remote import RemoteFile
 
 
 class FolderFiles(Protocol):

@@ -7,16 +7,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mmspeed.media.rejections import Reason, Rejection
+from mmspeed.media.source import Kind, RemoteFile, Source, Split
 from mmspeed.preprocess.sources.captions import CaptionAffixes, CaptionCounts, Captions
-from mmspeed.preprocess.sources.rejections import Reason, Rejection
-from mmspeed.preprocess.sources.remote import RemoteFile
 from mmspeed.preprocess.sources.scores import ScoreLimits
-from mmspeed.preprocess.sources.source import Kind, Source, Split
 from mmspeed.preprocess.sources.tars import TarMember
 from mmspeed.redaction import readable
 
 VIDEO_ENDINGS = frozenset(
-    ".mp4 .m4v .mov .mkv .webm .avi .gif .ts .mts .m2ts .mpg .mpeg .wmv .flv .ogv .3gp .apng".split()
+    ".mp4 .m4v .mov .mkv .webm .avi .gif .ts .mts .m2ts .mpg .mpeg .wmv .flv .ogv .3gp .apng .h264 .hevc".split()
 )
 IMAGE_ENDINGS = frozenset(".jpg .jpeg .png .webp .bmp .tif .tiff .avif".split())
 CAPTION_ENDINGS = frozenset((".txt", ".json", ".cap"))

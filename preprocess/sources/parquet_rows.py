@@ -17,7 +17,7 @@ import pyarrow
 import pyarrow.parquet as parquet
 from pyarrow import types
 
-from mmspeed.preprocess.sources.rejections import in_words
+from mmspeed.media.rejections import in_words
 
 _MAX_MEMORY = 4 << 30  # bytes: for sizes that a file does not declare
 _MAX_CHUNK_BYTES = 1 << 30  # of one column in one row group, unpacked; writers make 1 to 512 MB

@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import re
 import threading
-from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 from urllib.parse import urlsplit
 
 from mmspeed.data.cache.stores import attempt, open_store, protocol_of
+from mmspeed.media.source import RemoteFile
 
-BLOCK_BYTES = 32 << 10  # read at a time where a few bytes are wanted
 _CHECKSUMS = ("sha256", "md5", "md5Hash", "content_md5", "Content-MD5", "checksum", "blob_id", "ETag", "etag")
 _TAGS = ("ETag", "etag", "Content-MD5", "Digest", "mtime", "LastModified", "last_modified", "Last-Modified", "created")
 _HEX = re.compile(r"[0-9a-f]{32,128}(-\d{1,5})?")  # a digest; of S3's files in parts, with their number
 _HTTP = ("http", "https")
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteFile:
-    """A file behind a URL.
+class StoreFile(RemoteFile):
+    """A file behind a URL of a store that fsspec knows."""
 
-    `size` in bytes; None: the store does not say. `checksum`: of the content, by the store; empty: it has none. `tag` changes with
-    the content; empty: unknown. `ranges`: parts of it can be read. `listed`: these facts stood in a listing, before it was fetched.
-    """
+    __slots__ = ()
 
-    url: str
-    size: int | None = None
-    checksum: str = ""
-    tag: str = ""
-    ranges: bool = False
-    listed: bool = False
+    def open(self, block_bytes: int = 0) -> BinaryIO:
+        filesystem, path = open_store(self.url)
+        if not self.ranges:
+            return cast(BinaryIO, filesystem.open(path, "rb", block_size=0))
+        known = {"size": self.size} if protocol_of(self.url) in _HTTP else {}
+        cache = "readahead" if block_bytes else "none"
+        return cast(BinaryIO, filesystem.open(path, "rb", block_size=block_bytes or 1, cache_type=cache, **known))
 
 
 class RemoteFiles:
@@ -53,7 +50,7 @@ class RemoteFiles:
         size = info.get("size")
         size = size if isinstance(size, int) else None
         tag = next((str(info[name]) for name in _TAGS if info.get(name)), "")
-        return RemoteFile(url, size, _checksum(info), tag, self._answers_ranges(url, size), listed)
+        return StoreFile(url, size, _checksum(info), tag, self._answers_ranges(url, size), listed)
 
     def _answers_ranges(self, url: str, size: int | None) -> bool:
         """True if the store gives parts of a file; HTTP servers are asked, once each, by a part that begins behind the first byte."""
@@ -76,19 +73,6 @@ class RemoteFiles:
 
                 self._ranges[host] = attempt(part)
             return self._ranges[host]
-
-
-def open_remote(file: RemoteFile, block_bytes: int = 0) -> BinaryIO:
-    """Open a file: by ranges of `block_bytes` or as much as is read; where there are none, as a stream from its first byte on.
-
-    Raises what the store raises.
-    """
-    filesystem, path = open_store(file.url)
-    if not file.ranges:
-        return cast(BinaryIO, filesystem.open(path, "rb", block_size=0))
-    known = {"size": file.size} if protocol_of(file.url) in _HTTP else {}
-    cache = "readahead" if block_bytes else "none"
-    return cast(BinaryIO, filesystem.open(path, "rb", block_size=block_bytes or 1, cache_type=cache, **known))
 
 
 def _checksum(info: dict[str, Any]) -> str:

@@ -17,12 +17,13 @@ from mmspeed.data.cache.files import TempFile
 from mmspeed.data.cache.stores import attempt, is_absent, open_store, protocol_of, reason_of
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine
+from mmspeed.media.rejections import Reason, Rejected
+from mmspeed.media.source import REMOTE_BYTES, RemoteFile
 from mmspeed.preprocess.sources.captions import MAX_CAPTION_BYTES
 from mmspeed.preprocess.sources.fetched import MediaStore
 from mmspeed.preprocess.sources.groups import collect_group
 from mmspeed.preprocess.sources.listing import CAPTION_ENDINGS, SourceCollector, ending, is_media
-from mmspeed.preprocess.sources.rejections import Reason, Rejected
-from mmspeed.preprocess.sources.remote import BLOCK_BYTES, RemoteFile, open_remote
+from mmspeed.preprocess.sources.remote import StoreFile
 from mmspeed.preprocess.sources.tar_samples import collect_tar, head_bytes
 from mmspeed.preprocess.sources.tars import UNKNOWN, Headers, TarMember, scan
 
@@ -118,7 +119,7 @@ class RemoteListing:
         if url not in self._files:
             with reachable(url):
                 file = self.media.files.ask(url)
-            self._files[url] = RemoteFile(file.url, file.size, file.checksum, file.tag, file.ranges, listed=True)
+            self._files[url] = StoreFile(file.url, file.size, file.checksum, file.tag, file.ranges, listed=True)
         return self._files[url]
 
     def _headers(self, url: str) -> Pin:
@@ -133,7 +134,7 @@ def _write_headers(file: RemoteFile, temp: TempFile) -> None:
     temp.truncate()
     headers = Headers()
     size = UNKNOWN if file.size is None else file.size
-    with open_remote(file, BLOCK_BYTES) as opened:
+    with file.open(REMOTE_BYTES) as opened:
         stream = opened if file.ranges else cast(BinaryIO, ForwardFile(opened))
         for member in scan(stream, size, headers):
             count = head_bytes(member)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from mmspeed.config.schema import DataConfig
+from mmspeed.media.rejections import Reason
 from mmspeed.preprocess.sources.captions import is_missing
-from mmspeed.preprocess.sources.rejections import Reason
 
 _SHOWN = (0, 5, 25, 50, 75, 95, 100)  # quantiles in percent
 SCORE_REASONS = (Reason.BELOW_MINIMUM, Reason.ABOVE_MAXIMUM, Reason.NO_SCORE)

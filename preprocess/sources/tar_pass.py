@@ -9,8 +9,7 @@ from typing import BinaryIO
 from mmspeed.data.cache.bounded import Pin
 from mmspeed.data.cache.stores import attempt
 from mmspeed.log import get_logger
-from mmspeed.preprocess.sources.remote import RemoteFile, open_remote
-from mmspeed.preprocess.sources.source import Source
+from mmspeed.media.source import RemoteFile, Source
 
 _STEP = 1 << 20  # bytes that are read at a time where none are wanted
 Keep = Callable[[Source, RemoteFile, BinaryIO], Pin]
@@ -80,7 +79,7 @@ class _TarPass:
                 self._restart(source)
             try:
                 if self._stream is None:
-                    self._stream, self._at = open_remote(self.file), 0
+                    self._stream, self._at = self.file.open(), 0
                 for other in self._order:
                     if self._at <= other < offset and other not in self._ready and other not in self._served:
                         self._ready[other] = self._take(self._expected[other])

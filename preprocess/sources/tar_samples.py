@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 
 from mmspeed.config.places import base_name
 from mmspeed.config.schema import SourceConfig
+from mmspeed.media.containers import HEAD_BYTES, holds_pickle, is_pickle
+from mmspeed.media.rejections import Reason
+from mmspeed.media.source import RemoteFile
 from mmspeed.preprocess.sources.captions import MAX_CAPTION_BYTES
-from mmspeed.preprocess.sources.containers import HEAD_BYTES, holds_pickle, is_pickle
 from mmspeed.preprocess.sources.listing import CAPTION_ENDINGS, SourceCollector, ending, is_media
-from mmspeed.preprocess.sources.rejections import Reason
-from mmspeed.preprocess.sources.remote import RemoteFile
 from mmspeed.preprocess.sources.tars import Headers, TarMember, is_unsafe, read_headers
 
 HeadOf = Callable[[TarMember], bytes]

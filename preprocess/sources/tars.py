@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
-from mmspeed.preprocess.sources.rejections import Reason, in_words
+from mmspeed.media.rejections import Reason, in_words
 
 UNKNOWN = 1 << 62  # bytes of a tar of unknown length
 _BLOCK = 512

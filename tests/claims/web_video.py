@@ -159,8 +159,8 @@ def assign(clips: ClipShapes, buckets: Sequence[Bucket]) -> tuple[Array, Counter
     Clips of one size that are long enough for the same buckets are ranked alike, so `preprocess.transform.rank_buckets` is asked
     once for each such kind.
     """
+    from mmspeed.media.rejections import Rejected
     from mmspeed.preprocess.decoding.transform import rank_buckets
-    from mmspeed.preprocess.sources.rejections import Rejected
 
     lengths = sorted({bucket.frames for bucket in buckets if not bucket.is_image})
     level = np.where(clips.frames == 1, len(lengths) + 1, lengths_covered(clips, lengths, FPS))

@@ -41,7 +41,7 @@ def test_floors() -> None:
 
 def test_floors_can_break(tmp_path: Path) -> None:
     package = tmp_path / "mmspeed"
-    folders = "cli bench pipelines preprocess models loop parallel compute memory data plan comm config protocols"
+    folders = "cli bench pipelines preprocess models loop parallel compute memory data media plan comm config protocols"
     for module in folders.split():
         (package / module).mkdir(parents=True)
         (package / module / "__init__.py").touch()

@@ -10,11 +10,11 @@ import av
 import numpy as np
 import pytest
 
-from mmspeed.preprocess.decoding.decode import Cut, stream
-from mmspeed.preprocess.decoding.probe import Probe
+from mmspeed.media.decode import Cut, stream
+from mmspeed.media.probe import Probe
+from mmspeed.media.rejections import Rejected
+from mmspeed.media.source import Kind, Source
 from mmspeed.preprocess.decoding.worker import DecodeWorker
-from mmspeed.preprocess.sources.rejections import Rejected
-from mmspeed.preprocess.sources.source import Kind, Source
 
 LIMITS = (10**9, 8192 * 8192)
 FASTSTART = {"movflags": "faststart"}

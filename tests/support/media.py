@@ -21,7 +21,7 @@ import av
 import numpy as np
 from PIL import Image
 
-from mmspeed.preprocess.sources.rejections import Reason
+from mmspeed.media.rejections import Reason
 from mmspeed.shapes import Bucket
 
 ZOO_FPS = 8.0

@@ -26,7 +26,7 @@ from mmspeed.config.load import all_fields
 from mmspeed.config.schema import FlowConfig
 from mmspeed.config.tasks import TASKS
 from mmspeed.log import read_metrics
-from mmspeed.preprocess.sources.rejections import Reason
+from mmspeed.media.rejections import Reason
 from mmspeed.shapes import Bucket
 from tests.rules.sources import CODE, python_files, syntax
 from tests.support.pages import ROOT, CodeBlock, blocks, blocks_under, check_command, command_lines, words_of

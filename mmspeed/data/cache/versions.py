@@ -10,7 +10,19 @@ from mmspeed import rng
 from mmspeed.errors import UserError
 
 # The versions of new caches. A cache whose `cache.json` lacks a property has its version 1.
-VERSIONS: Mapping[str, int] = {"alpha": 2, "chroma": 2, "content": 2, "untagged": 2}
+VERSIONS: Mapping[str, int] = {
+    "alpha": 2,
+    "chroma": 2,
+    "content": 2,
+    "untagged": 2,
+    "cover": 2,  # the first picture of an animated PNG that is no part of it
+    "depth": 2,  # pictures of floating-point or 32-bit numbers
+    "fields": 2,  # interlaced video
+    "geometry": 2,  # mirrored by the display matrix, cut by a clean aperture
+    "hdr": 2,  # PQ, HLG, linear light, wide primaries
+    "order": 2,  # frames whose stamps contradict their order
+    "profile": 2,  # pictures with an ICC profile
+}
 # The oldest versions whose rules this mmspeed still has; of a property that is not named, 1.
 OLDEST: Mapping[str, int] = {"alpha": 2, "chroma": 2, "content": 2, "generator": rng.VERSION, "untagged": 2}
 

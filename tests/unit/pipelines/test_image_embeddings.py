@@ -19,6 +19,7 @@ from mmspeed.config.schema import PublishedModelConfig
 from mmspeed.data import DatasetCache
 from mmspeed.device import Device
 from mmspeed.errors import UserError
+from mmspeed.media.source import Source
 from mmspeed.models.families import FAMILIES, class_name
 from mmspeed.models.image_encoder import image_fingerprint
 from mmspeed.models.sections import bare, call_of, repository_of, stored_conditions
@@ -27,7 +28,6 @@ from mmspeed.pipelines.tasks.unused import freeze_unused
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.preprocess.decoding.clips import Clip
 from mmspeed.preprocess.encoding.encode import Encoders, TrustedBatches, encode_latents
-from mmspeed.preprocess.sources.source import Source
 from mmspeed.protocols import Conditions, RunPlace
 from mmspeed.shapes import Bucket, Strides
 from tests.support.runs import losses

@@ -17,12 +17,14 @@ from mmspeed import rng
 from mmspeed.config import Config, make_config
 from mmspeed.device import Device
 from mmspeed.errors import UserError
+from mmspeed.media.pixel_rules import NEWEST_RULES
+from mmspeed.media.reading import first_frame
 from mmspeed.models.codecs.vae import load_codec
 from mmspeed.models.families.base import packed, unpacked
 from mmspeed.models.families.complete import completed
 from mmspeed.pipelines.diffusion.conditioning_frames import held
 from mmspeed.pipelines.diffusion.schedulers import generators
-from mmspeed.pipelines.inference.anchor_media import conditioning_latents, image_file
+from mmspeed.pipelines.inference.anchor_media import conditioning_latents
 from mmspeed.pipelines.inference.prompts import VideoRequest
 from mmspeed.pipelines.inference.text_to_video import SamplerChoice, TextToVideo
 from mmspeed.pipelines.tasks.synthetic import EncoderShapes
@@ -202,7 +204,7 @@ def test_encoders_are_given_the_picture_as_it_is(tmp_path: Path, name: str) -> N
     mine, truth = seen[0], seen[-1]
     torch.testing.assert_close(mine, truth[:, : mine.shape[1]], atol=1e-6, rtol=1e-5)
     (tmp_path / "cut").mkdir()
-    Image.fromarray(image_file(tmp_path / "image.png", SIZE)).save(tmp_path / "cut" / "image.png")
+    Image.fromarray(first_frame(tmp_path / "image.png", SIZE, NEWEST_RULES)).save(tmp_path / "cut" / "image.png")
     ours(pipe, requested({"image": tmp_path / "cut" / "image.png"}), 1, 1.0)
     assert (seen[-1] - mine).abs().max() > 1e-4
 

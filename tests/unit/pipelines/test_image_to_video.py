@@ -13,8 +13,10 @@ from PIL import Image
 from mmspeed.__main__ import main
 from mmspeed.config.conditioning import ConditioningConfig
 from mmspeed.errors import UserError
+from mmspeed.media.pixel_rules import NEWEST_RULES
+from mmspeed.media.reading import first_frame, last_frames
 from mmspeed.pipelines import TextToVideo, TrainPipeline
-from mmspeed.pipelines.inference.anchor_media import conditioning_latents, image_file, mode_of, video_end
+from mmspeed.pipelines.inference.anchor_media import conditioning_latents, mode_of
 from mmspeed.pipelines.inference.media import Video
 from mmspeed.pipelines.inference.prompts import VideoRequest, read_requests
 from mmspeed.shapes import Bucket
@@ -64,7 +66,7 @@ def test_given_frames_are_held_to_the_end(run: Path, pipe: TextToVideo) -> None:
     ):
         videos, clean = decoded(pipe, request)
         assert np.abs(videos[same] - clean[same]).max() <= 1
-    picture = image_file(run / "first.png", pipe.size()).astype(int)
+    picture = first_frame(run / "first.png", pipe.size(), NEWEST_RULES).astype(int)
     videos, _ = decoded(pipe, VideoRequest("a", image=first))
     error = np.abs(videos[0] - picture).mean()
     ((_, plain),) = pipe.sample([VideoRequest("a")], together=1)
@@ -95,15 +97,18 @@ def test_the_command_reads_images_and_files_of_prompts(run: Path, tmp_path: Path
 
 def test_pictures_are_fitted_and_the_end_of_a_video_is_taken(run: Path) -> None:
     size = Bucket(9, 16, 32)
-    assert image_file(run / "first.png", size).shape == (16, 32, 3)
-    at_rate, every = video_end(run / "v.mp4", 5, 8.0, size), video_end(run / "v.mp4", 9, None, size)
+    assert first_frame(run / "first.png", size, NEWEST_RULES).shape == (16, 32, 3)
+    at_rate, every = (
+        last_frames(run / "v.mp4", 5, 8.0, size, NEWEST_RULES),
+        last_frames(run / "v.mp4", 9, None, size, NEWEST_RULES),
+    )
     assert at_rate.shape == (5, 16, 32, 3) and np.array_equal(at_rate, every[::2])
     with pytest.raises(UserError, match=r"v\.mp4: is shorter than the 33 frames that are given at 8 frames a second"):
-        video_end(run / "v.mp4", 33, 8.0, size)
+        last_frames(run / "v.mp4", 33, 8.0, size, NEWEST_RULES)
     with pytest.raises(UserError, match=r"run\.json: is no picture that can be read"):
-        image_file(run / "run.json", size)
+        first_frame(run / "run.json", size, NEWEST_RULES)
     with pytest.raises(UserError, match=r"run\.json: is no video that can be read"):
-        video_end(run / "run.json", 5, None, size)
+        last_frames(run / "run.json", 5, None, size, NEWEST_RULES)
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from mmspeed.config import Config, make_config
 from mmspeed.errors import UserError
+from mmspeed.media.probe import Probe
+from mmspeed.media.rejections import Rejected
+from mmspeed.media.windows import covers, frames_available
 from mmspeed.preprocess import check
-from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.transform import rank_buckets
-from mmspeed.preprocess.decoding.windows import covers, frames_available
 from mmspeed.preprocess.report.bucket_fit import BucketFitter, BucketGrid, SourceCells, SourceShapes, search
-from mmspeed.preprocess.sources.rejections import Rejected
 from mmspeed.shapes import Bucket
 from tests.support.decoding import probed as of_size
 from tests.support.media import write_image, write_video

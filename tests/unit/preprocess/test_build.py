@@ -16,20 +16,20 @@ from mmspeed.data import CacheWriter, DatasetCache
 from mmspeed.data.loading.collate import first_frame
 from mmspeed.device import Device, pick
 from mmspeed.errors import UserError
+from mmspeed.media.probe import Probe
+from mmspeed.media.rejections import Reason, Rejected
+from mmspeed.media.source import Source
 from mmspeed.models.codecs.linear import LinearCodec
 from mmspeed.models.codecs.vae import load_codec
 from mmspeed.pipelines import TextToVideo, TrainPipeline
 from mmspeed.preprocess import BuildReport, CacheBuilder, check
 from mmspeed.preprocess.decoding.clips import Clip
 from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Finished, Frames, Selected
-from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.transform import to_model_range
 from mmspeed.preprocess.encoding.async_writer import BackgroundWriter
 from mmspeed.preprocess.encoding.encode import Encoders
 from mmspeed.preprocess.encoding.latent_stage import LatentStage
 from mmspeed.preprocess.sources.discover import list_sources
-from mmspeed.preprocess.sources.rejections import Reason, Rejected
-from mmspeed.preprocess.sources.source import Source
 from tests.support.runs import small_config
 from tests.support.spawn import run_ranks
 from tests.support.tiny_models import save_tiny_text_encoder, save_tiny_vae

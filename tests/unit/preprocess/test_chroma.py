@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmspeed.preprocess.decoding.decode import Cut, stream
-from mmspeed.preprocess.decoding.pixel_rules import PixelRules
-from mmspeed.preprocess.decoding.probe import probe
-from mmspeed.preprocess.decoding.scaling import pixel_parts
+from mmspeed.media.decode import Cut, stream
+from mmspeed.media.pixel_rules import PixelRules
+from mmspeed.media.probe import probe
+from mmspeed.media.scaling import pixel_parts
 from tests.support.decoding import LIMITS, source_of
 from tests.support.zone_plates import displacement, write_plate
 

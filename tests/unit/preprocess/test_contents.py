@@ -17,9 +17,9 @@ from mmspeed.data import DatasetCache
 from mmspeed.data.cache.contents import CONTENTS, ContentLine, append_content, read_contents
 from mmspeed.data.maintenance.merge import merge
 from mmspeed.errors import UserError
+from mmspeed.media.source import SAMPLED_ABOVE, Source, content_id
 from mmspeed.preprocess import CacheBuilder
 from mmspeed.preprocess.sources.contents import ContentIds, whole_hash
-from mmspeed.preprocess.sources.source import SAMPLED_ABOVE, Source, content_id
 from tests.support.decoding import source_of
 from tests.support.runs import small_config
 

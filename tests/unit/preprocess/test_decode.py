@@ -11,13 +11,13 @@ from typing import BinaryIO
 import numpy as np
 import pytest
 
-from mmspeed.preprocess.decoding.decode import Cut, stream
-from mmspeed.preprocess.decoding.probe import Probe, probe
+from mmspeed.media.decode import Cut, stream
+from mmspeed.media.probe import Probe, probe
+from mmspeed.media.rejections import Reason, Rejected
+from mmspeed.media.source import Source
+from mmspeed.media.windows import choose_frames, choose_windows
 from mmspeed.preprocess.decoding.transform import crop_box, crop_boxes, rank_buckets
-from mmspeed.preprocess.decoding.windows import choose_frames, choose_windows
 from mmspeed.preprocess.decoding.worker import DecodeWorker
-from mmspeed.preprocess.sources.rejections import Reason, Rejected
-from mmspeed.preprocess.sources.source import Source
 from mmspeed.shapes import Bucket
 from tests.support import media
 from tests.support.decoding import COLOURED, FASTSTART, LIMITS, PILLOW, decode, read, rejection, source_of, whole

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from mmspeed.errors import UserError
-from mmspeed.preprocess.decoding.decode import Cut
+from mmspeed.media.decode import Cut
+from mmspeed.media.rejections import Reason, Rejected
 from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Finished
 from mmspeed.preprocess.decoding.worker import DecodeWorker, StoppedError
-from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from tests.support.decoding import COLOURED, LIMITS, read, rejection, source_of, whole
 from tests.support.media import Expect, corners_of, number_of, write_video
 from tests.support.runs import small_config
@@ -176,7 +176,7 @@ def test_the_process_ends_with_its_parent(zoo: tuple[Path, dict[str, Expect]]) -
     code = (
         "import sys, os\n"
         "from mmspeed.preprocess.decoding.worker import DecodeWorker\n"
-        "from mmspeed.preprocess.sources.source import Source\n"
+        "from mmspeed.media.source import Source\n"
         "worker = DecodeWorker()\n"
         "worker.open(Source('x', sys.argv[1], None, None, 'video', (), 'train'), 10**9, 10**9, 20)\n"
         "print(worker.pid, flush=True)\n"

@@ -15,6 +15,8 @@ from mmspeed.data import CacheWriter
 from mmspeed.data.cache.writer import text_tensors
 from mmspeed.device import Device
 from mmspeed.errors import UserError
+from mmspeed.media.rejections import Reason, Rejected
+from mmspeed.media.source import Source
 from mmspeed.models.text.encoders import load_text_encoder
 from mmspeed.preprocess.decoding.clips import Clip
 from mmspeed.preprocess.encoding.async_writer import BackgroundWriter
@@ -27,8 +29,6 @@ from mmspeed.preprocess.encoding.encode import (
     latent_entry,
     text_entry,
 )
-from mmspeed.preprocess.sources.rejections import Reason, Rejected
-from mmspeed.preprocess.sources.source import Source
 from tests.support.runs import small_config
 from tests.support.tiny_models import SENTENCES, save_spoiled_text_encoder, save_tiny_text_encoder, save_tiny_vae
 

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmspeed.errors import UserError
-from mmspeed.preprocess.sources.containers import is_pickle
-from mmspeed.preprocess.sources.rejections import Reason, Rejection
+from mmspeed.media.containers import is_pickle
+from mmspeed.media.rejections import Reason, Rejection
 from mmspeed.preprocess.sources.tars import read_headers
 from tests.support.listing import listed
 from tests.support.media import write_tar

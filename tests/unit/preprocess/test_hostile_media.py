@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from mmspeed.media.rejections import Reason, Rejected
+from mmspeed.media.source import content_id
 from mmspeed.preprocess.decoding.worker import DecodeWorker
-from mmspeed.preprocess.sources.rejections import Reason, Rejected
-from mmspeed.preprocess.sources.source import content_id
 from tests.support.decoding import source_of
 from tests.support.media import write_bomb, write_video
 

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmspeed.errors import UserError
+from mmspeed.media.rejections import Reason
 from mmspeed.preprocess.sources import parquet_rows
 from mmspeed.preprocess.sources.captions import MAX_CAPTION_BYTES, MAX_CAPTIONS
-from mmspeed.preprocess.sources.rejections import Reason
 from tests.support.listing import listed
 from tests.unit.preprocess.test_sources import accounted, captions, media, reasons
 

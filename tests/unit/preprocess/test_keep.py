@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from mmspeed.config.schema import DataConfig
 from mmspeed.data import DatasetCache
 from mmspeed.errors import UserError
+from mmspeed.media.rejections import Reason, Rejected
+from mmspeed.media.source import Source, content_id
 from mmspeed.pipelines.training.open_cache import check_cache
 from mmspeed.preprocess import CacheBuilder, check
 from mmspeed.preprocess.decoding.clips import Clip, kept_buckets, select_clips, split_of
 from mmspeed.preprocess.decoding.transform import rank_buckets
 from mmspeed.preprocess.records.bucket_use import BucketUse, use_of
-from mmspeed.preprocess.sources.rejections import Reason, Rejected
-from mmspeed.preprocess.sources.source import Source, content_id
 from mmspeed.shapes import Bucket
 from tests.support.decoding import probed
 from tests.support.runs import small_config

@@ -17,11 +17,11 @@ import safetensors.torch
 from mmspeed.config import Bucket, Config, make_config
 from mmspeed.data import DatasetCache
 from mmspeed.data.cache.keys import entry_key
+from mmspeed.media.source import Source
 from mmspeed.preprocess import CacheBuilder, check
 from mmspeed.preprocess.decoding.clips import Clip
 from mmspeed.preprocess.records import keys
 from mmspeed.preprocess.records.keys import latent_parts, text_parts
-from mmspeed.preprocess.sources.source import Source
 from tests.support.runs import CLIPS
 from tests.support.tiny_models import save_tiny_text_encoder, save_tiny_vae
 

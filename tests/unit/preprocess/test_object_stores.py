@@ -12,8 +12,8 @@ import fsspec
 import pytest
 
 from mmspeed.errors import UserError
+from mmspeed.media.rejections import Reason, Rejected
 from mmspeed.preprocess.sources.fetched import MediaStore
-from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from tests.support.listing import listed
 from tests.support.media import write_tar
 from tests.support.object_stores import ObjectStore, hub_store, s3_store

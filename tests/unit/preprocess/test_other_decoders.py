@@ -14,15 +14,15 @@ import pytest
 from mmspeed.config.load import load_config
 from mmspeed.data import DatasetCache
 from mmspeed.errors import UserError
+from mmspeed.media.containers import is_plain_container
+from mmspeed.media.decode import Cut
+from mmspeed.media.other_decoders import MOST_DIFFERENT, OtherDecoder
+from mmspeed.media.pixel_rules import NEWEST_RULES, PixelRules
+from mmspeed.media.probe import Probe
+from mmspeed.media.scaling import pixel_parts
 from mmspeed.preprocess import CacheBuilder
-from mmspeed.preprocess.decoding.decode import Cut
-from mmspeed.preprocess.decoding.other_decoders import MOST_DIFFERENT, OtherDecoder
-from mmspeed.preprocess.decoding.pixel_rules import NEWEST_RULES, PixelRules
-from mmspeed.preprocess.decoding.probe import Probe
-from mmspeed.preprocess.decoding.scaling import pixel_parts
 from mmspeed.preprocess.decoding.worker import DecodeWorker
 from mmspeed.preprocess.report.check import check
-from mmspeed.preprocess.sources.containers import is_plain_container
 from tests.support.decoding import LIMITS, read, source_of, whole
 from tests.support.media import corners_of, number_of, write_image, write_video
 

@@ -16,6 +16,8 @@ from PIL import Image
 
 from mmspeed.config import Bucket, Config
 from mmspeed.errors import UserError
+from mmspeed.media.rejections import Reason, Rejection
+from mmspeed.media.source import Source
 from mmspeed.preprocess.decoding.clips import Clip
 from mmspeed.preprocess.records.stale_entries import SectionState
 from mmspeed.preprocess.records.statistics import (
@@ -37,8 +39,6 @@ from mmspeed.preprocess.report.page import (
     write_page,
 )
 from mmspeed.preprocess.sources.listing import SourceListing
-from mmspeed.preprocess.sources.rejections import Reason, Rejection
-from mmspeed.preprocess.sources.source import Source
 from mmspeed.shapes import Strides
 from tests.support.decoding import probed
 from tests.support.runs import small_config

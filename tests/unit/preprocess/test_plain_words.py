@@ -12,8 +12,8 @@ import av
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmspeed.preprocess.decoding.probe import refused
-from mmspeed.preprocess.sources.rejections import Reason, death_in_words, in_words
+from mmspeed.media.probe import refused
+from mmspeed.media.rejections import Reason, death_in_words, in_words
 
 _CODE = re.compile(r"\b\w+(Error|Exception)\b|Errno|Traceback|0x[0-9a-f]{6}")
 _ERRORS = [

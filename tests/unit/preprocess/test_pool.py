@@ -13,10 +13,10 @@ import pytest
 
 from mmspeed.config import Config
 from mmspeed.errors import UserError
+from mmspeed.media.rejections import Reason
+from mmspeed.media.source import Source
 from mmspeed.preprocess.decoding.clips import Clip
 from mmspeed.preprocess.decoding.pool import DecodePool, Event, Failed, Finished, Frames, Selected
-from mmspeed.preprocess.sources.rejections import Reason
-from mmspeed.preprocess.sources.source import Source
 from tests.support.decoding import source_of
 from tests.support.media import cut, damage, number_of, write_image, write_video
 

@@ -15,10 +15,10 @@ import pytest
 
 from mmspeed.config.schema import DataConfig
 from mmspeed.errors import UserError
+from mmspeed.media.rejections import Reason, Rejected
+from mmspeed.media.source import Source
 from mmspeed.preprocess.sources.discover import SourceListing, list_sources
 from mmspeed.preprocess.sources.fetched import MediaStore
-from mmspeed.preprocess.sources.rejections import Reason, Rejected
-from mmspeed.preprocess.sources.source import Source
 from tests.support.http_files import served
 from tests.support.listing import BUCKETS, listed
 from tests.support.media import write_hostile_tar, write_tar

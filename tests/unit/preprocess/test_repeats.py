@@ -9,9 +9,9 @@ import pytest
 
 from mmspeed.config import Config
 from mmspeed.data import DatasetCache
+from mmspeed.media.rejections import Reason
 from mmspeed.preprocess import CacheBuilder, check
 from mmspeed.preprocess.build.online import OnlineBuilder
-from mmspeed.preprocess.sources.rejections import Reason
 from tests.support.media import write_video
 from tests.support.runs import small_config
 

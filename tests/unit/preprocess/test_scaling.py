@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmspeed.preprocess.decoding.decode import Cut, stream
-from mmspeed.preprocess.decoding.probe import probe
-from mmspeed.preprocess.decoding.scaling import Box, resize
+from mmspeed.media.decode import Cut, stream
+from mmspeed.media.probe import probe
+from mmspeed.media.scaling import Box, resize
 from tests.support import media
 from tests.support.decoding import COLOURED, LIMITS, decode, source_of, whole
 from tests.support.media import corners_of, number_of, write_video

@@ -19,17 +19,17 @@ from mmspeed.config.schema import DataConfig
 from mmspeed.data.cache.scenes import SceneLine, append_scenes, read_scenes
 from mmspeed.data.maintenance.verify import verify
 from mmspeed.errors import UserError
+from mmspeed.media.decode import Cut, stream
+from mmspeed.media.probe import Probe, probe
+from mmspeed.media.rejections import Reason, Rejected
+from mmspeed.media.source import Source
 from mmspeed.preprocess import CacheBuilder, check
 from mmspeed.preprocess.decoding.clips import Clip, select_clips
-from mmspeed.preprocess.decoding.decode import Cut, stream
 from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Selected
-from mmspeed.preprocess.decoding.probe import Probe, probe
 from mmspeed.preprocess.decoding.scenes import SceneDetector, find_cuts, scenes_between
 from mmspeed.preprocess.decoding.worker import DecodeWorker
 from mmspeed.preprocess.records.keys import latent_parts
 from mmspeed.preprocess.sources.discover import list_sources
-from mmspeed.preprocess.sources.rejections import Reason, Rejected
-from mmspeed.preprocess.sources.source import Source
 from tests.support.decoding import probed, source_of
 from tests.support.runs import small_tree
 from tests.unit.preprocess.test_keep import a_file

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from mmspeed.config.schema import DataConfig
 from mmspeed.errors import UserError
+from mmspeed.media.rejections import Reason
 from mmspeed.preprocess.sources.discover import SourceListing, list_sources
-from mmspeed.preprocess.sources.rejections import Reason
 from mmspeed.preprocess.sources.scores import ScoreLimits, number
 from tests.support.listing import BUCKETS
 from tests.support.media import write_tar

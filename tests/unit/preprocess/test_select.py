@@ -11,11 +11,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mmspeed.config.schema import DataConfig
+from mmspeed.media.probe import Probe, probe
+from mmspeed.media.rejections import Reason, Rejected
+from mmspeed.media.source import Source
+from mmspeed.media.windows import choose_frames, choose_windows, covers, windows_that_fit
 from mmspeed.preprocess.decoding.clips import select_clips
-from mmspeed.preprocess.decoding.probe import Probe, probe
-from mmspeed.preprocess.decoding.windows import choose_frames, choose_windows, covers, windows_that_fit
-from mmspeed.preprocess.sources.rejections import Reason, Rejected
-from mmspeed.preprocess.sources.source import Source
 from tests.support.decoding import source_of
 from tests.support.media import write_video
 

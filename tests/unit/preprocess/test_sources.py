@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from mmspeed.config.schema import DataConfig
 from mmspeed.errors import UserError
+from mmspeed.media.rejections import Reason, Rejected
 from mmspeed.preprocess.sources.captions import clean_caption
 from mmspeed.preprocess.sources.discover import SourceListing, content_id, list_sources
-from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from tests.support.listing import BUCKETS, listed
 from tests.support.media import write_hostile_tar, write_tar
 

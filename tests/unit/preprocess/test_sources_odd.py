@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mmspeed.errors import UserError
-from mmspeed.preprocess.sources.rejections import Reason
+from mmspeed.media.rejections import Reason
 from tests.support.listing import listed
 from tests.support.media import write_tar
 from tests.unit.preprocess.test_sources import accounted, captions, media, reasons

@@ -10,8 +10,9 @@ import pytest
 from mmspeed.cli.init import write_config
 from mmspeed.config import Bucket, load_config
 from mmspeed.errors import UserError
+from mmspeed.media.probe import Probe
+from mmspeed.media.source import Source
 from mmspeed.preprocess import CacheBuilder, fit_data
-from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.report.bucket_fit import BucketGrid
 from mmspeed.preprocess.report.starting import (
     FRAMES,
@@ -23,7 +24,6 @@ from mmspeed.preprocess.report.starting import (
     fit_rate,
     target_of,
 )
-from mmspeed.preprocess.sources.source import Source
 from tests.support.decoding import probed
 from tests.support.folder_shapes import FOLDER_SHAPES, USABLE, flat_folder, mixed_folder
 from tests.support.media import write_image, write_video

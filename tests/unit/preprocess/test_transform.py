@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmspeed.preprocess.decoding.probe import Probe
+from mmspeed.media.probe import Probe
+from mmspeed.media.rejections import Reason, Rejected
 from mmspeed.preprocess.decoding.transform import crop_box, crop_boxes, kept_fraction, rank_buckets, to_model_range
-from mmspeed.preprocess.sources.rejections import Reason, Rejected
 from mmspeed.shapes import Bucket
 from tests.support.decoding import probed
 

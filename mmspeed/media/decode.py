@@ -13,17 +13,19 @@ import bisect
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import av.container
+import av.error
+import av.filter
 import av.video
 import numpy as np
 
-from mmspeed.preprocess.decoding.images import picture_frames
-from mmspeed.preprocess.decoding.other_decoders import OtherDecoder, coded_frames
-from mmspeed.preprocess.decoding.pixel_rules import NEWEST_RULES, PixelRules
-from mmspeed.preprocess.decoding.probe import (
+from mmspeed.media.images import picture_frames
+from mmspeed.media.other_decoders import OtherDecoder, coded_frames
+from mmspeed.media.pixel_rules import NEWEST_RULES, PixelRules
+from mmspeed.media.probe import (
     DECODER_ERRORS,
     Probe,
     alpha_decoder,
@@ -32,9 +34,9 @@ from mmspeed.preprocess.decoding.probe import (
     refused,
     video_stream,
 )
-from mmspeed.preprocess.decoding.scaling import Box, Scaler, resize, scale_rgb
-from mmspeed.preprocess.sources.rejections import Reason, Rejected
-from mmspeed.preprocess.sources.source import Source
+from mmspeed.media.rejections import Reason, Rejected
+from mmspeed.media.scaling import Box, Scaler, resize, scale_rgb
+from mmspeed.media.source import Source
 
 _WORTH_SEEKING = 1.0  # seconds of video; below that, decoding costs no more than a seek
 
@@ -112,8 +114,13 @@ def stream(
     """
     if not cuts:
         return
+    try:
+        probe.require_read()
+    except Rejected as rejected:
+        yield from ((number, rejected) for number in range(len(cuts)))
+        return
     if probe.decoder == "pillow":
-        yield from _stream_picture(source, cuts)
+        yield from _stream_picture(source, probe, cuts)
         return
     if other is not None and probe.reader:
         yield from _stream_other(source, probe, cuts, other)
@@ -129,13 +136,14 @@ def stream(
         yield filling.position, filling.give()
 
 
-def _stream_picture(source: Source, cuts: Sequence[Cut]) -> Iterator[tuple[int, np.ndarray | Rejected]]:
+def _stream_picture(source: Source, probe: Probe, cuts: Sequence[Cut]) -> Iterator[tuple[int, np.ndarray | Rejected]]:
     def scaled(picture_HWC: np.ndarray, cut: Cut) -> np.ndarray:
         return resize(picture_HWC, cut.crop, cut.width, cut.height).transpose(2, 0, 1)
 
     with source.open() as file:
         background = cuts[0].rules.background  # one for all cuts of a source
-        yield from _fill_by_index(picture_frames(file, _indices(cuts), background), cuts, scaled)
+        pictures = picture_frames(file, _indices(cuts), background, probe.profile, probe.skipped)
+        yield from _fill_by_index(pictures, cuts, scaled)
 
 
 def _stream_other(
@@ -182,6 +190,8 @@ def _sweep(source: Source, probe: Probe, fillings: list[_Filling], seek: bool) -
             with source.open() as file, open_video(file) as container:
                 yield from run.over(container)
             problem: Rejected | None = None
+        except Rejected as rejected:
+            problem = rejected
         except DECODER_ERRORS as error:
             problem = refused(error)
         lost = list(active)
@@ -205,11 +215,79 @@ def _frames(
         yield from context.decode(packet)
 
 
+def whole_frames(frames: Iterator[av.video.VideoFrame]) -> Iterator[av.video.VideoFrame]:
+    """Yield the frames of interlaced video, at least two, each made whole from its first field and those around it.
+
+    The second frame stands before the first and the last but one behind the last too: with itself as its neighbour a frame would seem to
+    stand still.
+    """
+    first, second = next(frames, None), next(frames, None)
+    if first is None or second is None:
+        return
+    graph = _bwdif(first)
+    graph.vpush(second)
+    before, last, unseen = first, second, 1
+    waiting = deque([first, second])
+    for frame in chain((first, second), frames):
+        if frame is not first and frame is not second:
+            waiting.append(frame)
+            before, last = last, frame
+        graph.vpush(frame)
+        for whole in _pulled(graph):
+            if unseen:
+                unseen = 0
+                continue
+            yield _timed(whole, waiting.popleft())
+    graph.vpush(before)
+    for whole in _pulled(graph):
+        yield _timed(whole, waiting.popleft())
+
+
+def _pulled(graph: av.filter.Graph) -> Iterator[av.video.VideoFrame]:
+    """Yield the frames that a graph has ready."""
+    while True:
+        try:
+            yield graph.vpull()
+        except (av.error.BlockingIOError, av.error.EOFError):
+            return
+
+
+def _timed(whole: av.video.VideoFrame, stored: av.video.VideoFrame) -> av.video.VideoFrame:
+    """A frame made whole, with the times of the stored one; the stored one itself if it is damaged."""
+    if stored.is_corrupt:
+        return stored
+    whole.pts, whole.dts, whole.time_base = stored.pts, stored.dts, stored.time_base
+    return whole
+
+
+def _bwdif(frame: av.video.VideoFrame) -> av.filter.Graph:
+    graph = av.filter.Graph()
+    if hasattr(graph, "threads"):
+        graph.threads = 1
+    size, ranges = f"{frame.width}x{frame.height}", (str(int(frame.colorspace)), str(int(frame.color_range)))
+    source = graph.add(
+        "buffer",
+        video_size=size,
+        pix_fmt=frame.format.name,
+        time_base="1/1000",
+        pixel_aspect="1/1",
+        colorspace=ranges[0],
+        range=ranges[1],
+    )
+    graph.link_nodes(
+        source, graph.add("bwdif", "mode=send_frame:deint=interlaced"), graph.add("buffersink")
+    ).configure()
+    return graph
+
+
 class _DecodeRun:
     """Decode in order, fill the `active` clips and move clips there from `waiting`, until none is left or the file ends."""
 
     def __init__(self, probe: Probe, waiting: deque[_Filling], active: list[_Filling], seek: bool) -> None:
-        self.probe, self.waiting, self.active, self.seek = probe, waiting, active, seek
+        self.probe, self.waiting, self.active = probe, waiting, active
+        self.seek = (
+            seek and probe.order != "count" and probe.scan != "interlaced"
+        )  # a frame is made with its neighbours
         # Below half of the smallest step, so that no frame is mistaken for its neighbour if times are uneven.
         steps = (after - before for before, after in pairwise(probe.pts_seconds))
         self.tolerance = max(0.49 * min(steps, default=0.0), 1e-6)
@@ -227,16 +305,31 @@ class _DecodeRun:
                 self._sought, self.from_start = self.waiting[0], False
                 start = self.waiting[0].marks[0]
                 container.seek(round(start / stream.time_base), stream=stream, backward=True)
-            for frame in container.decode(stream) if with_alpha is None else _frames(container, stream, with_alpha):
-                stamp = frame_stamp(frame)
-                if stamp is None or frame.is_corrupt:
+            passed = None
+            frames = container.decode(stream) if with_alpha is None else _frames(container, stream, with_alpha)
+            if self.probe.scan == "interlaced":
+                frames = whole_frames(iter(frames))
+            for number, frame in enumerate(frames):
+                time = self._time(number, frame, stream)
+                if time is None or frame.is_corrupt:
                     continue
-                self.seen = float(stamp * (frame.time_base or stream.time_base or 1))
+                if self.probe.order == "stamps" and passed is not None and time < passed:
+                    raise Rejected(Reason.NO_TIMES, f"the frame at {time:.3f} s comes after that at {passed:.3f} s")
+                if self.probe.scan == "progressive" and frame.interlaced_frame:
+                    raise Rejected(Reason.INTERLACED, f"the frame at {time:.3f} s is interlaced, and the first is not")
+                self.seen = passed = time
                 yield from self._fill(frame)
                 if not (self.waiting or self.active) or self._worth_seeking():
                     break
             else:
                 return
+
+    def _time(self, number: int, frame: av.video.VideoFrame, stream: av.video.VideoStream) -> float | None:
+        """The time of the frame that is decoded as number `number` of this run; None if it has none."""
+        if self.probe.order == "count":
+            return self.probe.pts_seconds[number] if number < len(self.probe.pts_seconds) else None
+        stamp = frame_stamp(frame)
+        return None if stamp is None else float(stamp * (frame.time_base or stream.time_base or 1))
 
     def untried(self, filling: _Filling) -> bool:
         """True if a seek for this clip has not been tried, as it would be if the clip were alone."""
@@ -249,7 +342,7 @@ class _DecodeRun:
         return self._key_ahead(self.waiting[0], self.seen)
 
     def _key_ahead(self, filling: _Filling, time: float) -> bool:
-        keys = self.probe.key_seconds
+        keys = self.probe.key_seconds if self.seek else []
         at = bisect.bisect_right(keys, filling.marks[0] + 1e-6) - 1
         return at >= 0 and keys[at] > time + _WORTH_SEEKING
 

@@ -25,6 +25,10 @@ class Reason(str, Enum):
     NO_VIDEO_STREAM = "no_video_stream"
     TRUNCATED = "truncated"
     UNDECODABLE = "undecodable"
+    NO_TIMES = "no_times"
+    UNKNOWN_GEOMETRY = "unknown_geometry"
+    UNKNOWN_COLOURS = "unknown_colours"
+    INTERLACED = "interlaced"
     TOO_SHORT = "too_short"
     TOO_SMALL = "too_small"
     NO_BUCKET = "no_bucket"
@@ -61,6 +65,10 @@ _EXPLANATIONS = {
     Reason.NO_VIDEO_STREAM: "The file opens, but holds no moving or still picture (sound only, or cover art).",
     Reason.TRUNCATED: "The file ends before its declared length: an unfinished copy, download or recording.",
     Reason.UNDECODABLE: "No decoder can read the picture: damaged data, or no known format.",
+    Reason.NO_TIMES: "The stream states no times of its frames, as raw .h264 and .hevc do not, or times that contradict their order.",
+    Reason.UNKNOWN_GEOMETRY: "The container shows the picture in a way that is not applied here: sheared, turned by no right angle, stretched.",
+    Reason.UNKNOWN_COLOURS: "The stored numbers are of colours that are not converted here; the detail says which.",
+    Reason.INTERLACED: "The video is interlaced, and this FFmpeg has no filter for it, or only its later frames say so.",
     Reason.TOO_SHORT: "The clip is shorter than the shortest video bucket at data.fps.",
     Reason.TOO_SMALL: "The picture is smaller than every bucket, and data.allow_upscale is false.",
     Reason.NO_BUCKET: "No bucket is for this kind: an image without an F = 1 bucket, or a video with no other.",

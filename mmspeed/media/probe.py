@@ -6,10 +6,10 @@ Legend: H W height and width in pixels.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, BinaryIO, Literal
 
@@ -21,10 +21,20 @@ import av.logging
 import av.video
 from PIL import Image
 
-from mmspeed.preprocess.decoding.images import open_picture, picture_times, shown_size
-from mmspeed.preprocess.sources.containers import DEMUXERS, holds_pickle, is_picture, structural_cut
-from mmspeed.preprocess.sources.rejections import Reason, Rejected, in_words
-from mmspeed.preprocess.sources.source import Kind, Source
+from mmspeed.media.colours import UNREAD_MATRICES, deinterlaces, light_of, maps_light
+from mmspeed.media.containers import DEMUXERS, holds_pickle, is_picture, structural_cut
+from mmspeed.media.geometry import Box, aperture, upright
+from mmspeed.media.images import (
+    open_picture,
+    picture_light,
+    picture_times,
+    profile_of,
+    refused_depth,
+    separate_first,
+    shown_size,
+)
+from mmspeed.media.rejections import Reason, Rejected, in_words
+from mmspeed.media.source import Kind, Source
 
 Decoder = Literal["pyav", "pillow"]
 
@@ -41,8 +51,23 @@ _FFMPEG_ERRORS: tuple[tuple[type[av.error.FFmpegError], str], ...] = (
 )
 # Damaged files make PyAV seek before the start (OSError) and access streams that it has not announced (LookupError).
 DECODER_ERRORS = (av.error.FFmpegError, OSError, LookupError, ValueError, ArithmeticError)
+YUV = (
+    "yuv",
+    "nv",
+    "p0",
+    "uyvy",
+    "yvyu",
+)  # pixel formats with these prefixes are scaled before they are converted to RGB
 _UNTAGGED, _FULL_RANGE = 2, 2  # of `frame.colorspace` and `frame.color_range`
 _ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
+# What version 1 of a property asks of no file, beside what it sees in those concerned.
+_UNASKED: Mapping[str, Mapping[str, Any]] = {"order": {"order": ""}, "fields": {"scan": ""}}
+_REASONS = {
+    "order": Reason.NO_TIMES,
+    "geometry": Reason.UNKNOWN_GEOMETRY,
+    "fields": Reason.INTERLACED,
+}  # of those that are not read, by property
+_IN_CONTAINER = "put it into a container: ffmpeg -framerate RATE -i FILE -c copy FILE.mp4"
 # Containers that state their duration; others only estimate it.
 _STATES_DURATION = ("mov", "matroska", "avi", "flv", "asf", "ogg")
 
@@ -54,11 +79,19 @@ class Probe:
     `width` and `height` are the displayed ones: after rotation, with square pixels; `coded_width` and `coded_height` are the
     decoder's. `pts_seconds` holds the times of all frames in presentation order, as stated in the file (an
     image has one, 0), and `key_seconds` those of the frames at which decoding can begin; it is empty if seeking is
-    unreliable. `fps` is the average rate, 0 for an image. `rotation` is counter-clockwise, in degrees. `decoder` is the
+    unreliable. `fps` is the average rate, 0 for an image. Of the decoder's picture `aperture` is shown (None: all of it), with left and
+    right exchanged if it is `mirrored`, and then turned by `rotation`, counter-clockwise, in degrees. `decoder` is the
     library that probes the file and reads it, unless `reader` names another that does; `same_bytes` if its clips have PyAV's bytes;
     `refusal` says in words why the wanted one does not, with `refusal_detail`.
     Of a video's first frame: `pixel_format` and `chroma_location` in FFmpeg's words (the latter
     empty without subsampled chroma), and `untagged` if it states no colour matrix. `alpha`: it may have transparent pixels.
+    `order` says how decoded frames are told apart: by `stamps`, which must ascend; by `count`, where stamps contradict the order
+    of the frames; or, if it is empty, by stamps of which nothing is asked.
+    `scan` is `interlaced` for video that is made of fields, `progressive` for other, and empty where nothing is asked. `light` is the
+    transfer and the primaries that are mapped to BT.709 (`colours.light_of`), empty for none; with `profile` an ICC profile is applied.
+    The first `skipped` pictures are no frames.
+    `unread` says why the file is not read, by properties of a cache's recipe. `older` has the fields that version 1 of a property
+    sees in their place, where there are such: of these files the two versions have other pixels. `lowered`: see `by`.
     """
 
     kind: Kind
@@ -83,6 +116,43 @@ class Probe:
     same_bytes: bool = False
     refusal: str = ""
     refusal_detail: str = ""
+    mirrored: bool = False
+    aperture: Box | None = None
+    order: str = ""
+    scan: str = ""
+    light: str = ""
+    profile: bool = False
+    skipped: int = 0
+    unread: Mapping[str, str] = field(default_factory=dict)
+    older: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    lowered: tuple[str, ...] = ()
+
+    def newly(self, name: str, **fields: Any) -> Probe:
+        """The probe with the fields that version 2 of a property sees in the place of today's."""
+        before = {key: value for key, value in vars(self).items() if key in fields}
+        return replace(self, **fields, older={**self.older, name: before})
+
+    def refused(self, name: str, why: str) -> Probe:
+        """The probe of a file that version 2 of a property does not read."""
+        return replace(self.newly(name), unread={**self.unread, name: why})
+
+    def by(self, lowered: Collection[str]) -> Probe:
+        """The probe that a cache sees which has version 1 of these properties."""
+        fields: dict[str, Any] = {"lowered": tuple(sorted(lowered))}
+        fields["unread"] = {name: why for name, why in self.unread.items() if name not in lowered}
+        for name in lowered:
+            fields |= {**self.older.get(name, {}), **_UNASKED.get(name, {})}
+        return replace(self, **fields)
+
+    @property
+    def newer(self) -> list[str]:
+        """The properties by which the file is read in another way than by their version 1."""
+        return sorted(self.older.keys() - set(self.lowered))
+
+    def require_read(self) -> None:
+        """Raise Rejected for a file that is not read."""
+        for name, why in sorted(self.unread.items()):
+            raise Rejected(_REASONS.get(name, Reason.UNKNOWN_COLOURS), why)
 
     @property
     def step(self) -> float:
@@ -96,7 +166,8 @@ class Probe:
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Probe:
         """The inverse of `to_json`."""
-        return cls(**{**tree, "sar": Fraction(*tree["sar"])})
+        box = tree["aperture"] and tuple(tree["aperture"])
+        return cls(**{**tree, "sar": Fraction(*tree["sar"]), "aperture": box, "lowered": tuple(tree["lowered"])})
 
 
 def probe(source: Source, max_file_bytes: int, max_pixels: int) -> Probe:
@@ -116,7 +187,7 @@ def probe(source: Source, max_file_bytes: int, max_pixels: int) -> Probe:
         if cut := structural_cut(file, head, size):
             raise Rejected(Reason.TRUNCATED, cut)
         file.seek(0)
-        return _probe_video(file, source, max_pixels)
+        return _probe_video(file, head, size, max_pixels)
 
 
 def check_pixels(width: int, height: int, max_pixels: int) -> None:
@@ -138,7 +209,7 @@ def _probe_picture(file: BinaryIO, max_pixels: int) -> Probe:
         check_pixels(*image.size, max_pixels)
         times = picture_times(image)
         width, height = shown_size(image)
-        return Probe(
+        plain = Probe(
             kind="video" if len(times) > 1 else "image",
             width=width,
             height=height,
@@ -155,18 +226,99 @@ def _probe_picture(file: BinaryIO, max_pixels: int) -> Probe:
             coded_height=image.height,
             alpha=image.has_transparency_data,
         )
+        return _newer_picture(plain, file, image)
 
 
-def _probe_video(file: BinaryIO, source: Source, max_pixels: int) -> Probe:
+def _newer_picture(probe: Probe, file: BinaryIO, image: Image.Image) -> Probe:
+    """The probe of a picture with a separate first one, with numbers of a great depth, or of colours that it states."""
+    if skipped := separate_first(image):
+        times = picture_times(image, skipped)
+        kind: Kind = "video" if len(times) > 1 else "image"
+        probe = probe.newly("cover", skipped=skipped, pts_seconds=times, fps=_average_fps(times, None), kind=kind)
+    if deep := refused_depth(image):
+        return probe.refused("depth", deep)
+    if light := picture_light(file, image):
+        return probe.refused("hdr", f"its light is {light} (transfer, primaries), which is mapped for video alone")
+    try:
+        return probe if profile_of(image) is None else probe.newly("profile", profile=True)
+    except Rejected as rejected:
+        return probe.refused("profile", rejected.detail)
+
+
+def _probe_video(file: BinaryIO, head: bytes, size: int, max_pixels: int) -> Probe:
     try:
         with open_video(file) as container:
             stream = video_stream(container)
             context = stream.codec_context
             check_pixels(context.width, context.height, max_pixels)
-            stamps, keys, first = _stamps(container, stream)
-            return _describe(container, stream, stamps, keys, first, max_pixels)
+            stamps = _stamps(container, stream)
+            probe = _describe(container, stream, stamps, max_pixels)
+            track, number = stream.id, container.streams.video.index(stream)
+            base, suspect = stream.time_base or Fraction(1), stamps.suspect and context.has_b_frames
+        if suspect:
+            probe = _in_order(probe, _decoded_stamps(file), stamps, base)
+        probe = _lit(probe, context, stamps.first)
+        return _upright(probe, stamps.first, partial(aperture, file, head, size, track, number), max_pixels)
     except DECODER_ERRORS as error:
         raise refused(error) from None
+
+
+def _decoded_stamps(file: BinaryIO) -> list[int | None]:
+    """The stamps of all frames in the order in which they are decoded, that of presentation."""
+    file.seek(0)
+    with open_video(file) as container:
+        return [frame_stamp(frame) for frame in container.decode(video_stream(container))]
+
+
+def _in_order(probe: Probe, decoded: list[int | None], stamps: _Stamps, base: Fraction) -> Probe:
+    """The probe of a file whose packets look as if their stamps were in the order of decoding, by the stamps of its decoded frames."""
+    if decoded == stamps.times:
+        return probe
+    if len(decoded) != len(stamps.all):
+        why = f"its packets state {len(stamps.all)} times, and {len(decoded)} frames are decoded"
+        return probe.refused("order", f"{why}; put it into another container with new times")
+    times = [float(stamp * base) for stamp in stamps.all]
+    return probe.newly("order", order="count", pts_seconds=times, fps=_average_fps(times, None))
+
+
+def _lit(probe: Probe, context: av.VideoCodecContext, first: av.video.VideoFrame) -> Probe:
+    """The probe of a video that is made of fields, or of other light than BT.709's."""
+    if first.interlaced_frame:
+        why = "" if deinterlaces() else "it is interlaced, and this FFmpeg has no filter bwdif"
+        why = why or ("" if len(probe.pts_seconds) > 1 else "it is a single interlaced frame")
+        probe = probe.refused("fields", why) if why else probe.newly("fields", scan="interlaced")
+    if light := light_of(int(context.color_trc), int(context.color_primaries)):
+        if first.format.name.startswith(YUV) and maps_light():
+            return probe.newly("hdr", light=light)
+        how = (
+            "this FFmpeg does not map it" if first.format.name.startswith(YUV) else f"{first.format.name} is not mapped"
+        )
+        return probe.refused("hdr", f"its light is {light} (transfer, primaries), and {how}")
+    return probe
+
+
+def _upright(
+    probe: Probe, first: av.video.VideoFrame, part: Callable[[int, int], Box | None], max_pixels: int
+) -> Probe:
+    """The probe of a picture of which the container shows a `part`, or which its matrix mirrors."""
+    matrix: Any = first.side_data.get("DISPLAYMATRIX")
+    try:
+        mirrored, rotation = (False, 0) if matrix is None else upright(bytes(matrix))
+        box = part(first.width, first.height)
+    except Rejected as rejected:
+        return probe.refused("geometry", rejected.detail)
+    if not mirrored and rotation == probe.rotation and box is None:
+        return probe
+    size = (first.width, first.height) if box is None else (box[2] - box[0], box[3] - box[1])
+    width, height = _square(size, probe.sar, rotation)
+    check_pixels(width, height, max_pixels)
+    return probe.newly("geometry", mirrored=mirrored, rotation=rotation, aperture=box, width=width, height=height)
+
+
+def _square(size: tuple[int, int], sar: Fraction, rotation: int) -> tuple[int, int]:
+    """(width, height) of a stored picture that is shown with square pixels, turned."""
+    width, height = max(1, round(size[0] * sar)), size[1]
+    return (height, width) if rotation % 180 else (width, height)
 
 
 def refused(error: Exception) -> Rejected:
@@ -230,13 +382,22 @@ def frame_stamp(frame: av.video.VideoFrame) -> int | None:
     return frame.pts if frame.pts is not None else frame.dts
 
 
-def _stamps(
-    container: av.container.InputContainer, stream: av.video.VideoStream
-) -> tuple[list[int], list[int], av.video.VideoFrame]:
-    """Sorted stamps of the frames that can be shown, those of key frames, and the first frame.
+@dataclass(frozen=True)
+class _Stamps:
+    """Sorted stamps of the frames that can be shown, those of key frames, the first frame, and the stamps of all packets.
 
-    Raises Rejected (truncated, undecodable).
+    `suspect`: they may be in the order of decoding.
     """
+
+    times: list[int]
+    keys: list[int]
+    first: av.video.VideoFrame
+    all: list[int]
+    suspect: bool
+
+
+def _stamps(container: av.container.InputContainer, stream: av.video.VideoStream) -> _Stamps:
+    """The stamps of a stream's packets, and its first frame. Raises Rejected (truncated, undecodable, no_times)."""
     stamps: list[tuple[int | None, int | None]] = []
     keys: set[int | None] = set()
     with_alpha = alpha_decoder(stream)
@@ -260,16 +421,22 @@ def _stamps(
             except av.error.FFmpegError as error:
                 problem = refused(error).detail
     _check_duration(container, furthest)
-    times = shown_times(stamps)
-    if first is None or not times:
+    every = shown_times(stamps)
+    if stamps and not every:
         raise Rejected(
-            Reason.UNDECODABLE, problem or ("no frame could be decoded" if times else "its video stream has no frames")
+            Reason.NO_TIMES, f"its packets have no times, as in a raw {container.format.name} stream; {_IN_CONTAINER}"
+        )
+    if first is None or not every:
+        raise Rejected(
+            Reason.UNDECODABLE, problem or ("no frame could be decoded" if every else "its video stream has no frames")
         )
     # Frames before the first that decodes (a recording that starts between key frames) are never shown.
     start = frame_stamp(first)
-    times = [stamp for stamp in times if start is None or stamp >= start] or times[:1]
+    times = [stamp for stamp in every if start is None or stamp >= start] or every[:1]
     guessed = any(pts is None for pts, _ in stamps)
-    return times, [] if guessed else [stamp for stamp in times if stamp in keys], first
+    shown = [pts for pts, _ in stamps]
+    suspect = guessed or shown == every
+    return _Stamps(times, [] if guessed else [stamp for stamp in times if stamp in keys], first, every, suspect)
 
 
 def _check_duration(container: av.container.InputContainer, furthest: float) -> None:
@@ -291,20 +458,19 @@ def _states_duration(container: av.container.InputContainer) -> bool:
 def _describe(
     container: av.container.InputContainer,
     stream: av.video.VideoStream,
-    stamps: list[int],
-    keys: list[int],
-    first: av.video.VideoFrame,
+    stamps: _Stamps,
     max_pixels: int,
 ) -> Probe:
-    base = stream.time_base or Fraction(1)
-    times = [float(stamp * base) for stamp in stamps]
+    """The probe by version 1 of every property that has two."""
+    base, first = stream.time_base or Fraction(1), stamps.first
+    times = [float(stamp * base) for stamp in stamps.times]
     sar = Fraction(stream.sample_aspect_ratio or 1) or Fraction(1)
     rotation = round(first.rotation / 90) * 90 % 360
-    width, height = max(1, round(first.width * sar)), first.height
-    if rotation % 180:
-        width, height = height, width
+    width, height = _square((first.width, first.height), sar, rotation)
     check_pixels(first.width, first.height, max_pixels)
     check_pixels(width, height, max_pixels)
+    if first.format.name.startswith(YUV) and (matrix := UNREAD_MATRICES.get(int(first.colorspace))):
+        raise Rejected(Reason.UNKNOWN_COLOURS, f"its colour matrix is {matrix}, which FFmpeg's scaler does not convert")
     bits = max((part.bits for part in first.format.components), default=8)
     codec = stream.codec_context.codec.canonical_name
     return Probe(
@@ -319,13 +485,15 @@ def _describe(
         sar=sar,
         container=container.format.name,
         decoder="pyav",
-        key_seconds=[float(stamp * base) for stamp in keys],
+        key_seconds=[float(stamp * base) for stamp in stamps.keys],
         coded_width=first.width,
         coded_height=first.height,
         pixel_format=first.format.name,
         chroma_location=_chroma_location(first),
         untagged=int(first.colorspace) == _UNTAGGED,
         alpha=has_alpha(first.format),
+        order="stamps",
+        scan="progressive",
     )
 
 

@@ -5,18 +5,40 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, cast
+from typing import Any, BinaryIO, Literal, cast
 
-from mmspeed.preprocess.sources.rejections import Reason, Rejected, in_words
-
-if TYPE_CHECKING:
-    from mmspeed.preprocess.sources.remote import RemoteFile
+from mmspeed.media.rejections import Reason, Rejected, in_words
 
 Kind = Literal["video", "image"]
 Split = Literal["train", "val"]
 SAMPLED_ABOVE = 16 << 20  # bytes; of larger files a content id reads some blocks
 _BLOCKS, _BLOCK_BYTES = 16, 64 << 10
+REMOTE_BYTES = 32 << 10  # read at a time of a remote file where a few bytes are wanted
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile(ABC):
+    """A file behind a URL.
+
+    `size` in bytes; None: the store does not say. `checksum`: of the content, by the store; empty: it has none. `tag` changes with
+    the content; empty: unknown. `ranges`: parts of it can be read. `listed`: these facts stood in a listing, before it was fetched.
+    """
+
+    url: str
+    size: int | None = None
+    checksum: str = ""
+    tag: str = ""
+    ranges: bool = False
+    listed: bool = False
+
+    @abstractmethod
+    def open(self, block_bytes: int = 0) -> BinaryIO:
+        """Open it: by ranges of `block_bytes` or as much as is read; where there are none, as a stream from its first byte on.
+
+        Raises what the store raises.
+        """
 
 
 @dataclass(frozen=True, slots=True)  # slots: there may be ten million
@@ -45,13 +67,11 @@ class Source:
         if self.copy:
             return open(self.copy, "rb")
         if self.remote is not None:
-            from mmspeed.preprocess.sources.remote import BLOCK_BYTES, open_remote  # decoder processes need none of it
-
             size = self.remote.size if self.size is None else self.size
             if not self.remote.ranges or size is None:
                 raise OSError("its store answers no ranges")
             try:
-                file = open_remote(self.remote, BLOCK_BYTES)
+                file = self.remote.open(REMOTE_BYTES)
             except Exception as error:  # every store raises its own types
                 raise OSError(in_words(error)) from error
             return cast(BinaryIO, io.BufferedReader(FileSlice(file, self.offset or 0, size), 1 << 16))

@@ -18,10 +18,10 @@ DEMUXERS = (
     "mov", "mp4", "m4a", "3gp", "3g2", "mj2", "matroska", "webm", "avi", "mpegts", "mpeg", "mpegvideo", "flv", "asf",
     "ogg", "mxf", "dv", "ivf", "nut", "yuv4mpegpipe", "h264", "hevc", "obu", "wtv", "mp3", "wav", "flac", "aac",
 )  # fmt: skip
-_ISO_STARTS = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot")
-_ISO_BOXES = frozenset(_ISO_STARTS) | {b"moof", b"mfra", b"sidx", b"styp", b"uuid", b"meta", b"udta", b"emsg", b"ssix"}
+ISO_STARTS = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot")
+_ISO_BOXES = frozenset(ISO_STARTS) | {b"moof", b"mfra", b"sidx", b"styp", b"uuid", b"meta", b"udta", b"emsg", b"ssix"}
 _PICKLE_ENDINGS = frozenset(".pkl .pickle .pt .pth .ckpt .joblib .dill .p".split())
-_EBML, _SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
+EBML, _SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
 
 
 def is_picture(head: bytes) -> bool:
@@ -40,8 +40,8 @@ def is_plain_container(head: bytes) -> bool:
     Libraries that cannot be limited to such containers would follow a playlist to other files. `head` is of `PLAIN_HEAD_BYTES`.
     """
     media = (
-        head[4:8] in _ISO_STARTS
-        or head.startswith((_EBML, b"FLV\x01"))
+        head[4:8] in ISO_STARTS
+        or head.startswith((EBML, b"FLV\x01"))
         or (head[:4] == b"RIFF" and head[8:12] == b"AVI ")
     )
     return media and b"<mpd" not in head.lower()
@@ -68,9 +68,9 @@ def holds_pickle(head: bytes) -> bool:
 
 def structural_cut(file: BinaryIO, head: bytes, size: int) -> str:
     """A sentence about the missing end of a file of `size` bytes, by its own declaration; empty if it is complete."""
-    if head[4:8] in _ISO_STARTS:
+    if head[4:8] in ISO_STARTS:
         return _iso_cut(file, size)
-    if head.startswith(_EBML):
+    if head.startswith(EBML):
         return _matroska_cut(file, size)
     if head[:4] == b"RIFF" and head[8:12] == b"AVI ":
         declared = struct.unpack("<I", head[4:8])[0] + 8
@@ -104,18 +104,18 @@ def _iso_cut(file: BinaryIO, size: int) -> str:
 
 def _matroska_cut(file: BinaryIO, size: int) -> str:
     file.seek(4)
-    length, at = _vint(file.read(8), 4)
+    length, at = vint(file.read(8), 4)
     if length is None:
         return ""
     file.seek(at + length)
     head = file.read(12)
     if head[:4] != _SEGMENT:
         return "" if len(head) == 12 else "it ends in its header"
-    segment, start = _vint(head[4:], at + length + 4)
+    segment, start = vint(head[4:], at + length + 4)
     return _missing(start + segment, size) if segment is not None and start + segment > size else ""
 
 
-def _vint(data: bytes, at: int) -> tuple[int | None, int]:
+def vint(data: bytes, at: int) -> tuple[int | None, int]:
     """An EBML length at position `at` and the position after it; None for `unknown` (all ones) and for damage."""
     if not data or not data[0]:
         return None, at

@@ -18,15 +18,15 @@ import av.video
 import numpy as np
 from PIL import Image
 
-from mmspeed.preprocess.decoding.images import on_background
-from mmspeed.preprocess.decoding.pixel_rules import WHITE, PixelRules
-from mmspeed.preprocess.decoding.probe import Probe, chroma_steps, has_alpha
-from mmspeed.preprocess.sources.rejections import Reason, Rejected
+from mmspeed.media.colours import BT2100, MAP, mapped
+from mmspeed.media.images import on_background
+from mmspeed.media.pixel_rules import WHITE, PixelRules
+from mmspeed.media.probe import YUV, Probe, chroma_steps, has_alpha
+from mmspeed.media.rejections import Reason, Rejected
+from mmspeed.shapes import Bucket
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom
 
-# Pixel formats with these prefixes are scaled before they are converted to RGB.
-_YUV = ("yuv", "nv", "p0", "uyvy", "yvyu")
 _MATRICES = {1: "bt709", 4: "fcc", 7: "smpte240m", 9: "bt2020", 10: "bt2020"}
 _OTHER_MATRIX = "bt601"
 _SWSCALE_MATRICES = {"bt709": 1, "fcc": 4, "bt601": 5, "smpte240m": 7, "bt2020": 9}
@@ -36,7 +36,7 @@ _FLAGS = "bicubic+accurate_rnd+bitexact"
 
 
 def coded_box(crop: Box, probe: Probe) -> Box:
-    """A box in displayed pixels, converted to the decoder's pixels: not rotated, not stretched, rounded to whole pixels."""
+    """A box in displayed pixels, converted to the decoder's pixels: not rotated, mirrored or stretched, rounded to whole pixels."""
     left, top, right, bottom = crop
     width, height = probe.width, probe.height
     turn = probe.rotation % 360
@@ -48,9 +48,29 @@ def coded_box(crop: Box, probe: Probe) -> Box:
         left, top, right, bottom = top, width - right, bottom, width - left
     if turn % 180:
         width, height = height, width
-    x, y = Fraction(probe.coded_width, width), Fraction(probe.coded_height, height)
-    left, top = min(round(left * x), probe.coded_width - 1), min(round(top * y), probe.coded_height - 1)
-    return left, top, max(left + 1, round(right * x)), max(top + 1, round(bottom * y))
+    if probe.mirrored:
+        left, right = width - right, width - left
+    part = probe.aperture or (0, 0, probe.coded_width, probe.coded_height)
+    x, y = Fraction(part[2] - part[0], width), Fraction(part[3] - part[1], height)
+    left, top = min(round(left * x), part[2] - part[0] - 1), min(round(top * y), part[3] - part[1] - 1)
+    right, bottom = max(left + 1, round(right * x)), max(top + 1, round(bottom * y))
+    return part[0] + left, part[1] + top, part[0] + right, part[1] + bottom
+
+
+def turned(planes_CHW: np.ndarray, probe: Probe) -> np.ndarray:
+    """Planes of the decoder's picture as they are shown: mirrored, then turned."""
+    planes_CHW = planes_CHW[..., ::-1] if probe.mirrored else planes_CHW
+    return np.rot90(planes_CHW, probe.rotation // 90, axes=(1, 2))
+
+
+def crop_box(width: int, height: int, bucket: Bucket) -> Box:
+    """The largest centred box of the bucket's aspect ratio in a picture, in whole pixels."""
+    if width * bucket.height > height * bucket.width:
+        inner = max(1, round(height * bucket.width / bucket.height)), height
+    else:
+        inner = width, max(1, round(width * bucket.height / bucket.width))
+    left, top = (width - inner[0]) // 2, (height - inner[1]) // 2
+    return left, top, left + inner[0], top + inner[1]
 
 
 def resize(picture_HWC: np.ndarray, box: Box, width: int, height: int) -> np.ndarray:
@@ -66,17 +86,19 @@ def scale_rgb(picture_HWC: np.ndarray, crop: Box, probe: Probe, width: int, heig
     if probe.rotation % 180:
         width, height = height, width
     planes_CHW = resize(picture_HWC, coded_box(crop, probe), width, height).transpose(2, 0, 1)
-    return np.rot90(planes_CHW, probe.rotation // 90, axes=(1, 2))
+    return turned(planes_CHW, probe)
 
 
 def pixel_parts(rules: PixelRules, probe: Probe, crop: Box) -> dict[str, Any]:
     """The parts of a clip's key that say in what its pixels differ from the plain reading of its file; empty if in nothing.
 
-    Plain are chroma in the middle of its pixels, cut at whole samples, BT.601, and white behind a picture.
+    Plain are chroma in the middle of its pixels, cut at whole samples, BT.601, white behind a picture, and version 1 of a property.
     """
-    parts: dict[str, Any] = {}
+    parts: dict[str, Any] = dict.fromkeys(probe.newer, 2)
+    if probe.light:
+        parts["hdr"] = f"{MAP} {probe.light}"
     video = probe.decoder == "pyav"
-    if video and probe.pixel_format.startswith(_YUV):
+    if video and probe.pixel_format.startswith(YUV):
         if not _plain_chroma(probe, coded_box(crop, probe)):
             parts["chroma"] = 2  # the version of the property
         matrix = rules.untagged_matrix(probe.coded_height)
@@ -124,11 +146,11 @@ class Scaler:
             width, height = height, width
         if has_alpha(frame.format):
             planes_CHW = self._composed(frame, box, width, height, rules)
-        elif frame.format.name.startswith(_YUV):
+        elif frame.format.name.startswith(YUV):
             planes_CHW = self._filtered(frame, box, width, height, rules)
         else:  # RGB, grey and palettes are rare, and swscale would convert them to chroma and back
             planes_CHW = resize(frame.to_ndarray(format="rgb24"), box, width, height).transpose(2, 0, 1)
-        return np.rot90(planes_CHW, probe.rotation // 90, axes=(1, 2))
+        return turned(planes_CHW, probe)
 
     def _filtered(self, frame: av.video.VideoFrame, box: Box, width: int, height: int, rules: PixelRules) -> np.ndarray:
         scaled = self._pulled(frame, box, (width, height), rules, "gbrp")
@@ -141,7 +163,7 @@ class Scaler:
     def _composed(self, frame: av.video.VideoFrame, box: Box, width: int, height: int, rules: PixelRules) -> np.ndarray:
         """Compose a frame with alpha like a picture: at its own size, before it is scaled."""
         left, top, right, bottom = box
-        if frame.format.name.startswith(_YUV):
+        if frame.format.name.startswith(YUV):
             picture_HWC = self._pulled(frame, box, None, rules, "rgba").to_ndarray()
         else:
             picture_HWC = frame.to_ndarray(format="rgba")[top:bottom, left:right]
@@ -163,7 +185,7 @@ class Scaler:
 
 def is_yuv(pixel_format: str) -> bool:
     """True for a pixel format that is scaled before it is converted to RGB."""
-    return pixel_format.startswith(_YUV)
+    return pixel_format.startswith(YUV)
 
 
 def plain_rgb(frame: av.video.VideoFrame, rules: PixelRules) -> np.ndarray:
@@ -214,6 +236,8 @@ def _graph(
     """Build the graph that crops, scales the planes and converts to `form`. Matrix and range are explicit, so that no filter guesses."""
     left, top, right, bottom = box
     matrix, full = _matrix(frame, rules, probe.coded_height), _is_full_range(frame)
+    if int(frame.colorspace) == _UNTAGGED and probe.light.startswith(BT2100):
+        matrix = "bt2020"
     stated = f"in_color_matrix={matrix}:in_range={'full' if full else 'limited'}"
     same = f"out_color_matrix={matrix}:out_range={'full' if full else 'limited'}"
     columns, rows = chroma_steps(frame.format.name)
@@ -247,11 +271,11 @@ def _graph(
     if size is not None:
         nodes += [
             graph.add("scale", f"{size[0]}:{size[1]}:flags={_FLAGS}:{stated}:{same}{sited}"),
-            graph.add("format", "yuv444p"),
+            graph.add("format", "yuv444p16le" if probe.light else "yuv444p"),
         ]
         sited = ""
     nodes += [
-        graph.add("scale", f"flags={_FLAGS}:{stated}:out_range=full{sited}"),
+        graph.add("scale", f"flags={_FLAGS}:{stated}:out_range=full{sited}{mapped(probe.light)}"),
         graph.add("format", form),
         graph.add("buffersink"),
     ]

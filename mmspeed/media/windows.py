@@ -6,8 +6,8 @@ import bisect
 from collections.abc import Sequence
 from typing import Literal
 
-from mmspeed.preprocess.decoding.probe import median_step
-from mmspeed.preprocess.sources.rejections import Reason, Rejected
+from mmspeed.media.probe import median_step
+from mmspeed.media.rejections import Reason, Rejected
 
 _EPSILON = 1e-6  # seconds
 
@@ -16,7 +16,8 @@ def covers(pts: Sequence[float], frames: int, fps: float | None) -> bool:
     """True if a clip with frames at `pts` (seconds) is long enough for `frames` frames at `fps`.
 
     The window is (frames - 1) / fps seconds. The clip reaches from its first frame's time to its last's and, since that
-    is displayed for a while, half a usual step further: no selected frame is more than half a step from its time.
+    is displayed for a while, half a usual step further. A time takes the nearest frame, so none is further from its time than half the
+    step that the time falls in: half a usual step where the times of the clip are even, and half a gap in a gap (`furthest`).
     Without `fps` every frame counts.
     """
     if fps is None or frames == 1:
@@ -75,6 +76,12 @@ def choose_windows(
         selected.append([nearest(pts, pts[first] + k / fps) for k in range(frames)])
         free = selected[-1][-1] + 1
     return selected
+
+
+def furthest(pts: Sequence[float], indices: Sequence[int], fps: float) -> float:
+    """The most seconds from a frame of a window to its time; its frames are `fps` a second from the first one's time on."""
+    first = pts[indices[0]]
+    return max(abs(pts[index] - first - number / fps) for number, index in enumerate(indices))
 
 
 def windows_that_fit(pts: Sequence[float], frames: int, fps: float | None) -> int:

@@ -17,12 +17,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mmspeed.preprocess.decoding.pixel_rules import PixelRules
-from mmspeed.preprocess.decoding.probe import DECODER_ERRORS, Probe, frame_stamp, open_video, refused, video_stream
-from mmspeed.preprocess.decoding.scaling import is_yuv, plain_rgb
-from mmspeed.preprocess.sources.containers import PLAIN_HEAD_BYTES, is_plain_container
-from mmspeed.preprocess.sources.rejections import Reason, Rejected, in_words
-from mmspeed.preprocess.sources.source import Source
+from mmspeed.media.containers import PLAIN_HEAD_BYTES, is_plain_container
+from mmspeed.media.pixel_rules import PixelRules
+from mmspeed.media.probe import DECODER_ERRORS, Probe, frame_stamp, open_video, refused, video_stream
+from mmspeed.media.rejections import Reason, Rejected, in_words
+from mmspeed.media.scaling import is_yuv, plain_rgb
+from mmspeed.media.source import Source
 
 MOST_DIFFERENT = (
     2  # of 255: two versions of a colour conversion may round differently; a wrong frame or matrix differs by far more
@@ -142,6 +142,10 @@ def _difference(source: Source, probe: Probe, other: OtherDecoder) -> int:
     """The greatest difference of two frames' values from PyAV's. Raises _RefusedError."""
     if probe.alpha:
         raise _RefusedError("transparent pixels")
+    if probe.newer:
+        raise _RefusedError(
+            "stated times, geometry or colours that PyAV's reader alone applies", ", ".join(probe.newer)
+        )
     if not probe.key_seconds:
         raise _RefusedError("no presentation times in the file")
     with source.open() as file:

@@ -1,0 +1,66 @@
+"""Frames are told apart by the order in which they are decoded, where the container's times contradict it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mmspeed.media.decode import Cut, stream
+from mmspeed.media.other_decoders import OtherDecoder, examine
+from mmspeed.media.pixel_rules import NEWEST_RULES
+from mmspeed.media.probe import probe
+from mmspeed.media.rejections import Reason, Rejected
+from mmspeed.media.windows import choose_windows
+from tests.support.decoding import LIMITS, source_of
+from tests.support.media import number_of, write_video
+from tests.support.odd_media import shown
+
+_FIXED = {"bf": "3", "x264-params": "b-adapt=0"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"options": _FIXED},
+        {"options": _FIXED | {"g": "12"}},
+        {"options": {"bf": "0"}},
+        {"codec": "mpeg4", "options": {"bf": "2"}},
+    ],
+    ids=["fixed", "groups", "no B-frames", "MPEG-4"],
+)
+def test_frames_of_an_avi_are_those_at_their_times(settings: dict[str, object], tmp_path: Path) -> None:
+    path = write_video(tmp_path / "a.avi", **settings)  # type: ignore[arg-type]
+    found, frames = shown(path)
+    seen = [number_of(frame) for frame in frames]
+    assert seen == list(range(len(seen))) and len(seen) == 36
+    assert found.newer == (["order"] if "x264-params" in settings["options"] else [])  # type: ignore[operator]
+    for fps, count in ((6, 5), (8, 10), (None, 20)):
+        (indices,) = choose_windows(found.pts_seconds, count, fps, 1)
+        assert [number_of(frame) for frame in shown(path, tuple(indices))[1]] == indices
+
+
+def test_version_1_sees_what_it_saw_and_other_decoders_leave_the_file(tmp_path: Path) -> None:
+    path = write_video(tmp_path / "a.avi", options=_FIXED)
+    found = probe(source_of(path), *LIMITS)
+    assert (found.order, found.by(["order"]).order, found.by(["order"]).newer) == ("count", "", [])
+    with pytest.raises(Rejected, match="damaged or missing"):
+        shown(path, by=("order",))
+    refused = examine(source_of(path), found, OtherDecoder("torchcodec", "cpu", NEWEST_RULES))
+    assert (refused.refusal_detail, refused.reader) == ("order", "")
+
+
+def test_times_that_go_back_are_named(tmp_path: Path) -> None:
+    """A probe that takes the stamps for right, as of a file whose packets do not show it."""
+    source = source_of(write_video(tmp_path / "a.avi", options=_FIXED))
+    found = replace(probe(source, *LIMITS).by(["order"]), order="stamps")
+    ((_, result),) = stream(source, found, [Cut((0, 12), (0, 0, 96, 64), 96, 64)])
+    assert isinstance(result, Rejected) and result.reason is Reason.NO_TIMES and "comes after" in result.detail
+
+
+@pytest.mark.parametrize(("name", "codec"), [("a.h264", "libx264"), ("a.hevc", "libx265")])
+def test_raw_streams_are_rejected_for_their_lack_of_times(name: str, codec: str, tmp_path: Path) -> None:
+    path = write_video(tmp_path / name, codec=codec)
+    with pytest.raises(Rejected, match=r"have no times, as in a raw (h264|hevc) stream; put it into a container"):
+        probe(source_of(path), *LIMITS)
