@@ -15,6 +15,7 @@ from mmspeed.data.cache.codec_file import codec_facts, own_codec
 from mmspeed.data.cache.contents import append_content, read_contents
 from mmspeed.data.cache.files import write_whole
 from mmspeed.data.cache.keys import number_duplicates
+from mmspeed.data.cache.made_from import DIGEST
 from mmspeed.data.cache.scenes import append_scenes, read_scenes
 from mmspeed.data.cache.shards import shard_sha256
 from mmspeed.data.cache.tables import (
@@ -43,7 +44,7 @@ from .verify import is_text_cache
 L = TypeVar("L")
 
 _MUST_AGREE = ("encoders", "latent_dtype", "text_dtype", "encoding_version", "fps")
-_OWN = ("mmspeed", "schema", "seal", "build")  # written by write_info, or of one build only
+_OWN = ("mmspeed", "schema", "seal", "build", DIGEST)  # written by write_info, or of one build only
 _NUMBER = re.compile(r"^([0-9a-f]{32})-[0-9]+$")
 
 
