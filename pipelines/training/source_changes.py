@@ -36,6 +36,8 @@ def changes_to_bring_in(
             now = preparation.sources_now()
         if now.digest == info[DIGEST]:
             return None
+        if not now.sources:
+            raise UserError("none of them is there")
         changes = now.changes_since(read_made_from(root))
     except UserError as error:
         log.warning(f"the sources cannot be compared with the cache {location}, which is trained on as it is: {error}")
