@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmspeed.data import Sample
-from mmspeed.errors import UserError
+from mmspeed.errors import UserError, first_names
 from mmspeed.log import format_seconds
 from mmspeed.preprocess.sources.listing import SourceListing
 from mmspeed.preprocess.sources.rejections import Reason, Rejection
@@ -76,6 +76,9 @@ class BuildReport:
     rejections: list[Rejection] = field(default_factory=list)
     buckets: Counter[str] = field(default_factory=Counter)
     splits: Counter[str] = field(default_factory=Counter)
+    held_out_copies: list[str] = field(
+        default_factory=list
+    )  # sources held out for a mark of another with their content
     part: tuple[int, int] | None = None  # (number, count) of the part reported on; None: the whole build
     parts_missing: int = 0  # parts of the build that were missing when this one ended
 
@@ -170,6 +173,8 @@ class BuildReport:
             lines.append(
                 f"  samples: {_counts(self.splits)}; buckets (frames x height x width): {_counts(self.buckets)}"
             )
+        if self.held_out_copies:
+            lines.append(held_out_line(self.held_out_copies))
         if self.scene_cuts:
             lines.append(scene_line(self.scene_cuts, self.cut_videos))
         lines += [*self._speed_lines(), *self._caption_lines()]
@@ -245,6 +250,13 @@ class BuildReport:
         if self.captions_dropped:
             lines.append(f"  captions beyond the limit for a clip, left out: {self.captions_dropped}")
         return lines
+
+
+def held_out_line(sources: Sequence[str]) -> str:
+    """A line on sources that are held out because another one of their content is marked so."""
+    return (
+        f"  held out because another source of the same content is: {len(sources)} ({first_names(sources, EXAMPLES)})"
+    )
 
 
 def scene_line(cuts: int, videos: int) -> str:

@@ -18,6 +18,7 @@ from mmspeed.data.cache.keys import number_duplicates
 from mmspeed.data.cache.made_from import DIGEST
 from mmspeed.data.cache.scenes import append_scenes, read_scenes
 from mmspeed.data.cache.shards import shard_sha256
+from mmspeed.data.cache.splits import copies_of_held_out, hold_out_copies
 from mmspeed.data.cache.tables import (
     Sample,
     index_files,
@@ -57,6 +58,7 @@ class MergeReport:
     present: int = 0  # entries that were already present
     samples: int = 0  # of the merged cache, or documents: `noun`
     noun: str = "samples"
+    held_out_copies: int = 0  # samples held out because another one of their content is
     split_conflicts: int = 0  # samples that the caches put into different splits: the first cache's split counts
 
 
@@ -303,4 +305,6 @@ def unite_samples(tables: Iterable[Sequence[Sample]], report: MergeReport) -> li
     ordered = sorted(united.values(), key=lambda sample: (sample.source, sample.key, sample.dataset))
     keys = number_duplicates(sample.key for sample in ordered)
     report.samples = len(ordered)
-    return [dataclasses.replace(sample, key=key) for sample, key in zip(ordered, keys, strict=True)]
+    numbered = [dataclasses.replace(sample, key=key) for sample, key in zip(ordered, keys, strict=True)]
+    report.held_out_copies = len(copies_of_held_out(numbered))
+    return hold_out_copies(numbered)
