@@ -6,6 +6,7 @@ becomes a source, a caption, a rejection with a reason, or is counted as ignored
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from contextlib import closing
@@ -46,14 +47,16 @@ _SPLITS: dict[Any, Split] = {
 }
 
 
-def list_sources(data: DataConfig) -> SourceListing:
+def list_sources(data: DataConfig, deadline: float = math.inf) -> SourceListing:
     """The media of all configured sources, in their order and then by name.
 
     Raises UserError for a missing path, an unknown format, a missing column, a source without any media, and a store that cannot be
-    reached.
+    reached; LateError when it goes on after the `deadline` (of `time.monotonic`).
     """
     scores = ScoreLimits.of(data)
-    collector = SourceCollector(data.max_caption_chars, data.missing_caption, data.default_caption or "", scores)
+    collector = SourceCollector(
+        data.max_caption_chars, data.missing_caption, data.default_caption or "", scores, deadline
+    )
     with closing(MediaStore.of(data)) as media:
         remote = RemoteListing(collector, media)
         for config, name in zip(data.sources, data.dataset_names, strict=True):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mmspeed.errors import UserError
 from mmspeed.preprocess.sources.captions import CaptionAffixes, CaptionCounts, Captions
 from mmspeed.preprocess.sources.rejections import Reason, Rejection
 from mmspeed.preprocess.sources.remote import RemoteFile
@@ -20,6 +23,10 @@ VIDEO_ENDINGS = frozenset(
 )
 IMAGE_ENDINGS = frozenset(".jpg .jpeg .png .webp .bmp .tif .tiff .avif".split())
 CAPTION_ENDINGS = frozenset((".txt", ".json", ".cap"))
+
+
+class LateError(UserError):
+    """A listing goes on after its deadline."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +65,13 @@ class SourceCollector:
         missing: Literal["reject", "empty", "default"] = "reject",
         default: str = "",
         scores: ScoreLimits | None = None,
+        deadline: float = math.inf,
     ) -> None:
         self.dataset = ""  # name of the configured source that is being read
         self.affixes = CaptionAffixes()  # of that source
         self.missing_captions = 0
         self._missing, self._default = missing, default
+        self._deadline = deadline
         self.scores = scores or ScoreLimits({}, {})
         self.sources: list[Source] = []
         self.rejections: list[Rejection] = []
@@ -72,8 +81,10 @@ class SourceCollector:
         self._taken: dict[str, int] = {}  # names, and the last number appended to each
 
     def captions(self, texts: Iterable[str] = (), fields: Mapping[str, Any] | None = None) -> Captions:
-        """The captions of a new clip, starting with `texts`, and the scores among `fields`."""
+        """The captions of a new clip, starting with `texts`, and the scores among `fields`. Raises LateError after the deadline."""
         captions = Captions(self._max_chars, self.counts, self.scores.columns)
+        if time.monotonic() > self._deadline:
+            raise LateError("listing the sources takes too long")
         captions.add_scores(fields or {})
         for text in texts:
             captions.add(text)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+import time
+from collections.abc import Iterable
 
-from mmspeed.config.places import is_url
 from mmspeed.config.schema import DataConfig
 from mmspeed.data.cache.keys import digest
 from mmspeed.data.cache.made_from import ListedSource, MadeFrom, digest_of_words
 from mmspeed.errors import UserError
 from mmspeed.preprocess.sources.discover import list_sources
+from mmspeed.preprocess.sources.listing import LateError, SourceListing
 from mmspeed.preprocess.sources.source import Source
 
-REMOTE_SECONDS = 30.0  # a listing of stores takes at most, where it is only compared
-
-Result = TypeVar("Result")
+LISTING_SECONDS = 30.0  # of a listing that is only compared: other processes wait for it
 
 
 def made_from(sources: Iterable[Source]) -> MadeFrom:
@@ -27,33 +25,29 @@ def made_from(sources: Iterable[Source]) -> MadeFrom:
     )
 
 
-def listed_now(data: DataConfig, seconds: float = REMOTE_SECONDS) -> MadeFrom:
-    """The record of a config's sources as they are now; no medium is opened. Raises UserError like `list_sources`, and for slow stores."""
-    remote = any(is_url(source.path) for source in data.sources)
-    return made_from(within(seconds if remote else None, lambda: list_sources(data)).sources)
+def listed_now(data: DataConfig, seconds: float = LISTING_SECONDS) -> MadeFrom:
+    """The record of a config's sources as they are now; no medium is opened.
 
-
-def within(seconds: float | None, action: Callable[[], Result]) -> Result:
-    """The result of `action`. Raises what it raises, and UserError where it takes longer; it is left alone then."""
-    if seconds is None:
-        return action()
-    results: list[Result] = []
+    Raises UserError like `list_sources`, and where that takes longer; a store that does not answer is left alone then.
+    """
+    found: list[SourceListing] = []
     errors: list[Exception] = []
+    deadline = time.monotonic() + seconds
 
     def work() -> None:
         try:
-            results.append(action())
+            found.append(list_sources(data, deadline))
         except Exception as error:  # raised below, in the thread that waits
             errors.append(error)
 
-    thread = threading.Thread(target=work, daemon=True)  # no thread can be ended
+    thread = threading.Thread(target=work, daemon=True)  # it ends at the first source after the deadline
     thread.start()
     thread.join(seconds)
-    if errors:
+    if errors and not isinstance(errors[0], LateError):
         raise errors[0]
-    if not results:
+    if not found:
         raise UserError(f"listing them takes longer than {seconds:g} s")
-    return results[0]
+    return made_from(found[0].sources)
 
 
 def state_of(source: Source) -> tuple[int, int]:
