@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mmspeed.models.text.family import FamilyTextEncoder
 
 EXAMPLES = 3  # rejected sources shown for each reason; rejects/ lists all
-_CLEANED = ("cut", "repaired", "stripped", "dropped")
+_CLEANED = ("cut", "stripped", "dropped")
 
 
 @dataclass
@@ -40,7 +40,6 @@ class BuildReport:
     ignored: int = 0  # hidden files
     missing_captions: int = 0  # media taken without a caption, or with the default one
     captions_cut: int = 0  # cut to data.max_caption_chars
-    captions_repaired: int = 0  # had bytes that are not UTF-8, replaced by U+FFFD
     captions_stripped: int = 0  # had control or invisible characters, which were removed
     captions_dropped: int = 0  # beyond the number of captions that a clip may have
     seconds: float = 0.0
@@ -243,8 +242,6 @@ class BuildReport:
             lines.append(
                 f"  rows of padding, which the model takes, in captions: {self.caption_padding_rows}, {size:.1f} MB"
             )
-        if self.captions_repaired:
-            lines.append(f"  captions with bytes that are not UTF-8: {self.captions_repaired}; replaced by U+FFFD")
         if self.captions_stripped:
             lines.append(f"  captions with control or invisible characters, removed: {self.captions_stripped}")
         if self.captions_dropped:

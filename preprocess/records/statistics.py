@@ -44,7 +44,7 @@ EDGES: dict[str, tuple[float, ...]] = {
 _COUNTED = ("sizes", "endings", "codecs", "decoders", "refusals")
 _LISTED = (
     *("files", "caption_files", "ignored", "beyond_limit"),
-    *("captions_cut", "captions_repaired", "captions_stripped", "captions_dropped", "missing_captions"),
+    *("captions_cut", "captions_stripped", "captions_dropped", "missing_captions"),
 )  # counts of a `SourceListing`
 _SUMS = (
     *(

@@ -9,16 +9,27 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
 from mmspeed.config.places import base_name, is_url
 from mmspeed.config.schema import DataConfig, SourceConfig
-from mmspeed.errors import UserError
+from mmspeed.errors import UserError, first_names
 from mmspeed.preprocess.sources.captions import CaptionAffixes, is_missing, strings
 from mmspeed.preprocess.sources.fetched import MediaStore
 from mmspeed.preprocess.sources.folders import no_file, read_folder
 from mmspeed.preprocess.sources.listing import IMAGE_ENDINGS, VIDEO_ENDINGS, SourceCollector, SourceListing, ending
+from mmspeed.preprocess.sources.manifest_search import (
+    FORMAT_OF_ENDING,
+    USUAL_COLUMNS,
+    captioned,
+    kind_of,
+    like_manifests,
+    manifest_in,
+    usual_names,
+)
 from mmspeed.preprocess.sources.manifests import READERS, Columns, column_names
 from mmspeed.preprocess.sources.patterns import expand
 from mmspeed.preprocess.sources.rejections import Reason, Rejection
@@ -30,13 +41,6 @@ from mmspeed.redaction import readable
 
 __all__ = ["Kind", "Source", "SourceListing", "Split", "content_id", "list_sources"]
 
-FORMAT_OF_ENDING = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".csv": "csv",
-    ".parquet": "parquet",
-    ".tar": "webdataset",
-}
 _SPLITS: dict[Any, Split] = {
     None: "train",
     "": "train",
@@ -55,30 +59,30 @@ def list_sources(data: DataConfig, deadline: float = math.inf) -> SourceListing:
     """
     scores = ScoreLimits.of(data)
     collector = SourceCollector(
-        data.max_caption_chars, data.missing_caption, data.default_caption or "", scores, deadline
+        data.max_caption_chars,
+        data.missing_caption,
+        data.default_caption or "",
+        scores,
+        deadline,
+        data.caption_encoding,
     )
     with closing(MediaStore.of(data)) as media:
         remote = RemoteListing(collector, media)
         for config, name in zip(data.sources, data.dataset_names, strict=True):
             collector.dataset, collector.affixes = name, CaptionAffixes.of(data, config)
             before = len(collector.sources), len(collector.rejections)
-            places = [(path, _format(config, path)) for path in expand(config.path)]
+            places = [(path, _format(data, config, path)) for path in expand(config.path)]
             remote.prepare_tars([path for path, kind in places if kind == "webdataset" and is_url(path)])
             for path, kind in places:
                 if is_url(path):
                     _read_remote(remote, config, path, kind)
+                elif kind == "manifest_folder":
+                    _read_manifest(collector, config, manifest_in(data, config, path) or path)
                 else:
                     _READ[kind](collector, config, path)
             if len(collector.sources) == before[0]:
-                _check_not_empty(config, collector.rejections[before[1] :])
+                _check_not_empty(config, [path for path, _ in places], collector.rejections[before[1] :])
     return collector.listing(data.limit)
-
-
-# Keys of a source, and the names under which manifests usually have what they name, the likeliest first.
-USUAL_COLUMNS = {
-    "media_column": ("video", "video_path", "path", "file_name", "filename", "file", "media", "image", "url"),
-    "caption_column": ("caption", "text", "prompt", "captions", "description"),
-}
 
 
 def usual_columns(data: DataConfig) -> dict[str, str]:
@@ -88,18 +92,18 @@ def usual_columns(data: DataConfig) -> dict[str, str]:
     """
     config = data.sources[0]
     path = expand(config.path)[0]
-    kind = _format(config, path)
+    kind = _format(data, config, path)
     if kind == "manifest_folder":
-        path = _manifest_in(config, path) or path
-        kind = FORMAT_OF_ENDING[ending(path)]
+        path = manifest_in(data, config, path) or path
+        kind = kind_of(path)
     if kind not in READERS:
         return {}
     if is_url(path):
         with closing(MediaStore.of(data)) as media:
             with RemoteListing(SourceCollector(data.max_caption_chars), media).manifest(path) as copy:
-                names = column_names(copy, kind)
+                names = column_names(copy, kind, data.caption_encoding)
     else:
-        names = column_names(path, kind)
+        names = column_names(path, kind, data.caption_encoding)
     guessed = {}
     for key, usual in USUAL_COLUMNS.items():
         if getattr(config, key) not in names and (column := next((name for name in usual if name in names), None)):
@@ -114,7 +118,10 @@ def _read_remote(remote: RemoteListing, config: SourceConfig, url: str, kind: st
         return
     if kind == "folder":
         files = remote.find(url)
-        manifest = next((name for name in _manifest_names(config) if name in files), None)
+        manifest = next((name for name in usual_names(config) if name in files), None)
+        if manifest is None and config.format == "auto" and not captioned(files):
+            like = like_manifests([name for name in files if "/" not in name and kind_of(name) != "lists"])
+            manifest = like[0] if len(like) == 1 else None
         if manifest is None or config.format == "folder":
             if config.format not in ("auto", "folder"):
                 raise UserError(
@@ -127,7 +134,7 @@ def _read_remote(remote: RemoteListing, config: SourceConfig, url: str, kind: st
         _read_manifest(remote.collector, config, path, url)
 
 
-def _format(config: SourceConfig, path: str) -> str:
+def _format(data: DataConfig, config: SourceConfig, path: str) -> str:
     """The format of `path`. Raises UserError if it cannot be determined."""
     if is_url(path):
         path = base_name(path)
@@ -140,7 +147,7 @@ def _format(config: SourceConfig, path: str) -> str:
     elif config.format == "folder" and not os.path.isdir(path):
         raise UserError(f"data.sources: {path} is a file, not a folder; set format to match it, or to auto")
     if os.path.isdir(path):
-        if config.format != "folder" and _manifest_in(config, path) is not None:
+        if config.format != "folder" and manifest_in(data, config, path) is not None:
             return "manifest_folder"
         if config.format not in ("auto", "folder"):
             raise UserError(f"data.sources: {path} is a folder, and format {config.format} reads a file; name the file")
@@ -149,27 +156,31 @@ def _format(config: SourceConfig, path: str) -> str:
         return config.format
     if re.search(r"\.(tgz|tar\.\w+)$", path.lower()):
         raise UserError(f"data.sources: {path} is a compressed tar, which cannot be read in place; decompress it first")
-    if ending(path) not in FORMAT_OF_ENDING:
+    if not kind_of(path):
         raise UserError(
             f"data.sources: {path}: cannot tell what it is by its ending; "
             f"name a folder or a file in {', '.join(FORMAT_OF_ENDING)}, or set format"
         )
-    return FORMAT_OF_ENDING[ending(path)]
+    return kind_of(path)
 
 
-def _manifest_names(config: SourceConfig) -> list[str]:
-    kinds = ("jsonl", "csv", "parquet") if config.format == "auto" else (config.format,)
-    return [f"metadata.{kind}" for kind in kinds]
-
-
-def _manifest_in(config: SourceConfig, folder: str) -> str | None:
-    files = (os.path.join(folder, name) for name in _manifest_names(config))
-    return next((file for file in files if os.path.isfile(file)), None)
-
-
-def _check_not_empty(config: SourceConfig, rejections: list[Rejection]) -> None:
-    """Raise UserError if a data set holds nothing that could have been a source."""
-    candidate_reasons = {Reason.NO_CAPTION, Reason.MISSING_FILE, Reason.BAD_ROW, *SCORE_REASONS}
+def _check_not_empty(config: SourceConfig, paths: Sequence[str], rejections: list[Rejection]) -> None:
+    """Raise UserError if a data set holds nothing that could have been a source, or may have its captions in files that are not read."""
+    reasons = Counter(rejection.reason for rejection in rejections)
+    folders = [path for path in paths if config.format == "auto" and not is_url(path) and os.path.isdir(path)]
+    if reasons[Reason.NO_CAPTION] and (like := [name for path in folders for name in like_manifests(os.listdir(path))]):
+        raise UserError(
+            f"data.sources: {config.path} has {reasons[Reason.NO_CAPTION]} media without a caption beside them, and files that may list "
+            f"captions ({first_names(like)}): name one of them as path, with its media_column and caption_column; or set "
+            "data.missing_caption"
+        )
+    candidate_reasons = {
+        Reason.NO_CAPTION,
+        Reason.CAPTION_ENCODING,
+        Reason.MISSING_FILE,
+        Reason.BAD_ROW,
+        *SCORE_REASONS,
+    }
     if any(rejection.reason in candidate_reasons for rejection in rejections):
         return
     example = f" ({rejections[0].source}: {rejections[0].detail or rejections[0].reason})" if rejections else ""
@@ -186,11 +197,12 @@ def _read_manifest(collector: SourceCollector, config: SourceConfig, path: str, 
     """
     place = url or path
     name = base_name(place)
-    kind = config.format if config.format in READERS else FORMAT_OF_ENDING[ending(name)]
+    kind = config.format if config.format in READERS else kind_of(name)
     rows = good = 0
     first_problem = ""
     unit = "row" if kind == "parquet" else "line"
-    columns = Columns(config.media_column, config.caption_column, config.split_column, place, collector.scores.columns)
+    named = config.media_column, config.caption_column, config.split_column
+    columns = Columns(*named, place, collector.scores.columns, collector.encoding)
     for line, row in READERS[kind](path, columns):
         rows += 1
         where = f"{name} {unit} {line}"
@@ -240,17 +252,8 @@ def _read_row(
         collector.reject(f"{name} {media}", reason, f"{where}: {why}")
 
 
-def _read_manifest_folder(collector: SourceCollector, config: SourceConfig, path: str) -> None:
-    manifest = _manifest_in(config, path)
-    assert manifest is not None
-    _read_manifest(collector, config, manifest)
-
-
-_READ = {
+_READ: Mapping[str, Callable[[SourceCollector, SourceConfig, str], None]] = {
     "folder": read_folder,
-    "manifest_folder": _read_manifest_folder,
-    "jsonl": _read_manifest,
-    "csv": _read_manifest,
-    "parquet": _read_manifest,
     "webdataset": read_tar,
+    **dict.fromkeys(READERS, _read_manifest),
 }

@@ -16,6 +16,7 @@ class Reason(str, Enum):
     """The reasons a source can be rejected for. The value is stored in the cache's `rejects` table."""
 
     NO_CAPTION = "no_caption"
+    CAPTION_ENCODING = "caption_encoding"
     ORPHAN_CAPTION = "orphan_caption"
     NOT_MEDIA = "not_media"
     MISSING_FILE = "missing_file"
@@ -51,7 +52,8 @@ class Reason(str, Enum):
 
 
 _EXPLANATIONS = {
-    Reason.NO_CAPTION: "The media file has no caption, or only an empty one.",
+    Reason.NO_CAPTION: "The media file has no caption, or only an empty one; data.missing_caption says what to do with such.",
+    Reason.CAPTION_ENCODING: "A caption is neither UTF-8 nor in the encoding of its byte-order mark or of data.caption_encoding.",
     Reason.ORPHAN_CAPTION: "The caption file has no media file of the same name beside it.",
     Reason.NOT_MEDIA: "The file is neither media nor a caption.",
     Reason.MISSING_FILE: "The file that a manifest or a link names does not exist.",
