@@ -19,9 +19,9 @@ from torch import Tensor
 from mmspeed.config.schema import Config, ModelConfig, PublishedModelConfig
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.models.build import KEY, family_of_section, repository_of, stored_conditions
 from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.families.base import ImageRecipe
+from mmspeed.models.sections import KEY, family_of_section, repository_of, stored_conditions
 from mmspeed.models.text.family import load_component
 from mmspeed.models.weights import fingerprint, folders_in, resolve, weight_files, weight_patterns
 from mmspeed.protocols.calls import IMAGES

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from mmspeed.preprocess.records.build_report import BuildReport
     from mmspeed.preprocess.report.check import check
     from mmspeed.preprocess.report.starting import DataFit, fit_data
-    from mmspeed.preprocess.texts.build import TextCacheBuilder
+    from mmspeed.preprocess.texts.cache_builder import TextCacheBuilder
 
 __all__ = ["BuildReport", "CacheBuilder", "DataFit", "OnlineBuilder", "TextCacheBuilder", "check", "fit_data"]
 
@@ -21,7 +21,7 @@ _HOME = {
     "check": "report.check",
     "DataFit": "report.starting",
     "fit_data": "report.starting",
-    "TextCacheBuilder": "texts.build",
+    "TextCacheBuilder": "texts.cache_builder",
 }
 
 

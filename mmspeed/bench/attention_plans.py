@@ -17,7 +17,7 @@ from itertools import product
 from torch import Tensor
 
 from mmspeed.compute.sparse import ClusterPlan
-from mmspeed.compute.sparse.plan import usual_tail_clusters
+from mmspeed.compute.sparse.cluster_plan import usual_tail_clusters
 from mmspeed.compute.sparse.planners.clusters import plan_clusters
 from mmspeed.compute.sparse.planners.patterns import plan_skip, plan_window
 from mmspeed.compute.sparse.planners.selection import KeepRule, PlannerContext

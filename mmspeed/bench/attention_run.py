@@ -29,7 +29,7 @@ from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 from mmspeed.loop.checkpoint.manager import load_weights
 from mmspeed.models import SoraDiT, build_model
-from mmspeed.models.build import sora_section
+from mmspeed.models.sections import sora_section
 from mmspeed.models.sora.model import SoraBlock
 from mmspeed.parallel import autocast
 from mmspeed.pipelines.diffusion.objective import make_objective
@@ -37,7 +37,7 @@ from mmspeed.pipelines.inference.text_to_video import find_checkpoint
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.protocols.plan import Structure
 
-from .attention import AttentionBenchSetting, LengthBench
+from .attention_bench import AttentionBenchSetting, LengthBench
 from .attention_data import Grid, oracle_share
 from .attention_plans import Method, method
 from .attention_suggest import LayerResult, MethodResult, RunResult, SparseChoice, suggest

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from .attention import AttentionRow
+from .attention_bench import AttentionRow
 
 PAYS = (
     1.1  # times faster, forward + backward over all self-attention, below which sparse attention is not worth its error

@@ -18,7 +18,7 @@ from mmspeed import rng
 from mmspeed.config.memory import MemoryConfig
 from mmspeed.config.training import TrainConfig
 from mmspeed.device import Device, pick
-from mmspeed.loop.optimizers.build import make_optimizer
+from mmspeed.loop.optimizers.make_optimizer import make_optimizer
 from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig
 

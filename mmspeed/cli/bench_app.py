@@ -107,7 +107,7 @@ def attention(
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
     """Measure sparse attention against dense on the layers of a trained model: error, speed, and settings to paste."""
-    from mmspeed.bench.attention import ask
+    from mmspeed.bench.attention_bench import ask
     from mmspeed.bench.attention_run import bench_run
 
     result = bench_run(

@@ -11,7 +11,7 @@ from typing import Any
 
 from mmspeed.config import Config, make_config
 from mmspeed.log import ProgressLine, format_seconds, get_logger
-from mmspeed.models.build import size_of
+from mmspeed.models.sections import size_of
 
 log = get_logger("demo")
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from .operators.base import Implementation, Operator, counting
 from .operators.cross_entropy import linear_cross_entropy, linear_log_sums
-from .operators.documents import document_attention
+from .operators.document_attention import document_attention
 from .operators.grouped import grouped_product
 from .operators.norms import rms_norm
 from .operators.permutation import combine, permute

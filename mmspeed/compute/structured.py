@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mmspeed.protocols.plan import Structure
 
 from .attention import attention, attention_apart, with_heads_of
-from .operators.documents import document_attention
+from .operators.document_attention import document_attention
 
 
 class Attend(nn.Module):

@@ -34,8 +34,7 @@ class ConditioningConfig(Section):
 
     @model_validator(mode="after")
     def _shares_fit(self) -> ConditioningConfig:
-        anchors = self.first + self.first_last + self.prefix + self.mask
-        total = anchors + (self.none or 0.0)
+        total = self.first + self.first_last + self.prefix + self.mask + (self.none or 0.0)
         if total > 1 + ROUNDING:
             raise ValueError(f"the shares of the modes are {total:g} together: at most 1")
         if self.none is not None and total < 1 - ROUNDING:
@@ -45,14 +44,14 @@ class ConditioningConfig(Section):
     @property
     def shares(self) -> dict[Mode, float]:
         """The share of each mode that is used, in a fixed order; they are 1 together."""
-        anchors: dict[Mode, float] = {
+        given: dict[Mode, float] = {
             "first": self.first,
             "first_last": self.first_last,
             "prefix": self.prefix,
             "mask": self.mask,
         }
-        none = max(0.0, 1.0 - sum(anchors.values()))
-        return {mode: share for mode, share in ({"none": none} | anchors).items() if share > ROUNDING}  # type: ignore[misc]
+        none = max(0.0, 1.0 - sum(given.values()))
+        return {mode: share for mode, share in ({"none": none} | given).items() if share > ROUNDING}  # type: ignore[misc]
 
     @property
     def gives_frames(self) -> bool:

@@ -17,7 +17,8 @@ from mmspeed.protocols import Models, StepData
 
 from .averages import EMA
 from .counts import counting_modules, spread
-from .optimizers.build import AnyOptimizer, learning_rate, set_learning_rate
+from .optimizers.learning_rate import learning_rate, set_learning_rate
+from .optimizers.make_optimizer import AnyOptimizer
 from .signals import Request, StopSignals
 from .step import StepResult
 

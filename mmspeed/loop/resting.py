@@ -15,7 +15,7 @@ from mmspeed.parallel.tensor import local
 
 from .averages import EMA
 from .callbacks import BaseCallback
-from .optimizers.build import AnyOptimizer
+from .optimizers.make_optimizer import AnyOptimizer
 from .step import Learner
 
 

@@ -20,8 +20,8 @@ from mmspeed.protocols import Divisors, MicroBatches, Models, Update, UseName
 
 from .counts import counting, counting_modules, share_counts
 from .gradients import clip_gradients
-from .optimizers.build import AnyOptimizer
 from .optimizers.gradient_release import ReleasingOptimizer
+from .optimizers.make_optimizer import AnyOptimizer
 from .runner import Runner, RunRecord, scale_of
 from .terms import TermKind, terms_of_all
 

@@ -36,7 +36,7 @@ class Conditions:
         fps_B: frames per second of each clip, float32; of an image any number.
         strides: frames and pixels that a latent position covers.
         named: further inputs by their names in a batch: captions of a second encoder (`text_2`, (B, L, D)) with their mask (`text_2_mask`),
-        and those of given frames (see `AnchorRule`).
+        and those of conditioning frames (see `Conditioning`).
     """
 
     text_BLD: Tensor
@@ -47,9 +47,9 @@ class Conditions:
     named: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
-    def anchors(self) -> Tensor | None:
-        """bool (B, T), True at latent frames that are given; None where the task gives none."""
-        return self.named.get("given")
+    def conditioning_mask(self) -> Tensor | None:
+        """bool (B, T), True at conditioning frames; None where the task gives none."""
+        return self.named.get("conditioning_mask")
 
     def with_text_of(self, tokens: int) -> Conditions:
         """The conditions with captions of at least so many tokens, zeros that the mask leaves out behind shorter ones."""
@@ -60,19 +60,19 @@ class Conditions:
         return replace(self, text_BLD=text_BLD, text_mask_BL=mask_BL)
 
     def times_of(self, t_B: Tensor) -> Tensor:
-        """The times as a model with times of frames takes them: (B, T), 0 at given frames; (B,) where the task gives none."""
-        return t_B if self.anchors is None else t_B[:, None].where(~self.anchors, 0.0)
+        """The times as a model with times of frames takes them: (B, T), 0 at conditioning frames; (B,) where the task gives none."""
+        return t_B if self.conditioning_mask is None else t_B[:, None].where(~self.conditioning_mask, 0.0)
 
 
 @dataclass(frozen=True)
-class AnchorRule:
-    """The ways in which a model can be given latent frames.
+class Conditioning:
+    """The ways in which a model takes conditioning frames.
 
     Args:
         modes: those of the config section `conditioning` that it can be trained in.
-        how: `replace`: given frames are clean latents at time 0, without loss. Otherwise latents of given frames are further channels
-            (`condition` in `Conditions.named`), and all frames are noisy and count: with `grey` they are the codec's latents of the given
-            frames with grey ones after them, with `zeros` the latent of the first frame and zeros after it.
+        how: `replace`: they are clean latents at time 0, without loss. Otherwise their latents are further channels
+            (`condition` in `Conditions.named`), and all frames are noisy and count: with `grey` they are the codec's latents of the
+            video with grey in all other frames, with `zeros` the latent of the first frame and zeros after it.
         alone: True where the first frame is given as the codec encodes it alone, which is stored beside the clip's own latent.
         drawn: True where that latent is a draw from the codec's posterior; else it is the mean.
         blend: share of the first frame in the noise that sampling begins with.
@@ -117,11 +117,11 @@ class AnchorRule:
 
 
 @runtime_checkable
-class TakesConditions(Protocol):
-    """A call of models that can be given latent frames."""
+class TakesConditioning(Protocol):
+    """A call of models that can take conditioning frames."""
 
-    def anchors(self, config: Mapping[str, Any]) -> AnchorRule:
-        """The ways in which a model of these arguments can be given frames."""
+    def conditioning(self, config: Mapping[str, Any]) -> Conditioning:
+        """The ways in which a model of these arguments takes conditioning frames."""
         ...
 
 

@@ -155,11 +155,11 @@ class DiffusionModel(TrainableModel, CountsFlops, Protocol):
 
 
 @runtime_checkable
-class TakesAnchors(Protocol):
-    """A model that can be given latent frames: clean, at time 0, where others are noisy."""
+class HasConditioningModes(Protocol):
+    """A model that can take conditioning frames: clean, at time 0, where others are noisy."""
 
     @property
-    def anchor_modes(self) -> tuple[str, ...]:
+    def conditioning_modes(self) -> tuple[str, ...]:
         """The modes of the config section `conditioning` that the model can be trained in."""
         ...
 

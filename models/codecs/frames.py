@@ -1,4 +1,4 @@
-"""Latents of the frames that a model is given, encoded apart from those of the whole video.
+"""Latents of conditioning frames, encoded apart from those of the whole video.
 
 Legend: B batch, C channels, F H W frames and pixels, T h w latent.
 """
@@ -24,7 +24,7 @@ def with_grey(video_BCFHW: Tensor, last: bool) -> Tensor:
 def frame_latents(
     video_BCFHW: Tensor, names: Iterable[str], encode: Callable[[Tensor], Posterior]
 ) -> dict[str, Tensor]:
-    """The latents of given frames of videos, by their names (see `AnchorRule.stored`), each (B, C, T, h, w).
+    """The latents of conditioning frames of videos, by their names (see `Conditioning.stored`), each (B, C, T, h, w).
 
     `first` is the mean of the first frame encoded alone, `first_logvar` its log-variance, where the codec has one; `grey_first` and
     `grey_first_last` are those of the video with grey frames in place of those that are not given.

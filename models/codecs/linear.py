@@ -21,8 +21,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from mmspeed import rng
-from mmspeed.data.cache.checksum import BLANK, is_sealed, seal
 from mmspeed.data.cache.files import write_whole
+from mmspeed.data.cache.seals import BLANK, is_sealed, seal
 from mmspeed.errors import UserError
 from mmspeed.protocols import Posterior
 from mmspeed.shapes import Bucket, Strides

@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import nn
 
-from mmspeed.compute.sparse.attention import check_backend
+from mmspeed.compute.sparse.dispatch import check_backend
 from mmspeed.compute.sparse.module import ClusteredAttention, clustered_layers
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError
 from mmspeed.mixin import mix_in
 from mmspeed.parallel.boundaries.apply import put_sparse_sites
-from mmspeed.parallel.boundaries.attention import SPARSE_LAYER
+from mmspeed.parallel.boundaries.attention_sites import SPARSE_LAYER
 from mmspeed.parallel.boundaries.boundary import Grid
 from mmspeed.protocols.plan import ModelPlan, modules_like
 

@@ -167,7 +167,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class ImageRecipe:
-    """The use of a repository's image encoder, whose embedding of a given frame the model takes.
+    """The use of a repository's image encoder, whose embedding of a conditioning frame the model takes.
 
     Args:
         encoder, processor: folders in the repository.
@@ -294,7 +294,7 @@ def check_sizes(
 ) -> None:
     """Raises UserError where latents or captions have other sizes than the model's.
 
-    takes_frames: True where the channels that are not returned hold given frames.
+    takes_frames: True where the channels that are not returned hold conditioning frames.
     """
     outputs = outputs_of(config)
     inputs = outputs if takes_frames else config["in_channels"]
@@ -367,20 +367,20 @@ def first_output(output: Any) -> Tensor:
 
 
 def small_channels(config: Config, channels: int) -> dict[str, Any]:
-    """Numbers of input and output channels; a model that takes latents of given frames and masks, too, keeps so many of both."""
+    """Numbers of input and output channels; a model that takes latents of conditioning frames and masks, too, keeps so many of both."""
     latents, masks = divmod(config["in_channels"], outputs_of(config))
     return {"in_channels": latents * channels + masks, "out_channels": channels}
 
 
 def channels_of_frames(name: str, conditions: Conditions, like_BCThw: Tensor) -> tuple[Tensor, Tensor]:
-    """(bool (B, T), True at given latent frames; their latents (B, C, T, h, w)) of a model that takes these as channels.
+    """(bool (B, T), True at conditioning frames; their latents (B, C, T, h, w)) of a model that takes these as channels.
 
     Raises UserError where the task gives no frames.
     """
-    anchor_BT, condition_BCThw = conditions.anchors, conditions.named.get("condition")
-    if anchor_BT is None or condition_BCThw is None:
+    mask_BT, condition_BCThw = conditions.conditioning_mask, conditions.named.get("condition")
+    if mask_BT is None or condition_BCThw is None:
         raise UserError(f"{name} takes given frames: set the section `conditioning`, such as {{first: 1}}")
-    return anchor_BT, condition_BCThw.to(like_BCThw)
+    return mask_BT, condition_BCThw.to(like_BCThw)
 
 
 def pictures_of(name: str, conditions: Conditions, width: int) -> Tensor:

@@ -36,7 +36,7 @@ from mmspeed.models.families.base import (
     width_of,
 )
 from mmspeed.models.text.recipes import EncoderRecipe, TextRecipe
-from mmspeed.protocols.calls import AnchorRule, Conditions, ModelCall, Predicted
+from mmspeed.protocols.calls import Conditioning, Conditions, ModelCall, Predicted
 
 NAME = "CogVideoXTransformer3DModel"
 FROM_IMAGES = "CogVideoXImageToVideoPipeline"
@@ -59,9 +59,9 @@ class CogVideoXCall(FamilyCall):
         """Raises UserError for sizes that differ."""
         check_sizes(NAME, config, channels, text_width, "text_embed_dim", takes_channels(config))
 
-    def anchors(self, config: Config) -> AnchorRule:
+    def conditioning(self, config: Config) -> Conditioning:
         """The first frame as channels, always, of a model from images; a draw from the codec's posterior, as in the pipeline."""
-        return AnchorRule(("first",), "zeros", alone=True, drawn=True) if takes_channels(config) else AnchorRule()
+        return Conditioning(("first",), "zeros", alone=True, drawn=True) if takes_channels(config) else Conditioning()
 
     def call(self, config: Config, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> dict[str, Any]:
         """The arguments of the forward. Raises UserError for captions of more tokens than the model has places, and without given frames

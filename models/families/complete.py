@@ -16,10 +16,10 @@ from mmspeed.config.schema import (
     ShiftConfig,
 )
 from mmspeed.errors import UserError
-from mmspeed.models.build import repository_of
 from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.families import family_of
 from mmspeed.models.families.base import Sampling
+from mmspeed.models.sections import repository_of
 
 Scheduler = dict[str, Any]  # the contents of scheduler_config.json
 STEPS, GUIDANCE = 30, 4.0  # of sampling from models of our own

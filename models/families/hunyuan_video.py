@@ -34,7 +34,7 @@ from mmspeed.models.families.base import (
     width_of,
 )
 from mmspeed.models.text.recipes import EncoderRecipe, PictureUse, TextRecipe
-from mmspeed.protocols.calls import AnchorRule, Conditions, ModelCall
+from mmspeed.protocols.calls import Conditioning, Conditions, ModelCall
 
 NAME = "HunyuanVideoTransformer3DModel"
 FROM_IMAGES = "HunyuanVideoImageToVideoPipeline"
@@ -63,12 +63,12 @@ class HunyuanVideoCall(FamilyCall):
         """Raises UserError for sizes that differ."""
         check_sizes(NAME, config, channels, text_width, "text_embed_dim", takes_channels(config))
 
-    def anchors(self, config: Config) -> AnchorRule:
+    def conditioning(self, config: Config) -> Conditioning:
         """The first frame, always, of a model from images: as channels, or in its place."""
         kind = config.get("image_condition_type")
         if kind is None:
-            return AnchorRule()
-        rule = AnchorRule(("first",), alone=True, blend=BLEND)
+            return Conditioning()
+        rule = Conditioning(("first",), alone=True, blend=BLEND)
         return replace(rule, how="zeros", cut=LOST_FRAMES) if kind == CHANNELS else rule
 
     def call(self, config: Config, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> dict[str, Any]:
@@ -118,9 +118,9 @@ def takes_channels(config: Config) -> bool:
 
 
 def with_condition(x_BCThw: Tensor, conditions: Conditions) -> Tensor:
-    """Noisy latents, latents of given frames and their mask, as channels in this order. Raises UserError without them."""
-    anchor_BT, condition_BCThw = channels_of_frames(NAME, conditions, x_BCThw)
-    mask_B1Thw = anchor_BT.to(x_BCThw)[:, None, :, None, None].expand(-1, -1, -1, *x_BCThw.shape[3:])
+    """Noisy latents, latents of conditioning frames and their mask, as channels in this order. Raises UserError without them."""
+    mask_BT, condition_BCThw = channels_of_frames(NAME, conditions, x_BCThw)
+    mask_B1Thw = mask_BT.to(x_BCThw)[:, None, :, None, None].expand(-1, -1, -1, *x_BCThw.shape[3:])
     return torch.cat((x_BCThw, condition_BCThw, mask_B1Thw), dim=1)
 
 

@@ -35,7 +35,7 @@ from mmspeed.models.families.base import (
     width_of,
 )
 from mmspeed.models.text.recipes import EncoderRecipe, TextRecipe
-from mmspeed.protocols.calls import AnchorRule, Conditions, ModelCall
+from mmspeed.protocols.calls import Conditioning, Conditions, ModelCall
 
 FROM_IMAGES = "HunyuanVideo15ImageToVideoPipeline"
 NAME = "HunyuanVideo15Transformer3DModel"
@@ -82,11 +82,11 @@ class HunyuanVideo15Call(FamilyCall):
                 f"{NAME}: use_meanflow is set: models of few steps and for larger sizes cannot be trained yet"
             )
 
-    def anchors(self, config: Config) -> AnchorRule:
+    def conditioning(self, config: Config) -> Conditioning:
         """The first frame, always, of a model from images: its latent alone as channels, and the embedding of the picture."""
         if not self.images:
-            return AnchorRule()
-        return AnchorRule(("first",), "zeros", alone=True, embedding=(self.image_tokens, config["image_embed_dim"]))
+            return Conditioning()
+        return Conditioning(("first",), "zeros", alone=True, embedding=(self.image_tokens, config["image_embed_dim"]))
 
     def call(self, config: Config, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> dict[str, Any]:
         """The arguments of the forward. Raises UserError for inputs that are missing, or of another size."""
@@ -104,13 +104,13 @@ class HunyuanVideo15Call(FamilyCall):
         }
 
     def _frames(self, config: Config, x_BCThw: Tensor, conditions: Conditions) -> tuple[Tensor, Tensor, Tensor]:
-        """(latents of given frames (B, C, T, h, w), their mask (B, 1, T, h, w), the picture's embedding (B, I, D))."""
+        """(latents of conditioning frames (B, C, T, h, w), their mask (B, 1, T, h, w), the picture's embedding (B, I, D))."""
         width = config["image_embed_dim"]
         if not self.images:
             unknown_BCThw = torch.zeros_like(x_BCThw)
             return unknown_BCThw, unknown_BCThw[:, :1], x_BCThw.new_zeros(len(x_BCThw), self.image_tokens, width)
-        anchor_BT, condition_BCThw = channels_of_frames(NAME, conditions, x_BCThw)
-        mask_B1Thw = anchor_BT[:, None, :, None, None].to(x_BCThw).expand_as(x_BCThw[:, :1])
+        mask_BT, condition_BCThw = channels_of_frames(NAME, conditions, x_BCThw)
+        mask_B1Thw = mask_BT[:, None, :, None, None].to(x_BCThw).expand_as(x_BCThw[:, :1])
         return condition_BCThw, mask_B1Thw, pictures_of(NAME, conditions, width)[:, 0].to(x_BCThw.dtype)
 
     def _glyphs(self, config: Config, conditions: Conditions) -> tuple[Tensor, Tensor]:

@@ -36,7 +36,7 @@ from mmspeed.models.families.base import (
     width_of,
 )
 from mmspeed.models.text.recipes import EncoderRecipe, TextRecipe
-from mmspeed.protocols.calls import AnchorRule, Conditions
+from mmspeed.protocols.calls import Conditioning, Conditions
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class LtxCall(FamilyCall):
             "LTXVideoTransformer3DModel", config, channels * math.prod(self.patch(config)), text_width, "caption_channels"
         )  # fmt: skip
 
-    def anchors(self, config: Config) -> AnchorRule:
+    def conditioning(self, config: Config) -> Conditioning:
         """The first frame, or those before, clean, at time 0 of their tokens."""
-        return AnchorRule(("none", "first", "prefix"))
+        return Conditioning(("none", "first", "prefix"))
 
     def call(self, config: Config, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> dict[str, Any]:
         """The arguments of the forward. Raises UserError without frames per second."""
@@ -66,7 +66,8 @@ class LtxCall(FamilyCall):
         seconds = (conditions.strides.temporal / conditions.fps_B)[:, None, None, None, None]
         return {
             "hidden_states": packed(x_BCThw, self.patch(config)),
-            "timestep": TIMES * (t_B if conditions.anchors is None else per_token(conditions.times_of(t_B), tokens)),
+            "timestep": TIMES
+            * (t_B if conditions.conditioning_mask is None else per_token(conditions.times_of(t_B), tokens)),
             "encoder_hidden_states": conditions.text_BLD.to(x_BCThw.dtype),
             "encoder_attention_mask": conditions.text_mask_BL,
             "num_frames": frames,

@@ -20,7 +20,7 @@ from mmspeed.models.sora.model import SoraDiTConfig, forward_flops, forward_work
 from mmspeed.models.sparse_note import sparse_lines, sparse_warnings
 from mmspeed.plan.traffic import AttentionWorkload
 from mmspeed.protocols import Work
-from mmspeed.protocols.calls import AnchorRule, Conditions, Predicted
+from mmspeed.protocols.calls import Conditioning, Conditions, Predicted
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class SoraCall(FamilyCall):
     def check(self, config: Config, channels: int, text_width: int) -> None:
         """Nothing: the model is made for the latents and captions that there are."""
 
-    def anchors(self, config: Config) -> AnchorRule:
+    def conditioning(self, config: Config) -> Conditioning:
         """All modes, or none alone where a patch of several frames would mix their times."""
-        return AnchorRule(MODES if self.patch(config)[0] == 1 else ("none",))
+        return Conditioning(MODES if self.patch(config)[0] == 1 else ("none",))
 
     def call(self, config: Config, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> dict[str, Any]:
         """The arguments of the forward; times are of frames (B, T) where some are given."""

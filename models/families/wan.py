@@ -38,7 +38,7 @@ from mmspeed.models.families.base import (
     width_of,
 )
 from mmspeed.models.text.recipes import EncoderRecipe, TextRecipe
-from mmspeed.protocols.calls import AnchorRule, Conditions, ModelCall
+from mmspeed.protocols.calls import Conditioning, Conditions, ModelCall
 
 SMALL_IMAGE = 5, 16  # rows and width of a picture's embedding, in a small model
 TEXT_BEHIND_IMAGES = 512  # rows, by the class
@@ -59,26 +59,26 @@ class WanCall(FamilyCall):
     expand_timesteps: bool = False
 
     def check(self, config: Config, channels: int, text_width: int) -> None:
-        """Raises UserError for sizes that differ, and for an image encoder's embeddings without channels of given frames."""
+        """Raises UserError for sizes that differ, and for an image encoder's embeddings without channels of conditioning frames."""
         check_sizes("WanTransformer3DModel", config, channels, text_width, "text_dim", takes_channels(config))
         if config["image_dim"] is not None and not takes_channels(config):
             raise UserError(
                 "WanTransformer3DModel: image_dim is set, but its input channels do not hold given frames: no known model of Wan is so"
             )
 
-    def anchors(self, config: Config) -> AnchorRule:
+    def conditioning(self, config: Config) -> Conditioning:
         """The first frame, or those before, clean, with a time for each token; or the first, or first and last, as channels, always.
 
         A model that takes embeddings of pictures takes that of the first frame, or with positions for two those of first and last.
         """
         if self.expand_timesteps:
-            return AnchorRule(("none", "first", "prefix"))
+            return Conditioning(("none", "first", "prefix"))
         if not takes_channels(config):
-            return AnchorRule()
+            return Conditioning()
         if config.get("image_dim") is None:
-            return AnchorRule(("first", "first_last"), "grey")
+            return Conditioning(("first", "first_last"), "grey")
         mode = "first" if config.get("pos_embed_seq_len") is None else "first_last"
-        return AnchorRule((mode,), "grey", embedding=(self.image_tokens, config["image_dim"]), whole=True)
+        return Conditioning((mode,), "grey", embedding=(self.image_tokens, config["image_dim"]), whole=True)
 
     def call(self, config: Config, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> dict[str, Any]:
         """The arguments of the forward. Raises UserError for captions of more than `text_tokens`, and without a needed condition."""
@@ -135,12 +135,12 @@ def takes_channels(config: Config) -> bool:
 
 
 def with_condition(x_BCThw: Tensor, conditions: Conditions) -> Tensor:
-    """Noisy latents, masks of given frames of pixels, and latents of the given frames, as channels in this order.
+    """Noisy latents, masks of conditioning frames of pixels, and their latents, as channels in this order.
 
     A latent frame after the first stands for `MASKS` frames of pixels, of which the last may be given. Raises UserError without them.
     """
-    anchor_BT, condition_BCThw = channels_of_frames("WanTransformer3DModel", conditions, x_BCThw)
-    mask_B4T = anchor_BT.to(x_BCThw)[:, None].repeat(1, MASKS, 1)
+    mask_BT, condition_BCThw = channels_of_frames("WanTransformer3DModel", conditions, x_BCThw)
+    mask_B4T = mask_BT.to(x_BCThw)[:, None].repeat(1, MASKS, 1)
     mask_B4T[:, :-1, 1:] = 0
     mask_B4Thw = mask_B4T[..., None, None].expand(-1, -1, -1, *x_BCThw.shape[3:])
     return torch.cat((x_BCThw, mask_B4Thw, condition_BCThw), dim=1)

@@ -1,4 +1,4 @@
-"""A decoder: tokens to logits, or to the loss of each token. Its plan is `mmspeed.models.language.plan`.
+"""A decoder: tokens to logits, or to the loss of each token. Its plan is `mmspeed.models.language.decoder_plan`.
 
 Legend: B rows (packs, P where tokens of all lie in one row), N tokens of a row, T = B x N, E width, V vocabulary, Z one more than
 documents.
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from mmspeed.compute.heads import TokenHead
 from mmspeed.compute.operators.cross_entropy import IGNORED
-from mmspeed.compute.operators.documents import numbers_of, positions_of
+from mmspeed.compute.operators.document_attention import numbers_of, positions_of
 from mmspeed.initialize import init_weights
-from mmspeed.models.language.attention import GroupedAttention, LatentAttention, ScaleNorm
 from mmspeed.models.language.config import DecoderSettings
+from mmspeed.models.language.decoder_attention import GroupedAttention, LatentAttention, ScaleNorm
+from mmspeed.models.language.decoder_plan import decoder_plan
 from mmspeed.models.language.experts import ExpertMlp, GatedMlp
 from mmspeed.models.language.initial import initial_values
-from mmspeed.models.language.plan import decoder_plan
 from mmspeed.protocols import ModelPlan, declare_float32, declare_plan
 
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from mmspeed.compute.rope import grid_positions
-from mmspeed.compute.sparse.attention import check_backend
+from mmspeed.compute.sparse.cluster_plan import usual_tail_clusters
+from mmspeed.compute.sparse.dispatch import check_backend
 from mmspeed.compute.sparse.module import ClusteredAttention, clustered_layers
-from mmspeed.compute.sparse.plan import usual_tail_clusters
 from mmspeed.compute.structured import Attend
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError
@@ -40,7 +40,7 @@ from mmspeed.models.sora.layers import (
     patchify,
     unpatchify,
 )
-from mmspeed.models.sora.plan import sora_plan
+from mmspeed.models.sora.sora_plan import sora_plan
 from mmspeed.protocols import Work
 from mmspeed.protocols.plan import ModelPlan, Structure, declare_plan
 
@@ -210,7 +210,7 @@ class SoraBlock(nn.Module):
 
 
 class SoraDiT(nn.Module):
-    """The diffusion transformer; it satisfies `mmspeed.protocols.DiffusionModel`. Its plan is `mmspeed.models.sora.plan`.
+    """The diffusion transformer; it satisfies `mmspeed.protocols.DiffusionModel`. Its plan is `mmspeed.models.sora.sora_plan`.
 
     It starts with the weights of seed 0, except on the meta device: there call `to_empty` and `mmspeed.initialize.init_weights` later.
     """

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from mmspeed.config.schema import Config, DdpmConfig, FlowConfig, ObjectiveConfig
 from mmspeed.data.loading.collate import pad_other_texts, pad_texts, pooled_vectors
 from mmspeed.errors import UserError
-from mmspeed.models.build import FamilyCounts, arguments_of
 from mmspeed.models.diffusers.loading import keep_float32
 from mmspeed.models.diffusers.plans import declare_known_plan
 from mmspeed.models.families import call_for, class_name, family_in
 from mmspeed.models.families.base import DescribesAttention
+from mmspeed.models.sections import FamilyCounts, arguments_of
 from mmspeed.parallel import token_layout, unwrap
-from mmspeed.protocols import Batch, CountsFlops, DiffusionModel, TakesAnchors, TextEntry, Work, check_model
-from mmspeed.protocols.calls import AnchorRule, Conditions, CountsWork, ModelCall, TakesConditions, TakesTexts
+from mmspeed.protocols import Batch, CountsFlops, DiffusionModel, HasConditioningModes, TextEntry, Work, check_model
+from mmspeed.protocols.calls import Conditioning, Conditions, CountsWork, ModelCall, TakesConditioning, TakesTexts
 from mmspeed.protocols.model import CountsDenseFlops, lacking_members
 from mmspeed.protocols.plan import Split, plan_of
 from mmspeed.shapes import Bucket, Strides
@@ -54,8 +54,8 @@ class Predictor(CountsFlops, Protocol):
         ...
 
     @property
-    def anchors(self) -> AnchorRule:
-        """The ways in which the model can be given latent frames."""
+    def conditioning(self) -> Conditioning:
+        """The ways in which the model takes conditioning frames."""
         ...
 
     @property
@@ -91,8 +91,12 @@ class OwnPredictor:
     pooled_width: int = 0
 
     @property
-    def anchors(self) -> AnchorRule:
-        return AnchorRule(self.bare.anchor_modes) if isinstance(self.bare, TakesAnchors) else AnchorRule()
+    def conditioning(self) -> Conditioning:
+        return (
+            Conditioning(self.bare.conditioning_modes)
+            if isinstance(self.bare, HasConditioningModes)
+            else Conditioning()
+        )
 
     @property
     def texts(self) -> Mapping[str, int]:
@@ -134,8 +138,8 @@ class FamilyPredictor(FamilyCounts):
         return self.call.pooled_width(self.config)
 
     @property
-    def anchors(self) -> AnchorRule:
-        return self.call.anchors(self.config) if isinstance(self.call, TakesConditions) else AnchorRule()
+    def conditioning(self) -> Conditioning:
+        return self.call.conditioning(self.config) if isinstance(self.call, TakesConditioning) else Conditioning()
 
     @property
     def texts(self) -> Mapping[str, int]:

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from mmspeed.config.schema import Config, DdpmConfig, PublishedModelConfig
 from mmspeed.errors import UserError
-from mmspeed.models.build import repository_of
 from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.families import family_of
 from mmspeed.models.families.base import Sampling
 from mmspeed.models.families.complete import shift_by_tokens
+from mmspeed.models.sections import repository_of
 from mmspeed.pipelines.diffusion.ddpm import trailing_timesteps
 from mmspeed.pipelines.diffusion.samplers import OnStep, Predict, at_least_float32, call, tell
 

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from mmspeed.config import Config
 from mmspeed.config.conditioning import Mode
-from mmspeed.data.loading.anchor_frames import anchor_frames, prefix_of
+from mmspeed.data.loading.conditioning_mask import conditioning_mask, prefix_of
 from mmspeed.errors import UserError
 from mmspeed.models.codecs.frames import frame_latents
 from mmspeed.pipelines.inference.prompts import VideoRequest
 from mmspeed.protocols import VideoCodec
-from mmspeed.protocols.calls import AnchorRule
+from mmspeed.protocols.calls import Conditioning
 from mmspeed.shapes import Bucket
 
 OPTIONS = {
@@ -34,7 +34,7 @@ OPTIONS = {
 
 
 @dataclass(frozen=True)
-class Anchors:
+class ConditioningLatents:
     """Given latent frames of videos.
 
     Args:
@@ -59,7 +59,7 @@ class Anchors:
         share = torch.tensor(1 - self.blend, device=noise_PCThw.device)
         return noise_PCThw * share + self.latents_PCThw[:, :, :1] * (1 - share)
 
-    def to(self, device: torch.device) -> Anchors:
+    def to(self, device: torch.device) -> ConditioningLatents:
         image_PKLD = None if self.image_PKLD is None else self.image_PKLD.to(device)
         mask_PT, latents_PCThw = self.mask_PT.to(device), self.latents_PCThw.to(device)
         return replace(self, mask_PT=mask_PT, latents_PCThw=latents_PCThw, image_PKLD=image_PKLD)
@@ -68,7 +68,7 @@ class Anchors:
     def named(self) -> dict[str, Tensor]:
         """The model's inputs, by their names in a batch."""
         condition_PCThw = None if self.held else self.latents_PCThw
-        inputs = {"given": self.mask_PT, "condition": condition_PCThw, "image": self.image_PKLD}
+        inputs = {"conditioning_mask": self.mask_PT, "condition": condition_PCThw, "image": self.image_PKLD}
         return {name: tensor for name, tensor in inputs.items() if tensor is not None}
 
 
@@ -95,7 +95,7 @@ def mode_of(request: VideoRequest, config: Config) -> Mode:
     return mode
 
 
-def check_request(request: VideoRequest, config: Config, rule: AnchorRule) -> None:
+def check_request(request: VideoRequest, config: Config, rule: Conditioning) -> None:
     """Raises UserError for files that a request lacks or that do not go together, and for a mode that the run lacks."""
     if mode_of(request, config) not in rule.modes:
         files = "--image" if "first" in rule.modes else "--image and --last-image"
@@ -112,14 +112,14 @@ def pictures_of(request: VideoRequest, config: Config, size: Bucket | None) -> l
     return [np.array(picture_file(path)) if size is None else image_file(path, size) for path in paths]
 
 
-def anchors_of(
+def conditioning_latents(
     requests: Sequence[VideoRequest],
     config: Config,
     codec: VideoCodec,
     size: Bucket,
-    rule: AnchorRule,
+    rule: Conditioning,
     embeddings: Sequence[Tensor] = (),
-) -> Anchors | None:
+) -> ConditioningLatents | None:
     """The given latents of requests of one size, on the CPU; None where they name no files.
 
     rule: of the model. embeddings: (K, L, D) of the pictures of each request, for a model that takes them.
@@ -133,7 +133,7 @@ def anchors_of(
     for request, mode in zip(requests, modes, strict=True):
         count = request.prefix_frames or config.conditioning.prefix_frames
         prefix = prefix_of(count, codec.strides) if mode == "prefix" else 0
-        mask_T = anchor_frames(mode, frames, prefix, 0, ("", 0, 0))
+        mask_T = conditioning_mask(mode, frames, prefix, 0, ("", 0, 0))
         if mode != "none" and bool(mask_T.all() | ~mask_T.any()):
             raise UserError(
                 f"a video of {size} has {frames} latent frames: with those that are given none is to be made"
@@ -148,7 +148,7 @@ def anchors_of(
         masks.append(mask_T)
         latents.append(encode(codec, mode, pixels, size))
     image_PKLD = torch.stack(list(embeddings)) if embeddings else None
-    return Anchors(torch.stack(masks), torch.stack(latents), rule.how == "replace", rule.blend, image_PKLD)
+    return ConditioningLatents(torch.stack(masks), torch.stack(latents), rule.how == "replace", rule.blend, image_PKLD)
 
 
 def clean_latents(codec: VideoCodec, mode: Mode, pixels_FHWC: np.ndarray, size: Bucket) -> Tensor:

@@ -20,10 +20,10 @@ from mmspeed.log import ProgressLine
 from mmspeed.loop.checkpoint.load import of_role, open_checkpoint
 from mmspeed.loop.checkpoint.merging import whole_tensor
 from mmspeed.loop.checkpoint.storage import EMA_UPDATES, FROZEN, ROLES
-from mmspeed.models.build import bare, repository_of
 from mmspeed.models.diffusers.loading import RepositoryWeights, weights_of
 from mmspeed.models.diffusers.repository import INDEX, STEM, Repository
 from mmspeed.models.families.complete import completed
+from mmspeed.models.sections import bare, repository_of
 from mmspeed.models.stored import check_tensors, shapes_of
 from mmspeed.models.weights import resolve
 from mmspeed.models.writing import TensorEntry, new_folder, require_new, write_tensors

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from mmspeed import rng
 from mmspeed.compute.sparse.module import warm_plans
 from mmspeed.device import Device
-from mmspeed.pipelines.diffusion.anchors import held, holding
+from mmspeed.pipelines.diffusion.conditioning_frames import held, holding
 from mmspeed.pipelines.diffusion.experts import OtherExpert
 from mmspeed.pipelines.diffusion.objective import Objective
 from mmspeed.pipelines.diffusion.predictor import Predictor, conditions_of_texts
 from mmspeed.pipelines.diffusion.samplers import OnStep, Predict, guided, mixed
-from mmspeed.pipelines.inference.anchor_media import Anchors
+from mmspeed.pipelines.inference.anchor_media import ConditioningLatents
 from mmspeed.protocols import TextEntry
 from mmspeed.protocols.calls import Conditions
 from mmspeed.shapes import Strides
@@ -100,12 +100,12 @@ def sample_together(
     predictor: Predictor,
     fps: float = 24.0,
     strides: Strides | None = None,
-    anchors: Anchors | None = None,
+    conditioning: ConditioningLatents | None = None,
     other: OtherExpert | None = None,
 ) -> Tensor:
     """Latents (P, C, T, h, w) float32 of P texts in one batch, from their noise; the model is in eval mode.
 
-    negatives: the text to steer away from, of each. anchors: latent frames that the model is given.
+    negatives: the text to steer away from, of each. conditioning: latents of conditioning frames.
     other: the expert that predicts at the times that are not the model's. A model whose attention keeps clusters between steps takes one
     text at a time.
     """
@@ -116,9 +116,9 @@ def sample_together(
             for each in (model, *([] if other is None else [other.model]))
         }
         both = [conditions_of_texts(each, device.torch_device, fps, strides) for each in (texts, negatives)]
-        anchors = None if anchors is None else anchors.to(device.torch_device)
-        if anchors is not None:
-            both = [replace(each, named={**each.named, **anchors.named}) for each in both]
+        conditioning = None if conditioning is None else conditioning.to(device.torch_device)
+        if conditioning is not None:
+            both = [replace(each, named={**each.named, **conditioning.named}) for each in both]
         family = objective.family if settings.sampler == "family" else None
 
         def guided_by(expert: nn.Module, guidance: float) -> Predict:
@@ -140,13 +140,13 @@ def sample_together(
             own_scale, other_scale = (low, settings.guidance) if other.noise == "high" else (settings.guidance, low)
             predict = other.switched(guided_by(model, own_scale), guided_by(other.model, other_scale))
         noise_PCThw = noise_PCThw.to(device.torch_device)
-        if anchors is not None:
-            noise_PCThw = anchors.begun(noise_PCThw)
-        if anchors is None or not anchors.held:
+        if conditioning is not None:
+            noise_PCThw = conditioning.begun(noise_PCThw)
+        if conditioning is None or not conditioning.held:
             return objective.sample(predict, noise_PCThw, settings.steps, settings.sampler, on_step=on_step)
-        predict = holding(predict, anchors.latents_PCThw, anchors.mask_PT)
+        predict = holding(predict, conditioning.latents_PCThw, conditioning.mask_PT)
         video_PCThw = objective.sample(predict, noise_PCThw, settings.steps, settings.sampler, on_step=on_step)
-        return held(video_PCThw, anchors.latents_PCThw, anchors.mask_PT)
+        return held(video_PCThw, conditioning.latents_PCThw, conditioning.mask_PT)
 
 
 def _predictor(model: nn.Module, predictor: Predictor, conditions: Conditions, before: Callable[[], None]) -> Predict:

@@ -23,11 +23,11 @@ from mmspeed.config import Bucket, Config
 from mmspeed.config.schema import DiffusersVaeConfig, FamilyTextConfig, PublishedModelConfig, SampleConfig
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
-from mmspeed.models.build import FamilyCounts, repository_of
 from mmspeed.models.codecs.vae import DiffusersCodec
 from mmspeed.models.diffusers.repository import INDEX, Repository, header_of
 from mmspeed.models.families import family_of
 from mmspeed.models.families.complete import completed, completed_sample
+from mmspeed.models.sections import FamilyCounts, repository_of
 from mmspeed.models.weights import first_line, quiet, resolve
 from mmspeed.pipelines.diffusion.samplers import OnStep
 from mmspeed.pipelines.diffusion.schedulers import generators

@@ -17,10 +17,10 @@ from mmspeed.initialize import materialize, read_weights
 from mmspeed.loop.checkpoint.load import open_checkpoint
 from mmspeed.loop.checkpoint.manager import load_weights
 from mmspeed.loop.checkpoint.storage import FROZEN, ROLES
-from mmspeed.models.build import repository_of, with_weights
 from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.families.complete import EXPERTS as FOLDERS
 from mmspeed.models.families.complete import boundary_of
+from mmspeed.models.sections import repository_of, with_weights
 from mmspeed.parallel import autocast
 from mmspeed.pipelines.diffusion.experts import Expert, OtherExpert, experts_of
 from mmspeed.protocols import source_of

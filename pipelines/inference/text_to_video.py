@@ -27,17 +27,22 @@ from mmspeed.device import Device, pick
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 from mmspeed.loop.checkpoint.manager import best, latest, step_name, steps_in
-from mmspeed.models.build import call_of, opened_of
 from mmspeed.models.codecs.vae import load_codec
 from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.families.complete import completed
 from mmspeed.models.image_encoder import load_image_encoder
+from mmspeed.models.sections import call_of, opened_of
 from mmspeed.models.text.encoders import entries_beside, load_text_encoder, sees_pictures, text_identity, text_width
 from mmspeed.pipelines.diffusion.experts import OtherExpert
 from mmspeed.pipelines.diffusion.objective import make_objective
 from mmspeed.pipelines.diffusion.predictor import make_predictor
 from mmspeed.pipelines.diffusion.schedulers import family_sampler
-from mmspeed.pipelines.inference.anchor_media import Anchors, anchors_of, check_request, pictures_of
+from mmspeed.pipelines.inference.anchor_media import (
+    ConditioningLatents,
+    check_request,
+    conditioning_latents,
+    pictures_of,
+)
 from mmspeed.pipelines.inference.generate import SampleSettings, sample_together
 from mmspeed.pipelines.inference.media import RATE, Video, from_model_range
 from mmspeed.pipelines.inference.prompts import VideoRequest, noise_names
@@ -341,7 +346,7 @@ class TextToVideo:
                     config.data.fps or RATE,
                     self.codec.strides,
                     other=self.other,
-                    anchors=self._anchors([(requests[index], images.get(index)) for index in group], size),
+                    conditioning=self._conditioning([(requests[index], images.get(index)) for index in group], size),
                 )
             except torch.OutOfMemoryError:
                 if count == 1:
@@ -351,7 +356,7 @@ class TextToVideo:
                 log.warning(f"{count} videos of {size} do not fit into memory at a time: {most} are sampled together")
                 continue
             mine, done = mine[count:], done + settings.steps * count
-            cut = self.predictor.anchors.cut
+            cut = self.predictor.conditioning.cut
             videos = decode_videos(self.codec, latents_PCThw, config.data.fps or RATE, cut)
             for index, video in zip(group, videos, strict=True):
                 yield requests[index], video
@@ -363,7 +368,7 @@ class TextToVideo:
     def _size_of(self, request: VideoRequest) -> Bucket:
         """The size of a request's video. Raises UserError, which names its line, for one that cannot be made."""
         try:
-            check_request(request, self.config, self.predictor.anchors)
+            check_request(request, self.config, self.predictor.conditioning)
             return self.size(request.frames, request.height, request.width)
         except UserError as error:
             raise UserError(f"line {request.line}: {error}") if request.line else error from None
@@ -387,20 +392,24 @@ class TextToVideo:
 
     def _embeddings(self, requests: Mapping[int, tuple[VideoRequest, Bucket]]) -> dict[int, Tensor]:
         """The embeddings (K, L, D) of the pictures of numbered requests, of a model that takes them; the encoder is freed afterwards."""
-        if self.predictor.anchors.embedding is None or not requests:
+        if self.predictor.conditioning.embedding is None or not requests:
             return {}
         assert isinstance(self.config.model, PublishedModelConfig)  # others take none
         encoder = load_image_encoder(self.config.model, self.device)
         return {
-            index: encoder.encode(pictures_of(request, self.config, None if self.predictor.anchors.whole else size))
+            index: encoder.encode(
+                pictures_of(request, self.config, None if self.predictor.conditioning.whole else size)
+            )
             for index, (request, size) in requests.items()
         }
 
-    def _anchors(self, requests: Sequence[tuple[VideoRequest, Tensor | None]], size: Bucket) -> Anchors | None:
+    def _conditioning(
+        self, requests: Sequence[tuple[VideoRequest, Tensor | None]], size: Bucket
+    ) -> ConditioningLatents | None:
         """The frames that requests of one size are given, each with the embeddings of its pictures, where the model takes them."""
         embeddings = [image_KLD for _, image_KLD in requests if image_KLD is not None]
         only = [request for request, _ in requests]
-        return anchors_of(only, self.config, self.codec, size, self.predictor.anchors, embeddings)
+        return conditioning_latents(only, self.config, self.codec, size, self.predictor.conditioning, embeddings)
 
     def _group(self, queue: list[int], sizes: list[Bucket], most: int | None) -> list[int]:
         """The first requests of the queue that are sampled in one batch."""

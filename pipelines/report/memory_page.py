@@ -13,7 +13,7 @@ from mmspeed.log import format_bytes
 from mmspeed.memory.planning.peak import local_bytes
 from mmspeed.memory.planning.report import CATEGORIES, MemoryReport, host_pools
 from mmspeed.parallel import unwrap
-from mmspeed.pipelines.run.build import Assembly
+from mmspeed.pipelines.run.assembly import Assembly
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
 from mmspeed.protocols import ShapeClass, shape_words
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mmspeed.config import Config, RunConfig, dump_config
 from mmspeed.log import format_bytes, format_seconds, read_metrics
 from mmspeed.loop.checkpoint.load import recorded
-from mmspeed.models.build import words_of
+from mmspeed.models.sections import words_of
 from mmspeed.pages import data_uri, figure_uri, render
 from mmspeed.pipelines.report.memory_page import read_report, report_figure
 from mmspeed.pipelines.run.run_folder import RunFolder, write_text

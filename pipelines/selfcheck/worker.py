@@ -30,11 +30,11 @@ from mmspeed.config.tasks import TASKS, TaskEntry, referred
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.initialize import initial_value, set_parameter
-from mmspeed.loop.optimizers.build import set_learning_rate
+from mmspeed.loop.optimizers.learning_rate import set_learning_rate
 from mmspeed.loop.step import train_step
 from mmspeed.parallel import uncrossed, unwrap
 from mmspeed.parallel.tensor import local
-from mmspeed.pipelines.run.build import Assembly, Placement, assemble, place
+from mmspeed.pipelines.run.assembly import Assembly, Placement, assemble, place
 from mmspeed.pipelines.selfcheck.children import ERROR, follow_parent, write_error
 from mmspeed.pipelines.tasks import make_task
 from mmspeed.protocols import Batch, CheckTask, RunPlace

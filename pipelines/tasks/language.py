@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mmspeed.compute.operators.cross_entropy import IGNORED
 from mmspeed.config.language import LanguageConfig
 from mmspeed.data import Batching, Loader
-from mmspeed.data.cache.documents import TextCache
+from mmspeed.data.cache.text_cache import TextCache
 from mmspeed.data.sampling.batch_sizes import SampleCosts, make_batching
 from mmspeed.data.sampling.pack_order import DocumentSupply, PackLength, PackSample, PackSampler
 from mmspeed.data.sampling.pack_stages import StagedPacks

@@ -20,7 +20,7 @@ from mmspeed.config.language import LanguageConfig, LanguageModelConfig
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.config.texts import TextsConfig, TextSourceConfig
 from mmspeed.config.training import BatchingConfig
-from mmspeed.data.cache.documents import TextCache
+from mmspeed.data.cache.text_cache import TextCache
 from mmspeed.data.loading.loader import Batches
 from mmspeed.models.language.config import DecoderSettings
 from mmspeed.models.language.shapes import tiny_twin

@@ -30,7 +30,7 @@ PackDraws = Sequence[tuple[SampleUse[PackSample], float]]
 
 
 class DocumentReader(Protocol):
-    """Documents of token ids, as `mmspeed.data.cache.documents.TextCache` holds them."""
+    """Documents of token ids, as `mmspeed.data.cache.text_cache.TextCache` holds them."""
 
     lengths: Array
     held_out: npt.NDArray[np.bool_]

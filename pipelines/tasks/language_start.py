@@ -12,7 +12,7 @@ from mmspeed import comm
 from mmspeed.config.language import LanguageConfig
 from mmspeed.config.places import is_url
 from mmspeed.config.texts import StoredTokenizerConfig
-from mmspeed.data.cache.documents import TextCache
+from mmspeed.data.cache.text_cache import TextCache
 from mmspeed.data.cache.tokenizer_file import FOLDER, MAIN
 from mmspeed.errors import UserError, first_names
 from mmspeed.log import get_logger

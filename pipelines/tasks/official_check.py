@@ -23,10 +23,10 @@ from mmspeed.config import Config
 from mmspeed.config.conditioning import ConditioningConfig, Mode
 from mmspeed.config.schema import PublishedModelConfig
 from mmspeed.data.loading.collate import (
-    AnchorFrames,
+    ConditioningFrames,
     choose_text,
+    draw_conditioning,
     draw_noise,
-    give_frames,
     pad_other_texts,
     pad_texts,
     pooled_vectors,
@@ -34,12 +34,12 @@ from mmspeed.data.loading.collate import (
 )
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.models.build import outline, repository_of
 from mmspeed.models.codecs.frames import frame_latents
 from mmspeed.models.codecs.vae import load_codec
 from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.families import family_of
 from mmspeed.models.image_encoder import image_embeddings, load_image_encoder
+from mmspeed.models.sections import outline, repository_of
 from mmspeed.models.text.encoders import entries_beside, load_text_encoder
 from mmspeed.pipelines.inference.anchor_media import in_model_range
 from mmspeed.pipelines.inference.media import RATE
@@ -156,7 +156,7 @@ def _with_frames(
     models = {"model": model}
     ours, marked = (recorded(model, partial(task.loss, models, each)) for each in (batch, without_encodings(batch)))
     pipeline = official_pipeline(repository, model, family.from_images or "that makes videos from images")
-    if task.predictor.anchors.blend:
+    if task.predictor.conditioning.blend:
         keep_latents(pipeline, noisy(task, batch))
     official = official_calls(pipeline, model, task, batch, prompts, image_settings(images, mode, family.one_image))
     return OfficialCheck(repository.class_name, bucket, compared(ours, official, marked), words, mode)
@@ -230,7 +230,7 @@ def training_batch(
     task: VideoTask,
     bucket: Bucket,
     prompts: Sequence[str],
-    frames: Sequence[AnchorFrames] = (),
+    frames: Sequence[ConditioningFrames] = (),
     seen: Sequence[np.ndarray] | None = None,
 ) -> Batch:
     """A batch as the loader makes it, of random latents with these captions, all at one time.
@@ -255,7 +255,7 @@ def training_batch(
         noise_BCThw=draw_noise(names, shape_CThw, 0),
         u_B=torch.full((len(prompts),), QUANTILE, dtype=torch.float64),
         fps_B=torch.full((len(prompts),), task.config.data.fps or RATE) if task.predictor.timed else None,
-        anchor_BT=torch.stack([each.anchor_T for each in frames]) if frames else None,
+        conditioning_mask_BT=torch.stack([each.mask_T for each in frames]) if frames else None,
         condition_BCThw=torch.stack(conditions) if conditions else None,
         image_BKLD=torch.stack(embeddings) if embeddings else None,
         others=pad_other_texts(entries),
@@ -263,12 +263,14 @@ def training_batch(
 
 
 def without_encodings(batch: Batch) -> Batch:
-    """The batch with NaN for what the codec made of given frames."""
+    """The batch with NaN for what the codec made of conditioning frames."""
     tensors = dict(batch.tensors)
     if "condition" in tensors:
         tensors["condition"] = torch.full_like(tensors["condition"], torch.nan)
     else:
-        tensors["latents"] = tensors["latents"].masked_fill(tensors["given"][:, None, :, None, None], torch.nan)
+        tensors["latents"] = tensors["latents"].masked_fill(
+            tensors["conditioning_mask"][:, None, :, None, None], torch.nan
+        )
     return replace(batch, tensors=tensors)
 
 
@@ -278,9 +280,9 @@ def encoded_frames(
     latents: Sequence[Tensor],
     mode: Mode,
     images: Sequence[tuple[Image.Image, Image.Image]],
-) -> list[AnchorFrames]:
+) -> list[ConditioningFrames]:
     """The frames that videos with these latents are given, encoded as `mmspeed preprocess` does; a draw of the codec is its mean."""
-    rule, codec = task.predictor.anchors, load_codec(task.config.vae, Device("cpu", 0), task.config.codec_weights)
+    rule, codec = task.predictor.conditioning, load_codec(task.config.vae, Device("cpu", 0), task.config.codec_weights)
     frames, encoder = [], None
     for latent_CThw, (first, last) in zip(latents, itertools.cycle(images), strict=False):
         video_1CFHW = torch.zeros(1, 3, bucket.frames, bucket.height, bucket.width)
@@ -298,5 +300,7 @@ def encoded_frames(
         if rule.how == "replace" and not names:
             stored |= {name: each[0] for name, each in frame_latents(video_1CFHW, ["first"], codec.encode).items()}
         only = ConditioningConfig.model_validate({mode: 1.0})
-        frames.append(give_frames(latent_CThw, stored, only, rule, task.inputs.strides, 0, ("check", 0, 0), "check"))
+        frames.append(
+            draw_conditioning(latent_CThw, stored, only, rule, task.inputs.strides, 0, ("check", 0, 0), "check")
+        )
     return frames

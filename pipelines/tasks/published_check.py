@@ -18,11 +18,11 @@ from mmspeed.config.schema import ModelConfig, PublishedModelConfig
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.config.tasks import referred
 from mmspeed.errors import UserError
-from mmspeed.models.build import bare, own_arguments
 from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.families import call_for, class_name, family_in, family_of, published_classes
 from mmspeed.models.families.base import SmallClass, SmallSizes, token_grid
 from mmspeed.models.families.complete import completed
+from mmspeed.models.sections import bare, own_arguments
 from mmspeed.pipelines.diffusion.experts import config_of_high, experts_of
 from mmspeed.pipelines.sparsify import sparsify_model
 from mmspeed.pipelines.tasks.video import VideoTask

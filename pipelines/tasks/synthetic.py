@@ -41,11 +41,11 @@ def synthetic_batch(
     items: int,
     length: int,
     seed: int,
-    anchors: bool = False,
+    conditioning: bool = False,
 ) -> Batch:
     """A batch of random latents with captions of half to all of `length` tokens, and the model's other inputs.
 
-    anchors: the task gives frames; here none, which costs as much.
+    conditioning: the task gives conditioning frames; here none, which costs as much.
     """
     shape_CThw = (inputs.channels, *latent)
     lengths_B = torch.tensor([length - i % 4 * (length // 8) for i in range(items)])
@@ -53,7 +53,7 @@ def synthetic_batch(
     def alike(name: str, *size: int) -> Tensor:
         return rng.normal(size, seed, "profile", name).expand(items, *size).contiguous()
 
-    mask_BL, rule = torch.arange(length) < lengths_B[:, None], predictor.anchors
+    mask_BL, rule = torch.arange(length) < lengths_B[:, None], predictor.conditioning
     return video_batch(
         latents_BCThw=alike("latents", *shape_CThw),
         text_BLD=alike("text", length, inputs.text_width),
@@ -66,7 +66,7 @@ def synthetic_batch(
         noise_BCThw=alike("noise", *shape_CThw),
         u_B=(torch.arange(items, dtype=torch.float64) + 0.5) / items,
         fps_B=torch.full((items,), FPS) if predictor.timed else None,
-        anchor_BT=torch.zeros(items, latent[0], dtype=torch.bool) if anchors else None,
+        conditioning_mask_BT=torch.zeros(items, latent[0], dtype=torch.bool) if conditioning else None,
         condition_BCThw=alike("condition", *shape_CThw) if rule.how != "replace" else None,
         image_BKLD=None if rule.image_size is None else alike("image", *rule.image_size),
         others=further_captions(predictor.texts, mask_BL[:, :FURTHER_TOKENS], alike),
@@ -112,9 +112,10 @@ def sketched(
         data_BCThw, noise_BCThw, t_B, text_BLD, mask_BL, pooled_BD, fps_B = tensors
         target_BCThw = noise_BCThw - data_BCThw
         named: dict[str, Tensor] = {}
-        rule = predictor.anchors
+        rule = predictor.conditioning
         if rule.how != "replace":
-            named = {"given": torch.zeros(items, latent[0], dtype=torch.bool), "condition": torch.zeros(shape_BCThw)}
+            mask_BT = torch.zeros(items, latent[0], dtype=torch.bool)
+            named = {"conditioning_mask": mask_BT, "condition": torch.zeros(shape_BCThw)}
         if rule.image_size is not None:
             named["image"] = text_BLD.new_empty(items, *rule.image_size)
         named |= further_captions(

@@ -21,7 +21,7 @@ from mmspeed.models.families import FAMILIES, class_name, family_in
 from mmspeed.models.families.base import SmallSizes
 from mmspeed.pipelines.tasks.synthetic import further_captions
 from mmspeed.protocols import Conditions, ModelCall
-from mmspeed.protocols.calls import AnchorRule, TakesConditions, TakesTexts
+from mmspeed.protocols.calls import Conditioning, TakesConditioning, TakesTexts
 from mmspeed.shapes import Strides
 
 CHANNELS, TEXT_WIDTH, TEXT_TOKENS, SAMPLES = 4, 16, 7, 2
@@ -147,11 +147,12 @@ def _conditions(
     mask_BL = torch.ones(SAMPLES, TEXT_TOKENS, dtype=torch.bool)
     if isinstance(call, TakesTexts):
         named |= further_captions(call.texts(config), mask_BL, lambda _, *size: normal(*size))
-    rule = call.anchors(config) if isinstance(call, TakesConditions) else AnchorRule()
+    rule = call.conditioning(config) if isinstance(call, TakesConditioning) else Conditioning()
     if rule.image_size is not None:
         named["image"] = normal(*rule.image_size)
     if rule.how != "replace":
-        named |= {"given": torch.ones(SAMPLES, latent[0], dtype=torch.bool), "condition": normal(CHANNELS, *latent)}
+        mask_BT = torch.ones(SAMPLES, latent[0], dtype=torch.bool)
+        named |= {"conditioning_mask": mask_BT, "condition": normal(CHANNELS, *latent)}
     pooled = call.pooled_width(config)
     return Conditions(
         normal(TEXT_TOKENS, TEXT_WIDTH),

@@ -20,8 +20,8 @@ from mmspeed.compute.sparse.module import clustered_layers
 from mmspeed.config import Config
 from mmspeed.config.schema import ModelConfig, PublishedModelConfig
 from mmspeed.data import Batching, BatchSampler, DatasetCache, Loader, Sample
-from mmspeed.data.loading.anchor_frames import check_anchors
 from mmspeed.data.loading.collate import VideoCollate
+from mmspeed.data.loading.conditioning_mask import check_conditioning
 from mmspeed.data.loading.first_epoch import OnlineEncoder
 from mmspeed.data.loading.frame_masks import FRAME_MASKS, FrameMask
 from mmspeed.data.sampling.batch_sizes import (
@@ -37,14 +37,14 @@ from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 from mmspeed.loop.checkpoint.state import whole_tensors
 from mmspeed.mesh import patient_group
-from mmspeed.models.build import call_of, opened_of, own_arguments, repository_of, size_warnings, with_weights
 from mmspeed.models.codecs.vae import codec_geometry
 from mmspeed.models.diffusers.plans import declare_known_plan
 from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.families.complete import completed, objective_warnings
+from mmspeed.models.sections import call_of, opened_of, own_arguments, repository_of, size_warnings, with_weights
 from mmspeed.models.text.encoders import caption_limit, text_width
 from mmspeed.parallel import unwrap
-from mmspeed.pipelines.diffusion.anchors import check_modes, check_prompts, counted_frames, held
+from mmspeed.pipelines.diffusion.conditioning_frames import check_modes, check_prompts, counted_frames, held
 from mmspeed.pipelines.diffusion.experts import EXPERTS, Expert, experts_of, objective_of_expert
 from mmspeed.pipelines.diffusion.objective import Objective, make_objective
 from mmspeed.pipelines.diffusion.predictor import (
@@ -225,8 +225,8 @@ class VideoTask:
             model = self._build(section or self.config.model, self.inputs.channels, self.inputs.text_width, "meta")
         sizes = self.inputs.channels, self.inputs.text_width
         predictor = make_predictor(model, self.config.objective, *sizes, self._call)
-        check_modes(self.config.conditioning, predictor.anchors.modes, type(model).__name__)
-        check_prompts(self.config.validate_.prompts, predictor.anchors.modes)
+        check_modes(self.config.conditioning, predictor.conditioning.modes, type(model).__name__)
+        check_prompts(self.config.validate_.prompts, predictor.conditioning.modes)
         if isinstance(predictor, FamilyPredictor) and not predictor.seeded:
             prepare_training(model)
             if self._unused is None:
@@ -270,8 +270,8 @@ class VideoTask:
     def loss(self, models: Models, batch: Batch) -> Terms:
         """The loss of each sample (B,), float32, with the noise and the timestep drawn for it at reading.
 
-        A batch with a tensor `loss_mask` (B, T) counts its latent frames by it; frames that `given` (B, T) names carry no noise and
-        do not count.
+        A batch with a tensor `loss_mask` (B, T) counts its latent frames by it; frames in `conditioning_mask` (B, T) carry no noise
+        and do not count.
         """
         return self._loss(models["model"], batch, self.objective)
 
@@ -282,10 +282,10 @@ class VideoTask:
         t_B = objective.time_from_quantile(batch["quantiles"]).float()  # computed on the CPU
         x_BCThw, target_BCThw = objective.training_pair(latents_BCThw, batch["noise"], t_B)
         conditions = conditions_of(batch, None if self._inputs is None else self._inputs.strides)
-        if conditions.anchors is not None and self.predictor.anchors.how == "replace":
-            x_BCThw = held(x_BCThw, latents_BCThw, conditions.anchors)
+        if conditions.conditioning_mask is not None and self.predictor.conditioning.how == "replace":
+            x_BCThw = held(x_BCThw, latents_BCThw, conditions.conditioning_mask)
         prediction_BCThw = self.predictor.predict(model, x_BCThw, t_B.to(device), conditions)
-        mask_BT = counted_frames(batch, self.predictor.anchors.how)
+        mask_BT = counted_frames(batch, self.predictor.conditioning.how)
         mask = () if mask_BT is None else (mask_BT,)
         loss_B = objective.sample_loss(prediction_BCThw, target_BCThw, t_B, *mask)
         return {"loss": replace(self.term(loss_B, batch), time_I=t_B)}
@@ -338,7 +338,7 @@ class VideoTask:
                 self.predictor.timed,
                 self.frame_mask,
                 self.conditioning,
-                self.predictor.anchors,
+                self.predictor.conditioning,
             ),
         )
         return VideoData(self, sampler, loader)
@@ -383,8 +383,8 @@ class VideoTask:
             self.inputs.strides.tokens(bucket, self.predictor.tokens)
         except ValueError as error:
             raise UserError(f"bucket {bucket} does not fit the model: {error}") from None
-        check_anchors(self.config.conditioning, bucket, self.inputs.strides)
-        if bucket.is_image and "none" not in self.predictor.anchors.modes:
+        check_conditioning(self.config.conditioning, bucket, self.inputs.strides)
+        if bucket.is_image and "none" not in self.predictor.conditioning.modes:
             raise UserError(f"bucket {bucket} is of images, and the model is always given a video's first frame")
         return latent
 

@@ -29,8 +29,8 @@ from mmspeed.data.sampling.batch_sizes import make_batching, sample_costs
 from mmspeed.data.sampling.rank_batches import count_present, rank_batches
 from mmspeed.errors import UserError
 from mmspeed.models import SoraDiTConfig
-from mmspeed.models.build import sora_section
 from mmspeed.models.codecs.vae import codec_geometry
+from mmspeed.models.sections import sora_section
 from mmspeed.models.sora.sizes import resolve_config
 from mmspeed.pipelines.tasks.synthetic import EncoderShapes, further_captions
 from mmspeed.pipelines.tasks.video import VideoTask
@@ -213,8 +213,8 @@ class ShrunkRun:
             return torch.stack([rng.normal(size, seed, kind, name[0]) for name in names])
 
         frames: dict[str, Any] = {}
-        if (rule := predictor.anchors).how != "replace":  # the model always takes the first frame's latents
-            frames["anchor_BT"] = (torch.arange(shape[1]) == 0).expand(len(names), -1)
+        if (rule := predictor.conditioning).how != "replace":  # the model always takes the first frame's latents
+            frames["conditioning_mask_BT"] = (torch.arange(shape[1]) == 0).expand(len(names), -1)
             frames["condition_BCThw"] = normal("condition", *shape)
         if (size := rule.image_size) is not None:
             frames["image_BKLD"] = normal("image", *size)

@@ -19,7 +19,7 @@ from mmspeed.data.loading.collate import assemble
 from mmspeed.data.loading.frame_masks import FrameMask
 from mmspeed.log import get_logger
 from mmspeed.models.codecs.vae import load_codec
-from mmspeed.pipelines.diffusion.anchors import counted_frames, held
+from mmspeed.pipelines.diffusion.conditioning_frames import counted_frames, held
 from mmspeed.pipelines.diffusion.experts import EXPERTS, OtherExpert, TrainedExperts, objective_of_expert
 from mmspeed.pipelines.diffusion.objective import Objective, make_objective, mean_error
 from mmspeed.pipelines.diffusion.predictor import Predictor, conditions_of
@@ -215,10 +215,10 @@ def held_out_losses(
             fps=predictor.timed,
             frame_mask=frame_mask,
             conditioning=conditioning,
-            rule=predictor.anchors,
+            rule=predictor.conditioning,
         )
         batch = batch.to(device.torch_device, torch.float32)
-        mask_BT, conditions = counted_frames(batch, predictor.anchors.how), conditions_of(batch, strides)
+        mask_BT, conditions = counted_frames(batch, predictor.conditioning.how), conditions_of(batch, strides)
         latent = strides.latent(sample.bucket)
         objective_of_size = objective.sized(sample.bucket, predictor.tokens(latent))
         weights.append(float(real and place.leads))
@@ -229,8 +229,8 @@ def held_out_losses(
             u_B = torch.tensor([(q + 0.5) / quantiles], dtype=torch.float64)
             t_B = objective_of_size.time_from_quantile(u_B).float()
             x_t, target = objective_of_size.training_pair(batch["latents"], noise, t_B)
-            if conditions.anchors is not None and predictor.anchors.how == "replace":
-                x_t = held(x_t, batch["latents"], conditions.anchors)
+            if conditions.conditioning_mask is not None and predictor.conditioning.how == "replace":
+                x_t = held(x_t, batch["latents"], conditions.conditioning_mask)
             prediction = predictor.predict(model, x_t, device.to_device(t_B), conditions)
             rows[-1].append(mean_error(prediction, target, mask_BT).item())
     model.train(was_training)

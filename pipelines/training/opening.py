@@ -8,7 +8,7 @@ from torch import nn
 
 from mmspeed.config import Config, RunConfig
 from mmspeed.device import Device
-from mmspeed.models.build import size_of
+from mmspeed.models.sections import size_of
 from mmspeed.parallel import unwrap
 from mmspeed.protocols import Data, SizedData
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mmspeed.loop.checkpoint.manager import CheckpointManager
-from mmspeed.pipelines.run.build import Assembly, Placement
+from mmspeed.pipelines.run.assembly import Assembly, Placement
 from mmspeed.pipelines.training.spikes import SpikeGuard
 from mmspeed.protocols import Data, RunPlace, Task
 

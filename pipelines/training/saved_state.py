@@ -15,7 +15,7 @@ from mmspeed.loop.checkpoint.load import identity, identity_of_start, learned, l
 from mmspeed.loop.checkpoint.manager import CheckpointManager, DamagedCheckpointError
 from mmspeed.loop.frozen import frozen_names
 from mmspeed.pipelines.run.agreement import require_agreement
-from mmspeed.pipelines.run.build import base_files
+from mmspeed.pipelines.run.assembly import base_files
 from mmspeed.pipelines.run.run_folder import RunFolder, trim_metrics
 from mmspeed.pipelines.run.telemetry import Telemetry
 from mmspeed.pipelines.training.run_state import Run

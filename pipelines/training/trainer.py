@@ -32,7 +32,7 @@ from mmspeed.loop.watch.rank_times import RankTimes
 from mmspeed.mesh import process_group
 from mmspeed.pipelines.report.run_page import write_report
 from mmspeed.pipelines.run.agreement import WeightsAgreement, require_agreement, run_facts
-from mmspeed.pipelines.run.build import assemble, base_files, place
+from mmspeed.pipelines.run.assembly import assemble, base_files, place
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.pipelines.run.telemetry import Telemetry, TelemetryCallback
 from mmspeed.pipelines.tasks import make_task, maker_of

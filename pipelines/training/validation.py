@@ -8,7 +8,7 @@ from typing import Any
 
 from mmspeed.log import get_logger
 from mmspeed.loop.terms import reduce_terms
-from mmspeed.pipelines.run.build import Assembly
+from mmspeed.pipelines.run.assembly import Assembly
 from mmspeed.protocols import Data, RunPlace, Task
 
 log = get_logger("validate")

@@ -20,7 +20,7 @@ from mmspeed.config.memory import parse_bytes
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes
-from mmspeed.loop.optimizers.build import by_lists
+from mmspeed.loop.optimizers.make_optimizer import by_lists
 from mmspeed.memory.offload.offloader import Offloader, OffloadGroup
 from mmspeed.memory.offload.storage_view import StorageView, guarded, part_of_storage
 from mmspeed.memory.planning.knapsack import Option

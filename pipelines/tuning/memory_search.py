@@ -26,7 +26,7 @@ from mmspeed.config.memory import MemoryConfig, parse_bytes
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_bytes, get_logger
-from mmspeed.loop.optimizers.build import by_lists
+from mmspeed.loop.optimizers.make_optimizer import by_lists
 from mmspeed.memory import ActivationPolicies, set_policies
 from mmspeed.memory.offload.offloader import Offloader
 from mmspeed.memory.planning.measure import DeviceProfiler

@@ -16,13 +16,13 @@ from mmspeed.data.sampling.batch_sizes import Measurement
 from mmspeed.device import Device, is_out_of_memory
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes
-from mmspeed.loop.optimizers.build import set_learning_rate
+from mmspeed.loop.optimizers.learning_rate import set_learning_rate
 from mmspeed.loop.step import train_step
 from mmspeed.memory import ActivationPolicies, peak_bytes, resident_bytes
 from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from mmspeed.memory.planning.options import static_bytes
 from mmspeed.memory.planning.peak import local_bytes
-from mmspeed.pipelines.run.build import assemble, place
+from mmspeed.pipelines.run.assembly import assemble, place
 from mmspeed.protocols import Batch, Models, ShapeClass, Task, shape_words, trainable
 from mmspeed.protocols.plan import keep_blocks
 

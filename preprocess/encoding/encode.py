@@ -23,10 +23,10 @@ from mmspeed.data.cache.payloads import not_finite
 from mmspeed.data.cache.writer import latent_tensors, text_tensors
 from mmspeed.device import Device, is_device_fault, parse_dtype
 from mmspeed.errors import UserError
-from mmspeed.models.build import stored_conditions
 from mmspeed.models.codecs.frames import frame_latents
 from mmspeed.models.codecs.vae import codec_geometry, codec_identity, load_codec
 from mmspeed.models.image_encoder import ImageEncoder, image_embeddings, image_fingerprint, load_image_encoder
+from mmspeed.models.sections import stored_conditions
 from mmspeed.models.text.encoders import (
     TransformersEncoder,
     load_text_encoder,
@@ -125,7 +125,7 @@ class Encoders:
 
     @property
     def conditions(self) -> tuple[str, ...]:
-        """Names of what the config's model needs of given frames beside a clip's own latents: further latents, and embeddings."""
+        """Names of what the config's model needs of conditioning frames beside a clip's own latents: further latents, and embeddings."""
         return self._once("conditions", lambda: stored_conditions(self.config))
 
     def latent_key(self, clip: Clip) -> str:

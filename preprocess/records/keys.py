@@ -22,7 +22,7 @@ def latent_parts(
     """The parts of a latent's key: not the source's name or location, nor the number of its window or crop.
 
     A property of the cache's recipe (`mmspeed.data.cache.versions`) is a part only where it makes other pixels than its version 1.
-    `conditions`: names of what is stored of given frames, too (`stored_conditions`); `image_fingerprint`: of the image encoder, where
+    `conditions`: names of what is stored of conditioning frames, too (`stored_conditions`); `image_fingerprint`: of the image encoder, where
     embeddings are among them.
     """
     extra: dict[str, Any] = {"first_frame": True} if config.preprocess.first_frame and not clip.bucket.is_image else {}

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmspeed.config import Bucket, Config
-from mmspeed.models.build import patch_of
 from mmspeed.models.codecs.vae import codec_geometry
+from mmspeed.models.sections import patch_of
 from mmspeed.preprocess.decoding.probe import Probe
 from mmspeed.preprocess.decoding.transform import kept_fraction, rank_by_picture
 from mmspeed.preprocess.decoding.windows import frames_available

@@ -15,9 +15,9 @@ from mmspeed.device import PEAK_FLOPS, accelerators, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes, format_figure
 from mmspeed.memory.recompute.regions import check_policies
-from mmspeed.models.build import FamilyCounts, check_inputs, counts_of, opened_of, outline, size_warnings, words_of
 from mmspeed.models.families.base import DescribesAttention
 from mmspeed.models.families.complete import objective_warnings
+from mmspeed.models.sections import FamilyCounts, check_inputs, counts_of, opened_of, outline, size_warnings, words_of
 from mmspeed.models.text.encoders import text_width
 from mmspeed.parallel import check_layout
 from mmspeed.plan.degrees import degree_lines

@@ -21,7 +21,7 @@ from mmspeed.data.cache.files import write_whole
 from mmspeed.data.sampling.batch_sizes import COUNTED_TEXT_TOKENS
 from mmspeed.errors import UserError
 from mmspeed.log import format_seconds, get_logger
-from mmspeed.models.build import size_of
+from mmspeed.models.sections import size_of
 from mmspeed.preprocess.decoding.worker import DecodeWorker
 from mmspeed.preprocess.records.bucket_use import BucketUse
 from mmspeed.preprocess.records.build_report import BuildReport

@@ -15,8 +15,8 @@ from mmspeed.config import Bucket, Config, make_config
 from mmspeed.config.schema import PublishedModelConfig
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine
-from mmspeed.models.build import family_of_section, mode_of_images, repository_of, videos_of
 from mmspeed.models.families.complete import boundary_of
+from mmspeed.models.sections import family_of_section, mode_of_images, repository_of, videos_of
 from mmspeed.preprocess.decoding.clips import Clip, select_clips, split_of
 from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Selected, without_repeats
 from mmspeed.preprocess.decoding.probe import Probe

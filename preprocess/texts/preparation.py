@@ -17,7 +17,7 @@ from mmspeed.errors import UserError, nearest
 if TYPE_CHECKING:
     from mmspeed.config import RunConfig
     from mmspeed.data.cache.made_from import MadeFrom
-    from mmspeed.preprocess.texts.build import TextCacheBuilder
+    from mmspeed.preprocess.texts.cache_builder import TextCacheBuilder
 
 DEMO_TEXTS, RECIPES = "assets/demo-texts", "assets/recipes"  # of the package
 _LOOKED_AT = 20  # first rows of a source that tell its column
@@ -126,7 +126,7 @@ class TextPreparation:
 
     def build(self, shard: str | None = None, upgrade: Sequence[str] = ()) -> list[str]:
         """Build or complete the text cache. Raises UserError like `TextCacheBuilder`, and for parts and upgrades."""
-        from mmspeed.preprocess.texts.build import TextCacheBuilder
+        from mmspeed.preprocess.texts.cache_builder import TextCacheBuilder
 
         if shard is not None or upgrade:
             option = "--shard" if shard is not None else "--upgrade"
@@ -145,7 +145,7 @@ class TextPreparation:
 
     def maker(self) -> TextCacheBuilder | None:
         """The builder that completes the cache before the first step; None where the config wants none, and for a copy at a URL."""
-        from mmspeed.preprocess.texts.build import TextCacheBuilder
+        from mmspeed.preprocess.texts.cache_builder import TextCacheBuilder
 
         texts = self._texts
         return (

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from mmspeed.bench.attention import AttentionBenchSetting, AttentionRow, LengthBench, MethodCase, VideoErrors, ask
+from mmspeed.bench.attention_bench import AttentionBenchSetting, AttentionRow, LengthBench, MethodCase, VideoErrors, ask
 from mmspeed.bench.attention_data import Grid, make_qkv, oracle_share
 from mmspeed.bench.attention_plans import PLANNERS, Method, method
 from mmspeed.compute.sparse import key_means
-from mmspeed.compute.sparse.attention import KERNELS
+from mmspeed.compute.sparse.dispatch import KERNELS
 from mmspeed.compute.sparse.module import ClusteredAttention
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.device import Device, parse_dtype, pick

@@ -23,13 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from mmspeed.compute.operators.cross_entropy import IGNORED
-from mmspeed.compute.operators.documents import positions_of
+from mmspeed.compute.operators.document_attention import positions_of
 from mmspeed.config import make_run_config
 from mmspeed.config.language import LanguageConfig
-from mmspeed.data.cache.documents import TextCache
+from mmspeed.data.cache.text_cache import TextCache
 from mmspeed.device import pick
 from mmspeed.log import ProgressLine, get_logger, read_metrics, setup
-from mmspeed.loop.optimizers.build import learning_rate, make_groups
+from mmspeed.loop.optimizers.learning_rate import learning_rate
+from mmspeed.loop.optimizers.make_optimizer import make_groups
 from mmspeed.models.weights import quiet
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.inference.language import export_language_run

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from mmspeed.compute.registry import OPERATORS
 from mmspeed.config import make_run_config
 from mmspeed.config.language import LanguageConfig
-from mmspeed.data.cache.documents import TextCache
+from mmspeed.data.cache.text_cache import TextCache
 from mmspeed.device import pick
 from mmspeed.log import setup
 from mmspeed.models.weights import quiet

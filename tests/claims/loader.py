@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmspeed.bench.attention import one_thread
+from mmspeed.bench.attention_bench import one_thread
 from mmspeed.config.training import TrainConfig
 from mmspeed.data import BatchSampler, DatasetCache, Loader
 from mmspeed.data.loading.collate import VideoCollate

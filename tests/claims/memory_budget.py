@@ -12,7 +12,7 @@ from mmspeed.errors import UserError
 from mmspeed.log import format_bytes
 from mmspeed.memory.recompute.policy import count_policies
 from mmspeed.mesh import process_group
-from mmspeed.models.build import sora_section
+from mmspeed.models.sections import sora_section
 from mmspeed.pipelines.tasks.synthetic import EncoderShapes
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.pipelines.tuning.memory_search import MeasuredModel, fastest_within, measured_figures

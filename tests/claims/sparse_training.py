@@ -235,7 +235,7 @@ def _trial(config: Config, start: str, variant: str, seed: int) -> TrainedVarian
 def _tokens(config: Config) -> int:
     from mmspeed.data import DatasetCache
     from mmspeed.models import build_model
-    from mmspeed.models.build import sora_section
+    from mmspeed.models.sections import sora_section
     from mmspeed.shapes import Strides
 
     encoders = DatasetCache(config.cache_root).info["encoders"]

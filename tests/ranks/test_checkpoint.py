@@ -30,7 +30,7 @@ from mmspeed.loop.checkpoint.manager import (
     step_name,
     steps_in,
 )
-from mmspeed.loop.optimizers.build import make_optimizer
+from mmspeed.loop.optimizers.make_optimizer import make_optimizer
 from mmspeed.mesh import make_mesh
 from mmspeed.parallel import parallelize, unwrap
 from tests.support.spawn import run_ranks

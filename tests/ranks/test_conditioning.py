@@ -35,7 +35,7 @@ class WatchedTask(VideoTask):
     uses: Uses
 
     def loss(self, models: Models, batch: Batch) -> Terms:
-        real = zip(batch.names, batch.weights_I.tolist(), batch["given"].tolist(), strict=True)
+        real = zip(batch.names, batch.weights_I.tolist(), batch["conditioning_mask"].tolist(), strict=True)
         self.uses |= {name: anchors for name, weight, anchors in real if weight}
         return super().loss(models, batch)
 

@@ -19,7 +19,7 @@ from mmspeed.axes import AxisSizes
 from mmspeed.config.schema import TrainConfig
 from mmspeed.device import Device
 from mmspeed.loop.averages import EMA
-from mmspeed.loop.optimizers.build import make_optimizer
+from mmspeed.loop.optimizers.make_optimizer import make_optimizer
 from mmspeed.loop.signals import StopSignals
 from mmspeed.memory import BlockPolicies
 from mmspeed.mesh import make_mesh

@@ -1,4 +1,4 @@
-"""A user's own model under a plan that it declares, on 2 and 4 ranks, against one process in float32."""
+"""A user's own model under a plan that it declares, on 2 ranks, against one process in float32."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from mmspeed.comm import Ledger
@@ -87,14 +86,14 @@ class Model(nn.Module):
         return self.head(x_BNE)
 
 
-def inputs(tokens: int = 11, text: int = 7, masked: bool = True, seed: int = 0) -> dict[str, Any]:
-    g = torch.Generator().manual_seed(seed)
+def inputs(tokens: int = 11, text: int = 7) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(0)
     mask = torch.rand(2, text, generator=g) < 0.6
     mask[:, 0] = True
     return {
         "tokens": torch.randn(2, tokens, 3, generator=g),
         "text": torch.randn(2, text, WIDTH, generator=g),
-        "text_mask": mask if masked else None,
+        "text_mask": mask,
     }
 
 
@@ -102,13 +101,7 @@ def loss_of(out: torch.Tensor) -> torch.Tensor:
     return (out.float() - torch.linspace(-1, 1, out.numel()).view_as(out)).square().mean()
 
 
-def full(tensor: Any) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def compare(
-    ulysses: int, ring: int, how: str = "", model: Any = None, window: int | None = None, **options: Any
-) -> dict[str, Any]:
+def compare(ulysses: int, ring: int, how: str = "", model: Any = None, **options: Any) -> dict[str, Any]:
     """Loss and worst gradient against one process; `how` names what is applied beside sequence parallelism."""
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
     alone = Model(**(model or {}))
@@ -118,15 +111,10 @@ def compare(
     if how == "recompute before":
         for block in split.blocks:
             recompute(block)
-    sequence_parallel(split, sequence_axes(mesh, ledger=ledger, window=window), split.own_plan())
+    sequence_parallel(split, sequence_axes(mesh, ledger=ledger), split.own_plan())
     if how.startswith("recompute after"):
         for block in split.blocks:
             recompute(block)
-    if how == "fsdp":
-        world = init_device_mesh("cpu", (dist.get_world_size(),))
-        for block in split.blocks:
-            fully_shard(block, mesh=world)
-        fully_shard(split, mesh=world)
     if how == "recompute after, two forwards":  # both graphs wait for one backward, with lengths that share a local one
         longer = inputs(**{**options, "tokens": options["tokens"] - 1})
         loss_of(alone(**longer)).backward()
@@ -138,10 +126,9 @@ def compare(
     worst = 0.0
     for (name, mine), theirs in zip(split.named_parameters(), alone.parameters(), strict=True):
         assert mine.grad is not None and theirs.grad is not None
-        grad = full(mine.grad).clone()
-        if how != "fsdp":
-            dist.all_reduce(grad)
-            grad /= dist.get_world_size()
+        grad = mine.grad.clone()
+        dist.all_reduce(grad)
+        grad /= dist.get_world_size()
         if not name.endswith("to_kv.bias"):  # the keys' half has no gradient but rounding; the values' is seen at `out`
             worst = max(worst, float((grad - theirs.grad).abs().max() / theirs.grad.abs().max()))
     return {
@@ -202,10 +189,7 @@ def failures() -> dict[str, str]:
         model.blocks[0].own = attention
         catch(kind, model)
     catch("causal", Model(causal=True))
-    catch("no plan", nn.Linear(1, 1))
-    catch("no module", Model(), ModelPlan((), attention={"block.*.own": Site(("video",))}))
     catch("other lengths", Model(), dataclasses.replace(own, attention={"blocks.*.text": Site(("video",))}))
-    catch("not split", Model(), ModelPlan((), attention={"blocks.*.own": Site(("video",))}))
     late = {"head": {"input": Split("video", 1)}}  # after the blocks
     catch("split late", Model(), ModelPlan((), inputs=late, attention={"blocks.*.own": Site(("video",))}))
     catch("mask too long", Model(), text_mask=torch.ones(2, 9, dtype=torch.bool))
@@ -220,27 +204,12 @@ def on_two() -> dict[str, Any]:
     }
 
 
-def on_four() -> dict[str, Any]:
-    return {name: compare(*how, **more) for name, (how, more) in FOUR.items()}
-
-
 TWO: dict[str, Any] = {
-    "ulysses": ((2, 1), {}),
-    "ring": ((1, 2), {}),
-    "no mask": ((1, 2), {"masked": False}),
     "additive mask": ((1, 2), {"model": {"additive": True}}),
     "causal ring": ((1, 2), {"model": {"causal": True}}),
     "causal ulysses": ((2, 1), {"model": {"causal": True}}),
     "recompute before": ((2, 1, "recompute before"), {}),
-    "recompute after": ((1, 2, "recompute after"), {}),
     "two forwards": ((1, 2, "recompute after, two forwards"), {"tokens": 10}),
-}
-FOUR: dict[str, Any] = {
-    "both": ((2, 2), {}),
-    "fsdp": ((2, 2, "fsdp"), {}),
-    "fewer text tokens than ranks": ((2, 2), {"text": 3}),
-    "causal, both": ((2, 2), {"model": {"causal": True}, "tokens": 21}),
-    "double ring": ((1, 4), {"window": 2}),
 }
 
 
@@ -252,12 +221,6 @@ def two() -> dict[str, Any]:
 def hold(actual: dict[str, Any]) -> None:
     assert actual["loss"] <= TOLERANCE and actual["gradient"] <= TOLERANCE, actual
     assert actual["calls"], "nothing was exchanged"
-
-
-@pytest.mark.slow
-def test_one_process_and_four_agree() -> None:
-    for actual in run_ranks(on_four, 4)[0].values():
-        hold(actual)
 
 
 def test_one_process_and_two_agree(two: dict[str, Any]) -> None:
@@ -275,10 +238,7 @@ FAILURES = {
     "dropout": "attention dropout 0.1",
     "twice": "2 times, not once",
     "causal": "a plan with causal=True",
-    "no plan": "plan=ModelPlan(...)",
-    "no module": "Model has no module 'block.*.own'",
     "other lengths": "attention has 4 keys where the plan has 6",
-    "not split": "'blocks.*.own': no split of the plan gives the length of sequence 'video'",
     "split late": "sequence 'video' is needed before it was split",
     "mask too long": "sequence 'text' has 9 tokens here and had 7 before",
 }

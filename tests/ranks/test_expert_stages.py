@@ -22,7 +22,7 @@ from mmspeed.loop.averages import EMA
 from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load, load_weights, step_name
 from mmspeed.loop.checkpoint.state import whole_tensors
 from mmspeed.loop.gradients import clip_gradients
-from mmspeed.loop.optimizers.build import make_optimizer
+from mmspeed.loop.optimizers.make_optimizer import make_optimizer
 from mmspeed.loop.runner import Runner, SequentialRunner
 from mmspeed.loop.step import Learner, StepResult, train_step
 from mmspeed.mesh import Mesh, make_mesh

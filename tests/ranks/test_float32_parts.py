@@ -14,7 +14,7 @@ from mmspeed.device import pick
 from mmspeed.loop.checkpoint.state import weights_to_save
 from mmspeed.mesh import process_group
 from mmspeed.parallel import unwrap
-from mmspeed.pipelines.run.build import assemble, place
+from mmspeed.pipelines.run.assembly import assemble, place
 from mmspeed.pipelines.tasks.synthetic import EncoderShapes
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.protocols import Conditions

@@ -134,7 +134,7 @@ def truth(tensors: list[Tensor], mask: Tensor | None, case: Case) -> list[Tensor
 
 
 def formula(case: Case, q: tuple[int, ...], k: tuple[int, ...], rank: int) -> dict[tuple[str, str], int]:
-    """Bytes that a rank sends, forward and backward, as the heads of attention.py and ring.py say."""
+    """Bytes that a rank sends, forward and backward, as the heads of hybrid_attention.py and ring.py say."""
     u, r, e = case.ulysses, case.ring, getattr(torch, case.dtype).itemsize
     me, place = divmod(rank, u)
     near = slice(me * u, me * u + u)

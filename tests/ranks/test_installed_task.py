@@ -60,17 +60,3 @@ def test_processes_of_a_check_know_it(command: Callable[..., str], tmp_path: Pat
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(character_tree(tmp_path)), encoding="utf-8")
     command("mmspeed", "check", str(path), "--parallel", "dp_shard=2")
-
-
-@pytest.mark.slow
-def test_a_misspelt_task_is_reported_with_those_known(command: Callable[..., str], tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(character_tree(tmp_path)), encoding="utf-8")
-    assert "known: video, language, characters" in refused(command, path)
-
-
-def refused(command: Callable[..., str], path: Path) -> str:
-    """What a misspelt task gives."""
-    with pytest.raises(AssertionError) as error:
-        command("mmspeed", "train", str(path), "task=charakters")
-    return str(error.value)

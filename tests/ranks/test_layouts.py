@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmspeed import comm
 from mmspeed.comm import Axis, even_sizes
-from mmspeed.models.sora.plan import sora_plan
+from mmspeed.models.sora.sora_plan import sora_plan
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes, hybrid_attention
 from mmspeed.parallel.sequence.layouts import Layout, memory_order
 from tests.support.spawn import run_ranks

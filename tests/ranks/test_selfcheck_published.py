@@ -17,7 +17,7 @@ from mmspeed.config import make_config
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.mesh import process_group
-from mmspeed.parallel.boundaries.attention import InterceptedSite
+from mmspeed.parallel.boundaries.attention_sites import InterceptedSite
 from mmspeed.parallel.boundaries.linears import SplitNorm
 from mmspeed.parallel.boundaries.record import ForwardRecord
 from mmspeed.pipelines.selfcheck.run import with_layout

@@ -47,20 +47,6 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "layout",
-    ["dp_shard=2", "strategy=ddp,dp_replicate=2", "dp_shard=2,dp_replicate=2"],
-)
-@pytest.mark.slow
-def test_a_right_layout_passes(path: Path, layout: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(path), "--parallel", layout]) == 0
-    text = capsys.readouterr().out
-    assert "PASSED" in text and "step: the 5 gradients of 36 that differ most" in text
-    strategy = "ddp" if "ddp" in layout else "fsdp"
-    assert f"model, made small: as it is, pack 24, width 16, depth 3; float32, strategy {strategy}" in text
-    assert "a step of 8 of its samples" in text
-
-
 @pytest.mark.slow
 def test_a_gradient_that_is_one_percent_too_large_fails(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

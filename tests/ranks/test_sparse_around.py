@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from mmspeed.compute.attention import attention
 from mmspeed.compute.sparse.mass_histogram import threshold
 from mmspeed.compute.sparse.module import WarmStarts, WatchedCalls
-from mmspeed.parallel.sparse.attention import sparse_attention
+from mmspeed.parallel.sparse.sparse_attention import sparse_attention
 from mmspeed.replay import replayed
 from tests.ranks.test_hybrid_attention import mesh_of
 from tests.ranks.test_sparse_parallel import EMPTY, TOKENS, Case, axes_of, layer_of, positions, whole

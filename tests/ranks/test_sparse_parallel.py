@@ -17,8 +17,8 @@ from mmspeed.compute.sparse import ClusterPlan, TailClusters, clustered_attentio
 from mmspeed.compute.sparse.module import ClusteredAttention
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes, split_heads
-from mmspeed.parallel.sparse.attention import sparse_attention
-from mmspeed.parallel.sparse.plan import SplitPlan
+from mmspeed.parallel.sparse.sparse_attention import sparse_attention
+from mmspeed.parallel.sparse.split_plan import SplitPlan
 from mmspeed.replay import replayed
 from tests.ranks.test_hybrid_attention import mesh_of
 from tests.support.covers import slow_but

@@ -18,8 +18,8 @@ from mmspeed.config import Config, make_config
 from mmspeed.device import pick
 from mmspeed.log import get_logger
 from mmspeed.mesh import process_group
-from mmspeed.models.build import with_weights
-from mmspeed.pipelines.run.build import Assembly, assemble, place
+from mmspeed.models.sections import with_weights
+from mmspeed.pipelines.run.assembly import Assembly, assemble, place
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.protocols import Part, declare_source, source_of
 from tests.support.covers import slow_but

@@ -11,7 +11,7 @@ from torch import nn
 
 from mmspeed.initialize import init_weights
 from mmspeed.loop.averages import ema_decay
-from mmspeed.loop.optimizers.build import learning_rate
+from mmspeed.loop.optimizers.learning_rate import learning_rate
 from mmspeed.protocols import OptimizerSetting, Update
 from tests.support.character_runs import ALONE, character_config, losses, rows
 from tests.support.characters import CharacterConfig

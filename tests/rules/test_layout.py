@@ -28,13 +28,9 @@ def test_links_are_relative_and_lead_to_the_root_folders(folder: str) -> None:
 def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
     """Check the imports of the `mmspeed` package in `folder` with the contracts of our pyproject.toml."""
     return subprocess.run(
-        [sys.executable, "-c", LINT, "--config", str(ROOT / "pyproject.toml"), "--no-cache"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+        [sys.executable, "-c", LINT, "--config", str(ROOT / "pyproject.toml"), "--no-cache"], cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)}, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
 
 
 def test_floors() -> None:
@@ -59,14 +55,8 @@ def test_floors_can_break(tmp_path: Path) -> None:
     (package / "models" / "__init__.py").write_text("import mmspeed.loop\n", encoding="utf-8")
     done = lint_imports(tmp_path)
     assert done.returncode == 1 and "mmspeed.models is not allowed to import mmspeed.loop" in done.stdout
-    (package / "protocols" / "batch.py").write_text("import mmspeed.device\n", encoding="utf-8")
-    assert "mmspeed.protocols is not allowed to import mmspeed.device" in lint_imports(tmp_path).stdout
-    (package / "pipelines" / "video.py").write_text(
-        "def show():\n    import mmspeed.pipelines.page\n", encoding="utf-8"
-    )
-    assert "No cycles" not in lint_imports(tmp_path).stdout
-    typing = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import mmspeed.pipelines.video\n"
-    (package / "pipelines" / "page.py").write_text(typing, encoding="utf-8")
+    (package / "pipelines" / "video.py").write_text("import mmspeed.pipelines.page\n", encoding="utf-8")
+    (package / "pipelines" / "page.py").write_text("import mmspeed.pipelines.video\n", encoding="utf-8")
     assert "No cycles are allowed in mmspeed.pipelines." in lint_imports(tmp_path).stdout
 
 
@@ -86,10 +76,8 @@ def test_root_folders_are_imported_through_mmspeed() -> None:
 
 
 def test_bare_imports_are_seen() -> None:
-    assert bare_imports(ast.parse("import models.vae\nfrom pipelines import x\nfrom .models import y")) == [
-        "models.vae",
-        "pipelines",
-    ]
+    code = "import models.vae\nfrom pipelines import x\nfrom .models import y"
+    assert bare_imports(ast.parse(code)) == ["models.vae", "pipelines"]
 
 
 def test_help_loads_no_torch() -> None:

@@ -12,7 +12,7 @@ from mmspeed.config.schema import TrainConfig
 from mmspeed.loop.averages import EMA
 from mmspeed.loop.checkpoint.maintenance import verify
 from mmspeed.loop.checkpoint.manager import CheckpointManager, DamagedCheckpointError, TrainingState, load, step_name
-from mmspeed.loop.optimizers.build import make_optimizer
+from mmspeed.loop.optimizers.make_optimizer import make_optimizer
 from tests.support.toy import ToyDiT
 
 JSON_FILES = ("index.json", "meta.json", "seal.json")

@@ -31,8 +31,8 @@ from mmspeed.mesh import process_group
 from mmspeed.models.families.hunyuan_video15 import HunyuanVideo15Call
 from mmspeed.models.families.wan import WanCall
 from mmspeed.parallel import parallelize, sum_shared_gradients, uncrossed, unwrap
-from mmspeed.pipelines.run import build
-from mmspeed.pipelines.run.build import Placement, assemble, place
+from mmspeed.pipelines.run import assembly
+from mmspeed.pipelines.run.assembly import Placement, assemble, place
 from mmspeed.pipelines.tasks.published import PublishedVideoTask
 from mmspeed.pipelines.tuning.memory_search import policies_under_budget
 from mmspeed.protocols import Batch, ModelCall, RunPlace, StepData, blocks_of
@@ -233,7 +233,7 @@ class Techniques:
             return parallelize(*args, compile="eager" if compile else False, keeping=keeping, **options)
 
         with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(build, "parallelize", spread))
+            stack.enter_context(mock.patch.object(assembly, "parallelize", spread))
             stack.enter_context(mock.patch("mmspeed.memory.chunks.chunked_mlp", self.counted(chunked_mlp, "chunked")))
             yield
 

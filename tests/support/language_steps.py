@@ -27,7 +27,7 @@ from mmspeed.models.language.config import Balance, DecoderSettings
 from mmspeed.models.language.decoder import Decoder
 from mmspeed.models.language.shapes import SHAPES, tiny_twin
 from mmspeed.parallel import TokenLayout, parallelize, uncrossed, unwrap
-from mmspeed.parallel.documents import share_documents
+from mmspeed.parallel.document_shares import share_documents
 from mmspeed.pipelines.tasks.language import LanguageTask
 from mmspeed.pipelines.tasks.language_data import PackCollate, targets_of
 from mmspeed.plan.decoder_traffic import DecoderWorkload, decoder_traffic

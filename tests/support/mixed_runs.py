@@ -24,7 +24,7 @@ from mmspeed.data.cache.keys import entry_key, number_duplicates, sample_key
 from mmspeed.data.cache.tables import write_info, write_rejects, write_samples
 from mmspeed.data.cache.writer import latent_tensors, text_tensors
 from mmspeed.device import Device
-from mmspeed.loop.optimizers.build import make_optimizer
+from mmspeed.loop.optimizers.make_optimizer import make_optimizer
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.protocols import RunPlace, TextEntry

@@ -15,8 +15,8 @@ from mmspeed.config import make_config
 from mmspeed.config.schema import PublishedModelConfig
 from mmspeed.initialize import materialize, read_weights
 from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState
-from mmspeed.models.build import repository_of, with_weights
 from mmspeed.models.families.base import packed, unpacked
+from mmspeed.models.sections import repository_of, with_weights
 from mmspeed.pipelines.diffusion.schedulers import generators
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.protocols import source_of

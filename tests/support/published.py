@@ -22,7 +22,7 @@ from mmspeed.data.cache.writer import latent_tensors, text_tensors
 from mmspeed.device import pick
 from mmspeed.mesh import process_group
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.run.build import Assembly, assemble, place
+from mmspeed.pipelines.run.assembly import Assembly, assemble, place
 from mmspeed.pipelines.tasks.published import PublishedVideoTask
 from mmspeed.protocols import Batch, Conditions, RunPlace, TextEntry
 from mmspeed.shapes import Bucket

@@ -5,13 +5,14 @@ Legend: B batch, A heads, G = B x A, N queries, M keys, D head width, C clusters
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmspeed import rng
-from mmspeed.compute.sparse import ClusterPlan, TailClusters, clustered_attention
+from mmspeed.compute.sparse import ClusterMeans, ClusterPlan, TailClusters, clustered_attention, key_means
 
 # of the oracle's largest number: sums of up to a few hundred products; half types round probabilities and results
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -140,6 +141,47 @@ def alike(got: list[Tensor], right: list[Tensor], tolerance: float) -> None:
     """That two lists of `results` agree."""
     for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, right, strict=True):
         assert error(x, y) <= tolerance, f"{name}: {error(x, y):.2e}"
+
+
+def draw(plan: ClusterPlan, width: int, dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v and dout."""
+    rows = {"q": plan.queries, "k": plan.keys, "v": plan.keys, "dout": plan.queries}
+    return [rng.normal((*plan.shape[:2], n, width), 0, "sparse", name).to(dtype) for name, n in rows.items()]
+
+
+def near(got: Tensor, right: Tensor, limit: float) -> bool:
+    """True for the same type, the same infinities, and numbers that differ by a share of the largest (of 0.1 where all are smaller)."""
+    if got.dtype != right.dtype or not torch.equal(got.isinf(), right.isinf()):
+        return False
+    both = right.isfinite()
+    got, right = got.detach()[both].double(), right.detach()[both].double()
+    return not both.any() or bool((got - right).abs().max() <= limit * right.abs().max().clamp(min=0.1))
+
+
+def with_oracle(
+    attend: Callable[..., tuple[Tensor, Tensor]],
+    plan: ClusterPlan,
+    tensors: list[Tensor],
+    tail: Any,
+    limit: float,
+    scale: float | None = None,
+) -> None:
+    """Hold (out, lse) of q, k, v and means, and all gradients, beside the oracle's. tensors: as of `draw`."""
+    q, k, v, dout = tensors
+    assert plan.tail is not None
+    means, results = key_means(k, v, plan.tail), []
+    for oracle in (False, True):
+        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v, means.k_BAKD, means.v_BAKD)]
+        summary = ClusterMeans(*leaves[3:]) if tail == "summary" else None
+        if oracle:
+            out, lse, _ = clustered_attention(
+                *leaves[:3], plan, tail=tail, means=summary, scale=scale, backend="masked"
+            )
+        else:
+            out, lse = attend(*leaves[:3], summary)
+        wanted = leaves if summary is not None else leaves[:3]
+        results.append([out, lse, *torch.autograd.grad(out, wanted, dout, materialize_grads=True)])
+    assert all(near(got, right, limit) for got, right in zip(*results, strict=True))
 
 
 def _offsets(counts: Tensor) -> Tensor:

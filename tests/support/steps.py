@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mmspeed.comm import Axis
-from mmspeed.loop.optimizers.build import AnyOptimizer
+from mmspeed.loop.optimizers.make_optimizer import AnyOptimizer
 from mmspeed.loop.runner import SequentialRunner
 from mmspeed.loop.step import Learner, StepResult
 from mmspeed.loop.step import train_step as take_step

@@ -21,11 +21,11 @@ from mmspeed.initialize import own_part
 from mmspeed.loop.averages import EMA
 from mmspeed.loop.checkpoint.manager import TrainingState
 from mmspeed.loop.checkpoint.state import states_to_save, weights_to_save
-from mmspeed.loop.optimizers.build import make_optimizer
+from mmspeed.loop.optimizers.make_optimizer import make_optimizer
 from mmspeed.loop.step import StepResult
 from mmspeed.mesh import Mesh, make_mesh
 from mmspeed.parallel import make_half, parallelize, unwrap
-from mmspeed.pipelines.run.build import part_setter
+from mmspeed.pipelines.run.assembly import part_setter
 from tests.support.steps import train_step
 from tests.support.toy import ToyDiT, flow_loss, split
 

@@ -17,7 +17,7 @@ from mmspeed.graphs import MOST_GRAPHS, compile_forward, outside_graphs
 from mmspeed.memory import recompute
 from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import parallelize
-from tests.support.attention import attend_by
+from tests.support.attend_by import attend_by
 from tests.support.graphs import CountingBackend
 from tests.support.memory_ways import keeping_of, make_inputs
 from tests.support.memory_ways import make_model as make_sora

@@ -21,15 +21,9 @@ from tests.support.character_runs import character_config
 
 WORD = st.text("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789%._~-", min_size=8, max_size=30)
 NAMES = [
-    "X-Amz-Signature",
-    "X-Amz-Security-Token",
-    "X-Goog-Credential",
-    "sig",
-    "token",
-    "access_token",
-    "api_key",
+    "X-Amz-Signature", "X-Amz-Security-Token", "X-Goog-Credential", "sig", "token", "access_token", "api_key",
     "AWSAccessKeyId",
-]
+]  # fmt: skip
 
 
 @given(secret=WORD.map(lambda word: f"s3cr3t{word}"))

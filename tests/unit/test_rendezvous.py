@@ -47,12 +47,6 @@ def arrived(store: dist.TCPStore, rank: int, name: str) -> None:
         time.sleep(0.01)
 
 
-def test_all_ranks_get_the_name_of_rank_0(connect: Callable[[], dist.TCPStore]) -> None:
-    with ThreadPoolExecutor(4) as pool:
-        ranks = [start(pool, connect, rank, 4, f"a{rank}") for rank in (2, 0, 3, 1)]
-        assert {rank.result() for rank in ranks} == {"a0"}
-
-
 def test_ranks_of_an_attempt_that_was_killed_before_it_met_do_not_count(connect: Callable[[], dist.TCPStore]) -> None:
     dead = connect()
     for rank, name in ((1, "dead1"), (2, "dead2")):

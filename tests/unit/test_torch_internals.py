@@ -54,11 +54,9 @@ def agree(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
     return torch.allclose(actual.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-# ---- tensors and storages
-
-
 def test_version_of() -> None:
     tensor = torch.zeros(4)
+    assert internals.base_of(tensor) is None and internals.base_of(tensor[1:][1:]) is tensor
     view, before = tensor[1:], internals.version_of(tensor)
     view.add_(1)
     assert internals.version_of(tensor) == internals.version_of(view) == before + 1
@@ -66,11 +64,6 @@ def test_version_of() -> None:
         unversioned = torch.zeros(1)
     with pytest.raises(RuntimeError):
         internals.version_of(unversioned)
-
-
-def test_base_of() -> None:
-    tensor = torch.zeros(4)
-    assert internals.base_of(tensor) is None and internals.base_of(tensor[1:][1:]) is tensor
 
 
 def test_negative_view() -> None:
@@ -88,84 +81,58 @@ def test_storage_address() -> None:
     assert internals.storage_address(tensor.untyped_storage()) == address
 
 
-def test_weak_pointer() -> None:
-    tensor = torch.zeros(4)
-    pointers = [internals.weak_pointer(tensor.untyped_storage()) for _ in range(2)]
-    assert pointers[0] == pointers[1] and hash(pointers[0]) == hash(pointers[1])
-    for pointer in pointers:
-        internals.free_weak_pointer(pointer)
-
-
 def test_storage_at() -> None:
     tensor = torch.zeros(4)
-    pointer = internals.weak_pointer(tensor.untyped_storage())
+    pointer, other = (internals.weak_pointer(tensor.untyped_storage()) for _ in range(2))
+    assert pointer == other and hash(pointer) == hash(other)
     storage = internals.storage_at(pointer)
     assert storage is not None and storage.nbytes() == 16 and storage.data_ptr() == tensor.data_ptr()
+    internals.free_weak_pointer(other)
     del storage, tensor
-    assert internals.storage_at(pointer) is None  # it did not keep the storage alive
+    assert internals.storage_at(pointer) is None  # it kept nothing alive, and its address is given to no other storage
     internals.free_weak_pointer(pointer)
 
 
-def test_free_weak_pointer() -> None:
-    tensor = torch.zeros(4)
-    first, second = (internals.weak_pointer(tensor.untyped_storage()) for _ in range(2))
-    internals.free_weak_pointer(first)
-    del tensor
-    assert internals.storage_at(second) is None  # one reference is left, so the address is not given to another storage
-    internals.free_weak_pointer(second)
-
-
-# ---- lists of tensors
-
-
-def test_lerp_each() -> None:
+def test_lists_of_tensors() -> None:
     tensors, ends = [torch.zeros(2), torch.ones(3)], [torch.ones(2), torch.full((3,), 3.0)]
     internals.lerp_each_(tensors, ends, 0.25)
-    assert [t.tolist() for t in tensors] == [[0.25] * 2, [1.5] * 3]
-
-
-def test_multiply_each() -> None:
-    tensors = [torch.ones(2), torch.full((3,), 2.0)]
     internals.multiply_each_(tensors, torch.tensor(0.5))
-    assert [t.tolist() for t in tensors] == [[0.5] * 2, [1.0] * 3]
-
-
-def test_copy_each() -> None:
+    assert [t.tolist() for t in tensors] == [[0.125] * 2, [0.75] * 3]
     tensors = [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(1)]
     internals.copy_each_(tensors, [torch.tensor([1.0, 1.001]), torch.tensor([3.0])])
     assert [t.tolist() for t in tensors] == [[1.0, 1.0], [3.0]] and tensors[0].dtype == torch.bfloat16
 
 
-# ---- operators
+class Watch(internals.TorchDispatchMode):
+    """The names of the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(internals.packet_of(func)))
+        return func(*args, **(kwargs or {}))
 
 
-def operators(names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: getattr(torch.ops.aten, name, None) for name in names}
-
-
-def test_matmul_names() -> None:
-    actual = operators(internals.MATMUL_NAMES)
-    assert not [name for name, operator in actual.items() if operator is None and name != "mkldnn_linear"]
-
-
-def test_attention_names() -> None:
-    assert None not in operators(internals.ATTENTION_NAMES).values()
+def test_names_of_operators() -> None:
+    names = set(internals.ATTENTION_NAMES + internals.MATMUL_NAMES) - {"mkldnn_linear"}
+    assert not [name for name in names if not hasattr(torch.ops.aten, name)]
+    assert internals.changes_arguments(torch.ops.aten.add_.Tensor)
+    assert not internals.changes_arguments(torch.ops.aten.add.Tensor)
 
 
 def test_cpu_flash() -> None:
     q, k, v, dout = attention_inputs(torch.float32, "cpu")
-    out, lse = internals.cpu_flash(q, k, v)
+    with Watch() as seen:
+        out, lse = internals.cpu_flash(q, k, v)
+    assert seen.names == [internals.CPU_FLASH]
     assert agree(out, reference(q, k, v, dout)[0], 1e-5) and agree(lse, log_sum_exp(q, k), 1e-5)
+    actual = internals.cpu_flash_backward(dout, q, k, v, out, lse, 0.0, False, attn_mask=None, scale=0.25)
+    assert all(agree(x, y, 1e-4) for x, y in zip(actual, reference(q, k, v, dout)[1:], strict=True))
     bias = torch.zeros(2, 1, 1, 32).index_fill_(3, torch.arange(16, 32), -torch.inf)
     masked, _ = internals.cpu_flash(q, k, v, 0.0, False, attn_mask=bias, scale=0.25)
     assert agree(masked, reference(q, k[:, :, :16], v[:, :, :16], dout)[0], 1e-5)
-
-
-def test_cpu_flash_backward() -> None:
-    q, k, v, dout = attention_inputs(torch.float32, "cpu")
-    out, lse = internals.cpu_flash(q, k, v)
-    actual = internals.cpu_flash_backward(dout, q, k, v, out, lse, 0.0, False, attn_mask=None, scale=0.25)
-    assert all(agree(x, y, 1e-4) for x, y in zip(actual, reference(q, k, v, dout)[1:], strict=True))
 
 
 # What runs on CUDA alone: elsewhere, tensors of the meta device show that the operators take the arguments that we give.
@@ -184,11 +151,6 @@ def test_cuda_flash() -> None:
     q, k, v, dout = attention_inputs(torch.bfloat16, where())
     out, lse = internals.cuda_flash(q, k, v, 0.0, False, False, scale=0.25)[:2]
     assert right(out, reference(q, k, v, dout)[0]) and right(lse[..., :32], log_sum_exp(q, k))
-
-
-def test_cuda_flash_backward() -> None:
-    q, k, v, dout = attention_inputs(torch.bfloat16, where())
-    out, lse = internals.cuda_flash(q, k, v, 0.0, False, False, scale=0.25)[:2]
     seed, unused = (torch.zeros(size, dtype=torch.uint64, device=q.device) for size in (2, 0))
     arguments = (dout, q, k, v, out, lse, None, None, 32, 32, 0.0, False, seed, unused)
     actual = internals.cuda_flash_backward(*arguments, scale=0.25)
@@ -199,11 +161,6 @@ def test_cuda_efficient() -> None:
     q, k, v, dout = attention_inputs(torch.float32, where())
     out, lse = internals.cuda_efficient(q, k, v, None, True, 0.0, False, scale=0.25)[:2]
     assert right(out, reference(q, k, v, dout)[0]) and right(lse[..., :32], log_sum_exp(q, k))
-
-
-def test_cuda_efficient_backward() -> None:
-    q, k, v, dout = attention_inputs(torch.float32, where())
-    out, lse = internals.cuda_efficient(q, k, v, None, True, 0.0, False, scale=0.25)[:2]
     seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
     arguments = (dout, q, k, v, None, out, lse, seed, offset, 0.0, [True, True, True, False], False)
     actual = internals.cuda_efficient_backward(*arguments, scale=0.25)[:3]
@@ -237,32 +194,6 @@ def test_varlen_flash_backward() -> None:
     assert all(right(x, packed(y)) for x, y in zip(actual, reference(q, k, v, dout)[1:], strict=True))
 
 
-def test_changes_arguments() -> None:
-    assert internals.changes_arguments(torch.ops.aten.add_.Tensor)
-    assert not internals.changes_arguments(torch.ops.aten.add.Tensor)
-
-
-def test_packet_of() -> None:
-    assert internals.packet_of(torch.ops.aten.mm.default) is torch.ops.aten.mm
-
-
-def test_cpu_flash_name() -> None:
-    seen = []
-
-    class Watch(internals.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(internals.packet_of(func)))
-            return func(*args, **(kwargs or {}))
-
-    q, k, v, _ = attention_inputs(torch.float32, "cpu")
-    with Watch():
-        internals.cpu_flash(q, k, v)
-    assert seen == [internals.CPU_FLASH]
-
-
-# ---- modes and trees
-
-
 def test_torchdispatchmode() -> None:
     class Doubled(internals.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -288,15 +219,9 @@ def test_is_traceable_wrapper_subclass() -> None:
     assert not internals.is_traceable_wrapper_subclass(torch.zeros(2))
 
 
-def test_tree_leaves() -> None:
+def test_trees() -> None:
     assert internals.tree_leaves({"a": [1, (2,)], "b": None, "c": 3}) == [1, 2, None, 3]
-
-
-def test_tree_map_only() -> None:
     assert internals.tree_map_only(int, lambda n: n + 1, {"a": [1, "x"]}) == {"a": [2, "x"]}
-
-
-# ---- autograd and torch.compile
 
 
 def test_counting_changes() -> None:
@@ -324,22 +249,13 @@ def test_counting_changes() -> None:
         assert mode.shared == counting
 
 
-def test_in_backward() -> None:
-    seen = []
-    tensor = torch.ones(1, requires_grad=True)
+def test_what_a_backward_pass_knows() -> None:
+    seen, tensor = list[tuple[bool, bool]](), torch.ones(1, requires_grad=True)
     product = tensor * 2
-    product.register_hook(lambda _: seen.append(internals.in_backward()))
-    product.sum().backward()
-    assert seen == [True] and not internals.in_backward()
-
-
-def test_keeps_graph() -> None:
-    seen, tensor = list[bool](), torch.ones(1, requires_grad=True)
-    product = tensor * 2
-    product.register_hook(lambda _: seen.append(internals.keeps_graph()))
+    product.register_hook(lambda _: seen.append((internals.in_backward(), internals.keeps_graph())))
     product.sum().backward(retain_graph=True)
     product.sum().backward()
-    assert seen == [True, False] and internals.keeps_graph()
+    assert seen == [(True, True), (True, False)] and not internals.in_backward() and internals.keeps_graph()
 
 
 @pytest.mark.slow
@@ -388,18 +304,6 @@ def test_graphs_between_breaks() -> None:
     with internals.GraphsBetweenBreaks():
         assert torch.equal(compiled(torch.ones(3)), torch.full((3,), -75.0))
     assert backend.graphs == 2 and not config.nested_graph_breaks
-
-
-# ---- distributed
-
-
-def test_fsdp_state() -> None:
-    with process_group(CPU):
-        layer = nn.Linear(2, 2)
-        fully_shard(layer, mesh=dist.init_device_mesh("cpu", (1,)))
-        state = internals.fsdp_state(layer)
-        assert state is internals.fsdp_state(layer)
-        assert hasattr(state, "_fsdp_param_groups") or hasattr(state, "_fsdp_param_group")
 
 
 def test_sum_in_float32() -> None:
@@ -451,16 +355,10 @@ def test_launched_processes(tmp_path: Path) -> None:
     assert internals.launched_processes(None) == internals.launched_processes(SimpleNamespace()) == []
 
 
-def test_loader_processes() -> None:
-    iterator = iter(DataLoader([1, 2, 3], num_workers=1, batch_size=None))  # type: ignore[arg-type,var-annotated]
-    (process,) = internals.loader_processes(iterator)
-    assert process.is_alive() and next(iterator) == 1
-    internals.end_loader(iterator)
-
-
 def test_end_loader() -> None:
     iterator = iter(DataLoader([1, 2, 3], num_workers=1, batch_size=None))  # type: ignore[arg-type,var-annotated]
     (process,) = internals.loader_processes(iterator)
+    assert process.is_alive() and next(iterator) == 1
     internals.end_loader(iterator)
     assert not process.is_alive()
 
@@ -482,16 +380,6 @@ def test_end_loader_after_a_worker_was_killed() -> None:
     del iterator  # and nothing waits when it is collected
 
 
-# ---- the allocator
-
-
-def test_record_memory_history() -> None:
-    assert callable(torch.cuda.memory._record_memory_history)
-    seen: dict[str, Any] = {}
-    internals.record_memory_history(SimpleNamespace(_record_memory_history=seen.update), enabled="state")
-    assert seen == {"enabled": "state"}
-
-
 @needs_cuda
 def test_memory_history_of_a_device() -> None:
     internals.record_memory_history(torch.cuda.memory, enabled="state", context="state", stacks="python")
@@ -502,31 +390,17 @@ def test_memory_history_of_a_device() -> None:
 
 
 def test_memory_segments() -> None:
-    assert callable(torch.cuda.memory._snapshot)
+    assert callable(torch.cuda.memory._snapshot) and callable(torch.cuda.memory._record_memory_history)
     memory = SimpleNamespace(_snapshot=lambda: {"segments": [{"blocks": []}]})
     assert internals.memory_segments(memory) == [{"blocks": []}]
-
-
-# ---- the memory tracker
-
-
-def test_memory_kinds() -> None:
-    names = {kind.name for kind in internals.memory_kinds()}
-    assert names >= {"PARAM", "BUFFER", "GRAD", "ACT", "TEMP", "OPT", "OTH"}
-
-
-def test_memory_tracker() -> None:
-    tracker, kinds = internals.memory_tracker(), internals.memory_kinds()
-    layer = nn.Linear(64, 64, bias=False)
-    tracker.track_external(layer)
-    with tracker:
-        held = layer(torch.ones(8, 64))
-    now = tracker.get_tracker_snapshot()[torch.device("cpu")]
-    assert now[kinds.PARAM] == 64 * 64 * 4 and now[kinds.ACT] >= held.nbytes and now["Total"] >= held.nbytes
+    seen: dict[str, Any] = {}
+    internals.record_memory_history(SimpleNamespace(_record_memory_history=seen.update), enabled="state")
+    assert seen == {"enabled": "state"}
 
 
 def test_memory_tracker_class() -> None:
     kinds, seen = internals.memory_kinds(), list[str]()
+    assert {kind.name for kind in kinds} >= {"PARAM", "BUFFER", "GRAD", "ACT", "TEMP", "OPT", "OTH"}
 
     class Tracker(internals.memory_tracker_class()):  # type: ignore[misc]
         def kind_of(self, kind: Any) -> Any:
@@ -546,13 +420,14 @@ def test_memory_tracker_class() -> None:
 
     layer, state = nn.Linear(64, 64, bias=False), torch.zeros(10)
     tracker = Tracker(torch.device("cpu"))
+    assert isinstance(tracker, type(internals.memory_tracker()))
     tracker.track_external(layer)
     tracker.count(kinds.OPT, state)
     tracker.count(kinds.GRAD, state)  # stays what it is
     with tracker:
         layer(torch.ones(8, 64)).sum().backward()
         snapshot = tracker.get_tracker_snapshot()[torch.device("cpu")]
-        assert snapshot[kinds.OPT] == 40 and snapshot[kinds.ACT] == 0
+        assert snapshot[kinds.PARAM] == 64 * 64 * 4 and snapshot[kinds.OPT] == 40 and snapshot[kinds.ACT] == 0
         tracker.recount(kinds.GRAD, state)
         assert tracker.get_tracker_snapshot()[torch.device("cpu")][kinds.OPT] == 0
     assert "peak" in seen

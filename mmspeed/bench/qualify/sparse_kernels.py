@@ -16,7 +16,7 @@ from torch import Tensor
 from mmspeed import rng
 from mmspeed.bench.attention_data import Grid, make_qkv
 from mmspeed.compute.sparse import ClusterPlan, clustered_attention, key_means
-from mmspeed.compute.sparse.attention import KERNELS, TailKind
+from mmspeed.compute.sparse.dispatch import KERNELS, TailKind
 from mmspeed.compute.sparse.kernels.masked import MASKED
 from mmspeed.compute.sparse.planners.clusters import plan_clusters
 from mmspeed.compute.sparse.planners.patterns import plan_skip, plan_window

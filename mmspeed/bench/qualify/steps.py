@@ -25,7 +25,7 @@ from mmspeed.config.training import TrainConfig
 from mmspeed.device import Device, is_out_of_memory
 from mmspeed.initialize import init_weights
 from mmspeed.log import format_bytes
-from mmspeed.loop.optimizers.build import make_optimizer
+from mmspeed.loop.optimizers.make_optimizer import make_optimizer
 from mmspeed.memory import peak_bytes, resident_bytes, set_policies
 from mmspeed.memory.offload.offloader import Offloader
 from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig, count_parameters, on_meta

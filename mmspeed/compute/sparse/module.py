@@ -24,9 +24,9 @@ from mmspeed.graphs import outside_graphs
 from mmspeed.protocols import StateRule
 from mmspeed.replay import RecordedModule
 
-from .attention import SparseOutput, choose_kernel, clustered_attention
+from .cluster_plan import ClusterPlan, key_means, usual_tail_clusters
+from .dispatch import SparseOutput, choose_kernel, clustered_attention
 from .mass_histogram import ShareCounts
-from .plan import ClusterPlan, key_means, usual_tail_clusters
 from .planners.clusters import plan_clusters
 from .planners.patterns import plan_skip, plan_window
 from .planners.selection import KeepRule, PlannerContext

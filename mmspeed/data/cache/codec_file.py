@@ -10,7 +10,7 @@ import yaml
 
 from mmspeed.config.yaml_text import parse_yaml
 
-from .checksum import is_sealed
+from .seals import is_sealed
 
 
 def codec_facts(path: Path) -> dict[str, str]:

@@ -28,9 +28,9 @@ import pyarrow.parquet as pq
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 
-from .checksum import BLANK, seal_file
 from .files import TempFile, disk_errors
 from .keys import canonical_json
+from .seals import BLANK, seal_file
 from .tables import (
     NULL_KEY,
     SAMPLES_FILE,

@@ -22,7 +22,6 @@ from mmspeed.log import get_logger
 from mmspeed.protocols import ShapeClass
 from mmspeed.shapes import Bucket
 
-from .checksum import sealed_file
 from .index import (
     ENTRIES_NAME,
     ENTRIES_SCHEMA,
@@ -39,6 +38,7 @@ from .index import (
     list_index,
 )
 from .keys import is_key
+from .seals import sealed_file
 from .tables import SECTIONS, SPLITS, Sample
 
 _CHECKED_BYTES = 1 << 25  # the seal of a compiled file up to this size is checked when it is opened

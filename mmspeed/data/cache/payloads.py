@@ -20,8 +20,8 @@ from torch import Tensor
 
 from mmspeed.errors import UserError
 
-from .checksum import is_sealed
 from .keys import canonical_json, digest, is_key
+from .seals import is_sealed
 from .tables import Entry, entry_schema, index_path, read_table
 
 _BLOCK = tarfile.BLOCKSIZE

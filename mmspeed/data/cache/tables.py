@@ -16,8 +16,8 @@ from mmspeed.rng import VERSION
 from mmspeed.shapes import Bucket
 from mmspeed.version import __version__
 
-from .checksum import BLANK, is_sealed, seal, sealed_file
 from .files import write_whole
+from .seals import BLANK, is_sealed, seal, sealed_file
 from .versions import VERSIONS, check_versions, info_versions
 
 SCHEMA_VERSION = 2

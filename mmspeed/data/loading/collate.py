@@ -18,11 +18,11 @@ from mmspeed.data.cache.tables import Sample
 from mmspeed.data.sampling.sampler import SampleUse
 from mmspeed.errors import UserError
 from mmspeed.protocols import Batch, BatchShape, Item, NumberRule, TextEntry
-from mmspeed.protocols.calls import AnchorRule
+from mmspeed.protocols.calls import Conditioning
 from mmspeed.rng import normal, uniform
 from mmspeed.shapes import Bucket, Strides
 
-from .anchor_frames import anchor_frames, draw_mode, prefix_of
+from .conditioning_mask import conditioning_mask, draw_mode, prefix_of
 from .frame_masks import FrameMask, checked_mask
 
 # Quantiles of times stay on the CPU in float64; all other numbers take the number type of the computation.
@@ -34,7 +34,7 @@ RULES: dict[str, NumberRule] = {
     "text_mask": "keep",
     "fps": "keep",
     "loss_mask": "keep",
-    "given": "keep",
+    "conditioning_mask": "keep",
     "condition": "compute",
     "image": "compute",
     "quantiles": "host",
@@ -67,55 +67,55 @@ def first_frame(stored: Mapping[str, Tensor], seed: int | None = None, name: Nam
 
 
 @dataclass(frozen=True)
-class AnchorFrames:
-    """The frames that a use of a sample is given.
+class ConditioningFrames:
+    """The conditioning frames of a use of a sample.
 
     Args:
-        latent_CThw: the sample's latent, in which a given first frame is the one that was encoded alone, where the cache has it and the
-            model takes it in its place.
-        anchor_T: bool, True at given latent frames.
-        condition_CThw: latents of the given frames, of a model that takes them as further channels.
+        latent_CThw: the sample's latent, in which the first of them is the one that was encoded alone, where the cache has it and the model
+            takes it in its place.
+        mask_T: bool, True at them.
+        condition_CThw: their latents, of a model that takes them as further channels.
         image_KLD: embeddings of the K given pictures, of a model that takes them.
     """
 
     latent_CThw: Tensor
-    anchor_T: Tensor
+    mask_T: Tensor
     condition_CThw: Tensor | None = None
     image_KLD: Tensor | None = None
 
 
-def give_frames(
+def draw_conditioning(
     latent_CThw: Tensor,
     stored: Mapping[str, Tensor],
     conditioning: ConditioningConfig,
-    rule: AnchorRule,
+    rule: Conditioning,
     strides: Strides,
     seed: int,
     name: Name,
     source: str,
-) -> AnchorFrames:
-    """The frames that a use of a sample is given, in the mode that is drawn for it. Raises UserError where an entry lacks a latent."""
+) -> ConditioningFrames:
+    """The conditioning frames of a use of a sample, in the mode that is drawn for it. Raises UserError where an entry lacks a latent."""
     mode = draw_mode(conditioning, seed, name)
     prefix = prefix_of(conditioning.prefix_frames, strides) if mode == "prefix" else 0
-    anchor_T = anchor_frames(mode, latent_CThw.shape[1], prefix, seed, name)
-    if bool(anchor_T.any()) and (missing := _missing(rule, mode, stored)):
+    mask_T = conditioning_mask(mode, latent_CThw.shape[1], prefix, seed, name)
+    if bool(mask_T.any()) and (missing := _missing(rule, mode, stored)):
         raise UserError(
             f"the cache's entry of {source} has no {missing[0]}, which `conditioning` needs: run mmspeed preprocess, which adds it"
         )
     image_KLD = torch.stack([stored[each].float() for each in rule.pictures(mode)]) if rule.pictures(mode) else None
     if rule.how == "grey":
-        return AnchorFrames(latent_CThw, anchor_T, stored[f"grey_{mode}"].float(), image_KLD)
+        return ConditioningFrames(latent_CThw, mask_T, stored[f"grey_{mode}"].float(), image_KLD)
     if rule.how == "zeros":
         condition_CThw = torch.zeros_like(latent_CThw)
-        if bool(anchor_T.any()):
+        if bool(mask_T.any()):
             condition_CThw[:, :1] = first_frame(stored, seed, name) if rule.drawn else first_frame(stored)
-        return AnchorFrames(latent_CThw, anchor_T, condition_CThw, image_KLD)
-    if mode in ("first", "first_last") and bool(anchor_T.any()) and "first" in stored:
+        return ConditioningFrames(latent_CThw, mask_T, condition_CThw, image_KLD)
+    if mode in ("first", "first_last") and bool(mask_T.any()) and "first" in stored:
         latent_CThw = torch.cat((first_frame(stored), latent_CThw[:, 1:]), dim=1)
-    return AnchorFrames(latent_CThw, anchor_T, image_KLD=image_KLD)
+    return ConditioningFrames(latent_CThw, mask_T, image_KLD=image_KLD)
 
 
-def _missing(rule: AnchorRule, mode: str, stored: Mapping[str, Tensor]) -> list[str]:
+def _missing(rule: Conditioning, mode: str, stored: Mapping[str, Tensor]) -> list[str]:
     """Names of what a mode needs and an entry lacks; a log-variance may be absent, of a codec without one."""
     return [each for each in rule.stored([mode]) if each not in stored and not each.endswith("_logvar")]
 
@@ -189,7 +189,7 @@ def video_batch(
     u_B: Tensor | None = None,
     fps_B: Tensor | None = None,
     loss_mask_BT: Tensor | None = None,
-    anchor_BT: Tensor | None = None,
+    conditioning_mask_BT: Tensor | None = None,
     condition_BCThw: Tensor | None = None,
     image_BKLD: Tensor | None = None,
     others: Mapping[str, Tensor] | None = None,
@@ -205,8 +205,8 @@ def video_batch(
         u_B: float64 in [0, 1), the quantile of each sample's time.
         fps_B: frames per second of each clip, for models that take them.
         loss_mask_BT: the latent frames that count in a sample's loss (True, or a weight); None: all.
-        anchor_BT: bool, True at latent frames that the model is given; None: the task gives none.
-        condition_BCThw: latents of given frames, for models that take them as further channels.
+        conditioning_mask_BT: bool, True at conditioning frames; None: the task gives none.
+        condition_BCThw: latents of conditioning frames, for models that take them as further channels.
         image_BKLD: embeddings of the given pictures, for models that take them.
         others: further inputs of the model under their names, such as captions of a second encoder; those of bool are masks.
     """
@@ -216,7 +216,7 @@ def video_batch(
         "quantiles": u_B,
         "fps": fps_B,
         "loss_mask": loss_mask_BT,
-        "given": anchor_BT,
+        "conditioning_mask": conditioning_mask_BT,
         "condition": condition_BCThw,
         "image": image_BKLD,
     }
@@ -248,28 +248,28 @@ def assemble(
     fps: bool = False,
     frame_mask: FrameMask | None = None,
     conditioning: ConditioningConfig | None = None,
-    rule: AnchorRule = AnchorRule(),
+    rule: Conditioning = Conditioning(),
 ) -> Batch:
     """Read the batch of (draw, weight) pairs of one bucket; an item does not depend on the others in its batch.
 
     With `noise` the batch holds the draws of training, so that they are made before the model waits for them; with `fps` the frames
     per second of each clip, as stored in the cache (1 for an image); with `frame_mask` the latent frames that count in the loss; with
-    `conditioning` the latent frames that are given, in the mode that is drawn by name and in the way that `rule` says.
+    `conditioning` the conditioning frames, in the mode that is drawn by name and in the way that `rule` says.
 
     No draw may be of a lost sample; `rank_batches` replaces those. Raises UserError if an entry is missing or
     damaged, if latents of the bucket differ in shape, or for a mask of other frames or of none.
     """
-    latents, texts, rates, masks, anchors, conditions, images = [], [], [], [], [], [], []
+    latents, texts, rates, loss_masks, masks, conditions, images = [], [], [], [], [], [], []
     for draw, _ in draws:
         latent_key = choose_latent(draw.sample, seed, draw.name)
         stored = cache.latent(latent_key)
         latent_CThw = draw_latent(stored, seed, draw.name)
         if conditioning is not None:
-            frames = give_frames(
+            frames = draw_conditioning(
                 latent_CThw, stored, conditioning, rule, strides_of(cache), seed, draw.name, draw.sample.source
             )
             latent_CThw = frames.latent_CThw
-            anchors.append(frames.anchor_T)
+            masks.append(frames.mask_T)
             if frames.condition_CThw is not None:
                 conditions.append(frames.condition_CThw)
             if frames.image_KLD is not None:
@@ -277,7 +277,7 @@ def assemble(
         latents.append(latent_CThw)
         if frame_mask is not None:
             mask_T = frame_mask(cache.entry(latent_key, "latents"), strides_of(cache))
-            masks.append(checked_mask(mask_T, latents[-1].shape[1], draw.sample.source))
+            loss_masks.append(checked_mask(mask_T, latents[-1].shape[1], draw.sample.source))
         if fps:
             rates.append(cache.entry(latent_key, "latents").fps or 1.0)
         text_key = choose_text(draw.sample, seed, draw.name, caption_dropout)
@@ -303,8 +303,8 @@ def assemble(
         noise_BCThw=draw_noise(names, tuple(latents[0].shape), seed) if noise else None,
         u_B=draw_quantiles(names, seed) if noise else None,
         fps_B=torch.tensor(rates) if fps else None,
-        loss_mask_BT=torch.stack(masks) if masks else None,
-        anchor_BT=torch.stack(anchors) if anchors else None,
+        loss_mask_BT=torch.stack(loss_masks) if loss_masks else None,
+        conditioning_mask_BT=torch.stack(masks) if masks else None,
         condition_BCThw=torch.stack(conditions) if conditions else None,
         image_BKLD=torch.stack(images) if images else None,
         others=pad_other_texts(texts),
@@ -322,7 +322,7 @@ class VideoCollate:
         fps: bool = False,
         frame_mask: FrameMask | None = None,
         conditioning: ConditioningConfig | None = None,
-        rule: AnchorRule = AnchorRule(),
+        rule: Conditioning = Conditioning(),
     ) -> None:
         self._cache: DatasetCache | None = cache
         self._opening = cache.__reduce__()
@@ -371,7 +371,7 @@ class VideoCollate:
         if self._frame_mask is not None:
             tensors["loss_mask"] = (count, latent[1])
         if self._conditioning is not None:
-            tensors["given"] = (count, latent[1])
+            tensors["conditioning_mask"] = (count, latent[1])
             if self._rule.how != "replace":
                 tensors["condition"] = (count, *latent)
             if self._rule.image_size is not None:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mmspeed.data.cache.document_blocks import DOCUMENTS_NAME
-from mmspeed.data.cache.documents import read_document_table
 from mmspeed.data.cache.files import READERS_LOCK, TEMP_SUFFIX, abandoned, disk_errors, try_lock
 from mmspeed.data.cache.payloads import BROKEN, DamagedError, StoredPayload, read_block, sealed_table, trusted_rows
 from mmspeed.data.cache.shards import ShardWriter
@@ -31,6 +30,7 @@ from mmspeed.data.cache.tables import (
     shard_of_index,
     write_index,
 )
+from mmspeed.data.cache.text_cache import read_document_table
 from mmspeed.data.cache.writer import repair
 from mmspeed.errors import UserError
 from mmspeed.log import progress

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from mmspeed.data.cache.document_blocks import DOCUMENTS_NAME
-from mmspeed.data.cache.documents import read_document_table
 from mmspeed.data.cache.files import TEMP_SUFFIX
 from mmspeed.data.cache.tables import (
     entry_schema,
@@ -22,6 +21,7 @@ from mmspeed.data.cache.tables import (
     read_table,
     shard_of_index,
 )
+from mmspeed.data.cache.text_cache import read_document_table
 
 from .verify import held, is_text_cache
 

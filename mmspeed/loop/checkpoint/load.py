@@ -18,7 +18,7 @@ from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 from mmspeed.loop.averages import EMA
 from mmspeed.loop.frozen import fingerprint, frozen_names
-from mmspeed.loop.optimizers.build import AnyOptimizer
+from mmspeed.loop.optimizers.make_optimizer import AnyOptimizer
 from mmspeed.parallel import unwrap
 
 from .local import first_lacking

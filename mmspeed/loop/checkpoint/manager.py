@@ -36,7 +36,7 @@ from mmspeed.data.cache.files import fsync_folder
 from mmspeed.errors import UserError
 from mmspeed.loop.averages import EMA
 from mmspeed.loop.frozen import frozen_fingerprint
-from mmspeed.loop.optimizers.build import AnyOptimizer
+from mmspeed.loop.optimizers.make_optimizer import AnyOptimizer
 from mmspeed.parallel import unwrap
 
 from .folder import clean, put_in_place, remove

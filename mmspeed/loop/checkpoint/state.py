@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from mmspeed.loop.optimizers.build import AnyOptimizer, state_names
+from mmspeed.loop.optimizers.make_optimizer import AnyOptimizer, state_names
 from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from mmspeed.parallel import is_half, unwrap
 from mmspeed.parallel.tensor import local

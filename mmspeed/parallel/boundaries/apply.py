@@ -34,7 +34,7 @@ from mmspeed.protocols.plan import (
     plan_of,
 )
 
-from .attention import CalledSite, InterceptedSite, SiteBoundary, sparse_layer
+from .attention_sites import CalledSite, InterceptedSite, SiteBoundary, sparse_layer
 from .boundary import Bounded, Grid, ModuleBoundary, Root, RootBoundary
 from .layout import TokenLayout
 from .linears import (

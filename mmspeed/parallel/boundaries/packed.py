@@ -11,7 +11,7 @@ from itertools import pairwise
 from torch import Tensor
 
 from mmspeed.errors import UserError
-from mmspeed.parallel.documents import DocumentShares, share_documents
+from mmspeed.parallel.document_shares import DocumentShares, share_documents
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Attend within packed documents that the ranks of a ring share (`mmspeed.parallel.documents`), with Ulysses inside each ring place.
+"""Attend within packed documents that the ranks of a ring share (`mmspeed.parallel.document_shares`), with Ulysses inside each ring place.
 
 After the all-to-all of Ulysses a rank has all tokens of its ring place. Its whole documents are one call of the operator
 `document_attention`, without messages; only the keys of its parts of cut documents go round the ring. If a window hides keys of a cut
@@ -23,9 +23,9 @@ from torch import Tensor
 
 from mmspeed.comm import Axis, all_gather
 from mmspeed.compute.autocast import autocast_alike
-from mmspeed.compute.operators.documents import document_attention
+from mmspeed.compute.operators.document_attention import document_attention
 from mmspeed.graphs import outside_graphs
-from mmspeed.parallel.documents import DocumentShares, places_of
+from mmspeed.parallel.document_shares import DocumentShares, places_of
 
 from .hybrid_attention import SequenceAxes, of_nothing, with_heads_exchanged
 from .layouts import Layout, memory_order, tokens_first

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from mmspeed.comm.axis import Axis
 from mmspeed.comm.exchange import RowCounts, start_all_gather, start_reduce_scatter, start_rows, swap_rows
 from mmspeed.comm.halves import finish
-from mmspeed.compute.sparse.plan import ClusterMeans
+from mmspeed.compute.sparse.cluster_plan import ClusterMeans
 from mmspeed.replay import apart, checkpointed
 
 

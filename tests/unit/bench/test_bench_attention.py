@@ -1,4 +1,4 @@
-"""The bench of sparse attention: its video is fixed, its rows are those of direct calls, and its suggestions follow from the rows."""
+"""The bench of sparse attention: its rows are those of direct calls, and its suggestions follow from the rows."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ import yaml
 
 from mmspeed import rng
 from mmspeed.__main__ import main
-from mmspeed.bench.attention import AttentionRow, Speedup, relative_error
-from mmspeed.bench.attention_data import GAINS, make_qkv, oracle_share
-from mmspeed.bench.attention_plans import method, window_of
+from mmspeed.bench.attention_bench import AttentionRow, Speedup, relative_error
+from mmspeed.bench.attention_data import make_qkv, oracle_share
+from mmspeed.bench.attention_plans import method
 from mmspeed.bench.attention_run import bench_run
-from mmspeed.bench.attention_suggest import LayerResult, MethodResult, fewest_dense, suggest
+from mmspeed.bench.attention_suggest import LayerResult, MethodResult, suggest
 from mmspeed.compute.sparse import clustered_attention
 from mmspeed.compute.sparse.planners.clusters import plan_clusters
 from mmspeed.compute.sparse.planners.selection import PlannerContext
 from mmspeed.config import Config, make_config
 from mmspeed.config.sparse import SparseConfig
-from mmspeed.errors import UserError
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.preprocess import CacheBuilder
 from tests.claims.attention import SyntheticSetting, bench_attention
@@ -55,39 +54,6 @@ ROW = AttentionRow(
 )
 
 
-def test_the_video_is_a_function_of_its_names() -> None:
-    q, k, v, positions = make_qkv(GRID, heads=4, width=32)
-    again = make_qkv(GRID, heads=2, width=32)
-    assert q.shape == k.shape == v.shape == (1, 4, 512, 32) and positions.shape == (512, 3)
-    for whole, part in zip((q, k, v), again, strict=False):
-        assert torch.equal(whole[:, :2], part)
-    assert not torch.equal(q, make_qkv(GRID, 4, 32, seed=1)[0])
-    other = make_qkv(GRID, 4, 32, look=1)[0]
-    like = F.cosine_similarity(q, other, dim=-1).mean()
-    assert 0.8 < like < 0.999  # the same video, other noise
-
-
-def test_the_video_has_the_properties_it_claims() -> None:
-    q, k, _, positions = make_qkv((16, 16, 16))
-    norms = q.square().mean(dim=-1).sqrt()  # a norm with a gain; rotations keep it
-    gains = torch.tensor([GAINS[kind] for kind in ("semantic", "local", "mixed", "mixed")])
-    torch.testing.assert_close(norms, gains[None, :, None].expand_as(norms))
-    shares = oracle_share(q, k)
-    assert ((shares > 0.07) & (shares < 0.22)).all()  # as peaked as in the study
-    some = slice(0, None, 7)
-    far_SN = torch.cdist(positions[some].float(), positions.float())
-    p_ASN = (q[0, :, some] @ k[0].mT / 8).softmax(dim=-1)
-    semantic, local, *mixed = ((p_ASN * far_SN).sum(dim=-1).mean(dim=-1) / far_SN.mean()).tolist()
-    assert local < 0.45 < min(mixed) < semantic  # how far heads look, by the mean distance
-    flat = torch.zeros_like(q)
-    assert oracle_share(flat, flat).sub(0.9).abs().max() < 0.01
-
-
-def test_windows_are_those_nearest_to_a_share() -> None:
-    assert window_of((16, 32, 32), (4, 4, 4), 0.1) == (3, 3, 3)  # 27 of 256 tiles
-    assert window_of((16, 32, 32), (4, 4, 4), 1.0) == (5, 9, 9)
-
-
 @pytest.mark.parametrize(
     ("planner", "tail"), [*checkered(["clusters", "tiles"], ["zero", "summary"]), ("skip", "zero")]
 )
@@ -113,6 +79,8 @@ def test_rows_are_those_of_direct_calls(planner: str, tail: str) -> None:
     assert row.peak_bytes > 4 * q.numel() * 4  # the output and three gradients
     assert (row.warm_error is not None) == (planner == "clusters") and row.both.cpu is not None
     assert result.oracle[512] == pytest.approx(oracle_share(q.detach(), k.detach()).tolist())
+    flat = torch.zeros_like(q)
+    assert oracle_share(flat, flat).sub(0.9).abs().max() < 0.01  # where all keys count alike
 
 
 @pytest.mark.parametrize(
@@ -129,22 +97,6 @@ def test_rows_are_those_of_direct_calls(planner: str, tail: str) -> None:
 def test_words_that_cannot_be_measured(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "attention", "--run", "nowhere", *words]) != 0
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("bad", "ends"),
-    [
-        ([], (0, 0)),
-        ([0], (1, 0)),
-        ([5], (0, 1)),
-        ([0, 5], (1, 1)),
-        ([0, 1, 4], (2, 2)),
-        ([2], (3, 0)),
-        ([0, 2, 5], (3, 1)),
-    ],
-)
-def test_fewest_dense_blocks(bad: list[int], ends: tuple[int, int]) -> None:
-    assert fewest_dense(bad, 6) == ends
 
 
 def _layers(errors: list[float], span: str = "full") -> list[LayerResult]:
@@ -246,18 +198,6 @@ def test_layers_of_a_run(trained: Config, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "attention.json").read_text())["layers"][0]["tokens"] == 300
     assert (tmp_path / "attention.png").read_bytes().startswith(b"\x89PNG")
     assert "300" in "\n".join(result.lines()) and math.isfinite(result.timings["full"][0].both.wall)
-
-
-def test_a_run_whose_samples_are_gone(trained: Config, tmp_path: Path) -> None:
-    moved = tmp_path / "cache"
-    Path(trained.cache_root).rename(moved)
-    try:
-        with pytest.raises(UserError, match="come from its cache, which cannot be read"):
-            bench_run(trained.run_dir, {})
-    finally:
-        moved.rename(trained.cache_root)
-    with pytest.raises(UserError, match="no checkpoint '7'"):
-        bench_run(trained.run_dir, {}, checkpoint="7")
 
 
 def test_cold_plans_take_three_iterations_and_warm_ones_none() -> None:

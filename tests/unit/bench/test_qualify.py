@@ -29,7 +29,7 @@ from mmspeed.bench.qualify.run import qualify
 from mmspeed.bench.qualify.sparse_kernels import sparse_checks
 from mmspeed.compute import block_attention
 from mmspeed.compute.block_kernels import CPU, BlockKernel
-from mmspeed.compute.sparse import attention as sparse_attention
+from mmspeed.compute.sparse import dispatch
 from mmspeed.compute.sparse.kernels.grouped import GROUPED
 from mmspeed.compute.sparse.kernels.kernel import SparseKernel
 from mmspeed.device import Device
@@ -69,33 +69,20 @@ def closure(names: tuple[str, ...]) -> set[str]:
     return known
 
 
-@pytest.fixture(scope="module")
-def everything() -> dict[str, Any]:
+@pytest.mark.slow
+def test_a_cpu_qualifies_with_the_packages_of_the_bundle_alone() -> None:
     """The JSON of a whole run in a process that can import torch, the bundle's packages, and what these need."""
     packages = closure((*PACKAGES, "torch")) | {"mmspeed"}
     others = {top for top, dists in packages_distributions().items() if not packages & {normal(dist) for dist in dists}}
     assert {"diffusers", "av", "transformers", "webdataset", "accelerate", "PIL", "pyarrow", "psutil"} <= others
-    command = [
-        sys.executable,
-        "-c",
-        BLOCKED,
-        ",".join(sorted(others)),
-        "qualify",
-        "--device",
-        "cpu",
-        "--json",
-    ]
+    words = ["qualify", "--device", "cpu", "--json"]
+    command = [sys.executable, "-c", BLOCKED, ",".join(sorted(others)), *words]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=240, env=environment | {"OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    contents: dict[str, Any] = json.loads(done.stdout)
-    return contents
-
-
-@pytest.mark.slow
-def test_a_cpu_qualifies_with_the_packages_of_the_bundle_alone(everything: dict[str, Any]) -> None:
+    everything: dict[str, Any] = json.loads(done.stdout)
     assert everything["passed"] and everything["shortfalls"] == []
     states = {row["name"]: row["state"] for row in everything["rows"]}
     assert len(states) == len(everything["rows"])
@@ -103,28 +90,11 @@ def test_a_cpu_qualifies_with_the_packages_of_the_bundle_alone(everything: dict[
         for kernel in block_attention.KERNELS:
             expected = "passed" if kernel in ("cpu_flash", "eager") else "absent"
             assert states[f"block {kernel} {dtype}"] == states[f"ring {kernel} {dtype}"] == expected
-        for kernel in sparse_attention.KERNELS:
+        for kernel in dispatch.KERNELS:
             expected = "passed" if kernel in ("grouped", "flex", "masked") else "absent"
             assert states[f"sparse {kernel} {dtype}"] == expected
         assert states[f"dense auto {dtype}"] == states[f"dense flash_attention {dtype}"] == "passed"
     assert everything["seconds"] < 60 * everything["minutes"]
-
-
-@pytest.mark.slow
-def test_rates_swaps_and_steps_have_their_figures(everything: dict[str, Any]) -> None:
-    rows = {row["name"]: row["figures"] for row in everything["rows"]}
-    assert {row["part"] for row in everything["rows"]} == {"noise", "kernels", "rates", "swap and tiers", "steps"}
-    rate = rows["attention float32"]
-    assert rate["share"] == pytest.approx(rate["flops_per_s"] / rate["peak"]) and rate["flops_per_s"] > 0
-    assert rows["offloaded blocks"]["moved"] > 0 and rows["offloaded blocks"]["bitwise"]
-    assert len(rows["optimizer tiers"]) == 6
-    for phase, attention in (("dense", "dense"), ("sparse", "sparse_grouped")):
-        step = rows[f"nano 256 tokens {phase} float32"]
-        assert attention in step["attention"] and step["peak_bytes"] > 0 and step["tokens"] == 256
-        assert step["mfu"] == pytest.approx(step["flops"] / step["seconds"] / step["peak_flops"])
-
-
-# -- kernels with faults ----------------------------------------------------------------------------------------------
 
 
 def wrong_forward() -> BlockKernel:
@@ -173,7 +143,7 @@ def test_the_command_fails_with_a_sparse_kernel_of_a_wrong_scale(
     only_of("sparse grouped", monkeypatch)
     assert main(["qualify", "--device", "cpu", "--only", "kernels"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "PASS"
-    monkeypatch.setitem(sparse_attention.KERNELS, "grouped", wrong_sparse())
+    monkeypatch.setitem(dispatch.KERNELS, "grouped", wrong_sparse())
     assert main(["qualify", "--device", "cpu", "--only", "kernels", "--json"]) == 1
     contents = json.loads(capsys.readouterr().out)
     assert not contents["passed"] and [row["state"] for row in contents["rows"]] == ["failed", "failed"]
@@ -187,9 +157,6 @@ def test_noise_with_another_bit_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert noise.check_draws(HERE, shape).state == "failed"
     monkeypatch.setattr(Device, "to_device", lambda self, x: x * 1.01)
     assert noise.check_rounding(HERE, shape).state == "failed"
-
-
-# -- rows, time, errors -----------------------------------------------------------------------------------------------
 
 
 def good() -> Outcome:
@@ -301,9 +268,6 @@ def test_a_host_without_psutil_knows_its_memory(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "psutil", None)
     assert HERE.total_memory_bytes() == total and 0 < HERE.free_memory_bytes() < total
     assert HERE.memory_bytes() == pytest.approx(mine, rel=0.2)
-
-
-# -- the bundle -------------------------------------------------------------------------------------------------------
 
 
 def test_the_bundle_asks_for_the_projects_versions() -> None:

@@ -10,7 +10,6 @@ import pytest
 from mmspeed.__main__ import main
 from mmspeed.data import CacheWriter, DatasetCache
 from mmspeed.data.cache.payloads import trusted_rows
-from mmspeed.data.maintenance.stats import histogram, should_pack
 from tests.support.caches import FOLDER, add_latent, flip
 from tests.support.care_caches import CODEC, build_whole
 
@@ -47,17 +46,6 @@ def test_stat(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / FOLDER / "000000.tar").unlink()
     assert main(["cache", "stat", str(root)]) == 0
     assert "incomplete: 3 entries that samples refer to are not stored, 1 shards are gone" in capsys.readouterr().out
-
-
-def test_histograms() -> None:
-    import numpy as np
-
-    assert histogram([]) == [] and histogram([np.array([3, 3, 5])])[0] == {"from": 3, "to": 3, "count": 2}
-    many = histogram([np.arange(100), np.arange(50)])
-    assert sum(part["count"] for part in many) == 150 and len(many) == 8 and many[-1]["to"] == 99
-    small = {"shards": 10, "disk": 10 * 10**6, "largest_shard": 256 * 10**6}
-    assert should_pack(small) and not should_pack({**small, "shards": 3})
-    assert not should_pack({"shards": 10, "disk": 2500 * 10**6, "largest_shard": 256 * 10**6})
 
 
 def test_verify_and_repair(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

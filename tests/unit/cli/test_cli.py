@@ -42,9 +42,6 @@ def run_file(tmp_path: Path) -> Path:
     return tmp_path / "my-run.yaml"
 
 
-# --- what every command shares ---
-
-
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     names = ("init", "check", "preprocess", "train", "sample", "report", "demo", "doctor", "cache", "bench")
     for arguments in (["--help"], []):
@@ -136,9 +133,6 @@ def test_a_full_disk_behind_standard_output(run_file: Path) -> None:
     assert done.stderr.startswith("mmspeed: error: no space left") and done.stderr.count("\n") == 1
 
 
-# --- init, print-config ---
-
-
 def test_print_config_is_the_resolved_config(
     run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,36 +146,12 @@ def test_print_config_is_the_resolved_config(
     assert yaml.safe_load(printed)["train"]["lr"] == 2e-4
 
 
-# --- several processes ---
-
-
 def test_nproc_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wanted(2) and not wanted(1) and not wanted(None)
     with pytest.raises(UserError, match="--nproc is 0"):
         wanted(0)
     monkeypatch.setenv("RANK", "0")
     assert not wanted(4)
-
-
-LAUNCH = "import sys; from mmspeed.cli.launch import launch; sys.exit(launch(sys.argv[1:], 2))"
-
-
-def launched(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `mmspeed` with `arguments` in two processes, as `--nproc 2` does."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "OMP_NUM_THREADS")}
-    return subprocess.run(
-        [sys.executable, "-c", LAUNCH, *arguments], capture_output=True, text=True, timeout=100, env=environment
-    )
-
-
-@pytest.mark.slow
-def test_a_mistake_of_all_ranks_is_shown_once(run_file: Path) -> None:
-    done = launched("init", str(run_file))
-    assert done.returncode == 1
-    error = f"mmspeed: error: {run_file} exists already; edit it, name another file, or overwrite it with --force\n"
-    assert done.stderr.count("mmspeed: error: ") == 1 and done.stderr.endswith(
-        error
-    )  # a busy machine loads libraries aloud
 
 
 def failure(code: int, data: dict[str, Any] | None = None, timestamp: int = 5) -> Any:
@@ -241,9 +211,6 @@ def test_restarts_are_those_of_this_launcher(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UserError, match="write it behind torchrun"):
         wanted(None, 2)
-
-
-# --- doctor ---
 
 
 def test_doctor_sees_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

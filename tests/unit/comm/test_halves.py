@@ -111,9 +111,7 @@ def exposed(kind: str, share: float, overlaps: bool) -> tuple[float, float, Tens
 
 
 @pytest.mark.parametrize("kind", STARTS)
-def test_95_percent_of_the_messages_are_hidden_behind_what_is_issued_between_the_halves(
-    kind: str,
-) -> None:
+def test_95_percent_of_the_messages_are_hidden_behind_what_is_issued_between_the_halves(kind: str) -> None:
     forward, back, grad, group = exposed(kind, 0.95, overlaps=True)
     assert forward <= 0.05 and back <= 0.05
     # between issue and wait there is the work, forward and backward: nobody waits earlier

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from mmspeed import rng
 from mmspeed.compute import block_attention as blocks
 from mmspeed.compute import block_kernels, npu_blocks
 from mmspeed.compute.block_attention import KERNELS, block_backward, block_forward, merge
+from tests.support.npu_library import npu_library, skip_with_torch_npu
 
 # relative to values of order one: rounding of sums of up to 40 products, and for half types of probabilities and results
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.float16: 1e-2, torch.bfloat16: 8e-2}
@@ -221,26 +221,9 @@ def _npu_scores(query: Tensor, key: Tensor, scale: float, hidden: Tensor | None,
 
 @pytest.fixture
 def npu_operators() -> Iterator[None]:
-    if hasattr(torch.ops.npu, "npu_fusion_attention"):
-        pytest.skip("torch_npu is installed")
-    library = torch.library.Library("npu", "FRAGMENT")
-    for line in (Path(__file__).parent / "npu_attention_schema.txt").read_text().splitlines():
-        if line.startswith("#"):
-            continue
-        schema = line.removeprefix("npu::")
-        name = library.define(schema)
-        names = [argument.name for argument in torch._C.parse_schema(line).arguments]
-        defaults = {a.name: a.default_value for a in torch._C.parse_schema(line).arguments if a.has_default_value()}
-        function = npu_backward if "_grad" in name else npu_forward
-
-        def implementation(*args: Any, _f: Any = function, _n: Any = names, _d: Any = defaults, **kwargs: Any) -> Any:
-            return _f(**{**_d, **dict(zip(_n, args, strict=False)), **kwargs})
-
-        library.impl(name, implementation, "CPU")
-    yield
-    library._destroy()
-    for name in ("npu_fusion_attention", "npu_fusion_attention_grad"):
-        torch.ops.npu.__dict__.pop(name, None)
+    formulas = {"npu_fusion_attention": npu_forward, "npu_fusion_attention_grad": npu_backward}
+    with npu_library(formulas, ("attention",)):
+        yield
 
 
 def test_npu_calls_fit_the_published_signatures(npu_operators: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,8 +233,7 @@ def test_npu_calls_fit_the_published_signatures(npu_operators: None, monkeypatch
 
 
 def test_npu_needs_its_package() -> None:
-    if hasattr(torch.ops.npu, "npu_fusion_attention"):
-        pytest.skip("torch_npu is installed")
+    skip_with_torch_npu()
     x = torch.zeros(1, 1, 2, 8)
     with pytest.raises(ValueError, match="without torch_npu"):
         block_forward(x, x, x, backend="npu_fusion")

@@ -11,11 +11,10 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mmspeed.cli.init import template, write_config
+from mmspeed.cli.init import template
 from mmspeed.config import all_fields, dump_config, load_config, load_record, make_config
-from mmspeed.config.docs import REQUIRED, default_of, generate, section_options, show_value
-from mmspeed.config.places import absent_hint
-from mmspeed.config.schema import Config, ObjectiveConfig, ObjectiveSection, SampleConfig
+from mmspeed.config.docs import generate, show_value
+from mmspeed.config.schema import ObjectiveConfig, ObjectiveSection, SampleConfig
 from mmspeed.errors import UserError
 
 BUCKET = {"frames": 13, "height": 96, "width": 160}
@@ -140,22 +139,6 @@ def test_a_source_that_is_an_address_stays_one() -> None:
     assert make_config(content).data.sources[0].path == "s3://bucket/set"
 
 
-@pytest.mark.parametrize(
-    ("path", "words"),
-    [
-        ("s3:/bucket/set", "write s3://bucket/set"),  # as a Path of Python
-        (
-            "owner/name",
-            "hf://datasets/owner/name, or download it: `hf download --repo-type dataset owner/name --local-dir name`",
-        ),
-        ("nothing", "does not exist; correct the path"),
-    ],
-)
-def test_places_that_are_no_folders_have_advice(tmp_path: Path, path: str, words: str) -> None:
-    hint = absent_hint(path if ":" in path else tmp_path / path)
-    assert words in hint and ("hub" in hint) == (path == "owner/name")
-
-
 def test_dumped_file_loads_again_from_another_folder(tmp_path: Path) -> None:
     config = load_config(write(tmp_path / "run.yaml", tree()))
     (tmp_path / "deep").mkdir()
@@ -176,9 +159,6 @@ def test_the_config_cannot_be_changed() -> None:
     config = make_config(tree())
     with pytest.raises(ValueError, match="frozen"):
         config.train.lr = 1.0
-
-
-# --- the template of `mmspeed init` ---
 
 
 def switched_on(text: str) -> str:
@@ -220,22 +200,6 @@ def test_template_holds_every_key_and_every_sentence(demo_clips: Path) -> None:
             assert " ".join((field.description or "").split()) in flat, path
 
 
-def test_init_writes_once(tmp_path: Path, demo_clips: Path) -> None:
-    path = write_config(tmp_path / "new" / "my-run")
-    assert path == tmp_path / "new" / "my-run.yaml"
-    config = load_config(path)
-    assert config.name == "my-run" and config.data.sources[0].path == str(demo_clips)
-    path.write_text("mine", encoding="utf-8")
-    with pytest.raises(UserError, match="--force"):
-        write_config(path)
-    assert path.read_text(encoding="utf-8") == "mine"
-    assert load_config(write_config(path, force=True)) == config
-    assert [p.name for p in path.parent.iterdir()] == ["my-run.yaml"]
-
-
-# --- docs/config.md ---
-
-
 @given(
     value=st.none()
     | st.booleans()
@@ -255,21 +219,3 @@ def test_config_docs_name_every_field() -> None:
     for path, field in all_fields():
         assert f"| `{path}` |" in text, path
         assert (field.description or "").replace("|", "\\|") in text, path
-
-
-def test_only_sources_and_buckets_and_names_of_weights_must_be_given() -> None:
-    required = {path for path, field in all_fields() if default_of(field) is REQUIRED and not path.endswith(".kind")}
-    assert required == {
-        "data",
-        "data.sources",
-        "data.sources[].path",
-        "data.buckets",
-        "data.buckets[].frames",
-        "data.buckets[].height",
-        "data.buckets[].width",
-        "vae(diffusers).pretrained",
-        "text(transformers).pretrained",
-        "text(family).pretrained",
-        "model(diffusers).pretrained",
-    }
-    assert all(section_options(field) for name, field in Config.model_fields.items() if name in ("data", "vae", "text"))

@@ -79,15 +79,6 @@ def test_an_unknown_task_is_reported_with_those_of_packages(site: Path) -> None:
         make_run_config({"task": "poem"}, origin="test")
 
 
-def test_keys_of_a_packages_task_are_reported(site: Path) -> None:
-    install(site, "poems-pack", {"poems": "poems_pack:PoemTask"}, {"poems_pack": POEMS})
-    install(site, "broken-pack", {"broken": "not_there:Task"})
-    with pytest.raises(
-        UserError, match="unknown key 'lines', which is a section of the task poems; this config is of the task video"
-    ):
-        make_run_config({**small_tree(site), "lines": 3}, origin="test")
-
-
 @pytest.mark.parametrize(
     ("value", "reason"),
     [

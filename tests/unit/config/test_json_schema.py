@@ -17,9 +17,7 @@ from mmspeed.errors import UserError
 from tests.support.json_schemas import mistakes
 from tests.support.runs import small_tree
 
-TREE: dict[str, Any] = {
-    "data": {"sources": [{"path": "clips"}], "buckets": [{"frames": 5, "height": 32, "width": 48}]},
-}
+TREE: dict[str, Any] = {"data": {"sources": [{"path": "clips"}], "buckets": [{"frames": 5, "height": 32, "width": 48}]}}
 
 
 def test_the_shipped_schema_is_current() -> None:

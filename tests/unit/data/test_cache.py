@@ -30,8 +30,6 @@ from tests.support.caches import (
     tar_bytes,
 )
 
-# -- keys ---------------------------------------------------------------------------------------------------------
-
 
 def test_entry_key_is_a_function_of_content() -> None:
     parts: dict[str, Any] = {"frames": (1, 2), "codec": {"weights": "ab", "stride": 4.0}, "text": "ein Käfer 甲虫"}
@@ -60,9 +58,6 @@ def test_sample_keys_and_duplicates() -> None:
     assert sample_key(["a"], ["b", "c"]) != sample_key(["a"], ["c", "b"]) != sample_key(["c"], ["a", "b"])
     assert sample_key(["a"], ["b"]) == sample_key(("a",), ("b",))
     assert number_duplicates(["a", "b", "a", "a"]) == ["a", "b", "a-1", "a-2"]
-
-
-# -- write and read -----------------------------------------------------------------------------------------------
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -158,9 +153,6 @@ def test_null_text_of_the_samples_encoder(tmp_path: Path) -> None:
         DatasetCache(tmp_path).null_text()
     finish(tmp_path, latents, texts, null_key=other)
     assert DatasetCache(tmp_path).null_text().embeds_LD.shape == (14, 6)
-
-
-# -- what a user sees ---------------------------------------------------------------------------------------------
 
 
 def test_missing_unfinished_and_foreign_caches_are_named(tmp_path: Path) -> None:

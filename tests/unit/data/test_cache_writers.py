@@ -72,8 +72,6 @@ def test_an_error_elsewhere_keeps_whole_entries(tmp_path: Path) -> None:
     assert CacheWriter(tmp_path).has("latents", key)
 
 
-# -- kills, repairs, several writers ------------------------------------------------------------------------------
-
 WORKER = """
 import sys, torch
 from mmspeed.data import CacheWriter

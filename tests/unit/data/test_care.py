@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from mmspeed.data import CacheWriter, DatasetCache, Sample
-from mmspeed.data.cache.checksum import is_sealed
 from mmspeed.data.cache.files import TempFile
 from mmspeed.data.cache.keys import entry_key, sample_key
 from mmspeed.data.cache.payloads import trusted_rows
+from mmspeed.data.cache.seals import is_sealed
 from mmspeed.data.cache.tables import (
     index_files,
     index_path,
@@ -43,9 +43,6 @@ def root(tmp_path: Path) -> Path:
 
 def lines(findings: Findings) -> list[str]:
     return [str(damage) for damage in findings.damage]
-
-
-# -- verify ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_whole_cache_has_no_damage(root: Path) -> None:
@@ -188,9 +185,6 @@ def test_a_damaged_codec_is_refused(tmp_path: Path) -> None:
         LinearCodec.load(tmp_path / "codec.safetensors")
 
 
-# -- repair ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_repair_drops_what_is_damaged_and_lists_it(root: Path) -> None:
     right, shard = contents(root), f"{FOLDER}/000001.tar"
     before, (first, *others) = tar_bytes(root), trusted_rows(root, shard)
@@ -241,9 +235,6 @@ def test_a_repair_of_tables_and_codec(root: Path) -> None:
     assert (root / f"{CODEC}.damaged").exists() and not (root / CODEC).exists()
     assert any("put a copy of the codec's file back" in what for what in report.todo)
     assert tar_bytes(root) == kept and mend(root).done == []
-
-
-# -- prune, pack ----------------------------------------------------------------------------------------------------
 
 
 def latent_of(writer: CacheWriter, codec_name: str, content: str) -> str:
@@ -324,9 +315,6 @@ def test_pack_refuses_damaged_entries(root: Path) -> None:
     assert {path: path.read_bytes() for path in root.rglob("*.tar")} == before
 
 
-# -- merge ----------------------------------------------------------------------------------------------------------
-
-
 def test_merged_caches_hold_what_both_held(tmp_path: Path) -> None:
     one, two, whole = (tmp_path / name for name in ("one", "two", "whole"))
     build_whole(one, range(8), sources=("a",))
@@ -374,21 +362,22 @@ def test_caches_that_do_not_fit_are_refused_in_one_line(tmp_path: Path) -> None:
 
 
 def test_samples_of_two_caches_are_numbered_as_in_one() -> None:
-    def sample(key: str, source: str, split: str = "train") -> Sample:
-        return Sample(key, ("l",), (), split, BUCKET, source)
+    def sample(key: str, source: str, split: str = "train", dataset: str = "") -> Sample:
+        return Sample(key, ("l",), (), split, BUCKET, source, dataset=dataset)
 
     base, report = "0" * 32, MergeReport()
     united = unite_samples(
         [
             [sample(base, "b.mp4"), sample(f"{base}-1", "c.mp4")],
-            [sample(base, "a.mp4"), sample(f"{base}-1", "b.mp4", "val"), sample("odd-1", "d.mp4")],
+            [
+                *(sample(base, "a.mp4"), sample(f"{base}-1", "b.mp4", "val")),
+                *(sample(f"{base}-2", "b.mp4", dataset="dogs"), sample("odd-1", "d.mp4")),
+            ],
         ],
         report,
     )
-    assert [(s.key, s.source) for s in united] == [
-        (base, "a.mp4"),
-        (f"{base}-1", "b.mp4"),
-        (f"{base}-2", "c.mp4"),
-        ("odd-1", "d.mp4"),
+    assert [(s.key, s.source, s.dataset) for s in united] == [
+        *((base, "a.mp4", ""), (f"{base}-1", "b.mp4", ""), (f"{base}-2", "b.mp4", "dogs")),
+        *((f"{base}-3", "c.mp4", ""), ("odd-1", "d.mp4", "")),
     ]
     assert report.split_conflicts == 1 and united[1].split == "train"

@@ -17,7 +17,7 @@ from mmspeed.data import CacheWriter
 from mmspeed.data.cache.payloads import trusted_rows
 from mmspeed.data.cache.tables import index_files, shard_of_index
 from mmspeed.data.maintenance.merge import merge
-from mmspeed.data.maintenance.prune_pack import pack, prune
+from mmspeed.data.maintenance.prune_pack import pack
 from mmspeed.data.maintenance.repair import mend
 from mmspeed.data.maintenance.stats import census
 from mmspeed.data.maintenance.verify import verify
@@ -84,20 +84,6 @@ def test_pack(tmp_path: Path, base: Path) -> None:
         assert contents(root) == right
 
     kill_often(base, root, lambda: pack(root, 30_000), check)
-    assert len(tar_bytes(root)) == 2 * 27
-
-
-@pytest.mark.slow
-def test_prune(tmp_path: Path, base: Path) -> None:
-    right, root = contents(base), tmp_path / "cache"
-    with CacheWriter(base, 20_000) as writer:
-        for number in range(100, 130):
-            add_latent(writer, number)
-
-    def check() -> None:
-        assert contents(root) == right
-
-    kill_often(base, root, lambda: prune(root), check)
     assert len(tar_bytes(root)) == 2 * 27
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -15,22 +14,18 @@ import pytest
 
 from mmspeed.config import Config
 from mmspeed.config.schema import DataConfig
-from mmspeed.data import DatasetCache, Sample
+from mmspeed.data import DatasetCache
 from mmspeed.data.cache.index import ENTRIES_SCHEMA, FACTS, SAMPLES_SCHEMA, VERSION, IndexFacts, write_batch
 from mmspeed.data.cache.tables import SAMPLES_FILE, read_info, write_info
-from mmspeed.data.maintenance.merge import MergeReport, merge, unite_samples
+from mmspeed.data.maintenance.merge import merge
 from mmspeed.data.maintenance.verify import verify
 from mmspeed.errors import UserError
-from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.training.open_cache import check_cache
-from mmspeed.preprocess import CacheBuilder, OnlineBuilder
+from mmspeed.preprocess import CacheBuilder
 from mmspeed.preprocess.sources.discover import list_sources
-from tests.support.caches import BUCKET
 from tests.support.care_caches import build_whole
 from tests.support.media import write_tar
 from tests.support.runs import small_config
-
-# -- from the sources to the samples ----------------------------------------------------------------------------------
 
 
 def media(folder: Path, *names: str) -> Path:
@@ -104,21 +99,6 @@ def copied(built: Config, folder: Path) -> Config:
     return config
 
 
-@pytest.mark.slow
-def test_samples_of_a_build_and_of_a_first_epoch_know_their_data_set(built: Config, tmp_path: Path) -> None:
-    cache = DatasetCache(built.cache_dir)
-    assert Counter(sample.dataset for sample in cache.samples) == {"cats": 5, "dogs": 3}
-    bucket = built.buckets[0]
-    groups = cache.split("train").by_group()
-    assert list(groups) == [(bucket, "cats"), (bucket, "dogs")] and [len(places) for places in groups.values()] == [
-        4,
-        3,
-    ]
-    online = two_sets(tmp_path, "train.steps=1", "train.warmup_steps=0")
-    TrainPipeline(online, OnlineBuilder(online)).run()
-    assert (online.cache_dir / SAMPLES_FILE).read_bytes() == (built.cache_dir / SAMPLES_FILE).read_bytes()
-
-
 def test_shares_may_change_and_names_may_not(built: Config, tmp_path: Path) -> None:
     cache, folder = DatasetCache(built.cache_dir), tmp_path
     for override in (
@@ -140,9 +120,6 @@ def test_shares_may_change_and_names_may_not(built: Config, tmp_path: Path) -> N
     assert (report.encoded, report.reused, report.texts) == (0, 8, 0)
     check_cache(DatasetCache(mine.cache_dir), renamed)
     assert {sample.dataset for sample in DatasetCache(mine.cache_dir).samples} == {"cats", "birds"}
-
-
-# -- the compiled index -----------------------------------------------------------------------------------------------
 
 
 def compile_by_another_version(root: Path) -> None:
@@ -172,25 +149,6 @@ def test_the_index_of_another_version_is_compiled_again_and_is_no_damage(
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(UserError, match=r"samples\.parquet is damaged"):
         DatasetCache(root)
-
-
-# -- merging ------------------------------------------------------------------------------------------------------------
-
-
-def test_data_sets_of_one_name_are_one_and_others_stay_apart() -> None:
-    def sample(key: str, source: str, dataset: str) -> Sample:
-        return Sample(key, ("l",), (), "train", BUCKET, source, dataset=dataset)
-
-    base = "0" * 32
-    ours = [sample(base, "a.mp4", "cats"), sample(f"{base}-1", "b.mp4", "cats")]
-    theirs = [sample(base, "b.mp4", "cats"), sample(f"{base}-1", "b.mp4", "dogs")]
-    for tables in ([ours, theirs], [theirs, ours]):
-        united = unite_samples(tables, MergeReport())
-        assert [(s.key, s.source, s.dataset) for s in united] == [
-            (base, "a.mp4", "cats"),
-            (f"{base}-1", "b.mp4", "cats"),
-            (f"{base}-2", "b.mp4", "dogs"),
-        ]
 
 
 def test_merged_data_sets_keep_their_names_and_one_name_has_one_meaning(built: Config, tmp_path: Path) -> None:

@@ -25,12 +25,9 @@ from mmspeed.data import Batching, BatchSampler, DatasetCache, Loader, SampleUse
 from mmspeed.data.loading.prefetch import in_workers, on_device, read_ahead
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.pipelines import TrainPipeline
-from mmspeed.preprocess import OnlineBuilder
 from mmspeed.protocols import Batch, StepData
 from tests.support.caches import flip
 from tests.support.loading import make_cache
-from tests.support.runs import losses, small_config
 
 CPU = Device("cpu", 0)
 
@@ -50,9 +47,6 @@ def numbers(stop: int, log: list[int]) -> Iterator[int]:
     for number in range(stop):
         log.append(number)
         yield number
-
-
-# -- a thread -----------------------------------------------------------------------------------------------------
 
 
 def test_read_ahead_keeps_order_and_its_bound() -> None:
@@ -75,9 +69,6 @@ def test_a_closed_read_ahead_closes_what_it_reads_from() -> None:
     assert threads() == ["mmspeed-read-ahead"]
     ahead.close()
     assert threads() == [] and next(source, None) is None and len(log) <= 4
-
-
-# -- the same batches, whoever reads them ---------------------------------------------------------------------------
 
 
 def loaded(cache: DatasetCache, start: int = 0, stop: int = 10, **options: Any) -> list[Batch]:
@@ -121,20 +112,6 @@ def test_a_remote_cache_is_read_by_processes(tmp_path: Path) -> None:
     assert same(loaded(remote, workers=1), truth)
     assert remote.remote is not None and remote.remote.requests == 0  # by the worker, into the folder of both
     assert list(remote.root.glob("payloads/*/*"))
-
-
-@pytest.mark.slow
-def test_training_in_the_first_epoch_and_after_it_with_processes(tmp_path: Path) -> None:
-    """3 steps make the cache, 3 are read by a worker, as from a whole cache by a thread."""
-    config = small_config(tmp_path, "train.loader_workers=1", "train.micro_batch_size=2")
-    TrainPipeline(config, OnlineBuilder(config)).run()
-    again = small_config(tmp_path, "name=again", "train.micro_batch_size=2")
-    TrainPipeline(again).run()
-    assert losses(config) == losses(again) and len(losses(again)) == 6
-    assert multiprocessing.active_children() == [] and threads() == []
-
-
-# -- the bound ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -185,9 +162,6 @@ def test_processes_are_within_the_bound(tmp_path: Path) -> None:
         until(lambda number=number: sampler.asked - number >= most, "too few are read ahead")
         assert sampler.asked - number == most
     steps.close()
-
-
-# -- errors ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{"prefetch": 3}, {"workers": 2, "prefetch": 4}])
@@ -249,9 +223,6 @@ def test_a_killed_worker_is_reported_in_a_line(tmp_path: Path) -> None:
     assert multiprocessing.active_children() == [] and threads() == []
 
 
-# -- ends -------------------------------------------------------------------------------------------------------------
-
-
 def test_workers_outlive_signals_and_end_with_the_generator(tmp_path: Path) -> None:
     """Ctrl-C, a launcher's SIGTERM and Slurm's SIGUSR1 reach the whole group, and training still needs its data for the step it is at."""
     cache = make_cache(tmp_path)
@@ -307,9 +278,6 @@ def group_of(pid: int) -> int | None:
         return os.getpgid(pid)
     except ProcessLookupError:
         return None
-
-
-# -- devices ----------------------------------------------------------------------------------------------------------
 
 
 def test_on_the_cpu_nothing_is_copied(tmp_path: Path) -> None:

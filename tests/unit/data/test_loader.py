@@ -18,8 +18,6 @@ from mmspeed.errors import UserError
 from mmspeed.protocols import Batch
 from tests.support.loading import IMAGE, VIDEO, WIDTH, assert_same, by_name, draw_of, embeds_of, make_cache, mean_of
 
-# -- assemble -----------------------------------------------------------------------------------------------------
-
 
 def test_padding_and_mask(tmp_path: Path) -> None:
     cache = make_cache(tmp_path)
@@ -98,9 +96,6 @@ def test_noise_and_time_come_with_the_batch_where_they_are_wanted(tmp_path: Path
         and half.weights_I is batch.weights_I
         and half["text_mask"] is batch["text_mask"]
     )
-
-
-# -- loader -------------------------------------------------------------------------------------------------------
 
 
 def test_world_size_micro_batches_and_prefetch_change_no_sample(tmp_path: Path) -> None:

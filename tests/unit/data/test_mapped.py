@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from mmspeed.data import CacheWriter, DatasetCache, Entry, Sample
 from mmspeed.data.cache import reader as cache_reader
 from mmspeed.data.cache import writer as cache_writer
-from mmspeed.data.cache.checksum import is_sealed
 from mmspeed.data.cache.index import compile_index
 from mmspeed.data.cache.index_reader import SampleTable, open_tables
 from mmspeed.data.cache.keys import number_duplicates
+from mmspeed.data.cache.seals import is_sealed
 from mmspeed.data.cache.store import LocalStore
 from mmspeed.data.cache.tables import index_path, read_samples, write_index, write_info, write_samples
 from mmspeed.errors import UserError
@@ -32,8 +32,6 @@ from tests.support.caches import FOLDER, add_latent, build, finish, flip, latent
 BUCKETS = (Bucket(1, 64, 64), Bucket(17, 64, 96), Bucket(1000, 64, 64))
 SECTIONS = ("latents", "texts", "null")
 DATASETS = ("web", "ä set", "")
-
-# -- lookups ------------------------------------------------------------------------------------------------------
 
 # few different first halves, so that the search has to look on
 keys = st.builds(lambda a, b: f"{a:016x}{b:016x}", st.sampled_from([0, 1, 2**64 - 1]), st.integers(0, 5))
@@ -162,9 +160,6 @@ def test_samples_that_lack_entries_are_decided_when_compiling(tmp_path: Path) ->
     assert sum(sample.lost for sample in DatasetCache(tmp_path).samples) == 1  # a lost sample lacks nothing
 
 
-# -- compiled files -----------------------------------------------------------------------------------------------
-
-
 def compiled(root: Path) -> dict[str, int]:
     return {path.name: path.stat().st_ino for path in (root / "index").glob("*.arrow")}
 
@@ -257,9 +252,6 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
         shutil.rmtree(root)
 
 
-# -- views --------------------------------------------------------------------------------------------------------
-
-
 def test_tensors_are_views_of_one_mapping(tmp_path: Path) -> None:
     latents, _ = build(tmp_path)
     cache = DatasetCache(tmp_path)
@@ -308,9 +300,6 @@ def test_a_shard_cut_off_while_it_is_mapped_is_reported(tmp_path: Path) -> None:
     os.truncate(tmp_path / entry.shard, entry.offset + 3)
     with pytest.raises(UserError, match=f"damaged at entry {latents[3]}"):
         cache.latent(latents[3])
-
-
-# -- entries that come while the cache is open ----------------------------------------------------------------------
 
 
 def test_overlay_reads_shards_in_progress_and_follows_them_when_sealed(tmp_path: Path) -> None:

@@ -100,8 +100,6 @@ def test_a_state_is_a_few_numbers_and_the_changes_are_reported() -> None:
         grown.draws(4)
 
 
-# -- stages and shares -----------------------------------------------------------------------------------------------
-
 IMAGES = TrainingStage(3, takes=lambda bucket: bucket.is_image)
 SHORT = TrainingStage(4, takes=lambda bucket: bucket.frames <= 17)
 
@@ -184,9 +182,6 @@ def test_shares_of_data_sets_hold_in_every_epoch_and_stage() -> None:
     )
     assert {draw.sample.dataset for step in (0, 1) for draw in only.draws(step)} == {"own"}
     assert only.uses(1) == 120 + 3 * 15
-
-
-# -- balance ---------------------------------------------------------------------------------------------------------
 
 
 def test_every_full_step_costs_all_slots_the_same() -> None:

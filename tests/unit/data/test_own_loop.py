@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -51,13 +47,6 @@ def test_it_is_a_pipeline_of_the_package_with_its_methods(cache: DatasetCache) -
     small = pipeline.select(lambda sample: sample["bucket"][0] > 1).to_tuple("__key__", "caption").slice(3)
     rows = list(small)
     assert len(rows) == 3 and all(caption in ("v", "vv", "vvv") for _, caption in rows)
-
-
-def test_each_training_sample_comes_once(cache: DatasetCache) -> None:
-    workers = 2
-    assert sorted(keys_of(webdataset(cache, batch_size=2), workers)) == keys(cache, "train")
-    assert sorted(keys_of(webdataset(cache, "val", batch_size=2), workers)) == keys(cache, "val")
-    assert len(keys(cache, "val")) == 1
 
 
 def test_each_sample_comes_once_over_nodes_and_workers(cache: DatasetCache, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,23 +150,3 @@ def test_lost_samples_are_left_out(tmp_path: Path) -> None:
 def test_bad_arguments_are_one_line(cache: DatasetCache, arguments: dict[str, Any], line: str) -> None:
     with pytest.raises(UserError, match=line):
         webdataset(cache, **arguments)
-
-
-@pytest.mark.slow
-def test_the_package_is_loaded_and_needed_only_for_a_pipeline(cache: DatasetCache, root: Path) -> None:
-    script = (
-        "import sys, json; sys.modules['webdataset'] = None\n"
-        "import mmspeed.data, mmspeed.errors\n"
-        "try: mmspeed.data.webdataset(sys.argv[1])\n"
-        "except mmspeed.errors.UserError as error: print(json.dumps(str(error)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(cache.root)],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=root,
-        env=os.environ | {"PYTHONPATH": str(root)},
-        timeout=60,
-    )
-    assert "`pip install webdataset`" in json.loads(done.stdout)

@@ -1,9 +1,6 @@
-"""Packs of documents: every token of an epoch in exactly one of them, whatever is changed on the way, and steps of equal cost."""
+"""Packs of documents: every token of an epoch in exactly one of them, and steps of equal cost."""
 
 from __future__ import annotations
-
-import resource
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,16 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmspeed.data.sampling import packs as packing
-from mmspeed.data.sampling.packs import (
-    PackMode,
-    Packs,
-    TokenRanges,
-    joined,
-    pack,
-    steps_of_equal_cost,
-    whole_documents,
-)
-from tests.support.spawn import run_ranks
+from mmspeed.data.sampling.packs import PackMode, Packs, TokenRanges, joined, pack, steps_of_equal_cost, whole_documents
 
 MODES = st.sampled_from(["documents", "stream"])
 LENGTHS = st.lists(st.integers(0, 40), max_size=60)
@@ -58,23 +46,6 @@ def test_every_token_is_in_exactly_one_pack(lengths: list[int], length: int, mod
         assert packs.cut == sum(size > length for size in lengths)
     else:
         assert (packs.tokens()[:-1] == length).all() and len(packs) == -(-sum(lengths) // length)
-
-
-@given(LENGTHS, st.lists(st.tuples(st.integers(1, 30), st.floats(0, 1), MODES), min_size=1, max_size=4))
-@settings(max_examples=40, deadline=None)
-def test_an_epoch_goes_on_with_another_length(lengths: list[int], stages: list[tuple[int, float, PackMode]]) -> None:
-    """Some packs are used, the rest is packed again with another length and mode: each token exactly once."""
-    left, used = whole_documents(lengths), list[tuple[int, int]]()
-    for number, (length, share, mode) in enumerate(stages):
-        packs = pack(left, length, mode, 7, 0, number)
-        steps = steps_of_equal_cost(packs.squares(), 2, 7, 0, number)
-        done = steps[: round(share * len(steps))]
-        numbers = np.concatenate(done) if done else np.zeros(0, np.int64)
-        for one in numbers.tolist():
-            part = slice(int(packs.offsets[one]), int(packs.offsets[one + 1]))
-            used += tokens_of(packs.ranges.take(part))
-        left = packs.rest(numbers)
-    assert sorted(used + tokens_of(left)) == all_tokens(lengths)
 
 
 def test_ranges_that_touch_are_joined() -> None:
@@ -124,31 +95,3 @@ def test_little_padding_and_steps_of_equal_cost(mode: PackMode) -> None:
     assert np.mean(shares) <= 1.02
     at_random = [part.max() / part.mean() for part in np.split(cost[: len(cost) // 64 * 64], len(cost) // 64)]
     assert mode == "stream" or np.mean(at_random) > 1.1  # without sorting
-
-
-def test_nothing_to_pack() -> None:
-    for mode in ("documents", "stream"):
-        packs = pack(whole_documents([0, 0]), 8, mode, 0)  # type: ignore[arg-type]
-        assert len(packs) == 0 and packs.padding == 0 and not len(packs.rest(np.zeros(0, np.int64)))
-    with pytest.raises(ValueError, match="document 1 has -2 tokens"):
-        whole_documents([3, -2])
-    with pytest.raises(ValueError, match="packs of 0 tokens"):
-        pack(whole_documents([3]), 0, "stream", 0)
-    with pytest.raises(ValueError, match="steps of 0 packs"):
-        steps_of_equal_cost(np.ones(3), 0, 0)
-
-
-def ten_million(mode: PackMode) -> tuple[int, bool, float]:
-    """(most memory of the process in kB, True where each token is packed, padding)."""
-    lengths: npt.NDArray[Any] = like_text(10_000_000)
-    packs = pack(whole_documents(lengths), 4_096, mode, 0, 0)
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most, bool(packs.ranges.tokens == lengths.sum()), packs.padding
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["documents", "stream"])
-def test_ten_million_documents(mode: PackMode) -> None:
-    """In under 2 GB, in a process of its own: earlier tests have had more."""
-    ((most, whole, padding),) = run_ranks(ten_million, 1, mode)
-    assert most < 2 << 20 and whole and padding < 0.001

@@ -1,18 +1,14 @@
-"""The dealing of items follows the table of axes: for layouts of a config, and for an axis that nothing but the table knows."""
+"""The dealing of items follows the table of axes, for every layout of a config."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import Field
 
 from mmspeed import axes
-from mmspeed.axes import AxisName, AxisSizes, MeshTable, mesh_table
-from mmspeed.config import parallel as section
+from mmspeed.axes import AxisSizes, MeshTable, mesh_table
 from mmspeed.config.parallel import AXES, ParallelConfig
 from mmspeed.config.training import BatchingConfig, TrainConfig
 from mmspeed.data import BatchSampler, Sample, SampleUse
@@ -84,39 +80,3 @@ def test_every_axis_of_the_dense_view_says_what_its_ranks_read() -> None:
     rows = (*axes.STAGES, *axes.ITEMS, *axes.TOKENS, *axes.TOGETHER)
     assert rows == axes.DENSE and len(set(rows)) == len(rows)
     assert set(axes.DENSE) <= set(AxisSizes.__dataclass_fields__)
-
-
-@dataclass(frozen=True)
-class MoreSizes(AxisSizes):
-    """The sizes of a mesh that has another axis too."""
-
-    spare: int = 1
-
-
-class MoreParallel(ParallelConfig):
-    """A section with that axis."""
-
-    spare: int = Field(1, ge=1)
-
-
-@pytest.mark.parametrize(
-    ("row", "together", "videos", "images"),
-    [("TOGETHER", (4, 2), 2, 4), ("TOKENS", (4, 1), 2, 8), ("ITEMS", (2, 1), 4, 8)],
-)
-def test_items_are_dealt_by_what_an_added_axis_says(
-    monkeypatch: pytest.MonkeyPatch, row: str, together: tuple[int, int], videos: int, images: int
-) -> None:
-    """8 ranks, of which 2 along `ulysses` and 2 along the new axis: the readers of a video, and of an image."""
-    spare = str.__new__(AxisName, "spare")
-    spare._name_, spare._value_ = "SPARE", "spare"
-    monkeypatch.setattr(axes, row, (spare, *getattr(axes, row)))
-    # what the module derives from its groups at import
-    monkeypatch.setattr(axes, "DENSE", (*axes.STAGES, *axes.ITEMS, *axes.TOKENS, *axes.TOGETHER))
-    monkeypatch.setattr(axes, "STORAGE", (*axes.STAGES, AxisName.DP_REPLICATE, AxisName.SHARD, *axes.TOGETHER))
-    monkeypatch.setattr(section, "AXES", (*AXES, "spare"))
-    parallel = MoreParallel(ulysses=2, spare=2)
-    table = mesh_table(8, MoreSizes(**parallel.sizes()))
-    assert (parallel.together(split=True), parallel.together(split=False)) == together
-    for split, readers in ((True, videos), (False, images)):
-        met = [keys(share) for share in dealt(parallel, 8, split)]
-        assert len(set(read(table, split))) == len(set(met)) == readers and same(met) == same(read(table, split))

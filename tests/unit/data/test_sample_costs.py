@@ -95,9 +95,6 @@ shares_of_lots = st.lists(
 )
 
 
-# -- sharing out -------------------------------------------------------------------------------------------------------
-
-
 def lots_of(shares: Sequence[Sequence[float]], each: Sequence[float], most: int | None) -> tuple[BucketBatch, ...]:
     return tuple(
         BucketBatch(len(of), Cost(0.0, one), most) for of, one in zip(shares, itertools.cycle(each), strict=False)
@@ -159,9 +156,6 @@ def test_one_long_document_is_met_by_short_ones() -> None:
     assert imbalance(draws, batching, 2) == pytest.approx(1.0)
     four = 4 * by_hand([16]) / (2 * by_hand([16]) + 2 * by_hand([2] * 8))
     assert imbalance(draws, batching, 4) == pytest.approx(four)
-
-
-# -- training ----------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=40, deadline=None)

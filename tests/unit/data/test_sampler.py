@@ -139,15 +139,6 @@ def test_images_are_not_split_over_a_group() -> None:
     assert rows == [{False}, {True}], "in a row all ranks exchange or none does"
 
 
-def test_tensor_parallel_ranks_meet_images_and_videos_in_one_row() -> None:
-    """4 ranks in groups of 2 without a split of tokens: one lane takes the video, the other the image, at the same time."""
-    batching = Batching(4, dict.fromkeys(BUCKETS, 1), group=2, tensor=2, mix="window")
-    image, video = (BatchSampler(make_samples(*n), batching, seed=0).draws(0)[:1] for n in ((1,), (0, 1)))
-    mixed = [rank_batches([*image, *video], batching, rank, 4) for rank in range(4)]
-    assert mixed[0] == mixed[1] != mixed[2] == mixed[3]
-    assert [[weight for _, weight in micro] for part in mixed for micro in part] == [[0.5]] * 4
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.booleans(), min_size=1, max_size=20).filter(lambda lost: not all(lost)),

@@ -5,16 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmspeed.data import CacheWriter, DatasetCache
-from mmspeed.data.cache.checksum import BLANK, is_sealed, seal, seal_file, sealed_file
-from mmspeed.data.cache.writer import text_tensors
-from mmspeed.data.maintenance.verify import verify
-from mmspeed.protocols import TextEntry
-from tests.support.caches import build, entry_key, finish
+from mmspeed.data.cache.seals import BLANK, is_sealed, seal, seal_file, sealed_file
 
 FALSE = (BLANK[:-64] + "0123456789abcdef" * 4).encode()
 
@@ -41,15 +35,3 @@ def test_a_file_with_two_places(tmp_path: Path) -> None:
     assert not sealed_file(path)
     with pytest.raises(ValueError, match="no place"):
         seal(b"nothing")
-
-
-def test_a_caption_may_look_like_a_seal(tmp_path: Path) -> None:
-    caption = FALSE.decode()
-    latents, texts = build(tmp_path)
-    with CacheWriter(tmp_path) as writer:
-        key = entry_key({"caption": caption})
-        writer.add("texts", key, text_tensors(TextEntry(torch.ones(2, 6))), {"caption": caption}, source=caption)
-    finish(tmp_path, latents, [*texts, key])
-    cache = DatasetCache(tmp_path)
-    assert caption in cache.entry(key).meta and cache.text(key).embeds_LD.sum() == 12
-    assert verify(tmp_path).damage == []

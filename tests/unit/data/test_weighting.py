@@ -66,18 +66,6 @@ def test_all_count_alike_by_any_batching_and_after_any_resume(
         state = sampler.state(step)
 
 
-def test_the_weights_of_a_whole_epoch_have_the_mean_1() -> None:
-    sampler = BatchSampler(make_samples(21, 9, 7), 4, seed=0)
-    for weighting in WEIGHTINGS:
-        weights = StepWeights(weighting, sampler, tokens)
-        results = []
-        for step in range(sampler.steps_per_epoch):
-            drawn = sampler.draws(step)
-            results.append(weights.weight(step, len(drawn), sum(tokens(draw.sample.bucket) for draw in drawn)))
-        assert sum(results) == pytest.approx(len(results), rel=1e-12)
-        assert (set(results) == {1.0}) == (weighting == "step")
-
-
 def test_a_stage_has_a_mean_of_its_own_and_an_epoch_begins_again() -> None:
     samples = make_samples(9, 6, 0, 5)
     images = TrainingStage(3, takes=lambda bucket: bucket.is_image)

@@ -17,7 +17,7 @@ from mmspeed.config.schema import TrainConfig
 from mmspeed.errors import UserError
 from mmspeed.loop.averages import EMA
 from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, best, load, load_weights, step_name
-from mmspeed.loop.optimizers.build import make_optimizer
+from mmspeed.loop.optimizers.make_optimizer import make_optimizer
 from tests.support.disk_log import DiskLog
 from tests.support.steps import train_step
 from tests.support.toy import ToyDiT, flow_loss, split

@@ -64,14 +64,6 @@ def test_damaged_json_is_reported_with_the_way_on(folder: Path, name: str, text:
         load(folder / step_name(4), ToyDiT())
 
 
-def test_the_only_checkpoint_is_deleted_to_start_again(folder: Path) -> None:
-    for path in (folder / step_name(2)).iterdir():
-        path.unlink()
-    (folder / step_name(4) / "index.json").unlink()
-    with pytest.raises(UserError, match=r"is incomplete: it has no index.json.*delete that folder to start again"):
-        load(folder / step_name(4), ToyDiT())
-
-
 def test_a_newer_format_is_no_damage(folder: Path) -> None:
     (folder / step_name(4) / "meta.json").write_text('{"format": 2}')
     (folder / step_name(4) / "index.json").write_text("{}")

@@ -110,15 +110,7 @@ def test_the_newest_sound_checkpoint_is_kept() -> None:
     assert Retention(1).kept(entries, times, sound=1) == {8}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ("memory.release_gradients=true", "train.clip_norm=null", "device.dtype=bfloat16"),
-            "not train.divergence.action: skip",
-        ),
-    ],
-)
-def test_a_rule_that_cannot_be_is_refused(tmp_path: Path, overrides: tuple[str, ...], message: str) -> None:
-    with pytest.raises(UserError, match=message):
+def test_a_rule_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    overrides = ("memory.release_gradients=true", "train.clip_norm=null", "device.dtype=bfloat16")
+    with pytest.raises(UserError, match=r"not train\.divergence\.action: skip"):
         small_config(tmp_path, "train.divergence.action=skip", *overrides)

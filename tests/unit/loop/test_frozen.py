@@ -69,9 +69,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainingState, Pa
     return state, save(tmp_path_factory.mktemp("trained"), state)
 
 
-# -- what is kept
-
-
 @pytest.mark.parametrize("tier", ["plain", "host"])
 def test_checkpoint_optimizer_and_average_cost_what_trains(tmp_path: Path, tier: str) -> None:
     state = state_of(**TIERS[tier])
@@ -117,9 +114,6 @@ def test_only_what_trains_has_gradients_and_counts_for_the_norm() -> None:
         id(plain.model.get_parameter(name)) for name in TRAINED
     }
     assert steps(plain, range(1))[0][1] == pytest.approx(alone.item(), rel=1e-5)
-
-
-# -- the base
 
 
 def test_another_base_is_refused(trained: tuple[TrainingState, Path], tmp_path: Path) -> None:
@@ -203,9 +197,6 @@ def test_the_fingerprint_tells_bases_apart(monkeypatch: pytest.MonkeyPatch) -> N
     assert frozen_fingerprint(with_one_that_trains) == fingerprint(with_one_that_trains, ["bias"])
 
 
-# -- declared state
-
-
 @pytest.mark.slow
 def test_averaged_buffers_are_averaged_and_swapped_in_and_kept_ones_are_not() -> None:
     for tier, options in TIERS.items():
@@ -258,9 +249,6 @@ def test_state_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
         EMA(AdaptedDiT(), 0.9)
 
 
-# -- checkpoints of before
-
-
 @pytest.mark.parametrize("tier", ["host"])
 def test_a_checkpoint_that_holds_the_base_too_brings_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str
@@ -294,9 +282,6 @@ def test_a_checkpoint_that_holds_the_base_too_brings_it(
     assert json.loads((save(tmp_path / "on", other) / "meta.json").read_text())["frozen"] == frozen_fingerprint(
         AdaptedDiT(base=3)
     )
-
-
-# -- bfloat16
 
 
 def test_a_base_in_bfloat16_makes_no_bfloat16_training() -> None:

@@ -20,7 +20,8 @@ from mmspeed.errors import UserError
 from mmspeed.loop.averages import EMA, ema_decay
 from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load
 from mmspeed.loop.checkpoint.state import states_to_save
-from mmspeed.loop.optimizers.build import learning_rate, make_optimizer, set_learning_rate
+from mmspeed.loop.optimizers.learning_rate import learning_rate, set_learning_rate
+from mmspeed.loop.optimizers.make_optimizer import make_optimizer
 from mmspeed.loop.signals import StopSignals
 from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from mmspeed.parallel import make_half

@@ -13,8 +13,8 @@ from mmspeed.config.memory import MemoryConfig
 from mmspeed.config.training import TrainConfig
 from mmspeed.errors import UserError
 from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load, step_name
-from mmspeed.loop.optimizers.build import make_optimizer
 from mmspeed.loop.optimizers.gradient_release import ReleasingOptimizer
+from mmspeed.loop.optimizers.make_optimizer import make_optimizer
 from mmspeed.memory import peak_bytes
 from mmspeed.parallel import parallelize
 from mmspeed.protocols import Batch

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from mmspeed.config.schema import TrainConfig
-from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load, step_name
+from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, step_name
 from mmspeed.loop.checkpoint.staging import Staging
-from mmspeed.loop.optimizers.build import make_optimizer
+from mmspeed.loop.optimizers.make_optimizer import make_optimizer
 from tests.support.toy import ToyDiT
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -50,18 +50,3 @@ def test_a_save_waits_for_the_write_before_it_and_says_how_long(tmp_path: Path) 
     assert stall.waited > 0.2 and stall.copied < stall.waited
     manager.wait()
     assert sorted(path.name for path in tmp_path.glob("step-*")) == [step_name(1), step_name(2)]
-
-
-def test_each_save_has_the_state_of_its_own_step(tmp_path: Path) -> None:
-    model = ToyDiT()
-    manager = CheckpointManager(tmp_path, keep_last=9)
-    for step in (1, 2, 3):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(step)
-        manager.save(step, TrainingState(model))
-    manager.wait()
-    for step in (1, 2, 3):
-        other = ToyDiT(seed=1)
-        load(tmp_path / step_name(step), other)
-        assert all(bool((parameter == step).all()) for parameter in other.parameters())

@@ -13,7 +13,7 @@ from mmspeed import rng
 from mmspeed.config.schema import TrainConfig
 from mmspeed.errors import UserError
 from mmspeed.loop.gradients import clip_gradients
-from mmspeed.loop.optimizers.build import make_optimizer
+from mmspeed.loop.optimizers.make_optimizer import make_optimizer
 from mmspeed.loop.step import StepResult
 from mmspeed.parallel import parallelize, resolve_strategy
 from mmspeed.protocols import Batch
@@ -61,15 +61,6 @@ def test_accumulation_with_a_filler_equals_one_big_batch(micro: int) -> None:
     assert result.loss == pytest.approx(loss, rel=1e-6) and result.finite and result.bad == []
     norm = torch.cat([g.flatten() for g in truth.values()]).norm().item()
     assert result.grad_norm == pytest.approx(norm, rel=1e-6)
-
-
-def test_clipping_scales_by_the_global_norm() -> None:
-    _, truth = plain_gradients(ToyDiT())
-    result, clipped = step(ToyDiT(), split(KEYS, 8, 0, 1, 4), clip=0.01)
-    assert result.grad_norm > 0.01
-    close(clipped, {n: g * (0.01 / result.grad_norm) for n, g in truth.items()})
-    _, kept = step(ToyDiT(), split(KEYS, 8, 0, 1, 4), clip=1e6)
-    close(kept, truth)
 
 
 @pytest.mark.parametrize("clip", [0.01, 1e6])

@@ -17,7 +17,7 @@ from mmspeed.config.memory import MemoryConfig
 from mmspeed.config.schema import TrainConfig
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.loop.optimizers.build import AnyOptimizer, make_optimizer
+from mmspeed.loop.optimizers.make_optimizer import AnyOptimizer, make_optimizer
 from mmspeed.loop.runner import SequentialRunner
 from mmspeed.loop.step import Learner, StepResult, train_step
 from mmspeed.protocols import Batch, Divisors, Models, Term, Terms, Update, UseName
@@ -90,9 +90,6 @@ def close(actual: Grads, truth: Mapping[str, Tensor], eps: float = 2e-6) -> None
         torch.testing.assert_close(actual[name], truth[name], rtol=0, atol=eps * truth[name].abs().max().item())
 
 
-# -- terms ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("micro", [4])
 def test_each_term_is_over_its_own_divisor(micro: int) -> None:
     model, batch = ToyDiT(), make_batch(KEYS)
@@ -128,9 +125,6 @@ def test_a_loss_without_a_term_that_trains_is_refused() -> None:
 def test_a_divisor_that_the_data_does_not_name_is_refused() -> None:
     with pytest.raises(ValueError, match="the term 'flow' has the divisor 'tokens', and the step's data has samples"):
         step(one_term, {"samples": 7.0})
-
-
-# -- divisors ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("clip", [None, 0.01])
@@ -179,9 +173,6 @@ def test_released_gradients_need_a_divisor_beforehand() -> None:
     learners = [learner(model, Update(one_term), {}, optimizer)]
     with pytest.raises(UserError, match=r"memory\.release_gradients needs divisors that are known before a step"):
         train_step({"model": model}, learners, split(KEYS, 8, 0, 1, 8), {"tokens": None}, clip_norm=None)
-
-
-# -- roles and updates ------------------------------------------------------------------------------------------------
 
 
 def test_a_frozen_reference_is_there_and_does_not_learn() -> None:

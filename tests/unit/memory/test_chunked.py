@@ -123,30 +123,19 @@ def test_every_number_is_a_sum_over_the_terms_of_the_whole_mlp() -> None:
 
 
 @pytest.mark.parametrize(
-    "frozen", [("up.weight",), ("down.weight", "up.bias"), ("up.weight", "up.bias", "down.weight", "down.bias")]
+    "frozen", [("x",), ("down.weight", "up.bias"), ("up.weight", "up.bias", "down.weight", "down.bias")]
 )
 def test_what_is_frozen_has_no_gradient_and_the_rest_has_its_own(frozen: tuple[str, ...]) -> None:
     results = []
     for chunk in (None, 100):
         mlp, x = make_mlp(chunk)
         for name in frozen:
-            mlp.get_parameter(name).requires_grad_(False)
+            (x.detach_() if name == "x" else mlp.get_parameter(name)).requires_grad_(False)
         results.append(run(mlp, x))
     assert_close(results[1], results[0])
     if alike(100):
         assert same(results[1][1], results[0][1])
     assert [name for name, grad in results[1][1].items() if grad is None] == [n for n in results[1][1] if n in frozen]
-
-
-def test_without_a_gradient_of_its_input() -> None:
-    results = []
-    for chunk in (None, 100):
-        mlp, x = make_mlp(chunk)
-        results.append(run(mlp, x.detach()))
-    assert results[1][1]["x"] is None
-    assert_close(results[1], results[0])
-    if alike(100):
-        assert same(results[1][1], results[0][1])
 
 
 @settings(max_examples=40)
@@ -172,26 +161,6 @@ def test_parts_of_any_size_are_the_mlp(tokens: int, size: int, width: int, units
         strict=True,
     ):
         assert close(mine, wanted, 1e-12)
-
-
-SIXTEENS = [(300, 192, 512, None), (1017, 96, 336, torch.bfloat16)]
-
-
-@pytest.mark.parametrize(("tokens", "width", "units", "dtype"), SIXTEENS)
-def test_widths_of_16(tokens: int, width: int, units: int, dtype: torch.dtype | None) -> None:
-    """Of other widths, also libraries that treat all rows of these alike sum the last few columns in an order of their own."""
-    results, bitwise = [], []
-    for chunk in (None, 64, 100, 200, 299):
-        torch.manual_seed(1)
-        mlp, x = PlainMlp(width, units, width).in_parts(chunk), torch.randn(tokens, width, requires_grad=True)
-        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-            results.append(run(mlp, x))
-            grad = gradient_of(results[0][0])
-            bitwise.append(chunk is None or parts_have_the_bits_of_the_whole(mlp, x, grad, chunk))
-    for (out, grads), alike_here in zip(results[1:], bitwise[1:], strict=True):
-        assert_close((out, grads), results[0], 4e-6 if dtype is None else 1e-2)
-        if alike_here:
-            assert torch.equal(out, results[0][0]) and same(grads, results[0][1])
 
 
 @given(whole=st.integers(0, 5000), size=st.integers(1, 6000), multiple=st.sampled_from([16, 64]))
@@ -223,21 +192,16 @@ def test_casts_of_weights_are_not_kept() -> None:
     assert kept_bytes(CPU, mlp, forward, [x]) == 2 * TOKENS * 2 * WIDTH  # its input as bfloat16, and its result
 
 
-@pytest.mark.parametrize("chunk", [7, 500])
-def test_an_mlp_whose_weights_are_not_read_is_the_mlp(chunk: int) -> None:
+def test_an_mlp_whose_weights_are_not_read_is_the_mlp() -> None:
     """A row's product has as many terms as before, so it differs by float32's rounding of 4 E terms; a weight's gradient is a sum over N
     tokens in another order. Both stay within sqrt(terms) x 2^-23 of the largest value, with room of a factor of ten."""
     plain, grads = run(*make_mlp(None))
-    got, chunked = run(*make_mlp(chunk, readable=False))
+    got, chunked = run(*make_mlp(7, readable=False))
     assert close(got, plain, 1e-6)
     for name, value in grads.items():
         assert close(chunked[name], value, 4e-6), name  # type: ignore[arg-type]
-
-
-def test_one_part_of_called_layers_is_bitwise_what_it_was() -> None:
-    plain, grads = run(*make_mlp(None))
-    got, chunked = run(*make_mlp(TOKENS, readable=False))
-    assert torch.equal(got, plain) and same(chunked, grads)
+    whole, unsplit = run(*make_mlp(TOKENS, readable=False))
+    assert torch.equal(whole, plain) and same(unsplit, grads)
 
 
 def peak_of(chunk: int | None, readable: bool = True) -> int:

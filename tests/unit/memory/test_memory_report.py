@@ -13,8 +13,8 @@ from mmspeed.config import Config, dump_config
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.memory import set_policies
-from mmspeed.memory.planning.report import CATEGORIES, LayerMemory, MemoryReport, runs_of
-from mmspeed.memory.planning.tracked import AT_THE_END, kept_bytes
+from mmspeed.memory.planning.report import CATEGORIES, LayerMemory, MemoryReport
+from mmspeed.memory.planning.tracked import kept_bytes
 from mmspeed.mesh import process_group
 from mmspeed.pipelines.report.memory_page import measure_report, read_report
 from mmspeed.pipelines.report.run_page import write_report
@@ -85,29 +85,6 @@ def test_the_report_sums_to_what_torch_counts(tmp_path: Path, overrides: tuple[s
     }
 
 
-@pytest.mark.slow
-def test_blocks_keep_alike_and_recomputed_blocks_only_their_input(tmp_path: Path) -> None:
-    plain, _ = measured(tmp_path / "plain", batch=8)
-    kept = {layer.name: layer.kept for layer in plain.layers}
-    blocks = [kept[f"blocks.{number}"] for number in range(4)]
-    tokens = 8 * 3 * 6 * 6
-    row = 4 * 96 * tokens
-    assert (
-        blocks[:2] == blocks[2:] and abs(blocks[0] - blocks[1]) < row < blocks[0] / 20
-    )  # spatial and temporal in turn
-    assert ("blocks.0 to blocks.3, each", max(blocks)) in runs_of(plain.layers)
-    again, _ = measured(tmp_path / "again", "memory.activation_policy={block: recompute}", batch=8)
-    assert [layer.kept for layer in again.layers if layer.name.startswith("blocks.")] == [row] * 4
-    assert again.peak < 0.7 * plain.peak
-    assert again.module.startswith("blocks.") and again.phase == "backward"
-    assert again.categories["temporary"] > plain.categories["temporary"]  # what is computed again
-    assert list(kept) == [*(name for name, _ in order(plain)), AT_THE_END]
-
-
-def order(report: MemoryReport) -> list[tuple[str, int]]:
-    return [(layer.name, layer.kept) for layer in report.layers if layer.name != AT_THE_END]
-
-
 def test_compiled_steps_are_refused(tmp_path: Path) -> None:
     with process_group(CPU):
         trial = trial_of(small_config(tmp_path, *WIDER))
@@ -136,18 +113,6 @@ def example(**changes: Any) -> MemoryReport:
         "counted_peak": 101_000,
     }  # fmt: skip
     return MemoryReport(**{**fields, **changes})
-
-
-def test_lines_tell_the_peak_its_categories_the_host_and_equal_layers_once() -> None:
-    lines = example().lines()
-    assert lines[0] == (
-        "17x128x128, 2 a device on a device: peak 100.0 kB in the backward of blocks.27.mlp; the allocator counted 101.0 kB"
-    )
-    assert [line.split()[0] for line in lines[2:8]] == list(CATEGORIES)
-    assert lines[4].split()[1:4] == ["30.0", "kB", "30.0%"]
-    assert "in the host's memory: activations 40.0 kB, optimizer 8.0 kB" in lines
-    assert runs_of(example().layers) == [("patch_in", 10), ("blocks.0 to blocks.27, each", 4000)]
-    assert "in the update" in example(phase="update", module="").lines()[0]
 
 
 def test_a_report_goes_through_json() -> None:

@@ -19,7 +19,8 @@ from mmspeed.initialize import set_parameter
 from mmspeed.log import read_metrics
 from mmspeed.loop.checkpoint.load import load_start
 from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load, load_weights, step_name
-from mmspeed.loop.optimizers.build import learning_rate, make_adamw, make_groups, set_learning_rate
+from mmspeed.loop.optimizers.learning_rate import learning_rate, set_learning_rate
+from mmspeed.loop.optimizers.make_optimizer import make_adamw, make_groups
 from mmspeed.memory.optimizer.split_bits import rounded
 from mmspeed.parallel import autocast, make_half
 from mmspeed.pipelines.training.trainer import TrainPipeline

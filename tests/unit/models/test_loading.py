@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from mmspeed.config.schema import PublishedModelConfig
 from mmspeed.errors import UserError
 from mmspeed.initialize import materialize, read_weights
-from mmspeed.models.build import with_weights
-from mmspeed.protocols import Part, source_of
+from mmspeed.models.sections import with_weights
+from mmspeed.protocols import source_of
 from tests.support.tiny_repositories import save_wan, wan_transformer
 from tests.support.video_transformers import make_inputs, make_model
 
@@ -76,28 +76,6 @@ def test_a_base_in_half_precision_trains_in_float32(copy: Path) -> None:
     for name, parameter in filled(copy).named_parameters():
         assert parameter.dtype == torch.float32
         assert torch.equal(parameter, tensors[name].float()), name
-
-
-class Counted:
-    """A source that notes the parts that are read."""
-
-    def __init__(self, source: Any) -> None:
-        self.source, self.bytes = source, 0
-        self.fingerprint: str = source.fingerprint
-
-    def read(self, parts: dict[str, Part]) -> Any:
-        for name, part in self.source.read(parts):
-            self.bytes += part.nbytes
-            yield name, part
-
-
-def test_only_wanted_parts_are_read(wan: Path) -> None:
-    source = source_of(built(wan))
-    assert source is not None
-    whole = load_file(wan / WEIGHTS)["blocks.0.ffn.net.2.weight"]
-    counted = Counted(source)
-    ((_, part),) = counted.read({"blocks.0.ffn.net.2.weight": (slice(6, 12), slice(0, 5))})
-    assert torch.equal(part, whole[6:12, :5]) and counted.bytes == 6 * 5 * 4
 
 
 def edited(copy: Path, change: Callable[[dict[str, Tensor]], None]) -> None:

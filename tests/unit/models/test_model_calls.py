@@ -172,9 +172,9 @@ def test_models_from_images_count_their_operations(case: str, changes: dict[str,
     """Also of further channels, and of time 0 for a replaced frame."""
     model = make_model(case, out_channels=C, **changes)
     predictor = make_predictor(model, objective, C, D)
-    assert isinstance(predictor, FamilyPredictor) and predictor.anchors.modes == ("first",)
+    assert isinstance(predictor, FamilyPredictor) and predictor.conditioning.modes == ("first",)
     one, x_BCThw = conditions(), latent()
-    named = {"given": torch.tensor([[True, False, False]]), "condition": x_BCThw[:1]}
+    named = {"conditioning_mask": torch.tensor([[True, False, False]]), "condition": x_BCThw[:1]}
     single = Conditions(one.text_BLD[:1], one.text_mask_BL[:1], one.pooled_BD[:1], named=named)  # type: ignore[index]
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
         assert predictor.predict(model, x_BCThw[:1], TIMES[:1], single).shape == x_BCThw[:1].shape

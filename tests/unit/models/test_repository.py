@@ -145,7 +145,7 @@ def test_a_hub_id_needs_small_files_until_weights_are_read(wan: Path, tmp_path: 
     script = (
         "from mmspeed.config.schema import PublishedModelConfig\n"
         "from mmspeed.errors import UserError\n"
-        "from mmspeed.models.build import with_weights\n"
+        "from mmspeed.models.sections import with_weights\n"
         "from mmspeed.protocols import source_of\n"
         "for name in ('nobody/wan', 'nobody/nothing'):\n"
         "    try:\n"

@@ -11,8 +11,8 @@ from mmspeed.config import Bucket, make_config
 from mmspeed.config.schema import DdpmConfig, FlowConfig, ModelConfig
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError
-from mmspeed.models.build import arguments_of, call_of, counts_of, outline
 from mmspeed.models.families import FAMILIES, call_for, class_name, family_of, published_classes
+from mmspeed.models.sections import arguments_of, call_of, counts_of, outline
 from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig, forward_work
 from mmspeed.pipelines.diffusion.predictor import FamilyPredictor, make_predictor
 from mmspeed.protocols.calls import Conditions
@@ -47,7 +47,7 @@ def test_it_is_predicted_for_any_objective_by_its_call(objective: FlowConfig | D
     )
     anchors = torch.tensor([[True, False, False], [False, False, False]])
     times = torch.tensor([[0.0, 0.2, 0.2], [0.7, 0.7, 0.7]])
-    anchored = predictor.predict(model, x, t, Conditions(text, mask, named={"given": anchors}))
+    anchored = predictor.predict(model, x, t, Conditions(text, mask, named={"conditioning_mask": anchors}))
     torch.testing.assert_close(anchored, model(x, times, text, mask), atol=0, rtol=0)
 
 
@@ -71,7 +71,7 @@ def test_its_counts_are_those_of_the_class() -> None:
 def test_a_patch_of_several_frames_takes_no_given_frames() -> None:
     for patch, modes in (((1, 2, 2), 5), ((3, 2, 2), 1)):
         predictor = make_predictor(model_of(patch=patch), FlowConfig(kind="flow"), CHANNELS, TEXT)
-        assert len(predictor.anchors.modes) == modes and predictor.anchors.how == "replace"
+        assert len(predictor.conditioning.modes) == modes and predictor.conditioning.how == "replace"
 
 
 def test_its_notes_are_of_sparse_blocks() -> None:

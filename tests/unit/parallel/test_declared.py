@@ -20,7 +20,7 @@ from mmspeed.config.schema import Config
 from mmspeed.errors import UserError
 from mmspeed.models.diffusers.plans import PLANS, converted, plan_for
 from mmspeed.parallel import TokenLayout, sequence_parallel
-from mmspeed.parallel.boundaries.attention import key_mask
+from mmspeed.parallel.boundaries.attention_sites import key_mask
 from mmspeed.parallel.boundaries.boundary import ModuleBoundary
 from mmspeed.parallel.boundaries.record import ForwardRecord, Sequences
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes

@@ -24,6 +24,7 @@ from mmspeed.protocols.plan import (
     Chunked,
     Gather,
     Linear,
+    ModelPlan,
     Region,
     Seen,
     Site,
@@ -53,6 +54,22 @@ class GivesMapping(nn.Module):
         return {"sample": out, "shape": out.shape}
 
 
+def planned() -> tuple[nn.Module, ModelPlan]:
+    model = make_model()
+    plan = plan_of(model)
+    assert plan is not None
+    return model, plan
+
+
+def refused(changes: dict[str, Any], words: str) -> None:
+    model, plan = planned()
+    declare_plan(model, replace(plan, **changes))
+    own = type(model)
+    with pytest.raises(UserError, match=words):
+        parallelize(model, None, "none", layout=LAYOUT)
+    assert type(model) is own  # it is as it was
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -71,14 +88,7 @@ class GivesMapping(nn.Module):
     ],
 )  # fmt: skip
 def test_a_name_that_is_not_there_is_reported_where_the_model_is_spread(changes: dict[str, Any], words: str) -> None:
-    model = make_model()
-    plan = plan_of(model)
-    assert plan is not None
-    declare_plan(model, replace(plan, **changes))
-    own = type(model)
-    with pytest.raises(UserError, match=words):
-        parallelize(model, None, "none", layout=LAYOUT)
-    assert type(model) is own  # it is as it was
+    refused(changes, words)
 
 
 SPLITS = {
@@ -102,16 +112,9 @@ SPLITS = {
 def test_a_sequence_that_no_split_tells_the_length_of_is_reported_where_the_model_is_spread(
     changes: dict[str, Any], words: str
 ) -> None:
-    model = make_model()
-    plan = plan_of(model)
-    assert plan is not None
     if "inputs" in changes and changes["inputs"] is not SPLITS:
-        changes = {"inputs": {**plan.inputs, **changes["inputs"]}}
-    declare_plan(model, replace(plan, **changes))
-    own = type(model)
-    with pytest.raises(UserError, match=words):
-        parallelize(model, None, "none", layout=LAYOUT)
-    assert type(model) is own
+        changes = {"inputs": {**planned()[1].inputs, **changes["inputs"]}}
+    refused(changes, words)
 
 
 @pytest.mark.parametrize("gone", ["pos_T1X", "pos_1SX"])
@@ -129,9 +132,7 @@ def test_sparse_attention_whose_positions_no_split_tells_is_reported_where_the_m
 
 
 def test_one_process_asks_for_no_sequences() -> None:
-    model = make_model()
-    plan = plan_of(model)
-    assert plan is not None
+    model, plan = planned()
     declare_plan(model, replace(plan, long_text="texts"))
     assert loss_of(parallelize(model, None, "none"), IMAGE).isfinite()
 
@@ -180,9 +181,7 @@ def test_a_star_stands_for_no_empty_name() -> None:
 
 
 def test_a_block_that_is_not_there_is_reported_where_the_plan_is_declared() -> None:
-    model = make_model()
-    plan = plan_of(model)
-    assert plan is not None
+    model, plan = planned()
     with pytest.raises(UserError, match=r"DiT has no block 'block.0'; did you mean 'blocks.0'"):
         declare_plan(model, replace(plan, blocks=(Block("block.0"),)))
 

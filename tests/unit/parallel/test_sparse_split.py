@@ -12,8 +12,8 @@ from mmspeed.comm import Axis, RowCounts, swap_rows
 from mmspeed.compute.sparse.planners.selection import KeepRule, PlannerContext
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.parallel.sparse.exchange import lists_of, pack_bits, unpack_bits
-from mmspeed.parallel.sparse.plan import plan_split
 from mmspeed.parallel.sparse.select import count_shares, heaviest, threshold_of
+from mmspeed.parallel.sparse.split_plan import plan_split
 from tests.unit.parallel.test_tokens import block_split, layout_at, record_at
 
 ALONE = Axis.alone("ring")

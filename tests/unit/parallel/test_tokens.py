@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmspeed.comm import Axis, even_sizes
-from mmspeed.models.sora.plan import sora_plan
+from mmspeed.models.sora.sora_plan import sora_plan
 from mmspeed.parallel.boundaries import record as record_module
 from mmspeed.parallel.boundaries.layout import TokenLayout, TokenRange, split_range
 from mmspeed.parallel.boundaries.record import ForwardRecord, Sequences

@@ -57,9 +57,3 @@ def test_two_processes_that_share_samples_compute_the_same(home: Path) -> None:
     alone = losses(home, "alone", ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"))
     shared = losses(home, "shared", TWO, "--ulysses", "2")
     assert shared == pytest.approx(alone, rel=1e-4)
-
-
-@pytest.mark.slow
-def test_two_processes_split_the_samples(home: Path) -> None:
-    alone, split = losses(home, "alone", ()), losses(home, "split", TWO)
-    assert len(split) == 2 * (len(alone) // 2 // 2)

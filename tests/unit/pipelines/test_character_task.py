@@ -11,12 +11,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmspeed.config import dump_config
-from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.initialize import init_weights
-from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.tasks.listed import ListedSample
-from mmspeed.protocols import RunPlace
 from tests.support.character_runs import (
     ALONE,
     character_config,
@@ -27,7 +24,7 @@ from tests.support.character_runs import (
     train_characters,
 )
 from tests.support.characters import VOCABULARY, CharacterConfig, CharacterModel, CharacterTask
-from tests.support.checkpoints import differing, farthest, whole_checkpoint
+from tests.support.checkpoints import differing, whole_checkpoint
 from tests.support.spawn import run_apart
 
 
@@ -57,38 +54,6 @@ def model_of(config: CharacterConfig, weights: dict[str, torch.Tensor] | None = 
     if weights is not None:
         model.load_state_dict(weights)
     return model
-
-
-# -- data -------------------------------------------------------------------------------------------------------------
-
-
-def test_an_epoch_has_each_pack_once_and_shapes_are_known_before(home: Path) -> None:
-    config = character_config(home, "train.micro_batch_size=2")
-    task = CharacterTask(config)
-    whole = task.data(ALONE)
-    epoch = [pack.key for step in range(4) for pack in step_packs(task, step)]
-    assert sorted(epoch) == sorted(pack.key for pack in task.training) and len(set(epoch)) == len(epoch)
-    assert [whole.locate(step).epoch for step in (0, 3, 4)] == [0, 0, 1]
-    assert epoch != [pack.key for step in range(4, 8) for pack in step_packs(task, step)]
-    real: dict[int, list[str]] = {}
-    for rank in range(3):
-        data = task.data(RunPlace(Device("cpu", 0), rank=rank, world=3, groups=3, group=rank, dealt=3, number=rank))
-        for number, step in enumerate(data.steps(2, 5), start=2):
-            expected = data.shapes(number)
-            batches = list(step.batches)
-            assert len(expected) == len(batches)
-            for shape, batch in zip(expected, batches, strict=True):
-                assert {name: tuple(tensor.shape) for name, tensor in batch.tensors.items()} == shape.tensors
-                assert all(tensor.dim() <= 2 for tensor in batch.tensors.values())
-                named = zip(batch.items, batch.weights_I.tolist(), strict=True)
-                real.setdefault(number, []).extend(item.sample for item, weight in named if weight)
-            packs = step_packs(task, number)
-            assert step.divisors == {"samples": len(packs), "tokens": sum(pack.tokens for pack in packs)}
-    for number, actual in real.items():  # over all ranks each pack counts once, whatever the fillers
-        assert sorted(actual) == sorted(pack.key for pack in step_packs(task, number))
-
-
-# -- a run ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_learns_and_its_numbers_are_those_made_by_hand(home: Path) -> None:
@@ -146,14 +111,6 @@ def test_a_run_that_was_stopped_goes_on_bitwise(home: Path) -> None:
     assert {name.split(".")[0] for name in state} == {"model", "ema", "optimizer"}
 
 
-def test_accumulation_is_the_whole_step(home: Path) -> None:
-    """Gradients are sums of the same numbers in another order: a few eps of each, in six steps of 1e-3."""
-    train_characters(str(home), ("name=accumulated", "train.micro_batch_size=2"))
-    config, whole = character_config(home, "name=accumulated"), character_config(home)
-    assert losses(config) == pytest.approx(losses(whole), rel=1e-6)
-    assert farthest(whole_checkpoint(config.run_dir), whole_checkpoint(whole.run_dir), "model.") < 1e-6
-
-
 def test_another_size_of_steps_is_reported_when_a_run_goes_on(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     train_characters(str(home), ("name=resized", "train.steps=2"))
     with caplog.at_level("WARNING", logger="mmspeed"):
@@ -167,37 +124,6 @@ def test_a_run_of_another_width_is_refused(home: Path) -> None:
         train_characters(str(home), ("width=8",))
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------
-
-
-POLICIES = {
-    "recompute": "memory.activation_policy={block: recompute}",
-    "cheap": "memory.activation_policy={block: selective}",
-}
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_recomputation_changes_no_bit_and_costs_the_blocks(home: Path, policy: str) -> None:
-    flops = {}
-    for name, override in ((f"saved-{policy}", "memory.activation_policy={}"), (policy, POLICIES[policy])):
-        with FlopCounterMode(display=False) as counter:
-            train_characters(str(home), (f"name={name}", override, "train.steps=2"))
-        flops[name] = counter.get_total_flops()
-        assert losses(character_config(home, f"name={name}")) == losses(character_config(home))[:2]
-    saved, actual = (character_config(home, f"name={name}").run_dir for name in flops)
-    assert differing(whole_checkpoint(saved), whole_checkpoint(actual)) == []
-    task = CharacterTask(character_config(home))
-    [shape] = task.shapes()
-    length, width, depth = shape.numbers, task.config.width, task.config.depth
-    head, last = 2 * length * width * len(VOCABULARY), depth * 2 * length * 4 * width**2
-    # of two steps of six packs; a block's last product is needed by no backward
-    again = 12 * (task.work(shape).matmul - head - last)
-    assert flops[policy] - flops[f"saved-{policy}"] == (0 if policy == "cheap" else again)
-
-
-# -- the command line -------------------------------------------------------------------------------------------------
-
-
 def test_the_command_line_trains_it(home: Path) -> None:
     file = home / "run.yaml"
     file.write_text(dump_config(character_config(home, "name=commanded")), encoding="utf-8")
@@ -206,9 +132,3 @@ def test_the_command_line_trains_it(home: Path) -> None:
     config = character_config(home, "name=commanded")
     assert losses(config) == losses(character_config(home))[:2]
     assert "20 samples to train on, 4 held out" in said
-
-
-def test_a_task_object_needs_no_registration(home: Path) -> None:
-    config = character_config(home, "name=given", "train.steps=1")
-    TrainPipeline(config, task=CharacterTask(config)).run()
-    assert losses(config) == losses(character_config(home))[:1]

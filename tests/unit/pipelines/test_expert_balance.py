@@ -167,17 +167,10 @@ def test_experts_and_windows_of_a_config(tmp_path: Path) -> None:
     assert (plain.experts.num_experts, plain.experts.top_k, plain.experts.moe_intermediate_size) == (8, 2, 24)
     assert plain.experts.norm_topk_prob and not plain.experts.router_bias and not plain.experts.dense
     ours = settings(
-        *base,
-        "model.num_experts=12",
-        "model.num_experts_per_tok=3",
-        "model.n_shared_experts=1",
-        "model.moe_intermediate_size=8",
-        "model.first_k_dense_replace=1",
-        "model.scoring_func=sigmoid",
-        "model.router_bias=true",
-        "model.windows=[15, 15, null]",
+        *base, "model.num_experts=12", "model.num_experts_per_tok=3", "model.n_shared_experts=1", "model.moe_intermediate_size=8",
+        "model.first_k_dense_replace=1", "model.scoring_func=sigmoid", "model.router_bias=true", "model.windows=[15, 15, null]",
         "objective.balance_rate=0.25",
-    )
+    )  # fmt: skip
     sizes = ours.experts
     assert (sizes.num_experts, sizes.top_k, sizes.n_shared_experts, sizes.moe_intermediate_size) == (12, 3, 1, 8)
     assert ours.experts.dense == (0,) and ours.experts.router_bias and ours.experts.balance_rate == 0.25

@@ -154,20 +154,6 @@ def test_a_run_begins_with_both_experts_of_another(home: Path) -> None:
     assert all(torch.equal(value, averages[name]) for name, value in of_role(further, "model", role).items())
 
 
-def test_a_run_samples_with_both(home: Path) -> None:
-    """The weights of each expert's average, and a video."""
-    pipe = TextToVideo.from_run(home / "runs" / "whole", device="cpu")
-    assert pipe.other is not None and pipe.other.noise == "low" and pipe.other.boundary == 0.875
-    state = whole_checkpoint(home / "runs" / "whole")
-    for role, model in ((None, pipe.model), (LOW, pipe.other.model)):
-        averages = of_role(state, "ema", role)
-        assert all(torch.equal(value, averages[name]) for name, value in model.state_dict().items())
-    (video,) = pipe("a rabbit", steps=2, guidance=2.0, guidance_2=1.5)
-    assert video.frames_FHWC.shape[0] == 5
-
-
-# -- samples ------------------------------------------------------------------------------------------------------------
-
 PROMPT, NEGATIVE = "a rabbit runs over a green meadow", "dark"
 
 
@@ -208,12 +194,7 @@ def alone(home: Path) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(
-    ("name", "steps", "guidance", "guidance_2"),
-    [
-        ("whole", 3, 4.0, 2.0),
-        ("whole", 8, 1.0, None),
-        ("low", 3, 4.0, 1.5),
-    ],
+    ("name", "steps", "guidance", "guidance_2"), [("whole", 3, 4.0, 2.0), ("whole", 8, 1.0, None), ("low", 3, 4.0, 1.5)]
 )
 def test_latents_are_those_of_the_pipeline(
     home: Path, alone: dict[str, Path], name: str, steps: int, guidance: float, guidance_2: float | None

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mmspeed.config import Config, make_config
 from mmspeed.device import Device
-from mmspeed.models.build import call_of, repository_of, with_weights
 from mmspeed.models.families.complete import completed
+from mmspeed.models.sections import call_of, repository_of
 from mmspeed.models.text.encoders import load_text_encoder
 from mmspeed.pipelines.diffusion.objective import make_objective
 from mmspeed.pipelines.diffusion.predictor import make_predictor
@@ -25,6 +25,7 @@ from mmspeed.shapes import Bucket
 from tests.support.covers import slow_but
 from tests.support.official_pipelines import FACTS, FPS, NEGATIVE, PROMPT, load_official, official_latents, shape_of
 from tests.support.tiny_repositories import REPOSITORIES, save_cogvideox, save_mochi
+from tests.unit.pipelines.test_family_steps import filled
 
 CPU = Device("cpu", 0)
 
@@ -50,9 +51,7 @@ def config_of(home: Path, name: str, **sections: Any) -> Config:
 def ours(home: Path, name: str, noise: Tensor, steps: int, guidance: float, negative_prompt: str = NEGATIVE) -> Tensor:
     """Latents of our loop."""
     config = config_of(home, name)
-    model = with_weights(config.model, 0, 0, "cpu")
-    fill(model)
-    model.eval()
+    model = filled(config.model, 0, 0, "cpu").eval()
     bucket, shape = shape_of(name)
     encoder = load_text_encoder(config.text, CPU)
     predictor = make_predictor(model, config.objective, shape[0], encoder.width, call_of(config.model))
@@ -62,17 +61,6 @@ def ours(home: Path, name: str, noise: Tensor, steps: int, guidance: float, nega
     return sample_together(
         model, objective, [text], [negative], noise, settings, CPU, None, predictor, FPS, FACTS[name][0]
     )
-
-
-def fill(model: Any) -> None:
-    """Fill a model that came without memory from its files."""
-    from mmspeed.initialize import materialize, read_weights
-    from mmspeed.protocols import source_of
-
-    materialize(model, torch.device("cpu"))
-    source = source_of(model)
-    assert source is not None
-    read_weights(model, source)
 
 
 CASES = {

@@ -12,8 +12,8 @@ from mmspeed.cli.init import write_config
 from mmspeed.config import Config, load_config
 from mmspeed.config.schema import PublishedModelConfig
 from mmspeed.errors import UserError
-from mmspeed.models.build import size_warnings
 from mmspeed.models.diffusers.repository import Repository
+from mmspeed.models.sections import size_warnings
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.preprocess import check

@@ -19,9 +19,9 @@ from mmspeed.config.schema import PublishedModelConfig
 from mmspeed.data import DatasetCache
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.models.build import bare, call_of, repository_of, stored_conditions
 from mmspeed.models.families import FAMILIES, class_name
 from mmspeed.models.image_encoder import image_fingerprint
+from mmspeed.models.sections import bare, call_of, repository_of, stored_conditions
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.tasks.unused import freeze_unused
 from mmspeed.pipelines.tasks.video import VideoTask
@@ -110,13 +110,13 @@ def test_all_weights_train_and_operations_are_counted(tmp_path: Path, name: str)
     model = bare(repository_of(section(tmp_path / "tiny")))
     call, config = call_of(section(tmp_path / "tiny")), dict(model.config)  # type: ignore[arg-type]
     assert call is not None
-    rule: Any = call.anchors(config)  # type: ignore[attr-defined]
+    rule: Any = call.conditioning(config)  # type: ignore[attr-defined]
     assert rule.modes == (mode,) and not [each for each in freeze_unused(model, config, call) if "image" in each]
     kind = class_name(model)
     assert kind is not None and FAMILIES[kind].image is not None
     channels, latent, tokens = config["out_channels"], (3, 4, 6), 7
     named = {
-        "given": torch.tensor([[True, False, mode == "first_last"]]), "condition": torch.zeros(1, channels, *latent),
+        "conditioning_mask": torch.tensor([[True, False, mode == "first_last"]]), "condition": torch.zeros(1, channels, *latent),
         "image": torch.ones(1, *rule.image_size),
         "text_2": torch.zeros(1, 5, 24), "text_2_mask": torch.ones(1, 5, dtype=torch.bool),
     }  # fmt: skip

@@ -14,11 +14,11 @@ from mmspeed.__main__ import main
 from mmspeed.config.conditioning import ConditioningConfig
 from mmspeed.errors import UserError
 from mmspeed.pipelines import TextToVideo, TrainPipeline
-from mmspeed.pipelines.inference.anchor_media import anchors_of, image_file, mode_of, video_end
+from mmspeed.pipelines.inference.anchor_media import conditioning_latents, image_file, mode_of, video_end
 from mmspeed.pipelines.inference.media import Video
 from mmspeed.pipelines.inference.prompts import VideoRequest, read_requests
 from mmspeed.shapes import Bucket
-from tests.claims import given_frames
+from tests.claims import conditioning
 from tests.support.decoding import video_of
 from tests.support.runs import small_config
 
@@ -47,10 +47,10 @@ def pipe(run: Path) -> TextToVideo:
 def decoded(pipe: TextToVideo, request: VideoRequest) -> tuple[np.ndarray, np.ndarray]:
     """(frames of the sampled video, frames of its given latents)."""
     size = pipe.size()
-    anchors = anchors_of([request], pipe.config, pipe.codec, size, pipe.predictor.anchors)
-    assert anchors is not None
+    conditioning = conditioning_latents([request], pipe.config, pipe.codec, size, pipe.predictor.conditioning)
+    assert conditioning is not None
     ((_, video),) = pipe.sample([request], together=1)
-    clean = pipe.codec.decode(anchors.latents_PCThw)[0].permute(1, 2, 3, 0)
+    clean = pipe.codec.decode(conditioning.latents_PCThw)[0].permute(1, 2, 3, 0)
     return video.frames_FHWC.astype(int), ((clean + 1) * 127.5).round().clamp(0, 255).numpy().astype(int)
 
 
@@ -62,8 +62,8 @@ def test_given_frames_are_held_to_the_end(run: Path, pipe: TextToVideo) -> None:
         (VideoRequest("a", image=first, last_image=last), [0, frames - 1]),
         (VideoRequest("a", video=video), [0, 4]),
     ):
-        videos, anchors = decoded(pipe, request)
-        assert np.abs(videos[same] - anchors[same]).max() <= 1
+        videos, clean = decoded(pipe, request)
+        assert np.abs(videos[same] - clean[same]).max() <= 1
     picture = image_file(run / "first.png", pipe.size()).astype(int)
     videos, _ = decoded(pipe, VideoRequest("a", image=first))
     error = np.abs(videos[0] - picture).mean()
@@ -132,5 +132,5 @@ def test_a_run_without_the_mode_says_so(pipe: TextToVideo) -> None:
 @pytest.mark.slow
 def test_given_frames_are_learnt(tmp_path: Path) -> None:
     """On held-out clips the loss is clearly lower with the right first frame than with another clip's, or none."""
-    result = given_frames.measure(tmp_path)
+    result = conditioning.measure(tmp_path)
     assert result.passed, result.line()

@@ -21,7 +21,7 @@ from tests.unit.pipelines.test_language_start import config, losses
 @pytest.mark.parametrize(
     "model",
     [
-        "shape: tiny-deepseek-v3",  # with a module for one more token
+        "shape: tiny-deepseek-v3"  # with a module for one more token
     ],
 )
 def test_a_run_within_a_budget_computes_what_one_without_does(

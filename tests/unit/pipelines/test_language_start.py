@@ -13,7 +13,7 @@ import pytest
 
 from mmspeed.config import make_run_config
 from mmspeed.config.language import LanguageConfig
-from mmspeed.data.cache.documents import TextCache
+from mmspeed.data.cache.text_cache import TextCache
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
@@ -22,7 +22,7 @@ from mmspeed.pipelines.tasks import maker_of
 from mmspeed.pipelines.tasks.language import LanguageTask
 from mmspeed.pipelines.tasks.language_data import held_out_packs
 from mmspeed.pipelines.tasks.language_start import open_texts
-from mmspeed.preprocess.texts.build import TextCacheBuilder
+from mmspeed.preprocess.texts.cache_builder import TextCacheBuilder
 from mmspeed.preprocess.texts.preparation import TextPreparation
 from mmspeed.protocols import RunPlace
 
@@ -40,17 +40,14 @@ def config(home: Path, *overrides: str) -> LanguageConfig:
         "output": str(home / "runs"),
         "texts": {"sources": [{"path": str(path)}], "cache": str(home / "cache"), "validation": 0.1},
         "model": {
-            "shape": "tiny-llama3-8b",
-            "hidden_size": 16,
-            "num_hidden_layers": 1,
-            "intermediate_size": 24,
+            "shape": "tiny-llama3-8b", "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 24,
             "head_dim": 4,
         },
         "sequence_length": 48,
         "train": {"steps": 3, "batch_size": 4, "lr": 1e-2, "log_every": 1, "ema_decay": None, "prefetch": 0},
         "validate": {"report": False},
         "device": {"kind": "cpu", "peak_tflops": 0.1},
-    }
+    }  # fmt: skip
     return cast(LanguageConfig, make_run_config(tree, overrides, origin="test"))
 
 

@@ -80,27 +80,19 @@ def config(folder: Path, *overrides: str) -> LanguageConfig:
             "cache": "cache",
         },
         "model": {
-            "shape": "tiny-llama3-8b",
-            "hidden_size": 16,
-            "num_hidden_layers": 2,
-            "intermediate_size": 24,
+            "shape": "tiny-llama3-8b", "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24,
             "head_dim": 4,
         },
         "sequence_length": 48,
         "objective": {"z_loss": 0.01},
         "train": {
-            "steps": 6,
-            "batch_size": 3,
-            "lr": 1e-2,
-            "warmup_steps": 1,
-            "log_every": 1,
-            "ema_decay": None,
+            "steps": 6, "batch_size": 3, "lr": 1e-2, "warmup_steps": 1, "log_every": 1, "ema_decay": None,
             "prefetch": 0,
         },
         "validate": {"every": 3, "report": False},
         "checkpoint": {"every": 2},
         "device": {"kind": "cpu", "peak_tflops": 0.1},
-    }
+    }  # fmt: skip
     return cast(LanguageConfig, make_run_config(tree, overrides, origin="test"))
 
 

@@ -97,9 +97,6 @@ def epoch(task: MeansTask, where: RunPlace, start: int = 0) -> list[int]:
     return list(takewhile(lambda step: data.locate(step).epoch == 0, count(start)))
 
 
-# -- order ------------------------------------------------------------------------------------------------------------
-
-
 @settings(deadline=None, max_examples=30)
 @given(
     st.dictionaries(st.integers(1, 4), st.integers(1, 7), min_size=1, max_size=3),
@@ -159,9 +156,6 @@ def test_samples_with_other_numbers_are_other_data() -> None:
     assert message is not None and message.startswith("the training data changed since the checkpoint")
 
 
-# -- figures ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("world", [1, 3])
 def test_a_validation_is_the_mean_over_the_held_out_samples(world: int) -> None:
     """Made by hand from the model's two numbers; without the dropout that training has."""
@@ -187,9 +181,6 @@ def test_a_validation_is_the_mean_over_the_held_out_samples(world: int) -> None:
     assert row["loss"] == pytest.approx(distance, rel=1e-6)  # sums of float32 in another order
     assert row["terms"] == pytest.approx({"distance": distance, "first": first}, rel=1e-6)
     assert row["samples"] == 4
-
-
-# -- bad input --------------------------------------------------------------------------------------------------------
 
 
 def test_a_list_without_samples_and_one_with_a_name_twice_are_refused() -> None:

@@ -125,19 +125,6 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path, name: 
     assert os.listdir(tmp_path) == [name]
 
 
-@pytest.mark.parametrize(
-    ("frames", "fps"),
-    [
-        (np.zeros((2, 4, 4, 3), dtype=np.float32), 8.0),
-        (np.zeros((2, 4, 4, 4), dtype=np.uint8), 8.0),
-        (np.zeros((2, 4, 4, 3), dtype=np.uint8), 0.0),
-    ],
-)
-def test_what_is_no_video_is_refused(frames: np.ndarray, fps: float) -> None:
-    with pytest.raises(ValueError):
-        Video(frames, fps)
-
-
 def test_model_range_covers_every_level_and_clips() -> None:
     levels = torch.arange(256, dtype=torch.float32)
     video_3FHW = (levels / 127.5 - 1).reshape(1, 4, 8, 8).expand(3, 4, 8, 8)

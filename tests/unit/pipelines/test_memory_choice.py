@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -77,9 +76,6 @@ def calls_of(config: Config, blocks: int = 2) -> list[BlockCall]:
     return capture(lambda: task.loss(step.parts.models, batch), list(step.model.blocks))
 
 
-# -- what is measured -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("alone")
 def test_figures_of_branches_add_up(tmp_path: Path) -> None:
     """Bytes of any combination of ways are those of each way alone, so few runs are needed."""
@@ -111,13 +107,7 @@ def test_the_cast_of_a_parameter_is_known_by_its_views_too() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(
-    ("dtype", "arrangement"),
-    [
-        ("float32", "factorised"),
-        ("bfloat16", "full"),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "arrangement"), [("float32", "factorised"), ("bfloat16", "full")])
 def test_shapes_tell_what_is_measured(
     tmp_path: Path, dtype: str, arrangement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,9 +187,6 @@ def test_options_that_nothing_speaks_for_are_left_out() -> None:
     assert len(front(peaks)) == 1 and len(front(peaks, peaks=True)) == 2
 
 
-# -- budgets ----------------------------------------------------------------------------------------------------------
-
-
 def gradients(model: nn.Module) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
@@ -234,9 +221,6 @@ def test_what_a_choice_depends_on_is_of_jsons_types(tmp_path: Path) -> None:
     assert setting["model.sparse"]["keep"] == 0.25 and setting["vae.strides"] == [4, 8]
 
 
-# -- plans ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_plan_of_several_devices_divides(tmp_path: Path) -> None:
     config = config_of(tmp_path, "parallel.strategy=fsdp", "parallel.ulysses=2")
@@ -262,14 +246,6 @@ def test_a_plan_offloads_where_copies_hide(tmp_path: Path) -> None:
     text = "\n".join(replace(fast, budget=budget, chosen=fast.figures.choose(budget)).lines())
     assert "estimated from shapes" in text and "offload" in text and "TFLOP/s" in text
     assert "nothing fits" in "\n".join(replace(fast, budget=1000, chosen=None).lines())
-
-
-# -- runs -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def home(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(shutil.copytree(small_cache, tmp_path_factory.mktemp("memory") / "home"))
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from tests.support.tiny_repositories import (
     REPOSITORIES,
     save_cogvideox,
     save_hunyuan_video15_images,
+    save_hunyuan_video_images,
     save_ltx,
     save_wan,
     save_wan_images,
@@ -131,10 +132,13 @@ IMAGES_TO_VIDEO: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     "ltx": (save_ltx, ("none", "first")),
     "cogvideox-5b": (lambda folder: save_cogvideox(folder, "5b", images=True), ("first",)),
     "cogvideox-1.5": (lambda folder: save_cogvideox(folder, "1.5", images=True), ("first",)),
+    "hunyuan-video, channels": (save_hunyuan_video_images, ("first",)),
+    "hunyuan-video, replaced": (lambda folder: save_hunyuan_video_images(folder, replaces=True), ("first",)),
 }
+FAST = {"cogvideox-1.5", "ltx", "wan 5b", "wan, 36 channels", "hunyuan-video, channels", "hunyuan-video, replaced"}
 
 
-@pytest.mark.parametrize("name", slow_but(IMAGES_TO_VIDEO, {"cogvideox-1.5", "ltx"}))
+@pytest.mark.parametrize("name", slow_but(IMAGES_TO_VIDEO, FAST))
 def test_the_call_from_images_is_the_official_pipelines(tmp_path: Path, name: str) -> None:
     """In each mode: noisy latents, masks and times bitwise, what the codec makes of the images within 1e-6."""
     save, modes = IMAGES_TO_VIDEO[name]

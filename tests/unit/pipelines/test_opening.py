@@ -6,14 +6,10 @@ import logging
 from pathlib import Path
 
 import pytest
-from torch import nn
 
 from mmspeed.config import Config
-from mmspeed.device import Device
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.tasks.video import VideoTask
-from mmspeed.pipelines.training.opening import device_line, model_line
-from tests.support.runs import small_config
 from tests.support.toy_runs import build_toy, toy_config, write_toy_cache
 
 
@@ -44,16 +40,3 @@ def test_a_run_says_what_it_will_do_and_a_resumed_one_what_has_changed(
     more = toy_config(tmp_path, "train.steps=4", "train.lr=0.5", *settings[1:])
     resumed = [line for line in opening(more, caplog) if "changed since it was saved" in line]
     assert resumed == ["going on from step 2; changed since it was saved: train.steps, train.lr"]
-
-
-def test_layouts_and_frozen_parts_are_named(tmp_path: Path) -> None:
-    device = Device("cpu", 0)
-    config = small_config(tmp_path, "parallel.ulysses=2", "device.dtype=bfloat16")
-    line = device_line(config, device, 4, "fsdp")
-    assert line.endswith(", bfloat16, 4 processes, sharded (fsdp), samples split over ulysses 2")
-    frozen = nn.Linear(9, 9)
-    frozen.bias.requires_grad_(False)
-    roles = {"student": frozen, "teacher": nn.Linear(999, 1001, bias=False)}
-    assert model_line(config, roles) == (
-        "model: student Linear, 90 parameters, 81 of them trained; teacher Linear, 1 M parameters"
-    )

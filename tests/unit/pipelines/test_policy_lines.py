@@ -5,15 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import yaml
 
-from mmspeed.cli.app import run
-from mmspeed.config.tasks import TASKS, TaskEntry
 from mmspeed.errors import UserError
 from mmspeed.pipelines.report.policies import policy_lines
 from mmspeed.pipelines.report.task_check import check_task
 from mmspeed.pipelines.tasks.video import VideoTask
-from tests.support import published_tasks
 from tests.support.published import prepare, published_config, task_of
 from tests.support.runs import small_config
 
@@ -63,30 +59,3 @@ def test_a_policy_of_a_region_that_is_not_there_is_an_error(home: Path, name: st
     config = published_config(home, name, f"memory.{key}")
     with pytest.raises(UserError, match=message):
         check_task(config, (1,), task_of(home, name, config))
-
-
-@pytest.mark.parametrize("entry", [published_tasks.PREPARED], ids=["prepared"])
-@pytest.mark.slow
-def test_the_command_tells_policies_of_a_packages_task(
-    home: Path, entry: TaskEntry, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(TASKS, "wan", entry)
-    monkeypatch.setenv(published_tasks.HOME, str(home))
-    (home / "clips.jsonl").write_text("")
-    monkeypatch.setattr("mmspeed.preprocess.preparation.VideoPreparation.check", lambda self, *_: NoProblems())
-    path = tmp_path / "run.yaml"
-    tree = published_config(home, "wan").model_dump(mode="json", by_alias=True) | {"task": "wan"}
-    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
-    assert run(["check", str(path)]) == 0
-    assert f"memory.activation_policy of {REGIONS['wan'][0]}" in capsys.readouterr().out
-    assert run(["check", str(path), "memory.activation_policy.norm=recompute"]) == 1
-    assert "WanTransformerBlock has no region norm" in capsys.readouterr().err
-
-
-class NoProblems:
-    """The outcome of a check of data that is there."""
-
-    problems: tuple[str, ...] = ()
-
-    def print(self, console: object = None) -> None:
-        """Nothing."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -45,8 +44,6 @@ SHORT, LONG = Bucket(1, 32, 48), Bucket(5, 32, 48)
 BUCKETS = "data.buckets=[{frames: 5, height: 32, width: 48}, {frames: 1, height: 32, width: 48}]"
 CPU = Device("cpu", 0)
 Memory = Callable[[int], int]
-
-# -- how far to go ----------------------------------------------------------------------------------------------------
 
 memories = st.builds(
     lambda state, flat, fixed, each: (state, lambda n: state + max(flat, fixed + n * each)),
@@ -123,9 +120,6 @@ def test_limits_of_memory() -> None:
             parse_memory(wrong)
 
 
-# -- measurements -----------------------------------------------------------------------------------------------------
-
-
 def rows(bucket: Bucket, *points: tuple[int, float, int]) -> tuple[Measurement, ...]:
     return tuple(Measurement(bucket, *point) for point in points)
 
@@ -156,9 +150,6 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         path.write_text(text, encoding="utf-8")
         with pytest.raises(UserError, match=r"buckets.json is not as .*: run it again"):
             Measured.load(path)
-
-
-# -- memory -----------------------------------------------------------------------------------------------------------
 
 
 def test_memory_of_the_cpu_is_counted_to_the_byte() -> None:
@@ -206,15 +197,6 @@ def test_a_step_takes_weights_gradients_moments_average_and_activations(tmp_path
     assert state - without[0] == weights
     recomputed = trial(small_config(tmp_path, BUCKETS, "memory.activation_policy={block: recompute}"), LONG, 8)
     assert recomputed[1] < peak
-
-
-# -- the whole way ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def home(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a finished cache of the long bucket."""
-    return Path(shutil.copytree(small_cache, tmp_path_factory.mktemp("profile") / "home"))
 
 
 @pytest.fixture(scope="module")
@@ -296,9 +278,6 @@ def test_what_is_said_of_measurements(profiled: BucketProfile) -> None:
     }.items():
         with pytest.raises(UserError, match=name):
             load_measured(profiled.path, setting | {name: value})
-
-
-# -- mistakes ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_model_that_does_not_fit(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,13 @@ from mmspeed.log import read_metrics
 from mmspeed.memory.offload.offloader import PooledOffloadGroup
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.diffusion.objective import make_objective
-from mmspeed.pipelines.run.build import Assembly
+from mmspeed.pipelines.run.assembly import Assembly
 from mmspeed.pipelines.tasks.published import PublishedVideoTask
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.pipelines.tuning.memory_estimate import plan_memory
 from mmspeed.protocols import Conditions, RunPlace, blocks_of
 from mmspeed.shapes import Strides
-from tests.support.checkpoints import differing, whole_checkpoint
+from tests.support.checkpoints import whole_checkpoint
 from tests.support.published import (
     FPS,
     MODELS,
@@ -181,14 +180,6 @@ def test_a_run_trains_saves_and_averages(home: Path, trained: str) -> None:
     assert len(validations) == 2 and all(row["loss"] > 0 for row in validations)
 
 
-def test_a_run_that_was_stopped_goes_on_bitwise(home: Path, trained: str) -> None:
-    for steps in (2, 3, 6):
-        train_published(str(home), trained, (f"name={trained}-parts", f"train.steps={steps}"))
-    parts, whole = published_config(home, trained, f"name={trained}-parts"), published_config(home, trained)
-    assert losses(parts) == losses(whole)
-    assert differing(whole_checkpoint(parts.run_dir), whole_checkpoint(whole.run_dir)) == []
-
-
 def test_the_weights_are_read_once(home: Path) -> None:
     """Sizes are asked before the model is handed out; the same one then trains."""
     config, reads = published_config(home, "wan", "name=once", "train.steps=1"), []
@@ -260,17 +251,3 @@ def test_memory_is_planned_from_shapes(home: Path, name: str) -> None:
         kept = {str(dict(option.ways)): option.kept for option in options}
         assert kept["{'block': 'recompute'}"] == min(kept.values()) < kept["{}"]  # also of regions within blocks
     assert plan.figures.least() <= plan.figures.plain_peak()  # of these tiny ones weights may be the most
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["wan"])
-def test_a_budget_chooses_policies(home: Path, name: str) -> None:
-    config = published_config(home, name, f"name={name}-plain", "train.steps=1")
-    task = task_of(home, name, config)
-    task.open(RunPlace(Device("cpu", 0)))
-    figures = plan_memory(config, task=task, with_swap=False).figures
-    budget = (figures.least() + figures.plain_peak()) // 2
-    under = published_config(home, name, f"name={name}-budget", "train.steps=2", f"memory.budget={budget}")
-    TrainPipeline(under, task=task_of(home, name, under)).run()
-    chosen = json.loads((under.run_dir / "memory.json").read_text())
-    assert any("recompute" in str(value) or "selective" in str(value) for value in chosen.values())

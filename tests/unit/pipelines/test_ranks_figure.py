@@ -12,14 +12,9 @@ from mmspeed.pipelines.report.run_page import ranks_figure, write_report
 from tests.support.runs import small_config
 
 RATES = {
-    "steps": 1,
-    "elapsed_seconds": 1.0,
-    "samples_per_s": 1.0,
-    "tokens_per_s": 1.0,
-    "data_wait": 0.0,
-    "peak_memory_bytes": 1,
-    "peak_tflops": 1.0,
-}
+    "steps": 1, "elapsed_seconds": 1.0, "samples_per_s": 1.0, "tokens_per_s": 1.0, "data_wait": 0.0,
+    "peak_memory_bytes": 1, "peak_tflops": 1.0,
+}  # fmt: skip
 
 
 def row(step: int, compute: list[float], **more: Any) -> dict[str, Any]:

@@ -3,57 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from mmspeed.cli.init import write_config
-from mmspeed.config import load_config
 from mmspeed.initialize import materialize, read_weights
-from mmspeed.models.diffusers.loading import RepositoryWeights
-from mmspeed.pipelines import TrainPipeline
 from mmspeed.protocols import Part
-from tests.support.runs import losses
-from tests.support.tiny_repositories import save_wan
-from tests.unit.pipelines.test_fine_tuning import SMALL
-
-
-@pytest.fixture
-def empty_is_nan() -> Iterator[None]:
-    """Memory without values holds NaN, so that a weight which nothing fills is seen."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.slow
-def test_the_files_of_a_base_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_is_nan: None) -> None:
-    read: list[int] = []
-    own = RepositoryWeights.read
-
-    def counted(self: RepositoryWeights, parts: Mapping[str, Part]) -> Iterator[tuple[str, Tensor]]:
-        for name, part in own(self, parts):
-            read.append(part.nbytes)
-            yield name, part
-
-    monkeypatch.setattr(RepositoryWeights, "read", counted)
-    save_wan(tmp_path / "tiny-wan")
-    write_config(tmp_path / "own.yaml", model=str(tmp_path / "tiny-wan"))
-
-    def run(*overrides: str) -> int:
-        """Bytes of the base that a run reads."""
-        read.clear()
-        TrainPipeline(load_config(tmp_path / "own.yaml", (*SMALL, *overrides)), online=True).run()
-        return sum(read)
-
-    whole = run("name=whole", "train.ema_decay=0.9")
-    assert whole > 100_000
-    assert run("name=parts", "train.ema_decay=0.9", "train.steps=2") == whole
-    assert run("name=parts", "train.ema_decay=0.9") == 0
-    one, other = (losses(load_config(tmp_path / "own.yaml", (*SMALL, f"name={name}"))) for name in ("whole", "parts"))
-    assert one == other and len(one) == 3
 
 
 class Files:

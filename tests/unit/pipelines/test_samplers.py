@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, FlowMatchHeunDiscreteScheduler
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -75,14 +75,10 @@ def test_heun_matches_diffusers_on_any_model() -> None:
 def test_ddim_matches_diffusers_on_any_model(prediction: str, zero: bool, steps: int) -> None:
     objective = ddpm_objective(prediction, zero)
     scheduler: Any = DDIMScheduler(
-        beta_start=objective.cfg.beta_start,
-        beta_end=objective.cfg.beta_end,
-        beta_schedule="scaled_linear",
-        prediction_type="v_prediction" if prediction == "v" else "epsilon",
-        rescale_betas_zero_snr=zero,
-        timestep_spacing="trailing",
-        clip_sample=False,
-    )
+        beta_start=objective.cfg.beta_start, beta_end=objective.cfg.beta_end, beta_schedule="scaled_linear",
+        prediction_type="v_prediction" if prediction == "v" else "epsilon", rescale_betas_zero_snr=zero,
+        timestep_spacing="trailing", clip_sample=False,
+    )  # fmt: skip
     scheduler.set_timesteps(steps)
     x = noise(torch.float32)
     for t in scheduler.timesteps:
@@ -162,6 +158,8 @@ def test_auto_takes_the_first_and_strangers_are_named() -> None:
 
 @settings(deadline=None)
 @given(st.floats(0, 20))
+@example(0.0)
+@example(1.0)
 def test_guidance_moves_from_one_prediction_through_the_other(scale: float) -> None:
     x, t_B = noise(), torch.ones(SHAPE[0], dtype=torch.float64)
     calls: list[str] = []
@@ -177,15 +175,6 @@ def test_guidance_moves_from_one_prediction_through_the_other(scale: float) -> N
     actual = samplers.guided(cond, uncond, scale)(x, t_B)
     torch.testing.assert_close(actual, x.sin() + scale * (x.cos() - x.sin()))
     assert sorted(calls) == {0.0: ["uncond"], 1.0: ["cond"]}.get(scale, ["cond", "uncond"])
-
-
-def test_guidance_of_one_and_none_calls_the_model_once() -> None:
-    def forbidden(x: Tensor, t_B: Tensor) -> Tensor:
-        raise AssertionError("called")
-
-    x, t_B = noise(), torch.ones(SHAPE[0])
-    assert torch.equal(samplers.guided(torch.add, forbidden, 1.0)(x, t_B[:1].double()), x + 1)
-    assert torch.equal(samplers.guided(forbidden, torch.add, 0.0)(x, t_B[:1].double()), x + 1)
 
 
 def test_guidance_is_computed_in_the_samples_precision() -> None:

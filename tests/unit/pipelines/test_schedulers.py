@@ -17,7 +17,6 @@ from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.pipelines.diffusion import samplers
 from mmspeed.pipelines.diffusion.ddpm import trailing_timesteps
-from mmspeed.pipelines.diffusion.flow import per_sample
 from mmspeed.pipelines.diffusion.objective import DdpmObjective, FlowObjective
 from mmspeed.pipelines.diffusion.predictor import make_predictor
 from mmspeed.pipelines.diffusion.schedulers import ddpm_scheduler, flow_scheduler
@@ -26,19 +25,10 @@ from mmspeed.pipelines.inference.text_to_video import sampler_settings
 from mmspeed.protocols import TextEntry
 from tests.support.video_transformers import make_model
 from tests.unit.config.test_shift import tree
+from tests.unit.pipelines.test_samplers import noise, some_model
 
-SHAPE = (2, 3, 2, 4, 5)
 THEIRS = {"unipc": UniPCMultistepScheduler, "dpm++": DPMSolverMultistepScheduler}
 FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}  # of Wan's scheduler_config.json
-
-
-def noise() -> Tensor:
-    return rng.normal(SHAPE, 0, "noise")
-
-
-def some_model(x: Tensor, t_B: Tensor) -> Tensor:
-    """Nothing like a solution: a smooth function of x and t that mixes channels and positions."""
-    return torch.sin(1.7 * x + 3 * per_sample(t_B, x)) + torch.tanh(x.roll(1, dims=1)) * x.mean(dim=-1, keepdim=True)
 
 
 def pipelines_loop(scheduler: Any, last: int, x: Tensor) -> Tensor:
@@ -64,16 +54,10 @@ def test_a_video_of_wan_is_that_of_its_own_pipeline(name: str, shift: float) -> 
     pipe.set_progress_bar_config(disable=True)
     filled = [torch.nn.functional.pad(e.embeds_LD, (0, 0, 0, 512 - len(e.embeds_LD)))[None] for e in (text, negative)]
     theirs = pipe(
-        prompt_embeds=filled[0],
-        negative_prompt_embeds=filled[1],
-        height=32,
-        width=48,
-        num_frames=9,
-        num_inference_steps=6,
-        guidance_scale=3.0,
-        latents=rng.normal(shape, 1, "sample", "a")[None],
+        prompt_embeds=filled[0], negative_prompt_embeds=filled[1], height=32, width=48, num_frames=9,
+        num_inference_steps=6, guidance_scale=3.0, latents=rng.normal(shape, 1, "sample", "a")[None],
         output_type="latent",
-    ).frames
+    ).frames  # fmt: skip
     assert ours.dtype == torch.float32 and ours.std() > 0.1
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
@@ -98,8 +82,8 @@ def test_a_noise_schedule_is_walked_as_by_diffusers(
         timestep_spacing="trailing",
     )
     scheduler.set_timesteps(steps)
-    ours = DdpmObjective(cfg).sample(some_model, noise(), steps, name)
-    theirs = pipelines_loop(scheduler, 999, noise())
+    ours = DdpmObjective(cfg).sample(some_model, noise(torch.float32), steps, name)
+    theirs = pipelines_loop(scheduler, 999, noise(torch.float32))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
 
 
@@ -128,12 +112,12 @@ def test_a_sample_is_float32_or_float64_whatever_the_model_answers() -> None:
             seen.add(x.dtype)
             return some_model(x, t_B).bfloat16()
 
-        assert objective.sample(predict, noise().to(dtype), 4, "unipc").dtype == expected and seen == {expected}
+        assert objective.sample(predict, noise(dtype), 4, "unipc").dtype == expected and seen == {expected}
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_rescaled_guidance_is_that_of_diffusers(share: float) -> None:
-    x, t_B = noise(), torch.ones(2)
+    x, t_B = noise(torch.float32), torch.ones(2)
     cond, uncond = x.cos(), x.sin()
     actual = samplers.guided(lambda x, t: cond, lambda x, t: uncond, 7.5, share)(x, t_B)
     plain = uncond + 7.5 * (cond - uncond)
@@ -164,4 +148,4 @@ def test_a_sampler_that_nobody_knows_is_refused() -> None:
     ):
         make_config(tree({}, sampler="ddim"))
     with pytest.raises(UserError, match=r"use 1 to 1000"):
-        DdpmObjective(DdpmConfig(kind="ddpm")).sample(some_model, noise(), 1001, "unipc")
+        DdpmObjective(DdpmConfig(kind="ddpm")).sample(some_model, noise(torch.float32), 1001, "unipc")

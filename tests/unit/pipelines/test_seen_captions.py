@@ -131,38 +131,6 @@ def test_variants_that_share_captions_are_refused(tmp_path: Path) -> None:
         CacheBuilder(config).run()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["channels", "replaces"])
-def test_videos_are_sampled_as_the_pipeline_samples_them(
-    repositories: dict[str, Path], tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The call of training, an export, and `sample` beside `sample --official`."""
-    config = config_of(tmp_path / "run", repositories[kind], "data.limit=1", "train.steps=1")
-    TrainPipeline(config, online=True).run()
-    words = [str(tmp_path / "run" / "own.yaml"), *SMALL]
-    assert main(["check", "--against-official", *words]) == 0
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 48, 3), dtype=np.uint8)).save(tmp_path / "first.png")
-    frames = {}
-    for way in ((), ("--official",)):
-        from mmspeed.pipelines.inference.media import Video
-
-        videos: list[np.ndarray] = []
-        monkeypatch.setattr(Video, "save", lambda self, path, videos=videos: videos.append(self.frames_FHWC))
-        command = [
-            "sample",
-            str(config.run_dir),
-            "-p",
-            "a rabbit",
-            "--image",
-            str(tmp_path / "first.png"),
-            "--steps",
-            "3",
-        ]
-        assert main([*command, "--weights", "model", "--device", "cpu", "-o", str(tmp_path / "v.mp4"), *way]) == 0
-        frames[way] = videos[0].astype(int)
-    assert np.abs(frames[()] - frames[("--official",)]).max() <= 1
-
-
 def change_a_caption(folder: Path, config: Config) -> Config:
     """The config with another caption of one clip, over the same cache."""
     import json

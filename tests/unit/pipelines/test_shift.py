@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -30,17 +29,11 @@ SHIFTS = {
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache of videos and images, without encoders."""
     folder = tmp_path_factory.mktemp("shift")
     write_cache(config_of(folder))
     return folder
-
-
-@pytest.fixture(scope="module")
-def clips(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache of clips of 5 frames, with its codec."""
-    return Path(shutil.copytree(small_cache, tmp_path_factory.mktemp("clips") / "home"))
 
 
 def config_of(folder: Path, *overrides: str) -> Config:
@@ -61,8 +54,8 @@ class Times(nn.Module):
 
 
 @pytest.mark.parametrize("shift", SHIFTS)
-def test_training_is_at_the_times_of_each_buckets_shift(home: Path, shift: str) -> None:
-    config, plain = config_of(home, f"objective.shift={shift}"), FlowConfig(kind="flow")
+def test_training_is_at_the_times_of_each_buckets_shift(mixed: Path, shift: str) -> None:
+    config, plain = config_of(mixed, f"objective.shift={shift}"), FlowConfig(kind="flow")
     task, place = VideoTask(config), RunPlace(Device("cpu", 0))
     task.open(place)
     model, met = task.build()["model"].to_empty(device="cpu"), set()
@@ -79,9 +72,9 @@ def test_training_is_at_the_times_of_each_buckets_shift(home: Path, shift: str) 
     assert met == {CLIP, IMAGE}
 
 
-def test_a_run_validates_and_samples_at_the_shift_of_the_size(clips: Path) -> None:
+def test_a_run_validates_and_samples_at_the_shift_of_the_size(home: Path) -> None:
     config = small_config(
-        clips, "objective.shift=auto", "name=auto", "train.steps=2", "validate.prompts=[a rabbit]", "sample.guidance=1"
+        home, "objective.shift=auto", "name=auto", "train.steps=2", "validate.prompts=[a rabbit]", "sample.guidance=1"
     )
     TrainPipeline(config).run()
     pipe = TextToVideo.from_run(config.run_dir)
@@ -96,9 +89,9 @@ def test_a_run_validates_and_samples_at_the_shift_of_the_size(clips: Path) -> No
         pipe("a rabbit", guidance_rescale=-1)
 
 
-def test_a_size_without_a_number_is_refused_before_the_first_step(clips: Path) -> None:
+def test_a_size_without_a_number_is_refused_before_the_first_step(home: Path) -> None:
     table = "objective.shift={5x32x48: 3.0, 1x32x48: 0.5}"
-    config = small_config(clips, table, "name=table", "validate.prompts=[a rabbit]", "sample.frames=9")
+    config = small_config(home, table, "name=table", "validate.prompts=[a rabbit]", "sample.frames=9")
     with pytest.raises(
         UserError, match=r"objective\.shift has no number for 9x32x48: add it, use one of 5x32x48, 1x32x48"
     ):
@@ -106,8 +99,8 @@ def test_a_size_without_a_number_is_refused_before_the_first_step(clips: Path) -
     assert not list(config.run_dir.glob("checkpoints/*"))
 
 
-def test_a_check_of_layouts_takes_small_samples_of_other_sizes(home: Path) -> None:
-    small = shrunk_video(VideoTask(config_of(home, "objective.shift={9x32x48: 3.0, 1x32x48: 0.5}")))
+def test_a_check_of_layouts_takes_small_samples_of_other_sizes(mixed: Path) -> None:
+    small = shrunk_video(VideoTask(config_of(mixed, "objective.shift={9x32x48: 3.0, 1x32x48: 0.5}")))
     place = RunPlace(Device("cpu", 0))
     task = small.task()
     model = task.build()["model"].to_empty(device="cpu")
@@ -117,9 +110,9 @@ def test_a_check_of_layouts_takes_small_samples_of_other_sizes(home: Path) -> No
     assert small.problems(place)[0] == []
 
 
-def test_an_interrupted_run_keeps_its_shift(clips: Path) -> None:
-    config = small_config(clips, "objective.shift=auto", "name=kept", "train.steps=1")
+def test_an_interrupted_run_keeps_its_shift(home: Path) -> None:
+    config = small_config(home, "objective.shift=auto", "name=kept", "train.steps=1")
     TrainPipeline(config).run()
     with pytest.raises(UserError, match="objective"):
-        TrainPipeline(small_config(clips, "objective.shift=2.0", "name=kept", "train.steps=2")).run()
-    assert TrainPipeline(small_config(clips, "objective.shift=auto", "name=kept", "train.steps=2")).run().finished
+        TrainPipeline(small_config(home, "objective.shift=2.0", "name=kept", "train.steps=2")).run()
+    assert TrainPipeline(small_config(home, "objective.shift=auto", "name=kept", "train.steps=2")).run().finished

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import mmspeed
 from mmspeed.comm import all_reduce_sum
+from mmspeed.compute.sparse.cluster_plan import ClusterPlan
 from mmspeed.compute.sparse.module import ClusteredAttention, clustered_layers, warm_plans
-from mmspeed.compute.sparse.plan import ClusterPlan
 from mmspeed.errors import UserError
 from mmspeed.memory.recompute.block_checkpoint import recompute
 from tests.support.sparse_transformers import (
@@ -134,10 +134,7 @@ def test_the_first_frame_can_be_kept_beside_the_text() -> None:
 @pytest.mark.parametrize("case", ["wan", "hunyuan"])
 def test_blocks_at_the_ends_stay_dense(case: str) -> None:
     _, controller = sparse_model(case)
-    every = {
-        "wan": ["blocks.1.attn1"],
-        "hunyuan": ["transformer_blocks.1.attn", "single_transformer_blocks.0.attn"],
-    }
+    every = {"wan": ["blocks.1.attn1"], "hunyuan": ["transformer_blocks.1.attn", "single_transformer_blocks.0.attn"]}
     assert list(controller.layers) == every[case]
     _, all_of_them = sparse_model(case, dense_first=0, dense_last=0)
     assert len(all_of_them.layers) == (4 if len(every[case]) == 2 else 3)
@@ -301,17 +298,10 @@ def test_a_pipeline_samples_with_warm_plans() -> None:
 
     def sample() -> Tensor:
         return pipe(
-            prompt_embeds=texts[:1],
-            negative_prompt_embeds=texts[1:],
-            height=48,
-            width=48,
-            num_frames=17,
-            num_inference_steps=3,
-            output_type="latent",
-            latents=make_inputs("wan")["hidden_states"][:1],
-            callback_on_step_end=look,
-            return_dict=False,
-        )[0]
+            prompt_embeds=texts[:1], negative_prompt_embeds=texts[1:], height=48, width=48, num_frames=17,
+            num_inference_steps=3, output_type="latent", latents=make_inputs("wan")["hidden_states"][:1],
+            callback_on_step_end=look, return_dict=False,
+        )[0]  # fmt: skip
 
     with warm_plans(model):
         warm = sample()

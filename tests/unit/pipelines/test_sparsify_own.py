@@ -20,11 +20,7 @@ from mmspeed.models.diffusers.plans import plan_for
 from mmspeed.parallel import sequence_parallel
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes
 from mmspeed.pipelines.sparsify import sparse_config
-from tests.support.sparse_transformers import (
-    SMALL,
-    plain_model,
-    sparse_model,
-)
+from tests.support.sparse_transformers import SMALL, plain_model, sparse_model
 from tests.support.video_transformers import loss_of, make_inputs, make_model
 
 

@@ -67,19 +67,18 @@ def test_a_run_begins_with_the_weights_of_another(home: Path) -> None:
             assert torch.equal(tensor, averages[f"ema.{name.removeprefix('model.')}"]), name
 
 
-HALVES = {
-    "split": ("memory.master=split",),
-    "host": ("memory.master=host", "memory.states=host", "memory.ema=host"),
-}
+HALVES = {"split": ("memory.master=split",), "host": ("memory.master=host", "memory.states=host", "memory.ema=host")}
 
 
 @pytest.mark.parametrize("tier", slow_but(HALVES, {"split"}))
-def test_a_run_with_parts_in_float32_goes_on_as_one_never_stopped(home: Path, tier: str) -> None:
-    """Some parameters are their own float32 masters beside those of bfloat16 ones."""
+def test_a_run_with_parts_in_float32_goes_on_as_one_never_stopped(home: Path, tier: str, reads: list[int]) -> None:
+    """Some parameters are their own float32 masters beside those of bfloat16 ones. What goes on reads no weight of the base."""
     changes = ("device.dtype=bfloat16", *HALVES[tier])
     TrainPipeline(config_of(home, f"whole-{tier}", *changes)).run()
     TrainPipeline(config_of(home, f"parts-{tier}", *changes, "train.steps=1")).run()
+    assert len(reads) == 2 and all(reads)
     TrainPipeline(config_of(home, f"parts-{tier}", *changes)).run()
+    assert not any(reads[2:])
     whole, parts = (whole_checkpoint(home / "runs" / f"{name}-{tier}") for name in ("whole", "parts"))
     assert whole.keys() == parts.keys() and any(name.startswith("optimizer.") for name in whole)
     assert all(torch.equal(parts[name], tensor) for name, tensor in whole.items())

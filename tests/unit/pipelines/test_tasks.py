@@ -38,12 +38,6 @@ class Without(nn.Module):
         return x_BCThw
 
 
-# -- what is worked out for rows of metrics alone ------------------------------------------------------------------------
-
-
-# -- names ------------------------------------------------------------------------------------------------------------
-
-
 def test_an_unknown_task_is_reported_with_the_nearest_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"test: task 'vidoe' is not known; did you mean 'video'\? \(known: video"):
         make_run_config({**small_tree(tmp_path), "task": "vidoe"}, origin="test")
@@ -63,28 +57,17 @@ def test_a_task_is_known_by_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert isinstance(make_task(config.model_copy(update={"task": "letters"})), CharacterTask)
 
 
-# -- keys -------------------------------------------------------------------------------------------------------------
-
-
 def test_keys_of_another_task_are_reported_with_their_task(tmp_path: Path) -> None:
     register_characters()
-    with pytest.raises(
-        UserError,
-        match="unknown key 'sample', which is a section of the task video; this config is of the task characters",
-    ):
-        make_run_config({**character_tree(tmp_path), "sample": {"steps": 3}}, origin="test")
-    with pytest.raises(
-        UserError,
-        match=r"unknown key 'objective\.kind', which is a key of the task video; this config is of the task characters",
-    ):
-        make_run_config({**character_tree(tmp_path), "objective": {"kind": "flow"}}, origin="test")
-    with pytest.raises(
-        UserError,
-        match="unknown key 'pack', which is a section of the task characters; this config is of the task video",
-    ):
-        make_run_config({**small_tree(tmp_path), "pack": 8}, origin="test")
-    with pytest.raises(UserError, match=r"unknown key 'train\.setps'; did you mean 'steps'\?"):
-        make_run_config({**character_tree(tmp_path), "train": {"setps": 3}}, origin="test")
+    ours, video = character_tree(tmp_path), small_tree(tmp_path)
+    for tree, message in (
+        ({**ours, "sample": {"steps": 3}}, "unknown key 'sample', which is a section of the task video; this config is of the task characters"),
+        ({**ours, "objective": {"kind": "flow"}}, r"unknown key 'objective\.kind', which is a key of the task video; this config is of the task characters"),
+        ({**video, "pack": 8}, "unknown key 'pack', which is a section of the task characters; this config is of the task video"),
+        ({**ours, "train": {"setps": 3}}, r"unknown key 'train\.setps'; did you mean 'steps'\?"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=message):
+            make_run_config(tree, origin="test")
     timed = CharacterTask(character_config(tmp_path, "batching.by=time", "train.batch_size=null"))
     with pytest.raises(
         UserError, match=r"batching\.by: time is not available for the task characters: use samples, tokens"
@@ -120,9 +103,6 @@ def test_a_divisor_of_0_is_reported_with_its_step(tmp_path: Path) -> None:
     config = character_config(tmp_path)
     with pytest.raises(UserError, match=r"step 1: the step's divisor 'tokens' is 0: it has no item that counts"):
         TrainPipeline(config, task=Empty(config)).run()
-
-
-# -- models -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lacking", [("tokens",), ("blocks", "flops")])

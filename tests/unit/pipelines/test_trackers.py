@@ -5,10 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -149,41 +146,3 @@ def test_videos_of_a_folder_come_with_their_prompts(board: Config) -> None:
     (video,) = sampled_videos(board.run_dir / "samples" / "step-00000004")
     assert (video.name, video.prompt) == ("000", PROMPT)
     assert sampled_videos(board.run_dir / "nowhere") == []
-
-
-WANDB = """
-import sys
-from pathlib import Path
-from mmspeed.pipelines.run.trackers import TrackedVideo, Trackers
-from tests.support.runs import small_config
-
-folder, step, video = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-trackers = Trackers(small_config(folder, "trackers=[wandb]", "tracking.project=rabbits"), folder, step)
-trackers.log({"kind": "train", "step": step + 1, "loss": 0.5 + step})
-trackers.log_videos([TrackedVideo(video, "000", "a rabbit")], step + 1)
-trackers.finish()
-"""
-
-
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="the package wandb is not installed")
-def test_wandb_offline_keeps_one_id_and_gets_all(tmp_path: Path, root: Path) -> None:
-    video = next((root / "mmspeed" / "assets" / "demo-clips" / "videos").glob("*.mp4"))
-    log = tmp_path / "log.txt"
-    for step in (0, 1):
-        with open(log, "w", encoding="utf-8") as file:  # not a pipe: helpers of wandb keep it open
-            code = subprocess.call(
-                [sys.executable, "-c", WANDB, str(tmp_path), str(step), str(video)],
-                stdout=file,
-                stderr=file,
-                cwd=tmp_path,
-                env=os.environ | {"WANDB_MODE": "offline", "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}"},
-                timeout=120,
-            )
-        shown = log.read_text(encoding="utf-8")
-        assert code == 0 and "took no videos" not in shown, shown
-    identity = json.loads((tmp_path / "trackers.json").read_text("utf-8"))["id"]
-    folders = sorted((tmp_path / "trackers" / "wandb").glob(f"offline-run-*-{identity}"))
-    assert len(folders) == 2 and all(list(folder.rglob("*.mp4")) for folder in folders)
-    records = b"".join(path.read_bytes() for folder in folders for path in folder.glob("run-*.wandb"))
-    for words in (b"rabbits", b"small", b"train/loss", b"samples/000", b"a rabbit", b"batch_size"):
-        assert words in records, words

@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -16,19 +10,13 @@ import pytest
 import safetensors.torch
 import torch
 
-from mmspeed.config import Config, dump_config
+from mmspeed.config import Config
 from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
 from mmspeed.pipelines import TextToVideo, TrainPipeline
 from mmspeed.pipelines.run.run_folder import RunFolder
 from tests.support.decoding import video_of
-from tests.support.runs import losses, small_config, small_tree
-
-
-@pytest.fixture(scope="module")
-def home(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a finished cache."""
-    return Path(shutil.copytree(small_cache, tmp_path_factory.mktemp("home") / "home"))
+from tests.support.runs import losses, small_config
 
 
 def tensors(config: Config, step: int) -> dict[str, torch.Tensor]:
@@ -230,26 +218,6 @@ def test_the_best_validation_is_saved_where_no_checkpoint_falls(home: Path) -> N
     kept = {int(path.name.removeprefix("step-")) for path in (config.run_dir / "checkpoints").glob("step-*")}
     assert kept == {lowest, 5}
     assert TextToVideo.from_run(config.run_dir, checkpoint="best")
-
-
-@pytest.mark.slow
-def test_sigterm_saves_and_leaves_cleanly(home: Path) -> None:
-    tree = small_tree(home) | {"name": "term"}
-    # a checkpoint is nearly always being written in the background
-    often = ("checkpoint.every=1", "checkpoint.keep_last=1")
-    config = small_config(home, "name=term", "train.steps=100000", "validate.every=100000", *often)
-    file = home / "term.yaml"
-    file.write_text(dump_config(config))
-    assert tree["name"] == config.name
-    process = subprocess.Popen([sys.executable, "-m", "mmspeed", "train", str(file)], stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while len(losses(config)) < 5 and time.monotonic() < deadline:
-        time.sleep(0.2)
-    os.kill(process.pid, signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
-    saved = [path.name for path in (config.run_dir / "checkpoints").glob("step-*")]
-    assert len(saved) == 1 and int(saved[0].removeprefix("step-")) >= 5
 
 
 def test_bfloat16_trains_close_to_float32_and_keeps_float32_weights(home: Path, finished: Config) -> None:

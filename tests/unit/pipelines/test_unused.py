@@ -16,12 +16,9 @@ CASES = {
     "wan": {}, "hunyuan": {"num_layers": 2}, "hunyuan 1.5": {"num_layers": 3}, "mochi": {}, "qwen, images": {"num_layers": 3},
 }  # fmt: skip
 STREAM = (
-    "attn.add_q_proj.weight",
-    "attn.add_q_proj.bias",
-    "attn.norm_added_q.weight",
-    "attn.to_add_out.weight",
+    "attn.add_q_proj.weight", "attn.add_q_proj.bias", "attn.norm_added_q.weight", "attn.to_add_out.weight",
     "attn.to_add_out.bias",
-)
+)  # fmt: skip
 MLP = ("net.0.proj.weight", "net.0.proj.bias", "net.2.weight", "net.2.bias")
 FROZEN = {
     "hunyuan 1.5": 17,  # 6 without gradient, 11 of zeros; 8 more have zeros where no caption has words to be drawn

@@ -10,7 +10,7 @@ from torch import nn
 
 from mmspeed.config.training import TrainConfig
 from mmspeed.errors import UserError
-from mmspeed.loop.optimizers.build import learning_rate
+from mmspeed.loop.optimizers.learning_rate import learning_rate
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.run.updates import learning_roles, own_train
 from mmspeed.protocols import Batch, Models, OptimizerSetting, Terms, Update

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,6 @@ from mmspeed.shapes import Bucket, Strides
 from tests.support.runs import small_config
 
 CPU = Device("cpu", 0)
-
-
-@pytest.fixture(scope="module")
-def home(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(shutil.copytree(small_cache, tmp_path_factory.mktemp("video-task") / "home"))
 
 
 def test_shapes_are_known_before_batches_are_read(home: Path) -> None:

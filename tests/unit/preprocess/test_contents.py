@@ -16,7 +16,6 @@ from mmspeed.config import Config
 from mmspeed.data import DatasetCache
 from mmspeed.data.cache.contents import CONTENTS, ContentLine, append_content, read_contents
 from mmspeed.data.maintenance.merge import merge
-from mmspeed.data.maintenance.verify import verify
 from mmspeed.errors import UserError
 from mmspeed.preprocess import CacheBuilder
 from mmspeed.preprocess.sources.contents import ContentIds, whole_hash
@@ -126,15 +125,6 @@ def bitmaps(folder: Path) -> Config:
     one, other = (source_of(folder / "media" / f"{number}.bmp") for number in (1, 2))
     assert one.bytes() > SAMPLED_ABOVE and content_id(one, False) == content_id(other, False)
     return config_of(folder, folder / "media")
-
-
-@pytest.mark.slow
-def test_a_build_gives_files_with_equal_samples_their_own_latents(tmp_path: Path) -> None:
-    config = bitmaps(tmp_path)
-    report = CacheBuilder(config).run()
-    assert (report.encoded, report.reused) == (2, 0)
-    assert len({sample.latent_keys for sample in DatasetCache(config.cache_dir).samples}) == 2
-    assert not verify(config.cache_dir).foreign
 
 
 @pytest.mark.slow

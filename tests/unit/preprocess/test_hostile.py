@@ -21,7 +21,6 @@ from mmspeed.preprocess.sources.rejections import Reason, Rejection
 from mmspeed.preprocess.sources.tars import read_headers
 from tests.support.listing import listed
 from tests.support.media import write_tar
-from tests.unit.preprocess.test_hostile_texts import listed_apart
 from tests.unit.preprocess.test_sources import accounted, captions, reasons
 
 BARE_PICKLE = b"\x80\x04\x95\x1a\0\0\0\0\0\0\0\x8c\x05posix\x94\x8c\x06system\x94\x93\x94\x8c\x02id\x94\x85\x94R\x94."
@@ -85,9 +84,6 @@ def listed_tar(path: Path, *parts: bytes) -> Any:
     listing = listed(path)
     assert accounted(listing) == listing.files
     return listing
-
-
-# -- tars -------------------------------------------------------------------------------------------------------------
 
 
 LEAD_OUT = [
@@ -242,31 +238,6 @@ def test_good_heads_are_no_pickles() -> None:
         plain_array(),
     ):
         assert not is_pickle("x.bin", head)
-
-
-@pytest.mark.slow
-def test_tar_of_a_terabyte_of_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "t.tar"
-    path.write_bytes(GOOD + header("x.txt", raw_size=b"\x80" + (1 << 40).to_bytes(11, "big")))
-    with open(path, "r+b") as file:
-        file.truncate(len(GOOD) + 512 + (1 << 40))
-        file.seek(0, 2)
-        file.write(member("x.mp4"))
-    said, grown = listed_apart(path)
-    assert said == "1 1 1 0"  # the caption of a terabyte is cut, and empty: x.mp4 has none
-    assert grown < 100
-
-
-# -- names ------------------------------------------------------------------------------------------------------------
-
-
-def test_names_of_any_kind_never_control_the_terminal(tmp_path: Path) -> None:
-    name = "\x1b]0;owned\x07\u202e\u200f\x9b31m\r\n.mp4"
-    listing = listed_tar(
-        tmp_path / "t.tar", pax({"path": name}), member("x"), pax({"path": name + "/../x.mp4"}), member("x")
-    )
-    assert len(listing.rejections) == 2
-    assert all((r.source + r.detail).isprintable() for r in listing.rejections)
 
 
 @given(st.text(st.characters(exclude_categories=())), st.text(max_size=2000))

@@ -105,9 +105,6 @@ def test_movies_that_refer_to_other_files_open_nothing(
     assert len(worker.open(source_of(path), MAX_BYTES, MAX_PIXELS, SECONDS).pts_seconds) == 36
 
 
-# -- what promises more than it holds ---------------------------------------------------------------------------------
-
-
 def test_pictures_of_absurd_sizes(tmp_path: Path, worker: DecodeWorker) -> None:
     gif = b"GIF89a" + struct.pack("<HH", 65535, 65535) + b"\x80\0\0" + bytes(6) + b"," + bytes(4)
     gif += struct.pack("<HH", 65535, 65535) + b"\0\x02\x02\x4c\x01\0;"
@@ -177,9 +174,6 @@ def test_boxes_and_elements_of_absurd_lengths(tmp_path: Path, worker: DecodeWork
         assert why.reason in (Reason.UNDECODABLE, Reason.TRUNCATED, Reason.NO_VIDEO_STREAM), (name, why)
     child = worker.pid
     assert child is not None  # none of them has killed the decoder
-
-
-# -- what is no file --------------------------------------------------------------------------------------------------
 
 
 def test_what_is_no_plain_file_is_never_opened(tmp_path: Path, worker: DecodeWorker) -> None:

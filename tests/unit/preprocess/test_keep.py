@@ -31,9 +31,6 @@ A, B, C = Bucket(17, 64, 96), Bucket(9, 64, 64), Bucket(5, 32, 48)
 CONTENTS = [f"{number:032x}" for number in range(4000)]
 
 
-# -- keep -----------------------------------------------------------------------------------------------------------
-
-
 def within(share: float, keep: float, count: int) -> bool:
     """True if a share of `count` fair draws is within six standard deviations, which fails by chance once in 5e8."""
     return abs(share - keep) <= 6 * math.sqrt(keep * (1 - keep) / count)
@@ -137,9 +134,6 @@ def test_nothing_is_enlarged_unless_it_is_allowed_and_needed(
         if right - left < clip.bucket.width or bottom - top < clip.bucket.height:
             ranked = rank_buckets(probe, tuple(buckets), 8.0, True)
             assert upscale and not any(other.width <= width and other.height <= height for other in ranked)
-
-
-# -- what is lost -----------------------------------------------------------------------------------------------------
 
 
 def test_counts_of_a_bucket_by_hand() -> None:

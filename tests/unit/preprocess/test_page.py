@@ -16,7 +16,6 @@ from PIL import Image
 
 from mmspeed.config import Bucket, Config
 from mmspeed.errors import UserError
-from mmspeed.log import format_figure
 from mmspeed.preprocess.decoding.clips import Clip
 from mmspeed.preprocess.records.stale_entries import SectionState
 from mmspeed.preprocess.records.statistics import (
@@ -125,32 +124,6 @@ def page_of(config: Config, numbers: DataStatistics, **more: object) -> DataPage
     costs, problems = estimate(config, numbers, 3, 4, Strides(4, 8))
     assert not problems
     return DataPage(config, "check", numbers, "Ready", False, hints=hints(config, numbers, costs), costs=costs, **more)  # type: ignore[arg-type]
-
-
-def test_the_numbers_of_the_page_are_those_of_the_statistics(tmp_path: Path) -> None:
-    items = [video(f"{k}.mp4", f"{k:032x}", width=128) for k in range(6)] + [picture("p.png", "f" * 32)]
-    items += [Rejection(f"bad{k}.mp4", Reason.TOO_SHORT, "1 s") for k in range(7)]
-    numbers = gathered(items)
-    images = "data.buckets=[{frames: 5, height: 32, width: 48}, {frames: 1, height: 32, width: 48}]"
-    config = small_config(tmp_path, images)
-    state = SectionState("latents", 7, 3, 2)
-    page = page_of(config, numbers, cache=CacheState(tmp_path, [state], ["a note"], 1234, 10**9))
-    keyed = Reader(render(page)).keyed
-    assert keyed["usable"] == "7 of 14" and keyed["rejected_sources"] == keyed["rejected"] == "7"
-    assert keyed["reason-too_short"] == "7" and numbers.reasons["too_short"] == 7
-    counted = ("usable_row", "rejected_sources", "rejected_files", "caption_files", "ignored", "beyond_limit")
-    assert sum(int(keyed[name]) for name in counted) == int(keyed["files"]) == numbers.sums["files"] == 17
-    assert keyed["train-5x32x48"] == "5" and keyed["val-5x32x48"] == "1" and keyed["train-1x32x48"] == "1"
-    assert keyed["train"] == "6" and keyed["val"] == "1"
-    assert (keyed["latents-present"], keyed["latents-missing"], keyed["latents-unused"]) == ("3", "4", "2")
-    ((stage,),) = page.costs.schedule.stages  # type: ignore[union-attr]
-    assert keyed["schedule-0-0"] == "1" and keyed["schedule-0-12"] == format_figure(stage.flops / 1e12)
-    assert stage.epoch.samples == 6
-    words = Reader(render(page)).text
-    assert "and 2 more" in words and "least 4, mean 4, greatest 4" in words
-    assert numbers.sums["milliseconds"] == 24_000 and numbers.sums["milliseconds_taken"] == 6 * 625
-    assert numbers.sums["milliseconds_possible"] == 6 * 3750
-    assert numbers.sums["pixels_kept"] == 30 * 96 * 64 + 96 * 64 and numbers.sums["pixels"] == 30 * 128 * 64 + 96 * 64
 
 
 def test_hints_name_the_setting(tmp_path: Path) -> None:

@@ -93,15 +93,6 @@ def test_cuts_are_the_first_frames_of_scenes_also_over_batches(detector: SceneDe
 
 
 @installed
-def test_they_are_those_of_the_package_by_itself(tmp_path: Path) -> None:
-    import scenedetect
-
-    path = write_scenes(tmp_path / "a.mp4", [20, 31, 64, 12])
-    theirs = scenedetect.detect(str(path), scenedetect.ContentDetector(min_scene_len=0))
-    assert found_cuts(path, CONTENT) == [start.frame_num for start, _ in theirs][1:]
-
-
-@installed
 def test_frames_that_cannot_be_decoded_are_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_scenes(tmp_path / "a.mp4", [150, 150])
 

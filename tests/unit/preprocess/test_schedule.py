@@ -1,4 +1,4 @@
-"""The schedule that `mmspeed check` tells: what is forecast is what the order does, in the lines and on the page alike."""
+"""The schedule that `mmspeed check` tells: what is forecast is what the order does."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 
 from mmspeed.cli.app import numbers_of, run
-from mmspeed.config import Bucket, Config, dump_config, make_config
+from mmspeed.config import Bucket, Config, dump_config
 from mmspeed.data.sampling.assignment import BucketBatch, assign_slots
 from mmspeed.data.sampling.batch_sizes import SampleCosts, make_batching, make_stages
 from mmspeed.data.sampling.order import Order
 from mmspeed.errors import UserError
 from mmspeed.preprocess import check
 from mmspeed.preprocess.records.statistics import DataStatistics
-from mmspeed.preprocess.report.costs import estimate, hints
-from mmspeed.preprocess.report.page import DataPage, render
+from mmspeed.preprocess.report.costs import estimate
 from mmspeed.preprocess.report.schedule import forecast_schedule, usual_worlds
 from mmspeed.shapes import Strides
 from tests.support.runs import small_config
@@ -115,37 +114,12 @@ def test_ddp_waits_once_a_step_and_sharded_ranks_in_every_micro_batch(tmp_path: 
     assert np.mean(results["ddp"]) < np.mean(results["fsdp"])
 
 
-def test_lines_and_page_have_the_same_numbers(tmp_path: Path) -> None:
-    groups = groups_of(40, 11, 9, name="a") | groups_of(6, 0, 5, name="b")
-    config = two_sets(tmp_path, STAGES, "train.steps=25")
-    costs, _ = estimate(config, statistics_of(groups), 3, 4, Strides(4, 8), [1, 3, 16])
-    assert costs is not None and costs.schedule is not None
-    page = Reader(render(DataPage(config, "check", DataStatistics(), "Ready", False, costs=costs)))
-    lines = costs.schedule.lines()
-    head, *rows = costs.schedule.table()
-    assert len(rows) == 3 * 3 and head[:4] == ("devices", "stage", "epochs", "steps")
-    for number, row in enumerate(rows):
-        assert [page.keyed[f"schedule-{number}-{place}"] for place in range(len(row))] == list(row)
-        assert any(line.split() == " ".join(row).split() for line in lines), row
-    assert rows[7][3] == f"{costs.schedule.stages[2][1].epoch.steps:,}"
-    assert "schedule, stage 2 (steps 4 to 10): an epoch has" in "\n".join(lines)
-    assert sum("each is in exactly one step; 0 dropped, 0 held over" in line for line in lines) == 3
-    for sentence, notes in costs.schedule.parts():
-        assert sentence in lines and all(f"  {note}" in lines and note in page.words for note in notes)
-
-
 def test_a_line_tells_the_share_of_each_data_set(tmp_path: Path) -> None:
     groups = {(SHORT, "a"): 20, (SHORT, "b"): 80}
     ((_, notes),) = forecast_schedule(two_sets(tmp_path), groups, COSTS, [1]).parts()
     assert notes[1:] == [
         "data set a: 75.00% of an epoch's uses (75.00% asked)",
         "data set b: 25.00% of an epoch's uses (25.00% asked)",
-    ]
-    only = two_sets(tmp_path, "curriculum=[{weights: {b: 1}}]")
-    ((_, notes),) = forecast_schedule(only, groups, COSTS, [1]).parts()
-    assert notes[1:] == [
-        "data set a: 0.00% of an epoch's uses (0.00% asked)",
-        "data set b: 100.00% of an epoch's uses (100.00% asked)",
     ]
 
 
@@ -180,10 +154,6 @@ def test_hints_name_the_setting(tmp_path: Path) -> None:
     assert (
         "one sample of bucket 9x32x48 costs 3 TFLOP, more than batching.budget (2.5)" in over and "5x32x48" not in over
     )
-    numbers = statistics_of(groups_of(0, 30))
-    costs, _ = estimate(plain, numbers, 3, 4, Strides(4, 8), [2])
-    both = "\n".join(hints(plain, numbers, costs))
-    assert "bucket 1x32x48 gets no sample" in both and "divided evenly by 2 devices" in both
 
 
 def test_a_stage_without_samples_and_missing_measurements_are_problems_in_one_line(tmp_path: Path) -> None:
@@ -240,42 +210,3 @@ def test_a_share_that_comes_out_another_is_reported(tmp_path: Path) -> None:
     assert any("data set b makes 9.09%" in hint and "not 0.10%" in hint for hint in few.hints())
     alone = forecast_schedule(config, groups_of(9, 9, 9, name="b"), COSTS, [1])
     assert not any("data set b" in hint for hint in alone.hints())
-
-
-# -- shares of the gradient ----------------------------------------------------------------------------------------------
-
-PICTURE, VIDEO = Bucket(1, 256, 256), Bucket(49, 256, 256)
-OF_TOKENS = SampleCosts(lambda shape: 256 if shape == PICTURE else 13 * 256, lambda shape: 1e9 * shape.numbers)
-
-
-def uneven_config(folder: Path, *overrides: str) -> Config:
-    """4,000 images and 400 videos, of 13 times the tokens, in two data sets."""
-    buckets = [{"frames": one.frames, "height": one.height, "width": one.width} for one in (PICTURE, VIDEO)]
-    sources = [{"path": str(folder), "name": name} for name in ("images", "videos")]
-    tree = {"data": {"sources": sources, "cache": str(folder / "cache"), "buckets": buckets}}
-    return make_config(tree, overrides, origin="test")
-
-
-@pytest.mark.parametrize(
-    ("weighting", "overrides", "expected"),
-    [
-        ("step", ("train.batch_size=64",), "10.0%"),
-        ("step", ("batching.by=tokens",), "56.5% / 56.2%"),
-        ("step", ("batching.by=tokens", "batching.mix=matched"), "56.5% / 12.2%"),
-        ("step", ("batching.by=tokens", "batching.mix=window", "batching.accumulate=4"), "18.1% / 10.0%"),
-        ("sample", ("train.batch_size=64",), "9.1%"),
-        ("sample", ("batching.by=tokens", "batching.mix=window", "batching.accumulate=4"), "9.1%"),
-        ("token", ("batching.by=tokens", "batching.mix=matched"), "56.5%"),
-    ],
-)
-def test_the_share_of_the_gradient_is_printed(
-    tmp_path: Path, weighting: str, overrides: tuple[str, ...], expected: str
-) -> None:
-    """On 1 and 8 devices, of the videos: by step it depends on the schedule and the devices, by sample and by token it does not."""
-    config = uneven_config(tmp_path, f"objective.weighting={weighting}", *overrides)
-    groups = {(PICTURE, "images"): 4000, (VIDEO, "videos"): 400}
-    schedule = forecast_schedule(config, groups, OF_TOKENS, [1, 8])
-    ((_, notes),) = schedule.parts()
-    assert f" {expected} of the gradients" in next(note for note in notes if note.startswith(f"bucket {VIDEO}:"))
-    for stage in schedule.stages[0]:
-        assert sum(stage.gradient.values()) == pytest.approx(1)

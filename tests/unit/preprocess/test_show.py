@@ -16,14 +16,7 @@ from mmspeed.data import DatasetCache
 from mmspeed.errors import UserError
 from mmspeed.preprocess import CacheBuilder
 from mmspeed.preprocess.report.show import _codec as codec_of
-from mmspeed.preprocess.report.show import (
-    _psnr,
-    contact_sheet,
-    decode_latent,
-    draw_entry,
-    source_frames,
-    stored_config,
-)
+from mmspeed.preprocess.report.show import _psnr, contact_sheet, decode_latent, draw_entry, source_frames, stored_config
 from tests.support.runs import small_config
 
 

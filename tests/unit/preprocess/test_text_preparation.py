@@ -13,7 +13,7 @@ from mmspeed.cli.app import run
 from mmspeed.config import RunConfig
 from mmspeed.config.tasks import TASKS, TaskEntry
 from mmspeed.config.texts import BytesTokenizerConfig, TextsConfig, TokenizerConfig
-from mmspeed.data.cache.documents import TextCache
+from mmspeed.data.cache.text_cache import TextCache
 from mmspeed.errors import UserError
 from mmspeed.preprocess.texts.preparation import TextPreparation
 

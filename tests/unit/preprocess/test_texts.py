@@ -17,9 +17,9 @@ import pytest
 from pydantic import TypeAdapter
 
 from mmspeed.config.texts import TextsConfig, TokenizerConfig
-from mmspeed.data.cache.documents import TextCache
+from mmspeed.data.cache.text_cache import TextCache
 from mmspeed.errors import UserError
-from mmspeed.preprocess.texts.build import TextCacheBuilder, TextReport
+from mmspeed.preprocess.texts.cache_builder import TextCacheBuilder, TextReport
 
 WORDS = ["Once upon a time", "there was\na rabbit", "Grüße", "世界 and more"]
 

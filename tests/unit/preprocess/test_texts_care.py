@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mmspeed.data.cache.documents import TextCache
+from mmspeed.data.cache.text_cache import TextCache
 from mmspeed.data.maintenance.verify import verify
 from mmspeed.errors import UserError
 from tests.support.cache_damages import damage, restore

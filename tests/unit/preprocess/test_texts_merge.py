@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mmspeed.data.cache.documents import TextCache
+from mmspeed.data.cache.text_cache import TextCache
 from mmspeed.data.maintenance.merge import merge
 from mmspeed.data.maintenance.verify import verify
 from mmspeed.errors import UserError

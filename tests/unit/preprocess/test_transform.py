@@ -22,20 +22,6 @@ def best(probe: Probe, buckets: tuple[Bucket, ...], fps: float | None, allow_ups
 
 
 @pytest.mark.parametrize(
-    ("width", "height", "frames", "expected"),
-    [
-        (1920, 1080, 24 * 7, Bucket(49, 180, 320)),  # 49 / 17 of the frames are more than twice the sides
-        (1920, 1080, 24 * 3, Bucket(17, 360, 640)),  # of equal crops, the larger picture
-        (1080, 1920, 24 * 3, Bucket(17, 320, 180)),
-        (400, 225, 24 * 3, Bucket(17, 180, 320)),  # too small for 640 x 360
-        (300, 900, 1, Bucket(1, 256, 256)),
-    ],
-)
-def test_assignment(width: int, height: int, frames: int, expected: Bucket) -> None:
-    assert best(probed(width, height, frames), BUCKETS, 8, False) == expected
-
-
-@pytest.mark.parametrize(
     ("probe", "buckets", "reason"),
     [
         (probed(640, 360), BUCKETS[:4], Reason.NO_BUCKET),

@@ -26,9 +26,6 @@ PAIR = ("s39990", "s133687")  # the hashes of their names have the same low 32 b
 NORMAL = NormalDist()
 
 
-# -- words ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("counter", "key", "block"),
     [
@@ -61,9 +58,6 @@ def test_every_bit_of_the_hash_changes_the_words() -> None:
         other.key = stream.key ^ (np.arange(4) == word).astype(np.uint64) << np.uint64(bit)
         seen.add(tuple(other.words(0, 2).tolist()))
     assert len(seen) == 257
-
-
-# -- numbers ----------------------------------------------------------------------------------------------------------
 
 
 def test_each_normal_number_is_found_alone_and_a_range_by_itself() -> None:
@@ -140,23 +134,6 @@ def test_a_permutation_sorts_words(count: int) -> None:
     assert rng.permutation(count, 0, "order", count).tolist() == sorted(range(count), key=lambda n: (words[n], n))
 
 
-@pytest.mark.parametrize("count", [1 << 14, (1 << 14) + 1])
-def test_long_permutations_are_sorted_as_short_ones_are(count: int) -> None:
-    words = philox.Stream(0, "order", count).words(0, count)
-    assert np.array_equal(rng.permutation(count, 0, "order", count), np.lexsort((np.arange(count), words)))
-
-
-@pytest.mark.parametrize("count", [999, 70_001])
-@pytest.mark.parametrize("shift", [3, 52])
-def test_words_that_are_alike_in_their_upper_bits_or_wholly_are_still_in_order(
-    count: int, shift: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = (np.arange(count, dtype=np.uint64) * np.uint64(7919) % np.uint64(601)) << np.uint64(shift)
-    monkeypatch.setattr(philox.Stream, "words", lambda self, begin, count: words[begin : begin + count])
-    expected = sorted(range(count), key=lambda n: (words[n], n))
-    assert philox.Stream(0, "ties").permutation(count).tolist() == expected
-
-
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.one_of(st.integers(0, 3), st.integers(2**64 - 3, 2**64 - 1), st.integers(0, 2**64 - 1)), max_size=70),
@@ -178,9 +155,6 @@ def test_a_stream_gives_new_numbers_at_each_draw() -> None:
     assert second == sorted(range(20), key=words[20:].__getitem__)
 
 
-# -- the table --------------------------------------------------------------------------------------------------------
-
-
 def exact_share_below(x: float) -> float:
     """The share of all 2**32 pairs of indices whose number is at most x."""
     table = philox.quantiles().astype(np.int64)
@@ -192,9 +166,6 @@ def test_the_distribution_of_all_pairs_is_normal() -> None:
     assert max(abs(exact_share_below(x) - NORMAL.cdf(x)) for x in places) < 1e-5
     for place, error in ((3.0, 1e-3), (4.0, 0.01), (4.5, 0.03), (5.0, 0.1)):  # tails, of their own size
         assert exact_share_below(-place - 2**-22) == pytest.approx(NORMAL.cdf(-place), rel=error)
-
-
-# -- names ------------------------------------------------------------------------------------------------------------
 
 
 def test_names_whose_hashes_agree_in_32_bits_do_not_meet() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from mmspeed.compute.block_kernels import HALF
-from mmspeed.compute.sparse.plan import ClusterMeans, ClusterPlan, Tiles
+from mmspeed.compute.sparse.cluster_plan import ClusterMeans, ClusterPlan, Tiles
 
 from .kernel import SparseKernel, nobody
 from .tail import coarse, merge_parts

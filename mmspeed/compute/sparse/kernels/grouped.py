@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mmspeed.compute.sparse.plan import ClusterMeans, ClusterPlan
+from mmspeed.compute.sparse.cluster_plan import ClusterMeans, ClusterPlan
 from mmspeed.torch_internals import cpu_flash, cpu_flash_backward
 
 from .kernel import Gradients, SparseKernel, explicit

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mmspeed.compute.sparse.plan import ClusterMeans, ClusterPlan
+from mmspeed.compute.sparse.cluster_plan import ClusterMeans, ClusterPlan
 from mmspeed.replay import checkpointed_if
 
 # the reason why a kernel does not support a call, or an empty string

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mmspeed.compute.sparse.plan import ClusterMeans, ClusterPlan
+from mmspeed.compute.sparse.cluster_plan import ClusterMeans, ClusterPlan
 
 from .kernel import SparseKernel, nobody
 

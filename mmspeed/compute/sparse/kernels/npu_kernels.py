@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmspeed.compute.block_kernels import HALF
-from mmspeed.compute.sparse.plan import ClusterMeans, ClusterPlan, Tiles
+from mmspeed.compute.sparse.cluster_plan import ClusterMeans, ClusterPlan, Tiles
 
 from .kernel import Gradients, SparseKernel, explicit
 from .packed import PackedBatch, packed_kernel

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspeed.compute.sparse.plan import ClusterMeans, ClusterPlan
+from mmspeed.compute.sparse.cluster_plan import ClusterMeans, ClusterPlan
 
 SCORES = 1 << 25  # scores held at a time: 128 MiB in float32
 

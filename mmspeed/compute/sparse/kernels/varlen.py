@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmspeed.compute.block_kernels import HALF
-from mmspeed.compute.sparse.plan import ClusterMeans, ClusterPlan
+from mmspeed.compute.sparse.cluster_plan import ClusterMeans, ClusterPlan
 from mmspeed.torch_internals import varlen_flash, varlen_flash_backward
 
 from .packed import PackedBatch, packed_kernel

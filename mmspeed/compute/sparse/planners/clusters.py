@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmspeed.compute.sparse.plan import ClusterPlan, TailClusters
+from mmspeed.compute.sparse.cluster_plan import ClusterPlan, TailClusters
 
 from .kmeans import covariance, kmeans, means, sorted_means, spread
 from .selection import KeepRule, KeyLists, KeyMasks, PlannerContext, Score, choose_keys

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmspeed.compute.sparse.plan import ClusterPlan
+from mmspeed.compute.sparse.cluster_plan import ClusterPlan
 
 from .clusters import group_mask, inputs, sort_queries, tail_of_keys, with_full
 from .csr import KeyListBuilder, blocks, flat_lists

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmspeed.compute.sparse.plan import ClusterPlan, TailClusters, Tiles
+from mmspeed.compute.sparse.cluster_plan import ClusterPlan, TailClusters, Tiles
 
 from .clusters import group_mask, inputs
 from .csr import KeyListBuilder, blocks, flat_lists

@@ -6,7 +6,6 @@ Legend: B batch, T tokens, N tokens of a sequence, A heads, K heads of the keys,
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from torch import Tensor
 from mmspeed.compute import npu_operators
 from mmspeed.compute.registry import OPERATORS
 from mmspeed.compute.rope import rope_dtype
+from tests.support.npu_library import npu_library
 
 
 def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -62,29 +62,8 @@ FORMULAS = {f.__name__: f for f in (npu_rms_norm, npu_rotary_mul, npu_swiglu, np
 
 @pytest.fixture
 def operators() -> Iterator[None]:
-    if hasattr(torch.ops.npu, "npu_rms_norm"):
-        pytest.skip("torch_npu is installed")
-    library = torch.library.Library("npu", "FRAGMENT")
-    folder = Path(__file__).parents[1]
-    texts = [(folder / f"npu_{part}_schema.txt").read_text() for part in ("operator", "attention")]
-    for line in "".join(texts).splitlines():
-        schema = None if line.startswith("#") else torch._C.parse_schema(line)
-        if schema is None or schema.name.split("::")[1] not in FORMULAS:
-            continue
-        name = library.define(line.removeprefix("npu::"))
-        names = [argument.name for argument in schema.arguments]
-        defaults = {one.name: one.default_value for one in schema.arguments if one.has_default_value()}
-
-        def formula(
-            *args: Any, _f: Any = FORMULAS[name.split("::")[-1]], _n: Any = names, _d: Any = defaults, **named: Any
-        ) -> Any:
-            return _f(**{**_d, **dict(zip(_n, args, strict=False)), **named})
-
-        library.impl(name, formula, "CompositeImplicitAutograd")
-    yield
-    library._destroy()
-    for operator in FORMULAS:
-        torch.ops.npu.__dict__.pop(operator, None)
+    with npu_library(FORMULAS, ("operator", "attention"), "CompositeImplicitAutograd"):
+        yield
 
 
 def compare(operator: str, *args: Any) -> None:

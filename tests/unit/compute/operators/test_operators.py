@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmspeed.compute.operators.cross_entropy import IGNORED, linear_cross_entropy, rows_of_chunk
-from mmspeed.compute.operators.documents import document_attention, numbers_of, positions_of
+from mmspeed.compute.operators.document_attention import document_attention, numbers_of, positions_of
 from mmspeed.compute.operators.grouped import grouped_product
 from mmspeed.compute.operators.permutation import order_by_expert
 from mmspeed.compute.registry import OPERATORS, counting

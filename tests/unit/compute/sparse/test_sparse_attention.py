@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from mmspeed import rng
 from mmspeed.compute.sparse import SparseOutput, clustered_attention, key_means
-from mmspeed.compute.sparse.attention import KERNELS, choose_kernel
+from mmspeed.compute.sparse.dispatch import KERNELS, choose_kernel
 from mmspeed.compute.sparse.kernels.kernel import SparseKernel
 from tests.support.covers import checkered
 from tests.support.sparse_plans import (
@@ -217,7 +217,7 @@ def test_auto_never_computes_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     served = serving(torch.float32, "zero")
     others = {name: kernel for name, kernel in KERNELS.items() if name == "masked" or name not in served}
     # not item by item: those would come back in another order, which is that of preference
-    monkeypatch.setattr("mmspeed.compute.sparse.attention.KERNELS", others)
+    monkeypatch.setattr("mmspeed.compute.sparse.dispatch.KERNELS", others)
     with pytest.raises(ValueError, match="backend='masked' does, in O"):
         attended()
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mmspeed.compute.sparse.controller import SparsityController, keep_at, next_tau, watched_at
 from mmspeed.compute.sparse.mass_histogram import ShareCounts, threshold
-from mmspeed.compute.sparse.module import ClusteredAttention, clustered_layers, warm_plans
+from mmspeed.compute.sparse.module import ClusteredAttention, warm_plans
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.memory import recompute
 from mmspeed.replay import DecisionRecord, record_or_replay, recording, replayed
@@ -238,14 +238,3 @@ def test_centroids_are_carried_over_the_steps_of_a_video() -> None:
         layer(q * 1.5, k, v, None, positions)
         assert set(layer.warm.starts) == {"text", "negative"} and layer.warm.starts["text"][0] is starts
     assert torch.equal(cold, first) and layer.warm is None
-
-
-def test_images_and_short_sequences_are_dense() -> None:
-    layer = layer_of(tau=1.0, dense_steps=0, min_tokens=300)
-    layer.reset()
-    q, k, v, positions = tokens()
-    torch.testing.assert_close(
-        layer(q, k, v, None, positions), torch.nn.functional.scaled_dot_product_attention(q, k, v)
-    )
-    assert layer.counter == {"dense": 1}
-    assert list(clustered_layers(Holder(layer))) == ["attend"]

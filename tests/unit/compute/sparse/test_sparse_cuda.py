@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmspeed import rng
-from mmspeed.compute.sparse import ClusterMeans, ClusterPlan, clustered_attention, key_means
+from mmspeed.compute.sparse import ClusterMeans, ClusterPlan, clustered_attention
 from mmspeed.compute.sparse.kernels import flex, packed, varlen
 from mmspeed.compute.sparse.kernels import tail as coarse
 from mmspeed.compute.sparse.kernels.masked import weights
@@ -19,22 +19,7 @@ from mmspeed.compute.sparse.planners.selection import KeepRule, PlannerContext
 from mmspeed.compute.sparse.planners.tiles import plan_tiles
 from tests.support.covers import checkered
 from tests.support.packed_attention import packed_backward, packed_forward
-from tests.support.sparse_plans import random_plan
-
-
-def draw(plan: ClusterPlan, width: int, dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v and dout."""
-    rows = {"q": plan.queries, "k": plan.keys, "v": plan.keys, "dout": plan.queries}
-    return [rng.normal((*plan.shape[:2], n, width), 0, "sparse cuda", name).to(dtype) for name, n in rows.items()]
-
-
-def near(got: Tensor, right: Tensor, limit: float) -> bool:
-    if got.dtype != right.dtype or not torch.equal(got.isinf(), right.isinf()):
-        return False
-    both = right.isfinite()
-    got, right = got.detach()[both].double(), right.detach()[both].double()
-    return not both.any() or bool((got - right).abs().max() <= limit * right.abs().max().clamp(min=0.1))
-
+from tests.support.sparse_plans import draw, near, random_plan, with_oracle
 
 # ---- varlen: the operators computed by the formula on CPU, and asked for their shapes on tensors without data
 
@@ -78,21 +63,12 @@ def test_varlen_equals_the_oracle(
     monkeypatch.setattr(packed, "BATCH_BYTES", 40 * 16 * dtype.itemsize)  # several batches
     monkeypatch.setattr(coarse, "SCORES", 100)  # and queries in parts
     plan = random_plan(2, 2, 37, 61, clusters=6, uneven=uneven, tail_clusters=3)
-    q, k, v, dout = draw(plan, 16, dtype)
-    assert plan.tail is not None
-    means = key_means(k, v, plan.tail)
-    results = []
-    for sparse in (True, False):
-        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v, means.k_BAKD, means.v_BAKD)]
-        summary = ClusterMeans(*leaves[3:]) if tail == "summary" else None
-        if sparse:
-            out, lse = varlen.VARLEN.attend(*leaves[:3], plan, summary, 0.25)
-        else:
-            out, lse, _ = clustered_attention(*leaves[:3], plan, tail=tail, means=summary, scale=0.25, backend="masked")  # type: ignore[arg-type]
-        wanted = leaves if summary is not None else leaves[:3]
-        results.append([out, lse, *torch.autograd.grad(out, wanted, dout)])
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, means: ClusterMeans | None) -> tuple[Tensor, Tensor]:
+        return varlen.VARLEN.attend(q, k, v, plan, means, 0.25)
+
     limit = 1e-5 if dtype == torch.float32 else 2e-2
-    assert all(near(got, right, limit) for got, right in zip(*results, strict=True))
+    with_oracle(attend, plan, draw(plan, 16, dtype), tail, limit, scale=0.25)
 
 
 @pytest.mark.parametrize("width", [64, 128])
@@ -179,20 +155,12 @@ def test_flex_has_no_gradients_on_cpu_and_serves_tiles_only() -> None:
 def test_coarse_part_merged_has_the_gradients_of_one_softmax(monkeypatch: pytest.MonkeyPatch, keep: float) -> None:
     monkeypatch.setattr(coarse, "SCORES", 40)
     plan = random_plan(1, 2, 13, 17, keep=keep, tail_clusters=3)
-    q, k, v, dout = draw(plan, 8, torch.float64)
     assert plan.tail is not None
     plan.tail.dropped_GCK[:, 1] = 0  # a cluster that sees no mean; with keep 0, nothing
-    means = key_means(k, v, plan.tail)
-    results = []
-    for merged in (True, False):
-        leaves = [x.clone().requires_grad_() for x in (q, k, v, means.k_BAKD, means.v_BAKD)]
-        summary = ClusterMeans(*leaves[3:])
-        if merged:
-            fine, _, lse = weights(*leaves[:2], plan, None, 0.3)
-            out, whole = coarse.merge_parts(fine @ leaves[2], lse, *coarse.coarse(leaves[0], plan, summary, 0.3))
-        else:
-            out, whole, _ = clustered_attention(
-                *leaves[:3], plan, tail="summary", means=summary, scale=0.3, backend="masked"
-            )
-        results.append([out, whole, *torch.autograd.grad(out, leaves, dout, materialize_grads=True)])
-    assert all(near(got, right, 1e-12) for got, right in zip(*results, strict=True))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, means: ClusterMeans | None) -> tuple[Tensor, Tensor]:
+        assert means is not None
+        fine, _, lse = weights(q, k, plan, None, 0.3)
+        return coarse.merge_parts(fine @ v, lse, *coarse.coarse(q, plan, means, 0.3))
+
+    with_oracle(attend, plan, draw(plan, 8, torch.float64), "summary", 1e-12, scale=0.3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +11,13 @@ import torch
 from torch import Tensor
 
 from mmspeed import rng
-from mmspeed.compute.sparse import ClusterMeans, ClusterPlan, clustered_attention, key_means
+from mmspeed.compute.sparse import ClusterMeans, ClusterPlan, clustered_attention
 from mmspeed.compute.sparse.kernels import npu_kernels, packed
 from mmspeed.compute.sparse.planners.selection import KeepRule, PlannerContext
 from mmspeed.compute.sparse.planners.tiles import plan_tiles
+from tests.support.npu_library import npu_library, skip_with_torch_npu
 from tests.support.packed_attention import packed_backward, packed_forward
-from tests.support.sparse_plans import random_plan
+from tests.support.sparse_plans import draw, random_plan, with_oracle
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 CALLS: list[str] = []
@@ -89,55 +89,19 @@ OPERATORS: dict[str, Callable[..., Any]] = {
 
 @pytest.fixture
 def operators() -> Iterator[None]:
-    if hasattr(torch.ops.npu, "npu_fusion_attention"):
-        pytest.skip("torch_npu is installed")
-    library = torch.library.Library("npu", "FRAGMENT")
-    texts = [(Path(__file__).parents[1] / f"npu_{part}_schema.txt").read_text() for part in ("attention", "sparse")]
-    for line in "".join(texts).splitlines():
-        if line.startswith("#"):
-            continue
-        name = library.define(line.removeprefix("npu::"))
-        arguments = torch._C.parse_schema(line).arguments
-        names = [argument.name for argument in arguments]
-        defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
-
-        def implementation(
-            *args: Any, _f: Any = OPERATORS[name.split("::")[-1]], _n: Any = names, _d: Any = defaults, **kwargs: Any
-        ) -> Any:
-            return _f(**{**_d, **dict(zip(_n, args, strict=False)), **kwargs})
-
-        library.impl(name, implementation, "CPU")
     CALLS.clear()
-    yield
-    library._destroy()
-    for operator in OPERATORS:
-        torch.ops.npu.__dict__.pop(operator, None)
-
-
-def draw(plan: ClusterPlan, width: int, dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v and dout."""
-    rows = {"q": plan.queries, "k": plan.keys, "v": plan.keys, "dout": plan.queries}
-    return [rng.normal((*plan.shape[:2], n, width), 0, "sparse npu", name).to(dtype) for name, n in rows.items()]
+    with npu_library(OPERATORS, ("attention", "sparse")):
+        yield
 
 
 def check(plan: ClusterPlan, backend: str, tail: Any, width: int, dtype: torch.dtype) -> None:
     """out, lse and all gradients against the oracle."""
-    q, k, v, dout = draw(plan, width, dtype)
-    assert plan.tail is not None
-    means = key_means(k, v, plan.tail)
-    results = []
-    for name in (backend, "masked"):
-        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v, means.k_BAKD, means.v_BAKD)]
-        summary = ClusterMeans(*leaves[3:]) if tail == "summary" else None
-        done = clustered_attention(*leaves[:3], plan, tail=tail, means=summary, backend=name)
-        wanted = leaves if summary is not None else leaves[:3]
-        results.append([done.out_BAND, done.lse_BAN, *torch.autograd.grad(done.out_BAND, wanted, dout)])
-    for got, right in zip(*results, strict=True):
-        assert got.dtype == right.dtype and torch.equal(got.isinf(), right.isinf())
-        got, right = got.detach().double(), right.detach().double()
-        both = right.isfinite()
-        worst = (got - right)[both].abs().max() / right[both].abs().max().clamp(min=0.1) if both.any() else 0.0
-        assert worst < LIMITS[dtype]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, means: ClusterMeans | None) -> tuple[Tensor, Tensor]:
+        done = clustered_attention(q, k, v, plan, tail=tail, means=means, backend=backend)
+        return done.out_BAND, done.lse_BAN
+
+    with_oracle(attend, plan, draw(plan, width, dtype), tail, LIMITS[dtype])
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
@@ -209,8 +173,7 @@ def test_what_block_masks_do_not_serve(operators: None) -> None:
 
 
 def test_order_of_choice_and_machines_without_the_package() -> None:
-    if hasattr(torch.ops.npu, "npu_fusion_attention"):
-        pytest.skip("torch_npu is installed")
+    skip_with_torch_npu()
     x = torch.zeros(2, 2, 320, 128, dtype=torch.bfloat16)
     for backend in ("npu_tnd", "npu_block"):
         with pytest.raises(ValueError, match="torch_npu"):

@@ -18,6 +18,7 @@ from torch import Tensor
 from mmspeed.compute.autocast import autocast_alike
 from mmspeed.errors import UserError, nearest
 
+from .cluster_plan import ClusterMeans, ClusterPlan, fits, key_means
 from .kernels.flex import FLEX
 from .kernels.grouped import GROUPED
 from .kernels.kernel import SparseKernel
@@ -25,7 +26,6 @@ from .kernels.masked import MASKED, weights
 from .kernels.npu_kernels import NPU_BLOCK, NPU_TND
 from .kernels.triton_gather import TRITON
 from .kernels.varlen import VARLEN
-from .plan import ClusterMeans, ClusterPlan, fits, key_means
 
 TailKind = Literal["zero", "summary"]
 

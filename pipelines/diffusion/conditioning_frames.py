@@ -1,4 +1,4 @@
-"""Frames that a model is given: clean where others are noisy, without loss, and held while a video is sampled.
+"""Conditioning frames: clean where others are noisy, without loss, and held while a video is sampled.
 
 Legend: B batch, C channels, T h w latent.
 """
@@ -15,28 +15,28 @@ from mmspeed.pipelines.diffusion.samplers import Predict
 from mmspeed.protocols import Batch
 
 
-def held(x_BCThw: Tensor, clean_BCThw: Tensor, anchor_BT: Tensor) -> Tensor:
-    """`x_BCThw` with the clean latents at given frames."""
-    return clean_BCThw.to(x_BCThw).where(anchor_BT[:, None, :, None, None], x_BCThw)
+def held(x_BCThw: Tensor, clean_BCThw: Tensor, mask_BT: Tensor) -> Tensor:
+    """`x_BCThw` with the clean latents at conditioning frames."""
+    return clean_BCThw.to(x_BCThw).where(mask_BT[:, None, :, None, None], x_BCThw)
 
 
 def counted_frames(batch: Batch, how: str) -> Tensor | None:
     """The latent frames (B, T) that count in the loss, True or a weight; None: all.
 
-    They are those of the batch's mask; given ones, too, in families that concatenate (`how` is not `replace`, see `AnchorRule`).
+    They are those of `loss_mask`; conditioning frames, too, in families that concatenate (`Conditioning.how` is not `replace`).
     """
-    mask_BT, anchor_BT = (batch[name] if name in batch else None for name in ("loss_mask", "given"))
-    anchor_BT = anchor_BT if how == "replace" else None
-    if anchor_BT is None or mask_BT is None:
-        return mask_BT if anchor_BT is None else ~anchor_BT
-    return mask_BT.where(~anchor_BT, 0)
+    loss_BT, clean_BT = (batch[name] if name in batch else None for name in ("loss_mask", "conditioning_mask"))
+    clean_BT = clean_BT if how == "replace" else None
+    if clean_BT is None or loss_BT is None:
+        return loss_BT if clean_BT is None else ~clean_BT
+    return loss_BT.where(~clean_BT, 0)
 
 
-def holding(predict: Predict, clean_BCThw: Tensor, anchor_BT: Tensor) -> Predict:
-    """The prediction for latents whose given frames are the clean ones, whatever a sampler has made of them."""
+def holding(predict: Predict, clean_BCThw: Tensor, mask_BT: Tensor) -> Predict:
+    """The prediction for latents whose conditioning frames are the clean ones, whatever a sampler has made of them."""
 
     def predict_held(x_BCThw: Tensor, t_B: Tensor) -> Tensor:
-        return predict(held(x_BCThw, clean_BCThw, anchor_BT), t_B)
+        return predict(held(x_BCThw, clean_BCThw, mask_BT), t_B)
 
     return predict_held
 

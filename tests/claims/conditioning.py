@@ -1,4 +1,4 @@
-"""Proof that given frames are learnt: `python -m tests.claims.given_frames` trains a small model and compares losses of held-out clips.
+"""Proof that conditioning frames are learnt: `python -m tests.claims.conditioning` trains a small model and compares held-out losses.
 
 The model is given each clip's first frame and no caption. On clips that it has not seen it is then given the right first frame, that of
 another clip, and none, with the same noise: the loss of the other frames shows what the frame tells it.
@@ -23,7 +23,7 @@ from mmspeed.config.conditioning import ConditioningConfig
 from mmspeed.data import DatasetCache, SampleUse
 from mmspeed.data.loading.collate import assemble
 from mmspeed.pipelines import TextToVideo, TrainPipeline
-from mmspeed.pipelines.diffusion.anchors import counted_frames, held
+from mmspeed.pipelines.diffusion.conditioning_frames import counted_frames, held
 from mmspeed.pipelines.diffusion.objective import mean_error
 from mmspeed.pipelines.diffusion.predictor import conditions_of
 
@@ -94,7 +94,7 @@ def measure(folder: Path, steps: int = STEPS) -> GivenFrames:
     uses = [(SampleUse(sample, 0, 0), 1.0) for sample in samples]
     first = ConditioningConfig(first=1.0)
     batch = assemble(cache, uses, seed=0, caption_dropout=1.0, conditioning=first)
-    latents_BCThw, anchor_BT = batch["latents"], batch["given"]
+    latents_BCThw, mask_BT = batch["latents"], batch["conditioning_mask"]
     counted_BT = counted_frames(batch, "replace")
     conditions = conditions_of(batch, pipe.codec.strides)
     size = samples[0].bucket
@@ -108,9 +108,11 @@ def measure(folder: Path, steps: int = STEPS) -> GivenFrames:
         def loss(
             frames_BCThw: Tensor | None, x: Tensor = x_BCThw, target: Tensor = target_BCThw, t: Tensor = t_B
         ) -> float:
-            anchors = torch.zeros_like(anchor_BT) if frames_BCThw is None else anchor_BT
-            inputs = x if frames_BCThw is None else held(x, frames_BCThw, anchor_BT)
-            named = type(conditions)(conditions.text_BLD, conditions.text_mask_BL, named={"given": anchors})
+            given_BT = torch.zeros_like(mask_BT) if frames_BCThw is None else mask_BT
+            inputs = x if frames_BCThw is None else held(x, frames_BCThw, mask_BT)
+            named = type(conditions)(
+                conditions.text_BLD, conditions.text_mask_BL, named={"conditioning_mask": given_BT}
+            )
             with torch.no_grad():
                 predicted = pipe.predictor.predict(pipe.model, inputs, t, named)
             return float(mean_error(predicted, target, counted_BT).mean())

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mmspeed import rng
 from mmspeed.compute.sparse import ClusterPlan, clustered_attention
-from mmspeed.compute.sparse.attention import check_backend
+from mmspeed.compute.sparse.dispatch import check_backend
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger

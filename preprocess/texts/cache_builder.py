@@ -34,10 +34,10 @@ from mmspeed.data.cache.document_blocks import (
     write_table,
     write_text_info,
 )
-from mmspeed.data.cache.documents import BlockStore
 from mmspeed.data.cache.keys import entry_key
 from mmspeed.data.cache.made_from import MadeFrom
 from mmspeed.data.cache.tables import read_info, write_rejects
+from mmspeed.data.cache.text_cache import BlockStore
 from mmspeed.data.cache.tokenizer_file import TokenizerFacts, tokenizer_problems
 from mmspeed.data.cache.writer import CacheWriter
 from mmspeed.errors import UserError

@@ -3,7 +3,7 @@
     ulysses, ring    what runs
     u, 1             all-to-all; each rank plans and computes its own heads, as one process would; all-to-all. As long as a threshold is
                      not set, it is computed for the heads of a rank, not for all of a sample
-    1, r             each rank groups its own queries, all choose the keys that these groups keep (`plan`), and kept rows travel
+    1, r             each rank groups its own queries, all choose the keys that these groups keep (`split_plan`), and kept rows travel
                      (`exchange`); each rank computes its plan over the table of rows that it received
     u, r             all-to-all, the ring's way, all-to-all
 
@@ -27,9 +27,9 @@ from mmspeed.comm.axis import Axis
 from mmspeed.comm.exchange import all_gather, all_to_all
 from mmspeed.compute.autocast import autocast_alike
 from mmspeed.compute.block_attention import block_forward, merge
-from mmspeed.compute.sparse.attention import SparseOutput, Stats
+from mmspeed.compute.sparse.cluster_plan import TailClusters, key_means
+from mmspeed.compute.sparse.dispatch import SparseOutput, Stats
 from mmspeed.compute.sparse.module import CALIBRATION, ClusteredAttention
-from mmspeed.compute.sparse.plan import TailClusters, key_means
 from mmspeed.compute.sparse.planners.selection import KeepRule
 from mmspeed.graphs import outside_graphs
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes, of_nothing, with_heads_exchanged
@@ -38,7 +38,7 @@ from mmspeed.parallel.sequence.ring import ring_attention
 from mmspeed.replay import apart
 
 from .exchange import fetch
-from .plan import SplitPlan, plan_split
+from .split_plan import SplitPlan, plan_split
 
 
 @outside_graphs

@@ -23,12 +23,12 @@ from torch import Tensor
 from mmspeed.config.places import is_url
 from mmspeed.errors import UserError
 
-from .checksum import sealed_file
 from .document_blocks import DOCUMENTS_NAME, DOCUMENTS_SCHEMA, SECTION, TABLE_VERSION, TextSource, check_of, id_type
 from .files import ReaderLock
 from .index import FACTS
 from .index_reader import PayloadLocation
 from .remote import RemoteStore
+from .seals import sealed_file
 from .tables import entry_schema, index_files, read_info, read_rejects, read_table
 from .tensor_views import tensors_of
 from .tokenizer_file import FOLDER, MAIN, TextTokenizer, TokenizerFacts, tokenizer_problems

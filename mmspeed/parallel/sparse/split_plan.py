@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mmspeed.comm.axis import Axis
 from mmspeed.comm.exchange import all_gather, all_to_all
-from mmspeed.compute.sparse.plan import ClusterPlan, TailClusters
+from mmspeed.compute.sparse.cluster_plan import ClusterPlan, TailClusters
 from mmspeed.compute.sparse.planners.selection import KeepRule, KeyMasks, PlannerContext
 from mmspeed.config.sparse import SparseConfig
 

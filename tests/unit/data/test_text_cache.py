@@ -22,10 +22,10 @@ from mmspeed.data.cache.document_blocks import (
     id_type,
     write_text_info,
 )
-from mmspeed.data.cache.documents import TextCache, read_document_table
 from mmspeed.data.cache.index import write_batch
 from mmspeed.data.cache.keys import digest
 from mmspeed.data.cache.tables import read_info, write_rejects
+from mmspeed.data.cache.text_cache import TextCache, read_document_table
 from mmspeed.data.cache.tokenizer_file import END, TokenizerFacts, byte_tokenizer, store_tokenizer
 from mmspeed.data.cache.writer import CacheWriter
 from mmspeed.data.maintenance.merge import merge

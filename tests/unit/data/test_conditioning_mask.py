@@ -11,13 +11,13 @@ import torch
 
 from mmspeed.config import Config
 from mmspeed.config.conditioning import MODES, ConditioningConfig
-from mmspeed.data.loading.anchor_frames import anchor_frames, check_anchors, draw_mode, prefix_of
-from mmspeed.data.loading.collate import AnchorFrames, give_frames
+from mmspeed.data.loading.collate import ConditioningFrames, draw_conditioning
+from mmspeed.data.loading.conditioning_mask import check_conditioning, conditioning_mask, draw_mode, prefix_of
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.protocols import Batch, RunPlace
-from mmspeed.protocols.calls import AnchorRule
+from mmspeed.protocols.calls import Conditioning
 from mmspeed.shapes import Bucket, Strides
 from tests.support.published import published_config, write_cache
 
@@ -56,15 +56,15 @@ def test_modes_are_drawn_by_name_in_their_shares() -> None:
 
 @pytest.mark.parametrize("frames", [2, 5])
 def test_masks_of_modes(frames: int) -> None:
-    masks = {mode: anchor_frames(mode, frames, 2, 0, ("a", 0, 0)).tolist() for mode in MODES}
+    masks = {mode: conditioning_mask(mode, frames, 2, 0, ("a", 0, 0)).tolist() for mode in MODES}
     first, rest = [True], [False] * (frames - 1)
     assert masks["none"] == [False, *rest] and masks["first"] == first + rest
     assert masks["first_last"] == [*first, *rest[1:], True]
     assert masks["prefix"] == [True, True, *rest[1:]]
-    drawn = [anchor_frames("mask", frames, 0, 0, (str(number), 0, 0)) for number in range(300)]
+    drawn = [conditioning_mask("mask", frames, 0, 0, (str(number), 0, 0)) for number in range(300)]
     assert {int(mask.sum()) for mask in drawn} == set(range(1, frames))  # never none, never all
     assert torch.stack(drawn).any(0).all()
-    assert not anchor_frames("first", 1, 0, 0, ("a", 0, 0)).any()  # an image is made whole
+    assert not conditioning_mask("first", 1, 0, 0, ("a", 0, 0)).any()  # an image is made whole
 
 
 def test_prefixes_end_with_a_latent_frame() -> None:
@@ -87,8 +87,8 @@ def test_prefixes_end_with_a_latent_frame() -> None:
 )
 def test_modes_that_leave_nothing_are_refused(config: dict[str, float], bucket: Bucket, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check_anchors(ConditioningConfig.model_validate(config), bucket, STRIDES)
-    check_anchors(ConditioningConfig(first=1.0), Bucket(1, 32, 48), STRIDES)
+        check_conditioning(ConditioningConfig.model_validate(config), bucket, STRIDES)
+    check_conditioning(ConditioningConfig(first=1.0), Bucket(1, 32, 48), STRIDES)
 
 
 @pytest.mark.parametrize(
@@ -107,18 +107,18 @@ def test_a_first_frame_encoded_alone_takes_its_place() -> None:
     latent_CThw, alone_C1hw = torch.randn(2, 3, 4, 4), torch.randn(2, 1, 4, 4)
     config, before = ConditioningConfig(first=1.0), latent_CThw.clone()
 
-    def frames(stored: dict[str, torch.Tensor], rule: AnchorRule = AnchorRule(), epoch: int = 0) -> AnchorFrames:
-        return give_frames(latent_CThw, stored, config, rule, STRIDES, 0, ("a", epoch, 0), "a.mp4")
+    def frames(
+        stored: dict[str, torch.Tensor], rule: Conditioning = Conditioning(), epoch: int = 0
+    ) -> ConditioningFrames:
+        return draw_conditioning(latent_CThw, stored, config, rule, STRIDES, 0, ("a", epoch, 0), "a.mp4")
 
     alone = frames({"first": alone_C1hw})
     assert torch.equal(alone.latent_CThw[:, :1], alone_C1hw)
     assert torch.equal(alone.latent_CThw[:, 1:], latent_CThw[:, 1:])
-    assert alone.anchor_T.tolist() == [True, False, False] and torch.equal(
-        latent_CThw, before
-    )  # the cache's bytes stay
+    assert alone.mask_T.tolist() == [True, False, False] and torch.equal(latent_CThw, before)  # the cache's bytes stay
     assert torch.equal(frames({"mean": latent_CThw}).latent_CThw, latent_CThw)
 
-    rule = AnchorRule(("first",), "zeros", alone=True)  # as further channels
+    rule = Conditioning(("first",), "zeros", alone=True)  # as further channels
     stored = {"mean": latent_CThw, "first": alone_C1hw, "first_logvar": torch.full_like(alone_C1hw, -2.0)}
     channels = frames(stored, rule)
     assert channels.condition_CThw is not None and torch.equal(channels.latent_CThw, latent_CThw)
@@ -143,23 +143,23 @@ def test_training_gives_frames_clean_at_time_0_without_loss(home: Path) -> None:
 
     seen: Counter[int] = Counter()
     for batch, other in zip(first_steps(task), first_steps(plain), strict=True):
-        anchor_BT = batch["given"]
-        assert "given" not in other and other.names == batch.names
+        mask_BT = batch["conditioning_mask"]
+        assert "conditioning_mask" not in other and other.names == batch.names
         assert torch.equal(other["latents"], batch["latents"]) and torch.equal(other["noise"], batch["noise"])
         noise_BCThw = torch.zeros_like(batch["latents"])
         before = plain.loss({"model": Recorder()}, other)["loss"].loss_I
         got = task.loss({"model": Recorder()}, batch)["loss"]
         (x_plain, t_B), (x_BCThw, t_BT) = calls[-2:]
-        assert torch.equal(got.time_I, t_B) and torch.equal(t_BT, t_B[:, None].where(~anchor_BT, 0.0))
-        for item, anchor_T in enumerate(anchor_BT):
-            assert torch.equal(x_BCThw[item, :, anchor_T], batch["latents"][item, :, anchor_T])
-            assert torch.equal(x_BCThw[item, :, ~anchor_T], x_plain[item, :, ~anchor_T])
+        assert torch.equal(got.time_I, t_B) and torch.equal(t_BT, t_B[:, None].where(~mask_BT, 0.0))
+        for item, mask_T in enumerate(mask_BT):
+            assert torch.equal(x_BCThw[item, :, mask_T], batch["latents"][item, :, mask_T])
+            assert torch.equal(x_BCThw[item, :, ~mask_T], x_plain[item, :, ~mask_T])
             # the prediction is zero: the loss is the mean square of the target over the frames that are made
-            target = (batch["noise"] - batch["latents"])[item, :, ~anchor_T]
+            target = (batch["noise"] - batch["latents"])[item, :, ~mask_T]
             torch.testing.assert_close(got.loss_I[item], target.square().mean())
-            assert bool(anchor_T.any()) or abs(got.loss_I[item] - before[item]) < 1e-6 * before[item]
-            seen[int(anchor_T.sum())] += 1
-        assert not anchor_BT.all(1).any()
+            assert bool(mask_T.any()) or abs(got.loss_I[item] - before[item]) < 1e-6 * before[item]
+            seen[int(mask_T.sum())] += 1
+        assert not mask_BT.all(1).any()
     assert min(seen[0], seen[1], seen[2]) > 1  # images and mode none; first; prefix and mask
 
 
@@ -167,11 +167,13 @@ def test_shapes_are_known_and_workers_give_the_same_frames(home: Path) -> None:
     alone = first_steps(VideoTask(config_of(home, *EVERY)), 2)
     task = VideoTask(config_of(home, *EVERY, "train.loader_workers=1"))
     worked = first_steps(task, 2)
-    assert [batch["given"].tolist() for batch in alone] == [batch["given"].tolist() for batch in worked]
+    assert [batch["conditioning_mask"].tolist() for batch in alone] == [
+        batch["conditioning_mask"].tolist() for batch in worked
+    ]
     (shapes,) = task.data(RunPlace(Device("cpu", 0))).shapes(0)
     assert dict(shapes.tensors) == {name: tuple(tensor.shape) for name, tensor in alone[0].tensors.items()}
     synthetic = task.synthetic_batch(Bucket(9, 32, 48), 2, RunPlace(Device("cpu", 0)))
-    assert synthetic["given"].shape == (2, 3) and synthetic["given"].dtype == torch.bool
+    assert synthetic["conditioning_mask"].shape == (2, 3) and synthetic["conditioning_mask"].dtype == torch.bool
 
 
 def test_models_that_cannot_be_given_frames_say_so(home: Path) -> None:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmspeed.comm.axis import Axis
-from mmspeed.compute.operators.documents import eager_documents
-from mmspeed.parallel.documents import TOKEN_LIMIT, WORK_LIMIT, DocumentShares, share_documents
+from mmspeed.compute.operators.document_attention import eager_documents
+from mmspeed.parallel.document_shares import TOKEN_LIMIT, WORK_LIMIT, DocumentShares, share_documents
 from mmspeed.parallel.sequence.ring import ring_attention
 from mmspeed.parallel.sequence.zigzag import cut_rows, document_pieces
 

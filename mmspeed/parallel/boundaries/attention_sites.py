@@ -32,10 +32,10 @@ from mmspeed.compute.sparse.module import ClusteredAttention
 from mmspeed.compute.structured import structured_attention
 from mmspeed.errors import UserError
 from mmspeed.graphs import outside_graphs
-from mmspeed.parallel.documents import DocumentShares
+from mmspeed.parallel.document_shares import DocumentShares
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes, hybrid_attention, of_nothing, with_heads_exchanged
 from mmspeed.parallel.sequence.packed_attention import packed_attention
-from mmspeed.parallel.sparse.attention import sparse_attention
+from mmspeed.parallel.sparse.sparse_attention import sparse_attention
 from mmspeed.protocols.plan import AttentionLayout, Site, Structure
 from mmspeed.replay import recording
 from mmspeed.torch_internals import in_backward

@@ -19,7 +19,7 @@ from mmspeed.models.diffusers.sparsified import sparsify
 from mmspeed.models.families import Family, Published, call_for, family_of, published_models
 from mmspeed.models.sora.sizes import build_model, resolve_config
 from mmspeed.protocols import ModelCall
-from mmspeed.protocols.calls import Configured, TakesConditions
+from mmspeed.protocols.calls import Configured, TakesConditioning
 from mmspeed.shapes import Bucket
 
 AnySection = ModelConfig | PublishedModelConfig
@@ -90,7 +90,7 @@ def with_weights(
 
 
 def stored_conditions(config: Config) -> tuple[str, ...]:
-    """Names of the latents of given frames that the config's model needs beside a clip's own (`AnchorRule.stored`).
+    """Names of the latents of conditioning frames that the config's model needs beside a clip's own (`Conditioning.stored`).
 
     Raises UserError for a model that cannot be reached.
     """
@@ -98,17 +98,17 @@ def stored_conditions(config: Config) -> tuple[str, ...]:
         return ()
     repository = repository_of(config.model)
     call = call_of(config.model, repository)
-    if not isinstance(call, TakesConditions):
+    if not isinstance(call, TakesConditioning):
         return ()
-    return call.anchors(repository.config(repository.transformer)).stored(config.conditioning.shares)
+    return call.conditioning(repository.config(repository.transformer)).stored(config.conditioning.shares)
 
 
 def mode_of_images(section: PublishedModelConfig, repository: Repository) -> str | None:
     """The first mode of `conditioning` of a model that is always given frames; None for one that makes videos from text, too."""
     call = call_of(section, repository)
-    if not isinstance(call, TakesConditions):
+    if not isinstance(call, TakesConditioning):
         return None
-    modes = call.anchors(repository.config(repository.transformer)).modes
+    modes = call.conditioning(repository.config(repository.transformer)).modes
     return None if "none" in modes else modes[0]
 
 

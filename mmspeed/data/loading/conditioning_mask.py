@@ -1,4 +1,6 @@
-"""Latent frames that a model is given: the mode of each use of a sample, drawn by name, and its mask. Pure functions.
+"""Conditioning frames, latent ones that a model is given: the mode of each use of a sample, drawn by name, and its mask.
+
+Pure functions. The purposes `given_count` and `given_frames` are parts of names of draws and stay as they are.
 
 Legend: T latent frames.
 """
@@ -37,25 +39,25 @@ def prefix_of(pixels: int, strides: Strides) -> int:
     return 1 + (pixels - 1) // strides.temporal
 
 
-def anchor_frames(mode: Mode, frames: int, prefix: int, seed: int, name: Name) -> Tensor:
-    """bool (T,), True at the given ones of `frames` latent frames; none of an image. `prefix`: latent frames that mode `prefix` gives.
+def conditioning_mask(mode: Mode, frames: int, prefix: int, seed: int, name: Name) -> Tensor:
+    """bool (T,), True at the conditioning frames of `frames` latent frames; none of an image.
 
-    Mode `mask` gives 1 to T - 1 frames at any places, both drawn by name.
+    Mode `prefix` gives the first `prefix` ones, mode `mask` 1 to T - 1 at any places; their number and places are drawn by name.
     """
-    anchor_T = torch.zeros(frames, dtype=torch.bool)
+    mask_T = torch.zeros(frames, dtype=torch.bool)
     if frames == 1 or mode == "none":
-        return anchor_T
+        return mask_T
     if mode == "mask":
         count = 1 + int(uniform(seed, "given_count", *name) * (frames - 1))
-        anchor_T[torch.as_tensor(permutation(frames, seed, "given_frames", *name)[:count])] = True
-        return anchor_T
-    anchor_T[: prefix if mode == "prefix" else 1] = True
+        mask_T[torch.as_tensor(permutation(frames, seed, "given_frames", *name)[:count])] = True
+        return mask_T
+    mask_T[: prefix if mode == "prefix" else 1] = True
     if mode == "first_last":
-        anchor_T[-1] = True
-    return anchor_T
+        mask_T[-1] = True
+    return mask_T
 
 
-def check_anchors(config: ConditioningConfig, bucket: Bucket, strides: Strides) -> None:
+def check_conditioning(config: ConditioningConfig, bucket: Bucket, strides: Strides) -> None:
     """Raises UserError for a mode that leaves nothing to predict of videos of a bucket, or gives a part of a latent frame."""
     if not config.gives_frames:
         return

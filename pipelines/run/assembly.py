@@ -19,7 +19,7 @@ from mmspeed.errors import UserError
 from mmspeed.initialize import init_weights, materialize, own_part, read_weights, set_part, stand_in_weights
 from mmspeed.loop.averages import EMA
 from mmspeed.loop.checkpoint.manager import TrainingState
-from mmspeed.loop.optimizers.build import AnyOptimizer, make_optimizer
+from mmspeed.loop.optimizers.make_optimizer import AnyOptimizer, make_optimizer
 from mmspeed.loop.resting import Rests
 from mmspeed.loop.runner import SequentialRunner
 from mmspeed.loop.step import Learner
