@@ -175,10 +175,11 @@ class ThumbnailSource:
     width: int
     height: int
     seconds: float
+    column: str = ""
 
     def source(self) -> Source:
         """The source, for opening."""
-        return Source(self.name, self.path, self.offset, self.size, self.kind, (), "train")
+        return Source(self.name, self.path, self.offset, self.size, self.kind, (), "train", column=self.column)
 
 
 @dataclass
@@ -375,6 +376,7 @@ class DataStatistics:
             *(content, source.name[:_TEXT], source.path, source.offset, source.size, source.kind),
             *(source.captions[0][:_TEXT] if source.captions else "", buckets, len(clips)),
             *(probe.width, probe.height, round(seconds, 3)),
+            column=source.column,
         )
         self._keep_shown([*self.shown, one])
 

@@ -20,7 +20,14 @@ from mmspeed.errors import UserError, first_names
 from mmspeed.preprocess.sources.captions import CaptionAffixes, is_missing, strings
 from mmspeed.preprocess.sources.fetched import MediaStore
 from mmspeed.preprocess.sources.folders import no_file, read_folder
-from mmspeed.preprocess.sources.listing import IMAGE_ENDINGS, VIDEO_ENDINGS, SourceCollector, SourceListing, ending
+from mmspeed.preprocess.sources.listing import (
+    IMAGE_ENDINGS,
+    VIDEO_ENDINGS,
+    SourceCollector,
+    SourceListing,
+    ending,
+    is_media,
+)
 from mmspeed.preprocess.sources.manifest_search import (
     FORMAT_OF_ENDING,
     USUAL_COLUMNS,
@@ -30,9 +37,10 @@ from mmspeed.preprocess.sources.manifest_search import (
     manifest_in,
     usual_names,
 )
-from mmspeed.preprocess.sources.manifests import READERS, Columns, column_names
+from mmspeed.preprocess.sources.manifests import READERS, Cell, Columns, column_names
 from mmspeed.preprocess.sources.patterns import expand
 from mmspeed.preprocess.sources.rejections import Reason, Rejection
+from mmspeed.preprocess.sources.remote import RemoteFile
 from mmspeed.preprocess.sources.remote_listing import RemoteListing, row_place
 from mmspeed.preprocess.sources.scores import SCORE_REASONS, ScoreLimits
 from mmspeed.preprocess.sources.source import Kind, Source, Split, content_id
@@ -131,7 +139,7 @@ def _read_remote(remote: RemoteListing, config: SourceConfig, url: str, kind: st
             return
         url = f"{url.rstrip('/')}/{manifest}"
     with remote.manifest(url) as path:
-        _read_manifest(remote.collector, config, path, url)
+        _read_manifest(remote.collector, config, path, url, remote.file(url))
 
 
 def _format(data: DataConfig, config: SourceConfig, path: str) -> str:
@@ -189,11 +197,13 @@ def _check_not_empty(config: SourceConfig, paths: Sequence[str], rejections: lis
     raise UserError(f"data.sources: {config.path} holds no media{example}; looked for {endings}{hint}")
 
 
-def _read_manifest(collector: SourceCollector, config: SourceConfig, path: str, url: str = "") -> None:
+def _read_manifest(
+    collector: SourceCollector, config: SourceConfig, path: str, url: str = "", file: RemoteFile | None = None
+) -> None:
     """Read rows that name media relative to the manifest's folder, or by URLs. Raises UserError for a missing column or no rows.
 
     A row may name any file, with `..` or an absolute path: the manifest belongs to the user, who may read these files. A remote
-    manifest, of which `path` is the local copy and `url` its address, may name remote files alone.
+    manifest, of which `path` is the local copy and `url` its address (`file`: its facts), may name remote files alone.
     """
     place = url or path
     name = base_name(place)
@@ -211,7 +221,7 @@ def _read_manifest(collector: SourceCollector, config: SourceConfig, path: str, 
             collector.reject(f"{name}:{line}", Reason.BAD_ROW, f"{where}: {row}")
             continue
         good += 1
-        _read_row(collector, config, place, f"{name}:{line}", where, row)
+        _read_row(collector, config, place, f"{name}:{line}", where, row, file)
     collector.files += rows
     if not rows:
         raise UserError(f"data.sources: {place} holds no rows")
@@ -220,17 +230,34 @@ def _read_manifest(collector: SourceCollector, config: SourceConfig, path: str, 
 
 
 def _read_row(
-    collector: SourceCollector, config: SourceConfig, manifest: str, name: str, where: str, row: dict[str, Any]
+    collector: SourceCollector,
+    config: SourceConfig,
+    manifest: str,
+    name: str,
+    where: str,
+    row: dict[str, Any],
+    file: RemoteFile | None = None,
 ) -> None:
     """Read one row; `name` identifies it until its media is known, and `where` is its manifest and line, for messages."""
     media, split = row.get(config.media_column), row.get(config.split_column) if config.split_column else None
     split = None if is_missing(split) else split
     try:
         captions = strings(row.get(config.caption_column))
-        if not isinstance(media, str) or not media.strip() or "\0" in media:
-            raise ValueError(f"'{config.media_column}' names no file")
+        if not isinstance(media, str | Cell):
+            found = "is missing" if is_missing(media) else f"is a {type(media).__name__}"
+            raise ValueError(f"'{config.media_column}' names no file: it {found}")
+        if isinstance(media, str) and (not media.strip() or "\0" in media):
+            raise ValueError(
+                f"'{config.media_column}' names no file: it {'holds a zero byte' if media.strip() else 'is empty'}"
+            )
         if split not in _SPLITS:
             raise ValueError(f"'{config.split_column}' is {split!r}, neither train nor val")
+        if isinstance(media, Cell):
+            shown = base_name(media.name) if is_media(media.name) else name
+            words, cell = collector.captions(captions, row), (media.leaf, media.row)
+            place = base_name(manifest)
+            collector.add(shown, manifest, words, _SPLITS[split], place, where=where, remote=file, cell=cell)
+            return
         url = row_place(manifest, media) if is_url(manifest) else media if is_url(media) else ""
     except (ValueError, TypeError) as error:
         collector.reject(name, Reason.BAD_ROW, f"{where}: {error}")

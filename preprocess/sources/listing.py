@@ -99,8 +99,9 @@ class SourceCollector:
         member: TarMember | None = None,
         where: str = "",
         remote: RemoteFile | None = None,
+        cell: tuple[str, int] | None = None,
     ) -> None:
-        """Add a media file with its captions; `where` is its location for messages.
+        """Add a media file with its captions; `where` is its location for messages, `cell` its leaf and row in a Parquet file.
 
         Without captions it is rejected, or taken with none or the default one, and counted (`data.missing_caption`). Captions, the
         default one included, get the words before and behind them that `affixes` has. A source that a score's threshold refuses is
@@ -124,8 +125,9 @@ class SourceCollector:
         texts = tuple(self.affixes.around(text) for text in texts)
         kind: Kind = "image" if ending(name) in IMAGE_ENDINGS else "video"
         offset, size = (member.offset, member.size) if member else (None, None)
+        column, offset = cell or ("", offset)
         unique = self._unique(readable(name), readable(place))
-        self.sources.append(Source(unique, path, offset, size, kind, texts, split, self.dataset, remote))
+        self.sources.append(Source(unique, path, offset, size, kind, texts, split, self.dataset, remote, column=column))
 
     def reject(self, name: str, reason: Reason, detail: str) -> None:
         self.rejections.append(Rejection(name, reason, detail))

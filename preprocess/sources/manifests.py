@@ -16,13 +16,22 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import IO, Any, BinaryIO
+from typing import IO, Any, BinaryIO, NamedTuple
 
 from mmspeed.errors import UserError, first_names
 from mmspeed.preprocess.sources.captions import decode, encoding_of, is_wide, json_tree
 from mmspeed.redaction import readable
 
 Row = tuple[int, "dict[str, Any] | str"]  # the line or row number, from 1, and the row or its problem
+
+
+class Cell(NamedTuple):
+    """A medium whose bytes stand in a row: the name that it had (perhaps none), the leaf that holds them, and the row from 0."""
+
+    name: str
+    leaf: str
+    row: int
+
 
 _MAX_LINE_BYTES = 4 << 20  # a row's object takes up to about 30 times its line
 _MAX_JSON_BYTES = 256 << 20  # of a JSON array, which is read as a whole
@@ -256,6 +265,7 @@ def read_parquet(path: str, columns: Columns) -> Iterator[Row]:
             assert child.stdout is not None
             number = 0
             read_columns: list[str] = []
+            cells: dict[str, str] = {}
             message: Any = {}
             for line in child.stdout:
                 if not line.endswith(b"\n"):
@@ -263,10 +273,14 @@ def read_parquet(path: str, columns: Columns) -> Iterator[Row]:
                 message = json.loads(line)
                 if isinstance(message, list):
                     number += 1
-                    yield number, dict(zip(read_columns, message, strict=True))
+                    row = dict(zip(read_columns, message, strict=True))
+                    for name in cells:
+                        row[name] = None if row[name] is None else Cell(row[name], cells[name], number - 1)
+                    yield number, row
                 elif "names" in message:
                     columns.check(path, message["names"])
                     read_columns = message["read"]
+                    cells = {name: leaf for name, leaf in message["cells"].items() if leaf}
                 else:
                     break
             if not isinstance(message, dict) or "end" not in message:
@@ -287,7 +301,11 @@ def column_names(path: str, kind: str, encoding: str | None = None) -> list[str]
         def check(self, path: str, names: Collection[str]) -> None:
             seen.update(dict.fromkeys(names))
 
-    columns = Columns("video", "caption", None) if kind == "lists" else Every("", "", None, encoding=encoding)
+    columns = (
+        Columns("video", "caption", None, encoding=encoding)
+        if kind == "lists"
+        else Every("", "", None, encoding=encoding)
+    )
     for _, row in READERS[kind](path, columns):
         if kind == "lists" and isinstance(row, dict):
             seen.update(row)
