@@ -13,7 +13,7 @@ from mmspeed.data import Sample
 from mmspeed.errors import UserError, first_names
 from mmspeed.log import format_seconds
 from mmspeed.preprocess.sources.listing import SourceListing
-from mmspeed.preprocess.sources.rejections import Reason, Rejection
+from mmspeed.preprocess.sources.rejections import TOLD, Reason, Rejection, reasons_in_words, told
 
 if TYPE_CHECKING:
     from mmspeed.models.text.encoders import TransformersEncoder
@@ -149,6 +149,8 @@ class BuildReport:
         """Raise UserError if no source is in the cache."""
         if self.encoded + self.reused == 0:
             examples = ", ".join(f"{count} {reason}" for reason, count in self.reasons.most_common(4))
+            said = [one for one in self.rejections if one.reason in (Reason.NO_CAPTION, *TOLD)]
+            examples += f". {reasons_in_words(said)}" if said else ""
             raise UserError(
                 f"none of the {self.files} files could be encoded ({examples or 'no media found'}); "
                 f"every one is listed with its reason in {self.root / 'rejects'}"
@@ -182,9 +184,10 @@ class BuildReport:
         if self.rejections:
             lines.append(f"  rejected: {len(self.rejections)}, listed in {self.root / 'rejects'}")
             for reason, count in self.reasons.most_common():
-                names = [r.source for r in self.rejections if r.reason.value == reason]
+                shown = [(r.source, r.detail) for r in self.rejections if r.reason.value == reason][:EXAMPLES]
                 more = ", ..." if count > EXAMPLES else ""
-                lines.append(f"    {reason:<16} {count:>5}  {', '.join(names[:EXAMPLES])}{more}")
+                lines.append(f"    {reason:<16} {count:>5}  {', '.join(name for name, _ in shown)}{more}")
+                lines += [f"  {line}" for line in told(reason, shown)]
         if self.part is not None:
             lines.append(self._part_line())
         return lines

@@ -47,7 +47,7 @@ from mmspeed.preprocess.report.page import (
 from mmspeed.preprocess.sources.captions import CaptionAffixes
 from mmspeed.preprocess.sources.discover import list_sources
 from mmspeed.preprocess.sources.listing import SourceListing
-from mmspeed.preprocess.sources.rejections import Rejection
+from mmspeed.preprocess.sources.rejections import Rejection, told
 from mmspeed.preprocess.sources.source import Source
 from mmspeed.shapes import Strides
 
@@ -246,6 +246,7 @@ def _count_lines(numbers: DataStatistics) -> list[str]:
     for reason, count in sorted(numbers.reasons.items(), key=lambda item: (-item[1], item[0])):
         names = [name for name, _ in numbers.examples[reason][:_NAMES]]
         lines.append(f"  {reason:<16} {count:>5}  {', '.join(names)}{', ...' if count > len(names) else ''}")
+        lines += told(reason, numbers.examples[reason][:_NAMES])
     if (clips := sum(numbers.clips().values())) != numbers.usable:
         lines.append(f"  clips: {clips} of {numbers.usable} usable sources")
     decoders, refusals = numbers.counts["decoders"].named, numbers.counts["refusals"].named

@@ -25,7 +25,7 @@ from mmspeed.preprocess.report.bucket_fit import BucketFit, BucketFitter, Bucket
 from mmspeed.preprocess.sources.contents import ContentIds
 from mmspeed.preprocess.sources.discover import list_sources, usual_columns
 from mmspeed.preprocess.sources.fetched import MediaStore
-from mmspeed.preprocess.sources.rejections import Reason, Rejected, Rejection
+from mmspeed.preprocess.sources.rejections import Reason, Rejected, Rejection, reasons_in_words, told
 from mmspeed.preprocess.sources.source import Source
 
 MOST_PROBED = 512  # sources; of more, so many are probed, evenly spaced over the listing
@@ -147,9 +147,10 @@ class DataFit:
         lines += [f"  bucket {b}: {count}" for b, count in zip(self.buckets, self.clips, strict=True)]
         lines.append(f"  fps {self.fps:g}; held out for validation: {self.held_out}")
         for reason in dict.fromkeys(rejection.reason for rejection in self.rejections):
-            names = [r.source for r in self.rejections if r.reason == reason]
-            more = ", ..." if len(names) > _NAMES else ""
-            lines.append(f"  {reason}: {', '.join(names[:_NAMES])}{more} ({reason.explanation})")
+            named = [(r.source, r.detail) for r in self.rejections if r.reason == reason]
+            more = ", ..." if len(named) > _NAMES else ""
+            shown = ", ".join(name for name, _ in named[:_NAMES])
+            lines += [f"  {reason}: {shown}{more} ({reason.explanation})", *told(reason, named[:_NAMES])]
         return lines
 
 
@@ -317,6 +318,4 @@ def _misfit(source: Source, probe: Probe) -> Rejection:
 
 
 def _unusable(path: str | Path, rejections: Sequence[Rejection]) -> UserError:
-    reasons = Counter(rejection.reason for rejection in rejections)
-    why = "; ".join(f"{count} {reason}: {reason.explanation}" for reason, count in reasons.most_common(3))
-    return UserError(f"{path}: none of the {len(rejections)} sources is usable ({why})")
+    return UserError(f"{path}: none of the {len(rejections)} sources is usable ({reasons_in_words(rejections)})")

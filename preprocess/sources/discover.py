@@ -17,6 +17,7 @@ from typing import Any
 from mmspeed.config.places import base_name, is_url
 from mmspeed.config.schema import DataConfig, SourceConfig
 from mmspeed.errors import UserError, first_names
+from mmspeed.log import get_logger
 from mmspeed.preprocess.sources.captions import CaptionAffixes, is_missing, strings
 from mmspeed.preprocess.sources.fetched import MediaStore
 from mmspeed.preprocess.sources.folders import no_file, read_folder
@@ -48,6 +49,8 @@ from mmspeed.preprocess.sources.tar_samples import read_tar
 from mmspeed.redaction import readable
 
 __all__ = ["Kind", "Source", "SourceListing", "Split", "content_id", "list_sources"]
+
+log = get_logger("preprocess")
 
 _SPLITS: dict[Any, Split] = {
     None: "train",
@@ -85,7 +88,9 @@ def list_sources(data: DataConfig, deadline: float = math.inf) -> SourceListing:
                 if is_url(path):
                     _read_remote(remote, config, path, kind)
                 elif kind == "manifest_folder":
-                    _read_manifest(collector, config, manifest_in(data, config, path) or path)
+                    manifest = manifest_in(data, config, path) or path
+                    log.info(f"{path} is read by {base_name(manifest)}")
+                    _read_manifest(collector, config, manifest)
                 else:
                     _READ[kind](collector, config, path)
             if len(collector.sources) == before[0]:
@@ -244,7 +249,7 @@ def _read_row(
     try:
         captions = strings(row.get(config.caption_column))
         if not isinstance(media, str | Cell):
-            found = "is missing" if is_missing(media) else f"is a {type(media).__name__}"
+            found = "is missing" if is_missing(media) else f"is of type {type(media).__name__}"
             raise ValueError(f"'{config.media_column}' names no file: it {found}")
         if isinstance(media, str) and (not media.strip() or "\0" in media):
             raise ValueError(
