@@ -23,7 +23,7 @@ from mmspeed.log import get_logger
 from mmspeed.models.codecs.vae import codec_identity
 from mmspeed.models.text.encoders import text_identity
 from mmspeed.pipelines.run.run_folder import RunFolder
-from mmspeed.pipelines.training.source_changes import changes_to_bring_in
+from mmspeed.pipelines.run.source_changes import changes_to_bring_in
 from mmspeed.protocols import RunPlace
 
 log = get_logger("train")
