@@ -46,7 +46,9 @@ def changes_to_bring_in(
     if changes and online and not resumed:
         return since
     if changes.copied:
-        log.info(f"all sources are newer than the cache {location} and otherwise the same: taken for a copy of the set")
+        log.info(
+            f"all sources have other times than when the cache {location} was made, and are otherwise the same: taken for a copy"
+        )
     elif changes and resumed:
         log.warning(
             f"{since}: this run keeps its order without them; run `mmspeed preprocess`, and at its next start they enter with a new epoch"

@@ -181,11 +181,12 @@ def _check_not_empty(config: SourceConfig, paths: Sequence[str], rejections: lis
     """Raise UserError if a data set holds nothing that could have been a source, or may have its captions in files that are not read."""
     reasons = Counter(rejection.reason for rejection in rejections)
     folders = [path for path in paths if config.format == "auto" and not is_url(path) and os.path.isdir(path)]
-    if reasons[Reason.NO_CAPTION] and (like := [name for path in folders for name in like_manifests(os.listdir(path))]):
+    like = [name for path in folders for name in like_manifests(os.listdir(path))]
+    if like and not {*reasons} & {Reason.CAPTION_ENCODING, *SCORE_REASONS}:
         raise UserError(
             f"data.sources: {config.path} has {reasons[Reason.NO_CAPTION]} media without a caption beside them, and files that may list "
-            f"captions ({first_names(like)}): name one of them as path, with its media_column and caption_column; or set "
-            "data.missing_caption"
+            f"media and captions ({first_names(like)}): name one of them as path (of parts of one set all: *.parquet), with its "
+            "media_column and caption_column; or set data.missing_caption"
         )
     candidate_reasons = {
         Reason.NO_CAPTION,

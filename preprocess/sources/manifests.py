@@ -280,7 +280,7 @@ def read_parquet(path: str, columns: Columns) -> Iterator[Row]:
                 elif "names" in message:
                     columns.check(path, message["names"])
                     read_columns = message["read"]
-                    cells = {name: leaf for name, leaf in message["cells"].items() if leaf}
+                    cells = {name: leaf for name, leaf in message.get("cells", {}).items() if leaf}
                 else:
                     break
             if not isinstance(message, dict) or "end" not in message:

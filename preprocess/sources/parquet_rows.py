@@ -50,7 +50,8 @@ def _write_rows(path: str, names: list[str]) -> None:
     with parquet.ParquetFile(path) as file:
         all_names = file.schema_arrow.names
         read_names = [name for name in names if name in all_names]
-        cells = {name: leaf for name in read_names if name == names[0] and (leaf := _leaf_of_bytes(file, name))}
+        single = [name for name in read_names[:1] if name == names[0] and all_names.count(name) == 1]
+        cells = {name: leaf for name in single if (leaf := _leaf_of_bytes(file, name))}
         leaves = [
             f"{name}.path" if name in cells else name
             for name in read_names
