@@ -11,6 +11,7 @@ from mmspeed.config import RunConfig, video_config
 from mmspeed.config.places import absolute_places, is_url
 
 if TYPE_CHECKING:
+    from mmspeed.data.cache.made_from import MadeFrom
     from mmspeed.preprocess.build.online import OnlineBuilder
     from mmspeed.preprocess.report.check import CheckReport
 
@@ -97,6 +98,12 @@ class VideoPreparation:
         from mmspeed.preprocess.build.ray import build_on_ray
 
         return build_on_ray(self.config, workers).lines()
+
+    def sources_now(self) -> MadeFrom:
+        """The record of the sources as they are now. Raises UserError like `list_sources`, and for stores that are slow."""
+        from mmspeed.preprocess.sources.made_from import listed_now
+
+        return listed_now(self.config.data)
 
     def maker(self) -> OnlineBuilder | None:
         """The encoder of missing entries in the first epoch; None with `preprocess.online: false` and for a cache at a URL."""

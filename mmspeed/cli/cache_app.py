@@ -126,6 +126,8 @@ def merge(
     )
     if report.split_conflicts:
         print(f"{report.split_conflicts} samples are held out in one cache only: the first cache's split counts")
+    if report.held_out_copies:
+        print(f"{report.held_out_copies} samples are held out because another one of the same content is")
 
 
 @app.command()

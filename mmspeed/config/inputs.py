@@ -52,9 +52,9 @@ class SourceConfig(Section):
         gt=0,
         description="Share of this source in an epoch's samples, relative to the other sources' weights: all have one, or none. With a small share, a sample is not used in every epoch, but as often as any other of the source in its bucket (at least one of each bucket in every epoch).",
     )
-    format: Literal["auto", "folder", "jsonl", "csv", "parquet", "webdataset"] = Field(
+    format: Literal["auto", "folder", "jsonl", "json", "csv", "parquet", "webdataset"] = Field(
         "auto",
-        description="Format of `path`; `auto` goes by the file name's ending, and reads a folder that holds `metadata.jsonl`, `.csv` or `.parquet` by that file.",
+        description="Format of `path`; `auto` goes by the file name's ending, and reads a folder that holds `metadata.jsonl`, `.csv` or `.parquet` by that file, and one whose media have no captions beside them by the only file that lists media with captions.",
     )
     media_column: str = Field(
         "video", description="Manifest column with the media file's path, relative to the manifest's folder."
@@ -272,6 +272,10 @@ class DataConfig(Section):
     default_caption: str | None = Field(
         None, min_length=1, description="Caption of media that have none, with `missing_caption: default`."
     )
+    caption_encoding: str | None = Field(
+        None,
+        description="Encoding of caption files and manifests that have no byte-order mark, such as `gb18030`, `shift_jis` or `cp1252`; null: UTF-8. Media with a caption that is not in it are rejected.",
+    )
     caption_prefix: str = Field(
         "",
         description="Words before each caption, the default one included, such as a trigger word; `max_caption_chars` does not cut them. A space follows them.",
@@ -321,6 +325,15 @@ class DataConfig(Section):
                 f"min of {crossed} is {self.min[crossed]:g}, above its max of {self.max[crossed]:g}: no source is between"
             )
         return self
+
+    @field_validator("caption_encoding")
+    @classmethod
+    def _known_encoding(cls, name: str | None) -> str | None:
+        try:
+            "".encode(name or "utf-8")
+        except LookupError:
+            raise ValueError(f"{name!r} is not an encoding that Python knows") from None
+        return name
 
     @model_validator(mode="after")
     def _captions(self) -> DataConfig:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import signal
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -16,6 +18,7 @@ class Reason(str, Enum):
     """The reasons a source can be rejected for. The value is stored in the cache's `rejects` table."""
 
     NO_CAPTION = "no_caption"
+    CAPTION_ENCODING = "caption_encoding"
     ORPHAN_CAPTION = "orphan_caption"
     NOT_MEDIA = "not_media"
     MISSING_FILE = "missing_file"
@@ -55,7 +58,8 @@ class Reason(str, Enum):
 
 
 _EXPLANATIONS = {
-    Reason.NO_CAPTION: "The media file has no caption, or only an empty one.",
+    Reason.NO_CAPTION: "The media file has no caption, or only an empty one; data.missing_caption says what to do with such.",
+    Reason.CAPTION_ENCODING: "A caption is neither UTF-8 nor in the encoding of its byte-order mark or of data.caption_encoding.",
     Reason.ORPHAN_CAPTION: "The caption file has no media file of the same name beside it.",
     Reason.NOT_MEDIA: "The file is neither media nor a caption.",
     Reason.MISSING_FILE: "The file that a manifest or a link names does not exist.",
@@ -87,6 +91,15 @@ _EXPLANATIONS = {
 }
 
 
+# Reasons of which the explanation says little without the detail: summaries show it.
+TOLD: frozenset[Reason] = frozenset({Reason.BAD_ROW, Reason.CAPTION_ENCODING, Reason.NO_SCORE})
+
+
+def told(reason: str, examples: Iterable[tuple[str, str]]) -> list[str]:
+    """Lines on sources that were rejected for a reason, (name, detail) of each, where a name alone says too little."""
+    return [f"    {name}: {detail}" for name, detail in examples] if Reason(reason) in TOLD else []
+
+
 @dataclass(frozen=True)
 class Rejection:
     """A source that is not encoded, with the reason. `source` is its readable name.
@@ -101,6 +114,16 @@ class Rejection:
     def __post_init__(self) -> None:
         object.__setattr__(self, "source", _short(readable(self.source[: 2 * _LONGEST_NAME]), _LONGEST_NAME))
         object.__setattr__(self, "detail", _short(readable(self.detail[: 2 * _LONGEST_DETAIL]), _LONGEST_DETAIL))
+
+
+def reasons_in_words(rejections: Sequence[Rejection], most: int = 3) -> str:
+    """The most frequent reasons with their counts and explanations, and what the first of each is where that says more."""
+    parts = []
+    for reason, count in Counter(rejection.reason for rejection in rejections).most_common(most):
+        first = next(one for one in rejections if one.reason == reason)
+        example = f" {first.detail}." if reason in TOLD else ""
+        parts.append(f"{count} {reason}: {reason.explanation}{example}")
+    return "; ".join(parts)
 
 
 def _short(text: str, longest: int) -> str:

@@ -48,6 +48,7 @@ class Source:
     `name` is unique and readable: the path relative to the source's root, or `set.tar!member`. `offset` and `size` give
     the position of a tar member's bytes in `path`; both are None for a plain file. `kind` is a guess by the name's ending.
     `dataset` is the name of the configured source it belongs to (`DataConfig.dataset_names`), one object for all of them.
+    With a `column` the bytes are those of a Parquet file's row number `offset`, which a local copy has.
     If `path` is a URL, `remote` has the facts that the listing knows, and `copy` is the local file while there is one.
     """
 
@@ -61,6 +62,7 @@ class Source:
     dataset: str = ""
     remote: RemoteFile | None = None
     copy: str = ""
+    column: str = ""
 
     def open(self) -> BinaryIO:
         """Open the media's bytes as a seekable file; a remote one without a copy by ranges. Raises OSError."""
@@ -82,6 +84,8 @@ class Source:
 
     def bytes(self) -> int:
         """The length of the media in bytes. Raises Rejected (missing_file, not_media, truncated, unreadable)."""
+        if self.column and not self.copy:
+            raise Rejected(Reason.UNREADABLE, "its bytes are in a row that was not read yet")
         if self.remote is not None and not self.copy:
             known = self.remote.size if self.size is None else self.size
             if known is None:

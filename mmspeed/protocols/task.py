@@ -36,6 +36,7 @@ class RunPlace:
         leads: True for the rank that reports for its group; the others of the group know the same.
         dealt, number: over how many ranks the items of a step are dealt (those of a pipeline stage), and this rank's number.
         folder: the run's folder.
+        resumed: True where the run goes on from a saved state.
     """
 
     device: Device
@@ -48,6 +49,7 @@ class RunPlace:
     dealt: int = 1
     number: int = 0
     folder: Path = field(default_factory=Path)
+    resumed: bool = False
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ class VideoTask:
     def open(self, place: RunPlace) -> None:
         """Open the config's cache. Raises UserError when it cannot be used and there is no maker."""
         self.group = patient_group() if self.maker is not None else None
-        self._cache, self.whole = open_cache(self.config, self.maker, place.device, place.rank, place.world, self.group)
+        self._cache, self.whole = open_cache(self.config, self.maker, place, self.group)
         encoders = self._cache.info["encoders"]
         self.use(
             EncoderShapes(encoders["vae"]["channels"], Strides(*encoders["vae"]["strides"]), encoders["text"]["width"])

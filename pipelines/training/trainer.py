@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,10 @@ class TrainPipeline:
         placement = place(config, device)
         # rank 0 looks: another node's view of the folder may be older
         comm.first_does(self.folder.check_generator, dist.get_rank())
-        where = placement.at(device, self.folder.root)
+        manager = self.saved.manager()
+        with Working("looking for a checkpoint", tell=False):
+            newest = self.saved.find(manager)
+        where = replace(placement.at(device, self.folder.root), resumed=not newest.fresh)
         self._tell(where, opening.device_line(config, device, where.world, where.strategy))
         self._tell(where, f"run folder: {self.folder.root}")
         with Working("opening the data", tell=False):
@@ -146,9 +149,6 @@ class TrainPipeline:
         require_agreement(flat({"data": data.fingerprint, **self.task.info()}), "give all of them the same data")
         self._tell(where, opening.data_line(data, config.train.steps))
         choice = policies_under_budget(config, self.task, where)
-        manager = self.saved.manager()
-        with Working("looking for a checkpoint", tell=False):
-            newest = self.saved.find(manager)
         with Working("building the model", tell=False):
             weights, bare = WeightsAgreement(), self.task.build()
             weights.require_same_built(bare)

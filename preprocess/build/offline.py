@@ -15,6 +15,7 @@ from dataclasses import replace
 from mmspeed.config import Config
 from mmspeed.data import CacheWriter
 from mmspeed.data.cache.index import compile_index
+from mmspeed.data.cache.splits import copies_of_held_out
 from mmspeed.data.cache.tables import SAMPLES_FILE, read_info, write_rejects, write_samples
 from mmspeed.device import parse_dtype, pick
 from mmspeed.errors import UserError
@@ -236,6 +237,7 @@ def conclude(setup: BuildSetup, parts: Sequence[ProcessRecord], report: BuildRep
     rows = reject_captions(rows, caption_failures(parts), report, statistics)
     samples = samples_of_rows(rows, config.data, encoders.strides)
     report.count_samples(samples)
+    report.held_out_copies = sorted({row.source for row in copies_of_held_out(rows)})
     write_rejects(root, [(r.source, r.reason.value, r.detail) for r in report.rejections])
     setup.write_info()
     write_samples(root, samples, encoders.text_key(""))

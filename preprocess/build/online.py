@@ -19,6 +19,7 @@ from mmspeed.config import Config
 from mmspeed.data import CacheWriter, DatasetCache, Entry, Sample
 from mmspeed.data.cache.files import TempFile
 from mmspeed.data.cache.index import compile_index
+from mmspeed.data.cache.splits import copies_of_held_out
 from mmspeed.data.cache.tables import read_samples, write_rejects, write_samples
 from mmspeed.data.loading.first_epoch import EncodedEntries, EncodeJob
 from mmspeed.device import Device
@@ -32,7 +33,7 @@ from mmspeed.preprocess.decoding.pool import DecodePool, Event, Failed, Finished
 from mmspeed.preprocess.encoding.async_writer import BackgroundWriter
 from mmspeed.preprocess.encoding.encode import TrustedBatches, encode_texts, text_entry
 from mmspeed.preprocess.encoding.latent_stage import LatentStage
-from mmspeed.preprocess.records.build_report import BuildReport
+from mmspeed.preprocess.records.build_report import BuildReport, held_out_line
 from mmspeed.preprocess.records.sample_table import (
     ClipRow,
     PlannedSource,
@@ -139,6 +140,8 @@ class OnlineBuilder:
                 assert not isinstance(tensors, Rejected)  # the empty caption's failure is an error
                 writer.add(**text_entry(encoders, caption, tensors, "null"))
         setup.write_info()
+        if copies := sorted({row.source for row in copies_of_held_out(rows)}):
+            log.warning(held_out_line(copies).strip())
         samples = samples_of_rows(rows, self.config.data, encoders.strides)
         write_samples(setup.root, samples, encoders.text_key(""))
         compile_index(setup.root)

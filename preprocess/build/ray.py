@@ -269,7 +269,7 @@ def _blocks(items: Sequence[Item], size: int, workers: int) -> list[Sequence[Ite
 
 _SOURCE = pa.schema(
     [
-        *((name, pa.string()) for name in ("name", "path", "kind", "split", "dataset", "remote")),
+        *((name, pa.string()) for name in ("name", "path", "kind", "split", "dataset", "remote", "column")),
         *((name, pa.int64()) for name in ("offset", "size")),
         ("captions", pa.list_(pa.string())),
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +23,6 @@ from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, get_logger
 from mmspeed.media.rejections import Rejection
-from mmspeed.media.source import Source
 from mmspeed.models.codecs.linear import LinearCodec
 from mmspeed.preprocess.build.coordination import Agreement, locked
 from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Frames
@@ -34,6 +32,7 @@ from mmspeed.preprocess.encoding.encode import Encoders
 from mmspeed.preprocess.records.build_report import BuildReport
 from mmspeed.preprocess.records.keys import ENCODING_VERSION
 from mmspeed.preprocess.sources.discover import list_sources
+from mmspeed.preprocess.sources.made_from import made_from
 from mmspeed.redaction import redacted
 from mmspeed.version import __version__
 
@@ -56,6 +55,7 @@ class BuildSetup:
         self.config, self.root = config, config.local_cache_dir()
         self._lock: ReaderLock | None = None
         self.listing = list_sources(config.data)
+        self.made_from = made_from(self.listing.sources)
         self.recipe = Recipe.of(config, self.listing.sources, builds=True, upgrade=upgrade)
         self.encoders = Encoders(config, device)
         self.agreement = self._agreement(world)
@@ -122,7 +122,7 @@ class BuildSetup:
                 raise UserError(f"data.buckets: {bucket} does not fit the codec: {error}") from None
 
     def write_info(self) -> None:
-        """Write `cache.json`."""
+        """Write `cache.json`, and the record of the sources."""
         config, encoders = self.config, self.encoders
         strides = encoders.strides
         codec: dict[str, Any] = {
@@ -143,6 +143,7 @@ class BuildSetup:
             "encoding_version": ENCODING_VERSION,
             "versions": {**self.recipe.versions, "generator": rng.VERSION},
             "config": redacted(dump_config(config)),
+            **self.made_from.write(self.root),
         }
         write_info(self.root, info)
 
@@ -150,9 +151,9 @@ class BuildSetup:
         config = self.config
         listing, stamp = hashlib.sha256(), hashlib.sha256()
         for source in self.listing.sources:
-            size, changed = _stat(source)
-            listing.update(f"{source.name}\0{size}\0{source.captions}\n".encode("utf-8", "surrogatepass"))
-            stamp.update(f"{changed}\n".encode())
+            listed = self.made_from.sources[source.name]
+            listing.update(f"{source.name}\0{listed.bytes}\0{source.captions}\n".encode("utf-8", "surrogatepass"))
+            stamp.update(f"{listed.changed}\n".encode())
         settings = {
             "version": ENCODING_VERSION,
             "generator": rng.VERSION,
@@ -206,16 +207,3 @@ def _older(path: Path, seconds: float) -> bool:
         return time.time() - path.stat().st_mtime > seconds
     except FileNotFoundError:
         return False
-
-
-def _stat(source: Source) -> tuple[int, int]:
-    """Bytes of a source and the modification time of its file in nanoseconds, or a number of its state; -1 if they are unknown."""
-    if source.remote is not None:
-        size = source.remote.size if source.size is None else source.size
-        state = source.remote.checksum or source.remote.tag
-        return -1 if size is None else size, int(digest(state.encode())[:15], 16)
-    try:
-        on_disk = os.stat(source.path)
-    except (OSError, ValueError):
-        return -1, -1
-    return on_disk.st_size if source.size is None else source.size, on_disk.st_mtime_ns

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmspeed.data import Sample
-from mmspeed.errors import UserError
+from mmspeed.errors import UserError, first_names
 from mmspeed.log import format_seconds
-from mmspeed.media.rejections import Reason, Rejection
+from mmspeed.media.rejections import TOLD, Reason, Rejection, reasons_in_words, told
 from mmspeed.preprocess.sources.listing import SourceListing
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mmspeed.models.text.family import FamilyTextEncoder
 
 EXAMPLES = 3  # rejected sources shown for each reason; rejects/ lists all
-_CLEANED = ("cut", "repaired", "stripped", "dropped")
+_CLEANED = ("cut", "stripped", "dropped")
 
 
 @dataclass
@@ -40,7 +40,6 @@ class BuildReport:
     ignored: int = 0  # hidden files
     missing_captions: int = 0  # media taken without a caption, or with the default one
     captions_cut: int = 0  # cut to data.max_caption_chars
-    captions_repaired: int = 0  # had bytes that are not UTF-8, replaced by U+FFFD
     captions_stripped: int = 0  # had control or invisible characters, which were removed
     captions_dropped: int = 0  # beyond the number of captions that a clip may have
     seconds: float = 0.0
@@ -76,6 +75,9 @@ class BuildReport:
     rejections: list[Rejection] = field(default_factory=list)
     buckets: Counter[str] = field(default_factory=Counter)
     splits: Counter[str] = field(default_factory=Counter)
+    held_out_copies: list[str] = field(
+        default_factory=list
+    )  # sources held out for a mark of another with their content
     part: tuple[int, int] | None = None  # (number, count) of the part reported on; None: the whole build
     parts_missing: int = 0  # parts of the build that were missing when this one ended
 
@@ -147,6 +149,8 @@ class BuildReport:
         """Raise UserError if no source is in the cache."""
         if self.encoded + self.reused == 0:
             examples = ", ".join(f"{count} {reason}" for reason, count in self.reasons.most_common(4))
+            said = [one for one in self.rejections if one.reason in (Reason.NO_CAPTION, *TOLD)]
+            examples += f". {reasons_in_words(said)}" if said else ""
             raise UserError(
                 f"none of the {self.files} files could be encoded ({examples or 'no media found'}); "
                 f"every one is listed with its reason in {self.root / 'rejects'}"
@@ -170,6 +174,8 @@ class BuildReport:
             lines.append(
                 f"  samples: {_counts(self.splits)}; buckets (frames x height x width): {_counts(self.buckets)}"
             )
+        if self.held_out_copies:
+            lines.append(held_out_line(self.held_out_copies))
         if self.scene_cuts:
             lines.append(scene_line(self.scene_cuts, self.cut_videos))
         lines += [*self._speed_lines(), *self._caption_lines()]
@@ -178,9 +184,10 @@ class BuildReport:
         if self.rejections:
             lines.append(f"  rejected: {len(self.rejections)}, listed in {self.root / 'rejects'}")
             for reason, count in self.reasons.most_common():
-                names = [r.source for r in self.rejections if r.reason.value == reason]
+                shown = [(r.source, r.detail) for r in self.rejections if r.reason.value == reason][:EXAMPLES]
                 more = ", ..." if count > EXAMPLES else ""
-                lines.append(f"    {reason:<16} {count:>5}  {', '.join(names[:EXAMPLES])}{more}")
+                lines.append(f"    {reason:<16} {count:>5}  {', '.join(name for name, _ in shown)}{more}")
+                lines += [f"  {line}" for line in told(reason, shown)]
         if self.part is not None:
             lines.append(self._part_line())
         return lines
@@ -238,13 +245,18 @@ class BuildReport:
             lines.append(
                 f"  rows of padding, which the model takes, in captions: {self.caption_padding_rows}, {size:.1f} MB"
             )
-        if self.captions_repaired:
-            lines.append(f"  captions with bytes that are not UTF-8: {self.captions_repaired}; replaced by U+FFFD")
         if self.captions_stripped:
             lines.append(f"  captions with control or invisible characters, removed: {self.captions_stripped}")
         if self.captions_dropped:
             lines.append(f"  captions beyond the limit for a clip, left out: {self.captions_dropped}")
         return lines
+
+
+def held_out_line(sources: Sequence[str]) -> str:
+    """A line on sources that are held out because another one of their content is marked so."""
+    return (
+        f"  held out because another source of the same content is: {len(sources)} ({first_names(sources, EXAMPLES)})"
+    )
 
 
 def scene_line(cuts: int, videos: int) -> str:

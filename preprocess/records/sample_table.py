@@ -10,6 +10,7 @@ from itertools import groupby
 from mmspeed.config.schema import DataConfig
 from mmspeed.data import Sample
 from mmspeed.data.cache.keys import number_duplicates, sample_key
+from mmspeed.data.cache.splits import hold_out_copies
 from mmspeed.media.rejections import Reason, Rejection
 from mmspeed.media.source import Source
 from mmspeed.preprocess.decoding.clips import Clip
@@ -90,7 +91,7 @@ def samples_of_rows(rows: Iterable[ClipRow], data: DataConfig, strides: Strides)
     """The samples of a data set, independent of the order of `rows`.
 
     With `data.variants` "each" every clip is a sample; with "draw" the clips of one source and bucket are one sample of
-    several latents.
+    several latents. A content that one row holds out is held out in all.
     """
     ordered = sorted(rows, key=lambda row: row.order)
     if data.variants == "draw":
@@ -99,7 +100,7 @@ def samples_of_rows(rows: Iterable[ClipRow], data: DataConfig, strides: Strides)
         groups = [[row] for row in ordered]
     keys = number_duplicates(sample_key([row.latent_key for row in group], group[0].text_keys) for group in groups)
     tokens = {name: math.prod(strides.latent(Bucket.parse(name))) for name in {row.bucket for row in ordered}}
-    return [
+    samples = [
         Sample(
             key=key,
             latent_keys=tuple(row.latent_key for row in group),
@@ -113,6 +114,7 @@ def samples_of_rows(rows: Iterable[ClipRow], data: DataConfig, strides: Strides)
         )
         for key, group in zip(keys, groups, strict=True)
     ]
+    return hold_out_copies(samples)
 
 
 def samples_of(

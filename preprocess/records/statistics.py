@@ -45,7 +45,7 @@ EDGES: dict[str, tuple[float, ...]] = {
 _COUNTED = ("sizes", "endings", "codecs", "decoders", "refusals", "stated")
 _LISTED = (
     *("files", "caption_files", "ignored", "beyond_limit"),
-    *("captions_cut", "captions_repaired", "captions_stripped", "captions_dropped", "missing_captions"),
+    *("captions_cut", "captions_stripped", "captions_dropped", "missing_captions"),
 )  # counts of a `SourceListing`
 _SUMS = (
     *(
@@ -176,10 +176,11 @@ class ThumbnailSource:
     width: int
     height: int
     seconds: float
+    column: str = ""
 
     def source(self) -> Source:
         """The source, for opening."""
-        return Source(self.name, self.path, self.offset, self.size, self.kind, (), "train")
+        return Source(self.name, self.path, self.offset, self.size, self.kind, (), "train", column=self.column)
 
 
 @dataclass
@@ -380,6 +381,7 @@ class DataStatistics:
             *(content, source.name[:_TEXT], source.path, source.offset, source.size, source.kind),
             *(source.captions[0][:_TEXT] if source.captions else "", buckets, len(clips)),
             *(probe.width, probe.height, round(seconds, 3)),
+            column=source.column,
         )
         self._keep_shown([*self.shown, one])
 

@@ -15,11 +15,13 @@ from typing import Any
 from mmspeed.config import Config
 from mmspeed.config.places import is_url
 from mmspeed.config.schema import DataConfig
+from mmspeed.data import Sample
 from mmspeed.data.cache.keys import entry_key
+from mmspeed.data.cache.splits import copies_of_held_out, hold_out_copies
 from mmspeed.data.cache.versions import VERSIONS
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_seconds
-from mmspeed.media.rejections import Rejection
+from mmspeed.media.rejections import Rejection, told
 from mmspeed.media.source import Source
 from mmspeed.models.codecs.vae import codec_geometry, codec_identity
 from mmspeed.models.image_encoder import image_fingerprint
@@ -28,7 +30,13 @@ from mmspeed.models.text.encoders import sees_pictures, text_identity
 from mmspeed.preprocess.decoding.clips import left_unmirrored, split_of
 from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Selected
 from mmspeed.preprocess.decoding.recipe import Recipe
-from mmspeed.preprocess.records.build_report import refusal_line, scene_line, stated_lines, unmirrored_line
+from mmspeed.preprocess.records.build_report import (
+    held_out_line,
+    refusal_line,
+    scene_line,
+    stated_lines,
+    unmirrored_line,
+)
 from mmspeed.preprocess.records.keys import latent_parts, text_parts
 from mmspeed.preprocess.records.sample_table import PlannedSource, samples_of
 from mmspeed.preprocess.records.stale_entries import StoredEntries, WantedKeys, stale_reasons
@@ -118,10 +126,11 @@ def check(
         UpgradeCounts(config, recipe, listing.sources),
     )
     started = time.monotonic()
-    _survey(config, listing, report.statistics, needs, codec, text, recipe, shapes)
+    copies = _survey(config, listing, report.statistics, needs, codec, text, recipe, shapes)
     seconds = time.monotonic() - started
     numbers = report.statistics
-    report.lines_ += [*_count_lines(numbers), *_caption_lines(config.data, listing.sources)]
+    held_out = [held_out_line(copies)] if copies else []
+    report.lines_ += [*_count_lines(numbers), *held_out, *_caption_lines(config.data, listing.sources)]
     scores = [] if listing.scores is None else listing.scores.summaries()
     report.lines_ += [line for score in scores for line in score.lines()]
     if not numbers.usable:
@@ -186,12 +195,17 @@ def _survey(
     text: str,
     recipe: Recipe,
     shapes: SourceShapes | None = None,
-) -> None:
-    """Probe every source; count it, its samples, the entries that it needs, and its shape (even if it fits no bucket)."""
+) -> list[str]:
+    """Probe every source; count it, its samples, the entries that it needs, and its shape (even if it fits no bucket).
+
+    Returns the sources that are held out because another one of their content is.
+    """
     numbers.add_listing(listing)
     name, conditions = codec if codec is not None else _NO_CODEC, stored_conditions(config)
     image = image_fingerprint(config)
     stored = needs.stored.keys["latents"]
+    marked = any(source.split == "val" for source in listing.sources)
+    later: list[Sample] = []  # counted when all are known: a mark holds out every copy of the content
     no_key: Callable[..., str] = lambda *parts: ""  # noqa: E731 (samples are only counted here)
     beside_pictures = sees_pictures(config.text)
     with (
@@ -214,7 +228,10 @@ def _survey(
                 split = split_of(source, clips[0].content_id, config.data, config.seed)
                 planned = PlannedSource(source, split, clips[0].content_id, clips)
                 for sample in samples_of([planned], no_key, no_key, config.data, _ONE_TO_ONE):
-                    numbers.add_sample(sample.bucket, sample.split, sample.dataset)
+                    if marked:
+                        later.append(sample)
+                    else:
+                        numbers.add_sample(sample.bucket, sample.split, sample.dataset)
                 for clip in clips:
                     parts = latent_parts(config, name, clip, conditions, image)
                     needs.upgrades.add(clip, event.probe, entry_key(parts) in stored)
@@ -222,6 +239,9 @@ def _survey(
                         needs.missing_pixels += clip.bucket.frames * clip.bucket.height * clip.bucket.width
                 for caption, seen in product(source.captions, clips if beside_pictures else (None,)):
                     needs.texts.add(text_parts(config, text, caption, seen))
+    for sample in hold_out_copies(later):
+        numbers.add_sample(sample.bucket, sample.split, sample.dataset)
+    return sorted({sample.source for sample in copies_of_held_out(later)})
 
 
 def _count_lines(numbers: DataStatistics) -> list[str]:
@@ -232,6 +252,7 @@ def _count_lines(numbers: DataStatistics) -> list[str]:
     for reason, count in sorted(numbers.reasons.items(), key=lambda item: (-item[1], item[0])):
         names = [name for name, _ in numbers.examples[reason][:_NAMES]]
         lines.append(f"  {reason:<16} {count:>5}  {', '.join(names)}{', ...' if count > len(names) else ''}")
+        lines += told(reason, numbers.examples[reason][:_NAMES])
     if (clips := sum(numbers.clips().values())) != numbers.usable:
         lines.append(f"  clips: {clips} of {numbers.usable} usable sources")
     decoders, refusals = numbers.counts["decoders"].named, numbers.counts["refusals"].named

@@ -16,7 +16,7 @@ from mmspeed.config.schema import PublishedModelConfig
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine
 from mmspeed.media.probe import Probe
-from mmspeed.media.rejections import Reason, Rejected, Rejection
+from mmspeed.media.rejections import Reason, Rejected, Rejection, reasons_in_words, told
 from mmspeed.media.source import Source
 from mmspeed.media.windows import frames_available
 from mmspeed.models.families.complete import boundary_of
@@ -142,9 +142,10 @@ class DataFit:
         lines += [f"  bucket {b}: {count}" for b, count in zip(self.buckets, self.clips, strict=True)]
         lines.append(f"  fps {self.fps:g}; held out for validation: {self.held_out}")
         for reason in dict.fromkeys(rejection.reason for rejection in self.rejections):
-            names = [r.source for r in self.rejections if r.reason == reason]
-            more = ", ..." if len(names) > _NAMES else ""
-            lines.append(f"  {reason}: {', '.join(names[:_NAMES])}{more} ({reason.explanation})")
+            named = [(r.source, r.detail) for r in self.rejections if r.reason == reason]
+            more = ", ..." if len(named) > _NAMES else ""
+            shown = ", ".join(name for name, _ in named[:_NAMES])
+            lines += [f"  {reason}: {shown}{more} ({reason.explanation})", *told(reason, named[:_NAMES])]
         return lines
 
 
@@ -316,6 +317,5 @@ def _misfit(source: Source, probe: Probe, grid: BucketGrid) -> Rejection:
 
 
 def _unusable(path: str | Path, rejections: Sequence[Rejection], needed: str = "") -> UserError:
-    reasons = Counter(rejection.reason for rejection in rejections)
-    why = "; ".join(f"{count} {reason}: {reason.explanation}" for reason, count in reasons.most_common(3))
+    why = reasons_in_words(rejections)
     return UserError(f"{path}: none of the {len(rejections)} sources is usable ({why}){needed}")

@@ -21,6 +21,14 @@ _UNSEEN = re.compile(
 # Joiners and variation selectors form letters and emoji, in ones and twos.
 _JOINERS = re.compile("([\u200c\u200d\ufe00-\ufe0f]{2})[\u200c\u200d\ufe00-\ufe0f]+")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
+LOST = "\ufffd"  # stands for a character that was lost
+_MARKS = {  # of byte orders, the longer ones first
+    b"\xff\xfe\0\0": "utf-32",
+    b"\0\0\xfe\xff": "utf-32",
+    b"\xef\xbb\xbf": "utf-8-sig",
+    b"\xff\xfe": "utf-16",
+    b"\xfe\xff": "utf-16",
+}
 
 
 class CleanedCaption(NamedTuple):
@@ -28,22 +36,22 @@ class CleanedCaption(NamedTuple):
 
     text: str
     cut: bool  # it was longer than allowed
-    repaired: bool  # U+FFFD replaces undecodable bytes
+    broken: bool  # it holds U+FFFD, in place of bytes that are no text or as it was written
     stripped: bool  # control or invisible characters were removed
 
 
 def clean_caption(text: str, max_chars: int) -> CleanedCaption:
     """The caption with single spaces, at most `max_chars` long, and without control and invisible characters.
 
-    Lone surrogates, as which undecodable bytes are read, become U+FFFD; only those within the limit count.
+    Lone surrogates, as which undecodable bytes are read, become U+FFFD; only that within the limit counts.
     """
     raw = text[: _MAX_RAW_CHARS + 4 * max_chars]
     bare = _JOINERS.sub(r"\1", _UNSEEN.sub("", raw))
     spaced = " ".join(bare.split())
     shortened = spaced[:max_chars].rstrip()
-    clean, repairs = _SURROGATE.subn("\ufffd", shortened)
+    clean = _SURROGATE.sub(LOST, shortened)
     cut = len(spaced) > max_chars or len(raw) < len(text)
-    return CleanedCaption(clean, cut, repairs > 0, len(bare) < len(raw))
+    return CleanedCaption(clean, cut, LOST in clean, len(bare) < len(raw))
 
 
 _PUNCTUATION = tuple(",.;:!?)]}，。；：！？、")  # marks that follow a word without a space
@@ -73,10 +81,9 @@ class CaptionAffixes:
 
 @dataclass
 class CaptionCounts:
-    """Counts of captions that were cut, repaired and stripped, and of those dropped beyond their clip's limit."""
+    """Counts of captions that were cut and stripped, and of those dropped beyond their clip's limit."""
 
     cut: int = 0
-    repaired: int = 0
     stripped: int = 0
     dropped: int = 0
 
@@ -84,15 +91,19 @@ class CaptionCounts:
 class Captions:
     """The distinct captions of one clip, cleaned as they are added, at most `MAX_CAPTIONS`, and its scores.
 
-    `problem` is the reason if there are none and it is known. `scores` has the fields of `columns`, as they are written.
+    `problem` is the reason if there are none and it is known, `broken` says what of one is no text. `scores` has the fields of `columns`,
+    as they are written. `encoding`: of caption files without a byte-order mark; None: UTF-8.
     """
 
-    def __init__(self, max_chars: int, counts: CaptionCounts, columns: Sequence[str] = ()) -> None:
-        self.problem = ""
+    def __init__(
+        self, max_chars: int, counts: CaptionCounts, columns: Sequence[str] = (), encoding: str | None = None
+    ) -> None:
+        self.problem = self.broken = ""
         self.scores: dict[str, Any] = {}
         self._columns = columns
         self._max_chars = max_chars
         self._counts = counts
+        self._encoding = encoding
         self._kept: dict[str, None] = {}
 
     @property
@@ -103,8 +114,9 @@ class Captions:
         """Add a caption; `whole` is false if its file was not read to its end."""
         cleaned = clean_caption(text, self._max_chars)
         self._counts.cut += cleaned.cut or not whole
-        self._counts.repaired += cleaned.repaired
         self._counts.stripped += cleaned.stripped
+        if cleaned.broken:
+            self.broken = self.broken or no_text(cleaned.text, LOST in text, self._encoding)
         if not cleaned.text or cleaned.text in self._kept:
             return
         if len(self._kept) < MAX_CAPTIONS:
@@ -120,14 +132,14 @@ class Captions:
         """Add the captions of a caption file, of which `data` are the first bytes: up to `MAX_CAPTION_BYTES` + 1."""
         whole = len(data) <= MAX_CAPTION_BYTES
         if not name.lower().endswith(".json"):
-            text = decode(data[:MAX_CAPTION_BYTES])
+            text = decode(data[:MAX_CAPTION_BYTES], self._encoding)
             # A character that the limit cuts in two is not damage of the file.
             self.add(text if whole else text[:-3] + _SURROGATE.sub("", text[-3:]), whole)
         elif not whole:
             self.problem = f"its caption file is larger than {MAX_CAPTION_BYTES} bytes"
         else:
             try:
-                tree = json_tree(decode(data))
+                tree = json_tree(decode(data, self._encoding))
                 self.add_scores(tree if isinstance(tree, dict) else {})
                 for text in json_captions(tree, key):
                     self.add(text)
@@ -135,14 +147,37 @@ class Captions:
                 self.problem = f"its caption file: {error}"
 
 
-def decode(data: bytes) -> str:
-    """Decode UTF-8, or UTF-16 with its mark; each undecodable byte becomes a lone surrogate."""
-    if data[:2] not in (b"\xff\xfe", b"\xfe\xff"):
-        return data.decode("utf-8-sig", "surrogateescape")
+def encoding_of(head: bytes, own: str | None) -> str:
+    """The encoding of a text by its byte-order mark, else `own`, else UTF-8. `head`: its first four bytes, or more."""
+    return next((name for mark, name in _MARKS.items() if head.startswith(mark)), own or "utf-8")
+
+
+def is_wide(encoding: str) -> bool:
+    """True for an encoding in which a line's end is more than one byte."""
+    return encoding.lower().replace("_", "-").startswith(("utf-16", "utf-32"))
+
+
+def decode(data: bytes, own: str | None = None) -> str:
+    """Decode by the byte-order mark, else by the encoding `own`, else as UTF-8; each undecodable byte becomes a lone surrogate."""
+    encoding = encoding_of(data, own)
+    if not is_wide(encoding):
+        return data.decode(encoding, "surrogateescape")
     try:
-        return data.decode("utf-16")
-    except UnicodeDecodeError:  # UTF-16 has no surrogateescape
-        return data.decode("utf-16", "replace").replace("\ufffd", "\udcff")
+        return data.decode(encoding)
+    except UnicodeDecodeError:  # it has no surrogateescape
+        return data.decode(encoding, "replace").replace(LOST, "\udcff")
+
+
+def no_text(shown: str, as_written: bool, encoding: str | None) -> str:
+    """The detail of a caption, `shown`, with a character that is lost: in the file itself, or by reading it in another encoding."""
+    place = max(0, shown.index(LOST) - 20)
+    part = shown[place : place + 40]
+    if as_written and encoding is None:
+        return f"its caption holds U+FFFD, in place of a character that was lost: {part!r}; write it anew, or in its encoding"
+    return (
+        f"its caption is not {encoding or 'UTF-8'}: {part!r}; name its encoding under data.caption_encoding, such as gb18030, shift_jis or "
+        "cp1252"
+    )
 
 
 def json_tree(text: str) -> Any:

@@ -175,9 +175,11 @@ def _comparable(source: Source) -> bool:
     """True for a source of which parts can be read at any time, to compare them with others.
 
     A remote file is such if its length stood in a listing, its store answers ranges, and has no checksum for it; of others all bytes
-    make the id, when they are fetched.
+    make the id, when they are fetched; of media in a Parquet file, too.
     """
     file = source.remote
+    if source.column:
+        return False
     if not is_url(source.path):
         return True
     return file is not None and file.listed and file.ranges and not (file.checksum and source.offset is None)

@@ -6,22 +6,43 @@ becomes a source, a caption, a rejection with a reason, or is counted as ignored
 
 from __future__ import annotations
 
+import math
 import os
 import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
 from mmspeed.config.places import base_name, is_url
 from mmspeed.config.schema import DataConfig, SourceConfig
-from mmspeed.errors import UserError
+from mmspeed.errors import UserError, first_names
+from mmspeed.log import get_logger
 from mmspeed.media.rejections import Reason, Rejection
 from mmspeed.media.source import Kind, Source, Split, content_id
 from mmspeed.preprocess.sources.captions import CaptionAffixes, is_missing, strings
 from mmspeed.preprocess.sources.fetched import MediaStore
 from mmspeed.preprocess.sources.folders import no_file, read_folder
-from mmspeed.preprocess.sources.listing import IMAGE_ENDINGS, VIDEO_ENDINGS, SourceCollector, SourceListing, ending
-from mmspeed.preprocess.sources.manifests import READERS, Columns, column_names
+from mmspeed.preprocess.sources.listing import (
+    IMAGE_ENDINGS,
+    VIDEO_ENDINGS,
+    SourceCollector,
+    SourceListing,
+    ending,
+    is_media,
+)
+from mmspeed.preprocess.sources.manifest_search import (
+    FORMAT_OF_ENDING,
+    USUAL_COLUMNS,
+    captioned,
+    kind_of,
+    like_manifests,
+    manifest_in,
+    usual_names,
+)
+from mmspeed.preprocess.sources.manifests import READERS, Cell, Columns, column_names
 from mmspeed.preprocess.sources.patterns import expand
+from mmspeed.preprocess.sources.remote import RemoteFile
 from mmspeed.preprocess.sources.remote_listing import RemoteListing, row_place
 from mmspeed.preprocess.sources.scores import SCORE_REASONS, ScoreLimits
 from mmspeed.preprocess.sources.tar_samples import read_tar
@@ -29,13 +50,8 @@ from mmspeed.redaction import readable
 
 __all__ = ["Kind", "Source", "SourceListing", "Split", "content_id", "list_sources"]
 
-FORMAT_OF_ENDING = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".csv": "csv",
-    ".parquet": "parquet",
-    ".tar": "webdataset",
-}
+log = get_logger("preprocess")
+
 _SPLITS: dict[Any, Split] = {
     None: "train",
     "": "train",
@@ -46,36 +62,40 @@ _SPLITS: dict[Any, Split] = {
 }
 
 
-def list_sources(data: DataConfig) -> SourceListing:
+def list_sources(data: DataConfig, deadline: float = math.inf) -> SourceListing:
     """The media of all configured sources, in their order and then by name.
 
     Raises UserError for a missing path, an unknown format, a missing column, a source without any media, and a store that cannot be
-    reached.
+    reached; LateError when it goes on after the `deadline` (of `time.monotonic`).
     """
     scores = ScoreLimits.of(data)
-    collector = SourceCollector(data.max_caption_chars, data.missing_caption, data.default_caption or "", scores)
+    collector = SourceCollector(
+        data.max_caption_chars,
+        data.missing_caption,
+        data.default_caption or "",
+        scores,
+        deadline,
+        data.caption_encoding,
+    )
     with closing(MediaStore.of(data)) as media:
         remote = RemoteListing(collector, media)
         for config, name in zip(data.sources, data.dataset_names, strict=True):
             collector.dataset, collector.affixes = name, CaptionAffixes.of(data, config)
             before = len(collector.sources), len(collector.rejections)
-            places = [(path, _format(config, path)) for path in expand(config.path)]
+            places = [(path, _format(data, config, path)) for path in expand(config.path)]
             remote.prepare_tars([path for path, kind in places if kind == "webdataset" and is_url(path)])
             for path, kind in places:
                 if is_url(path):
                     _read_remote(remote, config, path, kind)
+                elif kind == "manifest_folder":
+                    manifest = manifest_in(data, config, path) or path
+                    log.info(f"{path} is read by {base_name(manifest)}")
+                    _read_manifest(collector, config, manifest)
                 else:
                     _READ[kind](collector, config, path)
             if len(collector.sources) == before[0]:
-                _check_not_empty(config, collector.rejections[before[1] :])
+                _check_not_empty(config, [path for path, _ in places], collector.rejections[before[1] :])
     return collector.listing(data.limit)
-
-
-# Keys of a source, and the names under which manifests usually have what they name, the likeliest first.
-USUAL_COLUMNS = {
-    "media_column": ("video", "video_path", "path", "file_name", "filename", "file", "media", "image", "url"),
-    "caption_column": ("caption", "text", "prompt", "captions", "description"),
-}
 
 
 def usual_columns(data: DataConfig) -> dict[str, str]:
@@ -85,18 +105,18 @@ def usual_columns(data: DataConfig) -> dict[str, str]:
     """
     config = data.sources[0]
     path = expand(config.path)[0]
-    kind = _format(config, path)
+    kind = _format(data, config, path)
     if kind == "manifest_folder":
-        path = _manifest_in(config, path) or path
-        kind = FORMAT_OF_ENDING[ending(path)]
+        path = manifest_in(data, config, path) or path
+        kind = kind_of(path)
     if kind not in READERS:
         return {}
     if is_url(path):
         with closing(MediaStore.of(data)) as media:
             with RemoteListing(SourceCollector(data.max_caption_chars), media).manifest(path) as copy:
-                names = column_names(copy, kind)
+                names = column_names(copy, kind, data.caption_encoding)
     else:
-        names = column_names(path, kind)
+        names = column_names(path, kind, data.caption_encoding)
     guessed = {}
     for key, usual in USUAL_COLUMNS.items():
         if getattr(config, key) not in names and (column := next((name for name in usual if name in names), None)):
@@ -111,7 +131,10 @@ def _read_remote(remote: RemoteListing, config: SourceConfig, url: str, kind: st
         return
     if kind == "folder":
         files = remote.find(url)
-        manifest = next((name for name in _manifest_names(config) if name in files), None)
+        manifest = next((name for name in usual_names(config) if name in files), None)
+        if manifest is None and config.format == "auto" and not captioned(files):
+            like = like_manifests([name for name in files if "/" not in name and kind_of(name) != "lists"])
+            manifest = like[0] if len(like) == 1 else None
         if manifest is None or config.format == "folder":
             if config.format not in ("auto", "folder"):
                 raise UserError(
@@ -121,10 +144,10 @@ def _read_remote(remote: RemoteListing, config: SourceConfig, url: str, kind: st
             return
         url = f"{url.rstrip('/')}/{manifest}"
     with remote.manifest(url) as path:
-        _read_manifest(remote.collector, config, path, url)
+        _read_manifest(remote.collector, config, path, url, remote.file(url))
 
 
-def _format(config: SourceConfig, path: str) -> str:
+def _format(data: DataConfig, config: SourceConfig, path: str) -> str:
     """The format of `path`. Raises UserError if it cannot be determined."""
     if is_url(path):
         path = base_name(path)
@@ -137,7 +160,7 @@ def _format(config: SourceConfig, path: str) -> str:
     elif config.format == "folder" and not os.path.isdir(path):
         raise UserError(f"data.sources: {path} is a file, not a folder; set format to match it, or to auto")
     if os.path.isdir(path):
-        if config.format != "folder" and _manifest_in(config, path) is not None:
+        if config.format != "folder" and manifest_in(data, config, path) is not None:
             return "manifest_folder"
         if config.format not in ("auto", "folder"):
             raise UserError(f"data.sources: {path} is a folder, and format {config.format} reads a file; name the file")
@@ -146,27 +169,32 @@ def _format(config: SourceConfig, path: str) -> str:
         return config.format
     if re.search(r"\.(tgz|tar\.\w+)$", path.lower()):
         raise UserError(f"data.sources: {path} is a compressed tar, which cannot be read in place; decompress it first")
-    if ending(path) not in FORMAT_OF_ENDING:
+    if not kind_of(path):
         raise UserError(
             f"data.sources: {path}: cannot tell what it is by its ending; "
             f"name a folder or a file in {', '.join(FORMAT_OF_ENDING)}, or set format"
         )
-    return FORMAT_OF_ENDING[ending(path)]
+    return kind_of(path)
 
 
-def _manifest_names(config: SourceConfig) -> list[str]:
-    kinds = ("jsonl", "csv", "parquet") if config.format == "auto" else (config.format,)
-    return [f"metadata.{kind}" for kind in kinds]
-
-
-def _manifest_in(config: SourceConfig, folder: str) -> str | None:
-    files = (os.path.join(folder, name) for name in _manifest_names(config))
-    return next((file for file in files if os.path.isfile(file)), None)
-
-
-def _check_not_empty(config: SourceConfig, rejections: list[Rejection]) -> None:
-    """Raise UserError if a data set holds nothing that could have been a source."""
-    candidate_reasons = {Reason.NO_CAPTION, Reason.MISSING_FILE, Reason.BAD_ROW, *SCORE_REASONS}
+def _check_not_empty(config: SourceConfig, paths: Sequence[str], rejections: list[Rejection]) -> None:
+    """Raise UserError if a data set holds nothing that could have been a source, or may have its captions in files that are not read."""
+    reasons = Counter(rejection.reason for rejection in rejections)
+    folders = [path for path in paths if config.format == "auto" and not is_url(path) and os.path.isdir(path)]
+    like = [name for path in folders for name in like_manifests(os.listdir(path))]
+    if like and not {*reasons} & {Reason.CAPTION_ENCODING, *SCORE_REASONS}:
+        raise UserError(
+            f"data.sources: {config.path} has {reasons[Reason.NO_CAPTION]} media without a caption beside them, and files that may list "
+            f"media and captions ({first_names(like)}): name one of them as path (of parts of one set all: *.parquet), with its "
+            "media_column and caption_column; or set data.missing_caption"
+        )
+    candidate_reasons = {
+        Reason.NO_CAPTION,
+        Reason.CAPTION_ENCODING,
+        Reason.MISSING_FILE,
+        Reason.BAD_ROW,
+        *SCORE_REASONS,
+    }
     if any(rejection.reason in candidate_reasons for rejection in rejections):
         return
     example = f" ({rejections[0].source}: {rejections[0].detail or rejections[0].reason})" if rejections else ""
@@ -175,19 +203,22 @@ def _check_not_empty(config: SourceConfig, rejections: list[Rejection]) -> None:
     raise UserError(f"data.sources: {config.path} holds no media{example}; looked for {endings}{hint}")
 
 
-def _read_manifest(collector: SourceCollector, config: SourceConfig, path: str, url: str = "") -> None:
+def _read_manifest(
+    collector: SourceCollector, config: SourceConfig, path: str, url: str = "", file: RemoteFile | None = None
+) -> None:
     """Read rows that name media relative to the manifest's folder, or by URLs. Raises UserError for a missing column or no rows.
 
     A row may name any file, with `..` or an absolute path: the manifest belongs to the user, who may read these files. A remote
-    manifest, of which `path` is the local copy and `url` its address, may name remote files alone.
+    manifest, of which `path` is the local copy and `url` its address (`file`: its facts), may name remote files alone.
     """
     place = url or path
     name = base_name(place)
-    kind = config.format if config.format in READERS else FORMAT_OF_ENDING[ending(name)]
+    kind = config.format if config.format in READERS else kind_of(name)
     rows = good = 0
     first_problem = ""
     unit = "row" if kind == "parquet" else "line"
-    columns = Columns(config.media_column, config.caption_column, config.split_column, place, collector.scores.columns)
+    named = config.media_column, config.caption_column, config.split_column
+    columns = Columns(*named, place, collector.scores.columns, collector.encoding)
     for line, row in READERS[kind](path, columns):
         rows += 1
         where = f"{name} {unit} {line}"
@@ -196,7 +227,7 @@ def _read_manifest(collector: SourceCollector, config: SourceConfig, path: str, 
             collector.reject(f"{name}:{line}", Reason.BAD_ROW, f"{where}: {row}")
             continue
         good += 1
-        _read_row(collector, config, place, f"{name}:{line}", where, row)
+        _read_row(collector, config, place, f"{name}:{line}", where, row, file)
     collector.files += rows
     if not rows:
         raise UserError(f"data.sources: {place} holds no rows")
@@ -205,17 +236,34 @@ def _read_manifest(collector: SourceCollector, config: SourceConfig, path: str, 
 
 
 def _read_row(
-    collector: SourceCollector, config: SourceConfig, manifest: str, name: str, where: str, row: dict[str, Any]
+    collector: SourceCollector,
+    config: SourceConfig,
+    manifest: str,
+    name: str,
+    where: str,
+    row: dict[str, Any],
+    file: RemoteFile | None = None,
 ) -> None:
     """Read one row; `name` identifies it until its media is known, and `where` is its manifest and line, for messages."""
     media, split = row.get(config.media_column), row.get(config.split_column) if config.split_column else None
     split = None if is_missing(split) else split
     try:
         captions = strings(row.get(config.caption_column))
-        if not isinstance(media, str) or not media.strip() or "\0" in media:
-            raise ValueError(f"'{config.media_column}' names no file")
+        if not isinstance(media, str | Cell):
+            found = "is missing" if is_missing(media) else f"is of type {type(media).__name__}"
+            raise ValueError(f"'{config.media_column}' names no file: it {found}")
+        if isinstance(media, str) and (not media.strip() or "\0" in media):
+            raise ValueError(
+                f"'{config.media_column}' names no file: it {'holds a zero byte' if media.strip() else 'is empty'}"
+            )
         if split not in _SPLITS:
             raise ValueError(f"'{config.split_column}' is {split!r}, neither train nor val")
+        if isinstance(media, Cell):
+            shown = base_name(media.name) if is_media(media.name) else name
+            words, cell = collector.captions(captions, row), (media.leaf, media.row)
+            place = base_name(manifest)
+            collector.add(shown, manifest, words, _SPLITS[split], place, where=where, remote=file, cell=cell)
+            return
         url = row_place(manifest, media) if is_url(manifest) else media if is_url(media) else ""
     except (ValueError, TypeError) as error:
         collector.reject(name, Reason.BAD_ROW, f"{where}: {error}")
@@ -237,17 +285,8 @@ def _read_row(
         collector.reject(f"{name} {media}", reason, f"{where}: {why}")
 
 
-def _read_manifest_folder(collector: SourceCollector, config: SourceConfig, path: str) -> None:
-    manifest = _manifest_in(config, path)
-    assert manifest is not None
-    _read_manifest(collector, config, manifest)
-
-
-_READ = {
+_READ: Mapping[str, Callable[[SourceCollector, SourceConfig, str], None]] = {
     "folder": read_folder,
-    "manifest_folder": _read_manifest_folder,
-    "jsonl": _read_manifest,
-    "csv": _read_manifest,
-    "parquet": _read_manifest,
     "webdataset": read_tar,
+    **dict.fromkeys(READERS, _read_manifest),
 }

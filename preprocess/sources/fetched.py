@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,7 +21,8 @@ from mmspeed.data.cache.stores import attempt, is_absent, reason_of
 from mmspeed.errors import UserError
 from mmspeed.media.rejections import Reason, Rejected
 from mmspeed.media.source import RemoteFile, Source
-from mmspeed.preprocess.sources.remote import RemoteFiles
+from mmspeed.preprocess.sources.parquet_cells import NOTHING, group_rows
+from mmspeed.preprocess.sources.remote import RemoteFiles, StoreFile
 from mmspeed.preprocess.sources.tar_pass import TarPasses
 
 _PART = 16 << 20  # bytes asked for at a time, so that a broken connection costs no more
@@ -44,6 +48,8 @@ class MediaStore:
         self.kept = BoundedFolder(folder or store_folder(), limit)
         self._most = max_file_bytes
         self._passes = TarPasses(self.keep_member)
+        self._rows: dict[tuple[str, str], set[int]] = {}  # expected ones of Parquet files, by path and column
+        self._rows_lock = threading.Lock()
         self._session = secrets.token_hex(8)  # in names of files that have no tag, and so may have changed since
 
     @classmethod
@@ -52,8 +58,13 @@ class MediaStore:
         return cls(int(data.local_mb * 1e6), max_file_bytes=int(data.max_file_mb * 1e6))
 
     def expect(self, sources: Sequence[Source]) -> None:
-        """Say which sources will be asked for, in about this order: members of a tar that is streamed are kept as they pass."""
-        self._passes.expect([source for source in sources if is_url(source.path) and source.offset is not None])
+        """Say which sources will be asked for, in about this order: those of a streamed tar or a row group are kept as they pass."""
+        cells = [source for source in sources if source.column]
+        self._rows = {(source.path, source.column): set[int]() for source in cells}
+        for source in cells:
+            self._rows[source.path, source.column].add(source.offset or 0)
+        tars = [source for source in sources if is_url(source.path) and source.offset is not None]
+        self._passes.expect([source for source in tars if not source.column])
 
     @contextmanager
     def local(self, source: Source) -> Iterator[Source]:
@@ -61,13 +72,13 @@ class MediaStore:
 
         Raises Rejected (missing_file, unreadable, too_large, truncated) and UserError (a full disk, a missing package).
         """
-        if not is_url(source.path):
+        if not is_url(source.path) and not source.column:
             yield source
             return
         with ExitStack() as stack:
             try:
-                file = source.remote or self.files.ask(source.path)
-                pin = stack.enter_context(self._fetched(source, file))
+                file = source.remote or self._facts(source.path)
+                pin = stack.enter_context(self._cell(source, file) if source.column else self._fetched(source, file))
             except (Rejected, UserError):
                 raise
             except Exception as error:  # every store raises its own types
@@ -94,11 +105,54 @@ class MediaStore:
         """End the streams of tars."""
         self._passes.close()
 
+    def _facts(self, path: str) -> RemoteFile:
+        """The facts of a file. Raises what the store raises."""
+        if is_url(path):
+            return self.files.ask(path)
+        on_disk = os.stat(path)
+        return StoreFile(os.path.abspath(path), on_disk.st_size, tag=f"{on_disk.st_mtime_ns} {on_disk.st_ino}")
+
+    def _cell(self, source: Source, file: RemoteFile) -> Pin:
+        """The bytes of a row, kept until its pin is closed; expected rows of its group are kept with it. Raises what the store raises."""
+
+        def name(row: int) -> str:
+            return self._name(file, f"{source.column} row {row}")
+
+        asked = source.offset or 0
+        with self._rows_lock, ExitStack() as stack:
+            if (pin := self.kept.pin(name(asked))) is not None:
+                return pin
+            wanted = {asked, *self._rows.get((source.path, source.column), ())}
+            path = str(stack.enter_context(self.fetch_whole(file)).path) if is_url(source.path) else source.path
+            found: Pin | Rejected = Rejected(Reason.UNREADABLE, "its Parquet file ends before its row")
+            for row, length, stream in stack.enter_context(group_rows(path, source.column, asked)):
+                if row not in wanted:
+                    continue
+                kept: Pin | Rejected
+                if length == NOTHING:
+                    kept = Rejected(Reason.BAD_ROW, f"{source.column} of row {row + 1} holds no bytes")
+                elif self._most is not None and length > self._most:
+                    kept = Rejected(Reason.TOO_LARGE, self._too_large(length))
+                else:
+                    kept = self.kept.pin(name(row)) or self.kept.add(
+                        name(row), length, partial(_copy_stream, stream, size=length, most=length)
+                    )
+                if row == asked:
+                    found = kept
+                elif isinstance(kept, Pin):
+                    kept.close()
+            if isinstance(found, Rejected):
+                raise found
+            return found
+
+    def _too_large(self, length: int) -> str:
+        return f"{length / 1e6:.1f} MB, more than the {(self._most or 0) / 1e6:.1f} MB allowed"
+
     def _fetched(self, source: Source, file: RemoteFile) -> Pin:
         offset, size = source.offset, source.size
         length = file.size if offset is None else size
         if self._most is not None and length is not None and length > self._most:
-            raise Rejected(Reason.TOO_LARGE, f"{length / 1e6:.1f} MB, more than the {self._most / 1e6:.1f} MB allowed")
+            raise Rejected(Reason.TOO_LARGE, self._too_large(length))
         if offset is None or size is None:
             return self.fetch_whole(file)
         name = self._name(file, f"{offset} {size}")

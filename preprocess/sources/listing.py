@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mmspeed.errors import UserError
 from mmspeed.media.rejections import Reason, Rejection
 from mmspeed.media.source import Kind, RemoteFile, Source, Split
 from mmspeed.preprocess.sources.captions import CaptionAffixes, CaptionCounts, Captions
@@ -18,7 +21,11 @@ VIDEO_ENDINGS = frozenset(
     ".mp4 .m4v .mov .mkv .webm .avi .gif .ts .mts .m2ts .mpg .mpeg .wmv .flv .ogv .3gp .apng .h264 .hevc".split()
 )
 IMAGE_ENDINGS = frozenset(".jpg .jpeg .png .webp .bmp .tif .tiff .avif".split())
-CAPTION_ENDINGS = frozenset((".txt", ".json", ".cap"))
+CAPTION_ENDINGS = frozenset((".txt", ".json", ".cap", ".caption"))
+
+
+class LateError(UserError):
+    """A listing goes on after its deadline."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +36,7 @@ class SourceListing:
     a row of a manifest or a member of a tar (a broken tar and an unreadable folder count as one more).
     `ignored` counts hidden files and folders, and tar members beside a media member that are neither media nor captions.
     `missing_captions` counts sources without a caption that are not rejected for it (`data.missing_caption`).
-    Counts of captions, not of files: `captions_cut` counts those longer than the limit, `captions_repaired` those in
-    which U+FFFD replaces undecodable bytes, `captions_stripped` those from which control or invisible characters
+    Counts of captions, not of files: `captions_cut` counts those longer than the limit, `captions_stripped` those from which control or invisible characters
     were removed, and `captions_dropped` those beyond the first `captions.MAX_CAPTIONS` of a clip.
     """
 
@@ -39,7 +45,6 @@ class SourceListing:
     ignored: int = 0
     missing_captions: int = 0
     captions_cut: int = 0
-    captions_repaired: int = 0
     captions_stripped: int = 0
     captions_dropped: int = 0
     files: int = 0
@@ -57,11 +62,14 @@ class SourceCollector:
         missing: Literal["reject", "empty", "default"] = "reject",
         default: str = "",
         scores: ScoreLimits | None = None,
+        deadline: float = math.inf,
+        encoding: str | None = None,
     ) -> None:
         self.dataset = ""  # name of the configured source that is being read
         self.affixes = CaptionAffixes()  # of that source
         self.missing_captions = 0
         self._missing, self._default = missing, default
+        self._deadline, self.encoding = deadline, encoding
         self.scores = scores or ScoreLimits({}, {})
         self.sources: list[Source] = []
         self.rejections: list[Rejection] = []
@@ -71,8 +79,10 @@ class SourceCollector:
         self._taken: dict[str, int] = {}  # names, and the last number appended to each
 
     def captions(self, texts: Iterable[str] = (), fields: Mapping[str, Any] | None = None) -> Captions:
-        """The captions of a new clip, starting with `texts`, and the scores among `fields`."""
-        captions = Captions(self._max_chars, self.counts, self.scores.columns)
+        """The captions of a new clip, starting with `texts`, and the scores among `fields`. Raises LateError after the deadline."""
+        captions = Captions(self._max_chars, self.counts, self.scores.columns, self.encoding)
+        if time.monotonic() > self._deadline:
+            raise LateError("listing the sources takes too long")
         captions.add_scores(fields or {})
         for text in texts:
             captions.add(text)
@@ -88,15 +98,19 @@ class SourceCollector:
         member: TarMember | None = None,
         where: str = "",
         remote: RemoteFile | None = None,
+        cell: tuple[str, int] | None = None,
     ) -> None:
-        """Add a media file with its captions; `where` is its location for messages.
+        """Add a media file with its captions; `where` is its location for messages, `cell` its leaf and row in a Parquet file.
 
         Without captions it is rejected, or taken with none or the default one, and counted (`data.missing_caption`). Captions, the
         default one included, get the words before and behind them that `affixes` has. A source that a score's threshold refuses is
-        rejected. A caption file that
-        cannot be read as one is no missing caption: its media are rejected.
+        rejected. A caption file that cannot be read as one is no missing caption: its media are rejected, as are those with a caption that
+        is no text.
         """
         texts = captions.texts
+        if captions.broken:
+            self.reject(name, Reason.CAPTION_ENCODING, f"{where}: {captions.broken}" if where else captions.broken)
+            return
         if not texts and (self._missing == "reject" or captions.problem):
             self.reject(name, Reason.NO_CAPTION, where or captions.problem or "no caption, or an empty one")
             return
@@ -110,8 +124,9 @@ class SourceCollector:
         texts = tuple(self.affixes.around(text) for text in texts)
         kind: Kind = "image" if ending(name) in IMAGE_ENDINGS else "video"
         offset, size = (member.offset, member.size) if member else (None, None)
+        column, offset = cell or ("", offset)
         unique = self._unique(readable(name), readable(place))
-        self.sources.append(Source(unique, path, offset, size, kind, texts, split, self.dataset, remote))
+        self.sources.append(Source(unique, path, offset, size, kind, texts, split, self.dataset, remote, column=column))
 
     def reject(self, name: str, reason: Reason, detail: str) -> None:
         self.rejections.append(Rejection(name, reason, detail))
@@ -125,7 +140,6 @@ class SourceCollector:
             ignored=self.ignored,
             missing_captions=self.missing_captions,
             captions_cut=self.counts.cut,
-            captions_repaired=self.counts.repaired,
             captions_stripped=self.counts.stripped,
             captions_dropped=self.counts.dropped,
             files=self.files,

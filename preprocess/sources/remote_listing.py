@@ -68,12 +68,12 @@ class RemoteListing:
                     file.seek(at[member.offset])
                     return base64.b64decode(json.loads(file.readline())[4])
 
-                collect_tar(self.collector, config, url, headers, head_of, self._file(url))
+                collect_tar(self.collector, config, url, headers, head_of, self.file(url))
 
     @contextmanager
     def manifest(self, url: str) -> Iterator[str]:
         """A local copy of a manifest during the block."""
-        file = self._file(url)
+        file = self.file(url)
         with reachable(url), self.media.fetch_whole(file) as pin:
             yield str(pin.path)
 
@@ -114,7 +114,7 @@ class RemoteListing:
         for names in groups.values():
             collect_group(self.collector, stored, names, config.caption_column, base_name(url))
 
-    def _file(self, url: str) -> RemoteFile:
+    def file(self, url: str) -> RemoteFile:
         """The facts of a tar or manifest, asked once."""
         if url not in self._files:
             with reachable(url):
@@ -124,7 +124,7 @@ class RemoteListing:
 
     def _headers(self, url: str) -> Pin:
         """A file of the local store with a tar's headers and each member's first bytes."""
-        file = self._file(url)
+        file = self.file(url)
         with reachable(url):
             return self.media.keep(file, "headers", lambda temp: attempt(lambda: _write_headers(file, temp)))
 

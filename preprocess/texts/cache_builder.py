@@ -36,6 +36,7 @@ from mmspeed.data.cache.document_blocks import (
     write_text_info,
 )
 from mmspeed.data.cache.keys import entry_key
+from mmspeed.data.cache.made_from import MadeFrom
 from mmspeed.data.cache.tables import read_info, write_rejects
 from mmspeed.data.cache.text_cache import BlockStore
 from mmspeed.data.cache.tokenizer_file import TokenizerFacts, recorded_section, tokenizer_problems
@@ -43,6 +44,7 @@ from mmspeed.data.cache.writer import CacheWriter
 from mmspeed.errors import UserError
 from mmspeed.log import format_seconds, progress
 from mmspeed.preprocess.texts.encode import Encoder, Rule, Worker, content_of
+from mmspeed.preprocess.texts.made_from import texts_now
 from mmspeed.preprocess.texts.sources import TextRow, rows_of
 from mmspeed.preprocess.texts.tokenizers import make_tokenizer
 
@@ -110,14 +112,15 @@ class TextCacheBuilder:
         self.root = Path(texts.cache)
         self._rejects: list[tuple[str, str, str]] = []
 
-    def run(self, processes: int | None = None) -> TextReport:
+    def run(self, processes: int | None = None, tokenizer: Path | None = None) -> TextReport:
         """Build the cache with so many processes (None: `texts.processes`).
 
-        Raises UserError for sources without texts, a full disk, or a killed worker.
+        `tokenizer`: a folder of the one that a new cache takes where it would train one. Raises UserError for sources without texts, a full disk, or a killed worker.
         """
         began, report = time.perf_counter(), TextReport(self.root)
         processes = self._texts.processes if processes is None else processes
-        facts = self._tokenizer()
+        record = texts_now(self._texts)
+        facts = self._tokenizer(tokenizer)
         recipes = [self._recipe(facts, source) for source in self._texts.sources]
         blocks: list[tuple[str, int, dict[str, Tensor]]] = []
         light: dict[str, dict[str, Tensor]] = {}
@@ -137,7 +140,7 @@ class TextCacheBuilder:
                 blocks.append((rows.key, rows.source, light[rows.key]))
                 self._list_rejected(rows, light[rows.key]["reason"].tolist(), report)
         report.blocks = len(blocks)
-        return self._finish(facts, blocks, report, began)
+        return self._finish(facts, blocks, report, began, record)
 
     def _stored(self, store: BlockStore, key: str) -> dict[str, Tensor]:
         try:
@@ -148,7 +151,12 @@ class TextCacheBuilder:
             ) from error
 
     def _finish(
-        self, facts: TokenizerFacts, blocks: list[tuple[str, int, dict[str, Tensor]]], report: TextReport, began: float
+        self,
+        facts: TokenizerFacts,
+        blocks: list[tuple[str, int, dict[str, Tensor]]],
+        report: TextReport,
+        began: float,
+        record: MadeFrom,
     ) -> TextReport:
         names = self._texts.source_names
         sources = [
@@ -159,7 +167,8 @@ class TextCacheBuilder:
         counts = write_table(self.root, blocks, sources, HeldOut(self._texts.validation, self._seed), facts)
         settings = self._texts.document_settings(self._seed)
         rejected = dict(sorted(report.rejected.items()))
-        self._write_info(facts, rejected=rejected, made_for=settings, longest_turn=report.longest_turn)
+        turn, made_from = report.longest_turn, record.write(self.root)
+        self._write_info(facts, rejected=rejected, made_for=settings, longest_turn=turn, **made_from)
         report.documents, report.tokens, report.held_out = counts.documents, counts.tokens, counts.held_out
         report.seconds = time.perf_counter() - began
         if not counts.documents:
@@ -168,7 +177,7 @@ class TextCacheBuilder:
 
     # -- tokenizer --------------------------------------------------------------------------------------------------
 
-    def _tokenizer(self) -> TokenizerFacts:
+    def _tokenizer(self, begun: Path | None) -> TokenizerFacts:
         """The facts of the cache's tokenizer, which is made once. Raises UserError if the cache has another one."""
         wanted = self._config.model_dump(mode="json")
         if (self.root / "cache.json").exists():
@@ -193,7 +202,7 @@ class TextCacheBuilder:
                     "is there now; name another folder under texts.cache"
                 )
             return facts
-        facts, _ = make_tokenizer(self.root, self._config, self._texts)
+        facts, _ = make_tokenizer(self.root, self._config, self._texts, begun)
         self._write_info(facts)
         return facts
 

@@ -16,6 +16,7 @@ from mmspeed.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from mmspeed.config import RunConfig
+    from mmspeed.data.cache.made_from import MadeFrom
     from mmspeed.preprocess.texts.cache_builder import TextCacheBuilder
 
 DEMO_TEXTS, RECIPES = "assets/demo-texts", "assets/recipes"  # of the package
@@ -135,6 +136,12 @@ class TextPreparation:
     def build_on_ray(self, workers: int | None = None) -> list[str]:
         """Raise UserError: text caches are built on one machine."""
         raise UserError("--ray is of caches of videos; texts.processes divides the work of a text cache")
+
+    def sources_now(self) -> MadeFrom:
+        """The record of the files of texts as they are now. Raises UserError for a source without files."""
+        from mmspeed.preprocess.texts.made_from import texts_now
+
+        return texts_now(self._texts)
 
     def maker(self) -> TextCacheBuilder | None:
         """The builder that completes the cache before the first step; None where the config wants none, and for a copy at a URL."""

@@ -26,9 +26,9 @@ import pyarrow.parquet as pq
 from mmspeed.config.places import is_url
 from mmspeed.config.texts import TextsConfig, TextSourceConfig
 from mmspeed.errors import UserError
+from mmspeed.media.rejections import in_words
 from mmspeed.preprocess.sources.folders import no_file
 from mmspeed.preprocess.sources.listing import unknown_ending
-from mmspeed.preprocess.sources.rejections import in_words
 from mmspeed.preprocess.sources.walk import walk
 
 _PIECE = 1 << 20

@@ -23,10 +23,12 @@ from mmspeed.models.weights import resolve
 from mmspeed.preprocess.texts.sources import TextRow, rows_of
 
 
-def make_tokenizer(root: Path, config: TokenizerConfig, texts: TextsConfig) -> tuple[TokenizerFacts, TextTokenizer]:
+def make_tokenizer(
+    root: Path, config: TokenizerConfig, texts: TextsConfig, begun: Path | None = None
+) -> tuple[TokenizerFacts, TextTokenizer]:
     """Write the tokenizer of a config to the folder of a cache, and return its facts and the tokenizer.
 
-    Raises UserError if there is no such folder, it holds no fast tokenizer, or no texts to train on.
+    `begun`: a folder of the one to take where one would be trained. Raises UserError if there is no such folder, it holds no fast tokenizer, or no texts to train on.
     """
     if isinstance(config, BytesTokenizerConfig):
         return store_tokenizer(root, byte_tokenizer(), config.kind, END)
@@ -34,7 +36,10 @@ def make_tokenizer(root: Path, config: TokenizerConfig, texts: TextsConfig) -> t
         folder = resolve(config.path, (None,), config.revision, NAMES, "tokenizer.path")
         end = _end(folder, config)
         return store_tokenizer(root, _files(folder, config), config.kind, end, config.begin_of_document)
-    files = _trained(_sample(texts, int(config.sample_mb * 1e6)), config.size)
+    if begun is not None and (begun / MAIN).is_file():
+        files = {name: (begun / name).read_bytes() for name in NAMES if (begun / name).is_file()}
+    else:
+        files = _trained(_sample(texts, int(config.sample_mb * 1e6)), config.size)
     return store_tokenizer(root, files, config.kind, END)
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 # A run: numbers by row and name ("step 3 loss"), in the order of the steps, and the last checkpoint's tensors.
 # A cache: SHA-256 of each member of its shards and of each other file, and its codec's tensors.
 Record = dict[str, float | str | Tensor | None]
-# Not compared: a description with the whole config, a lock, and tables that are compiled from the others under a name of their own.
-_OTHERS = {"cache.json", ".readers.lock", "entries.arrow", "samples.arrow"}
+# Not compared: a description with the whole config, a record with the times of files, a lock, and tables that are compiled from the others under a name of their own.
+_OTHERS = {"cache.json", "sources.parquet", ".readers.lock", "entries.arrow", "samples.arrow"}
 
 
 def renamed(name: str, table: Mapping[str, str]) -> str:

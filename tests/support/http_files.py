@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,13 +18,15 @@ class FileServer:
     """A server of files: its faults, and counts of what it sent.
 
     `ranges`: it answers them. `checksum`: it sends this ETag. `broken`: by file name, how many more times the connection dies in the
-    middle. `refused`: by file name, the status. `circular`: names that are redirected to themselves. `sized`: it states lengths.
+    middle. `refused`: by file name, the status. `circular`: names that are redirected to themselves. `sized`: it states lengths. `delay`: seconds
+    before it answers.
     """
 
     url: str
     ranges: bool = True
     checksum: str = ""
     sized: bool = True
+    delay: float = 0.0
     broken: dict[str, int] = field(default_factory=dict)
     refused: dict[str, int] = field(default_factory=dict)
     circular: tuple[str, ...] = ()
@@ -53,6 +56,7 @@ def served(folder: Path, **how: object) -> Iterator[FileServer]:
             return
 
         def _answer(self, body: bool) -> None:
+            time.sleep(server.delay)
             name = unquote(urlsplit(self.path).path).lstrip("/")
             with lock:
                 server.requests.append((self.command, name))

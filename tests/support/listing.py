@@ -11,8 +11,15 @@ from mmspeed.preprocess.sources.discover import SourceListing, list_sources
 BUCKETS = [{"frames": 9, "height": 32, "width": 48}]
 
 
-def listed(path: Path | str, limit: int | None = None, max_caption_chars: int = 4096, **options: Any) -> SourceListing:
+def listed(
+    path: Path | str,
+    limit: int | None = None,
+    max_caption_chars: int = 4096,
+    caption_encoding: str | None = None,
+    **options: Any,
+) -> SourceListing:
     """The listing of one source."""
     source = {"path": str(path), **options}
     data = {"sources": [source], "buckets": BUCKETS, "limit": limit, "max_caption_chars": max_caption_chars}
+    data["caption_encoding"] = caption_encoding
     return list_sources(DataConfig(**data))

@@ -15,7 +15,7 @@ A block is an entry like any other: its key is a digest of the contents of its d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -214,16 +214,19 @@ def write_table(
 ) -> TableCounts:
     """Write `index/documents.arrow` of blocks: (key, number of the source, payload), in the order that documents are to have.
 
-    Raises UserError if the disk is full.
+    A document that a held-out source has, too, is held out in every source. Raises UserError if the disk is full.
     """
     keys: list[str] = []
     columns: dict[str, list[Array]] = {name: [] for name in DOCUMENTS_SCHEMA.names}
     counts = TableCounts()
+    contents: list[Array] = []  # (n, 16), by block
     for number, (key, source, payload) in enumerate(blocks):
         keys.append(key)
         lengths, reason = payload["lengths"].numpy(), payload["reason"].numpy()
         kept = reason == 0
-        marks = held_out.of(payload["content"].numpy()[kept]) | sources[source].held_out
+        content_n16 = payload["content"].numpy()[kept]
+        contents.append(np.ascontiguousarray(content_n16))
+        marks = held_out.of(content_n16) | sources[source].held_out
         begin = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)[:-1]]) if len(lengths) else np.empty(0)
         rows = int(kept.sum())
         for name, values in {
@@ -237,12 +240,27 @@ def write_table(
             columns[name].append(values.astype(DOCUMENTS_SCHEMA.field(name).type.to_pandas_dtype()))
         counts.documents += rows
         counts.tokens += int(lengths[kept].sum(dtype=np.int64))
-        counts.held_out += int(marks.sum())
         for code, many in enumerate(np.bincount(reason, minlength=1).tolist()):
             if code and many:
                 counts.rejected[REASONS[code]] = counts.rejected.get(REASONS[code], 0) + many
+    held = {number for number, source in enumerate(sources) if source.held_out}
+    _hold_out_copies(columns, contents, held)
+    counts.held_out = sum(int(marks.sum()) for marks in columns["held_out"])
     store_table(root, columns, keys, sources, tokenizer)
     return counts
+
+
+def _hold_out_copies(columns: Mapping[str, list[Array]], contents: list[Array], held: Collection[int]) -> None:
+    """Hold out, in place, the documents that a source of the numbers `held` has, too; `contents` (n, 16) are by block."""
+    if not held or not contents:
+        return
+    halves = np.concatenate(contents).view("<u8")  # (documents, 2)
+    of_held = np.isin(np.concatenate(columns["source"]), list(held))
+    copies = np.flatnonzero(np.isin(halves[:, 0], halves[of_held, 0]) & ~of_held)
+    known = set(map(bytes, halves[of_held]))
+    marks = np.concatenate(columns["held_out"])
+    marks[[row for row in copies.tolist() if bytes(halves[row]) in known] or slice(0)] = 1
+    columns["held_out"][:] = [marks]
 
 
 def store_table(

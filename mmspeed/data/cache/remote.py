@@ -2,7 +2,7 @@
 
 Its tables are copied to a local folder that many processes may share; payloads are fetched on demand, by range, and kept there.
 
-    <folder>/cache.json, index/, rejects/, codec/     copies; `remote.json` records the remote files
+    <folder>/cache.json, index/, rejects/, codec/, sources/    copies; `remote.json` records the remote files
     <folder>/payloads/<two digits>/<section>-<key>-<checksum>
 """
 
@@ -24,6 +24,7 @@ from mmspeed.log import get_logger
 from .files import disk_errors, exclusive, private_file, write_whole
 from .index import ENTRIES_NAME, SAMPLES_NAME, IndexFiles, compile_index, digest_of_files
 from .index_reader import PayloadLocation, Tables, damaged_index, try_open
+from .made_from import FOLDER as SOURCES
 from .store import ShortError
 from .stores import attempt, open_store, reason_of
 
@@ -66,7 +67,12 @@ class RemoteStore:
         listing = IndexFiles(files, "")
         with self._lock(), disk_errors(self.folder):
             known = self._manifest()
-            for name, row in {**info_file, **self._list("rejects"), **self._list("codec")}.items():
+            for name, row in {
+                **info_file,
+                **self._list("rejects"),
+                **self._list("codec"),
+                **self._list(SOURCES),
+            }.items():
                 self._copy(name, row, known)
             same = known.get("index") == [digest_of_files([[name, *row] for name, row in parquet.items()])]
             tables = try_open(self.folder / "index", listing, stamped=False) if same else None

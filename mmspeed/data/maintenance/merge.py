@@ -15,8 +15,10 @@ from mmspeed.data.cache.codec_file import codec_facts, own_codec
 from mmspeed.data.cache.contents import append_content, read_contents
 from mmspeed.data.cache.files import write_whole
 from mmspeed.data.cache.keys import number_duplicates
+from mmspeed.data.cache.made_from import DIGEST
 from mmspeed.data.cache.scenes import append_scenes, read_scenes
 from mmspeed.data.cache.shards import shard_sha256
+from mmspeed.data.cache.splits import copies_of_held_out, hold_out_copies
 from mmspeed.data.cache.tables import (
     Sample,
     index_files,
@@ -43,7 +45,7 @@ from .verify import is_text_cache
 L = TypeVar("L")
 
 _MUST_AGREE = ("encoders", "latent_dtype", "text_dtype", "encoding_version", "fps")
-_OWN = ("mmspeed", "schema", "seal", "build")  # written by write_info, or of one build only
+_OWN = ("mmspeed", "schema", "seal", "build", DIGEST)  # written by write_info, or of one build only
 _NUMBER = re.compile(r"^([0-9a-f]{32})-[0-9]+$")
 
 
@@ -56,6 +58,7 @@ class MergeReport:
     present: int = 0  # entries that were already present
     samples: int = 0  # of the merged cache, or documents: `noun`
     noun: str = "samples"
+    held_out_copies: int = 0  # samples held out because another one of their content is
     split_conflicts: int = 0  # samples that the caches put into different splits: the first cache's split counts
 
 
@@ -302,4 +305,6 @@ def unite_samples(tables: Iterable[Sequence[Sample]], report: MergeReport) -> li
     ordered = sorted(united.values(), key=lambda sample: (sample.source, sample.key, sample.dataset))
     keys = number_duplicates(sample.key for sample in ordered)
     report.samples = len(ordered)
-    return [dataclasses.replace(sample, key=key) for sample, key in zip(ordered, keys, strict=True)]
+    numbered = [dataclasses.replace(sample, key=key) for sample, key in zip(ordered, keys, strict=True)]
+    report.held_out_copies = len(copies_of_held_out(numbered))
+    return hold_out_copies(numbered)

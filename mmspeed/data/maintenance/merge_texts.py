@@ -12,12 +12,13 @@ import numpy as np
 
 from mmspeed.data.cache.document_blocks import DOCUMENTS_NAME, DOCUMENTS_SCHEMA, Array, TextSource, store_table
 from mmspeed.data.cache.files import write_whole
+from mmspeed.data.cache.made_from import DIGEST
 from mmspeed.data.cache.tables import read_info, write_info
 from mmspeed.data.cache.text_cache import DocumentTable, read_document_table
 from mmspeed.data.cache.tokenizer_file import FOLDER, TokenizerFacts, tokenizer_problems
 from mmspeed.errors import UserError
 
-_OWN = ("mmspeed", "schema", "seal")  # written by write_info
+_OWN = ("mmspeed", "schema", "seal", DIGEST)  # written by write_info, or of one build only
 
 
 @dataclass(frozen=True)

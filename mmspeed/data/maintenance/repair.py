@@ -139,7 +139,11 @@ def _mend_file(root: Path, path: str, report: MendReport) -> None:
     elif path.endswith(".arrow"):
         forget_compiled(root)
         report.done.append("removed the compiled index; it is compiled again when the cache is opened")
-    elif path == "cache.json" or path.startswith(("rejects/", f"{PARTS}/")) or path == "index/samples.parquet":
+    elif (
+        path == "cache.json"
+        or path.startswith(("rejects/", "sources/", f"{PARTS}/"))
+        or path == "index/samples.parquet"
+    ):
         if (root / path).exists():
             (root / path).unlink()
             report.done.append(f"removed {path}")

@@ -21,6 +21,7 @@ from mmspeed.data.cache.contents import CONTENTS
 from mmspeed.data.cache.document_blocks import DOCUMENTS_NAME
 from mmspeed.data.cache.files import TEMP_SUFFIX, held
 from mmspeed.data.cache.index import ENTRIES_NAME, ENTRIES_SCHEMA, SAMPLES_NAME, SAMPLES_SCHEMA, fits
+from mmspeed.data.cache.made_from import SOURCES_TABLE, sources_schema
 from mmspeed.data.cache.payloads import BROKEN, DamagedError, padded, pread, read_sound, sealed_table, trusted_rows
 from mmspeed.data.cache.scenes import SCENES
 from mmspeed.data.cache.seals import is_sealed, sealed_file
@@ -201,7 +202,7 @@ def _check_tables(root: Path, info: dict[str, Any], findings: Findings) -> None:
         return
     if not described:
         findings.damage.append(Damage("cache.json", "is missing"))
-    _check_rejects(root, findings)
+    _check_lists(root, findings)
     try:
         sealed_table(root / samples, sample_schema())
         _check_samples(root, findings)
@@ -209,11 +210,14 @@ def _check_tables(root: Path, info: dict[str, Any], findings: Findings) -> None:
         findings.damage.append(Damage(samples.as_posix(), _first_line(error)))
 
 
-def _check_rejects(root: Path, findings: Findings) -> None:
-    rejects = {"rejects/rejects.parquet", *(f"rejects/{p.name}" for p in (root / "rejects").glob("[!.]*.parquet"))}
-    for name in sorted(rejects):
+def _check_lists(root: Path, findings: Findings) -> None:
+    tables = {"rejects/rejects.parquet", *(f"rejects/{p.name}" for p in (root / "rejects").glob("[!.]*.parquet"))}
+    schemas = dict.fromkeys(sorted(tables), pa.schema({column: pa.string() for column in RejectionRow._fields}))
+    if (root / SOURCES_TABLE).exists():
+        schemas[SOURCES_TABLE] = sources_schema()
+    for name, schema in schemas.items():
         try:
-            sealed_table(root / name, pa.schema({column: pa.string() for column in RejectionRow._fields}))
+            sealed_table(root / name, schema)
         except BROKEN as error:
             findings.damage.append(Damage(name, _first_line(error)))
 
@@ -232,7 +236,7 @@ def _check_documents(root: Path, info: Mapping[str, Any], findings: Findings) ->
     if not table.exists() and "rejected" not in info:
         findings.notes.append("the table of documents does not exist yet: preprocess has not finished")
         return
-    _check_rejects(root, findings)
+    _check_lists(root, findings)
     try:
         shard_sha256(table)  # an unreadable disk block raises here; in a mapping it would kill the process
         blocks = read_document_table(table, checked=True).blocks
@@ -319,7 +323,7 @@ def _check_others(root: Path, shards: list[str], findings: Findings) -> None:
             (findings.live if held(path) else findings.left).append(name)
         elif not (
             name in shards
-            or name in _KNOWN
+            or name in (*_KNOWN, SOURCES_TABLE)
             or path.suffix == ".lock"
             or (parts[0] in ("index", "rejects") and len(parts) == 2 and path.suffix in (".parquet", ".arrow"))
             or (parts[0] == "codec" and path.suffix == ".safetensors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any, cast
@@ -39,6 +40,7 @@ def config(home: Path, *overrides: str) -> LanguageConfig:
     path = home / "a.jsonl"
     if not path.exists():
         path.write_text("".join(json.dumps({"text": f"rabbit {n} of {n * n} flowers"}) + "\n" for n in range(40)))
+        os.utime(path, (0, 0))  # the cache records the time
     tree = {
         "task": "language",
         "output": str(home / "runs"),
@@ -191,3 +193,35 @@ def test_packs_without_a_target_are_counted_by_check_and_at_the_start(tmp_path: 
         "data: 5 samples, 2 steps an epoch; 10 steps are 5 epochs; 16 more without a token to predict are left out"
     )
     assert [step.divisors["tokens"] for step in data.steps(0, 2)] in ([12.0, 6.0], [10.0, 8.0])
+
+
+def test_texts_that_changed_are_told_or_brought_in_and_a_run_keeps_its_tokenizer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, trained = (
+        tmp_path / "texts",
+        ("tokenizer={kind: train, size: 300}", f"texts.sources.0.path={tmp_path / 'texts'}"),
+    )
+    folder.mkdir()
+    (folder / "a.txt").write_text("a rabbit among flowers\n" * 50)
+
+    def run(name: str, *overrides: str, online: bool = True) -> bytes:
+        wanted = config(tmp_path, f"name={name}", "texts.validation=0", *trained, *overrides)
+        caplog.clear()
+        TrainPipeline(wanted, online=online).run()
+        return (tmp_path / "runs" / name / "tokenizer" / "tokenizer.json").read_bytes()
+
+    began = run("a")
+    (folder / "b.txt").write_text("quite another zebra\n" * 50)
+    run("b", online=False)
+    assert "(1 new): it is trained on as it is" in caplog.text and len(TextCache(tmp_path / "cache")) == 1
+    run("a", "train.steps=4")
+    assert "(1 new): this run keeps its order" in caplog.text and len(TextCache(tmp_path / "cache")) == 1
+    run("c")
+    assert len(TextCache(tmp_path / "cache")) == 2
+    shutil.rmtree(tmp_path / "cache")
+    assert run("a", "train.steps=5") == began
+    shutil.rmtree(tmp_path / "cache")
+    assert run("d") != began
+    with pytest.raises(UserError, match="runs/a was begun with another `tokenizer` than the texts in"):
+        run("a", "train.steps=6")

@@ -213,13 +213,13 @@ def listed_caption(folder: Path, data: bytes, name: str = "a.txt", **options: An
 
 def test_caption_of_megabytes_is_cut_and_counted(tmp_path: Path) -> None:
     listing = listed_caption(tmp_path, "wörds ".encode() * 500_000)
-    assert (listing.captions_cut, listing.captions_repaired) == (1, 0)
+    assert listing.captions_cut == len(listing.sources) == 1
     assert len(listing.sources[0].captions[0]) in (4095, 4096)
     listing = listed_caption(tmp_path, "é".encode() * MAX_CAPTION_BYTES, max_caption_chars=10**9)
-    assert (listing.captions_cut, listing.captions_repaired) == (1, 0)
+    assert listing.captions_cut == len(listing.sources) == 1
     assert len(listing.sources[0].captions[0]) == MAX_CAPTION_BYTES // 2
     listing = listed_caption(tmp_path, b"x" + "é".encode() * MAX_CAPTION_BYTES, max_caption_chars=10**9)
-    assert (listing.captions_cut, listing.captions_repaired) == (1, 0)  # a sign cut in two is no damage
+    assert listing.captions_cut == len(listing.sources) == 1  # a sign cut in two is no damage
 
 
 def test_white_space_alone_is_no_caption(tmp_path: Path) -> None:
@@ -246,14 +246,14 @@ def test_control_and_unseen_signs_are_taken_out_and_counted(
 ) -> None:
     listing = listed_caption(tmp_path, text.encode())
     assert captions(listing) == {"a.mp4": (clean,)}
-    assert (listing.captions_stripped, listing.captions_cut, listing.captions_repaired) == (stripped, 0, 0)
+    assert (listing.captions_stripped, listing.captions_cut) == (stripped, 0)
 
 
 @pytest.mark.parametrize("data", [b"\xff" * 3000, b"\xff\xfe\x00\xd8" + b"a\0", b"\xed\xa0\x80"])
-def test_what_is_no_unicode_is_repaired_and_counted(tmp_path: Path, data: bytes) -> None:
+def test_what_is_no_unicode_is_rejected(tmp_path: Path, data: bytes) -> None:
     listing = listed_caption(tmp_path, data)
-    (caption,) = listing.sources[0].captions
-    assert "\ufffd" in caption and caption.encode() and listing.captions_repaired == 1
+    assert reasons(listing) == {"a.mp4": Reason.CAPTION_ENCODING}
+    assert "data.caption_encoding" in listing.rejections[0].detail and listing.rejections[0].detail.encode()
 
 
 @pytest.mark.parametrize(

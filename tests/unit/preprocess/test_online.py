@@ -16,7 +16,7 @@ from mmspeed.device import pick
 from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.preprocess import CacheBuilder, OnlineBuilder
+from mmspeed.preprocess import CacheBuilder, OnlineBuilder, check
 from tests.support.caches import tar_bytes
 from tests.support.runs import losses, small_config, small_tree
 
@@ -206,3 +206,28 @@ def test_switched_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     path.write_text(dump_config(config), encoding="utf-8")
     assert run(["train", str(path)]) == 1
     assert "run mmspeed preprocess first" in capsys.readouterr().err
+
+
+def test_a_content_marked_val_is_held_out_under_every_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In another row, and in another source; alike in every way to make the cache, and in what `check` counts."""
+    config = with_own_videos(tmp_path, clips=4)
+    manifest, other = Path(config.data.sources[0].path), tmp_path / "other"
+    rows = [json.loads(line) for line in manifest.read_text(encoding="utf-8").splitlines()]
+    copies = [shutil.copy(rows[0]["video"], tmp_path / "copy.mp4"), other / "again.mp4"]
+    rows.append({"video": str(copies[0]), "caption": "the same clip again", "split": "train"})
+    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    other.mkdir()
+    shutil.copy(copies[0], copies[1])
+    (other / "again.txt").write_text("and again")
+    tree = small_tree(tmp_path / "tree") | {"output": str(tmp_path / "runs")}
+    tree["data"] |= {"sources": [{"path": str(manifest)}, {"path": str(other)}], "cache": str(tmp_path / "cache")}
+    found = {}
+    for name, build in {"offline": lambda c: CacheBuilder(c).run(), "online": online}.items():
+        made = make_config(tree, [f"name={name}", f"data.cache={tmp_path / name}", "train.steps=1"], origin="test")
+        lines = check(made).lines()
+        assert "  held out for validation: 3" in lines
+        assert f"  held out because another source of the same content is: 2 ({copies[0]}, again.mp4)" in lines
+        build(made)
+        found[name] = {sample.source for sample in DatasetCache(made.cache_dir, partial=True).split("val")}
+    assert found["offline"] == found["online"] == {rows[0]["video"], str(copies[0]), "again.mp4"}
+    assert "held out because another source of the same content is: 2" in caplog.text

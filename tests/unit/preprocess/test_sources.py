@@ -122,9 +122,10 @@ def test_undecodable_file_names_and_texts_stay_valid_unicode(tmp_path: Path) -> 
         file.write(b"x")
     with open(raw + b".txt", "wb") as file:
         file.write(b"caf\xe9 \x00\x1b[1m bold\x7f")
-    (source,) = listed(tmp_path).sources
+    assert reasons(listed(tmp_path)) == {"caf\\udce9.mp4": Reason.CAPTION_ENCODING}
+    (source,) = listed(tmp_path, caption_encoding="cp1252").sources
     assert source.name == "caf\\udce9.mp4"
-    assert source.captions == ("caf\ufffd [1m bold",)
+    assert source.captions == ("café [1m bold",)
     assert source.open().read() == b"x"
 
 
@@ -133,7 +134,7 @@ def test_clean_caption_properties(text: str, limit: int) -> None:
     clean, cut, _, _ = clean_caption(text, limit)
     assert len(clean) <= limit and clean == clean.strip() and "  " not in clean
     assert not any(ord(c) < 32 or 127 <= ord(c) < 160 for c in clean)
-    assert clean_caption(clean, limit) == (clean, False, False, False)
+    assert clean_caption(clean, limit) == (clean, False, "\ufffd" in clean, False)
     assert cut == (len(clean_caption(text, 10**6)[0]) > limit)
 
 

@@ -132,11 +132,12 @@ def test_nan_is_missing_and_rejections_name_their_line(tmp_path: Path) -> None:
 # -- bytes that are no text -------------------------------------------------------------------------------------------
 
 
-def test_repaired_captions_are_counted_in_every_format(tmp_path: Path) -> None:
+def test_captions_that_are_no_text_are_rejected_in_every_format(tmp_path: Path) -> None:
     bad = b"caf\xe9"
     places = [tmp_path / "folder", tmp_path / "m.jsonl", tmp_path / "m.csv", tmp_path / "m.parquet"]
     pair(tmp_path / "folder" / "a.mp4", bad)
-    pair(tmp_path / "folder" / "b.mp4", "fine \ufffd é".encode())
+    pair(tmp_path / "folder" / "b.mp4", "fine é".encode())
+    pair(tmp_path / "folder" / "c.mp4", "lost \ufffd before".encode())
     media(tmp_path / "a.mp4")
     places[1].write_bytes(b'{"video": "a.mp4", "caption": "' + bad + b'"}\n{"video": "a.mp4", "caption": "fine"}\n')
     places[2].write_bytes(b"video,caption\na.mp4," + bad + b"\na.mp4,fine\n")
@@ -145,17 +146,51 @@ def test_repaired_captions_are_counted_in_every_format(tmp_path: Path) -> None:
     places.append(write_tar(tmp_path / "t.tar", [("a.mp4", b"x"), ("a.txt", bad), ("b.mp4", b"x"), ("b.txt", b"b")]))
     for place in places:
         listing = listed(place)
-        assert listing.captions_repaired == 1, place
-        assert listing.sources[0].captions == ("caf\ufffd",), place
-        assert len(listing.sources) == 2, place
+        (first, *others) = listing.rejections
+        assert first.reason == Reason.CAPTION_ENCODING and "its caption is not UTF-8: 'caf\ufffd'" in first.detail, (
+            place
+        )
+        assert "data.caption_encoding, such as gb18030" in first.detail and len(listing.sources) == 1, place
+        assert [one.detail[:25] for one in others] == ["its caption holds U+FFFD,"] * (place.name == "folder"), place
+
+
+KEPT = {  # words, encodings that the key names, and those that a mark shows
+    "gb18030": "一个红色的球 €",
+    "shift_jis": "赤いボール ソ表",
+    "cp1252": "café “noir” €",
+    "utf-16-le": "mark of none",
+}
+
+
+@pytest.mark.parametrize("encoding", KEPT)
+def test_the_encoding_of_captions_and_manifests_is_named(tmp_path: Path, encoding: str) -> None:
+    """Bytes alone do not tell encodings apart; a byte-order mark does, whatever the key says."""
+    words, rows = KEPT[encoding], []
+    pair(tmp_path / "folder" / "a.mp4", words.encode(encoding))
+    pair(tmp_path / "folder" / "b.mp4", words.encode("utf-8-sig"))
+    pair(tmp_path / "folder" / "c.mp4", words.encode("utf-16"))
+    pair(tmp_path / "folder" / "d.mp4", words.encode("utf-32"))
+    media(tmp_path / "a.mp4")
+    places = {"m.csv": f"video;caption\na.mp4;{words}\n", "m.tsv": f"video\tcaption\r\na.mp4\t{words}\r\n"}
+    places |= {"m.json": json.dumps([{"video": "a.mp4", "caption": words}], ensure_ascii=False), "m.jsonl": ""}
+    places["m.jsonl"] = places["m.json"][1:-1] + "\n"
+    for name, text in places.items():
+        (tmp_path / name).write_bytes(text.encode(encoding))
+        (tmp_path / f"marked-{name}").write_bytes(text.encode("utf-16"))
+        rows += [tmp_path / name, tmp_path / f"marked-{name}"]
+    assert set(captions(listed(tmp_path / "folder", caption_encoding=encoding)).values()) == {(words,)}
+    for place in rows:
+        assert captions(listed(place, caption_encoding=encoding)) == {"a.mp4": (words,)}, place
+    with pytest.raises(ValueError, match="'klingon' is not an encoding"):
+        listed(tmp_path / "folder", caption_encoding="klingon")
 
 
 def test_utf16_captions(tmp_path: Path) -> None:
     pair(tmp_path / "a.mp4", "\ufeffé".encode("utf-16-le"))
     pair(tmp_path / "b.mp4", "\ufeffé".encode("utf-16-le") + b"\x00")
     listing = listed(tmp_path)
-    assert captions(listing) == {"a.mp4": ("é",), "b.mp4": ("é\ufffd",)}
-    assert listing.captions_repaired == 1
+    assert captions(listing) == {"a.mp4": ("é",)}
+    assert reasons(listing) == {"b.mp4": Reason.CAPTION_ENCODING}
 
 
 # -- names ------------------------------------------------------------------------------------------------------------

@@ -343,3 +343,10 @@ def test_an_added_document_changes_few_blocks(tmp_path: Path) -> None:
     report, cache = build(tmp_path, [{"path": str(path)}])
     assert texts_of(cache)[0] == "in front" and len(cache) == 6_001
     assert report.blocks - report.reused <= 1 < first.blocks
+
+
+def test_a_document_that_a_held_out_source_has_is_held_out_everywhere(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.jsonl", WORDS)
+    held = write(tmp_path / "held.jsonl", [WORDS[2], "of its own"])
+    report, cache = build(tmp_path, [{"path": str(train)}, {"path": str(held), "held_out": True}])
+    assert cache.held_out.tolist() == [False, False, True, False, True, True] and report.held_out == 3
