@@ -173,8 +173,8 @@ def fit_data(path: str | Path, seed: int = 0, most: int = MOST_PROBED, target: T
     grid = target.grid or grid_of(config)
     outcome = fit_buckets([probe for _, probe in probes], fps, grid, target) if probes else None
     if outcome is None or not outcome.buckets:
-        needed = "; the model takes no video below {}x{}".format(*grid.least) if grid.least > (1, 1) else ""
         misfits = [_misfit(source, probe, grid) for source, probe in probes]
+        needed = "; the model takes no video below {}x{}".format(*grid.least) if misfits and grid.least > (1, 1) else ""
         raise _unusable(path, [*unlisted, *failed, *misfits], needed)
     config = _config(str(path), fps, outcome.buckets, columns)
     selected: list[tuple[Source, Clip]] = []
