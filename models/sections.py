@@ -224,6 +224,11 @@ def size_warnings(section: AnySection, buckets: Iterable[Bucket]) -> list[str]:
                 f"bucket {bucket} has {share:.2g} times the pixels of the {videos.height}x{videos.width} that the model was trained for: "
                 "its first samples will be poor, until it has learnt the size"
             )
+        elif videos.fixed and bucket.frames != videos.frames:
+            lines.append(
+                f"bucket {bucket} has other frames than the {videos.frames} whose positions the model has learnt: the class computes "
+                "others for it"
+            )
         elif bucket.frames > FAR * videos.frames:
             lines.append(
                 f"bucket {bucket} has more than {FAR} times the {videos.frames} frames that the model was trained for"

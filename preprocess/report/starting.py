@@ -107,6 +107,7 @@ class DataFit:
     listed: int
     rejections: tuple[Rejection, ...] = field(repr=False)
     columns: Mapping[str, str] = field(default_factory=dict)  # of a manifest, that a config must name
+    upscale: bool = False  # the model takes nothing as small as the media
 
     @property
     def sources(self) -> int:
@@ -121,7 +122,8 @@ class DataFit:
     def values(self) -> dict[str, dict[str, Any]]:
         """The fitted keys, by section, as a config holds them."""
         buckets = [{"frames": b.frames, "height": b.height, "width": b.width} for b in self.buckets]
-        data = {"fps": self.fps, "buckets": buckets, "val_fraction": self.val_fraction}
+        data: dict[str, Any] = {"fps": self.fps, "buckets": buckets, "val_fraction": self.val_fraction}
+        data |= {"allow_upscale": True} if self.upscale else {}
         return {"data": data, "validate": {"prompts": list(self.prompts)}}
 
     def headline(self) -> str:
@@ -140,6 +142,8 @@ class DataFit:
         lines = [f"columns: {taken}"] if taken else []
         lines.append(f"sources: {self.headline()}")
         lines += [f"  bucket {b}: {count}" for b, count in zip(self.buckets, self.clips, strict=True)]
+        if self.upscale:
+            lines.append("  scaled up (data.allow_upscale): the model takes nothing as small as these media")
         lines.append(f"  fps {self.fps:g}; held out for validation: {self.held_out}")
         for reason in dict.fromkeys(rejection.reason for rejection in self.rejections):
             named = [(r.source, r.detail) for r in self.rejections if r.reason == reason]
@@ -172,11 +176,12 @@ def fit_data(path: str | Path, seed: int = 0, most: int = MOST_PROBED, target: T
     fps = target.fps or fit_rate([probe for _, probe in probes])
     grid = target.grid or grid_of(config)
     outcome = fit_buckets([probe for _, probe in probes], fps, grid, target) if probes else None
+    upscale = outcome is not None and not outcome.buckets and grid.least > (1, 1)
+    if upscale:  # all are smaller than what the model takes
+        outcome = fit_buckets([probe for _, probe in probes], fps, grid, target, upscale)
     if outcome is None or not outcome.buckets:
-        misfits = [_misfit(source, probe, grid) for source, probe in probes]
-        needed = "; the model takes no video below {}x{}".format(*grid.least) if misfits and grid.least > (1, 1) else ""
-        raise _unusable(path, [*unlisted, *failed, *misfits], needed)
-    config = _config(str(path), fps, outcome.buckets, columns)
+        raise _unusable(path, [*unlisted, *failed, *(_misfit(source, probe) for source, probe in probes)])
+    config = _config(str(path), fps, outcome.buckets, columns, upscale)
     selected: list[tuple[Source, Clip]] = []
     with closing(MediaStore.of(config.data)) as media:
         identify = partial(_identify, media, config)
@@ -206,6 +211,7 @@ def fit_data(path: str | Path, seed: int = 0, most: int = MOST_PROBED, target: T
         listed=len(listing.sources),
         rejections=(*unlisted, *failed),
         columns=columns,
+        upscale=upscale,
     )
 
 
@@ -225,8 +231,13 @@ def fit_rate(probes: Sequence[Probe]) -> float:
     return rates[-1]
 
 
-def fit_buckets(probes: Sequence[Probe], fps: float, grid: BucketGrid, target: Target = Target()) -> BucketFit:
-    """The fewest buckets, of at most `MOST_BUCKETS`, that take as many sources as the most do and keep nearly as much of them."""
+def fit_buckets(
+    probes: Sequence[Probe], fps: float, grid: BucketGrid, target: Target = Target(), upscale: bool = False
+) -> BucketFit:
+    """The fewest buckets, of at most `MOST_BUCKETS`, that take as many sources as the most do and keep nearly as much of them.
+
+    upscale: smaller sources fit, too.
+    """
     shapes, wanted = SourceShapes(target.frames), target.sizes
     for probe in probes:
         shapes.add(probe, fps)
@@ -239,7 +250,7 @@ def fit_buckets(probes: Sequence[Probe], fps: float, grid: BucketGrid, target: T
     present = [Bucket(target.frames, *size) for size in sizes if videos] + [
         Bucket(1, *size) for size in sizes if images
     ]
-    fitter = BucketFitter(shapes.cells(), present)
+    fitter = BucketFitter(shapes.cells(), present, upscale)
     best = fitter.fit(grid, MOST_BUCKETS)
     for number in range(1, MOST_BUCKETS):
         fewer = fitter.fit(grid, number)
@@ -271,12 +282,14 @@ def choose_prompts(sources: Sequence[Source]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((chosen[0], chosen[len(chosen) // 2])))
 
 
-def _config(path: str, fps: float, buckets: Sequence[Bucket], columns: Mapping[str, str] | None = None) -> Config:
+def _config(
+    path: str, fps: float, buckets: Sequence[Bucket], columns: Mapping[str, str] | None = None, upscale: bool = False
+) -> Config:
     """A config of the built-in codec and the smallest model, for this data set."""
     shapes = [{"frames": b.frames, "height": b.height, "width": b.width} for b in buckets]
-    return make_config(
-        {"data": {"sources": [{"path": path, **(columns or {})}], "fps": fps, "buckets": shapes}}, origin=path
-    )
+    source = {"path": path, **(columns or {})}
+    data = {"sources": [source], "fps": fps, "buckets": shapes, "allow_upscale": upscale}
+    return make_config({"data": data}, origin=path)
 
 
 def _spread(sources: Sequence[Source], most: int) -> list[Source]:
@@ -306,16 +319,12 @@ def _identify(media: MediaStore, config: Config, source: Source) -> str:
         return ContentIds(config.cache_dir, full=config.preprocess.full_hash).id_of(here)
 
 
-def _misfit(source: Source, probe: Probe, grid: BucketGrid) -> Rejection:
-    """The rejection of a probed source that no bucket can take: it is shorter than a latent step, or smaller than a token's patch, or
-    than what the model takes.
-    """
-    height, width = (max(pair) for pair in zip(grid.least, SIZES[-1], strict=True))
-    short = len(probe.pts_seconds) > 1 and probe.height >= height and probe.width >= width
+def _misfit(source: Source, probe: Probe) -> Rejection:
+    """The rejection of a probed source that no bucket can take: it is shorter than a latent step, or smaller than a token's patch."""
+    short = len(probe.pts_seconds) > 1 and min(probe.width, probe.height) >= SIZES[-1][0]
     reason = Reason.TOO_SHORT if short else Reason.TOO_SMALL
     return Rejection(source.name, reason, reason.explanation)
 
 
-def _unusable(path: str | Path, rejections: Sequence[Rejection], needed: str = "") -> UserError:
-    why = reasons_in_words(rejections)
-    return UserError(f"{path}: none of the {len(rejections)} sources is usable ({why}){needed}")
+def _unusable(path: str | Path, rejections: Sequence[Rejection]) -> UserError:
+    return UserError(f"{path}: none of the {len(rejections)} sources is usable ({reasons_in_words(rejections)})")

@@ -56,6 +56,8 @@ def test_init_knows_short_names_and_says_near_ones(tmp_path: Path) -> None:
     write_config(tmp_path / "c.yaml", model="cogvideox-5b-i2v")  # which makes videos from images alone
     config = load_config(tmp_path / "c.yaml")
     assert config.conditioning.shares == {"first": 1.0} and config.validate_.prompts == ()
+    assert {(b.height, b.width) for b in config.buckets} == {(480, 720)} and config.data.allow_upscale
+    assert "other frames than the 49 whose positions" in size_warnings(config.model, config.buckets)[0]
     with pytest.raises(UserError, match=r"wan2.1-1b is no short name \(did you mean 'wan2.1-14b'|wan2.1-1.3b"):
         write_config(tmp_path / "b.yaml", model="wan2.1-1b")
 

@@ -137,8 +137,9 @@ def test_buckets_of_a_model_of_one_size_have_that_size(tmp_path: Path) -> None:
     assert {(b.height, b.width) for b in fit.buckets} == {(480, 720)} and len(fit.buckets) == 2
     write_video(tmp_path / "a.mp4", frames=36)
     (tmp_path / "a.txt").write_text("A clip")
-    with pytest.raises(UserError, match=r"1 too_small.*; the model takes no video below 480x720"):
-        fit_data(tmp_path, target=target)
+    small = fit_data(tmp_path, target=target)
+    assert [str(bucket) for bucket in small.buckets] == ["9x480x720"] and small.values()["data"]["allow_upscale"]
+    assert "allow_upscale" in "".join(small.lines()) and "allow_upscale" not in fit_data(tmp_path).values()["data"]
 
 
 def test_prompts_are_two_different_captions_of_videos() -> None:
