@@ -16,6 +16,7 @@ from mmspeed.config.places import is_url
 from mmspeed.data import DatasetCache
 from mmspeed.data.cache.codec_file import codec_facts
 from mmspeed.data.cache.files import BusyError, write_whole
+from mmspeed.data.cache.made_from import DIGEST
 from mmspeed.data.cache.tables import read_info
 from mmspeed.data.loading.first_epoch import OnlineEncoder
 from mmspeed.errors import UserError, first_names
@@ -77,6 +78,11 @@ def _looked_at(
     began = _encoders_of_run(place)
     cache, problem, final = opened_or_problem(lambda: _opened(config, place, began))
     if cache is not None:
+        if DIGEST not in cache.info and (copies := cache.samples.copies_of_held_out()):
+            log.warning(
+                f"{copies} training samples of the cache {cache.location} have a content that is held out under another name: "
+                "`mmspeed preprocess` holds them out too"
+            )
         problem = changes_to_bring_in(config, cache.info, cache.root, cache.location, place.resumed, maker is not None)
         return (cache, None, False) if problem is None else (None, problem, False)
     if began and maker is not None and not final:
