@@ -228,7 +228,7 @@ def _function(line: str) -> str | None:
     if parts[0] == "mmspeed" and len(parts) > 1 and parts[1] in CODE:
         parts = parts[1:]  # through the link
     file = "/".join(parts)
-    if parts[0] not in CODE or not (ROOT / file).is_file():
+    if parts[0] not in CODE or not file.endswith(".py") or not (ROOT / file).is_file():  # templates run, too
         return None
     function = _functions(file).get(int(number))
     return None if function is None else f"{file}::{function}"
