@@ -31,6 +31,7 @@ log = get_logger("train")
 
 CacheT = TypeVar("CacheT")
 
+_ENCODERS = {"vae": "codec", "text": "text encoder"}  # by section
 NAMED = 4  # settings that a message names
 
 
@@ -113,7 +114,8 @@ def _encoders_of_run(place: RunPlace) -> dict[str, str]:
 
 def _fingerprints(info: Mapping[str, Any]) -> dict[str, str]:
     """The fingerprints in a run.json or cache.json, by the encoder's section."""
-    return {name: facts["fingerprint"] for name, facts in info.get("encoders", {}).items() if "fingerprint" in facts}
+    encoders = info.get("encoders", {})
+    return {name: encoders[name]["fingerprint"] for name in _ENCODERS if "fingerprint" in encoders.get(name, {})}
 
 
 def _require_encoders(
@@ -123,7 +125,7 @@ def _require_encoders(
     for name, fingerprint in began.items():
         if found.get(name, fingerprint) != fingerprint:
             raise OtherEncodersError(
-                f"{place.folder} was begun with another `{name}` (fingerprint {fingerprint[:12]}) than the data in {config.cache_root} "
+                f"{place.folder} was begun with another {_ENCODERS[name]} (`{name}`, fingerprint {fingerprint[:12]}) than the data in {config.cache_root} "
                 f"({found[name][:12]}): give it its own cache back, or an empty folder under data.cache, which is encoded as the run "
                 "began; or choose another `name` for this run"
             )

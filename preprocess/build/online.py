@@ -41,7 +41,7 @@ from mmspeed.preprocess.records.sample_table import (
     rows_of,
     samples_of_rows,
 )
-from mmspeed.preprocess.sources.rejections import Reason, Rejected, Rejection
+from mmspeed.preprocess.sources.rejections import Reason, Rejected, Rejection, reasons_in_words
 
 log = get_logger("preprocess")
 
@@ -132,7 +132,7 @@ class OnlineBuilder:
         write_rejects(setup.root, self._rejections)
         if not rows:
             raise UserError(
-                f"no source of {len(setup.listing.sources)} can be used; each is listed in {setup.root / 'rejects'}"
+                f"no source of {len(setup.listing.sources)} can be used ({reasons_in_words(rejections)}); each is listed in {setup.root / 'rejects'}"
             )
         with CacheWriter(setup.root, mend=False) as writer:
             if not writer.has("null", encoders.text_key("")):

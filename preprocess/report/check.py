@@ -47,7 +47,7 @@ from mmspeed.preprocess.report.page import (
 from mmspeed.preprocess.sources.captions import CaptionAffixes
 from mmspeed.preprocess.sources.discover import list_sources
 from mmspeed.preprocess.sources.listing import SourceListing
-from mmspeed.preprocess.sources.rejections import Rejection, told
+from mmspeed.preprocess.sources.rejections import Reason, Rejection, told
 from mmspeed.preprocess.sources.source import Source
 from mmspeed.shapes import Strides
 
@@ -128,7 +128,8 @@ def check(
     scores = [] if listing.scores is None else listing.scores.summaries()
     report.lines_ += [line for score in scores for line in score.lines()]
     if not numbers.usable:
-        report.problems.append("no source is usable, so there is nothing to train on")
+        bare = [Reason.NO_CAPTION.explanation] * (Reason.NO_CAPTION.value in numbers.reasons)
+        report.problems.append(". ".join(["no source is usable, so there is nothing to train on", *bare]))
     elif not numbers.samples("train"):
         report.problems.append("every usable sample is held out: nothing is left to train on; lower data.val_fraction")
     cache = _cache_state(config, needs, codec is None)

@@ -155,10 +155,10 @@ def test_a_run_keeps_its_codec(home: Path) -> None:
         run.run_dir / "codec.safetensors"
     )
     for online in (False, True):
-        with pytest.raises(UserError, match=r"runs/run was begun with another `vae` .* than the data in .*cache"):
+        with pytest.raises(UserError, match=r"runs/run was begun with another codec .* than the data in .*cache"):
             train(home, "run", "train.steps=4", online=online)
     (home / "cache" / "cache.json").unlink()  # of another codec all the same
-    with pytest.raises(UserError, match="was begun with another `vae`"):
+    with pytest.raises(UserError, match="was begun with another codec"):
         train(home, "run", "train.steps=4", online=True)
     assert (run.run_dir / "codec.safetensors").read_bytes() == began
 
