@@ -16,6 +16,7 @@ from mmspeed.config.places import is_url
 from mmspeed.data import DatasetCache
 from mmspeed.data.cache.codec_file import codec_facts
 from mmspeed.data.cache.files import BusyError, write_whole
+from mmspeed.data.cache.made_from import DIGEST
 from mmspeed.data.cache.tables import read_info
 from mmspeed.data.loading.first_epoch import OnlineEncoder
 from mmspeed.errors import UserError, first_names
@@ -30,6 +31,7 @@ log = get_logger("train")
 
 CacheT = TypeVar("CacheT")
 
+_ENCODERS = {"vae": "codec", "text": "text encoder"}  # by section
 NAMED = 4  # settings that a message names
 
 
@@ -77,6 +79,11 @@ def _looked_at(
     began = _encoders_of_run(place)
     cache, problem, final = opened_or_problem(lambda: _opened(config, place, began))
     if cache is not None:
+        if DIGEST not in cache.info and (copies := cache.samples.copies_of_held_out()):
+            log.warning(
+                f"{copies} training samples of the cache {cache.location} have a content that is held out under another name: "
+                "`mmspeed preprocess` holds them out too"
+            )
         problem = changes_to_bring_in(config, cache.info, cache.root, cache.location, place.resumed, maker is not None)
         return (cache, None, False) if problem is None else (None, problem, False)
     if began and maker is not None and not final:
@@ -107,7 +114,8 @@ def _encoders_of_run(place: RunPlace) -> dict[str, str]:
 
 def _fingerprints(info: Mapping[str, Any]) -> dict[str, str]:
     """The fingerprints in a run.json or cache.json, by the encoder's section."""
-    return {name: facts["fingerprint"] for name, facts in info.get("encoders", {}).items() if "fingerprint" in facts}
+    encoders = info.get("encoders", {})
+    return {name: encoders[name]["fingerprint"] for name in _ENCODERS if "fingerprint" in encoders.get(name, {})}
 
 
 def _require_encoders(
@@ -117,7 +125,7 @@ def _require_encoders(
     for name, fingerprint in began.items():
         if found.get(name, fingerprint) != fingerprint:
             raise OtherEncodersError(
-                f"{place.folder} was begun with another `{name}` (fingerprint {fingerprint[:12]}) than the data in {config.cache_root} "
+                f"{place.folder} was begun with another {_ENCODERS[name]} (`{name}`, fingerprint {fingerprint[:12]}) than the data in {config.cache_root} "
                 f"({found[name][:12]}): give it its own cache back, or an empty folder under data.cache, which is encoded as the run "
                 "began; or choose another `name` for this run"
             )

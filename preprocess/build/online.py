@@ -25,7 +25,7 @@ from mmspeed.data.loading.first_epoch import EncodedEntries, EncodeJob
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, get_logger
-from mmspeed.media.rejections import Reason, Rejected, Rejection
+from mmspeed.media.rejections import Reason, Rejected, Rejection, reasons_in_words
 from mmspeed.preprocess.build.coordination import ProcessRecord, read_part, write_part
 from mmspeed.preprocess.build.setup import BuildSetup
 from mmspeed.preprocess.decoding.clips import split_of
@@ -132,7 +132,7 @@ class OnlineBuilder:
         write_rejects(setup.root, self._rejections)
         if not rows:
             raise UserError(
-                f"no source of {len(setup.listing.sources)} can be used; each is listed in {setup.root / 'rejects'}"
+                f"no source of {len(setup.listing.sources)} can be used ({reasons_in_words(rejections)}); each is listed in {setup.root / 'rejects'}"
             )
         with CacheWriter(setup.root, mend=False) as writer:
             if not writer.has("null", encoders.text_key("")):

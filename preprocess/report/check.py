@@ -21,7 +21,7 @@ from mmspeed.data.cache.splits import copies_of_held_out, hold_out_copies
 from mmspeed.data.cache.versions import VERSIONS
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_seconds
-from mmspeed.media.rejections import Rejection, told
+from mmspeed.media.rejections import Reason, Rejection, told
 from mmspeed.media.source import Source
 from mmspeed.models.codecs.vae import codec_geometry, codec_identity
 from mmspeed.models.image_encoder import image_fingerprint
@@ -134,7 +134,8 @@ def check(
     scores = [] if listing.scores is None else listing.scores.summaries()
     report.lines_ += [line for score in scores for line in score.lines()]
     if not numbers.usable:
-        report.problems.append("no source is usable, so there is nothing to train on")
+        bare = [Reason.NO_CAPTION.explanation] * (Reason.NO_CAPTION.value in numbers.reasons)
+        report.problems.append(". ".join(["no source is usable, so there is nothing to train on", *bare]))
     elif not numbers.samples("train"):
         report.problems.append("every usable sample is held out: nothing is left to train on; lower data.val_fraction")
     cache = _cache_state(config, needs, codec is None)

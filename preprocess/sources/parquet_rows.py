@@ -108,9 +108,9 @@ def _is_bytes(kind: Any) -> bool:
 
 def _has_path(file: Any, name: str) -> bool:
     kind = file.schema_arrow.field(name).type
-    return bool(
-        types.is_struct(kind) and kind.get_field_index("path") >= 0 and types.is_string(kind.field("path").type)
-    )
+    if not types.is_struct(kind) or kind.get_field_index("path") < 0:
+        return False
+    return bool(types.is_string(kind.field("path").type) or types.is_large_string(kind.field("path").type))
 
 
 def _check_size(path: str, file: Any, names: list[str]) -> list[str]:

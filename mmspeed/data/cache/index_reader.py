@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, overload
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
@@ -135,6 +136,14 @@ class SampleTable(Sequence[Sample]):
         if self._rows is not None:
             rows = self._rows[np.isin(self._rows, rows)]
         return self if len(rows) == len(self) else self._part(rows)
+
+    def copies_of_held_out(self) -> int:
+        """The number of training samples, among all of the table, whose content is held out too."""
+        content, held = self._batch["content_id"], pa.array(self._number["split"] == SPLITS.index("val"))
+        found = pc.is_in(content, value_set=pc.unique(content.filter(held)))
+        return int(
+            pc.sum(pc.and_(pc.and_(found, pc.invert(held)), pc.greater(pc.binary_length(content), 0))).as_py() or 0
+        )
 
     def lost(self) -> Array:
         """The indices in this sequence of the samples whose source failed after the order of training was fixed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from mmspeed.config.schema import SourceConfig
 from mmspeed.data import DatasetCache
 from mmspeed.data.cache.codec_file import codec_facts
 from mmspeed.data.cache.made_from import DIGEST, ListedSource, MadeFrom, SourceChanges
-from mmspeed.data.cache.tables import read_info, write_info
+from mmspeed.data.cache.tables import read_info, read_samples, write_info, write_samples
 from mmspeed.data.maintenance.merge import merge
 from mmspeed.data.maintenance.verify import verify
 from mmspeed.errors import UserError
@@ -130,8 +131,12 @@ def test_a_cache_without_a_record_and_a_merged_one_are_not_compared(
     merge(home / "merged", [home / "cache"])
     info = read_info(home / "cache")
     write_info(home / "cache", {name: value for name, value in info.items() if name not in (DIGEST, "seal")})
+    samples, null_key = read_samples(home / "cache")
+    leak = replace(samples[0], split="val"), replace(samples[1], content_id=samples[0].content_id)
+    write_samples(home / "cache", [*leak, *samples[2:]], null_key)
     change(home)
     train(home, "run", online=True)
+    assert "1 training samples of the cache" in caplog.text and "held out under another name" in caplog.text
     train(home, "other", f"data.cache={home / 'merged'}", online=True)
     assert "changed" not in caplog.text and "compared" not in caplog.text
 
@@ -150,10 +155,10 @@ def test_a_run_keeps_its_codec(home: Path) -> None:
         run.run_dir / "codec.safetensors"
     )
     for online in (False, True):
-        with pytest.raises(UserError, match=r"runs/run was begun with another `vae` .* than the data in .*cache"):
+        with pytest.raises(UserError, match=r"runs/run was begun with another codec .* than the data in .*cache"):
             train(home, "run", "train.steps=4", online=online)
     (home / "cache" / "cache.json").unlink()  # of another codec all the same
-    with pytest.raises(UserError, match="was begun with another `vae`"):
+    with pytest.raises(UserError, match="was begun with another codec"):
         train(home, "run", "train.steps=4", online=True)
     assert (run.run_dir / "codec.safetensors").read_bytes() == began
 

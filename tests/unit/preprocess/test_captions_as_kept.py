@@ -12,10 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from mmspeed.config import make_config
 from mmspeed.config.schema import DataConfig
 from mmspeed.errors import UserError
 from mmspeed.media.rejections import Reason
-from mmspeed.preprocess import fit_data
+from mmspeed.preprocess import CacheBuilder, check, fit_data
 from mmspeed.preprocess.sources.discover import usual_columns
 from tests.support.listing import BUCKETS, listed
 from tests.unit.preprocess.test_sources import captions, media, reasons
@@ -108,6 +109,14 @@ def test_lists_of_unlike_length(folder: Path) -> None:
 def test_no_captions_and_bad_rows_say_why(folder: Path) -> None:
     with pytest.raises(UserError, match=r"2 no_caption: .*data\.missing_caption"):
         fit_data(folder)
+    tree = {
+        "data": {"sources": [{"path": str(folder)}], "cache": str(folder / "cache"), "buckets": BUCKETS},
+        "vae": {"kind": "linear"},
+    }
+    config = make_config(tree, (), origin="test")
+    assert any("data.missing_caption" in problem for problem in check(config).problems)
+    with pytest.raises(UserError, match=r"2 no_caption.*data\.missing_caption"):
+        CacheBuilder(config).run()
     rows = [
         {"video": None},
         {"video": "  "},
