@@ -50,6 +50,8 @@ def upright(matrix: bytes) -> tuple[bool, int]:
     """
     values = struct.unpack("=9i", matrix)
     a, b, c, d = (value / 65536 for value in (values[0], values[1], values[3], values[4]))
+    if a == b == c == d == 0:
+        return False, 0  # some writers leave it empty
     mirrored = a * d - b * c < 0
     right, down = ((-a, -b) if mirrored else (a, b)), (c, d)  # where steps to the right and down go
     long, other = math.hypot(*right), math.hypot(*down)
@@ -61,7 +63,7 @@ def upright(matrix: bytes) -> tuple[bool, int]:
         abs(down[0] + long * sine),
         abs(down[1] - long * cosine),
     )
-    if long <= 0 or off > _NEAR * max(long, other):
+    if off > _NEAR * max(long, other):
         rows = f"({a:g} {b:g}, {c:g} {d:g})"
         raise Rejected(
             Reason.UNKNOWN_GEOMETRY, f"its display matrix {rows} does more than mirror and turn by right angles"

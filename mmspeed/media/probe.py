@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache, partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, BinaryIO, Literal
 
 import av
@@ -68,6 +69,7 @@ _REASONS = {
     "fields": Reason.INTERLACED,
 }  # of those that are not read, by property
 _IN_CONTAINER = "put it into a container: ffmpeg -framerate RATE -i FILE -c copy FILE.mp4"
+_EXAMINED = 500  # frames whose stamps are compared with their order: two groups of pictures of most encoders
 # Containers that state their duration; others only estimate it.
 _STATES_DURATION = ("mov", "matroska", "avi", "flv", "asf", "ogg")
 
@@ -252,29 +254,32 @@ def _probe_video(file: BinaryIO, head: bytes, size: int, max_pixels: int) -> Pro
             context = stream.codec_context
             check_pixels(context.width, context.height, max_pixels)
             stamps = _stamps(container, stream)
-            probe = _describe(container, stream, stamps, max_pixels)
+            probe = _lit(_describe(container, stream, stamps, max_pixels), context, stamps.first)
             track, number = stream.id, container.streams.video.index(stream)
             base, suspect = stream.time_base or Fraction(1), stamps.suspect and context.has_b_frames
         if suspect:
             probe = _in_order(probe, _decoded_stamps(file), stamps, base)
-        probe = _lit(probe, context, stamps.first)
         return _upright(probe, stamps.first, partial(aperture, file, head, size, track, number), max_pixels)
     except DECODER_ERRORS as error:
         raise refused(error) from None
 
 
 def _decoded_stamps(file: BinaryIO) -> list[int | None]:
-    """The stamps of all frames in the order in which they are decoded, that of presentation."""
+    """The stamps of the first frames in the order in which they are decoded, that of presentation, as far as they can be."""
     file.seek(0)
-    with open_video(file) as container:
-        return [frame_stamp(frame) for frame in container.decode(video_stream(container))]
+    stamps = []
+    with open_video(file) as container, suppress(*DECODER_ERRORS):  # decoding will name the damage
+        for frame in islice(container.decode(video_stream(container)), _EXAMINED):
+            stamps.append(frame_stamp(frame))  # noqa: PERF401 (those before an error are kept)
+    return stamps
 
 
 def _in_order(probe: Probe, decoded: list[int | None], stamps: _Stamps, base: Fraction) -> Probe:
     """The probe of a file whose packets look as if their stamps were in the order of decoding, by the stamps of its decoded frames."""
-    if decoded == stamps.times:
+    seen = [stamp for stamp in decoded if stamp is not None]
+    if len(seen) == len(decoded) and seen == sorted(set(seen) & set(stamps.all)):
         return probe
-    if len(decoded) != len(stamps.all):
+    if len(decoded) != min(len(stamps.all), _EXAMINED):
         why = f"its packets state {len(stamps.all)} times, and {len(decoded)} frames are decoded"
         return probe.refused("order", f"{why}; put it into another container with new times")
     times = [float(stamp * base) for stamp in stamps.all]

@@ -27,8 +27,9 @@ _FIXED = {"bf": "3", "x264-params": "b-adapt=0"}
         {"options": _FIXED | {"g": "12"}},
         {"options": {"bf": "0"}},
         {"codec": "mpeg4", "options": {"bf": "2"}},
+        {"codec": "mpeg2video", "options": {"bf": "0", "b": "4M"}},
     ],
-    ids=["fixed", "groups", "no B-frames", "MPEG-4"],
+    ids=["fixed", "groups", "no B-frames", "MPEG-4", "MPEG-2"],
 )
 def test_frames_of_an_avi_are_those_at_their_times(settings: dict[str, object], tmp_path: Path) -> None:
     path = write_video(tmp_path / "a.avi", **settings)  # type: ignore[arg-type]
@@ -39,6 +40,19 @@ def test_frames_of_an_avi_are_those_at_their_times(settings: dict[str, object], 
     for fps, count in ((6, 5), (8, 10), (None, 20)):
         (indices,) = choose_windows(found.pts_seconds, count, fps, 1)
         assert [number_of(frame) for frame in shown(path, tuple(indices))[1]] == indices
+
+
+@pytest.mark.parametrize("ending", ["asf", "mxf", "ts", "flv"])
+def test_other_containers(ending: str, tmp_path: Path) -> None:
+    found, frames = shown(write_video(tmp_path / f"a.{ending}", options=_FIXED))
+    assert [number_of(frame) for frame in frames] == list(range(36))
+    assert found.newer == (["order"] if ending in ("asf", "mxf") else [])
+
+
+def test_fewer_times_than_frames_are_named(tmp_path: Path) -> None:
+    path = write_video(tmp_path / "a.mpg", options=_FIXED)
+    with pytest.raises(Rejected, match=r"its packets state \d+ times, and 36 frames are decoded"):
+        shown(path)
 
 
 def test_version_1_sees_what_it_saw_and_other_decoders_leave_the_file(tmp_path: Path) -> None:
