@@ -11,6 +11,7 @@ from mmspeed.config.schema import DataConfig, SourceConfig
 from mmspeed.errors import UserError
 from mmspeed.preprocess.sources.listing import CAPTION_ENDINGS, ending, is_media
 from mmspeed.preprocess.sources.manifests import CAPTION_LISTS, MEDIA_LISTS, READERS, head_columns
+from mmspeed.preprocess.sources.walk import walk
 
 FORMAT_OF_ENDING = {
     ".jsonl": "jsonl",
@@ -75,7 +76,7 @@ def captioned(names: Iterable[str]) -> bool:
 
 
 def _captioned_below(root: str) -> bool:
-    return any(captioned(files) for _, _, files in os.walk(root))
+    return any(captioned(folder.files) for folder in walk(root, lambda error: None))
 
 
 def _lists_media(data: DataConfig, config: SourceConfig, path: str) -> bool:
