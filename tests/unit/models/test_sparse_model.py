@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmspeed.compute.sparse.module import clustered_layers
+from mmspeed.compute.sparse.module import clustered_layers, warm_plans
 from mmspeed.config import make_config
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.errors import UserError
@@ -265,3 +265,19 @@ def test_a_kernel_that_does_not_serve_is_reported_before_the_first_step(home: Pa
     assert not config.run_dir.joinpath("metrics.jsonl").exists()
     with pytest.raises(UserError, match=r"not one of auto.*did you mean 'triton'"):
         model_of(backend="tritn")
+
+
+def test_warm_plans_begin_with_those_of_their_own_condition() -> None:
+    model = model_of()
+    layers = clustered_layers(model).values()
+    caption, empty = torch.zeros(1, 2, 3), torch.ones(1, 2, 3)
+    with warm_plans(model) as use:
+        for condition, centroids in (("caption", caption), ("empty", empty)):
+            use(condition)
+            for layer in layers:
+                assert layer.warm_start() == (None, None)
+                layer.carry_over(centroids, None)
+        for condition, centroids in (("caption", caption), ("empty", empty)):
+            use(condition)
+            assert layers and all(layer.warm_start()[0] is centroids for layer in layers)
+    assert all(layer.warm_start() == (None, None) for layer in layers)
