@@ -98,15 +98,16 @@ class RemoteListing:
     def read_folder(self, config: SourceConfig, url: str, files: dict[str, dict[str, Any]]) -> None:
         """Collect media beside captions of the same stem, in all folders that are not hidden."""
         groups: dict[str, list[str]] = {}
+        hidden: set[tuple[str, ...]] = set()  # files and folders
         for name in sorted(files):
-            *folders, base = name.split("/")
-            if any(folder.startswith(".") for folder in folders):
-                continue
-            self.collector.files += 1
-            if base.startswith("."):
-                self.collector.ignored += 1
-            else:
+            parts = tuple(name.split("/"))
+            first = next((number for number, part in enumerate(parts, 1) if part.startswith(".")), None)
+            if first is None:
                 groups.setdefault(name[: len(name) - len(ending(name))], []).append(name)
+            else:
+                hidden.add(parts[:first])
+        self.collector.files += sum(map(len, groups.values())) + len(hidden)
+        self.collector.ignored += len(hidden)
         wanted = [
             n for names in groups.values() if any(map(is_media, names)) for n in names if ending(n) in CAPTION_ENDINGS
         ]

@@ -91,8 +91,11 @@ def wan_loss(model: nn.Module, batch: Batch) -> Tensor:
 def plain_loop(model: nn.Module, batches: list[Batch], config: Config) -> list[float]:
     """Train by torch's AdamW with a linear warm-up and clipping; returns the losses. Matrices decay, vectors do not."""
     train = config.train
-    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False))
-    groups = [{"params": matrices, "weight_decay": train.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    weights, others = (
+        [p for name, p in model.named_parameters() if (p.ndim > 1 and name.endswith(".weight")) is wanted]
+        for wanted in (True, False)
+    )
+    groups = [{"params": weights, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, eps=train.eps, foreach=False)
     losses = []
     for step, batch in enumerate(batches):

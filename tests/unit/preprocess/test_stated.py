@@ -85,10 +85,10 @@ def folder_of(folder: Path) -> Config:
     return small_config(folder, f"data.sources.0.path={media}", buckets, "data.fps=6", "data.max_repeated=1", clips=1)
 
 
-@pytest.fixture(scope="module")
-def old(tmp_path_factory: pytest.TempPathFactory) -> Config:
+@pytest.fixture
+def old(tmp_path: Path) -> Config:
     """A config whose cache was begun before the properties had names."""
-    config = folder_of(tmp_path_factory.mktemp("stated"))
+    config = folder_of(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         for name in _NEW:
             patch.setitem(VERSIONS, name, 1)  # type: ignore[arg-type]
@@ -111,7 +111,10 @@ def counted(lines: Sequence[str]) -> dict[str, int]:
     return {first: int(second) for first, second, *_ in (w for w in words if len(w) > 2) if second.isdigit()}
 
 
-def test_check_counts_each_kind_and_an_upgrade_remakes_what_it_names(old: Config) -> None:
+@pytest.mark.parametrize("upgrades", [[_NEW], pytest.param([[name] for name in _NEW], marks=pytest.mark.slow)])
+def test_check_counts_each_kind_and_an_upgrade_remakes_what_it_names(
+    old: Config, upgrades: Sequence[Sequence[str]]
+) -> None:
     lines = check(old).lines()
     named = {"order": 1, "geometry": 3, "hdr": 1, "fields": 1, "profile": 2, "cover": 1, "depth": 1, "gaps": 1}
     assert counted(lines) | named | {"unknown_colours": 1, "no_times": 1} == counted(lines)
@@ -120,19 +123,20 @@ def test_check_counts_each_kind_and_an_upgrade_remakes_what_it_names(old: Config
     assert any("geometry is of version 1; 3 of" in line for line in said), "one of them will be rejected"
     before = latents(old)
     assert set(before.values()) >= {*_KIND_OF, *_PLAIN, "float.tiff", "sheared.mp4"}
-    for name in _NEW:
+    for names in upgrades:
         known = latents(old)
-        CacheBuilder(old, upgrade=[name]).run()
+        CacheBuilder(old, upgrade=names).run()
         remade = {source for key, source in latents(old).items() if key not in known}
-        assert remade == {source for source, kind in _KIND_OF.items() if kind == name}
-    assert not any(line.startswith("cache recipe: ") for line in check(old).lines())
+        assert remade == {source for source, kind in _KIND_OF.items() if kind in names}
+    after = check(old)
+    assert not any(line.startswith("cache recipe: ") for line in after.lines())
     samples = {sample.source: sample.latent_keys for sample in DatasetCache(old.cache_dir).samples}
     assert set(samples) == {*_KIND_OF, *_PLAIN, "gaps.mp4"}
     assert {source: before[key] for source in _PLAIN for key in samples[source]} == {
         source: source for source in _PLAIN
     }
     assert not set(before) & {key for source in _KIND_OF for key in samples[source]}
-    reasons = check(old).statistics.reasons
+    reasons = after.statistics.reasons
     assert {reason: reasons[reason] for reason in set(_REFUSED.values())} == {
         "unknown_colours": 2,
         "no_times": 1,
