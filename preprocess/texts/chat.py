@@ -66,11 +66,13 @@ class ChatTemplate:
         special = {token.content: number for number, token in added.items() if token.special}
         written = {token.content: number for number, token in added.items() if token.content in self._template}
         self._special = SpecialTokens(special)
-        self._control = SpecialTokens(special | {word: written[word] for word in written if not word.isspace()})
+        self._control = SpecialTokens(special | {word: written[word] for word in written if not (word.isspace() or word.isalnum())})
         self._names = {word: chr(_NAMES + place) * len(word) for place, word in enumerate(self._control.ids)}
         self._first = {sign: chr(_HIDDEN + place) for place, sign in enumerate({word[0] for word in self._names})}
         self._shown = str.maketrans({hidden: sign for sign, hidden in self._first.items()})
         tokens = [token for token in added.values() if token.content in self._names]
+        self._single = {token.content for token in tokens if token.single_word}
+        self._folded = {token.content for token in tokens if token.normalized and self._core.normalizer is not None}
         self._core.add_special_tokens(tokens)
         self._core.add_tokens(
             [
@@ -94,7 +96,19 @@ class ChatTemplate:
         """True for a chat that version 1 gave other marks, whatever it spells."""
         first = messages[0] if messages else None
         begins = isinstance(first, Mapping) and first.get("role") == "assistant"
-        return self._trims or (begins and not self.marked)
+        return self._trims or (begins and not self.marked) or any(map(self._folds, strings_of(list(messages))))
+
+    def _folds(self, text: str) -> bool:
+        """True for a text that spells more tokens once it is normalized, which the tokenizer takes."""
+        if not self._folded:
+            return False
+        normal = self._core.normalizer.normalize_str
+        return any(normal(text).count(normal(word)) > text.count(word) for word in self._folded)
+
+    def _named(self, match: re.Match[str]) -> str:
+        """The name of a token that the template writes; a word that is one only where it stands alone may stay a word."""
+        around = match.string[: match.start()][-1:] + match.string[match.end() :][:1]
+        return match[0] if match[0] in self._single and re.search(r"\w", around) else self._names[match[0]]
 
     def _tokens_of(self, message: Any) -> SpecialTokens:
         """The tokens that are words in a message."""
@@ -170,9 +184,9 @@ class ChatTemplate:
     def _tokens(self, text: str, spans: Spans) -> tuple[list[int], npt.NDArray[np.bool_]]:
         """The ids of a text that may hold hidden tokens, and marks of those within spans."""
         shown = text.translate(self._shown)
-        spelled = shown != text
+        spelled = shown != text or self._folds(text)
         if spelled:  # then those of the template go by other names, of the same length
-            shown = self._control.pattern.sub(lambda match: self._names[match[0]], text).translate(self._shown)
+            shown = self._control.pattern.sub(self._named, text).translate(self._shown)
         self._core.encode_special_tokens = spelled
         row = self._core.encode(shown)
         if spelled and self._control.confused(shown, row.ids):
@@ -198,8 +212,8 @@ def _hidden(value: Any, tokens: SpecialTokens, first: Mapping[str, str]) -> Any:
     if isinstance(value, str):
         return tokens.pattern.sub(lambda match: first[match[0][0]] + match[0][1:], value)
     if isinstance(value, Mapping):
-        return {name: _hidden(part, tokens, first) for name, part in value.items()}
-    return [_hidden(part, tokens, first) for part in value] if isinstance(value, list) else value
+        return {_hidden(name, tokens, first): _hidden(part, tokens, first) for name, part in value.items()}
+    return [_hidden(part, tokens, first) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def strings_of(value: Any) -> Iterator[str]:
@@ -209,5 +223,7 @@ def strings_of(value: Any) -> Iterator[str]:
         part = waiting.pop()
         if isinstance(part, str):
             yield part
-        elif isinstance(part, (Mapping, list)):
-            waiting += part.values() if isinstance(part, Mapping) else part
+        elif isinstance(part, Mapping):
+            waiting += [*part, *part.values()]
+        elif isinstance(part, (list, tuple)):
+            waiting += part
