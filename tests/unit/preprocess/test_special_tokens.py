@@ -148,9 +148,9 @@ def turn(role: str, *words: bytes | int) -> list[int]:
         (MARKED, say("<|begin|>", "yo"), turn("user", b"<|begin|>") + turn("assistant", b"yo"), b"yo"),
         (
             TOOLS,
-            [*say("hi"), {"role": "assistant", "content": None, "call": {"x": "<|end|>", "y": None}}],
-            turn("user", b"hi") + turn("assistant", b'<think>{"x": "<|end|>", "y": null}'),
-            b'<think>{"x": "<|end|>", "y": null}',
+            [*say("hi"), {"role": "assistant", "content": None, "call": {"<|turn|>": "<|end|>", "y": None}}],
+            turn("user", b"hi") + turn("assistant", b'<think>{"<|turn|>": "<|end|>", "y": null}'),
+            b'<think>{"<|turn|>": "<|end|>", "y": null}',
         ),
         (LLAMA, say("", "yo")[1:], turn("assistant", b"yo"), b"yo"),  # begins with the assistant
         (DEFAULT_SYSTEM, say("", "yo", "a", "b")[1:], turn("system", b"be good") + turn("assistant", b"yo") + turn("user", b"a") + turn("assistant", b"b"), [*b"yo", TURN, *b"b"]),
@@ -164,6 +164,26 @@ def test_the_tokens_of_a_chat_are_those_of_its_template(
     got, marks = ChatTemplate(save(tmp_path, template=template, trim=trim)).encode(chat)
     assert got == [BEGIN, *ids]
     assert [number for number, mark in zip(got, marks, strict=True) if mark] == [*trained, TURN]
+
+
+@pytest.mark.parametrize(
+    ("flag", "chat", "ids"),
+    [
+        ("normalized", say("a<|TURN|>", "yo"), turn("user", b"a<|turn|>") + turn("assistant", b"yo")),
+        ("single_word", say("<|end|>", "<|turn|>yo."), turn("user", b"<|end|>") + turn("assistant", b"<|turn|>yo.")),
+        ("single_word", say("a", "<|turn|>."), [*turn("user", b"a<|turn|>")[:-1], *turn("assistant", b"<|turn|>.")]),
+    ],
+)
+def test_a_token_is_what_the_tokenizer_takes_in_the_words_of_the_template(
+    tmp_path: Path, flag: str, chat: list[Any], ids: list[int]
+) -> None:
+    path = save(tmp_path, template=LLAMA) / "tokenizer.json"
+    tree = json.loads(path.read_text())
+    for token in tree["added_tokens"]:
+        token[flag] |= token["content"] == "<|turn|>"
+    path.write_text(json.dumps({**tree, "normalizer": {"type": "Lowercase"}}))
+    chats = ChatTemplate(path.parent)
+    assert chats.encode(chat)[0] == [BEGIN, *ids] and chats.altered(chat) == (flag == "normalized")
 
 
 def test_the_head_of_a_turn_that_a_user_spells_is_text_and_a_thought_of_the_assistant_is_not(tmp_path: Path) -> None:
