@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -66,7 +67,9 @@ class ChatTemplate:
         special = {token.content: number for number, token in added.items() if token.special}
         written = {token.content: number for number, token in added.items() if token.content in self._template}
         self._special = SpecialTokens(special)
-        self._control = SpecialTokens(special | {word: written[word] for word in written if not (word.isspace() or word.isalnum())})
+        self._control = SpecialTokens(
+            special | {word: written[word] for word in written if not (word.isspace() or word.isalnum())}
+        )
         self._names = {word: chr(_NAMES + place) * len(word) for place, word in enumerate(self._control.ids)}
         self._first = {sign: chr(_HIDDEN + place) for place, sign in enumerate({word[0] for word in self._names})}
         self._shown = str.maketrans({hidden: sign for sign, hidden in self._first.items()})
@@ -86,6 +89,7 @@ class ChatTemplate:
                 for token in tokens
             ]
         )
+        self._joined: dict[tuple[str, ...], bool] = {}
         self._ids = {self._core.token_to_id(name): self._control.ids[word] for word, name in self._names.items()}
 
     def spelled(self, messages: Sequence[Any]) -> str:
@@ -94,9 +98,21 @@ class ChatTemplate:
 
     def altered(self, messages: Sequence[Any]) -> bool:
         """True for a chat that version 1 gave other marks, whatever it spells."""
-        first = messages[0] if messages else None
-        begins = isinstance(first, Mapping) and first.get("role") == "assistant"
-        return self._trims or (begins and not self.marked) or any(map(self._folds, strings_of(list(messages))))
+        roles = [str(message.get("role")) if isinstance(message, Mapping) else "" for message in messages]
+        other = roles[:1] == ["assistant"] or any(starmap(self._joins, pairwise(roles)))
+        return self._trims or (other and not self.marked) or any(map(self._folds, strings_of(list(messages))))
+
+    def _joins(self, *roles: str) -> bool:
+        """True for two turns before an assistant's of which the template does not write the first one alone, as it does with the other."""
+        if "assistant" in roles:
+            return False
+        if roles not in self._joined:
+            turns = [{"role": role, "content": "a"} for role in roles]
+            try:
+                self._joined[roles] = not self._write(turns)[0].startswith(self._write(turns[:1])[0])
+            except ChatError:
+                self._joined[roles] = True
+        return self._joined[roles]
 
     def _folds(self, text: str) -> bool:
         """True for a text that spells more tokens once it is normalized, which the tokenizer takes."""
@@ -136,14 +152,15 @@ class ChatTemplate:
         text, _ = self._write(messages)
         spans, at = [], 0
         for number, message in enumerate(messages):
+            if message["role"] != "assistant":  # a template may write several of these as one, or need a further one
+                continue
             after, _ = self._write(messages[: number + 1])
             if not text.startswith(after) or len(after) < at:
                 raise ChatError("the template changes earlier turns as later ones come")
-            if message["role"] == "assistant":
-                start = self._start(messages[:number], after)
-                if not after.startswith(start):
-                    raise ChatError("the template does not begin an assistant's turn with its prompt")
-                spans.append((max(len(start), at), len(after)))
+            start = self._start(messages[:number], after)
+            if not after.startswith(start):
+                raise ChatError("the template does not begin an assistant's turn with its prompt")
+            spans.append((max(len(start), at), len(after)))
             at = len(after)
         return text, spans
 

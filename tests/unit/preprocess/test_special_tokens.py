@@ -123,6 +123,10 @@ def test_a_vocabulary_that_has_a_special_token_as_words_rejects_texts_that_spell
 TOOLS = LLAMA.replace("{{ m['content'] }}", "{{ m['content'] }}{% if m.call %}<think>{{ m.call | tojson }}{% endif %}")
 PARTS = LLAMA.replace("{{ m['content'] }}", "{% for p in m['content'] %}{{ p.text | trim }}{% endfor %}")
 _TURN = "{{ m['content'] }}<|turn|>"
+GROUPED = LLAMA.replace(
+    _TURN, "{{ m['content'] }}{% if loop.last or m.role != 'tool' or loop.nextitem.role != 'tool' %}<|turn|>{% endif %}"
+)
+ASKED = "{% if messages[-1].role == 'system' %}{{ raise_exception('no question') }}{% endif %}" + LLAMA
 MARKED = LLAMA.replace(
     _TURN, f"{{% if m.role == 'user' %}}{_TURN}{{% else %}}{{% generation %}}{_TURN}{{% endgeneration %}}{{% endif %}}"
 )
@@ -153,6 +157,8 @@ def turn(role: str, *words: bytes | int) -> list[int]:
             b'<think>{"<|turn|>": "<|end|>", "y": null}',
         ),
         (LLAMA, say("", "yo")[1:], turn("assistant", b"yo"), b"yo"),  # begins with the assistant
+        (ASKED, [{"role": "system", "content": "x"}, *say("hi", "yo")], turn("system", b"x") + turn("user", b"hi") + turn("assistant", b"yo"), b"yo"),
+        (GROUPED, [{"role": "tool", "content": "x"}, {"role": "tool", "content": "y"}, *say("", "yo")[1:]], [*turn("tool", b"x")[:-1], *turn("tool", b"y"), *turn("assistant", b"yo")], b"yo"),
         (DEFAULT_SYSTEM, say("", "yo", "a", "b")[1:], turn("system", b"be good") + turn("assistant", b"yo") + turn("user", b"a") + turn("assistant", b"b"), [*b"yo", TURN, *b"b"]),
         (LLAMA, say("hi", "  \n yo  "), turn("user", b"hi") + turn("assistant", b"  \n yo  "), b"  \n yo  "),
     ],
