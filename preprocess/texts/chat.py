@@ -75,7 +75,7 @@ class ChatTemplate:
         self._shown = str.maketrans({hidden: sign for sign, hidden in self._first.items()})
         tokens = [token for token in added.values() if token.content in self._names]
         self._single = {token.content for token in tokens if token.single_word}
-        self._folded = {token.content for token in tokens if token.normalized and self._core.normalizer is not None}
+        self._control.fold(self._core)
         self._core.add_special_tokens(tokens)
         self._core.add_tokens(
             [
@@ -100,7 +100,7 @@ class ChatTemplate:
         """True for a chat that version 1 gave other marks, whatever it spells."""
         roles = [str(message.get("role")) if isinstance(message, Mapping) else "" for message in messages]
         other = roles[:1] == ["assistant"] or any(starmap(self._joins, pairwise(roles)))
-        return self._trims or (other and not self.marked) or any(map(self._folds, strings_of(list(messages))))
+        return self._trims or (other and not self.marked) or any(map(self._control.folds, strings_of(list(messages))))
 
     def _joins(self, *roles: str) -> bool:
         """True for two turns before an assistant's of which the template does not write the first one alone, as it does with the other."""
@@ -113,13 +113,6 @@ class ChatTemplate:
             except ChatError:
                 self._joined[roles] = True
         return self._joined[roles]
-
-    def _folds(self, text: str) -> bool:
-        """True for a text that spells more tokens once it is normalized, which the tokenizer takes."""
-        if not self._folded:
-            return False
-        normal = self._core.normalizer.normalize_str
-        return any(normal(text).count(normal(word)) > text.count(word) for word in self._folded)
 
     def _named(self, match: re.Match[str]) -> str:
         """The name of a token that the template writes; a word that is one only where it stands alone may stay a word."""
@@ -201,7 +194,7 @@ class ChatTemplate:
     def _tokens(self, text: str, spans: Spans) -> tuple[list[int], npt.NDArray[np.bool_]]:
         """The ids of a text that may hold hidden tokens, and marks of those within spans."""
         shown = text.translate(self._shown)
-        spelled = shown != text or self._folds(text)
+        spelled = shown != text or self._control.folds(text)
         if spelled:  # then those of the template go by other names, of the same length
             shown = self._control.pattern.sub(self._named, text).translate(self._shown)
         self._core.encode_special_tokens = spelled

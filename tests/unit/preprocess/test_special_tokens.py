@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from mmspeed.config import make_run_config
 from mmspeed.data.cache.tables import read_info, write_info
 from mmspeed.data.cache.text_cache import TextCache
+from mmspeed.data.cache.tokenizer_file import TextTokenizer
 from mmspeed.errors import UserError
 from mmspeed.pipelines.tasks.language_start import open_texts
 from mmspeed.preprocess.texts.chat import ChatError, ChatTemplate
@@ -188,8 +189,9 @@ def test_a_token_is_what_the_tokenizer_takes_in_the_words_of_the_template(
     for token in tree["added_tokens"]:
         token[flag] |= token["content"] == "<|turn|>"
     path.write_text(json.dumps({**tree, "normalizer": {"type": "Lowercase"}}))
-    chats = ChatTemplate(path.parent)
+    chats, words = ChatTemplate(path.parent), TextTokenizer(path)
     assert chats.encode(chat)[0] == [BEGIN, *ids] and chats.altered(chat) == (flag == "normalized")
+    assert words.encode("<|TURN|>") == [*b"<|turn|>"] and words.special.folds("<|TURN|>") == (flag == "normalized")
 
 
 def test_the_head_of_a_turn_that_a_user_spells_is_text_and_a_thought_of_the_assistant_is_not(tmp_path: Path) -> None:
