@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -209,19 +209,30 @@ class _SumWatch:
         if not torch.is_grad_enabled() or not self.replicas.require_backward_grad_sync:
             return
         self.complete = False
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _: at_end_of_backward(self._check))
+        for tensor in filter(lambda tensor: tensor.requires_grad, _tensors_of(output)):
+            tensor.register_hook(lambda _: at_end_of_backward(self._check))
 
     def _check(self) -> None:
         if self.complete:
             return
         trained = [(name, p) for name, p in self.replicas.module.named_parameters() if p.requires_grad]
-        missing = [name for name, p in trained if p.grad is None] or ["one of an earlier micro-batch"]
+        missing = [name for name, p in trained if p.grad is None]
+        if len(missing) == len(trained):  # nothing to sum: `torch.autograd.grad` of an input
+            return
+        missing = missing or ["one of an earlier micro-batch"]
         raise UserError(
             f"parallel.strategy ddp: {len(missing)} parameters that train got no gradient, first {missing[0]}, so that none of this step is "
             "summed over processes: freeze them before (requires_grad_(False)), or use fsdp"
         )
+
+
+def _tensors_of(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a model's output, those of dataclasses among them."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf):
+            yield from _tensors_of(vars(leaf))
 
 
 def _summed(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -66,11 +67,15 @@ class ChatTemplate:
         special = {token.content: number for number, token in added.items() if token.special}
         written = {token.content: number for number, token in added.items() if token.content in self._template}
         self._special = SpecialTokens(special)
-        self._control = SpecialTokens(special | {word: written[word] for word in written if not word.isspace()})
+        self._control = SpecialTokens(
+            special | {word: written[word] for word in written if not (word.isspace() or word.isalnum())}
+        )
         self._names = {word: chr(_NAMES + place) * len(word) for place, word in enumerate(self._control.ids)}
         self._first = {sign: chr(_HIDDEN + place) for place, sign in enumerate({word[0] for word in self._names})}
         self._shown = str.maketrans({hidden: sign for sign, hidden in self._first.items()})
         tokens = [token for token in added.values() if token.content in self._names]
+        self._single = {token.content for token in tokens if token.single_word}
+        self._control.fold(self._core)
         self._core.add_special_tokens(tokens)
         self._core.add_tokens(
             [
@@ -84,6 +89,7 @@ class ChatTemplate:
                 for token in tokens
             ]
         )
+        self._joined: dict[tuple[str, ...], bool] = {}
         self._ids = {self._core.token_to_id(name): self._control.ids[word] for word, name in self._names.items()}
 
     def spelled(self, messages: Sequence[Any]) -> str:
@@ -92,9 +98,26 @@ class ChatTemplate:
 
     def altered(self, messages: Sequence[Any]) -> bool:
         """True for a chat that version 1 gave other marks, whatever it spells."""
-        first = messages[0] if messages else None
-        begins = isinstance(first, Mapping) and first.get("role") == "assistant"
-        return self._trims or (begins and not self.marked)
+        roles = [str(message.get("role")) if isinstance(message, Mapping) else "" for message in messages]
+        other = roles[:1] == ["assistant"] or any(starmap(self._joins, pairwise(roles)))
+        return self._trims or (other and not self.marked) or any(map(self._control.folds, strings_of(list(messages))))
+
+    def _joins(self, *roles: str) -> bool:
+        """True for two turns before an assistant's of which the template does not write the first one alone, as it does with the other."""
+        if "assistant" in roles:
+            return False
+        if roles not in self._joined:
+            turns = [{"role": role, "content": "a"} for role in roles]
+            try:
+                self._joined[roles] = not self._write(turns)[0].startswith(self._write(turns[:1])[0])
+            except ChatError:
+                self._joined[roles] = True
+        return self._joined[roles]
+
+    def _named(self, match: re.Match[str]) -> str:
+        """The name of a token that the template writes; a word that is one only where it stands alone may stay a word."""
+        around = match.string[: match.start()][-1:] + match.string[match.end() :][:1]
+        return match[0] if match[0] in self._single and re.search(r"\w", around) else self._names[match[0]]
 
     def _tokens_of(self, message: Any) -> SpecialTokens:
         """The tokens that are words in a message."""
@@ -122,14 +145,15 @@ class ChatTemplate:
         text, _ = self._write(messages)
         spans, at = [], 0
         for number, message in enumerate(messages):
+            if message["role"] != "assistant":  # a template may write several of these as one, or need a further one
+                continue
             after, _ = self._write(messages[: number + 1])
             if not text.startswith(after) or len(after) < at:
                 raise ChatError("the template changes earlier turns as later ones come")
-            if message["role"] == "assistant":
-                start = self._start(messages[:number], after)
-                if not after.startswith(start):
-                    raise ChatError("the template does not begin an assistant's turn with its prompt")
-                spans.append((max(len(start), at), len(after)))
+            start = self._start(messages[:number], after)
+            if not after.startswith(start):
+                raise ChatError("the template does not begin an assistant's turn with its prompt")
+            spans.append((max(len(start), at), len(after)))
             at = len(after)
         return text, spans
 
@@ -170,9 +194,9 @@ class ChatTemplate:
     def _tokens(self, text: str, spans: Spans) -> tuple[list[int], npt.NDArray[np.bool_]]:
         """The ids of a text that may hold hidden tokens, and marks of those within spans."""
         shown = text.translate(self._shown)
-        spelled = shown != text
+        spelled = shown != text or self._control.folds(text)
         if spelled:  # then those of the template go by other names, of the same length
-            shown = self._control.pattern.sub(lambda match: self._names[match[0]], text).translate(self._shown)
+            shown = self._control.pattern.sub(self._named, text).translate(self._shown)
         self._core.encode_special_tokens = spelled
         row = self._core.encode(shown)
         if spelled and self._control.confused(shown, row.ids):
@@ -198,8 +222,8 @@ def _hidden(value: Any, tokens: SpecialTokens, first: Mapping[str, str]) -> Any:
     if isinstance(value, str):
         return tokens.pattern.sub(lambda match: first[match[0][0]] + match[0][1:], value)
     if isinstance(value, Mapping):
-        return {name: _hidden(part, tokens, first) for name, part in value.items()}
-    return [_hidden(part, tokens, first) for part in value] if isinstance(value, list) else value
+        return {_hidden(name, tokens, first): _hidden(part, tokens, first) for name, part in value.items()}
+    return [_hidden(part, tokens, first) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def strings_of(value: Any) -> Iterator[str]:
@@ -209,5 +233,7 @@ def strings_of(value: Any) -> Iterator[str]:
         part = waiting.pop()
         if isinstance(part, str):
             yield part
-        elif isinstance(part, (Mapping, list)):
-            waiting += part.values() if isinstance(part, Mapping) else part
+        elif isinstance(part, Mapping):
+            waiting += [*part, *part.values()]
+        elif isinstance(part, (list, tuple)):
+            waiting += part

@@ -56,7 +56,9 @@ class Encoder:
         return self.chat().spelled(value) if isinstance(value, list) else ""
 
     def altered(self, value: Any) -> bool:
-        """True for a chat that version 1 gave other marks, whatever it spells."""
+        """True for a text or a chat that version 1 gave other ids or marks, whatever it spells."""
+        if isinstance(value, str):
+            return self._tokenizer.special.folds(value)
         return isinstance(value, list) and self.chat().altered(value)
 
     def documents(self, rows: Sequence[tuple[str, Any]], rule: Rule) -> list[Document]:

@@ -107,7 +107,7 @@ def _find(root: Path, cache: str, files: list[Path], left_out: list[TextRow]) ->
                 left_out.append(TextRow(str(path), reason="unreadable", detail=no_file(str(path))[1]))
             elif _kind(path):
                 here.append(path)
-            elif path.suffix != ".idx" or not path.with_suffix(".bin").is_file():
+            elif path.suffix.lower() != ".idx" or not _beside(path, ".bin").is_file():
                 left_out.append(TextRow(str(path), reason="other_file", detail=unknown_ending(path.name)))
     files += sorted(here)
 
@@ -346,7 +346,7 @@ def _parquet(path: Path, source: TextSourceConfig, column: str, limit: int) -> I
 
 def _whole(path: Path) -> Any:
     """A file that can be read at any place; a compressed one in memory."""
-    if path.suffix not in _PACKED:
+    if path.suffix.lower() not in _PACKED:
         return pa.memory_map(str(path))
     with _open(path) as file:
         return pa.BufferReader(file.read())
@@ -412,8 +412,13 @@ def _tar(path: Path, source: TextSourceConfig, column: str, limit: int) -> Itera
                 yield _of_bytes(place, data, source)
 
 
+def _beside(path: Path, ending: str) -> Path:
+    """The file of the same name that ends otherwise, in capitals as this one does."""
+    return path.with_suffix(ending.upper() if path.suffix.isupper() else ending)
+
+
 def _megatron(path: Path, source: TextSourceConfig, column: str, limit: int) -> Iterator[TextRow]:
-    index = path.with_suffix(".idx")
+    index = _beside(path, ".idx")
     if source.content != "ids":
         yield TextRow(str(path), reason="not_a_string", detail="it holds token ids; write content: ids")
         return

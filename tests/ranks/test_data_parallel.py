@@ -5,6 +5,7 @@ Gradients are compared, not only parameters: Adam turns the sign of a rounding e
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,11 @@ def test_requests_are_agreed(ranks: list[Result]) -> None:
     assert all(rank["signals"]["heard"] == ["none", "save", "stop"] for rank in ranks)
 
 
+@dataclass
+class Halved:
+    out: torch.Tensor
+
+
 class Halves(nn.Module):
     """Two layers of which a call uses one; the largest gradients first fill a bucket of their own."""
 
@@ -265,8 +271,8 @@ class Halves(nn.Module):
         super().__init__()
         self.one, self.other = nn.Linear(4, 4, bias=False), nn.Linear(600, 600, bias=False)
 
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"out": (self.one if x.shape[-1] == 4 else self.other)(x)}
+    def forward(self, x: torch.Tensor) -> dict[str, Halved]:
+        return {"out": Halved((self.one if x.shape[-1] == 4 else self.other)(x))}
 
 
 def unused(how: str) -> Any:
@@ -276,9 +282,12 @@ def unused(how: str) -> Any:
     model = parallelize(bare, make_mesh(Device("cpu", 0), AxisSizes(-1, 1)), "ddp")
     if how == "earlier":  # of a micro-batch before
         with no_sync(model, "ddp", last=False):
-            model(torch.ones(1, 600))["out"].sum().backward()
+            model(torch.ones(1, 600))["out"].out.sum().backward()
+    x = torch.full((1, 600 if how == "small" else 4), dist.get_rank() + 1.0, requires_grad=True)
+    if how == "frozen":
+        torch.autograd.grad(model(x)["out"].out.sum(), x)  # needs no gradient of a parameter
     try:
-        model(torch.full((1, 600 if how == "small" else 4), dist.get_rank() + 1.0))["out"].sum().backward()
+        model(x)["out"].out.sum().backward()
     except UserError as error:
         return str(error)
     assert bare.one.weight.grad is not None

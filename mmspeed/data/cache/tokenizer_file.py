@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -97,6 +97,7 @@ class TextTokenizer:
         self.core.encode_special_tokens = True
         decoder = self.core.get_added_tokens_decoder()
         self.special = SpecialTokens({token.content: number for number, token in decoder.items() if token.special})
+        self.special.fold(self.core)
 
     @property
     def vocabulary(self) -> int:
@@ -131,6 +132,24 @@ class SpecialTokens:
         self.ids = ids
         words = sorted(filter(None, ids), key=len, reverse=True)  # the longest one is taken, as tokenizers do
         self.pattern = re.compile("|".join(map(re.escape, words)) or "(?!)")
+        self._folded: list[
+            tuple[str, str]
+        ] = []  # tokens that are looked for in normalized texts: as they are, and normalized
+        self._normal: Callable[[str], str] = str
+
+    def fold(self, core: Tokenizer) -> None:
+        """Know which ones a tokenizer looks for in normalized texts."""
+        if core.normalizer is not None:
+            words = [token.content for token in core.get_added_tokens_decoder().values() if token.normalized]
+            self._normal = core.normalizer.normalize_str
+            self._folded = [(word, self._normal(word)) for word in words if word in self.ids]
+
+    def folds(self, text: str) -> bool:
+        """True for a text that spells more of them once it is normalized."""
+        if not self._folded:
+            return False
+        normal = self._normal(text)
+        return any(normal.count(folded) > text.count(word) for word, folded in self._folded)
 
     def among(self, texts: Iterable[str]) -> str:
         """The first one that a text spells; empty if none does."""

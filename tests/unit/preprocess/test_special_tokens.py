@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from mmspeed.config import make_run_config
 from mmspeed.data.cache.tables import read_info, write_info
 from mmspeed.data.cache.text_cache import TextCache
+from mmspeed.data.cache.tokenizer_file import TextTokenizer
 from mmspeed.errors import UserError
 from mmspeed.pipelines.tasks.language_start import open_texts
 from mmspeed.preprocess.texts.chat import ChatError, ChatTemplate
@@ -123,6 +124,10 @@ def test_a_vocabulary_that_has_a_special_token_as_words_rejects_texts_that_spell
 TOOLS = LLAMA.replace("{{ m['content'] }}", "{{ m['content'] }}{% if m.call %}<think>{{ m.call | tojson }}{% endif %}")
 PARTS = LLAMA.replace("{{ m['content'] }}", "{% for p in m['content'] %}{{ p.text | trim }}{% endfor %}")
 _TURN = "{{ m['content'] }}<|turn|>"
+GROUPED = LLAMA.replace(
+    _TURN, "{{ m['content'] }}{% if loop.last or m.role != 'tool' or loop.nextitem.role != 'tool' %}<|turn|>{% endif %}"
+)
+ASKED = "{% if messages[-1].role == 'system' %}{{ raise_exception('no question') }}{% endif %}" + LLAMA
 MARKED = LLAMA.replace(
     _TURN, f"{{% if m.role == 'user' %}}{_TURN}{{% else %}}{{% generation %}}{_TURN}{{% endgeneration %}}{{% endif %}}"
 )
@@ -148,11 +153,13 @@ def turn(role: str, *words: bytes | int) -> list[int]:
         (MARKED, say("<|begin|>", "yo"), turn("user", b"<|begin|>") + turn("assistant", b"yo"), b"yo"),
         (
             TOOLS,
-            [*say("hi"), {"role": "assistant", "content": None, "call": {"x": "<|end|>", "y": None}}],
-            turn("user", b"hi") + turn("assistant", b'<think>{"x": "<|end|>", "y": null}'),
-            b'<think>{"x": "<|end|>", "y": null}',
+            [*say("hi"), {"role": "assistant", "content": None, "call": {"<|turn|>": "<|end|>", "y": None}}],
+            turn("user", b"hi") + turn("assistant", b'<think>{"<|turn|>": "<|end|>", "y": null}'),
+            b'<think>{"<|turn|>": "<|end|>", "y": null}',
         ),
         (LLAMA, say("", "yo")[1:], turn("assistant", b"yo"), b"yo"),  # begins with the assistant
+        (ASKED, [{"role": "system", "content": "x"}, *say("hi", "yo")], turn("system", b"x") + turn("user", b"hi") + turn("assistant", b"yo"), b"yo"),
+        (GROUPED, [{"role": "tool", "content": "x"}, {"role": "tool", "content": "y"}, *say("", "yo")[1:]], [*turn("tool", b"x")[:-1], *turn("tool", b"y"), *turn("assistant", b"yo")], b"yo"),
         (DEFAULT_SYSTEM, say("", "yo", "a", "b")[1:], turn("system", b"be good") + turn("assistant", b"yo") + turn("user", b"a") + turn("assistant", b"b"), [*b"yo", TURN, *b"b"]),
         (LLAMA, say("hi", "  \n yo  "), turn("user", b"hi") + turn("assistant", b"  \n yo  "), b"  \n yo  "),
     ],
@@ -164,6 +171,27 @@ def test_the_tokens_of_a_chat_are_those_of_its_template(
     got, marks = ChatTemplate(save(tmp_path, template=template, trim=trim)).encode(chat)
     assert got == [BEGIN, *ids]
     assert [number for number, mark in zip(got, marks, strict=True) if mark] == [*trained, TURN]
+
+
+@pytest.mark.parametrize(
+    ("flag", "chat", "ids"),
+    [
+        ("normalized", say("a<|TURN|>", "yo"), turn("user", b"a<|turn|>") + turn("assistant", b"yo")),
+        ("single_word", say("<|end|>", "<|turn|>yo."), turn("user", b"<|end|>") + turn("assistant", b"<|turn|>yo.")),
+        ("single_word", say("a", "<|turn|>."), [*turn("user", b"a<|turn|>")[:-1], *turn("assistant", b"<|turn|>.")]),
+    ],
+)
+def test_a_token_is_what_the_tokenizer_takes_in_the_words_of_the_template(
+    tmp_path: Path, flag: str, chat: list[Any], ids: list[int]
+) -> None:
+    path = save(tmp_path, template=LLAMA) / "tokenizer.json"
+    tree = json.loads(path.read_text())
+    for token in tree["added_tokens"]:
+        token[flag] |= token["content"] == "<|turn|>"
+    path.write_text(json.dumps({**tree, "normalizer": {"type": "Lowercase"}}))
+    chats, words = ChatTemplate(path.parent), TextTokenizer(path)
+    assert chats.encode(chat)[0] == [BEGIN, *ids] and chats.altered(chat) == (flag == "normalized")
+    assert words.encode("<|TURN|>") == [*b"<|turn|>"] and words.special.folds("<|TURN|>") == (flag == "normalized")
 
 
 def test_the_head_of_a_turn_that_a_user_spells_is_text_and_a_thought_of_the_assistant_is_not(tmp_path: Path) -> None:
