@@ -98,15 +98,16 @@ class RemoteListing:
     def read_folder(self, config: SourceConfig, url: str, files: dict[str, dict[str, Any]]) -> None:
         """Collect media beside captions of the same stem, in all folders that are not hidden."""
         groups: dict[str, list[str]] = {}
+        hidden: set[str] = set()
         for name in sorted(files):
-            *folders, base = name.split("/")
-            if any(folder.startswith(".") for folder in folders):
-                continue
-            self.collector.files += 1
-            if base.startswith("."):
-                self.collector.ignored += 1
+            parts = name.split("/")
+            depth = next((depth for depth, part in enumerate(parts, 1) if part.startswith(".")), 0)
+            if depth:  # counted once, as in a local folder
+                hidden.add("/".join(parts[:depth]))
             else:
                 groups.setdefault(name[: len(name) - len(ending(name))], []).append(name)
+        self.collector.files += len(hidden) + sum(map(len, groups.values()))
+        self.collector.ignored += len(hidden)
         wanted = [
             n for names in groups.values() if any(map(is_media, names)) for n in names if ending(n) in CAPTION_ENDINGS
         ]
