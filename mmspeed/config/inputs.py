@@ -330,8 +330,8 @@ class DataConfig(Section):
     @classmethod
     def _known_encoding(cls, name: str | None) -> str | None:
         try:
-            "".encode(name or "utf-8")
-        except LookupError:
+            bytes(4).decode(name or "utf-8", "surrogateescape")
+        except (LookupError, UnicodeError):
             raise ValueError(f"{name!r} is not an encoding that Python knows") from None
         return name
 

@@ -60,8 +60,13 @@ def open_cache(
         maker.plan(place.device, place.rank, place.world, group)
     except UserError as error:
         raise UserError(f"{problem.split(';')[0]}, and the first epoch cannot make it: {error}") from None
-    comm.first_does(lambda: check_cache(DatasetCache(config.cache_root, partial=True), config), place.rank)
+    comm.first_does(lambda: _check_planned(DatasetCache(config.cache_root, partial=True), config, place), place.rank)
     return DatasetCache(config.cache_root, partial=True), False
+
+
+def _check_planned(cache: DatasetCache, config: Config, place: RunPlace) -> None:
+    _require_encoders(place, _encoders_of_run(place), _fingerprints(cache.info), config)
+    check_cache(cache, config)
 
 
 def opened_or_problem(open_: Callable[[], CacheT]) -> tuple[CacheT | None, str | None, bool]:

@@ -239,8 +239,8 @@ def conclude(setup: BuildSetup, parts: Sequence[ProcessRecord], report: BuildRep
     report.count_samples(samples)
     report.held_out_copies = sorted({row.source for row in copies_of_held_out(rows)})
     write_rejects(root, [(r.source, r.reason.value, r.detail) for r in report.rejections])
-    setup.write_info()
     write_samples(root, samples, encoders.text_key(""))
+    setup.write_info()  # last: what it records holds of the samples
     compile_index(root)
     report.seconds = time.monotonic() - started
     report.require_some()

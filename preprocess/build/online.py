@@ -139,11 +139,11 @@ class OnlineBuilder:
                 [(caption, tensors)] = encode_texts(encoders, TrustedBatches(1), [""])
                 assert not isinstance(tensors, Rejected)  # the empty caption's failure is an error
                 writer.add(**text_entry(encoders, caption, tensors, "null"))
-        setup.write_info()
         if copies := sorted({row.source for row in copies_of_held_out(rows)}):
             log.warning(held_out_line(copies).strip())
         samples = samples_of_rows(rows, self.config.data, encoders.strides)
         write_samples(setup.root, samples, encoders.text_key(""))
+        setup.write_info()  # last: what it records holds of the samples
         compile_index(setup.root)
 
     # -- during the first epoch -----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -158,14 +159,33 @@ def is_wide(encoding: str) -> bool:
 
 
 def decode(data: bytes, own: str | None = None) -> str:
-    """Decode by the byte-order mark, else by the encoding `own`, else as UTF-8; each undecodable byte becomes a lone surrogate."""
+    """Decode by the byte-order mark, else by the encoding `own`, else as UTF-8; each undecodable byte becomes a lone surrogate.
+
+    So does a zero byte where no encoding is named: it is of UTF-16 without a mark, whose other bytes may be read as letters.
+    """
     encoding = encoding_of(data, own)
     if not is_wide(encoding):
-        return data.decode(encoding, "surrogateescape")
+        text = decode_part(data, encoding)
+        return text if own else text.replace("\0", "\udc00")
     try:
         return data.decode(encoding)
     except UnicodeDecodeError:  # it has no surrogateescape
         return data.decode(encoding, "replace").replace(LOST, "\udcff")
+
+
+def decode_part(data: bytes, encoding: str) -> str:
+    """Decode a text or a line of one; each byte that is undecodable becomes a lone surrogate.
+
+    So do those of a text in UTF-8 among others in `encoding`: it would be read as other letters. In an encoding of several bytes a few
+    characters may be of both by chance.
+    """
+    if encoding != "utf-8" and not data.isascii():
+        with suppress(UnicodeDecodeError):
+            text = data.decode("utf-8-sig")
+            several = len(b"\xe9\xe9".decode(encoding, "replace")) < 2
+            if sum(char > "\x7f" for char in text) > 3 * several and data.decode(encoding, "replace") != text:
+                return data.decode("ascii", "surrogateescape")
+    return data.decode(encoding, "surrogateescape")
 
 
 def no_text(shown: str, as_written: bool, encoding: str | None) -> str:

@@ -46,6 +46,7 @@ from mmspeed.preprocess.sources.remote import RemoteFile
 from mmspeed.preprocess.sources.remote_listing import RemoteListing, row_place
 from mmspeed.preprocess.sources.scores import SCORE_REASONS, ScoreLimits
 from mmspeed.preprocess.sources.tar_samples import read_tar
+from mmspeed.preprocess.sources.walk import walk
 from mmspeed.redaction import readable
 
 __all__ = ["Kind", "Source", "SourceListing", "Split", "content_id", "list_sources"]
@@ -94,7 +95,9 @@ def list_sources(data: DataConfig, deadline: float = math.inf) -> SourceListing:
                 else:
                     _READ[kind](collector, config, path)
             if len(collector.sources) == before[0]:
-                _check_not_empty(config, [path for path, _ in places], collector.rejections[before[1] :])
+                _check_not_empty(
+                    data, config, [path for path, kind in places if kind == "folder"], collector.rejections[before[1] :]
+                )
     return collector.listing(data.limit)
 
 
@@ -177,11 +180,19 @@ def _format(data: DataConfig, config: SourceConfig, path: str) -> str:
     return kind_of(path)
 
 
-def _check_not_empty(config: SourceConfig, paths: Sequence[str], rejections: list[Rejection]) -> None:
-    """Raise UserError if a data set holds nothing that could have been a source, or may have its captions in files that are not read."""
+def _check_not_empty(data: DataConfig, config: SourceConfig, paths: Sequence[str], rejections: list[Rejection]) -> None:
+    """Raise UserError if a data set holds nothing that could have been a source, or may have its captions in files that are not read.
+
+    `paths`: the folders of it that were read file by file.
+    """
     reasons = Counter(rejection.reason for rejection in rejections)
     folders = [path for path in paths if config.format == "auto" and not is_url(path) and os.path.isdir(path)]
-    like = [name for path in folders for name in like_manifests(os.listdir(path))]
+    found = ((path, below) for path in folders for below in walk(path, lambda error: None, [data.cache]))
+    like = [
+        os.path.relpath(os.path.join(below.path, name), path)
+        for path, below in found
+        for name in like_manifests(below.files)
+    ]
     if like and not {*reasons} & {Reason.CAPTION_ENCODING, *SCORE_REASONS}:
         raise UserError(
             f"data.sources: {config.path} has {reasons[Reason.NO_CAPTION]} media without a caption beside them, and files that may list "
@@ -256,7 +267,7 @@ def _read_row(
             raise ValueError(
                 f"'{config.media_column}' names no file: it {'holds a zero byte' if media.strip() else 'is empty'}"
             )
-        if split not in _SPLITS:
+        if not isinstance(split, str | None) or split not in _SPLITS:
             raise ValueError(f"'{config.split_column}' is {split!r}, neither train nor val")
         if isinstance(media, Cell):
             shown = base_name(media.name) if is_media(media.name) else name

@@ -11,6 +11,7 @@ from mmspeed.config.schema import DataConfig
 from mmspeed.data.cache.keys import digest
 from mmspeed.data.cache.made_from import ListedSource, MadeFrom, digest_of_words
 from mmspeed.errors import UserError
+from mmspeed.media.rejections import in_words
 from mmspeed.media.source import Source
 from mmspeed.preprocess.sources.discover import list_sources
 from mmspeed.preprocess.sources.listing import LateError, SourceListing
@@ -44,7 +45,8 @@ def listed_now(data: DataConfig, seconds: float = LISTING_SECONDS) -> MadeFrom:
     thread.start()
     thread.join(seconds)
     if errors and not isinstance(errors[0], LateError):
-        raise errors[0]
+        error = errors[0]
+        raise UserError(f"{error.filename}: {in_words(error)}") if isinstance(error, OSError) else error
     if not found:
         raise UserError(f"listing them takes longer than {seconds:g} s")
     return made_from(found[0].sources)

@@ -42,7 +42,10 @@ def manifest_in(data: DataConfig, config: SourceConfig, folder: str) -> str | No
     named = (os.path.join(folder, name) for name in usual_names(config))
     if (usual := next((file for file in named if os.path.isfile(file)), None)) is not None or config.format != "auto":
         return usual
-    places = [os.path.join(folder, name) for name in like_manifests(os.listdir(folder))]
+    names: list[str] = []
+    with suppress(OSError):  # told where the folder is read
+        names = os.listdir(folder)
+    places = [os.path.join(folder, name) for name in like_manifests(names)]
     found = [place for place in places if os.path.isfile(place) and _lists_media(data, config, place)]
     return found[0] if len(found) == 1 and not _captioned_below(folder) else None
 

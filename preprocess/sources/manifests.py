@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import IO, Any, BinaryIO, NamedTuple
 
 from mmspeed.errors import UserError, first_names
-from mmspeed.preprocess.sources.captions import decode, encoding_of, is_wide, json_tree
+from mmspeed.preprocess.sources.captions import decode, decode_part, encoding_of, is_wide, json_tree
 from mmspeed.redaction import readable
 
 Row = tuple[int, "dict[str, Any] | str"]  # the line or row number, from 1, and the row or its problem
@@ -101,7 +101,7 @@ def read_jsonl(path: str, columns: Columns) -> Iterator[Row]:
 
 
 def read_json(path: str, columns: Columns) -> Iterator[Row]:
-    """Yield the objects of a JSON array. Raises UserError if the file is no such array, or too large to be read as one."""
+    """Yield the objects of a JSON array, or of JSON lines under this ending. Raises UserError for another file, and one too large."""
     known_names: dict[str, None] = {}
     try:
         with open(path, "rb") as file:
@@ -111,9 +111,13 @@ def read_json(path: str, columns: Columns) -> Iterator[Row]:
     shown = columns.shown or path
     if len(data) > _MAX_JSON_BYTES:
         raise UserError(f"data.sources: {shown} is larger than {_MAX_JSON_BYTES >> 20} MB; write it as JSON lines")
+    text = decode(data, columns.encoding)
     try:
-        rows = json_tree(decode(data, columns.encoding))
+        rows = json_tree(text)
     except ValueError as error:
+        if text.lstrip("\ufeff \r\n\t").startswith("{"):
+            yield from read_jsonl(path, columns)
+            return
         raise UserError(f"data.sources: {shown} is {error}") from None
     if not isinstance(rows, list):
         raise UserError(f"data.sources: {shown} holds a JSON {type(rows).__name__}, not an array of objects")
@@ -187,7 +191,7 @@ def _lines(file: BinaryIO, own: str | None) -> Iterator[tuple[int, str | None]]:
         number += 1
         if len(line) <= _MAX_LINE_BYTES:
             plain = "utf-8" if number > 1 and encoding == "utf-8-sig" else encoding
-            yield number, line if isinstance(line, str) else line.decode(plain, "surrogateescape")
+            yield number, line if isinstance(line, str) else decode_part(line, plain)
             continue
         while line and line[-1:] not in (b"\n", "\n"):
             line = lines.readline(_MAX_LINE_BYTES)

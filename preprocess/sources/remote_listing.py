@@ -98,15 +98,15 @@ class RemoteListing:
     def read_folder(self, config: SourceConfig, url: str, files: dict[str, dict[str, Any]]) -> None:
         """Collect media beside captions of the same stem, in all folders that are not hidden."""
         groups: dict[str, list[str]] = {}
-        hidden: set[tuple[str, ...]] = set()  # files and folders
+        hidden: set[str] = set()
         for name in sorted(files):
-            parts = tuple(name.split("/"))
-            first = next((number for number, part in enumerate(parts, 1) if part.startswith(".")), None)
-            if first is None:
-                groups.setdefault(name[: len(name) - len(ending(name))], []).append(name)
+            parts = name.split("/")
+            depth = next((depth for depth, part in enumerate(parts, 1) if part.startswith(".")), 0)
+            if depth:  # counted once, as in a local folder
+                hidden.add("/".join(parts[:depth]))
             else:
-                hidden.add(parts[:first])
-        self.collector.files += sum(map(len, groups.values())) + len(hidden)
+                groups.setdefault(name[: len(name) - len(ending(name))], []).append(name)
+        self.collector.files += len(hidden) + sum(map(len, groups.values()))
         self.collector.ignored += len(hidden)
         wanted = [
             n for names in groups.values() if any(map(is_media, names)) for n in names if ending(n) in CAPTION_ENDINGS

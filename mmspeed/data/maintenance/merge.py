@@ -100,10 +100,10 @@ def merge(into: Path, sources: Sequence[Path], shard_bytes: int = 256_000_000) -
         rejects = {(r["path"], r["reason"], r["detail"]) for one in parts for r in read_rejects(one.root)}
         samples = unite_samples([one.samples for one in parts], report)
         write_rejects(into, rejects)
-        info = {name: value for name, value in parts[0].info.items() if name not in _OWN}
-        write_info(into, info | ({"made_for": settings} if settings is not None else {}))
         null_key = next((one.null_key for one in parts if one.null_key), None)
         write_samples(into, samples, null_key)
+        info = {name: value for name, value in parts[0].info.items() if name not in _OWN}
+        write_info(into, info | ({"made_for": settings} if settings is not None else {}))
         forget_compiled(into)
     return report
 

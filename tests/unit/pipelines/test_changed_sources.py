@@ -161,6 +161,10 @@ def test_a_run_keeps_its_codec(home: Path) -> None:
     with pytest.raises(UserError, match="was begun with another codec"):
         train(home, "run", "train.steps=4", online=True)
     assert (run.run_dir / "codec.safetensors").read_bytes() == began
+    shutil.rmtree(home / "cache")
+    (run.run_dir / "codec.safetensors").unlink()  # then nothing can make a cache of it
+    with pytest.raises(UserError, match="was begun with another codec"):
+        train(home, "run", "train.steps=4", online=True)
 
 
 def test_changes_by_kind() -> None:

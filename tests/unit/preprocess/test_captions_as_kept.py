@@ -51,6 +51,7 @@ STYLES: dict[str, Callable[[Path], object]] = {
     "list.tsv": lambda path: path.write_bytes(table("file_name", "prompt", "\t")),
     "excel.csv": lambda path: path.write_bytes(table("video", "caption", ";")),
     "dataset.jsonl": lambda path: path.write_bytes(lines(objects("video_path", "caption"))),
+    "lines.json": lambda path: path.write_bytes(lines(objects("video", "caption"))),
     "rows.ndjson": lambda path: path.write_bytes(lines(objects("video", "caption"))),
     "videos2caption.json": lambda path: path.write_text(
         json.dumps([row | {"cap": [row["cap"]], "size": {"w": 1}} for row in objects("path", "cap")])
@@ -90,6 +91,9 @@ def test_other_tables_are_no_manifests(folder: Path) -> None:
         match=r"2 media without a caption beside them.*\(data.parquet, excel.csv, sizes.csv\): name one of them",
     ):
         listed(folder)
+    (folder / "data.parquet").write_bytes(b"")
+    with pytest.raises(UserError, match=r"\(set/data.parquet, set/excel.csv, set/sizes.csv\): name one of them"):
+        listed(folder.parent)
     (folder / "a b.caption").write_text("beside it")
     listing = listed(folder)
     assert captions(listing) == {"a b.mp4": ("beside it",)}
@@ -118,22 +122,25 @@ def test_no_captions_and_bad_rows_say_why(folder: Path) -> None:
     with pytest.raises(UserError, match=r"2 no_caption.*data\.missing_caption"):
         CacheBuilder(config).run()
     rows = [
-        {"video": None},
+        {"video": None, "caption": "a"},
         {"video": "  "},
         {"video": 3},
         {"video": NAMES[0], "caption": {}},
         [1],
         {"video": NAMES[0], "split": "x"},
+        {"video": NAMES[0], "split": ["val"]},
     ]
     (folder / "m.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{\n")
-    with pytest.raises(
-        UserError, match=r"7 bad_row: The manifest row .* m.jsonl line 1: 'video' names no file: it is missing"
-    ):
-        fit_data(folder / "m.jsonl")
+    for place in (folder / "m.jsonl", folder):
+        with pytest.raises(
+            UserError, match=r"8 bad_row: The manifest row .* m.jsonl line 1: 'video' names no file: it is missing"
+        ):
+            fit_data(place)
     details = [rejection.detail.partition(": ")[2] for rejection in listed(folder / "m.jsonl").rejections]
     assert details[:3] == [f"'video' names no file: it is {what}" for what in ("missing", "empty", "of type int")]
     assert details[3].startswith("the caption is a dict") and details[4] == "a JSON list, not an object"
-    assert details[5] == "'split' is 'x', neither train nor val" and details[6].startswith("not JSON: ")
+    assert details[5] == "'split' is 'x', neither train nor val" and details[7].startswith("not JSON: ")
+    assert details[6] == "'split' is ['val'], neither train nor val"
 
 
 @pytest.mark.parametrize(

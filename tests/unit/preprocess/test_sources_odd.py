@@ -181,8 +181,24 @@ def test_the_encoding_of_captions_and_manifests_is_named(tmp_path: Path, encodin
     assert set(captions(listed(tmp_path / "folder", caption_encoding=encoding)).values()) == {(words,)}
     for place in rows:
         assert captions(listed(place, caption_encoding=encoding)) == {"a.mp4": (words,)}, place
-    with pytest.raises(ValueError, match="'klingon' is not an encoding"):
-        listed(tmp_path / "folder", caption_encoding="klingon")
+    for unknown in ("klingon", "rot13", "idna"):
+        with pytest.raises(ValueError, match=f"'{unknown}' is not an encoding"):
+            listed(tmp_path / "folder", caption_encoding=unknown)
+
+
+@pytest.mark.parametrize(
+    ("words", "written", "named"),
+    [("a cat 中", "utf-16-le", None), ("größe", "utf-8", "cp1252"), ("一个红色的球", "utf-8", "gb18030")],
+)
+def test_captions_that_another_encoding_reads_as_other_words(
+    tmp_path: Path, words: str, written: str, named: str | None
+) -> None:
+    pair(tmp_path / "a.mp4", words.encode(written))
+    pair(tmp_path / "b.mp4", "联通 é".encode(named or "utf-8", "ignore"))
+    (tmp_path / "m.csv").write_bytes(b"video,caption\na.mp4," + words.encode("utf-8") + b"\nb.mp4,b\n")
+    for place in (tmp_path, *[tmp_path / "m.csv"] * (written == "utf-8")):
+        (rejected,) = (one for one in listed(place, caption_encoding=named).rejections if "encoding" in one.reason)
+        assert f"its caption is not {named or 'UTF-8'}: " in rejected.detail and rejected.source == "a.mp4"
 
 
 def test_utf16_captions(tmp_path: Path) -> None:
