@@ -127,6 +127,7 @@ def write_plain_colour(
         track.options = {"crf": "1", f"{codec[3:]}-params": quiet + params} if light is None else {}
         if light is not None:
             track.codec_context.color_trc, track.codec_context.color_primaries = light
+            track.codec_context.colorspace = 9  # BT.2020's matrix
         for number in range(frames):
             frame = av.VideoFrame(96, 64, form)
             for plane, value in zip(frame.planes, planes, strict=True):

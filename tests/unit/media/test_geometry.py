@@ -108,10 +108,12 @@ def test_an_aperture_that_is_cut_short_is_rejected_by_name(plain: Path, tmp_path
 @pytest.mark.skipif(not features.check("avif"), reason="this Pillow reads no AVIF")
 @pytest.mark.parametrize(("width", "refused"), [(64, True), (W, False)])
 def test_an_aperture_of_an_avif_is_rejected_by_name(width: int, refused: bool, tmp_path: Path) -> None:
-    """In the place of a box that is long enough."""
+    """In the place of a box that is long enough, and marked as essential."""
     Image.fromarray(picture(0)).save(path := tmp_path / "a.avif", icc_profile=icc_profile(2.2, P3))
-    data, numbers = path.read_bytes(), struct.pack(">8i", width, 1, H, 1, 0, 1, 0, 1)
-    at = data.index(b"colrprof")
-    path.write_bytes(data[:at] + b"clap" + numbers + data[at + 36 :])
+    data, at = bytearray(path.read_bytes()), path.read_bytes().index(b"colrprof")
+    data[at : at + 36] = b"clap" + struct.pack(">8i", width, 1, H, 1, 0, 1, 0, 1)
+    marks = data.index(b"ipma") + 15
+    data[marks : marks + data[marks - 1]] = bytes(mark | 128 for mark in data[marks : marks + data[marks - 1]])
+    path.write_bytes(data)
     found = probe(source_of(path), *LIMITS)
     assert ("geometry" in found.unread) is refused and not found.by(["geometry"]).unread
