@@ -435,8 +435,8 @@ def _stamps(container: av.container.InputContainer, stream: av.video.VideoStream
             keys |= {packet.pts} if packet.is_keyframe else set()
             if stamp is not None:
                 if packet.is_keyframe and stamp < latest:
-                    times = " to ".join(f"{float(one * packet.time_base):.3f} s" for one in (latest, stamp))
-                    back = back or f"its times go back from {times}, as of joined files; {_NEW_TIMES}"
+                    span = " to ".join(f"{float(one * packet.time_base):.3f} s" for one in (latest, stamp))
+                    back = back or f"its times go back from {span}, as of joined files; {_NEW_TIMES}"
                 latest = max(latest, stamp)
         if first is None:
             try:
