@@ -31,6 +31,7 @@ UNREAD_MATRICES = {  # by FFmpeg's number: what swscale has no conversion for
     16: "YCgCo-R",
     17: "YCgCo-R",
 }
+UNREAD_TRANSFERS = {9: "logarithmic", 10: "logarithmic"}
 _TRANSFERS = {8: "linear", 16: "smpte2084", 17: "smpte428", 18: "arib-std-b67"}
 _PRIMARIES = {9: "bt2020", 11: "smpte431", 12: "smpte432"}
 _PLAIN, _WIDE = "bt709", "bt2020"

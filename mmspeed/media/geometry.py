@@ -91,6 +91,16 @@ def stated_light(file: BinaryIO, format: str) -> tuple[int, int] | None:
     return None
 
 
+def require_whole(file: BinaryIO, format: str, width: int, height: int) -> None:
+    """Raise Rejected for an AVIF of which a part is shown: Pillow gives all of it."""
+    size = file.seek(0, 2) if format == "AVIF" else 0
+    for begin, end in _inside(file, 0, size, b"meta"):
+        for place in _inside(file, begin + 4, end, b"iprp", b"ipco", b"clap"):
+            if (box := _clap(_read(file, *place), width, height)) != (0, 0, width, height):
+                why = f"it shows the part {box} of a picture of {width} x {height} pixels, and an AVIF is not cut"
+                raise Rejected(Reason.UNKNOWN_GEOMETRY, why)
+
+
 def _iso_aperture(file: BinaryIO, size: int, track: int, width: int, height: int) -> Box | None:
     for begin, end in _inside(file, 0, size, b"moov", b"trak"):
         headers = [_read(file, *place) for place in _inside(file, begin, end, b"tkhd")]
@@ -106,10 +116,10 @@ def _iso_aperture(file: BinaryIO, size: int, track: int, width: int, height: int
     return None
 
 
-def _clap(data: bytes, width: int, height: int) -> Box | None:
+def _clap(data: bytes, width: int, height: int) -> Box:
     """The box of a `clap`: sizes and the offsets of their middle from the picture's, as fractions."""
     if len(data) < 32:
-        return None
+        raise Rejected(Reason.UNKNOWN_GEOMETRY, "its clean aperture is cut short")
     numbers = struct.unpack(">8i", data[:32])
     if min(numbers[1::2]) < 1:
         raise Rejected(Reason.UNKNOWN_GEOMETRY, "its clean aperture has a denominator below 1")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError, features
+from PIL import Image, ImageOps, TiffImagePlugin, UnidentifiedImageError, features
 
 from mmspeed.media.colours import ToSrgb, gamma_transform, light_of, profile_transform
 from mmspeed.media.geometry import stated_light
@@ -30,7 +30,13 @@ _COLOURS = {
     "I;16": "L",
     "I": "L",
     "I;16B": "L",
+    "YCbCr": "RGB",
 }
+_BITS, _MEANING, _SIGNS = (
+    258,
+    262,
+    339,
+)  # of a TIFF: tags of its values' bits, what 0 is (0: white), and whether they are signed (2)
 _SHORTEST, _DEFAULT = 10, 100  # milliseconds: browsers show frames that state 10 ms or less for 100 ms
 
 
@@ -56,12 +62,28 @@ def refused_depth(image: Image.Image) -> str:
         return "its values are floating-point numbers, of which it does not say which is white"
     if image.mode == "I" and image.format == "TIFF":
         return "its values are signed or have 32 bits, and it does not say which is white"
-    return ""
+    return _odd_numbers(image) if isinstance(image, TiffImagePlugin.TiffImageFile) else ""
+
+
+def _odd_numbers(image: TiffImagePlugin.TiffImageFile) -> str:
+    """Why Pillow takes a TIFF's values for others than they are, in words; empty if it does not."""
+    if 2 in image.tag_v2.get(_SIGNS, ()):
+        return "its values are signed, and it does not say which is white"
+    if not image.mode.startswith("I;16"):
+        return ""
+    bits = image.tag_v2.get(_BITS, (16,))[0]
+    if bits != 16:
+        return f"its values have {bits} bits, which are not scaled"
+    return (
+        "its values of 16 bits count down from white, which is not inverted" if image.tag_v2.get(_MEANING) == 0 else ""
+    )
 
 
 def profile_of(image: Image.Image) -> ToSrgb | None:
     """The transform by a picture's ICC profile or PNG's gamma; None if it has none, or one that changes no colours. Raises Rejected."""
-    profile = image.info.get("icc_profile")
+    profile = image.info.get("icc_profile", b"")
+    if profile is None:  # Pillow's word for one that it could not put together
+        raise Rejected(Reason.UNKNOWN_COLOURS, "its ICC profile is damaged, or a part of it is missing")
     if profile:
         return profile_transform(profile, _COLOURS.get(image.mode, image.mode))
     return gamma_transform(float(image.info.get("gamma", 0))) if "srgb" not in image.info else None

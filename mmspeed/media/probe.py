@@ -5,6 +5,7 @@ Legend: H W height and width in pixels.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
@@ -22,9 +23,9 @@ import av.logging
 import av.video
 from PIL import Image
 
-from mmspeed.media.colours import UNREAD_MATRICES, deinterlaces, light_of, maps_light
+from mmspeed.media.colours import UNREAD_MATRICES, UNREAD_TRANSFERS, deinterlaces, light_of, maps_light
 from mmspeed.media.containers import DEMUXERS, holds_pickle, is_picture, structural_cut
-from mmspeed.media.geometry import Box, aperture, upright
+from mmspeed.media.geometry import Box, aperture, require_whole, upright
 from mmspeed.media.images import (
     open_picture,
     picture_light,
@@ -69,6 +70,7 @@ _REASONS = {
     "fields": Reason.INTERLACED,
 }  # of those that are not read, by property
 _IN_CONTAINER = "put it into a container: ffmpeg -framerate RATE -i FILE -c copy FILE.mp4"
+_NEW_TIMES = "put it into another container with new times"
 _EXAMINED = 500  # frames whose stamps are compared with their order: two groups of pictures of most encoders
 # Containers that state their duration; others only estimate it.
 _STATES_DURATION = ("mov", "matroska", "avi", "flv", "asf", "ogg")
@@ -237,6 +239,10 @@ def _newer_picture(probe: Probe, file: BinaryIO, image: Image.Image) -> Probe:
         times = picture_times(image, skipped)
         kind: Kind = "video" if len(times) > 1 else "image"
         probe = probe.newly("cover", skipped=skipped, pts_seconds=times, fps=_average_fps(times, None), kind=kind)
+    try:
+        require_whole(file, image.format or "", *image.size)
+    except Rejected as rejected:
+        probe = probe.refused("geometry", rejected.detail)
     if deep := refused_depth(image):
         return probe.refused("depth", deep)
     if light := picture_light(file, image):
@@ -253,11 +259,17 @@ def _probe_video(file: BinaryIO, head: bytes, size: int, max_pixels: int) -> Pro
             stream = video_stream(container)
             context = stream.codec_context
             check_pixels(context.width, context.height, max_pixels)
+            stated = int(context.color_trc), int(context.color_primaries)
             stamps = _stamps(container, stream)
-            probe = _lit(_describe(container, stream, stamps, max_pixels), context, stamps.first)
+            decoded = int(context.color_trc), int(context.color_primaries)
+            # A codec that states nothing, as ProRes may, overwrites what its container states.
+            light = tuple(own if own != _UNTAGGED else other for own, other in zip(decoded, stated, strict=True))
+            probe = _lit(_describe(container, stream, stamps, max_pixels), light, stamps.first)
             track, number = stream.id, container.streams.video.index(stream)
             base, suspect = stream.time_base or Fraction(1), stamps.suspect and context.has_b_frames
-        if suspect:
+        if stamps.back:
+            probe = probe.refused("order", stamps.back)
+        elif suspect:
             probe = _in_order(probe, _decoded_stamps(file), stamps, base)
         return _upright(probe, stamps.first, partial(aperture, file, head, size, track, number), max_pixels)
     except DECODER_ERRORS as error:
@@ -281,18 +293,20 @@ def _in_order(probe: Probe, decoded: list[int | None], stamps: _Stamps, base: Fr
         return probe
     if len(decoded) != min(len(stamps.all), _EXAMINED):
         why = f"its packets state {len(stamps.all)} times, and {len(decoded)} frames are decoded"
-        return probe.refused("order", f"{why}; put it into another container with new times")
+        return probe.refused("order", f"{why}; {_NEW_TIMES}")
     times = [float(stamp * base) for stamp in stamps.all]
     return probe.newly("order", order="count", pts_seconds=times, fps=_average_fps(times, None))
 
 
-def _lit(probe: Probe, context: av.VideoCodecContext, first: av.video.VideoFrame) -> Probe:
-    """The probe of a video that is made of fields, or of other light than BT.709's."""
+def _lit(probe: Probe, stated: tuple[int, ...], first: av.video.VideoFrame) -> Probe:
+    """The probe of a video that is made of fields, or of other light than BT.709's: its transfer and primaries are `stated`."""
+    if first.format.name.startswith(YUV) and (curve := UNREAD_TRANSFERS.get(stated[0])):
+        raise Rejected(Reason.UNKNOWN_COLOURS, f"its light is {curve}, which FFmpeg's scaler does not convert")
     if first.interlaced_frame:
         why = "" if deinterlaces() else "it is interlaced, and this FFmpeg has no filter bwdif"
         why = why or ("" if len(probe.pts_seconds) > 1 else "it is a single interlaced frame")
         probe = probe.refused("fields", why) if why else probe.newly("fields", scan="interlaced")
-    if light := light_of(int(context.color_trc), int(context.color_primaries)):
+    if light := light_of(stated[0], stated[1]):
         if first.format.name.startswith(YUV) and maps_light():
             return probe.newly("hdr", light=light)
         how = (
@@ -391,7 +405,7 @@ def frame_stamp(frame: av.video.VideoFrame) -> int | None:
 class _Stamps:
     """Sorted stamps of the frames that can be shown, those of key frames, the first frame, and the stamps of all packets.
 
-    `suspect`: they may be in the order of decoding.
+    `suspect`: they may be in the order of decoding. `back` says where they go back at a key frame, in words; empty if they do not.
     """
 
     times: list[int]
@@ -399,6 +413,7 @@ class _Stamps:
     first: av.video.VideoFrame
     all: list[int]
     suspect: bool
+    back: str
 
 
 def _stamps(container: av.container.InputContainer, stream: av.video.VideoStream) -> _Stamps:
@@ -407,7 +422,7 @@ def _stamps(container: av.container.InputContainer, stream: av.video.VideoStream
     keys: set[int | None] = set()
     with_alpha = alpha_decoder(stream)
     first: av.video.VideoFrame | None = None
-    furthest, problem = 0.0, ""
+    furthest, problem, latest, back = 0.0, "", -math.inf, ""
     # The end of the longest stream is compared with the stated duration; without one, other streams are not needed.
     for packet in container.demux() if _states_duration(container) else container.demux(stream):
         stamp = packet.pts if packet.pts is not None else packet.dts
@@ -418,6 +433,11 @@ def _stamps(container: av.container.InputContainer, stream: av.video.VideoStream
         if packet.size and not packet.is_discard:
             stamps.append((packet.pts, packet.dts))
             keys |= {packet.pts} if packet.is_keyframe else set()
+            if stamp is not None:
+                if packet.is_keyframe and stamp < latest:
+                    span = " to ".join(f"{float(one * packet.time_base):.3f} s" for one in (latest, stamp))
+                    back = back or f"its times go back from {span}, as of joined files; {_NEW_TIMES}"
+                latest = max(latest, stamp)
         if first is None:
             try:
                 some = packet.decode() if with_alpha is None else with_alpha.decode(packet)
@@ -441,7 +461,8 @@ def _stamps(container: av.container.InputContainer, stream: av.video.VideoStream
     guessed = any(pts is None for pts, _ in stamps)
     shown = [pts for pts, _ in stamps]
     suspect = guessed or shown == every
-    return _Stamps(times, [] if guessed else [stamp for stamp in times if stamp in keys], first, every, suspect)
+    key_stamps = [] if guessed else [stamp for stamp in times if stamp in keys]
+    return _Stamps(times, key_stamps, first, every, suspect, back)
 
 
 def _check_duration(container: av.container.InputContainer, furthest: float) -> None:

@@ -111,14 +111,23 @@ def icc_profile(gamma: float, primaries: Sequence[tuple[float, ...]] = ()) -> by
 
 
 def write_plain_colour(
-    path: Path, planes: Sequence[int], params: str, form: str = "yuv444p10le", frames: int = 3, codec: str = "libx265"
+    path: Path,
+    planes: Sequence[int],
+    params: str,
+    form: str = "yuv444p10le",
+    frames: int = 3,
+    codec: str = "libx265",
+    light: tuple[int, int] | None = None,
 ) -> Path:
-    """A video whose planes have one value each, with parameters of x264 or x265 that state colours."""
+    """A video whose planes have one value each, with parameters of x264 or x265 that state colours, or a transfer and primaries."""
     with av.open(str(path), "w") as output:
         track: Any = output.add_stream(codec, rate=10)
         track.width, track.height, track.pix_fmt = 96, 64, form
         quiet = "log-level=none:pools=none:frame-threads=1:" if codec == "libx265" else ""
-        track.options = {"crf": "1", f"{codec[3:]}-params": quiet + params}
+        track.options = {"crf": "1", f"{codec[3:]}-params": quiet + params} if light is None else {}
+        if light is not None:
+            track.codec_context.color_trc, track.codec_context.color_primaries = light
+            track.codec_context.colorspace = 9  # BT.2020's matrix
         for number in range(frames):
             frame = av.VideoFrame(96, 64, form)
             for plane, value in zip(frame.planes, planes, strict=True):

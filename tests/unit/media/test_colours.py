@@ -72,6 +72,15 @@ def test_light_and_primaries_are_mapped_to_those_of_bt709(form: str, light: tupl
 
 
 @pytest.mark.skipif(not maps_light(), reason="this FFmpeg does not map light")
+def test_light_that_the_container_alone_states(tmp_path: Path) -> None:
+    """ProRes states in each frame that it does not know."""
+    signal = planes([pq(value) for value in _COLOURS[3]])
+    for ending in ("mov", "mkv"):
+        path = write_plain_colour(tmp_path / f"a.{ending}", signal, "", "yuv422p10le", codec="prores_ks", light=(16, 9))
+        assert np.abs(shown(path)[1][0, 32, 48] - seen(_COLOURS[3], "bt2020")).max() <= 4
+
+
+@pytest.mark.skipif(not maps_light(), reason="this FFmpeg does not map light")
 def test_hlg_with_subsampled_chroma_and_a_crop(tmp_path: Path) -> None:
     """Its reference white, 75 % of the signal, is white; what is brighter too."""
     for share, least, most in ((0.75, 250, 255), (1.0, 250, 255), (0.5, 120, 160)):
@@ -90,6 +99,9 @@ def test_what_is_not_converted_is_rejected_by_name(tmp_path: Path, monkeypatch: 
         with pytest.raises(Rejected, match=f"its colour matrix is {name}") as rejected:
             probe(source_of(path), *LIMITS)
         assert rejected.value.reason is Reason.UNKNOWN_COLOURS
+    path = write_plain_colour(tmp_path / "a.mp4", (500, 512, 512), "transfer=log100")
+    with pytest.raises(Rejected, match="its light is logarithmic"):
+        probe(source_of(path), *LIMITS)
     path = write_plain_colour(tmp_path / "a.mp4", (500, 500, 500), "transfer=smpte2084:colormatrix=gbr", "gbrp10le")
     with pytest.raises(
         Rejected, match=r"its light is smpte2084/bt2020 \(transfer, primaries\), and gbrp10le is not mapped"
@@ -205,6 +217,13 @@ def with_chunk(path: Path, kind: bytes, data: bytes) -> Path:
     return path
 
 
+def test_a_profile_that_pillow_gives_up_is_named(tmp_path: Path) -> None:
+    path = with_chunk(write_image(tmp_path / "a.png"), b"iCCP", b"name\0\0damaged")
+    with pytest.raises(Rejected, match="its ICC profile is damaged, or a part of it is missing"):
+        shown(path)
+    assert len(shown(path, by=("profile",))[1]) == 1
+
+
 def test_what_a_png_states_of_its_light(tmp_path: Path) -> None:
     path = with_chunk(write_image(tmp_path / "linear.png"), b"gAMA", struct.pack(">I", 100000))
     found, frames = shown(path)
@@ -239,10 +258,24 @@ def test_lab_is_rejected_by_name(tmp_path: Path) -> None:
         shown(path)
 
 
-@pytest.mark.parametrize(("dtype", "words"), [(np.float32, "floating-point"), (np.int32, "signed or have 32 bits")])
-def test_numbers_without_a_white_are_rejected(dtype: type, words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "tags", "words"),
+    [
+        (np.float32, {}, "floating-point"),
+        (np.int32, {}, "signed or have 32 bits"),
+        (np.uint8, {339: 2}, "values are signed"),
+        (np.uint16, {262: 0}, "count down from white"),
+        (np.uint16, {258: 12}, "have 12 bits"),
+    ],
+)
+def test_numbers_without_a_white_are_rejected(dtype: type, tags: dict[int, int], words: str, tmp_path: Path) -> None:
     path = tmp_path / "a.tiff"
-    Image.fromarray(np.linspace(0, 1, 96 * 64, dtype=np.float32).reshape(64, 96).astype(dtype)).save(path)
+    pixels = np.linspace(0, 1, 96 * 64, dtype=np.float32).reshape(64, 96).astype(dtype)
+    Image.fromarray(pixels).save(path, tiffinfo=tags)
+    if 258 in tags:  # Pillow writes 16
+        path.write_bytes(
+            path.read_bytes().replace(struct.pack("<HHIH", 258, 3, 1, 16), struct.pack("<HHIH", 258, 3, 1, 12))
+        )
     with pytest.raises(Rejected, match=words) as rejected:
         shown(path)
     assert rejected.value.reason is Reason.UNKNOWN_COLOURS

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import struct
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image, features
 
 from mmspeed.media.decode import Cut, stream
 from mmspeed.media.probe import Probe, probe
 from mmspeed.media.rejections import Reason, Rejected
 from tests.support.decoding import LIMITS, source_of
 from tests.support.media import picture, write_video
-from tests.support.odd_media import LAST, ONE, shown, with_clap, with_matrix, with_pixel_crop
+from tests.support.odd_media import LAST, ONE, P3, icc_profile, shown, with_clap, with_matrix, with_pixel_crop
 
 W, H = 96, 64
 _UPRIGHT = [
@@ -94,3 +96,24 @@ def test_an_impossible_aperture_is_rejected_by_name(numbers: tuple[int, ...], pl
     with pytest.raises(Rejected, match=r"shows the part|denominator"):
         shown(path)
     assert probe(source_of(path), *LIMITS).by(["geometry"]).unread == {}
+
+
+def test_an_aperture_that_is_cut_short_is_rejected_by_name(plain: Path, tmp_path: Path) -> None:
+    path = with_clap(plain, tmp_path / "clap.mp4", 64, 1, 48, 1, 0, 1, 0, 1)
+    path.write_bytes(path.read_bytes().replace(struct.pack(">I4s", 40, b"clap"), struct.pack(">I4s", 24, b"clap")))
+    with pytest.raises(Rejected, match="its clean aperture is cut short"):
+        shown(path)
+
+
+@pytest.mark.skipif(not features.check("avif"), reason="this Pillow reads no AVIF")
+@pytest.mark.parametrize(("width", "refused"), [(64, True), (W, False)])
+def test_an_aperture_of_an_avif_is_rejected_by_name(width: int, refused: bool, tmp_path: Path) -> None:
+    """In the place of a box that is long enough, and marked as essential."""
+    Image.fromarray(picture(0)).save(path := tmp_path / "a.avif", icc_profile=icc_profile(2.2, P3))
+    data, at = bytearray(path.read_bytes()), path.read_bytes().index(b"colrprof")
+    data[at : at + 36] = b"clap" + struct.pack(">8i", width, 1, H, 1, 0, 1, 0, 1)
+    marks = data.index(b"ipma") + 15
+    data[marks : marks + data[marks - 1]] = bytes(mark | 128 for mark in data[marks : marks + data[marks - 1]])
+    path.write_bytes(data)
+    found = probe(source_of(path), *LIMITS)
+    assert ("geometry" in found.unread) is refused and not found.by(["geometry"]).unread

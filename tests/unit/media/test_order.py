@@ -73,6 +73,17 @@ def test_times_that_go_back_are_named(tmp_path: Path) -> None:
     assert isinstance(result, Rejected) and result.reason is Reason.NO_TIMES and "comes after" in result.detail
 
 
+@pytest.mark.parametrize(("ending", "settings"), [("ts", {"options": _FIXED}), ("mpg", {"codec": "mpeg2video"})])
+def test_joined_files_whose_times_begin_anew_are_named(
+    ending: str, settings: dict[str, object], tmp_path: Path
+) -> None:
+    path = write_video(tmp_path / f"a.{ending}", **settings)  # type: ignore[arg-type]
+    path.write_bytes(2 * path.read_bytes())
+    with pytest.raises(Rejected, match=r"its times go back from \d\.\d+ s to \d\.\d+ s, as of joined files"):
+        shown(path)
+    assert len(shown(path, by=("order",))[1]) == 36
+
+
 @pytest.mark.parametrize(("name", "codec"), [("a.h264", "libx264"), ("a.hevc", "libx265")])
 def test_raw_streams_are_rejected_for_their_lack_of_times(name: str, codec: str, tmp_path: Path) -> None:
     path = write_video(tmp_path / name, codec=codec)
