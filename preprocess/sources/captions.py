@@ -161,12 +161,12 @@ def is_wide(encoding: str) -> bool:
 def decode(data: bytes, own: str | None = None) -> str:
     """Decode by the byte-order mark, else by the encoding `own`, else as UTF-8; each undecodable byte becomes a lone surrogate.
 
-    So does a zero byte where no encoding is named: it is of UTF-16 without a mark, whose other bytes may be read as letters.
+    So does a zero byte among others where no encoding is named: it is of UTF-16 without a mark, whose other bytes may be read as letters.
     """
     encoding = encoding_of(data, own)
     if not is_wide(encoding):
         text = decode_part(data, encoding)
-        return text if own else text.replace("\0", "\udc00")
+        return text if own or not text.strip("\0") else text.replace("\0", "\udc00")
     try:
         return data.decode(encoding)
     except UnicodeDecodeError:  # it has no surrogateescape
