@@ -20,7 +20,7 @@ from mmspeed.pipelines.diffusion.experts import OtherExpert
 from mmspeed.pipelines.diffusion.objective import Objective
 from mmspeed.pipelines.diffusion.predictor import Predictor, conditions_of_texts
 from mmspeed.pipelines.diffusion.samplers import OnStep, Predict, guided, mixed
-from mmspeed.pipelines.inference.anchor_media import ConditioningLatents
+from mmspeed.pipelines.inference.conditioning_media import ConditioningLatents
 from mmspeed.protocols import TextEntry
 from mmspeed.protocols.calls import Conditions
 from mmspeed.shapes import Strides

@@ -26,7 +26,7 @@ class VideoRequest:
     frames: int | None = None
     height: int | None = None
     width: int | None = None
-    image: str | None = None  # files that the video begins or ends with; see `mmspeed.pipelines.inference.anchor_media`
+    image: str | None = None  # files that the video begins or ends with, as `conditioning_media` reads them
     last_image: str | None = None
     video: str | None = None
     prefix_frames: int | None = None

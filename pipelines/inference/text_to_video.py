@@ -37,7 +37,7 @@ from mmspeed.pipelines.diffusion.experts import OtherExpert
 from mmspeed.pipelines.diffusion.objective import make_objective
 from mmspeed.pipelines.diffusion.predictor import make_predictor
 from mmspeed.pipelines.diffusion.schedulers import family_sampler
-from mmspeed.pipelines.inference.anchor_media import (
+from mmspeed.pipelines.inference.conditioning_media import (
     ConditioningLatents,
     check_request,
     conditioning_latents,

@@ -41,7 +41,7 @@ from mmspeed.models.families import family_of
 from mmspeed.models.image_encoder import image_embeddings, load_image_encoder
 from mmspeed.models.sections import outline, repository_of
 from mmspeed.models.text.encoders import entries_beside, load_text_encoder
-from mmspeed.pipelines.inference.anchor_media import in_model_range
+from mmspeed.pipelines.inference.conditioning_media import in_model_range
 from mmspeed.pipelines.inference.media import RATE
 from mmspeed.pipelines.tasks.official_calls import (
     Compared,

@@ -36,7 +36,7 @@ class WatchedTask(VideoTask):
 
     def loss(self, models: Models, batch: Batch) -> Terms:
         real = zip(batch.names, batch.weights_I.tolist(), batch["conditioning_mask"].tolist(), strict=True)
-        self.uses |= {name: anchors for name, weight, anchors in real if weight}
+        self.uses |= {name: frames for name, weight, frames in real if weight}
         return super().loss(models, batch)
 
 
@@ -62,7 +62,7 @@ def test_modes_are_those_of_one_process_in_any_layout_and_after_a_stop(tmp_path:
 
     CacheBuilder(config_of(tmp_path)).run()
     truth = train(str(tmp_path), "name=one")
-    assert len(truth) == 14 and len({tuple(anchors) for anchors in truth.values()}) > 3
+    assert len(truth) == 14 and len({tuple(frames) for frames in truth.values()}) > 3
     parts = train(str(tmp_path), "name=parts", "train.steps=3") | train(str(tmp_path), "name=parts", "train.steps=6")
     assert parts == truth
     one = config_of(tmp_path, "name=one")

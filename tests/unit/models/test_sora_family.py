@@ -45,10 +45,10 @@ def test_it_is_predicted_for_any_objective_by_its_call(objective: FlowConfig | D
     torch.testing.assert_close(
         predictor.predict(model, x, t, Conditions(text, mask)), model(x, t, text, mask), atol=0, rtol=0
     )
-    anchors = torch.tensor([[True, False, False], [False, False, False]])
+    conditioning = torch.tensor([[True, False, False], [False, False, False]])
     times = torch.tensor([[0.0, 0.2, 0.2], [0.7, 0.7, 0.7]])
-    anchored = predictor.predict(model, x, t, Conditions(text, mask, named={"conditioning_mask": anchors}))
-    torch.testing.assert_close(anchored, model(x, times, text, mask), atol=0, rtol=0)
+    conditioned = predictor.predict(model, x, t, Conditions(text, mask, named={"conditioning_mask": conditioning}))
+    torch.testing.assert_close(conditioned, model(x, times, text, mask), atol=0, rtol=0)
 
 
 def test_its_counts_are_those_of_the_class() -> None:

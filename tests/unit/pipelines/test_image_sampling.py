@@ -24,7 +24,7 @@ from mmspeed.models.families.base import packed, unpacked
 from mmspeed.models.families.complete import completed
 from mmspeed.pipelines.diffusion.conditioning_frames import held
 from mmspeed.pipelines.diffusion.schedulers import generators
-from mmspeed.pipelines.inference.anchor_media import conditioning_latents
+from mmspeed.pipelines.inference.conditioning_media import conditioning_latents
 from mmspeed.pipelines.inference.prompts import VideoRequest
 from mmspeed.pipelines.inference.text_to_video import SamplerChoice, TextToVideo
 from mmspeed.pipelines.tasks.synthetic import EncoderShapes

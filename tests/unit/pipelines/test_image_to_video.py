@@ -16,7 +16,7 @@ from mmspeed.errors import UserError
 from mmspeed.media.pixel_rules import NEWEST_RULES
 from mmspeed.media.reading import first_frame, last_frames
 from mmspeed.pipelines import TextToVideo, TrainPipeline
-from mmspeed.pipelines.inference.anchor_media import conditioning_latents, mode_of
+from mmspeed.pipelines.inference.conditioning_media import conditioning_latents, mode_of
 from mmspeed.pipelines.inference.media import Video
 from mmspeed.pipelines.inference.prompts import VideoRequest, read_requests
 from mmspeed.shapes import Bucket
