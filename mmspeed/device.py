@@ -311,6 +311,13 @@ def host_room(like: torch.Tensor) -> torch.Tensor:
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=pinned)
 
 
+def without_waiting(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
+    """A tensor on another device; from the CPU to an accelerator it is copied out of pinned memory while the host goes on."""
+    if tensor.device.type != "cpu" or where.type in (*_UNRECORDED, "meta"):
+        return tensor.to(where)
+    return tensor.pin_memory().to(where, non_blocking=True)
+
+
 def copy_mark(device: torch.device) -> torch.Event:
     """An event after all work queued so far on the stream that this thread computes on."""
     return torch.accelerator.current_stream(device).record_event()

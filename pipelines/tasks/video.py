@@ -32,7 +32,7 @@ from mmspeed.data.sampling.batch_sizes import (
     make_stages,
     sample_costs,
 )
-from mmspeed.device import parse_dtype
+from mmspeed.device import parse_dtype, without_waiting
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 from mmspeed.loop.checkpoint.state import whole_tensors
@@ -284,7 +284,7 @@ class VideoTask:
         conditions = conditions_of(batch, None if self._inputs is None else self._inputs.strides)
         if conditions.conditioning_mask is not None and self.predictor.conditioning.how == "replace":
             x_BCThw = held(x_BCThw, latents_BCThw, conditions.conditioning_mask)
-        prediction_BCThw = self.predictor.predict(model, x_BCThw, t_B.to(device), conditions)
+        prediction_BCThw = self.predictor.predict(model, x_BCThw, without_waiting(t_B, device), conditions)
         mask_BT = counted_frames(batch, self.predictor.conditioning.how)
         mask = () if mask_BT is None else (mask_BT,)
         loss_B = objective.sample_loss(prediction_BCThw, target_BCThw, t_B, *mask)
