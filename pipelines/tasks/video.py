@@ -247,7 +247,7 @@ class VideoTask:
     def updates(self) -> Sequence[Update]:
         """The single update, of the model by the objective's loss; or one of each expert, at the steps that are drawn for it."""
         if self.experts is None:
-            return (Update(self.loss),)
+            return (Update(self.loss, baseline=self.objective.zero_loss),)
         return tuple(
             Update(
                 partial(self._loss_of_expert, role, expert),
@@ -255,6 +255,7 @@ class VideoTask:
                 expert,
                 when=partial(self._is_drawn, expert),
                 rests=True,
+                baseline=self.objective.zero_loss,
             )
             for expert, role in self.experts.roles.items()
         )
