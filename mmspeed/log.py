@@ -357,9 +357,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def metrics_row(line: bytes) -> dict[str, Any] | None:
-    """The row of a line of `metrics.jsonl`: a JSON object whose `step`, if it has one, is a whole number; None for any other line."""
+    """The row of a line of `metrics.jsonl`: a JSON object whose `step`, which each kind has, is a whole number; None for any other line."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and type(row.get("step", 0)) is int else None
+    return row if isinstance(row, dict) and type(row.get("step", None if "kind" in row else 0)) is int else None

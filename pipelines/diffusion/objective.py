@@ -33,7 +33,6 @@ class Objective(Protocol):
 
     sampler_names: tuple[str, ...]  # the first is the one of `auto`
     family: FamilySampler | None  # of a published model's repository
-    zero_loss: float  # of a prediction of zeros, for data of variance 1
 
     def sized(self, bucket: Bucket, tokens: int) -> Objective:
         """The objective of samples of a bucket, of `tokens` tokens each; itself where nothing depends on size.
@@ -78,7 +77,6 @@ class FlowObjective:
     """Rectified flow: the model predicts the velocity noise - x0."""
 
     sampler_names: tuple[str, ...] = FlowConfig.samplers
-    zero_loss = 2.0
 
     def __init__(self, cfg: FlowConfig, family: FamilySampler | None = None) -> None:
         self.cfg, self.family = cfg, family
@@ -125,7 +123,6 @@ class DdpmObjective:
     """Denoising diffusion: the model predicts v or the noise, at one of `cfg.steps` timesteps."""
 
     sampler_names: tuple[str, ...] = DdpmConfig.samplers
-    zero_loss = 1.0
 
     def __init__(self, cfg: DdpmConfig, family: FamilySampler | None = None) -> None:
         self.cfg, self.family = cfg, family

@@ -80,7 +80,10 @@ def test_odd_records_beside_a_checkpoint_change_nothing(
     home: Path, record: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It says what run.json says, which is written anew; lines that no run writes are kept beside the rows."""
-    config, odd = character_config(home, *STEPS), [b"3", b"null", b'{"step": "4"}', b'{"step": 1e999}', b"\xff", record]
+    config, odd = (
+        character_config(home, *STEPS),
+        [b"3", b"null", b'{"step": "4"}', b'{"kind": "train"}', b"\xff", record],
+    )
     place, lines = config.run_dir / "run.json", list[str]()
     sound = place.read_bytes()
     place.write_bytes(record)
