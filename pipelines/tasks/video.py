@@ -87,9 +87,7 @@ from mmspeed.shapes import Bucket, Strides, as_bucket
 
 log = get_logger("train")
 
-ZERO_LOSS = (
-    2.0  # of a prediction of zeros where noise minus data of variance 1 is the target; of noise alone it is half
-)
+ZERO_LOSS = 2.0  # of a prediction of zeros for noise minus data of variance 1; of other targets it is about half
 
 # (section, latent channels, text width, device)
 BuildModel = Callable[[ModelConfig | PublishedModelConfig, int, int, str], nn.Module]
