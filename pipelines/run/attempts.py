@@ -62,7 +62,7 @@ def parse(text: str, launch: str) -> LastAttempt | None:
             return None
         before = None if record["before"] is None else Place(**record["before"])
         return LastAttempt(record["attempt"], Place(**record["place"]), tuple(record["samples"]), before)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -87,6 +87,8 @@ from mmspeed.shapes import Bucket, Strides, as_bucket
 
 log = get_logger("train")
 
+ZERO_LOSS = 2.0  # of a prediction of zeros for noise minus data of variance 1; of other targets it is about half
+
 # (section, latent channels, text width, device)
 BuildModel = Callable[[ModelConfig | PublishedModelConfig, int, int, str], nn.Module]
 
@@ -247,7 +249,7 @@ class VideoTask:
     def updates(self) -> Sequence[Update]:
         """The single update, of the model by the objective's loss; or one of each expert, at the steps that are drawn for it."""
         if self.experts is None:
-            return (Update(self.loss),)
+            return (Update(self.loss, baseline=ZERO_LOSS),)
         return tuple(
             Update(
                 partial(self._loss_of_expert, role, expert),
@@ -255,6 +257,7 @@ class VideoTask:
                 expert,
                 when=partial(self._is_drawn, expert),
                 rests=True,
+                baseline=ZERO_LOSS,
             )
             for expert, role in self.experts.roles.items()
         )
