@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -322,6 +323,15 @@ def test_a_tokenizer_is_trained_once(tmp_path: Path) -> None:
     assert later.info["tokenizer"] == cache.info["tokenizer"] and texts_of(later) == [text, "more"]
     with pytest.raises(UserError, match="was made with another tokenizer"):
         build(tmp_path / "a", [{"path": str(path)}])
+
+
+def test_of_two_builds_of_other_sources_the_second_waits_and_says_so(tmp_path: Path) -> None:
+    paths = [write(tmp_path / f"{number}.jsonl", [f"{number} {words}" for words in WORDS]) for number in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        made = pool.map(lambda path: build(tmp_path, [{"path": str(path)}], {"kind": "train", "size": 300})[0], paths)
+        said = [line for report in made for line in report.lines() if "sources" in line]
+    assert said == ["the sources have changed since the build before: 1 new, 1 gone"]
+    assert build(tmp_path, [{"path": str(paths[0])}], {"kind": "train", "size": 300})[0].reused == 1
 
 
 def test_a_tokenizer_without_texts_to_train_on_says_why(tmp_path: Path) -> None:
