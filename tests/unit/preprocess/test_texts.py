@@ -21,6 +21,7 @@ from pydantic import TypeAdapter
 from mmspeed.config.texts import TextsConfig, TokenizerConfig
 from mmspeed.data.cache.text_cache import TextCache
 from mmspeed.errors import UserError
+from mmspeed.preprocess.texts import chat
 from mmspeed.preprocess.texts.cache_builder import TextCacheBuilder, TextReport
 
 SPARSE = {"major": "1", "minor": "0", "realsize": "60000000", "name": "a.txt"}
@@ -273,6 +274,16 @@ def test_a_template_that_changes_earlier_turns_is_refused(tmp_path: Path) -> Non
         build(tmp_path, [{"path": str(path), "content": "chat"}], tokenizer)
     with pytest.raises(UserError, match="has no chat template"):
         build(tmp_path / "b", [{"path": str(path), "content": "chat"}])
+
+
+def test_a_template_that_never_ends_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "_SECONDS", 0.3)
+    folder = folder_of(tmp_path / "seed", tmp_path)
+    path = write(tmp_path / "chats.jsonl", [CHAT], "messages")
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    tokenizer = {"kind": "transformers", "path": str(folder), "chat_template": MARKED + loop}
+    with pytest.raises(UserError, match=r"chat template does not end within 0\.3 s"):
+        build(tmp_path, [{"path": str(path), "content": "chat"}], tokenizer)
 
 
 def megatron(path: Path, documents: list[list[list[int]]], kind: str = "<u2", code: int = 8) -> Path:
