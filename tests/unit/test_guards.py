@@ -30,11 +30,13 @@ build(Path(sys.argv[1]), [{"path": str(write(Path(sys.argv[1]) / "a.jsonl", ["a"
 pool = ProcessPoolExecutor(1, get_context("spawn"), initializer=Worker.begin, initargs=(sys.argv[1] + "/cache",))
 pid = pool.submit(os.getpid).result()
 """
-END = "os.kill(pid, signal.SIGSTOP); print(pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+END = "os.kill(pid, signal.SIGSTOP); os.waitpid(pid, os.WUNTRACED); print(pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
 
 
 @pytest.mark.parametrize("script", [LAUNCHED, TEXTS], ids=["rank", "worker of texts"])
 def test_a_stopped_process_ends_with_the_one_that_started_it(tmp_path: Path, script: str) -> None:
-    done = subprocess.run([sys.executable, "-c", script + END, str(tmp_path)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script + END, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
     pid = int(done.stdout)
     wait_for(lambda: not psutil.pid_exists(pid), 20)
