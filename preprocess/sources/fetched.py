@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from braceexpand import braceexpand
 
-from mmspeed.config.addresses import host_of
+from mmspeed.config.addresses import host_of, numeric
 from mmspeed.config.places import is_url, store_folder
 from mmspeed.config.schema import DataConfig
 from mmspeed.data.cache.bounded import BoundedFolder, Pin
@@ -44,7 +44,7 @@ class AddressRules:
 
     Args:
         allowed: hosts, networks and protocols (`data.allow_addresses`).
-        homes: the hosts of each data set's own paths; its rows may name them, too.
+        homes: the hosts of each data set's own paths, as `open_store` takes them; its rows may name them, too.
         protocols: of all paths.
     """
 
@@ -58,7 +58,8 @@ class AddressRules:
         sets = [[part for part in source.path.split("::") if is_url(part)] for source in data.sources]
         webs = [[url for url in urls if protocol_of(url) in _WEB] for urls in sets]
         heads = [[head for url in urls for head in braceexpand("/".join(url.split("/", 3)[:3]))] for urls in webs]
-        homes = [tuple(dict.fromkeys(filter(None, map(host_of, urls)))) for urls in heads]
+        names = [dict.fromkeys(filter(None, map(host_of, urls))) for urls in heads]
+        homes = [tuple(name if numeric(name) else f"//{name}" for name in one) for one in names]
         protocols = tuple({protocol_of(url) for urls in sets for url in urls})
         return cls(data.allow_addresses, dict(zip(data.dataset_names, homes, strict=True)), protocols)
 

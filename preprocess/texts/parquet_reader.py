@@ -112,7 +112,7 @@ def _sizes(values: Any, reserved: bool = False) -> np.ndarray:
         sums = np.append(0, np.cumsum(_sizes(values.flatten(), reserved)))
         return np.diff(sums[np.cumsum(lengths)], prepend=0)
     if types.is_struct(kind):
-        return np.sum([_sizes(field, reserved) for field in values.flatten()], axis=0, dtype=np.int64)
+        return np.stack([_sizes(field, reserved) for field in values.flatten()]).sum(axis=0)
     if types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind):
         return _numbers(pc.binary_length(values).fill_null(0))
     return np.array([values.slice(row, 1).nbytes for row in range(len(values))], np.int64)

@@ -22,6 +22,7 @@ Result = TypeVar("Result")
 TRIES = 3
 _LATER = frozenset({408, 425, 429})  # statuses below 500 after which another try may succeed
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "http": "aiohttp", "https": "aiohttp", "hf": "huggingface_hub", "gs": "gcsfs"}
+_first_answers: dict[str, tuple[str, ...]] = {}  # addresses of names that the user chose
 _SILENT_SECONDS = 60.0  # without a byte, after which a connection counts as dead
 
 
@@ -37,7 +38,8 @@ def protocol_of(url: str) -> str:
 def open_store(url: str, hosts: tuple[str, ...] | None = None) -> tuple[Any, str]:
     """The fsspec file system of a URL and the path on it; fsspec keeps one for each process, also after a fork. `::` makes no chain.
 
-    `hosts`: behind http none but public addresses and these are asked, also after redirections (`may_ask`); None: any is.
+    `hosts`: behind http none but public addresses and these are asked, also after redirections (`may_ask`); None: any is. One with `//` before
+    it is a name that the user chose: what it has resolved to first is asked, and another private address only if that was private, too.
     Raises UserError for an unknown protocol, and if the package that reads it is missing.
     """
     protocol = protocol_of(url)
@@ -76,8 +78,17 @@ async def _guarded_client(hosts: tuple[str, ...], loop: Any = None, **options: A
     import aiohttp
     from aiohttp.abc import AbstractResolver
 
+    homes = [one[2:] for one in hosts if one.startswith("//")]
+
     def judge(host: str, address: str) -> None:
-        if not may_ask(host, address, hosts):
+        if may_ask(host, address, hosts):
+            return
+        for home in homes:
+            first = _first_answers.get(home, ())
+            private = first and not any(may_ask(home, one, ()) for one in first)
+            if address in first or (private and home == host):
+                break
+        else:
             shown = host if host == address else f"{host} ({address})"
             raise RefusedAddressError(f"{shown} is no public address, and data.allow_addresses does not name it")
 
@@ -87,9 +98,12 @@ async def _guarded_client(hosts: tuple[str, ...], loop: Any = None, **options: A
 
         async def resolve(self, host: str, *place: Any, **options: Any) -> Any:
             found = await self._own.resolve(host, *place, **options)
-            if host not in map(host_of, getproxies().values()):  # those are the user's own settings
+            name = host.rstrip(".")
+            if name in homes:
+                _first_answers.setdefault(name, tuple(one["host"] for one in found))
+            if name not in map(host_of, getproxies().values()):  # those are the user's own settings
                 for one in found:
-                    judge(host, one["host"])
+                    judge(name, one["host"])
             return found
 
         async def close(self) -> None:

@@ -14,6 +14,7 @@ import fsspec
 import pytest
 
 from mmspeed.config.schema import DataConfig
+from mmspeed.data.cache import stores
 from mmspeed.errors import UserError
 from mmspeed.media.rejections import Reason, Rejected
 from mmspeed.media.source import Source
@@ -201,6 +202,13 @@ def test_rows_reach_no_private_address(tmp_path: Path, monkeypatch: pytest.Monke
         assert "bad_address" in refused(MediaStore(10**9, addresses=AddressRules(("localhost",))), server.url)
         with pytest.raises(UserError, match=r"169\.254\.169\.254 is no public address"):
             listed(f"{server.url}/f.csv")
+        for first, says in (("93.184.216.34", "bad_address"), ("10.0.0.5", ""), ("127.0.0.1", "")):
+            monkeypatch.setitem(stores._first_answers, "localhost", (first,))  # of the manifest's host, before
+            assert (
+                refused(MediaStore(10**9, addresses=AddressRules((), {"d": ("//localhost",)})), near, "d")[:11] == says
+            )
+            store = MediaStore(10**9, addresses=AddressRules((), {"d": ("//localhost",)}))
+            assert ("bad" in refused(store, f"{server.url}/v.mp4", "d")) == (first != "127.0.0.1")
         monkeypatch.delenv("no_proxy")
         for host in ("127.0.0.1", "localhost"):
             monkeypatch.setenv("http_proxy", f"http://{host}:{port}")
@@ -209,13 +217,13 @@ def test_rows_reach_no_private_address(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_rules_are_those_of_the_config() -> None:
-    paths = ("http://{a,b}.lan:80/x.csv::https://c.lan/y.csv", "oss://bucket/z.csv", "local.csv")
+    paths = ("http://{a,b}.lan:80/x.csv::https://10.0.0.9/y.csv", "oss://bucket/z.csv", "local.csv")
     sources = [{"path": path, "name": str(number)} for number, path in enumerate(paths)]
     options = {"sources": sources, "buckets": BUCKETS}
     rules = AddressRules.of(DataConfig(**options, allow_addresses=["d.LAN", "10.0.0.1", "fd00::/8", "ftp://"]))
     allowed = ("d.lan", "10.0.0.1/32", "fd00::/8")
     assert [rules.hosts(name) for name in "0123"] == [
-        ("a.lan", "b.lan", "c.lan", *allowed), allowed, allowed, ("a.lan", "b.lan", "c.lan", *allowed)
+        ("//a.lan", "//b.lan", "10.0.0.9", *allowed), allowed, allowed, ("//a.lan", "//b.lan", "10.0.0.9", *allowed)
     ]  # fmt: skip
     for url in ("oss://bucket/a", "ftp://h/a", "HTTPS://h/a", "gs://b/a"):
         rules.check(url)
