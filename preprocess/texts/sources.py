@@ -321,11 +321,11 @@ def _of_cell(place: str, row: list[str], index: int, source: TextSourceConfig) -
 
 def _parquet(path: Path, source: TextSourceConfig, column: str, limit: int) -> Iterator[TextRow]:
     with ParquetDocuments(path, column, limit) as file:
-        if file.names and column not in file.names:
+        if not file.problem and column not in file.names:
             names = ", ".join(file.names)[:200]
             yield TextRow(str(path), reason="missing_column", detail=f"its columns are {names}")
             return
-        for number, (value, large) in enumerate(file.rows() if file.names else (), 1):
+        for number, (value, large) in enumerate(() if file.problem else file.rows(), 1):
             place = f"{path}:{number}"
             yield TextRow(place, reason="too_large") if large else _of_scalar(place, value, file.text, source)
         if file.problem:
