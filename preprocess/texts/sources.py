@@ -22,7 +22,6 @@ from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from mmspeed.config.places import is_url
 from mmspeed.config.texts import TextsConfig, TextSourceConfig
@@ -31,6 +30,7 @@ from mmspeed.media.rejections import in_words
 from mmspeed.preprocess.sources.folders import no_file
 from mmspeed.preprocess.sources.listing import unknown_ending
 from mmspeed.preprocess.sources.walk import walk
+from mmspeed.preprocess.texts.parquet_texts import ParquetDocuments
 
 _PIECE, _BLOCK = 1 << 20, 1 << 16  # bytes of a read, and of one of zstd, which gives blocks of twice as many
 _PACKED = (".gz", ".zst")
@@ -332,37 +332,32 @@ def _of_cell(place: str, row: list[str], index: int, source: TextSourceConfig) -
 
 
 def _parquet(path: Path, source: TextSourceConfig, column: str, limit: int) -> Iterator[TextRow]:
-    with _whole(path) as stream, pq.ParquetFile(stream) as file:
-        if column not in file.schema_arrow.names:
-            names = ", ".join(file.schema_arrow.names)[:200]
+    with ParquetDocuments(path, column, limit) as file:
+        if not file.problem and column not in file.names:
+            names = ", ".join(file.names)[:200]
             yield TextRow(str(path), reason="missing_column", detail=f"its columns are {names}")
             return
-        number = 0
-        for batch in file.iter_batches(batch_size=256, columns=[column]):
-            values = batch.column(0)
-            text = pa.types.is_string(values.type) or pa.types.is_large_string(values.type)
-            for value in values.cast(pa.large_binary()) if text else values:
-                number += 1
-                place = f"{path}:{number}"
-                try:
-                    plain = value.as_py()
-                except (ArithmeticError, LookupError, ValueError) as error:  # a time that Python cannot hold
-                    yield TextRow(place, reason="broken_line", detail=_line(error))
-                    continue
-                if isinstance(plain, bytes) and text:
-                    if len(plain) > limit:
-                        yield TextRow(place, reason="too_large")
-                        continue
-                    try:
-                        plain = plain.decode()
-                    except UnicodeDecodeError as error:
-                        yield TextRow(place, reason="not_utf8", detail=str(error.reason))
-                        continue
-                yield checked(place, plain, source)
+        for number, (value, large) in enumerate(() if file.problem else file.rows(), 1):
+            place = f"{path}:{number}"
+            yield TextRow(place, reason="too_large") if large else _of_scalar(place, value, file.text, source)
+        if file.problem:
+            raise TooLargeError if file.problem == TooLargeError.__name__ else ValueError(file.problem)
 
 
-def _whole(path: Path) -> Any:
-    """A file that can be read at any place; a compressed one in memory."""
+def _of_scalar(place: str, value: Any, text: bool, source: TextSourceConfig) -> TextRow:
+    """A row of a scalar of Arrow; of a `text` its bytes."""
+    try:
+        plain = value.as_py()
+        plain = plain.decode() if text and plain is not None else plain
+    except UnicodeDecodeError as error:
+        return TextRow(place, reason="not_utf8", detail=str(error.reason))
+    except (ArithmeticError, LookupError, ValueError) as error:  # a time that Python has no value for
+        return TextRow(place, reason="broken_line", detail=_line(error))
+    return checked(place, plain, source)
+
+
+def whole_file(path: Path) -> Any:
+    """A file that can be read at any place; a compressed one in memory. Raises TooLargeError."""
     if path.suffix.lower() not in _PACKED:
         return pa.memory_map(str(path))
     with _open(path) as file:
