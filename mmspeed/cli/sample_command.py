@@ -69,6 +69,12 @@ TopP = Annotated[
 ]
 
 
+Chat = Annotated[
+    bool,
+    typer.Option("--chat", help="Of a language model: answer each prompt as a user's message, by the chat template."),
+]
+
+
 class Weights(str, Enum):
     """The weights of a checkpoint to sample from."""
 
@@ -130,10 +136,11 @@ def sample(
     max_new_tokens: MaxNewTokens = None,
     temperature: Temperature = None,
     top_p: TopP = None,
+    chat: Chat = False,
 ) -> None:
     """Make videos from text with a trained run, or texts with a language model. Omitted options are taken from the run's config."""
     spoken.begin("sample", run_folder)
-    writing = {"tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
+    writing = {"tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "chat": chat or None}
     if writes_texts(context, run_folder, writing):
         _write_texts(run_folder, prompt or [], checkpoint, weights, device, seed, writing)
         return
@@ -166,7 +173,9 @@ def task_of(place: Path) -> str:
         return "video"
 
 
-OF_TEXTS = ("run_folder", "prompt", "checkpoint", "weights", "device", "seed", "max_new_tokens", "temperature", "top_p")
+OF_TEXTS = (
+    "run_folder", "prompt", "checkpoint", "weights", "device", "seed", "max_new_tokens", "temperature", "top_p", "chat",
+)  # fmt: skip
 
 
 def writes_texts(context: typer.Context, place: Path, writing: dict[str, Any]) -> bool:
@@ -174,7 +183,7 @@ def writes_texts(context: typer.Context, place: Path, writing: dict[str, Any]) -
     if task_of(place) != "language":
         if any(value is not None for value in writing.values()):
             raise UserError(
-                "--max-new-tokens, --temperature and --top-p are of language models: leave them out for videos"
+                "--max-new-tokens, --temperature, --top-p and --chat are of language models: leave them out for videos"
             )
         return False
     others = [name for name in context.params if name not in OF_TEXTS and on_command_line(context, name)]
@@ -198,7 +207,7 @@ def _write_texts(
     seed: int,
     writing: dict[str, Any],
 ) -> None:
-    """Print the text that a language model writes behind each prompt, after the prompt."""
+    """Print the text that a language model writes behind each prompt, after the prompt, or its answer to each."""
     if not prompts:
         raise UserError("give a --prompt")
     with spoken.loading():
@@ -207,10 +216,11 @@ def _write_texts(
     with log.Working("loading the run", tell=False):
         model = LanguageModel.from_run(place, checkpoint=checkpoint, weights=weights.value, device=device)
     settings = {name: value for name, value in writing.items() if value is not None}
+    chat = settings.pop("chat", False)
     with log.Working("writing", tell=False):
-        texts = model(prompts, Writing(seed=seed, **settings))
+        texts = (model.chat if chat else model)(prompts, Writing(seed=seed, **settings))
     for prompt, text in zip(prompts, texts, strict=True):
-        print(f"{prompt}{text}")
+        print(text if chat else f"{prompt}{text}")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 
 from mmspeed.__main__ import main
 from mmspeed.config import make_run_config
+from mmspeed.config.yaml_text import parse_yaml
 from mmspeed.errors import UserError
 from mmspeed.initialize import materialize
 from mmspeed.loop.checkpoint.load import open_checkpoint
@@ -24,6 +26,7 @@ from mmspeed.models.language.weights import on_meta
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.inference.language import LanguageModel, Writing, export_language_run, run_settings
 from mmspeed.pipelines.run.run_folder import RunFolder
+from mmspeed.pipelines.tasks.language import LanguageTask
 from mmspeed.preprocess.texts.preparation import TextPreparation
 from tests.support.special_tokens import save
 
@@ -138,6 +141,17 @@ def test_a_shape_has_a_config_of_transformers(name: str) -> None:
 def test_a_shape_of_no_family_is_refused() -> None:
     with pytest.raises(UserError, match=r"no family of transformers .* differs in sandwich"):
         config_tree(shape_named("pangu-ultra-moe").settings)
+
+
+def test_the_configs_of_the_page_are_of_a_family_and_another_is_told_before_the_first_step() -> None:
+    page = Path("docs/language-models.md").read_text(encoding="utf-8")
+    trees = [parse_yaml(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
+    assert len(trees) == 2
+    for tree in trees:
+        assert LanguageTask(make_run_config(tree, (), origin="page")).use(300).warnings() == []  # type: ignore[arg-type]
+    other = make_run_config(trees[0], ("model.windows=[3, 7]",), origin="page")
+    (warning,) = LanguageTask(other).use(300).warnings()  # type: ignore[arg-type]
+    assert "`mmspeed sample` and `mmspeed export` will refuse this run" in warning
 
 
 BASE = {
