@@ -66,7 +66,7 @@ class ColumnChoice:
     def __init__(self, source: TextSourceConfig) -> None:
         chat, whole = source.content == "chat", (source.column,) if source.column else LISTS
         if source.turns is not None:
-            kinds: list[Mapping[str, str | tuple[str, ...]]] = [dict(source.turns)]
+            kinds: list[Mapping[str, str | tuple[str, ...]]] = [{**source.turns}]
         else:
             kinds = [{"": name} for name in (whole if chat else (source.column or source.content,))]
             kinds += [ALPACA, COMPLETION] if chat and source.column is None else []
@@ -82,8 +82,8 @@ class ColumnChoice:
 
 def _in_order(kind: Mapping[str, str | tuple[str, ...]]) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """The columns by role, in the order of a chat's turns."""
-    roles = [role for role in ("", *get_args(Role)) if role in kind]
-    return tuple((role, (kind[role],) if isinstance(kind[role], str) else tuple(kind[role])) for role in roles)
+    named = [(role, kind[role]) for role in ("", *get_args(Role)) if role in kind]
+    return tuple((role, (columns,) if isinstance(columns, str) else columns) for role, columns in named)
 
 
 def _message(message: Any) -> Any:
