@@ -146,7 +146,7 @@ def test_a_shape_of_no_family_is_refused() -> None:
 def test_the_configs_of_the_page_are_of_a_family_and_another_is_told_before_the_first_step() -> None:
     page = Path("docs/language-models.md").read_text(encoding="utf-8")
     trees = [parse_yaml(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
-    assert len(trees) == 2
+    assert len(trees) == 3
     for tree in trees:
         assert LanguageTask(make_run_config(tree, (), origin="page")).use(300).warnings() == []  # type: ignore[arg-type]
     other = make_run_config(trees[0], ("model.windows=[3, 7]",), origin="page")
