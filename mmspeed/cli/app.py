@@ -264,6 +264,8 @@ def check(
             raise typer.Exit(1)
         for line in model_lines(run_config):
             print(line)
+        for line in sample_command.refusals(run_config):
+            print(f"warning: {line}")
     spoken.then(_train_command(config, overrides))
 
 

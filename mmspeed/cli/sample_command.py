@@ -181,14 +181,23 @@ def advised(run: Path, config: RunConfig) -> list[str]:
 
     words = f'sample {run} --prompt "..."'
     if isinstance(config, LanguageConfig):
-        from mmspeed.pipelines.tasks.language import LanguageTask
-
         chat = " --chat" * any(source.content == "chat" for source in config.texts.sources)
-        return [] if LanguageTask(config).warnings() else [words + chat]
+        return [] if refusals(config) else [words + chat]
     if not isinstance(config, Config):
         return []
     modes = config.conditioning.shares
     return [words + ("" if "none" in modes else GIVEN.get(next(iter(modes)), GIVEN["first"]))]
+
+
+def refusals(config: RunConfig) -> list[str]:
+    """A line for a language model that can be neither sampled nor exported."""
+    from mmspeed.config.language import LanguageConfig
+
+    if not isinstance(config, LanguageConfig):
+        return []
+    from mmspeed.pipelines.tasks.language import LanguageTask
+
+    return LanguageTask(config).warnings()
 
 
 # options of a run whose model is always given frames, by the first mode

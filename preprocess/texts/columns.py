@@ -65,9 +65,10 @@ class ColumnChoice:
 
     def __init__(self, source: TextSourceConfig) -> None:
         chat, whole = source.content == "chat", (source.column,) if source.column else LISTS
-        if source.turns is not None:
-            kinds: list[Mapping[str, str | tuple[str, ...]]] = [{**source.turns}]
-        else:
+        kinds: list[Mapping[str, str | tuple[str, ...]]] = [
+            {str(role): names for role, names in (source.turns or {}).items()}
+        ]
+        if source.turns is None:
             kinds = [{"": name} for name in (whole if chat else (source.column or source.content,))]
             kinds += [ALPACA, COMPLETION] if chat and source.column is None else []
         self.choices = [Columns(_in_order(kind), chat) for kind in kinds]

@@ -116,10 +116,10 @@ def _find(root: Path, cache: str, files: list[Path], left_out: list[TextRow]) ->
 def rows_of(texts: TextsConfig, source: TextSourceConfig) -> Iterator[TextRow]:
     """Yield the rows of a source, in the order of its files. Raises UserError if a file cannot be opened."""
     limit = int(texts.max_document_mb * 1e6)
-    (files, left_out), columns = found(source, texts.cache), ColumnChoice(source)
+    (files, left_out), column = found(source, texts.cache), ColumnChoice(source)
     for path in files:
         try:
-            yield from _READERS[_kind(path)](path, source, columns, limit)
+            yield from _READERS[_kind(path)](path, source, column, limit)
         except TooLargeError:
             yield TextRow(str(path), reason="too_large", detail=f"it decompresses to more than {_RATIO} times its size")
         except (OSError, EOFError, tarfile.TarError, pa.ArrowException, ValueError) as error:
@@ -180,20 +180,20 @@ def _lines(file: IO[bytes], limit: int) -> Iterator[bytes | None]:
         yield None
 
 
-def _json_lines(path: Path, source: TextSourceConfig, columns: ColumnChoice, limit: int) -> Iterator[TextRow]:
+def _json_lines(path: Path, source: TextSourceConfig, column: ColumnChoice, limit: int) -> Iterator[TextRow]:
     with _open(path) as file:
         for number, line in enumerate(_lines(file, limit), 1):
             if line is None:
                 yield TextRow(f"{path}:{number}", reason="too_large")
             elif line.strip():
-                yield _of_json(f"{path}:{number}", line, source, columns)
+                yield _of_json(f"{path}:{number}", line, source, column)
 
 
-def _json(path: Path, source: TextSourceConfig, columns: ColumnChoice, limit: int) -> Iterator[TextRow]:
+def _json(path: Path, source: TextSourceConfig, column: ColumnChoice, limit: int) -> Iterator[TextRow]:
     """The rows of an array, of a mapping that is the whole file, or of JSON lines."""
     with _open(path) as file:
         if file.peek(1).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-            yield from _array(path, codecs.getreader("utf-8-sig")(file), source, columns, limit)
+            yield from _array(path, codecs.getreader("utf-8-sig")(file), source, column, limit)
             return
         data = file.read(limit + 1)
     try:
@@ -201,12 +201,12 @@ def _json(path: Path, source: TextSourceConfig, columns: ColumnChoice, limit: in
     except (ValueError, RecursionError):
         tree = None
     yield from (
-        _json_lines(path, source, columns, limit) if tree is None else [_of_tree(str(path), tree, source, columns)]
+        _json_lines(path, source, column, limit) if tree is None else [_of_tree(str(path), tree, source, column)]
     )
 
 
 def _array(
-    path: Path, file: codecs.StreamReader, source: TextSourceConfig, columns: ColumnChoice, limit: int
+    path: Path, file: codecs.StreamReader, source: TextSourceConfig, column: ColumnChoice, limit: int
 ) -> Iterator[TextRow]:
     """The rows of an array, of which little more than one is held."""
     decode, signs = json.JSONDecoder().raw_decode, file.read(_PIECE).lstrip()
@@ -232,26 +232,26 @@ def _array(
                 raise ValueError(f"element {number}: {_line(error)}") from None
             signs, at = signs[at:] + more, 0
             continue
-        yield TextRow(place, reason="too_large") if end - at > limit else _of_tree(place, tree, source, columns)
+        yield TextRow(place, reason="too_large") if end - at > limit else _of_tree(place, tree, source, column)
         at, number = end, number + 1
 
 
-def _of_json(place: str, data: bytes, source: TextSourceConfig, columns: ColumnChoice) -> TextRow:
+def _of_json(place: str, data: bytes, source: TextSourceConfig, column: ColumnChoice) -> TextRow:
     try:
         tree = json.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         return TextRow(place, reason="not_utf8", detail=str(error.reason))
     except (ValueError, RecursionError) as error:
         return TextRow(place, reason="broken_line", detail=_line(error))
-    return _of_tree(place, tree, source, columns)
+    return _of_tree(place, tree, source, column)
 
 
-def _of_tree(place: str, tree: Any, source: TextSourceConfig, columns: ColumnChoice) -> TextRow:
+def _of_tree(place: str, tree: Any, source: TextSourceConfig, column: ColumnChoice) -> TextRow:
     if not isinstance(tree, dict):
         return TextRow(place, reason="broken_line", detail="it is not a mapping")
-    own = columns.of(tree)
+    own = column.of(tree)
     if own is None:
-        return TextRow(place, reason="missing_column", detail=f"it has no {columns}")
+        return TextRow(place, reason="missing_column", detail=f"it has no {column}")
     return _of_row(place, tree, source, own)
 
 
@@ -289,7 +289,7 @@ def checked(place: str, value: Any, source: TextSourceConfig) -> TextRow:
     return TextRow(place, np.asarray(value, np.int64))
 
 
-def _csv(path: Path, source: TextSourceConfig, columns: ColumnChoice, limit: int) -> Iterator[TextRow]:
+def _csv(path: Path, source: TextSourceConfig, column: ColumnChoice, limit: int) -> Iterator[TextRow]:
     with _open(path) as file, io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="") as text:
         rows, number, header, own = csv.reader(text, strict=False), 0, list[str](), None
         while True:
@@ -310,7 +310,7 @@ def _csv(path: Path, source: TextSourceConfig, columns: ColumnChoice, limit: int
             if row is None:
                 return
             if own is None:
-                header, own = row, columns.of(row)
+                header, own = row, column.of(row)
                 if own is None:
                     yield TextRow(
                         str(path), reason="missing_column", detail=f"its columns are {', '.join(header)[:200]}"
@@ -332,9 +332,9 @@ def _of_cells(place: str, cells: dict[str, Any], source: TextSourceConfig, colum
     return _of_row(place, cells, source, columns)
 
 
-def _parquet(path: Path, source: TextSourceConfig, columns: ColumnChoice, limit: int) -> Iterator[TextRow]:
+def _parquet(path: Path, source: TextSourceConfig, column: ColumnChoice, limit: int) -> Iterator[TextRow]:
     with _whole(path) as stream, pq.ParquetFile(stream) as file:
-        own = columns.of(file.schema_arrow.names)
+        own = column.of(file.schema_arrow.names)
         if own is None:
             names = ", ".join(file.schema_arrow.names)[:200]
             yield TextRow(str(path), reason="missing_column", detail=f"its columns are {names}")
@@ -373,7 +373,7 @@ def _whole(path: Path) -> Any:
         return pa.BufferReader(file.read())
 
 
-def _text(path: Path, source: TextSourceConfig, columns: ColumnChoice, limit: int) -> Iterator[TextRow]:
+def _text(path: Path, source: TextSourceConfig, column: ColumnChoice, limit: int) -> Iterator[TextRow]:
     with _open(path) as file:
         if source.split == "file":
             data = file.read(limit + 1)
@@ -412,7 +412,7 @@ def _of_bytes(place: str, data: bytes, source: TextSourceConfig) -> TextRow:
     return TextRow(place, reason="not_a_string", detail=f"a text file holds no {source.content}")
 
 
-def _tar(path: Path, source: TextSourceConfig, columns: ColumnChoice, limit: int) -> Iterator[TextRow]:
+def _tar(path: Path, source: TextSourceConfig, column: ColumnChoice, limit: int) -> Iterator[TextRow]:
     with _open(path) as file, tarfile.open(fileobj=file, mode="r|") as tar:
         for member in tar:
             ending = member.name.rpartition(".")[2].lower()
@@ -426,9 +426,9 @@ def _tar(path: Path, source: TextSourceConfig, columns: ColumnChoice, limit: int
             data = b"" if content is None else content.read()
             if ending == "json":
                 if (
-                    source.content != "text" or str(columns).encode() in data
+                    source.content != "text" or str(column).encode() in data
                 ):  # others stand beside a text, as its description
-                    yield _of_json(place, data, source, columns)
+                    yield _of_json(place, data, source, column)
             else:
                 yield _of_bytes(place, data, source)
 
@@ -438,7 +438,7 @@ def _beside(path: Path, ending: str) -> Path:
     return path.with_suffix(ending.upper() if path.suffix.isupper() else ending)
 
 
-def _megatron(path: Path, source: TextSourceConfig, columns: ColumnChoice, limit: int) -> Iterator[TextRow]:
+def _megatron(path: Path, source: TextSourceConfig, column: ColumnChoice, limit: int) -> Iterator[TextRow]:
     index = _beside(path, ".idx")
     if source.content != "ids":
         yield TextRow(str(path), reason="not_a_string", detail="it holds token ids; write content: ids")
