@@ -91,7 +91,7 @@ class RunFolder:
         The lock is the operating system's, so a killed process leaves none behind.
         """
         self.root.mkdir(parents=True, exist_ok=True)
-        with open(self.root / ".lock", "w") as file:
+        with open(self.root / ".lock", "a") as file:  # as it is, should it be a link to another file
             deadline = time.monotonic() + patience
             try:
                 while True:

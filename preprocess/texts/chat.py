@@ -23,7 +23,9 @@ import numpy.typing as npt
 
 from mmspeed.data.cache.tokenizer_file import SpecialTokens
 from mmspeed.errors import UserError
+from mmspeed.guards import time_limit
 
+_SECONDS = 30.0  # of CPU time, for a text of milliseconds
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PRIVATE = re.compile("[\U00100000-\U0010ffff]")
 _NAMES, _HIDDEN = (
@@ -173,17 +175,20 @@ class ChatTemplate:
         return self._write(turn, add_generation_prompt=True)[0].removeprefix(self._write(turn)[0])
 
     def _write(self, messages: Sequence[Any], **options: Any) -> tuple[str, Spans]:
-        """The text that the template writes, and its own marks of generation."""
+        """The text that the template writes, and its own marks of generation. Raises ChatError, and UserError for a template without end."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            written: Any = render_jinja_template(
-                [list(messages)],
-                chat_template=self._template,
-                return_assistant_tokens_mask=self.marked,
-                **options,
-                **self._variables,
-            )
+            with time_limit(_SECONDS, f"the tokenizer's chat template does not end within {_SECONDS:g} s of one chat"):
+                written: Any = render_jinja_template(
+                    [list(messages)],
+                    chat_template=self._template,
+                    return_assistant_tokens_mask=self.marked,
+                    **options,
+                    **self._variables,
+                )
+        except UserError:
+            raise
         except Exception as error:  # templates raise their own errors
             raise ChatError(
                 f"the template refuses it: {str(error).splitlines()[0][:200] if str(error) else error!r}"
