@@ -22,7 +22,6 @@ from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from mmspeed.config.places import is_url
 from mmspeed.config.texts import TextsConfig, TextSourceConfig
@@ -32,6 +31,7 @@ from mmspeed.preprocess.sources.folders import no_file
 from mmspeed.preprocess.sources.listing import unknown_ending
 from mmspeed.preprocess.sources.walk import walk
 from mmspeed.preprocess.texts.columns import ColumnChoice, Columns
+from mmspeed.preprocess.texts.parquet_texts import ParquetDocuments
 
 _PIECE, _BLOCK = 1 << 20, 1 << 16  # bytes of a read, and of one of zstd, which gives blocks of twice as many
 _PACKED = (".gz", ".zst")
@@ -205,7 +205,9 @@ def _json(path: Path, source: TextSourceConfig, column: ColumnChoice, limit: int
     yield from _json_lines(path, source, column, limit) if tree is None else [_of_tree(str(path), tree, source, column)]
 
 
-def _array(path: Path, file: io.BufferedReader, source: TextSourceConfig, column: ColumnChoice, limit: int) -> Iterator[TextRow]:
+def _array(
+    path: Path, file: io.BufferedReader, source: TextSourceConfig, column: ColumnChoice, limit: int
+) -> Iterator[TextRow]:
     """The rows of an array, of which little more than one is held."""
     decode, decoder = json.JSONDecoder().raw_decode, codecs.getincrementaldecoder("utf-8-sig")()
     signs, at, number = _more(file, decoder, 1).lstrip(), 1, 1
@@ -343,40 +345,34 @@ def _of_cells(place: str, cells: dict[str, Any], source: TextSourceConfig, colum
 
 
 def _parquet(path: Path, source: TextSourceConfig, column: ColumnChoice, limit: int) -> Iterator[TextRow]:
-    with _whole(path) as stream, pq.ParquetFile(stream) as file:
-        own = column.of(file.schema_arrow.names)
-        if own is None:
-            names = ", ".join(file.schema_arrow.names)[:200]
-            yield TextRow(str(path), reason="missing_column", detail=f"its columns are {names}")
-            return
-        number, read = 0, own.among(file.schema_arrow.names)
-        for batch in file.iter_batches(batch_size=256, columns=read):
-            for cells in zip(*(_as_bytes(batch.column(name)) for name in read), strict=True):
-                number += 1
+    with ParquetDocuments(path, [(one.needed, one.names) for one in column.choices], limit) as file:
+        own = column.of(file.names)
+        if own is not None:
+            for number, (value, large) in enumerate(file.rows(), 1):
                 place = f"{path}:{number}"
-                if any(text and cell is not None and len(cell) > limit for cell, text in cells):
-                    yield TextRow(place, reason="too_large")
-                    continue
-                try:
-                    row = {
-                        name: cell.decode() if text and cell is not None else cell
-                        for name, (cell, text) in zip(read, cells, strict=True)
-                    }
-                except UnicodeDecodeError as error:
-                    yield TextRow(place, reason="not_utf8", detail=str(error.reason))
-                    continue
-                yield _of_row(place, row, source, own)
+                yield TextRow(place, reason="too_large") if large else _of_scalar(place, value, file, source, own)
+        elif file.names:
+            names = ", ".join(file.names)[:200]
+            yield TextRow(str(path), reason="missing_column", detail=f"its columns are {names}")
+        if file.problem:
+            raise TooLargeError if file.problem == TooLargeError.__name__ else ValueError(file.problem)
 
 
-def _as_bytes(values: pa.Array) -> Iterator[tuple[Any, bool]]:
-    """Yield the plain values of a column; those of texts as bytes, which may be no UTF-8, with True."""
-    text = pa.types.is_string(values.type) or pa.types.is_large_string(values.type)
-    for value in values.cast(pa.large_binary()) if text else values:
-        yield value.as_py(), text
+def _of_scalar(place: str, value: Any, file: ParquetDocuments, source: TextSourceConfig, columns: Columns) -> TextRow:
+    """A row of a scalar of Arrow; of a text its bytes, of several columns a struct."""
+    try:
+        plain = value.as_py()
+        plain = plain.decode() if file.text and plain is not None else plain
+    except UnicodeDecodeError as error:
+        return TextRow(place, reason="not_utf8", detail=str(error.reason))
+    except (ArithmeticError, ValueError) as error:  # a time that Python has no value for
+        return TextRow(place, reason="broken_line", detail=_line(error))
+    row = plain if len(file.columns) > 1 else {file.columns[0]: plain}
+    return _of_row(place, row, source, columns)
 
 
-def _whole(path: Path) -> Any:
-    """A file that can be read at any place; a compressed one in memory."""
+def whole_file(path: Path) -> Any:
+    """A file that can be read at any place; a compressed one in memory. Raises TooLargeError."""
     if path.suffix.lower() not in _PACKED:
         return pa.memory_map(str(path))
     with _open(path) as file:

@@ -228,6 +228,44 @@ def test_rows_before_a_cut_are_read_and_the_cut_is_told(tmp_path: Path, kind: st
     assert report.rejected == {"broken_line": 1} and "cannot be read further" in report.examples["broken_line"]
 
 
+@pytest.mark.parametrize("as_stored", [True, False])
+def test_tables_are_unfolded_elsewhere_and_never_beyond_the_limit(tmp_path: Path, as_stored: bool) -> None:
+    long = pa.array(["words", "z" * 20_000_000])
+    texts = pa.DictionaryArray.from_arrays(pa.array([None, 0, *[1] * 60], pa.int32()), long)
+    one_each = pa.array(range(len(texts) + 1), pa.int32())
+    chats = pa.ListArray.from_arrays(one_each, pa.StructArray.from_arrays([texts, texts], ["role", "content"]))
+    numbers = pa.ListArray.from_arrays(pa.array([0, 2, 3_000_000], pa.int32()), pa.array(np.zeros(3_000_000, np.int32)))
+    times = pa.array([2**62], pa.duration("s"))
+    before = pa.default_memory_pool().max_memory()
+    for content, values, reasons in (
+        ("text", texts, ["not_a_string", "", *["too_large"] * 60]),
+        ("chat", chats, ["", "", *["too_large"] * 60]),
+        ("ids", numbers, ["", "too_large"]),
+        ("text", times, ["broken_line" if as_stored else "not_a_string"]),
+    ):
+        path = tmp_path / f"{content}.parquet"
+        pq.write_table(pa.table({"d": values}), path, compression="zstd", store_schema=as_stored)
+        source = {"path": str(path), "content": content, "column": "d"}
+        config = TextsConfig(sources=[source], cache=str(tmp_path), max_document_mb=1)
+        assert [row.reason for row in rows_of(config, config.sources[0])] == reasons
+    assert pa.default_memory_pool().max_memory() <= before + 100_000_000
+
+
+def test_rows_before_damage_are_kept_and_a_reader_that_dies_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "t.parquet"
+    pq.write_table(pa.table({"text": WORDS * 900}), path, row_group_size=1800, compression="none", use_dictionary=False)
+    data = bytearray(path.read_bytes())
+    data[pq.read_metadata(path).row_group(1).column(0).data_page_offset] ^= 255
+    path.write_bytes(data)
+    config = TextsConfig(sources=[{"path": str(path)}], cache=str(tmp_path))
+    *rows, last = rows_of(config, config.sources[0])
+    assert [row.value for row in rows] == WORDS * 450 and last.reason == "broken_line"
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    assert ["ended by itself" in row.detail for row in rows_of(config, config.sources[0])] == [True]
+
+
 MARKED = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}"
     "{% generation %}{{ m.content }}<|endoftext|>{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
