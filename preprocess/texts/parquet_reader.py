@@ -1,6 +1,7 @@
-"""Process that reads documents from a Parquet file: `python -m mmspeed.preprocess.texts.parquet_reader FILE COLUMN LIMIT`.
+"""Process that reads documents from a Parquet file: `python -m mmspeed.preprocess.texts.parquet_reader FILE CHOICES LIMIT`.
 
-It writes to standard output a line of JSON (the names of all columns, and whether the documents are texts), an Arrow stream of the rows (the
+CHOICES is JSON: pairs of the columns that a table must have and all that are read, of which the first that it has are taken.
+It writes to standard output a line of JSON (the names of all columns and of those that are read, and whether the documents are texts), an Arrow stream of the rows (the
 value, and whether it is larger than the limit and left out), and a line of JSON with the problem that it ended by, if there was one.
 Sizes are known before values are unfolded: a tiny file can repeat a long text very often.
 """
@@ -32,10 +33,10 @@ def main() -> None:
     """Write the documents to standard output; ends when its reader is gone."""
     resource.setrlimit(resource.RLIMIT_DATA, (_MAX_MEMORY, _MAX_MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    out, (path, column, limit) = sys.stdout.buffer, sys.argv[1:]
+    out, (path, choices, limit) = sys.stdout.buffer, sys.argv[1:]
     problem = ""
     try:
-        _write(out, Path(path), column, int(limit))
+        _write(out, Path(path), json.loads(choices), int(limit))
     except BrokenPipeError:
         os._exit(1)
     except Exception as error:  # any error means that this file cannot be read
@@ -48,33 +49,45 @@ def _write_line(out: BinaryIO, value: dict[str, Any]) -> None:
     out.write(f"{json.dumps(value)}\n".encode())
 
 
-def _write(out: BinaryIO, path: Path, column: str, limit: int) -> None:
+def _write(out: BinaryIO, path: Path, choices: list[tuple[list[str], list[str]]], limit: int) -> None:
     stream = whole_file(path)
     with pq.ParquetFile(stream) as file:
         names = file.schema_arrow.names
-        if column not in names:
+        columns = next(
+            ([one for one in every if one in names] for needed, every in choices if {*needed} <= {*names}), []
+        )
+        if not columns:
             _write_line(out, {"names": names})
             return
-        plain = _unfolded(file.schema_arrow.field(column).type)
+        fields = [file.schema_arrow.field(name) for name in columns]
+        folds = fields[0].type if len(fields) == 1 else pa.struct(fields)
+        plain = _unfolded(folds)
         text = types.is_string(plain) or types.is_large_string(plain)
-        _write_line(out, {"names": names, "text": text})
+        _write_line(out, {"names": names, "columns": columns, "text": text})
         schema = pa.schema([("value", pa.large_binary() if text else plain), ("large", pa.bool_())])
         leaves = [file.metadata.schema.column(i) for i in range(file.metadata.num_columns)]
-        numbers = [i for i, leaf in enumerate(leaves) if leaf.path == column or leaf.path.startswith(f"{column}.")]
+        within = tuple(f"{name}." for name in columns)
+        numbers = [i for i, leaf in enumerate(leaves) if leaf.path in columns or leaf.path.startswith(within)]
         folded = [leaves[i].path for i in numbers if leaves[i].physical_type == "BYTE_ARRAY"]
         with pq.ParquetFile(stream, read_dictionary=folded) as probe, pa.ipc.new_stream(out, schema) as writer:
             for group in range(file.metadata.num_row_groups):
-                choice: Any = {"row_groups": [group], "columns": [column], "use_threads": False}
+                choice: Any = {"row_groups": [group], "columns": columns, "use_threads": False}
                 first = next(probe.iter_batches(_BATCH_ROWS, **choice), None)
-                longest = _longest(first.column(0)) if first is not None else 0
+                longest = _longest(_documents(first, columns)) if first is not None else 0
                 facts = file.metadata.row_group(group)
                 chunks = [facts.column(i) for i in numbers]
                 size = max(max(one.total_uncompressed_size, (8 + longest) * one.num_values) for one in chunks)
                 rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES * facts.num_rows // max(1, size)))
                 for batch in file.iter_batches(rows, **choice):
-                    for values, large in _pieces(batch.column(0), limit):
+                    for values, large in _pieces(_documents(batch, columns), limit):
                         values = values.cast(plain).cast(schema.field(0).type)
                         writer.write_batch(pa.record_batch([values, pa.array(large)], schema))
+
+
+def _documents(batch: Any, columns: list[str]) -> Any:
+    """The values of a column, or structs of those of several."""
+    values = [batch.column(name) for name in columns]
+    return values[0] if len(values) == 1 else pa.StructArray.from_arrays(values, names=columns)
 
 
 def _longest(values: Any) -> int:

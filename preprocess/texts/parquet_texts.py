@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,16 @@ from mmspeed.media.rejections import death_in_words
 
 
 class ParquetDocuments:
-    """The documents of a column. Use as a context manager: leaving it ends the process.
+    """The documents of a column, or of several. Use as a context manager: leaving it ends the process.
 
-    `names`: of all columns; `text`: the documents are texts, given as bytes; `problem`: why the file cannot be read further; empty: it was
+    `choices`: columns that a table must have and all that are read, of which the first that it has are taken. `names`: of all columns;
+    `columns`: those that are read, of several as a struct; `text`: the documents are texts, given as bytes; `problem`: why the file cannot be read further; empty: it was
     read to its end.
     """
 
-    def __init__(self, path: Path, column: str, limit: int) -> None:
-        command = [sys.executable, "-m", "mmspeed.preprocess.texts.parquet_reader", str(path), column, str(limit)]
+    def __init__(self, path: Path, choices: Sequence[tuple[list[str], list[str]]], limit: int) -> None:
+        words = [str(path), json.dumps(choices), str(limit)]
+        command = [sys.executable, "-m", "mmspeed.preprocess.texts.parquet_reader", *words]
         self._child = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
         )
@@ -30,6 +32,7 @@ class ParquetDocuments:
         self._out = self._child.stdout
         head = self._line()
         self.names: list[str] = head.get("names", [])
+        self.columns: list[str] = head.get("columns", [])
         self.text: bool = head.get("text", False)
         self.problem: str = head.get("problem", "")
 
