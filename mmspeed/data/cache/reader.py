@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import xxhash
 from torch import Tensor
 
 from mmspeed.config.places import is_url
@@ -27,6 +26,7 @@ from mmspeed.protocols import TextEntry
 from .files import ReaderLock
 from .index import Array
 from .index_reader import EntryTable, PayloadLocation, SampleTable, Tables, damaged_index, open_tables
+from .keys import hash_of
 from .remote import RemoteStore
 from .store import LocalStore, ShortError, Store
 from .tables import SECTIONS, SPLITS, Entry, entry_schema, index_path, read_info, read_rejects, read_table
@@ -210,14 +210,14 @@ class DatasetCache:
                 f"cache {self.location}: shard {location.shard} is missing; run mmspeed preprocess again"
             ) from None
         if self.verify and not known:
-            opened.hashes[row] = _hash(payload)
+            opened.hashes[row] = hash_of(payload)
         return location, payload
 
     def _view(self, section: str, key: str, place: PayloadLocation, known: int = 0) -> memoryview:
         """An entry's bytes. `known`: their hash at an earlier read; 0: they are compared with the checksum of the index."""
         try:
             payload = self._store.view(section, key, place)
-            if not self.verify or (_hash(payload) == known if known else _whole(payload, place)):
+            if not self.verify or (hash_of(payload) == known if known else _whole(payload, place)):
                 return payload
             fresh = self._store.again(section, key, place)
             if _whole(fresh, place):
@@ -296,11 +296,6 @@ def _read_rows(root: Path, remote: RemoteStore | None, shard: str) -> tuple[pa.T
 def _entry(table: pa.Table, row: int) -> Entry:
     fields = table.slice(row, 1).to_pylist()[0]
     return Entry(**{**fields, "frames": tuple(fields["frames"])})
-
-
-def _hash(payload: memoryview) -> int:
-    """32 bits of the XXH3 of some bytes, not 0."""
-    return xxhash.xxh3_64_intdigest(payload) & 0xFFFFFFFF or 1
 
 
 def _whole(payload: memoryview, place: PayloadLocation) -> bool:
