@@ -103,9 +103,9 @@ class PackCollate:
             if sample.tokens < length:
                 parts.append(np.zeros(length - sample.tokens, np.uint8))
         ids_T = np.concatenate(parts, dtype=np.int64)
-        target_T = np.full_like(ids_T, IGNORED)
+        target_T, bounds_Z = np.empty_like(ids_T), np.array(bounds, np.int32)
         target_T[:-1] = ids_T[1:]
-        target_T[[bound - 1 for bound in bounds[1:]]] = IGNORED
+        target_T[bounds_Z[1:] - 1] = IGNORED  # the last place, too
         counted_BN = np.ones((rows, length), np.bool_)
         for row, (sample, (_, weight)) in enumerate(zip(samples, draws, strict=True)):
             end = row * length + sample.tokens
@@ -116,7 +116,7 @@ class PackCollate:
         tensors = {
             "ids": torch.from_numpy(ids_T).view(rows, length),
             "targets": torch.from_numpy(target_T).view(rows, length),
-            "bounds": torch.from_numpy(np.array(bounds, np.int32)),
+            "bounds": torch.from_numpy(bounds_Z),
             "counted": torch.from_numpy(counted_BN),
         }
         items = [Item(*draw.name, draw.sample.source, draw.sample.shape.name) for draw, _ in draws]

@@ -13,7 +13,7 @@ import mmap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +34,7 @@ from .tables import entry_schema, index_files, read_info, read_rejects, read_tab
 from .tensor_views import tensors_of
 from .tokenizer_file import FOLDER, MAIN, TextTokenizer, TokenizerFacts, tokenizer_problems
 
-_STEP = 8192  # ids of a longer document that have a hash of their own
+_STEP = 4096  # ids of a longer document that have a hash of their own
 _SHARDS = 1 << 16  # that stay mapped
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -82,18 +82,12 @@ def _column(batch: pa.RecordBatch, name: str) -> Array:
     return np.frombuffer(column.buffers()[1], kind, len(column)) if len(column) else np.empty(0, kind)
 
 
-@dataclass(frozen=True, slots=True)
-class _BlockIds:
+class _BlockIds(NamedTuple):
     """The ids of a block and its packed marks, as views of the mapping of a file; None: of memory."""
 
     ids: Array
     marks: Array | None
     file: mmap.mmap | None
-
-    @property
-    def cut(self) -> bool:
-        """True if the file has become shorter than its mapping."""
-        return self.file is not None and self.file.size() < len(self.file)
 
 
 class BlockStore:
@@ -222,15 +216,17 @@ class TextCache:
         for document, begin, count in pieces:  # without calls: packs of short documents have many
             known = hashes[document]
             if known and not begin and count == lengths[document]:
-                block = blocks[numbers[document]]
-                if block.file not in asked and not block.cut:
-                    asked.add(block.file)
-                if block.file in asked:
-                    start = begins[document]
-                    part = block.ids[start : start + count]
-                    if (xxh3_64(part) & 0xFFFFFFFF or 1) == known:  # as `hash_of`
-                        parts.append(part)
+                ids, _, file = blocks[numbers[document]]
+                if file not in asked:
+                    if _cut(file):
+                        parts.append(self._ids(document, begin, count))
                         continue
+                    asked.add(file)
+                start = begins[document]
+                part = ids[start : start + count]
+                if (xxh3_64(part) & 0xFFFFFFFF or 1) == known:  # as `hash_of`
+                    parts.append(part)
+                    continue
             parts.append(self._ids(document, begin, count))
         return parts
 
@@ -314,7 +310,7 @@ class TextCache:
     def _block(self, document: int, again: bool = False) -> _BlockIds:
         number = self._number[document]
         block = self._blocks.get(number)
-        if block is None or again or block.cut:
+        if block is None or again or _cut(block.file):
             block = self._blocks[number] = self._open(document, number, again=block is not None)
         return block
 
@@ -378,6 +374,11 @@ def _set_bits(marks: Array, places: Array) -> Array:
     byte, bit = np.divmod(places, 8)
     last = np.append(marks, np.uint8(0))[byte]
     return np.asarray(before[byte] + _SET[last & ~(0xFF >> bit) & 0xFF])
+
+
+def _cut(file: mmap.mmap | None) -> bool:
+    """True if a file has become shorter than its mapping: touching a page that was cut off would kill the process."""
+    return file is not None and file.size() < len(file)
 
 
 def _step_hashes(ids: Array, first: int, last: int) -> list[int]:
