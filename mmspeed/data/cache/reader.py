@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from .index import Array
 from .index_reader import EntryTable, PayloadLocation, SampleTable, Tables, damaged_index, open_tables
 from .keys import hash_of
 from .remote import RemoteStore
+from .seals import LaterSeal
 from .store import LocalStore, ShortError, Store
 from .tables import SECTIONS, SPLITS, Entry, entry_schema, index_path, read_info, read_rejects, read_table
 from .tensor_views import tensors_of
@@ -78,6 +79,7 @@ class DatasetCache:
         self.root = self.remote.folder if self.remote is not None else Path(root)
         self._store: Store = self.remote or LocalStore(self.root)
         self._overlay: dict[tuple[str, str], Entry] = {}
+        self._seals: Sequence[LaterSeal] = ()  # that no read has waited for yet
         # Not a bound method: a reference cycle would hold the readers' lock until garbage collection.
         read_rows = functools.partial(_read_rows, self.root, self.remote)
         self._rows_of = functools.lru_cache(maxsize=_SHARD_TABLES)(read_rows)
@@ -184,6 +186,10 @@ class DatasetCache:
 
     def _payload(self, section: str, key: str) -> tuple[PayloadLocation, memoryview]:
         """The location of an entry's payload, and its verified bytes."""
+        for seal in self._seals:
+            if not seal.intact():
+                raise damaged_index(seal.path)
+        self._seals = ()
         opened, overlaid = self._opened, self._overlay.get((section, key))
         if overlaid is not None:
             location = PayloadLocation(
@@ -249,6 +255,7 @@ class DatasetCache:
             )
         self._overlay = {where: entry for where, entry in self._overlay.items() if entry.shard not in gone}
         self._rows_of.cache_clear()
+        self._seals = tables.seals
         self._opened = _Opened(tables.entries, tables.samples, np.zeros(len(tables.entries), np.uint32))
 
     def complete(self) -> None:
