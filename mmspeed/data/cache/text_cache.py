@@ -214,28 +214,33 @@ class TextCache:
         begins, numbers, hashes, blocks, lengths = self._begin, self._number, self._hashes, self._blocks, self._length
         parts, asked = list[Array](), set[mmap.mmap | None]()
         for document, begin, count in pieces:  # without calls: packs of short documents have many
-            known = hashes[document]
-            if known and not begin and count == lengths[document]:
+            known, length = hashes[document], lengths[document]
+            if known and 0 <= begin <= begin + count <= length:
                 ids, _, file = blocks[numbers[document]]
-                if file not in asked:
-                    if _cut(file):
-                        parts.append(self._ids(document, begin, count))
-                        continue
+                if file in asked or not _cut(file):
                     asked.add(file)
-                start = begins[document]
-                part = ids[start : start + count]
-                if (xxh3_64(part) & 0xFFFFFFFF or 1) == known:  # as `hash_of`
-                    parts.append(part)
-                    continue
+                    start = begins[document]
+                    part = ids[start + begin : start + begin + count]
+                    if (
+                        (xxh3_64(part) & 0xFFFFFFFF or 1) == known  # as `hash_of`
+                        if count == length
+                        else self._same(document, ids[start : start + length], begin, count)
+                    ):
+                        parts.append(part)
+                        continue
             parts.append(self._ids(document, begin, count))
         return parts
 
     def _ids(self, document: int, begin: int, count: int) -> Array:
         start, stop = self._read_before(document, begin, count)
-        first, last = begin // _STEP, -(-(begin + count) // _STEP)
-        known = (self._steps.get(document) or [self._hashes[document]])[first:last]
-        block = self._sound(document, lambda block: _step_hashes(block.ids[start:stop], first, last) == known)
+        block = self._sound(document, lambda block: self._same(document, block.ids[start:stop], begin, count))
         return block.ids[start + begin : start + begin + count]
+
+    def _same(self, document: int, ids: Array, begin: int, count: int) -> bool:
+        """True if those steps of a document's ids that a range touches have the hashes of its first read."""
+        first, last = begin // _STEP, -(-(begin + count) // _STEP)
+        known = self._steps.get(document) or [self._hashes[document]]
+        return _step_hashes(ids, first, last) == known[first:last]
 
     def trained(self, document: int, begin: int = 0, count: int | None = None) -> npt.NDArray[np.bool_] | None:
         """Marks (count,) of the ids that have a loss; None where all have. Raises like `ids`."""
