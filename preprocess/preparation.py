@@ -83,13 +83,13 @@ class VideoPreparation:
         self, page: Path | None = None, suggest_buckets: int | None = None, ranks: Sequence[int] | None = None
     ) -> CheckReport:
         """The counts, costs and schedule of the data set. Raises UserError like `mmspeed.preprocess.check`."""
-        from mmspeed.preprocess.report.check import check
+        from mmspeed.preprocess import check
 
         return check(self.config, page, suggest_buckets, ranks)
 
     def build(self, shard: str | None = None, upgrade: Sequence[str] = ()) -> list[str]:
         """Build or complete the cache. Raises UserError like `CacheBuilder`."""
-        from mmspeed.preprocess.build.offline import CacheBuilder
+        from mmspeed.preprocess import CacheBuilder
 
         return CacheBuilder(self.config, shard, upgrade).run().lines()
 

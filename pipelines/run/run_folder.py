@@ -34,8 +34,6 @@ from mmspeed.config.tasks import recorded_task
 from mmspeed.data.cache.files import private_file, write_whole
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
-from mmspeed.loop.checkpoint.load import latest, open_checkpoint, recorded
-from mmspeed.loop.checkpoint.storage import DamagedCheckpointError, step_name
 from mmspeed.redaction import redacted, redacted_tree
 from mmspeed.rng import VERSION
 
@@ -139,6 +137,8 @@ class RunFolder:
         try:
             record = self.info()
         except UserError:
+            from mmspeed.loop.checkpoint.load import latest
+
             newest = latest(self.checkpoints)
             if newest is None:
                 return  # nothing of it was drawn that lasts
@@ -156,6 +156,9 @@ class RunFolder:
 
     def _soundest(self, newest: Path) -> dict[str, Any]:
         """`meta` of the newest checkpoint whose meta.json can be read. Raises the newest one's error where there is none."""
+        from mmspeed.loop.checkpoint.load import open_checkpoint, recorded
+        from mmspeed.loop.checkpoint.storage import DamagedCheckpointError, step_name
+
         others = [self.checkpoints / step_name(entry["step"]) for entry in reversed(recorded(self.checkpoints))]
         for place in others:
             with suppress(DamagedCheckpointError):
