@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmspeed.config import RunConfig, video_config
+from mmspeed.config.known_models import videos_of
 from mmspeed.config.places import absolute_places, is_url
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ class VideoPreparation:
 
         Raises UserError like `fit_data` and `starting_values`.
         """
+        if model is not None:
+            videos_of(model)  # names a word that is none before anything is loaded
         from mmspeed.preprocess.report.starting import fit_data, target_of
 
         place = _demo() if videos is None else absolute_places(folder, videos)

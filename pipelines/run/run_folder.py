@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from mmspeed.config import Config, RunConfig, dump_config, load_record, video_config
+from mmspeed.config.places import require_run
 from mmspeed.config.tasks import recorded_task
 from mmspeed.data.cache.files import private_file, write_whole
 from mmspeed.errors import UserError
@@ -75,12 +76,7 @@ class RunFolder:
     @classmethod
     def open(cls, root: str | Path) -> RunFolder:
         """The folder of an existing run. Raises UserError when there is none."""
-        folder = cls(Path(root))
-        if not folder.root.is_dir():
-            raise UserError(f"{root}: no such run; `mmspeed train CONFIG` makes one")
-        if not folder.config_file.exists():
-            raise UserError(f"{root} is not a run folder: it has no config.yaml")
-        return folder
+        return cls(require_run(root))
 
     @contextmanager
     def locked(self, patience: float = 0.0) -> Iterator[None]:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from mmspeed.data import CacheWriter
 from mmspeed.data.cache.keys import canonical_json, digest
 from mmspeed.data.cache.tables import read_info, read_rejects, read_samples
 from mmspeed.errors import UserError
@@ -13,7 +14,6 @@ from mmspeed.media.rejections import Reason, Rejection
 from mmspeed.preprocess.build.setup import BuildSetup
 from mmspeed.preprocess.records.build_report import BuildReport
 from mmspeed.preprocess.records.keys import TRANSFORM
-from mmspeed.preprocess.records.stale_entries import StoredEntries
 from mmspeed.preprocess.report.page import default_path, read_record
 
 # rejections that may be of the moment: a build tries these sources again
@@ -43,11 +43,13 @@ def idle_report(setup: BuildSetup) -> BuildReport | None:
         if record["state"] != state_of(setup) or not _is_of(read_info(setup.root), setup.info()):
             return None
         samples, null = read_samples(setup.root)
-        stored = StoredEntries(setup.root).keys
-        whole = null in stored["null"] and all(
-            stored["latents"].issuperset(each.latent_keys) and stored["texts"].issuperset(each.text_keys)
-            for each in samples
-        )
+        with CacheWriter(setup.root, mend=False) as store:  # it looks at the shards' lengths, too
+            whole = store.has("null", null or "") and all(
+                store.has(section, key)
+                for each in samples
+                for section, keys in (("latents", each.latent_keys), ("texts", each.text_keys))
+                for key in keys
+            )
         rejections = [Rejection(row["path"], Reason(row["reason"]), row["detail"]) for row in read_rejects(setup.root)]
         if not whole or any(each.reason in _RETRIED for each in rejections):
             return None
