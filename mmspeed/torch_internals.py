@@ -240,7 +240,7 @@ def is_fully_sharded(module: object) -> TypeGuard[FSDPModule]:
     return isinstance(module, getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ()))
 
 
-def fsdp_state(module: nn.Module) -> Any:
+def fsdp_state(module: object) -> Any:
     """The state that `fully_shard` keeps for a module that it was called with."""
     wrapped: Any = module
     return wrapped._get_fsdp_state()
