@@ -355,7 +355,10 @@ app.command()(export_command.export)
 @app.command()
 def report(run_folder: sample_command.RunFolder) -> None:
     """Write the report of a run: one HTML file with its curves and samples."""
+    from mmspeed.config.places import require_run
+
     spoken.begin("report", run_folder)
+    require_run(run_folder)
     with spoken.loading():
         from mmspeed.pipelines import write_report
         from mmspeed.pipelines.run.run_folder import RunFolder

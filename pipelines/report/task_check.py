@@ -15,7 +15,6 @@ from mmspeed.data.sampling.weighting import gradient_shares
 from mmspeed.device import Device, devices_here
 from mmspeed.errors import UserError
 from mmspeed.log import format_seconds
-from mmspeed.loop.checkpoint.storage import steps_in
 from mmspeed.mesh import process_group
 from mmspeed.pipelines.report.policies import policy_lines
 from mmspeed.pipelines.run.run_folder import RunFolder
@@ -166,6 +165,8 @@ def _report_run(report: TaskReport, config: RunConfig) -> None:
     except UserError as error:
         report.problems.append(str(error))
         return
+    from mmspeed.loop.checkpoint.storage import steps_in
+
     done = max(steps_in(folder.checkpoints), default=0)
     state = "is finished" if done >= config.train.steps else "goes on"
     but = f"; changed since it was saved: {', '.join(changed)}" if changed else ""

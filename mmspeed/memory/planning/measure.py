@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
 from mmspeed.device import Device
 from mmspeed.memory.recompute.region import matmul_operators
@@ -221,6 +220,8 @@ def operations(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         q_BAND, k_BAMD, v_BAMD = args[1:4] if backward else args[:3]
         pairs = q_BAND.shape[0] * q_BAND.shape[1] * q_BAND.shape[2] * k_BAMD.shape[2]
         return int((5 if backward else 2) * pairs * (k_BAMD.shape[3] + v_BAMD.shape[3]))
+    from torch.utils.flop_counter import flop_registry  # here: it loads Triton
+
     count = flop_registry.get(packet_of(func))
     return int(count(*args, **kwargs, out_val=result)) if count is not None else 0
 
