@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._compile import (
     _disable_dynamo as disable_dynamo,  # `torch.compiler.disable`, without loading the compiler now
 )
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["FakeTensorMode", "TorchDispatchMode", "disable_dynamo", "is_traceable_wrapper_subclass"]
 __all__ += ["tree_leaves", "tree_map_only"]
-
-# errors of a computation with fake tensors that goes by their values
-READS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 # ---- tensors and storages
 

@@ -80,8 +80,11 @@ def model_lines(config: RunConfig, report: CheckOutcome) -> list[str]:
     from mmspeed.pipelines.tasks import make_task
     from mmspeed.protocols import ForecastsWork
 
-    task = make_task(config)
-    task.open_without_data()
+    task, works = make_task(config), report.works if isinstance(report, ForecastsWork) else ()
+    forecast = bool(works) or config.memory.chooses
+    if forecast:
+        task.open_without_data()
     policies = policy_lines(task, config)
-    works = report.works if isinstance(report, ForecastsWork) else ()
+    if not forecast:
+        return policies
     return [*build_lines(task, task.build()), *policies, *run_lines(config, task, works)]

@@ -8,7 +8,7 @@ from contextlib import suppress
 from mmspeed.config import RunConfig
 from mmspeed.device import PEAK_FLOPS, UTILISATION, Device, parse_dtype, pick
 from mmspeed.errors import UserError
-from mmspeed.log import format_seconds
+from mmspeed.log import format_bytes, format_seconds
 from mmspeed.pipelines.tuning.memory_estimate import MemoryPlan, plan_memory
 from mmspeed.pipelines.tuning.step_time import StepTime, UnmeasuredError, measure_step
 from mmspeed.protocols import RunPlace, RunWork, Task, shape_words
@@ -26,21 +26,25 @@ def run_lines(config: RunConfig, task: Task, works: Sequence[RunWork]) -> list[s
     """
     world, group = (works[0].world if works else config.parallel.group), config.parallel.group
     place = RunPlace(Device("cpu", 0), world=world, dealt=world, groups=max(1, world // group))
-    step, plan, measured = task.largest_micro_batch(place), None, None
+    step, plan, measured, unknown = task.largest_micro_batch(place), None, None, ""
+    with_swap = config.device.kind != "cpu"
     try:
-        plan = plan_memory(
-            config, task=task, step=step, world=world, with_swap=config.device.kind != "cpu", options=False
-        )
-        measured = measure_step(config, task, plan)
-        time = measured.words
-    except UnmeasuredError as error:
-        time = f"not measured: {error}"
+        plan = plan_memory(config, task=task, step=step, world=world, with_swap=with_swap, options=False)
     except UserError as error:
         if config.memory.chooses:
             raise
-        time = f"neither time nor memory is known: {error}"
-    lines = [] if plan is None else plan.lines()
-    lines.append(f"time of a step of {shape_words(step.shape)} x {step.items}: {time}")
+        unknown = str(error)
+    try:
+        measured = measure_step(config, task, step, plan)
+        time = measured.words
+    except UnmeasuredError as error:
+        time = f"not measured: {error}"
+    of = f"of a step of {shape_words(step.shape)} x {step.items}"
+    lines = [f"memory {of}: not known: {unknown}"] if plan is None else plan.lines()
+    if measured is not None and measured.peak is not None:
+        some = "" if measured.items == step.items else " with one item"
+        lines = [f"memory {of}: {format_bytes(measured.peak)}, measured here{some}"]
+    lines.append(f"time {of}: {time}")
     lines += [_training(config, task, work, measured) for work in works]
     return [*lines, *(f"warning: {warning}" for warning in warnings(config, task, works, plan, measured))]
 

@@ -6,6 +6,7 @@ roofline model. A layout over several devices is estimated by division.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ from mmspeed.pipelines.tuning.memory_search import budget_bytes
 from mmspeed.pipelines.tuning.synthetic_step import learning_model
 from mmspeed.protocols import MicroBatchSize, RunPlace, Task, blocks_of, shape_words
 from mmspeed.protocols.plan import keep_blocks, single_blocks
-from mmspeed.torch_internals import READS_VALUES, FakeTensorMode, base_of
+from mmspeed.torch_internals import FakeTensorMode, base_of
 
 FEW_OPTIONS = 8  # of a kind of block: fake tensors are slow
 
@@ -226,11 +227,17 @@ def shape_figures(
 
 @contextmanager
 def _shapes_alone() -> Iterator[None]:
-    """Raise UserError for a computation inside that asks for the values of fake tensors."""
+    """Raise UserError for a computation inside that fake tensors do not take, such as one that asks for values."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # it prints tracebacks
     try:
         yield
-    except READS_VALUES:
-        raise UserError(f"the model computes by the values of its tensors, which shapes do not tell") from None
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"the model computes what shapes alone do not tell ({reason})") from error
+    finally:
+        logger.setLevel(level)
 
 
 def _kind(config: RunConfig) -> str:

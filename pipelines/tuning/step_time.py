@@ -18,37 +18,39 @@ from mmspeed.protocols import MicroBatchSize, Task, source_of
 SECONDS = 4.0  # that the timed step may take
 SLOWER = 4  # times the time at a device's peak that a step of one item may take, the first one included
 DRAWN = 1e8  # initial numbers that a processor draws in a second
+STATE = 16  # bytes of a weight, its gradient and moments
+KEPT = 0.03  # most bytes that a block keeps for an operation, of blocks of width 64
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """The time of a step of the micro-batch `of`, as `items` of its items took on `device`."""
+    """The time of a step of the micro-batch `of`, as `items` of its items took on `device`, and their bytes at the peak if asked for."""
 
     of: MicroBatchSize
     items: int
     seconds: float
+    peak: int | None
     device: Device
     flops: float  # a second
 
     @property
     def words(self) -> str:
         """The figure, and how it is known."""
-        some = "" if self.items == self.of.items else f", of {self.items} item{'s'[: self.items != 1]}"
         seconds = f"{self.seconds:.2g} s" if self.seconds < 10 else format_seconds(self.seconds)
-        return f"about {seconds}, measured here on {self.device.name}{some}"
+        return f"about {seconds}, measured here on {self.device.name}{'' if self.items == self.of.items else ' with one item'}"
 
 
 class UnmeasuredError(UserError):
     """The reason why a step is not measured."""
 
 
-def measure_step(config: RunConfig, task: Task, plan: MemoryPlan) -> StepTime:
-    """Time a step of the plan's micro-batch on one device of this machine, in a few seconds; without torch.compile.
+def measure_step(config: RunConfig, task: Task, step: MicroBatchSize, plan: MemoryPlan | None) -> StepTime:
+    """Time a step on one device of this machine, in a few seconds, without torch.compile; and count its memory if no plan tells it.
 
     Raises UnmeasuredError where the device is not here or too small, several compute an item together, the policies are chosen at the
     start of training, or a step would take longer.
     """
-    parallel, step = config.parallel, plan.step
+    parallel, cost = config.parallel, task.cost(step.shape)
     try:
         device = pick(config.device.kind)
     except UserError as error:
@@ -58,12 +60,16 @@ def measure_step(config: RunConfig, task: Task, plan: MemoryPlan) -> StepTime:
     if config.memory.chooses:
         raise UnmeasuredError("memory's budget chooses policies at the start of training, by steps that it measures")
     models = task.build()
-    wanted, limit = plan.alone.plain_peak() * len(models), memory_limit(device, None)
+    limit = memory_limit(device, None)
+    if plan is not None:
+        wanted = plan.alone.plain_peak() * len(models)
+    else:  # an accelerator whose memory runs out says so, and harms nobody
+        wanted = STATE * sum(p.numel() for model in models.values() for p in model.parameters())
+        wanted += int(KEPT * cost * step.items) if device.kind == "cpu" else 0
     if wanted > limit:
         raise UnmeasuredError(
             f"it takes about {format_bytes(wanted)} of memory, more than the {format_bytes(limit)} that a trial may take on {device.name}"
         )
-    cost = task.cost(step.shape)
     numbers = sum(p.numel() for model in models.values() if source_of(model) is None for p in model.parameters())
     expected = SLOWER * cost / device.peak_flops(parse_dtype(config.device.dtype))[0] + numbers / DRAWN
     if expected > 2 * SECONDS:
@@ -76,8 +82,9 @@ def measure_step(config: RunConfig, task: Task, plan: MemoryPlan) -> StepTime:
             seconds = steps.attempt(lambda: [steps.seconds(step.shape, 1) for _ in range(2)][1])
             if seconds is not None and 1 < step.items <= SECONDS / seconds:
                 items, seconds = step.items, steps.attempt(lambda: steps.seconds(step.shape, step.items))
+            peak = None if seconds is None or plan is not None else steps.peak(step.shape, items)
     except UserError as error:
         raise UnmeasuredError(str(error)) from None
     if seconds is None:
         raise UnmeasuredError(f"the memory of {device.name} ran out")
-    return StepTime(step, items, seconds * step.items / items, device, items * cost / seconds)
+    return StepTime(step, items, seconds * step.items / items, peak, device, items * cost / seconds)
