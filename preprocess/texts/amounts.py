@@ -86,7 +86,9 @@ def works_of(config: RunConfig, tokens: Mapping[str, int], ranks: Sequence[int] 
         for length, count in zip(lengths, steps, strict=True):
             packs[length] += batching.supply(length, MANY).step * count
         read = sum(length.numbers * count for length, count in packs.items())
-        works.append(RunWork(world, read / epoch, f"about {epoch:,.0f} tokens", {k: n / world for k, n in packs.items()}))
+        works.append(
+            RunWork(world, read / epoch, f"about {epoch:,.0f} tokens", {k: n / world for k, n in packs.items()})
+        )
     return works
 
 

@@ -18,8 +18,8 @@ from mmspeed.log import format_bytes
 if TYPE_CHECKING:
     from mmspeed.config import RunConfig
     from mmspeed.data.cache.made_from import MadeFrom
-    from mmspeed.protocols import RunWork
     from mmspeed.preprocess.texts.cache_builder import TextCacheBuilder
+    from mmspeed.protocols import RunWork
 
 DEMO_TEXTS, RECIPES = "assets/demo-texts", "assets/recipes"  # of the package
 _LOOKED_AT = 20  # first rows of a source that tell its column
@@ -121,7 +121,11 @@ class TextPreparation:
         from mmspeed.preprocess.texts.amounts import TokenCount, works_of
         from mmspeed.preprocess.texts.sources import rows_of
 
-        for option, value in (("--report", page), ("--suggest-buckets", suggest_buckets), ("--schedule", schedule or None)):
+        for option, value in (
+            ("--report", page),
+            ("--suggest-buckets", suggest_buckets),
+            ("--schedule", schedule or None),
+        ):
             if value is not None:
                 raise UserError(f"{option} is of videos; a check of texts does not take it")
         result = TextCheck()
