@@ -128,7 +128,7 @@ class TextPreparation:
         ):
             if value is not None:
                 raise UserError(f"{option} is of videos; a check of texts does not take it")
-        result = TextCheck()
+        result, lengths = TextCheck(), {}
         for name, source in zip(self._texts.source_names, self._texts.sources, strict=True):
             reasons, counted = result.rejected.setdefault(name, Counter()), TokenCount(self._texts, self._tokenizer)
             for row in rows_of(self._texts, source):
@@ -138,8 +138,9 @@ class TextPreparation:
                 else:
                     result.documents[name] += 1
                     result.size[name] += counted.add(row.value)
-            result.tokens[name] = counted.tokens()
-        result.works = works_of(self.config, {name: tokens for name, (tokens, _) in result.tokens.items()}, ranks)
+            lengths[name], how = counted.lengths()
+            result.tokens[name] = int(lengths[name].sum()), how
+        result.works = works_of(self.config, lengths, ranks)
         return result
 
     def build(self, shard: str | None = None, upgrade: Sequence[str] = ()) -> list[str]:
