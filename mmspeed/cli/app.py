@@ -235,7 +235,7 @@ def check(
         ),
     ] = False,
 ) -> None:
-    """Read the sources and report the schedule and its cost, in lines and as an HTML page; needs no accelerator."""
+    """Read the sources, and report what a run of the config takes in lines and as an HTML page; needs no accelerator."""
     from mmspeed.config import load_run_config
 
     if parallel is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -28,17 +29,19 @@ def run_lines(config: RunConfig, task: Task, works: Sequence[RunWork]) -> list[s
     place = RunPlace(Device("cpu", 0), world=world, dealt=world, groups=max(1, world // group))
     step, plan, measured, unknown = task.largest_micro_batch(place), None, None, ""
     with_swap = config.device.kind != "cpu"
-    try:
-        plan = plan_memory(config, task=task, step=step, world=world, with_swap=with_swap, options=False)
-    except UserError as error:
-        if config.memory.chooses:
-            raise
-        unknown = str(error)
-    try:
-        measured = measure_step(config, task, step, plan)
-        time = measured.words
-    except UnmeasuredError as error:
-        time = f"not measured: {error}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about the speed of kernels on a CPU
+        try:
+            plan = plan_memory(config, task=task, step=step, world=world, with_swap=with_swap, options=False)
+        except UserError as error:
+            if config.memory.chooses:
+                raise
+            unknown = str(error)
+        try:
+            measured = measure_step(config, task, step, plan)
+            time = measured.words
+        except UnmeasuredError as error:
+            time = f"not measured: {error}"
     of = f"of a step of {shape_words(step.shape)} x {step.items}"
     lines = [f"memory {of}: not known: {unknown}"] if plan is None else plan.lines()
     if measured is not None and measured.peak is not None:
@@ -46,7 +49,7 @@ def run_lines(config: RunConfig, task: Task, works: Sequence[RunWork]) -> list[s
         lines = [f"memory {of}: {format_bytes(measured.peak)}, measured here{some}"]
     lines.append(f"time {of}: {time}")
     lines += [_training(config, task, work, measured) for work in works]
-    return [*lines, *(f"warning: {warning}" for warning in warnings(config, task, works, plan, measured))]
+    return [*lines, *(f"warning: {warning}" for warning in _cautions(config, task, works, plan, measured))]
 
 
 def _training(config: RunConfig, task: Task, work: RunWork, measured: StepTime | None) -> str:
@@ -87,7 +90,7 @@ def _epochs(count: float) -> str:
     return f"{count:,.0f} epochs" if count >= 10 else f"{count:.2g} epoch{'s'[: count != 1]}"
 
 
-def warnings(
+def _cautions(
     config: RunConfig, task: Task, works: Sequence[RunWork], plan: MemoryPlan | None, measured: StepTime | None
 ) -> list[str]:
     """Sentences about many epochs, and about heads whose width attention kernels pad."""

@@ -60,7 +60,7 @@ def measure_step(config: RunConfig, task: Task, step: MicroBatchSize, plan: Memo
     if config.memory.chooses:
         raise UnmeasuredError("memory's budget chooses policies at the start of training, by steps that it measures")
     models = task.build()
-    limit = memory_limit(device, None)
+    limit = min(memory_limit(device, None), device.free_memory_bytes())
     if plan is not None:
         wanted = plan.alone.plain_peak() * len(models)
     else:  # an accelerator whose memory runs out says so, and harms nobody
