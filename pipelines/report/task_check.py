@@ -81,10 +81,8 @@ def check_task(config: RunConfig, ranks: Sequence[int] | None = None, task: Task
         ]
         work = _report_steps(report, config, task, place)
         worlds = _report_ranks(report, config, task, ranks)
-        works = (
-            [] if work is None else [replace(work, world=world, items=_shares(work.items, world)) for world in worlds]
-        )
-        report.lines_ += run_lines(config, task, works)
+    works = [] if work is None else [replace(work, world=world, items=_shares(work.items, world)) for world in worlds]
+    report.lines_ += run_lines(config, task, works)
     _report_run(report, config)
     return report
 

@@ -76,6 +76,7 @@ def measure_step(config: RunConfig, task: Task, step: MicroBatchSize, plan: Memo
         raise UnmeasuredError(f"one item alone would take about {format_seconds(expected)} on {device.name}")
     plain = {"parallel": ParallelConfig(), "train": config.train.model_copy(update={"compile": False})}
     items = 1
+    device.activate()
     try:
         with process_group(device):
             steps = SyntheticStep(config.model_copy(update=plain), task, device, text_tokens=task.longest_text())
