@@ -83,12 +83,16 @@ class VideoPreparation:
         return {**values, "validate": fitted["validate"]}, fit.lines()
 
     def check(
-        self, page: Path | None = None, suggest_buckets: int | None = None, ranks: Sequence[int] | None = None
+        self,
+        page: Path | None = None,
+        suggest_buckets: int | None = None,
+        ranks: Sequence[int] | None = None,
+        schedule: bool = False,
     ) -> CheckReport:
         """The counts, costs and schedule of the data set. Raises UserError like `mmspeed.preprocess.check`."""
         from mmspeed.preprocess import check
 
-        return check(self.config, page, suggest_buckets, ranks)
+        return check(self.config, page, suggest_buckets, ranks, schedule)
 
     def build(self, shard: str | None = None, upgrade: Sequence[str] = ()) -> list[str]:
         """Build or complete the cache. Raises UserError like `CacheBuilder`."""

@@ -19,6 +19,7 @@ from mmspeed.config import Bucket, Config, dump_config
 from mmspeed.data import Sample
 from mmspeed.data.cache.files import write_whole
 from mmspeed.data.sampling.batch_sizes import COUNTED_TEXT_TOKENS
+from mmspeed.device import UTILISATION
 from mmspeed.errors import UserError
 from mmspeed.log import format_seconds, get_logger
 from mmspeed.media.rejections import Reason, Rejected
@@ -29,7 +30,6 @@ from mmspeed.preprocess.records.build_report import BuildReport
 from mmspeed.preprocess.records.stale_entries import SectionState
 from mmspeed.preprocess.records.statistics import DataStatistics, ThumbnailSource
 from mmspeed.preprocess.report.costs import (
-    UTILISATION,
     Costs,
     estimate,
     folder_bytes,

@@ -103,6 +103,11 @@ class FakeTensorProfiler:
     def spent(self) -> float:
         return self._roofline.seconds
 
+    @property
+    def head_widths(self) -> dict[int, int]:
+        """Operations of fused attention in all sections, by the width of its heads."""
+        return dict(self._roofline.head_widths)
+
     def section(self, work: Work) -> tuple[int, int]:
         count = self._count
         before = count.begin()
@@ -169,6 +174,7 @@ class Roofline(TorchDispatchMode):
         super().__init__()
         self._flops, self._bandwidth = flops, bandwidth
         self.seconds, self.flops, self.bytes = 0.0, 0, 0
+        self.head_widths = Counter[int]()  # operations of fused attention
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -183,6 +189,8 @@ class Roofline(TorchDispatchMode):
         traffic = sum(map(_nbytes, [*read.values(), *outputs]))
         flops = operations(func, args, kwargs, result)
         self.flops += flops
+        if "_attention" in (name := str(packet_of(func))):
+            self.head_widths[args["backward" in name].shape[-1]] += flops  # its backward has the gradient in front
         self.bytes += traffic
         self.seconds += max(flops / self._flops, traffic / self._bandwidth)
         return result
