@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from . import flash3
 from .errors import UserError
 from .torch_internals import memory_segments, record_memory_history
 
@@ -92,7 +93,8 @@ class Device:
         """Versions of the vendor's libraries that processes of one run must share; none on CPU."""
         if self.kind == "cuda":
             nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
-            return [f"cuda {torch.version.cuda}", "nccl " + ".".join(map(str, nccl))]
+            flash = [flash.words] if (flash := self.flash()) and flash.state != "absent" else []
+            return [f"cuda {torch.version.cuda}", "nccl " + ".".join(map(str, nccl)), *flash]
         if self.kind == "npu":
             return [f"torch_npu {importlib.import_module('torch_npu').__version__}"]
         return []
@@ -106,9 +108,16 @@ class Device:
             os.environ.setdefault("HCCL_EXEC_TIMEOUT", str(int(seconds)))
 
     def activate(self) -> None:
-        """Make this the process's current device."""
+        """Make this the process's current device, with the attention kernels that it has."""
         if self.kind != "cpu":
             torch.accelerator.set_device_index(self.index)
+        self.flash()
+
+    def flash(self) -> flash3.Flash | None:
+        """The version of FlashAttention that serves this process from now on; None where a device has none."""
+        if self.kind != "cuda":
+            return None
+        return flash3.activate(self.torch_device, torch.cuda.get_device_capability(self.index)[0])
 
     def synchronize(self) -> None:
         """Wait for all queued work of the device. Nothing to do on CPU."""
