@@ -335,6 +335,12 @@ def fuses_updates(kind: str) -> bool:
     return kind == "cuda"
 
 
+def tries_graphs(device: Device) -> bool:
+    """True for a device that torch.compile makes kernels for, by Triton; on others it is left to those who ask for it."""
+    found = device.kind == "cuda" and importlib.util.find_spec("triton") is not None
+    return found and torch.cuda.get_device_capability(device.index) >= (8, 0)
+
+
 def copy_mark(device: torch.device) -> torch.Event:
     """An event after all work queued so far on the stream that this thread computes on."""
     return torch.accelerator.current_stream(device).record_event()
