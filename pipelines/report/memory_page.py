@@ -38,7 +38,7 @@ def measure_report(trial: SyntheticStep, bucket: ShapeClass, batch: int) -> Memo
     """
     from mmspeed.memory.planning.tracked import measure_step  # imports much
 
-    if trial.config.train.compile:
+    if trial.config.train.compile is True:
         raise UserError("the memory of compiled blocks cannot be told apart: measure with train.compile: false")
     parts = trial.parts
     trial.run(bucket, batch)

@@ -159,6 +159,7 @@ class TrainPipeline:
             parts = assemble(config, self.task, bare, placement, device, choice, weights.add_drawn, resumed=resumed)
             weights.require_same_drawn(parts.models)
             self._tell(where, opening.model_line(config, parts.models))
+            self._tell(where, parts.compiling.line)
             self._tell(where, opening.optimizer_line(config, {role: parts.models[role] for role in parts.roles}))
         # 2. the state of a run that was stopped
         spikes = SpikeGuard(config.train.divergence, self.task, data)
