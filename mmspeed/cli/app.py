@@ -264,6 +264,8 @@ def check(
             raise typer.Exit(1)
         for line in model_lines(run_config):
             print(line)
+        for line in sample_command.refusals(run_config):
+            print(f"warning: {line}")
     spoken.then(_train_command(config, overrides))
 
 
@@ -338,10 +340,8 @@ def train(
     _print_lines(result.lines())
     if not result.finished:
         spoken.then(_train_command(config, overrides), f"report {result.run}")
-    elif resolved.task == "video":
-        spoken.then(f'sample {result.run} --prompt "..."', f"report {result.run}")
     else:
-        spoken.then(f"report {result.run}")
+        spoken.then(*sample_command.advised(result.run, resolved), f"report {result.run}")
 
 
 app.command()(sample_command.sample)
@@ -359,8 +359,9 @@ def report(run_folder: sample_command.RunFolder) -> None:
     with log.Working("drawing", tell=False):
         page = write_report(run_folder)
     print(page)
-    if RunFolder(run_folder).task() == "video":
-        spoken.then(f'sample {run_folder} --prompt "..."')
+    folder = RunFolder(run_folder)
+    if folder.task() in ("video", "language") and (commands := sample_command.advised(run_folder, folder.run_config())):
+        spoken.then(*commands)
 
 
 app.command()(demo_command.demo)

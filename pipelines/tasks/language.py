@@ -27,6 +27,7 @@ from mmspeed.errors import UserError
 from mmspeed.models.language.config import DecoderSettings
 from mmspeed.models.language.counts import forward_work
 from mmspeed.models.language.decoder import Decoder
+from mmspeed.models.language.families import config_tree
 from mmspeed.models.language.shapes import shape_named, tiny_twin
 from mmspeed.models.language.weights import HubWeights, decoder_of, on_meta, stored_decoder
 from mmspeed.pipelines.tasks.base import TaskDefaults, largest_batch
@@ -212,11 +213,21 @@ class LanguageTask(TaskDefaults):
         return terms
 
     def notes(self) -> tuple[list[str], list[str]]:
-        """A line about the texts."""
+        """A line about the texts, and a warning where the model can be neither sampled nor exported."""
         supply = self.supply
         tokens = int(np.asarray(self.cache.lengths)[supply.trained].sum(dtype=np.int64))
         held_out = int(np.count_nonzero(self.cache.held_out))
-        return [f"texts: {supply.documents:,} documents of {tokens:,} tokens to train on, {held_out:,} held out"], []
+        line = f"texts: {supply.documents:,} documents of {tokens:,} tokens to train on, {held_out:,} held out"
+        return [line], self.warnings()
+
+    def warnings(self) -> list[str]:
+        """A line where transformers has no class for the model, which then can be neither sampled nor exported."""
+        if self.config.model.pretrained is None:
+            try:
+                config_tree(self.settings)
+            except UserError as error:
+                return [f"`mmspeed sample` and `mmspeed export` will refuse this run: {error}"]
+        return []
 
     # -- data -----------------------------------------------------------------------------------------------------------
 

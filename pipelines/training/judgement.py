@@ -50,7 +50,7 @@ class StepJudge:
         assert isinstance(run.data, LeavesOut)
         samples = run.data.leave_out(range(spike.first - 1, last))
         watch.roll_backs, watch.left_out = watch.roll_backs + 1, watch.left_out + len(samples)
-        self.saved.restore(run, checkpoint, [])
+        self.saved.restore(run, checkpoint, None)
         run.manager.remove_after(run.step)
         if run.place.rank == 0:
             trim_metrics(self.folder.metrics, run.step)

@@ -286,9 +286,11 @@ class TextCacheBuilder:
                 yield _rows(number, places, rows, recipe)
 
     def _list_rejected(self, rows: _Rows, reasons: list[int], report: TextReport) -> None:
-        for place, reason in zip(rows.places, reasons, strict=True):
+        for place, reason, (_, value) in zip(rows.places, reasons, rows.rows, strict=True):
             if reason:
-                self._reject(place, REASONS[reason], "", report)
+                name = REASONS[reason]
+                detail = Encoder(self.root).problem(value) if name == "bad_chat" and name not in report.examples else ""
+                self._reject(place, name, detail, report)
 
     def _reject(self, place: str, reason: str, detail: str, report: TextReport) -> None:
         report.rejected[reason] += 1

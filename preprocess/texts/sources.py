@@ -14,7 +14,7 @@ import json
 import os
 import tarfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -30,6 +30,7 @@ from mmspeed.media.rejections import in_words
 from mmspeed.preprocess.sources.folders import no_file
 from mmspeed.preprocess.sources.listing import unknown_ending
 from mmspeed.preprocess.sources.walk import walk
+from mmspeed.preprocess.texts.columns import ColumnChoice, Columns
 
 _PIECE = 1 << 20
 _PACKED = (".gz", ".zst")
@@ -115,10 +116,10 @@ def _find(root: Path, cache: str, files: list[Path], left_out: list[TextRow]) ->
 def rows_of(texts: TextsConfig, source: TextSourceConfig) -> Iterator[TextRow]:
     """Yield the rows of a source, in the order of its files. Raises UserError if a file cannot be opened."""
     limit = int(texts.max_document_mb * 1e6)
-    files, left_out = found(source, texts.cache)
+    (files, left_out), column = found(source, texts.cache), ColumnChoice(source)
     for path in files:
         try:
-            yield from _READERS[_kind(path)](path, source, texts.column_of(source), limit)
+            yield from _READERS[_kind(path)](path, source, column, limit)
         except TooLargeError:
             yield TextRow(str(path), reason="too_large", detail=f"it decompresses to more than {_RATIO} times its size")
         except (OSError, EOFError, tarfile.TarError, pa.ArrowException, ValueError) as error:
@@ -179,7 +180,7 @@ def _lines(file: IO[bytes], limit: int) -> Iterator[bytes | None]:
         yield None
 
 
-def _json_lines(path: Path, source: TextSourceConfig, column: str, limit: int) -> Iterator[TextRow]:
+def _json_lines(path: Path, source: TextSourceConfig, column: ColumnChoice, limit: int) -> Iterator[TextRow]:
     with _open(path) as file:
         for number, line in enumerate(_lines(file, limit), 1):
             if line is None:
@@ -188,7 +189,7 @@ def _json_lines(path: Path, source: TextSourceConfig, column: str, limit: int) -
                 yield _of_json(f"{path}:{number}", line, source, column)
 
 
-def _json(path: Path, source: TextSourceConfig, column: str, limit: int) -> Iterator[TextRow]:
+def _json(path: Path, source: TextSourceConfig, column: ColumnChoice, limit: int) -> Iterator[TextRow]:
     """The rows of an array, of a mapping that is the whole file, or of JSON lines."""
     with _open(path) as file:
         if file.peek(1).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
@@ -199,11 +200,13 @@ def _json(path: Path, source: TextSourceConfig, column: str, limit: int) -> Iter
         tree = json.loads(data.decode("utf-8-sig")) if len(data) <= limit else None
     except (ValueError, RecursionError):
         tree = None
-    yield from _json_lines(path, source, column, limit) if tree is None else [_of_tree(str(path), tree, source, column)]
+    yield from (
+        _json_lines(path, source, column, limit) if tree is None else [_of_tree(str(path), tree, source, column)]
+    )
 
 
 def _array(
-    path: Path, file: codecs.StreamReader, source: TextSourceConfig, column: str, limit: int
+    path: Path, file: codecs.StreamReader, source: TextSourceConfig, column: ColumnChoice, limit: int
 ) -> Iterator[TextRow]:
     """The rows of an array, of which little more than one is held."""
     decode, signs = json.JSONDecoder().raw_decode, file.read(_PIECE).lstrip()
@@ -233,7 +236,7 @@ def _array(
         at, number = end, number + 1
 
 
-def _of_json(place: str, data: bytes, source: TextSourceConfig, column: str) -> TextRow:
+def _of_json(place: str, data: bytes, source: TextSourceConfig, column: ColumnChoice) -> TextRow:
     try:
         tree = json.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -243,12 +246,21 @@ def _of_json(place: str, data: bytes, source: TextSourceConfig, column: str) -> 
     return _of_tree(place, tree, source, column)
 
 
-def _of_tree(place: str, tree: Any, source: TextSourceConfig, column: str) -> TextRow:
+def _of_tree(place: str, tree: Any, source: TextSourceConfig, column: ColumnChoice) -> TextRow:
     if not isinstance(tree, dict):
         return TextRow(place, reason="broken_line", detail="it is not a mapping")
-    if column not in tree:
+    own = column.of(tree)
+    if own is None:
         return TextRow(place, reason="missing_column", detail=f"it has no {column}")
-    return checked(place, tree[column], source)
+    return _of_row(place, tree, source, own)
+
+
+def _of_row(place: str, row: Mapping[str, Any], source: TextSourceConfig, columns: Columns) -> TextRow:
+    try:
+        value = columns.value(row)
+    except ValueError as error:
+        return TextRow(place, reason="bad_chat", detail=str(error))
+    return checked(place, value, source)
 
 
 def checked(place: str, value: Any, source: TextSourceConfig) -> TextRow:
@@ -277,9 +289,9 @@ def checked(place: str, value: Any, source: TextSourceConfig) -> TextRow:
     return TextRow(place, np.asarray(value, np.int64))
 
 
-def _csv(path: Path, source: TextSourceConfig, column: str, limit: int) -> Iterator[TextRow]:
+def _csv(path: Path, source: TextSourceConfig, column: ColumnChoice, limit: int) -> Iterator[TextRow]:
     with _open(path) as file, io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="") as text:
-        rows, number, header = csv.reader(text, strict=False), 0, None
+        rows, number, header, own = csv.reader(text, strict=False), 0, list[str](), None
         while True:
             try:
                 with _csv_limit:
@@ -297,51 +309,60 @@ def _csv(path: Path, source: TextSourceConfig, column: str, limit: int) -> Itera
                 continue
             if row is None:
                 return
-            if header is None:
-                header = row
-                if column not in header:
+            if own is None:
+                header, own = row, column.of(row)
+                if own is None:
                     yield TextRow(
                         str(path), reason="missing_column", detail=f"its columns are {', '.join(header)[:200]}"
                     )
                     return
             elif row:
-                yield _of_cell(f"{path}:{rows.line_num}", row, header.index(column), source)
+                cells = dict(zip(reversed(header[: len(row)]), reversed(row[: len(header)]), strict=True))
+                yield _of_cells(f"{path}:{rows.line_num}", cells, source, own)
 
 
-def _of_cell(place: str, row: list[str], index: int, source: TextSourceConfig) -> TextRow:
-    if index >= len(row):
+def _of_cells(place: str, cells: dict[str, Any], source: TextSourceConfig, columns: Columns) -> TextRow:
+    if not all(name in cells for name in columns.needed):
         return TextRow(place, reason="broken_line", detail="it has too few fields")
-    if source.content == "text":
-        return checked(place, row[index], source)
     try:
-        return checked(place, json.loads(row[index]), source)
+        if columns.whole and source.content != "text":
+            cells = {name: json.loads(cells[name]) for name in columns.needed}
     except (ValueError, RecursionError) as error:
         return TextRow(place, reason="broken_line", detail=_line(error))
+    return _of_row(place, cells, source, columns)
 
 
-def _parquet(path: Path, source: TextSourceConfig, column: str, limit: int) -> Iterator[TextRow]:
+def _parquet(path: Path, source: TextSourceConfig, column: ColumnChoice, limit: int) -> Iterator[TextRow]:
     with _whole(path) as stream, pq.ParquetFile(stream) as file:
-        if column not in file.schema_arrow.names:
+        own = column.of(file.schema_arrow.names)
+        if own is None:
             names = ", ".join(file.schema_arrow.names)[:200]
             yield TextRow(str(path), reason="missing_column", detail=f"its columns are {names}")
             return
-        number = 0
-        for batch in file.iter_batches(batch_size=256, columns=[column]):
-            values = batch.column(0)
-            text = pa.types.is_string(values.type) or pa.types.is_large_string(values.type)
-            for value in values.cast(pa.large_binary()) if text else values:
+        number, read = 0, own.among(file.schema_arrow.names)
+        for batch in file.iter_batches(batch_size=256, columns=read):
+            for cells in zip(*(_as_bytes(batch.column(name)) for name in read), strict=True):
                 number += 1
-                place, plain = f"{path}:{number}", value.as_py()
-                if isinstance(plain, bytes) and text:
-                    if len(plain) > limit:
-                        yield TextRow(place, reason="too_large")
-                        continue
-                    try:
-                        plain = plain.decode()
-                    except UnicodeDecodeError as error:
-                        yield TextRow(place, reason="not_utf8", detail=str(error.reason))
-                        continue
-                yield checked(place, plain, source)
+                place = f"{path}:{number}"
+                if any(text and cell is not None and len(cell) > limit for cell, text in cells):
+                    yield TextRow(place, reason="too_large")
+                    continue
+                try:
+                    row = {
+                        name: cell.decode() if text and cell is not None else cell
+                        for name, (cell, text) in zip(read, cells, strict=True)
+                    }
+                except UnicodeDecodeError as error:
+                    yield TextRow(place, reason="not_utf8", detail=str(error.reason))
+                    continue
+                yield _of_row(place, row, source, own)
+
+
+def _as_bytes(values: pa.Array) -> Iterator[tuple[Any, bool]]:
+    """Yield the plain values of a column; those of texts as bytes, which may be no UTF-8, with True."""
+    text = pa.types.is_string(values.type) or pa.types.is_large_string(values.type)
+    for value in values.cast(pa.large_binary()) if text else values:
+        yield value.as_py(), text
 
 
 def _whole(path: Path) -> Any:
@@ -352,7 +373,7 @@ def _whole(path: Path) -> Any:
         return pa.BufferReader(file.read())
 
 
-def _text(path: Path, source: TextSourceConfig, column: str, limit: int) -> Iterator[TextRow]:
+def _text(path: Path, source: TextSourceConfig, column: ColumnChoice, limit: int) -> Iterator[TextRow]:
     with _open(path) as file:
         if source.split == "file":
             data = file.read(limit + 1)
@@ -391,7 +412,7 @@ def _of_bytes(place: str, data: bytes, source: TextSourceConfig) -> TextRow:
     return TextRow(place, reason="not_a_string", detail=f"a text file holds no {source.content}")
 
 
-def _tar(path: Path, source: TextSourceConfig, column: str, limit: int) -> Iterator[TextRow]:
+def _tar(path: Path, source: TextSourceConfig, column: ColumnChoice, limit: int) -> Iterator[TextRow]:
     with _open(path) as file, tarfile.open(fileobj=file, mode="r|") as tar:
         for member in tar:
             ending = member.name.rpartition(".")[2].lower()
@@ -405,7 +426,7 @@ def _tar(path: Path, source: TextSourceConfig, column: str, limit: int) -> Itera
             data = b"" if content is None else content.read()
             if ending == "json":
                 if (
-                    source.content != "text" or column.encode() in data
+                    source.content != "text" or str(column).encode() in data
                 ):  # others stand beside a text, as its description
                     yield _of_json(place, data, source, column)
             else:
@@ -417,7 +438,7 @@ def _beside(path: Path, ending: str) -> Path:
     return path.with_suffix(ending.upper() if path.suffix.isupper() else ending)
 
 
-def _megatron(path: Path, source: TextSourceConfig, column: str, limit: int) -> Iterator[TextRow]:
+def _megatron(path: Path, source: TextSourceConfig, column: ColumnChoice, limit: int) -> Iterator[TextRow]:
     index = _beside(path, ".idx")
     if source.content != "ids":
         yield TextRow(str(path), reason="not_a_string", detail="it holds token ids; write content: ids")
@@ -456,7 +477,7 @@ def _line(error: BaseException) -> str:
     return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
 
 
-_READERS: dict[str, Callable[[Path, TextSourceConfig, str, int], Iterator[TextRow]]] = {
+_READERS: dict[str, Callable[[Path, TextSourceConfig, ColumnChoice, int], Iterator[TextRow]]] = {
     ".jsonl": _json_lines,
     ".ndjson": _json_lines,
     ".json": _json,

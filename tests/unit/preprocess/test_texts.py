@@ -16,10 +16,11 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import TypeAdapter
 
-from mmspeed.config.texts import TextsConfig, TokenizerConfig
+from mmspeed.config.texts import TextsConfig, TextSourceConfig, TokenizerConfig
 from mmspeed.data.cache.text_cache import TextCache
 from mmspeed.errors import UserError
 from mmspeed.preprocess.texts.cache_builder import TextCacheBuilder, TextReport
+from mmspeed.preprocess.texts.sources import rows_of
 
 WORDS = ["Once upon a time", "there was\na rabbit", "Grüße", "世界 and more"]
 
@@ -228,6 +229,69 @@ def test_chats_have_their_loss_on_the_assistant(tmp_path: Path, template: str) -
         cache.tokenizer().decode(cache.ids(0)[~marks].tolist())
         == "<|user|>2 + 2?<|assistant|><|user|>sure?<|assistant|>"
     )
+
+
+SHAREGPT = [
+    {"from": "system", "value": "short"},
+    {"from": "human", "value": "2 + 2?"},
+    {"from": "gpt", "value": "four"},
+    {"from": "human", "value": "sure?"},
+    {"from": "gpt", "value": "yes"},
+]
+OWN = {"assistant": "answer", "user": ["question", "context"], "system": "rules"}
+
+
+@pytest.mark.parametrize("template", [MARKED, PLAIN])
+@pytest.mark.parametrize(
+    ("row", "turns", "said"),
+    [
+        ({"conversations": SHAREGPT}, None, ["s:short", "u:2 + 2?", "a:four", "u:sure?", "a:yes"]),
+        ({"instruction": "Add.", "input": "2 + 2", "output": "four", "text": "x"}, None, ["u:Add.\n2 + 2", "a:four"]),
+        ({"instruction": "Add 2 + 2.", "input": "", "output": "four"}, None, ["u:Add 2 + 2.", "a:four"]),
+        ({"prompt": "2 + 2?", "completion": " four"}, None, ["u:2 + 2?", "a: four"]),
+        ({"prompt": CHAT[:3], "completion": CHAT[3:]}, None, ["u:2 + 2?", "a:four", "u:sure?", "a:yes, four"]),
+        ({"question": "2 + 2?", "answer": "four", "rules": None, "context": "sum"}, OWN, ["u:2 + 2?\nsum", "a:four"]),
+        ({"question": "2 + 2?", "answer": "four", "rules": "short"}, OWN, ["s:short", "u:2 + 2?", "a:four"]),
+    ],
+)
+def test_rows_of_other_formats_are_chats_of_transformers(
+    tmp_path: Path, row: dict[str, Any], turns: dict[str, Any] | None, said: list[str], template: str
+) -> None:
+    """Ids and marks in each kind of file are those of `apply_chat_template` for the messages that the row says."""
+    from transformers import PreTrainedTokenizerFast
+
+    folder = folder_of(tmp_path / "seed", tmp_path)
+    theirs = PreTrainedTokenizerFast.from_pretrained(str(folder))
+    roles = {"s": "system", "u": "user", "a": "assistant"}
+    messages = [{"role": roles[words[0]], "content": words[2:]} for words in said]
+    asked = {"chat_template": MARKED, "return_dict": True, "return_assistant_tokens_mask": True}
+    expected = theirs.apply_chat_template(messages, tokenize=True, **asked)
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        cells = {name: json.dumps(value) if name == "conversations" else value for name, value in row.items()}
+        csv.writer(file).writerows([cells.keys(), cells.values()])
+    source = {"content": "chat", **({} if turns is None else {"turns": turns})}
+    tokenizer = {"kind": "transformers", "path": str(folder), "chat_template": template}
+    for kind in ("jsonl", "parquet", *(["csv"] if not isinstance(row.get("prompt"), list) else [])):
+        _, cache = build(tmp_path / kind, [{"path": str(tmp_path / f"a.{kind}"), **source}], tokenizer)
+        marks = cache.trained(0)
+        assert marks is not None and marks.any() and not marks.all()
+        assert cache.ids(0).tolist() == expected["input_ids"]
+        assert marks.astype(int).tolist() == expected["assistant_masks"]
+
+
+def test_rows_without_a_chats_columns_say_which(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": "a", "completion": 3}\n')
+    source = TextSourceConfig(path=str(tmp_path / "a.jsonl"), content="chat")
+    rows = rows_of(TextsConfig(sources=(source,), cache="-"), source)
+    assert [(row.reason, row.detail) for row in rows] == [
+        (
+            "missing_column",
+            "it has no messages, conversations, instruction and output, prompt and completion",
+        ),
+        ("bad_chat", "completion is of type int"),
+    ]
 
 
 def test_a_template_that_changes_earlier_turns_is_refused(tmp_path: Path) -> None:
