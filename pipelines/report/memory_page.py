@@ -83,11 +83,11 @@ def report_figure(report: MemoryReport) -> Any:
     """A matplotlib figure: a stacked bar of the peak's categories (and of the host), and the bytes that each layer keeps."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9.5, 3.8), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.6))
-    _draw_peak(left, report)
-    _draw_layers(right, report)
-    for axis in (left, right):
+    figure = Figure(figsize=(4.8, 6.8), layout="constrained")
+    above, below = figure.subplots(2, 1)
+    _draw_peak(above, report)
+    _draw_layers(below, report)
+    for axis in (above, below):
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_axisbelow(True)
         axis.grid(axis="y", alpha=0.25)

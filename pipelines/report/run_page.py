@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from mmspeed.config import Config, RunConfig, dump_config
 from mmspeed.log import format_bytes, format_seconds, read_metrics
-from mmspeed.loop.checkpoint.load import recorded
 from mmspeed.models.sections import words_of
 from mmspeed.pages import data_uri, figure_uri, render
+from mmspeed.pipelines.report.advice import advised, first_checkpoint
 from mmspeed.pipelines.report.memory_page import read_report, report_figure
 from mmspeed.pipelines.run.run_folder import RunFolder, write_text
 from mmspeed.redaction import redacted
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
 MOST_NAMED = 12  # curves of a plot that have a legend
 SHOWN_SAMPLES = 6  # newest steps whose videos are on the page
 RISEN = 1.02  # held-out loss over the lowest from which the page says that it rises
-WIDE, NARROW = (4.8, 3.2), (3.2, 2.5)  # inches of a plot, of which two or three stand side by side, and one in a window of a phone
+WIDE, NARROW = (
+    (4.8, 3.2),
+    (3.2, 2.5),
+)  # inches of a plot, of which two or three stand side by side, and one in a window of a phone
 RANK_PARTS = {
     "compute": "computing, s a step",
     "data": "waiting for data, s a step",
@@ -39,9 +43,10 @@ def write_report(run: str | Path) -> Path:
     config = folder.run_config()
     rows = read_metrics(folder.metrics)
     steps, validations = ([row for row in rows if row.get("kind") == kind] for kind in ("train", "validation"))
-    saved = [entry["step"] for entry in recorded(folder.checkpoints)]
+    saved = folder.steps()
     reached = max((*saved, *(row["step"] for row in rows if "step" in row)), default=0)
     memory = read_report(folder.root)
+    data = folder.root.absolute().parent / f"{config.name}-data.html"  # of `check`
     figures = {
         "loss": _loss_figures(steps, validations),
         "parts": _parts_figures(steps),
@@ -72,6 +77,9 @@ def write_report(run: str | Path) -> Path:
         memory=[] if memory is None else memory.lines(),
         samples=_samples(folder.samples),
         makes_videos=isinstance(config, Config),
+        commands=advised(folder.root, config),
+        unsaved=None if saved else first_checkpoint(folder.root, config),
+        data_page=quote(data.name) if data.exists() else None,
         config=redacted(dump_config(config)),
     )
     write_text(folder.report, page)
@@ -117,7 +125,9 @@ def _tiles(steps: Sequence[Row], validations: Sequence[Row], reached: int) -> li
 def _seconds(steps: Sequence[Row]) -> list[float]:
     """The training time of each row, whichever session wrote it: `elapsed_seconds` begins anew in each."""
     before = [0, *(row["step"] for row in steps)]
-    return [sum(row["step_seconds"].values()) * (row["step"] - first) for row, first in zip(steps, before, strict=False)]
+    return [
+        sum(row["step_seconds"].values()) * (row["step"] - first) for row, first in zip(steps, before, strict=False)
+    ]
 
 
 def _mean(steps: Sequence[Row], seconds: Sequence[float], name: str, form: str) -> str:
@@ -130,9 +140,11 @@ def _mean(steps: Sequence[Row], seconds: Sequence[float], name: str, form: str) 
 def _rise(validations: Sequence[Row], saved: Sequence[int]) -> str | None:
     """A sentence for a run whose held-out loss was lower before; `saved`: the steps of its checkpoints."""
     losses = [(row["loss"], row["step"]) for row in validations if row.get("loss")]
-    if not losses or losses[-1][0] <= RISEN * min(losses)[0]:
+    if not losses:
         return None
     (lowest, best), (last, now) = min(losses), losses[-1]
+    if last <= RISEN * lowest:
+        return None
     advice = f"sample it with --checkpoint {best}" if best in saved else "checkpoint.keep_best keeps such a step"
     return (
         f"The held-out loss was lowest at step {best} ({lowest:.4f}) and is {last:.4f} at step {now}: "

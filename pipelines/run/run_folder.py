@@ -110,6 +110,10 @@ class RunFolder:
                 get_logger("train").warning(f"{self.root} cannot be locked ({error}): do not start this run twice")
             yield
 
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints, in the order in which they were written."""
+        return [entry["step"] for entry in recorded(self.checkpoints)]
+
     def run_config(self) -> RunConfig:
         """The resolved config of the run, of any task."""
         return load_record(self.config_file)
