@@ -120,7 +120,7 @@ def _draw_layers(axis: Any, report: MemoryReport) -> None:
     unit, scale = _unit(max((layer.kept for layer in report.layers), default=0))
     names = [layer.name for layer in report.layers]
     axis.bar(range(len(names)), [layer.kept / scale for layer in report.layers], 0.8, color=COLORS["activations"])
-    step = max(1, len(names) // 24)
+    step = max(1, len(names) // 12)
     axis.set_xticks(range(0, len(names), step), names[::step], rotation=60, ha="right", fontsize=7.5)
     axis.set_ylabel(unit)
     axis.set_title(f"kept for backward {format_bytes(report.kept)}\nby layer", fontsize=10, loc="left")

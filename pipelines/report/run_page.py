@@ -221,7 +221,7 @@ def _parts_figures(steps: Sequence[Row]) -> list[Figure]:
             axis.plot(x, _moving_mean(y, max(1, len(y) // 20)), ".-", markersize=3, label=name)
         axis.set_xlabel("step")
         if len(curves) <= MOST_NAMED:
-            axis.legend(frameon=False, fontsize=7)
+            axis.legend(frameon=False, fontsize=9)
     return figures
 
 
@@ -317,7 +317,7 @@ def _attention_figures(steps: Sequence[Row]) -> list[Figure]:
             axis.plot([step for step, _ in pairs], [value for _, value in pairs], color=color, label=layer)
         axis.set_ylim(bottom=0)
     if len(names) <= 8:
-        axes[0].legend(frameon=False, fontsize=7)
+        axes[0].legend(frameon=False, fontsize=9)
     return figures
 
 
