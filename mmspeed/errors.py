@@ -36,12 +36,18 @@ class UserError(Exception):
     """
 
 
-def nearest(word: str, choices: "list[str] | tuple[str, ...]") -> str:
-    """`; did you mean 'x'?` with the nearest of `choices`, or an empty string when none is near."""
+def nearest(word: str, choices: Sequence[str], least: float = 0.5) -> str:
+    """`; did you mean 'x'?` with the nearest of `choices`, or an empty string when none is as near as `least`, from 0 to 1."""
     import difflib
 
-    matches = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
+    matches = difflib.get_close_matches(word, list(choices), n=1, cutoff=least)
     return f"; did you mean '{matches[0]}'?" if matches else ""
+
+
+def misspelt(word: str, names: Sequence[str]) -> str:
+    """As `nearest`, for a name that `word` is likely to spell wrongly: every part between underscores is near, as in `min_` and `max_` none is."""
+    parts = word.split("_")
+    return nearest(word, [name for name in names if all(nearest(part, name.split("_"), 0.6) for part in parts)], 0.75)
 
 
 def first_names(names: Sequence[str], most: int = 8, count: int | None = None) -> str:

@@ -347,14 +347,15 @@ def _strict(value: Any) -> Any:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl`; lines that are no JSON object, such as one cut off by a kill, are left out."""
-    rows = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if isinstance(row, dict):
-                rows.append(row)
-    return rows
+    """The rows of a `metrics.jsonl`; lines that no run writes, and one cut off by a kill, are left out."""
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    return [row for row in map(metrics_row, lines) if row is not None]
+
+
+def metrics_row(line: bytes) -> dict[str, Any] | None:
+    """The row of a line of `metrics.jsonl`: a JSON object whose `step`, which each kind has, is a whole number; None for any other line."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and type(row.get("step", None if "kind" in row else 0)) is int else None

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 SHOWN = "***"
-_USER = re.compile(r"(?<=://)[^/\s@?#'\"]+(?=@)")
+# USER:PASSWORD up to the last at sign, since a password may hold signs of an address; a port before a path with one is hidden with it.
+_USER = re.compile(r"(?<=://)[^/\s?#'\":]*(?::(?:(?!://)[^\s'\"])*)?(?=@)")
 _WORDS = "token|sig|secret|passw|pwd|credential|key|auth|policy"
 _QUERY = re.compile(rf"([?&;][\w.%-]*(?:{_WORDS})[\w.%-]*=)[^&;\s#'\"<>]+", re.IGNORECASE)
 _HEADER = re.compile(r"(\bauthorization\s*:\s*(?:\w+\s+)?|\bbearer\s+)[^\s'\"]{8,}", re.IGNORECASE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -194,11 +195,19 @@ def videos_of(name: str) -> tuple[str, Published | None]:
     if name.lower() in known:
         return known[name.lower()].repository, known[name.lower()]
     if "/" not in name and not Path(name).is_dir():
-        near = nearest(name.lower(), list(known))
+        named = [short for short, place in known.items() if _letters(name) in _letters(f"{short} {place.repository}")]
+        if named:  # each family lists its commonest first
+            others = f", the commonest of {', '.join(named)}" if len(named) > 1 else ""
+            raise UserError(f"--model: {name} is no whole name; did you mean {named[0]!r}{others}?")
         raise UserError(
-            f"--model: {name} is no short name{near}, hub id (owner/name) or folder: known are {', '.join(known)}"
+            f"--model: {name} is no short name, no hub id (owner/name) and no folder{nearest(name.lower(), list(known))} "
+            f"(short names: {', '.join(known)})"
         )
     return name, next((place for place in known.values() if place.repository == name), None)
+
+
+def _letters(name: str) -> str:
+    return re.sub("[^a-z0-9]", "", name.lower())
 
 
 def check_inputs(

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from mmspeed import log
 from mmspeed.errors import LAUNCHED, UserError
+from mmspeed.guards import end_with_parent
 
 # Time that ranks have after SIGTERM, SIGUSR1 or SIGINT to write a last checkpoint, before they are killed.
 GRACE_SECONDS = 300
@@ -140,6 +141,7 @@ def follow_launcher() -> None:
             time.sleep(1.0)
         os.kill(os.getpid(), signal.SIGTERM)
 
+    end_with_parent(signal.SIGCONT)  # a stopped process goes on, and sees it
     threading.Thread(target=watch, name="mmspeed-launcher", daemon=True).start()
 
 

@@ -70,6 +70,11 @@ def _efficient_bias(q_BAND: Tensor, key_mask_BM: Tensor | None) -> Tensor | None
     return bias_B11M.expand(*q_BAND.shape[:3], -1)
 
 
+def tokens_first(x_BAND: Tensor) -> Tensor:
+    """`x_BAND` laid out in memory as (B, N, A, D), as the operator's backward of half types reads its output without asking for strides."""
+    return x_BAND.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def _efficient_forward(
     q_BAND: Tensor, k_BKMD: Tensor, v_BKMD: Tensor, key_mask_BM: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -94,7 +99,7 @@ def _efficient_backward(
     k_BAMD, v_BAMD = repeat(k_BKMD, q_BAND.shape[1]), repeat(v_BKMD, q_BAND.shape[1])
     padded = F.pad(lse_BAN, (0, -lse_BAN.shape[-1] % 32), value=torch.inf)
     seed, offset = (torch.zeros((), dtype=torch.int64, device=q_BAND.device) for _ in range(2))  # no dropout
-    inputs = (dout_BAND, q_BAND, k_BAMD, v_BAMD, _efficient_bias(q_BAND, key_mask_BM), out_BAND, padded)
+    inputs = (dout_BAND, q_BAND, k_BAMD, v_BAMD, _efficient_bias(q_BAND, key_mask_BM), tokens_first(out_BAND), padded)
     dq, dk, dv, _ = cuda_efficient_backward(*inputs, seed, offset, 0.0, [True, True, True, False], causal, scale=scale)
     return dq, fold(dk, k_BKMD.shape[1]), fold(dv, k_BKMD.shape[1])
 

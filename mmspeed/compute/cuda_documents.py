@@ -5,7 +5,9 @@ Legend: T tokens, A heads, K heads of the keys, D head width, W width of the val
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
+from inspect import signature
 
 import torch
 import torch.nn.functional as F
@@ -37,9 +39,12 @@ def varlen_documents(q_TAD: Tensor, k_TKD: Tensor, v_TKW: Tensor, bounds_Z: Tens
     width, tokens = v_TKW.shape[-1], len(q_TAD)
     wide_TKD = F.pad(v_TKW, (0, q_TAD.shape[-1] - width))
     bounds_Z = bounds_Z.to(torch.int32)
-    out = varlen_attn(
-        q_TAD, k_TKD, wide_TKD, bounds_Z, bounds_Z, tokens, tokens,
-        window_size=(-1 if window is None else window, 0), enable_gqa=k_TKD.shape[1] != q_TAD.shape[1],
-    )  # fmt: skip
+    attend = partial(varlen_attn, window_size=(-1 if window is None else window, 0))
+    if k_TKD.shape[1] != q_TAD.shape[1]:
+        if "enable_gqa" in signature(varlen_attn).parameters:
+            attend = partial(attend, enable_gqa=True)
+        else:  # torch 2.11
+            k_TKD, wide_TKD = (x.repeat_interleave(q_TAD.shape[1] // x.shape[1], dim=1) for x in (k_TKD, wide_TKD))
+    out = attend(q_TAD, k_TKD, wide_TKD, bounds_Z, bounds_Z, tokens, tokens)
     assert isinstance(out, Tensor)
     return out[..., :width]

@@ -24,5 +24,9 @@ class DivergenceConfig(Section):
         ge=1,
         description="Steps in a row above the limit that make a spike, and calm steps after a checkpoint that make it sound.",
     )
-    window: int = Field(100, ge=2, description="Calm steps that the median is of; the rule begins after as many.")
+    window: int = Field(
+        100,
+        ge=2,
+        description="Calm steps that the median is of; before as many, losses alone are judged, by the first ones and that of a model that knows nothing.",
+    )
     roll_backs: int = Field(3, ge=1, description="Roll-backs of a run; the next spike ends it.")

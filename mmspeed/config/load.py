@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 import types
@@ -14,11 +15,12 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from mmspeed.errors import UserError, nearest
+from mmspeed.errors import UserError, misspelt
 
 from .published import DEFAULT_KINDS, default_kind
 from .schema import Config, RunConfig
 from .tasks import config_class, known_tasks
+from .words import adapter_hint, meanings, plain
 from .yaml_text import FastLoader, TooManyNodesError, parse_yaml
 
 
@@ -230,32 +232,46 @@ _ELSEWHERE = {
     "model.pretrained": (
         "set `model.kind: diffusers` beside it for a published video model; `train.start_from` begins with the weights of a run"
     ),
-    "lora": "adapters train in your own loop, with peft (docs/extending.md)",
+    "resume_from_checkpoint": "a run goes on from its newest checkpoint by itself; `train.start_from` begins one with another's weights",
 }
 
 
 def _suggest(loc: list[Any], full_loc: tuple[Any, ...], kind: type[RunConfig], own_task: str) -> str:
-    """A hint for an unknown key: the way to what it would do, the task that has it, or the nearest key, in its section first."""
-    key = str(loc[-1])
-    elsewhere = _ELSEWHERE.get(".".join(map(str, loc))) or _ELSEWHERE.get(key)
-    if elsewhere is not None and own_task == "video":
+    """A hint for an unknown key: the way to what it would do, the key or the task that has it, the nearest key of its section, or all."""
+    key, path = str(loc[-1]), ".".join(part for part in loc if isinstance(part, str))
+    elsewhere = adapter_hint(key) or _ELSEWHERE.get(plain(key)) or (own_task == "video" and _ELSEWHERE.get(path))
+    if elsewhere:
         return f": {elsewhere}"
-    if len(loc) == 1:
-        for task, other in _other_configs(kind):
-            if any(loc[0] == (f.alias or name) for name, f in other.model_fields.items()):
-                return f", which is a section of the task {task}; this config is of the task {own_task}"
-    path = ".".join(part for part in loc if isinstance(part, str))
+    known: dict[str, tuple[str, Any]] = {}  # by their bare path; of several kinds that have a key the chosen one
+    for full, field in all_fields(kind):
+        own = [f"({tag})" for tag in full_loc if f"({tag})" in full]
+        if own or _bare(full) not in known:
+            known[_bare(full)] = (functools.reduce(lambda text, tag: text.replace(tag, ""), own, full), field)
+    section = path.rpartition(".")[0]
+    below = [one for one in known if f".{one}".endswith(f".{key}") and one.startswith(f"{section}." if section else "")]
+    meant = [one for one in meanings(path) if one in known] or (below if len(below) == 1 else [])
+    meant = [path] if path in known else meant
+    if meant:
+        names = " or ".join(f"{known[one][0]!r}" for one in meant)
+        return f"; did you mean {names}{_sentence(known[meant[0]][1]) if len(meant) == 1 else ''}?"
     for task, other in _other_configs(kind):
-        if any(path == re.sub(r"\(\w+\)|\[\]", "", known) for known, _ in all_fields(other)):
-            return f", which is a key of the task {task}; this config is of the task {own_task}"
-    section = _section_at(kind, [part for part in full_loc[:-1] if not isinstance(part, int)])
-    if section is not None:
-        hint = nearest(key, [f.alias or name for name, f in section.model_fields.items()])
-        if hint:
-            return hint
-    everywhere = {path.rsplit(".", 1)[-1]: path for path, _ in all_fields(kind)}
-    hint = nearest(key, list(everywhere))
-    return hint.replace(f"'{hint.split(chr(39))[1]}'", f"'{everywhere[hint.split(chr(39))[1]]}'") if hint else ""
+        if any(path == _bare(full) for full, _ in all_fields(other)):
+            what = "key" if section else "section"
+            return f", which is a {what} of the task {task}; this config is of the task {own_task}"
+    at = _section_at(kind, [part for part in full_loc[:-1] if not isinstance(part, int)])
+    keys = [] if at is None else [one for one, _ in sections(at)]
+    return misspelt(plain(key), keys) or (f"; the keys there are {', '.join(keys)}" if keys else "")
+
+
+def _sentence(field: Any) -> str:
+    """The first sentence of a field's description, in brackets; none where it lists the values."""
+    words = re.split(r"[.;]( |$)", field.description or "`")[0]
+    return "" if words.startswith("`") else f" ({words})"
+
+
+def _bare(path: str) -> str:
+    """A path of `all_fields` without the signs of lists and kinds."""
+    return re.sub(r"\(\w+\)|\[\]", "", path)
 
 
 def _other_configs(kind: type[RunConfig]) -> Iterator[tuple[str, type[RunConfig]]]:

@@ -6,7 +6,6 @@ import hashlib
 import os
 import re
 from pathlib import Path
-from urllib.parse import urlsplit
 
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+]+:/")
 
@@ -18,7 +17,7 @@ def is_url(place: str | Path) -> bool:
 
 def base_name(place: str) -> str:
     """The last part of a path or URL, without a web address's query, which may hold a token."""
-    path = urlsplit(place).path if place.lower().startswith(("http://", "https://")) else place
+    path = re.split(r"[?#]", place, maxsplit=1)[0] if place.lower().startswith(("http://", "https://")) else place
     return path.rstrip("/").rpartition("/")[2] or place
 
 

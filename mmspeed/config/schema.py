@@ -358,7 +358,8 @@ class Config(RunConfig):
 
         Only the last part of a source's path counts: caches and data sets move between machines.
         """
-        data = self.data.model_dump(mode="json", exclude={"cache", "local_mb", "repeats", "sources", "temperature"})
+        unused = {"allow_addresses", "cache", "local_mb", "repeats", "sources", "temperature"}
+        data = self.data.model_dump(mode="json", exclude=unused)
         data["sources"] = [
             source.model_dump(mode="json", exclude={"repeats", "weight"})
             | {"path": base_name(source.path), "name": name}

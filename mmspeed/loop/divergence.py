@@ -1,4 +1,4 @@
-"""The rule for spikes: a loss or a gradient norm far above the running median of the steps before.
+"""The rule for spikes: a loss or a gradient norm far above the running median of the steps before, or a loss far above the first ones.
 
 Its state is a few numbers of whole steps, which are the same on all ranks, so all ranks decide alike; a checkpoint holds it.
 """
@@ -34,8 +34,9 @@ class DivergenceWatch:
     their `sample_count` samples. `skipped`: updates that were not applied; `roll_backs` and `left_out` (uses of samples) only grow.
     """
 
-    def __init__(self, rule: DivergenceConfig) -> None:
-        self.rule = rule
+    def __init__(self, rule: DivergenceConfig, baseline: float | None = None) -> None:
+        """`baseline`: the loss of a model that knows nothing; None: not known, and finite losses of the first steps are not judged."""
+        self.rule, self.baseline = rule, baseline
         self.losses: deque[float] = deque(maxlen=rule.window)
         self.norms: deque[float] = deque(maxlen=rule.window)
         self.first: int | None = None
@@ -46,7 +47,8 @@ class DivergenceWatch:
     @property
     def watching(self) -> bool:
         """True from the first step on whose values are compared with others."""
-        return self.rule.action != "none" and len(self.losses) == self.rule.window
+        least = self.rule.window if self.baseline is None else 1
+        return self.rule.action != "none" and len(self.losses) >= least
 
     @property
     def reached(self) -> bool:
@@ -54,11 +56,15 @@ class DivergenceWatch:
         return self.streak >= self.rule.steps
 
     def limits(self) -> tuple[float, float]:
-        """The limits of loss and gradient norm; infinite before there are enough calm steps."""
+        """The limits of loss and gradient norm; infinite before there are enough calm steps, of norms before the window is full."""
         if not self.watching:
             return math.inf, math.inf
         if self._limits is None:
-            self._limits = limit_of(self.losses, self.rule.factor), limit_of(self.norms, self.rule.factor)
+            if len(self.losses) == self.rule.window:
+                self._limits = limit_of(self.losses, self.rule.factor), limit_of(self.norms, self.rule.factor)
+            else:  # a lucky first loss is no measure, and norms rise while a rate warms up
+                first = median(list(self.losses)[: self.rule.steps])
+                self._limits = self.rule.factor * max(first, self.baseline or 0.0), math.inf
         return self._limits
 
     def above(self, loss: float, norm: float) -> bool:

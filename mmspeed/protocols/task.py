@@ -122,6 +122,7 @@ class Update:
         when: instead of `every`, True for the steps at which it is made: a pure function of the step's number, the same on all ranks.
         rests: at other steps the weights, moments and averages of its roles lie in the host's memory, where the device is not the host:
             so no loss of another update, and no callback after a step, reads them.
+        baseline: about the loss of a model that knows nothing; None: not known. The first losses of a run are judged by it.
     """
 
     loss: LossFunction
@@ -131,6 +132,7 @@ class Update:
     every: int = 1
     when: Callable[[int], bool] | None = None
     rests: bool = False
+    baseline: float | None = None
 
     def due(self, step: int) -> bool:
         """True where it is made at step number `step`, from 0."""

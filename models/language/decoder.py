@@ -21,6 +21,7 @@ from mmspeed.models.language.decoder_attention import GroupedAttention, LatentAt
 from mmspeed.models.language.decoder_plan import decoder_plan
 from mmspeed.models.language.experts import ExpertMlp, GatedMlp
 from mmspeed.models.language.initial import initial_values
+from mmspeed.models.language.rotary import make_rotary
 from mmspeed.protocols import ModelPlan, declare_float32, declare_plan
 
 
@@ -64,13 +65,13 @@ class DecoderBlock(nn.Module):
     def forward(
         self,
         x_BNE: Tensor,
-        pos_BN: Tensor,
+        turn_2BNH: Tensor,
         bounds_Z: Tensor | None,
         counted_BN: Tensor | None = None,
         packs_BNP: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """(tokens, the experts' auxiliary loss of each pack (P,), or of all (1,)); `counted_BN`, `packs_BNP`: as of `ExpertMlp`."""
-        attended_BNE = self.self_attn(self.input_layernorm(x_BNE), pos_BN, bounds_Z)
+        attended_BNE = self.self_attn(self.input_layernorm(x_BNE), turn_2BNH, bounds_Z)
         if self.sandwich:
             x_BNE = x_BNE + self.post_attention_layernorm(attended_BNE)
             inner_BNE = self._mlp(self.pre_mlp_layernorm(x_BNE), counted_BN, packs_BNP)
@@ -101,14 +102,14 @@ class MtpModule(nn.Module):
         self,
         x_BNE: Tensor,
         later_BNE: Tensor,
-        pos_BN: Tensor,
+        turn_2BNH: Tensor,
         bounds_Z: Tensor | None,
         counted_BN: Tensor | None = None,
         packs_BNP: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """(tokens behind the norm, the experts' auxiliary loss as of a block); `later_BNE`: embeddings of later tokens."""
         x_BNE = self.eh_proj(torch.cat((self.enorm(later_BNE), self.hnorm(x_BNE)), dim=-1))
-        x_BNE, balance_P = self.mtp_block(x_BNE, pos_BN, bounds_Z, counted_BN, packs_BNP)
+        x_BNE, balance_P = self.mtp_block(x_BNE, turn_2BNH, bounds_Z, counted_BN, packs_BNP)
         return self.post_norm(x_BNE), balance_P
 
 
@@ -119,7 +120,7 @@ class Decoder(nn.Module):
 
     def __init__(self, settings: DecoderSettings) -> None:
         super().__init__()
-        self.settings = settings
+        self.settings, self.rotary = settings, make_rotary(settings.rotary, settings.rotated)
         self.embed_tokens = nn.Embedding(settings.vocab_size, settings.hidden_size)
         self.layers = nn.ModuleList(DecoderBlock(settings, place) for place in range(settings.num_hidden_layers))
         self.norm = ScaleNorm(settings.hidden_size, settings.norm_eps)
@@ -150,9 +151,9 @@ class Decoder(nn.Module):
             bounds_Z = torch.cat((bounds_Z, _row_bounds(ids_BN).to(bounds_Z.dtype))).sort().values
         pos_BN = _positions(ids_BN, bounds_Z)
         x_BNE, packs_BNP = self.embed_tokens(ids_BN), self._packs(ids_BN, counted_BN)
-        balances = []
+        turn_2BNH, balances = self.rotary.tables(pos_BN, x_BNE.dtype), []
         for block in self.layers:
-            x_BNE, balance_P = block(x_BNE, pos_BN, bounds_Z, counted_BN, packs_BNP)
+            x_BNE, balance_P = block(x_BNE, turn_2BNH, bounds_Z, counted_BN, packs_BNP)
             balances.append(balance_P)
         x_BNE = self.norm(x_BNE)
         output = self._predict(x_BNE, target_BN)
@@ -160,7 +161,8 @@ class Decoder(nn.Module):
         for step, module in enumerate(self.mtp, 1):
             later_BN = later_tokens(ids_BN, bounds_Z, step)
             later_BNE = self.embed_tokens(later_BN)
-            x_BNE, balance_P = module(x_BNE, later_BNE, pos_BN + step, bounds_Z, counted_BN, packs_BNP)
+            turn_2BNH = self.rotary.tables(pos_BN + step, x_BNE.dtype)
+            x_BNE, balance_P = module(x_BNE, later_BNE, turn_2BNH, bounds_Z, counted_BN, packs_BNP)
             balances.append(balance_P)
             target = None if target_BN is None else later_targets(target_BN, bounds_Z, step)
             mtp.append(self._predict(x_BNE, target))

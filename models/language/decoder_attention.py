@@ -50,15 +50,14 @@ class GroupedAttention(nn.Module):
         self.k_norm = ScaleNorm(head, settings.norm_eps) if settings.query_norm else None
         self.attend = Attend()
 
-    def forward(self, x_BNE: Tensor, pos_BN: Tensor, bounds_Z: Tensor | None) -> Tensor:
-        """The attended tokens; bounds_Z: cumulative lengths of documents, None: each row is one."""
+    def forward(self, x_BNE: Tensor, turn_2BNH: Tensor, bounds_Z: Tensor | None) -> Tensor:
+        """The attended tokens; turn_2BNH: of `Rotary.tables`; bounds_Z: cumulative lengths of documents, None: each row is one."""
         q_BNAD, k_BNKD, v_BNKD = (
             project(x_BNE).unflatten(-1, (-1, self.head_width)) for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.q_norm is not None and self.k_norm is not None:
             q_BNAD, k_BNKD = self.q_norm(q_BNAD), self.k_norm(k_BNKD)
-        tables = self.rotary.tables(pos_BN, q_BNAD.dtype)
-        q_BNAD, k_BNKD = self.rotary.rotate(q_BNAD, tables), self.rotary.rotate(k_BNKD, tables)
+        q_BNAD, k_BNKD = self.rotary.rotate(q_BNAD, turn_2BNH), self.rotary.rotate(k_BNKD, turn_2BNH)
         structure = Structure(causal=True, window=self.window, bounds_Z=bounds_Z)
         out_BAND = self.attend(q_BNAD.transpose(1, 2), k_BNKD.transpose(1, 2), v_BNKD.transpose(1, 2), structure)
         out_BNE: Tensor = self.o_proj(out_BAND.transpose(1, 2).flatten(2))
@@ -95,17 +94,16 @@ class LatentAttention(nn.Module):
         low: Tensor = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BNE)))
         return low
 
-    def forward(self, x_BNE: Tensor, pos_BN: Tensor, bounds_Z: Tensor | None) -> Tensor:
-        """The attended tokens; bounds_Z: cumulative lengths of documents, None: each row is one."""
+    def forward(self, x_BNE: Tensor, turn_2BNH: Tensor, bounds_Z: Tensor | None) -> Tensor:
+        """The attended tokens; turn_2BNH: of `Rotary.tables`; bounds_Z: cumulative lengths of documents, None: each row is one."""
         latent = self.latent
         q_BNAD = self.queries(x_BNE).unflatten(-1, (-1, latent.plain + latent.rotary))
         q_plain, q_rotated = q_BNAD.split((latent.plain, latent.rotary), dim=-1)
         low, k_rotated = self.kv_a_proj_with_mqa(x_BNE).split((latent.key_rank, latent.rotary), dim=-1)
         kv = self.kv_b_proj(self.kv_a_layernorm(low)).unflatten(-1, (-1, latent.plain + latent.value))
         k_plain, v_BNAW = kv.split((latent.plain, latent.value), dim=-1)
-        tables = self.rotary.tables(pos_BN, x_BNE.dtype)
-        q_rotated = self.rotary.rotate(q_rotated, tables)
-        k_rotated = self.rotary.rotate(k_rotated[:, :, None], tables).expand(-1, -1, k_plain.shape[2], -1)
+        q_rotated = self.rotary.rotate(q_rotated, turn_2BNH)
+        k_rotated = self.rotary.rotate(k_rotated[:, :, None], turn_2BNH).expand(-1, -1, k_plain.shape[2], -1)
         q_BNAD, k_BNAD = torch.cat((q_plain, q_rotated), -1), torch.cat((k_plain, k_rotated), -1)
         if self.score_factor != 1.0:
             q_BNAD = q_BNAD * self.score_factor

@@ -30,7 +30,7 @@ def decoder_plan(settings: DecoderSettings) -> ModelPlan:
     }
     linears = {"embed_tokens": Linear("embedding", "text", dim=1), "lm_head": Linear("vocabulary", "text", dim=1)}
     for place, name in enumerate(blocks):
-        inputs[name] = {"pos_BN": Split("text", dim=1, level="seen"), "counted_BN": OWN, "packs_BNP": OWN}
+        inputs[name] = {"turn_2BNH": Split("text", dim=2, level="seen"), "counted_BN": OWN, "packs_BNP": OWN}
         inputs[f"{name}.self_attn"] = dict(SEEN)
         linears |= {f"{name}.self_attn.{part}": role for part, role in _attention_roles(settings)}
         if not settings.has_experts(place):

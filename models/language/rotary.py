@@ -2,7 +2,7 @@
 
 They are numbers of float32 on the CPU, as transformers computes them, and no tensors of the model: casting a model rounds none of them.
 
-Legend: B batch, N tokens, A heads, D channels that rotate, H half of D.
+Legend: B batch, N tokens, A heads, D channels that rotate, H half of D, 2 cosine and sine.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mmspeed.compute.operators.rotary import rotary
 from mmspeed.compute.rope import rope_dtype
+from mmspeed.device import without_waiting
 from mmspeed.models.language.config import RotarySettings
 
 
@@ -26,18 +27,18 @@ class Rotary:
     amplitude: float
     interleaved: bool
 
-    def tables(self, pos_BN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """`cos_BNH` and `sin_BNH` in `rope_dtype(dtype)`."""
+    def tables(self, pos_BN: Tensor, dtype: torch.dtype) -> Tensor:
+        """Cosines and sines `turn_2BNH` in `rope_dtype(dtype)`: made once a forward pass, for all blocks."""
         kind = rope_dtype(dtype)
-        frequency_H = torch.tensor(self.frequencies, dtype=kind, device=pos_BN.device)
+        frequency_H = without_waiting(torch.tensor(self.frequencies, dtype=kind), pos_BN.device)
         angle_BNH = pos_BN[..., None].to(kind) * frequency_H
-        return angle_BNH.cos() * self.amplitude, angle_BNH.sin() * self.amplitude
+        return torch.stack((angle_BNH.cos() * self.amplitude, angle_BNH.sin() * self.amplitude))
 
-    def rotate(self, x_BNAD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    def rotate(self, x_BNAD: Tensor, turn_2BNH: Tensor) -> Tensor:
         """Queries or keys, rotated; interleaved pairs come out in two halves, for both alike."""
         if self.interleaved:
             x_BNAD = torch.cat((x_BNAD[..., 0::2], x_BNAD[..., 1::2]), dim=-1)
-        cos_BNH, sin_BNH = tables
+        cos_BNH, sin_BNH = turn_2BNH.unbind(0)
         rotated_BNAD: Tensor = rotary(x_BNAD, cos_BNH, sin_BNH)
         return rotated_BNAD
 

@@ -3,7 +3,7 @@
 Legend: B batch (samples; sample x row or column inside an attention), T S rows and columns of the tokens (frames x places of
 a frame; one row of all tokens where all attend to all), N tokens of an attention, F frames of a sample, L caption tokens, A heads,
 D head width, E model width, C T h w channels, frames, height, width of a latent, P values of a patch, X position axes, G rows or
-columns that attend apart, H half of D.
+columns that attend apart, H half of D, 2 cosine and sine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ AttentionType = Literal["spatial", "temporal", "full"]
 
 # Rotary positions are relative, so axes (t, h, w) along which a span does not vary are left out of its head width.
 POSITION_AXES = {"spatial": slice(1, 3), "temporal": slice(0, 1), "full": slice(0, 3)}
-
 TIME_CHANNELS = 256
 NORM_EPS = 1e-6
 
@@ -43,6 +42,11 @@ def unpatchify(x_BNP: Tensor, patch: tuple[int, int, int], grid: tuple[int, int,
     x = x_BNP.reshape(x_BNP.shape[0], t, h, w, -1, pt, ph, pw)
     x = x.permute(0, 4, 1, 5, 2, 6, 3, 7)  # B C T' pt h' ph w' pw
     return x.reshape(x_BNP.shape[0], -1, t * pt, h * ph, w * pw)
+
+
+def position_turns(pos_NX: Tensor, along: AttentionType, head_width: int, dtype: torch.dtype) -> Tensor:
+    """Cosines and sines `turn_2NH` of rotary positions along a span, in `rope_dtype(dtype)`."""
+    return torch.stack(rope_cos_sin(pos_NX[:, POSITION_AXES[along]], head_width, dtype=rope_dtype(dtype)))
 
 
 def timestep_embedding(t: Tensor, channels: int = TIME_CHANNELS) -> Tensor:
@@ -181,6 +185,7 @@ class SelfAttention(nn.Module):
         scale: Tensor,
         gate: Tensor,
         pos_NX: Tensor,
+        turn_2NH: Tensor,
         mask_BTS: Tensor | None,
         image: bool,
     ) -> Tensor:
@@ -191,8 +196,7 @@ class SelfAttention(nn.Module):
         # columns: (B, S, A, T, D), as no view makes one dim of B and S; rows: (B T, A, S, D)
         qkv = qkv.permute(4, 0, 2, 3, 1, 5) if temporal else qkv.permute(4, 0, 1, 3, 2, 5).flatten(1, 2)
         q_BAND, k_BAND, v_BAND = qkv.unbind(0)
-        places_NX, turning = pos_NX[:, POSITION_AXES[self.along]], rope_dtype(q_BAND.dtype)
-        cos_NH, sin_NH = rope_cos_sin(places_NX, self.head_width, dtype=turning)
+        cos_NH, sin_NH = turn_2NH.unbind(0)
         q_BAND = apply_rope(self.q_norm(q_BAND), cos_NH, sin_NH)
         k_BAND = apply_rope(self.k_norm(k_BAND), cos_NH, sin_NH)
         if mask_BTS is not None:

@@ -38,6 +38,7 @@ from mmspeed.models.sora.layers import (
     TimeEmbedder,
     of_tokens,
     patchify,
+    position_turns,
     unpatchify,
 )
 from mmspeed.models.sora.sora_plan import sora_plan
@@ -195,6 +196,8 @@ class SoraBlock(nn.Module):
         frame_TS: Tensor,
         pos_T1X: Tensor,
         pos_1SX: Tensor,
+        turn_2T1H: Tensor | None,
+        turn_21SH: Tensor | None,
         mask_BTS: Tensor | None,
         image: bool,
     ) -> Tensor:
@@ -202,8 +205,13 @@ class SoraBlock(nn.Module):
         own = self.modulation_up(self.modulation_down(cond)).view_as(shared)
         # each (B, 1, 1, E) or (B, T, 1 or S, E)
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = (of_tokens(m, frame_TS) for m in (shared + own).unbind(-2))
-        pos_NX = pos_T1X[:, 0] if self.along == "temporal" else pos_1SX[0]
-        x_BTSE = self.self_attention(x_BTSE, shift_a, scale_a, gate_a, pos_NX, mask_BTS, image)
+        if self.along == "temporal":
+            assert turn_2T1H is not None
+            pos_NX, turn_2NH = pos_T1X[:, 0], turn_2T1H[:, :, 0]
+        else:
+            assert turn_21SH is not None
+            pos_NX, turn_2NH = pos_1SX[0], turn_21SH[:, 0]
+        x_BTSE = self.self_attention(x_BTSE, shift_a, scale_a, gate_a, pos_NX, turn_2NH, mask_BTS, image)
         norm = self.norm_cross
         x_BTSE = self.cross_attention(x_BTSE, norm.weight, norm.bias, text_BLE, text_mask_BL)
         return self.mlp(x_BTSE, shift_m, scale_m, gate_m)
@@ -269,13 +277,22 @@ class SoraDiT(nn.Module):
         text_BLE = self.text_in(self.text_norm(text_BLD.to(dtype)))
         x_BTSE = self.patch_in(patchify(x_BCThw.to(dtype), config.patch).unflatten(1, shape))
         pos_T1X, pos_1SX = pos_TSX[:, :1], pos_TSX[:1]
+        turn_2T1H, turn_21SH = self._turns(pos_T1X, pos_1SX, x_BTSE.dtype)
+        common = text_BLE, text_mask_BL, frame_TS, pos_T1X, pos_1SX, turn_2T1H, turn_21SH, mask_BTS, frames == 1
         for block in self.blocks:
-            x_BTSE = block(
-                x_BTSE, cond, shared, text_BLE, text_mask_BL, frame_TS, pos_T1X, pos_1SX, mask_BTS, frames == 1
-            )
+            x_BTSE = block(x_BTSE, cond, shared, *common)
         shift, scale = self.final_modulation(cond).chunk(2, dim=-1)
         out_BTSP = self.final(x_BTSE, shift, scale, frame_TS)
         return unpatchify(out_BTSP.flatten(1, 2), config.patch, grid).to(x_BCThw.dtype)
+
+    def _turns(self, pos_T1X: Tensor, pos_1SX: Tensor, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+        """Cosines and sines of the rotary positions of all blocks: along rows, and along columns; None where no block attends so."""
+        tables: list[Tensor | None] = [None, None]
+        for span in {self.config.span(place) for place in range(self.config.depth)}:
+            pos_TSX = pos_T1X if span == "temporal" else pos_1SX
+            turn_2NH = position_turns(pos_TSX.flatten(0, 1), span, self.head_width, dtype)
+            tables[span != "temporal"] = turn_2NH.unflatten(1, pos_TSX.shape[:2])
+        return tables[0], tables[1]
 
     def _checked_times(self, t: Tensor, x_BCThw: Tensor) -> Tensor:
         """The times, checked to be of samples (B,) or of latent frames (B, T), which a patch of several frames would mix."""

@@ -11,8 +11,8 @@ from mmspeed.errors import UserError, nearest
 from mmspeed.initialize import init_weights
 from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig, on_meta
 
-# "S/2" and the like are named as in DiT: the size and the spatial patch. The head widths of the large ones suit fused
-# kernels, and their numbers of heads split over 2 to 16 devices.
+# "S/2" and the like are named as in DiT: the size and the spatial patch. Fused attention takes heads of 64 or 128 as they are and pads
+# XL/2's of 72 to 128; XL/2-128 has as many parameters in heads of 128, which split over 2, 4 or 8 devices.
 SIZES: dict[str, dict[str, Any]] = {
     "nano": {"width": 64, "depth": 2, "heads": 4, "adaln_rank": 8},
     "tiny": {"width": 192, "depth": 6, "heads": 6, "adaln_rank": 16},
@@ -20,6 +20,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "B/2": {"width": 768, "depth": 12, "heads": 12, "adaln_rank": 128},
     "L/2": {"width": 1024, "depth": 24, "heads": 16, "adaln_rank": 256},
     "XL/2": {"width": 1152, "depth": 28, "heads": 16, "adaln_rank": 256},
+    "XL/2-128": {"width": 1024, "depth": 35, "heads": 8, "adaln_rank": 256},
     "3B": {"width": 2048, "depth": 42, "heads": 16, "adaln_rank": 256},
     "8B": {"width": 4096, "depth": 28, "heads": 32, "adaln_rank": 256},
 }

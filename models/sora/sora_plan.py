@@ -46,6 +46,8 @@ def sora_plan(kinds: Sequence[str], heads: int) -> ModelPlan:
                 "frame_TS": own,
                 "pos_T1X": Split("video", dim=1, rows=0, level="seen", broadcast=True, positions="rows"),
                 "pos_1SX": Split("video", dim=1, rows=0, level="seen", broadcast=True, positions="columns"),
+                "turn_2T1H": Split("video", dim=2, rows=1, level="seen", broadcast=True),
+                "turn_21SH": Split("video", dim=2, rows=1, level="seen", broadcast=True),
                 "mask_BTS": Split("video", dim=2, rows=1, level="seen"),
             },
             "final": {"frame_TS": own},

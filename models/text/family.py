@@ -22,6 +22,7 @@ from torch import Tensor
 from mmspeed.config.schema import FamilyTextConfig
 from mmspeed.device import Device, parse_dtype
 from mmspeed.errors import UserError
+from mmspeed.guards import time_limit
 from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.families import family_of
 from mmspeed.models.text.recipes import EncoderRecipe, PictureUse, Template, TextRecipe
@@ -277,11 +278,14 @@ class _Part:
         """The ids of a caption inside of the template."""
         if self.template is not None and self.template.chat:
             system, user = {"role": "system", "content": self.template.text}, {"role": "user", "content": words or " "}
-            return _plain_ids(
-                self.tokenizer.apply_chat_template(
-                    [system, user], add_generation_prompt=True, tokenize=True, return_dict=True, **limits
+            with time_limit(
+                30.0, f"{self.tokenizer.name_or_path}: the chat template does not end within 30 s of a caption"
+            ):
+                return _plain_ids(
+                    self.tokenizer.apply_chat_template(
+                        [system, user], add_generation_prompt=True, tokenize=True, return_dict=True, **limits
+                    )
                 )
-            )
         words = words if self.template is None else self.template.text.format(words)
         return _plain_ids(self.tokenizer(words, verbose=False, **limits))
 

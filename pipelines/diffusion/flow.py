@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mmspeed.config.schema import FlowConfig
+from mmspeed.device import without_waiting
 from mmspeed.shapes import Bucket
 
 # Half the spacing of the float64 numbers that `rng.uniform` draws: keeps the inverse normal CDF finite at u = 0.
@@ -21,7 +22,7 @@ LARGEST_QUANTILE = 1.0 - 2.0**-53
 
 def per_sample(c_B: Tensor, like: Tensor) -> Tensor:
     """Coefficients (B,), one for each sample, as (B, 1, ...) with the dtype, device and dims of `like` (B, ...)."""
-    return c_B.to(device=like.device, dtype=like.dtype).reshape(-1, *[1] * (like.ndim - 1))
+    return without_waiting(c_B.to(like.dtype), like.device).reshape(-1, *[1] * (like.ndim - 1))
 
 
 def interpolate(x0: Tensor, noise: Tensor, t_B: Tensor) -> Tensor:

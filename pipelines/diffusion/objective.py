@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mmspeed.config.schema import DdpmConfig, FamilyObjectiveConfig, FlowConfig, ObjectiveConfig
+from mmspeed.device import without_waiting
 from mmspeed.errors import UserError, nearest
 from mmspeed.pipelines.diffusion import ddpm, flow, samplers, schedulers
 from mmspeed.pipelines.diffusion.samplers import OnStep, Predict, at_least_float32
@@ -100,7 +101,9 @@ class FlowObjective:
     def sample_loss(
         self, predicted_BCThw: Tensor, target_BCThw: Tensor, t_B: Tensor, mask_BT: Tensor | None = None
     ) -> Tensor:
-        return mean_error(predicted_BCThw, target_BCThw, mask_BT) * self.weight(t_B).to(target_BCThw.device)
+        return mean_error(predicted_BCThw, target_BCThw, mask_BT) * without_waiting(
+            self.weight(t_B), target_BCThw.device
+        )
 
     @torch.no_grad()
     def sample(
@@ -163,7 +166,9 @@ class DdpmObjective:
     def sample_loss(
         self, predicted_BCThw: Tensor, target_BCThw: Tensor, t_B: Tensor, mask_BT: Tensor | None = None
     ) -> Tensor:
-        return mean_error(predicted_BCThw, target_BCThw, mask_BT) * self.weight(t_B).to(target_BCThw.device)
+        return mean_error(predicted_BCThw, target_BCThw, mask_BT) * without_waiting(
+            self.weight(t_B), target_BCThw.device
+        )
 
     @torch.no_grad()
     def sample(

@@ -23,6 +23,7 @@ from mmspeed.config.language import LanguageConfig
 from mmspeed.data.cache.tokenizer_file import MAIN, frame_of
 from mmspeed.device import pick
 from mmspeed.errors import UserError
+from mmspeed.guards import template_limit
 from mmspeed.log import ProgressLine
 from mmspeed.loop.checkpoint.load import open_checkpoint
 from mmspeed.loop.checkpoint.merging import whole_tensor
@@ -207,8 +208,9 @@ def end_of_turn(tokenizer: Any) -> int | None:
     if not tokenizer.chat_template:
         return None
     said = [{"role": role, "content": "a"} for role in ("user", "assistant")]
-    head = tokenizer.apply_chat_template(said[:1], tokenize=False, add_generation_prompt=True)
-    turn = tokenizer.apply_chat_template(said, tokenize=False).removeprefix(head)
+    with template_limit():
+        head = tokenizer.apply_chat_template(said[:1], tokenize=False, add_generation_prompt=True)
+        turn = tokenizer.apply_chat_template(said, tokenize=False).removeprefix(head)
     ids = tokenizer(turn, add_special_tokens=False)["input_ids"]
     added = tokenizer.added_tokens_decoder
     return next((number for number in reversed(ids) if number in added and added[number].special), None)
@@ -301,7 +303,8 @@ class LanguageModel:
         if not self.tokenizer.chat_template:
             raise UserError("--chat: the tokenizer of this run has no chat template: leave it out")
         chats = [[{"role": "user", "content": text}] for text in prompts]
-        rows = self.tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)["input_ids"]
+        with template_limit():
+            rows = self.tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)["input_ids"]
         end = end_of_turn(self.tokenizer)
         return self._texts(self.written(list(map(self._begun, rows)), writing, [] if end is None else [end]))
 

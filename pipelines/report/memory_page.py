@@ -75,7 +75,7 @@ def read_report(folder: Path) -> MemoryReport | None:
     try:
         report = json.loads(path.read_text(encoding="utf-8")).get("report")
         return None if report is None else MemoryReport.from_json(report)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({error}); remove it, or train the run again to write it") from None
 
 

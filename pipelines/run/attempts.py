@@ -62,7 +62,7 @@ def parse(text: str, launch: str) -> LastAttempt | None:
             return None
         before = None if record["before"] is None else Place(**record["before"])
         return LastAttempt(record["attempt"], Place(**record["place"]), tuple(record["samples"]), before)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -85,6 +85,8 @@ class AttemptRecord:
         """Begin an attempt after `step` steps; the end of the one before it, if that failed. A second failure is then forgotten."""
         if self.launch is None:
             return None
+        if self.path.is_symlink():  # what it names is another's
+            self.path.unlink()
         if self.path.exists():
             self.last = parse(self.path.read_text(encoding="utf-8"), self.launch)
         if self.last is not None and self.last.again:

@@ -2,9 +2,10 @@
 
 runs/my-run/
   config.yaml          the whole resolved config
-  run.json             facts for sampling: latent channels, strides, text width, encoder fingerprints
+  run.json             facts for sampling: latent channels, strides, text width, encoder fingerprints; each checkpoint holds them, too
   codec.safetensors    the linear codec's weights (only with `vae: {kind: linear}`)
   metrics.jsonl        a row of means every `train.log_every` steps, one for each validation
+  metrics.odd          lines of metrics.jsonl that no run writes, if any were found
   memory.json          the ways that were chosen under `memory.budget`, what was expected and what was measured
   prompts.safetensors  the encoded validation prompts
   checkpoints/         loop/checkpoint/manager.py
@@ -23,7 +24,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,11 +34,14 @@ from mmspeed.config import Config, RunConfig, dump_config, load_record, video_co
 from mmspeed.config.tasks import recorded_task
 from mmspeed.data.cache.files import private_file, write_whole
 from mmspeed.errors import UserError
-from mmspeed.log import get_logger
-from mmspeed.loop.checkpoint.load import latest, open_checkpoint, recorded
-from mmspeed.loop.checkpoint.storage import DamagedCheckpointError, step_name
+from mmspeed.log import get_logger, metrics_row
+from mmspeed.loop.checkpoint.storage import DamageError, sealed_meta, step_name, steps_in
 from mmspeed.redaction import redacted, redacted_tree
 from mmspeed.rng import VERSION
+
+log = get_logger("train")
+
+FACTS = "run"  # in `meta` of a checkpoint: the contents of run.json
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ class RunFolder:
         The lock is the operating system's, so a killed process leaves none behind.
         """
         self.root.mkdir(parents=True, exist_ok=True)
-        with open(self.root / ".lock", "w") as file:
+        with open(self.root / ".lock", "a") as file:  # as it is, should it be a link to another file
             deadline = time.monotonic() + patience
             try:
                 while True:
@@ -107,7 +111,7 @@ class RunFolder:
                     f"{self.root} is being trained by another process; wait for it, or choose another `name`"
                 ) from None
             except OSError as error:  # a file system without locks
-                get_logger("train").warning(f"{self.root} cannot be locked ({error}): do not start this run twice")
+                log.warning(f"{self.root} cannot be locked ({error}): do not start this run twice")
             yield
 
     def steps(self) -> list[int]:
@@ -127,26 +131,42 @@ class RunFolder:
         return video_config(self.run_config(), str(self.root))
 
     def info(self) -> dict[str, Any]:
+        """The facts of run.json, from the newest checkpoint; from run.json itself where none holds them.
+
+        Raises UserError where that is missing or damaged.
+        """
+        sealed = self._sealed()
+        return dict(sealed[FACTS]) if FACTS in sealed else self._stored()
+
+    def _stored(self) -> dict[str, Any]:
         """The contents of run.json. Raises UserError when it is missing or damaged."""
         path = self.root / "run.json"
         try:
-            contents: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            contents = json.loads(path.read_bytes())
+            if not isinstance(contents, dict):
+                raise ValueError("it is no JSON object")
             return contents
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{path} cannot be read ({error}); start the training again to rewrite it") from None
+
+    def _sealed(self) -> dict[str, Any]:
+        """`meta` of the newest checkpoint whose meta.json is as it was written; empty without one."""
+        for step in reversed(steps_in(self.checkpoints)):
+            with suppress(DamageError, UserError):
+                return dict(sealed_meta(self.checkpoints / step_name(step)).get("meta", {}))
+        return {}
 
     def check_generator(self) -> None:
         """Raise UserError for a run that draws with another version of the generator (`mmspeed.rng`).
 
-        Where run.json is lost, the newest checkpoint says it; raises UserError where neither can be read.
+        Its newest checkpoint says it; before there is one, run.json.
         """
-        try:
-            record = self.info()
-        except UserError:
-            newest = latest(self.checkpoints)
-            if newest is None:
+        record = self._sealed()
+        if not record:
+            try:
+                record = self._stored()
+            except UserError:
                 return  # nothing of it was drawn that lasts
-            record = self._soundest(newest)
         versions = record.get("versions", {"generator": 1})
         version = versions.get("generator") if isinstance(versions, dict) else versions
         if isinstance(version, int) and version > VERSION:
@@ -157,14 +177,6 @@ class RunFolder:
             raise UserError(
                 f"{self.root} is a run of an earlier mmspeed (generator {version}), which drew other numbers: choose another `name`"
             )
-
-    def _soundest(self, newest: Path) -> dict[str, Any]:
-        """`meta` of the newest checkpoint whose meta.json can be read. Raises the newest one's error where there is none."""
-        others = [self.checkpoints / step_name(entry["step"]) for entry in reversed(recorded(self.checkpoints))]
-        for place in others:
-            with suppress(DamagedCheckpointError):
-                return dict(open_checkpoint(place)[0]["meta"])
-        return dict(open_checkpoint(newest)[0]["meta"])
 
     def check_same(self, config: RunConfig) -> list[str]:
         """Keys that differ from the run's own config, such as `train.steps`.
@@ -200,7 +212,7 @@ class RunFolder:
         return changed
 
     def check_base(self, files: Mapping[str, str]) -> None:
-        """Raises UserError where the run began with other files of weights than these, by the fingerprints of roles in run.json."""
+        """Raises UserError where the run began with other files of weights than these, by the fingerprints of roles in its facts."""
         try:
             recorded = self.info().get("base", {})
         except UserError:  # a new run, or a lost record
@@ -225,7 +237,12 @@ class RunFolder:
             with private_file(self.root / name) as temporary:
                 shutil.copyfile(source, temporary)
                 sync_file(temporary)
-        write_text(self.root / "run.json", json.dumps(redacted_tree(info), indent=2) + "\n")
+        path, stored = self.root / "run.json", {}
+        with suppress(UserError):
+            stored = self._stored()
+        if path.exists() and (lost := [name for name in info if name not in stored]):
+            log.warning(f"{path} lacked {', '.join(lost)}: it is written anew")
+        write_text(path, json.dumps(redacted_tree(info), indent=2) + "\n")
         text = dump_config(config)
         write_text(self.config_file, text, 0o600 if redacted(text) != text else 0o644)
 
@@ -259,15 +276,19 @@ def write_text(path: Path, text: str, mode: int = 0o644) -> None:
 
 
 def trim_metrics(path: Path, step: int) -> None:
-    """Drop the rows after `step`: a resumed run writes them again."""
+    """Drop the rows after `step`, which a resumed run writes again; lines that no run writes go to `metrics.odd` beside it, with a line."""
     if not path.exists():
         return
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # the line that a kill cut off
-        if row.get("step", 0) <= step:
-            lines.append(line)
-    write_text(path, "".join(line + "\n" for line in lines))
+    lines = path.read_bytes().split(b"\n")
+    if metrics_row(lines[-1]) is None:
+        del lines[-1]  # empty, or what a kill cut off
+    rows = [(line, metrics_row(line)) for line in lines if line.strip()]
+    if odd := [line for line, row in rows if row is None]:
+        aside = path.with_name("metrics.odd")
+        write_whole(aside, _lines([*aside.read_bytes().splitlines(), *odd] if aside.exists() else odd))
+        log.warning(f"{path} had lines that no run writes, which are kept in {aside}: {len(odd)}")
+    write_whole(path, _lines([line for line, row in rows if row is not None and row.get("step", 0) <= step]))
+
+
+def _lines(lines: Sequence[bytes]) -> bytes:
+    return b"".join(line + b"\n" for line in lines)

@@ -133,7 +133,7 @@ def _identity(path: Path) -> tuple[str, bool]:
     if path.is_file():
         try:
             return str(json.loads(path.read_text(encoding="utf-8"))["id"]), True
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{path} cannot be read ({error}); delete it, and trackers begin a new run") from None
     identity = uuid.uuid4().hex[:21]
     write_text(path, json.dumps({"id": identity}) + "\n")

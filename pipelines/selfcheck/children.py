@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mmspeed.errors import UserError
+from mmspeed.guards import end_with_parent
 
 GRACE_SECONDS = 3.0  # after the first failure, for the others to report theirs
 ERROR = "error"  # key of a job: the file that a child writes its error to
@@ -75,6 +76,7 @@ def follow_parent() -> None:
             pass
         os._exit(1)
 
+    end_with_parent()
     threading.Thread(target=watch, name="mmspeed-parent", daemon=True).start()
 
 

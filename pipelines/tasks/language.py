@@ -5,6 +5,7 @@ Legend: B packs of a micro-batch, N tokens of a pack, Z one more than documents.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -184,7 +185,7 @@ class LanguageTask(TaskDefaults):
 
     def updates(self) -> Sequence[Update]:
         """The single update, of the decoder by `loss`."""
-        return (Update(self.loss),)
+        return (Update(self.loss, baseline=math.log(self._vocabulary) if self._vocabulary else None),)
 
     def loss(self, models: Models, batch: Batch) -> Terms:
         """The terms of each pack: sums over its target tokens, and the experts' auxiliary loss."""

@@ -32,7 +32,7 @@ from mmspeed.data.sampling.batch_sizes import (
     make_stages,
     sample_costs,
 )
-from mmspeed.device import parse_dtype
+from mmspeed.device import parse_dtype, without_waiting
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 from mmspeed.loop.checkpoint.state import whole_tensors
@@ -86,6 +86,8 @@ from mmspeed.protocols.model import HasHeads
 from mmspeed.shapes import Bucket, Strides, as_bucket
 
 log = get_logger("train")
+
+ZERO_LOSS = 2.0  # of a prediction of zeros for noise minus data of variance 1; of other targets it is about half
 
 # (section, latent channels, text width, device)
 BuildModel = Callable[[ModelConfig | PublishedModelConfig, int, int, str], nn.Module]
@@ -247,7 +249,7 @@ class VideoTask:
     def updates(self) -> Sequence[Update]:
         """The single update, of the model by the objective's loss; or one of each expert, at the steps that are drawn for it."""
         if self.experts is None:
-            return (Update(self.loss),)
+            return (Update(self.loss, baseline=ZERO_LOSS),)
         return tuple(
             Update(
                 partial(self._loss_of_expert, role, expert),
@@ -255,6 +257,7 @@ class VideoTask:
                 expert,
                 when=partial(self._is_drawn, expert),
                 rests=True,
+                baseline=ZERO_LOSS,
             )
             for expert, role in self.experts.roles.items()
         )
@@ -284,7 +287,7 @@ class VideoTask:
         conditions = conditions_of(batch, None if self._inputs is None else self._inputs.strides)
         if conditions.conditioning_mask is not None and self.predictor.conditioning.how == "replace":
             x_BCThw = held(x_BCThw, latents_BCThw, conditions.conditioning_mask)
-        prediction_BCThw = self.predictor.predict(model, x_BCThw, t_B.to(device), conditions)
+        prediction_BCThw = self.predictor.predict(model, x_BCThw, without_waiting(t_B, device), conditions)
         mask_BT = counted_frames(batch, self.predictor.conditioning.how)
         mask = () if mask_BT is None else (mask_BT,)
         loss_B = objective.sample_loss(prediction_BCThw, target_BCThw, t_B, *mask)

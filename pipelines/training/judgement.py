@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from mmspeed import comm
 from mmspeed.config import RunConfig
 from mmspeed.errors import UserError, first_names
@@ -89,9 +91,21 @@ class StepJudge:
             )
         run.spikes.take(run.step, data, result)
         run.manager.sound = run.spikes.watch.sound(run.step)
-        if not result.finite:
-            self._non_finite(run, result, telemetry)
-        run.spikes.judge(run.step, result)
+        try:
+            if not result.finite:
+                self._non_finite(run, result, telemetry)
+            run.spikes.judge(run.step, result)
+        except (UserError, RollBackError):
+            if (before := self._before(run)) is not None:
+                run.manager.keep(before)
+            raise
+
+    @staticmethod
+    def _before(run: Run) -> Path | None:
+        """The newest checkpoint that is known to be from before the spike under way, else the one that its first step came after."""
+        watch = run.spikes.watch
+        sound = run.manager.newest_until(watch.sound(run.step) or 0)
+        return run.manager.newest_until(watch.first - 1) if sound is None and watch.first is not None else sound
 
     def _non_finite(self, run: Run, result: StepResult, telemetry: Telemetry) -> None:
         """Record a step that was left out. Raises UserError, or RollBackError, when there are more than train.skip_non_finite."""

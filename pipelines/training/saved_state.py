@@ -18,10 +18,11 @@ from mmspeed.loop.optimizers.kinds import RULE, no_longer_decayed
 from mmspeed.parallel import unwrap
 from mmspeed.pipelines.run.agreement import require_agreement
 from mmspeed.pipelines.run.assembly import base_files
-from mmspeed.pipelines.run.run_folder import RunFolder, trim_metrics
+from mmspeed.pipelines.run.run_folder import FACTS, RunFolder, trim_metrics
 from mmspeed.pipelines.run.telemetry import Telemetry
 from mmspeed.pipelines.training.opening import rate_line
 from mmspeed.pipelines.training.run_state import Run
+from mmspeed.redaction import redacted_tree
 
 log = get_logger("train")
 
@@ -46,6 +47,7 @@ class SavedStates:
 
     def __init__(self, config: RunConfig, folder: RunFolder) -> None:
         self.config, self.folder = config, folder
+        self.facts: dict[str, Any] = {}  # of the run, for run.json and each checkpoint
 
     def manager(self) -> CheckpointManager:
         """The manager of the run's checkpoints, as the config says."""
@@ -92,12 +94,12 @@ class SavedStates:
         if line is not None and where.rank == 0:
             log.warning(line)
         bases = self._bases(run)
+        parameters = sum(p.numel() for p in parts.model.parameters())
+        info = {**run.task.info(), "parameters": parameters, "data": run.data.fingerprint}
+        info["versions"] = {"generator": rng.VERSION}
+        self.facts = info | bases | ({"base": files} if files else {})
         if where.rank == 0 and run.step < config.train.steps:
-            parameters = sum(p.numel() for p in parts.model.parameters())
-            info = {**run.task.info(), "parameters": parameters, "data": run.data.fingerprint}
-            info["versions"] = {"generator": rng.VERSION}
-            info |= bases | ({"base": files} if files else {})
-            self.folder.write_start(config, info, run.task.files())
+            self.folder.write_start(config, self.facts, run.task.files())
             trim_metrics(self.folder.metrics, run.step)
         comm.barrier()
 
@@ -197,6 +199,7 @@ class SavedStates:
             "divergence": run.spikes.watch.state(),
             "world": run.place.world,
             "versions": {"generator": rng.VERSION},
+            FACTS: redacted_tree(self.facts),
             "decay": RULE,
         }
         run.parts.wake()

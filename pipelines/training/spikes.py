@@ -36,7 +36,8 @@ class SpikeGuard:
             raise UserError(
                 f"train.divergence.action: roll_back needs data that leave samples out, unlike {task.name}'s"
             )
-        self.rule, self.watch = rule, DivergenceWatch(rule)
+        baselines = {update.baseline for update in task.updates()}
+        self.rule, self.watch = rule, DivergenceWatch(rule, baselines.pop() if len(baselines) == 1 else None)
 
     @property
     def accept(self) -> Callable[[float, float], bool] | None:

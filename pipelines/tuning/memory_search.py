@@ -306,7 +306,7 @@ def read_choice(path: Path, setting: Mapping[str, Any], blocks: int) -> MemoryCh
             expected["added_share"],
             measured["step_seconds"],
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         reason = str(error).splitlines()[0]
         log.warning(
             f"memory: {path} is damaged ({type(error).__name__}: {reason}): the ways are measured and chosen again"

@@ -33,6 +33,7 @@ from typing import Any, BinaryIO
 import av.logging
 import numpy as np
 
+from mmspeed.guards import end_with_parent
 from mmspeed.media.decode import Cut, stream
 from mmspeed.media.other_decoders import OtherDecoder, examine, why_unusable
 from mmspeed.media.pixel_rules import PixelRules
@@ -65,6 +66,7 @@ def main() -> None:
     """Serve requests until standard input ends."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # output of libraries must not mix with the messages
+    end_with_parent()
     _limit_memory()
     allow_large_pictures()
     av.logging.set_level(av.logging.PANIC)

@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,13 +37,15 @@ from mmspeed.data.cache.document_blocks import (
     write_text_info,
 )
 from mmspeed.data.cache.keys import entry_key
-from mmspeed.data.cache.made_from import MadeFrom
+from mmspeed.data.cache.made_from import MadeFrom, SourceChanges, read_made_from
 from mmspeed.data.cache.tables import read_info, write_rejects
+from mmspeed.data.cache.tensor_views import tensors_of
 from mmspeed.data.cache.text_cache import BlockStore
 from mmspeed.data.cache.tokenizer_file import TokenizerFacts, recorded_section, tokenizer_problems
 from mmspeed.data.cache.writer import CacheWriter
 from mmspeed.errors import UserError
 from mmspeed.log import format_seconds, progress
+from mmspeed.preprocess.build.coordination import locked
 from mmspeed.preprocess.texts.encode import Encoder, Rule, Worker, content_of
 from mmspeed.preprocess.texts.made_from import texts_now
 from mmspeed.preprocess.texts.sources import TextRow, rows_of
@@ -58,7 +61,8 @@ _HEAVY = ("ids", "trained")  # of a block's payload: not needed for the table
 class TextReport:
     """The outcome of a build: counts of documents, ids, blocks, and rejected rows by reason.
 
-    `spelled` counts documents that spell a special token, which is text in them; `spelling` is one of them.
+    `spelled` counts documents that spell a special token, which is text in them; `spelling` is one of them. `changes`: of the sources since
+    the build before.
     """
 
     root: Path
@@ -72,6 +76,7 @@ class TextReport:
     examples: dict[str, str] = field(default_factory=dict)
     spelled: int = 0
     spelling: str = ""
+    changes: SourceChanges = field(default_factory=SourceChanges)
     seconds: float = 0.0
 
     def lines(self) -> list[str]:
@@ -80,6 +85,8 @@ class TextReport:
             f"{self.root}: {self.documents:,} documents, {self.tokens:,} tokens; {self.held_out:,} documents are held out",
             f"blocks: {self.blocks}, of which {self.reused} were there; {format_seconds(self.seconds)}",
         ]
+        if self.changes:
+            lines.append(f"the sources have changed since the build before: {self.changes}")
         if self.spelled:
             lines.append(
                 f"special tokens that are spelled are text: in {self.spelled:,} documents, such as {self.spelling}"
@@ -115,11 +122,16 @@ class TextCacheBuilder:
     def run(self, processes: int | None = None, tokenizer: Path | None = None) -> TextReport:
         """Build the cache with so many processes (None: `texts.processes`).
 
-        `tokenizer`: a folder of the one that a new cache takes where it would train one. Raises UserError for sources without texts, a full disk, or a killed worker.
+        `tokenizer`: a folder of the one that a new cache takes where it would train one. Waits for another build of the cache. Raises UserError
+        for sources without texts, a full disk, or a killed worker.
         """
-        began, report = time.perf_counter(), TextReport(self.root)
-        processes = self._texts.processes if processes is None else processes
-        record = texts_now(self._texts)
+        with locked(self.root / ".build.lock", f"waiting for another build of {self.root}"):
+            return self._run(self._texts.processes if processes is None else processes, tokenizer)
+
+    def _run(self, processes: int, tokenizer: Path | None) -> TextReport:
+        began, report, record = time.perf_counter(), TextReport(self.root), texts_now(self._texts)
+        with suppress(UserError):  # a cache without a record is not compared
+            report.changes = record.changes_since(read_made_from(self.root))
         facts = self._tokenizer(tokenizer)
         recipes = [self._recipe(facts, source) for source in self._texts.sources]
         blocks: list[tuple[str, int, dict[str, Tensor]]] = []
@@ -144,7 +156,7 @@ class TextCacheBuilder:
 
     def _stored(self, store: BlockStore, key: str) -> dict[str, Tensor]:
         try:
-            return store.tensors(key, verify=True)
+            return tensors_of(store.again(key))
         except (ValueError, OSError) as error:
             raise UserError(
                 f"cache {self.root} is damaged at block {key} ({error}); run `mmspeed cache verify --repair` first"

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from mmspeed.data.cache.tokenizer_file import SpecialTokens
 from mmspeed.errors import UserError
+from mmspeed.guards import template_limit
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PRIVATE = re.compile("[\U00100000-\U0010ffff]")
@@ -173,17 +174,20 @@ class ChatTemplate:
         return self._write(turn, add_generation_prompt=True)[0].removeprefix(self._write(turn)[0])
 
     def _write(self, messages: Sequence[Any], **options: Any) -> tuple[str, Spans]:
-        """The text that the template writes, and its own marks of generation."""
+        """The text that the template writes, and its own marks of generation. Raises ChatError, and UserError for a template without end."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            written: Any = render_jinja_template(
-                [list(messages)],
-                chat_template=self._template,
-                return_assistant_tokens_mask=self.marked,
-                **options,
-                **self._variables,
-            )
+            with template_limit():
+                written: Any = render_jinja_template(
+                    [list(messages)],
+                    chat_template=self._template,
+                    return_assistant_tokens_mask=self.marked,
+                    **options,
+                    **self._variables,
+                )
+        except UserError:
+            raise
         except Exception as error:  # templates raise their own errors
             raise ChatError(
                 f"the template refuses it: {str(error).splitlines()[0][:200] if str(error) else error!r}"

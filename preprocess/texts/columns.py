@@ -36,9 +36,10 @@ class Columns:
         """The columns that a row must have."""
         return [columns[0] for role, columns in self.turns if role != "system"]
 
-    def among(self, names: Collection[str]) -> list[str]:
-        """Those of a table's columns that are read."""
-        return [name for _, columns in self.turns for name in columns if name in names]
+    @property
+    def names(self) -> list[str]:
+        """All columns, of which a table is read."""
+        return [name for _, columns in self.turns for name in columns]
 
     def value(self, row: Mapping[str, Any]) -> Any:
         """The document of a row. Raises ValueError for a turn that is no text."""

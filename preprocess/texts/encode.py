@@ -14,6 +14,7 @@ from mmspeed.data.cache.document_blocks import Document
 from mmspeed.data.cache.keys import canonical_json, digest
 from mmspeed.data.cache.tables import read_info
 from mmspeed.data.cache.tokenizer_file import FOLDER, MAIN, TextTokenizer, TokenizerFacts
+from mmspeed.guards import end_with_parent
 from mmspeed.preprocess.texts.chat import ChatError, ChatTemplate
 
 
@@ -116,6 +117,7 @@ class Worker:
     @classmethod
     def begin(cls, root: str) -> None:
         """Load the tokenizer once; the package `tokenizers` would start a thread for each core."""
+        end_with_parent()
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         cls.encoder = Encoder(Path(root))
 

@@ -14,6 +14,7 @@ import json
 import os
 import tarfile
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,6 @@ from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from mmspeed.config.places import is_url
 from mmspeed.config.texts import TextsConfig, TextSourceConfig
@@ -31,9 +31,11 @@ from mmspeed.preprocess.sources.folders import no_file
 from mmspeed.preprocess.sources.listing import unknown_ending
 from mmspeed.preprocess.sources.walk import walk
 from mmspeed.preprocess.texts.columns import ColumnChoice, Columns
+from mmspeed.preprocess.texts.parquet_texts import ParquetDocuments
 
-_PIECE = 1 << 20
+_PIECE, _BLOCK = 1 << 20, 1 << 16  # bytes of a read, and of one of zstd, which gives blocks of twice as many
 _PACKED = (".gz", ".zst")
+_CUTS = (OSError, EOFError, zlib.error)  # of compressed files that are cut or damaged
 _RATIO, _FREE = 200, 1 << 26  # a file that decompresses to more than 200 times its size, and 64 MiB, is no text
 _MAGIC = b"MMIDIDX\x00\x00"
 _ID_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # of Megatron's index
@@ -122,7 +124,7 @@ def rows_of(texts: TextsConfig, source: TextSourceConfig) -> Iterator[TextRow]:
             yield from _READERS[_kind(path)](path, source, column, limit)
         except TooLargeError:
             yield TextRow(str(path), reason="too_large", detail=f"it decompresses to more than {_RATIO} times its size")
-        except (OSError, EOFError, tarfile.TarError, pa.ArrowException, ValueError) as error:
+        except (*_CUTS, tarfile.TarError, pa.ArrowException, ValueError) as error:
             yield TextRow(str(path), reason="broken_line", detail=f"the file cannot be read further: {_line(error)}")
     yield from left_out
 
@@ -137,23 +139,23 @@ def _kind(path: Path) -> str:
 
 
 class _Unpacked(io.RawIOBase):
-    """A file's bytes, decompressed. Raises TooLargeError for more bytes than any text would give."""
+    """A file's bytes, decompressed; those before a cut are read before it raises. Raises TooLargeError for more than any text would give."""
 
     def __init__(self, path: Path) -> None:
         self._most = max(_FREE, _RATIO * path.stat().st_size)
         self._count = 0
-        if path.suffix.lower() == ".gz":
-            self._file: Any = gzip.open(path, "rb")
-        elif path.suffix.lower() == ".zst":
-            self._file = pa.CompressedInputStream(pa.OSFile(str(path)), "zstd")
+        if path.suffix.lower() == ".zst":
+            self._file: Any = pa.CompressedInputStream(pa.OSFile(str(path)), "zstd")
+            self._read: Callable[[int], bytes] = lambda size: self._file.read(min(size, _BLOCK))
         else:
-            self._file = open(path, "rb")  # noqa: SIM115 (closed by `close`)
+            self._file = gzip.open(path, "rb") if path.suffix.lower() == ".gz" else open(path, "rb")
+            self._read = self._file.read1  # `read` loses what it has when the file is cut
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        data = self._file.read(min(len(buffer), _PIECE))
+        data = self._read(min(len(buffer), _PIECE))
         self._count += len(data)
         if self._count > self._most:
             raise TooLargeError
@@ -193,30 +195,28 @@ def _json(path: Path, source: TextSourceConfig, column: ColumnChoice, limit: int
     """The rows of an array, of a mapping that is the whole file, or of JSON lines."""
     with _open(path) as file:
         if file.peek(1).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-            yield from _array(path, codecs.getreader("utf-8-sig")(file), source, column, limit)
+            yield from _array(path, file, source, column, limit)
             return
-        data = file.read(limit + 1)
-    try:
-        tree = json.loads(data.decode("utf-8-sig")) if len(data) <= limit else None
-    except (ValueError, RecursionError):
-        tree = None
-    yield from (
-        _json_lines(path, source, column, limit) if tree is None else [_of_tree(str(path), tree, source, column)]
-    )
+        try:
+            data = file.read(limit + 1)
+            tree = json.loads(data.decode("utf-8-sig")) if len(data) <= limit else None
+        except (*_CUTS, ValueError, RecursionError):
+            tree = None
+    yield from _json_lines(path, source, column, limit) if tree is None else [_of_tree(str(path), tree, source, column)]
 
 
 def _array(
-    path: Path, file: codecs.StreamReader, source: TextSourceConfig, column: ColumnChoice, limit: int
+    path: Path, file: io.BufferedReader, source: TextSourceConfig, column: ColumnChoice, limit: int
 ) -> Iterator[TextRow]:
     """The rows of an array, of which little more than one is held."""
-    decode, signs = json.JSONDecoder().raw_decode, file.read(_PIECE).lstrip()
-    at, number = 1, 1
+    decode, decoder = json.JSONDecoder().raw_decode, codecs.getincrementaldecoder("utf-8-sig")()
+    signs, at, number = _more(file, decoder, 1).lstrip(), 1, 1
     while True:
         place = f"{path}:{number}"
         while at < len(signs) and signs[at] in " \t\r\n,":
             at += 1
         if signs.startswith("]", at):
-            if (signs[at + 1 :] + file.read(_PIECE)).strip():
+            if (signs[at + 1 :] + _more(file, decoder, _PIECE)).strip():
                 raise ValueError("something follows the array")
             return
         try:
@@ -227,13 +227,25 @@ def _array(
             if len(signs) - at > limit:
                 yield TextRow(place, reason="too_large", detail="the rest of the array is not read")
                 return
-            more = file.read(max(_PIECE, len(signs) - at))
+            more = _more(file, decoder, max(_PIECE, len(signs) - at))
             if not more:
                 raise ValueError(f"element {number}: {_line(error)}") from None
             signs, at = signs[at:] + more, 0
             continue
         yield TextRow(place, reason="too_large") if end - at > limit else _of_tree(place, tree, source, column)
         at, number = end, number + 1
+
+
+def _more(file: io.BufferedReader, decoder: codecs.IncrementalDecoder, size: int) -> str:
+    """So many further characters of a file or more, fewer at its end or before a cut. Raises what cuts it where there are none."""
+    signs = ""
+    try:
+        while len(signs) < size and (data := file.read1(_PIECE)):
+            signs += decoder.decode(data)
+    except _CUTS:
+        if not signs:
+            raise
+    return signs
 
 
 def _of_json(place: str, data: bytes, source: TextSourceConfig, column: ColumnChoice) -> TextRow:
@@ -333,40 +345,34 @@ def _of_cells(place: str, cells: dict[str, Any], source: TextSourceConfig, colum
 
 
 def _parquet(path: Path, source: TextSourceConfig, column: ColumnChoice, limit: int) -> Iterator[TextRow]:
-    with _whole(path) as stream, pq.ParquetFile(stream) as file:
-        own = column.of(file.schema_arrow.names)
-        if own is None:
-            names = ", ".join(file.schema_arrow.names)[:200]
-            yield TextRow(str(path), reason="missing_column", detail=f"its columns are {names}")
-            return
-        number, read = 0, own.among(file.schema_arrow.names)
-        for batch in file.iter_batches(batch_size=256, columns=read):
-            for cells in zip(*(_as_bytes(batch.column(name)) for name in read), strict=True):
-                number += 1
+    with ParquetDocuments(path, [(one.needed, one.names) for one in column.choices], limit) as file:
+        own = column.of(file.names)
+        if own is not None:
+            for number, (value, large) in enumerate(file.rows(), 1):
                 place = f"{path}:{number}"
-                if any(text and cell is not None and len(cell) > limit for cell, text in cells):
-                    yield TextRow(place, reason="too_large")
-                    continue
-                try:
-                    row = {
-                        name: cell.decode() if text and cell is not None else cell
-                        for name, (cell, text) in zip(read, cells, strict=True)
-                    }
-                except UnicodeDecodeError as error:
-                    yield TextRow(place, reason="not_utf8", detail=str(error.reason))
-                    continue
-                yield _of_row(place, row, source, own)
+                yield TextRow(place, reason="too_large") if large else _of_scalar(place, value, file, source, own)
+        elif not file.problem:
+            names = ", ".join(file.names)[:200]
+            yield TextRow(str(path), reason="missing_column", detail=f"its columns are {names}")
+        if file.problem:
+            raise TooLargeError if file.problem == TooLargeError.__name__ else ValueError(file.problem)
 
 
-def _as_bytes(values: pa.Array) -> Iterator[tuple[Any, bool]]:
-    """Yield the plain values of a column; those of texts as bytes, which may be no UTF-8, with True."""
-    text = pa.types.is_string(values.type) or pa.types.is_large_string(values.type)
-    for value in values.cast(pa.large_binary()) if text else values:
-        yield value.as_py(), text
+def _of_scalar(place: str, value: Any, file: ParquetDocuments, source: TextSourceConfig, columns: Columns) -> TextRow:
+    """A row of a scalar of Arrow; of a text its bytes, of several columns a struct."""
+    try:
+        plain = value.as_py()
+        plain = plain.decode() if file.text and plain is not None else plain
+    except UnicodeDecodeError as error:
+        return TextRow(place, reason="not_utf8", detail=str(error.reason))
+    except (ArithmeticError, LookupError, ValueError) as error:  # a time that Python has no value for
+        return TextRow(place, reason="broken_line", detail=_line(error))
+    row = plain if len(file.columns) > 1 else {file.columns[0]: plain}
+    return _of_row(place, row, source, columns)
 
 
-def _whole(path: Path) -> Any:
-    """A file that can be read at any place; a compressed one in memory."""
+def whole_file(path: Path) -> Any:
+    """A file that can be read at any place; a compressed one in memory. Raises TooLargeError."""
     if path.suffix.lower() not in _PACKED:
         return pa.memory_map(str(path))
     with _open(path) as file:
@@ -413,14 +419,14 @@ def _of_bytes(place: str, data: bytes, source: TextSourceConfig) -> TextRow:
 
 
 def _tar(path: Path, source: TextSourceConfig, column: ColumnChoice, limit: int) -> Iterator[TextRow]:
-    with _open(path) as file, tarfile.open(fileobj=file, mode="r|") as tar:
+    with _Unpacked(path) as file, tarfile.open(fileobj=file, mode="r|") as tar:
         for member in tar:
             ending = member.name.rpartition(".")[2].lower()
             if not member.isfile() or ending not in ("txt", "json"):
                 continue
             place = f"{path}:{member.name}"
-            if member.size > limit:
-                yield TextRow(place, reason="too_large")
+            if member.size > limit or member.issparse():
+                yield TextRow(place, reason="too_large", detail="a sparse file" if member.issparse() else "")
                 continue
             content = tar.extractfile(member)
             data = b"" if content is None else content.read()

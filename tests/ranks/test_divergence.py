@@ -125,7 +125,14 @@ def test_a_spike_stops_the_run_and_spares_the_checkpoints_before_it(tmp_path: Pa
     assert len(str(caught.value).splitlines()) == 1
     assert steps_in(tmp_path / "runs" / "small" / "checkpoints") == [4, 5]  # 5 has no calm step after it
     train(tmp_path, *overrides, RULE.format("none"))
-    assert steps_in(tmp_path / "runs" / "small" / "checkpoints") == [5, 8]  # 5 is where it went on
+    # 5 is where it went on, and 4, from before the spike, is never replaced
+    assert steps_in(tmp_path / "runs" / "small" / "checkpoints") == [4, 5, 8]
+
+
+def test_a_run_that_diverges_in_its_first_steps_ends(tmp_path: Path) -> None:
+    cache_with(tmp_path, {})
+    with pytest.raises(UserError, match=r"^steps [2-9] to \d+: loss .* the limits are \d+\.\d+ and inf"):
+        train(tmp_path, "train.steps=30", "train.lr=9", "train.divergence.action=stop")
 
 
 def test_the_update_of_a_step_above_the_limit_is_not_applied(tmp_path: Path, order: list[list[str]]) -> None:

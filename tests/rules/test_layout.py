@@ -47,7 +47,7 @@ def test_floors_can_break(tmp_path: Path) -> None:
         (package / module / "__init__.py").touch()
     files = (
         "__init__ __main__ initialize rng log shapes axes mesh rendezvous mixin replay graphs device torch_internals redaction "
-        "pages errors version"
+        "pages guards errors version"
     )
     for module in files.split():
         (package / f"{module}.py").touch()

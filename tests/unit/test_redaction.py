@@ -31,6 +31,7 @@ def test_no_secret_of_an_address_is_left(secret: str) -> None:
     forms = [
         f"https://{secret}@host.org/a.mp4",
         f"s3://key:{secret}@bucket/x",
+        f"from s3://key:{secret}/b+{secret}@{secret}@bucket/x, https://{secret}@{secret}@host/a",
         f"cannot read 'https://host/a.mp4?part=1&{{}}={secret}&more=2' now",
         f"Authorization: Bearer {secret}",
         f"pipe:curl -H 'Authorization: {secret}' https://host/x.tar",
@@ -44,6 +45,7 @@ def test_no_secret_of_an_address_is_left(secret: str) -> None:
     "text",
     [
         "https://host.org/a@b/c.mp4?frames=16&name=cat",
+        "https://host.org:80/a.mp4, 'http://host:80/b', me@host.org",
         "hf://datasets/user/set@main/train.tar",
         "runs/my-run: step 12, loss 0.5 (a@b.org)",
         "s3://bucket/my-set/index/{000..009}.tar",
@@ -96,7 +98,7 @@ def test_a_run_folder_shows_secrets_to_nobody(tmp_path: Path) -> None:
     RunFolder(plain.run_dir).write_start(plain, {"data": {"place": "https://u:pw123456@host/x"}}, {})
     assert json.loads((plain.run_dir / "run.json").read_text()) == {"data": {"place": "https://***@host/x"}}
     assert stat.S_IMODE((plain.run_dir / "config.yaml").stat().st_mode) & 0o600 == 0o600
-    secret = plain.model_copy(update={"name": "https://u:pw123456@host"})
+    secret = plain.model_copy(update={"name": "s3://u:pw/12@3456@bucket"})
     RunFolder(tmp_path / "other").write_start(secret, {}, {})
     assert stat.S_IMODE((tmp_path / "other" / "config.yaml").stat().st_mode) == 0o600
     assert redacted_tree(["a", {"b": ("https://u:p@h", 1)}]) == ["a", {"b": ["https://***@h", 1]}]

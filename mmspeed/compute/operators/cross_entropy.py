@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 
 from mmspeed.compute.autocast import autocast_alike
+from mmspeed.compute.cuda_mixed import add_product_, exp_rounded
 
 from .base import Implementation, Operator
 
 IGNORED = -100  # the target of a token that counts nothing, as in torch and transformers
-CHUNKS = 16  # of which one's logits are in memory
-MOST_LOGITS = 1 << 26  # numbers of a chunk
+CHUNKS = 4  # at least, of which one's logits are in memory
+MOST_LOGITS = (
+    1 << 28
+)  # numbers of a chunk, of 6 bytes in half types: each chunk reads the weight thrice and its gradient's sum once
 
 
 def rows_of_chunk(tokens: int, vocabulary: int) -> int:
@@ -57,36 +60,63 @@ class _ChunkedSums(torch.autograd.Function):
     def forward(ctx: Any, x_TE: Tensor, weight_VE: Tensor, place_T: Tensor) -> tuple[Tensor, Tensor]:
         rows = rows_of_chunk(len(x_TE), len(weight_VE))
         chunks = zip(x_TE.split(rows), place_T.split(rows), strict=True)
-        sums = [eager_linear_log_sums(x_CE, weight_VE, place_C) for x_CE, place_C in chunks]
+        sums = [_log_sums(x_CE @ weight_VE.mT, place_C) for x_CE, place_C in chunks]
         lse_T, picked_T = (torch.cat(each) for each in zip(*sums, strict=True))
         ctx.save_for_backward(x_TE, weight_VE, place_T, lse_T)
         return lse_T, picked_T
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        """A logit's gradient is exp(logit - lse) times the log-sum-exp's gradient, and the picked one's added.
+
+        In half types the factor goes into the exponent, which one pass then rounds, and its sign to the tokens.
+        """
         x_TE, weight_VE, place_T, lse_T = ctx.saved_tensors
         need_x, need_weight = ctx.needs_input_grad[:2]
-        here_T = (place_T >= 0) & (place_T < len(weight_VE))
-        lse_grad_T, picked_grad_T = grads[0], torch.where(here_T, grads[1], 0.0)
         dtype, rows = lse_T.dtype, rows_of_chunk(len(x_TE), len(weight_VE))
+        half = x_TE.dtype != dtype
+        here_T, lse_grad_T = (place_T >= 0) & (place_T < len(weight_VE)), grads[0]
+        picked_grad_T = torch.where(here_T, grads[1], 0.0)
+        sign_T1 = torch.where(lse_grad_T < 0, -1.0, 1.0).to(x_TE.dtype)[:, None]
+        level_T1 = (lse_T - lse_grad_T.abs().log())[:, None] if half else lse_T[:, None]
         grad_x = torch.empty_like(x_TE) if need_x else None
         grad_weight = torch.zeros(weight_VE.shape, dtype=dtype, device=x_TE.device) if need_weight else None
         for start in range(0, len(x_TE), rows):
             part = slice(start, start + rows)
-            x_CE = x_TE[part]
-            logits_CV = (x_CE @ weight_VE.mT).to(dtype)
-            grad_CV = logits_CV.sub_(lse_T[part, None]).exp_().mul_(lse_grad_T[part, None])
-            grad_CV.scatter_add_(1, torch.where(here_T[part], place_T[part], 0)[:, None], picked_grad_T[part, None])
-            narrow_CV = grad_CV.to(x_TE.dtype)
+            x_CE, place_C1 = x_TE[part], torch.where(here_T[part], place_T[part], 0)[:, None]
+            logits_CV = x_CE @ weight_VE.mT
+            picked_C1 = (
+                (logits_CV.gather(1, place_C1).to(dtype) - lse_T[part, None]).exp_().mul_(lse_grad_T[part, None])
+            )
+            picked_C1 += picked_grad_T[part, None]
+            if half:
+                grad_CV = exp_rounded(logits_CV - level_T1[part], x_TE.dtype)
+                x_CE, picked_C1 = x_CE * sign_T1[part], picked_C1 * sign_T1[part]
+            else:
+                grad_CV = logits_CV.sub_(level_T1[part]).exp_().mul_(lse_grad_T[part, None])
+            del logits_CV
+            grad_CV.scatter_(1, place_C1, picked_C1.to(x_TE.dtype))
             if grad_x is not None:
-                grad_x[part] = narrow_CV @ weight_VE
+                grad_x[part] = grad_CV @ weight_VE
             if grad_weight is not None:
-                grad_weight += narrow_CV.mT @ x_CE
+                add_product_(grad_weight, grad_CV.mT, x_CE)
+        if half and grad_x is not None:
+            grad_x *= sign_T1
         return grad_x, None if grad_weight is None else grad_weight.to(weight_VE.dtype), None
 
 
+def _log_sums(logits_CV: Tensor, place_C: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums of `eager_linear_log_sums` of logits, which one kernel reads in their own number type."""
+    wide = torch.promote_types(logits_CV.dtype, torch.float32)
+    here_C = (place_C >= 0) & (place_C < logits_CV.shape[-1])
+    place_C1 = torch.where(here_C, place_C, 0)[:, None]
+    logit_C = logits_CV.gather(-1, place_C1)[:, 0].to(wide)
+    lse_C = logit_C - logits_CV.log_softmax(-1, dtype=wide).gather(-1, place_C1)[:, 0]
+    return lse_C, torch.where(here_C, logit_C, 0.0)
+
+
 def chunked_linear_cross_entropy(x_TE: Tensor, weight_VE: Tensor, target_T: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in chunks of tokens: at most a sixteenth of the logits is in memory, in forward and in backward."""
+    """The same in chunks of tokens: at most a quarter of the logits is in memory, in forward and in backward."""
     return losses_of(*chunked_linear_log_sums(x_TE, weight_VE, target_T), target_T)
 
 

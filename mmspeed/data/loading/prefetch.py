@@ -19,15 +19,16 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from mmspeed.device import Device
 from mmspeed.errors import UserError
+from mmspeed.guards import end_with_parent
 from mmspeed.protocols import Batch
 from mmspeed.torch_internals import end_loader, loader_processes
 
@@ -203,6 +204,9 @@ def _begin(number: int) -> None:
     """Initialise a worker process."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     threading.Thread(target=_end_with_parent, name="mmspeed-parent", daemon=True).start()
+    # The fork server started this process; it ends with the one that reads, even if this one is stopped, where nobody else holds its pipe.
+    os.close(cast(Any, forkserver)._forkserver._forkserver_alive_fd)
+    end_with_parent()
 
 
 def _end_with_parent() -> None:

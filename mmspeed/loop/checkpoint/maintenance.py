@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from mmspeed.errors import UserError
 
 from .load import best, latest, open_checkpoint, recorded
+from .retention import KEPT
 from .storage import META, DamageError, check_header, read_chunk, step_name
 
 
@@ -19,7 +20,7 @@ from .storage import META, DamageError, check_header, read_chunk, step_name
 class CheckpointEntry:
     """A checkpoint in a folder: `bytes` of all its files, `written` in seconds since 1970, its validation `loss` if it has one.
 
-    `marks`: `latest`, `best`, `damaged` (moved aside by a run).
+    `marks`: `latest`, `best`, `before a spike` (kept by the run), `damaged` (moved aside by it).
     """
 
     name: str
@@ -45,6 +46,7 @@ def entries(folder: Path) -> list[CheckpointEntry]:
     for entry in recorded(folder):
         path = folder / step_name(entry["step"])
         marks = [mark for mark, one in (("latest", newest), ("best", lowest)) if one == path]
+        marks += ["before a spike"] if KEPT in entry else []
         listed.append(_entry(path, entry["step"], entry["loss"], marks))
     return listed + [_entry(path, None, None, ["damaged"]) for path in set_aside(folder)]
 

@@ -53,7 +53,7 @@ from .load import (
     recorded,
 )
 from .local import LocalCopies
-from .retention import Retention
+from .retention import KEPT, Retention
 from .staging import SaveStall, StagedState, Staging
 from .state import declared_state, states_to_save, weights_to_save
 from .storage import (
@@ -343,6 +343,17 @@ class CheckpointManager:
         steps = [entry["step"] for entry in recorded(self.folder) if entry["step"] <= step] if self._lead else []
         newest = broadcast_object(max(steps, default=None), group=self.group)
         return None if newest is None else self.folder / step_name(newest)
+
+    def keep(self, checkpoint: Path) -> None:
+        """Mark a checkpoint in the record as one that no later one replaces: that from before a spike. A collective call."""
+        self.wait()
+        if self._lead:
+            with self._lock:
+                entries = recorded(self.folder)
+                marked = [
+                    entry | ({KEPT: True} if checkpoint.name == step_name(entry["step"]) else {}) for entry in entries
+                ]
+                _write_record(self.folder, marked, self._run)
 
     def remove_after(self, step: int) -> None:
         """Remove the checkpoints after `step` steps, to which the run has returned. A collective call."""

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+KEPT = "before_spike"  # in the entry of a checkpoint that the spike after it makes worth keeping
+
 
 @dataclass(frozen=True)
 class Retention:
-    """A rule of what is kept: the newest `last`, the `best` by validation loss, and milestones by step and by time.
+    """A rule of what is kept: the newest `last`, the `best` by validation loss, milestones by step and by time, and what is marked `KEPT`.
 
     `every`: all whose step is a multiple of it. `hours`: the first one of each such period, counted from 1970, so that a restart does
     not move the periods.
@@ -23,13 +25,13 @@ class Retention:
     def kept(
         self, entries: Sequence[Mapping[str, Any]], times: Mapping[int, float], sound: int | None = None
     ) -> set[int]:
-        """The steps to keep of `entries` (`{"step", "loss"}`, in the order they were written).
+        """The steps to keep of `entries` (`{"step", "loss"}`, with `KEPT` where it is marked, in the order they were written).
 
         `times`: seconds since 1970 at which the checkpoint of each step was written. `sound`: the newest checkpoint of at most this step
         is kept, too, while the rule for spikes is watching.
         """
         steps: list[int] = [entry["step"] for entry in entries]
-        kept = set(steps[-self.last :])
+        kept = {*steps[-self.last :], *(entry["step"] for entry in entries if KEPT in entry)}
         scored = [entry for entry in entries if entry["loss"] is not None]
         if self.best and scored:
             kept.add(min(scored, key=lambda entry: entry["loss"])["step"])

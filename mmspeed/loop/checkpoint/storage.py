@@ -194,16 +194,27 @@ def check_seal(folder: Path, index: dict[str, Any]) -> bool:
     """
     if not (folder / SEAL).exists() and "headers" not in index:
         return False
+    _compare_with_seal(folder, INDEX, META)
+    return True
+
+
+def sealed_meta(folder: Path) -> dict[str, Any]:
+    """The contents of `meta.json`, compared with the seal, of a checkpoint whose other files are not looked at. Raises DamageError."""
+    meta = read_meta(folder)
+    _compare_with_seal(folder, META)
+    return meta
+
+
+def _compare_with_seal(folder: Path, *names: str) -> None:
     seal = _read_sealed(folder / SEAL)
-    for name, key in ((INDEX, "index"), (META, "meta")):
-        if digest(_read_text(folder / name).encode()) != seal.get(key):
+    for name in names:
+        if digest(_read_text(folder / name).encode()) != seal.get(Path(name).stem):
             raise DamageError(f"is damaged: {name} is not the file that {SEAL} records")
     if step_of(folder) not in (None, seal.get("step")):
         raise DamageError(f"is damaged: it is the checkpoint of step {seal.get('step')} under another name")
     run = run_of(folder.parent)
     if run is not None and seal.get("run") != run:
         raise DamageError("is damaged: it belongs to another run than its folder")
-    return True
 
 
 def _read_sealed(path: Path) -> dict[str, Any]:

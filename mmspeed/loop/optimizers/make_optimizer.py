@@ -14,7 +14,7 @@ from torch.optim import Muon, Optimizer
 
 from mmspeed.config.memory import MemoryConfig, parse_bytes
 from mmspeed.config.training import TrainConfig
-from mmspeed.device import Device
+from mmspeed.device import Device, fuses_updates
 from mmspeed.errors import UserError
 from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from mmspeed.mesh import Mesh, by_mesh, layout_of
@@ -26,6 +26,7 @@ from .gradient_release import ReleasingOptimizer
 from .kinds import decays, kinds_of
 from .stacks import MuonOfStacks
 
+FULL = (torch.float32, torch.float64)
 AnyOptimizer = Optimizer | TieredOptimizer
 Groups = list[dict[str, Any]]
 
@@ -109,7 +110,8 @@ def _by_dtype(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 def make_adamw(groups: Groups, cfg: TrainConfig) -> Optimizer:
     """AdamW (Loshchilov and Hutter, 2019)."""
     for group in groups:
-        group["foreach"] = _by_lists(group["params"])
+        group["fused"] = all(fuses_updates(p.device.type) and p.dtype in FULL for p in group["params"])
+        group["foreach"] = not group["fused"] and _by_lists(group["params"])
     return AdamWOfParts(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps)
 
 
@@ -118,13 +120,14 @@ def _by_lists(parameters: list[nn.Parameter]) -> bool:
 
     On the CPU, where nothing is launched, it goes tensor by tensor, with the same numbers; those of half types would differ.
     """
-    full = (torch.float32, torch.float64)
-    return any(by_lists("adamw", p.device.type) or p.dtype not in full for p in parameters)
+    return any(by_lists("adamw", p.device.type) or p.dtype not in FULL for p in parameters)
 
 
 def by_lists(optimizer: str, device_kind: str) -> bool:
-    """True where an optimizer of float32 weights takes all tensors by one launch on a kind of device."""
-    return device_kind != "cpu" or optimizer == "adamw8bit"
+    """True where an optimizer of float32 weights takes all tensors by a launch for each operation on a kind of device."""
+    return optimizer == "adamw8bit" or (
+        device_kind != "cpu" and not (optimizer == "adamw" and fuses_updates(device_kind))
+    )
 
 
 def make_adamw8bit(groups: Groups, cfg: TrainConfig) -> Optimizer:

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmspeed import rng
 from mmspeed.compute import block_attention as blocks
@@ -128,6 +129,23 @@ def test_eager_queries_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_kernels, "EAGER_SCORES", 3 * 4 * 9 * 2)  # two queries at a time
     check_kernel("eager", torch.float64, True, "causal-grouped")
     check_kernel("eager", torch.float64, True, "plain")
+
+
+class SeenOutput(TorchDispatchMode):
+    """Keeps the output that the memory-efficient operator's backward is given."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "efficient_attention_backward" in str(func):
+            self.output = args[5]
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_memory_efficient_backward_gets_its_output_tokens_first() -> None:
+    """Its kernel for half types reads the output as (B, N, A, D) whatever the strides say: an H200 gave gradients that were not finite."""
+    q = torch.empty(2, 3, 5, 8, device="meta", dtype=torch.bfloat16)
+    with SeenOutput() as seen:
+        block_backward(q, q, q, q, q, q[..., 0].float(), backend="cuda_efficient")
+    assert seen.output.shape == q.shape and seen.output.transpose(1, 2).is_contiguous()
 
 
 def test_a_batch_beyond_the_grid_goes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -249,7 +249,9 @@ if __name__ == "__main__":
     cache = DatasetCache(Path(sys.argv[1]))
     steps = Loader(cache, BatchSampler(cache.samples, 2, seed=0), workers=2, prefetch=4).steps(0, 10**6)
     next(steps)
-    print(*[process.pid for process in multiprocessing.active_children()], flush=True)
+    pids = [process.pid for process in multiprocessing.active_children()]
+    print(*pids, flush=True)
+    os.kill(pids[0], signal.SIGSTOP)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 

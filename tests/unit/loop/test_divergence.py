@@ -14,16 +14,18 @@ from hypothesis import strategies as st
 from mmspeed.config.divergence import DivergenceConfig
 from mmspeed.errors import UserError
 from mmspeed.loop import divergence
-from mmspeed.loop.checkpoint.retention import Retention
+from mmspeed.loop.checkpoint.retention import KEPT, Retention
 from mmspeed.loop.divergence import DivergenceWatch, limit_of
 from tests.support.runs import small_config
 
 RULE = DivergenceConfig(action="stop", factor=5, steps=2, window=4)
 
 
-def watched(values: Sequence[float], rule: DivergenceConfig = RULE, norm: float = 1.0) -> DivergenceWatch:
+def watched(
+    values: Sequence[float], rule: DivergenceConfig = RULE, norm: float = 1.0, baseline: float | None = None
+) -> DivergenceWatch:
     """A watch after steps of these losses, from step 1."""
-    watch = DivergenceWatch(rule)
+    watch = DivergenceWatch(rule, baseline)
     for step, loss in enumerate(values, 1):
         watch.observe(step, loss, norm, [f"{step}.mp4"])
     return watch
@@ -52,6 +54,23 @@ def test_a_spike_is_so_many_steps_in_a_row_above_the_limit() -> None:
     assert list(spike.losses) == calm  # the limit stays
     passed = watched([*calm, 9.0, 1.0, 9.0])
     assert not passed.reached and passed.first == 7 and passed.samples == ["7.mp4"]
+
+
+@pytest.mark.parametrize(
+    ("values", "first"),
+    [
+        ([5.7, 1350, 4852], 2),
+        ([0.01, 9, 9, 8], None),  # a lucky first loss: none is worse than five times a model that knows nothing
+        ([300, 900, 1400, 1000], None),  # a bad start
+        ([2, 8, 30, 8, 99, 99], 5),  # the first losses are the first `steps`, however the later ones rise
+        ([2, 3, 1, 1, 8], 5),  # a full window has the rule of all later steps
+    ],
+)
+def test_before_the_window_is_full_first_losses_are_judged(values: list[float], first: int | None) -> None:
+    assert watched(values, baseline=2.0).first == first
+    early = watched([2.0], baseline=2.0)
+    assert not early.above(2.0, 1e9) and early.above(10.1, 1.0)  # norms rise while a rate warms up
+    assert watched([1.0] * 3, baseline=2.0).sound(3) == 1
 
 
 def test_the_gradient_norm_counts_like_the_loss() -> None:
@@ -85,10 +104,14 @@ def test_the_samples_of_a_long_spike_are_counted() -> None:
     assert watch.sample_count == 0
 
 
-@given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=30), st.integers(0, 30))
-def test_the_state_goes_on_from_any_step(values: list[float], at: int) -> None:
-    whole, part = watched(values), watched(values[:at])
-    resumed = DivergenceWatch(RULE)
+@given(
+    st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=30),
+    st.integers(0, 30),
+    st.sampled_from([None, 2.0]),
+)
+def test_the_state_goes_on_from_any_step(values: list[float], at: int, baseline: float | None) -> None:
+    whole, part = watched(values, baseline=baseline), watched(values[:at], baseline=baseline)
+    resumed = DivergenceWatch(RULE, baseline)
     resumed.resume(json.loads(json.dumps(part.state())))
     for step, loss in enumerate(values[at:], at + 1):
         resumed.observe(step, loss, 1.0, [f"{step}.mp4"])
@@ -108,6 +131,7 @@ def test_the_newest_sound_checkpoint_is_kept() -> None:
     assert Retention(1).kept(entries, times) == {8}
     assert Retention(1).kept(entries, times, sound=5) == {4, 8}
     assert Retention(1).kept(entries, times, sound=1) == {8}
+    assert Retention(1).kept([{**entries[0], KEPT: True}, *entries[1:]], times, sound=5) == {2, 4, 8}
 
 
 def test_a_rule_that_cannot_be_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from mmspeed import rng
 from mmspeed.compute.rope import grid_positions
 from mmspeed.compute.structured import Attend
-from mmspeed.models.sora.layers import AttentionType, SelfAttention
+from mmspeed.models.sora.layers import AttentionType, SelfAttention, position_turns
 from tests.unit.models.test_sora_dit import ARRANGEMENTS, SMALL, inputs, small
 
 
@@ -24,7 +24,8 @@ def test_self_attention_knows_relative_positions_only(span: AttentionType) -> No
     def attended(shift: tuple[int, int, int], stretch: int = 1) -> Tensor:
         pos = stretch * grid_positions((3, 2, 3)).unflatten(0, x.shape[1:3]) + torch.tensor(shift)
         pos_NX = pos[:, 0] if span == "temporal" else pos[0]
-        return layer(x, zero, zero, one, pos_NX, None, False)
+        turn_2NH = position_turns(pos_NX, span, layer.head_width, x.dtype)
+        return layer(x, zero, zero, one, pos_NX, turn_2NH, None, False)
 
     torch.testing.assert_close(attended((5, 2, 9)), attended((0, 0, 0)), rtol=0, atol=1e-4)
     assert (attended((0, 0, 0), stretch=2) - attended((0, 0, 0))).abs().max() > 1e-2

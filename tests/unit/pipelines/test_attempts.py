@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mmspeed.pipelines.run.attempts import AttemptRecord, Place
+from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.protocols import StepData
 
 
@@ -43,6 +44,16 @@ def test_the_same_step_twice_ends_the_run_with_its_samples(tmp_path: Path) -> No
     )
     assert not path.exists(), "the same command tries again"
     assert AttemptRecord(path, "a").begin(5) is None
+
+
+def test_what_a_link_in_its_place_names_is_left_alone(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(b"\xff precious")
+    for name in ("attempt.json", ".lock"):
+        (tmp_path / name).symlink_to(other)
+    with RunFolder(tmp_path).locked():
+        fail_at(tmp_path / "attempt.json", 7)
+    assert other.read_bytes() == b"\xff precious"
 
 
 def test_other_steps_and_other_launches_do_not(tmp_path: Path) -> None:

@@ -154,6 +154,7 @@ def test_a_run_keeps_its_codec(home: Path) -> None:
     assert codec_facts(home / "cache" / "codec" / "linear-4.safetensors") != codec_facts(
         run.run_dir / "codec.safetensors"
     )
+    (run.run_dir / "run.json").write_text("{}", encoding="utf-8")  # the checkpoint says it, too
     for online in (False, True):
         with pytest.raises(UserError, match=r"runs/run was begun with another codec .* than the data in .*cache"):
             train(home, "run", "train.steps=4", online=online)

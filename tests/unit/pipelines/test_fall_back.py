@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from mmspeed.cli.app import app
 from mmspeed.errors import UserError
 from mmspeed.loop.checkpoint.manager import DamagedCheckpointError, step_name, steps_in
 from mmspeed.pipelines import TrainCallback, TrainPipeline
+from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.pipelines.training.events import StepEvent
 from tests.support.character_runs import character_config, losses
 from tests.support.characters import CharacterConfig, CharacterTask
@@ -71,6 +73,29 @@ def test_the_run_goes_on_from_the_newest_sound_one(home: Path, spoil: object, mo
     whole = character_config(home, *STEPS, "name=whole")
     assert losses(config) == losses(whole)
     assert not differing(whole_checkpoint(config.run_dir), whole_checkpoint(whole.run_dir))
+
+
+@pytest.mark.parametrize("record", [b"{}", b"[]", b"null", b"3", b"\xff", b"[" * 200_000])
+def test_odd_records_beside_a_checkpoint_change_nothing(
+    home: Path, record: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says what run.json says, which is written anew; lines that no run writes are kept beside the rows."""
+    config, odd = (
+        character_config(home, *STEPS),
+        [b"3", b"null", b'{"step": "4"}', b'{"kind": "train"}', b"\xff", record],
+    )
+    place, lines = config.run_dir / "run.json", list[str]()
+    sound = place.read_bytes()
+    place.write_bytes(record)
+    assert RunFolder(config.run_dir).info() == json.loads(sound)
+    odd = [line for line in odd if line != b"{}"]  # a row of nothing
+    with open(config.run_dir / "metrics.jsonl", "ab") as file:
+        file.write(b"".join(line + b"\n" for line in odd) + b'{"cut off')
+    monkeypatch.setattr("mmspeed.pipelines.training.trainer.log.warning", lines.append)
+    train(home, 8)
+    assert losses(config) == losses(character_config(home, *STEPS, "name=whole"))
+    assert place.read_bytes() == sound and (config.run_dir / "metrics.odd").read_bytes().splitlines() == odd
+    assert "run.json lacked vocabulary, parameters, " in lines[0] and f"metrics.odd: {len(odd)}" in lines[1]
 
 
 def test_strict_resuming_ends_with_the_line(home: Path) -> None:

@@ -13,7 +13,7 @@ from mmspeed.config import Config, load_config
 from mmspeed.config.schema import PublishedModelConfig
 from mmspeed.errors import UserError
 from mmspeed.models.diffusers.repository import Repository
-from mmspeed.models.sections import size_warnings
+from mmspeed.models.sections import size_warnings, videos_of
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.pipelines.training import saved_state
@@ -50,7 +50,7 @@ def test_init_fits_buckets_to_the_model(home: Path) -> None:
 
 
 @pytest.mark.slow
-def test_init_knows_short_names_and_says_near_ones(tmp_path: Path) -> None:
+def test_init_knows_short_names(tmp_path: Path) -> None:
     write_config(tmp_path / "a.yaml", model="wan2.1-1.3b")
     assert "pretrained: Wan-AI/Wan2.1-T2V-1.3B-Diffusers" in (tmp_path / "a.yaml").read_text()
     write_config(tmp_path / "c.yaml", model="cogvideox-5b-i2v")  # which makes videos from images alone
@@ -58,8 +58,21 @@ def test_init_knows_short_names_and_says_near_ones(tmp_path: Path) -> None:
     assert config.conditioning.shares == {"first": 1.0} and config.validate_.prompts == ()
     assert {(b.height, b.width) for b in config.buckets} == {(480, 720)} and config.data.allow_upscale
     assert "other frames than the 49 whose positions" in size_warnings(config.model, config.buckets)[0]
-    with pytest.raises(UserError, match=r"wan2.1-1b is no short name \(did you mean 'wan2.1-14b'|wan2.1-1.3b"):
-        write_config(tmp_path / "b.yaml", model="wan2.1-1b")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("wan", "wan is no whole name; did you mean 'wan2.1-1.3b', the commonest of wan2.1-1.3b, wan2.1-14b, "),
+        ("Wan22", "did you mean 'wan2.2-5b', the commonest of wan2.2-5b, wan2.2-a14b"),
+        ("Wan2.1-T2V-14B", r"did you mean 'wan2.1-14b'\?$"),
+        ("wan2.1-1b", "is no short name, no hub id .* did you mean 'wan2.1-14b'"),
+        ("nowhere", r"nowhere is no short name, .* and no folder \(short names: wan2.1-1.3b, "),
+    ],
+)
+def test_a_part_of_a_name_is_answered_with_the_commonest_of_its_models(name: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        videos_of(name)
 
 
 def test_check_counts_the_model_and_its_tokens(home: Path) -> None:

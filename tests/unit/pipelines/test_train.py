@@ -93,7 +93,7 @@ def test_a_finished_run_says_so_and_goes_on_with_more_steps(home: Path) -> None:
 
 
 def test_save_file_saves_and_keeps_only_the_newest(home: Path) -> None:
-    config = small_config(home, "name=save", "checkpoint.keep_last=1")
+    config = small_config(home, "name=save", "checkpoint.keep_last=1", "train.divergence.action=none")
     config.run_dir.mkdir(parents=True)
     (config.run_dir / "save").touch()
     TrainPipeline(config).run()

@@ -180,6 +180,7 @@ def test_the_process_ends_with_its_parent(zoo: tuple[Path, dict[str, Expect]]) -
         "worker = DecodeWorker()\n"
         "worker.open(Source('x', sys.argv[1], None, None, 'video', (), 'train'), 10**9, 10**9, 20)\n"
         "print(worker.pid, flush=True)\n"
+        "os.kill(worker.pid, 19), os.waitpid(worker.pid, os.WUNTRACED)\n"  # SIGSTOP
         "os._exit(0)\n"
     )
     path = str(zoo[0] / "h264.mp4")

@@ -7,7 +7,9 @@ import gzip
 import io
 import json
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -19,9 +21,11 @@ from pydantic import TypeAdapter
 from mmspeed.config.texts import TextsConfig, TextSourceConfig, TokenizerConfig
 from mmspeed.data.cache.text_cache import TextCache
 from mmspeed.errors import UserError
+from mmspeed.preprocess.texts import chat
 from mmspeed.preprocess.texts.cache_builder import TextCacheBuilder, TextReport
 from mmspeed.preprocess.texts.sources import rows_of
 
+SPARSE = {"major": "1", "minor": "0", "realsize": "60000000", "name": "a.txt"}
 WORDS = ["Once upon a time", "there was\na rabbit", "Grüße", "世界 and more"]
 
 
@@ -44,7 +48,9 @@ def write(path: Path, rows: list[Any], column: str = "text") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     packing = path.suffix if path.suffix in (".gz", ".zst") else ""
     kind = Path(path.name.removesuffix(packing)).suffix
-    if kind == ".jsonl":
+    if kind == ".json":
+        data = json.dumps([{column: row} for row in rows]).encode()
+    elif kind == ".jsonl":
         data = "".join(json.dumps({column: row}) + "\n" for row in rows).encode()
     elif kind == ".csv":
         text = io.StringIO()
@@ -184,12 +190,80 @@ def test_broken_files_lose_nothing_else(tmp_path: Path) -> None:
     good = write(tmp_path / "a" / "z.jsonl", ["kept"])
     for name in ("b.jsonl.gz", "c.parquet", "d.tar", "e.jsonl.zst"):
         (good.parent / name).write_bytes(b"no such thing" * 100)
+    times = pa.table({"text": pa.array([2**62], pa.duration("s"))})
+    pq.write_table(times, good.parent / "h.parquet")
+    sparse = tarfile.TarInfo("a.txt")
+    sparse.size = 512
+    sparse.pax_headers = {f"GNU.sparse.{name}": value for name, value in SPARSE.items()}
+    (good.parent / "i.tar").write_bytes(sparse.tobuf(tarfile.PAX_FORMAT) + b"0\n".ljust(512, b"\0") + bytes(1024))
     whole = write(good.parent / "f.tar", WORDS).read_bytes()
     (good.parent / "f.tar").write_bytes(whole[:1_540])  # the second member is cut
     write(good.parent / "g.parquet", ["x"], "other")
     report, cache = build(tmp_path, [{"path": str(good.parent)}])
     assert texts_of(cache) == [WORDS[0], "kept"]
-    assert report.rejected == {"broken_line": 5, "missing_column": 1}
+    assert report.rejected == {"broken_line": 6, "missing_column": 1, "too_large": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "packing", "most"),
+    [
+        (".jsonl", ".gz", 16),
+        (".json", ".gz", 16),
+        (".csv", ".gz", 16),
+        (".txt", ".gz", 16),
+        (".tar", ".gz", 16),
+        (".jsonl", ".zst", 300),
+    ],
+)
+def test_rows_before_a_cut_are_read_and_the_cut_is_told(tmp_path: Path, kind: str, packing: str, most: int) -> None:
+    """`most`: so many rows before the cut may be lost; zstd unpacks in blocks of 128 KiB."""
+    noise = Random(1)
+    rows = [f"{number} {noise.randbytes(200).hex()}" for number in range(3_000)]
+    path = write(tmp_path / f"a{kind}{packing}", rows)
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+    report, cache = build(tmp_path, [{"path": str(path), "split": "blank_line"}])
+    read = [text.strip() for text in texts_of(cache)]
+    assert read == rows[: len(read)] and 1_500 - most < len(read) < 1_500 + most
+    assert report.rejected == {"broken_line": 1} and "cannot be read further" in report.examples["broken_line"]
+
+
+@pytest.mark.parametrize("as_stored", [True, False])
+def test_tables_are_unfolded_elsewhere_and_never_beyond_the_limit(tmp_path: Path, as_stored: bool) -> None:
+    long = pa.array(["words", "z" * 20_000_000])
+    texts = pa.DictionaryArray.from_arrays(pa.array([None, 0, *[1] * 60], pa.int32()), long)
+    one_each = pa.array(range(len(texts) + 1), pa.int32())
+    chats = pa.ListArray.from_arrays(one_each, pa.StructArray.from_arrays([texts, texts], ["role", "content"]))
+    numbers = pa.ListArray.from_arrays(pa.array([0, 2, 3_000_000], pa.int32()), pa.array(np.zeros(3_000_000, np.int32)))
+    times = pa.array([2**62], pa.duration("s"))
+    before = pa.default_memory_pool().max_memory()
+    for content, values, reasons in (
+        ("text", texts, ["not_a_string", "", *["too_large"] * 60]),
+        ("chat", chats, ["", "", *["too_large"] * 60]),
+        ("ids", numbers, ["", "too_large"]),
+        ("text", times, ["broken_line" if as_stored else "not_a_string"]),
+    ):
+        path = tmp_path / f"{content}.parquet"
+        pq.write_table(pa.table({"d": values}), path, compression="zstd", store_schema=as_stored)
+        source = {"path": str(path), "content": content, "column": "d"}
+        config = TextsConfig(sources=[source], cache=str(tmp_path), max_document_mb=1)
+        assert [row.reason for row in rows_of(config, config.sources[0])] == reasons
+    assert pa.default_memory_pool().max_memory() <= before + 100_000_000
+
+
+def test_rows_before_damage_are_kept_and_a_reader_that_dies_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "t.parquet"
+    pq.write_table(pa.table({"text": WORDS * 900}), path, row_group_size=1800, compression="none", use_dictionary=False)
+    data = bytearray(path.read_bytes())
+    data[pq.read_metadata(path).row_group(1).column(0).data_page_offset] ^= 255
+    path.write_bytes(data)
+    config = TextsConfig(sources=[{"path": str(path)}], cache=str(tmp_path))
+    *rows, last = rows_of(config, config.sources[0])
+    assert [row.value for row in rows] == WORDS * 450 and last.reason == "broken_line"
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    assert ["ended by itself" in row.detail for row in rows_of(config, config.sources[0])] == [True]
 
 
 MARKED = (
@@ -304,6 +378,16 @@ def test_a_template_that_changes_earlier_turns_is_refused(tmp_path: Path) -> Non
         build(tmp_path / "b", [{"path": str(path), "content": "chat"}])
 
 
+def test_a_template_that_never_ends_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "_TEMPLATE", 0.3)
+    folder = folder_of(tmp_path / "seed", tmp_path)
+    path = write(tmp_path / "chats.jsonl", [CHAT], "messages")
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    tokenizer = {"kind": "transformers", "path": str(folder), "chat_template": MARKED + loop}
+    with pytest.raises(UserError, match=r"chat template does not end within 0\.3 s"):
+        build(tmp_path, [{"path": str(path), "content": "chat"}], tokenizer)
+
+
 def megatron(path: Path, documents: list[list[list[int]]], kind: str = "<u2", code: int = 8) -> Path:
     """Megatron's bin and idx of documents of sequences."""
     sequences = [np.array(sequence, kind) for document in documents for sequence in document]
@@ -352,6 +436,15 @@ def test_a_tokenizer_is_trained_once(tmp_path: Path) -> None:
     assert later.info["tokenizer"] == cache.info["tokenizer"] and texts_of(later) == [text, "more"]
     with pytest.raises(UserError, match="was made with another tokenizer"):
         build(tmp_path / "a", [{"path": str(path)}])
+
+
+def test_of_two_builds_of_other_sources_the_second_waits_and_says_so(tmp_path: Path) -> None:
+    paths = [write(tmp_path / f"{number}.jsonl", [f"{number} {words}" for words in WORDS]) for number in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        made = pool.map(lambda path: build(tmp_path, [{"path": str(path)}], {"kind": "train", "size": 300})[0], paths)
+        said = [line for report in made for line in report.lines() if "sources" in line]
+    assert said == ["the sources have changed since the build before: 1 new, 1 gone"]
+    assert build(tmp_path, [{"path": str(paths[0])}], {"kind": "train", "size": 300})[0].reused == 1
 
 
 def test_a_tokenizer_without_texts_to_train_on_says_why(tmp_path: Path) -> None:
