@@ -115,8 +115,8 @@ class RunFolder:
             yield
 
     def steps(self) -> list[int]:
-        """The steps of the checkpoints, in the order in which they were written."""
-        return [entry["step"] for entry in recorded(self.checkpoints)]
+        """The steps of its whole checkpoints, rising."""
+        return steps_in(self.checkpoints)
 
     def run_config(self) -> RunConfig:
         """The resolved config of the run, of any task."""
