@@ -223,6 +223,7 @@ def check(
             metavar="8,64,...", help="Numbers of devices to show the schedule for; by default those of this machine."
         ),
     ] = None,
+    schedule: Annotated[bool, typer.Option("--schedule", help="Also show the tables of the schedule.")] = False,
     parallel: Annotated[
         str | None,
         typer.Option(
@@ -238,13 +239,14 @@ def check(
         ),
     ] = False,
 ) -> None:
-    """Read the sources and report the schedule and its cost, in lines and as an HTML page; needs no accelerator."""
+    """Read the sources, and report what a run of the config takes in lines and as an HTML page; needs no accelerator."""
     from mmspeed.config import load_run_config
 
     if parallel is not None:
         from .check import check_parallel
 
         other_options = {"--report": report_file, "--suggest-buckets": suggest_buckets, "--ranks": ranks}
+        other_options["--schedule"] = schedule or None
         with log.Working(f"checking the layout {parallel}"):
             code = check_parallel(load_run_config(config, overrides or ()), parallel, other_options)
         raise typer.Exit(code)
@@ -264,11 +266,11 @@ def check(
     spoken.begin("check", config)
     numbers = None if ranks is None else numbers_of(ranks)
     with log.Working("checking", tell=False):
-        report = check_config(run_config, report_file, suggest_buckets, numbers)
+        report = check_config(run_config, report_file, suggest_buckets, numbers, schedule)
         report.print(Console())
         if report.problems:
             raise typer.Exit(1)
-        for line in model_lines(run_config):
+        for line in model_lines(run_config, report):
             print(line)
         for line in refusals(run_config):
             print(f"warning: {line}")
@@ -358,7 +360,10 @@ app.command()(export_command.export)
 @app.command()
 def report(run_folder: sample_command.RunFolder) -> None:
     """Write the report of a run: one HTML file with its curves and samples."""
+    from mmspeed.config.places import require_run
+
     spoken.begin("report", run_folder)
+    require_run(run_folder)
     with spoken.loading():
         from mmspeed.pipelines import write_report
         from mmspeed.pipelines.report.advice import advised, first_checkpoint

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmspeed import log
+from mmspeed.config.places import require_run
 from mmspeed.errors import UserError
 
 from . import completion, launch, spoken
@@ -140,6 +141,8 @@ def sample(
 ) -> None:
     """Make videos from text with a trained run, or texts with a language model. Omitted options are taken from the run's config."""
     spoken.begin("sample", run_folder)
+    if not official:
+        require_run(run_folder)
     writing = {"tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "chat": chat or None}
     if writes_texts(context, run_folder, writing):
         _write_texts(run_folder, prompt or [], checkpoint, weights, device, seed, writing)

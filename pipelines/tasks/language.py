@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from mmspeed.compute.operators.cross_entropy import IGNORED
 from mmspeed.config.language import LanguageConfig
+from mmspeed.config.texts import StoredTokenizerConfig, TrainedTokenizerConfig
 from mmspeed.data import Batching, Loader
 from mmspeed.data.cache.text_cache import TextCache
 from mmspeed.data.sampling.batch_sizes import SampleCosts, make_batching
@@ -65,6 +66,7 @@ from mmspeed.protocols import (
 
 TINY = "tiny-"
 ROWS = 64  # an embedding has a multiple of these
+BYTE_IDS = 257  # of the tokenizer of bytes, and the end of a document
 
 
 class LanguageTask(TaskDefaults):
@@ -86,6 +88,12 @@ class LanguageTask(TaskDefaults):
         """Open the text cache; `maker` completes it. Raises UserError when it cannot be used."""
         self._cache = open_texts(self.config, self.maker, place)
         self.use(self._cache.vocabulary)._check_sizes()
+
+    def open_without_data(self) -> None:
+        """Take the number of ids that the config's tokenizer will have; one of a folder has those of the shape."""
+        tokenizer = self.config.tokenizer
+        if self._vocabulary is None and not isinstance(tokenizer, StoredTokenizerConfig):
+            self.use(tokenizer.size if isinstance(tokenizer, TrainedTokenizerConfig) else BYTE_IDS)
 
     @property
     def _longest_turn(self) -> int:

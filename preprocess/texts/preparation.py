@@ -13,11 +13,13 @@ from mmspeed.config.places import absolute_places, is_url
 from mmspeed.config.texts import TextsConfig, TextSourceConfig, TokenizerConfig
 from mmspeed.config.yaml_text import parse_yaml
 from mmspeed.errors import UserError, nearest
+from mmspeed.log import format_bytes
 
 if TYPE_CHECKING:
     from mmspeed.config import RunConfig
     from mmspeed.data.cache.made_from import MadeFrom
     from mmspeed.preprocess.texts.cache_builder import TextCacheBuilder
+    from mmspeed.protocols import RunWork
 
 DEMO_TEXTS, RECIPES = "assets/demo-texts", "assets/recipes"  # of the package
 _LOOKED_AT = 20  # first rows of a source that tell its column
@@ -33,12 +35,14 @@ class TextSections(Protocol):
 
 @dataclass
 class TextCheck:
-    """The rows of each source by name: documents, bytes, and rejected ones by reason."""
+    """The rows of each source by name: documents, bytes, tokens (about, and how that is known), and rejected ones by reason."""
 
     documents: Counter[str] = field(default_factory=Counter)
     size: Counter[str] = field(default_factory=Counter)
+    tokens: dict[str, tuple[int, str]] = field(default_factory=dict)
     rejected: dict[str, Counter[str]] = field(default_factory=dict)
     examples: dict[tuple[str, str], str] = field(default_factory=dict)
+    works: Sequence[RunWork] = ()  # of the whole training, by numbers of devices; none where the config says too little
 
     @property
     def problems(self) -> list[str]:
@@ -49,7 +53,10 @@ class TextCheck:
         """The counts in lines."""
         lines = []
         for name, reasons in self.rejected.items():
-            lines.append(f"source {name}: {self.documents[name]:,} documents, {self.size[name] / 1e6:,.1f} MB")
+            count = self.documents[name]
+            words = f"source {name}: {count:,} document{'s'[: count != 1]}, {format_bytes(self.size[name])}"
+            tokens, how = self.tokens.get(name, (0, ""))
+            lines.append(words + (f", about {tokens:,} tokens ({how})" if tokens else ""))
             for reason, count in sorted(reasons.items()):
                 lines.append(f"  rejected, {reason}: {count:,}, such as {self.examples[name, reason]}")
         return [*lines, *self.problems]
@@ -106,27 +113,39 @@ class TextPreparation:
         return {**values, "texts": {**values["texts"], "sources": [source]}}, [line, weights, size]
 
     def check(
-        self, page: Path | None = None, suggest_buckets: int | None = None, ranks: Sequence[int] | None = None
+        self,
+        page: Path | None = None,
+        suggest_buckets: int | None = None,
+        ranks: Sequence[int] | None = None,
+        schedule: bool = False,
     ) -> TextCheck:
-        """Read every row and count documents and rejected ones; texts are not turned into tokens, and no page is written.
+        """Read every row and count documents and rejected ones; tokens are estimated by the first texts, and no page is written.
 
         Raises UserError for options of videos, and where there are no texts.
         """
+        from mmspeed.preprocess.texts.amounts import TokenCount, works_of
         from mmspeed.preprocess.texts.sources import rows_of
 
-        for option, value in (("--report", page), ("--suggest-buckets", suggest_buckets)):
+        for option, value in (
+            ("--report", page),
+            ("--suggest-buckets", suggest_buckets),
+            ("--schedule", schedule or None),
+        ):
             if value is not None:
                 raise UserError(f"{option} is of videos; a check of texts does not take it")
-        result = TextCheck()
+        result, lengths = TextCheck(), {}
         for name, source in zip(self._texts.source_names, self._texts.sources, strict=True):
-            reasons = result.rejected.setdefault(name, Counter())
+            reasons, counted = result.rejected.setdefault(name, Counter()), TokenCount(self._texts, self._tokenizer)
             for row in rows_of(self._texts, source):
                 if row.reason:
                     reasons[row.reason] += 1
                     result.examples.setdefault((name, row.reason), row.place)
                 else:
                     result.documents[name] += 1
-                    result.size[name] += row.size
+                    result.size[name] += counted.add(row.value)
+            lengths[name], how = counted.lengths()
+            result.tokens[name] = int(lengths[name].sum()), how
+        result.works = works_of(self.config, lengths, ranks)
         return result
 
     def build(self, shard: str | None = None, upgrade: Sequence[str] = ()) -> list[str]:

@@ -67,7 +67,7 @@ def test_check_names_sources_without_documents(tmp_path: Path) -> None:
     texts = TextsConfig(sources=sources, cache="-")  # type: ignore[arg-type]
     check = TextPreparation(WordsConfig(name="w", texts=texts)).check()
     assert check.problems == ["source b.jsonl holds no document"]
-    assert "source a.jsonl: 1 documents, 0.0 MB" in check.lines()
+    assert "source a.jsonl: 1 document, 3 B, about 3 tokens (bytes)" in check.lines()
     assert any(line.startswith("  rejected, not_a_string: 1") for line in check.lines())
 
 

@@ -18,10 +18,10 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import TypeAdapter
 
+from mmspeed import guards
 from mmspeed.config.texts import TextsConfig, TextSourceConfig, TokenizerConfig
 from mmspeed.data.cache.text_cache import TextCache
 from mmspeed.errors import UserError
-from mmspeed.preprocess.texts import chat
 from mmspeed.preprocess.texts.cache_builder import TextCacheBuilder, TextReport
 from mmspeed.preprocess.texts.sources import rows_of
 
