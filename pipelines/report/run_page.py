@@ -39,8 +39,6 @@ def write_report(run: str | Path) -> Path:
 
     The page needs no network and no other file. Raises UserError when `run` is not a run.
     """
-    from mmspeed.loop.checkpoint.load import recorded
-
     folder = RunFolder.open(run)
     config = folder.run_config()
     rows = read_metrics(folder.metrics)

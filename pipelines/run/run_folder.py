@@ -111,6 +111,8 @@ class RunFolder:
 
     def steps(self) -> list[int]:
         """The steps of its whole checkpoints, rising."""
+        from mmspeed.loop.checkpoint.storage import steps_in
+
         return steps_in(self.checkpoints)
 
     def run_config(self) -> RunConfig:
