@@ -323,9 +323,9 @@ def host_room(like: torch.Tensor) -> torch.Tensor:
 
 def without_waiting(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
     """A tensor on another device; from the CPU to an accelerator it is copied out of pinned memory while the host goes on."""
-    if tensor.device.type != "cpu" or where.type in (*_UNRECORDED, "meta"):
+    if tensor.device.type != "cpu" or where.type in _UNRECORDED:
         return tensor.to(where)
-    return tensor.pin_memory().to(where, non_blocking=True)
+    return (tensor if where.type == "meta" else tensor.pin_memory()).to(where, non_blocking=True)
 
 
 def fuses_updates(kind: str) -> bool:
