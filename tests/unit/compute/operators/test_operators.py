@@ -152,7 +152,7 @@ def test_gradients_of_log_sums_of_any_sign_and_size() -> None:
 def test_no_logits_in_full() -> None:
     """A chunk has at most a quarter of the tokens, and fewer where the vocabulary is large."""
     assert (
-        rows_of_chunk(4_096, 32_000) == 1_024 and rows_of_chunk(65_536, 131_072) == 2_048 and rows_of_chunk(3, 10) == 1
+        rows_of_chunk(4_096, 32_000) == 1_024 and rows_of_chunk(65_536, 131_072) == 2_560 and rows_of_chunk(3, 10) == 1
     )
     sizes: list[int] = []
 
