@@ -20,6 +20,7 @@ KNOWN = (
     "builtins",
     "typing",
 )  # packages whose blocks are compiled in tests, and bases
+PACKED = "mmspeed.models.language"
 
 
 class Compiling(NamedTuple):
@@ -64,5 +65,7 @@ def _against(config: RunConfig, device: Device, model: nn.Module | None) -> str 
     if recorded_modules(model):
         return "plans of sparse attention and routers break graphs"
     kinds = {kind for _, block in blocks_of(model) for kind in type(block).__mro__}
+    if any(kind.__module__.startswith(PACKED) for kind in kinds):
+        return "attention within packed documents is not tried compiled; try train.compile: true"
     strange = sorted(kind.__name__ for kind in kinds if kind.__module__.partition(".")[0] not in KNOWN)
     return f"{', '.join(strange)} is of a package that no test compiles; try train.compile: true" if strange else None
