@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from mmspeed.__main__ import main
-from mmspeed.config import make_run_config
+from mmspeed.config import make_config
 from mmspeed.errors import UserError
 from mmspeed.initialize import materialize
 from mmspeed.loop.checkpoint.load import open_checkpoint
@@ -47,7 +47,7 @@ def made_run(folder: Path, **model: Any) -> Path:
         "train": {"steps": 3, "batch_size": 2, "lr": 1e-2, "warmup_steps": 0},
         "device": {"kind": "cpu"},
     }
-    config = make_run_config(tree, (), origin="test")
+    config = make_config(tree, (), origin="test")
     TextPreparation(config).build()
     TrainPipeline(config).run()
     return config.run_dir
@@ -174,7 +174,7 @@ def tuned(folder: Path, generation: dict[str, Any] | None, **tokenizer: Any) -> 
         "train": {"steps": 1, "batch_size": 1, "warmup_steps": 0},
         "device": {"kind": "cpu"},
     }
-    config = make_run_config(tree, (), origin="test")
+    config = make_config(tree, (), origin="test")
     TextPreparation(config).build()
     TrainPipeline(config).run()
     return config.run_dir
