@@ -64,7 +64,7 @@ def _read_tree(path: Path) -> dict[str, Any]:
 def make_config(
     tree: Mapping[str, Any], overrides: Sequence[str] = (), base: Path | None = None, origin: str = "config"
 ) -> RunConfig:
-    """The checked config of a mapping, of any task, with the errors of `load_config`; paths are made absolute against `base` if it is given."""
+    """The checked config of a mapping, of any task, with the errors of `load_config`; relative paths are taken from `base`, or the working directory."""
     try:
         tree_copy: dict[str, Any] = json.loads(json.dumps(tree, default=str))  # a copy of plain types
     except (TypeError, ValueError, RecursionError) as error:  # keys that are dates, anchors that hold themselves
@@ -82,7 +82,7 @@ def make_config(
         config = kind.model_validate(tree_copy)
     except ValidationError as error:
         raise UserError(f"{origin}: {_describe(error, kind, task)}") from None
-    return config.absolute(base) if base is not None else config
+    return config.absolute(Path.cwd() if base is None else base)
 
 
 def video_config(config: RunConfig, origin: str) -> Config:
