@@ -51,6 +51,7 @@ PEAK_FLOPS = {
     "910B3": (313e12, 78e12),
     "910B4": (280e12, 70e12),
 }
+UTILISATION = 0.4  # share of a device's peak that well-tuned training of transformers reaches
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,23 @@ import ctypes
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 
 from mmspeed.errors import UserError
 
 _PR_SET_PDEATHSIG = 1
+_TEMPLATE = 30.0  # seconds
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
     """Have the system send this process a signal when the thread that started it ends: a stopped process cannot see that itself."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def template_limit() -> AbstractContextManager[None]:
+    """The limit of a chat template, which takes milliseconds of CPU time where it ends. Raises UserError."""
+    return time_limit(_TEMPLATE, f"the tokenizer's chat template does not end within {_TEMPLATE:g} s of one chat")
 
 
 @contextmanager

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mmspeed.protocols import InitializesWeights, Part, WeightSource
 from mmspeed.rng import symmetric
+from mmspeed.torch_internals import is_sharded
 
 
 def initial_value(name: str, shape: torch.Size, seed: int, zero: bool) -> Tensor:
@@ -29,14 +29,16 @@ def initial_value(name: str, shape: torch.Size, seed: int, zero: bool) -> Tensor
 def own_part(parameter: nn.Parameter, value: Tensor) -> Tensor:
     """The part of a whole value that this process holds of a parameter, on its device; without communication."""
     value = value.to(parameter.device)
-    if not isinstance(parameter, DTensor):
+    if not is_sharded(parameter):
         return value
+    from torch.distributed.tensor import distribute_tensor
+
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
 
 
 def own_span(tensor: Tensor) -> Part:
     """The part of a tensor that this process holds, as a span of each dimension; of an unsharded one all."""
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return tuple(slice(0, size) for size in tensor.shape)
     (part,) = tensor.__create_chunk_list__()  # the interface of torch's checkpoint engine
     return tuple(slice(begin, begin + size) for begin, size in zip(part.offsets, part.sizes, strict=True))
@@ -45,7 +47,7 @@ def own_span(tensor: Tensor) -> Part:
 @torch.no_grad()
 def set_part(parameter: Tensor, part: Tensor) -> None:
     """Copy the part of a value that this process holds into a parameter or buffer, which may have another number type."""
-    (parameter.to_local() if isinstance(parameter, DTensor) else parameter).copy_(part)
+    (parameter.to_local() if is_sharded(parameter) else parameter).copy_(part)
 
 
 def set_parameter(parameter: nn.Parameter, value: Tensor) -> None:
@@ -102,6 +104,6 @@ def stand_in_weights(model: nn.Module, put: Callable[[nn.Parameter, Tensor], Non
     """Fill every parameter with small arbitrary numbers, for measurements in which their values do not matter."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = parameter.to_local() if is_sharded(parameter) else parameter
         value = torch.ones(local.shape) if local.ndim < 2 else 0.02 * torch.randn(local.shape, generator=generator)
         put(parameter, value)

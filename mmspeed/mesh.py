@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from .axes import DENSE, EXPERT, STAGES, STORAGE, AxisName, AxisSizes, MeshTable, Reader, mesh_table
 from .device import Device
 from .rendezvous import attempt_store
+from .torch_internals import is_sharded
 
 
 @contextmanager
@@ -147,7 +147,7 @@ def layout_of(parameter: Tensor) -> ParameterLayout:
 
 def _spread(parameter: Tensor) -> dict[AxisName, bool]:
     """The axes of a parameter's own mesh: True where they split it."""
-    if not isinstance(parameter, DTensor):
+    if not is_sharded(parameter):
         return {}
     mesh = parameter.device_mesh
     names = [AxisName(name) for name in mesh.mesh_dim_names or ()]
@@ -161,5 +161,5 @@ def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Parameters in lists of one mesh each, of fewest axes first, since torch computes with tensors of one mesh at a time."""
     lists: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in parameters:
-        lists.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+        lists.setdefault(parameter.device_mesh if is_sharded(parameter) else None, []).append(parameter)
     return [lists[mesh] for mesh in sorted(lists, key=lambda mesh: 0 if mesh is None else mesh.ndim)]

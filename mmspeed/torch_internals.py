@@ -6,10 +6,11 @@ or changes its behaviour. Costly modules are imported by the functions that need
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
 __all__ = ["FakeTensorMode", "TorchDispatchMode", "disable_dynamo", "is_traceable_wrapper_subclass"]
@@ -100,9 +102,7 @@ class AdamWOfParts(torch.optim.AdamW):
     @staticmethod
     def _alike(tensors: Sequence[Tensor]) -> bool:
         """True for sharded tensors of one layout whose parts are no summands."""
-        from torch.distributed.tensor import DTensor
-
-        layouts = [(t.device_mesh, t.placements) if isinstance(t, DTensor) else None for t in tensors]
+        layouts = [(t.device_mesh, t.placements) if is_sharded(t) else None for t in tensors]
         first = layouts[0]
         return first is not None and layouts.count(first) == len(layouts) and not any(p.is_partial() for p in first[1])
 
@@ -230,7 +230,17 @@ class GraphsBetweenBreaks:
 # ---- distributed
 
 
-def fsdp_state(module: nn.Module) -> Any:
+def is_sharded(value: object) -> TypeGuard[DTensor]:
+    """True for a DTensor. Its module takes as long to load as half of torch, and where nothing has loaded it there is none."""
+    return isinstance(value, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
+
+
+def is_fully_sharded(module: object) -> TypeGuard[FSDPModule]:
+    """True for a module that `fully_shard` was called with; as `is_sharded`, without loading FSDP2."""
+    return isinstance(module, getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ()))
+
+
+def fsdp_state(module: object) -> Any:
     """The state that `fully_shard` keeps for a module that it was called with."""
     wrapped: Any = module
     return wrapped._get_fsdp_state()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -10,8 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from mmspeed.config.known_models import videos_of
 from mmspeed.config.schema import Config, ModelConfig, PublishedModelConfig
-from mmspeed.errors import UserError, nearest
+from mmspeed.errors import UserError
 from mmspeed.models.diffusers.loading import empty_model, stored_model
 from mmspeed.models.diffusers.plans import declare_known_plan
 from mmspeed.models.diffusers.repository import Repository
@@ -20,11 +20,9 @@ from mmspeed.models.diffusers.sparsified import sparsify
 from mmspeed.models.families import (
     Family,
     FamilyCall,
-    Published,
     SizeLimits,
     call_for,
     family_of,
-    published_models,
 )
 from mmspeed.models.sora.sizes import build_model, resolve_config
 from mmspeed.protocols import ModelCall
@@ -184,30 +182,6 @@ def size_of(section: AnySection) -> str:
 def words_of(section: AnySection) -> str:
     """A model in a few words: `tiny, factorised`, or the repository's name."""
     return f"{section.size}, {section.arrangement}" if isinstance(section, ModelConfig) else section.pretrained
-
-
-def videos_of(name: str) -> tuple[str, Published | None]:
-    """(hub id or folder, the videos that the model was trained for) of a model as a user names it: by a short name, id or folder.
-
-    None for the videos of a repository that no family lists. Raises UserError, with near names, for a word that is none of these.
-    """
-    known = published_models()
-    if name.lower() in known:
-        return known[name.lower()].repository, known[name.lower()]
-    if "/" not in name and not Path(name).is_dir():
-        named = [short for short, place in known.items() if _letters(name) in _letters(f"{short} {place.repository}")]
-        if named:  # each family lists its commonest first
-            others = f", the commonest of {', '.join(named)}" if len(named) > 1 else ""
-            raise UserError(f"--model: {name} is no whole name; did you mean {named[0]!r}{others}?")
-        raise UserError(
-            f"--model: {name} is no short name, no hub id (owner/name) and no folder{nearest(name.lower(), list(known))} "
-            f"(short names: {', '.join(known)})"
-        )
-    return name, next((place for place in known.values() if place.repository == name), None)
-
-
-def _letters(name: str) -> str:
-    return re.sub("[^a-z0-9]", "", name.lower())
 
 
 def check_inputs(

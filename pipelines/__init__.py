@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mmspeed.lazy import first_use
+
 if TYPE_CHECKING:
     from mmspeed.pipelines.inference.language import LanguageModel
     from mmspeed.pipelines.inference.media import Video
@@ -26,8 +28,4 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return first_use(__name__, _HOME, name)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmspeed.config import RunConfig, video_config
+from mmspeed.config.known_models import videos_of
 from mmspeed.config.places import absolute_places, is_url
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ class VideoPreparation:
 
         Raises UserError like `fit_data` and `starting_values`.
         """
+        if model is not None:
+            videos_of(model)  # names a word that is none before anything is loaded
         from mmspeed.preprocess.report.starting import fit_data, target_of
 
         place = _demo() if videos is None else absolute_places(folder, videos)
@@ -80,16 +83,20 @@ class VideoPreparation:
         return {**values, "validate": fitted["validate"]}, fit.lines()
 
     def check(
-        self, page: Path | None = None, suggest_buckets: int | None = None, ranks: Sequence[int] | None = None
+        self,
+        page: Path | None = None,
+        suggest_buckets: int | None = None,
+        ranks: Sequence[int] | None = None,
+        schedule: bool = False,
     ) -> CheckReport:
         """The counts, costs and schedule of the data set. Raises UserError like `mmspeed.preprocess.check`."""
-        from mmspeed.preprocess.report.check import check
+        from mmspeed.preprocess import check
 
-        return check(self.config, page, suggest_buckets, ranks)
+        return check(self.config, page, suggest_buckets, ranks, schedule)
 
     def build(self, shard: str | None = None, upgrade: Sequence[str] = ()) -> list[str]:
         """Build or complete the cache. Raises UserError like `CacheBuilder`."""
-        from mmspeed.preprocess.build.offline import CacheBuilder
+        from mmspeed.preprocess import CacheBuilder
 
         return CacheBuilder(self.config, shard, upgrade).run().lines()
 

@@ -223,6 +223,7 @@ def check(
             metavar="8,64,...", help="Numbers of devices to show the schedule for; by default those of this machine."
         ),
     ] = None,
+    schedule: Annotated[bool, typer.Option("--schedule", help="Also show the tables of the schedule.")] = False,
     parallel: Annotated[
         str | None,
         typer.Option(
@@ -238,13 +239,14 @@ def check(
         ),
     ] = False,
 ) -> None:
-    """Read the sources and report the schedule and its cost, in lines and as an HTML page; needs no accelerator."""
+    """Read the sources, and report what a run of the config takes in lines and as an HTML page; needs no accelerator."""
     from mmspeed.config import load_config
 
     if parallel is not None:
         from .check import check_parallel
 
         other_options = {"--report": report_file, "--suggest-buckets": suggest_buckets, "--ranks": ranks}
+        other_options["--schedule"] = schedule or None
         with log.Working(f"checking the layout {parallel}"):
             code = check_parallel(load_config(config, overrides or ()), parallel, other_options)
         raise typer.Exit(code)
@@ -262,12 +264,14 @@ def check(
     spoken.begin("check", config)
     numbers = None if ranks is None else numbers_of(ranks)
     with log.Working("checking", tell=False):
-        report = check_config(run_config, report_file, suggest_buckets, numbers)
+        report = check_config(run_config, report_file, suggest_buckets, numbers, schedule)
         report.print(Console())
         if report.problems:
             raise typer.Exit(1)
-        for line in model_lines(run_config):
+        for line in model_lines(run_config, report):
             print(line)
+        for line in sample_command.refusals(run_config):
+            print(f"warning: {line}")
     spoken.then(_train_command(config, overrides))
 
 
@@ -342,10 +346,8 @@ def train(
     _print_lines(result.lines())
     if not result.finished:
         spoken.then(_train_command(config, overrides), f"report {result.run}")
-    elif resolved.task == "video":
-        spoken.then(f'sample {result.run} --prompt "..."', f"report {result.run}")
     else:
-        spoken.then(f"report {result.run}")
+        spoken.then(*sample_command.advised(result.run, resolved), f"report {result.run}")
 
 
 app.command()(sample_command.sample)
@@ -355,7 +357,10 @@ app.command()(export_command.export)
 @app.command()
 def report(run_folder: sample_command.RunFolder) -> None:
     """Write the report of a run: one HTML file with its curves and samples."""
+    from mmspeed.config.places import require_run
+
     spoken.begin("report", run_folder)
+    require_run(run_folder)
     with spoken.loading():
         from mmspeed.pipelines import write_report
         from mmspeed.pipelines.run.run_folder import RunFolder
@@ -363,8 +368,9 @@ def report(run_folder: sample_command.RunFolder) -> None:
     with log.Working("drawing", tell=False):
         page = write_report(run_folder)
     print(page)
-    if RunFolder(run_folder).task() == "video":
-        spoken.then(f'sample {run_folder} --prompt "..."')
+    folder = RunFolder(run_folder)
+    if folder.task() in ("video", "language") and (commands := sample_command.advised(run_folder, folder.run_config())):
+        spoken.then(*commands)
 
 
 app.command()(demo_command.demo)

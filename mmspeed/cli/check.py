@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 
 def check_config(
-    config: RunConfig, page: Path | None, suggest_buckets: int | None, ranks: Sequence[int] | None
+    config: RunConfig,
+    page: Path | None,
+    suggest_buckets: int | None,
+    ranks: Sequence[int] | None,
+    schedule: bool = False,
 ) -> CheckOutcome:
     """Check the data with the task's preparation; for a task without one, forecast the training.
 
@@ -25,8 +29,9 @@ def check_config(
     """
     task_preparation = preparation(config)
     if task_preparation is not None:
-        return task_preparation.check(page, suggest_buckets, ranks)
-    for option, value in (("--report", page), ("--suggest-buckets", suggest_buckets)):
+        tables = {"schedule": True} if schedule else {}
+        return task_preparation.check(page, suggest_buckets, ranks, **tables)
+    for option, value in (("--report", page), ("--suggest-buckets", suggest_buckets), ("--schedule", schedule or None)):
         if value is not None:
             raise unsupported_task(config.task, f"check {option}")
     from mmspeed.pipelines.report.task_check import check_task
@@ -62,22 +67,24 @@ def check_official(config: RunConfig) -> int:
     return 0 if all(check.passed for check in checks) else 1
 
 
-def model_lines(config: RunConfig) -> list[str]:
-    """Lines about the policies that the model's blocks can have, and those chosen for the budget.
+def model_lines(config: RunConfig, report: CheckOutcome) -> list[str]:
+    """Lines about the model, its policies, and a step's and the training's memory and time, of what the check of the data found.
 
-    Raises UserError like `policy_lines` and `plan_memory`. Policies of a task without a preparation are in its report already.
+    Raises UserError like `policy_lines` and `run_lines`. Those of a task without a preparation are in its report already.
     """
-    prepared = preparation_class(config.task) is not None
-    if not prepared and not config.memory.chooses:
+    if preparation_class(config.task) is None:
         return []
     from mmspeed.pipelines.report.policies import policy_lines
+    from mmspeed.pipelines.report.run_forecast import run_lines
+    from mmspeed.pipelines.report.task_check import build_lines
     from mmspeed.pipelines.tasks import make_task
+    from mmspeed.protocols import ForecastsWork
 
-    task = make_task(config)
-    lines = policy_lines(task, config) if prepared else []
-    if not config.memory.chooses:
-        return lines
-    from mmspeed.pipelines.tuning.memory_estimate import plan_memory
-
-    task.open_without_data()
-    return [*lines, *plan_memory(config, task=task, with_swap=config.device.kind != "cpu").lines()]
+    task, works = make_task(config), report.works if isinstance(report, ForecastsWork) else ()
+    forecast = bool(works) or config.memory.chooses
+    if forecast:
+        task.open_without_data()
+    policies = policy_lines(task, config)
+    if not forecast:
+        return policies
+    return [*build_lines(task, task.build()), *policies, *run_lines(config, task, works)]

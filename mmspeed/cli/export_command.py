@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from mmspeed import log
+from mmspeed.config.places import require_run
 from mmspeed.errors import UserError
 
 from . import completion, spoken
@@ -50,6 +51,7 @@ def export(
 ) -> None:
     """Write a trained model as a folder that other libraries load: a published one for diffusers, a language model for transformers."""
     spoken.begin("export", run_folder)
+    require_run(run_folder)
     with spoken.loading():
         import torch
 

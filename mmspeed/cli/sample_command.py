@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmspeed import log
+from mmspeed.config.places import require_run
 from mmspeed.errors import UserError
 
 from . import completion, launch, spoken
 
 if TYPE_CHECKING:
+    from mmspeed.config import RunConfig
     from mmspeed.pipelines.diffusion.samplers import OnStep
     from mmspeed.pipelines.inference.media import Video
     from mmspeed.pipelines.inference.prompts import VideoRequest
@@ -66,6 +68,12 @@ Temperature = Annotated[
 ]
 TopP = Annotated[
     float | None, typer.Option(min=0, max=1, help="Of a language model: share of the likeliest tokens; 1: all.")
+]
+
+
+Chat = Annotated[
+    bool,
+    typer.Option("--chat", help="Of a language model: answer each prompt as a user's message, by the chat template."),
 ]
 
 
@@ -130,10 +138,13 @@ def sample(
     max_new_tokens: MaxNewTokens = None,
     temperature: Temperature = None,
     top_p: TopP = None,
+    chat: Chat = False,
 ) -> None:
     """Make videos from text with a trained run, or texts with a language model. Omitted options are taken from the run's config."""
     spoken.begin("sample", run_folder)
-    writing = {"tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
+    if not official:
+        require_run(run_folder)
+    writing = {"tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "chat": chat or None}
     if writes_texts(context, run_folder, writing):
         _write_texts(run_folder, prompt or [], checkpoint, weights, device, seed, writing)
         return
@@ -166,7 +177,37 @@ def task_of(place: Path) -> str:
         return "video"
 
 
-OF_TEXTS = ("run_folder", "prompt", "checkpoint", "weights", "device", "seed", "max_new_tokens", "temperature", "top_p")
+def advised(run: Path, config: RunConfig) -> list[str]:
+    """The command that samples a run, with the options that it needs; empty for a run that it would refuse."""
+    from mmspeed.config import Config
+    from mmspeed.config.language import LanguageConfig
+
+    words = f'sample {run} --prompt "..."'
+    if isinstance(config, LanguageConfig):
+        chat = " --chat" * any(source.content == "chat" for source in config.texts.sources)
+        return [] if refusals(config) else [words + chat]
+    if not isinstance(config, Config):
+        return []
+    modes = config.conditioning.shares
+    return [words + ("" if "none" in modes else GIVEN.get(next(iter(modes)), GIVEN["first"]))]
+
+
+def refusals(config: RunConfig) -> list[str]:
+    """A line for a language model that can be neither sampled nor exported."""
+    from mmspeed.config.language import LanguageConfig
+
+    if not isinstance(config, LanguageConfig):
+        return []
+    from mmspeed.pipelines.tasks.language import LanguageTask
+
+    return LanguageTask(config).warnings()
+
+
+# options of a run whose model is always given frames, by the first mode
+GIVEN = {"first": " --image FILE", "first_last": " --image FILE --last-image FILE", "prefix": " --video FILE"}
+OF_TEXTS = (
+    "run_folder", "prompt", "checkpoint", "weights", "device", "seed", "max_new_tokens", "temperature", "top_p", "chat",
+)  # fmt: skip
 
 
 def writes_texts(context: typer.Context, place: Path, writing: dict[str, Any]) -> bool:
@@ -174,7 +215,7 @@ def writes_texts(context: typer.Context, place: Path, writing: dict[str, Any]) -
     if task_of(place) != "language":
         if any(value is not None for value in writing.values()):
             raise UserError(
-                "--max-new-tokens, --temperature and --top-p are of language models: leave them out for videos"
+                "--max-new-tokens, --temperature, --top-p and --chat are of language models: leave them out for videos"
             )
         return False
     others = [name for name in context.params if name not in OF_TEXTS and on_command_line(context, name)]
@@ -198,7 +239,7 @@ def _write_texts(
     seed: int,
     writing: dict[str, Any],
 ) -> None:
-    """Print the text that a language model writes behind each prompt, after the prompt."""
+    """Print the text that a language model writes behind each prompt, after the prompt, or its answer to each."""
     if not prompts:
         raise UserError("give a --prompt")
     with spoken.loading():
@@ -207,10 +248,11 @@ def _write_texts(
     with log.Working("loading the run", tell=False):
         model = LanguageModel.from_run(place, checkpoint=checkpoint, weights=weights.value, device=device)
     settings = {name: value for name, value in writing.items() if value is not None}
+    chat = settings.pop("chat", False)
     with log.Working("writing", tell=False):
-        texts = model(prompts, Writing(seed=seed, **settings))
+        texts = (model.chat if chat else model)(prompts, Writing(seed=seed, **settings))
     for prompt, text in zip(prompts, texts, strict=True):
-        print(f"{prompt}{text}")
+        print(text if chat else f"{prompt}{text}")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from mmspeed.shapes import Bucket
 
+from .addresses import checked_address
 from .places import base_name
 
 
@@ -289,6 +290,16 @@ class DataConfig(Section):
         gt=0,
         description="Size of the local store that holds fetched remote media, in megabytes: beyond it the oldest that are not in use are deleted. It lies under `$MMSPEED_CACHE`, else `~/.cache/mmspeed`.",
     )
+
+    allow_addresses: tuple[str, ...] = Field(
+        (),
+        description="Addresses that manifests may name beside public ones: hosts, addresses and networks in private networks behind `http` and `https` (`media.lan`, `10.0.0.0/8`), and protocols beside `s3`, `gs`, `http`, `https`, `hf` and those of the sources (`oss://`).",
+    )
+
+    @field_validator("allow_addresses")
+    @classmethod
+    def _addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(checked_address, value))
 
     @field_validator("background")
     @classmethod

@@ -31,11 +31,11 @@ class LanguageModelConfig(Section):
 
     shape: str = Field(
         "tiny-qwen3-0.6b",
-        description="Named shape (`mmspeed.models.language.shapes`), such as `qwen3-0.6b` or `llama3-8b`; `tiny-` before a name is its twin for a CPU. Not with `pretrained`.",
+        description="Named shape with random weights (`mmspeed.models.language.shapes`), such as `qwen3-0.6b` or `llama3-8b`; `tiny-` before a name is its twin for a CPU. Not with `pretrained`.",
     )
     pretrained: str | None = Field(
         None,
-        description="Folder or hub id of a Llama, Qwen3, Qwen3-MoE or DeepSeek-V3 of transformers, whose weights training begins with; null: weights drawn from `seed`.",
+        description="Folder or hub id of transformers whose weights training begins with. It is a Llama, Qwen3, Qwen3-MoE or DeepSeek-V3; null: weights drawn from `seed`.",
     )
     revision: str | None = Field(None, description="Branch, tag or commit on the hub; null: its main branch.")
     vocab_size: int | None = Field(

@@ -24,6 +24,11 @@ class ValidateConfig(Section):
     prompts: tuple[str, ...] = Field(
         (), description="Prompts to generate samples for during training, such as captions of videos."
     )
+    clips: int | None = Field(
+        None,
+        ge=0,
+        description="Held-out videos from whose first frames (as `conditioning` says) and captions samples are made, too; null: 2 without prompts for a model that is always given frames, else 0.",
+    )
     seed: int = Field(0, description="Seed of the samples.")
 
 

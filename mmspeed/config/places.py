@@ -1,4 +1,4 @@
-"""Locations of a dataset cache: a local folder, or the URL of a remote store with a local folder for fetched files."""
+"""Locations: of a dataset cache, a local folder or the URL of a remote store with a local folder for fetched files; of runs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,24 @@ import hashlib
 import os
 import re
 from pathlib import Path
-from urllib.parse import urlsplit
+
+from mmspeed.errors import UserError
 
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+]+:/")
+
+
+def require_run(root: str | Path) -> Path:
+    """The folder of an existing run. Raises UserError when there is none."""
+    folder = Path(root)
+    if folder.is_file():
+        raise UserError(
+            f"{root} is no run: `mmspeed train {root}` makes one; give its folder, such as runs/{folder.stem}"
+        )
+    if not folder.is_dir():
+        raise UserError(f"{root}: no such run; `mmspeed train CONFIG` makes one")
+    if not (folder / "config.yaml").exists():
+        raise UserError(f"{root} is not a run folder: it has no config.yaml")
+    return folder
 
 
 def is_url(place: str | Path) -> bool:
@@ -18,7 +33,7 @@ def is_url(place: str | Path) -> bool:
 
 def base_name(place: str) -> str:
     """The last part of a path or URL, without a web address's query, which may hold a token."""
-    path = urlsplit(place).path if place.lower().startswith(("http://", "https://")) else place
+    path = re.split(r"[?#]", place, maxsplit=1)[0] if place.lower().startswith(("http://", "https://")) else place
     return path.rstrip("/").rpartition("/")[2] or place
 
 

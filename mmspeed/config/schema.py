@@ -31,6 +31,7 @@ from .inputs import (
     TransformersTextConfig,
     VaeConfig,
 )
+from .known_models import videos_of
 from .memory import MemoryConfig, refused
 from .model import AnyModelConfig, ModelConfig
 from .objective import DdpmConfig, FlowConfig, ObjectiveConfig, ObjectiveSection
@@ -330,7 +331,12 @@ class Config(RunConfig):
             changes["text"] = text.model_copy(update={"pretrained": pretrained(text.pretrained)})
         if isinstance(model, PublishedModelConfig):
             weights = model.weights if model.weights is None else joined(base, model.weights)
-            changes["model"] = model.model_copy(update={"pretrained": pretrained(model.pretrained), "weights": weights})
+            place = pretrained(model.pretrained)
+            if "/" not in place and not Path(place).is_dir():
+                raise UserError(
+                    f"model.pretrained: {place} is a short name: write {videos_of(place, 'model.pretrained')[0]}"
+                )
+            changes["model"] = model.model_copy(update={"pretrained": place, "weights": weights})
         shared = super().absolute(base)
         changes |= {"output": shared.output, "train": shared.train, "checkpoint": shared.checkpoint}
         return self.model_copy(update=changes)
@@ -358,7 +364,8 @@ class Config(RunConfig):
 
         Only the last part of a source's path counts: caches and data sets move between machines.
         """
-        data = self.data.model_dump(mode="json", exclude={"cache", "local_mb", "repeats", "sources", "temperature"})
+        unused = {"allow_addresses", "cache", "local_mb", "repeats", "sources", "temperature"}
+        data = self.data.model_dump(mode="json", exclude=unused)
         data["sources"] = [
             source.model_dump(mode="json", exclude={"repeats", "weight"})
             | {"path": base_name(source.path), "name": name}

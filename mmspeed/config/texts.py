@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from .inputs import Section, check_mixing, distinct_names
 
+Role = Literal["system", "user", "assistant"]
+
 
 class TextSourceConfig(Section):
     """Files of texts, chats or token ids."""
@@ -32,17 +34,32 @@ class TextSourceConfig(Section):
     )
     content: Literal["text", "chat", "ids"] = Field(
         "text",
-        description="What a row holds: a text; a chat (a list of messages with `role` and `content`), which is written by the tokenizer's template and has its loss on the assistant's tokens; or token ids.",
+        description="What a row holds: a text; a chat, which is written by the tokenizer's template and has its loss on the assistant's tokens; or token ids.",
     )
     column: str | None = Field(
         None,
         min_length=1,
-        description="Column of a table, or key of a JSON line or of a JSON file in a tar; null: `text`, `messages` or `ids`, by `content`.",
+        description="Column of a table, or key of a JSON line or of a JSON file in a tar; null: `text` or `ids`, and of a chat what the row has of `messages` (`role`, `content`), `conversations` (`from`, `value`), `instruction`, `input` and `output`, or `prompt` and `completion`.",
+    )
+    turns: dict[Role, str | tuple[str, ...]] | None = Field(
+        None,
+        min_length=1,
+        description="Columns of a chat's turns in place of `column`, such as `{user: [question, context], assistant: answer}`; the texts of several are lines of one turn, `system` and all but the first one of a turn may be missing.",
     )
     split: Literal["file", "blank_line"] = Field(
         "file",
         description="Documents of a `.txt` file: the whole file, or the parts between blank lines.",
     )
+
+    @model_validator(mode="after")
+    def _turns_of_chats(self) -> TextSourceConfig:
+        if self.turns is not None and (
+            self.content != "chat" or self.column is not None or "assistant" not in self.turns
+        ):
+            raise ValueError(
+                "turns are of content: chat, without column, and name the columns of the assistant at least"
+            )
+        return self
 
 
 class TextsConfig(Section):
@@ -79,10 +96,6 @@ class TextsConfig(Section):
     def _mixing(self) -> TextsConfig:
         check_mixing(self.sources, self.temperature, "temperature")
         return self
-
-    def column_of(self, source: TextSourceConfig) -> str:
-        """The column or key that holds a source's documents."""
-        return source.column or {"text": "text", "chat": "messages", "ids": "ids"}[source.content]
 
     def document_settings(self, seed: int) -> dict[str, Any]:
         """The settings that decide which documents a cache holds and which are held out; of no paths, which other machines may have."""

@@ -18,11 +18,11 @@ from collections.abc import Collection, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
 
 from mmspeed.comm import all_reduce_sum
 from mmspeed.parallel import unwrap
 from mmspeed.rng import key64
+from mmspeed.torch_internals import is_sharded
 
 PIECE = 1 << 20  # numbers hashed at a time: some 8 MB for each temporary
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -61,18 +61,18 @@ def fingerprint(
 
 def _is_first_copy(parameter: nn.Parameter) -> bool:
     """True where this process counts its part: one of those that hold the same part does."""
-    if not isinstance(parameter, DTensor):
+    if not is_sharded(parameter):
         return not dist.is_initialized() or dist.get_rank() == 0
     mesh = parameter.device_mesh
     first = zip(mesh.get_coordinate() or (), parameter.placements, strict=True)
     # a parameter whose mesh lacks an axis lies on one mesh for each place of that axis: that of rank 0 counts
-    return bool((mesh.mesh == 0).any()) and all(at == 0 for at, place in first if isinstance(place, Replicate))
+    return bool((mesh.mesh == 0).any()) and all(at == 0 for at, place in first if place.is_replicate())
 
 
 def _hashed(name: str, parameter: nn.Parameter) -> int:
     """The sum of the hashes of this process's part of a parameter, below 2^64."""
     key = key64("frozen", name, str(parameter.dtype), *parameter.shape)
-    if not isinstance(parameter, DTensor):
+    if not is_sharded(parameter):
         return _sum_of_hashes(parameter, [0] * parameter.ndim, parameter.shape, key)
     (part,) = parameter.__create_chunk_list__()  # the interface of torch's checkpoint engine
     return _sum_of_hashes(parameter.to_local(), part.offsets, parameter.shape, key)

@@ -7,12 +7,11 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from mmspeed.mesh import Mesh, by_mesh, layout_of
 from mmspeed.parallel.tensor import local
-from mmspeed.torch_internals import multiply_each_
+from mmspeed.torch_internals import is_sharded, multiply_each_
 
 CLIP_EPS = 1e-6  # as torch has it in clip_grads_with_norm_
 
@@ -40,7 +39,7 @@ def _parts(kind: Sequence[nn.Parameter]) -> list[tuple[tuple[dist.ProcessGroup, 
         grad = parameter.grad
         assert grad is not None
         split: tuple[int, ...] = ()
-        if isinstance(grad, DTensor):
+        if is_sharded(grad):
             split = tuple(dim for dim, placement in enumerate(grad.placements) if not placement.is_replicate())
             groups.setdefault(split, tuple(grad.device_mesh.get_group(dim) for dim in split))
         lists.setdefault(split, []).append(local(grad))
@@ -98,10 +97,10 @@ def squared_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) -
         grad = parameter.grad
         if grad is None:
             continue
-        if mesh is None and isinstance(grad, DTensor):
+        if mesh is None and is_sharded(grad):
             raise ValueError("the norm of sharded gradients needs the mesh, which knows their replicas")
         copies = mesh.copies(layout_of(parameter)) if mesh is not None else 1
-        part = grad.to_local() if isinstance(grad, DTensor) else grad
+        part = grad.to_local() if is_sharded(grad) else grad
         square = (
             torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32)).double().square()
             / copies

@@ -41,6 +41,7 @@ class Reason(str, Enum):
     DECODER_CRASHED = "decoder_crashed"
     BAD_ROW = "bad_row"
     UNSAFE_NAME = "unsafe_name"
+    BAD_ADDRESS = "bad_address"
     PICKLE = "pickle"
     BELOW_MINIMUM = "below_minimum"
     ABOVE_MAXIMUM = "above_maximum"
@@ -82,6 +83,7 @@ _EXPLANATIONS = {
     Reason.DECODER_CRASHED: "The decoder process died on this file, or was killed twice before it was ready.",
     Reason.BAD_ROW: "The manifest row cannot be read, or lacks a required value.",
     Reason.UNSAFE_NAME: "The archive member is a link, a device, or has a name that leads out of its folder.",
+    Reason.BAD_ADDRESS: "The manifest row names an address whose protocol or network is not asked (data.allow_addresses), or whose package is missing.",
     Reason.BELOW_MINIMUM: "A score of the source is below data.min; the detail names the column.",
     Reason.ABOVE_MAXIMUM: "A score of the source is above data.max; the detail names the column.",
     Reason.NO_SCORE: "A score that data.min or data.max names is missing, or no number.",
@@ -92,7 +94,7 @@ _EXPLANATIONS = {
 
 
 # Reasons of which the explanation says little without the detail: summaries show it.
-TOLD: frozenset[Reason] = frozenset({Reason.BAD_ROW, Reason.CAPTION_ENCODING, Reason.NO_SCORE})
+TOLD: frozenset[Reason] = frozenset({Reason.BAD_ROW, Reason.BAD_ADDRESS, Reason.CAPTION_ENCODING, Reason.NO_SCORE})
 
 
 def told(reason: str, examples: Iterable[tuple[str, str]]) -> list[str]:

@@ -16,7 +16,6 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from mmspeed.axes import AxisName
@@ -24,7 +23,7 @@ from mmspeed.errors import UserError
 from mmspeed.mesh import Mesh
 from mmspeed.mixin import mix_in
 from mmspeed.protocols import blocks_of, stays_float32
-from mmspeed.torch_internals import at_end_of_backward, fsdp_state, sum_in_float32, tree_leaves
+from mmspeed.torch_internals import at_end_of_backward, fsdp_state, is_fully_sharded, sum_in_float32, tree_leaves
 
 Strategy = Literal["none", "ddp", "fsdp"]
 
@@ -69,6 +68,8 @@ def shard(model: nn.Module, mesh: Mesh, compute_dtype: torch.dtype) -> nn.Module
     round timesteps to `compute_dtype` too; autocast casts what matrix products need. Parameters that stay float32 are gathered in float32,
     in parameter groups of their own, since FSDP2 has one dtype per group.
     """
+    from torch.distributed.fsdp import fully_shard
+
     axes = (AxisName.DP_REPLICATE, AxisName.SHARD) if mesh.size(AxisName.DP_REPLICATE) > 1 else (AxisName.SHARD,)
     engine = partial(fully_shard, mesh=mesh.submesh(*axes))
     apart = float32_parameters(model) if compute_dtype != torch.float32 or is_half(model) else set()
@@ -95,6 +96,8 @@ def _shard_module(
     module: nn.Module, engine: Callable[..., object], compute_dtype: torch.dtype, apart: set[nn.Parameter]
 ) -> None:
     """Shard the parameters of a module that are not sharded yet; those in `apart` are gathered in float32."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     if not apart.isdisjoint(module.parameters()):
         others = list(_free_modules(module, apart))
@@ -107,9 +110,9 @@ def _shard_module(
 def _free_modules(module: nn.Module, apart: set[nn.Parameter]) -> Iterator[nn.Module]:
     """Yield the outermost modules within a module that hold parameters, none of them in `apart` and none sharded yet."""
     for child in module.children():
-        if isinstance(child, FSDPModule):
+        if is_fully_sharded(child):
             continue
-        sharded = any(isinstance(inner, FSDPModule) for inner in child.modules())
+        sharded = any(is_fully_sharded(inner) for inner in child.modules())
         own = list(child.parameters())
         if own and not sharded and apart.isdisjoint(own):
             yield child
@@ -134,7 +137,7 @@ class _Undivided:
 def sum_gradients(model: nn.Module) -> None:
     """Make FSDP2 sum gradients, which it averages by default, in every module that `fully_shard` was called on."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):  # neither call is recursive
+        if is_fully_sharded(module):  # neither call is recursive
             module.set_gradient_divide_factor(cast(float, _Undivided()))
             module.set_force_sum_reduction_for_comms(True)  # else the collective scales too, which gloo cannot do
 
@@ -169,7 +172,7 @@ def _keep_sums_in_float32(model: nn.Module) -> None:
 
     It looks that dtype up at the first forward, so this runs before each forward.
     """
-    states = [fsdp_state(module) for module in model.modules() if isinstance(module, FSDPModule)]
+    states = [fsdp_state(module) for module in model.modules() if is_fully_sharded(module)]
 
     def before(*_: Any) -> None:
         for state in states:
@@ -250,7 +253,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 @contextmanager
 def no_sync(model: nn.Module, strategy: Strategy, last: bool) -> Iterator[None]:
     """Exchange gradients only for the `last` micro-batch of a step. Use around its forward and backward."""
-    if isinstance(model, FSDPModule):
+    if is_fully_sharded(model):
         model.set_requires_gradient_sync(last)
     with model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext():
         yield

@@ -10,17 +10,17 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from mmspeed.comm import Axis
 from mmspeed.comm.axis import nbytes
 from mmspeed.errors import UserError
 from mmspeed.mesh import layout_of
+from mmspeed.torch_internals import is_sharded
 
 
 def local(tensor: Tensor) -> Tensor:
     """The part of a DTensor on this process; any other tensor as it is. Gradients pass unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def check_heads(heads: int, ulysses: int, tp: int, key_heads: int | None = None) -> None:

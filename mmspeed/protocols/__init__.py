@@ -63,7 +63,7 @@ from .plan import (
     plan_of,
     single_blocks,
 )
-from .preparation import CheckOutcome, Preparation
+from .preparation import CheckOutcome, ForecastsWork, Preparation, RunWork
 from .shapes import ShapeClass, shape_words
 from .task import (
     CheckNotes,
@@ -103,6 +103,7 @@ __all__ = [
     "DeclaresPlan",
     "DiffusionModel",
     "Divisors",
+    "ForecastsWork",
     "Gather",
     "HasConditioningModes",
     "InitializesWeights",
@@ -131,6 +132,7 @@ __all__ = [
     "Region",
     "Role",
     "RunPlace",
+    "RunWork",
     "Seen",
     "ShapeClass",
     "Site",

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from .shapes import ShapeClass
 
 if TYPE_CHECKING:
     from mmspeed.config import RunConfig
@@ -20,6 +23,26 @@ class CheckOutcome(Protocol):
 
     def print(self, console: Any = None) -> None:
         """Print the findings (to a rich console when one is given)."""
+        ...
+
+
+@dataclass(frozen=True)
+class RunWork:
+    """The work of a whole training on `world` devices: its epochs, what one of them has in words, and the busiest device's items."""
+
+    world: int
+    epochs: float
+    of: str
+    items: Mapping[ShapeClass, float]
+
+
+@runtime_checkable
+class ForecastsWork(Protocol):
+    """Findings of a check that also say the work of the training."""
+
+    @property
+    def works(self) -> Sequence[RunWork]:
+        """For each number of devices that the check is asked about; none where it is not known."""
         ...
 
 
@@ -51,11 +74,15 @@ class Preparation(Protocol):
         ...
 
     def check(
-        self, page: Path | None = None, suggest_buckets: int | None = None, ranks: Sequence[int] | None = None
+        self,
+        page: Path | None = None,
+        suggest_buckets: int | None = None,
+        ranks: Sequence[int] | None = None,
+        schedule: bool = False,
     ) -> CheckOutcome:
         """Read the data set and estimate the run and its cost, without an accelerator. Writes the page (None: its usual place).
 
-        Raises UserError where the data set cannot be found.
+        `schedule`: also the tables of the schedule; it is given only if they are asked for. Raises UserError where the data set cannot be found.
         """
         ...
 

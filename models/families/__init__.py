@@ -11,21 +11,19 @@ from torch import nn
 
 from mmspeed.errors import UserError, nearest
 from mmspeed.models.families import cogvideox, flux, hunyuan_video, hunyuan_video15, ltx, mochi, qwen_image, sora, wan
-from mmspeed.models.families.base import Family, FamilyCall, Published, SizeLimits
+from mmspeed.models.families.base import Family, FamilyCall, SizeLimits
 from mmspeed.protocols.calls import ModelCall
 
 __all__ = [
     "FAMILIES",
     "Family",
     "FamilyCall",
-    "Published",
     "SizeLimits",
     "call_for",
     "class_name",
     "family_in",
     "family_of",
     "published_classes",
-    "published_models",
 ]
 
 FAMILIES: Mapping[str, Family] = {
@@ -68,11 +66,6 @@ def family_of(name: str, key: str) -> Family:
             f"{key}: {name} is no class that mmspeed trains{nearest(name, known)}: known are {', '.join(known)}"
         )
     return FAMILIES[name]
-
-
-def published_models() -> dict[str, Published]:
-    """The repositories of all families, by their short names."""
-    return {name: place for family in FAMILIES.values() for name, place in family.published.items()}
 
 
 def call_for(model: nn.Module) -> ModelCall:

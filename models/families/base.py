@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mmspeed.config.known_models import Published
 from mmspeed.errors import UserError
 from mmspeed.models.text.recipes import TextRecipe
 from mmspeed.protocols.calls import Conditions, ModelCall, Predicted
@@ -213,31 +214,6 @@ class ImageRecipe:
     layer: int | None = None
     processing: Mapping[str, bool] = field(default_factory=dict)
     version: int = 1
-
-
-@dataclass(frozen=True)
-class Published:
-    """A repository on the hub, and the videos that its model was trained for.
-
-    Args:
-        repository: its hub id.
-        frames, height, width: of the largest video.
-        fps: frames per second.
-        grid: (frames, pixels) that videos are multiples of: frames after the first one, and height and width.
-        mode: of `conditioning`, in which a model that makes videos from images alone is trained; None for others.
-        experts: True for a model with two experts, of times near noise and near data.
-        fixed: True for a model that takes this height and width alone.
-    """
-
-    repository: str
-    frames: int
-    height: int
-    width: int
-    fps: float
-    grid: tuple[int, int]
-    mode: str | None = None
-    experts: bool = False
-    fixed: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspeed.config.known_models import PUBLISHED
 from mmspeed.models.diffusers.products import attention, linear
 from mmspeed.models.families.base import (
     TIMES,
@@ -23,7 +24,6 @@ from mmspeed.models.families.base import (
     Index,
     Latent,
     Parts,
-    Published,
     Sampling,
     SizeLimits,
     SmallClass,
@@ -184,13 +184,6 @@ def _channels_first(x_BTChw: Tensor, like_BCThw: Tensor) -> Tensor:
 SAMPLING = Sampling(
     steps=50, guidance=6.0, time=lambda timestep: timestep / LAST, pack=_frames_first, unpack=_channels_first
 )
-PUBLISHED = {
-    "cogvideox-2b": Published("zai-org/CogVideoX-2b", 49, 480, 720, 8.0, (4, 16)),
-    "cogvideox-5b": Published("zai-org/CogVideoX-5b", 49, 480, 720, 8.0, (4, 16)),
-    "cogvideox-5b-i2v": Published("zai-org/CogVideoX-5b-I2V", 49, 480, 720, 8.0, (4, 16), "first", fixed=True),
-    "cogvideox1.5-5b": Published("zai-org/CogVideoX1.5-5B", 77, 768, 1360, 16.0, (4, 16)),
-    "cogvideox1.5-5b-i2v": Published("zai-org/CogVideoX1.5-5B-I2V", 77, 768, 1360, 16.0, (4, 16), "first"),
-}
 
 FAMILY = Family(
     "cogvideox",
@@ -201,5 +194,5 @@ FAMILY = Family(
     sampling=SAMPLING,
     text=TEXT,
     from_images=FROM_IMAGES,
-    published=PUBLISHED,
+    published=PUBLISHED["cogvideox"],
 )

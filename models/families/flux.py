@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspeed.config.known_models import PUBLISHED
 from mmspeed.models.diffusers.products import attention, linear
 from mmspeed.models.families.base import (
     TIMES,
@@ -21,7 +22,6 @@ from mmspeed.models.families.base import (
     Family,
     FamilyCall,
     Latent,
-    Published,
     Sampling,
     SizeLimits,
     SmallClass,
@@ -132,9 +132,6 @@ TEXT = TextRecipe(
 SAMPLING = Sampling(
     steps=28, guidance=3.5, sigmas=even_sigmas, pack=partial(packed, patch=PATCH), unpack=partial(unpacked, patch=PATCH)
 )
-PUBLISHED = {
-    "flux.1-dev": Published("black-forest-labs/FLUX.1-dev", 1, 1024, 1024, 1.0, (1, 16)),
-}
 
 FAMILY = Family(
     "flux",
@@ -143,5 +140,5 @@ FAMILY = Family(
     SmallClass(FluxCall.patch, 12, _flux),
     sampling=SAMPLING,
     text=TEXT,
-    published=PUBLISHED,
+    published=PUBLISHED["flux"],
 )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspeed.config.known_models import PUBLISHED
 from mmspeed.models.diffusers.products import attention, linear
 from mmspeed.models.families.base import (
     TIMES,
@@ -21,7 +22,6 @@ from mmspeed.models.families.base import (
     Index,
     Latent,
     Parts,
-    Published,
     Sampling,
     SmallClass,
     SmallSizes,
@@ -156,13 +156,6 @@ def text_variant(index: Index, parts: Parts) -> TextRecipe:
 
 
 SAMPLING = Sampling(steps=50, guidance=6.0, sigmas=sigmas_to_zero)
-PUBLISHED = {
-    "hunyuan-video": Published("hunyuanvideo-community/HunyuanVideo", 129, 720, 1280, 24.0, (4, 16)),
-    "hunyuan-video-i2v": Published("hunyuanvideo-community/HunyuanVideo-I2V", 129, 720, 1280, 24.0, (4, 16), "first"),
-    "hunyuan-video-i2v-33ch": Published(
-        "hunyuanvideo-community/HunyuanVideo-I2V-33ch", 129, 720, 1280, 24.0, (4, 16), "first"
-    ),
-}
 
 FAMILY = Family(
     "hunyuan-video",
@@ -175,5 +168,5 @@ FAMILY = Family(
     text=TEXT,
     text_variant=text_variant,
     from_images=FROM_IMAGES,
-    published=PUBLISHED,
+    published=PUBLISHED["hunyuan_video"],
 )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mmspeed.config.known_models import PUBLISHED
 from mmspeed.errors import UserError
 from mmspeed.models.diffusers.products import attention, linear
 from mmspeed.models.families.base import (
@@ -25,7 +26,6 @@ from mmspeed.models.families.base import (
     Index,
     Latent,
     Parts,
-    Published,
     Sampling,
     SmallClass,
     SmallSizes,
@@ -203,20 +203,6 @@ TEXT = TextRecipe(
         EncoderRecipe(256, "text_encoder_2", "tokenizer_2", GLYPHS, clean=GLYPH_WORDS),
     )
 )
-PUBLISHED = {
-    "hunyuan-video1.5-480p": Published(
-        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v", 121, 480, 832, 24.0, (4, 16)
-    ),
-    "hunyuan-video1.5-720p": Published(
-        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v", 121, 720, 1280, 24.0, (4, 16)
-    ),
-    "hunyuan-video1.5-480p-i2v": Published(
-        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v", 121, 480, 832, 24.0, (4, 16), "first"
-    ),
-    "hunyuan-video1.5-720p-i2v": Published(
-        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v", 121, 720, 1280, 24.0, (4, 16), "first"
-    ),
-}
 
 FAMILY = Family(
     "hunyuan-video1.5",
@@ -229,7 +215,7 @@ FAMILY = Family(
     image=ImageRecipe(processor="feature_extractor", processing={"do_resize": True, "do_convert_rgb": True}),
     from_images=FROM_IMAGES,
     one_image=True,
-    published=PUBLISHED,
+    published=PUBLISHED["hunyuan_video15"],
     unused=(
         "image_embedder.*",  # text to video gives it zeros, and leaves its tokens out
         *(f"transformer_blocks.-1.{part}" for part in LAST_TEXT),

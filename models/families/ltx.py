@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mmspeed.config.known_models import PUBLISHED
 from mmspeed.errors import UserError
 from mmspeed.models.diffusers.products import attention, linear
 from mmspeed.models.families.base import (
@@ -20,7 +21,6 @@ from mmspeed.models.families.base import (
     Family,
     FamilyCall,
     Latent,
-    Published,
     Sampling,
     SmallClass,
     SmallSizes,
@@ -115,9 +115,6 @@ PATCH: Latent = (1, 1, 1)  # of the pipeline
 SAMPLING = Sampling(
     steps=50, guidance=3.0, sigmas=even_sigmas, pack=partial(packed, patch=PATCH), unpack=partial(unpacked, patch=PATCH)
 )
-PUBLISHED = {
-    "ltx-2b": Published("Lightricks/LTX-Video", 161, 512, 704, 25.0, (8, 32)),
-}
 
 FAMILY = Family(
     "ltx",
@@ -128,5 +125,5 @@ FAMILY = Family(
     text=TEXT,
     from_images="LTXImageToVideoPipeline",
     image_in_latents=True,
-    published=PUBLISHED,
+    published=PUBLISHED["ltx"],
 )

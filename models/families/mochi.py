@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
+from mmspeed.config.known_models import PUBLISHED
 from mmspeed.models.diffusers.products import attention, linear
 from mmspeed.models.families.base import (
     TIMES,
@@ -21,7 +22,6 @@ from mmspeed.models.families.base import (
     Index,
     Latent,
     Parts,
-    Published,
     Sampling,
     SmallClass,
     SmallSizes,
@@ -117,9 +117,6 @@ def _sigmas(steps: int) -> list[float]:
 
 # its scheduler counts from noise, and takes the model's own sign
 SAMPLING = Sampling(steps=64, guidance=4.5, sigmas=_sigmas, time=lambda timestep: 1 - timestep / TIMES, sign=-1.0)
-PUBLISHED = {
-    "mochi-1": Published("genmo/mochi-1-preview", 163, 480, 848, 30.0, (6, 16)),
-}
 
 FAMILY = Family(
     "mochi",
@@ -129,7 +126,7 @@ FAMILY = Family(
     sampling=SAMPLING,
     text=TEXT,
     text_variant=_text,
-    published=PUBLISHED,
+    published=PUBLISHED["mochi"],
     # the last block returns no text
     unused=("transformer_blocks.-1.attn1.add_q_proj.*", "transformer_blocks.-1.attn1.norm_added_q.*"),
 )

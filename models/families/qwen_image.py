@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mmspeed.config.known_models import PUBLISHED
 from mmspeed.errors import UserError
 from mmspeed.models.diffusers.products import attention, linear
 from mmspeed.models.families.base import (
@@ -20,7 +21,6 @@ from mmspeed.models.families.base import (
     Family,
     FamilyCall,
     Latent,
-    Published,
     Sampling,
     SizeLimits,
     SmallClass,
@@ -132,9 +132,6 @@ def template() -> dict[str, Any]:
 
 
 TEXT = TextRecipe((EncoderRecipe(TEXT_TOKENS, layer=-1, template="mmspeed.models.families.qwen_image:template"),))
-PUBLISHED = {
-    "qwen-image": Published("Qwen/Qwen-Image", 1, 1328, 1328, 1.0, (1, 16)),
-}
 
 FAMILY = Family(
     "qwen-image",
@@ -143,6 +140,6 @@ FAMILY = Family(
     SmallClass(QwenImageCall.patch, 12, _qwen_image),
     sampling=SAMPLING,
     text=TEXT,
-    published=PUBLISHED,
+    published=PUBLISHED["qwen_image"],
     unused=tuple(f"transformer_blocks.-1.{part}" for part in LAST_TEXT),
 )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspeed.config.known_models import PUBLISHED
 from mmspeed.errors import UserError
 from mmspeed.models.diffusers.products import attention, linear
 from mmspeed.models.families.base import (
@@ -24,7 +25,6 @@ from mmspeed.models.families.base import (
     Index,
     Latent,
     Parts,
-    Published,
     Sampling,
     SizeLimits,
     SmallClass,
@@ -181,15 +181,6 @@ def _short(call: ModelCall, text_tokens: int) -> ModelCall:
 # padded with zeros to 512 rows by the call: the encoder is given the mask
 TEXT = TextRecipe((EncoderRecipe(512, clean="diffusers.pipelines.wan.pipeline_wan:prompt_clean"),))
 SAMPLING = Sampling(steps=50, guidance=5.0)
-PUBLISHED = {
-    "wan2.1-1.3b": Published("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", 81, 480, 832, 16.0, (4, 16)),
-    "wan2.1-14b": Published("Wan-AI/Wan2.1-T2V-14B-Diffusers", 81, 720, 1280, 16.0, (4, 16)),
-    "wan2.1-i2v-480p": Published("Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", 81, 480, 832, 16.0, (4, 16), "first"),
-    "wan2.1-i2v-720p": Published("Wan-AI/Wan2.1-I2V-14B-720P-Diffusers", 81, 720, 1280, 16.0, (4, 16), "first"),
-    "wan2.1-flf2v": Published("Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers", 81, 720, 1280, 16.0, (4, 16), "first_last"),
-    "wan2.2-5b": Published("Wan-AI/Wan2.2-TI2V-5B-Diffusers", 121, 704, 1280, 24.0, (4, 32)),
-    "wan2.2-a14b": Published("Wan-AI/Wan2.2-T2V-A14B-Diffusers", 81, 720, 1280, 16.0, (4, 16), experts=True),
-}
 
 FAMILY = Family(
     "wan",
@@ -202,5 +193,5 @@ FAMILY = Family(
     image=ImageRecipe(layer=-2),  # the hidden states before the last layer
     from_images="WanImageToVideoPipeline",
     one_image=True,
-    published=PUBLISHED,
+    published=PUBLISHED["wan"],
 )

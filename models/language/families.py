@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mmspeed.errors import UserError, nearest
+from mmspeed.errors import UserError
 from mmspeed.models.assemblies import Assembly, Joined, Stacked
 from mmspeed.models.language.config import DecoderSettings, ExpertSettings, LatentSettings, rotary_settings
 
@@ -30,9 +30,7 @@ def settings_of(tree: Tree, key: str, mtp: int = 0) -> DecoderSettings:
     """The settings of a config.json. mtp: modules for further tokens. Raises UserError for what the decoder does not compute."""
     kind = tree.get("model_type")
     if kind not in FAMILIES:
-        raise UserError(
-            f"{key}: models of type {kind!r} are not read{nearest(str(kind), list(FAMILIES))}: {', '.join(FAMILIES)}"
-        )
+        raise UserError(f"{key}: models of type {kind!r} are not read, those of type {', '.join(FAMILIES)} are")
     if tree.get("hidden_act", "silu") != "silu":
         raise UserError(f"{key}: hidden_act {tree['hidden_act']!r} is not computed, silu is")
     if tree.get("attention_dropout"):

@@ -30,6 +30,7 @@ from mmspeed.models.text.family import (
     family_text_width,
     load_family_text_encoder,
     on_host,
+    stated_width,
 )
 from mmspeed.models.weights import (
     fingerprint,
@@ -105,6 +106,8 @@ def text_width(cfg: TextConfig) -> int:
     if isinstance(cfg, FamilyTextConfig):
         return family_text_width(cfg)
     folder = _locate(cfg)[0]
+    if (width := stated_width(folder)) is not None:
+        return width
     _, config = encoder_class(_load_config(folder), folder)
     return int(config.hidden_size)
 

@@ -31,6 +31,13 @@ from mmspeed.protocols import TextEntry
 
 KEY = "text.pretrained"
 STEM = "model"
+# the width of rows in the config.json of common encoders, by their type
+WIDTHS = {
+    **dict.fromkeys(
+        ("bert", "clip_text_model", "gemma2", "llama", "qwen2", "qwen3", "roberta", "xlm-roberta"), "hidden_size"
+    ),
+    **dict.fromkeys(("mt5", "t5", "umt5"), "d_model"),
+}
 Ids = tuple[tuple[int, ...], ...]  # of a caption's tokens, for each encoder
 Picture = npt.NDArray[np.uint8]  # (H, W, 3)
 BLACK = np.zeros((16, 16, 3), np.uint8)  # processors scale it
@@ -102,12 +109,23 @@ def family_sees_pictures(cfg: FamilyTextConfig) -> bool:
     return family_recipe(cfg)[1].sees_pictures
 
 
+def stated_width(folder: Path) -> int | None:
+    """The width of rows that the config.json of a common encoder states; None for others, which transformers knows, a second later."""
+    settings = read_json(folder / "config.json", KEY)
+    if settings.get("model_type") == "clip":
+        settings = settings.get("text_config") or {}
+    width = settings.get(WIDTHS.get(str(settings.get("model_type")), ""))
+    return width if type(width) is int else None
+
+
 def family_text_width(cfg: FamilyTextConfig) -> int:
     """The width of rows, from the first encoder's settings."""
-    from transformers import AutoConfig
-
     repository, recipe = family_recipe(cfg)
     folder = _Folders.of(repository, recipe.encoders[0]).encoder
+    if (width := stated_width(folder)) is not None:
+        return width
+    from transformers import AutoConfig
+
     with quiet():
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     return int(getattr(config, "text_config", config).hidden_size)

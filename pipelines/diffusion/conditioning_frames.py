@@ -58,6 +58,6 @@ def check_prompts(prompts: Sequence[str], modes: Sequence[str]) -> None:
     """Raises UserError for prompts of validation, which come without frames, and a model that is always given some (`modes`)."""
     if prompts and "none" not in modes:
         raise UserError(
-            "validate.prompts: the model makes videos of given frames alone, and validation gives it none: leave prompts out, and use "
-            "mmspeed sample with --image"
+            "validate.prompts: the model makes videos of given frames alone, and a prompt has none: leave prompts out, so that samples are "
+            "made from held-out clips (validate.clips), and use mmspeed sample with --image"
         )

@@ -54,12 +54,14 @@ def generate_latents(
     fps: float = 24.0,
     strides: Strides | None = None,
     other: OtherExpert | None = None,
+    conditioning: ConditioningLatents | None = None,
 ) -> Tensor:
     """Latents (P, C, T, h, w) float32 of P texts, sampled one after the other: the memory of one video.
 
     The noise of each is drawn by its name (law 1), so a prompt's video does not depend on the other prompts.
     `on_step(done, total)` counts the steps of all texts. objective: that of the videos' size (`sized`). predictor: of the model's
     predictions; fps, strides: for a model that takes them. other: the expert that predicts at the times that are not the model's.
+    conditioning: of each video.
     """
     models = [model] if other is None else [model, other.model]
     was_training = [each.training for each in models]
@@ -78,7 +80,7 @@ def generate_latents(
             latents.append(
                 sample_together(
                     model, objective, [text], [negative], noise_1CThw, settings, device, tell, predictor, fps, strides,
-                    other=other,
+                    conditioning, other,
                 )
             )  # fmt: skip
     finally:

@@ -23,6 +23,7 @@ from mmspeed.config.language import LanguageConfig
 from mmspeed.data.cache.tokenizer_file import MAIN, frame_of
 from mmspeed.device import pick
 from mmspeed.errors import UserError
+from mmspeed.guards import template_limit
 from mmspeed.log import ProgressLine
 from mmspeed.loop.checkpoint.load import open_checkpoint
 from mmspeed.loop.checkpoint.merging import whole_tensor
@@ -120,6 +121,11 @@ def export_language_run(
     return ExportedFolder(out, place.name, kind, len(entries), total)
 
 
+def has_chats(config: LanguageConfig) -> bool:
+    """True for a run that trains on chats."""
+    return any(source.content == "chat" for source in config.texts.sources)
+
+
 def run_settings(folder: RunFolder, config: LanguageConfig) -> DecoderSettings:
     """The settings of a run's decoder, whose embedding has rows for the tokenizer that run.json names."""
     texts: dict[str, Any] = folder.info().get("texts", {})
@@ -166,9 +172,11 @@ def _write_small_files(
     tree["torch_dtype" if "torch_dtype" in tree else "dtype"] = str(dtype).removeprefix("torch.")
     stops = [] if other else _ids(generation.get("eos_token_id", tree.get("eos_token_id")))
     ends = _ends(work, folder.info().get("texts", {})) if own.is_dir() else {}
-    end = ends.get("eos_token_id")
-    if end is not None and end not in stops:  # training has taught it another end
-        changed: dict[str, Any] = {**ends} if other else {"eos_token_id": [*stops, end] if stops else end}
+    turn = end_of_turn(load_tokenizer(work)) if has_chats(config) else None
+    taught = [number for number in (ends.get("eos_token_id"), turn) if number is not None and number not in stops]
+    if taught:  # training has taught it other ends
+        stops = list(dict.fromkeys([*stops, *taught]))
+        changed: dict[str, Any] = {**(ends if other else {}), "eos_token_id": stops if stops[1:] else stops[0]}
         tree, generation = tree | changed, generation | changed
         place.write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
     (work / "config.json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
@@ -193,6 +201,19 @@ def _ends(folder: Path, texts: Mapping[str, Any]) -> dict[str, int | None]:
     begin, pad = texts.get("begin_of_document", []), tokenizer.pad_token_id
     first = begin[0] if len(begin) == 1 else None
     return {"bos_token_id": first, "eos_token_id": end, "pad_token_id": end if pad is None else pad}
+
+
+def end_of_turn(tokenizer: Any) -> int | None:
+    """The special token with which the template of a tokenizer of transformers ends an assistant's turn; None: there is none."""
+    if not tokenizer.chat_template:
+        return None
+    said = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+    with template_limit():
+        head = tokenizer.apply_chat_template(said[:1], tokenize=False, add_generation_prompt=True)
+        turn = tokenizer.apply_chat_template(said, tokenize=False).removeprefix(head)
+    ids = tokenizer(turn, add_special_tokens=False)["input_ids"]
+    added = tokenizer.added_tokens_decoder
+    return next((number for number in reversed(ids) if number in added and added[number].special), None)
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -275,23 +296,39 @@ class LanguageModel:
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not texts:
             raise UserError("no prompt was given")
-        rows = self.written([self.ids(text) for text in texts], writing)
+        return self._texts(self.written([self.ids(text) for text in texts], writing))
+
+    def chat(self, prompts: Sequence[str], writing: Writing = Writing()) -> list[str]:
+        """The answer to each user's message, each a chat of its own by the tokenizer's template. Raises UserError without a template."""
+        if not self.tokenizer.chat_template:
+            raise UserError("--chat: the tokenizer of this run has no chat template: leave it out")
+        chats = [[{"role": "user", "content": text}] for text in prompts]
+        with template_limit():
+            rows = self.tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)["input_ids"]
+        end = end_of_turn(self.tokenizer)
+        return self._texts(self.written(list(map(self._begun, rows)), writing, [] if end is None else [end]))
+
+    def _texts(self, rows: Sequence[list[int]]) -> list[str]:
         return [str(self.tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
+
+    def _begun(self, ids: list[int]) -> list[int]:
+        """The ids behind those that begin each text."""
+        return ids if ids[: len(self.begin)] == self.begin else self.begin + ids
 
     def ids(self, prompt: str) -> list[int]:
         """The ids of a prompt, behind those that begin each text; one at least."""
         tokenizer = self.tokenizer
-        ids = list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
-        ids = ids if ids[: len(self.begin)] == self.begin else self.begin + ids
+        ids = self._begun(list(tokenizer(prompt, add_special_tokens=False)["input_ids"]))
         first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         return ids or [int(first or 0)]
 
-    def written(self, prompts: Sequence[list[int]], writing: Writing) -> list[list[int]]:
-        """The ids behind those of each prompt, up to a stop."""
+    def written(self, prompts: Sequence[list[int]], writing: Writing, further: Sequence[int] = ()) -> list[list[int]]:
+        """The ids behind those of each prompt, up to a stop, or one of `further`."""
+        stops = [*self.stops, *further]
         longest, pad = max(map(len, prompts)), int(self.tokenizer.pad_token_id or self.tokenizer.eos_token_id or 0)
         rows = torch.tensor([[pad] * (longest - len(each)) + each for each in prompts], device=self.device)
         mask = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in prompts], device=self.device)
-        chosen: dict[str, Any] = {"do_sample": writing.temperature > 0}
+        chosen: dict[str, Any] = {"do_sample": writing.temperature > 0, "eos_token_id": stops or None}
         if writing.temperature > 0:
             chosen |= {"temperature": writing.temperature, "top_p": writing.top_p, "top_k": 0}
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -299,4 +336,4 @@ class LanguageModel:
             written_BN = self.model.generate(
                 rows, attention_mask=mask, max_new_tokens=writing.tokens, pad_token_id=pad, **chosen
             )
-        return [list(takewhile(lambda number: number not in self.stops, row[longest:])) for row in written_BN.tolist()]
+        return [list(takewhile(lambda number: number not in stops, row[longest:])) for row in written_BN.tolist()]

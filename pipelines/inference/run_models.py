@@ -14,9 +14,6 @@ from mmspeed.config import Config
 from mmspeed.config.schema import ModelConfig, PublishedModelConfig
 from mmspeed.device import Device, parse_dtype
 from mmspeed.initialize import materialize, read_weights
-from mmspeed.loop.checkpoint.load import open_checkpoint
-from mmspeed.loop.checkpoint.manager import load_weights
-from mmspeed.loop.checkpoint.storage import FROZEN, ROLES
 from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.families.complete import EXPERTS as FOLDERS
 from mmspeed.models.families.complete import boundary_of
@@ -48,6 +45,8 @@ def load_model(
     for layer in clustered_layers(model).values():
         layer.reset()
     if checkpoint is not None:
+        from mmspeed.loop.checkpoint.manager import load_weights
+
         step = load_weights(checkpoint, model, weights, role=role)["step"]
         sparsity = SparsityController.of(model)
         if sparsity is not None:
@@ -60,6 +59,9 @@ def load_model(
 
 def _lacks_frozen(checkpoint: Path, role: str | None) -> bool:
     """True where what did not train of a role is in its base alone."""
+    from mmspeed.loop.checkpoint.load import open_checkpoint
+    from mmspeed.loop.checkpoint.storage import FROZEN, ROLES
+
     facts = open_checkpoint(checkpoint)[0]
     return FROZEN in (facts if role is None else facts.get(ROLES, {}).get(role, {}))
 

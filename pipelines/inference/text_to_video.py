@@ -29,7 +29,6 @@ from mmspeed.data.cache.files import private_file
 from mmspeed.device import Device, pick
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
-from mmspeed.loop.checkpoint.manager import best, latest, step_name, steps_in
 from mmspeed.models.codecs.vae import load_codec
 from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.families.complete import completed
@@ -160,6 +159,8 @@ def clean_prompt(prompt: str) -> str:
 
 def find_checkpoint(folder: RunFolder, which: str | int) -> Path:
     """The checkpoint `latest`, `best`, or of a step. Raises UserError when there is none, with the steps that there are."""
+    from mmspeed.loop.checkpoint.manager import best, latest, step_name, steps_in
+
     steps = steps_in(folder.checkpoints)
     if not steps:
         raise UserError(f"{folder.root} has no checkpoint yet")

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from mmspeed.config import Config, RunConfig, dump_config
 from mmspeed.log import format_bytes, format_seconds, read_metrics
-from mmspeed.loop.checkpoint.load import recorded
 from mmspeed.models.sections import words_of
 from mmspeed.pages import data_uri, figure_uri, render
 from mmspeed.pipelines.report.memory_page import read_report, report_figure
@@ -33,6 +32,8 @@ def write_report(run: str | Path) -> Path:
 
     The page needs no network and no other file. Raises UserError when `run` is not a run.
     """
+    from mmspeed.loop.checkpoint.load import recorded
+
     folder = RunFolder.open(run)
     config = folder.run_config()
     rows = read_metrics(folder.metrics)

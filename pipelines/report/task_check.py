@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -15,14 +15,25 @@ from mmspeed.data.sampling.weighting import gradient_shares
 from mmspeed.device import Device, devices_here
 from mmspeed.errors import UserError
 from mmspeed.log import format_seconds
-from mmspeed.loop.checkpoint.storage import steps_in
 from mmspeed.mesh import process_group
 from mmspeed.pipelines.report.policies import policy_lines
+from mmspeed.pipelines.report.run_forecast import run_lines
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.pipelines.tasks import make_task
 from mmspeed.pipelines.tasks.base import SampledData
-from mmspeed.pipelines.tuning.memory_estimate import plan_memory
-from mmspeed.protocols import Data, Models, RunPlace, SizedData, StepData, Task, blocks_of, shape_words, trainable
+from mmspeed.protocols import (
+    Data,
+    Models,
+    RunPlace,
+    RunWork,
+    ShapeClass,
+    SizedData,
+    StepData,
+    Task,
+    blocks_of,
+    shape_words,
+    trainable,
+)
 
 
 @dataclass
@@ -61,21 +72,21 @@ def check_task(config: RunConfig, ranks: Sequence[int] | None = None, task: Task
         lines, warnings = task.notes()
         report.lines_ += [*lines, *(f"warning: {warning}" for warning in warnings)]
         models = task.build()
-        report.lines_ += [*model_lines(task, models), *policy_lines(task, config, models)]
+        report.lines_ += [*build_lines(task, models), *policy_lines(task, config, models)]
         del models
         report.lines_ += [
             f"shape class {shape_words(shape)}: {task.tokens(shape):,} tokens an item, {_flops(task.cost(shape))} to train on one"
             for shape in task.shapes()
         ]
-        _report_steps(report, config, task, place)
-        _report_ranks(report, config, task, ranks)
-        if not config.memory.chooses and config.memory.mlp_chunk is None:  # a plan covers both, and has its own lines
-            report.lines_ += plan_memory(config, task=task, with_swap=config.device.kind != "cpu").lines()
+        work = _report_steps(report, config, task, place)
+        worlds = _report_ranks(report, config, task, ranks)
+    works = [] if work is None else [replace(work, world=world, items=_shares(work.items, world)) for world in worlds]
+    report.lines_ += run_lines(config, task, works)
     _report_run(report, config)
     return report
 
 
-def model_lines(task: Task, models: Models) -> list[str]:
+def build_lines(task: Task, models: Models) -> list[str]:
     """A line for each model: its class, blocks and parameters. Raises UserError for one that lacks part of its protocol."""
     learning = {role for update in task.updates() for role in update.roles}
     return [_model_line(task, role, model, role in learning) for role, model in models.items()]
@@ -90,8 +101,13 @@ def _model_line(task: Task, role: str, model: nn.Module, learns: bool) -> str:
     return f"{role}: {type(model).__name__}, {blocks} block{'s'[: blocks != 1]}, {numbers:,} parameters, {share}"
 
 
-def _report_steps(report: TaskReport, config: RunConfig, task: Task, place: RunPlace) -> None:
-    """Report the first step, and the total of all steps."""
+def _shares(items: Mapping[ShapeClass, float], world: int) -> dict[ShapeClass, float]:
+    """A device's equal share of items."""
+    return {shape: count / world for shape, count in items.items()}
+
+
+def _report_steps(report: TaskReport, config: RunConfig, task: Task, place: RunPlace) -> RunWork | None:
+    """Report the first step, and the total of all steps; returns that, as one device's; None where there is no step."""
     steps = config.train.steps
     data = task.data(place)
     try:
@@ -99,7 +115,7 @@ def _report_steps(report: TaskReport, config: RunConfig, task: Task, place: RunP
             step: StepData | None = next(first, None)
         if step is None or not step.counts:
             report.problems.append("the first step has no item: there is nothing to train on")
-            return
+            return None
         report.problems += [
             f"the first step's divisor '{name}' is {value:g}: it has no item that counts, so it has no mean"
             for name, value in step.divisors.items()
@@ -108,7 +124,7 @@ def _report_steps(report: TaskReport, config: RunConfig, task: Task, place: RunP
         usage = task.usage(step)
         shares = _gradient_lines(config, data)
         epochs = data.locate(steps - 1).epoch + 1
-        left_out = data.size.left_out if isinstance(data, SizedData) else 0
+        size = data.size if isinstance(data, SizedData) else None
     finally:
         data.close()
     work = 3 * usage.forward.matmul  # backward is twice the forward pass
@@ -116,9 +132,11 @@ def _report_steps(report: TaskReport, config: RunConfig, task: Task, place: RunP
         f"steps: {steps:,}, over {epochs:,} epoch{'s'[: epochs != 1]}; the first has {usage.items:,} items of {usage.tokens:,} tokens, "
         f"{_flops(work)}; all about {_flops(work * steps)}{_least_time(config, work * steps)}"
     )
-    if left_out:
-        report.lines_.append(f"left out of the first epoch: {left_out:,} items without a token to predict")
+    if size is not None and size.left_out:
+        report.lines_.append(f"left out of the first epoch: {size.left_out:,} items without a token to predict")
     report.lines_ += shares
+    of = "the data" if size is None else f"{size.samples:,} items"
+    return RunWork(1, epochs, of, {shape: count * steps for shape, count in step.counts.items()})
 
 
 def _gradient_lines(config: RunConfig, data: Data) -> list[str]:
@@ -134,14 +152,19 @@ def _gradient_lines(config: RunConfig, data: Data) -> list[str]:
     return [f"{how} of shape class {shape_words(shape)}: {share:.3f}" for shape, share in shares.items()]
 
 
-def _report_ranks(report: TaskReport, config: RunConfig, task: Task, ranks: Sequence[int] | None) -> None:
-    """Report the micro-batches of the first step on each number of devices, and requested numbers that the layout does not allow."""
+def _report_ranks(report: TaskReport, config: RunConfig, task: Task, ranks: Sequence[int] | None) -> list[int]:
+    """Report the micro-batches of the first step on each number of devices, and requested numbers that the layout does not allow.
+
+    Returns the numbers that it allows.
+    """
+    worlds = []
     for world in [devices_here(config.device.kind, config.parallel.group)] if ranks is None else ranks:
         try:
             config.parallel.check_world(world)
         except UserError as error:
             report.problems.append(str(error))
             continue
+        worlds.append(world)
         groups = world // config.parallel.group
         place = RunPlace(Device("cpu", 0), world=world, groups=groups, dealt=world, folder=config.run_dir)
         data = task.data(place)
@@ -154,6 +177,7 @@ def _report_ranks(report: TaskReport, config: RunConfig, task: Task, ranks: Sequ
         report.lines_.append(
             f"on {world} device{'s'[: world != 1]}: a device takes {words or 'nothing'}{more} in the first step"
         )
+    return worlds
 
 
 def _report_run(report: TaskReport, config: RunConfig) -> None:
@@ -166,6 +190,8 @@ def _report_run(report: TaskReport, config: RunConfig) -> None:
     except UserError as error:
         report.problems.append(str(error))
         return
+    from mmspeed.loop.checkpoint.storage import steps_in
+
     done = max(steps_in(folder.checkpoints), default=0)
     state = "is finished" if done >= config.train.steps else "goes on"
     but = f"; changed since it was saved: {', '.join(changed)}" if changed else ""

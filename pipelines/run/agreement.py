@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import mmspeed
 from mmspeed import comm
@@ -28,6 +27,7 @@ from mmspeed.device import Device
 from mmspeed.errors import UserError, first_names
 from mmspeed.loop.checkpoint.seals import chunk_digest
 from mmspeed.parallel import unwrap
+from mmspeed.torch_internals import is_sharded
 from mmspeed.version import __version__
 
 NAMED = 4  # keys, and ranks, that a message names
@@ -81,9 +81,7 @@ def tensor_facts(role: str, model: nn.Module, buffers_alone: bool = False) -> di
     bare = unwrap(model)
     named = [*([] if buffers_alone else bare.named_parameters()), *bare.named_buffers()]
     return {
-        f"{role}.{name}": tensor_fact(tensor)
-        for name, tensor in named
-        if not (tensor.is_meta or isinstance(tensor, DTensor))
+        f"{role}.{name}": tensor_fact(tensor) for name, tensor in named if not (tensor.is_meta or is_sharded(tensor))
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from mmspeed.device import Device, parse_dtype
 from mmspeed.errors import UserError
 from mmspeed.initialize import init_weights, materialize, own_part, read_weights, set_part, stand_in_weights
 from mmspeed.loop.averages import EMA
-from mmspeed.loop.checkpoint.manager import TrainingState
 from mmspeed.loop.optimizers.make_optimizer import AnyOptimizer, make_optimizer
 from mmspeed.loop.resting import Rests
 from mmspeed.loop.runner import SequentialRunner
@@ -39,6 +38,9 @@ from mmspeed.parallel import (
 )
 from mmspeed.pipelines.run.updates import learning_roles, own_train
 from mmspeed.protocols import InitializesWeights, RunPlace, Task, Update, blocks_of, source_of, trainable
+
+if TYPE_CHECKING:
+    from mmspeed.loop.checkpoint.manager import TrainingState
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ class Assembly:
 
     def state(self, meta: dict[str, Any] | None = None) -> TrainingState:
         """The state for checkpoints: that of the first role, those of the others that learn, and the models that do not."""
+        from mmspeed.loop.checkpoint.manager import TrainingState
+
         first, *others = (
             TrainingState(self.models[role], optimizer, self.averages.get(role))
             for role, optimizer in self.optimizers.items()

@@ -31,11 +31,11 @@ from pathlib import Path
 from typing import Any
 
 from mmspeed.config import Config, RunConfig, dump_config, load_record, video_config
+from mmspeed.config.places import require_run
 from mmspeed.config.tasks import recorded_task
 from mmspeed.data.cache.files import private_file, write_whole
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger, metrics_row
-from mmspeed.loop.checkpoint.storage import DamageError, sealed_meta, step_name, steps_in
 from mmspeed.redaction import redacted, redacted_tree
 from mmspeed.rng import VERSION
 
@@ -81,12 +81,7 @@ class RunFolder:
     @classmethod
     def open(cls, root: str | Path) -> RunFolder:
         """The folder of an existing run. Raises UserError when there is none."""
-        folder = cls(Path(root))
-        if not folder.root.is_dir():
-            raise UserError(f"{root}: no such run; `mmspeed train CONFIG` makes one")
-        if not folder.config_file.exists():
-            raise UserError(f"{root} is not a run folder: it has no config.yaml")
-        return folder
+        return cls(require_run(root))
 
     @contextmanager
     def locked(self, patience: float = 0.0) -> Iterator[None]:
@@ -147,6 +142,8 @@ class RunFolder:
 
     def _sealed(self) -> dict[str, Any]:
         """`meta` of the newest checkpoint whose meta.json is as it was written; empty without one."""
+        from mmspeed.loop.checkpoint.storage import DamageError, sealed_meta, step_name, steps_in
+
         for step in reversed(steps_in(self.checkpoints)):
             with suppress(DamageError, UserError):
                 return dict(sealed_meta(self.checkpoints / step_name(step)).get("meta", {}))

@@ -13,9 +13,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import av
-from PIL import Image
-
 from mmspeed.config import RunConfig, dump_config
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
@@ -113,6 +110,9 @@ def sampled_videos(folder: Path) -> list[TrackedVideo]:
 
 def preview(path: Path) -> tuple[bytes, int, int]:
     """A video as an animated GIF of at most `PREVIEW_SIDE` pixels: (its bytes, height, width)."""
+    import av
+    from PIL import Image
+
     frames = []
     with av.open(str(path)) as container:
         rate = container.streams.video[0].average_rate

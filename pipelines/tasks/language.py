@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from mmspeed.compute.operators.cross_entropy import IGNORED
 from mmspeed.config.language import LanguageConfig
+from mmspeed.config.texts import StoredTokenizerConfig, TrainedTokenizerConfig
 from mmspeed.data import Batching, Loader
 from mmspeed.data.cache.text_cache import TextCache
 from mmspeed.data.sampling.batch_sizes import SampleCosts, make_batching
@@ -28,6 +29,7 @@ from mmspeed.errors import UserError
 from mmspeed.models.language.config import DecoderSettings
 from mmspeed.models.language.counts import forward_work
 from mmspeed.models.language.decoder import Decoder
+from mmspeed.models.language.families import config_tree
 from mmspeed.models.language.shapes import shape_named, tiny_twin
 from mmspeed.models.language.weights import HubWeights, decoder_of, on_meta, stored_decoder
 from mmspeed.pipelines.tasks.base import TaskDefaults, largest_batch
@@ -64,6 +66,7 @@ from mmspeed.protocols import (
 
 TINY = "tiny-"
 ROWS = 64  # an embedding has a multiple of these
+BYTE_IDS = 257  # of the tokenizer of bytes, and the end of a document
 
 
 class LanguageTask(TaskDefaults):
@@ -85,6 +88,12 @@ class LanguageTask(TaskDefaults):
         """Open the text cache; `maker` completes it. Raises UserError when it cannot be used."""
         self._cache = open_texts(self.config, self.maker, place)
         self.use(self._cache.vocabulary)._check_sizes()
+
+    def open_without_data(self) -> None:
+        """Take the number of ids that the config's tokenizer will have; one of a folder has those of the shape."""
+        tokenizer = self.config.tokenizer
+        if self._vocabulary is None and not isinstance(tokenizer, StoredTokenizerConfig):
+            self.use(tokenizer.size if isinstance(tokenizer, TrainedTokenizerConfig) else BYTE_IDS)
 
     @property
     def _longest_turn(self) -> int:
@@ -213,11 +222,21 @@ class LanguageTask(TaskDefaults):
         return terms
 
     def notes(self) -> tuple[list[str], list[str]]:
-        """A line about the texts."""
+        """A line about the texts, and a warning where the model can be neither sampled nor exported."""
         supply = self.supply
         tokens = int(np.asarray(self.cache.lengths)[supply.trained].sum(dtype=np.int64))
         held_out = int(np.count_nonzero(self.cache.held_out))
-        return [f"texts: {supply.documents:,} documents of {tokens:,} tokens to train on, {held_out:,} held out"], []
+        line = f"texts: {supply.documents:,} documents of {tokens:,} tokens to train on, {held_out:,} held out"
+        return [line], self.warnings()
+
+    def warnings(self) -> list[str]:
+        """A line where transformers has no class for the model, which then can be neither sampled nor exported."""
+        if self.config.model.pretrained is None:
+            try:
+                config_tree(self.settings)
+            except UserError as error:
+                return [f"`mmspeed sample` and `mmspeed export` will refuse this run: {error}"]
+        return []
 
     # -- data -----------------------------------------------------------------------------------------------------------
 

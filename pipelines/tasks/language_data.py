@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -98,14 +98,15 @@ class PackCollate:
         samples = [draw.sample for draw, _ in draws]
         rows, length = len(samples), samples[0].shape.numbers
         parts, bounds = list[Array](), bounds_of(samples)
+        read = iter(self.documents.ids_of([piece for sample in samples for piece in sample.pieces]))
         for sample in samples:
-            parts += self.documents.ids_of(sample.pieces)
+            parts += islice(read, len(sample.pieces))
             if sample.tokens < length:
                 parts.append(np.zeros(length - sample.tokens, np.uint8))
         ids_T = np.concatenate(parts, dtype=np.int64)
-        target_T = np.full_like(ids_T, IGNORED)
+        target_T, bounds_Z = np.empty_like(ids_T), np.array(bounds, np.int32)
         target_T[:-1] = ids_T[1:]
-        target_T[[bound - 1 for bound in bounds[1:]]] = IGNORED
+        target_T[bounds_Z[1:] - 1] = IGNORED  # the last place, too
         counted_BN = np.ones((rows, length), np.bool_)
         for row, (sample, (_, weight)) in enumerate(zip(samples, draws, strict=True)):
             end = row * length + sample.tokens
@@ -116,7 +117,7 @@ class PackCollate:
         tensors = {
             "ids": torch.from_numpy(ids_T).view(rows, length),
             "targets": torch.from_numpy(target_T).view(rows, length),
-            "bounds": torch.from_numpy(np.array(bounds, np.int32)),
+            "bounds": torch.from_numpy(bounds_Z),
             "counted": torch.from_numpy(counted_BN),
         }
         items = [Item(*draw.name, draw.sample.source, draw.sample.shape.name) for draw, _ in draws]

@@ -6,6 +6,7 @@ Legend: B batch, C T h w latent, Q quantiles.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,23 +16,37 @@ from mmspeed import comm, rng
 from mmspeed.config import Config
 from mmspeed.config.conditioning import ConditioningConfig
 from mmspeed.data import DatasetCache, Sample, SampleUse
-from mmspeed.data.loading.collate import assemble
+from mmspeed.data.loading.collate import assemble, choose_text
 from mmspeed.data.loading.frame_masks import FrameMask
 from mmspeed.log import get_logger
 from mmspeed.models.codecs.vae import load_codec
+from mmspeed.models.text.encoders import sees_pictures
 from mmspeed.pipelines.diffusion.conditioning_frames import counted_frames, held
 from mmspeed.pipelines.diffusion.experts import EXPERTS, OtherExpert, TrainedExperts, objective_of_expert
 from mmspeed.pipelines.diffusion.objective import Objective, make_objective, mean_error
 from mmspeed.pipelines.diffusion.predictor import Predictor, conditions_of
+from mmspeed.pipelines.inference.conditioning_media import ConditioningLatents
 from mmspeed.pipelines.inference.generate import generate_latents
 from mmspeed.pipelines.inference.media import RATE, contact_sheet, save_image
 from mmspeed.pipelines.inference.text_to_video import decode_videos, sampler_settings, stored_prompts, video_shape
 from mmspeed.pipelines.run.run_folder import RunFolder, write_text
 from mmspeed.pipelines.tasks.base import shares
-from mmspeed.protocols import Divisors, Models, RunPlace, Term, Terms
+from mmspeed.protocols import Divisors, Models, RunPlace, Term, Terms, TextEntry
 from mmspeed.shapes import Bucket, Strides
 
 log = get_logger("validate")
+
+CLIPS = 2  # sampled of a model that is always given frames
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A video to sample: its words (a prompt, or the name of the clip), caption, size, and the clip whose frames are given."""
+
+    words: str
+    text: TextEntry
+    size: Bucket
+    clip: Sample | None = None
 
 
 class VideoValidation:
@@ -58,7 +73,11 @@ class VideoValidation:
         self.predictor, self.objective, self.present, self.place = predictor, objective, present, place
         self.frame_mask, self.conditioning = frame_mask, conditioning
         self.folder = RunFolder(place.folder)
-        self.prompts = list(config.validate_.prompts)
+        self.prompts, clips = list(config.validate_.prompts), config.validate_.clips
+        if clips is None:
+            clips = 0 if self.prompts or "none" in config.conditioning.shares else CLIPS
+        self.clips = [sample for sample in samples if not sample.bucket.is_image][:clips]
+        self.texts: list[TextEntry] = []
         self.strides = Strides(*cache.info["encoders"]["vae"]["strides"])
         if config.validate_.samples and not samples and place.rank == 0:
             log.info(
@@ -66,6 +85,7 @@ class VideoValidation:
             )
         if self.prompts:
             self._objective_of(video_shape(config, self.strides, predictor))  # refuses a size before the first step
+        if self.prompts or (self.clips and config.sample.negative_prompt and not sees_pictures(config.text)):
             wanted = [*self.prompts, config.sample.negative_prompt]
             if place.rank == 0:
                 stored_prompts(self.folder.prompts, wanted, config.text, place.device)
@@ -137,41 +157,49 @@ class VideoValidation:
         return self.present(self.samples)
 
     def sample(self, models: Models, step: int) -> None:
-        """Sample this rank's prompts; write samples/step-00000000/NNN.mp4 with its prompt, and a contact sheet."""
-        if not self.prompts:
+        """Sample this rank's prompts, and held-out clips of which the model is given frames.
+
+        Writes samples/step-00000000/NNN.mp4 with its prompt, or the name of its clip, and a contact sheet.
+        """
+        if not self.prompts and not self.clips:
             return
-        config, place = self.config, self.place
+        config, place, rule = self.config, self.place, self.predictor.conditioning
         weights = self.folder.codec_weights if config.vae.kind == "linear" else None
         codec = load_codec(config.vae, place.device, weights)
-        bucket = video_shape(config, codec.strides, self.predictor)
-        objective = self._objective_of(bucket)
         settings = sampler_settings(config, None, None, None, config.validate_.seed)
-        prompts = shares(list(enumerate(self.prompts)), place)
-        latents = generate_latents(
-            models["model"],
-            objective,
-            [self.texts[index] for (index, _), _ in prompts],
-            self.texts[-1],
-            [prompt for (_, prompt), _ in prompts],
-            (codec.channels, *codec.strides.latent(bucket)),
-            settings,
-            place.device,
-            predictor=self.predictor,
-            fps=config.data.fps or RATE,
-            strides=codec.strides,
-            other=None
-            if self.experts is None
-            else OtherExpert(models[self.experts.roles["low"]], self.experts.boundary, "low"),
-        )
+        mine = shares(list(enumerate(self._wanted(codec.strides))), place)
+        latents = [
+            generate_latents(
+                models["model"],
+                self._objective_of(one.size),
+                [one.text],
+                self.texts[-1] if self.texts else self.cache.null_text(),
+                [one.words],
+                (codec.channels, *codec.strides.latent(one.size)),
+                settings,
+                place.device,
+                predictor=self.predictor,
+                fps=config.data.fps or RATE,
+                strides=codec.strides,
+                other=None
+                if self.experts is None
+                else OtherExpert(models[self.experts.roles["low"]], self.experts.boundary, "low"),
+                conditioning=None if one.clip is None else self._given(one.clip),
+            )
+            for (_, one), _ in mine
+        ]
         if not place.leads:  # the first of the group has the same latents
             return
-        videos = decode_videos(codec, latents, config.data.fps or RATE)
+        videos = [
+            decode_videos(codec, each, config.data.fps or RATE, 0 if one.clip is None else rule.cut)[0]
+            for each, ((_, one), _) in zip(latents, mine, strict=True)
+        ]
         del codec
         place.device.empty_cache()
         folder = self.folder.samples / f"step-{step:08d}"
         folder.mkdir(parents=True, exist_ok=True)
         videos_to_save = [
-            (index, prompt, video) for ((index, prompt), real), video in zip(prompts, videos, strict=True) if real
+            (index, one.words, video) for ((index, one), real), video in zip(mine, videos, strict=True) if real
         ]
         for index, prompt, video in videos_to_save:
             video.save(folder / f"{index:03d}.mp4")
@@ -180,6 +208,28 @@ class VideoValidation:
             sheet = contact_sheet([v for _, _, v in videos_to_save], [p for _, p, _ in videos_to_save])
             name = "contact-sheet.png" if place.groups == 1 else f"contact-sheet-{place.group}.png"
             save_image(sheet, folder / name)
+
+    def _wanted(self, strides: Strides) -> list[_Wanted]:
+        """The videos to sample: of the prompts, then of the clips."""
+        size = video_shape(self.config, strides, self.predictor) if self.prompts else None
+        wanted = [_Wanted(*both, size) for both in zip(self.prompts, self.texts, strict=False) if size is not None]
+        for clip in self.clips:
+            key = choose_text(clip, self.config.seed, (clip.key, 0, 0), 0.0)
+            text = self.cache.null_text() if key is None else self.cache.text(key)
+            wanted.append(_Wanted(clip.source, text, clip.bucket, clip))
+        return wanted
+
+    def _given(self, clip: Sample) -> ConditioningLatents | None:
+        """The frames of a clip that the model is given, in the mode that the held-out loss has; None where that is none."""
+        rule, draws = self.predictor.conditioning, [(SampleUse(clip, 0, 0), 1.0)]
+        batch = assemble(self.cache, draws, self.config.seed, 0.0, conditioning=self.conditioning, rule=rule)
+        mask_BT = batch["conditioning_mask"] if "conditioning_mask" in batch else torch.zeros(1, 1, dtype=torch.bool)
+        if not bool(mask_BT.any()):
+            return None
+        latents = batch["latents"]
+        given = batch["condition"] if "condition" in batch else held(torch.zeros_like(latents), latents, mask_BT)
+        image = batch["image"] if "image" in batch else None
+        return ConditioningLatents(mask_BT, given, rule.how == "replace", rule.blend, image)
 
 
 @torch.no_grad()

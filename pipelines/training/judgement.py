@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mmspeed import comm
 from mmspeed.config import RunConfig
@@ -12,9 +13,11 @@ from mmspeed.loop.step import StepResult
 from mmspeed.pipelines.run.run_folder import RunFolder, trim_metrics
 from mmspeed.pipelines.run.telemetry import Telemetry
 from mmspeed.pipelines.training.run_state import Run
-from mmspeed.pipelines.training.saved_state import SavedStates
 from mmspeed.pipelines.training.spikes import RollBackError, roll_back_row
 from mmspeed.protocols import LeavesOut, StepData
+
+if TYPE_CHECKING:
+    from mmspeed.pipelines.training.saved_state import SavedStates
 
 log = get_logger("train")
 
@@ -52,7 +55,7 @@ class StepJudge:
         assert isinstance(run.data, LeavesOut)
         samples = run.data.leave_out(range(spike.first - 1, last))
         watch.roll_backs, watch.left_out = watch.roll_backs + 1, watch.left_out + len(samples)
-        self.saved.restore(run, checkpoint, [])
+        self.saved.restore(run, checkpoint, None)
         run.manager.remove_after(run.step)
         if run.place.rank == 0:
             trim_metrics(self.folder.metrics, run.step)

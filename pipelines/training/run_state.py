@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from mmspeed.loop.checkpoint.manager import CheckpointManager
 from mmspeed.pipelines.run.assembly import Assembly, Placement
 from mmspeed.pipelines.training.spikes import SpikeGuard
 from mmspeed.protocols import Data, RunPlace, Task
+
+if TYPE_CHECKING:
+    from mmspeed.loop.checkpoint.manager import CheckpointManager
 
 
 @dataclass

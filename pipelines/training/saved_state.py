@@ -131,12 +131,16 @@ class SavedStates:
             log.info(f"going on from the copies of step {run.step} on the local disks")
         return True
 
-    def restore(self, run: Run, path: Path, changed: list[str]) -> None:
-        """Take the state of a checkpoint. Raises DamagedCheckpointError on all ranks; the state may then be a part of it."""
+    def restore(self, run: Run, path: Path, changed: list[str] | None) -> None:
+        """Take the state of a checkpoint, and say so with the settings that have `changed` since; None: say nothing.
+
+        Raises DamagedCheckpointError on all ranks; the state may then be a part of it.
+        """
         run.parts.wake()
         config, where, state = self.config, run.place, run.parts.state()
         run.manager.check(path)
-        if path.parent == self.folder.checkpoints:  # copies on local disks hold the parts of their own hosts
+        own = path.parent == self.folder.checkpoints
+        if own:  # copies on local disks hold the parts of their own hosts
             require_agreement({"checkpoint": identity(path)}, "give all of them the same run folder")
         unknown = run.manager.check_frozen_roles(path, state.frozen)
         if unknown and where.rank == 0:
@@ -148,8 +152,9 @@ class SavedStates:
             run.manager.load(path, other.model, other.optimizer, other.ema, role)
         run.spikes.watch.resume(meta["divergence"])
         run.step, run.skipped, run.left_out = int(meta["step"]), int(meta["skipped"]), int(meta["left_out"])
-        if changed and where.rank == 0:
-            log.info(f"going on from step {run.step}; changed since it was saved: {', '.join(changed)}")
+        if where.rank == 0 and (changed or (changed is not None and own and run.step < config.train.steps)):
+            since = f"; changed since it was saved: {', '.join(changed)}" if changed else ""
+            log.info(f"going on from step {run.step}{since}")
         if config.train.weight_decay and where.rank == 0:
             models = [unwrap(run.parts.models[role]) for role in run.parts.roles]
             left = [name for model in models for name in no_longer_decayed(model, meta.get("decay", 1))]

@@ -41,7 +41,6 @@ from mmspeed.pipelines.training.events import Events, TrainCallback
 from mmspeed.pipelines.training.judgement import StepJudge
 from mmspeed.pipelines.training.oom_advice import OomAdvisor
 from mmspeed.pipelines.training.run_state import Run
-from mmspeed.pipelines.training.saved_state import SavedStates
 from mmspeed.pipelines.training.spikes import RollBackError, SpikeGuard
 from mmspeed.pipelines.training.validation import Validator
 from mmspeed.pipelines.training.watch import RunWatch
@@ -107,6 +106,9 @@ class TrainPipeline:
             raise UserError(
                 "make the task, too, from `mmspeed.config.obey_launcher(config)`, as accelerate launch changes the config"
             )
+        # here: torch's checkpoints take a second to load
+        from mmspeed.pipelines.training.saved_state import SavedStates
+
         config = self.config
         self.task = task or make_task(config, maker or (maker_of(config) if online else None))
         self.online = online or maker is not None

@@ -6,10 +6,12 @@ roofline model. A layout over several devices is estimated by division.
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,8 @@ from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes
 from mmspeed.loop.optimizers.make_optimizer import by_lists
+from mmspeed.memory import ActivationPolicies
+from mmspeed.memory.chunks import set_chunks
 from mmspeed.memory.offload.offloader import Offloader, OffloadGroup
 from mmspeed.memory.offload.storage_view import StorageView, guarded, part_of_storage
 from mmspeed.memory.planning.knapsack import Option
@@ -54,10 +58,11 @@ class DeviceSpeeds:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """A step's memory, and the choice under a budget where there is one."""
+    """A step's memory, and the choice under a budget where there is one. `alone`: the figures of a device that computes all by itself."""
 
     step: MicroBatchSize
     figures: StepFigures
+    alone: StepFigures
     speeds: DeviceSpeeds
     budget: int | None
     chosen: list[int] | None  # None: no budget, or nothing fits
@@ -66,11 +71,12 @@ class MemoryPlan:
         """The plan as a table for a terminal."""
         figures, static = self.figures, self.figures.static
         activations = figures.plain_peak() - static.between - static.gradients
+        (first, *others), *_ = figures.options
         lines = [
             f"memory of a step of {shape_words(self.step.shape)} x {self.step.items}, estimated from shapes: "
-            f"{format_bytes(figures.plain_peak())} with all saved (weights, optimizer, average {format_bytes(static.between)}, gradients "
-            f"{format_bytes(static.gradients)}, activations about {format_bytes(max(0, activations))}); "
-            f"least {format_bytes(figures.least())}"
+            f"{format_bytes(figures.plain_peak())} with {words_of(first.ways) if first.ways else 'all saved'} (weights, optimizer, "
+            f"average {format_bytes(static.between)}, gradients {format_bytes(static.gradients)}, activations about "
+            f"{format_bytes(max(0, activations))})" + (f"; least {format_bytes(figures.least())}" if others else "")
         ]
         if self.budget is None:
             return lines
@@ -125,6 +131,7 @@ def plan_memory(
     world: int | None = None,
     speeds: DeviceSpeeds | None = None,
     with_swap: bool = True,
+    options: bool = True,
 ) -> MemoryPlan:
     """The memory of a config's step on one of `world` devices, and the choice under `budget` bytes.
 
@@ -132,11 +139,15 @@ def plan_memory(
         task: None: the one that the config names, opened without data.
         step: None: the largest of the config's.
         budget: None: the config's, which may be none; a fraction is one of this machine's device.
+        options: whether the ways of blocks are compared; False: a config without a budget has its own policies alone, which takes a tenth
+            of the time.
         world: None: as many devices as compute one item together.
 
-    Raises UserError for a shape class that does not fit the model, for `memory.mlp_chunk`, and as `Task.open_without_data`.
+    Raises UserError for a shape class that does not fit the model, for `memory.mlp_chunk` beside options, for a model that computes by
+    values, and as `Task.open_without_data`.
     """
-    if config.memory.mlp_chunk is not None:
+    options = options or budget is not None or config.memory.chooses
+    if options and config.memory.mlp_chunk is not None:
         raise UserError("a plan chooses the computation of MLPs, and memory.mlp_chunk sets it: leave mlp_chunk out")
     parallel, speeds = config.parallel, speeds or DeviceSpeeds()
     world = world or parallel.group
@@ -146,17 +157,25 @@ def plan_memory(
     if step is None:
         place = RunPlace(Device("cpu", 0), world=world, dealt=world, groups=max(1, world // parallel.group))
         step = task.largest_micro_batch(place)
-    figures = shape_figures(config, task, step, speeds, with_swap)
-    figures = spread(figures, config, world)
+    alone = shape_figures(config, task, step, speeds, with_swap, options)
+    figures = spread(alone, config, world)
     if budget is None and config.memory.chooses:
         budget = budget_bytes(config.memory, pick(config.device.kind))
-    return MemoryPlan(step, figures, speeds, budget, None if budget is None else figures.choose(budget))
+    return MemoryPlan(step, figures, alone, speeds, budget, None if budget is None else figures.choose(budget))
 
 
 def shape_figures(
-    config: RunConfig, task: Task, step: MicroBatchSize, speeds: DeviceSpeeds, with_swap: bool = True
+    config: RunConfig,
+    task: Task,
+    step: MicroBatchSize,
+    speeds: DeviceSpeeds,
+    with_swap: bool = True,
+    options: bool = True,
 ) -> StepFigures:
-    """The figures of a step on one device that computes all of it."""
+    """The figures of a step on one device that computes all of it. `options`: those of all ways of blocks; False: of the config's alone.
+
+    Raises UserError for a model that computes by the values of tensors, which shapes do not tell.
+    """
     memory, host = config.memory, Device("cpu", 0)
     role = task.updates()[0].roles[0]
     bare = task.build()[role]
@@ -164,11 +183,16 @@ def shape_figures(
     kinds, members = kinds_of([key_of(block) for _, block in blocks_of(model)])
     wanted = sorted({blocks[0] for blocks in members} | set(single_blocks(bare)))
     keep_blocks(bare, wanted)
+    policies = {name: way for name, way in memory.activation_policy.items() if way != "save"}
+    given = None if options else cast(ActivationPolicies, policies)
+    if memory.mlp_chunk is not None:
+        for _, block in blocks_of(bare):
+            set_chunks(block, memory.mlp_chunk)
     task.shapes()
     batch, loss = task.sketch(bare, step.shape, step.items)  # before FakeTensorMode, since it reads values of tensors
     if memory.master != "parameters":
         make_half(bare)
-    with FakeTensorMode():
+    with FakeTensorMode(), _shapes_alone():
         _without_values(bare)
         dtype = parse_dtype(config.device.dtype)
         if dtype != torch.float32:
@@ -176,9 +200,15 @@ def shape_figures(
         swap = FakeOffloader(host, parse_bytes(memory.offload_from))
         gauge = FakeTensorProfiler(speeds.flops, speeds.memory)
         bench = BlockProfiler(
-            gauge, swap, with_swap, memory.exchange_again, most=FEW_OPTIONS, swap_seconds=speeds.swap_seconds
+            gauge,
+            swap,
+            with_swap,
+            memory.exchange_again,
+            most=FEW_OPTIONS,
+            swap_seconds=speeds.swap_seconds,
+            given=given,
         )
-        return step_figures(
+        figures = step_figures(
             bench,
             model,
             batch,
@@ -190,8 +220,24 @@ def shape_figures(
             optimizer=config.train.optimizer,
             by_lists=by_lists(config.train.optimizer, _kind(config)),
             gradients_stay=step.accumulates or config.parallel.strategy == "ddp",
-            keep_last=memory.keep_last,
+            keep_last=memory.keep_last and options,
         )
+    return replace(figures, head_widths=gauge.head_widths)
+
+
+@contextmanager
+def _shapes_alone() -> Iterator[None]:
+    """Raise UserError for a computation inside that fake tensors do not take, such as one that asks for values."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # it prints tracebacks
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"the model computes what shapes alone do not tell ({reason})") from error
+    finally:
+        logger.setLevel(level)
 
 
 def _kind(config: RunConfig) -> str:

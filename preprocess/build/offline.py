@@ -22,6 +22,7 @@ from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_bytes, get_logger
 from mmspeed.media.rejections import Rejected
 from mmspeed.preprocess.build.coordination import BuildCoordinator, ProcessRecord, WorkShare, locked
+from mmspeed.preprocess.build.idle import idle_report, state_of
 from mmspeed.preprocess.build.setup import BuildSetup
 from mmspeed.preprocess.encoding.async_writer import BackgroundWriter
 from mmspeed.preprocess.encoding.encode import Encoders, TrustedBatches, encode_texts, text_entry
@@ -67,6 +68,10 @@ class CacheBuilder:
     def _run(self) -> BuildReport:
         if not self.share.launched or self.share.rank == 0:
             self.setup.mend()
+        idle = idle_report(self.setup) if self.share.world == 1 and not self.upgrade else None
+        if idle is not None:
+            idle.seconds = time.monotonic() - self._started
+            return idle
         with BuildCoordinator(self.root, self.share, self.setup.agreement) as parts:
             self.setup.fit_when_missing()
             self.setup.check_buckets()
@@ -245,7 +250,8 @@ def conclude(setup: BuildSetup, parts: Sequence[ProcessRecord], report: BuildRep
     compile_index(root)
     report.seconds = time.monotonic() - started
     report.require_some()
-    write_build_page(config, setup.listing, statistics, report, samples, encoders.channels, encoders.strides)
+    sizes = encoders.channels, encoders.strides
+    write_build_page(config, setup.listing, statistics, report, samples, *sizes, state=state_of(setup))
     return report
 
 

@@ -285,8 +285,9 @@ def _table_of(sources: Sequence[Source]) -> pa.Table:
 
 def _source_of(row: dict[str, Any]) -> Source:
     plain = {name: row[name] for name in _SOURCE.names if name not in ("captions", "remote")}
-    remote = None if row["remote"] is None else StoreFile(**json.loads(row["remote"]))
-    return Source(**plain, captions=tuple(row["captions"]), remote=remote)
+    remote = None if row["remote"] is None else json.loads(row["remote"])
+    file = None if remote is None else StoreFile(**remote | {"hosts": tuple(remote["hosts"])})
+    return Source(**plain, captions=tuple(row["captions"]), remote=file)
 
 
 def _table_of_part(part: ProcessRecord, number: int) -> pa.Table:

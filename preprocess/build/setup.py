@@ -17,6 +17,7 @@ from mmspeed.config import Config, dump_config
 from mmspeed.config.leaves import flat
 from mmspeed.data.cache.files import TEMP_SUFFIX, ReaderLock, held
 from mmspeed.data.cache.keys import canonical_json, digest
+from mmspeed.data.cache.made_from import DIGEST
 from mmspeed.data.cache.tables import write_info, write_rejects
 from mmspeed.data.cache.writer import repair
 from mmspeed.device import Device
@@ -123,6 +124,11 @@ class BuildSetup:
 
     def write_info(self) -> None:
         """Write `cache.json`, and the record of the sources."""
+        self.made_from.write(self.root)
+        write_info(self.root, self.info())
+
+    def info(self) -> dict[str, Any]:
+        """The content of `cache.json`."""
         config, encoders = self.config, self.encoders
         strides = encoders.strides
         codec: dict[str, Any] = {
@@ -132,7 +138,7 @@ class BuildSetup:
             "strides": [strides.temporal, strides.spatial],
         }
         text = {"kind": config.text.kind, "fingerprint": encoders.text_fingerprint, "width": encoders.text_width}
-        info = {
+        return {
             "created_with": __version__,
             "encoders": {"vae": codec, "text": text},
             "build": self.agreement.id,
@@ -143,9 +149,8 @@ class BuildSetup:
             "encoding_version": ENCODING_VERSION,
             "versions": {**self.recipe.versions, "generator": rng.VERSION},
             "config": redacted(dump_config(config)),
-            **self.made_from.write(self.root),
+            DIGEST: self.made_from.digest,
         }
-        write_info(self.root, info)
 
     def _agreement(self, world: int) -> Agreement:
         config = self.config

@@ -120,6 +120,23 @@ class BuildReport:
             setattr(self, name, sum((getattr(part, name) for part in parts), Counter()))
         self.rejections = [rejection for part in parts for rejection in part.rejections]
 
+    def found_again(self, last: dict[str, Any], rejections: Sequence[Rejection], held_out: Sequence[str]) -> None:
+        """Take the counts of an earlier build (`to_json`), all of whose entries are still there."""
+        past = BuildReport.from_json({**last, "rejections": []})
+        self.reused, self.clips_reused = past.encoded + past.reused, past.clips_encoded + past.clips_reused
+        self.texts_reused = past.texts + past.texts_reused
+        for name in (
+            "rejected",
+            "partial",
+            "clips_failed",
+            "unmirrored",
+            "scene_cuts",
+            "cut_videos",
+            "decoder_refusals",
+        ):
+            setattr(self, name, getattr(past, name))
+        self.rejections, self.held_out_copies = list(rejections), list(held_out)
+
     @contextmanager
     def counting_captions(self, encoder: TransformersEncoder | FamilyTextEncoder, itemsize: int) -> Iterator[None]:
         """Add what an encoder cuts and pads of the captions in the block. itemsize: bytes of a stored number."""

@@ -55,6 +55,7 @@ from mmspeed.preprocess.report.page import (
 from mmspeed.preprocess.sources.captions import CaptionAffixes
 from mmspeed.preprocess.sources.discover import list_sources
 from mmspeed.preprocess.sources.listing import SourceListing
+from mmspeed.protocols import RunWork
 from mmspeed.shapes import Strides
 
 __all__ = ["CheckReport", "check", "stale_reasons"]
@@ -73,6 +74,7 @@ class CheckReport:
     problems: list[str] = field(default_factory=list)
     page: Path | None = None
     statistics: DataStatistics = field(default_factory=DataStatistics)
+    works: Sequence[RunWork] = ()  # of the whole training, by numbers of devices
 
     def lines(self) -> list[str]:
         page = [] if self.page is None else [f"page: {self.page}"]
@@ -99,11 +101,15 @@ class _Needs:
 
 
 def check(
-    config: Config, page: Path | None = None, suggest_buckets: int | None = None, ranks: Sequence[int] | None = None
+    config: Config,
+    page: Path | None = None,
+    suggest_buckets: int | None = None,
+    ranks: Sequence[int] | None = None,
+    schedule: bool = False,
 ) -> CheckReport:
     """Probe every source, compare with the cache, estimate size and cost, and write the page (None: its default path).
 
-    The schedule is shown for each number of devices in `ranks` (None: those of this machine). With
+    The schedule is shown for each number of devices in `ranks` (None: those of this machine), with its tables if `schedule`. With
     `suggest_buckets` the lines end with that many buckets that suit the sources. Decodes only the page's few thumbnails and
     loads no weights. Raises UserError if sources or encoders cannot be found, or the page cannot be written.
     """
@@ -148,7 +154,8 @@ def check(
         report.lines_ += needs.upgrades.lines()
     encode = _encode_rows(config, listing, needs, seconds) if not is_url(config.data.cache) else []
     report.lines_ += [f"{what}: {how_much} ({how})" for what, how_much, how in encode]
-    report.lines_ += [] if costs is None else cost_lines(config, costs)
+    report.lines_ += [] if costs is None else cost_lines(config, costs, schedule)
+    report.works = [] if costs is None or costs.schedule is None else costs.schedule.works
     advice = hints(config, numbers, costs)
     report.lines_ += [f"hint: {hint}" for hint in advice]
     if shapes is not None and suggest_buckets is not None:

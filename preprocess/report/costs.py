@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mmspeed.config import Bucket, Config
 from mmspeed.data.sampling.batch_sizes import MEASURED_NAME, Measured, sample_costs
-from mmspeed.device import PEAK_FLOPS, accelerators, parse_dtype, pick
+from mmspeed.device import PEAK_FLOPS, UTILISATION, accelerators, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes, format_figure
 from mmspeed.media.rejections import Reason
@@ -27,7 +27,6 @@ from mmspeed.preprocess.report.schedule import ScheduleForecast, forecast_schedu
 from mmspeed.protocols.plan import blocks_of
 from mmspeed.shapes import Strides
 
-UTILISATION = 0.4  # share of a device's peak that well-tuned training of transformers reaches
 CHARS_A_TOKEN = 4.0  # for English text and tokenizers
 _BYTES = {"bfloat16": 2, "float32": 4}
 _KNOBS = {
@@ -243,8 +242,8 @@ def _bucket_hints(config: Config, costs: Costs) -> list[str]:
     return empty_buckets if costs.schedule is None else empty_buckets + costs.schedule.hints()
 
 
-def cost_lines(config: Config, costs: Costs) -> list[str]:
-    """The estimate in words, as `mmspeed check` prints it."""
+def cost_lines(config: Config, costs: Costs, schedule: bool = False) -> list[str]:
+    """The estimate in words, as `mmspeed check` prints it; with the tables of the schedule where they are asked for."""
     lines = [f"model: {words_of(config.model)}, {costs.parameters / 1e6:.1f} M parameters"]
     lines += costs.attention
     parallel = config.parallel
@@ -262,7 +261,7 @@ def cost_lines(config: Config, costs: Costs) -> list[str]:
     lines.append(
         f"cache size: about {format_bytes(costs.latent_bytes)} of latents and {format_bytes(costs.text_bytes)} of captions"
     )
-    return lines if costs.schedule is None else lines + costs.schedule.lines()
+    return lines if costs.schedule is None else lines + costs.schedule.lines(tables=schedule)
 
 
 def pixels(clips: Mapping[Bucket, int]) -> int:

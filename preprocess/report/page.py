@@ -19,6 +19,7 @@ from mmspeed.config import Bucket, Config, dump_config
 from mmspeed.data import Sample
 from mmspeed.data.cache.files import write_whole
 from mmspeed.data.sampling.batch_sizes import COUNTED_TEXT_TOKENS
+from mmspeed.device import UTILISATION
 from mmspeed.errors import UserError
 from mmspeed.log import format_seconds, get_logger
 from mmspeed.media.rejections import Reason, Rejected
@@ -29,7 +30,6 @@ from mmspeed.preprocess.records.build_report import BuildReport
 from mmspeed.preprocess.records.stale_entries import SectionState
 from mmspeed.preprocess.records.statistics import DataStatistics, ThumbnailSource
 from mmspeed.preprocess.report.costs import (
-    UTILISATION,
     Costs,
     estimate,
     folder_bytes,
@@ -212,8 +212,9 @@ def write_build_page(
     samples: Iterable[Sample],
     channels: int,
     strides: Strides,
+    state: str,
 ) -> Path | None:
-    """Write the page of a finished build, and beside it, as JSON, its numbers and rate; return the page's path.
+    """Write the page of a finished build, and beside it, as JSON, its numbers, its rate and its `state`; return the page's path.
 
     `statistics` hold every source of all processes, selected or rejected; the listing and the samples are added here. If the
     page cannot be written, the build still succeeds: a warning is logged, and None is returned.
@@ -225,7 +226,7 @@ def write_build_page(
         page = _build_page(config, statistics, report, channels, strides)
         page.scores = [] if listing.scores is None else listing.scores.summaries()
         path = write_page(page, default_path(config))
-        _write_record(config, statistics, report)
+        _write_record(config, statistics, report, state)
         return path
     except (UserError, OSError) as error:
         log.warning(f"the cache is complete, but its page could not be written: {error}")
@@ -268,7 +269,7 @@ def _build_page(
 
 def encode_estimate(config: Config, missing_pixels: int, missing_captions: int) -> tuple[str, str]:
     """The estimated time of encoding the missing clips, by the last build of this config that encoded some; and its basis."""
-    build = _read_record(config).get("build")
+    build = read_record(config).get("build")
     if missing_pixels == 0:
         if missing_captions:
             return f"{missing_captions:,} captions", "every latent is in the cache; the time for captions is unknown"
@@ -288,7 +289,7 @@ def _record_path(config: Config) -> Path:
     return default_path(config).with_suffix(".json")
 
 
-def _read_record(config: Config) -> dict[str, Any]:
+def read_record(config: Config) -> dict[str, Any]:
     """The record of the last build; empty if there is no readable one."""
     try:
         tree = json.loads(_record_path(config).read_text(encoding="utf-8"))
@@ -297,9 +298,9 @@ def _read_record(config: Config) -> dict[str, Any]:
     return tree if isinstance(tree, dict) else {}
 
 
-def _write_record(config: Config, statistics: DataStatistics, report: BuildReport) -> None:
+def _write_record(config: Config, statistics: DataStatistics, report: BuildReport, state: str) -> None:
     """Write the numbers of the page, and the rate; a build that encoded nothing keeps the previous rate."""
-    build = _read_record(config).get("build")
+    build = read_record(config).get("build")
     clips = statistics.clips()
     if report.clips_encoded and (count := sum(clips.values())):
         processes = int(os.environ.get("WORLD_SIZE", "1"))
@@ -313,5 +314,7 @@ def _write_record(config: Config, statistics: DataStatistics, report: BuildRepor
             "device": config.device.kind,
             "processes": processes,
         }
-    tree = {"build": build, "statistics": statistics.to_json()}
+    counts = {name: value for name, value in report.to_json().items() if name != "rejections"}
+    whole = {"state": state, "report": counts, "held_out": report.held_out_copies}
+    tree = {"build": build, "statistics": statistics.to_json(), "whole": whole}
     write_whole(_record_path(config), (json.dumps(tree, ensure_ascii=True, sort_keys=True) + "\n").encode())

@@ -22,7 +22,7 @@ from mmspeed.data.sampling.weighting import gradient_shares
 from mmspeed.device import devices_here
 from mmspeed.errors import UserError
 from mmspeed.log import format_figure
-from mmspeed.protocols import ShapeClass
+from mmspeed.protocols import RunWork, ShapeClass
 
 Array = npt.NDArray[Any]
 UNITS = {"samples": "TFLOP", "tokens": "tokens", "flops": "TFLOP", "time": "s"}  # of a cost, by batching.by
@@ -35,7 +35,7 @@ HEAD = (
 
 @dataclass(frozen=True)
 class StageForecast:
-    """A stage of training on `world` devices: its first epoch, and its steps and FLOPs in the whole training."""
+    """A stage of training on `world` devices: its first epoch, and its steps, uses and FLOPs in the whole training."""
 
     world: int
     begin: int  # its first step
@@ -44,6 +44,7 @@ class StageForecast:
     epoch: Forecast
     imbalance: Array  # of each step of the epoch: greatest over mean cost across ranks
     gradient: Mapping[ShapeClass, float]  # shares of the epoch's gradients
+    uses: Mapping[ShapeClass, int]  # of samples
     flops: float
 
     @property
@@ -106,6 +107,17 @@ class ScheduleForecast:
             for on_one in zip(*self.stages, strict=True)
         ]
 
+    @property
+    def works(self) -> list[RunWork]:
+        """The work of the whole training, for each number of devices; the busiest one has its imbalance more than the mean."""
+        works = []
+        for on_one, epochs in zip(zip(*self.stages, strict=True), self.epochs, strict=True):
+            items = Counter[ShapeClass]()
+            for stage in on_one:
+                items.update({bucket: n * stage.epoch_imbalance / stage.world for bucket, n in stage.uses.items()})  # type: ignore[misc]
+            works.append(RunWork(on_one[0].world, epochs, _count(sum(self.sizes.values()), "training sample"), items))
+        return works
+
     def table(self) -> list[tuple[str, ...]]:
         """The head and the rows, a row for each stage on each number of devices; a single stage has no number."""
         rows = [one.cells(number) for number, stage in enumerate(self.stages, 1) for one in stage]
@@ -129,8 +141,10 @@ class ScheduleForecast:
             for number in range(len(self.stages))
         ]
 
-    def lines(self) -> list[str]:
-        """The schedule as `mmspeed check` prints it."""
+    def lines(self, tables: bool = True) -> list[str]:
+        """The schedule as `mmspeed check` prints it; without the tables a sentence for each stage."""
+        if not tables:
+            return [sentence for sentence, _ in self.parts()]
         table = self.table()
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         rows = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
@@ -312,6 +326,7 @@ def _stage(
         epoch,
         epoch.window if config.parallel.strategy == "ddp" else epoch.lockstep,  # ranks of ddp meet once a step
         gradient_shares(plan, buckets, config.weighting, costs.tokens),
+        dict(zip(buckets, uses.tolist(), strict=True)),
         float(uses @ np.array([costs.flops(bucket) for bucket in buckets])),
     )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mmspeed.config import Bucket, Config, make_config, video_config
+from mmspeed.config.known_models import videos_of
 from mmspeed.config.schema import PublishedModelConfig
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine
@@ -20,7 +21,7 @@ from mmspeed.media.rejections import Reason, Rejected, Rejection, reasons_in_wor
 from mmspeed.media.source import Source
 from mmspeed.media.windows import frames_available
 from mmspeed.models.families.complete import boundary_of
-from mmspeed.models.sections import family_of_section, mode_of_images, repository_of, videos_of
+from mmspeed.models.sections import family_of_section, mode_of_images, repository_of
 from mmspeed.preprocess.decoding.clips import Clip, select_clips, split_of
 from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Selected, without_repeats
 from mmspeed.preprocess.report.bucket_fit import BucketFit, BucketFitter, BucketGrid, SourceShapes, grid_of

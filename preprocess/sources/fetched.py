@@ -5,19 +5,23 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
+from braceexpand import braceexpand
+
+from mmspeed.config.addresses import host_of, numeric
 from mmspeed.config.places import is_url, store_folder
 from mmspeed.config.schema import DataConfig
 from mmspeed.data.cache.bounded import BoundedFolder, Pin
 from mmspeed.data.cache.files import TempFile
 from mmspeed.data.cache.keys import digest
-from mmspeed.data.cache.stores import attempt, is_absent, reason_of
+from mmspeed.data.cache.stores import RefusedAddressError, attempt, is_absent, protocol_of, reason_of, root_cause
 from mmspeed.errors import UserError
 from mmspeed.media.rejections import Reason, Rejected
 from mmspeed.media.source import RemoteFile, Source
@@ -25,11 +29,53 @@ from mmspeed.preprocess.sources.parquet_cells import NOTHING, group_rows
 from mmspeed.preprocess.sources.remote import RemoteFiles, StoreFile
 from mmspeed.preprocess.sources.tar_pass import TarPasses
 
+_WEB = ("http", "https")
+_PROTOCOLS = ("s3", "s3a", "gs", "gcs", "hf", *_WEB)  # that rows of manifests may name
 _PART = 16 << 20  # bytes asked for at a time, so that a broken connection costs no more
 
 
 class IncompleteError(OSError):
     """A store gave fewer bytes than it stated."""
+
+
+@dataclass(frozen=True)
+class AddressRules:
+    """The addresses that rows of manifests may name.
+
+    Args:
+        allowed: hosts, networks and protocols (`data.allow_addresses`).
+        homes: the hosts of each data set's own paths, as `open_store` takes them; its rows may name them, too.
+        protocols: of all paths.
+    """
+
+    allowed: tuple[str, ...] = ()
+    homes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    protocols: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, data: DataConfig) -> AddressRules:
+        """The rules of a config's data."""
+        sets = [[part for part in source.path.split("::") if is_url(part)] for source in data.sources]
+        webs = [[url for url in urls if protocol_of(url) in _WEB] for urls in sets]
+        heads = [[head for url in urls for head in braceexpand("/".join(url.split("/", 3)[:3]))] for urls in webs]
+        names = [dict.fromkeys(filter(None, map(host_of, urls))) for urls in heads]
+        homes = [tuple(name if numeric(name) else f"//{name}" for name in one) for one in names]
+        protocols = tuple({protocol_of(url) for urls in sets for url in urls})
+        return cls(data.allow_addresses, dict(zip(data.dataset_names, homes, strict=True)), protocols)
+
+    def hosts(self, dataset: str) -> tuple[str, ...]:
+        """The hosts and networks that the rows of a data set, or of an unknown one, may ask beside public ones."""
+        homes = self.homes.get(dataset) if dataset in self.homes else chain(*self.homes.values())
+        return (*(homes or ()), *(one for one in self.allowed if "://" not in one))
+
+    def check(self, url: str) -> None:
+        """Raise Rejected (bad_address) for an address whose protocol is not asked, and for one behind http without a host."""
+        protocol = protocol_of(url)
+        if protocol not in (*_PROTOCOLS, *self.protocols) and f"{protocol}://" not in self.allowed:
+            detail = f"manifests name {', '.join(_PROTOCOLS)} and what data.allow_addresses has, not {protocol[:40]}"
+            raise Rejected(Reason.BAD_ADDRESS, detail)
+        if protocol in _WEB and not host_of(url):
+            raise Rejected(Reason.BAD_ADDRESS, "it names no host")
 
 
 class MediaStore:
@@ -39,11 +85,19 @@ class MediaStore:
         limit: bytes of files to keep; the oldest that nobody uses are deleted first.
         folder: of the store; None: see `mmspeed.config.places.store_folder`.
         max_file_bytes: larger files are not fetched.
+        addresses: that rows of manifests may name.
 
     Threads may share it. Use `local` for one file at a time and `close` at the end.
     """
 
-    def __init__(self, limit: int, folder: Path | None = None, max_file_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        limit: int,
+        folder: Path | None = None,
+        max_file_bytes: int | None = None,
+        addresses: AddressRules = AddressRules(),  # noqa: B008 (immutable)
+    ) -> None:
+        self.addresses = addresses
         self.files = RemoteFiles()
         self.kept = BoundedFolder(folder or store_folder(), limit)
         self._most = max_file_bytes
@@ -55,7 +109,8 @@ class MediaStore:
     @classmethod
     def of(cls, data: DataConfig) -> MediaStore:
         """The store of a config's data."""
-        return cls(int(data.local_mb * 1e6), max_file_bytes=int(data.max_file_mb * 1e6))
+        most = int(data.max_file_mb * 1e6)
+        return cls(int(data.local_mb * 1e6), max_file_bytes=most, addresses=AddressRules.of(data))
 
     def expect(self, sources: Sequence[Source]) -> None:
         """Say which sources will be asked for, in about this order: those of a streamed tar or a row group are kept as they pass."""
@@ -70,14 +125,14 @@ class MediaStore:
     def local(self, source: Source) -> Iterator[Source]:
         """The source with a local copy during the block; one that is local already stays as it is.
 
-        Raises Rejected (missing_file, unreadable, too_large, truncated) and UserError (a full disk, a missing package).
+        Raises Rejected (missing_file, unreadable, bad_address, too_large, truncated) and UserError (a full disk).
         """
         if not is_url(source.path) and not source.column:
             yield source
             return
         with ExitStack() as stack:
             try:
-                file = source.remote or self._facts(source.path)
+                file = source.remote or self._facts(source)
                 pin = stack.enter_context(self._cell(source, file) if source.column else self._fetched(source, file))
             except (Rejected, UserError):
                 raise
@@ -105,12 +160,16 @@ class MediaStore:
         """End the streams of tars."""
         self._passes.close()
 
-    def _facts(self, path: str) -> RemoteFile:
-        """The facts of a file. Raises what the store raises."""
-        if is_url(path):
-            return self.files.ask(path)
-        on_disk = os.stat(path)
-        return StoreFile(os.path.abspath(path), on_disk.st_size, tag=f"{on_disk.st_mtime_ns} {on_disk.st_ino}")
+    def _facts(self, source: Source) -> RemoteFile:
+        """The facts of a file that a row names. Raises Rejected (bad_address), and what the store raises."""
+        if is_url(source.path):
+            self.addresses.check(source.path)
+            try:
+                return self.files.ask(source.path, self.addresses.hosts(source.dataset))
+            except UserError as error:  # its package is missing
+                raise Rejected(Reason.BAD_ADDRESS, str(error)) from None
+        on_disk = os.stat(source.path)
+        return StoreFile(os.path.abspath(source.path), on_disk.st_size, tag=f"{on_disk.st_mtime_ns} {on_disk.st_ino}")
 
     def _cell(self, source: Source, file: RemoteFile) -> Pin:
         """The bytes of a row, kept until its pin is closed; expected rows of its group are kept with it. Raises what the store raises."""
@@ -210,5 +269,7 @@ def refusal(error: Exception) -> Rejected:
     """The rejection for what a store raised."""
     if isinstance(error, IsADirectoryError):
         return Rejected(Reason.NOT_MEDIA, "a folder")
+    if isinstance(root_cause(error), RefusedAddressError):
+        return Rejected(Reason.BAD_ADDRESS, reason_of(error))
     reason = Reason.MISSING_FILE if is_absent(error) else Reason.UNREADABLE
     return Rejected(reason, f"cannot be fetched: {reason_of(error)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 from urllib.parse import urlsplit
 
@@ -16,13 +17,14 @@ _HEX = re.compile(r"[0-9a-f]{32,128}(-\d{1,5})?")  # a digest; of S3's files in 
 _HTTP = ("http", "https")
 
 
+@dataclass(frozen=True, slots=True)
 class StoreFile(RemoteFile):
-    """A file behind a URL of a store that fsspec knows."""
+    """A file behind a URL of a store that fsspec knows. `hosts`: that may be asked beside public ones (`open_store`)."""
 
-    __slots__ = ()
+    hosts: tuple[str, ...] = ()
 
     def open(self, block_bytes: int = 0) -> BinaryIO:
-        filesystem, path = open_store(self.url)
+        filesystem, path = open_store(self.url, self.hosts)
         if not self.ranges:
             return cast(BinaryIO, filesystem.open(path, "rb", block_size=0))
         known = {"size": self.size} if protocol_of(self.url) in _HTTP else {}
@@ -37,22 +39,22 @@ class RemoteFiles:
         self._ranges: dict[str, bool] = {}  # by host: whether it answers ranges
         self._lock = threading.Lock()
 
-    def ask(self, url: str) -> RemoteFile:
-        """The facts of a file. Raises UserError (no such protocol or package), and what the store raises."""
-        filesystem, path = open_store(url)
+    def ask(self, url: str, hosts: tuple[str, ...] = ()) -> RemoteFile:
+        """The facts of a file; `hosts` may be asked beside public ones. Raises UserError (no such protocol or package), and what the store raises."""
+        filesystem, path = open_store(url, hosts)
         info = attempt(lambda: filesystem.info(path))
         if info.get("type") == "directory":
             raise IsADirectoryError(f"{url} is a folder")
-        return self.facts(url, info)
+        return self.facts(url, info, hosts=hosts)
 
-    def facts(self, url: str, info: dict[str, Any], listed: bool = False) -> RemoteFile:
+    def facts(self, url: str, info: dict[str, Any], listed: bool = False, hosts: tuple[str, ...] = ()) -> RemoteFile:
         """The facts in fsspec's `info` of a file."""
         size = info.get("size")
         size = size if isinstance(size, int) else None
         tag = next((str(info[name]) for name in _TAGS if info.get(name)), "")
-        return StoreFile(url, size, _checksum(info), tag, self._answers_ranges(url, size), listed)
+        return StoreFile(url, size, _checksum(info), tag, self._answers_ranges(url, size, hosts), listed, hosts)
 
-    def _answers_ranges(self, url: str, size: int | None) -> bool:
+    def _answers_ranges(self, url: str, size: int | None, hosts: tuple[str, ...]) -> bool:
         """True if the store gives parts of a file; HTTP servers are asked, once each, by a part that begins behind the first byte."""
         if protocol_of(url) not in _HTTP:
             return size is not None
@@ -61,7 +63,7 @@ class RemoteFiles:
         host = urlsplit(url).netloc
         with self._lock:
             if host not in self._ranges:
-                filesystem, path = open_store(url)
+                filesystem, path = open_store(url, hosts)
 
                 def part() -> bool:
                     try:

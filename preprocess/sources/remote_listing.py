@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, BinaryIO, cast
 
 from mmspeed.config.places import base_name
@@ -23,7 +24,6 @@ from mmspeed.preprocess.sources.captions import MAX_CAPTION_BYTES
 from mmspeed.preprocess.sources.fetched import MediaStore
 from mmspeed.preprocess.sources.groups import collect_group
 from mmspeed.preprocess.sources.listing import CAPTION_ENDINGS, SourceCollector, ending, is_media
-from mmspeed.preprocess.sources.remote import StoreFile
 from mmspeed.preprocess.sources.tar_samples import collect_tar, head_bytes
 from mmspeed.preprocess.sources.tars import UNKNOWN, Headers, TarMember, scan
 
@@ -119,8 +119,8 @@ class RemoteListing:
         """The facts of a tar or manifest, asked once."""
         if url not in self._files:
             with reachable(url):
-                file = self.media.files.ask(url)
-            self._files[url] = StoreFile(file.url, file.size, file.checksum, file.tag, file.ranges, listed=True)
+                file = self.media.files.ask(url, self.media.addresses.hosts(self.collector.dataset))
+            self._files[url] = replace(file, listed=True)
         return self._files[url]
 
     def _headers(self, url: str) -> Pin:

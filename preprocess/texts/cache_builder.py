@@ -39,6 +39,7 @@ from mmspeed.data.cache.document_blocks import (
 from mmspeed.data.cache.keys import entry_key
 from mmspeed.data.cache.made_from import MadeFrom, SourceChanges, read_made_from
 from mmspeed.data.cache.tables import read_info, write_rejects
+from mmspeed.data.cache.tensor_views import tensors_of
 from mmspeed.data.cache.text_cache import BlockStore
 from mmspeed.data.cache.tokenizer_file import TokenizerFacts, recorded_section, tokenizer_problems
 from mmspeed.data.cache.writer import CacheWriter
@@ -155,7 +156,7 @@ class TextCacheBuilder:
 
     def _stored(self, store: BlockStore, key: str) -> dict[str, Tensor]:
         try:
-            return store.tensors(key, verify=True)
+            return tensors_of(store.again(key))
         except (ValueError, OSError) as error:
             raise UserError(
                 f"cache {self.root} is damaged at block {key} ({error}); run `mmspeed cache verify --repair` first"
@@ -297,9 +298,11 @@ class TextCacheBuilder:
                 yield _rows(number, places, rows, recipe)
 
     def _list_rejected(self, rows: _Rows, reasons: list[int], report: TextReport) -> None:
-        for place, reason in zip(rows.places, reasons, strict=True):
+        for place, reason, (_, value) in zip(rows.places, reasons, rows.rows, strict=True):
             if reason:
-                self._reject(place, REASONS[reason], "", report)
+                name = REASONS[reason]
+                detail = Encoder(self.root).problem(value) if name == "bad_chat" and name not in report.examples else ""
+                self._reject(place, name, detail, report)
 
     def _reject(self, place: str, reason: str, detail: str, report: TextReport) -> None:
         report.rejected[reason] += 1

@@ -62,6 +62,14 @@ class Encoder:
             return self._tokenizer.special.folds(value)
         return isinstance(value, list) and self.chat().altered(value)
 
+    def problem(self, value: Any) -> str:
+        """What is wrong with a chat that is rejected."""
+        try:
+            self.chat().encode(value)
+        except ChatError as error:
+            return str(error)
+        return ""
+
     def documents(self, rows: Sequence[tuple[str, Any]], rule: Rule) -> list[Document]:
         """The documents of rows (content, value), in order; what cannot be used has its reason."""
         if rule.content == "chat":

@@ -15,14 +15,13 @@ import os
 import tarfile
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from mmspeed.config.places import is_url
 from mmspeed.config.texts import TextsConfig, TextSourceConfig
@@ -31,6 +30,8 @@ from mmspeed.media.rejections import in_words
 from mmspeed.preprocess.sources.folders import no_file
 from mmspeed.preprocess.sources.listing import unknown_ending
 from mmspeed.preprocess.sources.walk import walk
+from mmspeed.preprocess.texts.columns import ColumnChoice, Columns
+from mmspeed.preprocess.texts.parquet_texts import ParquetDocuments
 
 _PIECE, _BLOCK = 1 << 20, 1 << 16  # bytes of a read, and of one of zstd, which gives blocks of twice as many
 _PACKED = (".gz", ".zst")
@@ -117,10 +118,10 @@ def _find(root: Path, cache: str, files: list[Path], left_out: list[TextRow]) ->
 def rows_of(texts: TextsConfig, source: TextSourceConfig) -> Iterator[TextRow]:
     """Yield the rows of a source, in the order of its files. Raises UserError if a file cannot be opened."""
     limit = int(texts.max_document_mb * 1e6)
-    files, left_out = found(source, texts.cache)
+    (files, left_out), column = found(source, texts.cache), ColumnChoice(source)
     for path in files:
         try:
-            yield from _READERS[_kind(path)](path, source, texts.column_of(source), limit)
+            yield from _READERS[_kind(path)](path, source, column, limit)
         except TooLargeError:
             yield TextRow(str(path), reason="too_large", detail=f"it decompresses to more than {_RATIO} times its size")
         except (*_CUTS, tarfile.TarError, pa.ArrowException, ValueError) as error:
@@ -181,7 +182,7 @@ def _lines(file: IO[bytes], limit: int) -> Iterator[bytes | None]:
         yield None
 
 
-def _json_lines(path: Path, source: TextSourceConfig, column: str, limit: int) -> Iterator[TextRow]:
+def _json_lines(path: Path, source: TextSourceConfig, column: ColumnChoice, limit: int) -> Iterator[TextRow]:
     with _open(path) as file:
         for number, line in enumerate(_lines(file, limit), 1):
             if line is None:
@@ -190,7 +191,7 @@ def _json_lines(path: Path, source: TextSourceConfig, column: str, limit: int) -
                 yield _of_json(f"{path}:{number}", line, source, column)
 
 
-def _json(path: Path, source: TextSourceConfig, column: str, limit: int) -> Iterator[TextRow]:
+def _json(path: Path, source: TextSourceConfig, column: ColumnChoice, limit: int) -> Iterator[TextRow]:
     """The rows of an array, of a mapping that is the whole file, or of JSON lines."""
     with _open(path) as file:
         if file.peek(1).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
@@ -204,7 +205,9 @@ def _json(path: Path, source: TextSourceConfig, column: str, limit: int) -> Iter
     yield from _json_lines(path, source, column, limit) if tree is None else [_of_tree(str(path), tree, source, column)]
 
 
-def _array(path: Path, file: io.BufferedReader, source: TextSourceConfig, column: str, limit: int) -> Iterator[TextRow]:
+def _array(
+    path: Path, file: io.BufferedReader, source: TextSourceConfig, column: ColumnChoice, limit: int
+) -> Iterator[TextRow]:
     """The rows of an array, of which little more than one is held."""
     decode, decoder = json.JSONDecoder().raw_decode, codecs.getincrementaldecoder("utf-8-sig")()
     signs, at, number = _more(file, decoder, 1).lstrip(), 1, 1
@@ -245,7 +248,7 @@ def _more(file: io.BufferedReader, decoder: codecs.IncrementalDecoder, size: int
     return signs
 
 
-def _of_json(place: str, data: bytes, source: TextSourceConfig, column: str) -> TextRow:
+def _of_json(place: str, data: bytes, source: TextSourceConfig, column: ColumnChoice) -> TextRow:
     try:
         tree = json.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -255,12 +258,21 @@ def _of_json(place: str, data: bytes, source: TextSourceConfig, column: str) -> 
     return _of_tree(place, tree, source, column)
 
 
-def _of_tree(place: str, tree: Any, source: TextSourceConfig, column: str) -> TextRow:
+def _of_tree(place: str, tree: Any, source: TextSourceConfig, column: ColumnChoice) -> TextRow:
     if not isinstance(tree, dict):
         return TextRow(place, reason="broken_line", detail="it is not a mapping")
-    if column not in tree:
+    own = column.of(tree)
+    if own is None:
         return TextRow(place, reason="missing_column", detail=f"it has no {column}")
-    return checked(place, tree[column], source)
+    return _of_row(place, tree, source, own)
+
+
+def _of_row(place: str, row: Mapping[str, Any], source: TextSourceConfig, columns: Columns) -> TextRow:
+    try:
+        value = columns.value(row)
+    except ValueError as error:
+        return TextRow(place, reason="bad_chat", detail=str(error))
+    return checked(place, value, source)
 
 
 def checked(place: str, value: Any, source: TextSourceConfig) -> TextRow:
@@ -289,9 +301,9 @@ def checked(place: str, value: Any, source: TextSourceConfig) -> TextRow:
     return TextRow(place, np.asarray(value, np.int64))
 
 
-def _csv(path: Path, source: TextSourceConfig, column: str, limit: int) -> Iterator[TextRow]:
+def _csv(path: Path, source: TextSourceConfig, column: ColumnChoice, limit: int) -> Iterator[TextRow]:
     with _open(path) as file, io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="") as text:
-        rows, number, header = csv.reader(text, strict=False), 0, None
+        rows, number, header, own = csv.reader(text, strict=False), 0, list[str](), None
         while True:
             try:
                 with _csv_limit:
@@ -309,67 +321,65 @@ def _csv(path: Path, source: TextSourceConfig, column: str, limit: int) -> Itera
                 continue
             if row is None:
                 return
-            if header is None:
-                header = row
-                if column not in header:
+            if own is None:
+                header, own = row, column.of(row)
+                if own is None:
                     yield TextRow(
                         str(path), reason="missing_column", detail=f"its columns are {', '.join(header)[:200]}"
                     )
                     return
             elif row:
-                yield _of_cell(f"{path}:{rows.line_num}", row, header.index(column), source)
+                cells = dict(zip(reversed(header[: len(row)]), reversed(row[: len(header)]), strict=True))
+                yield _of_cells(f"{path}:{rows.line_num}", cells, source, own)
 
 
-def _of_cell(place: str, row: list[str], index: int, source: TextSourceConfig) -> TextRow:
-    if index >= len(row):
+def _of_cells(place: str, cells: dict[str, Any], source: TextSourceConfig, columns: Columns) -> TextRow:
+    if not all(name in cells for name in columns.needed):
         return TextRow(place, reason="broken_line", detail="it has too few fields")
-    if source.content == "text":
-        return checked(place, row[index], source)
     try:
-        return checked(place, json.loads(row[index]), source)
+        if columns.whole and source.content != "text":
+            cells = {name: json.loads(cells[name]) for name in columns.needed}
     except (ValueError, RecursionError) as error:
         return TextRow(place, reason="broken_line", detail=_line(error))
+    return _of_row(place, cells, source, columns)
 
 
-def _parquet(path: Path, source: TextSourceConfig, column: str, limit: int) -> Iterator[TextRow]:
-    with _whole(path) as stream, pq.ParquetFile(stream) as file:
-        if column not in file.schema_arrow.names:
-            names = ", ".join(file.schema_arrow.names)[:200]
-            yield TextRow(str(path), reason="missing_column", detail=f"its columns are {names}")
-            return
-        number = 0
-        for batch in file.iter_batches(batch_size=256, columns=[column]):
-            values = batch.column(0)
-            text = pa.types.is_string(values.type) or pa.types.is_large_string(values.type)
-            for value in values.cast(pa.large_binary()) if text else values:
-                number += 1
+def _parquet(path: Path, source: TextSourceConfig, column: ColumnChoice, limit: int) -> Iterator[TextRow]:
+    with ParquetDocuments(path, [(one.needed, one.names) for one in column.choices], limit) as file:
+        own = column.of(file.names)
+        if own is not None:
+            for number, (value, large) in enumerate(file.rows(), 1):
                 place = f"{path}:{number}"
-                try:
-                    plain = value.as_py()
-                except (ArithmeticError, LookupError, ValueError) as error:  # a time that Python cannot hold
-                    yield TextRow(place, reason="broken_line", detail=_line(error))
-                    continue
-                if isinstance(plain, bytes) and text:
-                    if len(plain) > limit:
-                        yield TextRow(place, reason="too_large")
-                        continue
-                    try:
-                        plain = plain.decode()
-                    except UnicodeDecodeError as error:
-                        yield TextRow(place, reason="not_utf8", detail=str(error.reason))
-                        continue
-                yield checked(place, plain, source)
+                yield TextRow(place, reason="too_large") if large else _of_scalar(place, value, file, source, own)
+        elif not file.problem:
+            names = ", ".join(file.names)[:200]
+            yield TextRow(str(path), reason="missing_column", detail=f"its columns are {names}")
+        if file.problem:
+            raise TooLargeError if file.problem == TooLargeError.__name__ else ValueError(file.problem)
 
 
-def _whole(path: Path) -> Any:
-    """A file that can be read at any place; a compressed one in memory."""
+def _of_scalar(place: str, value: Any, file: ParquetDocuments, source: TextSourceConfig, columns: Columns) -> TextRow:
+    """A row of a scalar of Arrow; of a text its bytes, of several columns a struct."""
+    try:
+        plain = value.as_py()
+        plain = plain.decode() if file.text and plain is not None else plain
+    except UnicodeDecodeError as error:
+        return TextRow(place, reason="not_utf8", detail=str(error.reason))
+    except (ArithmeticError, LookupError, ValueError) as error:  # a time that Python has no value for
+        return TextRow(place, reason="broken_line", detail=_line(error))
+    row = plain if len(file.columns) > 1 else {file.columns[0]: plain}
+    return _of_row(place, row, source, columns)
+
+
+def whole_file(path: Path) -> Any:
+    """A file that can be read at any place; a compressed one in memory. Raises TooLargeError."""
     if path.suffix.lower() not in _PACKED:
         return pa.memory_map(str(path))
     with _open(path) as file:
         return pa.BufferReader(file.read())
 
 
-def _text(path: Path, source: TextSourceConfig, column: str, limit: int) -> Iterator[TextRow]:
+def _text(path: Path, source: TextSourceConfig, column: ColumnChoice, limit: int) -> Iterator[TextRow]:
     with _open(path) as file:
         if source.split == "file":
             data = file.read(limit + 1)
@@ -408,7 +418,7 @@ def _of_bytes(place: str, data: bytes, source: TextSourceConfig) -> TextRow:
     return TextRow(place, reason="not_a_string", detail=f"a text file holds no {source.content}")
 
 
-def _tar(path: Path, source: TextSourceConfig, column: str, limit: int) -> Iterator[TextRow]:
+def _tar(path: Path, source: TextSourceConfig, column: ColumnChoice, limit: int) -> Iterator[TextRow]:
     with _Unpacked(path) as file, tarfile.open(fileobj=file, mode="r|") as tar:
         for member in tar:
             ending = member.name.rpartition(".")[2].lower()
@@ -422,7 +432,7 @@ def _tar(path: Path, source: TextSourceConfig, column: str, limit: int) -> Itera
             data = b"" if content is None else content.read()
             if ending == "json":
                 if (
-                    source.content != "text" or column.encode() in data
+                    source.content != "text" or str(column).encode() in data
                 ):  # others stand beside a text, as its description
                     yield _of_json(place, data, source, column)
             else:
@@ -434,7 +444,7 @@ def _beside(path: Path, ending: str) -> Path:
     return path.with_suffix(ending.upper() if path.suffix.isupper() else ending)
 
 
-def _megatron(path: Path, source: TextSourceConfig, column: str, limit: int) -> Iterator[TextRow]:
+def _megatron(path: Path, source: TextSourceConfig, column: ColumnChoice, limit: int) -> Iterator[TextRow]:
     index = _beside(path, ".idx")
     if source.content != "ids":
         yield TextRow(str(path), reason="not_a_string", detail="it holds token ids; write content: ids")
@@ -473,7 +483,7 @@ def _line(error: BaseException) -> str:
     return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
 
 
-_READERS: dict[str, Callable[[Path, TextSourceConfig, str, int], Iterator[TextRow]]] = {
+_READERS: dict[str, Callable[[Path, TextSourceConfig, ColumnChoice, int], Iterator[TextRow]]] = {
     ".jsonl": _json_lines,
     ".ndjson": _json_lines,
     ".json": _json,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mmspeed.models.sora.sizes import SIZES
+from mmspeed.config.model import SIZES
 from tests.support.model_sizes import size_rows
 
 

@@ -18,7 +18,8 @@ class FileServer:
     """A server of files: its faults, and counts of what it sent.
 
     `ranges`: it answers them. `checksum`: it sends this ETag. `broken`: by file name, how many more times the connection dies in the
-    middle. `refused`: by file name, the status. `circular`: names that are redirected to themselves. `sized`: it states lengths. `delay`: seconds
+    middle. `refused`: by file name, the status. `circular`: names that are redirected to themselves; `moved`: by file name, the address that it is
+    redirected to. `sized`: it states lengths. `delay`: seconds
     before it answers.
     """
 
@@ -30,6 +31,7 @@ class FileServer:
     broken: dict[str, int] = field(default_factory=dict)
     refused: dict[str, int] = field(default_factory=dict)
     circular: tuple[str, ...] = ()
+    moved: dict[str, str] = field(default_factory=dict)
     requests: list[tuple[str, str]] = field(default_factory=list)  # method and file name
     sent: dict[str, int] = field(default_factory=dict)  # bytes of bodies by file name
 
@@ -63,12 +65,12 @@ def served(folder: Path, **how: object) -> Iterator[FileServer]:
                 dies = body and server.broken.get(name, 0) > 0
                 if dies:
                     server.broken[name] -= 1
-            status = 302 if name in server.circular else server.refused.get(name, 0)
+            status = 302 if name in (*server.circular, *server.moved) else server.refused.get(name, 0)
             status = status or (200 if (folder / name).is_file() else 404)
             if status != 200:
                 self.send_response(status)
                 if status == 302:
-                    self.send_header("Location", self.path)
+                    self.send_header("Location", server.moved.get(name, self.path))
                 self.send_header("Content-Length", "0")
                 self.end_headers()
                 return

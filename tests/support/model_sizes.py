@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from mmspeed.config.model import SIZES
 from mmspeed.config.schema import ModelConfig
 from mmspeed.models.sora.model import count_parameters, on_meta
-from mmspeed.models.sora.sizes import SIZES, resolve_config
+from mmspeed.models.sora.sizes import resolve_config
 
 LATENT = (13, 60, 106)  # 49 frames of 480 x 848 pixels through a codec of stride 4 x 8 x 8
 CHANNELS, TEXT_TOKENS, TEXT_WIDTH = 16, 256, 4096

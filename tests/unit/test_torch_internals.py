@@ -325,6 +325,8 @@ def test_sum_in_float32() -> None:
     with process_group(CPU):
         layer = nn.Linear(2, 2).bfloat16()
         fully_shard(layer, mesh=dist.init_device_mesh("cpu", (1,)))
+        assert internals.is_fully_sharded(layer) and internals.is_sharded(layer.weight)
+        assert not internals.is_fully_sharded(nn.Linear(2, 2)) and not internals.is_sharded(torch.ones(1))
         state = internals.fsdp_state(layer)
         dtypes = []
 

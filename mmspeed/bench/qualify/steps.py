@@ -20,6 +20,7 @@ from mmspeed import rng
 from mmspeed.bench.memory import fill_zeros, largest_distance
 from mmspeed.compute.sparse.module import Phase, clustered_layers
 from mmspeed.config.memory import ActivationPolicy, MemoryConfig
+from mmspeed.config.model import SIZES
 from mmspeed.config.sparse import SparseConfig
 from mmspeed.config.training import TrainConfig
 from mmspeed.device import Device, is_out_of_memory
@@ -29,7 +30,6 @@ from mmspeed.loop.optimizers.make_optimizer import make_optimizer
 from mmspeed.memory import peak_bytes, resident_bytes, set_policies
 from mmspeed.memory.offload.offloader import Offloader
 from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig, count_parameters, on_meta
-from mmspeed.models.sora.sizes import SIZES
 from mmspeed.parallel import autocast
 
 from .oracle import number_types, short_name

@@ -1,11 +1,12 @@
 """Map the compiled index: entries are looked up by binary search, samples are built one at a time. Processes share its pages.
 
-Opening reads only the description of the columns, so ten million rows open as fast as ten. Row numbers and offsets are checked
-when they are used: damage raises UserError, and undetected damage is caught by a payload's checksum.
+Opening reads only the description of the columns, so ten million rows open as fast as ten; a thread compares a large file with its seal
+meanwhile, and its verdict is awaited before the first payload is read. Row numbers and offsets are checked when they are used.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import tempfile
@@ -39,10 +40,10 @@ from .index import (
     list_index,
 )
 from .keys import is_key
-from .seals import sealed_file
+from .seals import LaterSeal, sealed_file
 from .tables import SECTIONS, SPLITS, Sample
 
-_CHECKED_BYTES = 1 << 25  # the seal of a compiled file up to this size is checked when it is opened
+_CHECKED_BYTES = 1 << 25  # the seal of a larger compiled file is compared by a thread
 _STEP = 4096  # rows turned into Python objects at a time
 
 
@@ -242,10 +243,11 @@ class SampleTable(Sequence[Sample]):
 
 @dataclass(frozen=True)
 class Tables:
-    """An open compiled index."""
+    """An open compiled index, and the seals of its large files."""
 
     entries: EntryTable
     samples: SampleTable
+    seals: Sequence[LaterSeal] = ()
 
 
 def open_tables(root: Path) -> Tables:
@@ -294,10 +296,22 @@ def try_open(folder: Path, listing: IndexFiles | None, stamped: bool = True) -> 
                 return None
         tables.append((path, batch, facts))
     try:
-        return Tables(EntryTable(*tables[0]), SampleTable(*tables[1]))
-    except (ValueError, TypeError, KeyError) as error:
+        seals = [seal for path, *_ in tables if (seal := _later_seal(path)) is not None]
+        return Tables(EntryTable(*tables[0]), SampleTable(*tables[1]), seals)
+    except (OSError, ValueError, TypeError, KeyError) as error:
         get_logger("data").warning("the compiled index in %s is damaged (%s): it is compiled again", folder, error)
         return None
+
+
+def _later_seal(path: Path) -> LaterSeal | None:
+    """The comparison of a large file with its seal, one for all who open it in this process; None for a small one."""
+    status = path.stat()
+    return _begun(path, status.st_ino, status.st_mtime_ns) if status.st_size > _CHECKED_BYTES else None
+
+
+@functools.lru_cache(maxsize=4)
+def _begun(path: Path, inode: int, changed: int) -> LaterSeal:
+    return LaterSeal(path)
 
 
 def damaged_index(path: Path) -> UserError:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import xxhash
 from torch import Tensor
 
 from mmspeed.config.places import is_url
@@ -27,7 +26,9 @@ from mmspeed.protocols import TextEntry
 from .files import ReaderLock
 from .index import Array
 from .index_reader import EntryTable, PayloadLocation, SampleTable, Tables, damaged_index, open_tables
+from .keys import hash_of
 from .remote import RemoteStore
+from .seals import LaterSeal
 from .store import LocalStore, ShortError, Store
 from .tables import SECTIONS, SPLITS, Entry, entry_schema, index_path, read_info, read_rejects, read_table
 from .tensor_views import tensors_of
@@ -78,6 +79,7 @@ class DatasetCache:
         self.root = self.remote.folder if self.remote is not None else Path(root)
         self._store: Store = self.remote or LocalStore(self.root)
         self._overlay: dict[tuple[str, str], Entry] = {}
+        self._seals: Sequence[LaterSeal] = ()  # that no read has waited for yet
         # Not a bound method: a reference cycle would hold the readers' lock until garbage collection.
         read_rows = functools.partial(_read_rows, self.root, self.remote)
         self._rows_of = functools.lru_cache(maxsize=_SHARD_TABLES)(read_rows)
@@ -184,6 +186,10 @@ class DatasetCache:
 
     def _payload(self, section: str, key: str) -> tuple[PayloadLocation, memoryview]:
         """The location of an entry's payload, and its verified bytes."""
+        for seal in self._seals:
+            if not seal.intact():
+                raise damaged_index(seal.path)
+        self._seals = ()
         opened, overlaid = self._opened, self._overlay.get((section, key))
         if overlaid is not None:
             location = PayloadLocation(
@@ -210,14 +216,14 @@ class DatasetCache:
                 f"cache {self.location}: shard {location.shard} is missing; run mmspeed preprocess again"
             ) from None
         if self.verify and not known:
-            opened.hashes[row] = _hash(payload)
+            opened.hashes[row] = hash_of(payload)
         return location, payload
 
     def _view(self, section: str, key: str, place: PayloadLocation, known: int = 0) -> memoryview:
         """An entry's bytes. `known`: their hash at an earlier read; 0: they are compared with the checksum of the index."""
         try:
             payload = self._store.view(section, key, place)
-            if not self.verify or (_hash(payload) == known if known else _whole(payload, place)):
+            if not self.verify or (hash_of(payload) == known if known else _whole(payload, place)):
                 return payload
             fresh = self._store.again(section, key, place)
             if _whole(fresh, place):
@@ -249,6 +255,7 @@ class DatasetCache:
             )
         self._overlay = {where: entry for where, entry in self._overlay.items() if entry.shard not in gone}
         self._rows_of.cache_clear()
+        self._seals = tables.seals
         self._opened = _Opened(tables.entries, tables.samples, np.zeros(len(tables.entries), np.uint32))
 
     def complete(self) -> None:
@@ -296,11 +303,6 @@ def _read_rows(root: Path, remote: RemoteStore | None, shard: str) -> tuple[pa.T
 def _entry(table: pa.Table, row: int) -> Entry:
     fields = table.slice(row, 1).to_pylist()[0]
     return Entry(**{**fields, "frames": tuple(fields["frames"])})
-
-
-def _hash(payload: memoryview) -> int:
-    """32 bits of the XXH3 of some bytes, not 0."""
-    return xxhash.xxh3_64_intdigest(payload) & 0xFFFFFFFF or 1
 
 
 def _whole(payload: memoryview, place: PayloadLocation) -> bool:

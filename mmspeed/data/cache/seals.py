@@ -12,6 +12,8 @@ import hashlib
 import mmap
 import os
 import re
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 _MARK = b"mmspeed-sha256:"
@@ -43,14 +45,37 @@ def is_sealed(data: bytes) -> bool:
 def sealed_file(path: Path) -> bool:
     """True if a file has a seal that matches it, like `is_sealed` of its bytes. Raises OSError."""
     with open(path, "rb") as file:
-        if os.fstat(file.fileno()).st_size == 0:
+        return _sealed(file.fileno())
+
+
+def _sealed(fd: int) -> bool:
+    if os.fstat(fd).st_size == 0:
+        return False
+    with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as data:
+        places = _places(data)
+        if not places:
             return False
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            places = _places(data)
-            if not places:
-                return False
-            digits = data[places[-1] : places[-1] + _DIGITS]
-            return _digest(data, [place for place in places if data[place : place + _DIGITS] == digits]) == digits
+        digits = data[places[-1] : places[-1] + _DIGITS]
+        return _digest(data, [place for place in places if data[place : place + _DIGITS] == digits]) == digits
+
+
+class LaterSeal:
+    """The seal of a file too large to be compared at once: a thread does it from now on. Raises OSError."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._file = path, open(path, "rb", buffering=0)  # whatever has its name later
+        self._intact: bool | None = None
+        self._thread = threading.Thread(target=self._compare, name="mmspeed-seal", daemon=True)
+        self._thread.start()
+
+    def intact(self) -> bool:
+        """True if the seal matches, as `sealed_file`; waits for the thread. Raises OSError."""
+        self._thread.join()
+        return _sealed(self._file.fileno()) if self._intact is None else self._intact  # a forked process has no thread
+
+    def _compare(self) -> None:
+        with suppress(OSError):
+            self._intact = _sealed(self._file.fileno())
 
 
 def seal_file(path: Path) -> None:

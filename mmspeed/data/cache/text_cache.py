@@ -1,7 +1,8 @@
 """Read a text cache: documents of token ids by number, mapped, without a copy; processes share its pages.
 
-Opening reads only the description of the table's columns, so ten million documents open as fast as ten. Each document's ids are
-compared with its checksum when they are first read in a process, and ids are below the size of the vocabulary.
+Opening compares the table with its seal: 0.2 s for ten million documents. The first read of a document in a process compares it with
+its checksum in the table, and later ones the bytes that they touch with their hash at the first. Each read asks first whether the files
+are still as long as when they were mapped, since touching a page that was cut off would kill the process.
 """
 
 from __future__ import annotations
@@ -9,16 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from torch import Tensor
 
 from mmspeed.config.places import is_url
 from mmspeed.errors import UserError
@@ -27,13 +26,16 @@ from .document_blocks import DOCUMENTS_NAME, DOCUMENTS_SCHEMA, SECTION, TABLE_VE
 from .files import ReaderLock
 from .index import FACTS
 from .index_reader import PayloadLocation
+from .keys import hash_of, xxh3_64
 from .remote import RemoteStore
 from .seals import sealed_file
+from .store import LocalStore, ShortError, Store
 from .tables import entry_schema, index_files, read_info, read_rejects, read_table
 from .tensor_views import tensors_of
 from .tokenizer_file import FOLDER, MAIN, TextTokenizer, TokenizerFacts, tokenizer_problems
 
-_CHECKED_BYTES = 1 << 25  # the seal of a table up to this size is checked when it is opened
+_STEP = 4096  # ids of a longer document that have a hash of their own
+_SHARDS = 1 << 16  # that stay mapped
 Array: TypeAlias = npt.NDArray[Any]
 
 
@@ -47,10 +49,10 @@ class DocumentTable:
     fingerprint: str
 
 
-def read_document_table(path: Path, checked: bool = False) -> DocumentTable:
-    """Map the table of documents; its seal is checked if it is small, or if `checked`. Raises UserError if it is damaged."""
+def read_document_table(path: Path) -> DocumentTable:
+    """Map the table of documents. Raises UserError unless it is exactly as it was written."""
     try:
-        if (checked or path.stat().st_size <= _CHECKED_BYTES) and not sealed_file(path):
+        if not sealed_file(path):
             raise ValueError("not as it was written")
         with pa.ipc.open_file(pa.memory_map(str(path))) as reader:
             facts = json.loads((reader.schema.metadata or {})[FACTS])
@@ -80,32 +82,39 @@ def _column(batch: pa.RecordBatch, name: str) -> Array:
     return np.frombuffer(column.buffers()[1], kind, len(column)) if len(column) else np.empty(0, kind)
 
 
-@dataclass(frozen=True)
-class _BlockIds:
-    """The ids of a block and its packed marks, as views of a mapping."""
+class _BlockIds(NamedTuple):
+    """The ids of a block and its packed marks, as views of the mapping of a file; None: of memory."""
 
     ids: Array
     marks: Array | None
+    file: mmap.mmap | None
 
 
 class BlockStore:
     """The payloads of a cache's blocks by key, mapped from its shards or fetched from a remote copy."""
 
     def __init__(self, root: Path, location: str, remote: RemoteStore | None = None) -> None:
-        self.root, self.location, self._remote = root, location, remote
+        self.root, self.location = root, location
+        self._store: Store = remote or LocalStore(root, _SHARDS)
         self._places: dict[str, PayloadLocation] | None = None
-        self._shards: dict[str, memoryview] = {}
 
-    def tensors(self, key: str, verify: bool = False) -> dict[str, Tensor]:
-        """The tensors of a block as views of its payload, whose checksum is compared if `verify`.
+    def view(self, key: str) -> memoryview:
+        """A block's payload, as it lies there. Raises UserError if there is no such block, ValueError, OSError if it cannot be read."""
+        return self._payload(key, self._store.view)
 
-        Raises UserError if there is no such block, ValueError if its payload is damaged, OSError if it cannot be read.
-        """
+    def again(self, key: str) -> memoryview:
+        """A block's payload from its source, in memory of its own. Raises as `view`, and ValueError unless its checksum is right."""
+        payload, place = self._payload(key, self._store.again), self._place(key)
+        if hashlib.sha256(payload).digest()[: len(place.checksum)] != place.checksum:
+            raise ValueError(f"its checksum differs in {place.shard}")
+        return payload
+
+    def _payload(self, key: str, read: Callable[[str, str, PayloadLocation], memoryview]) -> memoryview:
         place = self._place(key)
-        payload = self._payload(key, place)
-        if verify and hashlib.sha256(payload).digest()[: len(place.checksum)] != place.checksum:
-            raise ValueError(f"its checksum in {place.shard} differs")
-        return tensors_of(payload)
+        try:
+            return read(SECTION, key, place)
+        except ShortError:
+            raise ValueError(f"{place.shard} is cut short") from None
 
     def _place(self, key: str) -> PayloadLocation:
         if self._places is None:
@@ -121,20 +130,6 @@ class BlockStore:
             raise UserError(f"cache {self.location} has no block {key} any more; run mmspeed preprocess again")
         return self._places[key]
 
-    def _payload(self, key: str, place: PayloadLocation) -> memoryview:
-        if self._remote is not None:
-            return self._remote.view(SECTION, key, place)
-        if place.shard not in self._shards:
-            fd = os.open(self.root / place.shard, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                self._shards[place.shard] = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
-            finally:
-                os.close(fd)
-        payload = self._shards[place.shard][place.offset : place.offset + place.size]
-        if len(payload) != place.size:
-            raise ValueError(f"{place.shard} is cut short")
-        return payload
-
 
 class TextCache:
     """The documents of a text cache, by number in the order of its sources.
@@ -142,6 +137,7 @@ class TextCache:
     Args:
         path: the cache's folder, or the URL of a copy of it.
         local_cache, local_bytes: for a URL, the folder for fetched files and the bytes of payloads to keep there.
+        expected: the fingerprint without which no document is read; None: any.
 
     Attributes:
         lengths: (n,) uint32, ids of each document; mapped.
@@ -156,9 +152,14 @@ class TextCache:
     """
 
     def __init__(
-        self, path: Path | str, local_cache: str | Path | None = None, local_bytes: int = 64_000_000_000
+        self,
+        path: Path | str,
+        local_cache: str | Path | None = None,
+        local_bytes: int = 64_000_000_000,
+        expected: str | None = None,
     ) -> None:
         self._arguments = (path, local_cache, local_bytes)
+        self._expected = expected
         self.location = str(path)
         self._remote = RemoteStore(str(path), local_cache, local_bytes) if is_url(path) else None
         self.root = Path(path) if self._remote is None else self._remote.copy_tables(("index", "rejects", FOLDER))
@@ -181,7 +182,9 @@ class TextCache:
         self.fingerprint = self._table.fingerprint
         self._store = BlockStore(self.root, self.location, self._remote)
         self._blocks: dict[int, _BlockIds] = {}
-        self._checked = bytearray(len(self.lengths))
+        # by document, 0 where it was not read yet: hashes of its ids, and of its marks; by long document, of each step of ids
+        self._hashes, self._mark_hashes = (row.data for row in np.zeros((2, len(self.lengths)), np.uint32))
+        self._steps: dict[int, list[int]] = {}
         # views whose items are plain integers: packs of short documents ask for many
         self._length, self._begin, self._number = (columns[name].data for name in ("length", "begin", "block"))
 
@@ -192,7 +195,7 @@ class TextCache:
 
     def __reduce__(self) -> tuple[type[TextCache], tuple[Any, ...]]:
         """Open the cache again in a spawned process: mappings cannot be pickled."""
-        return type(self), self._arguments
+        return type(self), (*self._arguments, self.fingerprint)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -204,31 +207,55 @@ class TextCache:
 
         Raises UserError if the document is damaged or its block is missing, IndexError outside of the document.
         """
-        start, stop = self._range(document, begin, count)
-        return self._block(document).ids[start:stop]
+        return self.ids_of([(document, begin, self._length[document] - begin if count is None else count)])[0]
 
     def ids_of(self, pieces: Iterable[tuple[int, int, int]]) -> list[Array]:
         """The ids of ranges (document, begin, count), each as `ids` gives them and with its errors."""
-        begins, numbers, checked, blocks, lengths = self._begin, self._number, self._checked, self._blocks, self._length
-        parts = []
+        begins, numbers, hashes, blocks, lengths = self._begin, self._number, self._hashes, self._blocks, self._length
+        parts, asked = list[Array](), set[mmap.mmap | None]()
         for document, begin, count in pieces:  # without calls: packs of short documents have many
-            if checked[document] and 0 <= begin <= begin + count <= lengths[document]:
-                start = begins[document] + begin
-                parts.append(blocks[numbers[document]].ids[start : start + count])
-            else:
-                parts.append(self.ids(document, begin, count))
+            known, length = hashes[document], lengths[document]
+            if known and 0 <= begin <= begin + count <= length:
+                ids, _, file = blocks[numbers[document]]
+                if file in asked or not _cut(file):
+                    asked.add(file)
+                    start = begins[document]
+                    part = ids[start + begin : start + begin + count]
+                    if (
+                        (xxh3_64(part) & 0xFFFFFFFF or 1) == known  # as `hash_of`
+                        if count == length
+                        else self._same(document, ids[start : start + length], begin, count)
+                    ):
+                        parts.append(part)
+                        continue
+            parts.append(self._ids(document, begin, count))
         return parts
+
+    def _ids(self, document: int, begin: int, count: int) -> Array:
+        start, stop = self._read_before(document, begin, count)
+        block = self._sound(document, lambda block: self._same(document, block.ids[start:stop], begin, count))
+        return block.ids[start + begin : start + begin + count]
+
+    def _same(self, document: int, ids: Array, begin: int, count: int) -> bool:
+        """True if those steps of a document's ids that a range touches have the hashes of its first read."""
+        first, last = begin // _STEP, -(-(begin + count) // _STEP)
+        known = self._steps.get(document) or [self._hashes[document]]
+        return _step_hashes(ids, first, last) == known[first:last]
 
     def trained(self, document: int, begin: int = 0, count: int | None = None) -> npt.NDArray[np.bool_] | None:
         """Marks (count,) of the ids that have a loss; None where all have. Raises like `ids`."""
-        start, stop = self._range(document, begin, count)
-        block = self._block(document)
-        return None if block.marks is None else _bits(block.marks, start, stop)
+        count = self._length[document] - begin if count is None else count
+        start, stop = self._read_before(document, begin, count)
+        known = self._mark_hashes[document]
+        block = self._sound(
+            document, lambda block: block.marks is None or _hash_of_marks(block.marks, start, stop) == known
+        )
+        return None if block.marks is None else _bits(block.marks, start + begin, start + begin + count)
 
     def targets(self, document: Array, begin: Array, count: Array) -> Array:
         """The number of ids of each range [begin, begin + count) of a document that have a loss and an id before them in the range.
 
-        Raises UserError if a block is missing or damaged; checksums of documents are not compared.
+        Raises UserError if a block is missing or damaged. Checksums are compared where the number is 0, for such ranges may never be read.
         """
         result = np.asarray(count, np.int64) - 1
         if not self.marked:
@@ -240,49 +267,77 @@ class TextCache:
             marks = self._block(int(document[one[0]])).marks
             if marks is not None:
                 result[one] = _set_bits(marks, first[one] + result[one]) - _set_bits(marks, first[one])
+        for place in np.flatnonzero((result == 0) & (count > 1)).tolist():
+            sound = self.trained(*(int(column[place]) for column in (document, begin, count)))
+            result[place] = count[place] - 1 if sound is None else sound[1:].sum()
         return result
 
-    def _range(self, document: int, begin: int, count: int | None) -> tuple[int, int]:
-        """The places of ids in their block, once the document's checksum was compared in this process."""
+    def _read_before(self, document: int, begin: int, count: int) -> tuple[int, int]:
+        """The places of a document's ids in its block, once they were compared with its checksum in this process."""
         length, start = self._length[document], self._begin[document]
-        count = length - begin if count is None else count
         if not 0 <= begin <= begin + count <= length:
             raise IndexError(f"document {document} has {length} ids, not [{begin}, {begin + count})")
-        if not self._checked[document]:
-            self._check(document, start, start + length)
-            self._checked[document] = 1
-        return start + begin, start + begin + count
+        if not self._hashes[document]:
+            self._compare(document, start, start + length)
+        return start, start + length
 
-    def _check(self, document: int, start: int, stop: int) -> None:
-        block = self._block(document)
-        if not 0 <= start <= stop <= len(block.ids):
-            raise self._damaged(document, "its range lies outside of its block")
+    def _compare(self, document: int, start: int, stop: int) -> None:
+        """Compare a document with its checksum, and keep the hashes of its bytes for later reads."""
+        if self._expected not in (None, self.fingerprint):
+            raise UserError(
+                f"the documents of cache {self.location} were replaced while a run reads them; run its command again: it goes on"
+            )
+        check = int(self._table.columns["check"][document])
+
+        def right(block: _BlockIds) -> bool:
+            return (
+                check_of(block.ids[start:stop], block.marks if block.marks is None else _bits(block.marks, start, stop))
+                == check
+            )
+
+        block = self._sound(document, right)
         ids = block.ids[start:stop]
-        marks = None if block.marks is None else _bits(block.marks, start, stop)
-        if check_of(ids, marks) != int(self._table.columns["check"][document]):
-            raise self._damaged(document, "its checksum differs")
         if len(ids) and int(ids.max()) >= self.vocabulary:
             raise self._damaged(document, "it holds an id outside of the vocabulary")
+        if block.marks is not None:
+            self._mark_hashes[document] = _hash_of_marks(block.marks, start, stop)
+        if len(ids) > _STEP:
+            self._steps[document] = _step_hashes(ids, 0, -(-len(ids) // _STEP))
+        self._hashes[document] = hash_of(ids)  # last: other threads look here first
 
-    def _block(self, document: int) -> _BlockIds:
+    def _sound(self, document: int, right: Callable[[_BlockIds], bool]) -> _BlockIds:
+        """A document's block; where it is not `right`, its bytes are read once more, past the mapping. Raises UserError."""
+        for again in (False, True):
+            if right(block := self._block(document, again)):
+                return block
+        raise self._damaged(document, "its checksum differs from that in the table")
+
+    def _block(self, document: int, again: bool = False) -> _BlockIds:
         number = self._number[document]
         block = self._blocks.get(number)
-        if block is None:
-            block = self._blocks[number] = self._open(document, number)
+        if block is None or again or _cut(block.file):
+            block = self._blocks[number] = self._open(document, number, again=block is not None)
         return block
 
-    def _open(self, document: int, number: int) -> _BlockIds:
+    def _open(self, document: int, number: int, again: bool) -> _BlockIds:
         if not 0 <= number < len(self._table.blocks):
             raise self._damaged(document, "it is of a block that there is not")
         try:
-            tensors = self._store.tensors(self._table.blocks[number])
-            ids = tensors["ids"].numpy()
-            marks = tensors["trained"].numpy() if "trained" in tensors else None
-        except (ValueError, KeyError, OSError) as error:
-            raise self._damaged(document, f"its block cannot be read: {error}") from error
-        if ids.dtype != id_type(self.vocabulary) or ids.ndim != 1 or (marks is not None and len(marks) * 8 < len(ids)):
-            raise self._damaged(document, "its block is of another form")
-        return _BlockIds(ids, marks)
+            payload = (self._store.again if again else self._store.view)(self._table.blocks[number])
+            tensors = {name: tensor.numpy() for name, tensor in tensors_of(payload).items()}
+            ids, marks = tensors["ids"], tensors.get("trained")
+            if (
+                ids.dtype != id_type(self.vocabulary)
+                or ids.ndim != 1
+                or (marks is not None and len(marks) * 8 < len(ids))
+            ):
+                raise ValueError("its block is of another form")
+        except (ValueError, KeyError, OSError, RuntimeError, OverflowError) as error:
+            if not again:
+                return self._open(document, number, again=True)
+            why = str(error) if isinstance(error, ValueError) else f"its block cannot be read: {error}"
+            raise self._damaged(document, why) from error
+        return _BlockIds(ids, marks, payload.obj if isinstance(payload.obj, mmap.mmap) else None)
 
     def _damaged(self, document: int, why: str) -> UserError:
         return UserError(
@@ -324,6 +379,21 @@ def _set_bits(marks: Array, places: Array) -> Array:
     byte, bit = np.divmod(places, 8)
     last = np.append(marks, np.uint8(0))[byte]
     return np.asarray(before[byte] + _SET[last & ~(0xFF >> bit) & 0xFF])
+
+
+def _cut(file: mmap.mmap | None) -> bool:
+    """True if a file has become shorter than its mapping: touching a page that was cut off would kill the process."""
+    return file is not None and file.size() < len(file)
+
+
+def _step_hashes(ids: Array, first: int, last: int) -> list[int]:
+    """The hashes of a document's steps of ids [first, last)."""
+    return [hash_of(ids[step * _STEP : (step + 1) * _STEP]) for step in range(first, last)]
+
+
+def _hash_of_marks(marks: Array, start: int, stop: int) -> int:
+    """The hash of the bytes that hold the packed marks [start, stop)."""
+    return hash_of(marks[start // 8 : (stop + 7) // 8])
 
 
 def _bits(marks: Array, start: int, stop: int) -> npt.NDArray[np.bool_]:

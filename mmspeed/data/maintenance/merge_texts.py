@@ -38,7 +38,7 @@ class OpenedTexts:
             raise UserError(f"{root} holds videos, and the other caches texts")
         for name, problem in tokenizer_problems(root, info):
             raise UserError(f"{root}: {name} {problem}; run `mmspeed preprocess` there again")
-        table = read_document_table(root / "index" / DOCUMENTS_NAME, checked=True)
+        table = read_document_table(root / "index" / DOCUMENTS_NAME)
         return cls(root, info, TokenizerFacts.of_json(info["tokenizer"]), table)
 
     @property

@@ -267,7 +267,7 @@ def plan_prune(root: Path, keep_codecs: Sequence[str] = ()) -> PrunePlan:
 
 def _text_blocks(root: Path) -> tuple[dict[str, set[str]], str | None]:
     """The keys by section of the blocks that the table of documents names."""
-    blocks = set(read_document_table(root / "index" / DOCUMENTS_NAME, checked=True).blocks)
+    blocks = set(read_document_table(root / "index" / DOCUMENTS_NAME).blocks)
     return {"latents": set(), "texts": blocks, "null": set()}, None
 
 

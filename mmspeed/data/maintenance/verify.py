@@ -239,7 +239,7 @@ def _check_documents(root: Path, info: Mapping[str, Any], findings: Findings) ->
     _check_lists(root, findings)
     try:
         shard_sha256(table)  # an unreadable disk block raises here; in a mapping it would kill the process
-        blocks = read_document_table(table, checked=True).blocks
+        blocks = read_document_table(table).blocks
     except BROKEN as error:
         findings.damage.append(Damage(f"index/{DOCUMENTS_NAME}", _first_line(error)))
         return

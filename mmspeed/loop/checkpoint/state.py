@@ -18,29 +18,28 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.tensor import DTensor
 
 from mmspeed.loop.optimizers.make_optimizer import AnyOptimizer, state_names
 from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from mmspeed.parallel import is_half, unwrap
 from mmspeed.parallel.tensor import local
 from mmspeed.protocols import DeclaredState, StateRule
-from mmspeed.torch_internals import dtensor_like
+from mmspeed.torch_internals import dtensor_like, is_sharded
 
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 LEAST = 4096  # 8-bit states: smaller tensors stay float32, and those that are no whole number of blocks
 BLOCK = 256
 
 
+def _engine() -> Any:
+    """torch's functions for states in any layout; they take as long to load as half of torch."""
+    from torch.distributed.checkpoint import state_dict
+
+    return state_dict
+
+
 def laid_out(parameter: Tensor, value: Tensor) -> Tensor:
     """`value`, this process's part, as a tensor in the layout of `parameter`; it shares the memory of `value`, on any device."""
-    if not isinstance(parameter, DTensor):
+    if not is_sharded(parameter):
         return value
     if value.device.type == "cpu" and value.storage_offset():
         value = torch.from_numpy(
@@ -80,7 +79,7 @@ def declared_state(model: nn.Module) -> dict[str, StateRule]:
 
 def _weights_and_state(model: nn.Module) -> dict[str, Tensor]:
     """All parameters, the persistent buffers and the declared ones, by name."""
-    tensors = cast(dict[str, Tensor], get_model_state_dict(model))
+    tensors = cast(dict[str, Tensor], _engine().get_model_state_dict(model))
     buffers = dict(unwrap(model).named_buffers())
     return tensors | {name: buffers[name] for name in declared_state(model)}
 
@@ -153,11 +152,20 @@ def packed(name: str, values: Tensor) -> Tensor:
     return packed_state
 
 
+def _flat() -> Any:
+    return _engine().StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def _states_of(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, Any]:
+    """The states of an optimizer of torch by torch's names."""
+    return dict(_engine().get_optimizer_state_dict(model, optimizer, options=_flat()))
+
+
 def states_to_save(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, Tensor]:
     """The optimizer's states, `state.<parameter>.<name>`; none before the first step."""
     if not isinstance(optimizer, TieredOptimizer):
         # asking for an empty state would make torch take a step
-        return _tensors(get_optimizer_state_dict(model, optimizer, options=_FLAT)) if optimizer.state else {}
+        return _tensors(_states_of(model, optimizer)) if optimizer.state else {}
     states: dict[str, Tensor] = {}
     for name, parameter in unwrap(model).named_parameters():
         for key, value in optimizer.state_of(parameter).items() if optimizer.has(parameter) else ():
@@ -176,7 +184,7 @@ class StatesRoom:
         if isinstance(optimizer, TieredOptimizer):
             self.tensors = dict(self._empty_states(optimizer))
         else:
-            self._all = dict(get_optimizer_state_dict(model, optimizer, options=_FLAT))
+            self._all = _states_of(model, optimizer)
             self.tensors = _tensors(self._all)
 
     def _empty_states(self, optimizer: TieredOptimizer) -> Iterator[tuple[str, Tensor]]:
@@ -190,7 +198,8 @@ class StatesRoom:
         """Write the tensors that were read into the optimizer."""
         optimizer = self._optimizer
         if not isinstance(optimizer, TieredOptimizer):
-            set_optimizer_state_dict(self._model, optimizer, cast(Any, self._all | self.tensors), options=_FLAT)
+            states = self._all | self.tensors
+            _engine().set_optimizer_state_dict(self._model, optimizer, states, options=_flat())
             return
         for name, parameter, group in _with_groups(self._model, optimizer):
             read = {key: local(self.tensors.pop(f"state.{name}.{key}")) for key in state_names(group)}
@@ -220,4 +229,4 @@ def whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     saved = bare.state_dict().keys()
     for name, tensor in (*bare.named_parameters(), *((n, b) for n, b in bare.named_buffers() if n in saved & buffers)):
         value = tensor.detach()
-        yield name, (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
+        yield name, (value.full_tensor() if is_sharded(value) else value).cpu()

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Muon, Optimizer
 
 from mmspeed.config.memory import MemoryConfig, parse_bytes
@@ -20,7 +19,7 @@ from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from mmspeed.mesh import Mesh, by_mesh, layout_of
 from mmspeed.parallel import is_half, take_float32_gradients, unwrap
 from mmspeed.protocols import blocks_of
-from mmspeed.torch_internals import AdamWOfParts
+from mmspeed.torch_internals import AdamWOfParts, is_sharded
 
 from .gradient_release import ReleasingOptimizer
 from .kinds import decays, kinds_of
@@ -54,7 +53,7 @@ def make_optimizer(
     if is_half(model):
         take_float32_gradients(model)
     # 8-bit states, and Muon's matrix products, need plain tensors: the tiered optimizer passes this process's parts
-    sharded = any(isinstance(p, DTensor) for group in groups for p in group["params"])
+    sharded = any(is_sharded(p) for group in groups for p in group["params"])
     if not memory.tiered and cfg.optimizer != "adamw8bit" and not (cfg.optimizer == "muon" and sharded):
         return make(groups, cfg)
     kind = partial(ReleasingOptimizer, mesh=mesh) if memory.release_gradients else TieredOptimizer

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from mmspeed.torch_internals import base_of, negative_view, storage_address, version_of
+from mmspeed.torch_internals import base_of, is_sharded, negative_view, storage_address, version_of
 
 from .copies import ALIGNMENT
 
@@ -114,7 +113,7 @@ def views_parameter(tensor: Tensor) -> bool:
             return False
         node = node.next_functions[0][0]
         parameter = getattr(node, "variable", None)
-        if isinstance(parameter, DTensor):
+        if is_sharded(parameter):
             with torch.no_grad():
                 local = parameter.to_local()
             return storage_address(local.untyped_storage()) == storage_address(tensor.untyped_storage())

@@ -16,12 +16,11 @@ from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from mmspeed.device import Device
 from mmspeed.memory.offload.copies import CopyEngine, HostPool
 from mmspeed.memory.offload.host_buffers import OffloadedBuffer, lay_out
-from mmspeed.torch_internals import copy_each_
+from mmspeed.torch_internals import copy_each_, is_sharded
 
 from .split_bits import halves_of, join, rounded, split
 
@@ -29,7 +28,7 @@ from .split_bits import halves_of, join, rounded, split
 def local_part(tensor: Tensor) -> Tensor:
     """The part of a tensor that this process holds, in the same memory."""
     with torch.no_grad():
-        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        return (tensor.to_local() if is_sharded(tensor) else tensor).detach()
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor | None:
@@ -37,7 +36,7 @@ def local_gradient(parameter: nn.Parameter) -> Tensor | None:
     gradient = parameter.grad
     if gradient is None:
         return None
-    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+    if is_sharded(parameter) and is_sharded(gradient) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
     return local_part(gradient).to(torch.float32)
 

@@ -18,12 +18,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.memory.offload.copies import CopyEngine, HostPool, copies_for
+from mmspeed.torch_internals import is_sharded
 
 from .master_weights import local_gradient, local_part, masters_for
 from .states import DeviceStates, State, states_for, transform
@@ -289,7 +289,7 @@ class TieredOptimizer:
             for key, value in state.items():
                 # torch keeps the count of steps on the CPU, unless its kernels read it
                 where = "cpu" if key == "step" and not on_device else self.device.torch_device
-                local = local_part(value) if isinstance(value, DTensor) else value
+                local = local_part(value) if is_sharded(value) else value
                 self.inner.state[m][key] = transform(local, partial(Tensor.to, device=where, copy=True))
 
     def _finish_if_whole(self) -> None:

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
 from mmspeed.device import Device
 from mmspeed.memory.recompute.region import matmul_operators
@@ -104,6 +103,11 @@ class FakeTensorProfiler:
     def spent(self) -> float:
         return self._roofline.seconds
 
+    @property
+    def head_widths(self) -> dict[int, int]:
+        """Operations of fused attention in all sections, by the width of its heads."""
+        return dict(self._roofline.head_widths)
+
     def section(self, work: Work) -> tuple[int, int]:
         count = self._count
         before = count.begin()
@@ -170,6 +174,7 @@ class Roofline(TorchDispatchMode):
         super().__init__()
         self._flops, self._bandwidth = flops, bandwidth
         self.seconds, self.flops, self.bytes = 0.0, 0, 0
+        self.head_widths = Counter[int]()  # operations of fused attention
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -184,6 +189,8 @@ class Roofline(TorchDispatchMode):
         traffic = sum(map(_nbytes, [*read.values(), *outputs]))
         flops = operations(func, args, kwargs, result)
         self.flops += flops
+        if "_attention" in (name := str(packet_of(func))):
+            self.head_widths[args["backward" in name].shape[-1]] += flops  # its backward has the gradient in front
         self.bytes += traffic
         self.seconds += max(flops / self._flops, traffic / self._bandwidth)
         return result
@@ -221,6 +228,8 @@ def operations(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         q_BAND, k_BAMD, v_BAMD = args[1:4] if backward else args[:3]
         pairs = q_BAND.shape[0] * q_BAND.shape[1] * q_BAND.shape[2] * k_BAMD.shape[2]
         return int((5 if backward else 2) * pairs * (k_BAMD.shape[3] + v_BAMD.shape[3]))
+    from torch.utils.flop_counter import flop_registry  # here: it loads Triton
+
     count = flop_registry.get(packet_of(func))
     return int(count(*args, **kwargs, out_val=result)) if count is not None else 0
 

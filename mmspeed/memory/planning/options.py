@@ -180,6 +180,7 @@ class StepFigures:
     keep_last: bool = True
     carried: int = 0
     plain_seconds: tuple[float, ...] = field(default=())  # of each kind, forward and backward
+    head_widths: Mapping[int, int] = field(default_factory=dict)  # operations of attention, where shapes tell them
 
     def blocks(self) -> list[list[Option]]:
         """The options of each block; those of the last one include the peak of the layers after it."""

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from mmspeed.device import Device
+from mmspeed.torch_internals import is_sharded
 
 MEMORY_EVENT = "[memory]"
 
@@ -21,7 +21,7 @@ def local_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of tensors, for DTensors those of this process; shared memory counts once."""
     storages = {}
     for tensor in tensors:
-        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().untyped_storage()
+        storage = (tensor.to_local() if is_sharded(tensor) else tensor).detach().untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 

@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from mmspeed.comm import Axis, RowCounts, all_gather, all_to_all, even_sizes, swap_rows
 from mmspeed.compute.autocast import autocast_alike
@@ -446,6 +445,8 @@ def _split_weight(layer: nn.Linear, mesh: DeviceMesh, linear: Linear, tensor: Ax
 
 
 def _part(whole: Tensor, along: int, mesh: DeviceMesh) -> nn.Parameter:
+    from torch.distributed.tensor import DTensor, Shard
+
     own = whole.detach().chunk(mesh.size(), along)[mesh.get_local_rank()].clone()
     split = DTensor.from_local(own, mesh, [Shard(along)], run_check=False)
     return nn.Parameter(split, requires_grad=whole.requires_grad)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from mmspeed.__main__ import main
 from mmspeed.config import load_config
 from mmspeed.config.language import LanguageConfig
-from mmspeed.models.language.shapes import SHAPES
+from mmspeed.models.language.families import config_tree
+from mmspeed.models.language.shapes import SHAPES, shape_named
 from mmspeed.pipelines.tasks.language import LanguageTask
 from mmspeed.protocols import plan_of
 from tests.support.covers import slow_but
@@ -42,8 +43,37 @@ def test_twins_and_weights_to_go_on_from(tmp_path: Path, capsys: pytest.CaptureF
     twin = written(tmp_path, "tiny-deepseek-v3", "--texts", str(tmp_path / "a.jsonl"))
     assert twin.model.shape == "tiny-deepseek-v3" and twin.texts.sources[0].path == str(tmp_path / "a.jsonl")
     (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "config.json").write_text(json.dumps(config_tree(shape_named("qwen3-0.6b").settings)))
     assert written(tmp_path, str(tmp_path / "weights")).model.pretrained == str(tmp_path / "weights")
     assert written(tmp_path, "Qwen/Qwen3-0.6B").model.pretrained == "Qwen/Qwen3-0.6B"
-    capsys.readouterr()
+    assert "training goes on from the weights of Qwen/Qwen3-0.6B" in capsys.readouterr().out
+    (tmp_path / "weights" / "config.json").write_text('{"model_type": "gpt2"}')
+    assert main(["init", str(tmp_path / "b.yaml"), "--task", "language", "--model", str(tmp_path / "weights")]) == 1
+    assert "models of type 'gpt2' are not read" in capsys.readouterr().err and not (tmp_path / "b.yaml").exists()
     assert main(["init", str(tmp_path / "run.yaml"), "--task", "language", "--model", "qwen-8b", "--force"]) == 1
     assert "'qwen-8b' is no recipe; did you mean 'qwen3-8b'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "expected"),
+    [
+        ("qwen3-0.6b", 10_000, (512, 8, 1000, 1e-3)),
+        ("qwen3-0.6b", 10**9, (4096, 1024, 1000, 1e-3)),
+        ("tiny-qwen3-0.6b", 10_000, (512, 8, 1000, 3e-3)),
+        ("Qwen/Qwen3-0.6B", 10_000, (512, 8, 50, 1e-5)),
+        ("Qwen/Qwen3-0.6B", 10**8, (1024, 8, 9156, 1e-5)),
+    ],
+)
+def test_packs_and_steps_fit_the_texts(
+    tmp_path: Path, model: str, size: int, expected: tuple[Any, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (tmp_path / "a.jsonl").open("w") as file:
+        file.write(json.dumps({"text": "a hare"}) + "\n")
+        file.truncate(size)
+    config = written(tmp_path, model, "--texts", str(tmp_path / "a.jsonl"))
+    train = config.train
+    assert (config.sequence_length, train.samples_per_step, train.steps, train.lr) == expected
+    assert train.warmup_steps <= train.steps // 10
+    printed = capsys.readouterr().out
+    random = "begins with random weights, to be trained from nothing; for published ones: --model Qwen/Qwen3-0.6B"
+    assert (random in printed) == ("/" not in model)

@@ -6,13 +6,15 @@ import io
 import shutil
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 
 from mmspeed.__main__ import main
-from mmspeed.cli.sample_command import output_paths, sheet_path
+from mmspeed.cli.sample_command import advised, output_paths, sheet_path
+from mmspeed.config import make_config
 from mmspeed.errors import UserError
 from mmspeed.pipelines import TextToVideo, TrainPipeline
 from mmspeed.pipelines.inference.agreement import require_same_sampling
@@ -20,7 +22,7 @@ from mmspeed.pipelines.inference.prompts import VideoRequest
 from mmspeed.pipelines.inference.text_to_video import SamplerChoice
 from mmspeed.pipelines.run.run_folder import RunFolder
 from tests.support.decoding import video_of
-from tests.support.runs import small_config
+from tests.support.runs import small_config, small_tree
 from tests.support.spawn import run_ranks
 
 LINES = """
@@ -39,6 +41,25 @@ def run(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = small_config(home, "train.steps=1", "validate.samples=0")
     TrainPipeline(config).run()
     return config.run_dir
+
+
+@pytest.mark.parametrize(
+    ("tree", "options"),
+    [
+        ({"conditioning": {"first": 0.5}}, [""]),
+        ({"conditioning": {"first": 1}}, [" --image FILE"]),
+        ({"conditioning": {"first_last": 1}}, [" --image FILE --last-image FILE"]),
+        ({"task": "language", "texts": {"sources": [{"path": "a"}], "cache": "c"}}, [""]),
+        ({"task": "language", "texts": {"sources": [{"path": "a", "content": "chat"}], "cache": "c"}}, [" --chat"]),
+        ({"task": "language", "texts": {"sources": [{"path": "a"}], "cache": "c"}, "model": {"windows": [3, 7]}}, []),
+    ],
+)
+def test_the_command_that_is_advised_has_what_the_run_needs(
+    tmp_path: Path, tree: dict[str, Any], options: list[str]
+) -> None:
+    base = {} if "task" in tree else small_tree(tmp_path)
+    config = make_config({**base, **tree}, (), origin="test")
+    assert advised(Path("runs/x"), config) == [f'sample runs/x --prompt "..."{option}' for option in options]
 
 
 def frames_of(path: Path) -> np.ndarray:

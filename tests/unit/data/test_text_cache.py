@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -132,6 +133,50 @@ def test_damaged_ids_are_noticed(tmp_path: Path) -> None:
             cache.ids_of([(1, 50, 11)])
 
 
+def test_bytes_that_change_after_they_were_read_are_noticed(tmp_path: Path) -> None:
+    long, marks = np.arange(10_000) % 200, np.arange(10_000) % 3 > 0
+    few = Document(np.array([250, 251]), digest(b"few"), np.array([False, True]))
+    write_text_cache(
+        tmp_path, {"a": [list(range(60)), Document(long, digest(b"long"), marks), few]}, _facts(256), block=1
+    )
+    cache, shard = TextCache(tmp_path), tmp_path / "texts" / "000000.tar"
+    data, of_long, whole = shard.read_bytes(), bytes(long.astype(np.uint8)), [(0, 0, 60), (1, 0, 10_000), (2, 0, 2)]
+    two = (np.array([2]), np.array([0]), np.array([2]))
+
+    def read() -> list[list[int]]:
+        return [
+            part.tolist() for part in [*cache.ids_of(whole), cache.trained(1), cache.targets(*two)] if part is not None
+        ]
+
+    good = read()
+    cache.ids(0)[:] = 0  # in this process alone
+    assert read() == good
+    for place in (
+        data.index(of_long) + 9_005,
+        data.index(np.packbits(marks).tobytes()),
+        data.index(b"\x40", data.index(b"\xfa\xfb")),
+    ):
+        flip(shard, place, 64)
+        with pytest.raises(UserError, match=r"at document [12]: its checksum differs in texts/000000\.tar"):
+            read()
+        assert cache.ids(1, 100, 50).tolist() == long[100:150].tolist()  # of a step that is right
+        shard.write_bytes(data)
+        assert read() == good
+    os.truncate(shard, data.index(of_long) + 5_000)
+    assert cache.ids(0).tolist() == good[0]
+    with pytest.raises(UserError, match=r"at document 1: texts/000000\.tar is cut short"):
+        cache.ids(1, 0, 1)
+
+
+def test_a_reader_in_another_process_takes_the_same_documents_alone(tmp_path: Path) -> None:
+    write_text_cache(tmp_path, {"a": [[1, 2]]}, _facts(9))
+    opened, arguments = TextCache(tmp_path).__reduce__()
+    assert opened(*arguments).ids(0).tolist() == [1, 2]
+    write_text_cache(tmp_path, {"a": [[3], [1, 2]]}, _facts(9))
+    with pytest.raises(UserError, match="were replaced while a run reads them"):
+        opened(*arguments).ids(0)
+
+
 def test_the_tokenizer_is_the_cache_s_own(tmp_path: Path) -> None:
     facts, tokenizer = store_tokenizer(tmp_path, byte_tokenizer(), "bytes", END)
     text = "Grüße, 世界!\n  \x00 ok"
@@ -167,7 +212,7 @@ def test_a_copy_far_away(tmp_path: Path) -> None:
 
 
 def test_ten_million_documents_are_mapped(tmp_path: Path) -> None:
-    """The table alone; 250 MB of it are written once and never read."""
+    """The table alone; 250 MB of it are written, and compared with their seal."""
     rows = 10_000_000
     arrays = [pa.array(np.zeros(rows, f.type.to_pandas_dtype()), f.type) for f in DOCUMENTS_SCHEMA]
     facts = {"version": TABLE_VERSION, "blocks": ["0" * 32], "sources": [], "fingerprint": "x"}
@@ -177,6 +222,9 @@ def test_ten_million_documents_are_mapped(tmp_path: Path) -> None:
     table = read_document_table(tmp_path / "index" / DOCUMENTS_NAME)
     assert len(table.columns["length"]) == rows
     assert pa.total_allocated_bytes() - before < 1 << 20
+    flip(tmp_path / "index" / DOCUMENTS_NAME, 100_000_000)
+    with pytest.raises(UserError, match="not as it was written"):
+        read_document_table(tmp_path / "index" / DOCUMENTS_NAME)
 
 
 def test_marks_change_the_check() -> None:

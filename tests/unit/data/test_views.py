@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mmspeed.data import DatasetCache
 from mmspeed.data.cache import index_reader
 from mmspeed.data.cache.index_reader import open_tables, try_open
 from mmspeed.data.cache.tensor_views import tensors_of
 from mmspeed.errors import UserError
-from tests.support.caches import build
+from tests.support.caches import build, flip
 
 
 @settings(deadline=None)
@@ -71,3 +72,18 @@ def test_damage_that_no_seal_shows_leads_to_the_clear_error(
         except UserError:
             refused += 1
     assert 50 < refused < 150
+
+
+@pytest.mark.parametrize("name", ["entries.arrow", "samples.arrow"])
+def test_a_large_index_is_compared_with_its_seal_before_the_first_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    latents, _ = build(tmp_path)
+    monkeypatch.setattr(index_reader, "_CHECKED_BYTES", 0)
+    DatasetCache(tmp_path).latent(latents[0])
+    path, other = tmp_path / "index" / name, tmp_path / "index" / "other"
+    other.write_bytes(path.read_bytes())
+    flip(other, other.read_bytes().index(bytes.fromhex(latents[1])))
+    other.replace(path)
+    with pytest.raises(UserError, match=f"the compiled index .*{name} is damaged"):
+        DatasetCache(tmp_path).latent(latents[0])

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -198,7 +199,6 @@ def test_build_model_takes_the_size_and_the_overrides() -> None:
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"size": "enormous"}, "known: nano, tiny"),
         ({"size": "nano", "heads": 5}, "model.width 64 is not divisible by model.heads 5; .* fits is 4"),
         ({"size": "nano", "width": 52, "heads": 4}, "heads of width 13: it must be even"),
     ],
@@ -206,6 +206,11 @@ def test_build_model_takes_the_size_and_the_overrides() -> None:
 def test_bad_models_are_refused_in_words(changes: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         build_model(ModelConfig(**changes), 4, 12, device="meta")
+
+
+def test_an_unknown_size_is_refused() -> None:
+    with pytest.raises(ValidationError, match="known: nano, tiny"):
+        ModelConfig(size="enormous")
 
 
 def test_initial_weights_are_a_function_of_seed_and_name() -> None:

@@ -12,6 +12,7 @@ from PIL import Image
 
 from mmspeed.__main__ import main
 from mmspeed.config.conditioning import ConditioningConfig
+from mmspeed.data import DatasetCache
 from mmspeed.errors import UserError
 from mmspeed.media.pixel_rules import NEWEST_RULES
 from mmspeed.media.reading import first_frame, last_frames
@@ -108,6 +109,24 @@ def test_the_command_reads_images_and_files_of_prompts(run: Path, tmp_path: Path
     assert main([*common, "--prompts", str(tmp_path / "p.jsonl"), "-o", str(tmp_path / "w.mp4")]) == 0
     # a value that is rounded otherwise moves all that H.264 makes of its block
     assert np.abs(video_of(tmp_path / "w-0001.mp4")[0].astype(int) - video_of(out)[0]).mean() <= 1
+
+
+def test_samples_in_training_begin_with_the_frames_of_held_out_clips(run: Path) -> None:
+    home = run.parent.parent
+    own = ("name=alone", "train.steps=1", "conditioning.first=1", "validate.prompts=[]")
+    config = small_config(home, *own)
+    TrainPipeline(config).run()
+    clips = [clip for clip in DatasetCache(config.cache_root).split("val") if not clip.bucket.is_image][:2]
+    pipe, cache = TextToVideo.from_run(config.run_dir, device="cpu"), DatasetCache(config.cache_root)
+    assert clips
+    for number, clip in enumerate(clips):
+        place = config.run_dir / "samples" / "step-00000001" / f"{number:03d}.mp4"
+        frames = video_of(place)[0].astype(int)
+        clean_1CThw = cache.latent(clip.latent_keys[0])["mean"][None].float()
+        shown = ((pipe.codec.decode(clean_1CThw)[0, :, 0].permute(1, 2, 0) + 1) * 127.5).clamp(0, 255).numpy()
+        assert place.with_suffix(".txt").read_text() == clip.source
+        assert frames.shape[:3] == (clip.bucket.frames, clip.bucket.height, clip.bucket.width)
+        assert np.abs(frames[0] - shown).mean() < 12  # H.264 moves it a little
 
 
 def test_pictures_are_fitted_and_the_end_of_a_video_is_taken(run: Path) -> None:

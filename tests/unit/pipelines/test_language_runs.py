@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 
 from mmspeed.__main__ import main
 from mmspeed.config import make_config
+from mmspeed.config.yaml_text import parse_yaml
 from mmspeed.errors import UserError
 from mmspeed.initialize import materialize
 from mmspeed.loop.checkpoint.load import open_checkpoint
@@ -24,8 +26,9 @@ from mmspeed.models.language.weights import on_meta
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.inference.language import LanguageModel, Writing, export_language_run, run_settings
 from mmspeed.pipelines.run.run_folder import RunFolder
+from mmspeed.pipelines.tasks.language import LanguageTask
 from mmspeed.preprocess.texts.preparation import TextPreparation
-from tests.support.special_tokens import save
+from tests.support.special_tokens import BEGIN, END, HEAD, TURN, save
 
 WRITTEN = [name for name in SHAPES if name != "pangu-ultra-moe"]
 
@@ -140,6 +143,17 @@ def test_a_shape_of_no_family_is_refused() -> None:
         config_tree(shape_named("pangu-ultra-moe").settings)
 
 
+def test_the_configs_of_the_page_are_of_a_family_and_another_is_told_before_the_first_step() -> None:
+    page = Path("docs/language-models.md").read_text(encoding="utf-8")
+    trees = [parse_yaml(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
+    assert len(trees) == 3
+    for tree in trees:
+        assert LanguageTask(make_config(tree, (), origin="page")).use(300).warnings() == []  # type: ignore[arg-type]
+    other = make_config(trees[0], ("model.windows=[3, 7]",), origin="page")
+    (warning,) = LanguageTask(other).use(300).warnings()  # type: ignore[arg-type]
+    assert "`mmspeed sample` and `mmspeed export` will refuse this run" in warning
+
+
 BASE = {
     "bos_token_id": 256,
     "eos_token_id": [257, 258],
@@ -149,8 +163,8 @@ BASE = {
 }
 
 
-def tuned(folder: Path, generation: dict[str, Any] | None, **tokenizer: Any) -> Path:
-    """The folder of a run of one step from a tiny Llama of one layer, whose folder is `base`."""
+def tuned(folder: Path, generation: dict[str, Any] | None, chats: bool = False, **tokenizer: Any) -> Path:
+    """The folder of a run of one step from a tiny Llama of one layer, whose folder is `base`, on texts or chats."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     base = folder / "base"
@@ -164,13 +178,15 @@ def tuned(folder: Path, generation: dict[str, Any] | None, **tokenizer: Any) -> 
     for name in ("LICENSE", "README.md", "vocab.txt"):
         (base / name).write_text(name)
     (folder / "a.txt").write_text("words\n\nmore words")
+    (folder / "a.json").write_text('{"prompt": "words", "completion": "more"}')
+    source = {"path": str(folder / "a.json"), "content": "chat"} if chats else {"path": str(folder / "a.txt")}
     tree = {
         "task": "language",
         "output": str(folder / "runs"),
-        "texts": {"sources": [{"path": str(folder / "a.txt")}], "cache": str(folder / "cache"), "validation": 0.0},
+        "texts": {"sources": [source], "cache": str(folder / "cache"), "validation": 0.0},
         "tokenizer": {"kind": "transformers", "path": str(base), **tokenizer},
         "model": {"pretrained": str(base)},
-        "sequence_length": 32,
+        "sequence_length": 64,
         "train": {"steps": 1, "batch_size": 1, "warmup_steps": 0},
         "device": {"kind": "cpu"},
     }
@@ -218,6 +234,22 @@ def test_another_tokenizer_than_the_bases_brings_its_own_stops(tmp_path: Path) -
         written == BASE | {"bos_token_id": None, "eos_token_id": 258, "pad_token_id": 258}
         and (out / "LICENSE").exists()
     )
+
+
+def test_a_chat_is_answered_by_its_template_up_to_the_end_of_the_turn(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chats, words = tuned(tmp_path, None, chats=True), ["--max-new-tokens", "9", "--device", "cpu"]
+    model = LanguageModel.from_run(chats, device="cpu")
+    assert model.stops == [END, TURN]
+    ids = [BEGIN, HEAD, *b"user\nwords", TURN, HEAD, *b"assistant\n"]
+    (row,) = model.written([ids], Writing(tokens=9))
+    answer = str(model.tokenizer.decode(row, skip_special_tokens=True))
+    assert model.chat(["words"], Writing(tokens=9)) == [answer]
+    assert main(["sample", str(chats), "-p", "words", "--chat", *words]) == 0
+    assert capsys.readouterr().out == answer + "\n"
+    assert main(["sample", str(run), "-p", "words", "--chat", *words]) == 1
+    assert "--chat: the tokenizer of this run has no chat template" in capsys.readouterr().err
 
 
 def test_a_text_begins_once_and_ends_at_each_stop(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ def test_a_run_says_what_it_will_do_and_a_resumed_one_what_has_changed(
     more = toy_config(tmp_path, "train.steps=4", "train.lr=0.5", *settings[1:])
     resumed = [line for line in opening(more, caplog) if "changed since it was saved" in line]
     assert resumed == ["going on from step 2; changed since it was saved: train.steps, train.lr"]
+    shutil.rmtree(config.run_dir / "checkpoints" / "step-00000004")
+    assert "going on from step 2" in opening(more, caplog)
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,14 @@ def test_an_image_to_video_model_is_trained_from_a_cache(tmp_path: Path) -> None
     save_wan(tmp_path / "tiny-wan", in_channels=36)
     write_config(tmp_path / "own.yaml", model=str(tmp_path / "tiny-wan"))
     place = RunPlace(Device("cpu", 0))
-    config = config_of(tmp_path, "conditioning.first=0.5", "conditioning.first_last=0.5")
+    halves = ("conditioning.first=0.5", "conditioning.first_last=0.5", "data.val_fraction=0.5", "sample.steps=2")
+    config = config_of(tmp_path, *halves)
     TrainPipeline(config, online=True).run()
     assert len(losses(config)) == 2
+    held_out = [sample.source for sample in DatasetCache(config.cache_root).split("val")]
+    samples = config.run_dir / "samples" / "step-00000002"
+    assert [path.read_text() for path in sorted(samples.glob("*.txt"))] == held_out[:2]
+    assert len(list(samples.glob("*.mp4"))) == len(held_out[:2]) > 0
     task = VideoTask(config)
     task.open(place)
     (batch, *_) = (batch for step in task.data(place).steps(0, 1) for batch in step.batches)

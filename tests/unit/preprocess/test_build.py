@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from fractions import Fraction
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmspeed.config import Bucket
+from mmspeed.config import Bucket, make_config
 from mmspeed.data import CacheWriter, DatasetCache
 from mmspeed.data.loading.collate import first_frame
 from mmspeed.device import Device, pick
@@ -63,6 +64,26 @@ def test_a_second_run_encodes_nothing_and_a_changed_caption_one_text(small_cache
     manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
     changed = CacheBuilder(config).run()
     assert (changed.encoded, changed.texts) == (0, 1)
+
+
+def test_a_build_of_unchanged_sources_opens_none_of_them(small_cache: Path, tmp_path: Path) -> None:
+    shutil.copytree(small_cache, tmp_path, dirs_exist_ok=True)
+    manifest = tmp_path / "clips.jsonl"
+    rows = [json.loads(line) for line in manifest.read_text().splitlines()]
+    clip = tmp_path / "clip.mp4"
+    shutil.copy(rows[1]["video"], clip)
+    manifest.write_text("".join(json.dumps(row) + "\n" for row in [rows[0], {**rows[1], "video": str(clip)}]))
+    places = {"output": "runs", "data.cache": "cache", "data.sources.0.path": "clips.jsonl"}
+    config = small_config(tmp_path / "other", *(f"{key}={tmp_path / place}" for key, place in places.items()))
+    lines, state = CacheBuilder(config).run().lines(), clip.stat()
+    clip.write_bytes(bytes(state.st_size))  # damaged, which nothing tells before it is read
+    os.utime(clip, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert CacheBuilder(config).run().lines() == lines
+    assert CacheBuilder(make_config(config.model_dump(), ["seed=1"], origin="test")).run().rejected == 1
+    (shard,) = (tmp_path / "cache" / "latents").rglob("*.tar")
+    shard.write_bytes(shard.read_bytes()[:3000])
+    with pytest.raises(UserError, match=r"000000.tar is damaged: cut short; delete it"):
+        CacheBuilder(config).run()
 
 
 def build(folder: str, *overrides: str) -> None:

@@ -13,7 +13,7 @@ from mmspeed.config import Config
 from mmspeed.data import DatasetCache
 from mmspeed.preprocess import CacheBuilder
 from mmspeed.preprocess.sources.contents import ContentIds
-from mmspeed.preprocess.sources.fetched import MediaStore
+from mmspeed.preprocess.sources.fetched import AddressRules, MediaStore
 from tests.support.caches import tar_bytes
 from tests.support.forks import fork, kill, wait
 from tests.support.http_files import FileServer, served
@@ -77,7 +77,7 @@ def test_remote_files_are_named_by_their_checksum_else_as_local_ones(tmp_path: P
         sources = listed(f"{server.url}/{name}").sources
         contents, results = ContentIds(tmp_path / "two", listed=sources, reads=True), []
         for source in sources:
-            with MediaStore(10**9).local(source) as copy:
+            with MediaStore(10**9, addresses=AddressRules(("127.0.0.1",))).local(source) as copy:
                 results.append(contents.id_of(copy))
         return results
 

@@ -14,15 +14,17 @@ import fsspec
 import pytest
 
 from mmspeed.config.schema import DataConfig
+from mmspeed.data.cache import stores
 from mmspeed.errors import UserError
 from mmspeed.media.rejections import Reason, Rejected
 from mmspeed.media.source import Source
 from mmspeed.preprocess.sources.discover import SourceListing, list_sources
-from mmspeed.preprocess.sources.fetched import MediaStore
+from mmspeed.preprocess.sources.fetched import AddressRules, MediaStore
 from tests.support.http_files import served
 from tests.support.listing import BUCKETS, listed
 from tests.support.media import write_hostile_tar, write_tar
 
+HERE = AddressRules(("127.0.0.1",))
 CLIP = bytes(range(256)) * 400  # 100 KB that stand for a video
 
 
@@ -147,7 +149,7 @@ def test_manifests_name_remote_media(tmp_path: Path) -> None:
         listing = listed(f"{server.url}/list.jsonl")
         assert [r.reason for r in listing.rejections] == [Reason.BAD_ROW] * 2
         assert "secret" not in "".join(source.name for source in listing.sources)
-        store = MediaStore(10**9)
+        store = MediaStore(10**9, addresses=HERE)
         assert contents(store, listing.sources[:2]) == [CLIP, CLIP]
         with pytest.raises(Rejected) as error, store.local(listing.sources[2]):
             pass
@@ -156,6 +158,89 @@ def test_manifests_name_remote_media(tmp_path: Path) -> None:
         local.write_text(f"video,caption\n{server.url}/clips/a b.mp4,from here\n")
         assert contents(store, listed(local).sources) == [CLIP]
         assert len(listed(fill_memory(root) + "/list.jsonl").sources) == 3
+
+
+# -- addresses --------------------------------------------------------------------------------------------------------
+
+
+def refused(store: MediaStore, url: str, dataset: str = "") -> str:
+    """The reason for which a row's address is refused, and its detail; empty: it was fetched."""
+    try:
+        with store.local(Source("v", url, None, None, "video", (), "train", dataset)) as here:
+            assert here.open().read() == CLIP
+    except Rejected as error:
+        return f"{error.reason}: {error.detail}"
+    return ""
+
+
+ODD_HOSTS = """127.0.0.1 localhost LOCALHOST 2130706433 0x7f.1 0177.0.0.1 127.1 0 0.0.0.0 [::1] [::ffff:127.0.0.1] [64:ff9b::7f00:1]
+    [2002:7f00:1::] [::127.0.0.1] 10.0.0.1 169.254.169.254 192.168.1.1 172.16.0.1 100.64.0.1 [fe80::1%25eth0] [fd00::1] [fec0::1]
+    ①②⑦.⓪.⓪.① 127。0。0。1 user:pw@127.0.0.1 224.0.0.1 255.255.255.255 999999999999""".split()
+
+
+def test_rows_reach_no_private_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "v.mp4").write_bytes(CLIP)
+    monkeypatch.setenv("no_proxy", "*")
+    with served(tmp_path) as server:
+        port = server.url.rpartition(":")[2]
+        says = {host: refused(MediaStore(10**9), f"http://{host}:{port}/v.mp4") for host in ODD_HOSTS}
+        assert not [host for host in says if not says[host].startswith("bad_address: ")] and not server.requests
+        assert all("data.allow_addresses" in one for one in says.values())
+        near, far = f"http://localhost:{port}/v.mp4", "http://169.254.169.254/v.mp4"
+        server.moved = {
+            "a": near,
+            "b": far,
+            "c": f"http://[::1]:{port}/v.mp4",
+            "d": f"{server.url}/b",
+            "e": "/v.mp4",
+            "f.csv": far,
+        }
+        for allowed, refusals in (("127.0.0.1", "bcd"), ("127.0.0.0/8", "bcd"), ("10.0.0.0/8", "abcde")):
+            store = MediaStore(10**9, addresses=AddressRules((allowed,)))
+            assert "".join(name for name in "abcde" if "bad_add" in refused(store, f"{server.url}/{name}")) == refusals
+        assert refused(MediaStore(10**9, addresses=AddressRules(("localhost",))), near) == ""
+        assert "bad_address" in refused(MediaStore(10**9, addresses=AddressRules(("localhost",))), server.url)
+        with pytest.raises(UserError, match=r"169\.254\.169\.254 is no public address"):
+            listed(f"{server.url}/f.csv")
+        for first, says in (("93.184.216.34", "bad_address"), ("10.0.0.5", ""), ("127.0.0.1", "")):
+            monkeypatch.setitem(stores._first_answers, "localhost", (first,))  # of the manifest's host, before
+            assert (
+                refused(MediaStore(10**9, addresses=AddressRules((), {"d": ("//localhost",)})), near, "d")[:11] == says
+            )
+            store = MediaStore(10**9, addresses=AddressRules((), {"d": ("//localhost",)}))
+            assert ("bad" in refused(store, f"{server.url}/v.mp4", "d")) == (first != "127.0.0.1")
+        monkeypatch.delenv("no_proxy")
+        for host in ("127.0.0.1", "localhost"):
+            monkeypatch.setenv("http_proxy", f"http://{host}:{port}")
+            assert refused(MediaStore(10**9), "http://files.example/v.mp4") == ""
+            assert "bad_address" in refused(MediaStore(10**9), far)
+
+
+def test_rules_are_those_of_the_config() -> None:
+    paths = ("http://{a,b}.lan:80/x.csv::https://10.0.0.9/y.csv", "oss://bucket/z.csv", "local.csv")
+    sources = [{"path": path, "name": str(number)} for number, path in enumerate(paths)]
+    options = {"sources": sources, "buckets": BUCKETS}
+    rules = AddressRules.of(DataConfig(**options, allow_addresses=["d.LAN", "10.0.0.1", "fd00::/8", "ftp://"]))
+    allowed = ("d.lan", "10.0.0.1/32", "fd00::/8")
+    assert [rules.hosts(name) for name in "0123"] == [
+        ("//a.lan", "//b.lan", "10.0.0.9", *allowed), allowed, allowed, ("//a.lan", "//b.lan", "10.0.0.9", *allowed)
+    ]  # fmt: skip
+    for url in ("oss://bucket/a", "ftp://h/a", "HTTPS://h/a", "gs://b/a"):
+        rules.check(url)
+    for url in ("simplecache::s3://b/a", "file:///etc/hostname", "sftp://h/a", "http://[::1", "https://", "://"):
+        with pytest.raises(Rejected) as error:
+            rules.check(url)
+        assert error.value.reason == Reason.BAD_ADDRESS
+    for wrong in ("10.0.0.1:80", "http://a/b", "", "a b", "10.0.0.0/99"):
+        with pytest.raises(ValueError, match="leave out ports and paths"):
+            DataConfig(**options, allow_addresses=[wrong])
+
+
+def test_colons_make_no_chain(tmp_path: Path) -> None:
+    (tmp_path / "v.mp4::file:").mkdir()
+    (tmp_path / "v.mp4::file:" / "v.mp4").write_bytes(CLIP)
+    with served(tmp_path) as server:
+        assert refused(MediaStore(10**9, addresses=HERE), f"{server.url}/v.mp4::file:/v.mp4") == ""
 
 
 # -- fetching ---------------------------------------------------------------------------------------------------------
@@ -201,10 +286,10 @@ def test_a_connection_that_dies_is_tried_again_and_then_named(tmp_path: Path, ra
     with served(tmp_path, ranges=ranges) as server:
         sources = [*listed(f"{server.url}/a.tar").sources, *listed(f"{server.url}/list.jsonl").sources]
         server.broken |= {"a.tar": 1, "v.mp4": 2}
-        store = MediaStore(10**9)
+        store = MediaStore(10**9, addresses=HERE)
         assert contents(store, sources) == [b"x" * 100_000, b"y" * 100_000, CLIP]
         server.broken["v.mp4"] = 9
-        other = MediaStore(10**9, tmp_path / "other")
+        other = MediaStore(10**9, tmp_path / "other", addresses=HERE)
         with pytest.raises(Rejected) as error, other.local(sources[2]):
             pass
         assert error.value.reason == Reason.UNREADABLE and "cannot be fetched" in error.value.detail
@@ -252,8 +337,8 @@ def test_size_zero_and_too_large(tmp_path: Path) -> None:
     for sized in (True, False):
         with served(tmp_path, sized=sized) as server:
             empty, large = listed(f"{server.url}/list.jsonl").sources
-            assert contents(MediaStore(10**9), [empty, large]) == [b"", CLIP]
-            store = MediaStore(10**9, tmp_path / "other", max_file_bytes=50_000)
+            assert contents(MediaStore(10**9, addresses=HERE), [empty, large]) == [b"", CLIP]
+            store = MediaStore(10**9, tmp_path / "other", max_file_bytes=50_000, addresses=HERE)
             with pytest.raises(Rejected) as error, store.local(large):
                 pass
             assert error.value.reason == Reason.TOO_LARGE

@@ -177,14 +177,18 @@ def test_the_command_shows_the_numbers_of_devices_it_is_asked_for(
 ) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(dump_config(small_config(tmp_path)))
-    assert run(["check", str(file), "--ranks", "4, 1"]) == 0
+    assert run(["check", str(file), "--ranks", "4, 1", "--schedule"]) == 0
     out = capsys.readouterr().out
     assert "schedule: an epoch has 7 uses of 7 samples" in out and "by 4 devices (some compute nothing at all)" in out
     rows = [line.split() for line in out.splitlines() if line.startswith("    ")]
     assert ["1", "2.00", "3", "2.3"] in [row[:4] for row in rows] and ["4", "2.00", "3", "2.3"] in [
         row[:4] for row in rows
     ]
+    assert "training on 1 device: 6 steps, 2 epochs of 7 training samples" in out
     assert run(["check", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "schedule: an epoch has 7 uses of 7 samples" in out and "imbalance" not in out
+    assert run(["check", str(file), "--schedule"]) == 0
     here = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
     assert ["1", "2.00", "3", "2.3"] in [row[:4] for row in here] and ["8"] not in [row[:1] for row in here]
     assert usual_worlds(small_config(tmp_path, "parallel.ulysses=2")) == (2,), "as many as the layout needs"

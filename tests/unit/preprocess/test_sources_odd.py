@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from mmspeed.errors import UserError
-from mmspeed.media.rejections import Reason
+from mmspeed.media.rejections import Reason, Rejected
+from mmspeed.preprocess.sources.fetched import MediaStore
 from tests.support.listing import listed
 from tests.support.media import write_tar
 from tests.unit.preprocess.test_sources import accounted, captions, media, reasons
@@ -104,6 +105,37 @@ def test_broken_header_and_columns_of_one_name(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_arrays(columns, names=["video", "caption", "video"]), tmp_path / "m.parquet")
     with pytest.raises(UserError, match="2 columns 'video'"):
         listed(tmp_path / "m.parquet")
+
+
+ODD = r"""http://[::1 http://[::1]:99/x http:// https:// s3:// hf:// hf://x hf://datasets/x gs:// gs://b/x.mp4 :// a:// foo://x.mp4
+    ssh://user@h/x git://x FILE:///x file:///etc/hostname file:// local:///etc/hostname http://127.0.0.1:9/x http://10.0.0.1:99999/x
+    http://10.0.0.1:abc/x simplecache::s3://b/x zip://*::file:///a.zip data://x reference://x ftp://127.0.0.1/x http:///etc/passwd smb://h/x
+    dask://x libarchive://x::y hdfs://h:1/x jupyter://127.0.0.1/x s3://[::1]/x github://a:b@/x http://user:pw@[fe80::1%25lo]/x
+    ~root/x http:/x data:text/plain,x \\\\server\\share / . CON""".split()
+
+
+def test_rows_are_rejected_by_name_whatever_they_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MMSPEED_CACHE", str(tmp_path / "store"))
+    media(tmp_path / "a.mp4")
+    odd = [
+        *ODD,
+        "http://\ud800/x",
+        "http://10.0.0.1 b/x",
+        "http://a\u2028/x",
+        f"http://{'a' * 300}/x",
+        "x" * 5000,
+        "\ud800",
+        "\0",
+        " ",
+    ]
+    rows = [{"video": one, "caption": "c"} for one in [*odd, None, 1, 10**400, float("inf"), [], {"url": "x"}]]
+    rows += [{"video": "a.mp4", "caption": one} for one in (1, {}, [1], [["x"]], "last")]
+    (tmp_path / "m.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    listing, store = listed(tmp_path / "m.jsonl"), MediaStore(10**9)
+    for source in listing.sources[:-1]:
+        with pytest.raises(Rejected), store.local(source):
+            pass
+    assert listing.sources[-1].captions == ("last",) and accounted(listing) == len(rows)
 
 
 def test_nan_is_missing_and_rejections_name_their_line(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 from pydantic import Field
@@ -15,6 +15,7 @@ from mmspeed.config.tasks import TASKS, TaskEntry
 from mmspeed.config.texts import BytesTokenizerConfig, TextsConfig, TokenizerConfig
 from mmspeed.data.cache.text_cache import TextCache
 from mmspeed.errors import UserError
+from mmspeed.preprocess.texts.columns import ALPACA, COMPLETION
 from mmspeed.preprocess.texts.preparation import TextPreparation
 
 
@@ -66,7 +67,7 @@ def test_check_names_sources_without_documents(tmp_path: Path) -> None:
     texts = TextsConfig(sources=sources, cache="-")  # type: ignore[arg-type]
     check = TextPreparation(WordsConfig(name="w", texts=texts)).check()
     assert check.problems == ["source b.jsonl holds no document"]
-    assert "source a.jsonl: 1 documents, 0.0 MB" in check.lines()
+    assert "source a.jsonl: 1 document, 3 B, about 3 tokens (bytes)" in check.lines()
     assert any(line.startswith("  rejected, not_a_string: 1") for line in check.lines())
 
 
@@ -75,16 +76,24 @@ def test_check_names_sources_without_documents(tmp_path: Path) -> None:
     [
         ({"text": "x"}, {}),
         ({"messages": [{"role": "user", "content": "x"}]}, {"content": "chat", "column": "messages"}),
+        ({"conversations": [{"from": "human", "value": "x"}]}, {"content": "chat", "column": "conversations"}),
+        ({"instruction": "x", "input": "", "output": "y", "text": "x y"}, {"content": "chat", "turns": ALPACA}),
+        ({"prompt": "x", "completion": "y"}, {"content": "chat", "turns": COMPLETION}),
         ({"ids": [1]}, {"content": "ids", "column": "ids"}),
         ({"content": "x"}, {"content": "text", "column": "content"}),
     ],
 )
-def test_a_first_config_takes_the_column_that_is_there(tmp_path: Path, row: object, keys: dict[str, str]) -> None:
+def test_a_first_config_takes_the_column_that_is_there(tmp_path: Path, row: Any, keys: dict[str, str]) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
-    values, lines = TextPreparation.fitted_values("w", "a.jsonl", tmp_path)
+    model = "qwen3-0.6b" if keys.get("content") == "chat" else None
+    values, lines = TextPreparation.fitted_values("w", "a.jsonl", tmp_path, model)
     assert values["texts"]["sources"] == [{"path": "a.jsonl", **keys}] and lines
+    if model is not None and "text" not in row:
+        with pytest.raises(UserError, match=r"its rows are chats .*--model Qwen/Qwen3-0\.6B"):
+            TextPreparation.fitted_values("w", "a.jsonl", tmp_path)
     (tmp_path / "a.jsonl").write_text("{}\n")
-    with pytest.raises(UserError, match="none of the columns text, messages, ids, content"):
+    columns = "text, messages, conversations, instruction and output, prompt and completion, ids, content"
+    with pytest.raises(UserError, match=f"none of the columns {columns}"):
         TextPreparation.fitted_values("w", "a.jsonl", tmp_path)
 
 

@@ -18,11 +18,12 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import TypeAdapter
 
-from mmspeed.config.texts import TextsConfig, TokenizerConfig
+from mmspeed import guards
+from mmspeed.config.texts import TextsConfig, TextSourceConfig, TokenizerConfig
 from mmspeed.data.cache.text_cache import TextCache
 from mmspeed.errors import UserError
-from mmspeed.preprocess.texts import chat
 from mmspeed.preprocess.texts.cache_builder import TextCacheBuilder, TextReport
+from mmspeed.preprocess.texts.sources import rows_of
 
 SPARSE = {"major": "1", "minor": "0", "realsize": "60000000", "name": "a.txt"}
 WORDS = ["Once upon a time", "there was\na rabbit", "Grüße", "世界 and more"]
@@ -227,6 +228,44 @@ def test_rows_before_a_cut_are_read_and_the_cut_is_told(tmp_path: Path, kind: st
     assert report.rejected == {"broken_line": 1} and "cannot be read further" in report.examples["broken_line"]
 
 
+@pytest.mark.parametrize("as_stored", [True, False])
+def test_tables_are_unfolded_elsewhere_and_never_beyond_the_limit(tmp_path: Path, as_stored: bool) -> None:
+    long = pa.array(["words", "z" * 20_000_000])
+    texts = pa.DictionaryArray.from_arrays(pa.array([None, 0, *[1] * 60], pa.int32()), long)
+    one_each = pa.array(range(len(texts) + 1), pa.int32())
+    chats = pa.ListArray.from_arrays(one_each, pa.StructArray.from_arrays([texts, texts], ["role", "content"]))
+    numbers = pa.ListArray.from_arrays(pa.array([0, 2, 3_000_000], pa.int32()), pa.array(np.zeros(3_000_000, np.int32)))
+    times = pa.array([2**62], pa.duration("s"))
+    before = pa.default_memory_pool().max_memory()
+    for content, values, reasons in (
+        ("text", texts, ["not_a_string", "", *["too_large"] * 60]),
+        ("chat", chats, ["", "", *["too_large"] * 60]),
+        ("ids", numbers, ["", "too_large"]),
+        ("text", times, ["broken_line" if as_stored else "not_a_string"]),
+    ):
+        path = tmp_path / f"{content}.parquet"
+        pq.write_table(pa.table({"d": values}), path, compression="zstd", store_schema=as_stored)
+        source = {"path": str(path), "content": content, "column": "d"}
+        config = TextsConfig(sources=[source], cache=str(tmp_path), max_document_mb=1)
+        assert [row.reason for row in rows_of(config, config.sources[0])] == reasons
+    assert pa.default_memory_pool().max_memory() <= before + 100_000_000
+
+
+def test_rows_before_damage_are_kept_and_a_reader_that_dies_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "t.parquet"
+    pq.write_table(pa.table({"text": WORDS * 900}), path, row_group_size=1800, compression="none", use_dictionary=False)
+    data = bytearray(path.read_bytes())
+    data[pq.read_metadata(path).row_group(1).column(0).data_page_offset] ^= 255
+    path.write_bytes(data)
+    config = TextsConfig(sources=[{"path": str(path)}], cache=str(tmp_path))
+    *rows, last = rows_of(config, config.sources[0])
+    assert [row.value for row in rows] == WORDS * 450 and last.reason == "broken_line"
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    assert ["ended by itself" in row.detail for row in rows_of(config, config.sources[0])] == [True]
+
+
 MARKED = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}"
     "{% generation %}{{ m.content }}<|endoftext|>{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
@@ -266,6 +305,69 @@ def test_chats_have_their_loss_on_the_assistant(tmp_path: Path, template: str) -
     )
 
 
+SHAREGPT = [
+    {"from": "system", "value": "short"},
+    {"from": "human", "value": "2 + 2?"},
+    {"from": "gpt", "value": "four"},
+    {"from": "human", "value": "sure?"},
+    {"from": "gpt", "value": "yes"},
+]
+OWN = {"assistant": "answer", "user": ["question", "context"], "system": "rules"}
+
+
+@pytest.mark.parametrize("template", [MARKED, PLAIN])
+@pytest.mark.parametrize(
+    ("row", "turns", "said"),
+    [
+        ({"conversations": SHAREGPT}, None, ["s:short", "u:2 + 2?", "a:four", "u:sure?", "a:yes"]),
+        ({"instruction": "Add.", "input": "2 + 2", "output": "four", "text": "x"}, None, ["u:Add.\n2 + 2", "a:four"]),
+        ({"instruction": "Add 2 + 2.", "input": "", "output": "four"}, None, ["u:Add 2 + 2.", "a:four"]),
+        ({"prompt": "2 + 2?", "completion": " four"}, None, ["u:2 + 2?", "a: four"]),
+        ({"prompt": CHAT[:3], "completion": CHAT[3:]}, None, ["u:2 + 2?", "a:four", "u:sure?", "a:yes, four"]),
+        ({"question": "2 + 2?", "answer": "four", "rules": None, "context": "sum"}, OWN, ["u:2 + 2?\nsum", "a:four"]),
+        ({"question": "2 + 2?", "answer": "four", "rules": "short"}, OWN, ["s:short", "u:2 + 2?", "a:four"]),
+    ],
+)
+def test_rows_of_other_formats_are_chats_of_transformers(
+    tmp_path: Path, row: dict[str, Any], turns: dict[str, Any] | None, said: list[str], template: str
+) -> None:
+    """Ids and marks in each kind of file are those of `apply_chat_template` for the messages that the row says."""
+    from transformers import PreTrainedTokenizerFast
+
+    folder = folder_of(tmp_path / "seed", tmp_path)
+    theirs = PreTrainedTokenizerFast.from_pretrained(str(folder))
+    roles = {"s": "system", "u": "user", "a": "assistant"}
+    messages = [{"role": roles[words[0]], "content": words[2:]} for words in said]
+    asked = {"chat_template": MARKED, "return_dict": True, "return_assistant_tokens_mask": True}
+    expected = theirs.apply_chat_template(messages, tokenize=True, **asked)
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        cells = {name: json.dumps(value) if name == "conversations" else value for name, value in row.items()}
+        csv.writer(file).writerows([cells.keys(), cells.values()])
+    source = {"content": "chat", **({} if turns is None else {"turns": turns})}
+    tokenizer = {"kind": "transformers", "path": str(folder), "chat_template": template}
+    for kind in ("jsonl", "parquet", *(["csv"] if not isinstance(row.get("prompt"), list) else [])):
+        _, cache = build(tmp_path / kind, [{"path": str(tmp_path / f"a.{kind}"), **source}], tokenizer)
+        marks = cache.trained(0)
+        assert marks is not None and marks.any() and not marks.all()
+        assert cache.ids(0).tolist() == expected["input_ids"]
+        assert marks.astype(int).tolist() == expected["assistant_masks"]
+
+
+def test_rows_without_a_chats_columns_say_which(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": "a", "completion": 3}\n')
+    source = TextSourceConfig(path=str(tmp_path / "a.jsonl"), content="chat")
+    rows = rows_of(TextsConfig(sources=(source,), cache="-"), source)
+    assert [(row.reason, row.detail) for row in rows] == [
+        (
+            "missing_column",
+            "it has no messages, conversations, instruction and output, prompt and completion",
+        ),
+        ("bad_chat", "completion is of type int"),
+    ]
+
+
 def test_a_template_that_changes_earlier_turns_is_refused(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "seed", tmp_path)
     path = write(tmp_path / "chats.jsonl", [CHAT], "messages")
@@ -277,7 +379,7 @@ def test_a_template_that_changes_earlier_turns_is_refused(tmp_path: Path) -> Non
 
 
 def test_a_template_that_never_ends_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "_SECONDS", 0.3)
+    monkeypatch.setattr(guards, "_TEMPLATE", 0.3)
     folder = folder_of(tmp_path / "seed", tmp_path)
     path = write(tmp_path / "chats.jsonl", [CHAT], "messages")
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

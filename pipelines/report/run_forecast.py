@@ -1,0 +1,124 @@
+"""The memory and time of a run before it begins, in lines of `mmspeed check`: of a step, and of the whole training."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+
+from mmspeed.config import RunConfig
+from mmspeed.device import PEAK_FLOPS, UTILISATION, Device, parse_dtype, pick
+from mmspeed.errors import UserError
+from mmspeed.log import format_bytes, format_seconds
+from mmspeed.pipelines.tuning.memory_estimate import MemoryPlan, plan_memory
+from mmspeed.pipelines.tuning.step_time import StepTime, UnmeasuredError, measure_step
+from mmspeed.protocols import RunPlace, RunWork, Task, shape_words
+
+ACCELERATOR = "H100"  # of which times are told where no step is measured
+MANY_EPOCHS = 150  # more are warned of
+HEAD_WIDTHS = (64, 128, 192, 256)  # that accelerators' attention kernels compute in
+LEAST_PADDING = 0.01  # of a step's operations, which are warned of
+
+
+def run_lines(config: RunConfig, task: Task, works: Sequence[RunWork]) -> list[str]:
+    """Lines about the largest micro-batch's memory and time, and the time of the training on each number of devices; and warnings.
+
+    The task is open, with data or without. Raises UserError as `plan_memory` for a memory budget.
+    """
+    world, group = (works[0].world if works else config.parallel.group), config.parallel.group
+    place = RunPlace(Device("cpu", 0), world=world, dealt=world, groups=max(1, world // group))
+    step, plan, measured, unknown = task.largest_micro_batch(place), None, None, ""
+    with_swap = config.device.kind != "cpu"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about the speed of kernels on a CPU
+        try:
+            plan = plan_memory(config, task=task, step=step, world=world, with_swap=with_swap, options=False)
+        except UserError as error:
+            if config.memory.chooses:
+                raise
+            unknown = str(error)
+        try:
+            measured = measure_step(config, task, step, plan)
+            time = measured.words
+        except UnmeasuredError as error:
+            time = f"not measured: {error}"
+    of = f"of a step of {shape_words(step.shape)} x {step.items}"
+    lines = [f"memory {of}: not known: {unknown}"] if plan is None else plan.lines()
+    if measured is not None and measured.peak is not None:
+        some = "" if measured.items == step.items else " with one item"
+        lines = [f"memory {of}: {format_bytes(measured.peak)}, measured here{some}"]
+    lines.append(f"time {of}: {time}")
+    lines += [_training(config, task, work, measured) for work in works]
+    return [*lines, *(f"warning: {warning}" for warning in _cautions(config, task, works, plan, measured))]
+
+
+def _training(config: RunConfig, task: Task, work: RunWork, measured: StepTime | None) -> str:
+    """The line about the whole training on some devices."""
+    flops = sum(count * task.cost(shape) for shape, count in work.items.items())
+    rates = _peaks(config) if measured is None else [("", measured.flops)]
+    times = " or ".join(f"about {_duration(flops / rate)}{where}" for where, rate in rates)
+    more = ", without exchanges" if work.world > 1 else ""
+    return (
+        f"training on {work.world:,} device{'s'[: work.world != 1]}: {config.train.steps:,} steps, {_epochs(work.epochs)} of "
+        f"{work.of}; {times}{more}"
+    )
+
+
+def _peaks(config: RunConfig) -> list[tuple[str, float]]:
+    """(where, operations a second) of well-tuned training: on the config's device where that is here, else on a usual accelerator."""
+    dtype, share = parse_dtype(config.device.dtype), f" at {UTILISATION:.0%} of the peak of"
+    if config.device.peak_tflops is not None:
+        return [(f"{share} device.peak_tflops", UTILISATION * config.device.peak_tflops * 1e12)]
+    rates = []
+    with suppress(UserError):  # the device is not here
+        device = pick(config.device.kind)
+        rates.append((f"{share} {device.name}", UTILISATION * device.peak_flops(dtype)[0]))
+        if device.kind != "cpu":
+            return rates
+    peak = PEAK_FLOPS[ACCELERATOR][config.device.dtype == "float32"]
+    return [*rates, (f"{share} an {ACCELERATOR} ({config.device.dtype})", UTILISATION * peak)]
+
+
+def _duration(seconds: float) -> str:
+    """A long time, without digits that an estimate does not have."""
+    if seconds > 2 * 86_400:
+        return f"{seconds / 86_400:,.0f} days"
+    return format_seconds(seconds if seconds < 600 else 60 * round(seconds / 60)).removesuffix(" 0 s")
+
+
+def _epochs(count: float) -> str:
+    return f"{count:,.0f} epochs" if count >= 10 else f"{count:.2g} epoch{'s'[: count != 1]}"
+
+
+def _cautions(
+    config: RunConfig, task: Task, works: Sequence[RunWork], plan: MemoryPlan | None, measured: StepTime | None
+) -> list[str]:
+    """Sentences about many epochs, and about heads whose width attention kernels pad."""
+    found = []
+    if works and (epochs := works[0].epochs) > MANY_EPOCHS:
+        steps = round(config.train.steps * MANY_EPOCHS / epochs)
+        such = f" (train.steps: {steps} are {MANY_EPOCHS} epochs)" if steps else ""
+        found.append(
+            f"{_epochs(epochs)} of {works[0].of}: the model sees the same data again and again, and learns them by heart; take more of "
+            f"them, or fewer steps{such}"
+        )
+    here = None if measured is None else measured.device.kind
+    if plan is not None and config.device.kind != "cpu" and here != "cpu":
+        found += _padding(task, plan)
+    return found
+
+
+def _padding(task: Task, plan: MemoryPlan) -> list[str]:
+    """A sentence about heads that are padded, and what that adds to a step's operations."""
+    widths, work = plan.alone.head_widths, task.work(plan.step.shape)
+    padded = {width: next((wide for wide in HEAD_WIDTHS if wide >= width), width) for width in widths}
+    odd = sorted(width for width in widths if padded[width] != width)
+    factor = sum(n * padded[width] / width for width, n in widths.items()) / max(1, sum(widths.values())) - 1
+    added = factor * work.attention / max(1.0, work.matmul)
+    if added < LEAST_PADDING:
+        return []
+    heads = ", ".join(f"{width} to {padded[width]}" for width in odd)
+    return [
+        f"attention heads of width {', '.join(map(str, odd))}: accelerators' kernels pad them ({heads}), which adds {added:.0%} to the "
+        "operations of a step; widths of 64 or 128 need no padding"
+    ]
