@@ -82,15 +82,15 @@ class StopSignals:
             os.close(self._pipe[0])
             self._pipe = None
 
+    def answered(self) -> None:
+        """Note that the state was saved after the signal, so that there is nothing left to say."""
+        self._answered.set()
+
     def stop(self) -> None:
         """Stop the run after the present step, on all ranks."""
         if not self._stop:
             log.info("a callback stops the run: saving and stopping after this step")
         self._stop = True
-
-    def answered(self) -> None:
-        """Note that the state was saved after the signal, so that there is nothing left to say."""
-        self._answered.set()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._stop = True
