@@ -27,6 +27,8 @@ def report_config(config_path: Path, overrides: Sequence[str] = (), output: Path
     processes. Raises UserError as `SyntheticStep`.
     """
     config = load_config(config_path, overrides)
+    if config.train.compile == "auto":  # the memory of compiled blocks cannot be told apart
+        config = config.model_copy(update={"train": config.train.model_copy(update={"compile": False})})
     device = pick(config.device.kind)
     device.activate()
     folder = output or config.run_dir

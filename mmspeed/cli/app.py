@@ -258,6 +258,8 @@ def check(
         raise typer.Exit(code)
     from rich.console import Console
 
+    from mmspeed.pipelines.report.advice import refusals
+
     from .check import check_config, model_lines
 
     run_config = load_config(config, overrides or ())
@@ -270,7 +272,7 @@ def check(
             raise typer.Exit(1)
         for line in model_lines(run_config, report):
             print(line)
-        for line in sample_command.refusals(run_config):
+        for line in refusals(run_config):
             print(f"warning: {line}")
     spoken.then(_train_command(config, overrides))
 
@@ -339,6 +341,7 @@ def train(
     resolved = _resolve(context, "train", config, overrides, nproc, print_config, max_restarts=max_restarts)
     with spoken.loading():
         from mmspeed.pipelines import TrainPipeline
+        from mmspeed.pipelines.report.advice import advised
         from mmspeed.pipelines.tasks import maker_of
 
         pipeline = TrainPipeline(resolved, maker_of(resolved))
@@ -347,7 +350,7 @@ def train(
     if not result.finished:
         spoken.then(_train_command(config, overrides), f"report {result.run}")
     else:
-        spoken.then(*sample_command.advised(result.run, resolved), f"report {result.run}")
+        spoken.then(*advised(result.run, resolved), f"report {result.run}")
 
 
 app.command()(sample_command.sample)
@@ -363,13 +366,16 @@ def report(run_folder: sample_command.RunFolder) -> None:
     require_run(run_folder)
     with spoken.loading():
         from mmspeed.pipelines import write_report
+        from mmspeed.pipelines.report.advice import advised, first_checkpoint
         from mmspeed.pipelines.run.run_folder import RunFolder
 
     with log.Working("drawing", tell=False):
         page = write_report(run_folder)
     print(page)
-    folder = RunFolder(run_folder)
-    if folder.task() in ("video", "language") and (commands := sample_command.advised(run_folder, folder.run_config())):
+    config = RunFolder(run_folder).run_config()
+    if not RunFolder(run_folder).steps():
+        log.get_logger("cli").info(first_checkpoint(run_folder, config))
+    elif commands := advised(run_folder, config):
         spoken.then(*commands)
 
 

@@ -82,6 +82,11 @@ class StopSignals:
             os.close(self._pipe[0])
             self._pipe = None
 
+    @property
+    def asked(self) -> bool:
+        """True after a request to stop."""
+        return self._stop
+
     def answered(self) -> None:
         """Note that the state was saved after the signal, so that there is nothing left to say."""
         self._answered.set()
