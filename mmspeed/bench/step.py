@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mmspeed.config import RunConfig, load_run_config
+from mmspeed.config import RunConfig, load_config
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.log import format_bytes
 from mmspeed.loop.optimizers.make_optimizer import make_optimizer
@@ -251,7 +251,7 @@ def _held_up(task: Task, step: MicroBatchSize) -> StepCounter:
 
 def bench_step(path: Path, overrides: Sequence[str], *, count: bool, rounds: int = 5) -> StepCount | list[float]:
     """The count of the step of a config's largest micro-batch, or its time in seconds on this device, of each round."""
-    config = load_run_config(path, overrides)
+    config = load_config(path, overrides)
     device = pick(config.device.kind)
     device.activate()
     if count:

@@ -240,7 +240,7 @@ def check(
     ] = False,
 ) -> None:
     """Read the sources, and report what a run of the config takes in lines and as an HTML page; needs no accelerator."""
-    from mmspeed.config import load_run_config
+    from mmspeed.config import load_config
 
     if parallel is not None:
         from .check import check_parallel
@@ -248,13 +248,13 @@ def check(
         other_options = {"--report": report_file, "--suggest-buckets": suggest_buckets, "--ranks": ranks}
         other_options["--schedule"] = schedule or None
         with log.Working(f"checking the layout {parallel}"):
-            code = check_parallel(load_run_config(config, overrides or ()), parallel, other_options)
+            code = check_parallel(load_config(config, overrides or ()), parallel, other_options)
         raise typer.Exit(code)
     if against_official:
         from .check import check_official
 
         with log.Working("comparing with the official pipeline"):
-            code = check_official(load_run_config(config, overrides or ()))
+            code = check_official(load_config(config, overrides or ()))
         raise typer.Exit(code)
     from rich.console import Console
 
@@ -262,7 +262,7 @@ def check(
 
     from .check import check_config, model_lines
 
-    run_config = load_run_config(config, overrides or ())
+    run_config = load_config(config, overrides or ())
     spoken.begin("check", config)
     numbers = None if ranks is None else numbers_of(ranks)
     with log.Working("checking", tell=False):
@@ -410,14 +410,14 @@ def _resolve(
 
     `more` are options that the launched processes get too; `max_restarts` is for their launcher.
     """
-    from mmspeed.config import dump_config, load_run_config, obey_launcher
+    from mmspeed.config import dump_config, load_config, obey_launcher
 
     config_log = logging.getLogger("mmspeed.config")
     launches = launch.wanted(nproc, max_restarts)
     config_log.disabled = launches and not print_config  # the first process logs the notes about the config
     try:
         config = obey_launcher(
-            load_run_config(path, overrides or ())
+            load_config(path, overrides or ())
         )  # before processes start, to report a mistake in it early
     finally:
         config_log.disabled = False

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mmspeed.config import Config, RunConfig, make_config
+from mmspeed.config import Config, RunConfig, make_config, video_config
 from mmspeed.log import ProgressLine, format_seconds, get_logger
 from mmspeed.models.sections import size_of
 
@@ -66,7 +66,7 @@ def demo_tree(output: Path, short: bool) -> dict[str, Any]:
 
 def demo_config(output: Path, short: bool) -> Config:
     """The checked config of the demo."""
-    return make_config(demo_tree(output, short), origin="demo")
+    return video_config(make_config(demo_tree(output, short), origin="demo"), "demo")
 
 
 def trained(config: RunConfig) -> bool:

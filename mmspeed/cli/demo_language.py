@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
-from mmspeed.config import make_run_config
+from mmspeed.config import make_config
 from mmspeed.config.language import LanguageConfig
 from mmspeed.errors import UserError
 from mmspeed.log import format_seconds, get_logger
@@ -60,7 +60,7 @@ def language_tree(output: Path, short: bool) -> dict[str, Any]:
 
 def language_demo_config(output: Path, short: bool) -> LanguageConfig:
     """The checked config of the demo."""
-    return cast(LanguageConfig, make_run_config(language_tree(output, short), origin="demo"))
+    return cast(LanguageConfig, make_config(language_tree(output, short), origin="demo"))
 
 
 def run_language_demo(output: str | Path = "mmspeed-demo", short: bool = False) -> list[Path] | None:

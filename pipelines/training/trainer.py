@@ -61,7 +61,7 @@ class TrainResult:
 
     run: Path
     step: int
-    finished: bool  # False when it was stopped by a signal or a `stop` file
+    finished: bool  # False when it was stopped by a signal, a callback or a `stop` file
     already: bool  # the run had been finished before
     loss: float | None
     seconds: float
@@ -119,7 +119,7 @@ class TrainPipeline:
         self.judge = StepJudge(config, self.folder, self.saved)
 
     def run(self) -> TrainResult:
-        """Train to the end, or until a signal or a file stops the run."""
+        """Train to the end, or until a signal, a callback or a file stops the run."""
         device = pick(self.config.device.kind)
         device.activate()
         patience = LOCK_PATIENCE if restarts() else 0.0
@@ -263,7 +263,7 @@ class TrainPipeline:
         with ExitStack() as stack:
             batches = run.data.steps(run.step, train.steps)
             telemetry.resume_clock()
-            self.events.begin(run.step, self.folder.root, parts.models, run.place.rank, run.place.world)
+            self.events.begin(run.step, self.folder.root, parts.models, run.place.rank, run.place.world, requests.stop)
             memory = stack.enter_context(
                 OomAdvisor(config, run.place.device, self.folder.root, parts.model, parts.optimizer, parts.ema)
             )

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from mmspeed.__main__ import main
 from mmspeed.cli.sample_command import output_paths, sheet_path
-from mmspeed.config import make_run_config
+from mmspeed.config import make_config
 from mmspeed.errors import UserError
 from mmspeed.pipelines import TextToVideo, TrainPipeline
 from mmspeed.pipelines.inference.agreement import require_same_sampling
@@ -59,7 +59,7 @@ def test_the_command_that_is_advised_has_what_the_run_needs(
     tmp_path: Path, tree: dict[str, Any], options: list[str]
 ) -> None:
     base = {} if "task" in tree else small_tree(tmp_path)
-    config = make_run_config({**base, **tree}, (), origin="test")
+    config = make_config({**base, **tree}, (), origin="test")
     assert advised(Path("runs/x"), config) == [f'sample runs/x --prompt "..."{option}' for option in options]
 
 
