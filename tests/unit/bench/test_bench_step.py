@@ -13,7 +13,9 @@ from mmspeed.cli.app import run
 from mmspeed.device import without_waiting
 
 META = torch.device("meta")
-LANGUAGE = "task: language\nmodel: {shape: tiny-qwen3-0.6b}\nsequence_length: 64\ntexts: {cache: c, sources: [{path: t}]}\n"
+LANGUAGE = (
+    "task: language\nmodel: {shape: tiny-qwen3-0.6b}\nsequence_length: 64\ntexts: {cache: c, sources: [{path: t}]}\n"
+)
 VIDEO = "data: {cache: c, sources: [{path: v}], buckets: [{frames: 5, height: 64, width: 96}]}\nmodel: {size: nano}\n"
 REST = "train: {steps: 2, batch_size: 1}\ndevice: {kind: cpu, dtype: bfloat16}\n"
 
@@ -63,4 +65,6 @@ def test_no_micro_batch_waits_or_copies(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_kinds_by_name() -> None:
-    assert kind_of("_fused_adamw_") == "optimizer" and kind_of("addmm") == "products" and kind_of("gelu") == "elementwise"
+    assert (
+        kind_of("_fused_adamw_") == "optimizer" and kind_of("addmm") == "products" and kind_of("gelu") == "elementwise"
+    )
