@@ -25,6 +25,7 @@ from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.log import format_bytes
 from mmspeed.loop.optimizers.make_optimizer import make_optimizer
 from mmspeed.loop.runner import SequentialRunner
+from mmspeed.loop.step import train_step
 from mmspeed.memory.planning.measure import nbytes, place_of
 from mmspeed.mesh import process_group
 from mmspeed.parallel import autocast, make_half
@@ -209,9 +210,11 @@ def count_step(config: RunConfig, device: Device) -> StepCount:
         with process_group(device):
             trial = SyntheticStep(config, task, device)
             trial.run(step.shape, step.items)
+            batch, parts = trial.batch(step.shape, step.items), trial.parts
+            divisors, clip = task.synthetic_divisors(batch, 1), config.train.clip_norm
             with counting(device.torch_device) as counter:
-                trial.run(step.shape, step.items)
-        return StepCount(step, f"counted on {device.kind}", counter.kinds, counter.waits, counter.copies)
+                train_step(parts.models, parts.learners, [batch], divisors, clip_norm=clip, mesh=trial.placement.mesh)
+        return StepCount(step, f"counted on {device.kind}", counter.kinds, +counter.waits, +counter.copies)
     task.shapes()
     kinds, host = _launches(config, task, step), _held_up(task, step)
     return StepCount(step, "counted from shapes", kinds, +host.waits, +host.copies)
