@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mmspeed import rng
 from mmspeed.compute.rope import apply_rope, axis_pairs, grid_positions, rope_cos_sin, rope_dtype
-from mmspeed.models.sora.layers import SelfAttention
+from mmspeed.models.sora.layers import SelfAttention, position_turns
 from mmspeed.protocols.plan import Structure
 
 POSITIONS = grid_positions((5, 60, 104), offset=(200, 0, 0))[::997]
@@ -53,9 +53,10 @@ def test_a_model_in_float64_turns_in_float64() -> None:
     x_BTSE = torch.randn(1, 1, 6, 24, dtype=torch.float64, requires_grad=True)
     zero, one = (torch.full((1, 1, 1, 24), value, dtype=torch.float64) for value in (0.0, 1.0))
     places_NX = POSITIONS[:6]
+    turn_2NH = position_turns(places_NX, "full", layer.head_width, x_BTSE.dtype)
 
     def forward(x_BTSE: Tensor) -> Tensor:
-        out: Tensor = layer(x_BTSE, zero, zero, one, places_NX, None, False)
+        out: Tensor = layer(x_BTSE, zero, zero, one, places_NX, turn_2NH, None, False)
         return out
 
     forward(x_BTSE)
