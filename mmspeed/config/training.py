@@ -88,7 +88,7 @@ class TrainConfig(Section):
     )
     compile: bool | Literal["auto"] = Field(
         "auto",
-        description="Compile the blocks with torch.compile. `auto`: on CUDA devices, where one process computes a sample and `memory` chooses nothing that graphs cannot follow; a line at the start says why, or why not.",
+        description="Compile the blocks with torch.compile. `auto`: on accelerators that Triton serves, where one process computes a sample and `memory` chooses nothing that graphs cannot follow; a line at the start says why, or why not.",
     )
     skip_non_finite: int = Field(
         0,

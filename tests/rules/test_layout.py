@@ -46,7 +46,7 @@ def test_floors_can_break(tmp_path: Path) -> None:
         (package / module).mkdir(parents=True)
         (package / module / "__init__.py").touch()
     files = (
-        "__init__ __main__ initialize rng log shapes axes mesh rendezvous lazy mixin replay graphs device torch_internals redaction "
+        "__init__ __main__ initialize rng log shapes axes mesh rendezvous lazy mixin replay graphs device flash3 torch_internals redaction "
         "pages guards errors version"
     )
     for module in files.split():

@@ -38,7 +38,7 @@ def page_of(config: Config) -> Reader:
 
 def test_lines_and_page_say_what_is_there_and_what_is_missing(tmp_path: Path) -> None:
     config = small_config(tmp_path)
-    report = check(config)
+    report = check(config, schedule=True)
     before = "\n".join(report.lines())
     assert (
         "8 sources, 8 usable, 0 rejected" in before and "not created yet; 8 latents and 8 captions to encode" in before
