@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
@@ -27,7 +28,7 @@ def template_limit() -> AbstractContextManager[None]:
 
 @contextmanager
 def time_limit(seconds: float, words: str) -> Iterator[None]:
-    """Raise UserError with `words` inside a block that computes for longer; seconds are CPU time of this process.
+    """Raise UserError with `words` inside a block that computes for longer; seconds are CPU time of this thread.
 
     The system's timer interrupts the main thread alone, and no single call of compiled code.
     """
@@ -35,8 +36,12 @@ def time_limit(seconds: float, words: str) -> Iterator[None]:
         yield
         return
 
+    end = time.thread_time() + seconds
+
     def late(number: int, frame: FrameType | None) -> None:
-        raise UserError(words)
+        if (left := end - time.thread_time()) <= 0:
+            raise UserError(words)
+        signal.setitimer(signal.ITIMER_VIRTUAL, left)  # other threads have computed
 
     before = signal.signal(signal.SIGVTALRM, late)
     try:

@@ -353,9 +353,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def metrics_row(line: bytes) -> dict[str, Any] | None:
-    """The row of a line of `metrics.jsonl`: a JSON object whose `step`, which each kind has, is a whole number; None for any other line."""
+    """The row of a line of `metrics.jsonl`; None for a line that no run writes.
+
+    It is a JSON object whose `step`, which each kind has, is a whole number, and whose `loss`, which training has, is a number or null.
+    """
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and type(row.get("step", None if "kind" in row else 0)) is int else None
+    if not isinstance(row, dict) or type(row.get("step", None if "kind" in row else 0)) is not int:
+        return None
+    loss = row.get("loss", "" if row.get("kind") == "train" else None)
+    return row if loss is None or isinstance(loss, int | float) else None

@@ -87,6 +87,7 @@ def _write(out: BinaryIO, path: Path, choices: list[tuple[list[str], list[str]]]
 def _documents(batch: Any, columns: list[str]) -> Any:
     """The values of a column, or structs of those of several."""
     values = [batch.column(name) for name in columns]
+    values = [each.cast(_unfolded(each.type, keep=True)) for each in values]  # Arrow takes no rows of views
     return values[0] if len(values) == 1 else pa.StructArray.from_arrays(values, names=columns)
 
 
@@ -135,15 +136,17 @@ def _numbers(values: Any) -> np.ndarray:
     return values.to_numpy(zero_copy_only=False).astype(np.int64)
 
 
-def _unfolded(kind: Any) -> Any:
-    """A type without dictionaries."""
-    if types.is_dictionary(kind):
-        return kind.value_type
+def _unfolded(kind: Any, keep: bool = False) -> Any:
+    """A type without views, and without dictionaries unless they are to `keep`."""
+    if types.is_dictionary(kind) and not keep:
+        return _unfolded(kind.value_type)
+    if types.is_string_view(kind) or types.is_binary_view(kind):
+        return pa.large_string() if types.is_string_view(kind) else pa.large_binary()
     if types.is_list(kind) or types.is_large_list(kind):
         field = kind.value_field
-        return (pa.list_ if types.is_list(kind) else pa.large_list)(field.with_type(_unfolded(field.type)))
+        return (pa.list_ if types.is_list(kind) else pa.large_list)(field.with_type(_unfolded(field.type, keep)))
     if types.is_struct(kind):
-        return pa.struct([field.with_type(_unfolded(field.type)) for field in kind])
+        return pa.struct([field.with_type(_unfolded(field.type, keep)) for field in kind])
     return kind
 
 

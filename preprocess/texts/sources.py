@@ -143,7 +143,7 @@ class _Unpacked(io.RawIOBase):
 
     def __init__(self, path: Path) -> None:
         self._most = max(_FREE, _RATIO * path.stat().st_size)
-        self._count = 0
+        self.count = 0
         if path.suffix.lower() == ".zst":
             self._file: Any = pa.CompressedInputStream(pa.OSFile(str(path)), "zstd")
             self._read: Callable[[int], bytes] = lambda size: self._file.read(min(size, _BLOCK))
@@ -156,8 +156,8 @@ class _Unpacked(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         data = self._read(min(len(buffer), _PIECE))
-        self._count += len(data)
-        if self._count > self._most:
+        self.count += len(data)
+        if self.count > self._most:
             raise TooLargeError
         buffer[: len(data)] = data
         return len(data)
@@ -437,6 +437,8 @@ def _tar(path: Path, source: TextSourceConfig, column: ColumnChoice, limit: int)
                     yield _of_json(place, data, source, column)
             else:
                 yield _of_bytes(place, data, source)
+        if tar.offset != file.count < tar.offset + tarfile.BLOCKSIZE:  # tarfile takes such for the end
+            raise tarfile.TarError("it ends within a member")
 
 
 def _beside(path: Path, ending: str) -> Path:

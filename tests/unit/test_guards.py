@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
 import pytest
 
+from mmspeed.errors import UserError
+from mmspeed.guards import time_limit
 from tests.support.launched import wait_for
 
 LAUNCHED = """
@@ -31,6 +35,16 @@ pool = ProcessPoolExecutor(1, get_context("spawn"), initializer=Worker.begin, in
 pid = pool.submit(os.getpid).result()
 """
 END = "os.kill(pid, signal.SIGSTOP); os.waitpid(pid, os.WUNTRACED); print(pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def test_a_limit_of_time_is_of_its_own_thread() -> None:
+    other = threading.Thread(target=hashlib.sha256, args=(bytes(1 << 30),))
+    other.start()
+    with time_limit(0.1, "late"):
+        other.join()
+    with pytest.raises(UserError, match="late"), time_limit(0.1, "late"):
+        while True:
+            pass
 
 
 @pytest.mark.parametrize("script", [LAUNCHED, TEXTS], ids=["rank", "worker of texts"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import mmap
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +41,7 @@ from .index import (
     list_index,
 )
 from .keys import is_key
-from .seals import LaterSeal, sealed_file
+from .seals import LaterSeal, is_cut, map_file, sealed_map
 from .tables import SECTIONS, SPLITS, Sample
 
 _CHECKED_BYTES = 1 << 25  # the seal of a larger compiled file is compared by a thread
@@ -59,8 +60,8 @@ class PayloadLocation(NamedTuple):
 class EntryTable:
     """The entries of a compiled index, looked up by key."""
 
-    def __init__(self, path: Path, batch: pa.RecordBatch, facts: IndexFacts) -> None:
-        self._path, self._batch, self._facts = path, batch, facts
+    def __init__(self, path: Path, file: mmap.mmap, batch: pa.RecordBatch, facts: IndexFacts) -> None:
+        self._path, self._file, self._batch, self._facts = path, file, batch, facts
         columns = {name: _numbers(batch, name) for name in ("prefix", "shard", "offset", "bytes")}
         self._shard, self._offset, self._bytes = columns["shard"], columns["offset"], columns["bytes"]
         self._key, self._checksum = (_content(batch.column(name).buffers()[1]) for name in ("key", "checksum"))
@@ -73,9 +74,11 @@ class EntryTable:
         return self._batch.num_rows
 
     def row(self, section: str, key: str) -> int | None:
-        """The row of an entry; None if there is none."""
+        """The row of an entry; None if there is none. Raises UserError if the file was cut."""
         if not is_key(key):
             return None
+        if is_cut(self._file):
+            raise damaged_index(self._path)
         key_bytes = bytes.fromhex(key)
         prefix = np.uint64(int.from_bytes(key_bytes[:8], "big"))
         start, prefixes = self._sections[section]
@@ -105,8 +108,10 @@ class EntryTable:
 class SampleTable(Sequence[Sample]):
     """The samples, or some of them, in the order of their keys; a `Sample` is built on access."""
 
-    def __init__(self, path: Path, batch: pa.RecordBatch, facts: IndexFacts, rows: Array | None = None) -> None:
-        self._path, self._batch, self._facts, self._rows = path, batch, facts, rows
+    def __init__(
+        self, path: Path, file: mmap.mmap, batch: pa.RecordBatch, facts: IndexFacts, rows: Array | None = None
+    ) -> None:
+        self._path, self._file, self._batch, self._facts, self._rows = path, file, batch, facts, rows
         self._number = {name: _numbers(batch, name) for name in ("split", "bucket", "dataset", "tokens", "lost")}
         self.null_key, self.lacking, self.lacking_source = facts.null_key, facts.lacking, facts.lacking_source
         self._buckets = [Bucket.parse(name) for name in facts.buckets]
@@ -188,7 +193,7 @@ class SampleTable(Sequence[Sample]):
             yield self._texts("key", batch_rows)
 
     def _part(self, rows: Array) -> SampleTable:
-        return SampleTable(self._path, self._batch, self._facts, rows)
+        return SampleTable(self._path, self._file, self._batch, self._facts, rows)
 
     def _all(self, start: int = 0, stop: int | None = None) -> Array:
         """The rows of the samples with indices [start, stop)."""
@@ -198,6 +203,8 @@ class SampleTable(Sequence[Sample]):
         return np.arange(start, stop, dtype=_row_type(len(self)))
 
     def _samples(self, rows: Array) -> list[Sample]:
+        if is_cut(self._file):
+            raise damaged_index(self._path)
         columns: list[list[Any]] = [self._texts(name, rows) for name in ("key", "source", "content_id")]
         columns += [self._keys(name, rows) for name in ("latent_keys", "text_keys")]
         columns += [self._number[name][rows].tolist() for name in ("split", "bucket", "dataset", "tokens", "lost")]
@@ -286,7 +293,7 @@ def try_open(folder: Path, listing: IndexFiles | None, stamped: bool = True) -> 
         try:
             if (mapped := _map(path, schema)) is None:
                 return None
-            batch, facts = mapped
+            facts = mapped[-1]
         except (pa.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
             get_logger("data").warning("the compiled index %s is damaged (%s): it is compiled again", path, error)
             return None
@@ -294,7 +301,7 @@ def try_open(folder: Path, listing: IndexFiles | None, stamped: bool = True) -> 
             expected = replace(listing, stamps=facts.stamps) if not stamped else listing
             if (facts.files, facts.stamps) != (expected.files, expected.stamps):
                 return None
-        tables.append((path, batch, facts))
+        tables.append((path, *mapped))
     try:
         seals = [seal for path, *_ in tables if (seal := _later_seal(path)) is not None]
         return Tables(EntryTable(*tables[0]), SampleTable(*tables[1]), seals)
@@ -321,14 +328,15 @@ def damaged_index(path: Path) -> UserError:
     )
 
 
-def _map(path: Path, schema: pa.Schema) -> tuple[pa.RecordBatch, IndexFacts] | None:
-    """The single batch of a compiled file, as views of its mapping; None if the file is of another version.
+def _map(path: Path, schema: pa.Schema) -> tuple[mmap.mmap, pa.RecordBatch, IndexFacts] | None:
+    """The mapping of a compiled file, and its single batch as views of that; None if the file is of another version.
 
     Raises ValueError and Arrow's errors for any other mismatch.
     """
-    if path.stat().st_size <= _CHECKED_BYTES and not sealed_file(path):
+    file = map_file(path)
+    if len(file) <= _CHECKED_BYTES and not sealed_map(file):
         raise ValueError("not as it was written")
-    with pa.ipc.open_file(pa.memory_map(str(path))) as reader:
+    with pa.ipc.open_file(pa.py_buffer(file)) as reader:
         fitting = fits(reader.schema, schema)
         if fitting is None:
             return None
@@ -353,7 +361,7 @@ def _map(path: Path, schema: pa.Schema) -> tuple[pa.RecordBatch, IndexFacts] | N
             or bounds[-1] != batch.num_rows
         ):
             raise ValueError("sections that do not add up")
-    return batch, facts
+    return file, batch, facts
 
 
 def _numbers(batch: pa.RecordBatch, name: str) -> Array:

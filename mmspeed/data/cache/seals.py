@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-import os
 import re
 import threading
 from contextlib import suppress
@@ -44,26 +43,37 @@ def is_sealed(data: bytes) -> bool:
 
 def sealed_file(path: Path) -> bool:
     """True if a file has a seal that matches it, like `is_sealed` of its bytes. Raises OSError."""
-    with open(path, "rb") as file:
-        return _sealed(file.fileno())
-
-
-def _sealed(fd: int) -> bool:
-    if os.fstat(fd).st_size == 0:
+    if path.stat().st_size == 0:
         return False
-    with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as data:
-        places = _places(data)
-        if not places:
-            return False
-        digits = data[places[-1] : places[-1] + _DIGITS]
-        return _digest(data, [place for place in places if data[place : place + _DIGITS] == digits]) == digits
+    with map_file(path) as data:
+        return sealed_map(data)
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """The bytes of a file, mapped to be read. Raises OSError, and ValueError for an empty file."""
+    with open(path, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def is_cut(data: mmap.mmap | None) -> bool:
+    """True if a file has become shorter than its mapping: touching a page that was cut off would kill the process."""
+    return data is not None and data.size() < len(data)
+
+
+def sealed_map(data: mmap.mmap) -> bool:
+    """True if a mapped file has a seal that matches it, and was not cut since."""
+    places = [] if is_cut(data) else _places(data)
+    if not places:
+        return False
+    digits = data[places[-1] : places[-1] + _DIGITS]
+    return _digest(data, [place for place in places if data[place : place + _DIGITS] == digits]) == digits
 
 
 class LaterSeal:
     """The seal of a file too large to be compared at once: a thread does it from now on. Raises OSError."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._file = path, open(path, "rb", buffering=0)  # whatever has its name later
+        self.path, self._data = path, map_file(path)  # whatever has its name later
         self._intact: bool | None = None
         self._thread = threading.Thread(target=self._compare, name="mmspeed-seal", daemon=True)
         self._thread.start()
@@ -71,11 +81,11 @@ class LaterSeal:
     def intact(self) -> bool:
         """True if the seal matches, as `sealed_file`; waits for the thread. Raises OSError."""
         self._thread.join()
-        return _sealed(self._file.fileno()) if self._intact is None else self._intact  # a forked process has no thread
+        return sealed_map(self._data) if self._intact is None else self._intact  # a forked process has no thread
 
     def _compare(self) -> None:
         with suppress(OSError):
-            self._intact = _sealed(self._file.fileno())
+            self._intact = sealed_map(self._data)
 
 
 def seal_file(path: Path) -> None:

@@ -28,7 +28,7 @@ from .index import FACTS
 from .index_reader import PayloadLocation
 from .keys import hash_of, xxh3_64
 from .remote import RemoteStore
-from .seals import sealed_file
+from .seals import is_cut, map_file, sealed_map
 from .store import LocalStore, ShortError, Store
 from .tables import entry_schema, index_files, read_info, read_rejects, read_table
 from .tensor_views import tensors_of
@@ -41,8 +41,9 @@ Array: TypeAlias = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class DocumentTable:
-    """The mapped table of documents: a column of each, and the facts beside them."""
+    """The mapped table of documents: the mapping, a column of each, and the facts beside them."""
 
+    file: mmap.mmap
     columns: dict[str, Array]
     blocks: list[str]
     sources: list[TextSource]
@@ -52,9 +53,10 @@ class DocumentTable:
 def read_document_table(path: Path) -> DocumentTable:
     """Map the table of documents. Raises UserError unless it is exactly as it was written."""
     try:
-        if not sealed_file(path):
+        file = map_file(path)
+        if not sealed_map(file):
             raise ValueError("not as it was written")
-        with pa.ipc.open_file(pa.memory_map(str(path))) as reader:
+        with pa.ipc.open_file(pa.py_buffer(file)) as reader:
             facts = json.loads((reader.schema.metadata or {})[FACTS])
             if facts["version"] != TABLE_VERSION or not reader.schema.equals(DOCUMENTS_SCHEMA):
                 raise ValueError("of another version")
@@ -64,15 +66,19 @@ def read_document_table(path: Path) -> DocumentTable:
         batch.validate()
         columns = {name: _column(batch, name) for name in DOCUMENTS_SCHEMA.names}
         sources = [TextSource(**source) for source in facts["sources"]]
-        return DocumentTable(columns, list(facts["blocks"]), sources, str(facts["fingerprint"]))
+        return DocumentTable(file, columns, list(facts["blocks"]), sources, str(facts["fingerprint"]))
     except FileNotFoundError:
         raise UserError(
             f"cache {path.parent.parent} lists no documents yet; run mmspeed preprocess to its end"
         ) from None
     except (pa.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(
-            f"{path} is damaged ({error}); delete it and run mmspeed preprocess again: it is made from the blocks"
-        ) from error
+        raise _damaged_table(path, str(error)) from error
+
+
+def _damaged_table(path: Path, why: str) -> UserError:
+    return UserError(
+        f"{path} is damaged ({why}); delete it and run mmspeed preprocess again: it is made from the blocks"
+    )
 
 
 def _column(batch: pa.RecordBatch, name: str) -> Array:
@@ -88,6 +94,9 @@ class _BlockIds(NamedTuple):
     ids: Array
     marks: Array | None
     file: mmap.mmap | None
+
+
+_NONE = _BlockIds(np.empty(0, np.uint8), None, None)
 
 
 class BlockStore:
@@ -171,7 +180,8 @@ class TextCache:
             self._facts = TokenizerFacts.of_json(self.info["tokenizer"])
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{self.root / 'cache.json'} does not describe the tokenizer ({error})") from error
-        self._table = read_document_table(self.root / "index" / DOCUMENTS_NAME)
+        self._table_path = self.root / "index" / DOCUMENTS_NAME
+        self._table = read_document_table(self._table_path)
         columns = self._table.columns
         self.lengths, self.source = columns["length"], columns["source"]
         self.held_out: npt.NDArray[np.bool_] = columns["held_out"] != 0
@@ -213,11 +223,12 @@ class TextCache:
         """The ids of ranges (document, begin, count), each as `ids` gives them and with its errors."""
         begins, numbers, hashes, blocks, lengths = self._begin, self._number, self._hashes, self._blocks, self._length
         parts, asked = list[Array](), set[mmap.mmap | None]()
+        self._require_table()
         for document, begin, count in pieces:  # without calls: packs of short documents have many
             known, length = hashes[document], lengths[document]
             if known and 0 <= begin <= begin + count <= length:
-                ids, _, file = blocks[numbers[document]]
-                if file in asked or not _cut(file):
+                ids, _, file = blocks.get(numbers[document], _NONE)
+                if file in asked or not is_cut(file):
                     asked.add(file)
                     start = begins[document]
                     part = ids[start + begin : start + begin + count]
@@ -274,12 +285,19 @@ class TextCache:
 
     def _read_before(self, document: int, begin: int, count: int) -> tuple[int, int]:
         """The places of a document's ids in its block, once they were compared with its checksum in this process."""
+        self._require_table()
         length, start = self._length[document], self._begin[document]
         if not 0 <= begin <= begin + count <= length:
+            if not sealed_map(self._table.file):
+                raise _damaged_table(self._table_path, "it has changed since it was opened")
             raise IndexError(f"document {document} has {length} ids, not [{begin}, {begin + count})")
         if not self._hashes[document]:
             self._compare(document, start, start + length)
         return start, start + length
+
+    def _require_table(self) -> None:
+        if is_cut(self._table.file):
+            raise _damaged_table(self._table_path, "it is cut short")
 
     def _compare(self, document: int, start: int, stop: int) -> None:
         """Compare a document with its checksum, and keep the hashes of its bytes for later reads."""
@@ -315,7 +333,7 @@ class TextCache:
     def _block(self, document: int, again: bool = False) -> _BlockIds:
         number = self._number[document]
         block = self._blocks.get(number)
-        if block is None or again or _cut(block.file):
+        if block is None or again or is_cut(block.file):
             block = self._blocks[number] = self._open(document, number, again=block is not None)
         return block
 
@@ -379,11 +397,6 @@ def _set_bits(marks: Array, places: Array) -> Array:
     byte, bit = np.divmod(places, 8)
     last = np.append(marks, np.uint8(0))[byte]
     return np.asarray(before[byte] + _SET[last & ~(0xFF >> bit) & 0xFF])
-
-
-def _cut(file: mmap.mmap | None) -> bool:
-    """True if a file has become shorter than its mapping: touching a page that was cut off would kill the process."""
-    return file is not None and file.size() < len(file)
 
 
 def _step_hashes(ids: Array, first: int, last: int) -> list[int]:

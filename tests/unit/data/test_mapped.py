@@ -300,6 +300,10 @@ def test_a_shard_cut_off_while_it_is_mapped_is_reported(tmp_path: Path) -> None:
     os.truncate(tmp_path / entry.shard, entry.offset + 3)
     with pytest.raises(UserError, match=f"damaged at entry {latents[3]}"):
         cache.latent(latents[3])
+    for name in ("entries", "samples"):
+        os.truncate(tmp_path / "index" / f"{name}.arrow", 100)
+        with pytest.raises(UserError, match=rf"{name}\.arrow is damaged"):
+            _ = cache.latent(latents[0]) if name == "entries" else cache.samples[0]
 
 
 def test_overlay_reads_shards_in_progress_and_follows_them_when_sealed(tmp_path: Path) -> None:

@@ -168,6 +168,25 @@ def test_bytes_that_change_after_they_were_read_are_noticed(tmp_path: Path) -> N
         cache.ids(1, 0, 1)
 
 
+def test_a_table_that_changes_after_it_was_opened_is_noticed(tmp_path: Path) -> None:
+    write_text_cache(tmp_path, {"a": [[1, 2], [3, 4, 5], [6] * 9]}, _facts(9), block=1)
+    cache, table = TextCache(tmp_path), tmp_path / "index" / DOCUMENTS_NAME
+    pieces = [(0, 0, 2), (1, 0, 3), (2, 0, 9)]
+    good, told = [part.tolist() for part in cache.ids_of(pieces)], 0
+    for place in range(table.stat().st_size):
+        flip(table, place, 2)
+        try:
+            assert [part.tolist() for part in cache.ids_of(pieces)] == good
+        except UserError:
+            told += 1
+        flip(table, place, 2)
+    assert told > 3 * 8  # bytes of the columns
+    os.truncate(table, 100)
+    for read in (lambda: cache.ids_of(pieces), lambda: cache.trained(0)):
+        with pytest.raises(UserError, match=r"documents\.arrow is damaged \(it is cut short\)"):
+            read()
+
+
 def test_a_reader_in_another_process_takes_the_same_documents_alone(tmp_path: Path) -> None:
     write_text_cache(tmp_path, {"a": [[1, 2]]}, _facts(9))
     opened, arguments = TextCache(tmp_path).__reduce__()

@@ -75,6 +75,9 @@ def test_the_run_goes_on_from_the_newest_sound_one(home: Path, spoil: object, mo
     assert not differing(whole_checkpoint(config.run_dir), whole_checkpoint(whole.run_dir))
 
 
+BAD_LOSSES = [b'{"kind": "train", "step": 1}', b'{"kind": "validation", "step": 1, "loss": "x"}']
+
+
 @pytest.mark.parametrize("record", [b"{}", b"[]", b"null", b"3", b"\xff", b"[" * 200_000])
 def test_odd_records_beside_a_checkpoint_change_nothing(
     home: Path, record: bytes, monkeypatch: pytest.MonkeyPatch
@@ -82,7 +85,7 @@ def test_odd_records_beside_a_checkpoint_change_nothing(
     """It says what run.json says, which is written anew; lines that no run writes are kept beside the rows."""
     config, odd = (
         character_config(home, *STEPS),
-        [b"3", b"null", b'{"step": "4"}', b'{"kind": "train"}', b"\xff", record],
+        [b"3", b"null", b'{"step": "4"}', b'{"kind": "train"}', b"\xff", record, *BAD_LOSSES],
     )
     place, lines = config.run_dir / "run.json", list[str]()
     sound = place.read_bytes()

@@ -198,10 +198,11 @@ def test_broken_files_lose_nothing_else(tmp_path: Path) -> None:
     (good.parent / "i.tar").write_bytes(sparse.tobuf(tarfile.PAX_FORMAT) + b"0\n".ljust(512, b"\0") + bytes(1024))
     whole = write(good.parent / "f.tar", WORDS).read_bytes()
     (good.parent / "f.tar").write_bytes(whole[:1_540])  # the second member is cut
+    (good.parent / "j.tar").write_bytes(whole[:1_100])  # its header
     write(good.parent / "g.parquet", ["x"], "other")
     report, cache = build(tmp_path, [{"path": str(good.parent)}])
-    assert texts_of(cache) == [WORDS[0], "kept"]
-    assert report.rejected == {"broken_line": 6, "missing_column": 1, "too_large": 1}
+    assert texts_of(cache) == [WORDS[0], WORDS[0], "kept"]
+    assert report.rejected == {"broken_line": 7, "missing_column": 1, "too_large": 1}
 
 
 @pytest.mark.parametrize(
@@ -241,6 +242,7 @@ def test_tables_are_unfolded_elsewhere_and_never_beyond_the_limit(tmp_path: Path
         ("text", texts, ["not_a_string", "", *["too_large"] * 60]),
         ("chat", chats, ["", "", *["too_large"] * 60]),
         ("ids", numbers, ["", "too_large"]),
+        ("text", pa.array([None, "words"], pa.string_view()), ["not_a_string", ""]),
         ("text", times, ["broken_line" if as_stored else "not_a_string"]),
     ):
         path = tmp_path / f"{content}.parquet"
