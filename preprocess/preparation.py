@@ -53,7 +53,13 @@ class VideoPreparation:
             data = {**data, "fps": target.fps, "buckets": [bucket]}
             modes = {} if target.mode is None else {"conditioning": {target.mode: 1.0}}
             experts = {"objective": {"kind": "family", "experts": "both"}} if target.experts else {}
-            return {"data": data, "model": section, **experts, **modes, "train": {"lr": FINE_TUNING_RATE}}
+            one_card: dict[str, Any] = {
+                "train": {"lr": FINE_TUNING_RATE, "micro_batch_size": 1},
+                "device": {"dtype": "bfloat16"},
+            }
+            if not experts:  # a budget does not go with two
+                one_card["memory"] = {"fraction": 0.9}
+            return {"data": data, "model": section, **experts, **modes, **one_card}
         return {
             "data": data,
             "vae": {"kind": "linear"},
