@@ -200,7 +200,11 @@ def _describe(error: ValidationError, kind: type[RunConfig], task: str) -> str:
     tags = {tag for path, _ in all_fields(kind) for tag in re.findall(r"\((\w+)\)", path)}  # of unions
     lines = []
     for problem in problems:
-        loc = [part for part in problem["loc"] if part not in tags and part != "[key]"]
+        path = problem["loc"]
+        end = len(path) - (
+            problem["type"] in ("extra_forbidden", "missing")
+        )  # the last one is then a key, as the first one always is
+        loc = [part for at, part in enumerate(path) if part != "[key]" and not (part in tags and 0 < at < end)]
         where = ".".join(str(part) for part in loc)
         if problem["type"] == "extra_forbidden":
             lines.append(f"unknown key '{where}'{_suggest(loc, problem['loc'], kind, task)}")
@@ -260,7 +264,8 @@ def _suggest(loc: list[Any], full_loc: tuple[Any, ...], kind: type[RunConfig], o
             return f", which is a {what} of the task {task}; this config is of the task {own_task}"
     at = _section_at(kind, [part for part in full_loc[:-1] if not isinstance(part, int)])
     keys = [] if at is None else [one for one, _ in sections(at)]
-    return misspelt(plain(key), keys) or (f"; the keys there are {', '.join(keys)}" if keys else "")
+    before = "".join(f"{part}." for part in loc[:-1])
+    return misspelt(plain(key), keys, before) or (f"; the keys there are {', '.join(keys)}" if keys else "")
 
 
 def _sentence(field: Any) -> str:
