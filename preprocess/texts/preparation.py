@@ -213,7 +213,7 @@ def _sections_of(model: str | None) -> dict[str, Any]:
     local, known = Path(model).expanduser(), _recipes()
     if "/" not in model and not local.is_dir():
         raise UserError(
-            f"--model: {model!r} is no recipe{nearest(model, list(known))}: {', '.join(known)}; or name a folder or hub id of transformers"
+            f"--model: {model!r} is no recipe{nearest(model, list(known))} (recipes: {', '.join(known)}), no folder and no hub id of transformers"
         )
     place = str(local.resolve()) if local.is_dir() else model
     if local.is_dir() or model not in known.values():
