@@ -23,7 +23,7 @@ ANSWERS: dict[str, dict[str, str]] = {
     "video": {
         "train.lr": "lr train.learning_rate learning_rate --learning_rate",
         "train.steps": "steps epochs train.epochs train.num_epochs train.max_steps train.max_train_steps num_train_epochs max_train_epochs",
-        "train.batch_size": "batch_size train.batch data.batch_size train_batch_size",
+        "train.batch_size": "train.batchsize batch_size train.batch data.batch_size train_batch_size",
         "train.micro_batch_size": "micro_batch_size_per_gpu train.gradient_accumulation_steps train.grad_accum",
         "train.optimizer": "optimizer optimizer_type",
         "train.schedule": "train.lr_scheduler lr_scheduler",
@@ -70,7 +70,6 @@ ANSWERS: dict[str, dict[str, str]] = {
         "parallel.ulysses": "parallel.sp parallel.sequence_parallel",
         "trackers": "wandb report_to tracking.wandb log_with monitoring",
         "tracking.project": "tracker_project_name",
-        "train.batch_size": "train.batchsize",
         "": "data.caption_ext data.shuffle data.min_duration data.min_pixels model.quantize memory.blocks_to_swap parallel.pp sample.fps "
         "validate.batch_size fp8_base hub_model_id push_to_hub min_ar general",
         ADAPTERS: "lora adapter network peft model.lora_rank network_module network_dim lora_alpha",
