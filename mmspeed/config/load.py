@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from mmspeed.errors import UserError, misspelt
+from mmspeed.errors import UserError, misspelt, nearest
 
 from .published import DEFAULT_KINDS, default_kind
 from .schema import Config, RunConfig
@@ -47,7 +47,8 @@ def _read_tree(path: Path) -> dict[str, Any]:
     try:
         tree = parse_yaml(path.read_text(encoding="utf-8"), _YamlLoader, _FastYamlLoader)
     except FileNotFoundError:
-        raise UserError(f"{path}: no such config file; `mmspeed init {path}` writes one") from None
+        near = nearest(path.name, [one.name for one in path.parent.glob("*.y*ml")], 0.6)
+        raise UserError(f"{path}: no such config file{near or f'; `mmspeed init {path}` writes one'}") from None
     except IsADirectoryError:
         raise UserError(f"{path} is a folder; name the config file in it") from None
     except (OSError, UnicodeDecodeError) as error:
