@@ -44,10 +44,14 @@ def nearest(word: str, choices: Sequence[str], least: float = 0.5) -> str:
     return f"; did you mean '{matches[0]}'?" if matches else ""
 
 
-def misspelt(word: str, names: Sequence[str]) -> str:
-    """As `nearest`, for a name that `word` is likely to spell wrongly: every part between underscores is near, as in `min_` and `max_` none is."""
+def misspelt(word: str, names: Sequence[str], before: str = "") -> str:
+    """As `nearest`, for a name that `word` is likely to spell wrongly: every part between underscores is near, as in `min_` and `max_` none is.
+
+    before: what stands before the nearest name, such as its section.
+    """
     parts = word.split("_")
-    return nearest(word, [name for name in names if all(nearest(part, name.split("_"), 0.6) for part in parts)], 0.75)
+    near = [name for name in names if all(nearest(part, name.split("_"), 0.6) for part in parts)]
+    return nearest(word, near, 0.75).replace("'", f"'{before}", 1)
 
 
 def first_names(names: Sequence[str], most: int = 8, count: int | None = None) -> str:

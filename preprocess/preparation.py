@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from mmspeed.config import RunConfig, video_config
 from mmspeed.config.known_models import videos_of
 from mmspeed.config.places import absolute_places, is_url
+from mmspeed.errors import UserError
+from mmspeed.preprocess.texts.preparation import recipes
 
 if TYPE_CHECKING:
     from mmspeed.data.cache.made_from import MadeFrom
@@ -53,7 +55,13 @@ class VideoPreparation:
             data = {**data, "fps": target.fps, "buckets": [bucket]}
             modes = {} if target.mode is None else {"conditioning": {target.mode: 1.0}}
             experts = {"objective": {"kind": "family", "experts": "both"}} if target.experts else {}
-            return {"data": data, "model": section, **experts, **modes, "train": {"lr": FINE_TUNING_RATE}}
+            one_card: dict[str, Any] = {
+                "train": {"lr": FINE_TUNING_RATE, "micro_batch_size": 1},
+                "device": {"dtype": "bfloat16"},
+            }
+            if not experts:  # a budget does not go with two
+                one_card["memory"] = {"fraction": 0.9}
+            return {"data": data, "model": section, **experts, **modes, **one_card}
         return {
             "data": data,
             "vae": {"kind": "linear"},
@@ -70,6 +78,10 @@ class VideoPreparation:
         Raises UserError like `fit_data` and `starting_values`.
         """
         if model is not None:
+            if model.removeprefix("tiny-") in recipes():
+                raise UserError(
+                    f"--model: {model} is a language model: add --task language, or --texts in place of --videos"
+                )
             videos_of(model)  # names a word that is none before anything is loaded
         from mmspeed.preprocess.report.starting import fit_data, target_of
 

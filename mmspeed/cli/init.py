@@ -56,14 +56,15 @@ SHORT_KEYS = {
 LONGEST_LINE = 120
 
 # The head of a full file, for tasks with a preparation and for others.
+PLACES = "# Relative paths are taken from the folder of this file."
 PREPARED = (
-    "# Sizes are in pixels, times in seconds. Relative paths are taken from the folder of this file.",
+    PLACES,
     "#   mmspeed check FILE        show the data, the schedule and its cost",
     "#   mmspeed preprocess FILE   encode the data once, into the cache",
     "#   mmspeed train FILE        train from the cache",
 )
 PLAIN = (
-    "# Relative paths are taken from the folder of this file.",
+    PLACES,
     "#   mmspeed check FILE        show the schedule and its cost",
     "#   mmspeed train FILE        train; a stopped run continues",
 )
@@ -173,8 +174,8 @@ def template(
     }  # a task's section may have none of the short keys
     own = [] if preparation is not None else [key for key in fields if key not in RunConfig.model_fields]
     lines += [
-        f"# A run of mmspeed {__version__}: the keys that people change. `mmspeed init --full` writes every key.",
-        (PREPARED if preparation is not None else PLAIN)[0],
+        f"# A run of mmspeed {__version__}: the keys that people change. With --full, `mmspeed init` writes every key.",
+        PLACES,
     ]
     gap = True  # before the next key
     for key, field in fields.items():

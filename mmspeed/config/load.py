@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from mmspeed.errors import UserError, misspelt
+from mmspeed.errors import UserError, misspelt, nearest
 
 from .published import DEFAULT_KINDS, default_kind
 from .schema import Config, RunConfig
@@ -47,7 +47,8 @@ def _read_tree(path: Path) -> dict[str, Any]:
     try:
         tree = parse_yaml(path.read_text(encoding="utf-8"), _YamlLoader, _FastYamlLoader)
     except FileNotFoundError:
-        raise UserError(f"{path}: no such config file; `mmspeed init {path}` writes one") from None
+        near = nearest(path.name, [one.name for one in path.parent.glob("*.y*ml")], 0.6)
+        raise UserError(f"{path}: no such config file{near or f'; `mmspeed init {path}` writes one'}") from None
     except IsADirectoryError:
         raise UserError(f"{path} is a folder; name the config file in it") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -188,7 +189,11 @@ def _describe(error: ValidationError, kind: type[RunConfig], task: str) -> str:
     tags = {tag for path, _ in all_fields(kind) for tag in re.findall(r"\((\w+)\)", path)}  # of unions
     lines = []
     for problem in problems:
-        loc = [part for part in problem["loc"] if part not in tags and part != "[key]"]
+        path = problem["loc"]
+        end = len(path) - (
+            problem["type"] in ("extra_forbidden", "missing")
+        )  # the last one is then a key, as the first one always is
+        loc = [part for at, part in enumerate(path) if part != "[key]" and not (part in tags and 0 < at < end)]
         where = ".".join(str(part) for part in loc)
         if problem["type"] == "extra_forbidden":
             lines.append(f"unknown key '{where}'{_suggest(loc, problem['loc'], kind, task)}")
@@ -248,7 +253,8 @@ def _suggest(loc: list[Any], full_loc: tuple[Any, ...], kind: type[RunConfig], o
             return f", which is a {what} of the task {task}; this config is of the task {own_task}"
     at = _section_at(kind, [part for part in full_loc[:-1] if not isinstance(part, int)])
     keys = [] if at is None else [one for one, _ in sections(at)]
-    return misspelt(plain(key), keys) or (f"; the keys there are {', '.join(keys)}" if keys else "")
+    before = "".join(f"{part}." for part in loc[:-1])
+    return misspelt(plain(key), keys, before) or (f"; the keys there are {', '.join(keys)}" if keys else "")
 
 
 def _sentence(field: Any) -> str:

@@ -39,11 +39,11 @@ def stored_model(repository: Repository, kind: Any) -> nn.Module:
     """The repository's transformer, of the class `kind`, to be filled from its files after it is spread over devices.
 
     Raises UserError for files that lack a tensor of the model, hold one that it lacks, or hold one of another shape: at once where
-    they are here, or when they are read, which fetches them.
+    they are here, or when they are read, which fetches them or finds none.
     """
     model = empty_model(kind, repository.config(repository.transformer))
     source = weights_of(repository, model)
-    if repository.here:
+    if repository.here and not repository.weightless:
         source.check()
     declare_source(model, source)
     return model

@@ -147,6 +147,13 @@ class Repository:
         refuse_quantised(path, key)
         return replace(self, file=path)
 
+    @property
+    def weightless(self) -> bool:
+        """True for a folder whose transformer has settings alone, by which shapes are counted, and nothing that may be weights."""
+        weights = (".safetensors", ".safetensors.index.json", ".gguf", *PICKLES)
+        names = (path.name for path in (self.folder / self.transformer).iterdir())
+        return self.here and self.file is None and not any(name.endswith(weights) for name in names)
+
     # -- weights --------------------------------------------------------------------------------------------------------
 
     @property

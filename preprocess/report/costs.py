@@ -244,7 +244,9 @@ def _bucket_hints(config: Config, costs: Costs) -> list[str]:
 
 def cost_lines(config: Config, costs: Costs, schedule: bool = False) -> list[str]:
     """The estimate in words, as `mmspeed check` prints it; with the tables of the schedule where they are asked for."""
-    lines = [f"model: {words_of(config.model)}, {costs.parameters / 1e6:.1f} M parameters"]
+    opened = opened_of(config.model)
+    absent = "; no weights in its folder: training needs them" if opened is not None and opened.weightless else ""
+    lines = [f"model: {words_of(config.model)}, {costs.parameters / 1e6:.1f} M parameters{absent}"]
     lines += costs.attention
     parallel = config.parallel
     if parallel.group > 1:

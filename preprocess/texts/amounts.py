@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class TokenCount:
             self._sizes.append(len(value))
             self._ids = True
             return int(value.nbytes)
-        text = value if isinstance(value, str) else str(value)
+        text = value if isinstance(value, str) else "\n".join(map(str, _parts(value)))
         if self._looked_at < LOOKED_AT:
             self._first.append(text[: LOOKED_AT - self._looked_at])
             self._looked_at += len(self._first[-1])
@@ -94,6 +94,12 @@ def works_of(config: RunConfig, lengths: Mapping[str, Lengths], ranks: Sequence[
             of = of or order.packs_of(0).ranges.tokens
         works.append(RunWork(world, epochs, f"about {of:,} tokens", packs))
     return works
+
+
+def _parts(chat: Sequence[Any]) -> Iterator[Any]:
+    """The roles and contents of a chat, in order."""
+    for message in chat:
+        yield from message.values() if isinstance(message, Mapping) else [message]
 
 
 def _size(text: str) -> int:

@@ -61,8 +61,8 @@ _HEAVY = ("ids", "trained")  # of a block's payload: not needed for the table
 class TextReport:
     """The outcome of a build: counts of documents, ids, blocks, and rejected rows by reason.
 
-    `spelled` counts documents that spell a special token, which is text in them; `spelling` is one of them. `changes`: of the sources since
-    the build before.
+    `spelled` counts documents that spell a special token, which is text in them; `spelling` is one of them; `shortened`: chats with answers
+    without a loss, as the template changes them. `changes`: of the sources since the build before.
     """
 
     root: Path
@@ -76,6 +76,7 @@ class TextReport:
     examples: dict[str, str] = field(default_factory=dict)
     spelled: int = 0
     spelling: str = ""
+    shortened: int = 0
     changes: SourceChanges = field(default_factory=SourceChanges)
     seconds: float = 0.0
 
@@ -90,6 +91,11 @@ class TextReport:
         if self.spelled:
             lines.append(
                 f"special tokens that are spelled are text: in {self.spelled:,} documents, such as {self.spelling}"
+            )
+        if self.shortened and self.documents:
+            lines.append(
+                f"answers behind the last question alone have a loss in {self.shortened:,} chat{'s'[: self.shortened != 1]}: the "
+                "template changes earlier ones as later turns come; for a loss on all, make a row that ends with each answer"
             )
         rejected = sorted(self.rejected.items())
         return lines + [f"rejected, {name}: {count:,}, such as {self.examples[name]}" for name, count in rejected]
@@ -289,6 +295,7 @@ class TextCacheBuilder:
                 if token := encoder.spelled(row.value):
                     report.spelled += 1
                     report.spelling = report.spelling or f"{row.place} ({token})"
+                report.shortened += encoder.shortens(row.value)
                 recipe = altered if token or encoder.altered(row.value) else recipe
                 full = size >= _MOST or len(rows) >= _ROWS
                 if full or (size >= _LEAST and not int(content[-2:], 16) & _END_BITS):

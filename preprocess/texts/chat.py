@@ -1,8 +1,8 @@
 """Write chats by the tokenizer's template, and mark the assistant's tokens: those alone have a loss.
 
 Templates with generation marks (`{% generation %}`) say the spans themselves. For others the chat is written turn by turn, and
-what an assistant's turn adds behind the prompt of its generation is its span; a template that changes earlier turns as later ones
-come (it is not prefix-stable) is refused.
+what an assistant's turn adds behind the prompt of its generation is its span. An answer that the template writes in another way as
+later turns come, as Qwen3's takes its thoughts away, has no loss: there the model never writes what stands in the chat.
 
 Special tokens are those that the template writes. One that a message spells is hidden while the template writes, by a private character
 in place of its first one, and then has the ids of its words. So has another added token of the template, such as the head of a turn,
@@ -35,7 +35,7 @@ Spans: TypeAlias = list[tuple[int, int]]  # of characters
 
 
 class ChatError(Exception):
-    """A chat that the template cannot write, or whose turns it changes."""
+    """A chat that the template cannot write, or whose answers it all changes."""
 
 
 class ChatTemplate:
@@ -101,7 +101,31 @@ class ChatTemplate:
         """True for a chat that version 1 gave other marks, whatever it spells."""
         roles = [str(message.get("role")) if isinstance(message, Mapping) else "" for message in messages]
         other = roles[:1] == ["assistant"] or any(starmap(self._joins, pairwise(roles)))
+        other = other or (roles.count("assistant") > 1 and any(self._changes))
         return self._trims or (other and not self.marked) or any(map(self._control.folds, strings_of(list(messages))))
+
+    def shortens(self, messages: Sequence[Any]) -> bool:
+        """True for a chat of which the template changes the answers before the last question: they have no loss, others have."""
+        roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages]
+        if self.marked or "user" not in roles:
+            return False
+        last = len(roles) - 1 - roles[::-1].index("user")
+        answers = [message for role, message in zip(roles[:last], messages, strict=False) if role == "assistant"]
+        thoughts = "</think>" in "".join(strings_of(answers))
+        return bool(answers) and "assistant" in roles[last:] and self._changes[thoughts]
+
+    @cached_property
+    def _changes(self) -> tuple[bool, bool]:
+        """Whether the template changes an answer, and one with thoughts, as a question comes behind it."""
+
+        def changed(answer: str) -> bool:
+            chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
+            try:
+                return not self._write([*chat, chat[0]])[0].startswith(self._write(chat)[0])
+            except ChatError:
+                return False
+
+        return changed("b"), changed("<think>b</think>c")
 
     def _joins(self, *roles: str) -> bool:
         """True for two turns before an assistant's of which the template does not write the first one alone, as it does with the other."""
@@ -149,13 +173,17 @@ class ChatTemplate:
             if message["role"] != "assistant":  # a template may write several of these as one, or need a further one
                 continue
             after, _ = self._write(messages[: number + 1])
-            if not text.startswith(after) or len(after) < at:
-                raise ChatError("the template changes earlier turns as later ones come")
+            if not text.startswith(after):
+                continue
+            if len(after) < at:
+                raise ChatError("the template writes less of a chat with a turn more")
             start = self._start(messages[:number], after)
             if not after.startswith(start):
                 raise ChatError("the template does not begin an assistant's turn with its prompt")
             spans.append((max(len(start), at), len(after)))
             at = len(after)
+        if not spans:
+            raise ChatError("the template changes each of its answers as later turns come: nothing has a loss")
         return text, spans
 
     def _start(self, before: Sequence[Any], after: str) -> str:

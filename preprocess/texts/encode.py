@@ -62,6 +62,10 @@ class Encoder:
             return self._tokenizer.special.folds(value)
         return isinstance(value, list) and self.chat().altered(value)
 
+    def shortens(self, value: Any) -> bool:
+        """True for a chat with answers that the template changes as later turns come, which have no loss."""
+        return isinstance(value, list) and self.chat().shortens(value)
+
     def problem(self, value: Any) -> str:
         """What is wrong with a chat that is rejected."""
         try:

@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from mmspeed.config.known_models import PUBLISHED
 from mmspeed.config.places import absolute_places, is_url
 from mmspeed.config.texts import TextsConfig, TextSourceConfig, TokenizerConfig
 from mmspeed.config.yaml_text import parse_yaml
@@ -190,7 +191,7 @@ def _recipe(name: str) -> dict[str, Any] | None:
     return dict(parse_yaml(path.read_text(encoding="utf-8"))) if path.is_file() else None
 
 
-def _recipes() -> dict[str, str | None]:
+def recipes() -> dict[str, str | None]:
     """The names of all recipes, each with the hub id of its published weights; None: there are none."""
     names = sorted(path.stem for path in (Path(str(files("mmspeed"))) / RECIPES).glob("*.yaml"))
     return {name: ((_recipe(name) or {}).get("tokenizer") or {}).get("path") for name in names}
@@ -210,10 +211,12 @@ def _sections_of(model: str | None) -> dict[str, Any]:
         }
     if (recipe := _recipe(model)) is not None:
         return recipe
-    local, known = Path(model).expanduser(), _recipes()
+    local, known = Path(model).expanduser(), recipes()
+    if any(model.lower() in family for family in PUBLISHED.values()):
+        raise UserError(f"--model: {model} is no language model: leave --task language and --texts out")
     if "/" not in model and not local.is_dir():
         raise UserError(
-            f"--model: {model!r} is no recipe{nearest(model, list(known))}: {', '.join(known)}; or name a folder or hub id of transformers"
+            f"--model: {model!r} is no recipe{nearest(model, list(known))} (recipes: {', '.join(known)}), no folder and no hub id of transformers"
         )
     place = str(local.resolve()) if local.is_dir() else model
     if local.is_dir() or model not in known.values():
@@ -240,7 +243,7 @@ def _weights_line(model: str | None, sections: Mapping[str, Any]) -> str:
     section = sections["model"]
     if "pretrained" in section:
         return f"model: training goes on from the weights of {section['pretrained']}"
-    hub = _recipes().get(str(section["shape"]).removeprefix("tiny-"))
+    hub = recipes().get(str(section["shape"]).removeprefix("tiny-"))
     other = "" if hub is None else f"; for published ones: --model {hub}"
     return f"model: {section['shape']} begins with random weights, to be trained from nothing{other}"
 

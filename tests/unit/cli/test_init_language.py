@@ -52,6 +52,11 @@ def test_twins_and_weights_to_go_on_from(tmp_path: Path, capsys: pytest.CaptureF
     assert "models of type 'gpt2' are not read" in capsys.readouterr().err and not (tmp_path / "b.yaml").exists()
     assert main(["init", str(tmp_path / "run.yaml"), "--task", "language", "--model", "qwen-8b", "--force"]) == 1
     assert "'qwen-8b' is no recipe; did you mean 'qwen3-8b'" in capsys.readouterr().err
+    for words, said in (
+        (["qwen3-0.6b"], "qwen3-0.6b is a language model: add --task language"),
+        (["wan2.1-1.3b", "--task", "language"], "wan2.1-1.3b is no language model: leave --task language"),
+    ):
+        assert main(["init", str(tmp_path / "c.yaml"), "--model", *words]) == 1 and said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
     # unknown keys
     (("trian={}",), r"unknown key 'trian'; did you mean 'train'"),
     (("caption_dropout=0.2",), r"unknown key 'caption_dropout'; did you mean 'train\.caption_dropout'"),
-    ((DDPM, "objective.predicton=v"), r"unknown key 'objective\.predicton'; did you mean 'prediction'"),
-    (("data.buckets.0.hight=9",), r"unknown key 'data\.buckets\.0\.hight'; did you mean 'height'"),
+    ((DDPM, "objective.predicton=v"), r"unknown key 'objective\.predicton'; did you mean 'objective\.prediction'"),
+    (("data.buckets.0.hight=9",), r"unknown key 'data\.buckets\.0\.hight'; did you mean 'data\.buckets\.0\.height'"),
     (("model.pretrained=a/b",), r"unknown key 'model\.pretrained': set `model\.kind: diffusers` beside it"),
     (("lora.rank=4",), r"unknown key 'lora': adapters train in your own loop, with peft"),
     # types, ranges and words

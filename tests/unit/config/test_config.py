@@ -107,6 +107,9 @@ def test_files_that_are_no_config(tmp_path: Path, content: bytes, expected: str)
 def test_missing_file_and_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such config file; `mmspeed init"):
         load_config(tmp_path / "none.yaml")
+    (tmp_path / "run.yaml").touch()
+    with pytest.raises(UserError, match=r"run\.ymal: no such config file; did you mean 'run\.yaml'\?"):
+        load_config(tmp_path / "run.ymal")
     with pytest.raises(UserError, match="is a folder"):
         load_config(tmp_path)
 

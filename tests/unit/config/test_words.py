@@ -23,7 +23,7 @@ ANSWERS: dict[str, dict[str, str]] = {
     "video": {
         "train.lr": "lr train.learning_rate learning_rate --learning_rate",
         "train.steps": "steps epochs train.epochs train.num_epochs train.max_steps train.max_train_steps num_train_epochs max_train_epochs",
-        "train.batch_size": "batch_size train.batch data.batch_size train_batch_size",
+        "train.batch_size": "train.batchsize batch_size train.batch data.batch_size train_batch_size",
         "train.micro_batch_size": "micro_batch_size_per_gpu train.gradient_accumulation_steps train.grad_accum",
         "train.optimizer": "optimizer optimizer_type",
         "train.schedule": "train.lr_scheduler lr_scheduler",
@@ -70,13 +70,12 @@ ANSWERS: dict[str, dict[str, str]] = {
         "parallel.ulysses": "parallel.sp parallel.sequence_parallel",
         "trackers": "wandb report_to tracking.wandb log_with monitoring",
         "tracking.project": "tracker_project_name",
-        "batch_size": "train.batchsize",  # the nearest of a section is named without it
         "": "data.caption_ext data.shuffle data.min_duration data.min_pixels model.quantize memory.blocks_to_swap parallel.pp sample.fps "
         "validate.batch_size fp8_base hub_model_id push_to_hub min_ar general",
         ADAPTERS: "lora adapter network peft model.lora_rank network_module network_dim lora_alpha",
     },
     "language": {
-        "train.steps": "train_iters train.num_train_epochs",
+        "train.steps": "train_iters train.num_train_epochs train.stepz",  # `train` is a kind of tokenizer, too
         "train.micro_batch_size": "per_device_train_batch_size train.local_batch_size",
         "train.schedule": "lr_decay_style lr_scheduler_type",
         "train.min_lr_ratio": "min_lr min_lr_factor",

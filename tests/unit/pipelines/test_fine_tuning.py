@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from mmspeed.cli.check import model_lines
 from mmspeed.cli.init import write_config
 from mmspeed.config import Config, load_config
 from mmspeed.config.schema import PublishedModelConfig
@@ -23,7 +25,8 @@ from tests.support.tiny_repositories import save_wan
 
 SMALL = (
     "data.limit=4", "data.buckets=[{frames: 13, height: 32, width: 48}]", "data.val_fraction=0", "validate.prompts=[]",
-    "train.steps=3", "train.log_every=1", "train.ema_decay=null",
+    "train.steps=3", "train.log_every=1", "train.ema_decay=null", "train.micro_batch_size=null", "memory.fraction=null",
+    "device.dtype=float32",
 )  # fmt: skip
 
 
@@ -46,7 +49,25 @@ def test_init_fits_buckets_to_the_model(home: Path) -> None:
         "diffusers", "diffusers", "family", "family",
     )  # fmt: skip
     assert config.data.fps == 16.0 and config.train.lr == 1e-5
+    card = config.train.micro_batch_size, config.memory.fraction, config.device.dtype
+    assert card == (1, 0.9, "bfloat16")
     assert all(b.frames % 4 == 1 and b.height % 16 == 0 and b.width % 16 == 0 for b in config.buckets)
+
+
+def test_shapes_are_counted_without_weights_which_training_needs(home: Path, tmp_path: Path) -> None:
+    shutil.copytree(home / "tiny-wan", tmp_path / "bare")
+    (tmp_path / "bare" / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
+    config = small(
+        home,
+        f"model.pretrained={tmp_path / 'bare'}",
+        "memory.budget=1GB",
+        f"output={tmp_path}",
+        f"data.cache={tmp_path}/c",
+    )
+    said = "\n".join([*check(config).lines(), *model_lines(config, check(config))])
+    assert "; no weights in its folder: training needs them" in said and "budget 1.0 GB: 2 x save" in said
+    with pytest.raises(UserError, match=r"^model\.pretrained: .* holds no diffusion_pytorch_model\.safetensors$"):
+        TrainPipeline(config, online=True).run()
 
 
 @pytest.mark.slow

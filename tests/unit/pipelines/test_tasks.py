@@ -64,7 +64,7 @@ def test_keys_of_another_task_are_reported_with_their_task(tmp_path: Path) -> No
         ({**ours, "sample": {"steps": 3}}, "unknown key 'sample', which is a section of the task video; this config is of the task characters"),
         ({**ours, "objective": {"kind": "flow"}}, r"unknown key 'objective\.kind', which is a key of the task video; this config is of the task characters"),
         ({**video, "pack": 8}, "unknown key 'pack', which is a section of the task characters; this config is of the task video"),
-        ({**ours, "train": {"setps": 3}}, r"unknown key 'train\.setps'; did you mean 'steps'\?"),
+        ({**ours, "train": {"setps": 3}}, r"unknown key 'train\.setps'; did you mean 'train\.steps'\?"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=message):
             make_config(tree, origin="test")

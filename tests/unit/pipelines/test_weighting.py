@@ -157,7 +157,7 @@ def test_the_default_and_bad_values(home: Path) -> None:
     for value in ("samples", "1", "null"):
         with pytest.raises(UserError, match=r"'objective\.weighting'"):
             mixed_config(home, f"objective.weighting={value}")
-    with pytest.raises(UserError, match=r"unknown key 'objective\.wieghting'.*did you mean 'weighting'"):
+    with pytest.raises(UserError, match=r"unknown key 'objective\.wieghting'.*did you mean 'objective\.weighting'"):
         mixed_config(home, "objective.wieghting=step")
 
 

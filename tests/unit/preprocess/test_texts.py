@@ -274,6 +274,7 @@ MARKED = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 PLAIN = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+THOUGHTS = PLAIN.replace("{{ m.content }}<|", "{% if loop.last %}<think></think>{% endif %}{{ m.content }}<|")
 LAST_ONLY = "{% for m in messages %}{% if loop.last %}<|{{ m.role }}|>{% endif %}{{ m.content }}{% endfor %}"
 CHAT = [
     {"role": "user", "content": "2 + 2?"},
@@ -305,6 +306,17 @@ def test_chats_have_their_loss_on_the_assistant(tmp_path: Path, template: str) -
         cache.tokenizer().decode(cache.ids(0)[~marks].tolist())
         == "<|user|>2 + 2?<|assistant|><|user|>sure?<|assistant|>"
     )
+
+
+def test_answers_that_the_template_changes_later_have_no_loss(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "seed", tmp_path)
+    path = write(tmp_path / "chats.jsonl", [CHAT, CHAT[:2], CHAT[:3]], "messages")
+    tokenizer = {"kind": "transformers", "path": str(folder), "chat_template": THOUGHTS}
+    report, cache = build(tmp_path, [{"path": str(path), "content": "chat"}], tokenizer)
+    trained = [cache.tokenizer().decode(cache.ids(n)[cache.trained(n)].tolist(), special=True) for n in (0, 1)]
+    assert trained == ["<think></think>yes, four<|endoftext|>", "<think></think>four<|endoftext|>"]
+    assert report.shortened == 1 and "alone have a loss in 1 chat" in "\n".join(report.lines())
+    assert "changes each of its answers" in report.examples["bad_chat"] and report.rejected == {"bad_chat": 1}
 
 
 SHAREGPT = [
