@@ -31,6 +31,7 @@ from mmspeed.shapes import Bucket
 from tests.rules.sources import CODE, python_files, syntax
 from tests.support.pages import ROOT, CodeBlock, blocks, blocks_under, check_command, command_lines, words_of
 from tests.support.runs import losses
+from tests.support.special_tokens import save
 from tests.support.toy_runs import toy_config, write_toy_cache
 
 DOCS = ROOT / "docs"
@@ -231,16 +232,24 @@ def test_the_job_file_requeues_no_run_that_ended(tmp_path: Path) -> None:
 def test_a_language_model_is_trained_sampled_and_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both of the page's configs, for two steps each of short packs, and the commands behind them."""
+    """The page's configs, for two steps each of short packs, and the commands behind them."""
     page = DOCS / "language-models.md"
     monkeypatch.chdir(tmp_path)
     rows = [{"text": f"Once upon a time {number} rabbits met {number * number} foxes."} for number in range(200)]
     (tmp_path / "stories.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (tmp_path / "answers.csv").write_text(
+        "rules,question,context,answer\n" + "".join(f"add,{n} + 2,,{n + 2}\n" for n in range(200))
+    )
+    answers = f"tokenizer.path={save(tmp_path / 'tokenizer')}", "model.shape=tiny-qwen3-0.6b"  # no hub is asked
+    changes = {
+        "stories": (),
+        "experts": ("name=experts", "texts.cache=cache/experts"),
+        "answers": ("name=answers", *answers),
+    }
     small = ("train.steps=2", "train.batch_size=2", "sequence_length=64", "device.kind=cpu", "validate.report=false")
     texts = [block.text for block in blocks(page) if block.language == "yaml"]
-    for name, text in zip(("stories", "experts"), texts, strict=True):
+    for (name, own), text in zip(changes.items(), texts, strict=True):
         (tmp_path / f"{name}.yaml").write_text(text, encoding="utf-8")
-        own = () if name == "stories" else (f"name={name}", f"texts.cache=cache/{name}")
         assert main(["train", f"{name}.yaml", *small, *own]) == 0
         kinds = [row["kind"] for row in read_metrics(tmp_path / "runs" / name / "metrics.jsonl")]
         assert "train" in kinds
