@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from . import flash3
 from .errors import UserError
 from .torch_internals import memory_segments, record_memory_history
 
@@ -93,7 +94,8 @@ class Device:
         """Versions of the vendor's libraries that processes of one run must share; none on CPU."""
         if self.kind == "cuda":
             nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
-            return [f"cuda {torch.version.cuda}", "nccl " + ".".join(map(str, nccl))]
+            flash = [flash.words] if (flash := self.flash()) and flash.state != "absent" else []
+            return [f"cuda {torch.version.cuda}", "nccl " + ".".join(map(str, nccl)), *flash]
         if self.kind == "npu":
             return [f"torch_npu {importlib.import_module('torch_npu').__version__}"]
         return []
@@ -107,9 +109,16 @@ class Device:
             os.environ.setdefault("HCCL_EXEC_TIMEOUT", str(int(seconds)))
 
     def activate(self) -> None:
-        """Make this the process's current device."""
+        """Make this the process's current device, with the attention kernels that it has."""
         if self.kind != "cpu":
             torch.accelerator.set_device_index(self.index)
+        self.flash()
+
+    def flash(self) -> flash3.Flash | None:
+        """The version of FlashAttention that serves this process from now on; None where a device has none."""
+        if self.kind != "cuda":
+            return None
+        return flash3.activate(self.torch_device, torch.cuda.get_device_capability(self.index)[0])
 
     def synchronize(self) -> None:
         """Wait for all queued work of the device. Nothing to do on CPU."""
@@ -314,9 +323,9 @@ def host_room(like: torch.Tensor) -> torch.Tensor:
 
 def without_waiting(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
     """A tensor on another device; from the CPU to an accelerator it is copied out of pinned memory while the host goes on."""
-    if tensor.device.type != "cpu" or where.type in (*_UNRECORDED, "meta"):
+    if tensor.device.type != "cpu" or where.type in _UNRECORDED:
         return tensor.to(where)
-    return tensor.pin_memory().to(where, non_blocking=True)
+    return (tensor if where.type == "meta" else tensor.pin_memory()).to(where, non_blocking=True)
 
 
 def fuses_updates(kind: str) -> bool:
@@ -325,6 +334,12 @@ def fuses_updates(kind: str) -> bool:
     The CPU has one too, twice as fast as tensor by tensor; there a run's bits are compared with those of plain loops of torch.
     """
     return kind == "cuda"
+
+
+def tries_graphs(device: Device) -> bool:
+    """True for a device that torch.compile makes kernels for, by Triton; on others it is left to those who ask for it."""
+    found = device.kind == "cuda" and importlib.util.find_spec("triton") is not None
+    return found and torch.cuda.get_device_capability(device.index) >= (8, 0)
 
 
 def copy_mark(device: torch.device) -> torch.Event:

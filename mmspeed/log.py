@@ -140,7 +140,7 @@ class Working:
 
 
 class ProgressLine(Working):
-    """Work that is counted: a bar with rate and remaining time on a terminal; in a log plain lines, fewer with time.
+    """Work that is counted: a bar with rate and remaining time on a terminal; in a log a plain line for every silence.
 
     Use as a context manager; `advance` may be called from any thread.
     """
@@ -240,17 +240,13 @@ class ShownWork:
                 if ended.is_set() or not self._open:
                     return
                 work = self._open[-1]
-                if time.monotonic() - self._spoke >= silence_after(work.seconds):
+                if time.monotonic() - self._spoke >= SILENCE_SECONDS:
                     self.spoke()
                     get_logger("progress").info(work.line())
 
 
 LOOK_SECONDS = 0.2  # between two looks for silence
-
-
-def silence_after(seconds: float) -> float:
-    """Seconds without a line that are allowed to work that has lasted for `seconds`: 1 at first, 10 after twenty minutes."""
-    return min(10.0, max(1.0, seconds / 120))
+SILENCE_SECONDS = 10.0  # without a line, after which a log has one of the work under way
 
 
 def _bars(console: Console) -> Progress:

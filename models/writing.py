@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import xxhash
@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mmspeed.data.cache.files import disk_errors, fsync_folder
+from mmspeed.data.cache.tensor_files import Row, write_safetensors
 from mmspeed.errors import UserError
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -85,7 +86,8 @@ def write_tensors(
         one = f"{stem}.safetensors"
         name = one if len(shards) == 1 else f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
         digests: dict[str, str] = {}
-        _write_file(folder / name, shard, _noted(shard, value_of, digests, advance))
+        rows = (Row(entry.name, DTYPES[entry.dtype], entry.shape, entry.nbytes) for entry in shard)
+        write_safetensors(folder / name, {"format": "pt"}, rows, _noted(shard, value_of, digests, advance))
         _compare(folder / name, digests)
         placed |= {entry.name: name for entry in shard}
     total = sum(entry.nbytes for entry in entries)
@@ -122,23 +124,6 @@ def _noted(
         digests[entry.name] = _digest(value)
         yield value
         advance()
-
-
-def _write_file(path: Path, entries: Sequence[TensorEntry], values: Iterator[Tensor]) -> None:
-    """Write a safetensors file, one tensor after another."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for entry in entries:
-        begin, end = end, end + entry.nbytes
-        header[entry.name] = {"dtype": DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for value in values:
-            file.write(value.reshape(-1).view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _compare(path: Path, digests: Mapping[str, str]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mmspeed import log
-from mmspeed.config import load_run_config
+from mmspeed.config import load_config
 from mmspeed.config.memory import parse_bytes
 from mmspeed.config.training import BatchingConfig, TrainConfig
 from mmspeed.data.sampling.batch_sizes import Measured, line_slope, make_batching
@@ -40,7 +40,7 @@ def profile_buckets(
     limit = parse_memory(memory_limit) if memory_limit is not None else None
     if budget_seconds <= 0 or minutes <= 0 or repeats < 1 or (most is not None and most < 1):
         raise UserError("--budget-seconds, --minutes, --repeats and --most must be positive")
-    config = load_run_config(config_path, overrides)
+    config = load_config(config_path, overrides)
     profiled = profile(
         config, output, memory=limit, seconds=budget_seconds, most=most, repeats=repeats, minutes=minutes
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from mmspeed import comm
-from mmspeed.config import load_run_config
+from mmspeed.config import load_config
 from mmspeed.data.cache.files import write_whole
 from mmspeed.device import pick
 from mmspeed.memory.planning.report import MemoryReport
@@ -26,7 +26,9 @@ def report_config(config_path: Path, overrides: Sequence[str] = (), output: Path
     With a budget, the ways are those that `mmspeed train` chose and wrote there. A collective call where a launcher started several
     processes. Raises UserError as `SyntheticStep`.
     """
-    config = load_run_config(config_path, overrides)
+    config = load_config(config_path, overrides)
+    if config.train.compile == "auto":  # the memory of compiled blocks cannot be told apart
+        config = config.model_copy(update={"train": config.train.model_copy(update={"compile": False})})
     device = pick(config.device.kind)
     device.activate()
     folder = output or config.run_dir

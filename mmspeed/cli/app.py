@@ -240,7 +240,7 @@ def check(
     ] = False,
 ) -> None:
     """Read the sources, and report what a run of the config takes in lines and as an HTML page; needs no accelerator."""
-    from mmspeed.config import load_run_config
+    from mmspeed.config import load_config
 
     if parallel is not None:
         from .check import check_parallel
@@ -248,19 +248,21 @@ def check(
         other_options = {"--report": report_file, "--suggest-buckets": suggest_buckets, "--ranks": ranks}
         other_options["--schedule"] = schedule or None
         with log.Working(f"checking the layout {parallel}"):
-            code = check_parallel(load_run_config(config, overrides or ()), parallel, other_options)
+            code = check_parallel(load_config(config, overrides or ()), parallel, other_options)
         raise typer.Exit(code)
     if against_official:
         from .check import check_official
 
         with log.Working("comparing with the official pipeline"):
-            code = check_official(load_run_config(config, overrides or ()))
+            code = check_official(load_config(config, overrides or ()))
         raise typer.Exit(code)
     from rich.console import Console
 
+    from mmspeed.pipelines.report.advice import refusals
+
     from .check import check_config, model_lines
 
-    run_config = load_run_config(config, overrides or ())
+    run_config = load_config(config, overrides or ())
     spoken.begin("check", config)
     numbers = None if ranks is None else numbers_of(ranks)
     with log.Working("checking", tell=False):
@@ -270,7 +272,7 @@ def check(
             raise typer.Exit(1)
         for line in model_lines(run_config, report):
             print(line)
-        for line in sample_command.refusals(run_config):
+        for line in refusals(run_config):
             print(f"warning: {line}")
     spoken.then(_train_command(config, overrides))
 
@@ -339,6 +341,7 @@ def train(
     resolved = _resolve(context, "train", config, overrides, nproc, print_config, max_restarts=max_restarts)
     with spoken.loading():
         from mmspeed.pipelines import TrainPipeline
+        from mmspeed.pipelines.report.advice import advised
         from mmspeed.pipelines.tasks import maker_of
 
         pipeline = TrainPipeline(resolved, maker_of(resolved))
@@ -347,7 +350,7 @@ def train(
     if not result.finished:
         spoken.then(_train_command(config, overrides), f"report {result.run}")
     else:
-        spoken.then(*sample_command.advised(result.run, resolved), f"report {result.run}")
+        spoken.then(*advised(result.run, resolved), f"report {result.run}")
 
 
 app.command()(sample_command.sample)
@@ -363,13 +366,16 @@ def report(run_folder: sample_command.RunFolder) -> None:
     require_run(run_folder)
     with spoken.loading():
         from mmspeed.pipelines import write_report
+        from mmspeed.pipelines.report.advice import advised, first_checkpoint
         from mmspeed.pipelines.run.run_folder import RunFolder
 
     with log.Working("drawing", tell=False):
         page = write_report(run_folder)
     print(page)
-    folder = RunFolder(run_folder)
-    if folder.task() in ("video", "language") and (commands := sample_command.advised(run_folder, folder.run_config())):
+    config = RunFolder(run_folder).run_config()
+    if not RunFolder(run_folder).steps():
+        log.get_logger("cli").info(first_checkpoint(run_folder, config))
+    elif commands := advised(run_folder, config):
         spoken.then(*commands)
 
 
@@ -404,14 +410,14 @@ def _resolve(
 
     `more` are options that the launched processes get too; `max_restarts` is for their launcher.
     """
-    from mmspeed.config import dump_config, load_run_config, obey_launcher
+    from mmspeed.config import dump_config, load_config, obey_launcher
 
     config_log = logging.getLogger("mmspeed.config")
     launches = launch.wanted(nproc, max_restarts)
     config_log.disabled = launches and not print_config  # the first process logs the notes about the config
     try:
         config = obey_launcher(
-            load_run_config(path, overrides or ())
+            load_config(path, overrides or ())
         )  # before processes start, to report a mistake in it early
     finally:
         config_log.disabled = False

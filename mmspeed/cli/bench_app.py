@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from . import bench_decode, bench_reliability, spoken
+from . import bench_decode, bench_reliability, bench_step, spoken
 
 app = typer.Typer(help="Measure speed, memory and quality.", no_args_is_help=True)
 
@@ -19,6 +19,7 @@ def _begin(context: typer.Context) -> None:
 
 app.command()(bench_decode.decode)
 app.command()(bench_reliability.reliability)
+app.command()(bench_step.step)
 
 
 @app.command()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mmspeed.config import Config, make_config
+from mmspeed.config import Config, RunConfig, make_config, video_config
 from mmspeed.log import ProgressLine, format_seconds, get_logger
 from mmspeed.models.sections import size_of
 
@@ -66,15 +66,26 @@ def demo_tree(output: Path, short: bool) -> dict[str, Any]:
 
 def demo_config(output: Path, short: bool) -> Config:
     """The checked config of the demo."""
-    return make_config(demo_tree(output, short), origin="demo")
+    return video_config(make_config(demo_tree(output, short), origin="demo"), "demo")
 
 
-def run_demo(output: str | Path = "mmspeed-demo", short: bool = False) -> list[Path]:
+def trained(config: RunConfig) -> bool:
+    """Train the model of a demo. False where it was asked to stop."""
+    from mmspeed.pipelines import TrainPipeline
+
+    result = TrainPipeline(config).run()
+    for line in result.lines():
+        log.info(line)
+    return not result.asked
+
+
+def run_demo(output: str | Path = "mmspeed-demo", short: bool = False) -> list[Path] | None:
     """Run the whole demo into `output`; return the paths to look at.
 
-    A second run continues from the first: nothing is encoded again, and a finished training is not repeated.
+    A second run continues from the first: nothing is encoded again, and a finished training is not repeated. None where the training
+    was asked to stop.
     """
-    from mmspeed.pipelines import TextToVideo, TrainPipeline, write_report
+    from mmspeed.pipelines import TextToVideo, write_report
     from mmspeed.pipelines.inference.media import contact_sheet, save_image
     from mmspeed.preprocess import CacheBuilder
 
@@ -85,8 +96,8 @@ def run_demo(output: str | Path = "mmspeed-demo", short: bool = False) -> list[P
     for line in CacheBuilder(config).run().lines():
         log.info(line)
     log.info(f"2/4 train: {config.train.steps} steps of a {size_of(config.model)} model on {os.cpu_count()} cores")
-    for line in TrainPipeline(config).run().lines():
-        log.info(line)
+    if not trained(config):
+        return None
     log.info("3/4 sample: text to video with the trained weights")
     pipe = TextToVideo.from_run(config.run_dir)
     prompts = list(config.validate_.prompts)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
+import signal
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from types import FrameType
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -32,8 +35,29 @@ def demo(
         from .demo_language import run_language_demo
 
     run = run_language_demo if task is DemoTask.language else run_demo
-    with log.Working("running the demo", tell=False):
-        paths = run(output, short)
+    again = shlex.join(["demo", *["--short"] * short, "--task", task.value, "--output", str(output)])
+    before = signal.signal(signal.SIGTERM, _end)
+    try:
+        with log.Working("running the demo", tell=False):
+            paths = run(output, short)
+    except (KeyboardInterrupt, SystemExit):
+        _tell_of_rest(again)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if paths is None:
+        _tell_of_rest(again)
+        return
     for path in paths:
         print(path)
     spoken.then("init my-lm --texts FOLDER" if task is DemoTask.language else "init my-run --videos FOLDER")
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    """End the process by a signal, as Ctrl-C does; training handles its own."""
+    raise SystemExit(128 + number)
+
+
+def _tell_of_rest(command: str) -> None:
+    log.get_logger("demo").info("the demo has not ended: the same command goes on where it stopped")
+    spoken.then(command)

@@ -8,11 +8,13 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
-from mmspeed.config import make_run_config
+from mmspeed.config import make_config
 from mmspeed.config.language import LanguageConfig
 from mmspeed.errors import UserError
 from mmspeed.log import format_seconds, get_logger
 from mmspeed.preprocess.texts.preparation import TextPreparation
+
+from .demo import trained
 
 log = get_logger("demo")
 
@@ -58,15 +60,16 @@ def language_tree(output: Path, short: bool) -> dict[str, Any]:
 
 def language_demo_config(output: Path, short: bool) -> LanguageConfig:
     """The checked config of the demo."""
-    return cast(LanguageConfig, make_run_config(language_tree(output, short), origin="demo"))
+    return cast(LanguageConfig, make_config(language_tree(output, short), origin="demo"))
 
 
-def run_language_demo(output: str | Path = "mmspeed-demo", short: bool = False) -> list[Path]:
+def run_language_demo(output: str | Path = "mmspeed-demo", short: bool = False) -> list[Path] | None:
     """Run the whole demo into `output`, print a sample, and return the paths of the results.
 
-    A second run continues from the first: a finished training is not repeated, and its export is written again.
+    A second run continues from the first: a finished training is not repeated, and its export is written again. None where the training
+    was asked to stop.
     """
-    from mmspeed.pipelines import LanguageModel, TrainPipeline, write_report
+    from mmspeed.pipelines import LanguageModel, write_report
     from mmspeed.pipelines.inference.language import Writing, export_language_run
     from mmspeed.pipelines.report.run_page import save_loss_curve
     from mmspeed.preprocess import TextCacheBuilder
@@ -78,8 +81,8 @@ def run_language_demo(output: str | Path = "mmspeed-demo", short: bool = False) 
     for line in TextCacheBuilder(config.texts, config.tokenizer, config.seed).run().lines():
         log.info(line)
     log.info(f"2/5 train: {config.train.steps} steps of a model of experts on {os.cpu_count()} cores")
-    for line in TrainPipeline(config).run().lines():
-        log.info(line)
+    if not trained(config):
+        return None
     log.info("3/5 export: a folder of transformers")
     folder = output / f"{config.name}-export"
     if folder.exists():

@@ -129,6 +129,8 @@ def _devices() -> list[Diagnosis]:
             checks.append(Diagnosis(kind, "warn", description, "no bfloat16 arithmetic: keep device.dtype: float32"))
         else:
             checks.append(Diagnosis(kind, "ok", description))
+        if (flash := first.flash()) is not None:
+            checks.append(Diagnosis("attention", "warn" if flash.state == "broken" else "ok", flash.words))
     if len(checks) == 1:
         advice = "everything runs on the CPU, slowly; if this machine has an accelerator, install the torch build made for it"
         checks.append(Diagnosis("accelerator", "warn", f"torch {torch.__version__} finds none", advice))

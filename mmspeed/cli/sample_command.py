@@ -18,7 +18,6 @@ from mmspeed.errors import UserError
 from . import completion, launch, spoken
 
 if TYPE_CHECKING:
-    from mmspeed.config import RunConfig
     from mmspeed.pipelines.diffusion.samplers import OnStep
     from mmspeed.pipelines.inference.media import Video
     from mmspeed.pipelines.inference.prompts import VideoRequest
@@ -177,34 +176,6 @@ def task_of(place: Path) -> str:
         return "video"
 
 
-def advised(run: Path, config: RunConfig) -> list[str]:
-    """The command that samples a run, with the options that it needs; empty for a run that it would refuse."""
-    from mmspeed.config import Config
-    from mmspeed.config.language import LanguageConfig
-
-    words = f'sample {run} --prompt "..."'
-    if isinstance(config, LanguageConfig):
-        chat = " --chat" * any(source.content == "chat" for source in config.texts.sources)
-        return [] if refusals(config) else [words + chat]
-    if not isinstance(config, Config):
-        return []
-    modes = config.conditioning.shares
-    return [words + ("" if "none" in modes else GIVEN.get(next(iter(modes)), GIVEN["first"]))]
-
-
-def refusals(config: RunConfig) -> list[str]:
-    """A line for a language model that can be neither sampled nor exported."""
-    from mmspeed.config.language import LanguageConfig
-
-    if not isinstance(config, LanguageConfig):
-        return []
-    from mmspeed.pipelines.tasks.language import LanguageTask
-
-    return LanguageTask(config).warnings()
-
-
-# options of a run whose model is always given frames, by the first mode
-GIVEN = {"first": " --image FILE", "first_last": " --image FILE --last-image FILE", "prefix": " --video FILE"}
 OF_TEXTS = (
     "run_folder", "prompt", "checkpoint", "weights", "device", "seed", "max_new_tokens", "temperature", "top_p", "chat",
 )  # fmt: skip

@@ -37,7 +37,7 @@ def varlen_documents(q_TAD: Tensor, k_TKD: Tensor, v_TKW: Tensor, bounds_Z: Tens
 
     q_TAD, k_TKD, v_TKW = autocast_alike(q_TAD, k_TKD, v_TKW)
     width, tokens = v_TKW.shape[-1], len(q_TAD)
-    wide_TKD = F.pad(v_TKW, (0, q_TAD.shape[-1] - width))
+    wide_TKD = v_TKW if width == q_TAD.shape[-1] else F.pad(v_TKW, (0, q_TAD.shape[-1] - width))
     bounds_Z = bounds_Z.to(torch.int32)
     attend = partial(varlen_attn, window_size=(-1 if window is None else window, 0))
     if k_TKD.shape[1] != q_TAD.shape[1]:

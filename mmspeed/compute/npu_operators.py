@@ -46,16 +46,16 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return torch.ops.npu.npu_swiglu(torch.cat((gate, up), dim=-1), -1)  # type: ignore[no-any-return]
 
 
-def rotate(x_BNAD: Tensor, cos_BNH: Tensor, sin_BNH: Tensor) -> Tensor:
+def rotate(x_BNAD: Tensor, turn_2BNH: Tensor) -> Tensor:
     """`x_BNAD` with channel i rotated against channel i + D/2, in `rope_dtype`, returned in its dtype."""
     dtype = rope_dtype(x_BNAD.dtype)
-    cos_BN1D, sin_BN1D = (torch.cat((x, x), dim=-1)[:, :, None].to(dtype) for x in (cos_BNH, sin_BNH))
+    cos_BN1D, sin_BN1D = torch.cat((turn_2BNH, turn_2BNH), dim=-1)[:, :, :, None].to(dtype).unbind(0)
     return torch.ops.npu.npu_rotary_mul(x_BNAD.to(dtype), cos_BN1D, sin_BN1D).to(x_BNAD.dtype)  # type: ignore[no-any-return]
 
 
-def rotate_refuses(x_BNAD: Tensor, cos_BNH: Tensor, sin_BNH: Tensor) -> str:
+def rotate_refuses(x_BNAD: Tensor, turn_2BNH: Tensor) -> str:
     """The reason why `rotate` does not serve; "" where it does."""
-    if cos_BNH.requires_grad or sin_BNH.requires_grad:
+    if turn_2BNH.requires_grad:
         return "the tables need a gradient"
     return refuses("npu_rotary_mul")(x_BNAD)
 

@@ -9,6 +9,9 @@ Legend: B batch, A heads, N tokens, D head width, H half of D (pairs), X axes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -61,3 +64,41 @@ def apply_rope(x_BAND: Tensor, cos_NH: Tensor, sin_NH: Tensor) -> Tensor:
         (first_BANH * cos_NH - second_BANH * sin_NH, second_BANH * cos_NH + first_BANH * sin_NH), dim=-1
     )
     return turned_BAND.to(x_BAND.dtype)
+
+
+def turned(x_BAND: Tensor, turn_2NH: Tensor) -> Tensor:
+    """`apply_rope` by cosines and sines in one tensor, with the same numbers; tables may have dims of `x_BAND` in front, too."""
+    if turned_refuses(turn_2NH):
+        return apply_rope(x_BAND, *turn_2NH.unbind(0))
+    return _Turned.apply(x_BAND, turn_2NH)  # type: ignore[no-any-return]
+
+
+def turned_refuses(turn_2NH: Tensor) -> str:
+    """Why the rotation is not computed in few launches; "" where it is."""
+    if torch.compiler.is_compiling():
+        return "a graph keeps what it needs by itself"
+    return "the tables need a gradient" if turn_2NH.requires_grad else ""
+
+
+class _Turned(torch.autograd.Function):
+    """The rotation in three launches, without a cast; its backward is the rotation back and keeps no activation."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BAND: Tensor, turn_2NH: Tensor) -> Tensor:
+        ctx.save_for_backward(turn_2NH)
+        return _turn(x_BAND, turn_2NH, torch.sub, torch.add)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _turn(grads[0], ctx.saved_tensors[0], torch.add, torch.sub), None
+
+
+def _turn(x_BAND: Tensor, turn_2NH: Tensor, first: Callable[..., Tensor], second: Callable[..., Tensor]) -> Tensor:
+    """first(x1 cos, x2 sin) and second(x2 cos, x1 sin), side by side."""
+    aligned = turn_2NH.reshape(2, *[1] * (x_BAND.dim() + 1 - turn_2NH.dim()), *turn_2NH.shape[1:])
+    by_cos, by_sin = (x_BAND.unflatten(-1, (2, -1)) * aligned[..., None, :]).unbind(0)
+    turned_BAND = x_BAND.new_empty(x_BAND.shape)
+    first_BANH, second_BANH = turned_BAND.chunk(2, dim=-1)
+    first(by_cos[..., 0, :], by_sin[..., 1, :], out=first_BANH)
+    second(by_cos[..., 1, :], by_sin[..., 0, :], out=second_BANH)
+    return turned_BAND

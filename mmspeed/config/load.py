@@ -24,20 +24,20 @@ from .words import adapter_hint, meanings, plain
 from .yaml_text import FastLoader, TooManyNodesError, parse_yaml
 
 
-def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The resolved config of a YAML file, of any task.
 
     `overrides` are strings such as `train.lr=1e-4`, whose values are YAML. Relative paths, in overrides too, are taken from the
     file's folder. Raises UserError for a missing or unreadable file, an unknown key (with the nearest real one) or a bad value.
     """
     path = Path(path)
-    return make_run_config(_read_tree(path), overrides, base=path.resolve().parent, origin=str(path))
+    return make_config(_read_tree(path), overrides, base=path.resolve().parent, origin=str(path))
 
 
 def load_record(path: str | Path) -> RunConfig:
     """Load the config that mmspeed wrote into a run's folder. Raises UserError for one that this mmspeed does not know."""
     try:
-        return load_run_config(path)
+        return load_config(path)
     except UserError as error:
         raise UserError(f"{error} ({Path(path).parent} was written by another mmspeed, or changed)") from None
 
@@ -61,10 +61,10 @@ def _read_tree(path: Path) -> dict[str, Any]:
     return tree
 
 
-def make_run_config(
+def make_config(
     tree: Mapping[str, Any], overrides: Sequence[str] = (), base: Path | None = None, origin: str = "config"
 ) -> RunConfig:
-    """The checked config of a mapping, with the errors of `load_run_config`; paths are made absolute against `base` if it is given."""
+    """The checked config of a mapping, of any task, with the errors of `load_config`; relative paths are taken from `base`, or the working directory."""
     try:
         tree_copy: dict[str, Any] = json.loads(json.dumps(tree, default=str))  # a copy of plain types
     except (TypeError, ValueError, RecursionError) as error:  # keys that are dates, anchors that hold themselves
@@ -82,19 +82,7 @@ def make_run_config(
         config = kind.model_validate(tree_copy)
     except ValidationError as error:
         raise UserError(f"{origin}: {_describe(error, kind, task)}") from None
-    return config.absolute(base) if base is not None else config
-
-
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Load a config of the video task, like `load_run_config`. Raises UserError for another task."""
-    return video_config(load_run_config(path, overrides), str(path))
-
-
-def make_config(
-    tree: Mapping[str, Any], overrides: Sequence[str] = (), base: Path | None = None, origin: str = "config"
-) -> Config:
-    """Make a config of the video task, like `make_run_config`. Raises UserError for another task."""
-    return video_config(make_run_config(tree, overrides, base, origin), origin)
+    return config.absolute(Path.cwd() if base is None else base)
 
 
 def video_config(config: RunConfig, origin: str) -> Config:

@@ -140,6 +140,18 @@ class MemoryConfig(Section):
         return self.master != "parameters" or self.states != "device" or self.release_gradients
 
 
+def not_compiled(memory: MemoryConfig) -> str | None:
+    """The part of a memory section that torch.compile cannot follow, in a sentence; None if there is none."""
+    if memory.chooses:
+        return "a budget chooses policies that torch.compile cannot follow"
+    policies = {name: policy for name, policy in memory.activation_policy.items() if policy != "save"}
+    if policies not in ({}, {"block": "recompute"}):
+        return "with train.compile, `block: recompute` is the only policy beside `save`"
+    if memory.mlp_chunk is not None:
+        return "mlp_chunk is not for compiled blocks"
+    return None
+
+
 def refused(
     memory: MemoryConfig,
     *,
@@ -153,17 +165,13 @@ def refused(
     skips: bool = False,
 ) -> str | None:
     """The conflict between a memory section and the rest of a config, in a sentence; None if there is none."""
-    if compiles and memory.chooses:
-        return "a budget chooses policies that torch.compile cannot follow: leave train.compile or the budget out"
+    if compiles and (reason := not_compiled(memory)) is not None:
+        return f"{reason}: leave train.compile or that setting out"
     policies = {name: policy for name, policy in memory.activation_policy.items() if policy != "save"}
-    if compiles and policies not in ({}, {"block": "recompute"}):
-        return "with train.compile, `block: recompute` is the only policy beside `save`: compiled blocks choose what they keep"
     if memory.ema == "host" and not averages:
         return (
             "ema places the moving average of the weights, and train.ema_decay: null disables it: leave one of them out"
         )
-    if memory.mlp_chunk is not None and compiles:
-        return "mlp_chunk is not for compiled blocks: leave train.compile or mlp_chunk out"
     if memory.mlp_chunk is not None and memory.chooses:
         return "mlp_chunk recomputes the MLP part by part, and a budget chooses whether it is recomputed: leave mlp_chunk or the budget out"
     if (

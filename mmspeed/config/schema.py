@@ -164,7 +164,7 @@ class RunConfig(Section):
         reason = refused(
             self.memory,
             dtype=self.device.dtype,
-            compiles=train.compile,
+            compiles=train.compile is True,
             clips=train.clip_norm is not None,
             accumulates=train.micro_batch_size is not None or self.batching.accumulate > 1,
             strategy=parallel.strategy,

@@ -86,7 +86,10 @@ class TrainConfig(Section):
         lt=1,
         description="Decay of the moving average of the weights, warmed up as min(decay, (1 + n) / (10 + n)); null: none.",
     )
-    compile: bool = Field(False, description="Compile the blocks with torch.compile.")
+    compile: bool | Literal["auto"] = Field(
+        "auto",
+        description="Compile the blocks with torch.compile. `auto`: on CUDA devices, where one process computes a sample and `memory` chooses nothing that graphs cannot follow; a line at the start says why, or why not.",
+    )
     skip_non_finite: int = Field(
         0,
         ge=0,

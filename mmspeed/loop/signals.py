@@ -1,4 +1,4 @@
-"""Requests to save or to stop a run: SIGTERM, SIGUSR1 (as of Slurm), Ctrl-C, or a file named `save` or `stop` in its folder."""
+"""Requests to save or to stop a run: SIGTERM, SIGUSR1 (as of Slurm), Ctrl-C, a call, or a file named `save` or `stop` in its folder."""
 
 from __future__ import annotations
 
@@ -82,9 +82,20 @@ class StopSignals:
             os.close(self._pipe[0])
             self._pipe = None
 
+    @property
+    def asked(self) -> bool:
+        """True after a request to stop."""
+        return self._stop
+
     def answered(self) -> None:
         """Note that the state was saved after the signal, so that there is nothing left to say."""
         self._answered.set()
+
+    def stop(self) -> None:
+        """Stop the run after the present step, on all ranks."""
+        if not self._stop:
+            log.info("a callback stops the run: saving and stopping after this step")
+        self._stop = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._stop = True
@@ -134,7 +145,7 @@ class StopSignals:
     def poll(self, group: dist.ProcessGroup | None = None) -> Request:
         """The present request, agreed by all ranks of `group` in one small collective.
 
-        A signal counts from any rank. Rank 0 looks for the files and removes them, so that each counts once.
+        A signal or a call counts from any rank. Rank 0 looks for the files and removes them, so that each counts once.
         """
         strongest = 2 if self._stop else 0
         if not dist.is_initialized() or dist.get_rank(group) == 0:

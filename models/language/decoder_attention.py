@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from mmspeed.compute.autocast import autocast_alike
 from mmspeed.compute.operators.norms import rms_norm
 from mmspeed.compute.structured import Attend
 from mmspeed.models.language.config import DecoderSettings, LatentSettings
@@ -52,6 +53,7 @@ class GroupedAttention(nn.Module):
 
     def forward(self, x_BNE: Tensor, turn_2BNH: Tensor, bounds_Z: Tensor | None) -> Tensor:
         """The attended tokens; turn_2BNH: of `Rotary.tables`; bounds_Z: cumulative lengths of documents, None: each row is one."""
+        (x_BNE,) = autocast_alike(x_BNE)  # once for all three
         q_BNAD, k_BNKD, v_BNKD = (
             project(x_BNE).unflatten(-1, (-1, self.head_width)) for project in (self.q_proj, self.k_proj, self.v_proj)
         )
@@ -96,7 +98,7 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_BNE: Tensor, turn_2BNH: Tensor, bounds_Z: Tensor | None) -> Tensor:
         """The attended tokens; turn_2BNH: of `Rotary.tables`; bounds_Z: cumulative lengths of documents, None: each row is one."""
-        latent = self.latent
+        latent, (x_BNE,) = self.latent, autocast_alike(x_BNE)
         q_BNAD = self.queries(x_BNE).unflatten(-1, (-1, latent.plain + latent.rotary))
         q_plain, q_rotated = q_BNAD.split((latent.plain, latent.rotary), dim=-1)
         low, k_rotated = self.kv_a_proj_with_mqa(x_BNE).split((latent.key_rank, latent.rotary), dim=-1)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmspeed.compute.autocast import without_autocast
+from mmspeed.compute.autocast import autocast_alike, without_autocast
 from mmspeed.compute.operators.grouped import grouped_product
 from mmspeed.compute.operators.permutation import combine, order_by_expert, permute
 from mmspeed.compute.operators.swiglu import swiglu
@@ -38,6 +38,7 @@ class GatedMlp(nn.Module):
         self.down_proj = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x_BNE: Tensor) -> Tensor:
+        (x_BNE,) = autocast_alike(x_BNE)  # once for both
         out_BNE: Tensor = self.down_proj(swiglu(self.gate_proj(x_BNE), self.up_proj(x_BNE)))
         return out_BNE
 

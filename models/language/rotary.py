@@ -38,8 +38,7 @@ class Rotary:
         """Queries or keys, rotated; interleaved pairs come out in two halves, for both alike."""
         if self.interleaved:
             x_BNAD = torch.cat((x_BNAD[..., 0::2], x_BNAD[..., 1::2]), dim=-1)
-        cos_BNH, sin_BNH = turn_2BNH.unbind(0)
-        rotated_BNAD: Tensor = rotary(x_BNAD, cos_BNH, sin_BNH)
+        rotated_BNAD: Tensor = rotary(x_BNAD, turn_2BNH)
         return rotated_BNAD
 
 

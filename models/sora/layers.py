@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmspeed.compute.rope import apply_rope, rope_cos_sin, rope_dtype
+from mmspeed.compute.operators.norms import fused_rms_norm
+from mmspeed.compute.rope import rope_cos_sin, rope_dtype, turned
 from mmspeed.compute.structured import Attend
 from mmspeed.protocols.plan import Structure
 
@@ -150,16 +151,13 @@ class TimeEmbedder(nn.Module):
 
 
 class HeadNorm(nn.RMSNorm):
-    """RMSNorm over the head width (QK-norm, Henry et al. 2020), in the dtype of its input.
-
-    Autocast on CUDA computes it in float32; attention casts back.
-    """
+    """RMSNorm over the head width (QK-norm, Henry et al. 2020), in the dtype of its input, under autocast too."""
 
     def __init__(self, head_width: int) -> None:
         super().__init__(head_width, eps=NORM_EPS)
 
     def forward(self, x_BAND: Tensor) -> Tensor:
-        return F.rms_norm(x_BAND, self.normalized_shape, self.weight.to(x_BAND.dtype), self.eps)
+        return fused_rms_norm(x_BAND, self.weight, NORM_EPS)
 
 
 class SelfAttention(nn.Module):
@@ -196,9 +194,7 @@ class SelfAttention(nn.Module):
         # columns: (B, S, A, T, D), as no view makes one dim of B and S; rows: (B T, A, S, D)
         qkv = qkv.permute(4, 0, 2, 3, 1, 5) if temporal else qkv.permute(4, 0, 1, 3, 2, 5).flatten(1, 2)
         q_BAND, k_BAND, v_BAND = qkv.unbind(0)
-        cos_NH, sin_NH = turn_2NH.unbind(0)
-        q_BAND = apply_rope(self.q_norm(q_BAND), cos_NH, sin_NH)
-        k_BAND = apply_rope(self.k_norm(k_BAND), cos_NH, sin_NH)
+        q_BAND, k_BAND = turned(self.q_norm(q_BAND), turn_2NH), turned(self.k_norm(k_BAND), turn_2NH)
         if mask_BTS is not None:
             mask_BTS = (mask_BTS.transpose(1, 2) if temporal else mask_BTS).flatten(0, 1)  # B N
         out_BAND = self.attend(q_BAND, k_BAND, v_BAND, Structure(mask_BTS, pos_NX, image))

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
+from PIL import Image, ImageOps
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -51,6 +54,9 @@ from mmspeed.protocols import CountsFlops, TextEntry, VideoCodec
 from mmspeed.shapes import Strides
 
 log = get_logger("sample")
+
+PNG_MODES = {"1", "I;16", "L", "LA", "P", "RGB", "RGBA"}  # of PIL, which PNG holds as they are
+Setting = TypeVar("Setting", int, float)
 
 TOKENS_TOGETHER = 16_384  # of the model, in a batch of videos; more is hardly faster
 
@@ -173,6 +179,25 @@ def present_weights(config: RunConfig, weights: Literal["ema", "model"]) -> Lite
     return "model" if config.train.ema_decay is None else weights
 
 
+def either(own: Setting | None, other: Setting | None, names: str) -> Setting | None:
+    """The one of two spellings of a setting that is given. Raises UserError where both are."""
+    if own is not None and other is not None:
+        raise UserError(f"give {names}, not both: they are one setting")
+    return other if own is None else own
+
+
+def picture_file(picture: str | Path | Image.Image | None, place: Path) -> str | None:
+    """The path of a picture; one in memory is written to `place`, so that it is read as every other."""
+    if not isinstance(picture, Image.Image):
+        return None if picture is None else os.fspath(picture)
+    upright = ImageOps.exif_transpose(picture)
+    if upright.mode not in PNG_MODES:
+        upright = upright.convert("RGB")
+        upright.info.pop("icc_profile", None)  # that of the other mode
+    upright.save(place, "png")
+    return str(place)
+
+
 @dataclass(frozen=True)
 class SamplerChoice:
     """The settings of a call; None: as `sample` in the run's config says."""
@@ -258,16 +283,19 @@ class TextToVideo:
         frames: int | None = None,
         height: int | None = None,
         width: int | None = None,
-        image: str | Path | None = None,
-        last_image: str | Path | None = None,
+        image: str | Path | Image.Image | None = None,
+        last_image: str | Path | Image.Image | None = None,
         video: str | Path | None = None,
         prefix_frames: int | None = None,
+        num_inference_steps: int | None = None,
+        guidance_scale: float | None = None,
         on_step: Callable[[int, int], None] | None = None,
     ) -> list[Video]:
         """Sample a video for each prompt. Missing arguments are taken from the run's config.
 
-        image, last_image: files of the first and last frame, for a run with that mode of `conditioning`. video: a file that the videos
-        go on from; prefix_frames: so many frames of its end, by default those that the run was trained with.
+        image, last_image: the first and last frame, files or PIL's images, for a run with that mode of `conditioning`. video: a file that
+        the videos go on from; prefix_frames: so many frames of its end, by default those that the run was trained with.
+        num_inference_steps, guidance_scale: `steps` and `guidance`, as diffusers spells them.
 
         The same seed, prompt and settings give the same video. Raises UserError for a size that the codec cannot make or the timestep
         shift does not know, for a sampler of the other objective, and for a rescale outside of 0 to 1.
@@ -275,13 +303,18 @@ class TextToVideo:
         prompts = [prompts] if isinstance(prompts, str) else prompts
         if not prompts:
             raise UserError("no prompt was given")
-        first, last, before = (None if file is None else str(file) for file in (image, last_image, video))
-        requests = [
-            VideoRequest(prompt, negative_prompt, seed, frames, height, width, first, last, before, prefix_frames)
-            for prompt in prompts
-        ]
+        steps = either(steps, num_inference_steps, "steps or num_inference_steps")
+        guidance = either(guidance, guidance_scale, "guidance or guidance_scale")
         settings = SamplerChoice(steps, guidance, sampler, guidance_rescale, guidance_2)
-        return [video for _, video in self.sample(requests, settings, on_step, together=1)]
+        with tempfile.TemporaryDirectory() as folder:
+            first = picture_file(image, Path(folder, "first.png"))
+            last = picture_file(last_image, Path(folder, "last.png"))
+            before = None if video is None else os.fspath(video)
+            requests = [
+                VideoRequest(prompt, negative_prompt, seed, frames, height, width, first, last, before, prefix_frames)
+                for prompt in prompts
+            ]
+            return [video for _, video in self.sample(requests, settings, on_step, together=1)]
 
     def sample(
         self,

@@ -38,7 +38,7 @@ def measure_report(trial: SyntheticStep, bucket: ShapeClass, batch: int) -> Memo
     """
     from mmspeed.memory.planning.tracked import measure_step  # imports much
 
-    if trial.config.train.compile:
+    if trial.config.train.compile is True:
         raise UserError("the memory of compiled blocks cannot be told apart: measure with train.compile: false")
     parts = trial.parts
     trial.run(bucket, batch)
@@ -83,11 +83,11 @@ def report_figure(report: MemoryReport) -> Any:
     """A matplotlib figure: a stacked bar of the peak's categories (and of the host), and the bytes that each layer keeps."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9.5, 3.8), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.6))
-    _draw_peak(left, report)
-    _draw_layers(right, report)
-    for axis in (left, right):
+    figure = Figure(figsize=(4.8, 6.8), layout="constrained")
+    above, below = figure.subplots(2, 1)
+    _draw_peak(above, report)
+    _draw_layers(below, report)
+    for axis in (above, below):
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_axisbelow(True)
         axis.grid(axis="y", alpha=0.25)
@@ -120,7 +120,7 @@ def _draw_layers(axis: Any, report: MemoryReport) -> None:
     unit, scale = _unit(max((layer.kept for layer in report.layers), default=0))
     names = [layer.name for layer in report.layers]
     axis.bar(range(len(names)), [layer.kept / scale for layer in report.layers], 0.8, color=COLORS["activations"])
-    step = max(1, len(names) // 24)
+    step = max(1, len(names) // 12)
     axis.set_xticks(range(0, len(names), step), names[::step], rotation=60, ha="right", fontsize=7.5)
     axis.set_ylabel(unit)
     axis.set_title(f"kept for backward {format_bytes(report.kept)}\nby layer", fontsize=10, loc="left")

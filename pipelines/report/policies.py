@@ -27,7 +27,7 @@ def policy_lines(task: Task, config: RunConfig, models: Mapping[str, nn.Module] 
     for role in (role for role in learning if role in models):
         kinds = {type(block).__name__: block for _, block in blocks_of(models[role])}
         for name, block in kinds.items():
-            check_keeping(block, config.memory.activation_policy, config.memory.mlp_chunk, config.train.compile)
+            check_keeping(block, config.memory.activation_policy, config.memory.mlp_chunk, config.train.compile is True)
             lines.append(f"{role}: memory.activation_policy of {name}: {_regions(block)}")
     return lines
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from mmspeed.config import Config, RunConfig, dump_config
 from mmspeed.log import format_bytes, format_seconds, read_metrics
 from mmspeed.models.sections import words_of
 from mmspeed.pages import data_uri, figure_uri, render
+from mmspeed.pipelines.report.advice import advised, first_checkpoint
 from mmspeed.pipelines.report.memory_page import read_report, report_figure
 from mmspeed.pipelines.run.run_folder import RunFolder, write_text
 from mmspeed.redaction import redacted
@@ -19,6 +21,11 @@ if TYPE_CHECKING:
 
 MOST_NAMED = 12  # curves of a plot that have a legend
 SHOWN_SAMPLES = 6  # newest steps whose videos are on the page
+RISEN = 1.02  # held-out loss over the lowest from which the page says that it rises
+WIDE, NARROW = (
+    (4.8, 3.2),
+    (3.2, 2.5),
+)  # inches of a plot, of which two or three stand side by side, and one in a window of a phone
 RANK_PARTS = {
     "compute": "computing, s a step",
     "data": "waiting for data, s a step",
@@ -32,23 +39,23 @@ def write_report(run: str | Path) -> Path:
 
     The page needs no network and no other file. Raises UserError when `run` is not a run.
     """
-    from mmspeed.loop.checkpoint.load import recorded
-
     folder = RunFolder.open(run)
     config = folder.run_config()
     rows = read_metrics(folder.metrics)
     steps, validations = ([row for row in rows if row.get("kind") == kind] for kind in ("train", "validation"))
-    reached = max((entry["step"] for entry in (*rows, *recorded(folder.checkpoints)) if "step" in entry), default=0)
+    saved = folder.steps()
+    reached = max((*saved, *(row["step"] for row in rows if "step" in row)), default=0)
     memory = read_report(folder.root)
+    data = folder.root.absolute().parent / f"{config.name}-data.html"  # of `check`
     figures = {
-        "loss": _loss_figure(steps, validations),
-        "parts": _parts_figure(steps),
-        "terms": _terms_figure(steps),
-        "quantiles": _quantile_figure(validations),
-        "throughput": _throughput_figure(steps),
-        "ranks": ranks_figure(steps),
-        "memory": None if memory is None else report_figure(memory),
-        "attention": _attention_figure(steps),
+        "loss": _loss_figures(steps, validations),
+        "parts": _parts_figures(steps),
+        "terms": _terms_figures(steps),
+        "quantiles": _quantile_figures(validations),
+        "throughput": _throughput_figures(steps),
+        "ranks": ranks_figures(steps),
+        "memory": [] if memory is None else [report_figure(memory)],
+        "attention": _attention_figures(steps),
     }
     page = render(
         "run.html",
@@ -59,8 +66,9 @@ def write_report(run: str | Path) -> Path:
         last=steps[-1] if steps else {},
         validation=_validation_numbers(validations),
         validated=validations[-1]["step"] if validations else 0,
-        plots={name: None if figure is None else figure_uri(figure) for name, figure in figures.items()},
-        parts=[] if figures["parts"] is None else [axis.get_title() for axis in figures["parts"].axes],
+        rise=_rise(validations, saved),
+        plots={name: [figure_uri(one) for one in several] for name, several in figures.items()},
+        parts=[one.axes[0].get_title() for one in figures["parts"]],
         slow=[
             (row["step"], one["rank"], one["host"], f"{one['factor']:.2f} x")
             for row in steps
@@ -69,6 +77,9 @@ def write_report(run: str | Path) -> Path:
         memory=[] if memory is None else memory.lines(),
         samples=_samples(folder.samples),
         makes_videos=isinstance(config, Config),
+        commands=advised(folder.root, config),
+        unsaved=None if saved else first_checkpoint(folder.root, config),
+        data_page=quote(data.name) if data.exists() else None,
         config=redacted(dump_config(config)),
     )
     write_text(folder.report, page)
@@ -91,7 +102,7 @@ def _tiles(steps: Sequence[Row], validations: Sequence[Row], reached: int) -> li
     """(label, number) of the tiles; none before the first step is logged."""
     if not steps:
         return []
-    last = steps[-1]
+    last, seconds = steps[-1], _seconds(steps)
     tail = steps[-max(1, len(steps) // 10) :]
     losses = [(row["loss"], row["steps"]) for row in tail if row.get("loss") is not None]
     counted = sum(count for _, count in losses)
@@ -101,14 +112,44 @@ def _tiles(steps: Sequence[Row], validations: Sequence[Row], reached: int) -> li
         ("step", str(reached)),
         ("loss (mean of the last tenth)", mean),
         ("held-out loss", f"{validations[-1]['loss']:.4f}" if validations and validations[-1].get("loss") else "none"),
-        ("samples/s", f"{last['samples_per_s']:.2f}"),
-        ("tokens/s", f"{last['tokens_per_s']:.0f}"),
-        ("MFU", f"{last['mfu']:.1%}" if last.get("mfu") is not None else "unknown"),
-        ("waiting for data", f"{last['data_wait']:.1%}"),
-        ("peak memory", format_bytes(last["peak_memory_bytes"])),
-        ("training time", format_seconds(last["elapsed_seconds"])),
+        ("samples/s", _mean(steps, seconds, "samples_per_s", ".2f")),
+        ("tokens/s", _mean(steps, seconds, "tokens_per_s", ".0f")),
+        ("MFU", _mean(steps, seconds, "mfu", ".1%")),
+        ("waiting for data", _mean(steps, seconds, "data_wait", ".1%")),
+        ("peak memory", format_bytes(max(row["peak_memory_bytes"] for row in steps))),
+        ("training time", format_seconds(sum(seconds))),
         *((name, str(last[key])) for key, name in counts.items() if last.get(key)),
     ]
+
+
+def _seconds(steps: Sequence[Row]) -> list[float]:
+    """The training time of each row, whichever session wrote it: `elapsed_seconds` begins anew in each."""
+    before = [0, *(row["step"] for row in steps)]
+    return [
+        sum(row["step_seconds"].values()) * (row["step"] - first) for row, first in zip(steps, before, strict=False)
+    ]
+
+
+def _mean(steps: Sequence[Row], seconds: Sequence[float], name: str, form: str) -> str:
+    """The mean of a rate over the training time."""
+    known = [(row[name], time) for row, time in zip(steps, seconds, strict=True) if row.get(name) is not None]
+    total = sum(time for _, time in known)
+    return format(sum(value * time for value, time in known) / total, form) if total else "unknown"
+
+
+def _rise(validations: Sequence[Row], saved: Sequence[int]) -> str | None:
+    """A sentence for a run whose held-out loss was lower before; `saved`: the steps of its checkpoints."""
+    losses = [(row["loss"], row["step"]) for row in validations if row.get("loss")]
+    if not losses:
+        return None
+    (lowest, best), (last, now) = min(losses), losses[-1]
+    if last <= RISEN * lowest:
+        return None
+    advice = f"sample it with --checkpoint {best}" if best in saved else "checkpoint.keep_best keeps such a step"
+    return (
+        f"The held-out loss was lowest at step {best} ({lowest:.4f}) and is {last:.4f} at step {now}: "
+        f"the model learns its samples by heart. More samples or fewer steps help; {advice}."
+    )
 
 
 def _moving_mean(values: list[float], window: int) -> list[float]:
@@ -122,24 +163,24 @@ def _moving_mean(values: list[float], window: int) -> list[float]:
 def save_loss_curve(run: str | Path, path: Path) -> None:
     """Write the losses of a run, over training and held out, as a PNG. Raises UserError when `run` is not a run."""
     rows = read_metrics(RunFolder.open(run).metrics)
-    figure = _loss_figure(*([row for row in rows if row.get("kind") == kind] for kind in ("train", "validation")))
+    (figure,) = _loss_figures(*([row for row in rows if row.get("kind") == kind] for kind in ("train", "validation")))
     figure.savefig(path, dpi=110)
 
 
-def _figure(height: float, titles: Sequence[str], columns: int = 3) -> tuple[Figure, list[Any]]:
-    """A figure of the page's width, and its axes, one for each title."""
+def _figures(titles: Sequence[str], size: tuple[float, float]) -> tuple[list[Figure], list[Any]]:
+    """Figures of one plot each, which stand side by side or below one another, and their axes."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9.5, height), layout="constrained")
-    axes = [figure.add_subplot(-(-len(titles) // columns), columns, place) for place in range(1, len(titles) + 1)]
-    for axis, title in zip(axes, titles, strict=True):
-        axis.set_title(title, fontsize=10)
+    figures = [Figure(figsize=size, layout="constrained") for _ in titles]
+    axes = [figure.add_subplot(title=title) for figure, title in zip(figures, titles, strict=True)]
+    for axis in axes:
+        axis.title.set_fontsize(10)
         axis.grid(alpha=0.25)
-    return figure, axes
+    return figures, axes
 
 
-def _loss_figure(steps: Sequence[Row], validations: Sequence[Row]) -> Figure:
-    figure, (axis,) = _figure(3.6, [""], 1)
+def _loss_figures(steps: Sequence[Row], validations: Sequence[Row]) -> list[Figure]:
+    figures, (axis,) = _figures([""], WIDE)
     x, y = _numbers(steps, "loss")
     if x:
         axis.plot(x, y, ".", color="#9db7d5", markersize=3, label="mean of a row")
@@ -151,11 +192,11 @@ def _loss_figure(steps: Sequence[Row], validations: Sequence[Row]) -> Figure:
     axis.set_ylabel("loss")
     if axis.lines:
         axis.legend(frameon=False)
-    return figure
+    return figures
 
 
-def _parts_figure(steps: Sequence[Row]) -> Figure | None:
-    """The training loss by bucket and by quarter of the times, side by side; None where neither is recorded."""
+def _parts_figures(steps: Sequence[Row]) -> list[Figure]:
+    """The training loss by bucket and by quarter of the times, none where neither is recorded."""
     plots: dict[str, dict[str, list[Row]]] = {}
     if buckets := list(dict.fromkeys(name for row in steps for name in row.get("by_bucket", ()))):
         plots["by shape"] = {
@@ -172,27 +213,27 @@ def _parts_figure(steps: Sequence[Row]) -> Figure | None:
             for q in range(count)
         }
     if not plots:
-        return None
-    figure, axes = _figure(3.2, [*plots], len(plots))
+        return []
+    figures, axes = _figures([*plots], WIDE)
     for axis, curves in zip(axes, plots.values(), strict=True):
         for name, rows in curves.items():
             x, y = _numbers(rows, "loss")
             axis.plot(x, _moving_mean(y, max(1, len(y) // 20)), ".-", markersize=3, label=name)
         axis.set_xlabel("step")
         if len(curves) <= MOST_NAMED:
-            axis.legend(frameon=False, fontsize=7)
-    return figure
+            axis.legend(frameon=False, fontsize=9)
+    return figures
 
 
-def _terms_figure(steps: Sequence[Row]) -> Figure | None:
-    """The named terms of the loss over the steps, each in its own plot; None where there is only one."""
+def _terms_figures(steps: Sequence[Row]) -> list[Figure]:
+    """The named terms of the loss over the steps, each in its own plot; none where there is only one."""
     names = list(dict.fromkeys(name for row in steps for name in row.get("terms", ())))
     if not names:
-        return None
-    figure, axes = _figure(2.6 * -(-len(names) // 3), names)
+        return []
+    figures, axes = _figures(names, NARROW)
     for axis, name in zip(axes, names, strict=True):
         axis.plot(*_numbers([{"step": row["step"], **row.get("terms", {})} for row in steps], name), color="#1f5fa8")
-    return figure
+    return figures
 
 
 def _validation_numbers(validations: Sequence[Row]) -> list[tuple[str, str]]:
@@ -207,20 +248,20 @@ def _validation_numbers(validations: Sequence[Row]) -> list[tuple[str, str]]:
     ]
 
 
-def _throughput_figure(steps: Sequence[Row]) -> Figure:
+def _throughput_figures(steps: Sequence[Row]) -> list[Figure]:
     shown = {"samples_per_s": 1.0, "data_wait": 100.0, "memory_bytes": 1e-9}
-    figure, axes = _figure(2.6, ["samples/s", "data wait, %", "memory, GB"])
+    figures, axes = _figures(["samples/s", "data wait, %", "memory, GB"], NARROW)
     for axis, (name, scale) in zip(axes, shown.items(), strict=True):
         x, y = _numbers(steps, name)
         axis.plot(x, [value * scale for value in y], color="#1f5fa8")
         axis.set_ylim(bottom=0)
-    return figure
+    return figures
 
 
-def _quantile_figure(validations: Sequence[Row]) -> Figure | None:
+def _quantile_figures(validations: Sequence[Row]) -> list[Figure]:
     if not validations or not validations[-1].get("by_quantile"):
-        return None
-    figure, (axis,) = _figure(3.6, [""], 1)
+        return []
+    figures, (axis,) = _figures([""], WIDE)
     count = len(validations[-1]["by_quantile"])
     for q in range(count):
         pairs = [
@@ -230,18 +271,18 @@ def _quantile_figure(validations: Sequence[Row]) -> Figure | None:
     axis.set_xlabel("step")
     axis.set_ylabel("held-out loss")
     axis.legend(frameon=False, title="part of the timesteps")
-    return figure
+    return figures
 
 
-def ranks_figure(steps: Sequence[Row]) -> Figure | None:
-    """The seconds of a step by rank; None for a run of one process."""
+def ranks_figures(steps: Sequence[Row]) -> list[Figure]:
+    """The seconds of a step by rank; none for a run of one process."""
     rows = [row for row in steps if row.get("ranks")]
     if not rows:
-        return None
+        return []
     names = [name for name in RANK_PARTS if name in rows[-1]["ranks"]]
     count = len(rows[-1]["ranks"]["compute"])
     alike = [row for row in rows if len(row["ranks"]["compute"]) == count]  # since the last change of their number
-    figure, axes = _figure(3.0, [RANK_PARTS[name] for name in names], len(names))
+    figures, axes = _figures([RANK_PARTS[name] for name in names], NARROW)
     for axis, name in zip(axes, names, strict=True):
         for rank in range(count):
             line = [row["ranks"][name][rank] for row in alike]
@@ -250,18 +291,18 @@ def ranks_figure(steps: Sequence[Row]) -> Figure | None:
         axis.set_ylim(bottom=0)
     if count <= MOST_NAMED:
         axes[0].legend(frameon=False, fontsize=7)
-    return figure
+    return figures
 
 
-def _attention_figure(steps: Sequence[Row]) -> Figure | None:
-    """Each sparse layer's kept share, error, threshold, and planning time; None where no attention is sparse."""
+def _attention_figures(steps: Sequence[Row]) -> list[Figure]:
+    """Each sparse layer's kept share, error, threshold, and planning time; none where no attention is sparse."""
     rows = [row for row in steps if row.get("attention")]
     if not rows:
-        return None
+        return []
     names = list(dict.fromkeys(layer["layer"] for row in rows for layer in row["attention"]))
     shown = {"kept": 100.0, "error": 100.0, "tau": 1.0, "plan_ms": 1.0}
     titles = ["pairs kept, %", "error of the output, %", "threshold x keys", "planning, ms a call"]
-    figure, axes = _figure(5.2, titles, 2)
+    figures, axes = _figures(titles, WIDE)
     for axis, (name, scale) in zip(axes, shown.items(), strict=True):
         for index, layer in enumerate(names):
             pairs = [
@@ -276,8 +317,8 @@ def _attention_figure(steps: Sequence[Row]) -> Figure | None:
             axis.plot([step for step, _ in pairs], [value for _, value in pairs], color=color, label=layer)
         axis.set_ylim(bottom=0)
     if len(names) <= 8:
-        axes[0].legend(frameon=False, fontsize=7)
-    return figure
+        axes[0].legend(frameon=False, fontsize=9)
+    return figures
 
 
 def _samples(folder: Path) -> list[tuple[int, list[tuple[str, str]]]]:

@@ -36,6 +36,7 @@ from mmspeed.parallel import (
     resolve_strategy,
     unwrap,
 )
+from mmspeed.pipelines.run.compiling import EAGER, Compiling, compiling
 from mmspeed.pipelines.run.updates import learning_roles, own_train
 from mmspeed.protocols import InitializesWeights, RunPlace, Task, Update, blocks_of, source_of, trainable
 
@@ -49,12 +50,14 @@ class Assembly:
 
     `models` by role, as `parallelize` made them; a learner for each update of a step; averages of the roles that learn, where the run
     has averages. `rests`: the callback that rests roles between their updates; None where none rests, or the device is the host.
+    `compiling`: whether the blocks of those that learn are compiled: of all of them, or of none.
     """
 
     models: Mapping[str, nn.Module]
     learners: Sequence[Learner]
     averages: Mapping[str, EMA]
     rests: Rests | None = None
+    compiling: Compiling = EAGER
 
     def wake(self) -> None:
         """Bring every role that rests in the host's memory back to the device: it is about to be read."""
@@ -175,8 +178,11 @@ def assemble(
             "set memory.activation_policy instead"
         )
     empty = {role for role, model in bare.items() if any(parameter.is_meta for parameter in model.parameters())}
+    choices = [compiling(config, device, bare[role]) for role in learning]
+    graphs = next((chosen for chosen in choices if not chosen.on), choices[0])
     models = {
-        role: _placed(config, task, model, placement, device, role in learning, choice) for role, model in bare.items()
+        role: _placed(config, task, model, placement, device, role in learning, choice, graphs.on)
+        for role, model in bare.items()
     }
     optimizers = {
         role: make_optimizer(
@@ -201,7 +207,7 @@ def assemble(
     rests = None
     if device.kind != "cpu" and any(update.rests for update in updates):
         rests = Rests(learners, models, averages, device.torch_device)
-    return Assembly(models, learners, averages, rests)
+    return Assembly(models, learners, averages, rests, graphs)
 
 
 def _put_whole(put: Callable[[nn.Parameter, Tensor], None], parameter: nn.Parameter, value: Tensor) -> None:
@@ -251,6 +257,7 @@ def _placed(
     device: Device,
     learns: bool,
     choice: Sequence[ActivationPolicies] | None,
+    compiled: bool,
 ) -> nn.Module:
     """A model on its devices, in the config's layout and number types; without weights if it came on the meta device."""
     trainable(bare, task.name)
@@ -279,7 +286,7 @@ def _placed(
         layout=placement.layout,
         compute_dtype=parse_dtype(config.device.dtype),
         keeping=keeping,
-        compile=config.train.compile if learns else False,
+        compile=compiled and learns,
     )
     if empty and placement.strategy == "fsdp":  # memory only for this rank's shards
         materialize(bare, device.torch_device)

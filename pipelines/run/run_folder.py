@@ -109,6 +109,12 @@ class RunFolder:
                 log.warning(f"{self.root} cannot be locked ({error}): do not start this run twice")
             yield
 
+    def steps(self) -> list[int]:
+        """The steps of its whole checkpoints, rising."""
+        from mmspeed.loop.checkpoint.storage import steps_in
+
+        return steps_in(self.checkpoints)
+
     def run_config(self) -> RunConfig:
         """The resolved config of the run, of any task."""
         return load_record(self.config_file)

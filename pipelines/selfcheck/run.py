@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from mmspeed.config import RunConfig, make_run_config
+from mmspeed.config import RunConfig, make_config
 from mmspeed.config.parallel import AXES
 from mmspeed.config.tasks import task_class, task_entry
 from mmspeed.errors import UserError
@@ -114,7 +114,7 @@ def with_layout(config: AnyConfig, layout: str) -> AnyConfig:
         values[key] = value
     dump = config.model_dump(mode="json", by_alias=True)
     dump["parallel"].update(dict.fromkeys(AXES, 1), ring_window=None)
-    changed = make_run_config(dump, [f"parallel.{key}={value}" for key, value in values.items()], origin="--parallel")
+    changed = make_config(dump, [f"parallel.{key}={value}" for key, value in values.items()], origin="--parallel")
     assert isinstance(changed, type(config))
     for axis, size in changed.parallel.sizes().items():
         if size < 1 or isinstance(yaml.safe_load(values.get(axis, "1")), bool):

@@ -292,7 +292,7 @@ def _about(check: CheckTask, at_layout: WorkerReport) -> list[str]:
     config, notes = check.config, check.notes
     settings = [config.device.dtype, f"strategy {at_layout.strategy}", *notes.settings]
     settings += ["recompute"] if "recompute" in config.memory.activation_policy.values() else []
-    settings += ["compiled"] if config.train.compile else []
+    settings += ["compiled"] if config.train.compile is True else []
     return [
         f"model, made small: {notes.model}; {', '.join(settings)}",
         *notes.items,

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from mmspeed import comm, rng
-from mmspeed.config import RunConfig, make_run_config
+from mmspeed.config import RunConfig, make_config
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.config.tasks import TASKS, TaskEntry, referred
 from mmspeed.device import Device
@@ -279,7 +279,7 @@ def _work(job: dict[str, Any]) -> None:
 
     os.environ.update(RANK=str(job["rank"]), LOCAL_RANK=str(job["rank"]), WORLD_SIZE=str(job["world"]))
     TASKS[job["config"]["task"]] = TaskEntry(**job["classes"])
-    config = make_run_config(job["config"])
+    config = make_config(job["config"])
     if job["builder"] is not None:
         check: CheckTask = referred(job["builder"])(config, job["known"])
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,17 @@ from mmspeed.loop.callbacks import BaseCallback, StepOutcome
 
 @dataclass(frozen=True)
 class RunEvent:
-    """An event of a run: the steps done, the run's folder, the models by role, and this process."""
+    """An event of a run: the steps done, the run's folder, the models by role, and this process.
+
+    `stop()`, on one rank or all, ends training as SIGTERM does: after this step if it is called in `on_step`, else after the next.
+    """
 
     step: int
     folder: Path
     models: Mapping[str, nn.Module]
     rank: int
     world: int
+    stop: Callable[[], None] = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class CheckpointEvent(RunEvent):
 
 @dataclass(frozen=True)
 class EndEvent(RunEvent):
-    """The end of training: `finished`, or stopped by a signal or a file. There is none after an error."""
+    """The end of training: `finished`, or stopped by a signal, a file or a callback. There is none after an error."""
 
     finished: bool
     loss: float | None
@@ -90,10 +94,18 @@ class Events(BaseCallback):
         self._common: dict[str, Any] = {}
         self._step = 0
 
-    def begin(self, step: int, folder: Path, models: Mapping[str, nn.Module], rank: int, world: int) -> None:
+    def begin(
+        self,
+        step: int,
+        folder: Path,
+        models: Mapping[str, nn.Module],
+        rank: int,
+        world: int,
+        stop: Callable[[], None],
+    ) -> None:
         """Set the parts that all events share."""
         self._step = step
-        self._common = {"folder": folder, "models": models, "rank": rank, "world": world}
+        self._common = {"folder": folder, "models": models, "rank": rank, "world": world, "stop": stop}
 
     def after_step(self, outcome: StepOutcome) -> None:
         self._step = outcome.step

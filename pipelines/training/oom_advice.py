@@ -159,7 +159,7 @@ def _less_activations(config: RunConfig, count: int, world: int) -> list[str]:
             f"activations take {size}: lower memory.budget or memory.fraction, so that more is recomputed and offloaded"
         )
     elif memory.activation_policy.get("block") == "recompute":
-        if memory.mlp_chunk is None and not config.train.compile:
+        if memory.mlp_chunk is None and config.train.compile is not True:
             advice.append(f"activations take {size} while a block is computed again: set memory.mlp_chunk: 4096")
     else:
         advice.append(

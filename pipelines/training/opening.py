@@ -19,6 +19,8 @@ from mmspeed.protocols import Data, SizedData
 def device_line(config: RunConfig, device: Device, world: int, strategy: str) -> str:
     """The devices, the number type of forward and backward, and the layout: `device: cpu (AMD EPYC), float32, one process`."""
     parts = [f"{device.kind} ({device.name})", config.device.dtype]
+    if (flash := device.flash()) is not None and flash.state != "absent":
+        parts.append(flash.words)
     if world == 1:
         parts.append("one process")
     else:

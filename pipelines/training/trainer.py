@@ -61,10 +61,11 @@ class TrainResult:
 
     run: Path
     step: int
-    finished: bool  # False when it was stopped by a signal or a `stop` file
+    finished: bool  # False when it was stopped by a signal, a callback or a `stop` file
     already: bool  # the run had been finished before
     loss: float | None
     seconds: float
+    asked: bool = False  # to stop, perhaps in its last step
 
     def lines(self) -> list[str]:
         """The summary for the user."""
@@ -118,7 +119,7 @@ class TrainPipeline:
         self.judge = StepJudge(config, self.folder, self.saved)
 
     def run(self) -> TrainResult:
-        """Train to the end, or until a signal or a file stops the run."""
+        """Train to the end, or until a signal, a callback or a file stops the run."""
         device = pick(self.config.device.kind)
         device.activate()
         patience = LOCK_PATIENCE if restarts() else 0.0
@@ -159,6 +160,7 @@ class TrainPipeline:
             parts = assemble(config, self.task, bare, placement, device, choice, weights.add_drawn, resumed=resumed)
             weights.require_same_drawn(parts.models)
             self._tell(where, opening.model_line(config, parts.models))
+            self._tell(where, parts.compiling.line)
             self._tell(where, opening.optimizer_line(config, {role: parts.models[role] for role in parts.roles}))
         # 2. the state of a run that was stopped
         spikes = SpikeGuard(config.train.divergence, self.task, data)
@@ -175,15 +177,15 @@ class TrainPipeline:
         with Working("measuring the device's peak", tell=False):
             peak = self._peak(device)
         try:
-            stopped, loss = self._train_on(run, device, watch, peak)
+            stopped, loss, asked = self._train_on(run, device, watch, peak)
         finally:
             data.close()
-        return TrainResult(self.folder.root, run.step, not stopped, False, loss, time.monotonic() - started)
+        return TrainResult(self.folder.root, run.step, not stopped, False, loss, time.monotonic() - started, asked)
 
     def _train_on(
         self, run: Run, device: Device, watch: RunWatch, peak: tuple[float, str]
-    ) -> tuple[bool, float | None]:
-        """Train to the end, from an earlier checkpoint again after a spike. Returns as `_train`."""
+    ) -> tuple[bool, float | None, bool]:
+        """Train to the end, from an earlier checkpoint again after a spike. Returns as `_train`, and whether a signal or file asked to stop."""
         place = run.place
         row: dict[str, object] = {}  # about a roll-back
         grace = self.config.checkpoint.grace_seconds
@@ -197,7 +199,7 @@ class TrainPipeline:
                     try:
                         stopped, loss = self._train(run, telemetry, watch, requests)
                         self.events.ended(not stopped, loss)
-                        return stopped, loss
+                        return stopped, loss, requests.asked
                     except RollBackError as error:
                         spike = error
                     except Exception as error:
@@ -261,7 +263,7 @@ class TrainPipeline:
         with ExitStack() as stack:
             batches = run.data.steps(run.step, train.steps)
             telemetry.resume_clock()
-            self.events.begin(run.step, self.folder.root, parts.models, run.place.rank, run.place.world)
+            self.events.begin(run.step, self.folder.root, parts.models, run.place.rank, run.place.world, requests.stop)
             memory = stack.enter_context(
                 OomAdvisor(config, run.place.device, self.folder.root, parts.model, parts.optimizer, parts.ema)
             )

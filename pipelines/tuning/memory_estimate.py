@@ -193,7 +193,7 @@ def shape_figures(
     if memory.master != "parameters":
         make_half(bare)
     with FakeTensorMode(), _shapes_alone():
-        _without_values(bare)
+        without_values(bare)
         dtype = parse_dtype(config.device.dtype)
         if dtype != torch.float32:
             autocast(bare, dtype)
@@ -290,7 +290,7 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
     )
 
 
-def _without_values(model: nn.Module) -> None:
+def without_values(model: nn.Module) -> None:
     """Move a model from the meta device to the CPU, in place, inside of a `FakeTensorMode`, where it takes no memory."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):

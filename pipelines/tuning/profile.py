@@ -27,6 +27,7 @@ from mmspeed.device import Device, pick
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine
 from mmspeed.mesh import process_group
+from mmspeed.pipelines.run.compiling import compiling
 from mmspeed.pipelines.tasks import make_task
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep, does_not_fit
 from mmspeed.protocols import RunPlace, ShapeClass, Task, shape_words
@@ -50,7 +51,7 @@ def setting_of(config: RunConfig, task: Mapping[str, object], place: RunPlace) -
     setting = {
         **task,
         "device.dtype": config.device.dtype,
-        "train.compile": config.train.compile,
+        "train.compile": compiling(config, place.device).on,
         "device.kind": place.device.kind,
         "device.name": place.device.name,
         "devices": place.world,

@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 
-from mmspeed.config import Config
+from mmspeed.config import RunConfig, video_config
 from mmspeed.data import CacheWriter
 from mmspeed.data.cache.index import compile_index
 from mmspeed.data.cache.splits import copies_of_held_out
@@ -50,8 +50,9 @@ class CacheBuilder:
     codec or text encoder cannot be read, if the disk is full, and if no source could be encoded.
     """
 
-    def __init__(self, config: Config, shard: str | None = None, upgrade: Sequence[str] = ()) -> None:
-        self.config, self.root, self.upgrade = config, config.local_cache_dir(), upgrade
+    def __init__(self, config: RunConfig, shard: str | None = None, upgrade: Sequence[str] = ()) -> None:
+        self.config = video_config(config, "CacheBuilder")
+        self.root, self.upgrade = self.config.local_cache_dir(), upgrade
         self.share = WorkShare.of(shard)
 
     def run(self) -> BuildReport:

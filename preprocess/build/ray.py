@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from mmspeed.config import Config, make_config
+from mmspeed.config import Config, make_config, video_config
 from mmspeed.data import CacheWriter
 from mmspeed.data.cache.writer import repair
 from mmspeed.device import SCHEDULER_NAMES, pick
@@ -171,7 +171,7 @@ class EncodeActor:
     """
 
     def __init__(self, what: str, config: str) -> None:
-        self.what, self.config = what, make_config(json.loads(config), origin="Ray")
+        self.what, self.config = what, video_config(make_config(json.loads(config), origin="Ray"), "Ray")
         self._writer: CacheWriter | None = None
 
     def __call__(self, block: pa.Table) -> pa.Table:

@@ -16,7 +16,7 @@ import torch
 import yaml
 from PIL import Image, ImageDraw, ImageFont
 
-from mmspeed.config import Config, make_config
+from mmspeed.config import Config, make_config, video_config
 from mmspeed.data import DatasetCache, Entry, Sample
 from mmspeed.data.cache.codec_file import own_codec
 from mmspeed.data.cache.files import write_whole
@@ -72,7 +72,8 @@ def stored_config(cache: DatasetCache) -> Config:
     if not isinstance(text, str):
         raise UserError(f"cache {cache.root} does not record the config that it was built with")
     tree = {name: section for name, section in yaml.safe_load(text).items() if name in _RECORDED}
-    return make_config(tree, origin=f"the config in {cache.root / 'cache.json'}")
+    origin = f"the config in {cache.root / 'cache.json'}"
+    return video_config(make_config(tree, origin=origin), origin)
 
 
 def _codec(cache: DatasetCache, config: Config) -> VideoCodec:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmspeed.config import Bucket, Config, make_config
+from mmspeed.config import Bucket, Config, make_config, video_config
 from mmspeed.config.known_models import videos_of
 from mmspeed.config.schema import PublishedModelConfig
 from mmspeed.errors import UserError
@@ -83,7 +83,10 @@ def target_of(model: str) -> Target:
         videos = next(iter(family_of_section(section, opened).published.values()))
         buckets = [{"frames": videos.frames, "height": videos.height, "width": videos.width}]
         tree = {"data": {"sources": [{"path": repository}], "buckets": buckets}, "model": section.model_dump()}
-        grid, mode = grid_of(make_config(tree, origin="--model")), mode_of_images(section, opened)
+        grid, mode = (
+            grid_of(video_config(make_config(tree, origin="--model"), "--model")),
+            mode_of_images(section, opened),
+        )
         experts = boundary_of(opened) is not None
     sizes = [grid.nearest(videos.height * share, videos.width * share) for share in SHARES]
     return Target(repository, videos.frames, tuple(dict.fromkeys(sizes)), videos.fps, grid, mode, experts)
@@ -290,7 +293,7 @@ def _config(
     shapes = [{"frames": b.frames, "height": b.height, "width": b.width} for b in buckets]
     source = {"path": path, **(columns or {})}
     data = {"sources": [source], "fps": fps, "buckets": shapes, "allow_upscale": upscale}
-    return make_config({"data": data}, origin=path)
+    return video_config(make_config({"data": data}, origin=path), path)
 
 
 def _spread(sources: Sequence[Source], most: int) -> list[Source]:

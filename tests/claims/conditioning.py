@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mmspeed import rng
 from mmspeed.cli.demo import CLIPS
-from mmspeed.config import Config, make_config
+from mmspeed.config import Config, make_config, video_config
 from mmspeed.config.conditioning import ConditioningConfig
 from mmspeed.data import DatasetCache, SampleUse
 from mmspeed.data.loading.collate import assemble
@@ -82,7 +82,7 @@ def config_of(folder: Path, steps: int) -> Config:
         "checkpoint": {"every": steps},
         "device": {"kind": "cpu"},
     }
-    return make_config(tree, origin="given_frames")
+    return video_config(make_config(tree, origin="given_frames"), "given_frames")
 
 
 def measure(folder: Path, steps: int = STEPS) -> GivenFrames:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from mmspeed import rng
-from mmspeed.config import Config, make_config
+from mmspeed.config import Config, make_config, video_config
 from mmspeed.data import CacheWriter, Sample
 from mmspeed.data.cache.keys import entry_key, number_duplicates, sample_key
 from mmspeed.data.cache.tables import write_info, write_rejects, write_samples
@@ -152,7 +152,7 @@ def save_base(folder: Path, setting: FinetuneSetting) -> int:
 def finetune_config(folder: Path, setting: FinetuneSetting) -> Config:
     """The run: one step a sample, no validation, no average, a checkpoint at the end alone."""
     steps = WARM + setting.pairs + 1
-    return make_config(
+    config = make_config(
         {
             "name": "finetune",
             "output": str(folder / "runs"),
@@ -174,6 +174,7 @@ def finetune_config(folder: Path, setting: FinetuneSetting) -> Config:
         },
         origin="finetune claim",
     )  # fmt: skip
+    return video_config(config, "finetune claim")
 
 
 def write_finetune_cache(config: Config, setting: FinetuneSetting) -> None:

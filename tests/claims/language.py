@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from mmspeed.compute.operators.cross_entropy import IGNORED
 from mmspeed.compute.operators.document_attention import positions_of
-from mmspeed.config import make_run_config
+from mmspeed.config import make_config
 from mmspeed.config.language import LanguageConfig
 from mmspeed.data.cache.text_cache import TextCache
 from mmspeed.device import pick
@@ -134,7 +134,7 @@ def language_claim_config(folder: Path, setting: LanguageSetting) -> LanguageCon
         "checkpoint": {"every": setting.steps},
         "device": {"kind": "cpu", "peak_tflops": 1.0},
     }  # fmt: skip
-    return cast(LanguageConfig, make_run_config(tree, origin="claim"))
+    return cast(LanguageConfig, make_config(tree, origin="claim"))
 
 
 def claim_packs(config: LanguageConfig) -> Iterator[Batch]:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspeed.compute.registry import OPERATORS
-from mmspeed.config import make_run_config
+from mmspeed.config import make_config
 from mmspeed.config.language import LanguageConfig
 from mmspeed.data.cache.text_cache import TextCache
 from mmspeed.device import pick
@@ -165,7 +165,7 @@ def lm_config(folder: Path, setting: LmSetting, split: str = "blank_line") -> La
         "checkpoint": {"every": steps + 1},
         "device": {"kind": "cpu", "peak_tflops": 1.0},
     }  # fmt: skip
-    return cast(LanguageConfig, make_run_config(tree, origin="lm claim"))
+    return cast(LanguageConfig, make_config(tree, origin="lm claim"))
 
 
 # -- steps in turns ---------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmspeed.config import Config, make_config
+from mmspeed.config import Config, make_config, video_config
 from mmspeed.device import pick
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes
@@ -77,7 +77,7 @@ class BudgetResult:
 def setting(arrangement: str, device: str, full: bool) -> Config:
     """The config of a model whose memory is mostly activations."""
     width = 384 if full else 64
-    return make_config(
+    config = make_config(
         {
             "data": {
                 "sources": [{"path": "none"}],
@@ -92,6 +92,7 @@ def setting(arrangement: str, device: str, full: bool) -> Config:
         },
         origin="bench",
     )  # fmt: skip
+    return video_config(config, "bench")
 
 
 def measure_budgets(

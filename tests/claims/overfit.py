@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mmspeed.cli.demo import write_manifest
-from mmspeed.config import Config, make_config
+from mmspeed.config import Config, make_config, video_config
 from mmspeed.log import get_logger, setup
 from tests.support.media import psnr
 
@@ -86,7 +86,7 @@ def overfit_config(output: Path, arrangement: str, objective: str) -> Config:
         "checkpoint": {"every": 500},
         "sample": {"steps": 32, "guidance": 1.0},
     }
-    return make_config(tree, origin="overfit bench")
+    return video_config(make_config(tree, origin="overfit bench"), "overfit bench")
 
 
 def overfit(
@@ -99,7 +99,8 @@ def overfit(
     output = Path(output).resolve()
     config = overfit_config(output, arrangement, objective)
     if overrides:
-        config = make_config(config.model_dump(mode="json", by_alias=True), overrides, origin="overfit bench")
+        tree = config.model_dump(mode="json", by_alias=True)
+        config = video_config(make_config(tree, overrides, origin="overfit bench"), "overfit bench")
     CacheBuilder(config).run()
     started = time.monotonic()
     TrainPipeline(config).run()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mmspeed.cli.demo import CLIPS, write_manifest
-from mmspeed.config import Config, make_config
+from mmspeed.config import Config, make_config, video_config
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger, setup
 
@@ -201,7 +201,7 @@ def trial_config(output: Path, setting: SparseTrainingSetting, start: str, varia
         "validate": {"every": 1_000_000, "samples": 16, "quantiles": 6},
         "checkpoint": {"every": 1_000_000, "keep_last": 1},
     }
-    return make_config(tree, origin="sparse training bench")
+    return video_config(make_config(tree, origin="sparse training bench"), "sparse training bench")
 
 
 def _trial(config: Config, start: str, variant: str, seed: int) -> TrainedVariant:

@@ -118,7 +118,7 @@ def make_folder(folder: Path) -> None:
 
 def walk(folder: Path, tty: bool, timeout: float = 1200.0) -> Walk:
     """Walk through all commands in a folder, up to the first that fails, on a terminal or through a pipe."""
-    from mmspeed.config import load_config
+    from mmspeed.config import load_config, video_config
     from mmspeed.data import DatasetCache
 
     make_folder(folder / "videos")
@@ -129,7 +129,7 @@ def walk(folder: Path, tty: bool, timeout: float = 1200.0) -> Walk:
             break
     config, said = folder / "my.yaml", outputs[0][1].text
     usable = re.search(r"(\d+) of \d+ usable", said)
-    cache = load_config(config).cache_dir if config.exists() else folder
+    cache = video_config(load_config(config), str(config)).cache_dir if config.exists() else folder
     encoded = len(DatasetCache(cache).samples) if (cache / "cache.json").exists() else 0
     lines = len(config.read_text(encoding="utf-8").splitlines()) if config.exists() else 0
     return Walk(outputs, lines, int(usable[1]) if usable else -1, encoded, os.getloadavg()[0])

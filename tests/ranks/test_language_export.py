@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mmspeed.config import make_run_config
+from mmspeed.config import make_config
 from mmspeed.log import read_metrics
 from mmspeed.models.language.decoder import Decoder
 from mmspeed.pipelines import TrainPipeline
@@ -39,7 +39,7 @@ def config(folder: Path, **parallel: int) -> Any:
         "parallel": {"strategy": "fsdp", **parallel},
         "device": {"kind": "cpu"},
     }
-    return make_run_config(tree, (), origin="test")
+    return make_config(tree, (), origin="test")
 
 
 def trained(folder: Path, parallel: dict[str, int]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmspeed.config import make_run_config
+from mmspeed.config import make_config
 from mmspeed.data.cache.document_blocks import Document
 from mmspeed.data.cache.keys import digest
 from mmspeed.data.cache.tokenizer_file import TokenizerFacts
@@ -48,7 +48,7 @@ def config(folder: Path, *overrides: str) -> Any:
         "checkpoint": {**SAVED_ONCE},
         "device": {"kind": "cpu", "peak_tflops": 0.1},
     }
-    return make_run_config(tree, overrides, origin="test")
+    return make_config(tree, overrides, origin="test")
 
 
 def train(folder: str, runs: dict[str, tuple[str, ...]]) -> None:

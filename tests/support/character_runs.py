@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mmspeed.cli.app import run
-from mmspeed.config import make_run_config
+from mmspeed.config import make_config
 from mmspeed.device import Device
 from mmspeed.log import read_metrics
 from mmspeed.pipelines import TrainPipeline
@@ -41,7 +41,7 @@ def character_tree(folder: Path) -> dict[str, Any]:
 def character_config(folder: Path, *overrides: str) -> CharacterConfig:
     """`character_tree`, checked, with overrides."""
     register_characters()
-    return cast(CharacterConfig, make_run_config(character_tree(folder), overrides, origin="test"))
+    return cast(CharacterConfig, make_config(character_tree(folder), overrides, origin="test"))
 
 
 def train_characters(folder: str, overrides: tuple[str, ...] = ()) -> None:

@@ -45,13 +45,14 @@ for (const cell of document.querySelectorAll("td, th")) for (const node of cell.
     const whole = !word.index || /\\s/.test(node.data[word.index - 1]);
     if (whole && range.getClientRects().length > 1) torn.push(word[0]); }
 return {width, content: root.scrollWidth, height: root.scrollHeight, beyond, faint, torn,
-  pictures: pictures.filter(i => !i.naturalWidth).length}; })()"""
+  pictures: pictures.filter(i => !i.naturalWidth).length,
+  shrunk: pictures.filter(i => i.closest(".plot") && i.width < .7 * i.naturalWidth).length}; })()"""
 
 
 @dataclass(frozen=True)
 class View:
     """A page in a window: pixels of the window and the content, elements beyond its edge, faint text, torn words,
-    pictures that are not shown, messages of the browser (what its policy refused), and a screenshot as PNG."""
+    pictures that are not shown, plots too small to read, messages of the browser (what its policy refused), and a screenshot as PNG."""
 
     page: str
     scheme: str
@@ -61,6 +62,7 @@ class View:
     faint: Sequence[str]
     torn: Sequence[str]
     unseen_pictures: int
+    shrunk: int
     messages: Sequence[str]
     png: bytes
 
@@ -148,5 +150,5 @@ class _Tab:
         whole = {"x": 0, "y": 0, "width": width, "height": min(value["height"], 6000), "scale": 1}
         shot = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=whole)
         png = base64.b64decode(shot["data"])
-        measured = (value["width"], value["content"], value["beyond"], value["faint"], value["torn"], value["pictures"])
-        return View(page.name, scheme, *measured, self.messages, png)
+        measured = (value["width"], value["content"], value["beyond"], value["faint"], value["torn"])
+        return View(page.name, scheme, *measured, value["pictures"], value["shrunk"], self.messages, png)

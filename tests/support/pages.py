@@ -21,7 +21,7 @@ import yaml
 
 from mmspeed.cli.app import app, split_debug
 from mmspeed.config import RunConfig
-from mmspeed.config.load import make_run_config
+from mmspeed.config.load import make_config
 from mmspeed.config.tasks import known_tasks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -184,7 +184,7 @@ def check_mmspeed(arguments: list[str]) -> dict[str, Any]:
     if not isinstance(values, dict):
         return {}
     for override in values.get("overrides") or ():
-        make_run_config(SMALL, [override], origin="page")
+        make_config(SMALL, [override], origin="page")
     return values
 
 
@@ -212,7 +212,7 @@ def config_of(text: str) -> RunConfig | None:
     task = tree.get("task", "video")
     if task not in known_tasks():  # a page's own, whose test runs it
         return None
-    return make_run_config(merged(SMALL, tree) if task == "video" else tree, origin="page")
+    return make_config(merged(SMALL, tree) if task == "video" else tree, origin="page")
 
 
 def merged(base: Any, over: Any) -> Any:

@@ -33,10 +33,10 @@ def run_page(folder: Path) -> Path:
     slow = [{"rank": 1, "host": "a-node-with-a-very-long-name." * 4 + "example.org", "factor": 1.4}]
     ranks = {"compute": [1.0, 1.4], "data": [0.1, 0.1], "exchange": [0.2, 0.0]}
     rates = {
-        "steps": 1, "elapsed_seconds": 1.0, "samples_per_s": 12.5, "tokens_per_s": 123456.0, "mfu": 0.31,
+        "steps": 1, "step_seconds": {"data": 0.1, "compute": 20.0}, "samples_per_s": 12.5, "tokens_per_s": 123456.0, "mfu": 0.31,
         "data_wait": 0.01,
     }  # fmt: skip
-    rates |= {"peak_memory_bytes": 3.2e10, "peak_tflops": 989.0, "elapsed_seconds": 4000.0}
+    rates |= {"peak_memory_bytes": 3.2e10, "peak_tflops": 989.0}
     parts = {"by_bucket": {"13x96x160": 1.5, "1x96x160": 1.0}, "by_quarter": [1.0, 1.2, 1.4, 2.0]}
     named = {"peak_source": "data sheet of a device with a long name", "terms": {"velocity": 1.0, "balance": 0.1}}
     rows = [
@@ -46,7 +46,9 @@ def run_page(folder: Path) -> Path:
         }
         for step in (10, 20, 30)
     ]  # fmt: skip
-    rows.append({"kind": "validation", "step": 30, "loss": 0.1, "by_part": [0.1, 0.2, 0.3, 0.4]})
+    held_out = {"kind": "validation", "by_quantile": [0.1, 0.2, 0.3, 0.4]}
+    rows += [{**held_out, "step": 10, "loss": 0.1}, {**held_out, "step": 30, "loss": 0.2}]
+    (config.run_dir.parent / f"{config.name}-data.html").touch()
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return write_report(run)
 
@@ -88,6 +90,7 @@ def named(seen: Sequence[View]) -> list[str]:
             ("faint", view.faint),
             ("torn", view.torn),
             ("pictures not shown", view.unseen_pictures),
+            ("plots too small to read", view.shrunk),
         )
         if value
     ]

@@ -21,6 +21,7 @@ import yaml
 
 from mmspeed import rng
 from mmspeed.__main__ import main
+from mmspeed.config import dump_config
 from mmspeed.config.docs import REQUIRED, default_of, show_value
 from mmspeed.config.load import all_fields
 from mmspeed.config.schema import FlowConfig
@@ -30,8 +31,7 @@ from mmspeed.media.rejections import Reason
 from mmspeed.shapes import Bucket
 from tests.rules.sources import CODE, python_files, syntax
 from tests.support.pages import ROOT, CodeBlock, blocks, blocks_under, check_command, command_lines, words_of
-from tests.support.runs import losses
-from tests.support.special_tokens import save
+from tests.support.runs import losses, small_config
 from tests.support.toy_runs import toy_config, write_toy_cache
 
 DOCS = ROOT / "docs"
@@ -106,6 +106,27 @@ def test_the_task_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     metrics = read_metrics(tmp_path / "runs" / "waves" / "metrics.jsonl")
     steps = [row["loss"] for row in metrics if row["kind"] == "train"]
     assert steps[-1] < steps[0] / 4
+
+
+# -- docs/python.md ---------------------------------------------------------------------------------------------------
+
+
+def test_a_page_of_calls_runs_from_top_to_bottom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With few steps, which do not learn: the fourth validation stops the longer run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my-run.yaml").write_text(dump_config(small_config(tmp_path)), encoding="utf-8")
+    code = "\n".join(block.text for block in blocks(DOCS / "python.md"))
+    for value, other in (('"steps": 200', '"steps": 2'), ("validate.every=50", "validate.every=1"), ("2e-3", "1e-30")):
+        assert value in code
+        code = code.replace(value, other)
+    page = imported(code, "python_page", tmp_path)
+    said = capsys.readouterr().out
+    assert "runs/notebook: finished at step 2" in said and "on disk:" in said
+    assert "runs/notebook: stopped and saved; the same command goes on at step 7" in said
+    assert page.result.finished and page.config.conditioning.first == 0.5
+    assert (tmp_path / "rabbit.mp4").is_file() and (tmp_path / "again.mp4").is_file()
 
 
 # -- docs/troubleshooting.md ------------------------------------------------------------------------------------------
@@ -232,24 +253,17 @@ def test_the_job_file_requeues_no_run_that_ended(tmp_path: Path) -> None:
 def test_a_language_model_is_trained_sampled_and_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The page's configs, for two steps each of short packs, and the commands behind them."""
+    """Both configs of the page that name a shape, for two steps each of short packs, and the commands behind them."""
     page = DOCS / "language-models.md"
     monkeypatch.chdir(tmp_path)
     rows = [{"text": f"Once upon a time {number} rabbits met {number * number} foxes."} for number in range(200)]
     (tmp_path / "stories.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    (tmp_path / "answers.csv").write_text(
-        "rules,question,context,answer\n" + "".join(f"add,{n} + 2,,{n + 2}\n" for n in range(200))
-    )
-    answers = f"tokenizer.path={save(tmp_path / 'tokenizer')}", "model.shape=tiny-qwen3-0.6b"  # no hub is asked
-    changes = {
-        "stories": (),
-        "experts": ("name=experts", "texts.cache=cache/experts"),
-        "answers": ("name=answers", *answers),
-    }
     small = ("train.steps=2", "train.batch_size=2", "sequence_length=64", "device.kind=cpu", "validate.report=false")
-    texts = [block.text for block in blocks(page) if block.language == "yaml"]
-    for (name, own), text in zip(changes.items(), texts, strict=True):
+    yamls = [block.text for block in blocks(page) if block.language == "yaml"]
+    texts = [text for text in yamls if "\nmodel:" in text]  # the others train a published one
+    for name, text in zip(("stories", "experts"), texts, strict=True):
         (tmp_path / f"{name}.yaml").write_text(text, encoding="utf-8")
+        own = () if name == "stories" else (f"name={name}", f"texts.cache=cache/{name}")
         assert main(["train", f"{name}.yaml", *small, *own]) == 0
         kinds = [row["kind"] for row in read_metrics(tmp_path / "runs" / name / "metrics.jsonl")]
         assert "train" in kinds

@@ -99,8 +99,8 @@ def _documents(tokens: int) -> dict[str, Arguments]:
 def _rotary(tokens: int) -> dict[str, Arguments]:
     angle_TH = torch.arange(tokens)[:, None] * 100.0 ** -torch.linspace(0, 1, 32)
     # as whole numbers of 1/64, which every number type holds, so that tables are the same in all
-    cos, sin = ((64 * table).round()[None] / 64 for table in (angle_TH.cos(), angle_TH.sin()))
-    return {"half": (_values("x", 1, tokens, 4, 64), cos, sin)}
+    turn_21TH = (64 * torch.stack((angle_TH.cos(), angle_TH.sin()))).round()[:, None] / 64
+    return {"half": (_values("x", 1, tokens, 4, 64), turn_21TH)}
 
 
 def _cross_entropy(tokens: int) -> dict[str, Arguments]:

@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 
 from mmspeed.compute.autocast import autocast_alike
-from mmspeed.compute.cuda_mixed import add_product_, exp_rounded
+from mmspeed.compute.cuda_mixed import exp_rounded
 
 from .base import Implementation, Operator
 
 IGNORED = -100  # the target of a token that counts nothing, as in torch and transformers
 CHUNKS = 4  # at least, of which one's logits are in memory
-MOST_LOGITS = (
-    1 << 28
-)  # numbers of a chunk, of 6 bytes in half types: each chunk reads the weight thrice and its gradient's sum once
+# numbers of a chunk, of 6 bytes in half types: each chunk reads the weight thrice, and its gradient's sum once
+MOST_LOGITS = 5 << 26
 
 
 def rows_of_chunk(tokens: int, vocabulary: int) -> int:
@@ -99,7 +98,7 @@ class _ChunkedSums(torch.autograd.Function):
             if grad_x is not None:
                 grad_x[part] = grad_CV @ weight_VE
             if grad_weight is not None:
-                add_product_(grad_weight, grad_CV.mT, x_CE)
+                grad_weight += grad_CV.mT @ x_CE
         if half and grad_x is not None:
             grad_x *= sign_T1
         return grad_x, None if grad_weight is None else grad_weight.to(weight_VE.dtype), None

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmspeed.compute import npu_operators
+from mmspeed.compute.autocast import without_autocast
 
 from .base import Implementation, Operator
 
@@ -19,8 +20,12 @@ def eager_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The same by torch's operator, whose backward keeps one number for each row beside its input."""
-    return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), eps)
+    """The same by torch's operator, whose backward keeps one number for each row beside its input.
+
+    Autocast on CUDA would cast half types to float32 before it; the operator sums in float32 by itself.
+    """
+    with without_autocast(x):
+        return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), eps)
 
 
 rms_norm = Operator(

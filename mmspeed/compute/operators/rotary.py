@@ -1,51 +1,30 @@
 """Rotations of queries and keys whose tokens lie in the second dim, for one-dimensional positions (RoFormer, Su et al. 2021).
 
-Legend: B batch, N tokens, A heads, D head width, H half of D (pairs).
+Legend: B batch, N tokens, A heads, D head width, H half of D (pairs), 2 cosine and sine.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from mmspeed.compute import npu_operators
-from mmspeed.compute.rope import rope_dtype
+from mmspeed.compute.rope import apply_rope, turned, turned_refuses
 
 from .base import Implementation, Operator
 
 
-def eager_rotate(x_BNAD: Tensor, cos_BNH: Tensor, sin_BNH: Tensor) -> Tensor:
+def eager_rotate(x_BNAD: Tensor, turn_2BNH: Tensor) -> Tensor:
     """`x_BNAD` with channel i rotated against channel i + D/2; computed in `rope_dtype`, returned in its dtype."""
-    first, second = x_BNAD.to(rope_dtype(x_BNAD.dtype)).chunk(2, dim=-1)
-    cos, sin = cos_BNH[:, :, None], sin_BNH[:, :, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BNAD.dtype)
+    return apply_rope(x_BNAD, *turn_2BNH[:, :, :, None].unbind(0))
 
 
-class _Rotate(torch.autograd.Function):
-    """The rotation, whose backward is the rotation back and keeps no activation."""
-
-    @staticmethod
-    def forward(ctx: Any, x_BNAD: Tensor, cos_BNH: Tensor, sin_BNH: Tensor) -> Tensor:
-        ctx.save_for_backward(cos_BNH, sin_BNH)
-        return eager_rotate(x_BNAD, cos_BNH, sin_BNH)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        cos_BNH, sin_BNH = ctx.saved_tensors
-        return eager_rotate(grads[0], cos_BNH, -sin_BNH), None, None
+def lean_rotate(x_BNAD: Tensor, turn_2BNH: Tensor) -> Tensor:
+    """The same rotation in fewer launches, whose backward keeps no activation; tables get no gradient."""
+    return turned(x_BNAD, turn_2BNH[:, :, :, None])
 
 
-def lean_rotate(x_BNAD: Tensor, cos_BNH: Tensor, sin_BNH: Tensor) -> Tensor:
-    """The same rotation; tables of cosines and sines get no gradient."""
-    return _Rotate.apply(x_BNAD, cos_BNH, sin_BNH)  # type: ignore[no-any-return]
-
-
-def _lean_refuses(x_BNAD: Tensor, cos_BNH: Tensor, sin_BNH: Tensor) -> str:
-    if torch.compiler.is_compiling():
-        return "a graph keeps what it needs by itself"
-    return "the tables need a gradient" if cos_BNH.requires_grad or sin_BNH.requires_grad else ""
+def _lean_refuses(x_BNAD: Tensor, turn_2BNH: Tensor) -> str:
+    return turned_refuses(turn_2BNH)
 
 
 rotary = Operator(

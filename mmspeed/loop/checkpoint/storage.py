@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from mmspeed.data.cache.tensor_files import rows_of, write_safetensors
 from mmspeed.errors import UserError
 
 from .seals import chunk_digest, digest, header_digest, sealed_text, unsealed
@@ -261,25 +262,18 @@ def _is_entry(entry: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class _SealedResult(WriteResult):
-    """A result of torch's writer with the hash of the chunk and of its file's header."""
+class _Written:
+    """A chunk that is on the disk: its file, its hash, and that of the file's header."""
 
+    index: MetadataIndex
+    file: str
     chunk_hash: str
     header_hash: str
 
 
-class _HashingPlanner:
-    """The part of a planner that torch's writer asks, which hashes each tensor on a thread while it is written."""
-
-    def __init__(self, planner: SavePlanner, pool: ThreadPoolExecutor, finite: frozenset[str]) -> None:
-        self._planner, self._pool, self._finite = planner, pool, finite
-        self.hashes: dict[MetadataIndex, Task[tuple[str, float]]] = {}
-
-    def resolve_data(self, item: WriteItem) -> Any:
-        data = self._planner.resolve_data(item)
-        name, tensor = item.index.fqn, cast(Tensor, data)  # save() passes tensors only
-        self.hashes[item.index] = self._pool.submit(_examined, name, tensor, name in self._finite)
-        return data
+def _in_host_memory(data: Any) -> Tensor:
+    """The values of a tensor in row-major order in the host's memory, where those of a save are already. `save()` passes tensors only."""
+    return cast(Tensor, data).detach().cpu().contiguous()
 
 
 def _examined(name: str, tensor: Tensor, finite: bool) -> tuple[str, float]:
@@ -318,38 +312,41 @@ class SafetensorsWriter(HuggingFaceStorageWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's tensors from where they are; torch's own writer first makes the bytes of a whole file in memory."""
+        files: dict[str, list[WriteItem]] = {}
+        for item in plan.items:
+            numbers, shard = plan.storage_data["fqn_to_index_mapping"], plan.storage_data["shard_index"]
+            place = f"model-{numbers[item.index.fqn]:05d}-of-{max(numbers.values()):05d}"
+            files.setdefault(f"shard-{shard:05d}-{place}.safetensors", []).append(item)
+        examined: dict[MetadataIndex, Task[tuple[str, float]]] = {}  # on a thread, while the file is written
         with ThreadPoolExecutor(1, "checkpoint-hash") as pool:
-            hashing = _HashingPlanner(planner, pool, self._finite)
-            results = super().write_data(plan, cast(SavePlanner, hashing)).wait()
+            for file, items in files.items():
+                tensors = {i.index.fqn: _in_host_memory(planner.resolve_data(i)) for i in items}
+                for item in items:
+                    name = item.index.fqn
+                    examined[item.index] = pool.submit(_examined, name, tensors[name], name in self._finite)
+                rows, offsets = rows_of(tensors), {i.index.fqn: {"saved_offsets": i.index.offset} for i in items}
+                metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+                write_safetensors(self._folder / file, metadata, rows, (tensors[row.name] for row in rows))
             written = time.perf_counter()
-            examined = {index: task.result() for index, task in hashing.hashes.items()}
-        files = {result.storage_data.relative_path for result in results}
-        headers = {file: header_digest(self._folder / file) for file in files}
-        self.hash_seconds = sum(seconds for _, seconds in examined.values())
+            self.hash_seconds = sum(task.result()[1] for task in examined.values())
         self.late_seconds = time.perf_counter() - written
+        results: list[_Written] = []
+        for file, items in files.items():
+            header = header_digest(self._folder / file)
+            results += [_Written(i.index, file, examined[i.index].result()[0], header) for i in items]
         done: Future[list[WriteResult]] = Future()
-        done.set_result(
-            [
-                _SealedResult(
-                    r.index,
-                    r.size_in_bytes,
-                    r.storage_data,
-                    examined[r.index][0],
-                    headers[r.storage_data.relative_path],
-                )
-                for r in results
-            ]
-        )
+        done.set_result(cast(list[WriteResult], results))  # `finish` alone reads them
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        written = {(r.index.fqn, r.index.offset): cast(_SealedResult, r) for rank in results for r in rank}
+        written = {(r.index.fqn, r.index.offset): r for rank in cast(list[list[_Written]], results) for r in rank}
         tensors = {}
         for name, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata)  # save() passes tensors only
             chunks = [
                 {
-                    "file": written[name, chunk.offsets].storage_data.relative_path,
+                    "file": written[name, chunk.offsets].file,
                     "offsets": list(chunk.offsets),
                     "shape": list(chunk.sizes),
                     "hash": written[name, chunk.offsets].chunk_hash,
@@ -359,7 +356,7 @@ class SafetensorsWriter(HuggingFaceStorageWriter):
             ]
             dtype = str(tensor.properties.dtype).removeprefix("torch.")
             tensors[name] = {"shape": list(tensor.size), "dtype": dtype, "chunks": chunks}
-        headers = {r.storage_data.relative_path: r.header_hash for r in written.values()}
+        headers = {r.file: r.header_hash for r in written.values()}
         headers = dict(sorted(headers.items()))
         sizes = {file: (self._folder / file).stat().st_size for file in headers}
         self._commit(write_json(self._folder / INDEX, {"tensors": tensors, "files": sizes, "headers": headers}))

@@ -181,12 +181,12 @@ class Roofline(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func is _DEVICE:
             return result
-        read = {_place(tensor): tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
+        read = {place_of(tensor): tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
         outputs = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
         writes = changes_arguments(func)
-        if not outputs or (not writes and all(_place(tensor) in read for tensor in outputs)):
+        if not outputs or (not writes and all(place_of(tensor) in read for tensor in outputs)):
             return result  # a view, or nothing
-        traffic = sum(map(_nbytes, [*read.values(), *outputs]))
+        traffic = sum(map(nbytes, [*read.values(), *outputs]))
         flops = operations(func, args, kwargs, result)
         self.flops += flops
         if "_attention" in (name := str(packet_of(func))):
@@ -234,10 +234,11 @@ def operations(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     return int(count(*args, **kwargs, out_val=result)) if count is not None else 0
 
 
-def _place(tensor: Tensor) -> int:
+def place_of(tensor: Tensor) -> int:
+    """The address of the memory of a tensor."""
     return storage_address(tensor.untyped_storage())
 
 
-def _nbytes(tensor: Tensor) -> int:
+def nbytes(tensor: Tensor) -> int:
     """Bytes that are read or written: an expanded tensor lies in memory once."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

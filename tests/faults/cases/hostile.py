@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from mmspeed.config import load_run_config, make_config
+from mmspeed.config import load_config, make_config
 from mmspeed.errors import UserError
 from mmspeed.media.rejections import Reason
 from mmspeed.pipelines import TrainPipeline
@@ -97,7 +97,7 @@ def yaml(scene: Scene) -> Outcome:
         path.write_text(text)
         began = time.monotonic()
         try:
-            load_run_config(path)
+            load_config(path)
         except UserError as error:
             print(error, flush=True)
             refused += 1

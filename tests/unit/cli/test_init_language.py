@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from mmspeed.__main__ import main
-from mmspeed.config import load_run_config
+from mmspeed.config import load_config
 from mmspeed.config.language import LanguageConfig
 from mmspeed.models.language.families import config_tree
 from mmspeed.models.language.shapes import SHAPES, shape_named
@@ -20,7 +20,7 @@ from tests.support.covers import slow_but
 
 def written(folder: Path, model: str, *more: str) -> LanguageConfig:
     assert main(["init", str(folder / "run.yaml"), "--task", "language", "--model", model, "--force", *more]) == 0
-    return cast(LanguageConfig, load_run_config(folder / "run.yaml"))
+    return cast(LanguageConfig, load_config(folder / "run.yaml"))
 
 
 @pytest.mark.parametrize("name", slow_but(SHAPES, ("deepseek-v3", "pangu-ultra-moe", "qwen3-235b-a22b", "llama3-405b")))

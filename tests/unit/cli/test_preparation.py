@@ -15,7 +15,7 @@ from pydantic import Field
 from mmspeed.cli import preparations
 from mmspeed.cli.app import ray_workers, run
 from mmspeed.cli.init import template, write_config
-from mmspeed.config import RunConfig, load_config, load_run_config, make_config, make_run_config
+from mmspeed.config import RunConfig, load_config, make_config, video_config
 from mmspeed.config.inputs import Section
 from mmspeed.config.tasks import TASKS, TaskEntry
 from mmspeed.errors import UserError
@@ -168,9 +168,9 @@ def test_init_writes_the_tasks_own_sections(
     short = (tmp_path / "new.yaml").read_text(encoding="utf-8")
     assert run([*words, "--full", "--force"]) == 0
     text = (tmp_path / "new.yaml").read_text(encoding="utf-8")
-    config = load_run_config(tmp_path / "new.yaml")
+    config = load_config(tmp_path / "new.yaml")
     assert isinstance(config, ToyConfig) and config.corpus.path == "b.txt" and config.name == "new"
-    assert config.corpus.length == 3 and config == make_run_config(yaml.safe_load(short), base=tmp_path)
+    assert config.corpus.length == 3 and config == make_config(yaml.safe_load(short), base=tmp_path)
     assert config.memory == RunConfig().memory and "# Characters of an item." in text and "vae" not in text
     assert [line.split(":")[0] for line in text.splitlines() if line[:1].isalpha()][:3] == ["task", "name", "corpus"]
     assert yaml.safe_load(template("a", None, "toy"))["corpus"] == {"path": "a.txt"}
@@ -210,18 +210,18 @@ def test_an_unknown_task_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "--task: task 'speech' is not known" in capsys.readouterr().err and not (tmp_path / "new.yaml").exists()
     for task in (None, 3, ["video"]):
         with pytest.raises(UserError, match="is not known"):
-            make_run_config({"task": task})
+            make_config({"task": task})
 
 
 def test_keys_of_another_task_are_named(toy: None, file: Path) -> None:
     with pytest.raises(UserError, match="'vae', which is a section of the task video; this config is of the task toy"):
-        load_run_config(file, ["vae.kind=linear"])
+        load_config(file, ["vae.kind=linear"])
     with pytest.raises(
         UserError, match="'corpus', which is a section of the task toy; this config is of the task video"
     ):
         make_config({"data": {"sources": [{"path": "a"}], "buckets": [BUCKET]}, "corpus": {"path": "a"}})
     with pytest.raises(UserError, match="this is for the video task, and the config is of the task toy"):
-        load_config(file)
+        video_config(load_config(file), "config")
 
 
 BUCKET = {"frames": 5, "height": 32, "width": 48}
@@ -229,8 +229,8 @@ BUCKET = {"frames": 5, "height": 32, "width": 48}
 
 def test_a_config_without_a_task_is_of_videos(tmp_path: Path) -> None:
     tree = small_tree(tmp_path)
-    assert "task" not in tree and make_run_config(tree).task == "video"
-    assert isinstance(preparations.preparation(make_run_config(tree)), VideoPreparation)
+    assert "task" not in tree and make_config(tree).task == "video"
+    assert isinstance(preparations.preparation(make_config(tree)), VideoPreparation)
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,14 @@ import pytest
 import torch.distributed as dist
 
 from mmspeed.__main__ import main
-from mmspeed.cli.sample_command import advised, output_paths, sheet_path
-from mmspeed.config import make_run_config
+from mmspeed.cli.sample_command import output_paths, sheet_path
+from mmspeed.config import make_config
 from mmspeed.errors import UserError
 from mmspeed.pipelines import TextToVideo, TrainPipeline
 from mmspeed.pipelines.inference.agreement import require_same_sampling
 from mmspeed.pipelines.inference.prompts import VideoRequest
 from mmspeed.pipelines.inference.text_to_video import SamplerChoice
+from mmspeed.pipelines.report.advice import advised
 from mmspeed.pipelines.run.run_folder import RunFolder
 from tests.support.decoding import video_of
 from tests.support.runs import small_config, small_tree
@@ -58,7 +59,7 @@ def test_the_command_that_is_advised_has_what_the_run_needs(
     tmp_path: Path, tree: dict[str, Any], options: list[str]
 ) -> None:
     base = {} if "task" in tree else small_tree(tmp_path)
-    config = make_run_config({**base, **tree}, (), origin="test")
+    config = make_config({**base, **tree}, (), origin="test")
     assert advised(Path("runs/x"), config) == [f'sample runs/x --prompt "..."{option}' for option in options]
 
 

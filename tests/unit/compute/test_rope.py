@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspeed import rng
-from mmspeed.compute.rope import apply_rope, axis_pairs, grid_positions, rope_cos_sin, rope_dtype
+from mmspeed.compute.rope import apply_rope, axis_pairs, grid_positions, rope_cos_sin, rope_dtype, turned
 from mmspeed.models.sora.layers import SelfAttention, position_turns
 from mmspeed.protocols.plan import Structure
 
@@ -53,7 +53,7 @@ def test_a_model_in_float64_turns_in_float64() -> None:
     x_BTSE = torch.randn(1, 1, 6, 24, dtype=torch.float64, requires_grad=True)
     zero, one = (torch.full((1, 1, 1, 24), value, dtype=torch.float64) for value in (0.0, 1.0))
     places_NX = POSITIONS[:6]
-    turn_2NH = position_turns(places_NX, "full", layer.head_width, x_BTSE.dtype)
+    turn_2NH = position_turns(places_NX, "full", 12, torch.float64)
 
     def forward(x_BTSE: Tensor) -> Tensor:
         out: Tensor = layer(x_BTSE, zero, zero, one, places_NX, turn_2NH, None, False)
@@ -65,3 +65,20 @@ def test_a_model_in_float64_turns_in_float64() -> None:
     assert np.abs(noted.q_BAND.numpy() - turned_exactly(straight_BAND, places_NX)).max() < 1e-13
     # float32 anywhere on the way would be steps of 1e-7, which a difference of 1e-6 sees as a slope of a tenth
     assert torch.autograd.gradcheck(forward, (x_BTSE,), eps=1e-6, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [(), (5,)])
+def test_few_launches_turn_to_the_same_numbers(dtype: torch.dtype, columns: tuple[int, ...]) -> None:
+    shape = (2, *columns, 3, len(POSITIONS), 20)
+    tables = rope_cos_sin(POSITIONS, 20, dtype=rope_dtype(dtype))
+    results = []
+    for turn in (lambda x: turned(x, torch.stack(tables)), lambda x: apply_rope(x, *tables)):
+        x_BAND = rng.normal(shape, 0, "rope").to(dtype).requires_grad_()
+        out_BAND = turn(x_BAND)
+        (out_BAND * rng.normal(shape, 1, "rope").to(dtype)).sum().backward()
+        results.append((out_BAND, x_BAND.grad))
+    (out, grad), (wanted, wanted_grad) = results
+    assert torch.equal(out, wanted)
+    torch.testing.assert_close(grad, wanted_grad)
+    assert dtype == torch.bfloat16 or torch.equal(grad, wanted_grad)  # bfloat16 was rounded once more

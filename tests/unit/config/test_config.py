@@ -79,7 +79,7 @@ def test_overrides_reach_into_lists_and_switch_unions() -> None:
     config = make_config(
         tree(), ["data.buckets.0.frames=33", "data.sources.0.path=other", "objective.kind=ddpm", "objective.steps=500"]
     )
-    assert config.data.buckets[0].frames == 33 and config.data.sources[0].path == "other"
+    assert config.data.buckets[0].frames == 33 and config.data.sources[0].path == str(Path.cwd() / "other")
     assert config.objective.kind == "ddpm" and config.objective.steps == 500
 
 

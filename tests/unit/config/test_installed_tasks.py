@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mmspeed.cli.app import run
-from mmspeed.config import make_run_config
+from mmspeed.config import make_config
 from mmspeed.config.tasks import TASKS, config_class, known_tasks, preparation_class, task_class, task_entry
 from mmspeed.errors import UserError
 from mmspeed.pipelines.tasks import make_task, register
@@ -61,14 +61,14 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_an_installed_package_makes_a_task_known(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(site, "poems-pack", {"poems": "poems_pack:PoemTask"}, {"poems_pack": POEMS})
     assert "poems" in known_tasks() and "poems_pack" not in sys.modules  # nothing is imported before it is asked for
-    config = make_run_config({"task": "poems", "lines": 7})
+    config = make_config({"task": "poems", "lines": 7})
     assert type(config) is config_class("poems") and config.model_dump()["lines"] == 7
     task = make_task(config, "maker")
     assert type(task) is task_class("poems") and vars(task) == {"config": config, "maker": "maker"}
     assert preparation_class("poems") is None
     monkeypatch.setattr(task_class("poems"), "preparation_class", int, raising=False)
     assert preparation_class("poems") is int
-    assert isinstance(make_task(make_run_config(small_tree(site))), VideoTask)  # which nothing has changed
+    assert isinstance(make_task(make_config(small_tree(site))), VideoTask)  # which nothing has changed
 
 
 def test_an_unknown_task_is_reported_with_those_of_packages(site: Path) -> None:
@@ -76,7 +76,7 @@ def test_an_unknown_task_is_reported_with_those_of_packages(site: Path) -> None:
     with pytest.raises(
         UserError, match=r"test: task 'poem' is not known; did you mean 'poems'\? \(known: video.*poems\)"
     ):
-        make_run_config({"task": "poem"}, origin="test")
+        make_config({"task": "poem"}, origin="test")
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_broken_package_is_named_when_its_task_is_asked_for(
     site: Path, value: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install(site, "broken-pack", {"broken": value}, {"poems_pack": POEMS, "fails_at_once": "1 / 0"}, version="2.1")
-    assert make_run_config(small_tree(tmp_path)).task == "video"
+    assert make_config(small_tree(tmp_path)).task == "video"
     path = tmp_path / "run.yaml"
     path.write_text("task: broken\n", encoding="utf-8")
     for words in (["train", str(path)], ["check", str(path)], ["init", str(tmp_path / "new"), "--task", "broken"]):
@@ -113,16 +113,16 @@ def test_two_packages_with_one_name_are_reported(site: Path) -> None:
     install(site, "poems-pack", {"poems": "poems_pack:PoemTask"}, {"poems_pack": POEMS})
     install(site, "verse-pack", {"poems": "poems_pack:Bare"})
     with pytest.raises(UserError, match=r"the task poems is declared by .*; uninstall all but one") as error:
-        make_run_config({"task": "poems"})
+        make_config({"task": "poems"})
     assert "poems-pack 1.0" in str(error.value) and "verse-pack 1.0" in str(error.value)
     assert known_tasks().count("poems") == 1
-    assert make_run_config(small_tree(site)).task == "video"
+    assert make_config(small_tree(site)).task == "video"
 
 
 def test_a_package_does_not_take_the_place_of_video(site: Path) -> None:
     install(site, "grab-pack", {"video": "poems_pack:PoemTask"}, {"poems_pack": POEMS})
     with pytest.raises(UserError, match=r"the task video is declared by mmspeed itself and by grab-pack 1\.0"):
-        make_run_config(small_tree(site))
+        make_config(small_tree(site))
 
 
 def test_a_program_may_say_which_of_several_it_means(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,4 +130,4 @@ def test_a_program_may_say_which_of_several_it_means(site: Path, monkeypatch: py
     monkeypatch.setitem(TASKS, "poems", TASKS["video"])  # as it was before, when this test ends
     register("poems", "poems_pack:PoemTask")
     assert task_entry("poems").origin == "this program"
-    assert make_run_config({"task": "poems"}).task == "poems"
+    assert make_config({"task": "poems"}).task == "poems"

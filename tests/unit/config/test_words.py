@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mmspeed.config.language import LanguageConfig
-from mmspeed.config.load import all_fields, make_run_config
+from mmspeed.config.load import all_fields, make_config
 from mmspeed.config.schema import Config
 from mmspeed.config.words import ADAPTERS, SYNONYMS
 from mmspeed.errors import UserError
@@ -107,7 +107,7 @@ def test_each_word_of_another_trainer_gets_its_key(task: str) -> None:
     answers = {}
     for word in wanted:
         with pytest.raises(UserError, match="unknown key") as caught:
-            make_run_config(TASKS[task], [f"{word}=5"])
+            make_config(TASKS[task], [f"{word}=5"])
         named = re.search("did you mean '(.*?)'", str(caught.value))
         answers[word] = re.sub(r"\(\w+\)", "", named[1]) if named else ADAPTERS if ADAPTERS in str(caught.value) else ""
         assert named or answers[word] or "; the keys there are " in str(caught.value)

@@ -9,7 +9,7 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mmspeed.config import dump_config, load_run_config
+from mmspeed.config import dump_config, load_config
 from mmspeed.config.yaml_text import MOST_NODES, TooManyNodesError, parse_yaml
 from mmspeed.errors import UserError
 from tests.support.runs import small_config
@@ -35,14 +35,14 @@ def test_endless_yaml_is_refused_in_a_line(tmp_path: Path, text: str, message: s
     path = tmp_path / "config.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=f"not YAML: .*({message})"):
-        load_run_config(path)
+        load_config(path)
 
 
 def test_overrides_have_the_same_limit(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("name: small\n")
     with pytest.raises(UserError, match=r"override data.sources: .*may contain itself"):
-        load_run_config(path, ["data.sources=&a [*a]"])
+        load_config(path, ["data.sources=&a [*a]"])
 
 
 leaves = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=20))
@@ -68,8 +68,8 @@ def test_configs_are_read_by_libyaml(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path = tmp_path / "config.yaml"
     path.write_text(dump_config(small_config(tmp_path)))
     monkeypatch.setattr(yaml.scanner.Scanner, "fetch_more_tokens", None)
-    assert load_run_config(path).name == "small"
+    assert load_config(path).name == "small"
     path.write_text("a: 1\na: 2\n")
     monkeypatch.undo()
     with pytest.raises(UserError, match="duplicate key 'a'"):
-        load_run_config(path)
+        load_config(path)

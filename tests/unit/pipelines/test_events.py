@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from mmspeed.pipelines import TrainCallback, TrainPipeline
 from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.pipelines.training.events import CheckpointEvent, EndEvent, StepEvent, ValidationEvent
 from tests.support.runs import losses
-from tests.support.toy_runs import build_toy, toy_config, write_toy_cache
+from tests.support.toy_runs import build_toy, toy_config, train_toy, write_toy_cache
 
 
 class Recorder(TrainCallback):
@@ -36,6 +37,16 @@ class Recorder(TrainCallback):
     def on_end(self, event: EndEvent) -> None:
         self.notes.append(("end", event.step))
         assert event.finished and event.loss == self.losses[-1]
+
+
+class Ends(TrainCallback):
+    """Notes the ends of runs."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[int, bool]] = []
+
+    def on_end(self, event: EndEvent) -> None:
+        self.events.append((event.step, event.finished))
 
 
 class Failing(TrainCallback):
@@ -69,6 +80,25 @@ def test_an_error_in_a_callback_ends_the_run_and_tells_no_more(tmp_path: Path) -
     with pytest.raises(ZeroDivisionError, match="of the user"):
         pipeline.run()
     assert recorder.notes == [("step", 1), ("step", 2)]
+
+
+@pytest.mark.parametrize(("method", "last"), [("on_step", 1), ("on_validation", 4), ("on_checkpoint", 3)])
+def test_a_callback_stops_a_run_which_then_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, method: str, last: int
+) -> None:
+    """After the step of `on_step`, else after the next."""
+    monkeypatch.setattr(logging.getLogger("mmspeed"), "propagate", True)
+    config = toy_config(tmp_path, "checkpoint.every=2", "checkpoint.asynchronous=false")
+    write_toy_cache(config)
+    stops, recorder = TrainCallback(), Ends()
+    setattr(stops, method, lambda event: event.stop())
+    with caplog.at_level(logging.INFO, logger="mmspeed"):
+        result = TrainPipeline(config, task=VideoTask(config, build=build_toy), callbacks=[stops, recorder]).run()
+    assert (result.step, result.finished, recorder.events) == (last, False, [(last, False)])
+    assert (config.run_dir / "checkpoints" / f"step-{last:08d}" / "meta.json").is_file()
+    assert "a callback stops the run" in caplog.text
+    train_toy(str(tmp_path), ("checkpoint.every=2", "checkpoint.asynchronous=false"))
+    assert len(losses(config)) == 6
 
 
 def test_callbacks_are_of_their_class(tmp_path: Path) -> None:

@@ -82,6 +82,21 @@ def test_a_request_among_others_is_as_alone(run: Path, pipe: TextToVideo) -> Non
         assert np.abs(alone.frames_FHWC.astype(int) - frames).max() <= 1
 
 
+def test_a_call_takes_images_in_memory_and_the_words_of_diffusers(run: Path, pipe: TextToVideo) -> None:
+    first, last = run / "first.png", run / "last.png"
+    expected = pipe("a", image=first, last_image=last, steps=3, guidance=2.0)[0].frames_FHWC
+    with Image.open(first) as image, Image.open(last) as last_image:
+        turned = image.transpose(Image.Transpose.ROTATE_90)
+        turned.getexif()[0x0112] = 6  # turn it by 90 degrees to the right
+        for picture in (image, image.convert("CMYK"), turned):
+            got = pipe("a", image=picture, last_image=last_image, num_inference_steps=3, guidance_scale=2.0)
+            assert np.array_equal(got[0].frames_FHWC, expected)
+    with pytest.raises(UserError, match="give steps or num_inference_steps, not both"):
+        pipe("a", steps=3, num_inference_steps=3)
+    with pytest.raises(TypeError, match="ndarray"):
+        pipe("a", image=np.zeros((8, 8, 3), np.uint8))  # type: ignore[arg-type]
+
+
 def test_the_command_reads_images_and_files_of_prompts(run: Path, tmp_path: Path) -> None:
     common = ["sample", str(run), "--device", "cpu", "--steps", "2"]
     out = tmp_path / "v.mp4"

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from mmspeed.__main__ import main
-from mmspeed.config import make_run_config
+from mmspeed.config import make_config
 from mmspeed.config.yaml_text import parse_yaml
 from mmspeed.errors import UserError
 from mmspeed.initialize import materialize
@@ -50,7 +50,7 @@ def made_run(folder: Path, **model: Any) -> Path:
         "train": {"steps": 3, "batch_size": 2, "lr": 1e-2, "warmup_steps": 0},
         "device": {"kind": "cpu"},
     }
-    config = make_run_config(tree, (), origin="test")
+    config = make_config(tree, (), origin="test")
     TextPreparation(config).build()
     TrainPipeline(config).run()
     return config.run_dir
@@ -148,8 +148,8 @@ def test_the_configs_of_the_page_are_of_a_family_and_another_is_told_before_the_
     trees = [parse_yaml(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
     assert len(trees) == 3
     for tree in trees:
-        assert LanguageTask(make_run_config(tree, (), origin="page")).use(300).warnings() == []  # type: ignore[arg-type]
-    other = make_run_config(trees[0], ("model.windows=[3, 7]",), origin="page")
+        assert LanguageTask(make_config(tree, (), origin="page")).use(300).warnings() == []  # type: ignore[arg-type]
+    other = make_config(trees[0], ("model.windows=[3, 7]",), origin="page")
     (warning,) = LanguageTask(other).use(300).warnings()  # type: ignore[arg-type]
     assert "`mmspeed sample` and `mmspeed export` will refuse this run" in warning
 
@@ -190,7 +190,7 @@ def tuned(folder: Path, generation: dict[str, Any] | None, chats: bool = False, 
         "train": {"steps": 1, "batch_size": 1, "warmup_steps": 0},
         "device": {"kind": "cpu"},
     }
-    config = make_run_config(tree, (), origin="test")
+    config = make_config(tree, (), origin="test")
     TextPreparation(config).build()
     TrainPipeline(config).run()
     return config.run_dir

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from mmspeed.config import make_run_config
+from mmspeed.config import make_config
 from mmspeed.config.language import LanguageConfig
 from mmspeed.data.cache.document_blocks import Document
 from mmspeed.data.cache.keys import digest
@@ -54,7 +54,7 @@ def config(home: Path, *overrides: str) -> LanguageConfig:
         "validate": {"report": False},
         "device": {"kind": "cpu", "peak_tflops": 0.1},
     }  # fmt: skip
-    return cast(LanguageConfig, make_run_config(tree, overrides, origin="test"))
+    return cast(LanguageConfig, make_config(tree, overrides, origin="test"))
 
 
 def losses(home: Path, name: str) -> list[float]:

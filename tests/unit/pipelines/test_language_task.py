@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmspeed.compute.operators.cross_entropy import IGNORED
-from mmspeed.config import make_run_config
+from mmspeed.config import make_config
 from mmspeed.config.language import LanguageConfig
 from mmspeed.device import Device
 from mmspeed.errors import UserError
@@ -97,7 +97,7 @@ def config(folder: Path, *overrides: str) -> LanguageConfig:
         "checkpoint": {"every": 2},
         "device": {"kind": "cpu", "peak_tflops": 0.1},
     }  # fmt: skip
-    return cast(LanguageConfig, make_run_config(tree, overrides, origin="test"))
+    return cast(LanguageConfig, make_config(tree, overrides, origin="test"))
 
 
 def opened(folder: Path, *overrides: str) -> MemoryTask:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from mmspeed.config import Config, dump_config
-from mmspeed.pipelines.report.run_page import ranks_figure, write_report
+from mmspeed.pipelines.report.run_page import ranks_figures, write_report
 from tests.support.runs import small_config
 
 RATES = {
-    "steps": 1, "elapsed_seconds": 1.0, "samples_per_s": 1.0, "tokens_per_s": 1.0, "data_wait": 0.0,
+    "steps": 1, "step_seconds": {"data": 0.0, "compute": 1.0}, "samples_per_s": 1.0, "tokens_per_s": 1.0, "data_wait": 0.0,
     "peak_memory_bytes": 1, "peak_tflops": 1.0,
 }  # fmt: skip
 
@@ -34,9 +34,9 @@ def page_of(folder: Path, rows: list[dict[str, Any]]) -> str:
 def test_each_rank_has_a_curve_and_slow_ranks_a_line(tmp_path: Path) -> None:
     slow = [{"rank": 1, "host": "<node-7>", "factor": 1.4}]
     rows = [row(10, [1.0]), row(20, [1.0, 1.4]), row(30, [1.0, 1.5], slow_ranks=slow)]
-    figure = ranks_figure(rows)
-    assert figure is not None and [len(axis.lines) for axis in figure.axes] == [2, 2, 2]
-    assert list(figure.axes[0].lines[1].get_xdata()) == [20, 30]
+    axes = [figure.axes[0] for figure in ranks_figures(rows)]
+    assert [len(axis.lines) for axis in axes] == [2, 2, 2]
+    assert list(axes[0].lines[1].get_xdata()) == [20, 30]
     cells = re.findall(r"<td[^>]*>(.*?)</td>", page_of(tmp_path, rows))
     assert cells == ["30", "1", "&lt;node-7&gt;", "1.40 x"]
     assert "No rank was slow" in page_of(tmp_path, [row(1, [1.0, 1.0])])
@@ -45,4 +45,4 @@ def test_each_rank_has_a_curve_and_slow_ranks_a_line(tmp_path: Path) -> None:
 def test_a_run_of_one_process_has_none(tmp_path: Path) -> None:
     alone = row(1, [1.0])
     del alone["ranks"]
-    assert ranks_figure([alone]) is None and "<h2>Ranks</h2>" not in page_of(tmp_path, [alone])
+    assert ranks_figures([alone]) == [] and "<h2>Ranks</h2>" not in page_of(tmp_path, [alone])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from mmspeed.config import make_run_config
+from mmspeed.config import make_config
 from mmspeed.config.tasks import TASKS, TaskEntry
 from mmspeed.errors import UserError
 from mmspeed.pipelines import TrainPipeline
@@ -40,9 +40,9 @@ class Without(nn.Module):
 
 def test_an_unknown_task_is_reported_with_the_nearest_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"test: task 'vidoe' is not known; did you mean 'video'\? \(known: video"):
-        make_run_config({**small_tree(tmp_path), "task": "vidoe"}, origin="test")
+        make_config({**small_tree(tmp_path), "task": "vidoe"}, origin="test")
     with pytest.raises(UserError, match="task 3 is not known"):
-        make_run_config({**small_tree(tmp_path), "task": 3}, origin="test")
+        make_config({**small_tree(tmp_path), "task": 3}, origin="test")
     register_characters()
     with pytest.raises(UserError, match=r"task 'character' is not known; did you mean 'characters'\?"):
         make_task(character_config(tmp_path).model_copy(update={"task": "character"}))
@@ -67,7 +67,7 @@ def test_keys_of_another_task_are_reported_with_their_task(tmp_path: Path) -> No
         ({**ours, "train": {"setps": 3}}, r"unknown key 'train\.setps'; did you mean 'steps'\?"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=message):
-            make_run_config(tree, origin="test")
+            make_config(tree, origin="test")
     timed = CharacterTask(character_config(tmp_path, "batching.by=time", "train.batch_size=null"))
     with pytest.raises(
         UserError, match=r"batching\.by: time is not available for the task characters: use samples, tokens"

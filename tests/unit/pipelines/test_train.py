@@ -69,11 +69,11 @@ def test_a_run_that_is_stopped_at_every_step_equals_one_that_is_not(home: Path) 
     whole = small_config(home, "name=never-stopped", *overrides)
     TrainPipeline(whole).run()
     parts = small_config(home, "name=parts", *overrides)
-    for step in range(1, 6):
+    for step in range(1, 7):
         (parts.run_dir).mkdir(parents=True, exist_ok=True)
         (parts.run_dir / "stop").touch()
         result = TrainPipeline(parts).run()
-        assert (result.step, result.finished) == (step, False)
+        assert (result.step, result.finished, result.asked) == (step, step == 6, True)
         assert not (parts.run_dir / "stop").exists()
     assert TrainPipeline(parts).run().finished
     assert losses(parts) == losses(whole)

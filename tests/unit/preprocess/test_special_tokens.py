@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from mmspeed.config import make_run_config
+from mmspeed.config import make_config
 from mmspeed.data.cache.tables import read_info, write_info
 from mmspeed.data.cache.text_cache import TextCache
 from mmspeed.data.cache.tokenizer_file import TextTokenizer
@@ -84,7 +84,7 @@ def test_caches_of_before_keep_their_bytes_or_are_named(tmp_path: Path) -> None:
     made_earlier(before.root)
     tree = {"task": "language", "texts": {"sources": [source], "cache": str(before.root), "validation": 0.0}}
     with pytest.raises(UserError, match=r"was made with other tokenizer\.begin_of_document"):
-        open_texts(make_run_config({**tree, "tokenizer": llama}, (), origin="test"), None, ALONE)  # type: ignore[arg-type]
+        open_texts(make_config({**tree, "tokenizer": llama}, (), origin="test"), None, ALONE)  # type: ignore[arg-type]
     with pytest.raises(
         UserError, match=r"without the tokens that its tokenizer puts around each text .*false keeps it"
     ):

@@ -90,9 +90,10 @@ def test_norm_activation_and_turn() -> None:
     compare("rms_norm", draws(3, 7, 16), draws(16, seed=1), 1e-5)
     compare("swiglu", draws(5, 12), draws(5, 12, seed=1))
     angle_BNH = draws(2, 7, 4, seed=1)
-    compare("rotary", draws(2, 7, 3, 8), angle_BNH.cos(), angle_BNH.sin())
+    turn_2BNH = torch.stack((angle_BNH.cos(), angle_BNH.sin()))
+    compare("rotary", draws(2, 7, 3, 8), turn_2BNH)
     assert rope_dtype(torch.bfloat16) == torch.float32
-    half = OPERATORS["rotary"]["fused"].run(draws(2, 7, 3, 8).bfloat16(), angle_BNH.cos(), angle_BNH.sin())
+    half = OPERATORS["rotary"]["fused"].run(draws(2, 7, 3, 8).bfloat16(), turn_2BNH)
     assert half.dtype == torch.bfloat16
 
 
@@ -115,7 +116,7 @@ def test_other_devices_are_refused_in_words(name: str) -> None:
     args = {
         "rms_norm": (draws(4, 8), draws(8), 1e-5),
         "swiglu": (draws(4, 8), draws(4, 8)),
-        "rotary": (draws(1, 4, 2, 8), draws(1, 4, 4), draws(1, 4, 4)),
+        "rotary": (draws(1, 4, 2, 8), draws(2, 1, 4, 4)),
         "document_attention": (draws(4, 2, 8), draws(4, 2, 8), draws(4, 2, 8), bounds_Z, None),
     }[name]
     assert OPERATORS[name]["fused"].refuses(*args) == "it is a kernel of NPUs, not of cpu"
