@@ -221,7 +221,7 @@ def count_step(config: RunConfig, device: Device) -> StepCount:
 
 
 def _launches(config: RunConfig, task: Task, step: MicroBatchSize) -> dict[str, Traffic]:
-    """Launches and bytes of a step by fake tensors, without recomputation and clipping."""
+    """Launches and bytes of a step by fake tensors, without recomputation, clipping, and the update of optimizers in tiers."""
     model = task.build()[task.updates()[0].roles[0]]
     make, loss = task.sketch(model, step.shape, step.items)
     if config.memory.master != "parameters":
@@ -230,11 +230,14 @@ def _launches(config: RunConfig, task: Task, step: MicroBatchSize) -> dict[str, 
         without_values(model)
         if config.device.dtype != "float32":
             autocast(model, parse_dtype(config.device.dtype))
-        optimizer, batch, host = make_optimizer(model, config.train), make(), torch.device("cpu")
-        for group in optimizer.param_groups:  # as on a device
-            group["foreach"] = not group.get("fused")
+        batch, host = make(), torch.device("cpu")
         with counting(host) as counter:
             loss(batch).backward()
+        if config.memory.tiered:
+            return counter.kinds
+        optimizer = make_optimizer(model, config.train)
+        for group in optimizer.param_groups:  # as on a device
+            group["foreach"] = not group.get("fused")
         for _ in range(2):  # the first makes the optimizer's states
             with counting(host) as update:
                 optimizer.step()
