@@ -33,23 +33,23 @@ from mmspeed.pipelines.tasks import make_task
 from mmspeed.pipelines.tuning.memory_estimate import without_values
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
 from mmspeed.protocols import MicroBatchSize, RunPlace, Task, shape_words
-from mmspeed.torch_internals import MATMUL_NAMES, FakeTensorMode, TorchDispatchMode, packet_of, tree_leaves
+from mmspeed.torch_internals import (
+    MATMUL_NAMES,
+    OPERATOR_STARTS,
+    TO_COPY,
+    TO_NUMBER,
+    WAITING_NAMES,
+    FakeTensorMode,
+    TorchDispatchMode,
+    packet_of,
+    tree_leaves,
+)
 
 from .buckets import table
 
 META = torch.device("meta")
 KINDS = ("products", "attention", "casts and copies", "elementwise", "reductions", "gather and scatter", "optimizer")
-_STARTS = {  # of operators' names; a name that none starts is elementwise
-    "optimizer": ("_foreach_", "_fused_adam", "_fused_sgd"),
-    "casts and copies": ("_to_copy", "copy_", "clone", "cat", "stack", "constant_pad_nd", "repeat"),
-    "gather and scatter": ("index", "gather", "scatter", "embedding", "slice_", "select_", "searchsorted", "masked_"),
-    "reductions": (
-        "sum", "mean", "amax", "amin", "max", "min", "any", "all", "arg", "linalg_vector_norm", "logsumexp", "cumsum", "topk", "sort",
-        "native_", "_fused_rms_norm", "_softmax", "_log_softmax",
-    ),
-}  # fmt: skip
 _EMPTY = ("empty", "new_empty", "record_stream", "resize_", "lift_fresh")  # they start no kernel
-_WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal")
 _UNREAD = ("copy_", "zero_", "fill_")  # they write over their first argument
 
 
@@ -117,13 +117,13 @@ class StepCounter(TorchDispatchMode):
         kwargs, name = kwargs or {}, packet_of(func).__name__
         source = next((each for each in reversed(args[:2]) if isinstance(each, Tensor)), None)
         if source is not None and self.device.type != "cpu":
-            to = torch.device(kwargs.get("device") or source.device) if name == "_to_copy" else source.device
+            to = torch.device(kwargs.get("device") or source.device) if name == TO_COPY else source.device
             to = args[0].device if name == "copy_" else to
-            blocks = name in ("_to_copy", "copy_") and not kwargs.get("non_blocking") and (*args, False)[2:3] != (True,)
+            blocks = name in (TO_COPY, "copy_") and not kwargs.get("non_blocking") and (*args, False)[2:3] != (True,)
             leaves, stays = source.device.type == self.device.type, to.type == self.device.type
             self.copies[name] += blocks and stays and source.device.type == "cpu"
             masks = name.startswith("index") and any(_is_mask(each) for each in tree_leaves(args[1:2]))
-            if leaves and (name in _WAITS or masks or (blocks and to.type == "cpu")):
+            if leaves and (name in WAITING_NAMES or masks or (blocks and to.type == "cpu")):
                 self.waits[name] += 1
                 if source.is_meta:
                     return _stand_in(name, source, args)
@@ -154,7 +154,7 @@ def kind_of(name: str) -> str:
         return "products"
     if "attention" in name:
         return "attention"
-    return next((kind for kind, starts in _STARTS.items() if name.startswith(starts)), "elementwise")
+    return next((kind for kind, starts in OPERATOR_STARTS.items() if name.startswith(starts)), "elementwise")
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -172,7 +172,7 @@ def _stand_in(name: str, source: Tensor, args: Any) -> Any:
     if name == "copy_":
         return args[0]
     ones = torch.ones(source.shape, dtype=source.dtype)
-    return ones.item() if name == "_local_scalar_dense" else ones if name == "_to_copy" else source.flatten()
+    return ones.item() if name == TO_NUMBER else ones if name == TO_COPY else source.flatten()
 
 
 class _Calls(TorchFunctionMode):
