@@ -189,6 +189,11 @@ def changes_arguments(operator: Any) -> bool:
     return bool(operator._schema.is_mutable)
 
 
+def parameters_of(operator: Any) -> Sequence[Any]:
+    """The parameters that an operator declares, with what it writes to."""
+    return operator._schema.arguments  # type: ignore[no-any-return]
+
+
 def packet_of(operator: Any) -> Any:
     """The operator, with all its overloads, of an overload."""
     return operator._overloadpacket

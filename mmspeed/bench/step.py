@@ -42,6 +42,7 @@ from mmspeed.torch_internals import (
     FakeTensorMode,
     TorchDispatchMode,
     packet_of,
+    parameters_of,
     tree_leaves,
 )
 
@@ -133,8 +134,8 @@ class StepCounter(TorchDispatchMode):
 
     def _count(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
         """Add the launch of an operator that computes something on the device; views are none."""
-        given = [*zip(func._schema.arguments, args, strict=False)]
-        given += [(each, kwargs[each.name]) for each in func._schema.arguments if each.name in kwargs]
+        given = [*zip(parameters_of(func), args, strict=False)]
+        given += [(each, kwargs[each.name]) for each in parameters_of(func) if each.name in kwargs]
         changed = [(each, value) for each, value in given if each.alias_info is not None and each.alias_info.is_write]
         unread = name in _UNREAD or any(each.is_out for each, _ in changed)
         over = {place_of(tensor) for tensor in _tensors([value for _, value in changed])}
