@@ -122,6 +122,25 @@ ATTENTION_NAMES = (
     "_flash_attention_forward",
     "_efficient_attention_forward",
 )
+TO_COPY, TO_NUMBER = "_to_copy", "_local_scalar_dense"
+OPERATOR_STARTS = {  # of operators' names; a name that none starts is elementwise
+    "optimizer": ("_foreach_", "_fused_adam", "_fused_sgd"),
+    "casts and copies": ("_to_copy", "copy_", "clone", "cat", "stack", "constant_pad_nd", "repeat"),
+    "gather and scatter": ("index", "gather", "scatter", "embedding", "slice_", "select_", "searchsorted", "masked_"),
+    "reductions": (
+        "sum", "mean", "amax", "amin", "max", "min", "any", "all", "arg", "linalg_vector_norm", "logsumexp", "cumsum", "topk", "sort",
+        "native_", "_fused_rms_norm", "_softmax", "_log_softmax",
+    ),
+}  # fmt: skip
+WAITING_NAMES = (  # a host that waits for values
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "equal",
+)
 CPU_FLASH = "aten._scaled_dot_product_flash_attention_for_cpu"
 
 
@@ -168,6 +187,11 @@ def varlen_flash_backward(*args: Any, **kwargs: Any) -> Any:
 def changes_arguments(operator: Any) -> bool:
     """True for an operator that writes to its arguments."""
     return bool(operator._schema.is_mutable)
+
+
+def parameters_of(operator: Any) -> Sequence[Any]:
+    """The parameters that an operator declares, with what it writes to."""
+    return operator._schema.arguments  # type: ignore[no-any-return]
 
 
 def packet_of(operator: Any) -> Any:

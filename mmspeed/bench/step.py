@@ -33,23 +33,24 @@ from mmspeed.pipelines.tasks import make_task
 from mmspeed.pipelines.tuning.memory_estimate import without_values
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
 from mmspeed.protocols import MicroBatchSize, RunPlace, Task, shape_words
-from mmspeed.torch_internals import MATMUL_NAMES, FakeTensorMode, TorchDispatchMode, packet_of, tree_leaves
+from mmspeed.torch_internals import (
+    MATMUL_NAMES,
+    OPERATOR_STARTS,
+    TO_COPY,
+    TO_NUMBER,
+    WAITING_NAMES,
+    FakeTensorMode,
+    TorchDispatchMode,
+    packet_of,
+    parameters_of,
+    tree_leaves,
+)
 
 from .buckets import table
 
 META = torch.device("meta")
 KINDS = ("products", "attention", "casts and copies", "elementwise", "reductions", "gather and scatter", "optimizer")
-_STARTS = {  # of operators' names; a name that none starts is elementwise
-    "optimizer": ("_foreach_", "_fused_adam", "_fused_sgd"),
-    "casts and copies": ("_to_copy", "copy_", "clone", "cat", "stack", "constant_pad_nd", "repeat"),
-    "gather and scatter": ("index", "gather", "scatter", "embedding", "slice_", "select_", "searchsorted", "masked_"),
-    "reductions": (
-        "sum", "mean", "amax", "amin", "max", "min", "any", "all", "arg", "linalg_vector_norm", "logsumexp", "cumsum", "topk", "sort",
-        "native_", "_fused_rms_norm", "_softmax", "_log_softmax",
-    ),
-}  # fmt: skip
 _EMPTY = ("empty", "new_empty", "record_stream", "resize_", "lift_fresh")  # they start no kernel
-_WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal")
 _UNREAD = ("copy_", "zero_", "fill_")  # they write over their first argument
 
 
@@ -117,13 +118,13 @@ class StepCounter(TorchDispatchMode):
         kwargs, name = kwargs or {}, packet_of(func).__name__
         source = next((each for each in reversed(args[:2]) if isinstance(each, Tensor)), None)
         if source is not None and self.device.type != "cpu":
-            to = torch.device(kwargs.get("device") or source.device) if name == "_to_copy" else source.device
+            to = torch.device(kwargs.get("device") or source.device) if name == TO_COPY else source.device
             to = args[0].device if name == "copy_" else to
-            blocks = name in ("_to_copy", "copy_") and not kwargs.get("non_blocking") and (*args, False)[2:3] != (True,)
+            blocks = name in (TO_COPY, "copy_") and not kwargs.get("non_blocking") and (*args, False)[2:3] != (True,)
             leaves, stays = source.device.type == self.device.type, to.type == self.device.type
             self.copies[name] += blocks and stays and source.device.type == "cpu"
             masks = name.startswith("index") and any(_is_mask(each) for each in tree_leaves(args[1:2]))
-            if leaves and (name in _WAITS or masks or (blocks and to.type == "cpu")):
+            if leaves and (name in WAITING_NAMES or masks or (blocks and to.type == "cpu")):
                 self.waits[name] += 1
                 if source.is_meta:
                     return _stand_in(name, source, args)
@@ -133,8 +134,8 @@ class StepCounter(TorchDispatchMode):
 
     def _count(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
         """Add the launch of an operator that computes something on the device; views are none."""
-        given = [*zip(func._schema.arguments, args, strict=False)]
-        given += [(each, kwargs[each.name]) for each in func._schema.arguments if each.name in kwargs]
+        given = [*zip(parameters_of(func), args, strict=False)]
+        given += [(each, kwargs[each.name]) for each in parameters_of(func) if each.name in kwargs]
         changed = [(each, value) for each, value in given if each.alias_info is not None and each.alias_info.is_write]
         unread = name in _UNREAD or any(each.is_out for each, _ in changed)
         over = {place_of(tensor) for tensor in _tensors([value for _, value in changed])}
@@ -154,7 +155,7 @@ def kind_of(name: str) -> str:
         return "products"
     if "attention" in name:
         return "attention"
-    return next((kind for kind, starts in _STARTS.items() if name.startswith(starts)), "elementwise")
+    return next((kind for kind, starts in OPERATOR_STARTS.items() if name.startswith(starts)), "elementwise")
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -172,7 +173,7 @@ def _stand_in(name: str, source: Tensor, args: Any) -> Any:
     if name == "copy_":
         return args[0]
     ones = torch.ones(source.shape, dtype=source.dtype)
-    return ones.item() if name == "_local_scalar_dense" else ones if name == "_to_copy" else source.flatten()
+    return ones.item() if name == TO_NUMBER else ones if name == TO_COPY else source.flatten()
 
 
 class _Calls(TorchFunctionMode):
@@ -221,7 +222,7 @@ def count_step(config: RunConfig, device: Device) -> StepCount:
 
 
 def _launches(config: RunConfig, task: Task, step: MicroBatchSize) -> dict[str, Traffic]:
-    """Launches and bytes of a step by fake tensors, without recomputation and clipping."""
+    """Launches and bytes of a step by fake tensors, without recomputation, clipping, and the update of optimizers in tiers."""
     model = task.build()[task.updates()[0].roles[0]]
     make, loss = task.sketch(model, step.shape, step.items)
     if config.memory.master != "parameters":
@@ -230,11 +231,14 @@ def _launches(config: RunConfig, task: Task, step: MicroBatchSize) -> dict[str, 
         without_values(model)
         if config.device.dtype != "float32":
             autocast(model, parse_dtype(config.device.dtype))
-        optimizer, batch, host = make_optimizer(model, config.train), make(), torch.device("cpu")
-        for group in optimizer.param_groups:  # as on a device
-            group["foreach"] = not group.get("fused")
+        batch, host = make(), torch.device("cpu")
         with counting(host) as counter:
             loss(batch).backward()
+        if config.memory.tiered:
+            return counter.kinds
+        optimizer = make_optimizer(model, config.train)
+        for group in optimizer.param_groups:  # as on a device
+            group["foreach"] = not group.get("fused")
         for _ in range(2):  # the first makes the optimizer's states
             with counting(host) as update:
                 optimizer.step()
