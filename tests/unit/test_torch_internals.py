@@ -121,6 +121,7 @@ def test_names_of_operators() -> None:
     assert not [name for name in names if not hasattr(torch.ops.aten, name)]
     assert internals.changes_arguments(torch.ops.aten.add_.Tensor)
     assert not internals.changes_arguments(torch.ops.aten.add.Tensor)
+    assert [each.name for each in internals.parameters_of(torch.ops.aten.add.Tensor)] == ["self", "other", "alpha"]
 
 
 def test_cpu_flash() -> None:
