@@ -76,4 +76,4 @@ def test_bfloat16_is_compared_with_float32(path: Path, capsys: pytest.CaptureFix
 
 def test_a_layout_that_does_not_fit_is_refused(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(path), "--parallel", "ulisses=2"]) == 1
-    assert "did you mean 'ulysses'" in capsys.readouterr().err
+    assert "did you mean 'parallel.ulysses'" in capsys.readouterr().err

@@ -102,7 +102,7 @@ def test_layouts_are_read(config: Config) -> None:
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ("ulyses=2", "did you mean 'ulysses'"),
+        ("ulyses=2", "did you mean 'parallel.ulysses'"),
         ("tp=1", "is one process"),
         ("ulysses=2.5", "parallel.ulysses"),
         ("dp_replicate=0", "a number from 1 on"),
