@@ -81,6 +81,7 @@ class StopSignals:
             self._thread.join()
             os.close(self._pipe[0])
             self._pipe = None
+        self._saved = lambda: None  # the run's, which would live on with its models: its events know `stop`
 
     @property
     def asked(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 from mmspeed.config import Config
 from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
+from mmspeed.loop.checkpoint.manager import CheckpointManager
 from mmspeed.pipelines import TextToVideo, TrainPipeline
 from mmspeed.pipelines.run.run_folder import RunFolder
 from tests.support.decoding import video_of
@@ -51,6 +53,17 @@ def test_metrics_hold_what_a_user_reads(finished: Config) -> None:
     assert all(row["samples"] == 1 and len(row["by_quantile"]) == 2 for row in held_out)
     saved = [row for row in rows if row["kind"] == "checkpoint"]
     assert saved[-1]["step"] == 6 and all(row["wait_seconds"] >= 0 and row["copy_seconds"] > 0 for row in saved)
+
+
+def test_a_run_leaves_no_model_behind(home: Path) -> None:
+    """Nothing that a run holds waits for a search of garbage: its events, which may stop it, know no more of it when it has ended."""
+    gc.collect()
+    gc.disable()
+    try:
+        TrainPipeline(small_config(home, "name=leaves", "train.steps=1")).run()
+        assert not [one for one in gc.get_objects() if isinstance(one, CheckpointManager)]
+    finally:
+        gc.enable()
 
 
 def test_seven_samples_in_batches_of_three_end_each_epoch_with_a_batch_of_one(finished: Config) -> None:
