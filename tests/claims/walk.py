@@ -23,7 +23,7 @@ from tests.support.stamps import Stamped, stamped
 
 FIRST, SILENT, CONFIG_LINES = (
     2.0,
-    3.0,
+    10.5,  # a file, as this claim reads, gets a line every 10 s; a terminal one a second
     40,
 )  # seconds before the first line, seconds of silence, lines of the config: at most
 CLIPS_MADE, PICTURES_MADE = 12, 3
