@@ -5,7 +5,7 @@ Legend: T tokens, A heads, K heads of the keys, D head width, W width of the val
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from inspect import signature
 
@@ -31,6 +31,14 @@ def refuses(q_TAD: Tensor, k_TKD: Tensor, v_TKW: Tensor, bounds_Z: Tensor, windo
     return "" if find_spec("torch.nn.attention.varlen") is not None else "this torch has no varlen_attn"
 
 
+@cache
+def _takes_shared_heads() -> bool:
+    """True where torch's kernel lets heads of queries share those of keys; looked up once, as each block calls it."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in signature(varlen_attn).parameters
+
+
 def varlen_documents(q_TAD: Tensor, k_TKD: Tensor, v_TKW: Tensor, bounds_Z: Tensor, window: int | None) -> Tensor:
     """Causal attention within documents, `out_TAW`; narrower values are padded to the width of the keys."""
     from torch.nn.attention.varlen import varlen_attn
@@ -41,7 +49,7 @@ def varlen_documents(q_TAD: Tensor, k_TKD: Tensor, v_TKW: Tensor, bounds_Z: Tens
     bounds_Z = bounds_Z.to(torch.int32)
     attend = partial(varlen_attn, window_size=(-1 if window is None else window, 0))
     if k_TKD.shape[1] != q_TAD.shape[1]:
-        if "enable_gqa" in signature(varlen_attn).parameters:
+        if _takes_shared_heads():
             attend = partial(attend, enable_gqa=True)
         else:  # torch 2.11
             k_TKD, wide_TKD = (x.repeat_interleave(q_TAD.shape[1] // x.shape[1], dim=1) for x in (k_TKD, wide_TKD))
