@@ -1,8 +1,9 @@
-"""Guards that the system keeps for a process: its end with the one that started it, and a limit for code that may not end."""
+"""Guards that the system keeps for a process: its end with the one that started it, limits of memory, and of code that may not end."""
 
 from __future__ import annotations
 
 import ctypes
+import resource
 import signal
 import threading
 import time
@@ -19,6 +20,12 @@ _TEMPLATE = 30.0  # seconds
 def end_with_parent(number: int = signal.SIGKILL) -> None:
     """Have the system send this process a signal when the thread that started it ends: a stopped process cannot see that itself."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def limit_memory(size: int) -> None:
+    """Limit the memory of this process, which reads a file of a stranger's, to `size` bytes; no core file where it dies of that."""
+    resource.setrlimit(resource.RLIMIT_DATA, (size, size))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def template_limit() -> AbstractContextManager[None]:

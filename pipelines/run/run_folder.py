@@ -148,9 +148,9 @@ class RunFolder:
 
     def _sealed(self) -> dict[str, Any]:
         """`meta` of the newest checkpoint whose meta.json is as it was written; empty without one."""
-        from mmspeed.loop.checkpoint.storage import DamageError, sealed_meta, step_name, steps_in
+        from mmspeed.loop.checkpoint.storage import DamageError, sealed_meta, step_name
 
-        for step in reversed(steps_in(self.checkpoints)):
+        for step in reversed(self.steps()):
             with suppress(DamageError, UserError):
                 return dict(sealed_meta(self.checkpoints / step_name(step)).get("meta", {}))
         return {}

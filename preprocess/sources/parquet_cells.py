@@ -8,7 +8,6 @@ A damaged file can end it, or fill its memory up to a limit, and nothing else.
 from __future__ import annotations
 
 import os
-import resource
 import struct
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, BinaryIO
 
+from mmspeed.guards import limit_memory
 from mmspeed.media.rejections import Reason, Rejected, death_in_words, in_words
 
 _MAX_MEMORY = 8 << 30  # bytes: a page of at most 2 GiB, packed and unpacked
@@ -83,8 +83,7 @@ def _died(child: subprocess.Popen[bytes]) -> Rejected:
 
 def main() -> None:
     """Write the rows to standard output; ends when its reader is gone."""
-    resource.setrlimit(resource.RLIMIT_DATA, (_MAX_MEMORY, _MAX_MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_memory(_MAX_MEMORY)
     path, leaf, row = sys.argv[1:]
     out = sys.stdout.buffer
     try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 from typing import Any
 
@@ -18,6 +17,7 @@ import pyarrow
 import pyarrow.parquet as parquet
 from pyarrow import types
 
+from mmspeed.guards import limit_memory
 from mmspeed.media.rejections import in_words
 
 _MAX_MEMORY = 4 << 30  # bytes: for sizes that a file does not declare
@@ -29,8 +29,7 @@ _BATCH_ROWS = 4096
 
 def main() -> None:
     """Write the rows to standard output; ends when its reader is gone."""
-    resource.setrlimit(resource.RLIMIT_DATA, (_MAX_MEMORY, _MAX_MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_memory(_MAX_MEMORY)
     path, *names = sys.argv[1:]
     try:
         _write_rows(path, names)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import types
 
+from mmspeed.guards import limit_memory
 from mmspeed.preprocess.texts.sources import whole_file
 
 _MAX_MEMORY = 4 << 30  # bytes of the process
@@ -31,8 +31,7 @@ _PIECE = 4 << 20  # bytes of rows that are sent together
 
 def main() -> None:
     """Write the documents to standard output; ends when its reader is gone."""
-    resource.setrlimit(resource.RLIMIT_DATA, (_MAX_MEMORY, _MAX_MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_memory(_MAX_MEMORY)
     out, (path, choices, limit) = sys.stdout.buffer, sys.argv[1:]
     problem = ""
     try:
