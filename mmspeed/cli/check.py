@@ -34,7 +34,7 @@ def check_config(
     for option, value in (("--report", page), ("--suggest-buckets", suggest_buckets), ("--schedule", schedule or None)):
         if value is not None:
             raise unsupported_task(config.task, f"check {option}")
-    from mmspeed.pipelines.report.task_check import check_task
+    from mmspeed.pipelines.check.data_report import check_task
 
     return check_task(config, ranks)
 
@@ -44,7 +44,7 @@ def check_parallel(config: RunConfig, layout: str, others: Mapping[str, object])
     conflict = next((name for name, value in others.items() if value is not None), None)
     if conflict is not None:
         raise UserError(f"--parallel checks a layout and reads no sources: not with {conflict}")
-    from mmspeed.pipelines.selfcheck.run import selfcheck
+    from mmspeed.pipelines.check.layouts import selfcheck
 
     result = selfcheck(config, layout)
     print("\n".join(result.lines()))
@@ -57,7 +57,7 @@ def check_official(config: RunConfig) -> int:
     Raises UserError for a model that has no official pipeline.
     """
     from mmspeed.config import video_config
-    from mmspeed.pipelines.tasks.official_check import check_against_official
+    from mmspeed.pipelines.check.official import check_against_official
     from mmspeed.preprocess.build.captions import captions_by_key
     from mmspeed.preprocess.build.pictures import clip_pictures
 
@@ -74,9 +74,9 @@ def model_lines(config: RunConfig, report: CheckOutcome) -> list[str]:
     """
     if preparation_class(config.task) is None:
         return []
+    from mmspeed.pipelines.check.data_report import build_lines
     from mmspeed.pipelines.report.policies import policy_lines
     from mmspeed.pipelines.report.run_forecast import run_lines
-    from mmspeed.pipelines.report.task_check import build_lines
     from mmspeed.pipelines.tasks import make_task
     from mmspeed.protocols import ForecastsWork
 

@@ -34,9 +34,9 @@ from mmspeed.models.language.weights import SHARD_BYTES, STEM, on_meta
 from mmspeed.models.stored import check_tensors, shapes_of
 from mmspeed.models.weights import SMALL_FILES, copy_small_files, first_line, quiet, read_json, resolve
 from mmspeed.models.writing import TensorEntry, new_folder, require_new, write_tensors
+from mmspeed.pipelines.domains.language.domain import LanguageTask
 from mmspeed.pipelines.inference.text_to_video import find_checkpoint, present_weights
 from mmspeed.pipelines.run.run_folder import RunFolder
-from mmspeed.pipelines.tasks.language import LanguageTask
 
 TOKENIZER = "tokenizer"  # folder of a run with the tokenizer's files
 GENERATION = "generation_config.json"

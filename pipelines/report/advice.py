@@ -27,7 +27,7 @@ def refusals(config: RunConfig) -> list[str]:
     """A line for a language model that can be neither sampled nor exported."""
     if not isinstance(config, LanguageConfig):
         return []
-    from mmspeed.pipelines.tasks.language import LanguageTask
+    from mmspeed.pipelines.domains.language.domain import LanguageTask
 
     return LanguageTask(config).warnings()
 

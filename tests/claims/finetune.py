@@ -263,7 +263,7 @@ def _plain(pipe: Connection, folder: str, setting: dict[str, Any]) -> None:
 def _batches(folder: Path, setting: FinetuneSetting) -> Iterator[dict[str, torch.Tensor]]:
     """The batches of the run's steps: latents, noise, times and padded captions."""
     from mmspeed.device import pick
-    from mmspeed.pipelines.tasks.video import VideoTask
+    from mmspeed.pipelines.domains.video.domain import VideoTask
     from mmspeed.protocols import RunPlace
 
     task, place = VideoTask(finetune_config(folder, setting)), RunPlace(pick("cpu"))

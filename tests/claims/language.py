@@ -33,8 +33,8 @@ from mmspeed.loop.optimizers.learning_rate import learning_rate
 from mmspeed.loop.optimizers.make_optimizer import make_groups
 from mmspeed.models.weights import quiet
 from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines.domains.language.domain import LanguageTask
 from mmspeed.pipelines.inference.language import export_language_run
-from mmspeed.pipelines.tasks.language import LanguageTask
 from mmspeed.preprocess import TextCacheBuilder
 from mmspeed.preprocess.texts.preparation import shipped_texts
 from mmspeed.protocols import Batch, RunPlace

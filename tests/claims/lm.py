@@ -32,9 +32,9 @@ from mmspeed.device import pick
 from mmspeed.log import setup
 from mmspeed.models.weights import quiet
 from mmspeed.pipelines import TrainCallback, TrainPipeline
+from mmspeed.pipelines.domains.language.data import PackCollate
+from mmspeed.pipelines.domains.language.domain import LanguageTask
 from mmspeed.pipelines.inference.language import load_tokenizer
-from mmspeed.pipelines.tasks.language import LanguageTask
-from mmspeed.pipelines.tasks.language_data import PackCollate
 from mmspeed.pipelines.training.events import StepEvent
 from mmspeed.preprocess import TextCacheBuilder
 from mmspeed.preprocess.texts.preparation import shipped_texts

@@ -13,8 +13,8 @@ from mmspeed.log import format_bytes
 from mmspeed.memory.recompute.policy import count_policies
 from mmspeed.mesh import process_group
 from mmspeed.models.sections import sora_section
-from mmspeed.pipelines.tasks.synthetic import EncoderShapes
-from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.synthetic import EncoderShapes
 from mmspeed.pipelines.tuning.memory_search import MeasuredModel, fastest_within, measured_figures
 from mmspeed.protocols import MicroBatchSize
 from mmspeed.shapes import Strides

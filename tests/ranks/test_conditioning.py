@@ -8,7 +8,7 @@ import pytest
 
 from mmspeed.config import Config
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoTask
 from mmspeed.protocols import Batch, Models, Terms
 from tests.support.checkpoints import differing, whole_checkpoint
 from tests.support.runs import losses, small_config

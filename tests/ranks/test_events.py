@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mmspeed.pipelines import TrainCallback, TrainPipeline
-from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoTask
 from mmspeed.pipelines.training.events import StepEvent
 from tests.support.spawn import run_ranks
 from tests.support.toy_runs import build_toy, toy_config, write_toy_cache

@@ -14,9 +14,9 @@ from mmspeed.device import pick
 from mmspeed.loop.checkpoint.state import weights_to_save
 from mmspeed.mesh import process_group
 from mmspeed.parallel import unwrap
+from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.synthetic import EncoderShapes
 from mmspeed.pipelines.run.assembly import assemble, place
-from mmspeed.pipelines.tasks.synthetic import EncoderShapes
-from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.protocols import Conditions
 from mmspeed.shapes import Strides
 from tests.ranks.test_stored_weights import WEIGHTS, config_of

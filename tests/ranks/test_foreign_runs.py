@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.tasks.published import PublishedVideoTask
+from mmspeed.pipelines.domains.video.published import PublishedVideoTask
 from tests.support.checkpoints import differing, farthest, whole_checkpoint
 from tests.support.foreign_training import CALLS, EXACT
 from tests.support.published import load, prepare, published_config

@@ -16,8 +16,8 @@ from mmspeed.config import make_config
 from mmspeed.log import read_metrics
 from mmspeed.models.language.decoder import Decoder
 from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines.domains.language.domain import LanguageTask
 from mmspeed.pipelines.inference.language import export_language_run
-from mmspeed.pipelines.tasks.language import LanguageTask
 from mmspeed.preprocess.texts.preparation import TextPreparation
 from mmspeed.protocols import source_of
 from tests.support.language_models import saved

@@ -17,11 +17,11 @@ from mmspeed.device import Device
 from mmspeed.mesh import process_group
 from mmspeed.parallel.boundaries.attention_sites import CalledSite, SiteBoundary
 from mmspeed.parallel.boundaries.record import ForwardRecord
-from mmspeed.pipelines.selfcheck.run import with_layout
-from mmspeed.pipelines.selfcheck.verdict import SelfCheck, compare
-from mmspeed.pipelines.selfcheck.worker import WorkerReport, alone, examine
-from mmspeed.pipelines.tasks.video import VideoTask
-from mmspeed.pipelines.tasks.video_check import ShrunkRun, shrink_run
+from mmspeed.pipelines.check.layouts import with_layout
+from mmspeed.pipelines.check.verdict import SelfCheck, compare
+from mmspeed.pipelines.check.video import ShrunkRun, shrink_run
+from mmspeed.pipelines.check.worker import WorkerReport, alone, examine
+from mmspeed.pipelines.domains.video.domain import VideoTask
 from mmspeed.protocols.plan import Structure
 from mmspeed.shapes import Strides
 from tests.support.runs import small_tree

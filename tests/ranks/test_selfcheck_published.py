@@ -20,10 +20,10 @@ from mmspeed.mesh import process_group
 from mmspeed.parallel.boundaries.attention_sites import InterceptedSite
 from mmspeed.parallel.boundaries.linears import SplitNorm
 from mmspeed.parallel.boundaries.record import ForwardRecord
-from mmspeed.pipelines.selfcheck.run import with_layout
-from mmspeed.pipelines.selfcheck.verdict import SelfCheck, compare
-from mmspeed.pipelines.selfcheck.worker import WorkerReport, alone, examine
-from mmspeed.pipelines.tasks.published_check import PublishedModel, ShrunkPublished, shrunk_published
+from mmspeed.pipelines.check.layouts import with_layout
+from mmspeed.pipelines.check.published import PublishedModel, ShrunkPublished, shrunk_published
+from mmspeed.pipelines.check.verdict import SelfCheck, compare
+from mmspeed.pipelines.check.worker import WorkerReport, alone, examine
 from tests.support.published import load, prepare, published_config
 from tests.support.spawn import run_ranks
 from tests.support.video_transformers import make_model

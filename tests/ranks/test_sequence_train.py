@@ -10,9 +10,9 @@ import pytest
 
 from mmspeed.config import Config
 from mmspeed.data import DatasetCache
+from mmspeed.pipelines.domains.video.data import VideoData
+from mmspeed.pipelines.domains.video.domain import VideoTask
 from mmspeed.pipelines.report.run_page import read_metrics
-from mmspeed.pipelines.tasks.video import VideoTask
-from mmspeed.pipelines.tasks.video_data import VideoData
 from mmspeed.preprocess import CacheBuilder, OnlineBuilder
 from mmspeed.protocols import RunPlace
 from tests.ranks.test_batching import mixed_config

@@ -19,8 +19,8 @@ from mmspeed.device import pick
 from mmspeed.log import get_logger
 from mmspeed.mesh import process_group
 from mmspeed.models.sections import with_weights
+from mmspeed.pipelines.domains.video.domain import VideoTask
 from mmspeed.pipelines.run.assembly import Assembly, assemble, place
-from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.protocols import Part, declare_source, source_of
 from tests.support.covers import slow_but
 from tests.support.spawn import run_ranks

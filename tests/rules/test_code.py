@@ -100,7 +100,7 @@ ASKED = {
     "model", "models", "net", "transformer", "module", "layer", "part", "block", "blocks", "task", "batch", "batches",
 }  # fmt: skip
 CORE = ("mmspeed/loop/", "mmspeed/parallel/", "mmspeed/memory/", "pipelines/")
-DOMAINS = ("pipelines/tasks/", "pipelines/diffusion/", "pipelines/inference/")
+DOMAINS = ("pipelines/domains/", "pipelines/check/", "pipelines/diffusion/", "pipelines/inference/")
 
 
 def undeclared(tree: ast.Module) -> list[str]:

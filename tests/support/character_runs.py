@@ -11,8 +11,8 @@ from mmspeed.config import make_config
 from mmspeed.device import Device
 from mmspeed.log import read_metrics
 from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines.domains.listed.domain import ListedSample
 from mmspeed.pipelines.tasks import register
-from mmspeed.pipelines.tasks.listed import ListedSample
 from mmspeed.protocols import RunPlace
 from tests.support.characters import CharacterConfig, CharacterTask
 from tests.support.runs import SAVED_ONCE

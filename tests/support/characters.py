@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy, gelu
 
 from mmspeed.config import RunConfig
 from mmspeed.initialize import initial_value
-from mmspeed.pipelines.tasks.listed import Length, ListedSample, ListedTask
+from mmspeed.pipelines.domains.listed.domain import Length, ListedSample, ListedTask
 from mmspeed.protocols import Batch, Models, ShapeClass, Term, Terms, Work
 
 # Lewis Carroll, "Alice's Adventures in Wonderland" (1865), public domain

@@ -14,7 +14,7 @@ from mmspeed.loop.resting import held
 from mmspeed.memory.offload.resting import HostRest
 from mmspeed.parallel.tensor import local
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoTask
 from mmspeed.protocols import Models
 from tests.support.runs import small_tree
 

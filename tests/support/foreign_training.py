@@ -31,9 +31,9 @@ from mmspeed.mesh import process_group
 from mmspeed.models.families.hunyuan_video15 import HunyuanVideo15Call
 from mmspeed.models.families.wan import WanCall
 from mmspeed.parallel import parallelize, sum_shared_gradients, uncrossed, unwrap
+from mmspeed.pipelines.domains.video.published import PublishedVideoTask
 from mmspeed.pipelines.run import assembly
 from mmspeed.pipelines.run.assembly import Placement, assemble, place
-from mmspeed.pipelines.tasks.published import PublishedVideoTask
 from mmspeed.pipelines.tuning.memory_search import policies_under_budget
 from mmspeed.protocols import Batch, ModelCall, RunPlace, StepData, blocks_of
 from mmspeed.shapes import as_bucket

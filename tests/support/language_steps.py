@@ -28,8 +28,8 @@ from mmspeed.models.language.decoder import Decoder
 from mmspeed.models.language.shapes import SHAPES, tiny_twin
 from mmspeed.parallel import TokenLayout, parallelize, uncrossed, unwrap
 from mmspeed.parallel.document_shares import share_documents
-from mmspeed.pipelines.tasks.language import LanguageTask
-from mmspeed.pipelines.tasks.language_data import PackCollate, targets_of
+from mmspeed.pipelines.domains.language.data import PackCollate, targets_of
+from mmspeed.pipelines.domains.language.domain import LanguageTask
 from mmspeed.plan.decoder_traffic import DecoderWorkload, decoder_traffic
 from mmspeed.plan.traffic import PackedWorkload, RankCoordinates, Traffic, packed_traffic
 from mmspeed.protocols import Batch, Update

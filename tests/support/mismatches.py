@@ -16,8 +16,8 @@ from mmspeed.config.schema import ModelConfig
 from mmspeed.data.cache.tables import read_info, write_info
 from mmspeed.errors import UserError
 from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines.domains.video.domain import VideoTask
 from mmspeed.pipelines.run import agreement
-from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.preprocess import CacheBuilder
 from tests.support.runs import small_config
 from tests.support.toy import ToyDiT

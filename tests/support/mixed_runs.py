@@ -26,7 +26,7 @@ from mmspeed.data.cache.writer import latent_tensors, text_tensors
 from mmspeed.device import Device
 from mmspeed.loop.optimizers.make_optimizer import make_optimizer
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoTask
 from mmspeed.protocols import RunPlace, TextEntry
 from mmspeed.shapes import Bucket
 from tests.support.toy import C, D

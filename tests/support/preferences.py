@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, logsigmoid
 
 from mmspeed.initialize import init_weights
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.tasks.listed import ListedSample
+from mmspeed.pipelines.domains.listed.domain import ListedSample
 from mmspeed.protocols import Batch, Data, Divisors, Models, RunPlace, Term, Terms, Update
 from tests.support.character_runs import character_config
 from tests.support.characters import CharacterModel, CharacterTask

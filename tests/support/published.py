@@ -22,8 +22,8 @@ from mmspeed.data.cache.writer import latent_tensors, text_tensors
 from mmspeed.device import pick
 from mmspeed.mesh import process_group
 from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines.domains.video.published import PublishedVideoTask
 from mmspeed.pipelines.run.assembly import Assembly, assemble, place
-from mmspeed.pipelines.tasks.published import PublishedVideoTask
 from mmspeed.protocols import Batch, Conditions, RunPlace, TextEntry
 from mmspeed.shapes import Bucket
 from tests.support.runs import SAVED_ONCE

@@ -10,7 +10,7 @@ from unittest import mock
 
 from mmspeed.log import read_metrics
 from mmspeed.pipelines import TrainCallback, TrainPipeline
-from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoTask
 from mmspeed.pipelines.training.events import StepEvent
 from mmspeed.preprocess.encoding import latent_stage
 from tests.support.toy_runs import build_toy, toy_config, write_toy_cache

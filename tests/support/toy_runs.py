@@ -19,7 +19,7 @@ from mmspeed.data.cache.keys import entry_key, number_duplicates, sample_key
 from mmspeed.data.cache.tables import write_info, write_rejects, write_samples
 from mmspeed.data.cache.writer import latent_tensors, text_tensors
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoTask
 from mmspeed.protocols import TextEntry
 from mmspeed.shapes import Bucket
 from tests.support.runs import SAVED_ONCE

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from mmspeed.pipelines.tasks.video import VideoTask
-from mmspeed.pipelines.tasks.video_data import VideoData
+from mmspeed.pipelines.domains.video.data import VideoData
+from mmspeed.pipelines.domains.video.domain import VideoTask
 from mmspeed.pipelines.training.trainer import TrainPipeline
 from mmspeed.protocols import RunPlace, StepData
 from tests.support.runs import small_config

@@ -21,7 +21,7 @@ from mmspeed.errors import UserError
 from mmspeed.models.diffusers import plans
 from mmspeed.models.families import FAMILIES
 from mmspeed.pipelines.diffusion.predictor import FamilyPredictor, make_predictor
-from mmspeed.pipelines.tasks.unused import freeze_unused
+from mmspeed.pipelines.domains.video.unused import freeze_unused
 from mmspeed.protocols import Conditions, blocks_of
 from tests.support.pages import ROOT, blocks_under
 

@@ -6,7 +6,7 @@ from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
 from mmspeed.loop.checkpoint.manager import step_name, steps_in
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoTask
 from tests.faults.case import Outcome, Scene, case
 from tests.support.cache_damages import try_damages
 from tests.support.care_caches import build_whole, contents

@@ -11,7 +11,7 @@ from mmspeed.cli.app import app
 from mmspeed.cli.demo_language import language_demo_config, run_language_demo
 from mmspeed.errors import UserError
 from mmspeed.models.language.families import config_tree
-from mmspeed.pipelines.tasks.language import LanguageTask
+from mmspeed.pipelines.domains.language.domain import LanguageTask
 
 
 @pytest.mark.parametrize("short", [True, False])

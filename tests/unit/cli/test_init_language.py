@@ -13,7 +13,7 @@ from mmspeed.config import load_config
 from mmspeed.config.language import LanguageConfig
 from mmspeed.models.language.families import config_tree
 from mmspeed.models.language.shapes import SHAPES, shape_named
-from mmspeed.pipelines.tasks.language import LanguageTask
+from mmspeed.pipelines.domains.language.domain import LanguageTask
 from mmspeed.protocols import plan_of
 from tests.support.covers import slow_but
 

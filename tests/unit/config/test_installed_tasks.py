@@ -12,8 +12,8 @@ from mmspeed.cli.app import run
 from mmspeed.config import make_config
 from mmspeed.config.tasks import TASKS, config_class, known_tasks, preparation_class, task_class, task_entry
 from mmspeed.errors import UserError
+from mmspeed.pipelines.domains.video.domain import VideoTask
 from mmspeed.pipelines.tasks import make_task, register
-from mmspeed.pipelines.tasks.video import VideoTask
 from tests.support.packages import install
 from tests.support.runs import small_tree
 
@@ -21,7 +21,7 @@ POEMS = """
     from typing import Literal
 
     from mmspeed.config import RunConfig
-    from mmspeed.pipelines.tasks.base import TaskDefaults
+    from mmspeed.pipelines.domains.base import TaskDefaults
 
 
     class PoemConfig(RunConfig):

@@ -15,7 +15,7 @@ from mmspeed.data.loading.collate import ConditioningFrames, draw_conditioning
 from mmspeed.data.loading.conditioning_mask import check_conditioning, conditioning_mask, draw_mode, prefix_of
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoTask
 from mmspeed.protocols import Batch, RunPlace
 from mmspeed.protocols.calls import Conditioning
 from mmspeed.shapes import Bucket, Strides

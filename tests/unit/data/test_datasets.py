@@ -20,7 +20,7 @@ from mmspeed.data.cache.tables import SAMPLES_FILE, read_info, write_info
 from mmspeed.data.maintenance.merge import merge
 from mmspeed.data.maintenance.verify import verify
 from mmspeed.errors import UserError
-from mmspeed.pipelines.training.open_cache import check_cache
+from mmspeed.pipelines.domains.open_cache import check_cache
 from mmspeed.preprocess import CacheBuilder
 from mmspeed.preprocess.sources.discover import list_sources
 from tests.support.care_caches import build_whole

@@ -21,7 +21,7 @@ from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.diffusion.objective import make_objective
-from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoTask
 from mmspeed.protocols import Batch, RunPlace
 from mmspeed.shapes import Bucket, Strides
 from tests.support.published import published_config, write_cache

@@ -16,9 +16,9 @@ from mmspeed.memory import set_policies
 from mmspeed.memory.planning.report import CATEGORIES, LayerMemory, MemoryReport
 from mmspeed.memory.planning.tracked import kept_bytes
 from mmspeed.mesh import process_group
+from mmspeed.pipelines.domains.video.domain import VideoTask
 from mmspeed.pipelines.report.memory_page import measure_report, read_report
 from mmspeed.pipelines.report.run_page import write_report
-from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
 from mmspeed.shapes import Bucket
 from tests.support.mlps import PlainMlp

@@ -9,7 +9,7 @@ import pytest
 
 from mmspeed.errors import UserError
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoTask
 from tests.support.changed_shards import ChangeLatents
 from tests.support.runs import losses
 from tests.support.toy_runs import build_toy, toy_config, write_toy_cache

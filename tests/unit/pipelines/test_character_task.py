@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmspeed.config import dump_config
 from mmspeed.errors import UserError
 from mmspeed.initialize import init_weights
-from mmspeed.pipelines.tasks.listed import ListedSample
+from mmspeed.pipelines.domains.listed.domain import ListedSample
 from tests.support.character_runs import (
     ALONE,
     character_config,

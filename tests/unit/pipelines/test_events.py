@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mmspeed.pipelines import TrainCallback, TrainPipeline
-from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoTask
 from mmspeed.pipelines.training.events import CheckpointEvent, EndEvent, StepEvent, ValidationEvent
 from tests.support.runs import losses
 from tests.support.toy_runs import build_toy, toy_config, train_toy, write_toy_cache

@@ -16,11 +16,11 @@ from mmspeed.log import read_metrics
 from mmspeed.models.families.complete import completed
 from mmspeed.models.text.encoders import load_text_encoder
 from mmspeed.pipelines import TextToVideo, TrainPipeline
+from mmspeed.pipelines.domains.video.domain import VideoTask
 from mmspeed.pipelines.inference.export import export_run
 from mmspeed.pipelines.inference.generate import SampleSettings, sample_together
 from mmspeed.pipelines.inference.official import OfficialSampler
 from mmspeed.pipelines.tasks import maker_of
-from mmspeed.pipelines.tasks.video import VideoTask
 from tests.support.checkpoints import differing, whole_checkpoint
 from tests.support.experts import SEED, WatchedTask, experts_config, train_experts
 from tests.support.runs import losses

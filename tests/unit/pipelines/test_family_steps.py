@@ -16,8 +16,8 @@ from mmspeed.initialize import materialize, read_weights
 from mmspeed.log import read_metrics
 from mmspeed.models.sections import with_weights
 from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines.domains.video.domain import VideoTask
 from mmspeed.pipelines.tasks import maker_of
-from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.protocols import Batch, Models, Terms, source_of
 from tests.support.runs import small_tree
 from tests.support.tiny_repositories import save_wan

@@ -17,7 +17,7 @@ from mmspeed.errors import UserError
 from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.sections import size_warnings, videos_of
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoTask
 from mmspeed.pipelines.training import saved_state
 from mmspeed.preprocess import check
 from mmspeed.shapes import Bucket

@@ -24,8 +24,8 @@ from mmspeed.models.families import FAMILIES, class_name
 from mmspeed.models.image_encoder import image_fingerprint
 from mmspeed.models.sections import bare, call_of, repository_of, stored_conditions
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.tasks.unused import freeze_unused
-from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.unused import freeze_unused
 from mmspeed.preprocess.decoding.clips import Clip
 from mmspeed.preprocess.encoding.encode import Encoders, TrustedBatches, encode_latents
 from mmspeed.protocols import Conditions, RunPlace

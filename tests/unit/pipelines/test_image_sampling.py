@@ -24,11 +24,11 @@ from mmspeed.models.families.base import packed, unpacked
 from mmspeed.models.families.complete import completed
 from mmspeed.pipelines.diffusion.conditioning_frames import held
 from mmspeed.pipelines.diffusion.schedulers import generators
+from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.synthetic import EncoderShapes
 from mmspeed.pipelines.inference.conditioning_media import conditioning_latents
 from mmspeed.pipelines.inference.prompts import VideoRequest
 from mmspeed.pipelines.inference.text_to_video import SamplerChoice, TextToVideo
-from mmspeed.pipelines.tasks.synthetic import EncoderShapes
-from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.shapes import Bucket, Strides
 from tests.support.covers import slow_but
 from tests.support.tiny_repositories import (

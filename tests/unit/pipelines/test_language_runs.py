@@ -24,9 +24,9 @@ from mmspeed.models.language.families import config_tree, settings_of
 from mmspeed.models.language.shapes import SHAPES, shape_named, tiny_twin
 from mmspeed.models.language.weights import on_meta
 from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines.domains.language.domain import LanguageTask
 from mmspeed.pipelines.inference.language import LanguageModel, Writing, export_language_run, run_settings
 from mmspeed.pipelines.run.run_folder import RunFolder
-from mmspeed.pipelines.tasks.language import LanguageTask
 from mmspeed.preprocess.texts.preparation import TextPreparation
 from tests.support.special_tokens import BEGIN, END, HEAD, TURN, save
 

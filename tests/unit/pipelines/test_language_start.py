@@ -21,11 +21,11 @@ from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.report.task_check import check_task
+from mmspeed.pipelines.check.data_report import check_task
+from mmspeed.pipelines.domains.language.data import held_out_packs
+from mmspeed.pipelines.domains.language.domain import LanguageTask
+from mmspeed.pipelines.domains.language.start import open_texts
 from mmspeed.pipelines.tasks import maker_of
-from mmspeed.pipelines.tasks.language import LanguageTask
-from mmspeed.pipelines.tasks.language_data import held_out_packs
-from mmspeed.pipelines.tasks.language_start import open_texts
 from mmspeed.pipelines.training.opening import data_line
 from mmspeed.preprocess.texts.cache_builder import TextCacheBuilder
 from mmspeed.preprocess.texts.preparation import TextPreparation

@@ -25,8 +25,8 @@ from mmspeed.initialize import init_weights, materialize
 from mmspeed.log import read_metrics
 from mmspeed.models.language.decoder import Decoder
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.tasks.language import LanguageTask
-from mmspeed.pipelines.tasks.language_data import packs_of, targets_in
+from mmspeed.pipelines.domains.language.data import packs_of, targets_in
+from mmspeed.pipelines.domains.language.domain import LanguageTask
 from mmspeed.preprocess.texts.preparation import TextPreparation
 from mmspeed.protocols import RunPlace
 

@@ -21,7 +21,7 @@ from mmspeed.config import RunConfig
 from mmspeed.config.training import Section
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.pipelines.tasks.listed import Length, ListedSample, ListedTask
+from mmspeed.pipelines.domains.listed.domain import Length, ListedSample, ListedTask
 from mmspeed.protocols import Batch, Models, NumberRule, RunPlace, ShapeClass, Term, Terms, Work
 
 

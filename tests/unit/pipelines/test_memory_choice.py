@@ -22,8 +22,8 @@ from mmspeed.memory.planning.options import combinations, front, single_policies
 from mmspeed.memory.recompute.regions import regions_of
 from mmspeed.mesh import process_group
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.tasks.synthetic import EncoderShapes
-from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.synthetic import EncoderShapes
 from mmspeed.pipelines.tuning.memory_estimate import DeviceSpeeds, _cast_of, plan_memory, shape_figures, spread
 from mmspeed.pipelines.tuning.memory_measure import BlockCall, BlockProfiler, capture
 from mmspeed.pipelines.tuning.memory_search import (

@@ -17,9 +17,9 @@ from mmspeed.cli.app import app
 from mmspeed.cli.demo import write_manifest
 from mmspeed.config import Config, make_config
 from mmspeed.errors import UserError
-from mmspeed.pipelines.tasks.official_calls import compared
-from mmspeed.pipelines.tasks.official_check import check_against_official
-from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.check.official import check_against_official
+from mmspeed.pipelines.check.official_calls import compared
+from mmspeed.pipelines.domains.video.domain import VideoTask
 from mmspeed.preprocess import CacheBuilder
 from mmspeed.preprocess import check as check_data
 from mmspeed.preprocess.build.captions import captions_by_key

@@ -12,7 +12,7 @@ import pytest
 from mmspeed.config import Config
 from mmspeed.config.training import TrainConfig
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoTask
 from mmspeed.pipelines.training.opening import rate_line
 from tests.support.toy_runs import build_toy, toy_config, write_toy_cache
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from mmspeed.errors import UserError
+from mmspeed.pipelines.check.data_report import check_task
+from mmspeed.pipelines.domains.video.domain import VideoTask
 from mmspeed.pipelines.report.policies import policy_lines
-from mmspeed.pipelines.report.task_check import check_task
-from mmspeed.pipelines.tasks.video import VideoTask
 from tests.support.published import prepare, published_config, task_of
 from tests.support.runs import small_config
 

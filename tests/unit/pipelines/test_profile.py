@@ -24,8 +24,8 @@ from mmspeed.log import read_metrics
 from mmspeed.memory import peak_bytes
 from mmspeed.mesh import process_group
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.tasks.video import VideoTask
-from mmspeed.pipelines.tasks.video_data import VideoData
+from mmspeed.pipelines.domains.video.data import VideoData
+from mmspeed.pipelines.domains.video.domain import VideoTask
 from mmspeed.pipelines.tuning.profile import (
     BucketMeasurements,
     BucketProfile,

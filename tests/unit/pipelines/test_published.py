@@ -15,9 +15,9 @@ from mmspeed.log import read_metrics
 from mmspeed.memory.offload.offloader import PooledOffloadGroup
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.diffusion.objective import make_objective
+from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.published import PublishedVideoTask
 from mmspeed.pipelines.run.assembly import Assembly
-from mmspeed.pipelines.tasks.published import PublishedVideoTask
-from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.pipelines.tuning.memory_estimate import plan_memory
 from mmspeed.protocols import Conditions, RunPlace, blocks_of
 from mmspeed.shapes import Strides

@@ -13,7 +13,7 @@ from mmspeed.data import DatasetCache
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoTask
 from mmspeed.protocols import RunPlace
 from tests.support.runs import losses
 from tests.support.tiny_repositories import save_cogvideox, save_wan

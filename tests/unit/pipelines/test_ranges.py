@@ -17,7 +17,7 @@ from mmspeed.errors import UserError
 from mmspeed.models.families.complete import completed
 from mmspeed.pipelines.diffusion.flow import quantile_of_time
 from mmspeed.pipelines.diffusion.objective import make_objective
-from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoTask
 from tests.support.tiny_repositories import save_hunyuan_video, save_wan
 
 DRAWS = 100_000
@@ -131,7 +131,7 @@ def test_guidance_reaches_a_distilled_model_alone(tmp_path: Path) -> None:
         "data": {"sources": [{"path": "v"}], "buckets": [{"frames": 1, "height": 16, "width": 16}]},
         "objective": {"kind": "family", "guidance": 2.5},
     }
-    from mmspeed.pipelines.tasks.synthetic import EncoderShapes
+    from mmspeed.pipelines.domains.video.synthetic import EncoderShapes
     from mmspeed.shapes import Strides
 
     save_hunyuan_video(tmp_path / "distilled")

@@ -9,8 +9,8 @@ import pytest
 
 from mmspeed.__main__ import main
 from mmspeed.config import Config, dump_config
+from mmspeed.pipelines.domains.language.domain import LanguageTask
 from mmspeed.pipelines.report.run_forecast import run_lines
-from mmspeed.pipelines.tasks.language import LanguageTask
 from mmspeed.pipelines.tuning.memory_estimate import plan_memory
 from mmspeed.preprocess.texts.cache_builder import TextCacheBuilder
 from mmspeed.protocols import RunWork

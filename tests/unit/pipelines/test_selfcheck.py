@@ -19,19 +19,19 @@ from hypothesis import strategies as st
 from mmspeed.config import Config, make_config
 from mmspeed.errors import UserError
 from mmspeed.models.sora.sizes import resolve_config
-from mmspeed.pipelines.selfcheck.children import Child, run_children
-from mmspeed.pipelines.selfcheck.run import with_layout
-from mmspeed.pipelines.selfcheck.verdict import compare, named
-from mmspeed.pipelines.selfcheck.worker import (
+from mmspeed.pipelines.check import video as video_check
+from mmspeed.pipelines.check.children import Child, run_children
+from mmspeed.pipelines.check.layouts import with_layout
+from mmspeed.pipelines.check.verdict import compare, named
+from mmspeed.pipelines.check.video import ShrunkRun, shrink_run, shrunk_latent, uneven
+from mmspeed.pipelines.check.worker import (
     MicroBatchDigest,
     StepReport,
     WorkerReport,
     disagreements,
     other_gradients,
 )
-from mmspeed.pipelines.tasks import video_check
-from mmspeed.pipelines.tasks.video import VideoTask
-from mmspeed.pipelines.tasks.video_check import ShrunkRun, shrink_run, shrunk_latent, uneven
+from mmspeed.pipelines.domains.video.domain import VideoTask
 from mmspeed.shapes import Strides
 from tests.support.runs import small_config
 
@@ -236,7 +236,7 @@ def gone(pid: Path) -> bool:
     [
         ("os.kill(os.getpid(), 9)", "b failed: it was killed by SIGKILL; often the machine ran out of memory"),
         (
-            "from mmspeed.errors import UserError; from mmspeed.pipelines.selfcheck.children import write_error\n"
+            "from mmspeed.errors import UserError; from mmspeed.pipelines.check.children import write_error\n"
             "write_error(job['error'], UserError('parallel.tp 3 is odd'), 'trace'); sys.exit(1)",
             "parallel.tp 3 is odd",
         ),
@@ -252,11 +252,11 @@ def test_a_child_that_dies_is_reported_and_ends_the_others(tmp_path: Path, code:
 
 def test_children_end_with_their_killed_parent(tmp_path: Path) -> None:
     pids = [tmp_path / "a", tmp_path / "b"]
-    follow = "from mmspeed.pipelines.selfcheck.children import follow_parent; follow_parent()\n"
+    follow = "from mmspeed.pipelines.check.children import follow_parent; follow_parent()\n"
     started = "open(job['pid'] + '.on', 'w')\ntime.sleep(600)"
     jobs = [[pid.name, SLEEPER + follow + started, {"pid": str(pid)}] for pid in pids]
     parent = (
-        "import sys, json; from mmspeed.pipelines.selfcheck.children import Child, run_children\n"
+        "import sys, json; from mmspeed.pipelines.check.children import Child, run_children\n"
         "run_children([Child(n, [sys.executable, '-c', c], j) for n, c, j in json.loads(sys.argv[1])], 1)"
     )
     process = subprocess.Popen([sys.executable, "-c", parent, json.dumps(jobs)], stderr=subprocess.DEVNULL)

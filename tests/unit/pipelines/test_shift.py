@@ -13,9 +13,9 @@ from mmspeed.config.schema import FlowConfig
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.pipelines import TextToVideo, TrainPipeline
+from mmspeed.pipelines.check.video import shrunk_video
 from mmspeed.pipelines.diffusion.flow import euler_times, shift_time, time_from_quantile
-from mmspeed.pipelines.tasks.video import VideoTask
-from mmspeed.pipelines.tasks.video_check import shrunk_video
+from mmspeed.pipelines.domains.video.domain import VideoTask
 from mmspeed.protocols import RunPlace
 from mmspeed.shapes import Bucket
 from tests.support.published import BUCKETS, published_config, write_cache

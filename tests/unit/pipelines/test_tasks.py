@@ -13,9 +13,9 @@ from mmspeed.config import make_config
 from mmspeed.config.tasks import TASKS, TaskEntry
 from mmspeed.errors import UserError
 from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines.domains.video.domain import VideoTask
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.pipelines.tasks import make_task, register
-from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.protocols import RunPlace
 from mmspeed.rng import VERSION
 from tests.support.character_runs import ALONE, character_config, character_tree, register_characters

@@ -9,7 +9,7 @@ import torch
 
 from mmspeed.errors import UserError
 from mmspeed.models.families import FAMILIES, class_name
-from mmspeed.pipelines.tasks.unused import freeze_unused, unused_lines
+from mmspeed.pipelines.domains.video.unused import freeze_unused, unused_lines
 from tests.support.video_transformers import make_model
 
 CASES = {

@@ -10,8 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmspeed.device import Device
-from mmspeed.pipelines.tasks.synthetic import EncoderShapes
-from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.synthetic import EncoderShapes
 from mmspeed.protocols import RunPlace
 from mmspeed.shapes import Bucket, Strides
 from tests.support.runs import small_config

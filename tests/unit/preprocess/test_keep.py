@@ -18,7 +18,7 @@ from mmspeed.data import DatasetCache
 from mmspeed.errors import UserError
 from mmspeed.media.rejections import Reason, Rejected
 from mmspeed.media.source import Source, content_id
-from mmspeed.pipelines.training.open_cache import check_cache
+from mmspeed.pipelines.domains.open_cache import check_cache
 from mmspeed.preprocess import CacheBuilder, check
 from mmspeed.preprocess.decoding.clips import Clip, kept_buckets, select_clips, split_of
 from mmspeed.preprocess.decoding.transform import rank_buckets

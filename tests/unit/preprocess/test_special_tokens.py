@@ -14,7 +14,7 @@ from mmspeed.data.cache.tables import read_info, write_info
 from mmspeed.data.cache.text_cache import TextCache
 from mmspeed.data.cache.tokenizer_file import TextTokenizer
 from mmspeed.errors import UserError
-from mmspeed.pipelines.tasks.language_start import open_texts
+from mmspeed.pipelines.domains.language.start import open_texts
 from mmspeed.preprocess.texts.chat import ChatError, ChatTemplate
 from tests.support.special_tokens import BEGIN, DEFAULT_SYSTEM, END, HEAD, LLAMA, TURN, save
 from tests.unit.pipelines.test_language_start import ALONE

@@ -32,8 +32,8 @@ from mmspeed.models.language.decoder import Decoder
 from mmspeed.models.language.families import config_tree
 from mmspeed.models.language.shapes import shape_named, tiny_twin
 from mmspeed.models.language.weights import HubWeights, decoder_of, on_meta, stored_decoder
-from mmspeed.pipelines.tasks.base import TaskDefaults, largest_batch
-from mmspeed.pipelines.tasks.language_data import (
+from mmspeed.pipelines.domains.base import TaskDefaults, largest_batch
+from mmspeed.pipelines.domains.language.data import (
     HeldOutPacks,
     LanguageData,
     PackCollate,
@@ -41,8 +41,8 @@ from mmspeed.pipelines.tasks.language_data import (
     packs_of,
     tokens_by_source,
 )
-from mmspeed.pipelines.tasks.language_settings import changed
-from mmspeed.pipelines.tasks.language_start import TextBuilder, open_texts
+from mmspeed.pipelines.domains.language.settings import changed
+from mmspeed.pipelines.domains.language.start import TextBuilder, open_texts
 from mmspeed.protocols import (
     Batch,
     CheckTask,
@@ -449,7 +449,7 @@ class LanguageTask(TaskDefaults):
 
     def shrunk(self, known: Mapping[str, Any] | None = None) -> CheckTask:
         """A tiny twin of the decoder on synthetic documents. Raises UserError for heads or rows that do not fit the layout."""
-        from mmspeed.pipelines.tasks.language_check import shrunk_language
+        from mmspeed.pipelines.check.language import shrunk_language
 
         self._check_sizes()
         return shrunk_language(self.config, self.settings)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mmspeed.errors import UserError
 from mmspeed.models.families import FAMILIES, class_name, family_in
 from mmspeed.models.families.base import SmallSizes
-from mmspeed.pipelines.tasks.synthetic import further_captions
+from mmspeed.pipelines.domains.video.synthetic import further_captions
 from mmspeed.protocols import Conditions, ModelCall
 from mmspeed.protocols.calls import Conditioning, TakesConditioning, TakesTexts
 from mmspeed.shapes import Strides

@@ -25,9 +25,9 @@ from mmspeed.data.loading.loader import Batches
 from mmspeed.models.language.config import DecoderSettings
 from mmspeed.models.language.shapes import tiny_twin
 from mmspeed.parallel.tensor import check_heads
-from mmspeed.pipelines.tasks.language import LanguageTask
-from mmspeed.pipelines.tasks.language_data import targets_in
-from mmspeed.pipelines.tasks.video_check import shrunk_size
+from mmspeed.pipelines.check.video import shrunk_size
+from mmspeed.pipelines.domains.language.data import targets_in
+from mmspeed.pipelines.domains.language.domain import LanguageTask
 from mmspeed.protocols import CheckNotes, RunPlace, StepData
 
 STEP = "packs"  # the kind of a step

@@ -22,7 +22,7 @@ from mmspeed.data.loading.loader import DrawnItems
 from mmspeed.data.sampling.pack_order import PackLength, PackSample, PackSampler
 from mmspeed.data.sampling.pack_stages import StagedPacks
 from mmspeed.data.sampling.weighting import StepWeights
-from mmspeed.pipelines.tasks.base import SampledData, shares
+from mmspeed.pipelines.domains.base import SampledData, shares
 from mmspeed.protocols import (
     Batch,
     BatchShape,

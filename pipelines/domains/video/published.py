@@ -10,8 +10,8 @@ from torch import nn
 from mmspeed.config import Config
 from mmspeed.config.schema import ModelConfig, PublishedModelConfig
 from mmspeed.data.loading.first_epoch import OnlineEncoder
+from mmspeed.pipelines.domains.video.domain import VideoTask
 from mmspeed.pipelines.sparsify import sparsify_model
-from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.protocols import CheckTask, ModelCall
 
 
@@ -51,7 +51,7 @@ class PublishedVideoTask(VideoTask):
 
         Raises UserError for a class that is not known, and for a model that was changed after it was made.
         """
-        from mmspeed.pipelines.tasks.published_check import PublishedModel, rebuild_published, shrunk_published
+        from mmspeed.pipelines.check.published import PublishedModel, rebuild_published, shrunk_published
 
         if known is not None:
             return rebuild_published(self.config, known)

@@ -23,10 +23,7 @@ from mmspeed.models.families import call_for, class_name, family_in, family_of, 
 from mmspeed.models.families.base import SmallClass, SmallSizes, token_grid
 from mmspeed.models.families.complete import completed
 from mmspeed.models.sections import bare, own_arguments
-from mmspeed.pipelines.diffusion.experts import config_of_high, experts_of
-from mmspeed.pipelines.sparsify import sparsify_model
-from mmspeed.pipelines.tasks.video import VideoTask
-from mmspeed.pipelines.tasks.video_check import (
+from mmspeed.pipelines.check.video import (
     CHANNELS,
     TEXT_WIDTH,
     ShrunkRun,
@@ -36,6 +33,9 @@ from mmspeed.pipelines.tasks.video_check import (
     shrunk_size,
     small_config,
 )
+from mmspeed.pipelines.diffusion.experts import config_of_high, experts_of
+from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.sparsify import sparsify_model
 from mmspeed.protocols import ModelCall
 from mmspeed.protocols.calls import Configured
 

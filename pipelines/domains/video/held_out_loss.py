@@ -25,12 +25,12 @@ from mmspeed.pipelines.diffusion.conditioning_frames import counted_frames, held
 from mmspeed.pipelines.diffusion.experts import EXPERTS, OtherExpert, TrainedExperts, objective_of_expert
 from mmspeed.pipelines.diffusion.objective import Objective, make_objective, mean_error
 from mmspeed.pipelines.diffusion.predictor import Predictor, conditions_of
+from mmspeed.pipelines.domains.base import shares
 from mmspeed.pipelines.inference.conditioning_media import ConditioningLatents
 from mmspeed.pipelines.inference.generate import generate_latents
 from mmspeed.pipelines.inference.media import RATE, contact_sheet, save_image
 from mmspeed.pipelines.inference.text_to_video import decode_videos, sampler_settings, stored_prompts, video_shape
 from mmspeed.pipelines.run.run_folder import RunFolder, write_text
-from mmspeed.pipelines.tasks.base import shares
 from mmspeed.protocols import Divisors, Models, RunPlace, Term, Terms, TextEntry
 from mmspeed.shapes import Bucket, Strides
 

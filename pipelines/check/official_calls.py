@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from mmspeed.errors import UserError
 from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.weights import quiet
+from mmspeed.pipelines.domains.video.domain import VideoTask
 from mmspeed.pipelines.inference.media import RATE
-from mmspeed.pipelines.tasks.video import VideoTask
 from mmspeed.protocols import Batch
 from mmspeed.shapes import Bucket, as_bucket
 

@@ -41,9 +41,7 @@ from mmspeed.models.families import family_of
 from mmspeed.models.image_encoder import image_embeddings, load_image_encoder
 from mmspeed.models.sections import outline, repository_of
 from mmspeed.models.text.encoders import entries_beside, load_text_encoder
-from mmspeed.pipelines.inference.conditioning_media import in_model_range
-from mmspeed.pipelines.inference.media import RATE
-from mmspeed.pipelines.tasks.official_calls import (
+from mmspeed.pipelines.check.official_calls import (
     Compared,
     compared,
     keep_latents,
@@ -52,7 +50,9 @@ from mmspeed.pipelines.tasks.official_calls import (
     official_pipeline,
     recorded,
 )
-from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.inference.conditioning_media import in_model_range
+from mmspeed.pipelines.inference.media import RATE
 from mmspeed.protocols import Batch, RunPlace
 from mmspeed.shapes import Bucket, as_bucket
 

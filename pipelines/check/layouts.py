@@ -23,9 +23,9 @@ from mmspeed.config.parallel import AXES
 from mmspeed.config.tasks import task_class, task_entry
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
-from mmspeed.pipelines.selfcheck.children import Child, run_children
-from mmspeed.pipelines.selfcheck.verdict import SelfCheck, compare, named, processes
-from mmspeed.pipelines.selfcheck.worker import WorkerReport
+from mmspeed.pipelines.check.children import Child, run_children
+from mmspeed.pipelines.check.verdict import SelfCheck, compare, named, processes
+from mmspeed.pipelines.check.worker import WorkerReport
 from mmspeed.pipelines.tasks import make_task
 from mmspeed.protocols import CheckTask, RebuildableCheck, Task
 
@@ -88,7 +88,7 @@ def _children(run: str, world: int, config: RunConfig, check: CheckTask, root: P
         "folder": str(root / run),
         "timeout": TIMEOUT_SECONDS,
     }
-    command = [sys.executable, "-m", "mmspeed.pipelines.selfcheck.worker"]
+    command = [sys.executable, "-m", "mmspeed.pipelines.check.worker"]
     names = [
         f"process {rank} of {world}" if run == "layout" else "the process to compare with" for rank in range(world)
     ]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmspeed.data import BatchSampler, Loader, SampleUse
 from mmspeed.data.sampling.weighting import StepWeights
-from mmspeed.pipelines.tasks.base import SampledData, shares
+from mmspeed.pipelines.domains.base import SampledData, shares
 from mmspeed.protocols import (
     Batch,
     BatchShape,

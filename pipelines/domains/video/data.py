@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from mmspeed.data import BatchSampler, FirstEpoch, Loader, Sample
 from mmspeed.data.sampling.weighting import StepWeights
-from mmspeed.pipelines.tasks.base import SampledData
+from mmspeed.pipelines.domains.base import SampledData
 from mmspeed.protocols import StepData
 
 if TYPE_CHECKING:
-    from mmspeed.pipelines.tasks.video import VideoTask
+    from mmspeed.pipelines.domains.video.domain import VideoTask
 
 
 class VideoData(SampledData[Sample]):

@@ -17,8 +17,8 @@ from mmspeed.data.cache.tokenizer_file import FOLDER, MAIN, recorded_section
 from mmspeed.errors import UserError, first_names
 from mmspeed.log import get_logger
 from mmspeed.mesh import patient_group
+from mmspeed.pipelines.domains.open_cache import NAMED, OtherEncodersError, differing_settings, opened_or_problem
 from mmspeed.pipelines.run.source_changes import changes_to_bring_in
-from mmspeed.pipelines.training.open_cache import NAMED, OtherEncodersError, differing_settings, opened_or_problem
 from mmspeed.protocols import RunPlace
 
 log = get_logger("train")

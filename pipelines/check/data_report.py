@@ -16,11 +16,11 @@ from mmspeed.device import Device, devices_here
 from mmspeed.errors import UserError
 from mmspeed.log import format_seconds
 from mmspeed.mesh import process_group
+from mmspeed.pipelines.domains.base import SampledData
 from mmspeed.pipelines.report.policies import policy_lines
 from mmspeed.pipelines.report.run_forecast import run_lines
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.pipelines.tasks import make_task
-from mmspeed.pipelines.tasks.base import SampledData
 from mmspeed.protocols import (
     Data,
     Models,

@@ -32,8 +32,8 @@ from mmspeed.models import SoraDiTConfig
 from mmspeed.models.codecs.vae import codec_geometry
 from mmspeed.models.sections import sora_section
 from mmspeed.models.sora.sizes import resolve_config
-from mmspeed.pipelines.tasks.synthetic import EncoderShapes, further_captions
-from mmspeed.pipelines.tasks.video import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.synthetic import EncoderShapes, further_captions
 from mmspeed.protocols import Batch, CheckNotes, Item, RunPlace, StepData
 from mmspeed.shapes import Bucket, Strides
 

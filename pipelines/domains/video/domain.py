@@ -55,13 +55,13 @@ from mmspeed.pipelines.diffusion.predictor import (
     prepare_training,
 )
 from mmspeed.pipelines.diffusion.schedulers import family_sampler
-from mmspeed.pipelines.tasks.base import largest_batch
-from mmspeed.pipelines.tasks.synthetic import EncoderShapes, sketched, synthetic_batch
-from mmspeed.pipelines.tasks.unused import freeze, freeze_unused, unused_lines
-from mmspeed.pipelines.tasks.video_data import VideoData
-from mmspeed.pipelines.tasks.video_start import other_shape
-from mmspeed.pipelines.training.held_out_loss import VideoValidation
-from mmspeed.pipelines.training.open_cache import open_cache
+from mmspeed.pipelines.domains.base import largest_batch
+from mmspeed.pipelines.domains.open_cache import open_cache
+from mmspeed.pipelines.domains.video.data import VideoData
+from mmspeed.pipelines.domains.video.held_out_loss import VideoValidation
+from mmspeed.pipelines.domains.video.start import other_shape
+from mmspeed.pipelines.domains.video.synthetic import EncoderShapes, sketched, synthetic_batch
+from mmspeed.pipelines.domains.video.unused import freeze, freeze_unused, unused_lines
 from mmspeed.pipelines.tuning.profile import load_measured, setting_of
 from mmspeed.protocols import (
     Batch,
@@ -527,8 +527,8 @@ class VideoTask:
 
     def shrunk(self, known: Mapping[str, Any] | None = None) -> CheckTask:
         """A small version of the task for comparing layouts."""
-        from mmspeed.pipelines.tasks.published_check import PublishedModel, rebuild_published, shrunk_published
-        from mmspeed.pipelines.tasks.video_check import shrunk_video
+        from mmspeed.pipelines.check.published import PublishedModel, rebuild_published, shrunk_published
+        from mmspeed.pipelines.check.video import shrunk_video
 
         section = self.config.model
         if isinstance(section, ModelConfig):

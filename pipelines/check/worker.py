@@ -1,6 +1,6 @@
 """Run one process of `mmspeed check --parallel`: training steps of the small task, and a report on them.
 
-`run.py` starts `python -m mmspeed.pipelines.selfcheck.worker` once for each process of the layout and once alone.
+`run.py` starts `python -m mmspeed.pipelines.check.worker` once for each process of the layout and once alone.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from mmspeed.loop.optimizers.learning_rate import set_learning_rate
 from mmspeed.loop.step import train_step
 from mmspeed.parallel import uncrossed, unwrap
 from mmspeed.parallel.tensor import local
+from mmspeed.pipelines.check.children import ERROR, follow_parent, write_error
 from mmspeed.pipelines.run.assembly import Assembly, Placement, assemble, place
-from mmspeed.pipelines.selfcheck.children import ERROR, follow_parent, write_error
 from mmspeed.pipelines.tasks import make_task
 from mmspeed.protocols import Batch, CheckTask, RunPlace
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from mmspeed.config.parallel import AXES, ParallelConfig
 from mmspeed.log import format_bytes, format_seconds
-from mmspeed.pipelines.selfcheck.worker import Arrays, StepReport, WorkerReport
+from mmspeed.pipelines.check.worker import Arrays, StepReport, WorkerReport
 from mmspeed.protocols import CheckTask
 
 WORST = 5  # gradients in the report

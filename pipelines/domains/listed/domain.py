@@ -24,8 +24,8 @@ from mmspeed.data.loading.loader import Batches
 from mmspeed.data.sampling.batch_sizes import SampleCosts, costs_of_samples, make_batching
 from mmspeed.data.sampling.weighting import StepWeights
 from mmspeed.errors import UserError
-from mmspeed.pipelines.tasks.base import TaskDefaults, largest_batch
-from mmspeed.pipelines.tasks.listed_samples import (
+from mmspeed.pipelines.domains.base import TaskDefaults, largest_batch
+from mmspeed.pipelines.domains.listed.samples import (
     Length,
     ListedData,
     ListedSample,

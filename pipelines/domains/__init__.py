@@ -1,0 +1,1 @@
+"""Domains: what is trained on, and the models of it."""

@@ -1,0 +1,1 @@
+"""The language domain: decoders on packed documents."""

@@ -1,0 +1,1 @@
+"""Domains whose samples are a list in memory."""

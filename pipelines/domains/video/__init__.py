@@ -1,0 +1,1 @@
+"""The video domain: diffusion transformers on cached latents and captions."""

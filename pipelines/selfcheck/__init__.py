@@ -1,1 +1,0 @@
-"""Try a parallel layout against one process, on a small model."""
