@@ -113,10 +113,10 @@ class Task:
         strategy: Strategy,
         optimizers: Mapping[str, AnyOptimizer],
         device: torch.device,
-        pp: int = 1,
+        staged: bool = False,
     ) -> list[Learner]:
-        """The learners of updates. `models`, `optimizers`: by role. Raises UserError for stages of a pipeline (`pp`) and a method that asks."""
-        if pp > 1 and self.method.asks:
+        """The learners of updates. `models`, `optimizers`: by role. Raises UserError for stages of a pipeline and a method that asks."""
+        if staged and self.method.asks:
             raise UserError(
                 f"parallel.pp: {self.method.name} asks whole models for values, and a stage of a pipeline has a part of one: leave pp at 1"
             )
