@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import numpy as np
 import pyarrow as pa
@@ -41,20 +41,12 @@ from .index import (
     list_index,
 )
 from .keys import is_key
+from .payloads import PayloadLocation
 from .seals import LaterSeal, is_cut, map_file, sealed_map
 from .tables import SECTIONS, SPLITS, Sample
 
 _CHECKED_BYTES = 1 << 25  # the seal of a larger compiled file is compared by a thread
 _STEP = 4096  # rows turned into Python objects at a time
-
-
-class PayloadLocation(NamedTuple):
-    """The location of an entry's payload, and its checksum."""
-
-    shard: str
-    offset: int
-    size: int
-    checksum: bytes
 
 
 class EntryTable:
@@ -69,6 +61,7 @@ class EntryTable:
             name: (start, columns["prefix"][start:stop]) for name, (start, stop) in facts.sections.items()
         }
         self.duplicates, self.shards = facts.duplicates, facts.shards
+        self.hashes = np.zeros(len(self), np.uint32)  # by row, of payloads that a reader has verified since; 0: not yet
 
     def __len__(self) -> int:
         return self._batch.num_rows

@@ -8,7 +8,6 @@ Its tables are copied to a local folder that many processes may share; payloads 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import mmap
 import os
@@ -23,9 +22,9 @@ from mmspeed.log import get_logger
 
 from .files import disk_errors, exclusive, private_file, write_whole
 from .index import ENTRIES_NAME, SAMPLES_NAME, IndexFiles, compile_index, digest_of_files
-from .index_reader import PayloadLocation, Tables, damaged_index, try_open
+from .index_reader import Tables, damaged_index, try_open
 from .made_from import FOLDER as SOURCES
-from .store import ShortError
+from .payloads import PayloadLocation, ShortError
 from .stores import attempt, open_store, reason_of
 
 Result = TypeVar("Result")
@@ -207,7 +206,7 @@ class RemoteStore:
     def again(self, section: str, key: str, place: PayloadLocation) -> memoryview:
         """Fetch a payload; it is kept if its checksum is right, and otherwise returned for the caller to refuse."""
         payload = self._try(lambda: self._range(place), f"cannot fetch {section} {key} of the cache {self.url}")
-        if hashlib.sha256(payload).digest()[: len(place.checksum)] == place.checksum:
+        if place.fits(payload):
             self._keep(self._path(section, key, place), payload)
         return memoryview(bytearray(payload))
 
