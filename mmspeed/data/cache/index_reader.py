@@ -60,7 +60,7 @@ class EntryTable:
         self._sections = {
             name: (start, columns["prefix"][start:stop]) for name, (start, stop) in facts.sections.items()
         }
-        self.duplicates, self.shards = facts.duplicates, facts.shards
+        self.duplicates = facts.duplicates
         self.hashes = np.zeros(len(self), np.uint32)  # by row, of payloads that a reader has verified since; 0: not yet
 
     def __len__(self) -> int:

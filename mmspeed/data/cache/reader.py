@@ -9,7 +9,7 @@ Legend: C channels, T h w latent; L caption tokens, D text width.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,18 +113,8 @@ class DatasetCache:
                 table, rows = self._rows_of(self._opened.entries.place(row).shard)
                 if (name, key) not in rows:
                     raise damaged_index(self.root / "index" / "entries.arrow")
-                return _entry(table, rows[name, key])
+                return Entry.of_row(table.slice(rows[name, key], 1).to_pylist()[0])
         raise self._no_entry(key, section)
-
-    def entries(self) -> Iterator[Entry]:
-        """Yield the full rows of all entries, each once, shard by shard."""
-        entries = self._opened.entries
-        for shard in entries.shards:
-            table, rows = self._rows_of(shard)
-            for (section, key), number in rows.items():
-                row = entries.row(section, key)
-                if row is not None and entries.place(row).shard == shard:
-                    yield _entry(table, number)
 
     @property
     def null_key(self) -> str:
@@ -269,8 +259,3 @@ def _read_rows(root: Path, remote: RemoteStore | None, shard: str) -> tuple[pa.T
     table = read_table(path, entry_schema())
     names = zip(table["section"].to_pylist(), table["key"].to_pylist(), strict=True)
     return table, {name: row for row, name in enumerate(names)}
-
-
-def _entry(table: pa.Table, row: int) -> Entry:
-    fields = table.slice(row, 1).to_pylist()[0]
-    return Entry(**{**fields, "frames": tuple(fields["frames"])})

@@ -99,8 +99,7 @@ def padded(count: int) -> int:
 def trusted_rows(root: Path, shard: str) -> list[Entry]:
     """The rows of a shard's index, sorted by offset. Raises one of BROKEN unless the index is exactly as it was written."""
     path = index_path(root, shard)
-    rows = sealed_table(path, entry_schema()).to_pylist()
-    entries = [Entry(**{**row, "frames": tuple(row["frames"])}) for row in rows]
+    entries = [Entry.of_row(row) for row in sealed_table(path, entry_schema()).to_pylist()]
     if any(entry.shard != shard or entry.section != shard.split("/")[0] for entry in entries):
         raise ValueError("it lists the entries of another shard")
     return sorted(entries, key=lambda entry: entry.offset)
