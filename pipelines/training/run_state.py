@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mmspeed.loop.guard import Guard
 from mmspeed.pipelines.run.assembly import Assembly, Placement
-from mmspeed.pipelines.training.spikes import SpikeGuard
 from mmspeed.protocols import Data, RunPlace, Task
 
 if TYPE_CHECKING:
@@ -23,7 +23,5 @@ class Run:
     data: Data
     parts: Assembly
     manager: CheckpointManager
-    spikes: SpikeGuard
+    guard: Guard
     step: int = 0  # of the next step
-    skipped: int = 0  # steps left out so far because of a value that was not finite
-    left_out: int = 0  # uses of samples left out so far, without which the rest of a step was computed again

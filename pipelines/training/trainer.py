@@ -24,11 +24,13 @@ from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, Working, format_seconds, get_logger
 from mmspeed.loop.callbacks import Averages, Callback, LearningRate, Signals, Sparsity, StepCounts, StepOutcome
+from mmspeed.loop.guard import Guard, RollBackError
 from mmspeed.loop.means import StepMeans
 from mmspeed.loop.signals import StopSignals
 from mmspeed.loop.step import StepResult, train_step
-from mmspeed.loop.watch.phases import longest_wait
 from mmspeed.loop.watch.rank_times import RankTimes
+from mmspeed.loop.watch.run_watch import RunWatch
+from mmspeed.loop.watch.watchdog import longest_wait
 from mmspeed.mesh import process_group
 from mmspeed.pipelines.report.run_page import write_report
 from mmspeed.pipelines.run.agreement import WeightsAgreement, require_agreement, run_facts
@@ -38,12 +40,9 @@ from mmspeed.pipelines.run.telemetry import Telemetry, TelemetryCallback
 from mmspeed.pipelines.tasks import make_task, maker_of
 from mmspeed.pipelines.training import opening
 from mmspeed.pipelines.training.events import Events, TrainCallback
-from mmspeed.pipelines.training.judgement import StepJudge
 from mmspeed.pipelines.training.oom_advice import OomAdvisor
 from mmspeed.pipelines.training.run_state import Run
-from mmspeed.pipelines.training.spikes import RollBackError, SpikeGuard
 from mmspeed.pipelines.training.validation import Validator
-from mmspeed.pipelines.training.watch import RunWatch
 from mmspeed.pipelines.tuning.memory_search import policies_under_budget
 from mmspeed.protocols import ReadsAgain, RunPlace, StepData, Task
 from mmspeed.rendezvous import restarts
@@ -116,7 +115,6 @@ class TrainPipeline:
         self.events = Events(callbacks)
         self.folder = RunFolder(config.run_dir)
         self.saved = SavedStates(config, self.folder)
-        self.judge = StepJudge(config, self.folder, self.saved)
 
     def run(self) -> TrainResult:
         """Train to the end, or until a signal, a callback or a file stops the run."""
@@ -126,7 +124,9 @@ class TrainPipeline:
         with ExitStack() as stack:
             stack.enter_context(process_group(device, longest_wait(self.config.train.watchdog)))
             watch = stack.enter_context(
-                RunWatch(self.config, self.folder, dist.get_rank(), dist.get_world_size(), self.online)
+                RunWatch(
+                    self.config.train.watchdog, self.folder.root, dist.get_rank(), dist.get_world_size(), self.online
+                )
             )
             if dist.get_rank() == 0:
                 stack.enter_context(self.folder.locked(patience))
@@ -163,8 +163,8 @@ class TrainPipeline:
             self._tell(where, parts.compiling.line)
             self._tell(where, opening.optimizer_line(config, {role: parts.models[role] for role in parts.roles}))
         # 2. the state of a run that was stopped
-        spikes = SpikeGuard(config.train.divergence, self.task, data)
-        run = Run(self.task, placement, where, data, parts, manager, spikes)
+        guard = Guard(config.train, self.task.name, self.task.updates(), data, self.folder.metrics, where.rank == 0)
+        run = Run(self.task, placement, where, data, parts, manager, guard)
         manager.on_written = self.events.saved
         with Working("reading the checkpoint", tell=False):
             self.saved.resume(run, newest)  # now all weights have values
@@ -207,7 +207,7 @@ class TrainPipeline:
                             run.manager.wait()  # all ranks are here: let the checkpoint under way complete
                         raise
                 watch.enter("checkpoint", run.step)
-                row = self.judge.roll_back(run, spike)
+                row = self.saved.roll_back(run, spike)
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
@@ -286,7 +286,7 @@ class TrainPipeline:
                 # 2. an update that is not finite changed nothing and ended its step; too many of them end the run
                 if result is not None and result.finite:
                     loss = result.loss
-                self.judge.judge(run, data, result, telemetry)
+                self._judge(run, data, result, telemetry)
                 # 3. progress and metrics
                 line.advance(note=_note(means, telemetry))
                 last, wish = run.step == train.steps, signals.request
@@ -294,7 +294,7 @@ class TrainPipeline:
                     self._write_row(run, outcome, means, callbacks, telemetry)
                 # 4. checkpoint, perhaps requested by a signal, then validation, whose errors so cost no step
                 due = last or wish != "none" or owed or run.step % config.checkpoint.every == 0
-                owed = due and not (last or wish != "none" or run.spikes.calm)  # it waits for the end of a spike
+                owed = due and not (last or wish != "none" or run.guard.calm)  # it waits for the end of a spike
                 if due and not owed:
                     watch.enter("checkpoint", run.step)
                     with Working(f"step {run.step}: saving", tell=False):
@@ -305,7 +305,7 @@ class TrainPipeline:
                     watch.enter("validation", run.step)
                     with memory.around_validation(), Working(f"step {run.step}: validating", tell=False):
                         best = self._validate(run, validator, telemetry)
-                    if best and not due and run.spikes.calm:
+                    if best and not due and run.guard.calm:
                         self.saved.save(run, telemetry, blocking=False)
                 run.manager.poll()
                 telemetry.resume_clock()
@@ -340,10 +340,21 @@ class TrainPipeline:
                 step=run.step,
                 weight=data.weight,
                 again=partial(run.data.again, run.step) if isinstance(run.data, ReadsAgain) else None,
-                accept=run.spikes.accept,
+                accept=run.guard.accept,
             )
         except UserError as error:
             raise UserError(f"step {run.step + 1}: {error}") from error
+
+    def _judge(self, run: Run, data: StepData, result: StepResult | None, telemetry: Telemetry) -> None:
+        """Raise UserError or RollBackError where the run cannot go on from the step that ended."""
+        verdict = run.guard.judge(run.step, data, result)
+        for row in verdict.rows:
+            telemetry.write(row)
+        if result is not None:
+            run.manager.sound = run.guard.spikes.sound(run.step)
+        if verdict.error is not None:
+            self.saved.keep_sound(run)
+            raise verdict.error
 
     def _write_row(
         self, run: Run, outcome: StepOutcome, means: StepMeans, callbacks: list[Callback], telemetry: Telemetry
@@ -360,9 +371,7 @@ class TrainPipeline:
             "weight": outcome.data.weight,
             **run.task.describe(outcome.data),
             "imbalance": outcome.data.imbalance(),
-            "skipped_steps": run.skipped + run.spikes.watch.skipped,
-            "left_out_samples": run.left_out + run.spikes.watch.left_out,
-            "roll_backs": run.spikes.watch.roll_backs,
+            **run.guard.row(),
         }
         for callback in callbacks:
             row |= callback.row()
