@@ -7,7 +7,7 @@ from typing import Any
 from mmspeed import comm
 from mmspeed.config import RunConfig
 from mmspeed.log import ProgressLine
-from mmspeed.loop.callbacks import Averages, Callback, LearningRate, Signals, Sparsity, StepCounts, StepOutcome
+from mmspeed.loop.callbacks import Averages, BaseCallback, LearningRate, Sparsity, StepCounts, StepOutcome
 from mmspeed.loop.means import StepMeans
 from mmspeed.loop.signals import Request, StopSignals
 from mmspeed.loop.step import StepResult
@@ -35,9 +35,9 @@ class RunCallbacks:
         self.bar = ProgressLine("train", train.steps, "step", start=run.step)
         self.means = StepMeans(comm.all_reduce_sum, train.log_every, several=len(parts.learners) > 1)
         self.times = run.watch.times(parts.models, run.data, device)
-        self.signals = Signals(requests)
+        self.request: Request = "none"  # to save or to stop, as of the last step
         sparsity = [one for role in parts.roles for one in Sparsity.of(parts.models[role], comm.all_reduce_sum, role)]
-        self.all: list[Callback] = [
+        self.all: list[BaseCallback] = [
             self.times,
             *([] if parts.rests is None else [parts.rests]),
             LearningRate(train, parts.rate_factors),
@@ -48,13 +48,7 @@ class RunCallbacks:
             StepCounts(parts.models),
             TelemetryCallback(telemetry, run.task, run.data, sparsity),
             events,
-            self.signals,
         ]
-
-    @property
-    def request(self) -> Request:
-        """Whether the run is to save or to stop, as of the last step."""
-        return self.signals.request
 
     def before_step(self, step: int) -> None:
         """Call the callbacks before step number `step`, from 0."""
@@ -62,11 +56,12 @@ class RunCallbacks:
             callback.before_step(step)
 
     def after_step(self, data: StepData, result: StepResult | None) -> None:
-        """Call the callbacks after the run's last step."""
+        """Call the callbacks after the run's last step, and ask whether the run is to save or to stop. A collective call."""
         step = self.run.step
         self.outcome = StepOutcome(step, self.run.data.locate(step - 1).epoch, data, result)
         for callback in self.all:
             callback.after_step(self.outcome)
+        self.request = self.requests.poll()
 
     def advance(self) -> None:
         """Move the bar, with the mean loss and the mean seconds by name of the last steps behind it."""

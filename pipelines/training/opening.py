@@ -43,7 +43,8 @@ def started(config: RunConfig, folder: RunFolder, online: bool) -> Iterator[tupl
     with ExitStack() as stack:
         stack.enter_context(process_group(device, longest_wait(config.train.watchdog)))
         rank, world = dist.get_rank(), dist.get_world_size()
-        watch = stack.enter_context(RunWatch(config.train.watchdog, folder.root, rank, world, online))
+        watch = RunWatch(config.train.watchdog, folder.root, rank, world, online)
+        stack.enter_context(watch)
         if rank == 0:
             stack.enter_context(folder.locked(patience))
         yield device, watch

@@ -103,14 +103,11 @@ class TrainPipeline:
 
     def _train_on(self, run: Run, peak: tuple[float, str]) -> tuple[bool, float | None, bool]:
         """Train to the end, from an earlier checkpoint again after a spike. Returns as `_train`, and whether a signal or file asked to stop."""
-        place = run.place
         row: dict[str, object] = {}  # about a roll-back
         grace = self.config.checkpoint.grace_seconds
         with StopSignals(self.folder.root, grace, lambda: run.manager.saved_step) as requests:
             while True:
-                with Telemetry(
-                    self.config, self.folder.root, place.device, place.world, place.rank == 0, peak, run.step
-                ) as telemetry:
+                with Telemetry(self.config, run.place, peak, run.step) as telemetry:
                     if row:
                         telemetry.write(row)
                     try:
@@ -123,7 +120,7 @@ class TrainPipeline:
                         if isinstance(error, UserError) or self.events.failed:
                             run.manager.wait()  # all ranks are here: let the checkpoint under way complete
                         raise
-                run.watch.enter("checkpoint", run.step)
+                run.watch.enter_part("checkpoint", run.step)
                 row = self.saved.roll_back(run, spike)
 
     def _train(self, run: Run, telemetry: Telemetry, requests: StopSignals) -> tuple[bool, float | None]:
@@ -133,9 +130,7 @@ class TrainPipeline:
         loss, stopped, owed = None, False, False
         with ExitStack() as stack:
             telemetry.resume_clock()
-            self.events.begin(
-                run.step, self.folder.root, run.parts.models, run.place.rank, run.place.world, requests.stop
-            )
+            self.events.begin(run.step, run.place, run.parts.models, requests.stop)
             callbacks = RunCallbacks(self.config, run, telemetry, self.events, requests)
             for context in (callbacks.memory, callbacks.bar, callbacks.times):
                 stack.enter_context(context)
@@ -206,14 +201,14 @@ class TrainPipeline:
         due = last or wish != "none" or owed or run.step % config.checkpoint.every == 0
         owed = due and not (last or wish != "none" or run.guard.calm)
         if due and not owed:
-            run.watch.enter("checkpoint", run.step)
+            run.watch.enter_part("checkpoint", run.step)
             with Working(f"step {run.step}: saving", tell=False):
                 self.saved.save(run, callbacks.telemetry, blocking=last or wish == "stop")
             if last or wish == "stop":
                 callbacks.requests.answered()
         if last or run.step % config.validate_.every == 0:
-            run.watch.enter("validation", run.step)
-            with callbacks.memory.around_validation():
+            run.watch.enter_part("validation", run.step)
+            with callbacks.memory.around_validation(), Working(f"step {run.step}: validating", tell=False):
                 best = validator.validate(run.step)
             if best and not due and run.guard.calm:
                 self.saved.save(run, callbacks.telemetry, blocking=False)
@@ -225,7 +220,7 @@ class TrainPipeline:
         summary = run.data.summary()
         if summary is not None:
             telemetry.write({**summary, "step": run.step})
-        run.watch.enter("checkpoint", run.step)
+        run.watch.enter_part("checkpoint", run.step)
         run.manager.wait()
         if not stopped and run.manager.local is not None:
             run.manager.local.remove_all()

@@ -30,10 +30,6 @@ class Validator:
 
     def validate(self, step: int) -> bool:
         """Validate and sample. True where the held-out loss is the lowest so far, so that this step is worth a checkpoint."""
-        with Working(f"step {step}: validating", tell=False):
-            return self._validate(step)
-
-    def _validate(self, step: int) -> bool:
         row = self._row(step)
         if row:
             self.telemetry.write(dict(row))

@@ -12,7 +12,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 from torch import nn
@@ -128,25 +127,16 @@ class AttemptRecord:
         os.ftruncate(self._file, len(text))
 
 
-class RunWatch:
-    """Context of a run, which says where it is. `online`: its first epoch may wait for encoders."""
+class RunWatch(Watchdog):
+    """Watchdog of a run, with its record. `online`: the first epoch may wait for encoders."""
 
     def __init__(self, config: WatchdogConfig, folder: Path, rank: int, world: int, online: bool) -> None:
-        self.config, self.rank, self.online = config, rank, online
-        self.watchdog = Watchdog(config, rank, world)
+        super().__init__(config, rank, world)
+        self.online = online
         self.record = AttemptRecord.of_launcher(folder / "attempt.json", rank)
         self._seen: set[ShapeClass] = set()
         self._encoding = False
-
-    def __enter__(self) -> RunWatch:
-        self.watchdog.enter(RunPhase.SET_UP, 0)
-        self.watchdog.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.watchdog.__exit__(kind, error, trace)
+        self.enter(RunPhase.SET_UP, 0)
 
     def begin(self, step: int) -> None:
         """Begin an attempt after `step` steps. Raises UserError where two attempts in a row failed in one place. A collective call."""
@@ -168,22 +158,22 @@ class RunWatch:
     def waiting(self, step: int, epoch: int) -> None:
         """Begin step number `step`, from 1, with the wait for its data."""
         self._encoding = self.online and epoch == 0
-        self.watchdog.enter(RunPhase.ENCODING if self._encoding else RunPhase.STEP, step)
+        self.enter(RunPhase.ENCODING if self._encoding else RunPhase.STEP, step)
         self.record.at(step, "step")
 
     def step(self, step: int, data: StepData) -> None:
         """Go on with the step, whose data have come."""
         if not self._encoding and not self._seen.issuperset(data.counts):
-            self.watchdog.enter(RunPhase.FIRST_STEP, step)
+            self.enter(RunPhase.FIRST_STEP, step)
         self._seen.update(data.counts)
         self.record.at(step, "step", data)
 
-    def enter(self, part: Literal["checkpoint", "validation"], step: int) -> None:
+    def enter_part(self, part: Literal["checkpoint", "validation"], step: int) -> None:
         """Begin the checkpoint or the validation after step number `step`."""
-        self.watchdog.enter(RunPhase(part), step)
+        self.enter(RunPhase(part), step)
         self.record.at(step, part)
 
     def ended(self) -> None:
         """Note that the attempt did not fail."""
-        self.watchdog.enter(RunPhase.IDLE, 0)
+        self.enter(RunPhase.IDLE, 0)
         self.record.end()
