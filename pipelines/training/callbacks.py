@@ -80,7 +80,7 @@ class RunCallbacks:
             "step": outcome.step,
             "epoch": outcome.epoch,
             "weight": outcome.data.weight,
-            **self.run.task.describe(outcome.data),
+            **self.run.task.domain.describe(outcome.data),
             "imbalance": outcome.data.imbalance(),
             **self.run.guard.row(),
         }

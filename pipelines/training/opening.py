@@ -24,8 +24,9 @@ from mmspeed.parallel import unwrap
 from mmspeed.pipelines.run.agreement import WeightsAgreement, require_agreement, run_facts
 from mmspeed.pipelines.run.assembly import Assembly, Placement, assemble, base_files, place
 from mmspeed.pipelines.run.run_folder import RunFolder
+from mmspeed.pipelines.tasks import Task
 from mmspeed.pipelines.tuning.memory_search import policies_under_budget
-from mmspeed.protocols import Data, RunPlace, SizedData, Task
+from mmspeed.protocols import Data, RunPlace, SizedData
 from mmspeed.rendezvous import restarts
 
 log = get_logger("train")
@@ -62,14 +63,14 @@ def agree_on_place(config: RunConfig, folder: RunFolder, device: Device) -> Plac
 def open_data(config: RunConfig, task: Task, where: RunPlace) -> Data:
     """The task's data, the same on all ranks. A collective call."""
     with Working("opening the data", tell=False):
-        task.open(where)
-        lines, warnings = task.notes() if where.rank == 0 else ([], [])
+        task.domain.open(where)
+        lines, warnings = task.domain.notes() if where.rank == 0 else ([], [])
         for line in lines:
             log.info(line)
         for warning in warnings:
             log.warning(warning)
         data = task.data(where)
-    require_agreement(flat({"data": data.fingerprint, **task.info()}), "give all of them the same data")
+    require_agreement(flat({"data": data.fingerprint, **task.domain.info()}), "give all of them the same data")
     tell(where, data_line(data, config.train.steps))
     return data
 

@@ -10,7 +10,8 @@ from mmspeed.log import format_seconds
 from mmspeed.loop.guard import Guard
 from mmspeed.loop.watch.run_watch import RunWatch
 from mmspeed.pipelines.run.assembly import Assembly, Placement
-from mmspeed.protocols import Data, RunPlace, Task
+from mmspeed.pipelines.tasks import Task
+from mmspeed.protocols import Data, RunPlace
 
 if TYPE_CHECKING:
     from mmspeed.loop.checkpoint.manager import CheckpointManager

@@ -21,19 +21,19 @@ from mmspeed.loop.signals import StopSignals
 from mmspeed.loop.step import StepResult, train_step
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.pipelines.run.telemetry import Telemetry
-from mmspeed.pipelines.tasks import make_task, maker_of
+from mmspeed.pipelines.tasks import Task, as_task, make_task, maker_of
 from mmspeed.pipelines.training import opening
 from mmspeed.pipelines.training.callbacks import RunCallbacks
 from mmspeed.pipelines.training.events import Events, TrainCallback
 from mmspeed.pipelines.training.run_state import Run, TrainResult
 from mmspeed.pipelines.training.validation import Validator
-from mmspeed.protocols import ReadsAgain, StepData, Task
+from mmspeed.protocols import Domain, ReadsAgain, StepData
 
 
 class TrainPipeline:
     """The pipeline that trains a config's model, or resumes a run that was stopped.
 
-    `task`: the task to train; None: the one that the config names. With `online`, as in `mmspeed train`, or with a `maker` of your own
+    `task`: the domain to train, by the config's method, or a `Task` of both; None: what the config names. With `online`, as in `mmspeed train`, or with a `maker` of your own
     (as `mmspeed.preprocess.OnlineBuilder`), a cache that is missing or incomplete is completed during the first epoch; without, it is an
     error. `callbacks` (`mmspeed.pipelines.TrainCallback`) are called after steps, validations and checkpoints and at the end, on all ranks.
 
@@ -46,7 +46,7 @@ class TrainPipeline:
         self,
         config: RunConfig,
         maker: OnlineEncoder | None = None,
-        task: Task | None = None,
+        task: Domain | Task | None = None,
         *,
         online: bool = False,
         callbacks: Sequence[TrainCallback] = (),
@@ -62,7 +62,8 @@ class TrainPipeline:
         from mmspeed.pipelines.training.saved_state import SavedStates
 
         config = self.config
-        self.task = task or make_task(config, maker or (maker_of(config) if online else None))
+        maker = maker or (maker_of(config) if online else None)
+        self.task = make_task(config, maker) if task is None else as_task(task, config)
         self.online = online or maker is not None
         self.events = Events(callbacks)
         self.folder = RunFolder(config.run_dir)

@@ -26,7 +26,7 @@ class Validator:
         self.config, self.run, self.telemetry, self.events = config, run, telemetry, events
         self.folder = RunFolder(config.run_dir)
         with Working("preparing validation", tell=False):
-            self.validation = run.task.validation(run.parts.models, run.data, run.place)
+            self.validation = run.task.domain.validation(run.parts.models, run.data, run.place)
 
     def validate(self, step: int) -> bool:
         """Validate and sample. True where the held-out loss is the lowest so far, so that this step is worth a checkpoint."""
