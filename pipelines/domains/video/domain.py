@@ -59,13 +59,14 @@ from mmspeed.pipelines.domains.base import largest_batch
 from mmspeed.pipelines.domains.open_cache import open_cache
 from mmspeed.pipelines.domains.video.data import VideoData
 from mmspeed.pipelines.domains.video.held_out_loss import VideoValidation
+from mmspeed.pipelines.domains.video.small import small_sora
+from mmspeed.pipelines.domains.video.small_published import PublishedModel, small_published
 from mmspeed.pipelines.domains.video.start import other_shape
 from mmspeed.pipelines.domains.video.synthetic import EncoderShapes, sketched, synthetic_batch
 from mmspeed.pipelines.domains.video.unused import freeze, freeze_unused, unused_lines
 from mmspeed.pipelines.tuning.profile import load_measured, setting_of
 from mmspeed.protocols import (
     Batch,
-    CheckTask,
     Data,
     Divisors,
     MicroBatchSize,
@@ -74,6 +75,7 @@ from mmspeed.protocols import (
     OrderedSample,
     RunPlace,
     ShapeClass,
+    SmallRun,
     StepData,
     StepUsage,
     Term,
@@ -525,15 +527,10 @@ class VideoTask:
         """The parameters and saved buffers of the model, of two experts that of high noise, whole, one at a time."""
         return whole_tensors(models["model"])
 
-    def shrunk(self, known: Mapping[str, Any] | None = None) -> CheckTask:
-        """A small version of the task for comparing layouts."""
-        from mmspeed.pipelines.check.published import PublishedModel, rebuild_published, shrunk_published
-        from mmspeed.pipelines.check.video import shrunk_video
-
+    def small(self, folder: Path) -> SmallRun:
+        """A small run of the same class of model on a synthetic cache, for comparing layouts."""
         section = self.config.model
         if isinstance(section, ModelConfig):
-            return shrunk_video(self, known)
-        if known is not None:
-            return rebuild_published(self.config, known)
+            return small_sora(self.config, folder)
         repository = repository_of(section, self._opened)
-        return shrunk_published(self.config, PublishedModel.of_repository(repository, self._call))
+        return small_published(self.config, PublishedModel.of_repository(repository, self._call), folder)
