@@ -11,7 +11,13 @@ from mmspeed.config.parallel import ParallelConfig
 from mmspeed.parallel import TokenLayout
 from mmspeed.protocols import ModelPlan, plan_of
 
-OF_A_SEQUENCE = ("sequence", "dsp", "ring", "ring_outer", "ulysses")  # axes of the processes that split a sample's tokens
+OF_A_SEQUENCE = (
+    "sequence",
+    "dsp",
+    "ring",
+    "ring_outer",
+    "ulysses",
+)  # axes of the processes that split a sample's tokens
 
 
 def wrong_exchanges(
@@ -42,7 +48,9 @@ def expected(
         exchanges += ["all_to_all ulysses"] if parallel.ulysses > 1 else []
         if parallel.ring > 1 and plan.packed is None:
             exchanges += ["rows ring" if sparse else "ring ring"]
-            exchanges += ["ring ring_outer"] if not sparse and parallel.ring > (parallel.ring_window or parallel.ring) else []
+            exchanges += (
+                ["ring ring_outer"] if not sparse and parallel.ring > (parallel.ring_window or parallel.ring) else []
+            )
     if parallel.dsp > 1 and plan.factorised:
         exchanges.append("all_to_all dsp")
     return exchanges

@@ -177,7 +177,12 @@ def never_crossed(model: nn.Module) -> list[str]:
 
 def _step(config: RunConfig, kind: str, step: StepData, parts: Assembly, placement: Placement) -> StepReport:
     """The report on a step; it alone knows how training takes one."""
-    ledger, batches, clip, model = placement.layout.ledger, list(step.batches), config.train.clip_norm, unwrap(parts.model)
+    ledger, batches, clip, model = (
+        placement.layout.ledger,
+        list(step.batches),
+        config.train.clip_norm,
+        unwrap(parts.model),
+    )
     grads: Arrays = {}
     assert isinstance(parts.optimizer, Optimizer)
     hook = parts.optimizer.register_step_pre_hook(lambda *_: grads.update(whole_gradients(model)))

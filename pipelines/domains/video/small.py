@@ -34,12 +34,13 @@ from mmspeed.models.sora.sizes import resolve_config
 from mmspeed.pipelines.diffusion.predictor import Predictor, make_predictor
 from mmspeed.pipelines.domains.small import shrunk_size
 from mmspeed.protocols import SmallRun, TextEntry
+from mmspeed.protocols.calls import IMAGES
 from mmspeed.shapes import Bucket, Strides
 
 CHANNELS, TEXT_WIDTH, HEAD_WIDTH, RANK = 4, 16, 12, 8
 SHORTEST_CAPTION = 7  # tokens of the longest caption, at least
 LEAST_FPS = 20  # of synthetic clips
-IMAGES = 3  # of a step
+STILLS = 3  # images of a step
 USUAL_STRIDES = Strides(4, 8)  # of most video codecs
 Latent = tuple[int, int, int]
 
@@ -108,7 +109,9 @@ def small_sora(config: Config, folder: Path) -> SmallRun:
     model = resolve_config(sora_section(config, "this check"), CHANNELS, TEXT_WIDTH)
     section = shrunk_model(model, config.parallel.together(split=False))
     if model.sparse is not None:
-        remarks += ["attention is dense in this check: over a ring, sparse attention has other plans than in one process"]
+        remarks += [
+            "attention is dense in this check: over a ring, sparse attention has other plans than in one process"
+        ]
     words = f"{section.arrangement}, {section.depth} blocks, {section.heads} heads of width {HEAD_WIDTH}"
     samples = small_samples(config, strides, model.patch, model.grid)
     return written(config, folder, section, samples, f"{words}, patch {sizes_of(model.patch)}", remarks)
@@ -123,7 +126,9 @@ def written(
     outline = with_weights(section, CHANNELS, TEXT_WIDTH, "meta", opened)
     predictor = make_predictor(outline, small.objective, CHANNELS, TEXT_WIDTH, call_of(section, opened))
     _write_cache(small, predictor, samples)
-    numbers = [f"{count} synthetic samples of {of}" for count, of in zip(samples.counts.values(), samples.shown, strict=True)]
+    numbers = [
+        f"{count} synthetic samples of {of}" for count, of in zip(samples.counts.values(), samples.shown, strict=True)
+    ]
     return SmallRun(
         small,
         model,
@@ -156,7 +161,7 @@ def small_samples(config: Config, strides: Strides, patch: Latent, grid: Callabl
             bucket = max(fitting, key=lambda bucket: _awkward(fitting[bucket], grid, sequence))
             latent = shrunk_latent(fitting[bucket], patch, sequence, parallel.together(split=False))
             small = strides.pixels(latent)
-            counts[small] = IMAGES if images else lanes + 2  # numbers that are seldom divisible by the lanes
+            counts[small] = STILLS if images else lanes + 2  # numbers that are seldom divisible by the lanes
             stood_for[small] = bucket
             shown.append(f"{bucket} (latent {sizes_of(fitting[bucket])}) as {sizes_of(latent)}")
     return SmallSamples(strides, counts, stood_for, tuple(shown), max(SHORTEST_CAPTION, 2 * sequence + 1))
@@ -171,7 +176,9 @@ def _small_config(config: Config, folder: Path, section: AnySection, samples: Sm
         shift = {str(small): objective.shift[str(bucket)] for small, bucket in stood_for.items()}
         objective = objective.model_copy(update={"shift": shift})
     stages = (StageConfig(steps=1, max_frames=1), StageConfig(steps=1, min_frames=2), StageConfig())
-    at_once = config.train.micro_batch_size if config.batching.by == "samples" else 1  # budgets are meant for large samples
+    at_once = (
+        config.train.micro_batch_size if config.batching.by == "samples" else 1
+    )  # budgets are meant for large samples
     whole_step = {"batch_size": sum(samples.counts.values()), "micro_batch_size": at_once}
     changes: dict[str, Any] = {
         "output": str(folder / "runs"),
@@ -216,8 +223,9 @@ def _write_cache(config: Config, predictor: Predictor, samples: SmallSamples) ->
                 latent, text = entry_key({"latent": name}), entry_key({"text": name})
                 tensors = latent_tensors(normal(f"latent {name}", *shape))
                 for stored in rule.stored(config.conditioning.shares):
-                    size = (CHANNELS, 1, *shape[2:]) if stored.startswith("first") else shape
-                    size = size if rule.embedding is None or not stored.startswith("image") else rule.embedding
+                    size: tuple[int, ...] = (CHANNELS, 1, *shape[2:]) if stored.startswith("first") else shape
+                    if rule.embedding is not None and stored in IMAGES:
+                        size = rule.embedding
                     tensors[stored] = normal(f"{stored} {name}", *size)
                 writer.add(
                     "latents", latent, tensors, {}, bucket=bucket, content_id=name, frames=range(bucket.frames),
@@ -227,7 +235,9 @@ def _write_cache(config: Config, predictor: Predictor, samples: SmallSamples) ->
                 tokens = 1 + rng.key64(seed, "caption length", name) % (longest - 1) if number else longest
                 writer.add("texts", text, text_tensors(caption(name, tokens)), {}, tokens=tokens)
                 key = sample_key([latent], [text])
-                rows.append(Sample(key, (latent,), (text,), "train", bucket, name, content_id=name, dataset="synthetic"))
+                rows.append(
+                    Sample(key, (latent,), (text,), "train", bucket, name, content_id=name, dataset="synthetic")
+                )
     write_samples(root, rows)
     write_rejects(root, [])
     vae = {"channels": CHANNELS, "strides": list(astuple(samples.strides)), "fingerprint": "synthetic"}

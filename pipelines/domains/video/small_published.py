@@ -21,6 +21,7 @@ from mmspeed.models.families import Family, class_name, family_in, family_of, pu
 from mmspeed.models.families.base import OWN_CALL, SmallSizes, token_grid
 from mmspeed.models.families.complete import completed
 from mmspeed.models.sections import bare, own_arguments
+from mmspeed.models.weights import quiet
 from mmspeed.pipelines.diffusion.experts import config_of_high, experts_of
 from mmspeed.pipelines.domains.small import shrunk_size, value_off_start
 from mmspeed.pipelines.domains.video.small import (
@@ -68,7 +69,9 @@ class PublishedModel:
             )
         described = cls(family, own_arguments(model.config), call or family.call)
         if type(described.call) is not type(family.call):
-            raise UserError(f"check --parallel: other processes call {name} as its family does, not by {type(call).__name__}")
+            raise UserError(
+                f"check --parallel: other processes call {name} as its family does, not by {type(call).__name__}"
+            )
         with torch.device("meta"):
             plain = described.build(described.config)
         other = dict(model.named_parameters()).keys() ^ dict(plain.named_parameters()).keys()
@@ -102,8 +105,9 @@ class PublishedModel:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(value_off_start(name, parameter.shape, seed))
-        model.save_pretrained(folder / "transformer")
-        fields = asdict(call) if is_dataclass(call) and not isinstance(call, type) else {}
+        with quiet():
+            model.save_pretrained(folder / "transformer")
+        fields: dict[str, Any] = asdict(call) if is_dataclass(call) and not isinstance(call, type) else {}
         (folder / INDEX).write_text(json.dumps({OWN_CALL: fields}), encoding="utf-8")
 
 
@@ -137,5 +141,7 @@ def small_published(config: Config, model: PublishedModel, folder: Path) -> Smal
     model.write(folder / "model", arguments, small.call(model.call, samples.text_tokens), config.seed)
     section = PublishedModelConfig(kind="diffusers", pretrained=str(folder / "model"), sparse=sparse)
     blocks = arguments["num_layers"] + arguments.get("num_single_layers", 0)
-    words = f"{model.family.transformer}, {blocks} blocks, {arguments['num_attention_heads']} heads of width {small.head}"
+    words = (
+        f"{model.family.transformer}, {blocks} blocks, {arguments['num_attention_heads']} heads of width {small.head}"
+    )
     return written(config, folder, section, samples, f"{words}, patch {sizes_of(patch)}", remarks)
