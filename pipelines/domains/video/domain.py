@@ -58,6 +58,8 @@ from mmspeed.pipelines.domains.base import DomainDefaults, largest_batch
 from mmspeed.pipelines.domains.open_cache import open_cache
 from mmspeed.pipelines.domains.video.data import VideoData
 from mmspeed.pipelines.domains.video.held_out_loss import VideoValidation
+from mmspeed.pipelines.domains.video.small import small_sora
+from mmspeed.pipelines.domains.video.small_published import PublishedModel, small_published
 from mmspeed.pipelines.domains.video.start import other_shape
 from mmspeed.pipelines.domains.video.synthetic import EncoderShapes, synthetic_batch
 from mmspeed.pipelines.domains.video.unused import freeze, freeze_unused, unused_lines
@@ -65,7 +67,6 @@ from mmspeed.pipelines.domains.video.values import VideoValues
 from mmspeed.pipelines.tuning.profile import load_measured, setting_of
 from mmspeed.protocols import (
     Batch,
-    CheckTask,
     Data,
     Divisors,
     Given,
@@ -76,6 +77,7 @@ from mmspeed.protocols import (
     Models,
     RunPlace,
     ShapeClass,
+    SmallRun,
     StepData,
     StepUsage,
     Term,
@@ -519,15 +521,10 @@ class VideoDomain(DomainDefaults):
         named = {f"model.{name}": to_jsonable_python(value) for name, value in sizes.items()}
         return {**named, "vae.strides": [strides.temporal, strides.spatial]}
 
-    def shrunk(self, known: Mapping[str, Any] | None = None) -> CheckTask:
-        """A small version of the task for comparing layouts."""
-        from mmspeed.pipelines.check.published import PublishedModel, rebuild_published, shrunk_published
-        from mmspeed.pipelines.check.video import shrunk_video
-
+    def small(self, folder: Path) -> SmallRun:
+        """A small run of the same class of model on a synthetic cache, for comparing layouts."""
         section = self.config.model
         if isinstance(section, ModelConfig):
-            return shrunk_video(self, known)
-        if known is not None:
-            return rebuild_published(self.config, known)
+            return small_sora(self.config, folder)
         repository = repository_of(section, self._opened)
-        return shrunk_published(self.config, PublishedModel.of_repository(repository, self._call))
+        return small_published(self.config, PublishedModel.of_repository(repository, self._call), folder)
