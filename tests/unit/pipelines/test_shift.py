@@ -15,6 +15,7 @@ from mmspeed.errors import UserError
 from mmspeed.pipelines import TextToVideo, TrainPipeline
 from mmspeed.pipelines.check.video import shrunk_video
 from mmspeed.pipelines.diffusion.flow import euler_times, shift_time, time_from_quantile
+from mmspeed.pipelines.domains.base import values_of
 from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.protocols import RunPlace
 from mmspeed.shapes import Bucket
@@ -63,7 +64,7 @@ def test_training_is_at_the_times_of_each_buckets_shift(mixed: Path, shift: str)
     for step in task.data(place).steps(0, 6):
         for batch in step.batches:
             with torch.no_grad():
-                task.loss({"model": model}, batch)
+                values_of(task, {"model": model}, batch)
             bucket = batch.shape
             assert isinstance(bucket, Bucket)
             expected = shift_time(time_from_quantile(batch["quantiles"], plain), SHIFTS[shift][bucket]).float()
@@ -106,7 +107,7 @@ def test_a_check_of_layouts_takes_small_samples_of_other_sizes(mixed: Path) -> N
     model = task.build()["model"].to_empty(device="cpu")
     for batch in small.step("mixed", place).batches:
         with torch.no_grad():
-            assert task.updates()[0].loss({"model": model}, batch)["loss"].loss_I.shape == (batch.size,)
+            assert values_of(task, {"model": model}, batch).loss.loss_I.shape == (batch.size,)
     assert small.problems(place)[0] == []
 
 
