@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
+from mmspeed import rng
 from mmspeed.config import RunConfig, make_config
+from mmspeed.device import Device
 from mmspeed.log import read_metrics
+from mmspeed.mesh import process_group
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.domains.language.domain import LanguageDomain
-from mmspeed.pipelines.domains.video.domain import VideoDomain
+from mmspeed.pipelines.run.assembly import Assembly, assemble, place
 from mmspeed.pipelines.tasks import Task, make_task
 from mmspeed.preprocess import CacheBuilder
 from mmspeed.preprocess.texts.preparation import TextPreparation
-from mmspeed.protocols import Domain, Method
+from mmspeed.protocols import Method, StepData
 from tests.support.character_runs import character_config
 from tests.support.experts import experts_config
 from tests.support.runs import small_config
@@ -44,13 +49,13 @@ def language_config(folder: Path, shape: str, *overrides: str) -> RunConfig:
 
 def config_of(kind: str, folder: Path, *overrides: str) -> RunConfig:
     """The config of a kind of `KINDS`: six steps of four samples, two at a time."""
-    return KINDS[kind](folder, *SIX, *overrides)
+    return KINDS[kind](folder, *SIX, f"output={folder / kind}", *overrides)
 
 
 KINDS: Mapping[str, Any] = {
     "listed": lambda folder, *overrides: character_config(folder / "listed", *overrides),
     "qwen3": lambda folder, *overrides: language_config(folder / "texts", "tiny-qwen3-8b", *overrides),
-    "deepseek": lambda folder, *overrides: language_config(folder / "texts", "tiny-deepseek-v3", *overrides),
+    "deepseek": lambda folder, *overrides: language_config(folder / "texts", "tiny-deepseek-v3", "model.balance=sequence", *overrides),
     "soradit": lambda folder, *overrides: small_config(folder / "clips", *overrides),
     "wan": lambda folder, *overrides: experts_config(folder / "wan", *overrides, expert="high"),
     "experts": lambda folder, *overrides: experts_config(folder / "wan", *overrides),
@@ -81,3 +86,26 @@ def train(config: RunConfig, method: Method) -> list[dict[str, Any]]:
     """Train on however many ranks call this; the rows of the steps."""
     TrainPipeline(config, task=task_of(config, method)).run()
     return [row for row in read_metrics(config.run_dir / "metrics.jsonl") if row["kind"] == "train"]
+
+
+@contextmanager
+def assembled(config: RunConfig, method: Method) -> Iterator[tuple[Task, Assembly, StepData]]:
+    """The task, the models and the first step of a run on one process, as a trainer makes them."""
+    task, device = task_of(config, method), Device("cpu", 0)
+    with process_group(device):
+        placement = place(config, device)
+        where = placement.at(device, config.run_dir)
+        task.domain.open(where)
+        data = task.data(where)
+        parts = assemble(config, task, task.build(), placement, device)
+        with closing(data.steps(0, 1)) as steps:
+            yield task, parts, next(steps)
+        data.close()
+
+
+def moved(model: nn.Module, spread: float = 0.02) -> nn.Module:
+    """The model with other weights near its own."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.add_(spread * rng.normal(tuple(parameter.shape), 1, "moved", name))
+    return model
