@@ -1,6 +1,6 @@
 """The interfaces between the floors: structural types and plain data, without computation."""
 
-from .batch import Batch, Item, MicroBatches, NumberRule, Term, Terms, UseName
+from .batch import Batch, Item, MicroBatches, NumberRule, Term, Terms, UseName, require_entry
 from .calls import Conditions, ModelCall
 from .codecs import Posterior, TextEncoder, TextEntry, VideoCodec
 from .data import (

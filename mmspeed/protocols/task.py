@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -25,7 +25,14 @@ if TYPE_CHECKING:
     from mmspeed.device import Device
 
 Models = Mapping[str, nn.Module]  # by role: "model", and such as "reference", "reward", "critic"
-Given = tuple[Tensor, Tensor]  # a noisy input and its time, (x_t, t), that are given instead of drawn
+
+
+class Given(NamedTuple):
+    """A noisy input and its times (I,) that are given instead of drawn. `target`: of a prediction from it, for a loss; None: there is none."""
+
+    x: Tensor
+    time: Tensor
+    target: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -175,11 +182,12 @@ class Update:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a forward pass: the arguments of the model, and the tensors by name that `Domain.values` needs beside its output."""
+    """The inputs of a forward pass of a part: the arguments of the model, and the tensors by name that `Domain.values` needs too."""
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     positional: tuple[Any, ...] = ()  # of models whose arguments have names of their own
+    part: LearningPart = field(default_factory=LearningPart)
 
     def call(self, model: nn.Module) -> Any:
         """The model's output."""
@@ -211,9 +219,9 @@ class Values(ABC):
         raise NotImplementedError
 
     def made(self, noise_I: Callable[[Sequence[int]], Tensor], quantile_I: Tensor) -> Given | None:
-        """What the model has made of its inputs, at another time: `noise_I(size)` draws (I, *size), `quantile_I` places the time in [0, 1).
+        """What the model has made of its inputs, differentiable, with other noise at another time of the part, and the target there.
 
-        None in a domain without times.
+        `noise_I(size)` draws (I, *size), `quantile_I` places the time in [0, 1). None in a domain without times.
         """
         return None
 
@@ -280,7 +288,7 @@ class Domain(Protocol):
         self, model: nn.Module, batch: Batch, part: LearningPart, entry: str | None = None, given: Given | None = None
     ) -> Inputs:
         """The inputs of a part for a batch. `model`: that which will be called. `entry`: the role of the samples' entries to take, such as
-        "chosen"; None: the samples themselves. `given`: (x_t, t) instead of those that are drawn; the values have no loss then.
+        "chosen"; None: the samples themselves. `given`: instead of what is drawn; without a target the values have no loss.
         """
         ...
 

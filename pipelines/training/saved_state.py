@@ -80,7 +80,8 @@ class SavedStates:
         files = base_files(parts.models)
         self.folder.check_base(files)
         name, copy, start = newest.name, newest.copy, config.train.start_from
-        if start is not None and (newest.fresh or frozen_names(parts.model)):  # checkpoints hold no frozen weights
+        frozen = bool(frozen_names(parts.model) or run.task.copies())  # weights that checkpoints do not hold
+        if start is not None and (newest.fresh or frozen):
             for difference in run.task.domain.compare_start(start) if where.rank == 0 and newest.fresh else ():
                 log.warning(difference)
             require_agreement({"train.start_from": identity_of_start(start)}, "give all of them the same checkpoint")
@@ -108,15 +109,17 @@ class SavedStates:
 
     @staticmethod
     def _load_start(start: str, run: Run) -> None:
-        """Take the weights of `train.start_from`: of the first role, and of the others that it holds."""
+        """Take the weights of `train.start_from`: of the first role, of the others that it holds, and of the roles that the rest are copies of."""
         parts, folder = run.parts, starting_checkpoint(start)
-        for number, (role, optimizer) in enumerate(parts.optimizers.items()):
-            if number and not learned(folder, role):
+        first, copies = parts.roles[0], run.task.copies()
+        for role in dict.fromkeys([*parts.roles, *copies]):
+            held = [name for name in (role, copies.get(role, role)) if name == first or learned(folder, name)]
+            if not held:
                 if run.place.rank == 0:
                     log.warning(f"train.start_from: {folder} holds no weights of the role {role}, which keeps its own")
                 continue
             model = parts.models[role]
-            load_start(start, model, optimizer, role if number else None)
+            load_start(start, model, parts.optimizers.get(role), None if held[0] == first else held[0])
             if role in parts.averages:
                 parts.averages[role].restart(model)
 

@@ -74,6 +74,7 @@ class LanguageDomain(DomainDefaults):
     """The task of training decoders on packed documents. `maker` (`mmspeed.preprocess.TextCacheBuilder`) completes the text cache."""
 
     name = "language"
+    gives = ("errors",)
     config_class = LanguageConfig
 
     def __init__(self, config: LanguageConfig, maker: TextBuilder | None = None) -> None:

@@ -270,18 +270,17 @@ class VideoDomain(DomainDefaults):
         A batch with a tensor `loss_mask` (B, T) counts its latent frames by it; frames in `conditioning_mask` (B, T) carry no noise
         and do not count.
         """
-        batch, objective = batch if entry is None else batch.entry(entry), self._of_part.get(part.name, self.objective)
+        batch = batch if entry is None else batch.entry(entry)
         latents_BCThw, how = batch["latents"], self.predictor.conditioning.how
-        device = latents_BCThw.device
-        objective = self._sized(objective, batch)
-        tensors: dict[str, Tensor] = {}
+        device, objective = latents_BCThw.device, self._objective(part, batch)
         if given is None:
             t_B = objective.time_from_quantile(batch["quantiles"]).float()  # computed on the CPU
             x_BCThw, target_BCThw = objective.training_pair(latents_BCThw, batch["noise"], t_B)
-            weight_B = without_waiting(objective.weight(t_B), device)
-            tensors = {"target": target_BCThw, "weight": weight_B}
-        else:
-            x_BCThw, t_B = given
+            given = Given(x_BCThw, t_B, target_BCThw)
+        x_BCThw, t_B, target_BCThw = given
+        tensors = {"x": x_BCThw, "time": t_B}
+        if target_BCThw is not None:
+            tensors |= {"target": target_BCThw, "weight": without_waiting(objective.weight(t_B), device)}
         conditions = conditions_of(batch, None if self._inputs is None else self._inputs.strides)
         if conditions.conditioning_mask is not None and how == "replace":
             x_BCThw = held(x_BCThw, latents_BCThw, conditions.conditioning_mask)
@@ -289,19 +288,18 @@ class VideoDomain(DomainDefaults):
         if mask_BT is not None:
             tensors["mask"] = mask_BT
         asked = self.predictor.arguments(model, x_BCThw, without_waiting(t_B, device), conditions)
-        return replace(asked, tensors=tensors | {"x": x_BCThw, "time": t_B})
+        return replace(asked, tensors=tensors | {"x": x_BCThw}, part=part)
 
     def values(self, output: Any, inputs: Inputs, batch: Batch) -> VideoValues:
         """The values of each clip."""
         prediction_BCThw = self.predictor.prediction(output, inputs.tensors["x"])
-        return VideoValues(
-            prediction_BCThw, inputs.tensors, batch, self.term, lambda: self._sized(self.objective, batch)
-        )
+        objective = partial(self._objective, inputs.part, batch)
+        return VideoValues(prediction_BCThw, inputs.tensors, batch, self.term, objective)
 
-    def _sized(self, objective: Objective, batch: Batch) -> Objective:
-        """The objective for the size of a batch's latents."""
+    def _objective(self, part: LearningPart, batch: Batch) -> Objective:
+        """The objective of a part for the size of a batch's latents."""
         frames, height, width = batch["latents"].shape[2:]
-        return objective.sized(as_bucket(batch.shape), self.predictor.tokens((frames, height, width)))
+        return self._of_part.get(part.name, self.objective).sized(as_bucket(batch.shape), self.predictor.tokens((frames, height, width)))
 
     def term(self, loss_B: Tensor, batch: Batch, trains: bool = True) -> Term:
         """The term of the losses of a batch's samples (B,), in which a sample counts as `objective.weighting` says."""
