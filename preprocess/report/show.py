@@ -40,8 +40,8 @@ def draw_entry(cache: DatasetCache, key: str, path: Path) -> str:
 
     Raises UserError if the key is unknown, the codec is unavailable, or `path` cannot be written.
     """
-    sample = next((s for s in cache.samples if key == s.key or key in s.latent_keys), None)
-    keys = sample.latent_keys if sample is not None and sample.key == key else (key,)
+    sample = next((s for s in cache.samples if key == s.key or key in s.keys("latents")), None)
+    keys = sample.keys("latents") if sample is not None and sample.key == key else (key,)
     config = stored_config(cache)
     codec = _codec(cache, config)
     recipe = Recipe.at(info_versions(cache.info, cache.root), config, Path(cache.root))
