@@ -48,6 +48,11 @@ class Entry:
     source: str | None  # None after a repair: entries do not depend on file names
     meta: str  # JSON of the parts of the key
 
+    @classmethod
+    def of_row(cls, row: dict[str, Any]) -> Entry:
+        """The entry that a row of the index's table describes."""
+        return cls(**{**row, "frames": tuple(row["frames"])})
+
     @property
     def repeated(self) -> int:
         """Frames that repeat the one before: gaps of a variable frame rate, or a rate below the entry's."""

@@ -22,7 +22,7 @@ from mmspeed.data.cache.document_blocks import DOCUMENTS_NAME
 from mmspeed.data.cache.files import TEMP_SUFFIX, held
 from mmspeed.data.cache.index import ENTRIES_NAME, ENTRIES_SCHEMA, SAMPLES_NAME, SAMPLES_SCHEMA, fits
 from mmspeed.data.cache.made_from import SOURCES_TABLE, sources_schema
-from mmspeed.data.cache.payloads import BROKEN, DamagedError, padded, pread, read_sound, sealed_table, trusted_rows
+from mmspeed.data.cache.payloads import pread
 from mmspeed.data.cache.scenes import SCENES
 from mmspeed.data.cache.seals import is_sealed, sealed_file
 from mmspeed.data.cache.shards import shard_sha256
@@ -44,6 +44,8 @@ from mmspeed.data.cache.text_cache import read_document_table
 from mmspeed.data.cache.tokenizer_file import FOLDER, NAMES, tokenizer_problems
 from mmspeed.errors import UserError
 from mmspeed.log import progress
+
+from .stored_entries import BROKEN, DamagedError, padded, read_sound, sealed_table, trusted_rows
 
 _BLOCK = tarfile.BLOCKSIZE
 _END = bytes(2 * _BLOCK)
