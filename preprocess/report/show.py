@@ -24,10 +24,13 @@ from mmspeed.data.cache.versions import info_versions
 from mmspeed.device import pick
 from mmspeed.errors import UserError
 from mmspeed.models.codecs.vae import load_codec
+from mmspeed.preprocess.decoding.clips import BLANK
 from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Frames, Selected
 from mmspeed.preprocess.decoding.recipe import Recipe
+from mmspeed.preprocess.decoding.transform import grey_frames
 from mmspeed.preprocess.sources.discover import list_sources
 from mmspeed.protocols import VideoCodec
+from mmspeed.shapes import Bucket
 
 COLUMNS = 8  # frames shown, at most
 MOST_LATENTS = 4  # of a sample with several windows or crops
@@ -102,6 +105,8 @@ def decode_latent(cache: DatasetCache, codec: VideoCodec, entry: Entry) -> np.nd
 
 def source_frames(config: Config, name: str | None, entry: Entry, recipe: Recipe | None = None) -> np.ndarray | str:
     """The pixels that an entry encodes, (F, H, W, 3) uint8, decoded by the cache's `recipe`; or the reason that there are none."""
+    if entry.content_id == BLANK:
+        return grey_frames(Bucket.parse(entry.bucket or "")).astype(np.uint8)
     if name is None:
         return "the index does not record the source"
     try:
@@ -126,7 +131,9 @@ def source_frames(config: Config, name: str | None, entry: Entry, recipe: Recipe
                 return event.frames_FHWC
             if isinstance(event, Failed):
                 reason = f"{event.rejected.reason.value}: {event.rejected.detail}"
-            elif isinstance(event, Selected) and all(clip.content_id != entry.content_id for clip in event.clips):
+            elif isinstance(event, Selected) and entry.content_id not in {
+                each.content_id for clip in event.clips for each in clip.all
+            }:
                 reason = "the file has changed"
     return reason
 
