@@ -283,8 +283,8 @@ def _sample_entries(root: Path) -> tuple[dict[str, set[str]], str | None]:
         ) from None
     samples, null_key = read_samples(root)
     used: dict[str, set[str]] = {
-        "latents": {key for sample in samples for key in sample.latent_keys},
-        "texts": {key for sample in samples for key in sample.text_keys},
+        "latents": {key for sample in samples for key in sample.keys("latents")},
+        "texts": {key for sample in samples for key in sample.keys("texts")},
         "null": {null_key} if null_key else set(),
     }
     return used, null_key

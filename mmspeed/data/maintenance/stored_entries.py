@@ -19,7 +19,7 @@ import safetensors.torch
 from mmspeed.data.cache.keys import canonical_json, digest, is_key
 from mmspeed.data.cache.payloads import not_finite, pread
 from mmspeed.data.cache.seals import is_sealed
-from mmspeed.data.cache.tables import Entry, entry_schema, index_path, read_table
+from mmspeed.data.cache.tables import Entry, entry_schema, index_path, read_table, with_roles
 from mmspeed.errors import UserError
 
 _BLOCK = tarfile.BLOCKSIZE
@@ -135,10 +135,11 @@ def _own_word(file: BinaryIO, shard: str, at: int, size: int) -> tuple[Entry, St
 
 
 def sealed_table(path: Path, schema: pa.Schema) -> pa.Table:
-    """A table whose seal matches and whose columns are those of `schema`. Raises one of BROKEN otherwise."""
+    """A table whose seal matches and whose columns are those of `schema`, and of further roles. Raises one of BROKEN otherwise."""
     if not is_sealed(path.read_bytes()):
         raise ValueError("is not as it was written")
     table = read_table(path)
+    schema = with_roles(schema, table.schema.names)
     if table.schema.names != schema.names or table.schema.types != schema.types:
         raise ValueError("is another table")
     return table

@@ -255,9 +255,8 @@ def _check_documents(root: Path, info: Mapping[str, Any], findings: Findings) ->
 def _check_samples(root: Path, findings: Findings) -> None:
     rows, null_key = read_samples(root)
     stored = stored_keys(root)
-    latents, texts = stored["latents"], stored["texts"]
-    present_samples = [s for s in rows if not s.lost]
-    lacking = [s for s in present_samples if not (latents.issuperset(s.latent_keys) and texts.issuperset(s.text_keys))]
+    sections = ("latents", "texts")
+    lacking = [s for s in rows if not s.lost and not all(stored[name].issuperset(s.keys(name)) for name in sections)]
     findings.lacking = len(lacking)
     if lacking:
         what = f"incomplete: {len(lacking)} of {len(rows)} samples have no stored encoding, such as {lacking[0].source}"
