@@ -16,6 +16,7 @@ from .data import (
     StepData,
 )
 from .model import (
+    BeginsAtZero,
     CountsDenseFlops,
     CountsFlops,
     CountsSteps,
@@ -87,6 +88,7 @@ __all__ = [
     "AttentionLayout",
     "Batch",
     "BatchShape",
+    "BeginsAtZero",
     "Block",
     "BlockParts",
     "CheckNotes",

@@ -33,7 +33,7 @@ from mmspeed.models.codecs.vae import codec_geometry
 from mmspeed.models.sections import sora_section
 from mmspeed.models.sora.sizes import resolve_config
 from mmspeed.pipelines.domains.video.domain import VideoTask
-from mmspeed.pipelines.domains.video.synthetic import EncoderShapes, further_captions
+from mmspeed.pipelines.domains.video.synthetic import EncoderShapes, further_inputs
 from mmspeed.protocols import Batch, CheckNotes, Item, RunPlace, StepData
 from mmspeed.shapes import Bucket, Strides
 
@@ -80,6 +80,7 @@ def shrunk_model(model: SoraDiTConfig, tensor: int) -> ModelConfig:
         mlp_ratio=(hidden + 0.5) / width,  # half a unit more, so that it is not rounded down below
         patch=model.patch,
         adaln_rank=min(model.adaln_rank, RANK),
+        control=model.control,
     )
 
 
@@ -212,12 +213,7 @@ class ShrunkRun:
         def normal(kind: str, *size: int) -> Tensor:
             return torch.stack([rng.normal(size, seed, kind, name[0]) for name in names])
 
-        frames: dict[str, Any] = {}
-        if (rule := predictor.conditioning).how != "replace":  # the model always takes the first frame's latents
-            frames["conditioning_mask_BT"] = (torch.arange(shape[1]) == 0).expand(len(names), -1)
-            frames["condition_BCThw"] = normal("condition", *shape)
-        if (size := rule.image_size) is not None:
-            frames["image_BKLD"] = normal("image", *size)
+        rule, first_BT = predictor.conditioning, (torch.arange(shape[1]) == 0).expand(len(names), -1)
         return video_batch(
             latents_BCThw=normal("latent", *shape),
             text_BLD=normal("text", *text),
@@ -230,8 +226,9 @@ class ShrunkRun:
             noise_BCThw=draw_noise(names, shape, seed),
             u_B=draw_quantiles(names, seed),
             fps_B=torch.tensor([_fps(seed, name[0]) for name in names]) if predictor.timed else None,
-            others=further_captions(predictor.texts, mask_BL, normal),
-            **frames,
+            # such a model always takes the first frame's latents
+            conditioning_mask_BT=None if rule.how == "replace" else first_BT,
+            others=further_inputs(rule, predictor.texts, mask_BL, shape, normal),
         )
 
     # -- what must hold -------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ Legend: B batch, C channels, T h w latent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from mmspeed.config.conditioning import ConditioningConfig
 from mmspeed.errors import UserError
 from mmspeed.pipelines.diffusion.samplers import Predict
 from mmspeed.protocols import Batch
+from mmspeed.protocols.calls import BLANK, Conditioning
 
 
 def held(x_BCThw: Tensor, clean_BCThw: Tensor, mask_BT: Tensor) -> Tensor:
@@ -54,10 +55,28 @@ def check_modes(conditioning: ConditioningConfig, modes: Sequence[str], model: s
     raise UserError(f"conditioning.{lacking}: {model} cannot be trained so: its modes are {known}")
 
 
-def check_prompts(prompts: Sequence[str], modes: Sequence[str]) -> None:
-    """Raises UserError for prompts of validation, which come without frames, and a model that is always given some (`modes`)."""
-    if prompts and "none" not in modes:
+def check_prompts(prompts: Sequence[str], rule: Conditioning) -> None:
+    """Raises UserError for prompts of validation, which come alone, and a model that is always given frames or a control."""
+    if prompts and rule.always:
+        what, option = ("a control", "--control") if rule.roles else ("frames", "--image")
         raise UserError(
-            "validate.prompts: the model makes videos of given frames alone, and a prompt has none: leave prompts out, so that samples are "
-            "made from held-out clips (validate.clips), and use mmspeed sample with --image"
+            f"validate.prompts: the model is always given {what}, and a prompt has none: leave prompts out, so that samples are made from "
+            f"held-out clips (validate.clips), and use mmspeed sample with {option}"
+        )
+
+
+def check_roles(named: Collection[str], rule: Conditioning, model: str) -> None:
+    """Raises UserError where the roles that the data name are not those that a model (as messages call it) takes."""
+    taken = [role for role in rule.roles if role != BLANK]
+    for role in taken:
+        if role not in named:
+            raise UserError(
+                f"{model} is always given a {role}: name the manifest's column of its files, data.sources: "
+                f"[{{path: clips.csv, roles: {{{role}: {role}_path}}}}]"
+            )
+    other = next((role for role in named if role not in taken), None)
+    if other is not None:
+        raise UserError(
+            f"data.sources[].roles: {model} takes no {other}: leave the role out, or train a model that takes it, such as one of ours with "
+            "model.control: true"
         )

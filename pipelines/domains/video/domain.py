@@ -228,7 +228,7 @@ class VideoTask:
         sizes = self.inputs.channels, self.inputs.text_width
         predictor = make_predictor(model, self.config.objective, *sizes, self._call)
         check_modes(self.config.conditioning, predictor.conditioning.modes, type(model).__name__)
-        check_prompts(self.config.validate_.prompts, predictor.conditioning.modes)
+        check_prompts(self.config.validate_.prompts, predictor.conditioning)
         if isinstance(predictor, FamilyPredictor) and not predictor.seeded:
             prepare_training(model)
             if self._unused is None:
