@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -25,6 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from mmspeed.config.roles import ROLES
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 
@@ -41,6 +42,7 @@ from .tables import (
     read_columns,
     read_table,
     shard_of_index,
+    stored_roles,
 )
 
 VERSION = 2  # of the compiled files; those of other versions are compiled again
@@ -117,11 +119,20 @@ def list_index(root: Path) -> IndexFiles:
 
 
 def fits(schema: pa.Schema, expected: pa.Schema) -> bool | None:
-    """True if a compiled file has the schema that this version reads; None if another version wrote it. Raises ValueError."""
+    """True if a compiled file has the schema that this version reads; None if another version wrote it. Raises ValueError.
+
+    A table of samples may have columns of further roles behind the others.
+    """
     facts = json.loads((schema.metadata or {}).get(FACTS, b"{}"))
     if isinstance(facts, dict) and facts.get("version", VERSION) != VERSION:
         return None
-    return bool(schema.equals(expected, check_metadata=False))
+    return bool(schema.equals(_with_roles(expected, schema.names), check_metadata=False))
+
+
+def _with_roles(schema: pa.Schema, names: Iterable[str]) -> pa.Schema:
+    """The schema with columns of the further roles in `names`."""
+    roles = (f"{role}_keys" for role in ROLES if f"{role}_keys" in names)
+    return pa.schema([*schema, *(pa.field(name, pa.large_list(_KEY)) for name in roles)])
 
 
 def digest_of_files(rows: list[list[Any]]) -> str:
@@ -306,8 +317,9 @@ def _write_samples(root: Path, target: Path, listing: IndexFiles, entries: _Entr
     """Write `samples.arrow` from the table of samples; return the number of samples."""
     path = root / SAMPLES_FILE
     columns: dict[str, pa.Array] = {}
+    schema = _with_roles(SAMPLES_SCHEMA, [f"{role}_keys" for role in stored_roles(path)])
     try:
-        for name, column in zip(SAMPLES_SCHEMA.names, read_columns(path, SAMPLES_SCHEMA.names), strict=True):
+        for name, column in zip(schema.names, read_columns(path, schema.names), strict=True):
             columns[name] = _sample_column(name, _flat(column), path)
             del column
         null_key = (pq.read_schema(path).metadata or {}).get(NULL_KEY)
@@ -324,7 +336,7 @@ def _write_samples(root: Path, target: Path, listing: IndexFiles, entries: _Entr
         lacking=len(lacking),
         lacking_source=columns["source"][int(lacking[0])].as_py() if len(lacking) else "",
     )
-    write_batch(target / SAMPLES_NAME, [columns[name] for name in SAMPLES_SCHEMA.names], SAMPLES_SCHEMA, asdict(facts))
+    write_batch(target / SAMPLES_NAME, [columns[name] for name in schema.names], schema, asdict(facts))
     return len(columns["key"])
 
 
@@ -332,7 +344,7 @@ def _sample_column(name: str, column: pa.Array, path: Path) -> pa.Array:
     """A column of the table of samples in its compiled form. Raises ValueError if it is malformed."""
     if column.null_count:
         raise ValueError(f"{name} has empty values")
-    if name in ("latent_keys", "text_keys"):
+    if name.endswith("_keys"):
         return _key_lists(column, path)
     if name == "key" and len(column) > 1 and not pc.all(pc.less(column[:-1], column[1:])).as_py():
         raise ValueError("it is not sorted by key")
@@ -357,7 +369,8 @@ def _lacking(entries: _Entries, lists: dict[str, pa.Array]) -> Array:
     """The rows of the samples, lost ones excepted, that refer to a missing entry."""
     lost = lists["lost"].to_numpy()
     rows: list[Array] = [np.empty(0, np.int64)]
-    for name, section in (("latent_keys", "latents"), ("text_keys", "texts")):
+    for name in (name for name in lists if name.endswith("_keys")):
+        section = "texts" if name == "text_keys" else "latents"
         keys = np.frombuffer(lists[name].values.buffers()[1], np.uint8).reshape(-1, KEY_BYTES)
         keys = keys[: len(lists[name].values)]
         absent = np.flatnonzero(~entries.has(section, keys))

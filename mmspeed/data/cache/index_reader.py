@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from mmspeed.config.roles import ROLES
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 from mmspeed.protocols import ShapeClass
@@ -207,10 +208,14 @@ class SampleTable(Sequence[Sample]):
             raise damaged_index(self._path)
         columns: list[list[Any]] = [self._texts(name, rows) for name in ("key", "source", "content_id")]
         columns += [self._keys(name, rows) for name in ("latent_keys", "text_keys")]
+        of_roles = {
+            role: self._keys(f"{role}_keys", rows) for role in ROLES if f"{role}_keys" in self._batch.schema.names
+        }
         columns += [self._number[name][rows].tolist() for name in ("split", "bucket", "dataset", "tokens", "lost")]
         samples = []
         splits, buckets, datasets = len(SPLITS), len(self._buckets), len(self._datasets)
-        for key, source, content_id, latents, texts, split, bucket, dataset, tokens, lost in zip(*columns, strict=True):
+        for row in zip(*columns, strict=True):
+            key, source, content_id, latents, texts, split, bucket, dataset, tokens, lost = row
             if not (0 <= split < splits and 0 <= bucket < buckets and 0 <= dataset < datasets):
                 raise damaged_index(self._path)
             fields = (
@@ -222,7 +227,8 @@ class SampleTable(Sequence[Sample]):
                 bool(lost),
                 self._datasets[dataset],
             )
-            samples.append(Sample(key, latents, texts, *fields))
+            roles = {role: keys[len(samples)] for role, keys in of_roles.items() if keys[len(samples)]}
+            samples.append(Sample(key, latents, texts, *fields, roles))
         return samples
 
     def _texts(self, name: str, rows: Array) -> list[str]:
@@ -345,7 +351,7 @@ def _map(path: Path, schema: pa.Schema) -> tuple[mmap.mmap, pa.RecordBatch, Inde
         batch, metadata = reader.get_batch(0), reader.schema.metadata or {}
     batch.validate()
     facts = IndexFacts(**json.loads(metadata[FACTS]))
-    for name in schema.names:
+    for name in batch.schema.names:
         column = batch.column(name)
         if column.null_count or column.offset or len(column) != batch.num_rows:
             raise ValueError(f"a column {name} of another form")

@@ -88,9 +88,12 @@ def is_key(text: str) -> bool:
     return _KEY.fullmatch(text) is not None
 
 
-def sample_key(latent_keys: Sequence[str], text_keys: Sequence[str]) -> str:
-    """The key of a sample, from its latents and its captions in order; file name and split do not count."""
-    return entry_key({"latents": list(latent_keys), "texts": list(text_keys)})
+def sample_key(
+    latent_keys: Sequence[str], text_keys: Sequence[str], roles: Mapping[str, Sequence[str]] | None = None
+) -> str:
+    """The key of a sample, from its latents, its captions and those of further roles in order; file name and split do not count."""
+    others = {"roles": {role: list(keys) for role, keys in roles.items()}} if roles else {}
+    return entry_key({"latents": list(latent_keys), "texts": list(text_keys), **others})
 
 
 def number_duplicates(keys: Iterable[str]) -> list[str]:

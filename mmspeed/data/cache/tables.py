@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mmspeed.config.roles import ROLES
 from mmspeed.errors import UserError
 from mmspeed.rng import VERSION
 from mmspeed.shapes import Bucket
@@ -59,7 +60,8 @@ class Sample:
 
     Of several latents (windows or crops of one clip, all of one bucket) each use draws one. A sample whose source failed after
     the order of training was fixed is `lost`: it keeps its position in the order, with weight 0. `dataset` is the name of its
-    source's data set, one of the config's `data.dataset_names`.
+    source's data set, one of the config's `data.dataset_names`. `roles` has the keys of further roles (`mmspeed.config.roles`), each
+    as many as there are latents, in the same order.
     """
 
     key: str
@@ -72,6 +74,16 @@ class Sample:
     content_id: str = ""
     lost: bool = False
     dataset: str = ""
+    roles: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict, hash=False)
+
+    @property
+    def entries(self) -> dict[str, tuple[str, ...]]:
+        """The keys of its entries by role."""
+        return {"video": self.latent_keys, "caption": self.text_keys, **self.roles}
+
+    def keys(self, section: str) -> tuple[str, ...]:
+        """The keys of its entries in a section, of all roles."""
+        return tuple(key for role, keys in self.entries.items() if ROLES[role].section == section for key in keys)
 
 
 class RejectionRow(NamedTuple):
@@ -103,8 +115,8 @@ def entry_schema() -> pa.Schema:
     )
 
 
-def sample_schema() -> pa.Schema:
-    """The columns of `index/samples.parquet`."""
+def sample_schema(roles: Iterable[str] = ()) -> pa.Schema:
+    """The columns of `index/samples.parquet` whose samples have these further roles."""
     return pa.schema(
         {
             "key": pa.string(),
@@ -118,6 +130,7 @@ def sample_schema() -> pa.Schema:
             "lost": pa.bool_(),
             "dataset": pa.string(),
             "captions": pa.int32(),
+            **{f"{role}_keys": pa.list_(pa.string()) for role in roles},
         }
     )
 
@@ -157,6 +170,17 @@ def read_table(path: Path, schema: pa.Schema | None = None) -> pa.Table:
         return table
     except (pa.ArrowException, OSError, ValueError) as error:
         raise _damaged(path, error) from error
+
+
+def stored_roles(path: Path) -> tuple[str, ...]:
+    """The further roles that a table of samples has columns of. Raises like `read_table`."""
+    try:
+        if not sealed_file(path):
+            raise ValueError("not as it was written")
+        names = pq.read_schema(path, memory_map=True).names
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise _damaged(path, error) from error
+    return tuple(role for role in ROLES if f"{role}_keys" in names)
 
 
 def read_columns(path: Path, names: Iterable[str]) -> Iterator[pa.ChunkedArray]:
@@ -212,9 +236,19 @@ def write_samples(root: Path | str, samples: Iterable[Sample], null_key: str | N
             raise ValueError(f"two samples have the key {sample.key}; number_duplicates makes keys distinct")
         if sample.split not in SPLITS:
             raise ValueError(f"sample {sample.key}: split is {sample.split!r}, not one of {SPLITS}")
-    rows = [{**vars(sample), "bucket": sample.bucket.name, "captions": len(sample.text_keys)} for sample in ordered]
+    present = {role for sample in ordered for role in sample.roles}
+    roles = [role for role in ROLES if role in present]
+    rows = [
+        {
+            **vars(sample),
+            "bucket": sample.bucket.name,
+            "captions": len(sample.text_keys),
+            **{f"{role}_keys": sample.roles.get(role, ()) for role in roles},
+        }
+        for sample in ordered
+    ]
     facts = {NULL_KEY: null_key, GENERATOR: str(VERSION)}  # of the draws of splits and buckets
-    schema = sample_schema().with_metadata({name: value for name, value in facts.items() if value})
+    schema = sample_schema(roles).with_metadata({name: value for name, value in facts.items() if value})
     write_whole(Path(root) / SAMPLES_FILE, parquet_bytes(rows, schema))
 
 
@@ -223,13 +257,15 @@ def read_samples(root: Path) -> tuple[list[Sample], str | None]:
     path = root / SAMPLES_FILE
     if not path.exists():
         raise UserError(f"cache {root} lists no samples yet; run mmspeed preprocess to its end")
-    table = read_table(path, sample_schema())
+    roles = stored_roles(path)
+    table = read_table(path, sample_schema(roles))
     null_key = (table.schema.metadata or {}).get(NULL_KEY)
     samples = []
     for row in table.drop_columns(["captions"]).to_pylist():
         row["bucket"] = Bucket.parse(row["bucket"])
         row["latent_keys"], row["text_keys"] = tuple(row["latent_keys"]), tuple(row["text_keys"])
-        samples.append(Sample(**row))
+        keys = {role: tuple(row.pop(f"{role}_keys")) for role in roles}
+        samples.append(Sample(**row, roles={role: some for role, some in keys.items() if some}))
     return samples, null_key.decode() if null_key else None
 
 
