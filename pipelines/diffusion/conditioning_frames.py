@@ -10,10 +10,11 @@ from collections.abc import Collection, Sequence
 from torch import Tensor
 
 from mmspeed.config.conditioning import ConditioningConfig
+from mmspeed.config.roles import ROLES
 from mmspeed.errors import UserError
 from mmspeed.pipelines.diffusion.samplers import Predict
 from mmspeed.protocols import Batch
-from mmspeed.protocols.calls import BLANK, Conditioning
+from mmspeed.protocols.calls import Conditioning
 
 
 def held(x_BCThw: Tensor, clean_BCThw: Tensor, mask_BT: Tensor) -> Tensor:
@@ -65,16 +66,16 @@ def check_prompts(prompts: Sequence[str], rule: Conditioning) -> None:
         )
 
 
-def check_roles(named: Collection[str], rule: Conditioning, model: str) -> None:
-    """Raises UserError where the roles that the data name are not those that a model (as messages call it) takes."""
-    taken = [role for role in rule.roles if role != BLANK]
-    for role in taken:
-        if role not in named:
-            raise UserError(
-                f"{model} is always given a {role}: name the manifest's column of its files, data.sources: "
-                f"[{{path: clips.csv, roles: {{{role}: {role}_path}}}}]"
-            )
-    other = next((role for role in named if role not in taken), None)
+def check_roles(roles: Collection[str], rule: Conditioning, model: str) -> None:
+    """Raises UserError for a role that a model (as messages call it) takes and the data lack, and for a given one that it does not take."""
+    lacking = next((role for role in rule.roles if role not in roles), None)
+    if lacking is not None:
+        raise UserError(
+            f"{model} is always given a {lacking}: name the manifest's column of its files, such as data.sources: "
+            f"[{{path: clips.csv, roles: {{{lacking}: {lacking}_path}}}}]"
+        )
+    given = (role for role in roles if ROLES[role].named and not ROLES[role].drawn)
+    other = next((role for role in given if role not in rule.roles), None)
     if other is not None:
         raise UserError(
             f"data.sources[].roles: {model} takes no {other}: leave the role out, or train a model that takes it, such as one of ours with "

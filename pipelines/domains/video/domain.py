@@ -44,7 +44,13 @@ from mmspeed.models.families.complete import completed, objective_warnings
 from mmspeed.models.sections import call_of, opened_of, own_arguments, repository_of, size_warnings, with_weights
 from mmspeed.models.text.encoders import caption_limit, text_width
 from mmspeed.parallel import unwrap
-from mmspeed.pipelines.diffusion.conditioning_frames import check_modes, check_prompts, counted_frames, held
+from mmspeed.pipelines.diffusion.conditioning_frames import (
+    check_modes,
+    check_prompts,
+    check_roles,
+    counted_frames,
+    held,
+)
 from mmspeed.pipelines.diffusion.experts import EXPERTS, Expert, experts_of, objective_of_expert
 from mmspeed.pipelines.diffusion.objective import Objective, make_objective
 from mmspeed.pipelines.diffusion.predictor import (
@@ -229,6 +235,7 @@ class VideoTask:
         predictor = make_predictor(model, self.config.objective, *sizes, self._call)
         check_modes(self.config.conditioning, predictor.conditioning.modes, type(model).__name__)
         check_prompts(self.config.validate_.prompts, predictor.conditioning)
+        check_roles(self.config.data.roles, predictor.conditioning, type(model).__name__)
         if isinstance(predictor, FamilyPredictor) and not predictor.seeded:
             prepare_training(model)
             if self._unused is None:
