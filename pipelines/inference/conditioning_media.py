@@ -120,16 +120,10 @@ def conditioning_latents(
     rule: of the model. embeddings: (K, L, D) of the pictures of each request, for a model that takes them.
     Raises UserError for a file that cannot be read, and for given frames that leave nothing to make.
     """
-    roles = (
-        {latents_name(CONTROL): [control_latent(request, config, codec, size) for request in requests]}
-        if rule.roles
-        else {}
-    )
-    if BLANK in rule.roles:
-        roles[latents_name(BLANK)] = [encoded(codec, torch.zeros(1, 3, size.frames, size.height, size.width))] * len(
-            requests
-        )
-    named = {name: torch.stack(latents) for name, latents in roles.items()}
+    named: dict[str, Tensor] = {}
+    if rule.roles:
+        controls = [control_latents(codec, rule, control_of(request, config, codec, size)) for request in requests]
+        named = {name: torch.stack([latents[name] for latents in controls]) for name in controls[0]}
     modes = [mode_of(request, config) for request in requests]
     if set(modes) == {"none"}:
         return ConditioningLatents(named) if named else None
@@ -161,12 +155,17 @@ def conditioning_latents(
     return ConditioningLatents({**named, "condition": latents_PCThw}, blend=rule.blend)
 
 
-def control_latent(request: VideoRequest, config: Config, codec: VideoCodec, size: Bucket) -> Tensor:
-    """The latent (C, T, h, w) of a request's control, cut and scaled to a size. Raises UserError."""
-    frames_FHWC = whole_window(
-        Path(str(request.control)), size, config.data.fps, codec.strides.temporal, PixelRules.of(config.data)
-    )
-    return encoded(codec, in_model_range(frames_FHWC))
+def control_of(request: VideoRequest, config: Config, codec: VideoCodec, size: Bucket) -> np.ndarray:
+    """The frames (F, H, W, 3), uint8, of a request's control, cut and scaled to a size. Raises UserError."""
+    rules, stride = PixelRules.of(config.data), codec.strides.temporal
+    return whole_window(Path(str(request.control)), size, config.data.fps, stride, rules)
+
+
+def control_latents(codec: VideoCodec, rule: Conditioning, frames_FHWC: np.ndarray) -> dict[str, Tensor]:
+    """The latents (C, T, h, w) of a control (F, H, W, 3), uint8, and of a grey video beside it, where a model takes that, by their names."""
+    control_1CFHW = in_model_range(frames_FHWC)
+    videos = {CONTROL: control_1CFHW, BLANK: torch.zeros_like(control_1CFHW)}
+    return {latents_name(role): encoded(codec, videos[role]) for role in rule.roles}
 
 
 def clean_latents(codec: VideoCodec, mode: Mode, pixels_FHWC: np.ndarray, size: Bucket) -> Tensor:
