@@ -17,6 +17,7 @@ from .data import (
 )
 from .method import Ask, FrozenCopy, Method, Tensors
 from .model import (
+    BeginsAtZero,
     CountsDenseFlops,
     CountsFlops,
     CountsSteps,
@@ -89,6 +90,7 @@ __all__ = [
     "AttentionLayout",
     "Batch",
     "BatchShape",
+    "BeginsAtZero",
     "Block",
     "BlockParts",
     "CheckOutcome",
@@ -170,6 +172,7 @@ __all__ = [
     "keep_blocks",
     "parts_of",
     "plan_of",
+    "require_entry",
     "shape_words",
     "single_blocks",
     "source_of",

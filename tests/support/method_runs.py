@@ -55,7 +55,9 @@ def config_of(kind: str, folder: Path, *overrides: str) -> RunConfig:
 KINDS: Mapping[str, Any] = {
     "listed": lambda folder, *overrides: character_config(folder / "listed", *overrides),
     "qwen3": lambda folder, *overrides: language_config(folder / "texts", "tiny-qwen3-8b", *overrides),
-    "deepseek": lambda folder, *overrides: language_config(folder / "texts", "tiny-deepseek-v3", "model.balance=sequence", *overrides),
+    "deepseek": lambda folder, *overrides: language_config(
+        folder / "texts", "tiny-deepseek-v3", "model.balance=sequence", *overrides
+    ),
     "soradit": lambda folder, *overrides: small_config(folder / "clips", *overrides),
     "wan": lambda folder, *overrides: experts_config(folder / "wan", *overrides, expert="high"),
     "experts": lambda folder, *overrides: experts_config(folder / "wan", *overrides),

@@ -43,7 +43,13 @@ from mmspeed.models.families.complete import completed, objective_warnings
 from mmspeed.models.sections import call_of, opened_of, own_arguments, repository_of, size_warnings, with_weights
 from mmspeed.models.text.encoders import caption_limit, text_width
 from mmspeed.parallel import unwrap
-from mmspeed.pipelines.diffusion.conditioning_frames import check_modes, check_prompts, counted_frames, held
+from mmspeed.pipelines.diffusion.conditioning_frames import (
+    check_modes,
+    check_prompts,
+    check_roles,
+    counted_frames,
+    held,
+)
 from mmspeed.pipelines.diffusion.experts import EXPERTS, Expert, experts_of, objective_of_expert
 from mmspeed.pipelines.diffusion.objective import Objective, make_objective
 from mmspeed.pipelines.diffusion.predictor import (
@@ -231,7 +237,8 @@ class VideoDomain(DomainDefaults):
         sizes = self.sizes.channels, self.sizes.text_width
         predictor = make_predictor(model, self.config.objective, *sizes, self._call)
         check_modes(self.config.conditioning, predictor.conditioning.modes, type(model).__name__)
-        check_prompts(self.config.validate_.prompts, predictor.conditioning.modes)
+        check_prompts(self.config.validate_.prompts, predictor.conditioning)
+        check_roles(self.config.data.roles, predictor.conditioning, type(model).__name__)
         if isinstance(predictor, FamilyPredictor) and not predictor.seeded:
             prepare_training(model)
             if self._unused is None:
@@ -277,10 +284,10 @@ class VideoDomain(DomainDefaults):
             t_B = objective.time_from_quantile(batch["quantiles"]).float()  # computed on the CPU
             x_BCThw, target_BCThw = objective.training_pair(latents_BCThw, batch["noise"], t_B)
             given = Given(x_BCThw, t_B, target_BCThw)
-        x_BCThw, t_B, target_BCThw = given
+        x_BCThw, t_B, target = given
         tensors = {"x": x_BCThw, "time": t_B}
-        if target_BCThw is not None:
-            tensors |= {"target": target_BCThw, "weight": without_waiting(objective.weight(t_B), device)}
+        if target is not None:
+            tensors |= {"target": target, "weight": without_waiting(objective.weight(t_B), device)}
         conditions = conditions_of(batch, None if self._inputs is None else self._inputs.strides)
         if conditions.conditioning_mask is not None and how == "replace":
             x_BCThw = held(x_BCThw, latents_BCThw, conditions.conditioning_mask)
@@ -299,7 +306,9 @@ class VideoDomain(DomainDefaults):
     def _objective(self, part: LearningPart, batch: Batch) -> Objective:
         """The objective of a part for the size of a batch's latents."""
         frames, height, width = batch["latents"].shape[2:]
-        return self._of_part.get(part.name, self.objective).sized(as_bucket(batch.shape), self.predictor.tokens((frames, height, width)))
+        return self._of_part.get(part.name, self.objective).sized(
+            as_bucket(batch.shape), self.predictor.tokens((frames, height, width))
+        )
 
     def term(self, loss_B: Tensor, batch: Batch, trains: bool = True) -> Term:
         """The term of the losses of a batch's samples (B,), in which a sample counts as `objective.weighting` says."""

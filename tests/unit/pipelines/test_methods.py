@@ -16,12 +16,11 @@ from torch.nn.functional import cross_entropy, logsigmoid
 
 from mmspeed.compute.operators.cross_entropy import IGNORED
 from mmspeed.pipelines.diffusion.predictor import conditions_of, predict
-from mmspeed.protocols import Batch, Domain, LearningPart
+from mmspeed.protocols import Batch, LearningPart
 from tests.support.checkpoints import differing, whole_checkpoint
 from tests.support.covers import slow_but
 from tests.support.method_runs import KINDS, assembled, config_of, moved, prepare, train
 from tests.support.pairs import PairedPreferences
-from tests.support.preferences import Preferences
 
 WHOLE_WAY = slow_but(KINDS, ["listed", "deepseek", "experts"])
 
@@ -45,7 +44,9 @@ def errors_by_hand(domain: Any, part: LearningPart, model: nn.Module, batch: Bat
         return cross_entropy(logits_IVN, own["ids"][:, 1:], ignore_index=0, reduction="none").sum(1)
     if domain.name == "language":
         logits_BNV = model(own["ids"], own["bounds"], counted_BN=own["counted"]).logits_BNV
-        losses = cross_entropy(logits_BNV.flatten(0, 1), own["targets"].flatten(), ignore_index=IGNORED, reduction="none")
+        losses = cross_entropy(
+            logits_BNV.flatten(0, 1), own["targets"].flatten(), ignore_index=IGNORED, reduction="none"
+        )
         spans, real = own["bounds"].tolist(), own["counted"].flatten()
         return torch.stack([losses[a:b].sum() for a, b in zip(spans, spans[1:], strict=False) if real[a]])
     x0, noise = own["latents"], own["noise"]
@@ -57,7 +58,9 @@ def errors_by_hand(domain: Any, part: LearningPart, model: nn.Module, batch: Bat
 
 def balance_by_hand(domain: Any, model: nn.Module, batch: Batch) -> Tensor:
     """The mean over both entries of the experts' auxiliary loss of all packs."""
-    outputs = [model(own["ids"], own["bounds"], counted_BN=own["counted"]) for own in map(batch.entry, ("chosen", "rejected"))]
+    outputs = [
+        model(own["ids"], own["bounds"], counted_BN=own["counted"]) for own in map(batch.entry, ("chosen", "rejected"))
+    ]
     return domain.config.objective.balance * torch.stack([output.balance_B.sum() for output in outputs]).mean()
 
 
