@@ -184,7 +184,11 @@ def _small_config(config: Config, folder: Path, section: AnySection, samples: Sm
     changes: dict[str, Any] = {
         "output": str(folder / "runs"),
         "data": DataConfig(
-            sources=(SourceConfig(path=str(folder / "synthetic"), roles=config.data.sources[0].roles if config.data.sources else {}),),
+            sources=(
+                SourceConfig(
+                    path=str(folder / "synthetic"), roles=config.data.sources[0].roles if config.data.sources else {}
+                ),
+            ),
             cache=str(folder / "cache"),
             buckets=tuple(BucketConfig(frames=b.frames, height=b.height, width=b.width) for b in samples.counts),
         ),
@@ -242,7 +246,9 @@ def _write_cache(config: Config, predictor: Predictor, samples: SmallSamples) ->
                         "latents", key, tensors, {}, bucket=bucket, content_id=key, frames=range(bucket.frames), fps=None,
                         source=name,
                     )  # fmt: skip
-                row = Sample(sample_key([latent], [text], roles), (latent,), (text,), "train", bucket, name, content_id=name)
+                row = Sample(
+                    sample_key([latent], [text], roles), (latent,), (text,), "train", bucket, name, content_id=name
+                )
                 rows.append(replace(row, dataset="synthetic", roles=roles))
     write_samples(root, rows)
     write_rejects(root, [])
