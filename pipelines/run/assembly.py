@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mmspeed.axes import AxisName, AxisSizes, Reader
+from mmspeed.axes import AxisSizes, Reader
 from mmspeed.config import RunConfig
 from mmspeed.config.memory import parse_bytes
 from mmspeed.device import Device, parse_dtype
@@ -200,7 +200,7 @@ def assemble(
     if config.train.ema_decay is not None:
         averages = {role: make_ema(models[role], optimizers[role], config, device) for role in learning}
     learners = task.learners(
-        updates, models, placement.strategy, optimizers, device.torch_device, placement.mesh.size(AxisName.PP)
+        updates, models, placement.strategy, optimizers, device.torch_device, placement.mesh.staged
     )
     rests = None
     if device.kind != "cpu" and any(update.rests for update in updates):

@@ -96,8 +96,9 @@ def plain_rows(rows: Sequence[ClipRow]) -> list[dict[str, Any]]:
 
 def rows_of_plain(plain: Sequence[Mapping[str, Any]]) -> list[ClipRow]:
     """The inverse of `plain_rows`; other columns are ignored."""
-    names = [column.name for column in fields(ClipRow) if column.name != "text_keys"]
-    return [ClipRow(**{name: row[name] for name in names}, text_keys=tuple(row["text_keys"])) for row in plain]
+    lists = {column.name for column in fields(ClipRow) if column.type == "tuple[str, ...]"}
+    names = [column.name for column in fields(ClipRow)]
+    return [ClipRow(**{name: tuple(row[name]) if name in lists else row[name] for name in names}) for row in plain]
 
 
 def row_schema() -> pa.Schema:

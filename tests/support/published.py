@@ -199,7 +199,11 @@ def called_by_hand(name: str, model: nn.Module, x: Tensor, times_B: Tensor, cond
     if name.startswith("wan"):
         real = zip(text, mask, strict=True)
         rows = [torch.cat([row[keep], row.new_zeros(512 - int(keep.sum()), row.shape[1])]) for row, keep in real]
-        return model(x, times_B * 1000, torch.stack(rows), return_dict=False)[0]
+        control = {}
+        if name == "wan vace":
+            blank, own = (conditions.named[f"{role}.latents"] for role in ("blank", "control"))
+            control = {"control_hidden_states": torch.cat([blank, own, torch.ones(b, 64, t, h, w)], dim=1)}
+        return model(x, times_B * 1000, torch.stack(rows), return_dict=False, **control)[0]
     if name.startswith("ltx"):
         from diffusers import LTXPipeline
 

@@ -28,6 +28,7 @@ from mmspeed.config.schema import FlowConfig
 from mmspeed.config.tasks import TASKS
 from mmspeed.log import read_metrics
 from mmspeed.media.rejections import Reason
+from mmspeed.pipelines.diffusion.objective import mean_error
 from mmspeed.shapes import Bucket
 from tests.rules.sources import CODE, python_files, syntax
 from tests.support.pages import ROOT, CodeBlock, blocks, blocks_under, check_command, command_lines, words_of
@@ -71,8 +72,8 @@ def test_an_error_of_the_data_counts_as_one_of_the_velocity(objective_page: Modu
     objective, t_B = objective_page.DataObjective(FlowConfig(kind="flow")), torch.tensor([0.25, 1.0])
     x0, noise = (rng.normal((2, 3, 2, 4, 4), 0, name) for name in ("data", "noise"))
     _, target = objective.training_pair(x0, noise, t_B)
-    assert objective.sample_loss(target, target, t_B).tolist() == [0.0, 0.0]
-    loss_B = objective.sample_loss(target + 0.5, target, t_B)
+    assert mean_error(target, target).tolist() == [0.0, 0.0]
+    loss_B = mean_error(target + 0.5, target) * objective.weight(t_B)
     torch.testing.assert_close(loss_B, torch.tensor([(0.5 / 0.25) ** 2, 0.5**2]))
 
 

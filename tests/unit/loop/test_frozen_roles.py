@@ -80,7 +80,7 @@ def test_a_checkpoint_without_the_record_is_read_and_reported(tmp_path: Path, mo
     del meta["roles"], seal["hash"]
     write_sealed(checkpoint / SEAL, {**seal, "meta": write_json(checkpoint / META, meta)})
     messages: list[str] = []
-    monkeypatch.setattr("mmspeed.pipelines.training.trainer.log.warning", messages.append)
+    monkeypatch.setattr("mmspeed.pipelines.training.saved_state.log.warning", messages.append)
     train(tmp_path, "pairs")
     assert [line for line in messages if "records no weights of reference model" in line]
     assert losses(config) == losses(train(tmp_path, "pairs", "name=whole"))

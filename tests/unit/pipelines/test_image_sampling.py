@@ -131,7 +131,7 @@ def official(
     if name == "LTXPipeline":  # of latents that are given it takes the first frame as they have it
         conditioning = conditioning_latents([request], pipe.config, pipe.codec, size, pipe.predictor.conditioning)
         assert conditioning is not None
-        given = held(noise, conditioning.latents_PCThw, conditioning.mask_PT)
+        given = held(noise, conditioning.held_PCThw, conditioning.named["conditioning_mask"])
         settings |= {"latents": packed(given, (1, 1, 1)), "frame_rate": FPS}
     shown = {"image": request.image, "last_image": request.last_image}
     files = {name: Image.open(path) for name, path in shown.items() if path}
