@@ -27,7 +27,7 @@ from mmspeed.models.language.shapes import tiny_twin
 from mmspeed.parallel.tensor import check_heads
 from mmspeed.pipelines.check.video import shrunk_size
 from mmspeed.pipelines.domains.language.data import targets_in
-from mmspeed.pipelines.domains.language.domain import LanguageTask
+from mmspeed.pipelines.domains.language.domain import LanguageDomain
 from mmspeed.protocols import CheckNotes, RunPlace, StepData
 
 STEP = "packs"  # the kind of a step
@@ -72,7 +72,7 @@ class SyntheticDocuments:
         return range(int(self.lengths[document]))
 
 
-class SmallLanguageTask(LanguageTask):
+class SmallLanguageTask(LanguageDomain):
     """The task with settings and documents of its own, which opens nothing."""
 
     def __init__(self, config: LanguageConfig, settings: DecoderSettings, documents: SyntheticDocuments) -> None:

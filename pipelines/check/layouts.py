@@ -26,8 +26,8 @@ from mmspeed.log import get_logger
 from mmspeed.pipelines.check.children import Child, run_children
 from mmspeed.pipelines.check.verdict import SelfCheck, compare, named, processes
 from mmspeed.pipelines.check.worker import WorkerReport
-from mmspeed.pipelines.tasks import make_task
-from mmspeed.protocols import CheckTask, RebuildableCheck, Task
+from mmspeed.pipelines.tasks import Task, make_task
+from mmspeed.protocols import CheckTask, RebuildableCheck
 
 __all__ = ["SelfCheck", "selfcheck", "with_layout"]
 
@@ -65,7 +65,7 @@ def selfcheck(config: RunConfig, layout: str, make: Callable[[Any], Task] = make
 def _small_task(config: RunConfig, make: Callable[[Any], Task]) -> CheckTask:
     """The small task of a config. Raises UserError for a task that other processes cannot make."""
     task = make(config)
-    check = task.shrunk()
+    check = task.domain.shrunk()
     if not isinstance(check, RebuildableCheck) and type(task) is not task_class(config.task):
         raise UserError(
             f"check --parallel: other processes make the task that the config names, {config.task}, and this is a "

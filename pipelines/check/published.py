@@ -34,7 +34,7 @@ from mmspeed.pipelines.check.video import (
     small_config,
 )
 from mmspeed.pipelines.diffusion.experts import config_of_high, experts_of
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.sparsify import sparsify_model
 from mmspeed.protocols import ModelCall
 from mmspeed.protocols.calls import Configured
@@ -192,7 +192,7 @@ def shrunk_published(config: Config, model: PublishedModel, known: Mapping[str, 
     words = f"{name}, {blocks} blocks, {arguments['num_attention_heads']} heads of width {small.head}"
     call = model.call
     call = small.call(call, samples.text_tokens)
-    video = VideoTask(config, build=_builder(model, arguments), call=call)
+    video = VideoDomain(config, build=_builder(model, arguments), call=call)
     about = SmallModel(words, patch, blocks, full=True)
     small_run = small_config(config, section, samples)
     return ShrunkPublished(

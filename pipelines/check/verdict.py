@@ -190,7 +190,7 @@ def compare(
 def _parameter_order(check: CheckTask) -> list[str]:
     """Names of the learning model's parameters, from its input to its output."""
     task = check.task()
-    return [name for name, _ in task.build()[task.updates()[0].roles[0]].named_parameters()]
+    return [name for name, _ in task.build()[task.parts()[0].role].named_parameters()]
 
 
 def _compared(

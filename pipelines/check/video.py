@@ -32,7 +32,7 @@ from mmspeed.models import SoraDiTConfig
 from mmspeed.models.codecs.vae import codec_geometry
 from mmspeed.models.sections import sora_section
 from mmspeed.models.sora.sizes import resolve_config
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.domains.video.synthetic import EncoderShapes, further_inputs
 from mmspeed.protocols import Batch, CheckNotes, Item, RunPlace, StepData
 from mmspeed.shapes import Bucket, Strides
@@ -114,7 +114,7 @@ class SmallSamples:
 class ShrunkRun:
     """A small run of the video task, a `CheckTask`."""
 
-    video: VideoTask
+    video: VideoDomain
     config: Config  # with the model and parallel sections of the small run
     strides: Strides
     model: SmallModel
@@ -152,10 +152,10 @@ class ShrunkRun:
         return replace(self, config=config)
 
     @cached_property
-    def _task(self) -> VideoTask:
+    def _task(self) -> VideoDomain:
         return self.video.with_config(self.config).use(EncoderShapes(CHANNELS, self.strides, TEXT_WIDTH))
 
-    def task(self) -> VideoTask:
+    def task(self) -> VideoDomain:
         """The task of the small run."""
         return self._task
 
@@ -298,7 +298,7 @@ def uneven(counts: Sequence[int]) -> float:
     return sum((count - expected) ** 2 for count in counts) / expected if expected else 0.0
 
 
-def shrunk_video(video: VideoTask, known: Mapping[str, Any] | None = None) -> ShrunkRun:
+def shrunk_video(video: VideoDomain, known: Mapping[str, Any] | None = None) -> ShrunkRun:
     """The small run of a video task. `known`: the strides, from another process; else they are the codec's, or the usual ones where
     the codec is not available. Raises UserError as `shrink_run`.
     """
@@ -320,7 +320,7 @@ def known_strides(config: Config, known: Mapping[str, Any] | None) -> tuple[Stri
     return strides, [f"the codec is not available: latents as of strides {strides.temporal}x{strides.spatial}"]
 
 
-def shrink_run(video: VideoTask, strides: Strides) -> ShrunkRun:
+def shrink_run(video: VideoDomain, strides: Strides) -> ShrunkRun:
     """The small run of a task's config, at the layout that its parallel section names with numbers only.
 
     Raises UserError for a bucket that fits neither codec nor model, and as `resolve_config`.

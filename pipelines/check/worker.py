@@ -36,7 +36,7 @@ from mmspeed.parallel import uncrossed, unwrap
 from mmspeed.parallel.tensor import local
 from mmspeed.pipelines.check.children import ERROR, follow_parent, write_error
 from mmspeed.pipelines.run.assembly import Assembly, Placement, assemble, place
-from mmspeed.pipelines.tasks import make_task
+from mmspeed.pipelines.tasks import as_task, make_task
 from mmspeed.protocols import Batch, CheckTask, RunPlace
 
 Arrays = dict[str, "np.ndarray[Any, Any]"]
@@ -133,7 +133,7 @@ def examine(check: CheckTask) -> WorkerReport:
     check = check.with_config(with_plain_optimizer(check.config))
     config, task = check.config, check.task()
     placement = place(config, device)
-    parts = assemble(config, task, task.build(), placement, device)
+    parts = assemble(config, as_task(task, config), task.build(), placement, device)
     if len(parts.learners) > 1:
         raise UserError(f"--parallel compares one update, and a step of the task {task.name} has {len(parts.learners)}")
     if len(parts.roles) > 1:
@@ -283,7 +283,7 @@ def _work(job: dict[str, Any]) -> None:
     if job["builder"] is not None:
         check: CheckTask = referred(job["builder"])(config, job["known"])
     else:
-        check = make_task(config).shrunk(job["known"])
+        check = make_task(config).domain.shrunk(job["known"])
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(job["store"], job["world"]),

@@ -14,8 +14,9 @@ from mmspeed.device import Device
 from mmspeed.log import MetricsLog
 from mmspeed.loop.callbacks import BaseCallback, Sparsity, StepOutcome
 from mmspeed.pipelines.run.trackers import Trackers, sampled_videos
+from mmspeed.pipelines.tasks import Task
 from mmspeed.plan.throughput import ThroughputMeter
-from mmspeed.protocols import Data, Task
+from mmspeed.protocols import Data
 
 
 class Telemetry:
@@ -126,7 +127,7 @@ class TelemetryCallback(BaseCallback):
         self.telemetry, self.task, self.data, self.sparsity = telemetry, task, data, sparsity
 
     def after_step(self, outcome: StepOutcome) -> None:
-        usage = self.task.usage(outcome.data)
+        usage = self.task.domain.usage(outcome.data)
         self.telemetry.count_step(
             samples=usage.items,
             tokens=usage.tokens,

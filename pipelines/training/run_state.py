@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mmspeed.pipelines.run.assembly import Assembly, Placement
+from mmspeed.pipelines.tasks import Task
 from mmspeed.pipelines.training.spikes import SpikeGuard
-from mmspeed.protocols import Data, RunPlace, Task
+from mmspeed.protocols import Data, RunPlace
 
 if TYPE_CHECKING:
     from mmspeed.loop.checkpoint.manager import CheckpointManager

@@ -78,7 +78,7 @@ class SavedStates:
         self.folder.check_base(files)
         name, copy, start = newest.name, newest.copy, config.train.start_from
         if start is not None and (newest.fresh or frozen_names(parts.model)):  # checkpoints hold no frozen weights
-            for difference in run.task.compare_start(start) if where.rank == 0 and newest.fresh else ():
+            for difference in run.task.domain.compare_start(start) if where.rank == 0 and newest.fresh else ():
                 log.warning(difference)
             require_agreement({"train.start_from": identity_of_start(start)}, "give all of them the same checkpoint")
             self._load_start(start, run)
@@ -95,11 +95,11 @@ class SavedStates:
             log.warning(line)
         bases = self._bases(run)
         parameters = sum(p.numel() for p in parts.model.parameters())
-        info = {**run.task.info(), "parameters": parameters, "data": run.data.fingerprint}
+        info = {**run.task.domain.info(), "parameters": parameters, "data": run.data.fingerprint}
         info["versions"] = {"generator": rng.VERSION}
         self.facts = info | bases | ({"base": files} if files else {})
         if where.rank == 0 and run.step < config.train.steps:
-            self.folder.write_start(config, self.facts, run.task.files())
+            self.folder.write_start(config, self.facts, run.task.domain.files())
             trim_metrics(self.folder.metrics, run.step)
         comm.barrier()
 

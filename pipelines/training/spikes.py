@@ -9,7 +9,8 @@ from mmspeed.config.divergence import DivergenceConfig
 from mmspeed.errors import UserError, first_names
 from mmspeed.loop.divergence import DivergenceWatch
 from mmspeed.loop.step import StepResult
-from mmspeed.protocols import Data, LeavesOut, StepData, Task
+from mmspeed.pipelines.tasks import Task
+from mmspeed.protocols import Data, LeavesOut, StepData
 
 
 class RollBackError(Exception):

@@ -35,7 +35,7 @@ from mmspeed.pipelines.run.agreement import WeightsAgreement, require_agreement,
 from mmspeed.pipelines.run.assembly import assemble, base_files, place
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.pipelines.run.telemetry import Telemetry, TelemetryCallback
-from mmspeed.pipelines.tasks import make_task, maker_of
+from mmspeed.pipelines.tasks import Task, as_task, make_task, maker_of
 from mmspeed.pipelines.training import opening
 from mmspeed.pipelines.training.events import Events, TrainCallback
 from mmspeed.pipelines.training.judgement import StepJudge
@@ -45,7 +45,7 @@ from mmspeed.pipelines.training.spikes import RollBackError, SpikeGuard
 from mmspeed.pipelines.training.validation import Validator
 from mmspeed.pipelines.training.watch import RunWatch
 from mmspeed.pipelines.tuning.memory_search import policies_under_budget
-from mmspeed.protocols import ReadsAgain, RunPlace, StepData, Task
+from mmspeed.protocols import Domain, ReadsAgain, RunPlace, StepData
 from mmspeed.rendezvous import restarts
 
 log = get_logger("train")
@@ -82,7 +82,7 @@ class TrainResult:
 class TrainPipeline:
     """The pipeline that trains a config's model, or resumes a run that was stopped.
 
-    `task`: the task to train; None: the one that the config names. With `online`, as in `mmspeed train`, or with a `maker` of your own
+    `task`: the domain to train, by the config's method, or a `Task` of both; None: what the config names. With `online`, as in `mmspeed train`, or with a `maker` of your own
     (as `mmspeed.preprocess.OnlineBuilder`), a cache that is missing or incomplete is completed during the first epoch; without, it is an
     error. `callbacks` (`mmspeed.pipelines.TrainCallback`) are called after steps, validations and checkpoints and at the end, on all ranks.
 
@@ -95,7 +95,7 @@ class TrainPipeline:
         self,
         config: RunConfig,
         maker: OnlineEncoder | None = None,
-        task: Task | None = None,
+        task: Domain | Task | None = None,
         *,
         online: bool = False,
         callbacks: Sequence[TrainCallback] = (),
@@ -111,7 +111,8 @@ class TrainPipeline:
         from mmspeed.pipelines.training.saved_state import SavedStates
 
         config = self.config
-        self.task = task or make_task(config, maker or (maker_of(config) if online else None))
+        maker = maker or (maker_of(config) if online else None)
+        self.task = make_task(config, maker) if task is None else as_task(task, config)
         self.online = online or maker is not None
         self.events = Events(callbacks)
         self.folder = RunFolder(config.run_dir)
@@ -146,10 +147,10 @@ class TrainPipeline:
         self._tell(where, opening.device_line(config, device, where.world, where.strategy))
         self._tell(where, f"run folder: {self.folder.root}")
         with Working("opening the data", tell=False):
-            self.task.open(where)
+            self.task.domain.open(where)
             self._tell_notes(where)
             data = self.task.data(where)
-        require_agreement(flat({"data": data.fingerprint, **self.task.info()}), "give all of them the same data")
+        require_agreement(flat({"data": data.fingerprint, **self.task.domain.info()}), "give all of them the same data")
         self._tell(where, opening.data_line(data, config.train.steps))
         choice = policies_under_budget(config, self.task, where)
         with Working("building the model", tell=False):
@@ -217,7 +218,7 @@ class TrainPipeline:
             log.info(line)
 
     def _tell_notes(self, where: RunPlace) -> None:
-        lines, warnings = self.task.notes() if where.rank == 0 else ([], [])
+        lines, warnings = self.task.domain.notes() if where.rank == 0 else ([], [])
         for line in lines:
             log.info(line)
         for warning in warnings:
@@ -358,7 +359,7 @@ class TrainPipeline:
             "step": outcome.step,
             "epoch": outcome.epoch,
             "weight": outcome.data.weight,
-            **run.task.describe(outcome.data),
+            **run.task.domain.describe(outcome.data),
             "imbalance": outcome.data.imbalance(),
             "skipped_steps": run.skipped + run.spikes.watch.skipped,
             "left_out_samples": run.left_out + run.spikes.watch.left_out,

@@ -9,7 +9,8 @@ from typing import Any
 from mmspeed.log import get_logger
 from mmspeed.loop.terms import reduce_terms
 from mmspeed.pipelines.run.assembly import Assembly
-from mmspeed.protocols import Data, RunPlace, Task
+from mmspeed.pipelines.tasks import Task
+from mmspeed.protocols import Data, RunPlace
 
 log = get_logger("validate")
 
@@ -19,7 +20,7 @@ class Validator:
 
     def __init__(self, task: Task, parts: Assembly, data: Data, place: RunPlace) -> None:
         self.parts, self.place = parts, place
-        self.validation = task.validation(parts.models, data, place)
+        self.validation = task.domain.validation(parts.models, data, place)
 
     def validate(self, step: int) -> dict[str, Any]:
         """Validate and sample. Returns a row for metrics.jsonl, empty where there is no validation. A collective call."""

@@ -51,7 +51,7 @@ def train_some(folder: str, overrides: tuple[str, ...], stop_at: int | None) -> 
     """Train, writing down what meets in every step, and what was drawn for each use; `stop_at` a step stops there and saves."""
     from mmspeed.loop.step import StepResult
     from mmspeed.pipelines import TrainPipeline
-    from mmspeed.pipelines.domains.video.domain import VideoTask
+    from mmspeed.pipelines.domains.video.domain import VideoDomain
     from mmspeed.pipelines.training.trainer import Run
     from mmspeed.protocols import Models, StepData, Terms
 
@@ -65,7 +65,7 @@ def train_some(folder: str, overrides: tuple[str, ...], stop_at: int | None) -> 
                 (self.folder.root / "stop").touch()
             return super()._step(run, data)
 
-    class WrittenTask(VideoTask):
+    class WrittenTask(VideoDomain):
         def loss(self, models: Models, batch: Batch) -> Terms:
             for place, name in enumerate(batch.names):
                 if batch.weights_I[place]:

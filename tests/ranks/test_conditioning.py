@@ -8,7 +8,7 @@ import pytest
 
 from mmspeed.config import Config
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.protocols import Batch, Models, Terms
 from tests.support.checkpoints import differing, whole_checkpoint
 from tests.support.runs import losses, small_config
@@ -29,7 +29,7 @@ def config_of(folder: Path, *overrides: str) -> Config:
     return small_config(folder, buckets, SHARES, "validate.samples=0", *overrides)
 
 
-class WatchedTask(VideoTask):
+class WatchedTask(VideoDomain):
     """Keeps the frames that each use was given."""
 
     uses: Uses

@@ -24,12 +24,12 @@ def train(folder: str, overrides: tuple[str, ...]) -> Any:
     from mmspeed.memory.recompute.regions import policies_of
     from mmspeed.parallel import unwrap
     from mmspeed.pipelines import TrainPipeline
-    from mmspeed.pipelines.domains.video.domain import VideoTask
+    from mmspeed.pipelines.domains.video.domain import VideoDomain
     from mmspeed.pipelines.tuning.memory_search import MEMORY_NAME
     from mmspeed.pipelines.tuning.synthetic_step import learning_model
     from mmspeed.protocols import Models, RunPlace
 
-    class KeepsModels(VideoTask):
+    class KeepsModels(VideoDomain):
         """The video task, which keeps the models that a run trains."""
 
         def prepare(self, models: Models, place: RunPlace) -> None:

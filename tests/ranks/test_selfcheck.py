@@ -21,7 +21,7 @@ from mmspeed.pipelines.check.layouts import with_layout
 from mmspeed.pipelines.check.verdict import SelfCheck, compare
 from mmspeed.pipelines.check.video import ShrunkRun, shrink_run
 from mmspeed.pipelines.check.worker import WorkerReport, alone, examine
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.protocols.plan import Structure
 from mmspeed.shapes import Strides
 from tests.support.runs import small_tree
@@ -78,7 +78,7 @@ def work(config: dict[str, Any]) -> dict[str, WorkerReport]:
 
 
 def small(config: Config) -> ShrunkRun:
-    return shrink_run(VideoTask(with_layout(config, LAYOUT)), Strides(4, 8))
+    return shrink_run(VideoDomain(with_layout(config, LAYOUT)), Strides(4, 8))
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,11 @@ from mmspeed.loop.terms import TermKind, reduce_terms, terms_of_all
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.protocols import Batch, Models, Term, Terms
 from tests.support.character_runs import character_config, rows
-from tests.support.characters import CharacterTask
+from tests.support.characters import CharacterDomain
 from tests.support.spawn import run_ranks
 
 
-class Turned(CharacterTask):
+class Turned(CharacterDomain):
     """The second rank names its terms in another order, and has one of its own that is logged alone."""
 
     def loss(self, models: Models, batch: Batch) -> Terms:
@@ -29,13 +29,13 @@ class Turned(CharacterTask):
         return terms
 
 
-def train(folder: str, task: type[CharacterTask], name: str) -> None:
+def train(folder: str, task: type[CharacterDomain], name: str) -> None:
     config = character_config(Path(folder), f"name={name}", "train.steps=3")
     TrainPipeline(config, task=task(config)).run()
 
 
 def test_terms_are_paired_by_name(tmp_path: Path) -> None:
-    train(str(tmp_path), CharacterTask, "one")
+    train(str(tmp_path), CharacterDomain, "one")
     run_ranks(train, 2, str(tmp_path), Turned, "two")
     one, two = (rows(character_config(tmp_path, f"name={name}")) for name in ("one", "two"))
     assert len(one) == len(two) == 3

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from mmspeed.initialize import init_weights
 from mmspeed.protocols import Batch, Data, Models, RunPlace, Term, Terms, Update
-from tests.support.characters import CharacterModel, CharacterTask
+from tests.support.characters import CharacterDomain, CharacterModel
 
 NEAR = 0.1  # weight of the distance between both models
 
@@ -35,7 +35,7 @@ def critic_loss(models: Models, batch: Batch) -> Terms:
     return {"loss": Term(losses_of(models["critic"], models["model"], batch), batch.weights_I, "tokens")}
 
 
-class DistillationTask(CharacterTask):
+class DistillationTask(CharacterDomain):
     """A model and a critic of another start."""
 
     def build(self) -> dict[str, nn.Module]:

@@ -14,7 +14,7 @@ from mmspeed.loop.resting import held
 from mmspeed.memory.offload.resting import HostRest
 from mmspeed.parallel.tensor import local
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.protocols import Models
 from tests.support.runs import small_tree
 
@@ -41,7 +41,7 @@ def experts_config(folder: Path, *overrides: str, **objective: Any) -> Config:
     )
 
 
-class WatchedTask(VideoTask):
+class WatchedTask(VideoDomain):
     """The video task, which notes the times that each expert trains on."""
 
     def __init__(self, config: Config, maker: Any = None) -> None:

@@ -31,7 +31,7 @@ from mmspeed.mesh import process_group
 from mmspeed.models.families.hunyuan_video15 import HunyuanVideo15Call
 from mmspeed.models.families.wan import WanCall
 from mmspeed.parallel import parallelize, sum_shared_gradients, uncrossed, unwrap
-from mmspeed.pipelines.domains.video.published import PublishedVideoTask
+from mmspeed.pipelines.domains.video.published import PublishedVideoDomain
 from mmspeed.pipelines.run import assembly
 from mmspeed.pipelines.run.assembly import Placement, assemble, place
 from mmspeed.pipelines.tuning.memory_search import policies_under_budget
@@ -147,7 +147,7 @@ def take_step(
     with process_group(device), techniques.watched():
         # the class's own for long captions: Wan attends to 512 tokens
         call = None if combination["text"] == "long" else CALLS.get(name)
-        task = PublishedVideoTask(config, lambda: load(Path(folder), name), call=call)
+        task = PublishedVideoDomain(config, lambda: load(Path(folder), name), call=call)
         placement = place(config, device)
         where = placement.at(device, config.run_dir)
         task.open(where)
@@ -186,7 +186,7 @@ def take_step(
         return Step(loss, gradients, norm, counters)
 
 
-def wanted_step(task: PublishedVideoTask, where: RunPlace, images: bool) -> tuple[StepData, list[Batch]]:
+def wanted_step(task: PublishedVideoDomain, where: RunPlace, images: bool) -> tuple[StepData, list[Batch]]:
     """The first step of images alone, or of videos, and this process's micro-batches of it."""
     for data in task.data(where).steps(0, 12):
         if {as_bucket(shape).is_image for shape in data.counts} == {images}:
@@ -194,7 +194,7 @@ def wanted_step(task: PublishedVideoTask, where: RunPlace, images: bool) -> tupl
     raise AssertionError("no such step")
 
 
-def under_a_tight_budget(config: Config, task: PublishedVideoTask, where: RunPlace) -> Any:
+def under_a_tight_budget(config: Config, task: PublishedVideoDomain, where: RunPlace) -> Any:
     """The policies that are chosen under a budget between what a step takes at least and what it takes without one.
 
     None where these are the same within a hundredth, since a model of two blocks may take most in the update: then nothing is to be chosen.

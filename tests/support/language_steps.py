@@ -29,7 +29,7 @@ from mmspeed.models.language.shapes import SHAPES, tiny_twin
 from mmspeed.parallel import TokenLayout, parallelize, uncrossed, unwrap
 from mmspeed.parallel.document_shares import share_documents
 from mmspeed.pipelines.domains.language.data import PackCollate, targets_of
-from mmspeed.pipelines.domains.language.domain import LanguageTask
+from mmspeed.pipelines.domains.language.domain import LanguageDomain
 from mmspeed.plan.decoder_traffic import DecoderWorkload, decoder_traffic
 from mmspeed.plan.traffic import PackedWorkload, RankCoordinates, Traffic, packed_traffic
 from mmspeed.protocols import Batch, Update
@@ -144,14 +144,14 @@ def settings_of(attention: str, experts: str, mtp: str, windows: str) -> Decoder
 
 
 @cache
-def task() -> LanguageTask:
+def task() -> LanguageDomain:
     """The task, for its loss, with every term."""
     tree: dict[str, Any] = {
         "task": "language",
         "name": "cover",
         "texts": {"sources": [{"path": "none.txt"}], "cache": "none"},
     }
-    return LanguageTask(LanguageConfig.model_validate(tree | {"objective": {"z_loss": 1e-3, "balance": 0.5}}))
+    return LanguageDomain(LanguageConfig.model_validate(tree | {"objective": {"z_loss": 1e-3, "balance": 0.5}}))
 
 
 def layout_of(case: Combination) -> tuple[ParallelConfig, int, str]:

@@ -26,7 +26,7 @@ from mmspeed.data.cache.writer import latent_tensors, text_tensors
 from mmspeed.device import Device
 from mmspeed.loop.optimizers.make_optimizer import make_optimizer
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.protocols import RunPlace, TextEntry
 from mmspeed.shapes import Bucket
 from tests.support.toy import C, D
@@ -85,12 +85,12 @@ def write_mixed_cache(config: Config) -> None:
     write_info(root, {"encoders": encoders, "fps": 8.0, "made_for": config.sample_settings()})
 
 
-def toy_task(config: Config) -> VideoTask:
+def toy_task(config: Config) -> VideoDomain:
     """The video task of the toy with its own weights."""
-    return VideoTask(config, build=build_toy)
+    return VideoDomain(config, build=build_toy)
 
 
-def opened_task(config: Config, world: int = 1) -> tuple[VideoTask, RunPlace]:
+def opened_task(config: Config, world: int = 1) -> tuple[VideoDomain, RunPlace]:
     """The task with its cache, and the place of the first of `world` ranks."""
     place = RunPlace(Device("cpu", 0), world=world, groups=world, dealt=world, folder=config.run_dir)
     task = toy_task(config)

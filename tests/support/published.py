@@ -22,7 +22,7 @@ from mmspeed.data.cache.writer import latent_tensors, text_tensors
 from mmspeed.device import pick
 from mmspeed.mesh import process_group
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.domains.video.published import PublishedVideoTask
+from mmspeed.pipelines.domains.video.published import PublishedVideoDomain
 from mmspeed.pipelines.run.assembly import Assembly, assemble, place
 from mmspeed.protocols import Batch, Conditions, RunPlace, TextEntry
 from mmspeed.shapes import Bucket
@@ -144,9 +144,9 @@ def load(folder: Path, name: str) -> nn.Module:
     return loaded
 
 
-def task_of(folder: Path, name: str, config: Config) -> PublishedVideoTask:
+def task_of(folder: Path, name: str, config: Config) -> PublishedVideoDomain:
     """The video task of a saved model."""
-    return PublishedVideoTask(config, lambda: load(folder, name))
+    return PublishedVideoDomain(config, lambda: load(folder, name))
 
 
 def train_published(folder: str, name: str, overrides: tuple[str, ...] = ()) -> None:

@@ -15,7 +15,7 @@ from mmspeed.initialize import init_weights
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.protocols import Batch, Data, Models, OptimizerSetting, RunPlace, Term, Terms, Update
 from tests.support.character_runs import character_config
-from tests.support.characters import CharacterModel, CharacterTask
+from tests.support.characters import CharacterDomain, CharacterModel
 from tests.support.distillation import DistillationTask, critic_loss, student_loss
 
 SLOW = OptimizerSetting(lr_factor=0.25, betas=(0.0, 0.999), weight_decay=0.1)
@@ -29,7 +29,7 @@ def joint_loss(models: Models, batch: Batch) -> Terms:
     return {"loss": Term(loss_IN.sum(1), batch.weights_I, "tokens")}
 
 
-class JointTask(CharacterTask):
+class JointTask(CharacterDomain):
     """A model of which the blocks but the last are frozen, and a head beside it: one loss, one norm."""
 
     def build(self) -> dict[str, nn.Module]:
@@ -56,7 +56,7 @@ class SlowStudentTask(DistillationTask):
         )
 
 
-TASKS: dict[str, type[CharacterTask]] = {"joint": JointTask, "slow": SlowStudentTask}
+TASKS: dict[str, type[CharacterDomain]] = {"joint": JointTask, "slow": SlowStudentTask}
 
 
 def train_updates(folder: str, kind: str, overrides: tuple[str, ...] = ()) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mmspeed.pipelines.domains.video.data import VideoData
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.training.trainer import TrainPipeline
 from mmspeed.protocols import RunPlace, StepData
 from tests.support.runs import small_config
@@ -52,7 +52,7 @@ class FileRecorder:
             self.names.setdefault(name)
 
 
-class TracedTask(VideoTask):
+class TracedTask(VideoDomain):
     """The video task, recording the files from the request for one step's data to the request for the next one's."""
 
     recorder: FileRecorder

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -25,7 +25,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from mmspeed.config.roles import ROLES
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 
@@ -42,7 +41,7 @@ from .tables import (
     read_columns,
     read_table,
     shard_of_index,
-    stored_roles,
+    with_roles,
 )
 
 VERSION = 2  # of the compiled files; those of other versions are compiled again
@@ -126,13 +125,7 @@ def fits(schema: pa.Schema, expected: pa.Schema) -> bool | None:
     facts = json.loads((schema.metadata or {}).get(FACTS, b"{}"))
     if isinstance(facts, dict) and facts.get("version", VERSION) != VERSION:
         return None
-    return bool(schema.equals(_with_roles(expected, schema.names), check_metadata=False))
-
-
-def _with_roles(schema: pa.Schema, names: Iterable[str]) -> pa.Schema:
-    """The schema with columns of the further roles in `names`."""
-    roles = (f"{role}_keys" for role in ROLES if f"{role}_keys" in names)
-    return pa.schema([*schema, *(pa.field(name, pa.large_list(_KEY)) for name in roles)])
+    return bool(schema.equals(with_roles(expected, schema.names), check_metadata=False))
 
 
 def digest_of_files(rows: list[list[Any]]) -> str:
@@ -317,9 +310,8 @@ def _write_samples(root: Path, target: Path, listing: IndexFiles, entries: _Entr
     """Write `samples.arrow` from the table of samples; return the number of samples."""
     path = root / SAMPLES_FILE
     columns: dict[str, pa.Array] = {}
-    schema = _with_roles(SAMPLES_SCHEMA, [f"{role}_keys" for role in stored_roles(path)])
     try:
-        for name, column in zip(schema.names, read_columns(path, schema.names), strict=True):
+        for name, column in read_columns(path, SAMPLES_SCHEMA):
             columns[name] = _sample_column(name, _flat(column), path)
             del column
         null_key = (pq.read_schema(path).metadata or {}).get(NULL_KEY)
@@ -336,6 +328,7 @@ def _write_samples(root: Path, target: Path, listing: IndexFiles, entries: _Entr
         lacking=len(lacking),
         lacking_source=columns["source"][int(lacking[0])].as_py() if len(lacking) else "",
     )
+    schema = with_roles(SAMPLES_SCHEMA, columns)
     write_batch(target / SAMPLES_NAME, [columns[name] for name in schema.names], schema, asdict(facts))
     return len(columns["key"])
 

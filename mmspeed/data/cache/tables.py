@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +47,11 @@ class Entry:
     fps: float | None
     source: str | None  # None after a repair: entries do not depend on file names
     meta: str  # JSON of the parts of the key
+
+    @classmethod
+    def of_row(cls, row: dict[str, Any]) -> Entry:
+        """The entry that a row of the index's table describes."""
+        return cls(**{**row, "frames": tuple(row["frames"])})
 
     @property
     def repeated(self) -> int:
@@ -115,8 +120,8 @@ def entry_schema() -> pa.Schema:
     )
 
 
-def sample_schema(roles: Iterable[str] = ()) -> pa.Schema:
-    """The columns of `index/samples.parquet` whose samples have these further roles."""
+def sample_schema() -> pa.Schema:
+    """The columns of `index/samples.parquet`, without those of further roles (`with_roles`)."""
     return pa.schema(
         {
             "key": pa.string(),
@@ -130,9 +135,17 @@ def sample_schema(roles: Iterable[str] = ()) -> pa.Schema:
             "lost": pa.bool_(),
             "dataset": pa.string(),
             "captions": pa.int32(),
-            **{f"{role}_keys": pa.list_(pa.string()) for role in roles},
         }
     )
+
+
+def with_roles(schema: pa.Schema, names: Collection[str]) -> pa.Schema:
+    """The schema of a table of samples with a column of keys for each further role in `names`; that of another table as it is."""
+    if "latent_keys" not in schema.names:
+        return schema
+    kind = schema.field("latent_keys").type
+    more = [pa.field(f"{role}_keys", kind) for role in ROLES if f"{role}_keys" in names]
+    return pa.schema([*schema, *more], schema.metadata)
 
 
 def parquet_bytes(
@@ -156,13 +169,15 @@ def read_facts(path: Path) -> dict[str, str]:
 
 
 def read_table(path: Path, schema: pa.Schema | None = None) -> pa.Table:
-    """Read a Parquet file of the cache, or the columns of `schema`. Raises UserError unless it is exactly as it was written.
+    """Read a Parquet file of the cache, or the columns of `schema`, with those of further roles that it has.
 
-    The seal is checked first, so damaged bytes reach no parser.
+    Raises UserError unless it is exactly as it was written. The seal is checked first, so damaged bytes reach no parser.
     """
     try:
         if not sealed_file(path):
             raise ValueError("not as it was written")
+        if schema is not None:
+            schema = with_roles(schema, pq.read_schema(path, memory_map=True).names)
         names = None if schema is None else schema.names
         table = pq.read_table(path, memory_map=True, columns=names, partitioning=None)
         if schema is not None and (table.schema.names != schema.names or table.schema.types != schema.types):
@@ -172,25 +187,17 @@ def read_table(path: Path, schema: pa.Schema | None = None) -> pa.Table:
         raise _damaged(path, error) from error
 
 
-def stored_roles(path: Path) -> tuple[str, ...]:
-    """The further roles that a table of samples has columns of. Raises like `read_table`."""
-    try:
-        if not sealed_file(path):
-            raise ValueError("not as it was written")
-        names = pq.read_schema(path, memory_map=True).names
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise _damaged(path, error) from error
-    return tuple(role for role in ROLES if f"{role}_keys" in names)
+def read_columns(path: Path, schema: pa.Schema) -> Iterator[tuple[str, pa.ChunkedArray]]:
+    """Yield the columns of a Parquet file that `schema` names one by one, for a table too large to load as a whole, and those of roles.
 
-
-def read_columns(path: Path, names: Iterable[str]) -> Iterator[pa.ChunkedArray]:
-    """Yield columns of a Parquet file one by one, for a table too large to load as a whole. Raises like `read_table`."""
+    Raises like `read_table`.
+    """
     try:
         if not sealed_file(path):
             raise ValueError("not as it was written")
         with pq.ParquetFile(path, memory_map=True) as file:
-            for name in names:
-                yield file.read(columns=[name])[name]
+            for name in with_roles(schema, file.schema_arrow.names).names:
+                yield name, file.read(columns=[name])[name]
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         raise _damaged(path, error) from error
 
@@ -248,7 +255,9 @@ def write_samples(root: Path | str, samples: Iterable[Sample], null_key: str | N
         for sample in ordered
     ]
     facts = {NULL_KEY: null_key, GENERATOR: str(VERSION)}  # of the draws of splits and buckets
-    schema = sample_schema(roles).with_metadata({name: value for name, value in facts.items() if value})
+    schema = with_roles(sample_schema(), [f"{role}_keys" for role in roles]).with_metadata(
+        {name: value for name, value in facts.items() if value}
+    )
     write_whole(Path(root) / SAMPLES_FILE, parquet_bytes(rows, schema))
 
 
@@ -257,8 +266,8 @@ def read_samples(root: Path) -> tuple[list[Sample], str | None]:
     path = root / SAMPLES_FILE
     if not path.exists():
         raise UserError(f"cache {root} lists no samples yet; run mmspeed preprocess to its end")
-    roles = stored_roles(path)
-    table = read_table(path, sample_schema(roles))
+    table = read_table(path, sample_schema())
+    roles = [role for role in ROLES if f"{role}_keys" in table.schema.names]
     null_key = (table.schema.metadata or {}).get(NULL_KEY)
     samples = []
     for row in table.drop_columns(["captions"]).to_pylist():

@@ -24,7 +24,7 @@ from mmspeed.models.text.encoders import sees_pictures
 from mmspeed.pipelines.diffusion.conditioning_frames import counted_frames, held
 from mmspeed.pipelines.diffusion.experts import EXPERTS, OtherExpert, TrainedExperts, objective_of_expert
 from mmspeed.pipelines.diffusion.objective import Objective, make_objective, mean_error
-from mmspeed.pipelines.diffusion.predictor import Predictor, conditions_of
+from mmspeed.pipelines.diffusion.predictor import Predictor, conditions_of, predict
 from mmspeed.pipelines.domains.base import shares
 from mmspeed.pipelines.inference.conditioning_media import ConditioningLatents
 from mmspeed.pipelines.inference.generate import generate_latents
@@ -284,7 +284,7 @@ def held_out_losses(
             x_t, target = objective_of_size.training_pair(batch["latents"], noise, t_B)
             if conditions.conditioning_mask is not None and predictor.conditioning.how == "replace":
                 x_t = held(x_t, batch["latents"], conditions.conditioning_mask)
-            prediction = predictor.predict(model, x_t, device.to_device(t_B), conditions)
+            prediction = predict(predictor, model, x_t, device.to_device(t_B), conditions)
             rows[-1].append(mean_error(prediction, target, mask_BT).item())
     model.train(was_training)
     losses_QB = torch.tensor(rows, dtype=torch.float64).T if rows else torch.zeros(quantiles, 0, dtype=torch.float64)

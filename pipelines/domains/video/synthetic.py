@@ -9,19 +9,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmspeed import rng
 from mmspeed.data.loading.collate import video_batch
 from mmspeed.pipelines.diffusion.predictor import Predictor
 from mmspeed.protocols import Batch
-from mmspeed.protocols.calls import Conditioning, Conditions, latents_name
+from mmspeed.protocols.calls import Conditioning, latents_name
 from mmspeed.shapes import Bucket, Strides
 
 FPS = 24.0  # of synthetic clips
 FURTHER_TOKENS = 64  # of captions of further encoders, such as words to be drawn
-
-Sketched = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -88,49 +86,3 @@ def further_inputs(
         inputs["image"] = draw("image", *rule.image_size)
     latents = ([] if rule.how == "replace" else ["condition"]) + [latents_name(role) for role in rule.roles]
     return inputs | {name: draw(name, *shape_CThw) for name in latents}
-
-
-def sketched(
-    inputs: EncoderShapes,
-    predictor: Predictor,
-    model: nn.Module,
-    latent: tuple[int, int, int],
-    items: int,
-    length: int,
-) -> tuple[Callable[[], Sketched], Callable[[Sketched], Tensor]]:
-    """(a function that makes a batch of empty tensors, the mean squared error of the velocity)."""
-    shape_BCThw = (items, inputs.channels, *latent)
-
-    def batch() -> Sketched:
-        text_BLD, mask_BL = torch.empty(items, length, inputs.text_width), torch.ones(items, length, dtype=torch.bool)
-        pooled_BD, fps_B = torch.empty(items, predictor.pooled_width), torch.full((items,), FPS)
-        return (
-            torch.empty(shape_BCThw),
-            torch.empty(shape_BCThw),
-            torch.empty(items),
-            text_BLD,
-            mask_BL,
-            pooled_BD,
-            fps_B,
-        )
-
-    def loss(tensors: Sketched) -> Tensor:
-        data_BCThw, noise_BCThw, t_B, text_BLD, mask_BL, pooled_BD, fps_B = tensors
-        target_BCThw = noise_BCThw - data_BCThw
-        named: dict[str, Tensor] = {}
-        rule = predictor.conditioning
-        if rule.how != "replace":
-            mask_BT = torch.zeros(items, latent[0], dtype=torch.bool)
-            named = {"conditioning_mask": mask_BT}
-        named |= further_inputs(
-            rule,
-            predictor.texts,
-            mask_BL[:, :FURTHER_TOKENS],
-            shape_BCThw[1:],
-            lambda _, *size: text_BLD.new_empty(items, *size),
-        )
-        conditions = Conditions(text_BLD, mask_BL, pooled_BD, fps_B, inputs.strides, named)
-        prediction_BCThw = predictor.predict(model, data_BCThw + noise_BCThw, t_B, conditions)
-        return (prediction_BCThw - target_BCThw).square().mean()
-
-    return batch, loss

@@ -12,7 +12,7 @@ from mmspeed.cli.app import run
 from mmspeed.config import make_config
 from mmspeed.config.tasks import TASKS, config_class, known_tasks, preparation_class, task_class, task_entry
 from mmspeed.errors import UserError
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.tasks import make_task, register
 from tests.support.packages import install
 from tests.support.runs import small_tree
@@ -21,7 +21,7 @@ POEMS = """
     from typing import Literal
 
     from mmspeed.config import RunConfig
-    from mmspeed.pipelines.domains.base import TaskDefaults
+    from mmspeed.pipelines.domains.base import DomainDefaults
 
 
     class PoemConfig(RunConfig):
@@ -29,7 +29,7 @@ POEMS = """
         lines: int = 4
 
 
-    class PoemTask(TaskDefaults):
+    class PoemTask(DomainDefaults):
         name = "poems"
         config_class = PoemConfig
 
@@ -68,7 +68,7 @@ def test_an_installed_package_makes_a_task_known(site: Path, monkeypatch: pytest
     assert preparation_class("poems") is None
     monkeypatch.setattr(task_class("poems"), "preparation_class", int, raising=False)
     assert preparation_class("poems") is int
-    assert isinstance(make_task(make_config(small_tree(site))), VideoTask)  # which nothing has changed
+    assert isinstance(make_task(make_config(small_tree(site))), VideoDomain)  # which nothing has changed
 
 
 def test_an_unknown_task_is_reported_with_those_of_packages(site: Path) -> None:

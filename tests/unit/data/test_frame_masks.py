@@ -21,7 +21,7 @@ from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.diffusion.objective import make_objective
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.protocols import Batch, RunPlace
 from mmspeed.shapes import Bucket, Strides
 from tests.support.published import published_config, write_cache
@@ -45,7 +45,7 @@ def config_of(folder: Path, *overrides: str) -> Config:
     return published_config(folder, "wan", "model.size=nano", "train.steps=2", *overrides)
 
 
-def first_steps(task: VideoTask, steps: int = 4) -> list[Batch]:
+def first_steps(task: VideoDomain, steps: int = 4) -> list[Batch]:
     task.open(RunPlace(CPU))
     return [batch for step in task.data(RunPlace(CPU)).steps(0, steps) for batch in step.batches]
 
@@ -103,7 +103,7 @@ def test_frames_that_do_not_count_change_neither_loss_nor_gradient(config: FlowC
 
 
 def test_training_counts_the_distinct_frames_alone(home: Path) -> None:
-    plain, distinct = (VideoTask(config_of(home, f"train.loss_frames={kind}")) for kind in ("all", "distinct"))
+    plain, distinct = (VideoDomain(config_of(home, f"train.loss_frames={kind}")) for kind in ("all", "distinct"))
     pairs = list(zip(first_steps(plain), first_steps(distinct), strict=True))
     model = distinct.build()["model"].to_empty(device="cpu")
     for parameter in model.parameters():
@@ -134,7 +134,7 @@ def nothing(entry: Entry, strides: Strides) -> Tensor:
 
 
 def test_a_mask_may_be_a_function_of_ones_own(home: Path) -> None:
-    task = VideoTask(config_of(home))
+    task = VideoDomain(config_of(home))
     task.frame_mask = last_frame_alone
     assert all(
         batch["loss_mask"].sum(1).eq(1).all() and batch["loss_mask"][:, -1].all() for batch in first_steps(task, 2)
@@ -156,7 +156,7 @@ def test_held_out_losses_count_the_same_frames(home: Path) -> None:
     losses = {}
     for kind in ("all", "distinct"):
         config = config_of(home, f"train.loss_frames={kind}", f"name={kind}", "train.steps=1", "train.lr=1e-30")
-        TrainPipeline(config, task=VideoTask(config)).run()
+        TrainPipeline(config, task=VideoDomain(config)).run()
         rows = [row for row in read_metrics(config.run_dir / "metrics.jsonl") if row["kind"] == "validation"]
         losses[kind] = rows[-1]["loss"]
     assert losses["all"] != pytest.approx(losses["distinct"], rel=1e-4)

@@ -24,7 +24,7 @@ from mmspeed.data.sampling.assignment import BucketBatch, Cost, assign_by_share,
 from mmspeed.data.sampling.rank_batches import imbalance, rank_batches, ranks_of_samples
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.pipelines.domains.listed.domain import Length, ListedSample, ListedTask
+from mmspeed.pipelines.domains.listed.domain import Length, ListedDomain, ListedSample
 from mmspeed.protocols import Batch, Models, RunPlace, ShapeClass, Term, Terms, Work
 
 A, B = 6.0, 4.0  # products a token, attention a pair of tokens of one document
@@ -36,7 +36,7 @@ class PacksConfig(RunConfig):
     task: Literal["packs"] = Field("packs", description="What is trained.")
 
 
-class PacksTask(ListedTask[PacksConfig]):
+class PacksTask(ListedDomain[PacksConfig]):
     """Packs of a length, given by the lengths of their documents; what is left of a pack is padding (document -1)."""
 
     name = "packs"

@@ -18,7 +18,7 @@ from mmspeed.loop.frozen import frozen_fingerprint
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.protocols import Update
 from tests.support.character_runs import character_config, losses
-from tests.support.characters import CharacterConfig, CharacterTask
+from tests.support.characters import CharacterConfig, CharacterDomain
 from tests.support.checkpoints import differing, whole_checkpoint
 from tests.support.distillation import DistillationTask
 from tests.support.preferences import PreferenceTask, train_task
@@ -42,7 +42,7 @@ class FrozenCritic(DistillationTask):
         return super().updates()[:1]
 
 
-def train(folder: Path, kind: type[CharacterTask], *overrides: str) -> CharacterConfig:
+def train(folder: Path, kind: type[CharacterDomain], *overrides: str) -> CharacterConfig:
     config = character_config(folder, *overrides)
     TrainPipeline(config, task=kind(config)).run()
     return config

@@ -13,7 +13,7 @@ from mmspeed.errors import UserError
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.protocols import Batch, Data, Divisors, Models, RunPlace, StepData, Task, Term, Terms, Update
 from tests.support.character_runs import character_config, rows
-from tests.support.characters import CharacterTask
+from tests.support.characters import CharacterDomain
 from tests.support.checkpoints import whole_checkpoint
 from tests.support.distillation import DistillationTask, critic_loss, student_loss
 
@@ -35,7 +35,7 @@ class GivenData:
 def task_with(config: object, divisors: Divisors, extra: Callable[[Terms, Batch], dict[str, Term]]) -> Task:
     """The character task with further divisors and terms."""
 
-    class Changed(CharacterTask):
+    class Changed(CharacterDomain):
         def data(self, place: RunPlace) -> Data:
             return GivenData(super().data(place), divisors)  # type: ignore[return-value]
 

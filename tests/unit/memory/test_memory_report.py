@@ -16,7 +16,7 @@ from mmspeed.memory import set_policies
 from mmspeed.memory.planning.report import CATEGORIES, LayerMemory, MemoryReport
 from mmspeed.memory.planning.tracked import kept_bytes
 from mmspeed.mesh import process_group
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.report.memory_page import measure_report, read_report
 from mmspeed.pipelines.report.run_page import write_report
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
@@ -32,7 +32,7 @@ WIDER = (
 
 
 def trial_of(config: Config) -> SyntheticStep:
-    task = VideoTask(config)
+    task = VideoDomain(config)
     task.open_without_data()
     return SyntheticStep(config, task, CPU)
 

@@ -17,7 +17,7 @@ from mmspeed.models.families import FAMILIES
 from mmspeed.models.families.cogvideox import CogVideoXCall
 from mmspeed.models.families.wan import WanCall
 from mmspeed.pipelines.diffusion.objective import DdpmObjective
-from mmspeed.pipelines.diffusion.predictor import FamilyPredictor, make_predictor
+from mmspeed.pipelines.diffusion.predictor import FamilyPredictor, make_predictor, predict
 from mmspeed.protocols import Conditions, blocks_of
 from mmspeed.shapes import Strides
 from tests.support.published import called_by_hand
@@ -94,7 +94,7 @@ def test_a_call_is_the_pipelines(name: str) -> None:
     model, predictor = model_of(name)
     inputs = conditions()
     x = latent(name)
-    actual = predictor.predict(model, x, TIMES, inputs)
+    actual = predict(predictor, model, x, TIMES, inputs)
     assert actual.shape == x.shape
     torch.testing.assert_close(actual, called_by_hand(name, model, x, TIMES, inputs), rtol=1e-6, atol=1e-6)
 
@@ -130,9 +130,9 @@ def test_in_bfloat16_the_error_is_at_most_the_official_pipelines(name: str) -> N
     with torch.no_grad():
         for t in torch.linspace(0.05, 0.999, 6):
             times = t.expand(B)
-            true = predictor.predict(model, x, times, inputs)
+            true = predict(predictor, model, x, times, inputs)
             with torch.autocast("cpu", torch.bfloat16):
-                ours = predictor.predict(model, x, times, inputs)
+                ours = predict(predictor, model, x, times, inputs)
             arguments = predictor.call.call(predictor.config, x.bfloat16(), times, inputs)
             output = half(**{key: rounded(key, value) for key, value in arguments.items()})
             official = predictor.call.prediction(predictor.config, output, x)
@@ -159,7 +159,7 @@ def test_operations_are_what_torch_counts(name: str) -> None:
     named = {key: tensor[:1] for key, tensor in one.named.items()}
     single = Conditions(one.text_BLD[:1], one.text_mask_BL[:1], one.pooled_BD[:1], one.fps_B[:1], one.strides, named)  # type: ignore[index]
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
-        predictor.predict(model, latent(name)[:1], TIMES[:1], single)
+        predict(predictor, model, latent(name)[:1], TIMES[:1], single)
     assert predictor.flops((frames_of(name), H, W), L) == counter.get_total_flops()
 
 
@@ -180,11 +180,11 @@ def test_models_from_images_count_their_operations(case: str, changes: dict[str,
     named = {"conditioning_mask": torch.tensor([[True, False, False]]), "condition": x_BCThw[:1]}
     single = Conditions(one.text_BLD[:1], one.text_mask_BL[:1], one.pooled_BD[:1], named=named)  # type: ignore[index]
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
-        assert predictor.predict(model, x_BCThw[:1], TIMES[:1], single).shape == x_BCThw[:1].shape
+        assert predict(predictor, model, x_BCThw[:1], TIMES[:1], single).shape == x_BCThw[:1].shape
     assert predictor.flops((T, H, W), L) == counter.get_total_flops()
     if "in_channels" in changes:
         with pytest.raises(UserError, match="set the section `conditioning`"):
-            predictor.predict(model, x_BCThw[:1], TIMES[:1], replace(single, named={}))
+            predict(predictor, model, x_BCThw[:1], TIMES[:1], replace(single, named={}))
 
 
 @pytest.mark.parametrize("name", FAMILIES_ONCE)
@@ -195,7 +195,7 @@ def test_tokens_are_those_of_the_patches(name: str) -> None:
     first.register_forward_pre_hook(
         lambda _, args, kwargs: seen.append((args[0] if args else kwargs["hidden_states"]).shape[1]), with_kwargs=True
     )
-    predictor.predict(model, latent(name), TIMES, conditions())
+    predict(predictor, model, latent(name), TIMES, conditions())
     assert seen == [predictor.tokens((frames_of(name), H, W))]
 
 
@@ -228,10 +228,10 @@ def test_sizes_that_a_class_cannot_take_are_refused_before_it_does(name: str) ->
     ) as caught:
         Strides(4, 8).tokens(Strides(4, 8).pixels(beyond), predictor.tokens)
     assert str(bucket) in str(caught.value) or name == "images"
-    assert predictor.predict(model, torch.randn(B, C, *near), TIMES, conditions()).shape == (B, C, *near)
+    assert predict(predictor, model, torch.randn(B, C, *near), TIMES, conditions()).shape == (B, C, *near)
     if name != "images":
         with pytest.raises((ValueError, RuntimeError)):
-            predictor.predict(model, torch.randn(B, C, *beyond), TIMES, conditions())
+            predict(predictor, model, torch.randn(B, C, *beyond), TIMES, conditions())
 
 
 @pytest.mark.parametrize("name", ["ltx", "hunyuan", "hunyuan 1.5"])
@@ -241,7 +241,7 @@ def test_padding_of_a_masked_caption_means_nothing(name: str) -> None:
     other = replace(inputs, text_BLD=torch.where(inputs.text_mask_BL[..., None], inputs.text_BLD, 3.0))
     if name in ("ltx", "mochi", "qwen"):  # the refiners of the others take means by the mask, and attend by it
         assert torch.allclose(
-            predictor.predict(model, x, TIMES, inputs), predictor.predict(model, x, TIMES, other), atol=1e-5
+            predict(predictor, model, x, TIMES, inputs), predict(predictor, model, x, TIMES, other), atol=1e-5
         )
     longer = replace(
         inputs,
@@ -249,7 +249,7 @@ def test_padding_of_a_masked_caption_means_nothing(name: str) -> None:
         text_mask_BL=torch.cat([inputs.text_mask_BL, torch.zeros(B, 3, dtype=torch.bool)], 1),
     )
     torch.testing.assert_close(
-        predictor.predict(model, x, TIMES, inputs), predictor.predict(model, x, TIMES, longer), rtol=1e-5, atol=1e-5
+        predict(predictor, model, x, TIMES, inputs), predict(predictor, model, x, TIMES, longer), rtol=1e-5, atol=1e-5
     )
 
 
@@ -343,7 +343,7 @@ def test_what_a_call_lacks_is_said() -> None:
     ):
         model, predictor = model_of(name)
         with pytest.raises(UserError, match=message):
-            predictor.predict(model, x[:, :, : frames_of(name)], TIMES, without)
+            predict(predictor, model, x[:, :, : frames_of(name)], TIMES, without)
 
 
 def test_an_unknown_class_is_answered_with_the_known_ones() -> None:

@@ -16,7 +16,7 @@ from mmspeed.log import read_metrics
 from mmspeed.models.families.complete import completed
 from mmspeed.models.text.encoders import load_text_encoder
 from mmspeed.pipelines import TextToVideo, TrainPipeline
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.inference.export import export_run
 from mmspeed.pipelines.inference.generate import SampleSettings, sample_together
 from mmspeed.pipelines.inference.official import OfficialSampler
@@ -61,7 +61,7 @@ def test_the_experts_are_those_of_the_repository(home: Path, tmp_path: Path) -> 
     with pytest.raises(UserError, match="leave expert and range out"):
         experts_config(home, experts="both", expert="high")
     with pytest.raises(UserError, match=r"objective.boundary and model.second_subfolder go together"):
-        VideoTask(experts_config(home, "objective={kind: flow, boundary: 0.5}"))
+        VideoDomain(experts_config(home, "objective={kind: flow, boundary: 0.5}"))
     with pytest.raises(UserError, match="boundary divides all times"):
         experts_config(home, "objective={kind: flow, boundary: 0.5, range: [0, 1]}")
 
@@ -108,7 +108,7 @@ def test_a_stopped_run_goes_on_bitwise(home: Path) -> None:
 
 
 def test_the_shares_of_steps_are_those_asked_for(home: Path) -> None:
-    task = VideoTask(experts_config(home, experts="both", high_share=0.2))
+    task = VideoDomain(experts_config(home, experts="both", high_share=0.2))
     high, low = task.updates()
     assert (high.name, high.roles, low.name, low.roles) == ("high", ("model",), "low", (LOW,))
     draws = [high.due(step) for step in range(4000)]

@@ -16,7 +16,7 @@ from mmspeed.pipelines import TrainCallback, TrainPipeline
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.pipelines.training.events import StepEvent
 from tests.support.character_runs import character_config, losses
-from tests.support.characters import CharacterConfig, CharacterTask
+from tests.support.characters import CharacterConfig, CharacterDomain
 from tests.support.checkpoints import differing, whole_checkpoint
 
 STEPS = ("checkpoint.every=2", "checkpoint.keep_last=3", "checkpoint.keep_best=true")
@@ -24,7 +24,7 @@ STEPS = ("checkpoint.every=2", "checkpoint.keep_last=3", "checkpoint.keep_best=t
 
 def train(folder: Path, steps: int, *overrides: str) -> CharacterConfig:
     config = character_config(folder, *STEPS, f"train.steps={steps}", *overrides)
-    TrainPipeline(config, task=CharacterTask(config)).run()
+    TrainPipeline(config, task=CharacterDomain(config)).run()
     return config
 
 
@@ -144,7 +144,7 @@ def test_a_run_goes_on_from_the_copy_on_the_local_disk_bit_for_bit(home: Path, m
     config = character_config(home, *STEPS, *local, "train.steps=100")
     config.run_dir.mkdir(parents=True)
     stop_after = _StopAfter(config.run_dir, 5)
-    TrainPipeline(config, task=CharacterTask(config), callbacks=[stop_after]).run()
+    TrainPipeline(config, task=CharacterDomain(config), callbacks=[stop_after]).run()
     checkpoints = config.run_dir / "checkpoints"
     assert len(list((home / "disk").glob("*/*/step-*"))) == 2
     for step in (4, 5):

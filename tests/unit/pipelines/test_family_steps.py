@@ -16,7 +16,7 @@ from mmspeed.initialize import materialize, read_weights
 from mmspeed.log import read_metrics
 from mmspeed.models.sections import with_weights
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.tasks import maker_of
 from mmspeed.protocols import Batch, Models, Terms, source_of
 from tests.support.runs import small_tree
@@ -35,7 +35,7 @@ def filled(*arguments: Any) -> Any:
     return model
 
 
-class DoubleTask(VideoTask):
+class DoubleTask(VideoDomain):
     """The video task in float64: the model's weights, and all that a batch gives it. Keeps the batches that it trains on."""
 
     def __init__(self, config: Config, maker: Any = None) -> None:

@@ -24,7 +24,7 @@ from mmspeed.models.families.base import packed, unpacked
 from mmspeed.models.families.complete import completed
 from mmspeed.pipelines.diffusion.conditioning_frames import held
 from mmspeed.pipelines.diffusion.schedulers import generators
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.domains.video.synthetic import EncoderShapes
 from mmspeed.pipelines.inference.conditioning_media import conditioning_latents
 from mmspeed.pipelines.inference.prompts import VideoRequest
@@ -173,7 +173,7 @@ def test_a_model_that_is_always_given_frames_says_what_it_needs(tmp_path: Path) 
         pipe.sizes([VideoRequest("a", image="a.png", last_image="b.png")])
     config = config_of(tmp_path / "wan", "conditioning.first=1", "validate.prompts=[a]")
     with pytest.raises(UserError, match=r"^validate\.prompts: the model makes videos of given frames alone"):
-        VideoTask(config).use(EncoderShapes(16, Strides(4, 8), 16)).build()
+        VideoDomain(config).use(EncoderShapes(16, Strides(4, 8), 16)).build()
 
 
 # name -> (its repository, the argument of the transformer's call that holds what an encoder makes of the whole picture)

@@ -26,7 +26,7 @@ from mmspeed.log import read_metrics
 from mmspeed.models.language.decoder import Decoder
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.domains.language.data import packs_of, targets_in
-from mmspeed.pipelines.domains.language.domain import LanguageTask
+from mmspeed.pipelines.domains.language.domain import LanguageDomain
 from mmspeed.preprocess.texts.preparation import TextPreparation
 from mmspeed.protocols import RunPlace
 
@@ -65,7 +65,7 @@ class MemoryTexts:
         return np.array([targets_in(cast(Any, self), *row) for row in rows], np.int64)
 
 
-class MemoryTask(LanguageTask):
+class MemoryTask(LanguageDomain):
     """The task on documents in memory."""
 
     def open(self, place: RunPlace) -> None:

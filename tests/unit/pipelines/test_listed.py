@@ -21,7 +21,7 @@ from mmspeed.config import RunConfig
 from mmspeed.config.training import Section
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.pipelines.domains.listed.domain import Length, ListedSample, ListedTask
+from mmspeed.pipelines.domains.listed.domain import Length, ListedDomain, ListedSample
 from mmspeed.protocols import Batch, Models, NumberRule, RunPlace, ShapeClass, Term, Terms, Work
 
 
@@ -45,7 +45,7 @@ def sample(name: str, length: int, shift: float = 0.0) -> ListedSample:
     return ListedSample(name, {"x": x_N}, Length(length), length - 1)
 
 
-class MeansTask(ListedTask[MeansConfig]):
+class MeansTask(ListedDomain[MeansConfig]):
     """Learns the mean of some numbers; those of `counts` samples of each length."""
 
     name = "means"

@@ -22,7 +22,7 @@ from mmspeed.memory.planning.options import combinations, front, single_policies
 from mmspeed.memory.recompute.regions import regions_of
 from mmspeed.mesh import process_group
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.domains.video.synthetic import EncoderShapes
 from mmspeed.pipelines.tuning.memory_estimate import DeviceSpeeds, _cast_of, plan_memory, shape_figures, spread
 from mmspeed.pipelines.tuning.memory_measure import BlockCall, BlockProfiler, capture
@@ -56,8 +56,8 @@ def config_of(
     return make_config(tree, overrides, origin="test")
 
 
-def task_of(config: Config) -> VideoTask:
-    return VideoTask(config).use(INPUTS)
+def task_of(config: Config) -> VideoDomain:
+    return VideoDomain(config).use(INPUTS)
 
 
 @pytest.fixture

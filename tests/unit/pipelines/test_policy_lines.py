@@ -8,7 +8,7 @@ import pytest
 
 from mmspeed.errors import UserError
 from mmspeed.pipelines.check.data_report import check_task
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.report.policies import policy_lines
 from tests.support.published import prepare, published_config, task_of
 from tests.support.runs import small_config
@@ -41,7 +41,7 @@ def test_regions_of_published_models_are_reported(home: Path, name: str) -> None
 
 def test_our_own_norms_and_activations_are_regions(tmp_path: Path) -> None:
     config = small_config(tmp_path)
-    (line,) = policy_lines(VideoTask(config), config)
+    (line,) = policy_lines(VideoDomain(config), config)
     assert (
         line == "model: memory.activation_policy of SoraBlock: block, attention, cross_attention, mlp, norm, activation"
     )

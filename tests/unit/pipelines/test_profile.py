@@ -25,7 +25,7 @@ from mmspeed.memory import peak_bytes
 from mmspeed.mesh import process_group
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.domains.video.data import VideoData
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.tuning.profile import (
     BucketMeasurements,
     BucketProfile,
@@ -172,8 +172,8 @@ def test_which_errors_say_that_memory_is_full() -> None:
     )
 
 
-def task_of(config: Config) -> VideoTask:
-    task = VideoTask(config)
+def task_of(config: Config) -> VideoDomain:
+    task = VideoDomain(config)
     task.open_without_data()
     return task
 
@@ -234,7 +234,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "--memory-limit much: use bytes" in capsys.readouterr().err
 
 
-class KeepsData(VideoTask):
+class KeepsData(VideoDomain):
     """The video task, which keeps the data that a run was given."""
 
     def data(self, place: RunPlace) -> VideoData:

@@ -31,7 +31,7 @@ from mmspeed.pipelines.check.worker import (
     disagreements,
     other_gradients,
 )
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.shapes import Strides
 from tests.support.runs import small_config
 
@@ -57,7 +57,7 @@ def test_small_latents_split_as_large_ones_do(grid: tuple[int, int, int], sequen
 
 
 def small(config: Config, layout: str) -> ShrunkRun:
-    return shrink_run(VideoTask(with_layout(config, layout)), STRIDES)
+    return shrink_run(VideoDomain(with_layout(config, layout)), STRIDES)
 
 
 def test_the_small_model_keeps_what_decides_its_split(config: Config) -> None:
@@ -82,10 +82,10 @@ def test_samples_are_those_of_their_names(config: Config) -> None:
 
 
 def test_other_processes_make_the_same_small_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    task = VideoTask(with_layout(config, "ring=2"))
+    task = VideoDomain(with_layout(config, "ring=2"))
     first = task.shrunk()
     monkeypatch.setattr(video_check, "codec_geometry", lambda *_: pytest.fail("the codec was asked again"))
-    other = VideoTask(make_config(json.loads(task.config.model_dump_json(by_alias=True)))).shrunk(
+    other = VideoDomain(make_config(json.loads(task.config.model_dump_json(by_alias=True)))).shrunk(
         json.loads(json.dumps(first.known))
     )
     assert isinstance(first, ShrunkRun) and isinstance(other, ShrunkRun)
@@ -118,7 +118,7 @@ def test_layouts_that_are_refused(config: Config, layout: str, message: str) -> 
 
 def test_buckets_that_do_not_fit_are_reported(config: Config) -> None:
     with pytest.raises(UserError, match="does not fit the codec"):
-        shrink_run(VideoTask(with_layout(config, "ring=2")), Strides(8, 8))
+        shrink_run(VideoDomain(with_layout(config, "ring=2")), Strides(8, 8))
 
 
 RIGHT = {

@@ -15,7 +15,7 @@ from mmspeed.errors import UserError
 from mmspeed.pipelines import TextToVideo, TrainPipeline
 from mmspeed.pipelines.check.video import shrunk_video
 from mmspeed.pipelines.diffusion.flow import euler_times, shift_time, time_from_quantile
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.protocols import RunPlace
 from mmspeed.shapes import Bucket
 from tests.support.published import BUCKETS, published_config, write_cache
@@ -56,7 +56,7 @@ class Times(nn.Module):
 @pytest.mark.parametrize("shift", SHIFTS)
 def test_training_is_at_the_times_of_each_buckets_shift(mixed: Path, shift: str) -> None:
     config, plain = config_of(mixed, f"objective.shift={shift}"), FlowConfig(kind="flow")
-    task, place = VideoTask(config), RunPlace(Device("cpu", 0))
+    task, place = VideoDomain(config), RunPlace(Device("cpu", 0))
     task.open(place)
     model, met = task.build()["model"].to_empty(device="cpu"), set()
     times = Times(model)
@@ -100,7 +100,7 @@ def test_a_size_without_a_number_is_refused_before_the_first_step(home: Path) ->
 
 
 def test_a_check_of_layouts_takes_small_samples_of_other_sizes(mixed: Path) -> None:
-    small = shrunk_video(VideoTask(config_of(mixed, "objective.shift={9x32x48: 3.0, 1x32x48: 0.5}")))
+    small = shrunk_video(VideoDomain(config_of(mixed, "objective.shift={9x32x48: 3.0, 1x32x48: 0.5}")))
     place = RunPlace(Device("cpu", 0))
     task = small.task()
     model = task.build()["model"].to_empty(device="cpu")
