@@ -154,7 +154,7 @@ def _with_control(task: VideoDomain, repository: Repository, argument: str, prom
     latents = control_latents(codec, rule, np.stack([np.array(picture) for picture in control]))
     batch = training_batch(task, bucket, prompts)
     batch = replace(batch, tensors={**batch.tensors, **{name: latent[None] for name, latent in latents.items()}})
-    model = outline(task.config.model, task.inputs.channels, task.inputs.text_width, repository)
+    model = outline(task.config.model, task.sizes.channels, task.sizes.text_width, repository)
     models = {"model": model}
     ours, marked = (
         recorded(model, partial(values_of, task, models, each)) for each in (batch, without_encodings(batch))
