@@ -27,7 +27,7 @@ from mmspeed.pipelines.check.worker import WorkerReport, examine
 from mmspeed.pipelines.domains.video.published import PublishedVideoDomain
 from mmspeed.pipelines.domains.video.small_published import PublishedModel
 from mmspeed.pipelines.domains.video.synthetic import EncoderShapes
-from mmspeed.pipelines.tasks import make_task
+from mmspeed.pipelines.tasks import as_task, make_task
 from mmspeed.protocols import SmallRun
 from mmspeed.shapes import Strides
 from tests.support.published import prepare, published_config
@@ -85,8 +85,9 @@ REFUSED: dict[str, tuple[Case, str]] = {
 
 def small(home: Path, folder: Path, case: Case) -> SmallRun:
     name, layout, keys, _ = case
-    task = PublishedVideoDomain(with_layout(published_config(home, name, *keys), layout), lambda: make_model(name))
-    return compared_run(task, folder / "small")
+    config = with_layout(published_config(home, name, *keys), layout)
+    domain = PublishedVideoDomain(config, lambda: make_model(name))
+    return compared_run(as_task(domain, config), folder / "small")
 
 
 def examined(runs: dict[str, tuple[dict[str, Any], tuple[str, ...]]]) -> dict[str, WorkerReport]:
@@ -181,5 +182,5 @@ def test_a_call_of_the_users_and_frozen_weights_are_kept_or_told(home: Path, tmp
     config = with_layout(published_config(home, "hunyuan"), "ulysses=2")
     mini = PublishedVideoDomain(config, lambda: frozen, call=HunyuanVideoCall(guidance=2.5)).small(tmp_path / "small")
     assert "weights that are frozen in training have gradients here" in mini.remarks[0]
-    predictor = make_task(mini.config).use(EncoderShapes(4, Strides(4, 8), 16)).predictor  # type: ignore[attr-defined]
+    predictor = make_task(mini.config).domain.use(EncoderShapes(4, Strides(4, 8), 16)).predictor  # type: ignore[attr-defined]
     assert predictor.call == HunyuanVideoCall(guidance=2.5) and predictor.name == "HunyuanVideoTransformer3DModel"
