@@ -6,13 +6,13 @@ import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import pytest
 from torch import nn
 
-from mmspeed.config import make_config
+from mmspeed.config import Config, make_config
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.mesh import process_group
@@ -81,6 +81,10 @@ REFUSED: dict[str, tuple[Case, str]] = {
         ("hunyuan", "ulysses=2", (SPARSE,), "right"), "joint attention of video and text is either sparse or split",
     ),
 }  # fmt: skip
+
+
+class OwnConfig(Config):
+    task: Literal["own"] = "own"  # type: ignore[assignment]
 
 
 def small(home: Path, folder: Path, case: Case) -> SmallRun:
@@ -179,7 +183,9 @@ def test_a_call_of_the_users_and_frozen_weights_are_kept_or_told(home: Path, tmp
     frozen = make_model("hunyuan")
     frozen.get_submodule("context_embedder").requires_grad_(False)
     config = with_layout(published_config(home, "hunyuan"), "ulysses=2")
+    config = OwnConfig.model_validate({**dict(config), "task": "own"})  # of an installed package
     mini = PublishedVideoTask(config, lambda: frozen, call=HunyuanVideoCall(guidance=2.5)).small(tmp_path / "small")
+    assert type(mini.config) is Config and mini.config.task == "video" and not mini.named
     assert "weights that are frozen in training have gradients here" in mini.remarks[0]
     predictor = make_task(mini.config).use(EncoderShapes(4, Strides(4, 8), 16)).predictor  # type: ignore[attr-defined]
     assert predictor.call == HunyuanVideoCall(guidance=2.5) and predictor.name == "HunyuanVideoTransformer3DModel"
