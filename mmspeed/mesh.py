@@ -76,6 +76,11 @@ class Mesh:
         """Devices along an axis of any view."""
         return self.table.sizes[AxisName(axis)]
 
+    @property
+    def staged(self) -> bool:
+        """True where the stages of a pipeline hold parts of a model."""
+        return self.size(AxisName.PP) > 1
+
     def reader(self, split: bool = True) -> Reader:
         """The share that this process reads of items whose tokens are split over a group of ranks, or of items that are not split."""
         return self.table.reader(self.rank, split)

@@ -37,9 +37,9 @@ def report_config(config_path: Path, overrides: Sequence[str] = (), output: Path
         known = _read(folder / MEMORY_NAME)
         choice = known.get("blocks") if config.memory.chooses else None
         task = make_task(config)
-        task.open_without_data()
+        task.domain.open_without_data()
         trial = SyntheticStep(config, task, device, choice=comm.broadcast_object(choice))
-        bucket = max(task.shapes(), key=task.tokens)
+        bucket = max(task.domain.shapes(), key=task.domain.tokens)
         share = -(-config.train.samples_per_step // world)
         batch = min(share, config.train.micro_batch_size or share)
         report = measure_report(trial, bucket, batch)

@@ -24,15 +24,14 @@ from mmspeed.config import RunConfig, load_config
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.log import format_bytes
 from mmspeed.loop.optimizers.make_optimizer import make_optimizer
-from mmspeed.loop.runner import SequentialRunner
 from mmspeed.loop.step import train_step
 from mmspeed.memory.planning.measure import nbytes, place_of
 from mmspeed.mesh import process_group
 from mmspeed.parallel import autocast, make_half
-from mmspeed.pipelines.tasks import make_task
+from mmspeed.pipelines.tasks import Task, make_task
 from mmspeed.pipelines.tuning.memory_estimate import without_values
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
-from mmspeed.protocols import MicroBatchSize, RunPlace, Task, shape_words
+from mmspeed.protocols import MicroBatchSize, RunPlace, shape_words
 from mmspeed.torch_internals import (
     MATMUL_NAMES,
     OPERATOR_STARTS,
@@ -203,27 +202,27 @@ def counting(device: torch.device) -> Iterator[StepCounter]:
 
 
 def count_step(config: RunConfig, device: Device) -> StepCount:
-    """Count the step of a config's largest micro-batch on one device. Raises UserError as `Task.open_without_data`."""
+    """Count the step of a config's largest micro-batch on one device. Raises UserError as `Domain.open_without_data`."""
     task = make_task(config)
-    task.open_without_data()
-    step = task.largest_micro_batch(RunPlace(Device("cpu", 0)))
+    task.domain.open_without_data()
+    step = task.domain.largest_micro_batch(RunPlace(Device("cpu", 0)))
     if device.kind != "cpu":
         with process_group(device):
             trial = SyntheticStep(config, task, device)
             trial.run(step.shape, step.items)
             batch, parts = trial.batch(step.shape, step.items), trial.parts
-            divisors, clip = task.synthetic_divisors(batch, 1), config.train.clip_norm
+            divisors, clip = task.domain.synthetic_divisors(batch, 1), config.train.clip_norm
             with counting(device.torch_device) as counter:
                 train_step(parts.models, parts.learners, [batch], divisors, clip_norm=clip, mesh=trial.placement.mesh)
         return StepCount(step, f"counted on {device.kind}", counter.kinds, +counter.waits, +counter.copies)
-    task.shapes()
-    kinds, host = _launches(config, task, step), _held_up(task, step)
+    task.domain.shapes()
+    kinds, host = _launches(config, task, step), _held_up(config, task, step)
     return StepCount(step, "counted from shapes", kinds, +host.waits, +host.copies)
 
 
 def _launches(config: RunConfig, task: Task, step: MicroBatchSize) -> dict[str, Traffic]:
     """Launches and bytes of a step by fake tensors, without recomputation, clipping, and the update of optimizers in tiers."""
-    model = task.build()[task.updates()[0].roles[0]]
+    model = task.build()[task.updates()[0].role]
     make, loss = task.sketch(model, step.shape, step.items)
     if config.memory.master != "parameters":
         make_half(model)
@@ -245,14 +244,15 @@ def _launches(config: RunConfig, task: Task, step: MicroBatchSize) -> dict[str, 
     return counter.kinds | {"optimizer": total(update.kinds)}
 
 
-def _held_up(task: Task, step: MicroBatchSize) -> StepCounter:
+def _held_up(config: RunConfig, task: Task, step: MicroBatchSize) -> StepCounter:
     """What holds up the host in a micro-batch, whose models and data are on the meta device."""
     models, update = {role: model.to(META) for role, model in task.build().items()}, task.updates()[0]
-    batch = task.synthetic_batch(step.shape, step.items, RunPlace(Device("cpu", 0)))
-    divisors, there = task.synthetic_divisors(batch, 1), batch.to(META, torch.float32)
+    batch = task.domain.synthetic_batch(step.shape, step.items, RunPlace(Device("cpu", 0)))
+    divisors, there = task.domain.synthetic_divisors(batch, 1), batch.to(META, torch.float32)
     with counting(META) as counter:
-        runner = SequentialRunner([models[role] for role in update.roles], "none")
-        runner.run(lambda micro_batch: update.loss(models, micro_batch), [there], divisors)
+        optimizers = {update.role: make_optimizer(models[update.role], config.train)}
+        (learner,) = task.learners([update], models, "none", optimizers, META)
+        learner.run([there], divisors, 1.0)
     return counter
 
 
@@ -264,10 +264,10 @@ def bench_step(path: Path, overrides: Sequence[str], *, count: bool, rounds: int
     if count:
         return count_step(config, device)
     task = make_task(config)
-    task.open_without_data()
+    task.domain.open_without_data()
     with process_group(device):
         trial = SyntheticStep(config, task, device)
-        step = task.largest_micro_batch(trial.place)
+        step = task.domain.largest_micro_batch(trial.place)
         trial.run(step.shape, step.items)
         return [trial.seconds(step.shape, step.items) for _ in range(rounds)]
 

@@ -83,7 +83,7 @@ def model_lines(config: RunConfig, report: CheckOutcome) -> list[str]:
     task, works = make_task(config), report.works if isinstance(report, ForecastsWork) else ()
     forecast = bool(works) or config.memory.chooses
     if forecast:
-        task.open_without_data()
+        task.domain.open_without_data()
     policies = policy_lines(task, config)
     if not forecast:
         return policies

@@ -161,7 +161,7 @@ class LanguageStageConfig(PartConfig):
 class LanguageConfig(RunConfig):
     """The config of a run of the language task."""
 
-    fixed_on_resume: ClassVar[tuple[str, ...]] = ("seed", "task", "model", "tokenizer")
+    fixed_on_resume: ClassVar[tuple[str, ...]] = ("seed", "task", "method", "model", "tokenizer")
     machine_local: ClassVar[tuple[str, ...]] = (*RunConfig.machine_local, "texts.processes")
     machine_paths: ClassVar[tuple[str, ...]] = (
         *RunConfig.machine_paths,

@@ -33,6 +33,7 @@ from .inputs import (
 )
 from .known_models import videos_of
 from .memory import MemoryConfig, refused
+from .method import MethodConfig
 from .model import AnyModelConfig, ModelConfig
 from .objective import DdpmConfig, FlowConfig, ObjectiveConfig, ObjectiveSection
 from .observation import SampleConfig, TrackingConfig, ValidateConfig
@@ -87,7 +88,7 @@ class RunConfig(Section):
     """The sections that every task shares."""
 
     # sections that a resumed run may not change, since its checkpoints would change their meaning
-    fixed_on_resume: ClassVar[tuple[str, ...]] = ("seed", "task", "objective")
+    fixed_on_resume: ClassVar[tuple[str, ...]] = ("seed", "task", "method", "objective")
     # (section, key) pairs of those that may change nevertheless
     free_on_resume: ClassVar[tuple[tuple[str, str], ...]] = ()
     # keys that may differ between the processes of a run (`*` for a place in a list)
@@ -112,6 +113,9 @@ class RunConfig(Section):
         description="The samples of each bucket in a step, and the buckets that share one.",
     )
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Saving of a run's state.")
+    method: MethodConfig = Field(
+        default_factory=MethodConfig, description="How the models learn; keys beside `kind` are the method's own."
+    )
     validate_: ValidateConfig = Field(
         default_factory=ValidateConfig, alias="validate", description="Held-out loss and samples during training."
     )
@@ -204,7 +208,7 @@ def joined(base: Path, path: str) -> str:
 class Config(RunConfig):
     """The config of a run of the video task."""
 
-    fixed_on_resume: ClassVar[tuple[str, ...]] = ("seed", "task", "model", "objective", "vae", "text")
+    fixed_on_resume: ClassVar[tuple[str, ...]] = ("seed", "task", "method", "model", "objective", "vae", "text")
     free_on_resume: ClassVar[tuple[tuple[str, str], ...]] = (("model", "sparse"),)  # no part of the weights
     machine_local: ClassVar[tuple[str, ...]] = (*RunConfig.machine_local, "preprocess.decode_workers")
     machine_paths: ClassVar[tuple[str, ...]] = (

@@ -43,12 +43,12 @@ class TaskEntry:
 # name in configs -> classes; add a line for a task of this repository
 TASKS: dict[str, TaskEntry] = {
     "video": TaskEntry(
-        "mmspeed.pipelines.domains.video.domain:VideoTask",
+        "mmspeed.pipelines.domains.video.domain:VideoDomain",
         config="mmspeed.config.schema:Config",
         preparation="mmspeed.preprocess.preparation:VideoPreparation",
     ),
     "language": TaskEntry(
-        "mmspeed.pipelines.domains.language.domain:LanguageTask",
+        "mmspeed.pipelines.domains.language.domain:LanguageDomain",
         config="mmspeed.config.language:LanguageConfig",
         preparation="mmspeed.preprocess.texts.preparation:TextPreparation",
     ),

@@ -34,9 +34,9 @@ class Rests(BaseCallback):
     ) -> None:
         self.learners = [learner for learner in learners if learner.update.rests]
         self._rests = {
-            role: HostRest(device, partial(held, models[role], optimizer, averages.get(role)))
+            role: HostRest(device, partial(held, models[role], learner.optimizer, averages.get(role)))
             for learner in self.learners
-            for role, optimizer in zip(learner.update.roles, learner.optimizers, strict=True)
+            for role in (learner.update.role,)
         }
 
     @property
@@ -45,7 +45,7 @@ class Rests(BaseCallback):
         return {role: rest.nbytes for role, rest in self._rests.items()}
 
     def before_step(self, step: int) -> None:
-        due = {role for learner in self.learners if learner.update.due(step) for role in learner.update.roles}
+        due = {learner.update.role for learner in self.learners if learner.update.due(step)}
         for role, rest in self._rests.items():  # first those that make room
             if role not in due:
                 rest.rest()

@@ -9,10 +9,9 @@ Legend: I items of a micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,8 @@ from mmspeed.protocols import Batch, Divisors, MicroBatches, ShapeClass, Term, T
 
 from .terms import TermKind
 
-Forward = Callable[[Batch], Terms]
+Call = Callable[[Batch], Any]  # the forward pass of a micro-batch: the model called with its inputs, and nothing else
+TermsOf = Callable[[Any], Terms]  # of what a call returned
 
 
 @dataclass
@@ -61,9 +61,12 @@ def _sum(scalars: list[Tensor], device: torch.device) -> Tensor:
 class Runner(Protocol):
     """The driver of the micro-batches of an update."""
 
-    def run(self, forward: Forward, batches: MicroBatches, divisors: Divisors, weight: float = 1.0) -> RunRecord:
+    def run(
+        self, call: Call, terms: TermsOf, batches: MicroBatches, divisors: Divisors, weight: float = 1.0
+    ) -> RunRecord:
         """Run forward and backward of all micro-batches; gradients are summed over ranks with the last one.
 
+        A stage of a pipeline makes its part of `call`, and `terms` where the loss is known.
         `divisors`: the divisors of the terms' losses; None: known afterwards, and the weights are summed. `weight`: the step's, a factor of
         its gradients, which the recorded terms do not have. When the next micro-batch is
         asked for, only the terms and sources of the last one are kept. Raises UserError for a term that trains and whose divisor is
@@ -74,58 +77,56 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class SequentialRunner:
-    """A runner of one micro-batch after another. `models` are those that learn, as wrapped by their engines."""
+    """A runner of one micro-batch after another. `model`: that which learns, as wrapped by its engine."""
 
-    models: Sequence[nn.Module]
+    model: nn.Module
     strategy: Strategy
 
-    def run(self, forward: Forward, batches: MicroBatches, divisors: Divisors, weight: float = 1.0) -> RunRecord:
+    def run(
+        self, call: Call, terms: TermsOf, batches: MicroBatches, divisors: Divisors, weight: float = 1.0
+    ) -> RunRecord:
         record = RunRecord()
         for batch in batches:  # no enumerate: it would keep a batch alive while the next one is fetched
-            with ExitStack() as stack:
-                last = len(record.terms) == len(batches) - 1
-                for model in self.models:
-                    stack.enter_context(no_sync(model, self.strategy, last=last))
-                terms = forward(batch)
-                loss = self._note(record, batch, terms, divisors, weight)
+            with no_sync(self.model, self.strategy, last=len(record.terms) == len(batches) - 1):
+                loss = noted(record, batch, terms(call(batch)), divisors, weight)
                 loss.backward()
             # after backward, a graph still holds the non-tensor state of its functions, such as plans
-            del batch, terms, loss
+            del batch, loss
         return record
 
-    @staticmethod
-    def _note(record: RunRecord, batch: Batch, terms: Terms, divisors: Divisors, weight: float) -> Tensor:
-        """Record the terms of a micro-batch; returns the scalar that is differentiated.
 
-        Raises ValueError where none trains, or one has a divisor that the step's data does not name.
-        """
-        for name, term in terms.items():
-            if term.divisor not in divisors:
-                known = ", ".join(divisors)
-                raise ValueError(f"the term '{name}' has the divisor '{term.divisor}', and the step's data has {known}")
-        totals = {name: term.total() for name, term in terms.items()}
-        parts = [
-            totals[name] * (weight * scale_of(term.divisor, divisors[term.divisor]))
-            for name, term in terms.items()
-            if term.trains
-        ]
-        if not parts:
-            raise ValueError(f"no term of {', '.join(terms) or 'the loss'} trains")
-        record.terms.append({name: term.detached() for name, term in terms.items()})
-        record.shapes.append(batch.shape)
-        record.totals.append({name: total.detach() for name, total in totals.items()})
-        late: dict[str, Term] = {}
-        for term in terms.values():
-            if divisors[term.divisor] is not None:
-                continue
-            first = late.setdefault(term.divisor, term)
-            if first.weight_I is not term.weight_I:
-                record.disagreements.append((first.weight_I - term.weight_I).abs().sum())
-        record.weights.append({divisor: term.weight_I.sum() for divisor, term in late.items()})
-        record.sources.append(batch.sources)
-        record.names.append(batch.names)
-        record.kinds.update({name: TermKind(term.divisor, term.trains) for name, term in terms.items()})
-        return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+def noted(record: RunRecord, batch: Batch, terms: Terms, divisors: Divisors, weight: float) -> Tensor:
+    """Record the terms of a micro-batch; returns the scalar that is differentiated.
+
+    Raises ValueError where none trains, or one has a divisor that the step's data does not name.
+    """
+    for name, term in terms.items():
+        if term.divisor not in divisors:
+            known = ", ".join(divisors)
+            raise ValueError(f"the term '{name}' has the divisor '{term.divisor}', and the step's data has {known}")
+    totals = {name: term.total() for name, term in terms.items()}
+    parts = [
+        totals[name] * (weight * scale_of(term.divisor, divisors[term.divisor]))
+        for name, term in terms.items()
+        if term.trains
+    ]
+    if not parts:
+        raise ValueError(f"no term of {', '.join(terms) or 'the loss'} trains")
+    record.terms.append({name: term.detached() for name, term in terms.items()})
+    record.shapes.append(batch.shape)
+    record.totals.append({name: total.detach() for name, total in totals.items()})
+    late: dict[str, Term] = {}
+    for term in terms.values():
+        if divisors[term.divisor] is not None:
+            continue
+        first = late.setdefault(term.divisor, term)
+        if first.weight_I is not term.weight_I:
+            record.disagreements.append((first.weight_I - term.weight_I).abs().sum())
+    record.weights.append({divisor: term.weight_I.sum() for divisor, term in late.items()})
+    record.sources.append(batch.sources)
+    record.names.append(batch.names)
+    record.kinds.update({name: TermKind(term.divisor, term.trains) for name, term in terms.items()})
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
 
 def scale_of(name: str, divisor: float | None) -> float:

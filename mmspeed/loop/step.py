@@ -6,7 +6,7 @@ Legend: I items of a micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,13 +16,13 @@ from mmspeed.comm import Axis, all_gather_objects, all_reduce_sum
 from mmspeed.errors import UserError
 from mmspeed.mesh import Mesh
 from mmspeed.parallel import sum_shared_gradients
-from mmspeed.protocols import Divisors, MicroBatches, Models, Update, UseName
+from mmspeed.protocols import Batch, Divisors, MicroBatches, Models, Update, UseName
 
 from .counts import counting, counting_modules, share_counts
 from .gradients import clip_gradients
 from .optimizers.gradient_release import ReleasingOptimizer
 from .optimizers.make_optimizer import AnyOptimizer
-from .runner import Runner, RunRecord, scale_of
+from .runner import Call, Runner, RunRecord, TermsOf, scale_of
 from .terms import TermKind, terms_of_all
 
 # reads a step's micro-batches again without some uses; None where none is left
@@ -58,25 +58,49 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Learner:
-    """An update of a step, with the runner that drives its micro-batches and the optimizers that apply its gradients.
+    """An update of a step: the runner that drives its micro-batches, what it runs, and the optimizer that applies the gradients.
 
-    `optimizers`: those of its roles, in their order.
+    Args:
+        call: the forward pass of a micro-batch.
+        terms: the terms of what a call returned.
+        before: a micro-batch with what is asked before its forward pass; None: nothing is.
     """
 
     update: Update
     runner: Runner
-    optimizers: Sequence[AnyOptimizer]
+    optimizer: AnyOptimizer
+    call: Call
+    terms: TermsOf
+    before: Callable[[Batch], Batch] | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
-    def releasing(self) -> list[ReleasingOptimizer]:
-        """The optimizers that update in backward: of all roles or of none."""
-        return [one for one in self.optimizers if isinstance(one, ReleasingOptimizer)]
+    def releasing(self) -> ReleasingOptimizer | None:
+        """The optimizer, where it updates in backward."""
+        return self.optimizer if isinstance(self.optimizer, ReleasingOptimizer) else None
 
     def forget_gradients(self) -> None:
-        """Free the gradients of its roles."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        """Free the gradients of its role."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def run(self, batches: MicroBatches, divisors: Divisors, weight: float) -> RunRecord:
+        """Run forward and backward of all micro-batches."""
+        asked = batches if self.before is None else _Asked(batches, self.before)
+        return self.runner.run(self.call, self.terms, asked, divisors, weight)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Micro-batches with what is asked before their forward passes."""
+
+    batches: MicroBatches
+    before: Callable[[Batch], Batch]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return map(self.before, self.batches)
 
 
 def train_step(
@@ -184,27 +208,25 @@ def apply_update(
     if not weight > 0 or not math.isfinite(weight):
         raise ValueError(f"a step's weight is {weight:g}: it must be above 0")
     update, releasing = learner.update, learner.releasing
-    for optimizer in releasing:
-        optimizer.begin(len(batches))
-    learning = {role: models[role] for role in update.roles}
+    if releasing is not None:
+        releasing.begin(len(batches))
+    learning = {update.role: models[update.role]}
     counters = counting_modules(learning)
     with counting(counters, group):
-        record = learner.runner.run(
-            lambda batch: update.loss(models, batch.to(learner.device, torch.float32)), batches, divisors, weight
-        )
+        record = learner.run(batches, divisors, weight)
     if tensor is not None:
         for model in learning.values():
             sum_shared_gradients(model.parameters(), tensor)
     kinds = terms_of_all(record.kinds, group)  # before the wait for the device
     late = _late_divisors(record, kinds, divisors, learner.device, group)
-    scale = _late_scale(kinds, late, bool(releasing))
+    scale = _late_scale(kinds, late, releasing is not None)
     sums = [record.total(name, learner.device) for name in kinds]
-    if not releasing:
+    if releasing is None:
         norm = clip_gradients(list(learning.values()), clip_norm, mesh, scale, weight)
         *local, grad_norm = torch.stack([*sums, norm]).tolist()  # the wait for the device
     else:
         local = torch.stack(sums).tolist()
-        grad_norm = math.hypot(*(optimizer.gradient_norm(group) for optimizer in releasing)) / weight
+        grad_norm = releasing.gradient_norm(group) / weight
     broken = not (all(map(math.isfinite, local)) and math.isfinite(grad_norm))
     *totals, broken_ranks = all_reduce_sum([*local, float(broken)], group)
     known = {name: value for name, value in divisors.items() if value is not None} | late
@@ -219,13 +241,12 @@ def apply_update(
             sorted(((key, epoch, repeat), source) for pairs in of_ranks for (key, epoch, repeat), source in pairs)
         )
         bad = sorted(set(uses.values()))
-        if releasing:
+        if releasing is not None:
             raise _partly_applied(loss, grad_norm, bad)
-    withheld = not broken_ranks and not releasing and accept is not None and not accept(loss, grad_norm)
+    withheld = not broken_ranks and releasing is None and accept is not None and not accept(loss, grad_norm)
     counts: Mapping[str, torch.Tensor] = {}
     if not (broken_ranks or withheld):
-        for each in learner.optimizers:
-            each.step()
+        learner.optimizer.step()
         counts = share_counts(counters, group)
     learner.forget_gradients()
     result = StepResult(loss, grad_norm, not broken_ranks, terms=terms, trained=trained, record=record)
@@ -233,7 +254,7 @@ def apply_update(
         return replace(result, bad=bad, bad_uses=tuple(uses), broken=update.name)
     if withheld:
         return replace(result, withheld=True)
-    return replace(result, updated=frozenset(update.roles), counts=counts)
+    return replace(result, updated=frozenset((update.role,)), counts=counts)
 
 
 def _late_divisors(

@@ -1,6 +1,6 @@
 """The interfaces between the floors: structural types and plain data, without computation."""
 
-from .batch import Batch, Item, MicroBatches, NumberRule, Term, Terms, UseName
+from .batch import Batch, Item, MicroBatches, NumberRule, Term, Terms, UseName, require_entry
 from .calls import Conditions, ModelCall
 from .codecs import Posterior, TextEncoder, TextEntry, VideoCodec
 from .data import (
@@ -15,7 +15,9 @@ from .data import (
     SizedData,
     StepData,
 )
+from .method import Ask, FrozenCopy, Method, Tensors
 from .model import (
+    BeginsAtZero,
     CountsDenseFlops,
     CountsFlops,
     CountsSteps,
@@ -66,25 +68,29 @@ from .plan import (
 from .preparation import CheckOutcome, ForecastsWork, Preparation, RunWork
 from .shapes import ShapeClass, shape_words
 from .task import (
-    LossFunction,
+    Domain,
+    Given,
+    Inputs,
+    LearningPart,
     MicroBatchSize,
     Models,
     OptimizerSetting,
-    OutlinesModels,
     RunPlace,
     SmallRun,
     StepUsage,
-    Task,
     Update,
     Validation,
+    Values,
     Work,
 )
 
 __all__ = [
+    "Ask",
     "Attended",
     "AttentionLayout",
     "Batch",
     "BatchShape",
+    "BeginsAtZero",
     "Block",
     "BlockParts",
     "CheckOutcome",
@@ -99,16 +105,21 @@ __all__ = [
     "DeclaresPlan",
     "DiffusionModel",
     "Divisors",
+    "Domain",
     "ForecastsWork",
+    "FrozenCopy",
     "Gather",
+    "Given",
     "HasConditioningModes",
     "InitializesWeights",
+    "Inputs",
     "Item",
     "Leading",
+    "LearningPart",
     "LeavesOut",
     "Linear",
     "Location",
-    "LossFunction",
+    "Method",
     "MicroBatchSize",
     "MicroBatches",
     "ModelCall",
@@ -117,7 +128,6 @@ __all__ = [
     "NumberRule",
     "OptimizerSetting",
     "OrderedSample",
-    "OutlinesModels",
     "Output",
     "Part",
     "Posterior",
@@ -139,7 +149,7 @@ __all__ = [
     "StepUsage",
     "Structure",
     "Summed",
-    "Task",
+    "Tensors",
     "Term",
     "Terms",
     "TextEncoder",
@@ -150,6 +160,7 @@ __all__ = [
     "Update",
     "UseName",
     "Validation",
+    "Values",
     "VideoCodec",
     "WeightSource",
     "Work",
@@ -161,6 +172,7 @@ __all__ = [
     "keep_blocks",
     "parts_of",
     "plan_of",
+    "require_entry",
     "shape_words",
     "single_blocks",
     "source_of",

@@ -5,12 +5,14 @@ Legend: I items of a micro-batch (samples, packs).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+
+from mmspeed.errors import UserError
 
 from .shapes import ShapeClass
 
@@ -45,7 +47,8 @@ class Batch:
     """A micro-batch: items of one shape class.
 
     `tensors` may hold any number of latents, texts, masks and conditions under any names. One without a rule in `rules` is moved and
-    never rounded.
+    never rounded. Those of further entries of the samples have the entry's role before their names: `chosen.latents`. `before`: what a
+    method has asked for the batch before its forward pass.
     """
 
     tensors: dict[str, Tensor]
@@ -53,6 +56,23 @@ class Batch:
     weights_I: Tensor  # over all ranks an item's weights sum to 1; 0 for fillers that keep ranks in step
     shape: ShapeClass
     rules: Mapping[str, NumberRule] = field(default_factory=dict)
+    before: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def rule(self, name: str) -> NumberRule | None:
+        """The rule of a tensor; one of an entry has that of the samples' own."""
+        return self.rules.get(name.rpartition(".")[2])
+
+    def entry(self, role: str) -> Batch:
+        """The batch with the tensors of an entry in the place of the samples' own. Raises UserError for one that it lacks."""
+        require_entry(role, self.tensors)
+        mark = f"{role}."
+        own = {name.removeprefix(mark): tensor for name, tensor in self.tensors.items() if name.startswith(mark)}
+        return replace(self, tensors={**self.tensors, **own})
+
+    def with_entries(self, roles: Collection[str]) -> Batch:
+        """The batch with its own tensors as those of each entry, for measuring a step of synthetic samples."""
+        further = {f"{role}.{name}": tensor for role in roles for name, tensor in self.tensors.items()}
+        return replace(self, tensors={**self.tensors, **further})
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -82,7 +102,7 @@ class Batch:
         """
 
         def move(name: str, tensor: Tensor) -> Tensor:
-            rounded = self.rules.get(name) == "compute" and tensor.is_floating_point()
+            rounded = self.rule(name) == "compute" and tensor.is_floating_point()
             return tensor.to(device, dtype if rounded else tensor.dtype, non_blocking=non_blocking)
 
         return self._each(move, self.weights_I.to(device, non_blocking=non_blocking))
@@ -93,15 +113,21 @@ class Batch:
 
     def movable(self) -> dict[str, Tensor]:
         """The tensors that go to the device, by name."""
-        moved = {name: tensor for name, tensor in self.tensors.items() if self.rules.get(name) != "host"}
+        moved = {name: tensor for name, tensor in self.tensors.items() if self.rule(name) != "host"}
         return {**moved, "weights": self.weights_I}
 
     def _each(self, change: Callable[[str, Tensor], Tensor], weights_I: Tensor) -> Batch:
         tensors = {
-            name: tensor if self.rules.get(name) == "host" else change(name, tensor)
-            for name, tensor in self.tensors.items()
+            name: tensor if self.rule(name) == "host" else change(name, tensor) for name, tensor in self.tensors.items()
         }
         return replace(self, tensors=tensors, weights_I=weights_I)
+
+
+def require_entry(role: str, names: Collection[str]) -> None:
+    """Raise UserError where no tensor of these names is one of an entry."""
+    known = sorted({name.split(".")[0] for name in names if "." in name})
+    if role not in known:
+        raise UserError(f"the samples have no entry '{role}'; they have {', '.join(known) or 'none beside their own'}")
 
 
 class MicroBatches(Protocol):

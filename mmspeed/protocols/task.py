@@ -1,18 +1,22 @@
-"""Tasks: the interface between a trainer and a domain (video, language, preferences).
+"""Domains: what the trainer knows of videos, texts or lists of samples; and the updates of a step.
 
-The trainer, the order of steps, checkpoints, budgets, self-checks and planners know tasks and no domain.
+A domain knows data and models, and no second model. A method (`mmspeed.protocols.method`) knows roles and terms, and no tensor of a domain.
+The trainer, the order of steps, checkpoints, budgets, checks and planners know both by these protocols.
+
+Legend: I items of a micro-batch, U their units (clips; documents of packs).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from .batch import Batch, Terms
+from .batch import Batch, Term, Terms
 from .data import Data, Divisors, OrderedSample, StepData
 from .shapes import ShapeClass
 
@@ -21,7 +25,14 @@ if TYPE_CHECKING:
     from mmspeed.device import Device
 
 Models = Mapping[str, nn.Module]  # by role: "model", and such as "reference", "reward", "critic"
-LossFunction = Callable[[Models, Batch], Terms]
+
+
+class Given(NamedTuple):
+    """A noisy input and its times (I,) that are given instead of drawn. `target`: of a prediction from it, for a loss; None: there is none."""
+
+    x: Tensor
+    time: Tensor
+    target: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -108,25 +119,43 @@ class OptimizerSetting:
 
 
 @dataclass(frozen=True)
+class LearningPart:
+    """A model of a domain that learns: all of them, or each of two experts.
+
+    Args:
+        role: of the model, as `Domain.build` names it.
+        name: unique among the parts, in messages and metrics.
+        when: True for the steps at which it learns: a pure function of the step's number, the same on all ranks; None: all.
+        rests: at other steps its weights, moments and averages lie in the host's memory, where the device is not the host: so no
+            other update, and no callback after a step, reads them.
+        baseline: about the loss of a model that knows nothing; None: not known. The first losses of a run are judged by it.
+    """
+
+    role: str = "model"
+    name: str = "model"
+    when: Callable[[int], bool] | None = None
+    rests: bool = False
+    baseline: float | None = None
+
+
+@dataclass(frozen=True)
 class Update:
-    """An update within a step: the roles that learn by it, and their loss.
+    """An update within a step: the role that learns by it, and as which part of the domain.
 
     A step makes its updates in order. Models of other roles are present, and do not learn.
 
     Args:
-        loss: the named terms of a micro-batch, of all models.
-        roles: the roles that learn together: one gradient norm, by which all are clipped. Each has an optimizer for all its updates.
-        name: unique among the updates of a task.
+        part: the part of the domain whose inputs it takes.
+        role: the role that learns: the part's, or a further one of the method. It has one optimizer for all its updates.
+        name: unique among the updates of a step.
         optimizer: None: the config's settings. The same in all updates of a role.
         every: it is made at steps 0, `every`, 2 `every` and so on. At least one update is made at every step.
-        when: instead of `every`, True for the steps at which it is made: a pure function of the step's number, the same on all ranks.
-        rests: at other steps the weights, moments and averages of its roles lie in the host's memory, where the device is not the host:
-            so no loss of another update, and no callback after a step, reads them.
-        baseline: about the loss of a model that knows nothing; None: not known. The first losses of a run are judged by it.
+        when: instead of `every`, as that of a part.
+        rests, baseline: as those of a part.
     """
 
-    loss: LossFunction
-    roles: tuple[str, ...] = ("model",)
+    part: LearningPart = field(default_factory=LearningPart)
+    role: str = "model"
     name: str = "model"
     optimizer: OptimizerSetting | None = None
     every: int = 1
@@ -134,9 +163,67 @@ class Update:
     rests: bool = False
     baseline: float | None = None
 
+    @classmethod
+    def of(cls, part: LearningPart, baseline: float | None = None) -> Update:
+        """The update by which a part learns. `baseline`: None: the part's, of the domain's own loss."""
+        return cls(
+            part,
+            part.role,
+            part.name,
+            when=part.when,
+            rests=part.rests,
+            baseline=part.baseline if baseline is None else baseline,
+        )
+
     def due(self, step: int) -> bool:
         """True where it is made at step number `step`, from 0."""
         return step % self.every == 0 if self.when is None else self.when(step)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of a forward pass of a part: the arguments of the model, and the tensors by name that `Domain.values` needs too."""
+
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    positional: tuple[Any, ...] = ()  # of models whose arguments have names of their own
+    part: LearningPart = field(default_factory=LearningPart)
+
+    def call(self, model: nn.Module) -> Any:
+        """The model's output."""
+        return model(*self.positional, **self.arguments)
+
+
+class Values(ABC):
+    """The values of a model's output for a micro-batch. Each is computed when it is asked for."""
+
+    @property
+    @abstractmethod
+    def loss(self) -> Term:
+        """The domain's loss of each item, weighted."""
+
+    def own(self, mtp: bool = True) -> Terms:
+        """Terms that belong to the model beside the loss, such as the balance of experts. `mtp`: those of further tokens, too."""
+        return {}
+
+    @abstractmethod
+    def term(self, value_U: Tensor, trains: bool = True) -> Term:
+        """The term of a value of each unit, with the domain's weights and divisor."""
+
+    def errors(self) -> tuple[Tensor, Tensor]:
+        """(error_U, item_U): of each unit the mean squared error or -log p, unweighted, float32; and the number of its item."""
+        raise NotImplementedError
+
+    def prediction(self) -> Tensor:
+        """The prediction as a tensor whose first dim is that of the items."""
+        raise NotImplementedError
+
+    def made(self, noise_I: Callable[[Sequence[int]], Tensor], quantile_I: Tensor) -> Given | None:
+        """What the model has made of its inputs, differentiable, with other noise at another time of the part, and the target there.
+
+        `noise_I(size)` draws (I, *size), `quantile_I` places the time in [0, 1). None in a domain without times.
+        """
+        return None
 
 
 class Validation(Protocol):
@@ -159,10 +246,18 @@ class Validation(Protocol):
         ...
 
 
-class Task(Protocol):
-    """The definition of a domain. Made from a config; methods before `open` need no data."""
+class Domain(Protocol):
+    """The data and the models of a kind of training. Made from a config; methods before `open` need no data.
+
+    `mmspeed.pipelines.domains.base.DomainDefaults` has defaults for all but fourteen of these.
+    """
 
     name: str
+
+    @property
+    def gives(self) -> Collection[str]:
+        """What its values can tell beside the loss: "errors" of units, the "prediction" as a tensor."""
+        ...
 
     def open(self, place: RunPlace) -> None:
         """Open the data that the config names: its sizes are needed to build models. A collective call.
@@ -181,8 +276,24 @@ class Task(Protocol):
         """The models by role: on the meta device if they can fill themselves later (`InitializesWeights`), else with their weights."""
         ...
 
-    def updates(self) -> Sequence[Update]:
-        """The updates of a step, in order; the same at every call. Samples and exports are made of the first role of the first one."""
+    def parts(self) -> Sequence[LearningPart]:
+        """The parts that learn; the same at every call. Samples and exports are made of the first one."""
+        ...
+
+    def outlines(self) -> dict[str, nn.Module]:
+        """The models by role before there is data, for their classes and plans alone; sizes that data give may be others."""
+        ...
+
+    def inputs(
+        self, model: nn.Module, batch: Batch, part: LearningPart, entry: str | None = None, given: Given | None = None
+    ) -> Inputs:
+        """The inputs of a part for a batch. `model`: that which will be called. `entry`: the role of the samples' entries to take, such as
+        "chosen"; None: the samples themselves. `given`: instead of what is drawn; without a target the values have no loss.
+        """
+        ...
+
+    def values(self, output: Any, inputs: Inputs, batch: Batch) -> Values:
+        """The values of the output of a model that was called with `inputs`."""
         ...
 
     def prepare(self, models: Models, place: RunPlace) -> None:
@@ -211,10 +322,8 @@ class Task(Protocol):
         """Tokens of the longest text beside an item; None where there is no text beside it."""
         ...
 
-    def sketch(
-        self, model: nn.Module, shape: ShapeClass, items: int
-    ) -> tuple[Callable[[], Any], Callable[[Any], Tensor]]:
-        """(a function that makes a batch, the loss of one) with the tensors of a step, for counting bytes of fake tensors."""
+    def outline_batch(self, shape: ShapeClass, items: int) -> Batch:
+        """A synthetic batch on the host whose shapes alone tell what a step computes, for counting bytes of fake tensors."""
         ...
 
     def synthetic_divisors(self, batch: Batch, batches: int) -> Divisors:
@@ -276,13 +385,6 @@ class Task(Protocol):
         """The settings that a step's time and memory depend on beside shape, batch, device and layout; flat, in JSON's types."""
         ...
 
-    def export(self, models: Models) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors by name, one at a time, from any layout. A collective call.
-
-        Used by tests so far: `mmspeed export` reads checkpoints. Kept for exports in other tools' layouts, of any task.
-        """
-        ...
-
     # -- checking ---------------------------------------------------------------------------------------------------------
 
     def small(self, folder: Path) -> SmallRun:
@@ -315,12 +417,3 @@ class SmallRun:
     items: Sequence[str] = ()
     remarks: Sequence[str] = ()
     named: bool = True
-
-
-@runtime_checkable
-class OutlinesModels(Protocol):
-    """A task that shows its models before there is data."""
-
-    def outlines(self) -> dict[str, nn.Module]:
-        """The models by role, for their classes and plans alone; sizes that data give may be others."""
-        ...

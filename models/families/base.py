@@ -234,6 +234,7 @@ class Family:
         from_images: the pipeline of diffusers that makes videos from images; None: there is none.
         one_image: True where that pipeline takes one image for all prompts, not one for each.
         image_in_latents: True where it takes latents for those that hold the image already, not for noise.
+        control: the argument of its pipeline that takes a control video; None: it takes none.
         text_variant: the use that a repository asks for, by its model_index.json and the settings of its parts; None: always `text`.
         published: repositories by the short names that `mmspeed init --model` takes; the first is the usual one.
         unused: patterns (as of fnmatch) of the parameters that training as `call` says never reaches, which are frozen; in a pattern
@@ -253,6 +254,7 @@ class Family:
     from_images: str | None = None
     one_image: bool = False
     image_in_latents: bool = False
+    control: str | None = None
     text_variant: Callable[[Index, Parts], TextRecipe] | None = None
     published: Mapping[str, Published] = field(default_factory=dict)
     unused: tuple[str, ...] = ()

@@ -20,7 +20,7 @@ from mmspeed.pipelines.domains.base import SampledData
 from mmspeed.pipelines.report.policies import policy_lines
 from mmspeed.pipelines.report.run_forecast import run_lines
 from mmspeed.pipelines.run.run_folder import RunFolder
-from mmspeed.pipelines.tasks import make_task
+from mmspeed.pipelines.tasks import Task, make_task
 from mmspeed.protocols import (
     Data,
     Models,
@@ -29,7 +29,6 @@ from mmspeed.protocols import (
     ShapeClass,
     SizedData,
     StepData,
-    Task,
     blocks_of,
     shape_words,
     trainable,
@@ -68,15 +67,15 @@ def check_task(config: RunConfig, ranks: Sequence[int] | None = None, task: Task
         task = task or make_task(config)
         group = config.parallel.group  # the fewest devices for the layout
         place = RunPlace(device, world=group, dealt=group, folder=config.run_dir)
-        task.open(place)
-        lines, warnings = task.notes()
+        task.domain.open(place)
+        lines, warnings = task.domain.notes()
         report.lines_ += [*lines, *(f"warning: {warning}" for warning in warnings)]
         models = task.build()
         report.lines_ += [*build_lines(task, models), *policy_lines(task, config, models)]
         del models
         report.lines_ += [
-            f"shape class {shape_words(shape)}: {task.tokens(shape):,} tokens an item, {_flops(task.cost(shape))} to train on one"
-            for shape in task.shapes()
+            f"shape class {shape_words(shape)}: {task.domain.tokens(shape):,} tokens an item, {_flops(task.domain.cost(shape))} to train on one"
+            for shape in task.domain.shapes()
         ]
         work = _report_steps(report, config, task, place)
         worlds = _report_ranks(report, config, task, ranks)
@@ -88,7 +87,7 @@ def check_task(config: RunConfig, ranks: Sequence[int] | None = None, task: Task
 
 def build_lines(task: Task, models: Models) -> list[str]:
     """A line for each model: its class, blocks and parameters. Raises UserError for one that lacks part of its protocol."""
-    learning = {role for update in task.updates() for role in update.roles}
+    learning = {update.role for update in task.updates()}
     return [_model_line(task, role, model, role in learning) for role, model in models.items()]
 
 
@@ -121,7 +120,7 @@ def _report_steps(report: TaskReport, config: RunConfig, task: Task, place: RunP
             for name, value in step.divisors.items()
             if value is not None and not value > 0
         ]
-        usage = task.usage(step)
+        usage = task.domain.usage(step)
         shares = _gradient_lines(config, data)
         epochs = data.locate(steps - 1).epoch + 1
         size = data.size if isinstance(data, SizedData) else None

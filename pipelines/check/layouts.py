@@ -1,6 +1,6 @@
 """Check that a layout computes what one process computes (`mmspeed check CONFIG --parallel LAYOUT`), on CPU processes, without data.
 
-A config is made small (`Task.small`), with synthetic items in files, and the first steps of that run are taken on the processes of the
+A config is made small (`Domain.small`), with synthetic items in files, and the first steps of that run are taken on the processes of the
 layout and on one (`worker.py`); here the two are started and compared (`verdict.py`). Nothing in these files knows a domain.
 """
 
@@ -26,8 +26,8 @@ from mmspeed.log import get_logger
 from mmspeed.pipelines.check.children import Child, run_children
 from mmspeed.pipelines.check.verdict import SelfCheck, compare, named, processes
 from mmspeed.pipelines.check.worker import WorkerReport
-from mmspeed.pipelines.tasks import make_task
-from mmspeed.protocols import SmallRun, Task
+from mmspeed.pipelines.tasks import Task, as_task, make_task
+from mmspeed.protocols import Domain, SmallRun
 
 __all__ = ["SelfCheck", "selfcheck", "with_layout"]
 
@@ -39,7 +39,7 @@ TIMEOUT_SECONDS = 600.0
 AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
 
-def selfcheck(config: RunConfig, layout: str, make: Callable[[Any], Task] = make_task) -> SelfCheck:
+def selfcheck(config: RunConfig, layout: str, make: Callable[[Any], Domain | Task] = make_task) -> SelfCheck:
     """Run a config, made small, at a layout such as "ulysses=2,ring=2" and on one process, and compare.
 
     `layout` sets fields of the config's parallel section; axes that it does not name are 1. make: makes the task of a config, where the
@@ -48,7 +48,7 @@ def selfcheck(config: RunConfig, layout: str, make: Callable[[Any], Task] = make
     """
     started = time.monotonic()
     config = with_layout(config, layout)
-    task = make(config)
+    task = as_task(make(config), config)
     world = processes(config.parallel)
     log.info(f"{named(config.parallel)}: {world} processes and one, on this machine's CPU")
     with tempfile.TemporaryDirectory(prefix="mmspeed-check-") as folder:
@@ -65,11 +65,11 @@ def selfcheck(config: RunConfig, layout: str, make: Callable[[Any], Task] = make
 
 def compared_run(task: Task, folder: Path) -> SmallRun:
     """The small run of a task, with an optimizer that leaves gradients whole. Raises UserError for one that other processes cannot open."""
-    small = task.small(folder)
+    small = task.domain.small(folder)
     name = small.config.task
-    if small.named and type(task) is not task_class(name):
+    if small.named and type(task.domain) is not task_class(name):
         raise UserError(
-            f"check --parallel: other processes make the task that the config names, {name}, and this is a {type(task).__name__}; "
+            f"check --parallel: other processes make the task that the config names, {name}, and this is a {type(task.domain).__name__}; "
             "register it (pipelines.tasks.register) and name it in the config"
         )
     return dataclasses.replace(small, config=with_plain_optimizer(small.config))

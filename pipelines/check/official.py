@@ -50,8 +50,9 @@ from mmspeed.pipelines.check.official_calls import (
     official_pipeline,
     recorded,
 )
-from mmspeed.pipelines.domains.video.domain import VideoTask
-from mmspeed.pipelines.inference.conditioning_media import in_model_range
+from mmspeed.pipelines.domains.base import values_of
+from mmspeed.pipelines.domains.video.domain import VideoDomain
+from mmspeed.pipelines.inference.conditioning_media import control_latents, in_model_range
 from mmspeed.pipelines.inference.media import RATE
 from mmspeed.protocols import Batch, RunPlace
 from mmspeed.shapes import Bucket, as_bucket
@@ -109,11 +110,13 @@ def check_against_official(
     if not isinstance(config.model, PublishedModelConfig):
         raise UserError("--against-official compares published models: model.kind is sora")
     repository = repository_of(config.model)
-    task = VideoTask(config, opened=repository)
+    task = VideoDomain(config, opened=repository)
     modes = [mode for mode in config.conditioning.shares if mode in OFFICIAL_MODES]
     if not modes:
         known = ", ".join(OFFICIAL_MODES)
         raise UserError(f"--against-official: no official pipeline has the modes of `conditioning`; some have {known}")
+    if (family := family_of(repository.class_name, repository.key)).control is not None:
+        return [_with_control(task, repository, family.control, prompts[:1])]
     return [
         _without_frames(task, repository, prompts, captions)
         if mode == "none"
@@ -123,7 +126,7 @@ def check_against_official(
 
 
 def _without_frames(
-    task: VideoTask, repository: Repository, prompts: Sequence[str], captions: Callable[[], Mapping[str, str]] | None
+    task: VideoDomain, repository: Repository, prompts: Sequence[str], captions: Callable[[], Mapping[str, str]] | None
 ) -> OfficialCheck:
     """The comparison for samples that are given no frames."""
     task.conditioning = None
@@ -135,15 +138,34 @@ def _without_frames(
         task.open_without_data()
         batch = training_batch(task, as_bucket(task.config.buckets[0]), prompts)
         words = "random latents" if cached is None else f"random latents, because {cached}"
-    model = outline(task.config.model, task.inputs.channels, task.inputs.text_width, repository)
-    ours = recorded(model, lambda: task.loss({"model": model}, batch))
+    model = outline(task.config.model, task.sizes.channels, task.sizes.text_width, repository)
+    ours = recorded(model, lambda: values_of(task, {"model": model}, batch))
     pipeline = official_pipeline(repository, model, repository.index.get("_class_name", ""))
     official = official_calls(pipeline, model, task, batch, prompts)
     return OfficialCheck(repository.class_name, as_bucket(batch.shape), compared(ours, official), words)
 
 
+def _with_control(task: VideoDomain, repository: Repository, argument: str, prompts: Sequence[str]) -> OfficialCheck:
+    """The comparison of a model with a control, which its pipeline takes as an `argument`, of one video at a time."""
+    task.open_without_data()
+    bucket, rule = as_bucket(task.config.buckets[0]), task.predictor.conditioning
+    control = [picture for picture, _ in pictures(bucket, bucket.frames)]
+    codec = load_codec(task.config.vae, Device("cpu", 0), task.config.codec_weights)
+    latents = control_latents(codec, rule, np.stack([np.array(picture) for picture in control]))
+    batch = training_batch(task, bucket, prompts)
+    batch = replace(batch, tensors={**batch.tensors, **{name: latent[None] for name, latent in latents.items()}})
+    model = outline(task.config.model, task.sizes.channels, task.sizes.text_width, repository)
+    models = {"model": model}
+    ours, marked = (
+        recorded(model, partial(values_of, task, models, each)) for each in (batch, without_encodings(batch))
+    )
+    pipeline = official_pipeline(repository, model, repository.index.get("_class_name", ""))
+    official = official_calls(pipeline, model, task, batch, prompts, {argument: control})
+    return OfficialCheck(repository.class_name, bucket, compared(ours, official, marked), "random latents and control")
+
+
 def _with_frames(
-    task: VideoTask, repository: Repository, mode: Mode, prompts: Sequence[str], frames: FramesOfClips | None
+    task: VideoDomain, repository: Repository, mode: Mode, prompts: Sequence[str], frames: FramesOfClips | None
 ) -> OfficialCheck:
     """The comparison in a mode that gives frames."""
     task.open_without_data()
@@ -152,9 +174,11 @@ def _with_frames(
     latents = random_latents(task, bucket, len(prompts))
     seen = [np.array(first) for _, (first, _) in zip(prompts, itertools.cycle(images), strict=False)]
     batch = training_batch(task, bucket, prompts, encoded_frames(task, bucket, latents, mode, images), seen)
-    model = outline(task.config.model, task.inputs.channels, task.inputs.text_width, repository)
+    model = outline(task.config.model, task.sizes.channels, task.sizes.text_width, repository)
     models = {"model": model}
-    ours, marked = (recorded(model, partial(task.loss, models, each)) for each in (batch, without_encodings(batch)))
+    ours, marked = (
+        recorded(model, partial(values_of, task, models, each)) for each in (batch, without_encodings(batch))
+    )
     pipeline = official_pipeline(repository, model, family.from_images or "that makes videos from images")
     if task.predictor.conditioning.blend:
         keep_latents(pipeline, noisy(task, batch))
@@ -162,7 +186,7 @@ def _with_frames(
     return OfficialCheck(repository.class_name, bucket, compared(ours, official, marked), words, mode)
 
 
-def cached_batch(task: VideoTask, captions: Callable[[], Mapping[str, str]]) -> tuple[Batch, list[str]] | str:
+def cached_batch(task: VideoDomain, captions: Callable[[], Mapping[str, str]]) -> tuple[Batch, list[str]] | str:
     """(the first two samples that training reads from the task's cache, with different captions where there are some; their captions).
 
     Of no cache that can be trained on: the reason.
@@ -220,14 +244,14 @@ def image_settings(images: Sequence[tuple[Image.Image, Image.Image]], mode: Mode
     return arguments | ({"last_image": last[0] if one else last} if mode == "first_last" else {})
 
 
-def random_latents(task: VideoTask, bucket: Bucket, count: int) -> list[Tensor]:
+def random_latents(task: VideoDomain, bucket: Bucket, count: int) -> list[Tensor]:
     """Random latents (C, T, h, w) of `count` samples."""
-    shape_CThw = (task.inputs.channels, *task.latent(bucket))
+    shape_CThw = (task.sizes.channels, *task.latent(bucket))
     return [rng.normal(shape_CThw, 0, "official", i) for i in range(count)]
 
 
 def training_batch(
-    task: VideoTask,
+    task: VideoDomain,
     bucket: Bucket,
     prompts: Sequence[str],
     frames: Sequence[ConditioningFrames] = (),
@@ -263,10 +287,10 @@ def training_batch(
 
 
 def without_encodings(batch: Batch) -> Batch:
-    """The batch with NaN for what the codec made of conditioning frames."""
+    """The batch with NaN for what the codec made of conditioning frames, or of a control."""
     tensors = dict(batch.tensors)
-    if "condition" in tensors:
-        tensors["condition"] = torch.full_like(tensors["condition"], torch.nan)
+    if encoded := [name for name in tensors if name == "condition" or name.endswith(".latents")]:
+        tensors |= {name: torch.full_like(tensors[name], torch.nan) for name in encoded}
     else:
         tensors["latents"] = tensors["latents"].masked_fill(
             tensors["conditioning_mask"][:, None, :, None, None], torch.nan
@@ -275,7 +299,7 @@ def without_encodings(batch: Batch) -> Batch:
 
 
 def encoded_frames(
-    task: VideoTask,
+    task: VideoDomain,
     bucket: Bucket,
     latents: Sequence[Tensor],
     mode: Mode,
@@ -301,6 +325,6 @@ def encoded_frames(
             stored |= {name: each[0] for name, each in frame_latents(video_1CFHW, ["first"], codec.encode).items()}
         only = ConditioningConfig.model_validate({mode: 1.0})
         frames.append(
-            draw_conditioning(latent_CThw, stored, only, rule, task.inputs.strides, 0, ("check", 0, 0), "check")
+            draw_conditioning(latent_CThw, stored, only, rule, task.sizes.strides, 0, ("check", 0, 0), "check")
         )
     return frames

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from mmspeed.errors import UserError
 from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.weights import quiet
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.inference.media import RATE
 from mmspeed.protocols import Batch
 from mmspeed.shapes import Bucket, as_bucket
@@ -63,14 +63,14 @@ class Compared:
         return f"{'' if self.right else 'WRONG: '}{self.name}: ours {self.ours}, official {self.official}: {verdict}"
 
 
-def time_of(task: VideoTask, batch: Batch) -> Tensor:
+def time_of(task: VideoDomain, batch: Batch) -> Tensor:
     """The model times (B,) of a batch."""
     bucket, latent = as_bucket(batch.shape), batch["latents"].shape[2:]
     objective = task.objective.sized(bucket, task.predictor.tokens((latent[0], latent[1], latent[2])))
     return objective.time_from_quantile(batch["quantiles"]).float()
 
 
-def noisy(task: VideoTask, batch: Batch) -> Tensor:
+def noisy(task: VideoDomain, batch: Batch) -> Tensor:
     """The noisy latents (B, C, T, h, w) of a batch."""
     return task.objective.training_pair(batch["latents"], batch["noise"], time_of(task, batch))[0]
 
@@ -127,7 +127,7 @@ def keep_latents(pipeline: Any, x_BCThw: Tensor) -> None:
 def official_calls(
     pipeline: Any,
     model: nn.Module,
-    task: VideoTask,
+    task: VideoDomain,
     batch: Batch,
     prompts: Sequence[str],
     images: Mapping[str, Any] = MappingProxyType({}),
@@ -191,7 +191,7 @@ def official_call(
 
     def run() -> None:
         with _DrawsThese(x_BCThw):
-            pipeline(prompt=list(prompts), **keys)
+            pipeline(prompt=prompts[0] if len(prompts) == 1 else list(prompts), **keys)  # some take no list
 
     return recorded(model, run)
 

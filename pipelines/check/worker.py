@@ -112,7 +112,7 @@ def examine(config: RunConfig, kinds: Sequence[str]) -> WorkerReport:
     device, task = Device("cpu", 0), make_task(config)
     placement = place(config, device)
     where = placement.at(device, config.run_dir)
-    task.open(where)
+    task.domain.open(where)
     parts = assemble(config, task, task.build(), placement, device)
     if len(parts.learners) > 1:
         raise UserError(f"--parallel compares one update, and a step of the task {task.name} has {len(parts.learners)}")

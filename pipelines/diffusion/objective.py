@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from mmspeed.config.schema import DdpmConfig, FamilyObjectiveConfig, FlowConfig, ObjectiveConfig
-from mmspeed.device import without_waiting
 from mmspeed.errors import UserError, nearest
 from mmspeed.pipelines.diffusion import ddpm, flow, samplers, schedulers
 from mmspeed.pipelines.diffusion.samplers import OnStep, Predict, at_least_float32
@@ -51,16 +50,11 @@ class Objective(Protocol):
         ...
 
     def weight(self, t_B: Tensor) -> Tensor:
-        """Weight of each sample's loss, float32 (B,), on the device of `t_B`."""
+        """Weight of each sample's mean squared error in the loss, float32 (B,), on the device of `t_B`."""
         ...
 
-    def sample_loss(
-        self, predicted_BCThw: Tensor, target_BCThw: Tensor, t_B: Tensor, mask_BT: Tensor | None = None
-    ) -> Tensor:
-        """The mean squared error of each sample times its weight, float32 (B,), on the device of the target.
-
-        `mask_BT`: the latent frames that count (True, or a weight); None: all.
-        """
+    def clean(self, x_BCThw: Tensor, predicted_BCThw: Tensor, t_B: Tensor) -> Tensor:
+        """The data in noisy latents, by their prediction."""
         ...
 
     def sample(
@@ -98,12 +92,8 @@ class FlowObjective:
     def weight(self, t_B: Tensor) -> Tensor:
         return torch.ones_like(t_B, dtype=torch.float32)
 
-    def sample_loss(
-        self, predicted_BCThw: Tensor, target_BCThw: Tensor, t_B: Tensor, mask_BT: Tensor | None = None
-    ) -> Tensor:
-        return mean_error(predicted_BCThw, target_BCThw, mask_BT) * without_waiting(
-            self.weight(t_B), target_BCThw.device
-        )
+    def clean(self, x_BCThw: Tensor, predicted_BCThw: Tensor, t_B: Tensor) -> Tensor:
+        return x_BCThw - t_B.to(x_BCThw)[:, None, None, None, None] * predicted_BCThw.to(x_BCThw)
 
     @torch.no_grad()
     def sample(
@@ -163,12 +153,8 @@ class DdpmObjective:
             return torch.ones_like(t_B, dtype=torch.float32)
         return ddpm.min_snr_weight(ddpm.snr(self.abar(t_B)), self.cfg.min_snr_gamma, self.cfg.prediction).float()
 
-    def sample_loss(
-        self, predicted_BCThw: Tensor, target_BCThw: Tensor, t_B: Tensor, mask_BT: Tensor | None = None
-    ) -> Tensor:
-        return mean_error(predicted_BCThw, target_BCThw, mask_BT) * without_waiting(
-            self.weight(t_B), target_BCThw.device
-        )
+    def clean(self, x_BCThw: Tensor, predicted_BCThw: Tensor, t_B: Tensor) -> Tensor:
+        return ddpm.x0_and_noise(x_BCThw, predicted_BCThw.to(x_BCThw), self.abar(t_B), self.cfg.prediction)[0]
 
     @torch.no_grad()
     def sample(

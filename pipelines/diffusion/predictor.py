@@ -21,7 +21,16 @@ from mmspeed.models.families import call_for, class_name, family_in
 from mmspeed.models.families.base import DescribesAttention
 from mmspeed.models.sections import FamilyCounts, arguments_of
 from mmspeed.parallel import token_layout, unwrap
-from mmspeed.protocols import Batch, CountsFlops, DiffusionModel, HasConditioningModes, TextEntry, Work, check_model
+from mmspeed.protocols import (
+    Batch,
+    CountsFlops,
+    DiffusionModel,
+    HasConditioningModes,
+    Inputs,
+    TextEntry,
+    Work,
+    check_model,
+)
 from mmspeed.protocols.calls import Conditioning, Conditions, CountsWork, ModelCall, TakesConditioning, TakesTexts
 from mmspeed.protocols.model import CountsDenseFlops, lacking_members
 from mmspeed.protocols.plan import Split, plan_of
@@ -31,13 +40,6 @@ Latent = tuple[int, int, int]
 # tensors of the video task's batches; others are further inputs of the model, by name
 OWN_TENSORS = ("latents", "text", "text_mask", "text_pooled", "noise", "fps", "loss_mask", "quantiles")
 STEPS_OF_V = 1000  # of published models that predict v
-
-
-def ask_own(model: nn.Module, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> Tensor:
-    """The prediction of a model that takes latents, times (of frames, where some are given) and captions as they are."""
-    times = conditions.times_of(t_B)
-    prediction_BCThw: Tensor = model(x_BCThw, times, conditions.text_BLD, conditions.text_mask_BL)
-    return prediction_BCThw
 
 
 class Predictor(CountsFlops, Protocol):
@@ -63,8 +65,12 @@ class Predictor(CountsFlops, Protocol):
         """Widths of the captions of further encoders that the model takes, by name."""
         ...
 
-    def predict(self, model: nn.Module, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> Tensor:
-        """The prediction, of the shape of `x_BCThw`. `t_B` is float32 in [0, 1], on the device of the latent."""
+    def arguments(self, model: nn.Module, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> Inputs:
+        """The arguments of `model` for a prediction. `t_B` is float32 in [0, 1], on the device of the latent."""
+        ...
+
+    def prediction(self, output: Any, x_BCThw: Tensor) -> Tensor:
+        """The prediction in a model's output, of the shape of `x_BCThw`."""
         ...
 
     def work(self, latent: tuple[int, int, int], text_tokens: int) -> Work:
@@ -102,8 +108,12 @@ class OwnPredictor:
     def texts(self) -> Mapping[str, int]:
         return {}
 
-    def predict(self, model: nn.Module, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> Tensor:
-        return ask_own(model, x_BCThw, t_B, conditions)
+    def arguments(self, model: nn.Module, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> Inputs:
+        """Latents, times (of frames, where some are given) and captions as they are."""
+        return Inputs(positional=(x_BCThw, conditions.times_of(t_B), conditions.text_BLD, conditions.text_mask_BL))
+
+    def prediction(self, output: Any, x_BCThw: Tensor) -> Tensor:
+        return cast(Tensor, output)
 
     def guided(self, scale: float) -> tuple[Predictor, float]:
         return self, scale
@@ -145,10 +155,12 @@ class FamilyPredictor(FamilyCounts):
     def texts(self) -> Mapping[str, int]:
         return self.call.texts(self.config) if isinstance(self.call, TakesTexts) else {}
 
-    def predict(self, model: nn.Module, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> Tensor:
+    def arguments(self, model: nn.Module, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> Inputs:
         conditions = conditions.with_text_of(least_text(model))
-        arguments = self.call.call(self.config, x_BCThw, t_B, conditions)
-        return self.call.prediction(self.config, model(**arguments), x_BCThw)
+        return Inputs(self.call.call(self.config, x_BCThw, t_B, conditions))
+
+    def prediction(self, output: Any, x_BCThw: Tensor) -> Tensor:
+        return self.call.prediction(self.config, output, x_BCThw)
 
     def work(self, latent: tuple[int, int, int], text_tokens: int) -> Work:
         if isinstance(self.call, CountsWork):
@@ -163,6 +175,11 @@ class FamilyPredictor(FamilyCounts):
     def guided(self, scale: float) -> tuple[Predictor, float]:
         call = with_guidance(self.call, self.config, scale)
         return (self, scale) if call is None else (replace(self, call=call), 1.0)
+
+
+def predict(predictor: Predictor, model: nn.Module, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> Tensor:
+    """The prediction of a model, of the shape of `x_BCThw`."""
+    return predictor.prediction(predictor.arguments(model, x_BCThw, t_B, conditions).call(model), x_BCThw)
 
 
 def with_guidance(call: ModelCall, config: Mapping[str, Any], scale: float) -> ModelCall | None:

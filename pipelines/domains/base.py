@@ -1,25 +1,29 @@
-"""Parts that most tasks share: default methods (`TaskDefaults`), data from a sampler and a loader, shares of held-out samples."""
+"""Parts that most domains share: default methods (`DomainDefaults`), data from a sampler and a loader, shares of held-out samples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from torch import Tensor
+from torch import nn
 
 from mmspeed.config import RunConfig
 from mmspeed.data import Batching, Loader
 from mmspeed.data.sampling.order import StepLocation
 from mmspeed.data.sampling.sampler import Sampler
 from mmspeed.data.sampling.weighting import StepWeights
-from mmspeed.loop.checkpoint.state import whole_tensors
+from mmspeed.device import Device
 from mmspeed.protocols import (
+    Batch,
     BatchShape,
     Data,
     DataSize,
+    Domain,
+    LearningPart,
     MicroBatches,
     MicroBatchSize,
     Models,
@@ -28,31 +32,89 @@ from mmspeed.protocols import (
     RunPlace,
     ShapeClass,
     StepData,
+    StepUsage,
     UseName,
     Validation,
+    Values,
+    Work,
 )
 
 Thing = TypeVar("Thing")
 S = TypeVar("S", bound=OrderedSample)
 
 
-class TaskDefaults:
-    """Defaults for a task without data to open, text beside items, kernels to try out and held-out items.
+class DomainDefaults(ABC):
+    """Defaults of a domain of one model, without data to open, text beside items, kernels to try out and held-out items.
 
-    `setting` has no default: with a wrong one, measurements of another model would be used again.
+    To define: `name`, `build`, `inputs`, `values`, `data`, `batching`, `shapes`, `synthetic_batch`, `synthetic_divisors`, `tokens`, `work`,
+    `describe`, `setting`, `shrunk`. `setting` has no default: with a wrong one, measurements of another model would be used again.
     """
 
-    # read where an installed package declares the task by its class alone (mmspeed/config/tasks.py)
+    gives: Collection[str] = ()
+    # read where an installed package declares the domain by its class alone (mmspeed/config/tasks.py)
     config_class: ClassVar[type[RunConfig] | None] = None
     preparation_class: ClassVar[type[Preparation] | None] = None
 
-    def open(self, place: RunPlace) -> None:
+    @abstractmethod
+    def build(self) -> dict[str, nn.Module]:
+        """The models by role, as `mmspeed.protocols.Domain.build`."""
+
+    @abstractmethod
+    def batching(self, place: RunPlace) -> Batching:
+        """The samples of each class in a step."""
+
+    @abstractmethod
+    def shapes(self) -> Sequence[ShapeClass]:
+        """The shape classes of the run."""
+
+    @abstractmethod
+    def synthetic_batch(self, shape: ShapeClass, items: int, place: RunPlace, tokens: int | None = None) -> Batch:
+        """A synthetic batch on the device."""
+
+    @abstractmethod
+    def tokens(self, shape: ShapeClass) -> int:
+        """Tokens of one item."""
+
+    @abstractmethod
+    def work(self, shape: ShapeClass, text_tokens: int | None = None) -> Work:
+        """Work of the forward pass of one item."""
+
+    def parts(self) -> Sequence[LearningPart]:
+        """The single part, of the role "model"."""
+        return (LearningPart(),)
+
+    def outlines(self) -> dict[str, nn.Module]:
+        """The models as `build` makes them."""
+        return self.build()
+
+    def outline_batch(self, shape: ShapeClass, items: int) -> Batch:
+        """The synthetic batch on the host."""
+        return self.synthetic_batch(shape, items, RunPlace(Device("cpu", 0)))
+
+    def largest_micro_batch(self, place: RunPlace) -> MicroBatchSize:
+        """The micro-batch with the most tokens, padding included."""
+        return largest_batch(self.batching(place), self.shapes(), self.tokens, place.groups)
+
+    def cost(self, shape: ShapeClass) -> float:
+        """FLOPs of forward and backward, which counts as two forward passes."""
+        return 3 * self.work(shape).matmul
+
+    def sample_cost(self, sample: OrderedSample) -> float:
+        """The cost of the sample's class."""
+        return self.cost(sample.bucket)
+
+    def usage(self, step: StepData) -> StepUsage:
+        """Items, real tokens, and the work of the items' classes."""
+        forward = sum((self.work(shape) * count for shape, count in step.counts.items()), Work())
+        return StepUsage(sum(step.counts.values()), step.tokens or 0, forward)
+
+    def open(self, place: RunPlace) -> None:  # noqa: B027
         """Do nothing."""
 
-    def open_without_data(self) -> None:
+    def open_without_data(self) -> None:  # noqa: B027
         """Do nothing: sizes are the config's."""
 
-    def prepare(self, models: Models, place: RunPlace) -> None:
+    def prepare(self, models: Models, place: RunPlace) -> None:  # noqa: B027
         """Do nothing."""
 
     def notes(self) -> tuple[list[str], list[str]]:
@@ -79,9 +141,12 @@ class TaskDefaults:
         """Empty: no differences that names and sizes of weights do not show."""
         return []
 
-    def export(self, models: Models) -> Iterator[tuple[str, Tensor]]:
-        """The parameters and saved buffers of the role "model"."""
-        return whole_tensors(models["model"])
+
+def values_of(domain: Domain, models: Models, batch: Batch) -> Values:
+    """The values of a batch by the first part of a domain."""
+    part = domain.parts()[0]
+    inputs = domain.inputs(models[part.role], batch, part)
+    return domain.values(inputs.call(models[part.role]), inputs, batch)
 
 
 class SampledData(Generic[S]):

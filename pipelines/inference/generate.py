@@ -18,7 +18,7 @@ from mmspeed.device import Device
 from mmspeed.pipelines.diffusion.conditioning_frames import held, holding
 from mmspeed.pipelines.diffusion.experts import OtherExpert
 from mmspeed.pipelines.diffusion.objective import Objective
-from mmspeed.pipelines.diffusion.predictor import Predictor, conditions_of_texts
+from mmspeed.pipelines.diffusion.predictor import Predictor, conditions_of_texts, predict
 from mmspeed.pipelines.diffusion.samplers import OnStep, Predict, guided, mixed
 from mmspeed.pipelines.inference.conditioning_media import ConditioningLatents
 from mmspeed.protocols import TextEntry
@@ -107,7 +107,7 @@ def sample_together(
 ) -> Tensor:
     """Latents (P, C, T, h, w) float32 of P texts in one batch, from their noise; the model is in eval mode.
 
-    negatives: the text to steer away from, of each. conditioning: latents of conditioning frames.
+    negatives: the text to steer away from, of each. conditioning: what they are given beside it.
     other: the expert that predicts at the times that are not the model's. A model whose attention keeps clusters between steps takes one
     text at a time.
     """
@@ -135,27 +135,29 @@ def sample_together(
             )
 
         if other is None:
-            predict = guided_by(model, settings.guidance)
+            chosen = guided_by(model, settings.guidance)
         else:
             # as in the official pipeline, no guidance of the first expert is none of both
             low = settings.guidance if settings.guidance_2 is None or settings.guidance == 1 else settings.guidance_2
             own_scale, other_scale = (low, settings.guidance) if other.noise == "high" else (settings.guidance, low)
-            predict = other.switched(guided_by(model, own_scale), guided_by(other.model, other_scale))
+            chosen = other.switched(guided_by(model, own_scale), guided_by(other.model, other_scale))
         noise_PCThw = noise_PCThw.to(device.torch_device)
         if conditioning is not None:
             noise_PCThw = conditioning.begun(noise_PCThw)
-        if conditioning is None or not conditioning.held:
-            return objective.sample(predict, noise_PCThw, settings.steps, settings.sampler, on_step=on_step)
-        predict = holding(predict, conditioning.latents_PCThw, conditioning.mask_PT)
-        video_PCThw = objective.sample(predict, noise_PCThw, settings.steps, settings.sampler, on_step=on_step)
-        return held(video_PCThw, conditioning.latents_PCThw, conditioning.mask_PT)
+        clean_PCThw = None if conditioning is None else conditioning.held_PCThw
+        if conditioning is None or clean_PCThw is None:
+            return objective.sample(chosen, noise_PCThw, settings.steps, settings.sampler, on_step=on_step)
+        mask_PT = conditioning.named["conditioning_mask"]
+        chosen = holding(chosen, clean_PCThw, mask_PT)
+        video_PCThw = objective.sample(chosen, noise_PCThw, settings.steps, settings.sampler, on_step=on_step)
+        return held(video_PCThw, clean_PCThw, mask_PT)
 
 
 def _predictor(model: nn.Module, predictor: Predictor, conditions: Conditions, before: Callable[[], None]) -> Predict:
     """The prediction function of the model under one caption; `before()` runs before each call."""
 
-    def predict(x_1CThw: Tensor, t_1: Tensor) -> Tensor:
+    def predicted(x_1CThw: Tensor, t_1: Tensor) -> Tensor:
         before()
-        return predictor.predict(model, x_1CThw, t_1, conditions).float()
+        return predict(predictor, model, x_1CThw, t_1, conditions).float()
 
-    return predict
+    return predicted

@@ -34,7 +34,7 @@ from mmspeed.models.language.weights import SHARD_BYTES, STEM, on_meta
 from mmspeed.models.stored import check_tensors, shapes_of
 from mmspeed.models.weights import SMALL_FILES, copy_small_files, first_line, quiet, read_json, resolve
 from mmspeed.models.writing import TensorEntry, new_folder, require_new, write_tensors
-from mmspeed.pipelines.domains.language.domain import LanguageTask
+from mmspeed.pipelines.domains.language.domain import LanguageDomain
 from mmspeed.pipelines.inference.text_to_video import find_checkpoint, present_weights
 from mmspeed.pipelines.run.run_folder import RunFolder
 
@@ -129,7 +129,7 @@ def has_chats(config: LanguageConfig) -> bool:
 def run_settings(folder: RunFolder, config: LanguageConfig) -> DecoderSettings:
     """The settings of a run's decoder, whose embedding has rows for the tokenizer that run.json names."""
     texts: dict[str, Any] = folder.info().get("texts", {})
-    return LanguageTask(config).use(texts.get("vocabulary")).settings
+    return LanguageDomain(config).use(texts.get("vocabulary")).settings
 
 
 def _pieces(place: Path, settings: DecoderSettings, weights: str, dtype: torch.dtype) -> list[_HubTensor]:

@@ -27,9 +27,9 @@ def refusals(config: RunConfig) -> list[str]:
     """A line for a language model that can be neither sampled nor exported."""
     if not isinstance(config, LanguageConfig):
         return []
-    from mmspeed.pipelines.domains.language.domain import LanguageTask
+    from mmspeed.pipelines.domains.language.domain import LanguageDomain
 
-    return LanguageTask(config).warnings()
+    return LanguageDomain(config).warnings()
 
 
 def first_checkpoint(run: Path, config: RunConfig) -> str:

@@ -9,20 +9,19 @@ from torch import nn
 from mmspeed.config import RunConfig
 from mmspeed.memory.recompute.policy import check_keeping
 from mmspeed.memory.recompute.regions import regions_of
-from mmspeed.protocols import OutlinesModels, Task, blocks_of, parts_of
+from mmspeed.pipelines.tasks import Task
+from mmspeed.protocols import blocks_of, parts_of
 
 
 def policy_lines(task: Task, config: RunConfig, models: Mapping[str, nn.Module] | None = None) -> list[str]:
     """A line for each kind of block that learns: its regions that can have a policy, and advice on norms and activations.
 
-    models: the task's, by role; None: those that it outlines, and no lines for a task that outlines none. Raises UserError for settings of
+    models: the task's, by role; None: those that its domain outlines. Raises UserError for settings of
     `memory` that name a region that a block lacks, with the nearest name.
     """
     if models is None:
-        if not isinstance(task, OutlinesModels):
-            return []
-        models = task.outlines()
-    learning = dict.fromkeys(role for update in task.updates() for role in update.roles)
+        models = task.domain.outlines()
+    learning = dict.fromkeys(update.role for update in task.updates())
     lines = []
     for role in (role for role in learning if role in models):
         kinds = {type(block).__name__: block for _, block in blocks_of(models[role])}

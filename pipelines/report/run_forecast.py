@@ -10,9 +10,10 @@ from mmspeed.config import RunConfig
 from mmspeed.device import PEAK_FLOPS, UTILISATION, Device, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes, format_seconds
+from mmspeed.pipelines.tasks import Task
 from mmspeed.pipelines.tuning.memory_estimate import MemoryPlan, plan_memory
 from mmspeed.pipelines.tuning.step_time import StepTime, UnmeasuredError, measure_step
-from mmspeed.protocols import RunPlace, RunWork, Task, shape_words
+from mmspeed.protocols import RunPlace, RunWork, shape_words
 
 ACCELERATOR = "H100"  # of which times are told where no step is measured
 MANY_EPOCHS = 150  # more are warned of
@@ -27,7 +28,7 @@ def run_lines(config: RunConfig, task: Task, works: Sequence[RunWork]) -> list[s
     """
     world, group = (works[0].world if works else config.parallel.group), config.parallel.group
     place = RunPlace(Device("cpu", 0), world=world, dealt=world, groups=max(1, world // group))
-    step, plan, measured, unknown = task.largest_micro_batch(place), None, None, ""
+    step, plan, measured, unknown = task.domain.largest_micro_batch(place), None, None, ""
     with_swap = config.device.kind != "cpu"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about the speed of kernels on a CPU
@@ -54,7 +55,7 @@ def run_lines(config: RunConfig, task: Task, works: Sequence[RunWork]) -> list[s
 
 def _training(config: RunConfig, task: Task, work: RunWork, measured: StepTime | None) -> str:
     """The line about the whole training on some devices."""
-    flops = sum(count * task.cost(shape) for shape, count in work.items.items())
+    flops = sum(count * task.domain.cost(shape) for shape, count in work.items.items())
     rates = _peaks(config) if measured is None else [("", measured.flops)]
     times = " or ".join(f"about {_duration(flops / rate)}{where}" for where, rate in rates)
     more = ", without exchanges" if work.world > 1 else ""
@@ -110,7 +111,7 @@ def _cautions(
 
 def _padding(task: Task, plan: MemoryPlan) -> list[str]:
     """A sentence about heads that are padded, and what that adds to a step's operations."""
-    widths, work = plan.alone.head_widths, task.work(plan.step.shape)
+    widths, work = plan.alone.head_widths, task.domain.work(plan.step.shape)
     padded = {width: next((wide for wide in HEAD_WIDTHS if wide >= width), width) for width in widths}
     odd = sorted(width for width in widths if padded[width] != width)
     factor = sum(n * padded[width] / width for width, n in widths.items()) / max(1, sum(widths.values())) - 1

@@ -20,7 +20,6 @@ from mmspeed.initialize import init_weights, materialize, own_part, read_weights
 from mmspeed.loop.averages import EMA
 from mmspeed.loop.optimizers.make_optimizer import AnyOptimizer, make_optimizer
 from mmspeed.loop.resting import Rests
-from mmspeed.loop.runner import SequentialRunner
 from mmspeed.loop.step import Learner
 from mmspeed.memory import ActivationPolicies
 from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
@@ -38,7 +37,8 @@ from mmspeed.parallel import (
 )
 from mmspeed.pipelines.run.compiling import EAGER, Compiling, compiling
 from mmspeed.pipelines.run.updates import learning_roles, own_train
-from mmspeed.protocols import InitializesWeights, RunPlace, Task, Update, blocks_of, source_of, trainable
+from mmspeed.pipelines.tasks import Task
+from mmspeed.protocols import InitializesWeights, RunPlace, blocks_of, source_of, trainable
 
 if TYPE_CHECKING:
     from mmspeed.loop.checkpoint.manager import TrainingState
@@ -77,16 +77,12 @@ class Assembly:
     @property
     def optimizers(self) -> dict[str, AnyOptimizer]:
         """The optimizer of each role that learns, in the order of their updates."""
-        return {
-            role: optimizer
-            for learner in self.learners
-            for role, optimizer in zip(learner.update.roles, learner.optimizers, strict=True)
-        }
+        return {learner.update.role: learner.optimizer for learner in self.learners}
 
     @property
     def rate_factors(self) -> list[tuple[AnyOptimizer, float]]:
         """Each optimizer, with the factor of its learning rate."""
-        settings = {role: learner.update.optimizer for learner in self.learners for role in learner.update.roles}
+        settings = {learner.update.role: learner.update.optimizer for learner in self.learners}
         rates = {role: 1.0 if setting is None else setting.lr_factor for role, setting in settings.items()}
         return [(optimizer, rates[role]) for role, optimizer in self.optimizers.items()]
 
@@ -203,7 +199,9 @@ def assemble(
     averages = {}
     if config.train.ema_decay is not None:
         averages = {role: make_ema(models[role], optimizers[role], config, device) for role in learning}
-    learners = [learner(update, models, placement.strategy, optimizers, device) for update in updates]
+    learners = task.learners(
+        updates, models, placement.strategy, optimizers, device.torch_device, placement.mesh.staged
+    )
     rests = None
     if device.kind != "cpu" and any(update.rests for update in updates):
         rests = Rests(learners, models, averages, device.torch_device)
@@ -235,18 +233,6 @@ def base_files(models: Mapping[str, nn.Module]) -> dict[str, str]:
     """The fingerprint of the files that the weights of models come from, by role; of models without such files none."""
     sources = {role: source_of(unwrap(model)) for role, model in models.items()}
     return {role: source.fingerprint for role, source in sources.items() if source is not None}
-
-
-def learner(
-    update: Update,
-    models: Mapping[str, nn.Module],
-    strategy: Strategy,
-    optimizers: Mapping[str, AnyOptimizer],
-    device: Device,
-) -> Learner:
-    """The learner of an update, which drives micro-batches one after another. `models` and `optimizers` by role."""
-    runner = SequentialRunner([models[role] for role in update.roles], strategy)
-    return Learner(update, runner, [optimizers[role] for role in update.roles], device.torch_device)
 
 
 def _placed(

@@ -24,18 +24,16 @@ def learning_roles(
     settings: dict[str, OptimizerSetting | None] = {}
     for update in updates:
         subject = f"the task {task}: update {update.name}"
-        if not update.roles or len(set(update.roles)) < len(update.roles) or not set(update.roles) <= models.keys():
-            raise UserError(
-                f"{subject} trains {', '.join(update.roles) or 'nothing'}; an update trains one or more of the roles "
-                f"{', '.join(models)}, each once"
-            )
+        if update.role not in models:
+            raise UserError(f"{subject} trains {update.role}; an update trains one of the roles {', '.join(models)}")
         if update.every < 1:
             raise UserError(f"{subject} is made at every {update.every}-th step: `every` is 1 or more")
         if update.when is not None and update.every > 1:
             raise UserError(f"{subject} has both `every` and `when`: each names its steps")
-        for role in update.roles:
-            if settings.setdefault(role, update.optimizer) != update.optimizer:
-                raise UserError(f"{subject} has another optimizer setting for the role {role} than an update before it")
+        if settings.setdefault(update.role, update.optimizer) != update.optimizer:
+            raise UserError(
+                f"{subject} has another optimizer setting for the role {update.role} than an update before it"
+            )
     names = [update.name for update in updates]
     if len(set(names)) < len(names):
         raise UserError(f"the task {task} has updates of one name, {', '.join(names)}: terms are named by it")

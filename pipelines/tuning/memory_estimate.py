@@ -31,11 +31,11 @@ from mmspeed.memory.planning.knapsack import Option
 from mmspeed.memory.planning.measure import FakeTensorProfiler
 from mmspeed.memory.planning.options import StepFigures, kinds_of, runs_of, static_bytes, words_of
 from mmspeed.parallel import autocast, make_half
-from mmspeed.pipelines.tasks import make_task
+from mmspeed.pipelines.tasks import Task, make_task
 from mmspeed.pipelines.tuning.memory_measure import BlockProfiler, key_of, step_figures
 from mmspeed.pipelines.tuning.memory_search import budget_bytes
 from mmspeed.pipelines.tuning.synthetic_step import learning_model
-from mmspeed.protocols import MicroBatchSize, RunPlace, Task, blocks_of, shape_words
+from mmspeed.protocols import MicroBatchSize, RunPlace, blocks_of, shape_words
 from mmspeed.protocols.plan import keep_blocks, single_blocks
 from mmspeed.torch_internals import FakeTensorMode, base_of
 
@@ -144,7 +144,7 @@ def plan_memory(
         world: None: as many devices as compute one item together.
 
     Raises UserError for a shape class that does not fit the model, for `memory.mlp_chunk` beside options, for a model that computes by
-    values, and as `Task.open_without_data`.
+    values, and as `Domain.open_without_data`.
     """
     options = options or budget is not None or config.memory.chooses
     if options and config.memory.mlp_chunk is not None:
@@ -153,10 +153,10 @@ def plan_memory(
     world = world or parallel.group
     if task is None:
         task = make_task(config)
-        task.open_without_data()
+        task.domain.open_without_data()
     if step is None:
         place = RunPlace(Device("cpu", 0), world=world, dealt=world, groups=max(1, world // parallel.group))
-        step = task.largest_micro_batch(place)
+        step = task.domain.largest_micro_batch(place)
     alone = shape_figures(config, task, step, speeds, with_swap, options)
     figures = spread(alone, config, world)
     if budget is None and config.memory.chooses:
@@ -177,7 +177,7 @@ def shape_figures(
     Raises UserError for a model that computes by the values of tensors, which shapes do not tell.
     """
     memory, host = config.memory, Device("cpu", 0)
-    role = task.updates()[0].roles[0]
+    role = task.updates()[0].role
     bare = task.build()[role]
     model = learning_model(task, {role: bare})
     kinds, members = kinds_of([key_of(block) for _, block in blocks_of(model)])
@@ -188,7 +188,7 @@ def shape_figures(
     if memory.mlp_chunk is not None:
         for _, block in blocks_of(bare):
             set_chunks(block, memory.mlp_chunk)
-    task.shapes()
+    task.domain.shapes()
     batch, loss = task.sketch(bare, step.shape, step.items)  # before FakeTensorMode, since it reads values of tensors
     if memory.master != "parameters":
         make_half(bare)

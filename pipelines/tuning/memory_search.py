@@ -17,9 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-from torch import Tensor
-
 from mmspeed import comm
 from mmspeed.config import RunConfig
 from mmspeed.config.memory import MemoryConfig, parse_bytes
@@ -32,10 +29,11 @@ from mmspeed.memory.offload.offloader import Offloader
 from mmspeed.memory.planning.measure import DeviceProfiler
 from mmspeed.memory.planning.options import StepFigures, kinds_of, runs_of, words_of
 from mmspeed.pipelines.run.run_folder import write_text
+from mmspeed.pipelines.tasks import Task
 from mmspeed.pipelines.tuning.memory_measure import BlockProfiler, key_of, step_figures
 from mmspeed.pipelines.tuning.profile import UNMEASURED, setting_of
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep, learning_model
-from mmspeed.protocols import Batch, MicroBatchSize, Models, RunPlace, Task, blocks_of, shape_words, single_blocks
+from mmspeed.protocols import MicroBatchSize, RunPlace, blocks_of, shape_words, single_blocks
 
 MEMORY_NAME = "memory.json"
 TRIES = 5  # real steps that are taken to verify a choice
@@ -89,9 +87,9 @@ def full_setting(config: RunConfig, task: Task, place: RunPlace, step: MicroBatc
     """The settings that a choice depends on, in JSON's types."""
     memory = {f"memory.{k}": v for k, v in config.memory.model_dump(mode="json").items() if k not in UNMEASURED}
     train = {"train.optimizer": config.train.optimizer, "train.ema": config.train.ema_decay is not None}
-    setting = setting_of(config, task.setting(), place) | memory | train
+    setting = setting_of(config, task.domain.setting(), place) | memory | train
     setting |= {"bucket": str(step.shape), "micro_batch": step.items, "accumulates": step.accumulates}
-    longest = task.longest_text()
+    longest = task.domain.longest_text()
     return setting if longest is None else setting | {"text.max_tokens": longest}
 
 
@@ -116,7 +114,7 @@ def measured_figures(
     running = ExitStack()
     try:
         steps = SyntheticStep(
-            plain, task, device, choice=[{}] * len(wanted), blocks=wanted, text_tokens=task.longest_text()
+            plain, task, device, choice=[{}] * len(wanted), blocks=wanted, text_tokens=task.domain.longest_text()
         )
         swap = Offloader(device, parse_bytes(memory.offload_from))
         swapping = device.kind != "cpu" if with_swap is None else with_swap
@@ -126,7 +124,7 @@ def measured_figures(
             bench,
             steps.model,
             lambda: steps.batch(step.shape, step.items),
-            partial(_loss, task, steps.bare),
+            partial(task.loss, steps.bare),
             kinds,
             chosen,
             memory=config.memory,
@@ -143,13 +141,6 @@ def measured_figures(
         device.empty_cache()
 
 
-def _loss(task: Task, models: Models, batch: Batch) -> Tensor:
-    """The sum of a batch's losses that train, by models without the wrappers of engines."""
-    terms = task.updates()[0].loss(models, batch)
-    sums = [term.loss_I.sum() for term in terms.values() if term.trains]
-    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
-
-
 class MeasuredModel:
     """A config's whole model, for real steps in one choice after another."""
 
@@ -160,7 +151,7 @@ class MeasuredModel:
         self.memory = memory
         self._step = (step.shape, step.items, 2 if step.accumulates else 1)
         plain = config.model_copy(update={"memory": memory})
-        self.steps = SyntheticStep(plain, task, device, choice=list(ways), text_tokens=task.longest_text())
+        self.steps = SyntheticStep(plain, task, device, choice=list(ways), text_tokens=task.domain.longest_text())
         self.swap = Offloader(device, parse_bytes(memory.offload_from))
         self._ran = False
 
@@ -362,6 +353,6 @@ def policies_under_budget(config: RunConfig, task: Task, place: RunPlace) -> lis
             "batching.by: time goes by steps that were measured with given ways, and memory's budget chooses them for given batches: set "
             "memory.activation_policy instead of a budget, or use batching.by: tokens or flops"
         )
-    step = task.largest_micro_batch(place)
+    step = task.domain.largest_micro_batch(place)
     setting = full_setting(config, task, place, step)
     return list(choose_policies(config, task, place.device, step, config.run_dir, setting, place.rank).ways)

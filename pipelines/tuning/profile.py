@@ -28,9 +28,9 @@ from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine
 from mmspeed.mesh import process_group
 from mmspeed.pipelines.run.compiling import compiling
-from mmspeed.pipelines.tasks import make_task
+from mmspeed.pipelines.tasks import Task, make_task
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep, does_not_fit
-from mmspeed.protocols import RunPlace, ShapeClass, Task, shape_words
+from mmspeed.protocols import RunPlace, ShapeClass, shape_words
 
 ACCELERATOR_SHARE, HOST_SHARE = (
     0.9,
@@ -80,7 +80,11 @@ def load_measured(path: Path, setting: Mapping[str, Any]) -> tuple[Measured, str
     """
     measured = Measured.load(path)
     before = measured.setting
-    other = [name for name in {**setting, **before} if before.get(name) != setting.get(name) and name not in UNUSED]
+    other = [
+        name
+        for name in {**setting, **before}
+        if (before.get(name) or None) != (setting.get(name) or None) and name not in UNUSED
+    ]
 
     def shown(names: Sequence[str]) -> str:
         return ", ".join(f"{name} ({before.get(name)}, here {setting.get(name)})" for name in names)
@@ -216,13 +220,13 @@ def profile(
         limits = ProfileLimits(memory_limit(device, memory), seconds, most, repeats, minutes)
         limits = replace(limits, memory_bytes=-int(comm.all_reduce_max([-float(limits.memory_bytes)])[0]))
         task = task or make_task(config)
-        task.open_without_data()
+        task.domain.open_without_data()
         steps = SyntheticStep(config, task, device, limits.memory_bytes)
         began = time.monotonic()
         explored, untried = explore(steps, limits, began)
         rows, explored, rounds = timed(steps, explored, limits, began)
         too_large = {bucket: tried.too_large for bucket, tried in explored.items() if tried.too_large is not None}
-        setting = setting_of(config, task.setting(), steps.place)
+        setting = setting_of(config, task.domain.setting(), steps.place)
         measured = Measured(tuple(rows), limits.memory_bytes, setting, too_large)
         if all(row.peak_bytes > limits.memory_bytes for row in rows):
             raise does_not_fit(steps.state_bytes, limits.memory_bytes)
@@ -232,8 +236,8 @@ def profile(
             path,
             measured,
             config,
-            task.shapes(),
-            SampleCosts(task.tokens, task.cost),
+            task.domain.shapes(),
+            SampleCosts(task.domain.tokens, task.domain.cost),
             steps.state_bytes,
             counted,
             steps.world,
@@ -254,7 +258,9 @@ def explore(
 
     Every bucket has its batch of 1; after half of the time no larger batch is tried.
     """
-    results = {bucket: BucketMeasurements() for bucket in sorted(steps.task.shapes(), key=steps.task.tokens)}
+    results = {
+        bucket: BucketMeasurements() for bucket in sorted(steps.task.domain.shapes(), key=steps.task.domain.tokens)
+    }
     untried, going = [], list(results)
     with ProgressLine("find batches", None, "step") as line:
         while going:
@@ -287,7 +293,7 @@ def _too_large_alone(
     ones = [tried.rows[0] for tried in results.values() if tried.rows]
     if not ones:
         return False
-    state, tokens = steps.state_bytes, steps.task.tokens
+    state, tokens = steps.state_bytes, steps.task.domain.tokens
     each = min((row.peak_bytes - state) / tokens(row.bucket) for row in ones)
     return state + each * tokens(bucket) > limits.memory_bytes
 

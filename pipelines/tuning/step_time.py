@@ -10,10 +10,11 @@ from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes, format_seconds
 from mmspeed.mesh import process_group
+from mmspeed.pipelines.tasks import Task
 from mmspeed.pipelines.tuning.memory_estimate import MemoryPlan
 from mmspeed.pipelines.tuning.profile import memory_limit
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
-from mmspeed.protocols import MicroBatchSize, Task, source_of
+from mmspeed.protocols import MicroBatchSize, source_of
 
 SECONDS = 4.0  # that the timed step may take
 SLOWER = 4  # times the time at a device's peak that a step of one item may take, the first one included
@@ -50,7 +51,7 @@ def measure_step(config: RunConfig, task: Task, step: MicroBatchSize, plan: Memo
     Raises UnmeasuredError where the device is not here or too small, several compute an item together, the policies are chosen at the
     start of training, or a step would take longer.
     """
-    parallel, cost = config.parallel, task.cost(step.shape)
+    parallel, cost = config.parallel, task.domain.cost(step.shape)
     try:
         device = pick(config.device.kind)
     except UserError as error:
@@ -79,7 +80,7 @@ def measure_step(config: RunConfig, task: Task, step: MicroBatchSize, plan: Memo
     device.activate()
     try:
         with process_group(device):
-            steps = SyntheticStep(config.model_copy(update=plain), task, device, text_tokens=task.longest_text())
+            steps = SyntheticStep(config.model_copy(update=plain), task, device, text_tokens=task.domain.longest_text())
             seconds = steps.attempt(lambda: [steps.seconds(step.shape, 1) for _ in range(2)][1])
             if seconds is not None and 1 < step.items <= SECONDS / seconds:
                 items, seconds = step.items, steps.attempt(lambda: steps.seconds(step.shape, step.items))

@@ -23,7 +23,8 @@ from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from mmspeed.memory.planning.options import static_bytes
 from mmspeed.memory.planning.peak import local_bytes
 from mmspeed.pipelines.run.assembly import assemble, place
-from mmspeed.protocols import Batch, Models, ShapeClass, Task, shape_words, trainable
+from mmspeed.pipelines.tasks import Task
+from mmspeed.protocols import Batch, Models, ShapeClass, shape_words, trainable
 from mmspeed.protocols.plan import keep_blocks
 
 RATE = (
@@ -59,9 +60,9 @@ class SyntheticStep:
         self.text_tokens = text_tokens
         bare = task.build()
         if blocks is not None:
-            keep_blocks(bare[task.updates()[0].roles[0]], blocks)
+            keep_blocks(bare[task.updates()[0].role], blocks)
         self.bare = bare
-        task.shapes()
+        task.domain.shapes()
         least = self._least_bytes()
         if limit_bytes is not None and least > limit_bytes:
             raise does_not_fit(least, limit_bytes)
@@ -107,7 +108,7 @@ class SyntheticStep:
             parts.models,
             parts.learners,
             [batch] * micro_batches,
-            self.task.synthetic_divisors(batch, micro_batches * self.world),
+            self.task.domain.synthetic_divisors(batch, micro_batches * self.world),
             clip_norm=self.config.train.clip_norm,
             tensor=self.placement.layout.tensor,
             mesh=self.placement.mesh,
@@ -166,7 +167,7 @@ class SyntheticStep:
 
 def learning_model(task: Task, models: Models) -> nn.Module:
     """The model that learns, of models by role. Raises UserError for one that lacks part of `TrainableModel`."""
-    model = models[task.updates()[0].roles[0]]
+    model = models[task.updates()[0].role]
     trainable(model, task.name)
     return model
 

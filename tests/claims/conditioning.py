@@ -25,7 +25,7 @@ from mmspeed.data.loading.collate import assemble
 from mmspeed.pipelines import TextToVideo, TrainPipeline
 from mmspeed.pipelines.diffusion.conditioning_frames import counted_frames, held
 from mmspeed.pipelines.diffusion.objective import mean_error
-from mmspeed.pipelines.diffusion.predictor import conditions_of
+from mmspeed.pipelines.diffusion.predictor import conditions_of, predict
 
 STEPS = 400
 QUANTILES = (0.5, 0.7, 0.9)  # of the time, at which the noisy frames tell less and less themselves
@@ -114,7 +114,7 @@ def measure(folder: Path, steps: int = STEPS) -> GivenFrames:
                 conditions.text_BLD, conditions.text_mask_BL, named={"conditioning_mask": given_BT}
             )
             with torch.no_grad():
-                predicted = pipe.predictor.predict(pipe.model, inputs, t, named)
+                predicted = predict(pipe.predictor, pipe.model, inputs, t, named)
             return float(mean_error(predicted, target, counted_BT).mean())
 
         losses["right"].append(loss(latents_BCThw))

@@ -263,10 +263,10 @@ def _plain(pipe: Connection, folder: str, setting: dict[str, Any]) -> None:
 def _batches(folder: Path, setting: FinetuneSetting) -> Iterator[dict[str, torch.Tensor]]:
     """The batches of the run's steps: latents, noise, times and padded captions."""
     from mmspeed.device import pick
-    from mmspeed.pipelines.domains.video.domain import VideoTask
+    from mmspeed.pipelines.domains.video.domain import VideoDomain
     from mmspeed.protocols import RunPlace
 
-    task, place = VideoTask(finetune_config(folder, setting)), RunPlace(pick("cpu"))
+    task, place = VideoDomain(finetune_config(folder, setting)), RunPlace(pick("cpu"))
     task.open(place)
     for step in task.data(place).steps(0, WARM + setting.pairs + 1):
         for batch in step.batches:

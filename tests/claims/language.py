@@ -33,7 +33,7 @@ from mmspeed.loop.optimizers.learning_rate import learning_rate
 from mmspeed.loop.optimizers.make_optimizer import make_groups
 from mmspeed.models.weights import quiet
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.domains.language.domain import LanguageTask
+from mmspeed.pipelines.domains.language.domain import LanguageDomain
 from mmspeed.pipelines.inference.language import export_language_run
 from mmspeed.preprocess import TextCacheBuilder
 from mmspeed.preprocess.texts.preparation import shipped_texts
@@ -139,7 +139,7 @@ def language_claim_config(folder: Path, setting: LanguageSetting) -> LanguageCon
 
 def claim_packs(config: LanguageConfig) -> Iterator[Batch]:
     """The micro-batches of the run's steps, one a step."""
-    task, place = LanguageTask(config), RunPlace(pick("cpu"))
+    task, place = LanguageDomain(config), RunPlace(pick("cpu"))
     task.open(place)
     data = task.data(place)
     for step in data.steps(0, config.train.steps):

@@ -33,7 +33,7 @@ from mmspeed.log import setup
 from mmspeed.models.weights import quiet
 from mmspeed.pipelines import TrainCallback, TrainPipeline
 from mmspeed.pipelines.domains.language.data import PackCollate
-from mmspeed.pipelines.domains.language.domain import LanguageTask
+from mmspeed.pipelines.domains.language.domain import LanguageDomain
 from mmspeed.pipelines.inference.language import load_tokenizer
 from mmspeed.pipelines.training.events import StepEvent
 from mmspeed.preprocess import TextCacheBuilder
@@ -289,7 +289,7 @@ def read_rates(folder: Path, setting: LmSetting, split: str) -> dict[str, list[f
         for read in loader:
             yield int(read["attention_mask"].sum()) if name == PADDED else read["input_ids"].numel()
 
-    task, place = LanguageTask(config), RunPlace(pick("cpu"))
+    task, place = LanguageDomain(config), RunPlace(pick("cpu"))
     task.open(place)
     opened, cache = task.data(place), task.cache
 

@@ -13,8 +13,9 @@ from mmspeed.log import format_bytes
 from mmspeed.memory.recompute.policy import count_policies
 from mmspeed.mesh import process_group
 from mmspeed.models.sections import sora_section
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.domains.video.synthetic import EncoderShapes
+from mmspeed.pipelines.tasks import as_task
 from mmspeed.pipelines.tuning.memory_search import MeasuredModel, fastest_within, measured_figures
 from mmspeed.protocols import MicroBatchSize
 from mmspeed.shapes import Strides
@@ -107,7 +108,7 @@ def measure_budgets(
     where = pick(device)
     where.activate()
     step = MicroBatchSize(config.buckets[0], 1, False)
-    task = VideoTask(config).use(INPUTS)
+    task = as_task(VideoDomain(config).use(INPUTS), config)
     with process_group(where):
         progress("one block of each kind")
         figures = measured_figures(config, task, where, step)
@@ -134,7 +135,7 @@ def measure_budgets(
                     share, budget, choice.expected_peak, choice.measured_peak, expected, seconds / plain_seconds, ways
                 )
             )
-        tokens = task.tokens(step.shape)
+        tokens = task.domain.tokens(step.shape)
         width = sora_section(config, "this claim").width
         about = f"{arrangement}, float32, width {width}, {len(plain)} blocks, {tokens} tokens; {where.name}"
         return BudgetResult(about, peak, plain_seconds, figures.least(), tuple(rows))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from mmspeed.config import Config, make_config
 from mmspeed.data.cache.keys import digest
@@ -51,9 +52,9 @@ def train_some(folder: str, overrides: tuple[str, ...], stop_at: int | None) -> 
     """Train, writing down what meets in every step, and what was drawn for each use; `stop_at` a step stops there and saves."""
     from mmspeed.loop.step import StepResult
     from mmspeed.pipelines import TrainPipeline
-    from mmspeed.pipelines.domains.video.domain import VideoTask
+    from mmspeed.pipelines.domains.video.domain import VideoDomain
     from mmspeed.pipelines.training.trainer import Run
-    from mmspeed.protocols import Models, StepData, Terms
+    from mmspeed.protocols import Inputs, StepData
 
     config = mixed_config(Path(folder), *overrides)
     written: list[dict[str, Any]] = []
@@ -65,14 +66,14 @@ def train_some(folder: str, overrides: tuple[str, ...], stop_at: int | None) -> 
                 (self.folder.root / "stop").touch()
             return super()._step(run, data)
 
-    class WrittenTask(VideoTask):
-        def loss(self, models: Models, batch: Batch) -> Terms:
+    class WrittenTask(VideoDomain):
+        def inputs(self, model: nn.Module, batch: Batch, *more: Any, **given: Any) -> Inputs:
             for place, name in enumerate(batch.names):
                 if batch.weights_I[place]:
                     tensors = (batch["latents"][place], batch["noise"][place], batch["quantiles"][place])
                     text = batch["text"][place][batch["text_mask"][place]]
                     written[-1]["drawn"][name] = digest(b"".join(t.numpy().tobytes() for t in (*tensors, text)))
-            return super().loss(models, batch)
+            return super().inputs(model, batch, *more, **given)
 
     Written(config, task=WrittenTask(config)).run()
     return written

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mmspeed.pipelines import TrainCallback, TrainPipeline
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.training.events import StepEvent
 from tests.support.spawn import run_ranks
 from tests.support.toy_runs import build_toy, toy_config, write_toy_cache
@@ -30,7 +30,7 @@ class StopsOnOne(TrainCallback):
 def end_of_run(folder: str, *overrides: str, callback: type[TrainCallback] = FailsOnOne) -> str:
     config = toy_config(Path(folder), *overrides)
     try:
-        result = TrainPipeline(config, task=VideoTask(config, build=build_toy), callbacks=[callback()]).run()
+        result = TrainPipeline(config, task=VideoDomain(config, build=build_toy), callbacks=[callback()]).run()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return result.lines()[0]

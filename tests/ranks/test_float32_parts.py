@@ -14,9 +14,11 @@ from mmspeed.device import pick
 from mmspeed.loop.checkpoint.state import weights_to_save
 from mmspeed.mesh import process_group
 from mmspeed.parallel import unwrap
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.diffusion.predictor import predict
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.domains.video.synthetic import EncoderShapes
 from mmspeed.pipelines.run.assembly import assemble, place
+from mmspeed.pipelines.tasks import as_task
 from mmspeed.protocols import Conditions
 from mmspeed.shapes import Strides
 from tests.ranks.test_stored_weights import WEIGHTS, config_of
@@ -60,9 +62,9 @@ def watched_step(folder: str, overrides: tuple[str, ...]) -> dict[str, Any]:
     config, device = config_of(Path(folder), "device.dtype=bfloat16", *overrides), pick("cpu")
     met: dict[str, Any] = {}
     with process_group(device):
-        task, placement = VideoTask(config), place(config, device)
+        task, placement = VideoDomain(config), place(config, device)
         task.use(EncoderShapes(16, Strides(4, 8), 16))
-        parts = assemble(task.config, task, task.build(), placement, device)
+        parts = assemble(task.config, as_task(task, task.config), task.build(), placement, device)
         model = unwrap(parts.model)
 
         def gathered(module: Any, names: tuple[str, ...]) -> None:
@@ -92,7 +94,7 @@ def watched_step(folder: str, overrides: tuple[str, ...]) -> dict[str, Any]:
         before = {name: whole(before[name]) for name in (*KEPT, *ROUNDED)}
         conditions = Conditions(torch.randn(2, 5, 16, generator=g), torch.ones(2, 5, dtype=torch.bool))
         x_BCThw, t_B = torch.randn(2, 16, 3, 4, 6, generator=g), torch.tensor([0.999, 0.75112])
-        out = task.predictor.predict(parts.model, x_BCThw, t_B, conditions)
+        out = predict(task.predictor, parts.model, x_BCThw, t_B, conditions)
         out.float().square().mean().backward()
         parts.optimizer.step()
         after = weights_to_save(parts.model, parts.optimizer)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.domains.video.published import PublishedVideoTask
+from mmspeed.pipelines.domains.video.published import PublishedVideoDomain
 from tests.support.checkpoints import differing, farthest, whole_checkpoint
 from tests.support.foreign_training import CALLS, EXACT
 from tests.support.published import load, prepare, published_config
@@ -37,7 +37,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(folder: str, name: str, overrides: tuple[str, ...]) -> None:
     """Train, on however many ranks call this."""
     config = published_config(Path(folder), name, *overrides)
-    TrainPipeline(config, task=PublishedVideoTask(config, lambda: load(Path(folder), name), call=CALLS.get(name))).run()
+    TrainPipeline(
+        config, task=PublishedVideoDomain(config, lambda: load(Path(folder), name), call=CALLS.get(name))
+    ).run()
 
 
 def whole_and_stopped(folder: str, name: str, label: str, overrides: tuple[str, ...]) -> None:

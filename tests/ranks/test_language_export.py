@@ -16,7 +16,7 @@ from mmspeed.config import make_config
 from mmspeed.log import read_metrics
 from mmspeed.models.language.decoder import Decoder
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.domains.language.domain import LanguageTask
+from mmspeed.pipelines.domains.language.domain import LanguageDomain
 from mmspeed.pipelines.inference.language import export_language_run
 from mmspeed.preprocess.texts.preparation import TextPreparation
 from mmspeed.protocols import source_of
@@ -49,7 +49,7 @@ def trained(folder: Path, parallel: dict[str, int]) -> None:
 def test_the_balance_of_a_folders_experts_is_that_of_the_config(tmp_path: Path) -> None:
     saved("deepseek_v3", tmp_path / "base", vocab_size=320)
     whole = config(tmp_path)
-    task = LanguageTask(whole.model_copy(update={"model": whole.model.model_copy(update={"balance": "sequence"})}))
+    task = LanguageDomain(whole.model_copy(update={"model": whole.model.model_copy(update={"balance": "sequence"})}))
     for _ in range(2):  # the second one opens the folder again
         model = task.build()["model"]
         assert isinstance(model, Decoder) and model.settings == task.settings and source_of(model) is not None

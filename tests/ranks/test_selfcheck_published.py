@@ -24,7 +24,7 @@ from mmspeed.parallel.boundaries.record import ForwardRecord
 from mmspeed.pipelines.check.layouts import alone, compared_run, with_layout
 from mmspeed.pipelines.check.verdict import SelfCheck, compare
 from mmspeed.pipelines.check.worker import WorkerReport, examine
-from mmspeed.pipelines.domains.video.published import PublishedVideoTask
+from mmspeed.pipelines.domains.video.published import PublishedVideoDomain
 from mmspeed.pipelines.domains.video.small_published import PublishedModel
 from mmspeed.pipelines.domains.video.synthetic import EncoderShapes
 from mmspeed.pipelines.tasks import make_task
@@ -89,7 +89,7 @@ class OwnConfig(Config):
 
 def small(home: Path, folder: Path, case: Case) -> SmallRun:
     name, layout, keys, _ = case
-    task = PublishedVideoTask(with_layout(published_config(home, name, *keys), layout), lambda: make_model(name))
+    task = PublishedVideoDomain(with_layout(published_config(home, name, *keys), layout), lambda: make_model(name))
     return compared_run(task, folder / "small")
 
 
@@ -184,7 +184,7 @@ def test_a_call_of_the_users_and_frozen_weights_are_kept_or_told(home: Path, tmp
     frozen.get_submodule("context_embedder").requires_grad_(False)
     config = with_layout(published_config(home, "hunyuan"), "ulysses=2")
     config = OwnConfig.model_validate({**dict(config), "task": "own"})  # of an installed package
-    mini = PublishedVideoTask(config, lambda: frozen, call=HunyuanVideoCall(guidance=2.5)).small(tmp_path / "small")
+    mini = PublishedVideoDomain(config, lambda: frozen, call=HunyuanVideoCall(guidance=2.5)).small(tmp_path / "small")
     assert type(mini.config) is Config and mini.config.task == "video" and not mini.named
     assert "weights that are frozen in training have gradients here" in mini.remarks[0]
     predictor = make_task(mini.config).use(EncoderShapes(4, Strides(4, 8), 16)).predictor  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 from mmspeed.__main__ import main
 from mmspeed.config.tasks import TASKS, TaskEntry
-from tests.support.characters import CharacterModel, CharacterTask
+from tests.support.characters import CharacterDomain, CharacterModel
 
 
 class FaultyLinear(nn.Linear):
@@ -22,7 +22,7 @@ class FaultyLinear(nn.Linear):
         return linear(input, self.weight + 0.01 * (self.weight - self.weight.detach()), self.bias)
 
 
-class FaultyTask(CharacterTask):
+class FaultyTask(CharacterDomain):
     """The character task with a mistake in one layer's backward where there are several processes."""
 
     def build(self) -> dict[str, nn.Module]:
@@ -38,7 +38,7 @@ class FaultyTask(CharacterTask):
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The config of a character model that is known to this process alone."""
     entry = TaskEntry(
-        "tests.support.characters:CharacterTask", "tests.support.characters:CharacterConfig", origin="a test"
+        "tests.support.characters:CharacterDomain", "tests.support.characters:CharacterConfig", origin="a test"
     )
     monkeypatch.setitem(TASKS, "characters", entry)
     path = tmp_path / "run.yaml"

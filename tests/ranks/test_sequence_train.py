@@ -11,7 +11,7 @@ import pytest
 from mmspeed.config import Config
 from mmspeed.data import DatasetCache
 from mmspeed.pipelines.domains.video.data import VideoData
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.report.run_page import read_metrics
 from mmspeed.preprocess import CacheBuilder, OnlineBuilder
 from mmspeed.protocols import RunPlace
@@ -93,7 +93,7 @@ def test_images_and_videos_of_one_step(tmp_path: Path) -> None:
         assert losses(mixed_config(tmp_path, f"name={name}", *fixed)) == pytest.approx(expected, **TOLERANCE), name
 
 
-class WatchedTask(VideoTask):
+class WatchedTask(VideoDomain):
     """Keeps the data that it made."""
 
     data_of_run: VideoData

@@ -14,7 +14,7 @@ from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.domains.listed.domain import ListedSample
 from mmspeed.pipelines.tasks import register
 from mmspeed.protocols import RunPlace
-from tests.support.characters import CharacterConfig, CharacterTask
+from tests.support.characters import CharacterConfig, CharacterDomain
 from tests.support.runs import SAVED_ONCE
 
 ALONE = RunPlace(Device("cpu", 0))
@@ -22,7 +22,7 @@ ALONE = RunPlace(Device("cpu", 0))
 
 def register_characters() -> None:
     """All that makes the task known beside its own file."""
-    register("characters", "tests.support.characters:CharacterTask", "tests.support.characters:CharacterConfig")
+    register("characters", "tests.support.characters:CharacterDomain", "tests.support.characters:CharacterConfig")
 
 
 def character_tree(folder: Path) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def rows(config: CharacterConfig, kind: str = "train") -> list[dict[str, Any]]:
     return [row for row in read_metrics(config.run_dir / "metrics.jsonl") if row["kind"] == kind]
 
 
-def step_packs(task: CharacterTask, step: int) -> list[ListedSample]:
+def step_packs(task: CharacterDomain, step: int) -> list[ListedSample]:
     """The packs of a step over all ranks."""
     return [draw.sample for draw in task.data(ALONE).sampler.draws(step)]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -17,8 +18,8 @@ from torch.nn.functional import cross_entropy, gelu
 
 from mmspeed.config import RunConfig
 from mmspeed.initialize import initial_value
-from mmspeed.pipelines.domains.listed.domain import Length, ListedSample, ListedTask
-from mmspeed.protocols import Batch, Models, ShapeClass, Term, Terms, Work
+from mmspeed.pipelines.domains.listed.domain import Length, ListedDomain, ListedSample
+from mmspeed.protocols import Batch, Given, Inputs, LearningPart, ShapeClass, Term, Terms, Values, Work
 
 # Lewis Carroll, "Alice's Adventures in Wonderland" (1865), public domain
 TEXT = (
@@ -88,10 +89,42 @@ def pack(number: int, line: str, length: int) -> ListedSample:
     return ListedSample(f"line {number}", {"ids": ids_N}, Length(length), len(line) - 1)
 
 
-class CharacterTask(ListedTask[CharacterConfig]):
+@dataclass(frozen=True)
+class CharacterValues(Values):
+    """The values of logits; a unit is a pack."""
+
+    logits_INV: Tensor
+    targets_IN: Tensor
+    weights_I: Tensor
+
+    def _losses(self) -> Tensor:
+        logits_IVN = self.logits_INV.transpose(1, 2)
+        return cross_entropy(logits_IVN, self.targets_IN, ignore_index=0, reduction="none").sum(1)
+
+    @property
+    def loss(self) -> Term:
+        return Term(self._losses(), self.weights_I, "tokens")
+
+    def own(self, mtp: bool = True) -> Terms:
+        """The number of characters that are guessed right, which does not train."""
+        right_IN = (self.logits_INV.detach().argmax(-1) == self.targets_IN) & (self.targets_IN != 0)
+        return {"right": Term(right_IN.sum(1).float(), self.weights_I, "tokens", trains=False)}
+
+    def errors(self) -> tuple[Tensor, Tensor]:
+        return self._losses(), torch.arange(len(self.weights_I))
+
+    def term(self, value_U: Tensor, trains: bool = True) -> Term:
+        return Term(value_U, self.weights_I, "units", trains)
+
+    def prediction(self) -> Tensor:
+        return self.logits_INV
+
+
+class CharacterDomain(ListedDomain[CharacterConfig]):
     """Trains a model to predict each next character of a text, from packs of whole words."""
 
     name = "characters"
+    gives = ("errors", "prediction")
 
     def build(self) -> dict[str, nn.Module]:
         with torch.device("meta"):
@@ -102,14 +135,14 @@ class CharacterTask(ListedTask[CharacterConfig]):
         packs = [pack(number, line, self.config.pack) for number, line in enumerate(lines)]
         return [one for number, one in enumerate(packs) if number % 5], packs[::5]
 
-    def loss(self, models: Models, batch: Batch) -> Terms:
-        """The cross-entropy of each pack's characters, and how many are guessed right, which does not train."""
-        ids_IN, targets_IN = batch["ids"][:, :-1], batch["ids"][:, 1:]
-        logits_INV: Tensor = models["model"](ids_IN).float()
-        loss_IN = cross_entropy(logits_INV.transpose(1, 2), targets_IN, ignore_index=0, reduction="none")
-        right_IN = (logits_INV.detach().argmax(-1) == targets_IN) & (targets_IN != 0)
-        right = Term(right_IN.sum(1).float(), batch.weights_I, "tokens", trains=False)
-        return {"loss": Term(loss_IN.sum(1), batch.weights_I, "tokens"), "right": right}
+    def inputs(
+        self, model: nn.Module, batch: Batch, part: LearningPart, entry: str | None = None, given: Given | None = None
+    ) -> Inputs:
+        batch = batch if entry is None else batch.entry(entry)
+        return Inputs({"ids_IN": batch["ids"][:, :-1]}, {"targets": batch["ids"][:, 1:]})
+
+    def values(self, output: Tensor, inputs: Inputs, batch: Batch) -> CharacterValues:
+        return CharacterValues(output.float(), inputs.tensors["targets"], batch.weights_I)
 
     def work(self, shape: ShapeClass, text_tokens: int | None = None) -> Work:
         width, depth, length = self.config.width, self.config.depth, shape.numbers

@@ -16,7 +16,7 @@ from mmspeed.config.schema import ModelConfig
 from mmspeed.data.cache.tables import read_info, write_info
 from mmspeed.errors import UserError
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.run import agreement
 from mmspeed.preprocess import CacheBuilder
 from tests.support.runs import small_config
@@ -98,7 +98,7 @@ def train_toy_of(home: str, weights: str, strategy: str) -> str:
 
     more = ("name=weights", "train.steps=2", "validate.samples=0", f"parallel.strategy={strategy}")
     config: Config = toy_config(Path(home) / "toy", *more)
-    return outcome(lambda: TrainPipeline(config, task=VideoTask(config, build=build)).run())
+    return outcome(lambda: TrainPipeline(config, task=VideoDomain(config, build=build)).run())
 
 
 def train_with_code(home: str, digest: str) -> str:

@@ -26,7 +26,8 @@ from mmspeed.data.cache.writer import latent_tensors, text_tensors
 from mmspeed.device import Device
 from mmspeed.loop.optimizers.make_optimizer import make_optimizer
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.base import values_of
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.protocols import RunPlace, TextEntry
 from mmspeed.shapes import Bucket
 from tests.support.toy import C, D
@@ -85,12 +86,12 @@ def write_mixed_cache(config: Config) -> None:
     write_info(root, {"encoders": encoders, "fps": 8.0, "made_for": config.sample_settings()})
 
 
-def toy_task(config: Config) -> VideoTask:
+def toy_task(config: Config) -> VideoDomain:
     """The video task of the toy with its own weights."""
-    return VideoTask(config, build=build_toy)
+    return VideoDomain(config, build=build_toy)
 
 
-def opened_task(config: Config, world: int = 1) -> tuple[VideoTask, RunPlace]:
+def opened_task(config: Config, world: int = 1) -> tuple[VideoDomain, RunPlace]:
     """The task with its cache, and the place of the first of `world` ranks."""
     place = RunPlace(Device("cpu", 0), world=world, groups=world, dealt=world, folder=config.run_dir)
     task = toy_task(config)
@@ -113,7 +114,7 @@ def sums_by_bucket(config: Config) -> dict[Bucket, Gradients]:
     sums = {bucket: [torch.zeros_like(p) for p in parameters] for bucket in LATENTS}
     for step in data.steps(0, data.sampler.steps_per_epoch):
         for batch in step.batches:
-            loss_B = task.loss(models, batch)["loss"].loss_I
+            loss_B = values_of(task, models, batch).loss.loss_I
             for row in range(batch.size):
                 grads = torch.autograd.grad(loss_B[row], parameters, retain_graph=True)
                 for total, grad in zip(sums[batch.shape], grads, strict=True):  # type: ignore[index]

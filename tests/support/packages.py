@@ -8,10 +8,10 @@ from pathlib import Path
 
 # the character task in a package of its own: all that it needs beside its code is the line in its pyproject.toml
 CHARACTERS_PACKAGE = """
-from tests.support.characters import CharacterConfig, CharacterTask
+from tests.support.characters import CharacterConfig, CharacterDomain
 
 
-class PackagedTask(CharacterTask):
+class PackagedTask(CharacterDomain):
     config_class = CharacterConfig
 """
 CHARACTERS_PROJECT = """

@@ -1,83 +1,49 @@
-"""Learning from preferences on characters (after DPO: Rafailov et al., 2023): pairs of the text and the text backwards.
+"""Learning from preferences, as a method: DPO (Rafailov et al., 2023), on videos Diffusion-DPO (Wallace et al., 2024).
 
-The likelihood of both, by the model and by a frozen reference, goes into one loss: two forward passes before one backward.
+Legend: U units of both entries, pair by pair.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import log
 
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, logsigmoid
+from torch.nn.functional import logsigmoid
 
-from mmspeed.initialize import init_weights
-from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.domains.listed.domain import ListedSample
-from mmspeed.protocols import Batch, Data, Divisors, Models, RunPlace, Term, Terms, Update
-from tests.support.character_runs import character_config
-from tests.support.characters import CharacterModel, CharacterTask
-
-BETA = 0.5
+from mmspeed.pipelines.methods.base import MethodDefaults, own_terms
+from mmspeed.protocols import Ask, Batch, Domain, FrozenCopy, Inputs, Tensors, Terms, Update, Values
 
 
-def likelihood(model: nn.Module, ids_IN: Tensor) -> Tensor:
-    """The logarithm of the probability of each row's characters (I,), without padding."""
-    logits_INV: Tensor = model(ids_IN[:, :-1]).float()
-    return -cross_entropy(logits_INV.transpose(1, 2), ids_IN[:, 1:], ignore_index=0, reduction="none").sum(1)
+@dataclass(frozen=True)
+class Preferences(MethodDefaults):
+    """The model prefers the chosen entry of each pair more than a frozen copy of its start does.
 
+    Args:
+        beta: the weight of the gain over the reference.
+    """
 
-def preference(models: Models, batch: Batch) -> Terms:
-    """The loss of each pair, and how often the text is preferred, which does not train."""
-    chosen_IN, rejected_IN = batch["ids"], batch["ids"].flip(1)
-    margins = [
-        likelihood(models[role], chosen_IN) - likelihood(models[role], rejected_IN) for role in ("model", "reference")
-    ]
-    gain_I = BETA * (margins[0] - margins[1].detach())
-    right_I = (gain_I.detach() > 0).float()
-    return {
-        "loss": Term(-logsigmoid(gain_I), batch.weights_I, "pairs"),
-        "preferred": Term(right_I, batch.weights_I, "pairs", trains=False),
-    }
+    beta: float = 0.5
+    name = "preferences"
+    needs, asks, entries = ("errors",), True, ("chosen", "rejected")
 
+    def roles(self, domain: Domain) -> Mapping[str, FrozenCopy]:
+        return {f"reference {part.role}": FrozenCopy(part) for part in domain.parts()}
 
-class PreferenceTask(CharacterTask):
-    """A model that learns, and a frozen reference that comes with weights of its own. `late`: pairs are counted after the step only."""
+    def updates(self, domain: Domain) -> Sequence[Update]:
+        return [Update.of(part, baseline=log(2)) for part in domain.parts()]
 
-    late = False
+    def calls(self, ask: Ask, batch: Batch, update: Update) -> Sequence[Inputs]:
+        return [ask.inputs(batch, update, entry) for entry in self.entries]
 
-    def build(self) -> dict[str, nn.Module]:
-        reference = CharacterModel(self.config.width, self.config.depth)
-        init_weights(reference, 7)
-        return {**super().build(), "reference": reference}
+    def before(self, ask: Ask, batch: Batch, update: Update) -> Tensors:
+        calls = zip(self.entries, self.calls(ask, batch, update), strict=True)
+        return {entry: ask(f"reference {update.role}", inputs, batch).errors()[0] for entry, inputs in calls}
 
-    def updates(self) -> Sequence[Update]:
-        return (Update(preference),)
-
-    def divisors(self, samples: Sequence[ListedSample]) -> Divisors:
-        return {"pairs": None if self.late else float(len(samples))}
-
-    def validation(self, models: Models, data: Data, place: RunPlace) -> None:
-        return None
-
-
-class LatePreferenceTask(PreferenceTask):
-    """The same, with a divisor that is known only afterwards."""
-
-    late = True
-
-
-class TwiceTask(CharacterTask):
-    """Two updates a step, by the same loss: the second sees what the first has changed."""
-
-    def updates(self) -> Sequence[Update]:
-        return (Update(self.loss), Update(self.loss, name="again"))
-
-
-TASKS: dict[str, type[CharacterTask]] = {"known": PreferenceTask, "late": LatePreferenceTask, "twice": TwiceTask}
-
-
-def train_task(folder: str, kind: str, overrides: tuple[str, ...] = ()) -> None:
-    """Train a task of `TASKS`, on however many ranks call this."""
-    config = character_config(Path(folder), *overrides)
-    TrainPipeline(config, task=TASKS[kind](config)).run()
+    def terms(self, values: Sequence[Values], before: Tensors, ask: Ask, batch: Batch, update: Update) -> Terms:
+        chosen_U, rejected_U = (
+            before[entry] - each.errors()[0] for entry, each in zip(self.entries, values, strict=True)
+        )
+        gain_U = self.beta * (chosen_U - rejected_U)
+        preferred = values[0].term((gain_U.detach() > 0).float(), trains=False)
+        return {"loss": values[0].term(-logsigmoid(gain_U)), "preferred": preferred, **own_terms(values, mtp=False)}

@@ -22,7 +22,7 @@ from mmspeed.data.cache.writer import latent_tensors, text_tensors
 from mmspeed.device import pick
 from mmspeed.mesh import process_group
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.domains.video.published import PublishedVideoTask
+from mmspeed.pipelines.domains.video.published import PublishedVideoDomain
 from mmspeed.pipelines.run.assembly import Assembly, assemble, place
 from mmspeed.protocols import Batch, Conditions, RunPlace, TextEntry
 from mmspeed.shapes import Bucket
@@ -144,9 +144,9 @@ def load(folder: Path, name: str) -> nn.Module:
     return loaded
 
 
-def task_of(folder: Path, name: str, config: Config) -> PublishedVideoTask:
+def task_of(folder: Path, name: str, config: Config) -> PublishedVideoDomain:
     """The video task of a saved model."""
-    return PublishedVideoTask(config, lambda: load(folder, name))
+    return PublishedVideoDomain(config, lambda: load(folder, name))
 
 
 def train_published(folder: str, name: str, overrides: tuple[str, ...] = ()) -> None:
@@ -199,7 +199,11 @@ def called_by_hand(name: str, model: nn.Module, x: Tensor, times_B: Tensor, cond
     if name.startswith("wan"):
         real = zip(text, mask, strict=True)
         rows = [torch.cat([row[keep], row.new_zeros(512 - int(keep.sum()), row.shape[1])]) for row, keep in real]
-        return model(x, times_B * 1000, torch.stack(rows), return_dict=False)[0]
+        control = {}
+        if name == "wan vace":
+            blank, own = (conditions.named[f"{role}.latents"] for role in ("blank", "control"))
+            control = {"control_hidden_states": torch.cat([blank, own, torch.ones(b, 64, t, h, w)], dim=1)}
+        return model(x, times_B * 1000, torch.stack(rows), return_dict=False, **control)[0]
     if name.startswith("ltx"):
         from diffusers import LTXPipeline
 

@@ -10,7 +10,7 @@ from unittest import mock
 
 from mmspeed.log import read_metrics
 from mmspeed.pipelines import TrainCallback, TrainPipeline
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.training.events import StepEvent
 from mmspeed.preprocess.encoding import latent_stage
 from tests.support.toy_runs import build_toy, toy_config, write_toy_cache
@@ -35,7 +35,7 @@ class Recorder(TrainCallback):
 
 def train(folder: Path, *overrides: str, recorder: Recorder | None = None) -> Recorder:
     config, recorder = toy_config(folder, *LONG, *overrides), recorder or Recorder()
-    TrainPipeline(config, task=VideoTask(config, build=build_toy), callbacks=[recorder]).run()
+    TrainPipeline(config, task=VideoDomain(config, build=build_toy), callbacks=[recorder]).run()
     return recorder
 
 

@@ -19,7 +19,7 @@ from mmspeed.data.cache.keys import entry_key, number_duplicates, sample_key
 from mmspeed.data.cache.tables import write_info, write_rejects, write_samples
 from mmspeed.data.cache.writer import latent_tensors, text_tensors
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.protocols import TextEntry
 from mmspeed.shapes import Bucket
 from tests.support.runs import SAVED_ONCE
@@ -102,4 +102,4 @@ def build_toy(section: ModelConfig, channels: int, text_width: int, device: str)
 def train_toy(folder: str, overrides: tuple[str, ...] = ()) -> None:
     """Train, on however many ranks call this."""
     config = toy_config(Path(folder), *overrides)
-    TrainPipeline(config, task=VideoTask(config, build=build_toy)).run()
+    TrainPipeline(config, task=VideoDomain(config, build=build_toy)).run()

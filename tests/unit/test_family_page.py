@@ -20,7 +20,7 @@ from mmspeed.config.schema import FlowConfig
 from mmspeed.errors import UserError
 from mmspeed.models.diffusers import plans
 from mmspeed.models.families import FAMILIES
-from mmspeed.pipelines.diffusion.predictor import FamilyPredictor, make_predictor
+from mmspeed.pipelines.diffusion.predictor import FamilyPredictor, make_predictor, predict
 from mmspeed.pipelines.domains.video.unused import freeze_unused
 from mmspeed.protocols import Conditions, blocks_of
 from tests.support.pages import ROOT, blocks_under
@@ -71,11 +71,11 @@ def test_the_family_is_called_counted_and_planned(page: ModuleType) -> None:
     assert isinstance(predictor, FamilyPredictor) and len(blocks_of(model)) == 3
     x = torch.randn(2, 4, 1, 6, 8, generator=torch.Generator().manual_seed(1))
     by_hand = model(x[:, :, 0], inputs.text_BLD, inputs.pooled_BD, 1000 * TIMES, return_dict=False)[0]
-    torch.testing.assert_close(predictor.predict(model, x, TIMES, inputs)[:, :, 0], by_hand, rtol=0, atol=0)
+    torch.testing.assert_close(predict(predictor, model, x, TIMES, inputs)[:, :, 0], by_hand, rtol=0, atol=0)
     assert inputs.pooled_BD is not None
     one = Conditions(inputs.text_BLD[:1], inputs.text_mask_BL[:1], inputs.pooled_BD[:1])
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
-        predictor.predict(model, x[:1], TIMES[:1], one)
+        predict(predictor, model, x[:1], TIMES[:1], one)
     assert predictor.flops((1, 6, 8), 5) == counter.get_total_flops()
     assert predictor.tokens((1, 6, 8)) == 12
     with pytest.raises(ValueError, match="use buckets of 1 frame"):

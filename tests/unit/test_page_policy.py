@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mmspeed.pipelines import TrainPipeline, write_report
 from tests.support.character_runs import character_config
-from tests.support.characters import CharacterTask
+from tests.support.characters import CharacterDomain
 
 
 class PageTags(HTMLParser):
@@ -40,5 +40,5 @@ def check(page: str) -> int:
 
 def test_the_page_of_a_run(tmp_path: Path) -> None:
     config = character_config(tmp_path, "train.steps=2")
-    TrainPipeline(config, task=CharacterTask(config)).run()
+    TrainPipeline(config, task=CharacterDomain(config)).run()
     assert check(write_report(config.run_dir).read_text(encoding="utf-8")) > 0

@@ -22,14 +22,14 @@ from mmspeed.data.loading.loader import DrawnItems
 from mmspeed.data.sampling.pack_order import PackLength, PackSample, PackSampler
 from mmspeed.data.sampling.pack_stages import StagedPacks
 from mmspeed.data.sampling.weighting import StepWeights
-from mmspeed.pipelines.domains.base import SampledData, shares
+from mmspeed.pipelines.domains.base import SampledData, shares, values_of
 from mmspeed.protocols import (
     Batch,
     BatchShape,
     DataSize,
     Divisors,
+    Domain,
     Item,
-    LossFunction,
     Models,
     RunPlace,
     StepData,
@@ -172,6 +172,7 @@ class LanguageData(SampledData[PackSample]):
         targets = sum(targets_of(self.documents, sample) for sample in samples)
         tokens = sum(sample.tokens for sample in samples)
         divisors = {"samples": float(len(samples)), "tokens": float(max(targets, 1)), "real_tokens": float(tokens)}
+        divisors["units"] = float(sum(len(sample.pieces) for sample in samples))
         return replace(step, divisors=divisors, tokens=tokens)
 
 
@@ -186,13 +187,13 @@ class HeldOutPacks:
 
     def __init__(
         self,
-        loss: LossFunction,
+        domain: Domain,
         documents: DocumentReader,
         samples: Mapping[str, Sequence[PackSample]],
         most: int,
         place: RunPlace,
     ) -> None:
-        self._loss, self._documents, self._samples = loss, documents, samples
+        self._domain, self._documents, self._samples = domain, documents, samples
         self._most, self._place, self._collate = most, place, PackCollate(documents)
 
     @torch.no_grad()
@@ -208,7 +209,7 @@ class HeldOutPacks:
             losses, weights = [], []
             for part in (mine[start : start + self._most] for start in range(0, len(mine), self._most)):
                 draws = [(SampleUse(sample, 0, 0), float(real and self._place.leads)) for sample, real in part]
-                term = self._loss(models, self._collate(draws).to(device, torch.float32))["loss"]
+                term = values_of(self._domain, models, self._collate(draws).to(device, torch.float32)).loss
                 losses.append(term.loss_I)
                 weights.append(term.weight_I)
             terms[source] = Term(torch.cat(losses), torch.cat(weights), source)

@@ -6,7 +6,7 @@ Legend: B packs of a micro-batch, N tokens of a pack, Z one more than documents.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mmspeed.compute.operators.cross_entropy import IGNORED
 from mmspeed.config.language import LanguageConfig
@@ -32,7 +32,7 @@ from mmspeed.models.language.decoder import Decoder
 from mmspeed.models.language.families import config_tree
 from mmspeed.models.language.shapes import shape_named, tiny_twin
 from mmspeed.models.language.weights import HubWeights, decoder_of, on_meta, stored_decoder
-from mmspeed.pipelines.domains.base import TaskDefaults, largest_batch
+from mmspeed.pipelines.domains.base import DomainDefaults
 from mmspeed.pipelines.domains.language.data import (
     HeldOutPacks,
     LanguageData,
@@ -44,12 +44,15 @@ from mmspeed.pipelines.domains.language.data import (
 from mmspeed.pipelines.domains.language.settings import changed
 from mmspeed.pipelines.domains.language.small import small_language
 from mmspeed.pipelines.domains.language.start import TextBuilder, open_texts
+from mmspeed.pipelines.domains.language.values import PackValues
 from mmspeed.protocols import (
     Batch,
     Data,
     Divisors,
+    Given,
+    Inputs,
     Item,
-    MicroBatchSize,
+    LearningPart,
     Models,
     OrderedSample,
     RunPlace,
@@ -57,9 +60,6 @@ from mmspeed.protocols import (
     SmallRun,
     StepData,
     StepUsage,
-    Term,
-    Terms,
-    Update,
     Validation,
     Work,
     source_of,
@@ -70,10 +70,11 @@ ROWS = 64  # an embedding has a multiple of these
 BYTE_IDS = 257  # of the tokenizer of bytes, and the end of a document
 
 
-class LanguageTask(TaskDefaults):
+class LanguageDomain(DomainDefaults):
     """The task of training decoders on packed documents. `maker` (`mmspeed.preprocess.TextCacheBuilder`) completes the text cache."""
 
     name = "language"
+    gives = ("errors",)
     config_class = LanguageConfig
 
     def __init__(self, config: LanguageConfig, maker: TextBuilder | None = None) -> None:
@@ -101,7 +102,7 @@ class LanguageTask(TaskDefaults):
         """Tokens of an assistant's longest turn; 0 without chats."""
         return 0 if self._cache is None else int(self._cache.info.get("longest_turn", 0))
 
-    def use(self, vocabulary: int | None) -> LanguageTask:
+    def use(self, vocabulary: int | None) -> LanguageDomain:
         """Use a tokenizer of so many ids; None: the shape's own. Returns the task."""
         self._vocabulary = vocabulary
         return self
@@ -192,35 +193,26 @@ class LanguageTask(TaskDefaults):
         self._check_sizes()
         return {"model": on_meta(self.settings)}
 
-    def updates(self) -> Sequence[Update]:
-        """The single update, of the decoder by `loss`."""
-        return (Update(self.loss, baseline=math.log(self._vocabulary) if self._vocabulary else None),)
+    def parts(self) -> Sequence[LearningPart]:
+        """The decoder."""
+        return (LearningPart(baseline=math.log(self._vocabulary) if self._vocabulary else None),)
 
-    def loss(self, models: Models, batch: Batch) -> Terms:
-        """The terms of each pack: sums over its target tokens, and the experts' auxiliary loss."""
-        objective, weights = self.config.objective, batch.weights_I
-        output = models["model"](batch["ids"], batch["bounds"], batch["targets"], batch["counted"])
-        targets_B = (batch["targets"] != IGNORED).sum(1)
+    def inputs(
+        self, model: nn.Module, batch: Batch, part: LearningPart, entry: str | None = None, given: Given | None = None
+    ) -> Inputs:
+        """Ids, bounds of documents and targets. Raises UserError for inputs that are `given`: texts have no times."""
+        if given is not None:
+            raise UserError("a decoder has no times: nothing can be given in the place of its texts")
+        batch = batch if entry is None else batch.entry(entry)
+        named = {name: batch[name] for name in ("ids", "bounds", "targets", "counted") if name in batch}
+        arguments = {"ids_BN": named["ids"], "bounds_Z": named.get("bounds"), "target_BN": named["targets"]}
+        return Inputs(arguments | {"counted_BN": named.get("counted")}, named)
 
-        def of_tokens(loss_B: Tensor) -> Term:
-            return Term(loss_B, weights, "tokens", units_I=targets_B)
-
-        terms = {"loss": of_tokens(output.loss_BN.float().sum(1))}
-        if objective.z_loss:
-            terms["z_loss"] = of_tokens(objective.z_loss * output.lse_BN.float().square().sum(1))
-        if output.balance_B is not None:
-            balance_B, experts = objective.balance * output.balance_B.float(), self.settings.experts
-            terms["balance"] = Term(balance_B, weights, "samples")
-            if (
-                experts is not None and experts.balance == "global_batch"
-            ):  # a mean of all tokens, however they lie in packs
-                terms["balance"] = Term(balance_B * batch["counted"].sum(1), weights, "real_tokens")
-        if output.mtp:
-            factor = objective.mtp / len(output.mtp)
-            summed_B = torch.stack([loss_BN.float().sum(1) for loss_BN, _ in output.mtp]).sum(0)
-            # not named mtp: terms are added in the order of their names, and the loss would round otherwise
-            terms["further"] = of_tokens(factor * summed_B)
-        return terms
+    def values(self, output: Any, inputs: Inputs, batch: Batch) -> PackValues:
+        """The values of each pack and each document."""
+        experts = self.settings.experts
+        balance = None if experts is None else experts.balance
+        return PackValues(output, inputs.tensors, batch.weights_I, self.config.objective, balance)
 
     def notes(self) -> tuple[list[str], list[str]]:
         """A line about the texts, and a warning where the model can be neither sampled nor exported."""
@@ -359,27 +351,17 @@ class LanguageTask(TaskDefaults):
         """The packs and target tokens of `batches` such batches."""
         targets = int((batch["targets"] != IGNORED).sum()) * batches
         packs = float(batch.size * batches)
-        return {"samples": packs, "tokens": float(max(1, targets)), "real_tokens": packs * batch.shape.numbers}
+        return {
+            "samples": packs,
+            "tokens": float(max(1, targets)),
+            "real_tokens": packs * batch.shape.numbers,
+            "units": float((len(batch["bounds"]) - 1) * batches),
+        }
 
-    def sketch(
-        self, model: nn.Module, shape: ShapeClass, items: int
-    ) -> tuple[Callable[[], Any], Callable[[Any], Tensor]]:
-        """(a function that makes a batch of empty tensors, the sum of its terms); each pack counts as one document."""
-
-        def batch() -> Batch:
-            ids_BN = torch.empty(items, shape.numbers, dtype=torch.long)
-            tensors = {"ids": ids_BN, "targets": ids_BN.clone()}
-            return Batch(tensors, [Item(str(row)) for row in range(items)], torch.ones(items), shape)
-
-        def loss(batch: Batch) -> Tensor:
-            output = model(batch["ids"], None, batch["targets"])
-            return cast(Tensor, output.loss_BN.sum() + sum(loss_BN.sum() for loss_BN, _ in output.mtp))
-
-        return batch, loss
-
-    def largest_micro_batch(self, place: RunPlace) -> MicroBatchSize:
-        """The micro-batch of the run."""
-        return largest_batch(self.batching(place), self.shapes(), self.tokens, place.groups)
+    def outline_batch(self, shape: ShapeClass, items: int) -> Batch:
+        """Packs of one document each, whose bounds no value tells."""
+        batch = self._synthetic(shape, items)
+        return replace(batch, tensors={name: batch[name] for name in ("ids", "targets")})
 
     # -- work -----------------------------------------------------------------------------------------------------------
 
@@ -392,10 +374,6 @@ class LanguageTask(TaskDefaults):
         one = self._one
         squares = self._mean_squares(shape.numbers)
         return Work(one.products * shape.numbers, one.attention * squares, one.elementwise * shape.numbers)
-
-    def cost(self, shape: ShapeClass) -> float:
-        """FLOPs of training on a full pack of documents of usual lengths."""
-        return 3 * self.work(shape).matmul
 
     def sample_cost(self, sample: OrderedSample) -> float:
         """FLOPs of training on a pack, by the lengths of its documents."""
@@ -426,7 +404,7 @@ class LanguageTask(TaskDefaults):
         if not packs:
             return None
         most = self.config.train.micro_batch_size or 8
-        return HeldOutPacks(self.loss, self.cache, packs, most, place)
+        return HeldOutPacks(self, self.cache, packs, most, place)
 
     def info(self) -> dict[str, Any]:
         """The texts and their tokenizer."""

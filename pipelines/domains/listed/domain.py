@@ -1,21 +1,20 @@
-"""`ListedTask`: a base class of tasks whose samples are a list in memory; a subclass defines its model, loss, samples and work.
+"""`ListedDomain`: a base class of tasks whose samples are a list in memory; a subclass defines its model, loss, samples and work.
 
 Order of steps, resuming, sharing over ranks, batching by cost and prefetching are those of every task (`BatchSampler`, `Loader`).
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Generator, Mapping, Sequence
 from functools import cached_property
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mmspeed.config import RunConfig
 from mmspeed.config.training import BatchingConfig
@@ -23,7 +22,7 @@ from mmspeed.data import Batching, BatchSampler, Loader, SampleUse
 from mmspeed.data.sampling.batch_sizes import SampleCosts, costs_of_samples, make_batching
 from mmspeed.data.sampling.weighting import StepWeights
 from mmspeed.errors import UserError
-from mmspeed.pipelines.domains.base import TaskDefaults, largest_batch
+from mmspeed.pipelines.domains.base import DomainDefaults
 from mmspeed.pipelines.domains.listed.samples import (
     Length,
     ListedData,
@@ -36,7 +35,9 @@ from mmspeed.protocols import (
     Batch,
     Data,
     Divisors,
-    MicroBatchSize,
+    Given,
+    Inputs,
+    LearningPart,
     Models,
     NumberRule,
     OrderedSample,
@@ -45,22 +46,21 @@ from mmspeed.protocols import (
     SmallRun,
     StepData,
     StepUsage,
-    Terms,
-    Update,
     Validation,
+    Values,
     Work,
 )
 
-__all__ = ["Length", "ListedSample", "ListedTask"]
+__all__ = ["Length", "ListedDomain", "ListedSample"]
 
 C = TypeVar("C", bound=RunConfig)
 
 
-class ListedTask(TaskDefaults, ABC, Generic[C]):
+class ListedDomain(DomainDefaults, Generic[C]):
     """A task whose samples are a list in memory.
 
-    A subclass defines `name`, `build`, `loss`, `samples` and `work`. Terms of the loss may have the divisors "samples" and "tokens",
-    or those of an overridden `divisors`. Random draws of a sample are made in `loss`, keyed by the batch's `names`.
+    A subclass defines `name`, `build`, `inputs`, `values`, `samples` and `work`. Terms may have the divisors "samples", "units" and "tokens",
+    or those of an overridden `divisors`. Random draws of a sample are made in `inputs`, keyed by the batch's `names`.
     """
 
     name: str
@@ -74,20 +74,18 @@ class ListedTask(TaskDefaults, ABC, Generic[C]):
     # -- to define --------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def build(self) -> dict[str, nn.Module]:
-        """The models by role, as `mmspeed.protocols.Task.build`."""
+    def inputs(
+        self, model: nn.Module, batch: Batch, part: LearningPart, entry: str | None = None, given: Given | None = None
+    ) -> Inputs:
+        """The arguments of the model, and what `values` needs of the batch, as `mmspeed.protocols.Domain.inputs`."""
 
     @abstractmethod
-    def loss(self, models: Models, batch: Batch) -> Terms:
-        """The terms of a micro-batch; validation is the mean of the same terms."""
+    def values(self, output: Any, inputs: Inputs, batch: Batch) -> Values:
+        """The values of the model's output; validation is the mean of the same terms."""
 
     @abstractmethod
     def samples(self) -> tuple[Sequence[ListedSample], Sequence[ListedSample]]:
         """(training samples, held-out samples). Called once."""
-
-    @abstractmethod
-    def work(self, shape: ShapeClass, text_tokens: int | None = None) -> Work:
-        """Work of the forward pass of one sample."""
 
     # -- to override ------------------------------------------------------------------------------------------------------
 
@@ -109,11 +107,8 @@ class ListedTask(TaskDefaults, ABC, Generic[C]):
 
     def divisors(self, samples: Sequence[ListedSample]) -> Divisors:
         """The divisors of a step of these samples: their number and their real tokens. None: known after the step only."""
-        return {"samples": float(len(samples)), "tokens": float(real_tokens(samples))}
-
-    def updates(self) -> Sequence[Update]:
-        """The single update, of the role "model" by `loss`."""
-        return (Update(self.loss),)
+        count = float(len(samples))
+        return {"samples": count, "units": count, "tokens": float(real_tokens(samples))}
 
     # -- samples ----------------------------------------------------------------------------------------------------------
 
@@ -204,29 +199,6 @@ class ListedTask(TaskDefaults, ABC, Generic[C]):
         one = self.divisors([self.by_key[item.sample] for item in batch.items])
         return {name: None if value is None else value * batches for name, value in one.items()}
 
-    def sketch(
-        self, model: nn.Module, shape: ShapeClass, items: int
-    ) -> tuple[Callable[[], Any], Callable[[Any], Tensor]]:
-        """(a function that makes a batch of empty tensors, the sum of its terms). Raises UserError where the task has several models."""
-        update, real_batch = self.updates()[0], self.batch_of(self._some(shape, items))
-        roles = list(self.build())
-        if len(roles) > 1:
-            raise UserError(f"memory is planned for one model, and the task {self.name} has {', '.join(roles)}")
-
-        def batch() -> Batch:
-            tensors = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in real_batch.tensors.items()}
-            return replace(real_batch, tensors=tensors, weights_I=torch.ones(items))
-
-        def loss(batch: Batch) -> Tensor:
-            terms = update.loss({roles[0]: model}, batch)
-            return torch.stack([term.total() for term in terms.values() if term.trains]).sum()
-
-        return batch, loss
-
-    def largest_micro_batch(self, place: RunPlace) -> MicroBatchSize:
-        """The micro-batch with the most tokens, padding included."""
-        return largest_batch(self.batching(place), self.shapes(), self.tokens, place.groups)
-
     # -- looking at a run --------------------------------------------------------------------------------------------------
 
     def usage(self, step: StepData) -> StepUsage:
@@ -253,7 +225,7 @@ class ListedTask(TaskDefaults, ABC, Generic[C]):
         if not self.held_out:
             return None
         most = self.config.train.micro_batch_size
-        return ListedValidation(self.loss, self.divisors, self.held_out, StackedSamples(self.rules), most, place)
+        return ListedValidation(self, self.divisors, self.held_out, StackedSamples(self.rules), most, place)
 
     def small(self, folder: Path) -> SmallRun:
         """The task itself, at its own size: its first step is of the same samples at any layout."""

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from mmspeed.data import BatchSampler, Loader, SampleUse
 from mmspeed.data.sampling.weighting import StepWeights
-from mmspeed.pipelines.domains.base import SampledData, shares
+from mmspeed.pipelines.domains.base import SampledData, shares, values_of
 from mmspeed.protocols import (
     Batch,
     BatchShape,
     Divisors,
+    Domain,
     Item,
-    LossFunction,
     Models,
     NumberRule,
     RunPlace,
@@ -136,14 +136,14 @@ class ListedValidation:
 
     def __init__(
         self,
-        loss: LossFunction,
+        domain: Domain,
         divisors: DivisorsOf,
         samples: Sequence[ListedSample],
         collate: StackedSamples,
         most: int | None,
         place: RunPlace,
     ) -> None:
-        self._loss, self._divisors, self.samples = loss, divisors, samples
+        self._domain, self._divisors, self.samples = domain, divisors, samples
         self._collate, self._most, self._place = collate, most, place
         self._trained: set[str] = set()
 
@@ -154,7 +154,8 @@ class ListedValidation:
         for model in training:
             model.eval()
         device = self._place.device.torch_device
-        terms_of_batches = [self._loss(models, batch.to(device, torch.float32)) for batch in self._batches()]
+        values = [values_of(self._domain, models, batch.to(device, torch.float32)) for batch in self._batches()]
+        terms_of_batches = [{"loss": each.loss, **each.own()} for each in values]
         for model in training:
             model.train()
         terms = {name: _joined([each[name] for each in terms_of_batches]) for name in terms_of_batches[0]}

@@ -12,13 +12,13 @@ from mmspeed.pipelines.domains.base import SampledData
 from mmspeed.protocols import StepData
 
 if TYPE_CHECKING:
-    from mmspeed.pipelines.domains.video.domain import VideoTask
+    from mmspeed.pipelines.domains.video.domain import VideoDomain
 
 
 class VideoData(SampledData[Sample]):
     """The order of a video run, its loader, and the first epoch that completes its cache."""
 
-    def __init__(self, task: VideoTask, sampler: BatchSampler[Sample], loader: Loader) -> None:
+    def __init__(self, task: VideoDomain, sampler: BatchSampler[Sample], loader: Loader) -> None:
         self.tokens = {bucket: task.tokens(bucket) for pools in sampler.pools for bucket in pools}
         super().__init__(sampler, loader, StepWeights(task.weighting, sampler, self.tokens.__getitem__))
         self.task, self._order = task, sampler

@@ -5,7 +5,7 @@ Legend: B samples of a micro-batch, C channels, T h w latent, L caption tokens, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -35,7 +35,6 @@ from mmspeed.data.sampling.batch_sizes import (
 from mmspeed.device import parse_dtype, without_waiting
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
-from mmspeed.loop.checkpoint.state import whole_tensors
 from mmspeed.mesh import patient_group
 from mmspeed.models.codecs.vae import codec_geometry
 from mmspeed.models.diffusers.plans import declare_known_plan
@@ -44,7 +43,13 @@ from mmspeed.models.families.complete import completed, objective_warnings
 from mmspeed.models.sections import call_of, opened_of, own_arguments, repository_of, size_warnings, with_weights
 from mmspeed.models.text.encoders import caption_limit, text_width
 from mmspeed.parallel import unwrap
-from mmspeed.pipelines.diffusion.conditioning_frames import check_modes, check_prompts, counted_frames, held
+from mmspeed.pipelines.diffusion.conditioning_frames import (
+    check_modes,
+    check_prompts,
+    check_roles,
+    counted_frames,
+    held,
+)
 from mmspeed.pipelines.diffusion.experts import EXPERTS, Expert, experts_of, objective_of_expert
 from mmspeed.pipelines.diffusion.objective import Objective, make_objective
 from mmspeed.pipelines.diffusion.predictor import (
@@ -55,32 +60,33 @@ from mmspeed.pipelines.diffusion.predictor import (
     prepare_training,
 )
 from mmspeed.pipelines.diffusion.schedulers import family_sampler
-from mmspeed.pipelines.domains.base import largest_batch
+from mmspeed.pipelines.domains.base import DomainDefaults, largest_batch
 from mmspeed.pipelines.domains.open_cache import open_cache
 from mmspeed.pipelines.domains.video.data import VideoData
 from mmspeed.pipelines.domains.video.held_out_loss import VideoValidation
 from mmspeed.pipelines.domains.video.small import small_sora
 from mmspeed.pipelines.domains.video.small_published import PublishedModel, small_published
 from mmspeed.pipelines.domains.video.start import other_shape
-from mmspeed.pipelines.domains.video.synthetic import EncoderShapes, sketched, synthetic_batch
+from mmspeed.pipelines.domains.video.synthetic import EncoderShapes, synthetic_batch
 from mmspeed.pipelines.domains.video.unused import freeze, freeze_unused, unused_lines
+from mmspeed.pipelines.domains.video.values import VideoValues
 from mmspeed.pipelines.tuning.profile import load_measured, setting_of
 from mmspeed.protocols import (
     Batch,
     Data,
     Divisors,
+    Given,
+    Inputs,
+    LearningPart,
     MicroBatchSize,
     ModelCall,
     Models,
-    OrderedSample,
     RunPlace,
     ShapeClass,
     SmallRun,
     StepData,
     StepUsage,
     Term,
-    Terms,
-    Update,
     Validation,
     Work,
 )
@@ -95,16 +101,17 @@ ZERO_LOSS = 2.0  # of a prediction of zeros for noise minus data of variance 1; 
 BuildModel = Callable[[ModelConfig | PublishedModelConfig, int, int, str], nn.Module]
 
 
-class VideoTask:
+class VideoDomain(DomainDefaults):
     """The task of training diffusion transformers on cached latents and captions.
 
     With a `maker` (`mmspeed.preprocess.OnlineBuilder`) an incomplete cache is completed during the first epoch. `build` makes the model of
     a config section; by default SoraDiT, or the published class of the section's repository. It may return a published class of diffusers,
-    with its weights: see `PublishedVideoTask`. `call`: the call of such a class's forward; None: found by its name or repository.
+    with its weights: see `PublishedVideoDomain`. `call`: the call of such a class's forward; None: found by its name or repository.
     `opened`: the section's repository, where it is open already.
     """
 
     name = "video"
+    gives = ("errors", "prediction")
 
     def __init__(
         self,
@@ -123,9 +130,9 @@ class VideoTask:
         family = family_sampler(config, opened)
         self.objective: Objective = make_objective(config.objective, family)
         self.experts = experts_of(config)
-        self._of_expert: dict[Expert, Objective] = {}
+        self._of_part: dict[str, Objective] = {}  # of experts, by name
         if self.experts is not None:
-            self._of_expert = {
+            self._of_part = {
                 each: make_objective(objective_of_expert(config.objective, each), family) for each in EXPERTS
             }
         self.frame_mask: FrameMask | None = FRAME_MASKS[config.train.loss_frames]
@@ -154,20 +161,20 @@ class VideoTask:
         if self._inputs is None:
             self.use(EncoderShapes(*codec_geometry(self.config.vae), text_width(self.config.text)))
 
-    def use(self, inputs: EncoderShapes) -> VideoTask:
+    def use(self, inputs: EncoderShapes) -> VideoDomain:
         """Use these sizes; returns the task."""
         self._inputs = inputs
         return self
 
-    def with_config(self, config: Config) -> VideoTask:
+    def with_config(self, config: Config) -> VideoDomain:
         """The task of another config over the same data and sizes."""
-        other = VideoTask(config, self.maker, self._build, self._call, self._opened)
+        other = VideoDomain(config, self.maker, self._build, self._call, self._opened)
         other._inputs, other._cache, other.whole, other.group = self._inputs, self._cache, self.whole, self.group
         other._unused = self._unused
         return other
 
     @property
-    def inputs(self) -> EncoderShapes:
+    def sizes(self) -> EncoderShapes:
         """Sizes of latents and captions."""
         if self._inputs is None:
             raise RuntimeError("the task has no sizes yet: call open or open_without_data first")
@@ -226,11 +233,12 @@ class VideoTask:
         if section is None:
             model, self._spare = self._spare, None
         if model is None:
-            model = self._build(section or self.config.model, self.inputs.channels, self.inputs.text_width, "meta")
-        sizes = self.inputs.channels, self.inputs.text_width
+            model = self._build(section or self.config.model, self.sizes.channels, self.sizes.text_width, "meta")
+        sizes = self.sizes.channels, self.sizes.text_width
         predictor = make_predictor(model, self.config.objective, *sizes, self._call)
         check_modes(self.config.conditioning, predictor.conditioning.modes, type(model).__name__)
-        check_prompts(self.config.validate_.prompts, predictor.conditioning.modes)
+        check_prompts(self.config.validate_.prompts, predictor.conditioning)
+        check_roles(self.config.data.roles, predictor.conditioning, type(model).__name__)
         if isinstance(predictor, FamilyPredictor) and not predictor.seeded:
             prepare_training(model)
             if self._unused is None:
@@ -248,19 +256,12 @@ class VideoTask:
                 self._spare = model
         return self._predictor
 
-    def updates(self) -> Sequence[Update]:
-        """The single update, of the model by the objective's loss; or one of each expert, at the steps that are drawn for it."""
+    def parts(self) -> Sequence[LearningPart]:
+        """The model; or each of two experts, at the steps that are drawn for it."""
         if self.experts is None:
-            return (Update(self.loss, baseline=ZERO_LOSS),)
+            return (LearningPart(baseline=ZERO_LOSS),)
         return tuple(
-            Update(
-                partial(self._loss_of_expert, role, expert),
-                (role,),
-                expert,
-                when=partial(self._is_drawn, expert),
-                rests=True,
-                baseline=ZERO_LOSS,
-            )
+            LearningPart(role, expert, partial(self._is_drawn, expert), rests=True, baseline=ZERO_LOSS)
             for expert, role in self.experts.roles.items()
         )
 
@@ -268,38 +269,52 @@ class VideoTask:
         assert self.experts is not None
         return self.experts.drawn(self.config.seed, step) == expert
 
-    def _loss_of_expert(self, role: str, expert: Expert, models: Models, batch: Batch) -> Terms:
-        """The loss of each sample by an expert, at a time in its range."""
-        return self._loss(models[role], batch, self._of_expert[expert])
-
-    def loss(self, models: Models, batch: Batch) -> Terms:
-        """The loss of each sample (B,), float32, with the noise and the timestep drawn for it at reading.
+    def inputs(
+        self, model: nn.Module, batch: Batch, part: LearningPart, entry: str | None = None, given: Given | None = None
+    ) -> Inputs:
+        """The noisy latents at the time that was drawn at reading: of an expert in its range. As `mmspeed.protocols.Domain.inputs`.
 
         A batch with a tensor `loss_mask` (B, T) counts its latent frames by it; frames in `conditioning_mask` (B, T) carry no noise
         and do not count.
         """
-        return self._loss(models["model"], batch, self.objective)
-
-    def _loss(self, model: nn.Module, batch: Batch, objective: Objective) -> Terms:
-        latents_BCThw = batch["latents"]
-        device, (frames, height, width) = latents_BCThw.device, latents_BCThw.shape[2:]
-        objective = objective.sized(as_bucket(batch.shape), self.predictor.tokens((frames, height, width)))
-        t_B = objective.time_from_quantile(batch["quantiles"]).float()  # computed on the CPU
-        x_BCThw, target_BCThw = objective.training_pair(latents_BCThw, batch["noise"], t_B)
+        batch = batch if entry is None else batch.entry(entry)
+        latents_BCThw, how = batch["latents"], self.predictor.conditioning.how
+        device, objective = latents_BCThw.device, self._objective(part, batch)
+        if given is None:
+            t_B = objective.time_from_quantile(batch["quantiles"]).float()  # computed on the CPU
+            x_BCThw, target_BCThw = objective.training_pair(latents_BCThw, batch["noise"], t_B)
+            given = Given(x_BCThw, t_B, target_BCThw)
+        x_BCThw, t_B, target = given
+        tensors = {"x": x_BCThw, "time": t_B}
+        if target is not None:
+            tensors |= {"target": target, "weight": without_waiting(objective.weight(t_B), device)}
         conditions = conditions_of(batch, None if self._inputs is None else self._inputs.strides)
-        if conditions.conditioning_mask is not None and self.predictor.conditioning.how == "replace":
+        if conditions.conditioning_mask is not None and how == "replace":
             x_BCThw = held(x_BCThw, latents_BCThw, conditions.conditioning_mask)
-        prediction_BCThw = self.predictor.predict(model, x_BCThw, without_waiting(t_B, device), conditions)
-        mask_BT = counted_frames(batch, self.predictor.conditioning.how)
-        mask = () if mask_BT is None else (mask_BT,)
-        loss_B = objective.sample_loss(prediction_BCThw, target_BCThw, t_B, *mask)
-        return {"loss": replace(self.term(loss_B, batch), time_I=t_B)}
+        mask_BT = counted_frames(batch, how)
+        if mask_BT is not None:
+            tensors["mask"] = mask_BT
+        asked = self.predictor.arguments(model, x_BCThw, without_waiting(t_B, device), conditions)
+        return replace(asked, tensors=tensors | {"x": x_BCThw}, part=part)
 
-    def term(self, loss_B: Tensor, batch: Batch) -> Term:
+    def values(self, output: Any, inputs: Inputs, batch: Batch) -> VideoValues:
+        """The values of each clip."""
+        prediction_BCThw = self.predictor.prediction(output, inputs.tensors["x"])
+        objective = partial(self._objective, inputs.part, batch)
+        return VideoValues(prediction_BCThw, inputs.tensors, batch, self.term, objective)
+
+    def _objective(self, part: LearningPart, batch: Batch) -> Objective:
+        """The objective of a part for the size of a batch's latents."""
+        frames, height, width = batch["latents"].shape[2:]
+        return self._of_part.get(part.name, self.objective).sized(
+            as_bucket(batch.shape), self.predictor.tokens((frames, height, width))
+        )
+
+    def term(self, loss_B: Tensor, batch: Batch, trains: bool = True) -> Term:
         """The term of the losses of a batch's samples (B,), in which a sample counts as `objective.weighting` says."""
         if self.weighting == "token":
-            return Term(loss_B, batch.weights_I * self.tokens(batch.shape), "tokens")
-        return Term(loss_B, batch.weights_I)
+            return Term(loss_B, batch.weights_I * self.tokens(batch.shape), "tokens", trains)
+        return Term(loss_B, batch.weights_I, trains=trains)
 
     def prepare(self, models: Models, place: RunPlace) -> None:
         """Try out the kernel of sparse attention. Raises UserError where the kernel does not support this device."""
@@ -381,14 +396,14 @@ class VideoTask:
         """The latent (T, h, w) of a bucket. Raises UserError for one that fits neither codec nor model."""
         bucket = as_bucket(shape)
         try:
-            latent = self.inputs.strides.latent(bucket)
+            latent = self.sizes.strides.latent(bucket)
         except ValueError as error:
             raise UserError(f"bucket {bucket} does not fit the codec: {error}") from None
         try:
-            self.inputs.strides.tokens(bucket, self.predictor.tokens)
+            self.sizes.strides.tokens(bucket, self.predictor.tokens)
         except ValueError as error:
             raise UserError(f"bucket {bucket} does not fit the model: {error}") from None
-        check_conditioning(self.config.conditioning, bucket, self.inputs.strides)
+        check_conditioning(self.config.conditioning, bucket, self.sizes.strides)
         if bucket.is_image and "none" not in self.predictor.conditioning.modes:
             raise UserError(f"bucket {bucket} is of images, and the model is always given a video's first frame")
         return latent
@@ -397,7 +412,7 @@ class VideoTask:
         """A batch of random latents with captions of half to all of `tokens` (None: the usual number), on the device."""
         length = min(COUNTED_TEXT_TOKENS if tokens is None else tokens, self.caption_limit)
         batch = synthetic_batch(
-            self.inputs,
+            self.sizes,
             self.predictor,
             as_bucket(shape),
             self.latent(shape),
@@ -417,12 +432,6 @@ class VideoTask:
         """Tokens of the longest caption of the text encoder."""
         return self.caption_limit
 
-    def sketch(
-        self, model: nn.Module, shape: ShapeClass, items: int
-    ) -> tuple[Callable[[], Any], Callable[[Any], Tensor]]:
-        """(a function that makes a batch of empty tensors, the mean squared error of the velocity)."""
-        return sketched(self.inputs, self.predictor, model, self.latent(shape), items, self.caption_limit)
-
     def synthetic_divisors(self, batch: Batch, batches: int) -> Divisors:
         """The number of samples, and their tokens."""
         samples = batch.size * batches
@@ -437,7 +446,7 @@ class VideoTask:
     @cached_property
     def costs(self) -> SampleCosts:
         """Tokens and FLOPs of a sample of each bucket."""
-        return sample_costs(self.predictor, self.inputs.strides, self.caption_limit)
+        return sample_costs(self.predictor, self.sizes.strides, self.caption_limit)
 
     def tokens(self, shape: ShapeClass) -> int:
         """Tokens of a sample."""
@@ -447,13 +456,9 @@ class VideoTask:
         """FLOPs of forward and backward of a sample."""
         return self.costs.flops(shape)
 
-    def sample_cost(self, sample: OrderedSample) -> float:
-        """The cost of the sample's bucket."""
-        return self.cost(sample.bucket)
-
     def work(self, shape: ShapeClass, text_tokens: int | None = None) -> Work:
         """Work of a sample's forward pass, as if all attention were dense."""
-        latent = self.inputs.strides.latent(as_bucket(shape))
+        latent = self.sizes.strides.latent(as_bucket(shape))
         length = min(COUNTED_TEXT_TOKENS, self.caption_limit) if text_tokens is None else text_tokens
         return self.predictor.work(latent, length)
 
@@ -515,17 +520,13 @@ class VideoTask:
 
     def setting(self) -> dict[str, Any]:
         """The model's sizes and the codec's strides."""
-        strides, predictor = self.inputs.strides, self.predictor
+        strides, predictor = self.sizes.strides, self.predictor
         sizes = self.config.model.model_dump(mode="json")
         if isinstance(predictor, FamilyPredictor):
             sizes = own_arguments(predictor.config)
             sizes |= {} if predictor.seeded else {"class": predictor.name}
         named = {f"model.{name}": to_jsonable_python(value) for name, value in sizes.items()}
         return {**named, "vae.strides": [strides.temporal, strides.spatial]}
-
-    def export(self, models: Models) -> Iterator[tuple[str, Tensor]]:
-        """The parameters and saved buffers of the model, of two experts that of high noise, whole, one at a time."""
-        return whole_tensors(models["model"])
 
     def small(self, folder: Path) -> SmallRun:
         """A small run of the same class of model on a synthetic cache, for comparing layouts."""

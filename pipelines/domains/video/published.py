@@ -11,17 +11,17 @@ from torch import nn
 from mmspeed.config import Config
 from mmspeed.config.schema import ModelConfig, PublishedModelConfig
 from mmspeed.data.loading.first_epoch import OnlineEncoder
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.domains.video.small_published import PublishedModel, small_published
 from mmspeed.pipelines.sparsify import sparsify_model
 from mmspeed.protocols import ModelCall, SmallRun
 
 
-class PublishedVideoTask(VideoTask):
+class PublishedVideoDomain(VideoDomain):
     """The video task of a published text-to-video model: Wan, LTX, CogVideoX or HunyuanVideo.
 
     load = lambda: WanTransformer3DModel.from_pretrained("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", subfolder="transformer")
-    TrainPipeline(config, task=PublishedVideoTask(config, load)).run()
+    TrainPipeline(config, task=PublishedVideoDomain(config, load)).run()
 
     Only `sparse` is read from the config's `model` section: it makes self-attention of the loaded model sparse, as
     `mmspeed.sparsify_model` does. `vae`, `text` and `objective` must name those that the model was trained with. Every process calls

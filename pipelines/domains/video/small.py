@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,7 @@ def shrunk_model(model: SoraDiTConfig, tensor: int) -> ModelConfig:
         mlp_ratio=(hidden + 0.5) / width,  # half a unit more, so that it is not rounded down below
         patch=model.patch,
         adaln_rank=min(model.adaln_rank, RANK),
+        control=model.control,
     )
 
 
@@ -183,7 +184,11 @@ def _small_config(config: Config, folder: Path, section: AnySection, samples: Sm
     changes: dict[str, Any] = {
         "output": str(folder / "runs"),
         "data": DataConfig(
-            sources=(SourceConfig(path=str(folder / "synthetic")),),
+            sources=(
+                SourceConfig(
+                    path=str(folder / "synthetic"), roles=config.data.sources[0].roles if config.data.sources else {}
+                ),
+            ),
             cache=str(folder / "cache"),
             buckets=tuple(BucketConfig(frames=b.frames, height=b.height, width=b.width) for b in samples.counts),
         ),
@@ -234,10 +239,17 @@ def _write_cache(config: Config, predictor: Predictor, samples: SmallSamples) ->
                 longest = samples.text_tokens
                 tokens = 1 + rng.key64(seed, "caption length", name) % (longest - 1) if number else longest
                 writer.add("texts", text, text_tensors(caption(name, tokens)), {}, tokens=tokens)
-                key = sample_key([latent], [text])
-                rows.append(
-                    Sample(key, (latent,), (text,), "train", bucket, name, content_id=name, dataset="synthetic")
+                roles = {role: (entry_key({role: name}),) for role in config.data.roles}
+                for role, (key,) in roles.items():
+                    tensors = latent_tensors(normal(f"{role} {name}", *shape))
+                    writer.add(
+                        "latents", key, tensors, {}, bucket=bucket, content_id=key, frames=range(bucket.frames), fps=None,
+                        source=name,
+                    )  # fmt: skip
+                row = Sample(
+                    sample_key([latent], [text], roles), (latent,), (text,), "train", bucket, name, content_id=name
                 )
+                rows.append(replace(row, dataset="synthetic", roles=roles))
     write_samples(root, rows)
     write_rejects(root, [])
     vae = {"channels": CHANNELS, "strides": list(astuple(samples.strides)), "fingerprint": "synthetic"}

@@ -9,19 +9,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmspeed import rng
 from mmspeed.data.loading.collate import video_batch
 from mmspeed.pipelines.diffusion.predictor import Predictor
 from mmspeed.protocols import Batch
-from mmspeed.protocols.calls import Conditions
+from mmspeed.protocols.calls import Conditioning, latents_name
 from mmspeed.shapes import Bucket, Strides
 
 FPS = 24.0  # of synthetic clips
 FURTHER_TOKENS = 64  # of captions of further encoders, such as words to be drawn
-
-Sketched = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -67,62 +65,24 @@ def synthetic_batch(
         u_B=(torch.arange(items, dtype=torch.float64) + 0.5) / items,
         fps_B=torch.full((items,), FPS) if predictor.timed else None,
         conditioning_mask_BT=torch.zeros(items, latent[0], dtype=torch.bool) if conditioning else None,
-        condition_BCThw=alike("condition", *shape_CThw) if rule.how != "replace" else None,
-        image_BKLD=None if rule.image_size is None else alike("image", *rule.image_size),
-        others=further_captions(predictor.texts, mask_BL[:, :FURTHER_TOKENS], alike),
+        others=further_inputs(rule, predictor.texts, mask_BL[:, :FURTHER_TOKENS], shape_CThw, alike),
     )
 
 
-def further_captions(
-    texts: Mapping[str, int], mask_BL: Tensor, draw: Callable[[str, int, int], Tensor]
+def further_inputs(
+    rule: Conditioning,
+    texts: Mapping[str, int],
+    mask_BL: Tensor,
+    shape_CThw: tuple[int, ...],
+    draw: Callable[..., Tensor],
 ) -> dict[str, Tensor]:
-    """Captions of further encoders by their names, with their masks, as a batch holds them.
+    """What a model takes beside latents, captions and the mask of conditioning frames, by its names in a batch.
 
-    `texts`: their widths; `draw(name, L, D)` makes one for each sample, (B, L, D).
+    `texts`: widths of the captions of further encoders, whose mask is `mask_BL`; `draw(name, *size)` makes one for each sample.
     """
-    captions = {name: draw(name, mask_BL.shape[1], width) for name, width in texts.items()}
-    return captions | {f"{name}_mask": mask_BL for name in texts}
-
-
-def sketched(
-    inputs: EncoderShapes,
-    predictor: Predictor,
-    model: nn.Module,
-    latent: tuple[int, int, int],
-    items: int,
-    length: int,
-) -> tuple[Callable[[], Sketched], Callable[[Sketched], Tensor]]:
-    """(a function that makes a batch of empty tensors, the mean squared error of the velocity)."""
-    shape_BCThw = (items, inputs.channels, *latent)
-
-    def batch() -> Sketched:
-        text_BLD, mask_BL = torch.empty(items, length, inputs.text_width), torch.ones(items, length, dtype=torch.bool)
-        pooled_BD, fps_B = torch.empty(items, predictor.pooled_width), torch.full((items,), FPS)
-        return (
-            torch.empty(shape_BCThw),
-            torch.empty(shape_BCThw),
-            torch.empty(items),
-            text_BLD,
-            mask_BL,
-            pooled_BD,
-            fps_B,
-        )
-
-    def loss(tensors: Sketched) -> Tensor:
-        data_BCThw, noise_BCThw, t_B, text_BLD, mask_BL, pooled_BD, fps_B = tensors
-        target_BCThw = noise_BCThw - data_BCThw
-        named: dict[str, Tensor] = {}
-        rule = predictor.conditioning
-        if rule.how != "replace":
-            mask_BT = torch.zeros(items, latent[0], dtype=torch.bool)
-            named = {"conditioning_mask": mask_BT, "condition": torch.zeros(shape_BCThw)}
-        if rule.image_size is not None:
-            named["image"] = text_BLD.new_empty(items, *rule.image_size)
-        named |= further_captions(
-            predictor.texts, mask_BL[:, :FURTHER_TOKENS], lambda _, *size: text_BLD.new_empty(items, *size)
-        )
-        conditions = Conditions(text_BLD, mask_BL, pooled_BD, fps_B, inputs.strides, named)
-        prediction_BCThw = predictor.predict(model, data_BCThw + noise_BCThw, t_B, conditions)
-        return (prediction_BCThw - target_BCThw).square().mean()
-
-    return batch, loss
+    inputs = {name: draw(name, mask_BL.shape[1], width) for name, width in texts.items()}
+    inputs |= {f"{name}_mask": mask_BL for name in texts}
+    if rule.image_size is not None:
+        inputs["image"] = draw("image", *rule.image_size)
+    latents = ([] if rule.how == "replace" else ["condition"]) + [latents_name(role) for role in rule.roles]
+    return inputs | {name: draw(name, *shape_CThw) for name in latents}

@@ -6,13 +6,13 @@ from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
 from mmspeed.loop.checkpoint.manager import step_name, steps_in
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from tests.faults.case import Outcome, Scene, case
 from tests.support.cache_damages import try_damages
 from tests.support.care_caches import build_whole, contents
 from tests.support.changed_shards import ChangeLatents
 from tests.support.character_runs import character_config, losses
-from tests.support.characters import CharacterTask
+from tests.support.characters import CharacterDomain
 from tests.support.damages import damage, unnoticed, write_two
 from tests.support.toy_runs import build_toy, toy_config, write_toy_cache
 
@@ -42,7 +42,7 @@ def fall_back(scene: Scene) -> Outcome:
 
     def train(name: str, steps: int) -> list[float]:
         config = character_config(scene.folder, *every, f"name={name}", f"train.steps={steps}")
-        TrainPipeline(config, task=CharacterTask(config)).run()
+        TrainPipeline(config, task=CharacterDomain(config)).run()
         return losses(config)
 
     right, count, same = train("whole", 8), scene.count(5, 40), 0
@@ -61,7 +61,7 @@ def changed(scene: Scene) -> Outcome:
     step, epoch = scene.draw.randrange(3, 9), 3  # seven samples, three a step
     change = ChangeLatents(config.local_cache_dir(), step)
     try:
-        TrainPipeline(config, task=VideoTask(config, build=build_toy), callbacks=[change]).run()
+        TrainPipeline(config, task=VideoDomain(config, build=build_toy), callbacks=[change]).run()
         return "trained without a word", False
     except UserError as error:
         named = "its bytes have changed" in str(error) and "shard latents/" in str(error)

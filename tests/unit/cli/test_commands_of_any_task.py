@@ -17,12 +17,12 @@ from mmspeed.log import format_bytes
 from mmspeed.pipelines.tuning.memory_estimate import plan_memory
 from mmspeed.protocols import RunPlace
 from tests.support.character_runs import character_config, character_tree, register_characters, train_characters
-from tests.support.characters import CharacterTask
+from tests.support.characters import CharacterDomain
 
 DOMAIN = re.compile(r"video|caption|clip|bucket|pixel|frame|latent", re.IGNORECASE)  # words of another task
 
 
-class Blockless(CharacterTask):
+class Blockless(CharacterDomain):
     """A task whose model lacks part of its protocol."""
 
     def build(self) -> dict[str, nn.Module]:
@@ -57,7 +57,7 @@ def output(home: Path, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-u
 def test_check_tells_what_a_config_will_train(home: Path, output) -> None:  # type: ignore[no-untyped-def]
     code, text, _ = output("check", "CONFIG")
     config = character_config(home)
-    task = CharacterTask(config)
+    task = CharacterDomain(config)
     numbers = sum(parameter.numel() for parameter in task.build()["model"].parameters())
     first = next(task.data(RunPlace(Device("cpu", 0))).steps(0, 1))
     assert code == 0 and not DOMAIN.search(text)
@@ -73,7 +73,7 @@ def test_check_tells_what_a_config_will_train(home: Path, output) -> None:  # ty
 def test_check_tells_micro_batches_by_devices(home: Path, output) -> None:  # type: ignore[no-untyped-def]
     words = ("check", "CONFIG", "--ranks", "3,2", "train.batch_size=5", "train.micro_batch_size=2", "name=other")
     code, text, _ = output(*words)
-    name = CharacterTask(character_config(home)).shapes()[0].name
+    name = CharacterDomain(character_config(home)).shapes()[0].name
     assert code == 0 and f"on 2 devices: a device takes 2 x {name}, 1 x {name} in the first step" in text
     assert f"on 3 devices: a device takes 2 x {name} in the first step" in text
     code, text, _ = output(*words, "parallel.ulysses=2")
@@ -121,7 +121,7 @@ def test_what_is_for_videos_says_so_in_one_line(output, words: tuple[str, ...]) 
 
 def test_bench_memory_measures_its_step(home: Path, output, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     code, text, _ = output("bench", "memory", "CONFIG", "--output", str(tmp_path))
-    name = CharacterTask(character_config(home)).shapes()[0].name
+    name = CharacterDomain(character_config(home)).shapes()[0].name
     assert code == 0 and text.startswith(f"{name}, 6 a device on ") and "blocks.0 to blocks.2" in text
     report = json.loads((tmp_path / "memory.json").read_text(encoding="utf-8"))["report"]
     plan = plan_memory(character_config(home), with_swap=False)
@@ -132,7 +132,7 @@ def test_bench_memory_measures_its_step(home: Path, output, tmp_path: Path) -> N
 def test_bench_buckets_measures_its_shape_classes(home: Path, output) -> None:  # type: ignore[no-untyped-def]
     words = ("--most", "2", "--repeats", "1", "--minutes", "0.1")
     code, text, error = output("bench", "buckets", "CONFIG", "name=measured", *words)
-    name = CharacterTask(character_config(home)).shapes()[0].name
+    name = CharacterDomain(character_config(home)).shapes()[0].name
     assert code == 0 and f"\n{name} " in text and "PackLength" not in text + error
     contents = json.loads((home / "runs" / "measured" / "buckets.json").read_text(encoding="utf-8"))
     assert [(row["bucket"], row["batch"]) for row in contents["rows"]][:2] == [(name, 1), (name, 2)]

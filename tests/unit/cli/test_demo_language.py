@@ -11,12 +11,12 @@ from mmspeed.cli.app import app
 from mmspeed.cli.demo_language import language_demo_config, run_language_demo
 from mmspeed.errors import UserError
 from mmspeed.models.language.families import config_tree
-from mmspeed.pipelines.domains.language.domain import LanguageTask
+from mmspeed.pipelines.domains.language.domain import LanguageDomain
 
 
 @pytest.mark.parametrize("short", [True, False])
 def test_the_demos_model_can_be_exported(tmp_path: Path, short: bool) -> None:
-    settings = LanguageTask(language_demo_config(tmp_path, short)).use(1024).settings
+    settings = LanguageDomain(language_demo_config(tmp_path, short)).use(1024).settings
     tree = config_tree(settings)
     assert tree["model_type"] == "qwen3_moe" and tree["num_experts"] == 8 and tree["vocab_size"] == 1024
 

@@ -13,7 +13,7 @@ from mmspeed.config import load_config
 from mmspeed.config.language import LanguageConfig
 from mmspeed.models.language.families import config_tree
 from mmspeed.models.language.shapes import SHAPES, shape_named
-from mmspeed.pipelines.domains.language.domain import LanguageTask
+from mmspeed.pipelines.domains.language.domain import LanguageDomain
 from mmspeed.protocols import plan_of
 from tests.support.covers import slow_but
 
@@ -26,7 +26,7 @@ def written(folder: Path, model: str, *more: str) -> LanguageConfig:
 @pytest.mark.parametrize("name", slow_but(SHAPES, ("deepseek-v3", "pangu-ultra-moe", "qwen3-235b-a22b", "llama3-405b")))
 def test_each_shape_has_a_recipe_whose_layout_fits(tmp_path: Path, name: str) -> None:
     config = written(tmp_path, name)
-    task = LanguageTask(config)
+    task = LanguageDomain(config)
     task.use(None)._check_sizes()
     assert task.settings == SHAPES[name].settings
     model = task.outlines()["model"]

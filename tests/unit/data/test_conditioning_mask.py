@@ -15,7 +15,8 @@ from mmspeed.data.loading.collate import ConditioningFrames, draw_conditioning
 from mmspeed.data.loading.conditioning_mask import check_conditioning, conditioning_mask, draw_mode, prefix_of
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.base import values_of
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.protocols import Batch, RunPlace
 from mmspeed.protocols.calls import Conditioning
 from mmspeed.shapes import Bucket, Strides
@@ -36,7 +37,7 @@ def config_of(folder: Path, *overrides: str) -> Config:
     return published_config(folder, "wan", "model.size=nano", "train.steps=2", *overrides)
 
 
-def first_steps(task: VideoTask, steps: int = 6) -> list[Batch]:
+def first_steps(task: VideoDomain, steps: int = 6) -> list[Batch]:
     place = RunPlace(Device("cpu", 0))
     task.open(place)
     return [batch for step in task.data(place).steps(0, steps) for batch in step.batches]
@@ -133,7 +134,7 @@ def test_a_first_frame_encoded_alone_takes_its_place() -> None:
 
 
 def test_training_gives_frames_clean_at_time_0_without_loss(home: Path) -> None:
-    task, plain = VideoTask(config_of(home, *EVERY)), VideoTask(config_of(home))
+    task, plain = VideoDomain(config_of(home, *EVERY)), VideoDomain(config_of(home))
     calls: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     class Recorder(torch.nn.Module):
@@ -147,8 +148,8 @@ def test_training_gives_frames_clean_at_time_0_without_loss(home: Path) -> None:
         assert "conditioning_mask" not in other and other.names == batch.names
         assert torch.equal(other["latents"], batch["latents"]) and torch.equal(other["noise"], batch["noise"])
         noise_BCThw = torch.zeros_like(batch["latents"])
-        before = plain.loss({"model": Recorder()}, other)["loss"].loss_I
-        got = task.loss({"model": Recorder()}, batch)["loss"]
+        before = values_of(plain, {"model": Recorder()}, other).loss.loss_I
+        got = values_of(task, {"model": Recorder()}, batch).loss
         (x_plain, t_B), (x_BCThw, t_BT) = calls[-2:]
         assert torch.equal(got.time_I, t_B) and torch.equal(t_BT, t_B[:, None].where(~mask_BT, 0.0))
         for item, mask_T in enumerate(mask_BT):
@@ -164,8 +165,8 @@ def test_training_gives_frames_clean_at_time_0_without_loss(home: Path) -> None:
 
 
 def test_shapes_are_known_and_workers_give_the_same_frames(home: Path) -> None:
-    alone = first_steps(VideoTask(config_of(home, *EVERY)), 2)
-    task = VideoTask(config_of(home, *EVERY, "train.loader_workers=1"))
+    alone = first_steps(VideoDomain(config_of(home, *EVERY)), 2)
+    task = VideoDomain(config_of(home, *EVERY, "train.loader_workers=1"))
     worked = first_steps(task, 2)
     assert [batch["conditioning_mask"].tolist() for batch in alone] == [
         batch["conditioning_mask"].tolist() for batch in worked
@@ -177,6 +178,6 @@ def test_shapes_are_known_and_workers_give_the_same_frames(home: Path) -> None:
 
 
 def test_models_that_cannot_be_given_frames_say_so(home: Path) -> None:
-    task = VideoTask(config_of(home, "conditioning.first=0.5", "model.patch=[3,2,2]"))
+    task = VideoDomain(config_of(home, "conditioning.first=0.5", "model.patch=[3,2,2]"))
     with pytest.raises(UserError, match=r"conditioning\.first: SoraDiT cannot be trained so: its modes are none"):
         first_steps(task)

@@ -16,9 +16,10 @@ from mmspeed.memory import set_policies
 from mmspeed.memory.planning.report import CATEGORIES, LayerMemory, MemoryReport
 from mmspeed.memory.planning.tracked import kept_bytes
 from mmspeed.mesh import process_group
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.report.memory_page import measure_report, read_report
 from mmspeed.pipelines.report.run_page import write_report
+from mmspeed.pipelines.tasks import as_task
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
 from mmspeed.shapes import Bucket
 from tests.support.mlps import PlainMlp
@@ -32,9 +33,9 @@ WIDER = (
 
 
 def trial_of(config: Config) -> SyntheticStep:
-    task = VideoTask(config)
+    task = VideoDomain(config)
     task.open_without_data()
-    return SyntheticStep(config, task, CPU)
+    return SyntheticStep(config, as_task(task, config), CPU)
 
 
 def measured(folder: Path, *overrides: str, batch: int = 2) -> tuple[MemoryReport, dict[str, int]]:

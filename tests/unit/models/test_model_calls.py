@@ -17,7 +17,7 @@ from mmspeed.models.families import FAMILIES
 from mmspeed.models.families.cogvideox import CogVideoXCall
 from mmspeed.models.families.wan import WanCall
 from mmspeed.pipelines.diffusion.objective import DdpmObjective
-from mmspeed.pipelines.diffusion.predictor import FamilyPredictor, make_predictor
+from mmspeed.pipelines.diffusion.predictor import FamilyPredictor, make_predictor, predict
 from mmspeed.protocols import Conditions, blocks_of
 from mmspeed.shapes import Strides
 from tests.support.published import called_by_hand
@@ -31,6 +31,7 @@ FLOW, DDPM = FlowConfig(kind="flow"), DdpmConfig(kind="ddpm")
 MODELS: dict[str, tuple[str, dict[str, Any], FlowConfig | DdpmConfig]] = {
     "wan": ("wan", {}, FLOW),
     "wan, patches of two frames": ("wan", {"patch_size": (3, 2, 2)}, FLOW),
+    "wan vace": ("wan vace", {}, FLOW),
     "ltx": ("ltx", {}, FLOW),
     "ltx, patches": ("ltx", {"in_channels": 16, "out_channels": 16, "patch_size": 2}, FLOW),
     "cogvideox 5b": ("cogvideox", {}, DDPM),
@@ -47,6 +48,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], FlowConfig | DdpmConfig]] = {
 
 FAMILIES_ONCE = [
     "wan, patches of two frames",
+    "wan vace",
     "ltx, patches",
     "cogvideox 1.5",
     "hunyuan",
@@ -67,7 +69,8 @@ def conditions(seed: int = 0) -> Conditions:
     }
     glyphs["text_2"] *= glyphs["text_2_mask"][..., None]
     pooled_BD = torch.randn(B, D, generator=g)
-    return Conditions(text_BLD, mask_BL, pooled_BD, torch.tensor([8.0, 24.0]), Strides(4, 8), glyphs)
+    roles = {f"{role}.latents": torch.randn(B, C, T, H, W, generator=g) for role in ("control", "blank")}
+    return Conditions(text_BLD, mask_BL, pooled_BD, torch.tensor([8.0, 24.0]), Strides(4, 8), glyphs | roles)
 
 
 def frames_of(name: str) -> int:
@@ -91,7 +94,7 @@ def test_a_call_is_the_pipelines(name: str) -> None:
     model, predictor = model_of(name)
     inputs = conditions()
     x = latent(name)
-    actual = predictor.predict(model, x, TIMES, inputs)
+    actual = predict(predictor, model, x, TIMES, inputs)
     assert actual.shape == x.shape
     torch.testing.assert_close(actual, called_by_hand(name, model, x, TIMES, inputs), rtol=1e-6, atol=1e-6)
 
@@ -127,9 +130,9 @@ def test_in_bfloat16_the_error_is_at_most_the_official_pipelines(name: str) -> N
     with torch.no_grad():
         for t in torch.linspace(0.05, 0.999, 6):
             times = t.expand(B)
-            true = predictor.predict(model, x, times, inputs)
+            true = predict(predictor, model, x, times, inputs)
             with torch.autocast("cpu", torch.bfloat16):
-                ours = predictor.predict(model, x, times, inputs)
+                ours = predict(predictor, model, x, times, inputs)
             arguments = predictor.call.call(predictor.config, x.bfloat16(), times, inputs)
             output = half(**{key: rounded(key, value) for key, value in arguments.items()})
             official = predictor.call.prediction(predictor.config, output, x)
@@ -156,7 +159,7 @@ def test_operations_are_what_torch_counts(name: str) -> None:
     named = {key: tensor[:1] for key, tensor in one.named.items()}
     single = Conditions(one.text_BLD[:1], one.text_mask_BL[:1], one.pooled_BD[:1], one.fps_B[:1], one.strides, named)  # type: ignore[index]
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
-        predictor.predict(model, latent(name)[:1], TIMES[:1], single)
+        predict(predictor, model, latent(name)[:1], TIMES[:1], single)
     assert predictor.flops((frames_of(name), H, W), L) == counter.get_total_flops()
 
 
@@ -177,11 +180,11 @@ def test_models_from_images_count_their_operations(case: str, changes: dict[str,
     named = {"conditioning_mask": torch.tensor([[True, False, False]]), "condition": x_BCThw[:1]}
     single = Conditions(one.text_BLD[:1], one.text_mask_BL[:1], one.pooled_BD[:1], named=named)  # type: ignore[index]
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
-        assert predictor.predict(model, x_BCThw[:1], TIMES[:1], single).shape == x_BCThw[:1].shape
+        assert predict(predictor, model, x_BCThw[:1], TIMES[:1], single).shape == x_BCThw[:1].shape
     assert predictor.flops((T, H, W), L) == counter.get_total_flops()
     if "in_channels" in changes:
         with pytest.raises(UserError, match="set the section `conditioning`"):
-            predictor.predict(model, x_BCThw[:1], TIMES[:1], replace(single, named={}))
+            predict(predictor, model, x_BCThw[:1], TIMES[:1], replace(single, named={}))
 
 
 @pytest.mark.parametrize("name", FAMILIES_ONCE)
@@ -192,7 +195,7 @@ def test_tokens_are_those_of_the_patches(name: str) -> None:
     first.register_forward_pre_hook(
         lambda _, args, kwargs: seen.append((args[0] if args else kwargs["hidden_states"]).shape[1]), with_kwargs=True
     )
-    predictor.predict(model, latent(name), TIMES, conditions())
+    predict(predictor, model, latent(name), TIMES, conditions())
     assert seen == [predictor.tokens((frames_of(name), H, W))]
 
 
@@ -225,10 +228,10 @@ def test_sizes_that_a_class_cannot_take_are_refused_before_it_does(name: str) ->
     ) as caught:
         Strides(4, 8).tokens(Strides(4, 8).pixels(beyond), predictor.tokens)
     assert str(bucket) in str(caught.value) or name == "images"
-    assert predictor.predict(model, torch.randn(B, C, *near), TIMES, conditions()).shape == (B, C, *near)
+    assert predict(predictor, model, torch.randn(B, C, *near), TIMES, conditions()).shape == (B, C, *near)
     if name != "images":
         with pytest.raises((ValueError, RuntimeError)):
-            predictor.predict(model, torch.randn(B, C, *beyond), TIMES, conditions())
+            predict(predictor, model, torch.randn(B, C, *beyond), TIMES, conditions())
 
 
 @pytest.mark.parametrize("name", ["ltx", "hunyuan", "hunyuan 1.5"])
@@ -238,7 +241,7 @@ def test_padding_of_a_masked_caption_means_nothing(name: str) -> None:
     other = replace(inputs, text_BLD=torch.where(inputs.text_mask_BL[..., None], inputs.text_BLD, 3.0))
     if name in ("ltx", "mochi", "qwen"):  # the refiners of the others take means by the mask, and attend by it
         assert torch.allclose(
-            predictor.predict(model, x, TIMES, inputs), predictor.predict(model, x, TIMES, other), atol=1e-5
+            predict(predictor, model, x, TIMES, inputs), predict(predictor, model, x, TIMES, other), atol=1e-5
         )
     longer = replace(
         inputs,
@@ -246,7 +249,7 @@ def test_padding_of_a_masked_caption_means_nothing(name: str) -> None:
         text_mask_BL=torch.cat([inputs.text_mask_BL, torch.zeros(B, 3, dtype=torch.bool)], 1),
     )
     torch.testing.assert_close(
-        predictor.predict(model, x, TIMES, inputs), predictor.predict(model, x, TIMES, longer), rtol=1e-5, atol=1e-5
+        predict(predictor, model, x, TIMES, inputs), predict(predictor, model, x, TIMES, longer), rtol=1e-5, atol=1e-5
     )
 
 
@@ -270,6 +273,7 @@ def test_captions_are_filled_with_zeros_whatever_lies_in_their_padding() -> None
         ("wan", {"in_channels": 9}, FLOW, (C, D), r"takes 9 channels and returns 4, the latents here have 4: .*image-to-video"),
         ("ltx", {}, FLOW, (3, D), r"LTXVideo.* takes 4 channels and returns 4, the latents here have 3: name .* under `vae`"),
         ("wan", {"image_dim": 8}, FLOW, (C, D), r"image_dim is set, but its input channels do not hold given frames"),
+        ("wan vace", {"vace_in_channels": 8}, FLOW, (C, D), r"WanVACE.* has vace_in_channels 8 and image_dim None: known models"),
         ("hunyuan 1.5", {"use_meanflow": True}, FLOW, (C, D), r"use_meanflow is set"),
         ("qwen, images", {"zero_cond_t": True}, FLOW, (C, D), r"zero_cond_t is set: models that edit images"),
     ],
@@ -323,6 +327,7 @@ def test_what_a_call_lacks_is_said() -> None:
     for name, without, message in (
         ("hunyuan", replace(inputs, pooled_BD=None), r"a pooled vector of width 8 .* gave none"),
         ("ltx", replace(inputs, fps_B=None), r"needs the frames per second"),
+        ("wan vace", replace(inputs, named={}), r"the model takes the role `blank`, and the samples have none"),
         ("hunyuan 1.5", replace(inputs, named={}), r"needs a second caption of width 8"),
         (
             "hunyuan 1.5",
@@ -338,7 +343,7 @@ def test_what_a_call_lacks_is_said() -> None:
     ):
         model, predictor = model_of(name)
         with pytest.raises(UserError, match=message):
-            predictor.predict(model, x[:, :, : frames_of(name)], TIMES, without)
+            predict(predictor, model, x[:, :, : frames_of(name)], TIMES, without)
 
 
 def test_an_unknown_class_is_answered_with_the_known_ones() -> None:

@@ -14,7 +14,7 @@ from mmspeed.errors import UserError
 from mmspeed.models.families import FAMILIES, call_for, class_name, family_of, published_classes
 from mmspeed.models.sections import arguments_of, call_of, counts_of, outline
 from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig, forward_work
-from mmspeed.pipelines.diffusion.predictor import FamilyPredictor, make_predictor
+from mmspeed.pipelines.diffusion.predictor import FamilyPredictor, make_predictor, predict
 from mmspeed.protocols.calls import Conditions
 
 LATENT, CHANNELS, TEXT = (3, 4, 6), 4, 8
@@ -43,11 +43,11 @@ def test_it_is_predicted_for_any_objective_by_its_call(objective: FlowConfig | D
     x, t = torch.randn(2, CHANNELS, *LATENT), torch.tensor([0.2, 0.7])
     text, mask = torch.randn(2, 5, TEXT), torch.ones(2, 5, dtype=torch.bool)
     torch.testing.assert_close(
-        predictor.predict(model, x, t, Conditions(text, mask)), model(x, t, text, mask), atol=0, rtol=0
+        predict(predictor, model, x, t, Conditions(text, mask)), model(x, t, text, mask), atol=0, rtol=0
     )
     conditioning = torch.tensor([[True, False, False], [False, False, False]])
     times = torch.tensor([[0.0, 0.2, 0.2], [0.7, 0.7, 0.7]])
-    conditioned = predictor.predict(model, x, t, Conditions(text, mask, named={"conditioning_mask": conditioning}))
+    conditioned = predict(predictor, model, x, t, Conditions(text, mask, named={"conditioning_mask": conditioning}))
     torch.testing.assert_close(conditioned, model(x, times, text, mask), atol=0, rtol=0)
 
 

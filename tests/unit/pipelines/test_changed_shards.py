@@ -9,7 +9,7 @@ import pytest
 
 from mmspeed.errors import UserError
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from tests.support.changed_shards import ChangeLatents
 from tests.support.runs import losses
 from tests.support.toy_runs import build_toy, toy_config, write_toy_cache
@@ -23,7 +23,7 @@ def test_bytes_that_change_under_a_run_end_it_within_an_epoch(tmp_path: Path, wo
     write_toy_cache(config)
     change = ChangeLatents(config.local_cache_dir(), 4)
     with pytest.raises(UserError) as caught:
-        TrainPipeline(config, task=VideoTask(config, build=build_toy), callbacks=[change]).run()
+        TrainPipeline(config, task=VideoDomain(config, build=build_toy), callbacks=[change]).run()
     assert re.search(
         r"shard latents/\S+\.tar is damaged at entry [0-9a-f]{32}: its bytes have changed", str(caught.value)
     )

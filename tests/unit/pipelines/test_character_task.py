@@ -23,7 +23,7 @@ from tests.support.character_runs import (
     step_packs,
     train_characters,
 )
-from tests.support.characters import VOCABULARY, CharacterConfig, CharacterModel, CharacterTask
+from tests.support.characters import VOCABULARY, CharacterConfig, CharacterDomain, CharacterModel
 from tests.support.checkpoints import differing, whole_checkpoint
 from tests.support.spawn import run_apart
 
@@ -58,7 +58,7 @@ def model_of(config: CharacterConfig, weights: dict[str, torch.Tensor] | None = 
 
 def test_a_run_learns_and_its_numbers_are_those_made_by_hand(home: Path) -> None:
     config = character_config(home)
-    task, steps = CharacterTask(config), rows(config)
+    task, steps = CharacterDomain(config), rows(config)
     packs = [step_packs(task, step) for step in range(6)]
     # the order of sums is another: a few eps (1.2e-7)
     assert steps[0]["loss"] == pytest.approx(plain_loss(model_of(config), packs[0]), rel=1e-6)
@@ -79,7 +79,7 @@ def test_a_validation_is_the_mean_by_the_averaged_weights(home: Path) -> None:
     averages = {name.removeprefix("ema."): value for name, value in state.items() if name.startswith("ema.")}
     weights = {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
     assert differing(averages, weights)
-    held_out = CharacterTask(config).held_out
+    held_out = CharacterDomain(config).held_out
     actual = rows(config, "validation")[-1]
     assert actual["step"] == 6 and actual["samples"] == len(held_out) == 4
     assert actual["loss"] == pytest.approx(plain_loss(model_of(config, averages), held_out), rel=1e-6)
@@ -88,7 +88,7 @@ def test_a_validation_is_the_mean_by_the_averaged_weights(home: Path) -> None:
 
 def test_counted_work_is_that_of_the_forward_pass(home: Path) -> None:
     config = character_config(home)
-    task = CharacterTask(config)
+    task = CharacterDomain(config)
     [shape] = task.shapes()
     batch = task.synthetic_batch(shape, 5, ALONE)
     with FlopCounterMode(display=False) as counter:

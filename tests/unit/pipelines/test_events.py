@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mmspeed.pipelines import TrainCallback, TrainPipeline
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.training.events import CheckpointEvent, EndEvent, StepEvent, ValidationEvent
 from tests.support.runs import losses
 from tests.support.toy_runs import build_toy, toy_config, train_toy, write_toy_cache
@@ -61,7 +61,7 @@ def test_callbacks_are_called_with_what_happens(tmp_path: Path) -> None:
     config = toy_config(tmp_path, "checkpoint.every=2", "checkpoint.asynchronous=false")
     write_toy_cache(config)
     recorder = Recorder()
-    TrainPipeline(config, task=VideoTask(config, build=build_toy), callbacks=[recorder]).run()
+    TrainPipeline(config, task=VideoDomain(config, build=build_toy), callbacks=[recorder]).run()
     each = [note for note in recorder.notes if note[0] != "checkpoint"]
     assert each == [
         *[("step", 1), ("step", 2), ("step", 3), ("validation", 3), ("step", 4), ("step", 5), ("step", 6)],
@@ -76,7 +76,7 @@ def test_an_error_in_a_callback_ends_the_run_and_tells_no_more(tmp_path: Path) -
     config = toy_config(tmp_path)
     write_toy_cache(config)
     recorder = Recorder()
-    pipeline = TrainPipeline(config, task=VideoTask(config, build=build_toy), callbacks=[recorder, Failing()])
+    pipeline = TrainPipeline(config, task=VideoDomain(config, build=build_toy), callbacks=[recorder, Failing()])
     with pytest.raises(ZeroDivisionError, match="of the user"):
         pipeline.run()
     assert recorder.notes == [("step", 1), ("step", 2)]
@@ -93,7 +93,7 @@ def test_a_callback_stops_a_run_which_then_goes_on(
     stops, recorder = TrainCallback(), Ends()
     setattr(stops, method, lambda event: event.stop())
     with caplog.at_level(logging.INFO, logger="mmspeed"):
-        result = TrainPipeline(config, task=VideoTask(config, build=build_toy), callbacks=[stops, recorder]).run()
+        result = TrainPipeline(config, task=VideoDomain(config, build=build_toy), callbacks=[stops, recorder]).run()
     assert (result.step, result.finished, recorder.events) == (last, False, [(last, False)])
     assert (config.run_dir / "checkpoints" / f"step-{last:08d}" / "meta.json").is_file()
     assert "a callback stops the run" in caplog.text

@@ -16,11 +16,12 @@ from mmspeed.log import read_metrics
 from mmspeed.models.families.complete import completed
 from mmspeed.models.text.encoders import load_text_encoder
 from mmspeed.pipelines import TextToVideo, TrainPipeline
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.inference.export import export_run
 from mmspeed.pipelines.inference.generate import SampleSettings, sample_together
 from mmspeed.pipelines.inference.official import OfficialSampler
 from mmspeed.pipelines.tasks import maker_of
+from mmspeed.protocols import Update
 from tests.support.checkpoints import differing, whole_checkpoint
 from tests.support.experts import SEED, WatchedTask, experts_config, train_experts
 from tests.support.runs import losses
@@ -61,7 +62,7 @@ def test_the_experts_are_those_of_the_repository(home: Path, tmp_path: Path) -> 
     with pytest.raises(UserError, match="leave expert and range out"):
         experts_config(home, experts="both", expert="high")
     with pytest.raises(UserError, match=r"objective.boundary and model.second_subfolder go together"):
-        VideoTask(experts_config(home, "objective={kind: flow, boundary: 0.5}"))
+        VideoDomain(experts_config(home, "objective={kind: flow, boundary: 0.5}"))
     with pytest.raises(UserError, match="boundary divides all times"):
         experts_config(home, "objective={kind: flow, boundary: 0.5, range: [0, 1]}")
 
@@ -108,9 +109,9 @@ def test_a_stopped_run_goes_on_bitwise(home: Path) -> None:
 
 
 def test_the_shares_of_steps_are_those_asked_for(home: Path) -> None:
-    task = VideoTask(experts_config(home, experts="both", high_share=0.2))
-    high, low = task.updates()
-    assert (high.name, high.roles, low.name, low.roles) == ("high", ("model",), "low", (LOW,))
+    task = VideoDomain(experts_config(home, experts="both", high_share=0.2))
+    high, low = map(Update.of, task.parts())
+    assert (high.name, high.role, low.name, low.role) == ("high", "model", "low", LOW)
     draws = [high.due(step) for step in range(4000)]
     assert all(high.due(step) != low.due(step) for step in range(100))
     assert abs(sum(draws) / 4000 - 0.2) < 4 * (0.2 * 0.8 / 4000) ** 0.5

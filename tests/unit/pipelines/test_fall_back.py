@@ -16,7 +16,7 @@ from mmspeed.pipelines import TrainCallback, TrainPipeline
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.pipelines.training.events import StepEvent
 from tests.support.character_runs import character_config, losses
-from tests.support.characters import CharacterConfig, CharacterTask
+from tests.support.characters import CharacterConfig, CharacterDomain
 from tests.support.checkpoints import differing, whole_checkpoint
 
 STEPS = ("checkpoint.every=2", "checkpoint.keep_last=3", "checkpoint.keep_best=true")
@@ -24,7 +24,7 @@ STEPS = ("checkpoint.every=2", "checkpoint.keep_last=3", "checkpoint.keep_best=t
 
 def train(folder: Path, steps: int, *overrides: str) -> CharacterConfig:
     config = character_config(folder, *STEPS, f"train.steps={steps}", *overrides)
-    TrainPipeline(config, task=CharacterTask(config)).run()
+    TrainPipeline(config, task=CharacterDomain(config)).run()
     return config
 
 
@@ -61,7 +61,7 @@ def test_the_run_goes_on_from_the_newest_sound_one(home: Path, spoil: object, mo
     if spoil is truncate:
         spoil_tensor(checkpoints / step_name(4))
     lines: list[str] = []
-    monkeypatch.setattr("mmspeed.pipelines.training.trainer.log.warning", lines.append)
+    monkeypatch.setattr("mmspeed.pipelines.training.saved_state.log.warning", lines.append)
     config = train(home, 8)
     sound = 3 if spoil is truncate else 4
     warnings = [line for line in lines if "is kept as" in line]
@@ -94,7 +94,7 @@ def test_odd_records_beside_a_checkpoint_change_nothing(
     odd = [line for line in odd if line != b"{}"]  # a row of nothing
     with open(config.run_dir / "metrics.jsonl", "ab") as file:
         file.write(b"".join(line + b"\n" for line in odd) + b'{"cut off')
-    monkeypatch.setattr("mmspeed.pipelines.training.trainer.log.warning", lines.append)
+    monkeypatch.setattr("mmspeed.pipelines.training.saved_state.log.warning", lines.append)
     train(home, 8)
     assert losses(config) == losses(character_config(home, *STEPS, "name=whole"))
     assert place.read_bytes() == sound and (config.run_dir / "metrics.odd").read_bytes().splitlines() == odd
@@ -144,13 +144,13 @@ def test_a_run_goes_on_from_the_copy_on_the_local_disk_bit_for_bit(home: Path, m
     config = character_config(home, *STEPS, *local, "train.steps=100")
     config.run_dir.mkdir(parents=True)
     stop_after = _StopAfter(config.run_dir, 5)
-    TrainPipeline(config, task=CharacterTask(config), callbacks=[stop_after]).run()
+    TrainPipeline(config, task=CharacterDomain(config), callbacks=[stop_after]).run()
     checkpoints = config.run_dir / "checkpoints"
     assert len(list((home / "disk").glob("*/*/step-*"))) == 2
     for step in (4, 5):
         shutil.rmtree(checkpoints / step_name(step))  # as after a kill while the shared ones were being written
     lines: list[str] = []
-    monkeypatch.setattr("mmspeed.pipelines.training.trainer.log.info", lines.append)
+    monkeypatch.setattr("mmspeed.pipelines.training.saved_state.log.info", lines.append)
     train(home, 8, *local)
     assert "going on from the copies of step 5 on the local disks" in lines
     whole = character_config(home, *STEPS, "name=whole")

@@ -17,7 +17,7 @@ from mmspeed.errors import UserError
 from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.sections import size_warnings, videos_of
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.training import saved_state
 from mmspeed.preprocess import check
 from mmspeed.shapes import Bucket
@@ -104,8 +104,8 @@ def test_check_counts_the_model_and_its_tokens(home: Path) -> None:
 
 
 def test_the_small_model_of_a_layout_is_of_the_same_class(home: Path, tmp_path: Path) -> None:
-    mini = VideoTask(small(home)).small(tmp_path / "small")
-    model = VideoTask(make_config(mini.config.model_dump(mode="json", by_alias=True))).outlines()["model"]
+    mini = VideoDomain(small(home)).small(tmp_path / "small")
+    model = VideoDomain(make_config(mini.config.model_dump(mode="json", by_alias=True))).outlines()["model"]
     assert "WanTransformer3DModel" in mini.model and type(model).__name__ == "WanTransformer3DModel"
 
 
@@ -113,7 +113,7 @@ def test_an_objective_of_a_repository_needs_one(tmp_path: Path) -> None:
     tree = f"data: {{sources: [{{path: {tmp_path}}}], buckets: [{{frames: 1, height: 16, width: 16}}]}}\n"
     (tmp_path / "own.yaml").write_text(tree + "objective: {kind: family}\n")
     with pytest.raises(UserError, match=r"objective.kind: family is that of a published model"):
-        VideoTask(load_config(tmp_path / "own.yaml"))
+        VideoDomain(load_config(tmp_path / "own.yaml"))
 
 
 def test_sizes_far_from_the_model_are_warned_of() -> None:

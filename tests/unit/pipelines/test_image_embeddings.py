@@ -24,7 +24,7 @@ from mmspeed.models.families import FAMILIES, class_name
 from mmspeed.models.image_encoder import image_fingerprint
 from mmspeed.models.sections import bare, call_of, repository_of, stored_conditions
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.domains.video.unused import freeze_unused
 from mmspeed.preprocess.decoding.clips import Clip
 from mmspeed.preprocess.encoding.encode import Encoders, TrustedBatches, encode_latents
@@ -60,7 +60,7 @@ def test_a_model_is_trained_on_embeddings_from_its_cache(tmp_path: Path, last: b
     assert stored_conditions(config) == (f"grey_{mode}", *names)
     TrainPipeline(config, online=True).run()
     assert len(losses(config)) == 2
-    task = VideoTask(config)
+    task = VideoDomain(config)
     task.open(RunPlace(CPU))
     (batch, *_) = (batch for step in task.data(RunPlace(CPU)).steps(0, 1) for batch in step.batches)
     assert batch["image"].shape == (batch.size, 1 + last, 257, 16)

@@ -24,7 +24,7 @@ from mmspeed.models.families.base import packed, unpacked
 from mmspeed.models.families.complete import completed
 from mmspeed.pipelines.diffusion.conditioning_frames import held
 from mmspeed.pipelines.diffusion.schedulers import generators
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.domains.video.synthetic import EncoderShapes
 from mmspeed.pipelines.inference.conditioning_media import conditioning_latents
 from mmspeed.pipelines.inference.prompts import VideoRequest
@@ -131,7 +131,7 @@ def official(
     if name == "LTXPipeline":  # of latents that are given it takes the first frame as they have it
         conditioning = conditioning_latents([request], pipe.config, pipe.codec, size, pipe.predictor.conditioning)
         assert conditioning is not None
-        given = held(noise, conditioning.latents_PCThw, conditioning.mask_PT)
+        given = held(noise, conditioning.held_PCThw, conditioning.named["conditioning_mask"])
         settings |= {"latents": packed(given, (1, 1, 1)), "frame_rate": FPS}
     shown = {"image": request.image, "last_image": request.last_image}
     files = {name: Image.open(path) for name, path in shown.items() if path}
@@ -173,7 +173,7 @@ def test_a_model_that_is_always_given_frames_says_what_it_needs(tmp_path: Path) 
         pipe.sizes([VideoRequest("a", image="a.png", last_image="b.png")])
     config = config_of(tmp_path / "wan", "conditioning.first=1", "validate.prompts=[a]")
     with pytest.raises(UserError, match=r"^validate\.prompts: the model makes videos of given frames alone"):
-        VideoTask(config).use(EncoderShapes(16, Strides(4, 8), 16)).build()
+        VideoDomain(config).use(EncoderShapes(16, Strides(4, 8), 16)).build()
 
 
 # name -> (its repository, the argument of the transformer's call that holds what an encoder makes of the whole picture)

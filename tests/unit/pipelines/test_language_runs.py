@@ -24,7 +24,7 @@ from mmspeed.models.language.families import config_tree, settings_of
 from mmspeed.models.language.shapes import SHAPES, shape_named, tiny_twin
 from mmspeed.models.language.weights import on_meta
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.domains.language.domain import LanguageTask
+from mmspeed.pipelines.domains.language.domain import LanguageDomain
 from mmspeed.pipelines.inference.language import LanguageModel, Writing, export_language_run, run_settings
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.preprocess.texts.preparation import TextPreparation
@@ -148,9 +148,9 @@ def test_the_configs_of_the_page_are_of_a_family_and_another_is_told_before_the_
     trees = [parse_yaml(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
     assert len(trees) == 3
     for tree in trees:
-        assert LanguageTask(make_config(tree, (), origin="page")).use(300).warnings() == []  # type: ignore[arg-type]
+        assert LanguageDomain(make_config(tree, (), origin="page")).use(300).warnings() == []  # type: ignore[arg-type]
     other = make_config(trees[0], ("model.windows=[3, 7]",), origin="page")
-    (warning,) = LanguageTask(other).use(300).warnings()  # type: ignore[arg-type]
+    (warning,) = LanguageDomain(other).use(300).warnings()  # type: ignore[arg-type]
     assert "`mmspeed sample` and `mmspeed export` will refuse this run" in warning
 
 

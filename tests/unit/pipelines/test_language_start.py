@@ -23,9 +23,9 @@ from mmspeed.log import read_metrics
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.check.data_report import check_task
 from mmspeed.pipelines.domains.language.data import held_out_packs
-from mmspeed.pipelines.domains.language.domain import LanguageTask
+from mmspeed.pipelines.domains.language.domain import LanguageDomain
 from mmspeed.pipelines.domains.language.start import open_texts
-from mmspeed.pipelines.tasks import maker_of
+from mmspeed.pipelines.tasks import make_task, maker_of
 from mmspeed.pipelines.training.opening import data_line
 from mmspeed.preprocess.texts.cache_builder import TextCacheBuilder
 from mmspeed.preprocess.texts.preparation import TextPreparation
@@ -134,7 +134,7 @@ def test_a_pack_shorter_than_an_assistants_turn_is_refused(tmp_path: Path) -> No
         f"tokenizer={{kind: transformers, path: {tmp_path / 'bytes' / 'tokenizer'}, chat_template: '{template}'}}",
     ]
     wanted = config(tmp_path, *changes)
-    task = LanguageTask(wanted, maker_of(wanted))
+    task = LanguageDomain(wanted, maker_of(wanted))
     with pytest.raises(
         UserError, match=r"sequence_length: an assistant's turn in the chats has 6\d tokens and a pack 48"
     ):
@@ -142,7 +142,7 @@ def test_a_pack_shorter_than_an_assistants_turn_is_refused(tmp_path: Path) -> No
     assert TextCacheBuilder(wanted.texts, wanted.tokenizer, wanted.seed).run().longest_turn in range(
         60, 63
     )  # of stored blocks
-    LanguageTask(config(tmp_path, *changes, "sequence_length=70"), None).open(ALONE)
+    LanguageDomain(config(tmp_path, *changes, "sequence_length=70"), None).open(ALONE)
 
 
 class Lengths:
@@ -184,9 +184,9 @@ def test_packs_without_a_target_are_counted_by_check_and_at_the_start(tmp_path: 
     chats = [Document(np.arange(200) % 97, digest(bytes([number])), marks) for number in range(4)]
     write_text_cache(tmp_path / "cache", {"a": [[1, 2, 3], *chats]}, TokenizerFacts("ids", 97, None))
     settings = config(tmp_path, "sequence_length=40", "train.batch_size=3", "tokenizer={kind: bytes}")
-    report = "\n".join(check_task(settings, task=LanguageTask(settings)).lines())
+    report = "\n".join(check_task(settings, task=make_task(settings)).lines())
     assert "left out of the first epoch: 16 items without a token to predict" in report
-    task = LanguageTask(settings)
+    task = LanguageDomain(settings)
     task.open(ALONE)
     data = task.data(ALONE)
     assert data_line(data, 10) == (

@@ -19,7 +19,7 @@ from mmspeed.config import Config, make_config
 from mmspeed.errors import UserError
 from mmspeed.pipelines.check.official import check_against_official
 from mmspeed.pipelines.check.official_calls import compared
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.preprocess import CacheBuilder
 from mmspeed.preprocess import check as check_data
 from mmspeed.preprocess.build.captions import captions_by_key
@@ -110,7 +110,7 @@ def test_odd_latent_frames_are_an_error_with_the_next_buckets(tmp_path: Path) ->
     """Of CogVideoX 1.5: its pipeline adds a frame of noise in front and drops it from the sample, which training does not do."""
     save_cogvideox(tmp_path / "cogvideox", "1.5", ofs_embed_dim=None)
     config = config_of(tmp_path, "cogvideox", "data.buckets=[{frames: 9, height: 32, width: 48}]")
-    task = VideoTask(config)
+    task = VideoDomain(config)
     task.open_without_data()
     with pytest.raises(
         UserError, match=r"latent frames 3 of \(3, 4, 6\) is .* use 2 or 4 \(buckets of frames 5 or 13 fit\)"

@@ -12,7 +12,7 @@ import pytest
 from mmspeed.config import Config
 from mmspeed.config.training import TrainConfig
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.training.opening import rate_line
 from tests.support.toy_runs import build_toy, toy_config, write_toy_cache
 
@@ -21,7 +21,7 @@ def opening(config: Config, caplog: pytest.LogCaptureFixture) -> list[str]:
     """The lines of a run up to its first row of losses."""
     caplog.clear()
     with caplog.at_level(logging.INFO, "mmspeed"):
-        TrainPipeline(config, task=VideoTask(config, build=build_toy)).run()
+        TrainPipeline(config, task=VideoDomain(config, build=build_toy)).run()
     lines = [record.getMessage() for record in caplog.records]
     return lines[: next(number for number, line in enumerate(lines) if "loss" in line)]
 

@@ -25,7 +25,8 @@ from mmspeed.memory import peak_bytes
 from mmspeed.mesh import process_group
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.domains.video.data import VideoData
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
+from mmspeed.pipelines.tasks import Task, make_task
 from mmspeed.pipelines.tuning.profile import (
     BucketMeasurements,
     BucketProfile,
@@ -172,9 +173,9 @@ def test_which_errors_say_that_memory_is_full() -> None:
     )
 
 
-def task_of(config: Config) -> VideoTask:
-    task = VideoTask(config)
-    task.open_without_data()
+def task_of(config: Config) -> Task:
+    task = make_task(config)
+    task.domain.open_without_data()
     return task
 
 
@@ -234,7 +235,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "--memory-limit much: use bytes" in capsys.readouterr().err
 
 
-class KeepsData(VideoTask):
+class KeepsData(VideoDomain):
     """The video task, which keeps the data that a run was given."""
 
     def data(self, place: RunPlace) -> VideoData:

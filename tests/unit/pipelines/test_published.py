@@ -15,9 +15,10 @@ from mmspeed.log import read_metrics
 from mmspeed.memory.offload.offloader import PooledOffloadGroup
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.diffusion.objective import make_objective
-from mmspeed.pipelines.domains.video.domain import VideoTask
-from mmspeed.pipelines.domains.video.published import PublishedVideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
+from mmspeed.pipelines.domains.video.published import PublishedVideoDomain
 from mmspeed.pipelines.run.assembly import Assembly
+from mmspeed.pipelines.tasks import as_task
 from mmspeed.pipelines.tuning.memory_estimate import plan_memory
 from mmspeed.protocols import Conditions, RunPlace, blocks_of
 from mmspeed.shapes import Strides
@@ -188,13 +189,13 @@ def test_the_weights_are_read_once(home: Path) -> None:
         reads.append(load(home, "wan"))
         return reads[-1]
 
-    TrainPipeline(config, task=PublishedVideoTask(config, counted)).run()
+    TrainPipeline(config, task=PublishedVideoDomain(config, counted)).run()
     assert len(reads) == 1 and reads[0].training
 
 
 def test_a_model_in_half_precision_trains_in_float32(home: Path) -> None:
     config = published_config(home, "wan", "name=half")
-    task = PublishedVideoTask(config, lambda: load(home, "wan").bfloat16())
+    task = PublishedVideoDomain(config, lambda: load(home, "wan").bfloat16())
     task.open(RunPlace(Device("cpu", 0)))
     assert {p.dtype for p in task.build()["model"].parameters()} == {torch.float32}
 
@@ -223,7 +224,7 @@ def test_what_does_not_fit_is_said(home: Path, name: str, overrides: tuple[str, 
 def test_another_class_is_answered_with_what_to_say(home: Path) -> None:
     config = published_config(home, "wan")
     other = "chronoedit, by its own declaration"
-    task = VideoTask(config, build=lambda *_: make_model(other))
+    task = VideoDomain(config, build=lambda *_: make_model(other))
     with pytest.raises(UserError, match=r"known are WanTransformer3DModel.*give call="):
         TrainPipeline(config, task=task).run()
 
@@ -234,7 +235,7 @@ def test_another_class_trains_by_a_call_of_ones_own(home: Path) -> None:
 
     config = published_config(home, "wan", "name=own-call", "train.steps=2")
     other = "chronoedit, by its own declaration"
-    TrainPipeline(config, task=PublishedVideoTask(config, lambda: make_model(other), call=WanCall())).run()
+    TrainPipeline(config, task=PublishedVideoDomain(config, lambda: make_model(other), call=WanCall())).run()
     assert len(losses(config)) == 2
 
 
@@ -244,7 +245,7 @@ def test_memory_is_planned_from_shapes(home: Path, name: str) -> None:
     config = published_config(home, name)
     task = task_of(home, name, config)
     task.open(RunPlace(Device("cpu", 0)))
-    plan = plan_memory(config, task=task, with_swap=False)
+    plan = plan_memory(config, task=as_task(task, config), with_swap=False)
     blocks = 4 if name == "hunyuan" else 2
     assert len(plan.figures.kinds) == blocks and len(plan.figures.options) == (2 if name == "hunyuan" else 1)
     for options in plan.figures.options:

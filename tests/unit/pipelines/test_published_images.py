@@ -13,7 +13,7 @@ from mmspeed.data import DatasetCache
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.protocols import RunPlace
 from tests.support.runs import losses
 from tests.support.tiny_repositories import save_cogvideox, save_wan
@@ -41,7 +41,7 @@ def test_an_image_to_video_model_is_trained_from_a_cache(tmp_path: Path) -> None
     samples = config.run_dir / "samples" / "step-00000002"
     assert [path.read_text() for path in sorted(samples.glob("*.txt"))] == held_out[:2]
     assert len(list(samples.glob("*.mp4"))) == len(held_out[:2]) > 0
-    task = VideoTask(config)
+    task = VideoDomain(config)
     task.open(place)
     (batch, *_) = (batch for step in task.data(place).steps(0, 1) for batch in step.batches)
     assert batch["condition"].shape == batch["latents"].shape
@@ -51,7 +51,7 @@ def test_an_image_to_video_model_is_trained_from_a_cache(tmp_path: Path) -> None
     stored = cache.latent(cache.split("train")[0].latent_keys[0])
     assert {"mean", "grey_first", "grey_first_last"} <= set(stored)
     with pytest.raises(UserError, match=r"is always given frames: its modes are first, first_last"):
-        VideoTask(config_of(tmp_path, "conditioning.first=0")).use(task.inputs).build()
+        VideoDomain(config_of(tmp_path, "conditioning.first=0")).use(task.sizes).build()
 
 
 @pytest.mark.slow
@@ -63,7 +63,7 @@ def test_the_first_frame_alone_is_stored_for_a_codec_that_mixes_frames(tmp_path:
     config = config_of(tmp_path, "train.steps=1", "data.limit=2")
     TrainPipeline(config, online=True).run()
     assert len(losses(config)) == 1
-    task = VideoTask(config)
+    task = VideoDomain(config)
     task.open(RunPlace(Device("cpu", 0)))
     (batch, *_) = (batch for step in task.data(RunPlace(Device("cpu", 0))).steps(0, 1) for batch in step.batches)
     cache = DatasetCache(config.cache_root)

@@ -17,7 +17,7 @@ from mmspeed.errors import UserError
 from mmspeed.models.families.complete import completed
 from mmspeed.pipelines.diffusion.flow import quantile_of_time
 from mmspeed.pipelines.diffusion.objective import make_objective
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from tests.support.tiny_repositories import save_hunyuan_video, save_wan
 
 DRAWS = 100_000
@@ -138,7 +138,7 @@ def test_guidance_reaches_a_distilled_model_alone(tmp_path: Path) -> None:
     save_wan(tmp_path / "plain")
     inputs = EncoderShapes(16, Strides(4, 8), 16)
     for name in ("distilled", "plain"):
-        task = VideoTask(make_config({**tree, "model": {"kind": "diffusers", "pretrained": str(tmp_path / name)}}))
+        task = VideoDomain(make_config({**tree, "model": {"kind": "diffusers", "pretrained": str(tmp_path / name)}}))
         if name == "plain":
             with pytest.raises(UserError, match="WanTransformer3DModel takes no guidance"):
                 task.use(inputs).build()

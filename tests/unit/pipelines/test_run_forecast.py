@@ -9,7 +9,7 @@ import pytest
 
 from mmspeed.__main__ import main
 from mmspeed.config import Config, dump_config
-from mmspeed.pipelines.domains.language.domain import LanguageTask
+from mmspeed.pipelines.domains.language.domain import LanguageDomain
 from mmspeed.pipelines.report.run_forecast import run_lines
 from mmspeed.pipelines.tuning.memory_estimate import plan_memory
 from mmspeed.preprocess.texts.cache_builder import TextCacheBuilder
@@ -93,7 +93,7 @@ def test_texts_are_counted_before_there_is_a_cache(tmp_path: Path, capsys: pytes
 
     assert checked()[1] == "at 4 bytes each"
     built = TextCacheBuilder(config.texts, config.tokenizer, config.seed).run()
-    task = LanguageTask(config)
+    task = LanguageDomain(config)
     task.open(ALONE)
     tokens, how, epochs = checked()
     assert how == "by the first texts"

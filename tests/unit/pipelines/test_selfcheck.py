@@ -35,7 +35,7 @@ from mmspeed.pipelines.check.worker import (
     other_gradients,
     uneven,
 )
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.domains.video.small import shrunk_latent, small_sora
 from mmspeed.protocols import RunPlace, SmallRun
 from tests.support.runs import small_config
@@ -77,7 +77,7 @@ def test_the_small_model_keeps_what_decides_its_split(config: Config, tmp_path: 
 def test_the_small_run_is_an_ordinary_one(config: Config, tmp_path: Path) -> None:
     """Another process opens it by its config alone, and its first steps are of the kinds."""
     mini, place = small(config, "ulysses=2", tmp_path), RunPlace(Device("cpu", 0))
-    task = VideoTask(make_config(json.loads(alone(mini.config).model_dump_json(by_alias=True))))
+    task = VideoDomain(make_config(json.loads(alone(mini.config).model_dump_json(by_alias=True))))
     with process_group(place.device):
         task.open(place)
         with closing(task.data(place).steps(0, 3)) as steps:

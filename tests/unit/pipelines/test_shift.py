@@ -14,7 +14,8 @@ from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.pipelines import TextToVideo, TrainPipeline
 from mmspeed.pipelines.diffusion.flow import euler_times, shift_time, time_from_quantile
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.base import values_of
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.domains.video.small import small_sora
 from mmspeed.protocols import RunPlace
 from mmspeed.shapes import Bucket
@@ -56,14 +57,14 @@ class Times(nn.Module):
 @pytest.mark.parametrize("shift", SHIFTS)
 def test_training_is_at_the_times_of_each_buckets_shift(mixed: Path, shift: str) -> None:
     config, plain = config_of(mixed, f"objective.shift={shift}"), FlowConfig(kind="flow")
-    task, place = VideoTask(config), RunPlace(Device("cpu", 0))
+    task, place = VideoDomain(config), RunPlace(Device("cpu", 0))
     task.open(place)
     model, met = task.build()["model"].to_empty(device="cpu"), set()
     times = Times(model)
     for step in task.data(place).steps(0, 6):
         for batch in step.batches:
             with torch.no_grad():
-                task.loss({"model": model}, batch)
+                values_of(task, {"model": model}, batch)
             bucket = batch.shape
             assert isinstance(bucket, Bucket)
             expected = shift_time(time_from_quantile(batch["quantiles"], plain), SHIFTS[shift][bucket]).float()

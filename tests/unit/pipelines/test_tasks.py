@@ -13,13 +13,13 @@ from mmspeed.config import make_config
 from mmspeed.config.tasks import TASKS, TaskEntry
 from mmspeed.errors import UserError
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.pipelines.tasks import make_task, register
 from mmspeed.protocols import RunPlace
 from mmspeed.rng import VERSION
 from tests.support.character_runs import ALONE, character_config, character_tree, register_characters
-from tests.support.characters import CharacterTask
+from tests.support.characters import CharacterDomain
 from tests.support.runs import small_config, small_tree
 from tests.support.toy import ToyDiT
 from tests.support.toy_runs import toy_config, train_toy, write_toy_cache
@@ -50,11 +50,11 @@ def test_an_unknown_task_is_reported_with_the_nearest_one(tmp_path: Path) -> Non
 
 def test_a_task_is_known_by_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(TASKS, "letters", TaskEntry("a:B"))  # as it was before, when this test ends
-    names = "tests.support.characters:CharacterTask", "tests.support.characters:CharacterConfig"
+    names = "tests.support.characters:CharacterDomain", "tests.support.characters:CharacterConfig"
     register("letters", *names)
     assert TASKS["letters"] == TaskEntry(*names, origin="this program")
     config = character_config(tmp_path)
-    assert isinstance(make_task(config.model_copy(update={"task": "letters"})), CharacterTask)
+    assert isinstance(make_task(config.model_copy(update={"task": "letters"})).domain, CharacterDomain)
 
 
 def test_keys_of_another_task_are_reported_with_their_task(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_keys_of_another_task_are_reported_with_their_task(tmp_path: Path) -> No
     ):  # fmt: skip
         with pytest.raises(UserError, match=message):
             make_config(tree, origin="test")
-    timed = CharacterTask(character_config(tmp_path, "batching.by=time", "train.batch_size=null"))
+    timed = CharacterDomain(character_config(tmp_path, "batching.by=time", "train.batch_size=null"))
     with pytest.raises(
         UserError, match=r"batching\.by: time is not available for the task characters: use samples, tokens"
     ):
@@ -93,7 +93,7 @@ def test_weights_of_another_task_are_reported(tmp_path: Path) -> None:
 
 
 def test_a_divisor_of_0_is_reported_with_its_step(tmp_path: Path) -> None:
-    class Empty(CharacterTask):
+    class Empty(CharacterDomain):
         def data(self, place: RunPlace) -> Any:
             data = super().data(place)
             plain = data.steps
@@ -111,6 +111,6 @@ def test_a_model_that_lacks_part_of_the_protocol_is_refused_with_what_it_lacks(
 ) -> None:
     config = toy_config(tmp_path)
     write_toy_cache(config)
-    task = VideoTask(config, build=lambda *_: Without(*lacking))
+    task = VideoDomain(config, build=lambda *_: Without(*lacking))
     with pytest.raises(UserError, match=f"Without cannot be trained by the task video: it lacks {', '.join(lacking)} "):
         TrainPipeline(config, task=task).run()

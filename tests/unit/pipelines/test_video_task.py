@@ -10,7 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmspeed.device import Device
-from mmspeed.pipelines.domains.video.domain import VideoTask
+from mmspeed.loop.checkpoint.state import whole_tensors
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.domains.video.synthetic import EncoderShapes
 from mmspeed.protocols import RunPlace
 from mmspeed.shapes import Bucket, Strides
@@ -22,7 +23,7 @@ CPU = Device("cpu", 0)
 def test_shapes_are_known_before_batches_are_read(home: Path) -> None:
     """The shapes of every tensor of every micro-batch over two epochs, dropped captions included."""
     config = small_config(home, "train.batch_size=4", "train.micro_batch_size=3", "train.caption_dropout=0.5")
-    task, place = VideoTask(config), RunPlace(CPU)
+    task, place = VideoDomain(config), RunPlace(CPU)
     task.open(place)
     data = task.data(place)
     expected = [data.shapes(step) for step in range(6)]
@@ -43,7 +44,7 @@ def test_shapes_are_known_before_batches_are_read(home: Path) -> None:
 def test_work_by_kind_is_what_the_model_computes(tmp_path: Path, arrangement: str) -> None:
     """Products of linear layers and attention apart add up to torch's count of both; the scale of one bucket by another's."""
     config = small_config(tmp_path, f"model.arrangement={arrangement}")
-    task = VideoTask(config).use(EncoderShapes(4, Strides(4, 8), 16))
+    task = VideoDomain(config).use(EncoderShapes(4, Strides(4, 8), 16))
     bucket, text = Bucket(5, 32, 48), 6
     model = task._build(config.model, 4, 16, "cpu")
     latent = task.latent(bucket)
@@ -60,9 +61,9 @@ def test_work_by_kind_is_what_the_model_computes(tmp_path: Path, arrangement: st
 
 
 def test_export_streams_whole_tensors(tmp_path: Path) -> None:
-    task = VideoTask(small_config(tmp_path)).use(EncoderShapes(4, Strides(4, 8), 16))
+    task = VideoDomain(small_config(tmp_path)).use(EncoderShapes(4, Strides(4, 8), 16))
     model = task._build(task.config.model, 4, 16, "cpu")
-    stream = task.export({"model": model})
+    stream = whole_tensors(model)
     assert not isinstance(stream, dict | list)
     exported = dict(stream)
     assert exported.keys() == model.state_dict().keys()

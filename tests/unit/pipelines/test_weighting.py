@@ -14,7 +14,7 @@ from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
 from mmspeed.pipelines import TrainPipeline
 from tests.support.character_runs import ALONE, character_config
-from tests.support.characters import CharacterTask
+from tests.support.characters import CharacterDomain
 from tests.support.mixed_runs import (
     BY_TOKENS,
     IMAGE,
@@ -164,7 +164,7 @@ def test_the_default_and_bad_values(home: Path) -> None:
 def character_gradient(folder: Path, name: str, *overrides: str) -> list[np.ndarray]:
     """The mean gradient over the first epoch of a run of the character task, whose terms are divided by tokens."""
     config = character_config(folder, f"name={name}", *STILL, *overrides)
-    task = CharacterTask(config)
+    task = CharacterDomain(config)
     steps = task.data(ALONE).sampler.steps_per_epoch
     config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
     with recorded_gradients() as recorded:
