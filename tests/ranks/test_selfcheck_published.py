@@ -24,10 +24,10 @@ from mmspeed.parallel.boundaries.record import ForwardRecord
 from mmspeed.pipelines.check.layouts import alone, compared_run, with_layout
 from mmspeed.pipelines.check.verdict import SelfCheck, compare
 from mmspeed.pipelines.check.worker import WorkerReport, examine
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.domains.video.published import PublishedVideoDomain
 from mmspeed.pipelines.domains.video.small_published import PublishedModel
 from mmspeed.pipelines.domains.video.synthetic import EncoderShapes
-from mmspeed.pipelines.tasks import make_task
 from mmspeed.protocols import SmallRun
 from mmspeed.shapes import Strides
 from tests.support.published import prepare, published_config
@@ -187,5 +187,5 @@ def test_a_call_of_the_users_and_frozen_weights_are_kept_or_told(home: Path, tmp
     mini = PublishedVideoDomain(config, lambda: frozen, call=HunyuanVideoCall(guidance=2.5)).small(tmp_path / "small")
     assert type(mini.config) is Config and mini.config.task == "video" and not mini.named
     assert "weights that are frozen in training have gradients here" in mini.remarks[0]
-    predictor = make_task(mini.config).use(EncoderShapes(4, Strides(4, 8), 16)).predictor  # type: ignore[attr-defined]
+    predictor = VideoDomain(mini.config).use(EncoderShapes(4, Strides(4, 8), 16)).predictor
     assert predictor.call == HunyuanVideoCall(guidance=2.5) and predictor.name == "HunyuanVideoTransformer3DModel"
