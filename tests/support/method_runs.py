@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 from mmspeed import rng
+from mmspeed.axes import AxisSizes
 from mmspeed.config import RunConfig, make_config
 from mmspeed.device import Device
 from mmspeed.log import read_metrics
-from mmspeed.mesh import process_group
+from mmspeed.mesh import make_mesh, process_group
+from mmspeed.parallel import make_layout
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.run.assembly import Assembly, assemble, place
+from mmspeed.pipelines.run.assembly import Assembly, Placement, assemble, place
 from mmspeed.pipelines.tasks import Task, make_task
 from mmspeed.preprocess import CacheBuilder
 from mmspeed.preprocess.texts.preparation import TextPreparation
@@ -89,11 +91,17 @@ def train(config: RunConfig, method: Method) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def assembled(config: RunConfig, method: Method) -> Iterator[tuple[Task, Assembly, StepData]]:
-    """The task, the models and the first step of a run on one process, as a trainer makes them."""
+def assembled(
+    config: RunConfig, method: Method, sizes: AxisSizes | None = None
+) -> Iterator[tuple[Task, Assembly, StepData]]:
+    """The task, the models and the first step of a run, as a trainer makes them. `sizes`: of the mesh of models that are not shared."""
     task, device = task_of(config, method), Device("cpu", 0)
     with process_group(device):
         placement = place(config, device)
+        if sizes is not None:
+            mesh = make_mesh(device, sizes)
+            layout = make_layout(mesh, config.parallel)
+            placement = Placement("none", mesh, layout, mesh.reader(), mesh.first_of_group)
         where = placement.at(device, config.run_dir)
         task.domain.open(where)
         data = task.data(where)
