@@ -88,7 +88,9 @@ class Task:
         for need in method.needs:
             if need not in domain.gives:
                 gives = " and ".join(domain.gives) or "no more than its loss"
-                raise UserError(f"method.kind: {method.name} needs the {need} of a model, and {domain.name} gives {gives}")
+                raise UserError(
+                    f"method.kind: {method.name} needs the {need} of a model, and {domain.name} gives {gives}"
+                )
 
     @property
     def name(self) -> str:

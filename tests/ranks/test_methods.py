@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from mmspeed.axes import AxisSizes
 from mmspeed.device import Device
+from mmspeed.initialize import init_weights, materialize, read_weights
 from mmspeed.loop.runner import Runner, SequentialRunner
 from mmspeed.mesh import make_mesh
 from mmspeed.pipelines.methods.finetune import Finetune
-from mmspeed.protocols import Method
-from tests.support.method_runs import KINDS, assembled, config_of, moved, prepare, train
+from mmspeed.protocols import Method, RunPlace, source_of
+from tests.support.method_runs import KINDS, config_of, moved, prepare, task_of, train
 from tests.support.pairs import PairedPreferences
 from tests.support.rollouts import Rollouts
 from tests.support.spawn import run_ranks
@@ -26,7 +31,11 @@ LAYOUTS = {
     "fsdp": ("parallel.strategy=fsdp",),
     "ulysses": ("parallel.ulysses=2", "parallel.strategy=fsdp"),
 }
-METHODS: dict[str, Method] = {"preferences": PairedPreferences(), "teaching": Teaching(), "rollouts": Rollouts()}
+METHODS: dict[str, Method] = {
+    "preferences": PairedPreferences(beta=0.05),
+    "teaching": Teaching(),
+    "rollouts": Rollouts(),
+}
 SERVED = {"preferences": [*KINDS], "teaching": ["listed", "soradit", "wan", "experts"], "rollouts": ["soradit", "wan"]}
 CASES = [
     (method, kind, layout)
@@ -90,17 +99,29 @@ def flat(row: tuple[float, float, dict[str, float]]) -> list[tuple[str, float]]:
 
 def gradients(folder: str, kind: str, stages: bool) -> dict[str, Any]:
     """The gradients of a step by name, of a stage's part of the model or of all of it, and the losses that it knows."""
-    sizes = AxisSizes(pp=2, dp_replicate=1, dp_shard=1) if stages else None
-    with assembled(config_of(kind, Path(folder), "name=stages"), Finetune(), sizes) as (_, parts, step):
-        model, batches = moved(parts.model), list(step.batches)
-        runner: Runner = SequentialRunner(model, "none")
-        if sizes is not None:
-            mesh = make_mesh(Device("cpu", 0), sizes)
-            runner = TwoStageRunner(halved(model, int(mesh.knows_loss), pair=kind == "qwen3"), mesh)
-        learner = parts.learners[0]
-        record = runner.run(learner.call, learner.terms, batches, step.divisors)
-        named = {name: p.grad.numpy().copy() for name, p in model.named_parameters() if p.grad is not None}
-        return {"gradients": named, "losses": [totals["loss"].item() for totals in record.totals]}
+    config, cpu = config_of(kind, Path(folder), "name=stages"), Device("cpu", 0)
+    task = task_of(config, Finetune())
+    task.domain.open(RunPlace(cpu))
+    model = moved(filled(task.build()["model"], config.seed))
+    runner: Runner = SequentialRunner(model, "none")
+    if stages:
+        mesh = make_mesh(cpu, AxisSizes(pp=2, dp_replicate=1, dp_shard=1))
+        runner = TwoStageRunner(halved(model, int(mesh.knows_loss), pair=kind == "qwen3"), mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    (learner,) = task.learners(task.updates(), {"model": model}, "none", {"model": optimizer}, cpu.torch_device, stages)
+    with closing(task.data(RunPlace(cpu)).steps(0, 1)) as steps:
+        step = next(steps)
+        record = replace(learner, runner=runner).run(step.batches, step.divisors, 1.0)
+    named = {name: p.grad.numpy().copy() for name, p in model.named_parameters() if p.grad is not None}
+    return {"gradients": named, "losses": [totals["loss"].item() for totals in record.totals]}
+
+
+def filled(model: Any, seed: int) -> nn.Module:
+    """The model with the weights of its files, or of a seed."""
+    materialize(model, torch.device("cpu"))
+    source = source_of(model)
+    init_weights(model, seed) if source is None else read_weights(model, source)
+    return cast(nn.Module, model)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "wan"])
@@ -110,5 +131,7 @@ def test_a_model_in_two_stages_has_the_gradients_of_one(folder: Path, kind: str)
     assert first["gradients"].keys() | last["gradients"].keys() == whole["gradients"].keys()
     for name, expected in whole["gradients"].items():
         parts = [stage["gradients"][name] for stage in (first, last) if name in stage["gradients"]]
-        np.testing.assert_allclose(sum(parts), expected, rtol=0, atol=1e-6 * max(1.0, np.abs(expected).max()), err_msg=name)
+        np.testing.assert_allclose(
+            sum(parts), expected, rtol=0, atol=1e-6 * max(1.0, np.abs(expected).max()), err_msg=name
+        )
     assert all(len(stage["gradients"]) < len(whole["gradients"]) for stage in (first, last))

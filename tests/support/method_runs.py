@@ -11,14 +11,12 @@ import torch
 from torch import nn
 
 from mmspeed import rng
-from mmspeed.axes import AxisSizes
 from mmspeed.config import RunConfig, make_config
 from mmspeed.device import Device
 from mmspeed.log import read_metrics
-from mmspeed.mesh import make_mesh, process_group
-from mmspeed.parallel import make_layout
+from mmspeed.mesh import process_group
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.run.assembly import Assembly, Placement, assemble, place
+from mmspeed.pipelines.run.assembly import Assembly, assemble, place
 from mmspeed.pipelines.tasks import Task, make_task
 from mmspeed.preprocess import CacheBuilder
 from mmspeed.preprocess.texts.preparation import TextPreparation
@@ -28,7 +26,14 @@ from tests.support.experts import experts_config
 from tests.support.runs import small_config
 from tests.support.tiny_repositories import save_wan_experts
 
-SIX = ("train.steps=6", "train.batch_size=4", "train.micro_batch_size=2", "train.warmup_steps=0", "validate.every=6")
+SIX = (
+    "train.steps=6",
+    "train.batch_size=4",
+    "train.micro_batch_size=2",
+    "train.warmup_steps=0",
+    "train.eps=1e-4",
+    "validate.every=6",
+)
 LINES = ["the rabbit runs over a meadow", "two birds sing", "the earth turns slowly in the dark of the night", "a"]
 
 
@@ -57,7 +62,9 @@ def config_of(kind: str, folder: Path, *overrides: str) -> RunConfig:
 KINDS: Mapping[str, Any] = {
     "listed": lambda folder, *overrides: character_config(folder / "listed", *overrides),
     "qwen3": lambda folder, *overrides: language_config(folder / "texts", "tiny-qwen3-8b", *overrides),
-    "deepseek": lambda folder, *overrides: language_config(folder / "texts", "tiny-deepseek-v3", "model.balance=sequence", *overrides),
+    "deepseek": lambda folder, *overrides: language_config(
+        folder / "texts", "tiny-deepseek-v3", "model.balance=sequence", *overrides
+    ),
     "soradit": lambda folder, *overrides: small_config(folder / "clips", *overrides),
     "wan": lambda folder, *overrides: experts_config(folder / "wan", *overrides, expert="high"),
     "experts": lambda folder, *overrides: experts_config(folder / "wan", *overrides),
@@ -91,17 +98,11 @@ def train(config: RunConfig, method: Method) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def assembled(
-    config: RunConfig, method: Method, sizes: AxisSizes | None = None
-) -> Iterator[tuple[Task, Assembly, StepData]]:
-    """The task, the models and the first step of a run, as a trainer makes them. `sizes`: of the mesh of models that are not shared."""
+def assembled(config: RunConfig, method: Method) -> Iterator[tuple[Task, Assembly, StepData]]:
+    """The task, the models and the first step of a run on one process, as a trainer makes them."""
     task, device = task_of(config, method), Device("cpu", 0)
     with process_group(device):
         placement = place(config, device)
-        if sizes is not None:
-            mesh = make_mesh(device, sizes)
-            layout = make_layout(mesh, config.parallel)
-            placement = Placement("none", mesh, layout, mesh.reader(), mesh.first_of_group)
         where = placement.at(device, config.run_dir)
         task.domain.open(where)
         data = task.data(where)

@@ -297,7 +297,9 @@ class VideoDomain(DomainDefaults):
     def _objective(self, part: LearningPart, batch: Batch) -> Objective:
         """The objective of a part for the size of a batch's latents."""
         frames, height, width = batch["latents"].shape[2:]
-        return self._of_part.get(part.name, self.objective).sized(as_bucket(batch.shape), self.predictor.tokens((frames, height, width)))
+        return self._of_part.get(part.name, self.objective).sized(
+            as_bucket(batch.shape), self.predictor.tokens((frames, height, width))
+        )
 
     def term(self, loss_B: Tensor, batch: Batch, trains: bool = True) -> Term:
         """The term of the losses of a batch's samples (B,), in which a sample counts as `objective.weighting` says."""

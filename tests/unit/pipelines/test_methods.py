@@ -52,7 +52,9 @@ def errors_by_hand(domain: Any, part: LearningPart, model: nn.Module, batch: Bat
         return cross_entropy(logits_IVN, own["ids"][:, 1:], ignore_index=0, reduction="none").sum(1)
     if domain.name == "language":
         logits_BNV = model(own["ids"], own["bounds"], counted_BN=own["counted"]).logits_BNV
-        losses = cross_entropy(logits_BNV.flatten(0, 1), own["targets"].flatten(), ignore_index=IGNORED, reduction="none")
+        losses = cross_entropy(
+            logits_BNV.flatten(0, 1), own["targets"].flatten(), ignore_index=IGNORED, reduction="none"
+        )
         spans, real = own["bounds"].tolist(), own["counted"].flatten()
         return torch.stack([losses[a:b].sum() for a, b in zip(spans, spans[1:], strict=False) if real[a]])
     x0, noise = own["latents"], own["noise"]
@@ -64,7 +66,9 @@ def errors_by_hand(domain: Any, part: LearningPart, model: nn.Module, batch: Bat
 
 def balance_by_hand(domain: Any, model: nn.Module, batch: Batch) -> Tensor:
     """The mean over both entries of the experts' auxiliary loss of all packs."""
-    outputs = [model(own["ids"], own["bounds"], counted_BN=own["counted"]) for own in map(batch.entry, ("chosen", "rejected"))]
+    outputs = [
+        model(own["ids"], own["bounds"], counted_BN=own["counted"]) for own in map(batch.entry, ("chosen", "rejected"))
+    ]
     return domain.config.objective.balance * torch.stack([output.balance_B.sum() for output in outputs]).mean()
 
 
@@ -133,7 +137,9 @@ def test_a_teacher_and_a_critic_are_asked_about_what_the_student_makes(folder: P
     for steps in (3, 6):
         parts = train(config_of(kind, folder, "name=taught-parts", f"train.steps={steps}"), Teaching())
     assert [row["terms"] for row in parts] == [row["terms"] for row in rows]
-    state, again = (whole_checkpoint(config_of(kind, folder, f"name={name}").run_dir) for name in ("taught", "taught-parts"))
+    state, again = (
+        whole_checkpoint(config_of(kind, folder, f"name={name}").run_dir) for name in ("taught", "taught-parts")
+    )
     assert differing(state, again) == []
     owners = {name.partition(":")[0] for name in state if ":" in name.partition(".")[0]}
     assert owners == {"critic"}
