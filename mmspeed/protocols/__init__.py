@@ -174,6 +174,7 @@ __all__ = [
     "keep_blocks",
     "parts_of",
     "plan_of",
+    "require_entry",
     "shape_words",
     "single_blocks",
     "source_of",

@@ -273,8 +273,8 @@ class VideoDomain(DomainDefaults):
         device, objective = latents_BCThw.device, self._objective(part, batch)
         if given is None:
             t_B = objective.time_from_quantile(batch["quantiles"]).float()  # computed on the CPU
-            x_BCThw, target_BCThw = objective.training_pair(latents_BCThw, batch["noise"], t_B)
-            given = Given(x_BCThw, t_B, target_BCThw)
+            pair = objective.training_pair(latents_BCThw, batch["noise"], t_B)
+            given = Given(pair[0], t_B, pair[1])
         x_BCThw, t_B, target_BCThw = given
         tensors = {"x": x_BCThw, "time": t_B}
         if target_BCThw is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from math import log
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def errors_by_hand(domain: Any, part: LearningPart, model: nn.Module, batch: Bat
             logits_BNV.flatten(0, 1), own["targets"].flatten(), ignore_index=IGNORED, reduction="none"
         )
         spans, real = own["bounds"].tolist(), own["counted"].flatten()
-        return torch.stack([losses[a:b].sum() for a, b in zip(spans, spans[1:], strict=False) if real[a]])
+        return torch.stack([losses[a:b].sum() for a, b in pairwise(spans) if real[a]])
     x0, noise = own["latents"], own["noise"]
     t_B = domain._objective(part, batch).time_from_quantile(own["quantiles"]).float()
     x_t = torch.lerp(x0, noise, t_B[:, None, None, None, None])
@@ -204,7 +205,7 @@ def test_what_a_method_cannot_have_is_refused_by_name(
 
 def test_stages_of_a_pipeline_refuse_a_method_that_asks(folder: Path) -> None:
     with assembled(config_of("listed", folder), PairedPreferences()) as (task, parts, _):
-        with pytest.raises(UserError, match="parallel.pp: preferences asks whole models for values"):
+        with pytest.raises(UserError, match=r"parallel.pp: preferences asks whole models for values"):
             task.learners(task.updates(), parts.models, "none", parts.optimizers, torch.device("cpu"), staged=True)
 
 
