@@ -22,7 +22,7 @@ from mmspeed.compute.operators.cross_entropy import IGNORED
 from mmspeed.errors import UserError
 from mmspeed.pipelines.diffusion.predictor import conditions_of, predict
 from mmspeed.pipelines.tuning.memory_estimate import plan_memory
-from mmspeed.protocols import Ask, Batch, Domain, LearningPart, Method, Tensors, Update
+from mmspeed.protocols import Ask, Batch, Domain, Given, LearningPart, Method, Tensors, Update
 from tests.support.checkpoints import differing, whole_checkpoint
 from tests.support.covers import slow_but
 from tests.support.method_runs import KINDS, assembled, config_of, moved, prepare, task_of, train
@@ -144,6 +144,19 @@ def test_a_teacher_and_a_critic_are_asked_about_what_the_student_makes(folder: P
     assert differing(state, again) == []
     owners = {name.partition(":")[0] for name in state if ":" in name.partition(".")[0]}
     assert owners == {"critic"}
+
+
+def test_what_an_expert_makes_is_at_times_of_its_own_range(folder: Path) -> None:
+    with assembled(config_of("experts", folder), Teaching()) as (task, parts, step):
+        (batch, *_), quantiles = step.batches, torch.tensor([0.0, 1 - 1e-9], dtype=torch.float64)
+        for part in task.domain.parts():
+            inputs = task.domain.inputs(parts.models[part.role], batch, part)
+            values = task.domain.values(inputs.call(parts.models[part.role]), inputs, batch)
+            made = values.made(lambda size: torch.zeros(2, *size), quantiles)
+            assert made is not None and made.target is not None and (made.time >= 0.875).all() == (part.name == "high")
+            again = task.domain.inputs(parts.models[part.role], batch, part, given=Given(made.x, made.time))
+            with pytest.raises(ValueError, match="a prediction at a given time has no loss"):
+                task.domain.values(inputs.call(parts.models[part.role]), again, batch).errors()
 
 
 @pytest.mark.parametrize("kind", slow_but(["soradit", "wan"], ["soradit"]))
