@@ -86,8 +86,9 @@ def test_methods_on_two_processes_are_those_of_one(folder: Path, cases: list[tup
     for (method, kind, layout), of_layout in zip(cases, run_ranks(of_cases, 2, str(folder), cases)[0], strict=True):
         for own, row in zip(of_layout, alone[method, kind], strict=True):
             for (where, number), expected in zip(flat(own), flat(row), strict=True):
-                # sums in another order, grown over three steps of AdamW; a policy's loss is a sum of gains that cancel
-                assert number == pytest.approx(expected[1], rel=1e-5, abs=1e-6), (method, kind, layout, where)
+                # sums in another order, grown over three steps of AdamW; a policy's gains of about 1 cancel in its loss
+                near = pytest.approx(expected[1], rel=1e-5, abs=1e-5 if method == "rollouts" else 1e-6)
+                assert number == near, (method, kind, layout, where)
 
 
 def flat(row: tuple[float, float, dict[str, float]]) -> list[tuple[str, float]]:
