@@ -152,7 +152,7 @@ def show(
         for number, sample in enumerate(dataset_cache.samples):
             if number == count:
                 break
-            captions = f"{len(sample.text_keys)} captions"
+            captions = ", ".join([f"{len(sample.text_keys)} captions", *sample.roles])
             print(f"{sample.key}  {sample.split:5} {sample.bucket!s:>14}  {captions}  {sample.source}")
         if len(dataset_cache.samples) > count:
             print(f"... and {len(dataset_cache.samples) - count} more")
@@ -188,6 +188,7 @@ def details(cache: DatasetCache, key: str) -> dict[str, Any]:
             "sample": {**vars(sample), "bucket": str(sample.bucket)},
             "latents": [details(cache, latent) for latent in sample.latent_keys],
             "texts": [details(cache, text) for text in sample.text_keys],
+            **{role: [details(cache, key) for key in keys] for role, keys in sample.roles.items()},
         }
     entry = cache.entry(key)
     return {**vars(entry), "meta": json.loads(entry.meta)}

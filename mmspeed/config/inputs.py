@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from mmspeed.shapes import Bucket
 
 from .addresses import checked_address
 from .places import base_name
+from .roles import checked_roles, roles_of
 
 
 class Section(BaseModel):
@@ -63,6 +72,10 @@ class SourceConfig(Section):
     caption_column: str = Field(
         "caption", description="Manifest column with the caption: a string, or a list of strings."
     )
+    roles: dict[str, str] = Field(
+        {},
+        description="Further videos of each row by their role, and the manifest column that names them, such as `{control: control_path}`: `control`, `source` (before an edit), or `chosen` and `rejected` of a pair. They have the frames, the crop and the flip of the row's video. All sources name the same roles.",
+    )
     split_column: str | None = Field(
         "split",
         description="Manifest column that holds `train` or `val`; rows without it are `train`. Null: all rows are `train`.",
@@ -78,6 +91,18 @@ class SourceConfig(Section):
     @classmethod
     def _words(cls, value: str | None) -> str | None:
         return value if value is None else checked_affix(value)
+
+    @field_validator("roles")
+    @classmethod
+    def _roles(cls, value: dict[str, str]) -> dict[str, str]:
+        checked_roles(value)
+        return value
+
+    @model_serializer(mode="wrap")
+    def _with_roles(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """The section without `roles` where there are none: caches record it, and stay as they are."""
+        tree: dict[str, Any] = dump(self)
+        return tree if self.roles else {name: value for name, value in tree.items() if name != "roles"}
 
 
 class BucketConfig(Section):
@@ -353,6 +378,20 @@ class DataConfig(Section):
         if self.default_caption is not None and not self.default_caption.strip():
             raise ValueError("default_caption is blank; for no caption set missing_caption: empty")
         return self
+
+    @model_validator(mode="after")
+    def _same_roles(self) -> DataConfig:
+        first = self.sources[0]
+        for other in self.sources:
+            if odd := sorted(first.roles.keys() ^ other.roles.keys()):
+                have, lack = (other, first) if odd[0] in other.roles else (first, other)
+                raise ValueError(f"{have.path} has the role {odd[0]}, and {lack.path} has not: name it for all sources")
+        return self
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles of each sample beside its video and captions, in the order of their table."""
+        return roles_of(tuple(self.sources[0].roles))
 
     @model_validator(mode="after")
     def _mixing(self) -> DataConfig:

@@ -40,6 +40,7 @@ class Reason(str, Enum):
     TIME_LIMIT = "time_limit"
     DECODER_CRASHED = "decoder_crashed"
     BAD_ROW = "bad_row"
+    ROLE_DIFFERS = "role_differs"
     UNSAFE_NAME = "unsafe_name"
     BAD_ADDRESS = "bad_address"
     PICKLE = "pickle"
@@ -82,6 +83,7 @@ _EXPLANATIONS = {
     Reason.TIME_LIMIT: "Probing or decoding took longer than preprocess.time_limit.",
     Reason.DECODER_CRASHED: "The decoder process died on this file, or was killed twice before it was ready.",
     Reason.BAD_ROW: "The manifest row cannot be read, or lacks a required value.",
+    Reason.ROLE_DIFFERS: "A file of another role, such as a control, has not the size, frames and times of its video; the detail says which.",
     Reason.UNSAFE_NAME: "The archive member is a link, a device, or has a name that leads out of its folder.",
     Reason.BAD_ADDRESS: "The manifest row names an address whose protocol or network is not asked (data.allow_addresses), or whose package is missing.",
     Reason.BELOW_MINIMUM: "A score of the source is below data.min; the detail names the column.",
@@ -94,7 +96,9 @@ _EXPLANATIONS = {
 
 
 # Reasons of which the explanation says little without the detail: summaries show it.
-TOLD: frozenset[Reason] = frozenset({Reason.BAD_ROW, Reason.BAD_ADDRESS, Reason.CAPTION_ENCODING, Reason.NO_SCORE})
+TOLD: frozenset[Reason] = frozenset(
+    {Reason.BAD_ROW, Reason.BAD_ADDRESS, Reason.CAPTION_ENCODING, Reason.NO_SCORE, Reason.ROLE_DIFFERS}
+)
 
 
 def told(reason: str, examples: Iterable[tuple[str, str]]) -> list[str]:

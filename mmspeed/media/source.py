@@ -50,6 +50,7 @@ class Source:
     `dataset` is the name of the configured source it belongs to (`DataConfig.dataset_names`), one object for all of them.
     With a `column` the bytes are those of a Parquet file's row number `offset`, which a local copy has.
     If `path` is a URL, `remote` has the facts that the listing knows, and `copy` is the local file while there is one.
+    `roles` are the files of further roles (`mmspeed.config.roles`), each with its own name.
     """
 
     name: str
@@ -63,6 +64,12 @@ class Source:
     remote: RemoteFile | None = None
     copy: str = ""
     column: str = ""
+    roles: tuple[tuple[str, Source], ...] = ()
+
+    @property
+    def files(self) -> tuple[Source, ...]:
+        """The source itself and those of its further roles."""
+        return (self, *(other for _, other in self.roles))
 
     def open(self) -> BinaryIO:
         """Open the media's bytes as a seekable file; a remote one without a copy by ranges. Raises OSError."""

@@ -96,8 +96,9 @@ def plain_rows(rows: Sequence[ClipRow]) -> list[dict[str, Any]]:
 
 def rows_of_plain(plain: Sequence[Mapping[str, Any]]) -> list[ClipRow]:
     """The inverse of `plain_rows`; other columns are ignored."""
-    names = [column.name for column in fields(ClipRow) if column.name != "text_keys"]
-    return [ClipRow(**{name: row[name] for name in names}, text_keys=tuple(row["text_keys"])) for row in plain]
+    names = [column.name for column in fields(ClipRow)]
+    kept: list[dict[str, Any]] = [{name: row[name] for name in names} for row in plain]
+    return [ClipRow(**{n: tuple(v) if isinstance(v, list) else v for n, v in row.items()}) for row in kept]
 
 
 def row_schema() -> pa.Schema:

@@ -47,8 +47,8 @@ def idle_report(setup: BuildSetup) -> BuildReport | None:
             whole = store.has("null", null or "") and all(
                 store.has(section, key)
                 for each in samples
-                for section, keys in (("latents", each.latent_keys), ("texts", each.text_keys))
-                for key in keys
+                for section in ("latents", "texts")
+                for key in each.keys(section)
             )
         rejections = [Rejection(row["path"], Reason(row["reason"]), row["detail"]) for row in read_rejects(setup.root)]
         if not whole or any(each.reason in _RETRIED for each in rejections):

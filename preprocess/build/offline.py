@@ -222,7 +222,8 @@ def require_stored(part: ProcessRecord, stored: StoredEntries, failures: Contain
     """
     latents, texts = stored.keys["latents"], stored.keys["texts"]
     lost = sum(
-        row.latent_key not in latents or any(key not in texts and key not in failures for key in row.text_keys)
+        not latents.issuperset(row.latent_keys)
+        or any(key not in texts and key not in failures for key in row.text_keys)
         for row in part.rows
     )
     if lost:

@@ -247,7 +247,9 @@ class OnlineBuilder:
 
     def _settle(self, source: str, encoded: EncodedEntries) -> None:
         """Report the lost samples of a source, those with a latent that is still missing, with the reasons."""
-        lost = [s for s in self._samples.pop(source) if any(not self._writer.has("latents", k) for k in s.latent_keys)]
+        lost = [
+            s for s in self._samples.pop(source) if any(not self._writer.has("latents", k) for k in s.keys("latents"))
+        ]
         if not lost:
             return
         encoded.lost += [sample.key for sample in lost]

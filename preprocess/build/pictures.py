@@ -19,7 +19,7 @@ def clip_pictures(config: Config, bucket: Bucket, count: int) -> list[tuple[np.n
     """
     pictures: list[tuple[np.ndarray, np.ndarray]] = []
     with DecodePool(config, list_sources(config.data).sources[:MOST_SOURCES]) as pool:
-        for event in pool.run(lambda clip: clip.bucket == bucket, ordered=True):
+        for event in pool.run(lambda clip: clip.bucket == bucket and clip.role == "video", ordered=True):
             if isinstance(event, Frames):
                 pictures.append((event.frames_FHWC[0].copy(), event.frames_FHWC[-1].copy()))
             if len(pictures) == count:

@@ -269,7 +269,7 @@ def _blocks(items: Sequence[Item], size: int, workers: int) -> list[Sequence[Ite
 
 _SOURCE = pa.schema(
     [
-        *((name, pa.string()) for name in ("name", "path", "kind", "split", "dataset", "remote", "column")),
+        *((name, pa.string()) for name in ("name", "path", "kind", "split", "dataset", "remote", "column", "roles")),
         *((name, pa.int64()) for name in ("offset", "size")),
         ("captions", pa.list_(pa.string())),
     ]
@@ -277,17 +277,22 @@ _SOURCE = pa.schema(
 
 
 def _table_of(sources: Sequence[Source]) -> pa.Table:
-    rows = [{name: getattr(source, name) for name in _SOURCE.names if name != "remote"} for source in sources]
-    for row, source in zip(rows, sources, strict=True):
-        row["remote"] = None if source.remote is None else json.dumps(asdict(source.remote))
-    return pa.Table.from_pylist(rows, _SOURCE)
+    return pa.Table.from_pylist([_row_of(source) for source in sources], _SOURCE)
+
+
+def _row_of(source: Source) -> dict[str, Any]:
+    row = {name: getattr(source, name) for name in _SOURCE.names}
+    row["remote"] = None if source.remote is None else json.dumps(asdict(source.remote))
+    row["roles"] = json.dumps([(role, _row_of(other)) for role, other in source.roles])
+    return row
 
 
 def _source_of(row: dict[str, Any]) -> Source:
-    plain = {name: row[name] for name in _SOURCE.names if name not in ("captions", "remote")}
+    plain = {name: row[name] for name in _SOURCE.names if name not in ("captions", "remote", "roles")}
+    roles = tuple((role, _source_of(other)) for role, other in json.loads(row["roles"]))
     remote = None if row["remote"] is None else json.loads(row["remote"])
     file = None if remote is None else StoreFile(**remote | {"hosts": tuple(remote["hosts"])})
-    return Source(**plain, captions=tuple(row["captions"]), remote=file)
+    return Source(**plain, captions=tuple(row["captions"]), remote=file, roles=roles)
 
 
 def _table_of_part(part: ProcessRecord, number: int) -> pa.Table:

@@ -157,7 +157,8 @@ class BuildSetup:
         listing, stamp = hashlib.sha256(), hashlib.sha256()
         for source in self.listing.sources:
             listed = self.made_from.sources[source.name]
-            listing.update(f"{source.name}\0{listed.bytes}\0{source.captions}\n".encode("utf-8", "surrogatepass"))
+            words = (source.captions, listed.words) if source.roles else source.captions
+            listing.update(f"{source.name}\0{listed.bytes}\0{words}\n".encode("utf-8", "surrogatepass"))
             stamp.update(f"{listed.changed}\n".encode())
         settings = {
             "version": ENCODING_VERSION,
@@ -186,7 +187,7 @@ class BuildSetup:
                 DecodePool(self.config, selected, self.recipe) as pool,
                 ProgressLine("fit codec", len(selected), "clip") as line,
             ):
-                for event in pool.run(lambda clip: clip.window == 0 and clip.crop_number == 0):
+                for event in pool.run(lambda clip: clip.role == "video" and clip.window == clip.crop_number == 0):
                     if isinstance(event, Failed):
                         refused.append(event.rejected.of(event.source.name))
                     if isinstance(event, Frames) and event.source.name != last_name:

@@ -14,6 +14,7 @@ from itertools import product
 from typing import Any
 
 from mmspeed.config import Bucket
+from mmspeed.config.roles import roles_of
 from mmspeed.config.schema import DataConfig
 from mmspeed.media.decode import Cut
 from mmspeed.media.pixel_rules import NEWEST_RULES, PixelRules
@@ -25,6 +26,8 @@ from mmspeed.media.windows import choose_windows
 from mmspeed.preprocess.decoding.scenes import scenes_between
 from mmspeed.preprocess.decoding.transform import crop_boxes, rank_buckets
 from mmspeed.rng import uniform
+
+BLANK = "blank"  # content id of grey frames
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class Clip:
     mirrored: bool = False  # left and right exchanged
     rules: PixelRules = NEWEST_RULES
     pixel_parts: Mapping[str, Any] = field(default_factory=dict)  # of its key, see `scaling.pixel_parts`
+    role: str = "video"
+    roles: tuple[Clip, ...] = ()  # of a video's: the same of its further roles
 
     @property
     def cut(self) -> Cut:
@@ -55,8 +60,60 @@ class Clip:
         """Frames that repeat the one before, in gaps of the source's times."""
         return len(self.indices) - len(set(self.indices))
 
+    @property
+    def all(self) -> tuple[Clip, ...]:
+        """The clip itself and those of its further roles."""
+        return (self, *self.roles)
+
     def decoded_by(self, decoder: str) -> Clip:
         return replace(self, decoder=decoder)
+
+
+@dataclass(frozen=True)
+class ReadFile:
+    """A file that clips are read from: the source as it was listed, its local copy, its probe, and its content id."""
+
+    source: Source
+    here: Source
+    probe: Probe
+    content_id: str
+
+
+def with_roles(clip: Clip, files: Mapping[str, ReadFile]) -> Clip:
+    """The clip of a video with those of its further roles, each the same part of its file; one without a file is blank."""
+
+    def of_role(role: str) -> Clip:
+        if (file := files.get(role)) is None:
+            return replace(
+                clip,
+                indices=(),
+                crop=(0, 0, 0, 0),
+                content_id=BLANK,
+                fps=0.0,
+                seconds=0.0,
+                mirrored=False,
+                pixel_parts={},
+                role=role,
+            )
+        parts = pixel_parts(clip.rules, file.probe, clip.crop)
+        return replace(clip, source=file.source, content_id=file.content_id, pixel_parts=parts, role=role)
+
+    return replace(clip, roles=tuple(map(of_role, roles_of(tuple(files)))))
+
+
+def role_differs(video: Probe, other: Probe) -> str:
+    """The difference of another role's file from its video; empty if it has the same size and shows a frame at the same times."""
+
+    def facts(probe: Probe) -> str:
+        return f"{probe.width} x {probe.height} pixels, {len(probe.pts_seconds)} frames, {probe.fps:.4g} a second"
+
+    def times(probe: Probe) -> list[float]:
+        return [time - probe.pts_seconds[0] for time in probe.pts_seconds]
+
+    if (other.width, other.height, len(other.pts_seconds)) == (video.width, video.height, len(video.pts_seconds)):
+        if all(abs(a - b) <= video.step / 2 + 1e-6 for a, b in zip(times(other), times(video), strict=True)):
+            return ""
+    return f"it has {facts(other)}; its video {facts(video)}"
 
 
 def clip_name(source: str, bucket: Bucket, window: int, crop: int) -> str:

@@ -22,7 +22,15 @@ from mmspeed.media.pixel_rules import PixelRules
 from mmspeed.media.probe import Probe
 from mmspeed.media.rejections import Reason, Rejected, Rejection, in_words
 from mmspeed.media.source import Source
-from mmspeed.preprocess.decoding.clips import Clip, clip_name, repeats_too_much, select_clips
+from mmspeed.preprocess.decoding.clips import (
+    Clip,
+    ReadFile,
+    clip_name,
+    repeats_too_much,
+    role_differs,
+    select_clips,
+    with_roles,
+)
 from mmspeed.preprocess.decoding.recipe import Recipe
 from mmspeed.preprocess.decoding.scene_memory import SceneMemory, scene_memory
 from mmspeed.preprocess.decoding.worker import DecodeWorker, StoppedError
@@ -109,7 +117,7 @@ class DecodePool:
 
         If sources have many clips each, the order costs speed: while one is consumed, the workers of the next soon wait.
 
-        For each source: `Selected`, then for each `wanted` clip one `Frames` or `Failed`, as they are decoded, then
+        For each source: `Selected`, then for each `wanted` clip, also of its further roles, one `Frames` or `Failed`, as they are decoded, then
         `Finished`; or, if the whole source is rejected, `Failed` without a clip and `Finished`. `wanted` (None: no clips, the
         sources are only planned) is called in other threads. Their exceptions are raised here.
         """
@@ -176,18 +184,42 @@ def source_events(
                 cuts = memory.cuts(name, partial(worker.scene_cuts, here, detector, limit))
                 selected = select(lambda _: content, cuts=cuts)
             clips, dropped = without_repeats(selected, data.max_repeated)
-            if wanted is not None:
-                recipe.contents.remember(here, clips[0].content_id)
+            files = {}
+            for role, other in source.roles:
+                files[role] = _beside(
+                    worker, role, other, stack.enter_context(media.local(other)), probe, config, recipe
+                )
+            clips = tuple(with_roles(clip, files) for clip in clips)
+            files["video"] = ReadFile(source, here, probe, clips[0].content_id)
+            for file in files.values() if wanted is not None else ():
+                recipe.contents.remember(file.here, file.content_id)
         except (Rejected, OSError) as error:
             rejected = error if isinstance(error, Rejected) else _unreadable(error)
             yield Failed(source, None, rejected, probe if isinstance(error, Rejected) else None)
         else:
             yield Selected(source, clips, probe, dropped, len(cuts))
-            wanted_clips = [] if wanted is None else [clip for clip in clips if wanted(clip)]
-            for position, result in worker.read(here, [clip.cut for clip in wanted_clips], limit):
-                clip = wanted_clips[position].decoded_by(probe.reader or probe.decoder)
-                yield Failed(source, clip, result) if isinstance(result, Rejected) else Frames(source, clip, result)
+            every = () if wanted is None else [each for clip in clips for each in clip.all if wanted(each)]
+            for role in ("video", *(role for role, _ in source.roles)):
+                file, wanted_clips = files[role], [clip for clip in every if clip.role == role]
+                for position, result in worker.read(file.here, [clip.cut for clip in wanted_clips], limit):
+                    clip = wanted_clips[position].decoded_by(file.probe.reader or file.probe.decoder)
+                    yield Failed(source, clip, result) if isinstance(result, Rejected) else Frames(source, clip, result)
     yield Finished(source)
+
+
+def _beside(
+    worker: DecodeWorker, role: str, source: Source, here: Source, video: Probe, config: Config, recipe: Recipe
+) -> ReadFile:
+    """The file of a further role. Raises Rejected, also where it does not go with its video."""
+    data = config.data
+    try:
+        probe = worker.open(here, int(data.max_file_mb * 1e6), data.max_pixels, config.preprocess.time_limit)
+        if differs := role_differs(video, probe):
+            raise Rejected(Reason.ROLE_DIFFERS, differs)
+        return ReadFile(source, here, probe, recipe.contents.id_of(here))
+    except (Rejected, OSError) as error:
+        rejected = error if isinstance(error, Rejected) else _unreadable(error)
+        raise Rejected(rejected.reason, f"its {role} {source.name}: {rejected.detail}") from None
 
 
 def without_repeats(clips: Sequence[Clip], max_repeated: float) -> tuple[tuple[Clip, ...], tuple[Rejection, ...]]:

@@ -91,6 +91,11 @@ def to_model_range(frames_FHWC: np.ndarray) -> Tensor:
     return torch.from_numpy(frames_FHWC).permute(3, 0, 1, 2).to(torch.float32).div_(127.5).sub_(1.0).contiguous()
 
 
+def grey_frames(bucket: Bucket) -> np.ndarray:
+    """Frames (F, H, W, 3) of a bucket that `to_model_range` makes zeros; no uint8 does."""
+    return np.full((bucket.frames, bucket.height, bucket.width, 3), 127.5, np.float32)
+
+
 def _scale(width: int, height: int, bucket: Bucket) -> float:
     """The factor by which a picture is enlarged to cover the bucket; below 1 it is reduced."""
     return max(bucket.height / height, bucket.width / width)

@@ -36,7 +36,7 @@ from mmspeed.models.text.encoders import (
     text_width,
 )
 from mmspeed.models.text.family import FamilyTextEncoder
-from mmspeed.preprocess.decoding.clips import Clip
+from mmspeed.preprocess.decoding.clips import BLANK, Clip
 from mmspeed.preprocess.decoding.transform import to_model_range
 from mmspeed.preprocess.records.keys import latent_parts, text_parts
 from mmspeed.protocols import Posterior, TextEntry, VideoCodec
@@ -395,7 +395,7 @@ def latent_entry(encoders: Encoders, clip: Clip, tensors: Tensors) -> dict[str, 
         "content_id": clip.content_id,
         "frames": list(clip.indices),
         "fps": clip.fps,
-        "source": clip.source.name,
+        "source": None if clip.content_id == BLANK else clip.source.name,
     }
 
 

@@ -16,9 +16,10 @@ from mmspeed.log import ProgressLine, get_logger
 from mmspeed.media.probe import Probe
 from mmspeed.media.rejections import Rejected, Rejection
 from mmspeed.media.source import Source
-from mmspeed.preprocess.decoding.clips import Clip, clip_name, left_unmirrored, split_of
+from mmspeed.preprocess.decoding.clips import BLANK, Clip, clip_name, left_unmirrored, split_of
 from mmspeed.preprocess.decoding.pool import DecodePool, Event, Failed, Finished, Frames, Selected
 from mmspeed.preprocess.decoding.recipe import Recipe
+from mmspeed.preprocess.decoding.transform import grey_frames
 from mmspeed.preprocess.encoding.async_writer import BackgroundWriter
 from mmspeed.preprocess.encoding.encode import (
     Encoders,
@@ -130,7 +131,7 @@ class LatentStage:
 
     def _missing_captions(self, clip: Clip) -> list[str]:
         """The captions of a clip without an entry, where the text encoder sees its first frame beside them; else none."""
-        if not self.encoders.sees_pictures:
+        if not self.encoders.sees_pictures or clip.role != "video":
             return []
         keys = {caption: self.encoders.text_key(caption, clip) for caption in clip.source.captions}
         return [
@@ -152,9 +153,20 @@ class LatentStage:
             self._tell_refusal(event.source, event.probe)
         planned = PlannedSource(event.source, split, content_id, event.clips)
         self._rows.append(list(rows_of([planned], self.encoders.latent_key, self.encoders.text_key)))
+        for clip in event.clips:
+            for other in clip.roles:
+                if self._lacks_blank(other):
+                    self._collect(Frames(event.source, other, grey_frames(other.bucket)))
         for rejection in event.dropped:
             self.report.clips_failed += 1
             self._reject(rejection, whole=False)
+
+    def _lacks_blank(self, clip: Clip) -> bool:
+        """True for grey frames that no entry has, and none is on its way."""
+        if clip.content_id != BLANK:
+            return False
+        key = self.encoders.latent_key(clip)
+        return not (key in self._source_by_key or key in self._unencoded or self.store.has("latents", key))
 
     def _tell_refusal(self, source: Source, probe: Probe) -> None:
         """Count a source that the chosen decoder leaves to PyAV; the first few of a reason are named in the log."""
@@ -168,7 +180,10 @@ class LatentStage:
         if event.clip is None:
             self._reject(event.rejected.of(event.source.name), whole=True)
         else:
-            self._undecoded[event.source.name, self.encoders.latent_key(event.clip)] = event.rejected
+            named = event.rejected
+            if event.clip.role != "video":
+                named = Rejected(named.reason, f"its {event.clip.role} {event.clip.source.name}: {named.detail}")
+            self._undecoded[event.source.name, self.encoders.latent_key(event.clip)] = named
 
     def _collect(self, event: Frames) -> None:
         """Add a decoded clip to its bucket, and encode the bucket when its batch is full."""
@@ -201,7 +216,7 @@ class LatentStage:
             self.store.add(**latent_entry(self.encoders, clip, result))
             self.report.clips_encoded += 1
             self.report.seconds_of_video += clip.seconds
-            self.report.decoders[clip.decoder] += 1
+            self.report.decoders.update([clip.decoder] if clip.decoder else [])
         self.report.write_wait_seconds += self.store.waited - waited
 
     def _encode_captions(self, clip: Clip, frames_FHWC: np.ndarray) -> None:
@@ -235,7 +250,7 @@ class LatentStage:
         for row, why in failure_by_row.items():
             self._reject(why.of(part_name(row)), whole=False)
         report.partial += bool(failure_by_row)
-        encoded = sum(self._source_by_key.get(row.latent_key) == row.source for row in stored)
+        encoded = sum(any(self._source_by_key.get(key) == row.source for key in row.latent_keys) for row in stored)
         report.clips_reused += len(stored) - encoded
         report.encoded += encoded > 0
         report.reused += encoded == 0
@@ -247,10 +262,13 @@ class LatentStage:
         self.statistics.add_rejection(rejection, whole)
 
     def _failure(self, row: ClipRow) -> Rejected | None:
-        undecoded = self._undecoded.get((row.source, row.latent_key))
-        if undecoded is not None and not self.store.has("latents", row.latent_key):
-            return undecoded
-        return self._unencoded.get(row.latent_key)
+        for key in row.latent_keys:
+            undecoded = self._undecoded.get((row.source, key))
+            if undecoded is not None and not self.store.has("latents", key):
+                return undecoded
+            if key in self._unencoded:
+                return self._unencoded[key]
+        return None
 
 
 @contextmanager

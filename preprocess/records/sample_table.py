@@ -41,6 +41,13 @@ class ClipRow:
     text_keys: tuple[str, ...]
     dataset: str = ""
     encoded: bool = False  # a clip of its source was encoded in this run
+    roles: tuple[str, ...] = ()  # further ones, and the keys of their latents in the same order
+    role_keys: tuple[str, ...] = ()
+
+    @property
+    def latent_keys(self) -> tuple[str, ...]:
+        """The keys of the latents of all its roles."""
+        return (self.latent_key, *self.role_keys)
 
     @property
     def order(self) -> tuple[str, str, int, int]:
@@ -64,6 +71,8 @@ def rows_of(
                 latent_key=latent_key(clip),
                 text_keys=tuple(text_key(caption, clip) for caption in one.source.captions),
                 dataset=one.source.dataset,
+                roles=tuple(other.role for other in clip.roles),
+                role_keys=tuple(map(latent_key, clip.roles)),
             )
 
 
@@ -98,7 +107,11 @@ def samples_of_rows(rows: Iterable[ClipRow], data: DataConfig, strides: Strides)
         groups = [list(group) for _, group in groupby(ordered, key=lambda row: (row.source, row.bucket))]
     else:
         groups = [[row] for row in ordered]
-    keys = number_duplicates(sample_key([row.latent_key for row in group], group[0].text_keys) for group in groups)
+    roles = [_keys_of_roles(group) for group in groups]
+    keys = number_duplicates(
+        sample_key([row.latent_key for row in group], group[0].text_keys, keys)
+        for group, keys in zip(groups, roles, strict=True)
+    )
     tokens = {name: math.prod(strides.latent(Bucket.parse(name))) for name in {row.bucket for row in ordered}}
     samples = [
         Sample(
@@ -111,10 +124,17 @@ def samples_of_rows(rows: Iterable[ClipRow], data: DataConfig, strides: Strides)
             tokens=tokens[group[0].bucket],
             content_id=group[0].content_id,
             dataset=group[0].dataset,
+            roles=of_roles,
         )
-        for key, group in zip(keys, groups, strict=True)
+        for key, group, of_roles in zip(keys, groups, roles, strict=True)
     ]
     return hold_out_copies(samples)
+
+
+def _keys_of_roles(group: Sequence[ClipRow]) -> dict[str, tuple[str, ...]]:
+    """The keys of the clips of a sample by their further roles."""
+    keys = zip(*(row.role_keys for row in group), strict=True)
+    return dict(zip(group[0].roles, keys, strict=True))
 
 
 def samples_of(

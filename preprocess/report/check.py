@@ -6,9 +6,10 @@ The counts of the text and of the page are the same: both come from one `DataSta
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, product
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,11 @@ class _Needs:
     texts: WantedKeys
     upgrades: UpgradeCounts
     missing_pixels: int = 0
+    roles: dict[str, Counter[str]] = field(default_factory=dict)  # clips of further roles by the keys of their entries
+
+    def role_lines(self) -> list[str]:
+        """The number of clips of each further role, and of their contents."""
+        return [f"  role {role}: {keys.total()} clips, {len(keys)} to encode once" for role, keys in self.roles.items()]
 
 
 def check(
@@ -136,7 +142,12 @@ def check(
     seconds = time.monotonic() - started
     numbers = report.statistics
     held_out = [held_out_line(copies)] if copies else []
-    report.lines_ += [*_count_lines(numbers), *held_out, *_caption_lines(config.data, listing.sources)]
+    report.lines_ += [
+        *_count_lines(numbers),
+        *needs.role_lines(),
+        *held_out,
+        *_caption_lines(config.data, listing.sources),
+    ]
     scores = [] if listing.scores is None else listing.scores.summaries()
     report.lines_ += [line for score in scores for line in score.lines()]
     if not numbers.usable:
@@ -240,9 +251,12 @@ def _survey(
                         later.append(sample)
                     else:
                         numbers.add_sample(sample.bucket, sample.split, sample.dataset)
-                for clip in clips:
+                for clip in chain.from_iterable(clip.all for clip in clips):
                     parts = latent_parts(config, name, clip, conditions, image)
-                    needs.upgrades.add(clip, event.probe, entry_key(parts) in stored)
+                    if clip.role == "video":
+                        needs.upgrades.add(clip, event.probe, entry_key(parts) in stored)
+                    else:
+                        needs.roles.setdefault(clip.role, Counter()).update([entry_key(parts)])
                     if needs.latents.add(parts):
                         needs.missing_pixels += clip.bucket.frames * clip.bucket.height * clip.bucket.width
                 for caption, seen in product(source.captions, clips if beside_pictures else (None,)):

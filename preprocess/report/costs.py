@@ -117,7 +117,9 @@ def estimate(
         counts = train.get(bucket, 0), val.get(bucket, 0), clips.get(bucket, 0)
         rows.append(BucketCost(bucket, *counts, tokens, costs_of_one.flops(bucket)))
         values = channels * math.prod(strides.latent(bucket)) * moments
-        latent_bytes += counts[2] * values * _BYTES[config.preprocess.latent_dtype]
+        latent_bytes += (
+            counts[2] * (1 + len(config.data.sources[0].roles)) * values * _BYTES[config.preprocess.latent_dtype]
+        )
     text = captions * _mean_tokens(statistics, config.text.max_tokens) * width * _BYTES[config.preprocess.text_dtype]
     schedule = None
     try:

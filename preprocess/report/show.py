@@ -24,10 +24,13 @@ from mmspeed.data.cache.versions import info_versions
 from mmspeed.device import pick
 from mmspeed.errors import UserError
 from mmspeed.models.codecs.vae import load_codec
+from mmspeed.preprocess.decoding.clips import BLANK
 from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Frames, Selected
 from mmspeed.preprocess.decoding.recipe import Recipe
+from mmspeed.preprocess.decoding.transform import grey_frames
 from mmspeed.preprocess.sources.discover import list_sources
 from mmspeed.protocols import VideoCodec
+from mmspeed.shapes import Bucket
 
 COLUMNS = 8  # frames shown, at most
 MOST_LATENTS = 4  # of a sample with several windows or crops
@@ -40,8 +43,8 @@ def draw_entry(cache: DatasetCache, key: str, path: Path) -> str:
 
     Raises UserError if the key is unknown, the codec is unavailable, or `path` cannot be written.
     """
-    sample = next((s for s in cache.samples if key == s.key or key in s.latent_keys), None)
-    keys = sample.latent_keys if sample is not None and sample.key == key else (key,)
+    sample = next((s for s in cache.samples if key == s.key or key in s.keys("latents")), None)
+    keys = sample.keys("latents") if sample is not None and sample.key == key else (key,)
     config = stored_config(cache)
     codec = _codec(cache, config)
     recipe = Recipe.at(info_versions(cache.info, cache.root), config, Path(cache.root))
@@ -102,6 +105,8 @@ def decode_latent(cache: DatasetCache, codec: VideoCodec, entry: Entry) -> np.nd
 
 def source_frames(config: Config, name: str | None, entry: Entry, recipe: Recipe | None = None) -> np.ndarray | str:
     """The pixels that an entry encodes, (F, H, W, 3) uint8, decoded by the cache's `recipe`; or the reason that there are none."""
+    if entry.content_id == BLANK:
+        return grey_frames(Bucket.parse(entry.bucket or "")).astype(np.uint8)
     if name is None:
         return "the index does not record the source"
     try:
@@ -126,7 +131,9 @@ def source_frames(config: Config, name: str | None, entry: Entry, recipe: Recipe
                 return event.frames_FHWC
             if isinstance(event, Failed):
                 reason = f"{event.rejected.reason.value}: {event.rejected.detail}"
-            elif isinstance(event, Selected) and all(clip.content_id != entry.content_id for clip in event.clips):
+            elif isinstance(event, Selected) and entry.content_id not in {
+                each.content_id for clip in event.clips for each in clip.all
+            }:
                 reason = "the file has changed"
     return reason
 

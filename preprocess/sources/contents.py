@@ -111,7 +111,7 @@ class ContentIds:
         with self._lock:
             if self._alike is None:
                 alike: dict[int, list[Source]] = {}
-                for source in self.listed if not self.full else ():
+                for source in (file for one in self.listed for file in one.files) if not self.full else ():
                     if not _comparable(source):
                         continue
                     try:

@@ -18,7 +18,7 @@ from mmspeed.config.places import base_name, is_url
 from mmspeed.config.schema import DataConfig, SourceConfig
 from mmspeed.errors import UserError, first_names
 from mmspeed.log import get_logger
-from mmspeed.media.rejections import Reason, Rejection
+from mmspeed.media.rejections import Reason, Rejected, Rejection
 from mmspeed.media.source import Kind, Source, Split, content_id
 from mmspeed.preprocess.sources.captions import CaptionAffixes, is_missing, strings
 from mmspeed.preprocess.sources.fetched import MediaStore
@@ -30,6 +30,7 @@ from mmspeed.preprocess.sources.listing import (
     SourceListing,
     ending,
     is_media,
+    kind_of_media,
 )
 from mmspeed.preprocess.sources.manifest_search import (
     FORMAT_OF_ENDING,
@@ -84,6 +85,10 @@ def list_sources(data: DataConfig, deadline: float = math.inf) -> SourceListing:
             collector.dataset, collector.affixes = name, CaptionAffixes.of(data, config)
             before = len(collector.sources), len(collector.rejections)
             places = [(path, _format(data, config, path)) for path in expand(config.path)]
+            if config.roles and (other := next((path for path, kind in places if not _has_columns(kind)), None)):
+                raise UserError(
+                    f"data.sources: {other} has no columns, and `roles` names some; name a manifest as path"
+                )
             remote.prepare_tars([path for path, kind in places if kind == "webdataset" and is_url(path)])
             for path, kind in places:
                 if is_url(path):
@@ -99,6 +104,11 @@ def list_sources(data: DataConfig, deadline: float = math.inf) -> SourceListing:
                     data, config, [path for path, kind in places if kind == "folder"], collector.rejections[before[1] :]
                 )
     return collector.listing(data.limit)
+
+
+def _has_columns(kind: str) -> bool:
+    """True for a manifest; a list of files beside one of captions has two columns and no names."""
+    return kind == "manifest_folder" or (kind in READERS and kind != "lists")
 
 
 def usual_columns(data: DataConfig) -> dict[str, str]:
@@ -229,7 +239,7 @@ def _read_manifest(
     first_problem = ""
     unit = "row" if kind == "parquet" else "line"
     named = config.media_column, config.caption_column, config.split_column
-    columns = Columns(*named, place, collector.scores.columns, collector.encoding)
+    columns = Columns(*named, place, collector.scores.columns, collector.encoding, config.roles)
     for line, row in READERS[kind](path, columns):
         rows += 1
         where = f"{name} {unit} {line}"
@@ -269,31 +279,51 @@ def _read_row(
             )
         if not isinstance(split, str | None) or split not in _SPLITS:
             raise ValueError(f"'{config.split_column}' is {split!r}, neither train nor val")
+        roles = [(role, _role_source(collector, role, column, manifest, row)) for role, column in config.roles.items()]
+        cell, remote = None, None
         if isinstance(media, Cell):
-            shown = base_name(media.name) if is_media(media.name) else name
-            words, cell = collector.captions(captions, row), (media.leaf, media.row)
-            place = base_name(manifest)
-            collector.add(shown, manifest, words, _SPLITS[split], place, where=where, remote=file, cell=cell)
-            return
-        url = row_place(manifest, media) if is_url(manifest) else media if is_url(media) else ""
+            shown, path = base_name(media.name) if is_media(media.name) else name, manifest
+            cell, remote = (media.leaf, media.row), file
+        else:
+            shown, path = _place_of(manifest, media)
     except (ValueError, TypeError) as error:
         collector.reject(name, Reason.BAD_ROW, f"{where}: {error}")
         return
-    if url:
-        shown = base_name(url) if is_url(media) else media
-        collector.add(shown, url, collector.captions(captions, row), _SPLITS[split], base_name(manifest), where=where)
+    except Rejected as error:
+        shown = name if isinstance(media, Cell) else f"{name} {media}"
+        collector.reject(shown, error.reason, f"{where}: {error.detail}")
         return
+    words = collector.captions(captions, row)
+    place = base_name(manifest)
+    collector.add(shown, path, words, _SPLITS[split], place, where=where, remote=remote, cell=cell, roles=roles)
+
+
+def _place_of(manifest: str, media: str) -> tuple[str, str]:
+    """The name of a file that a row of a manifest names, and its path or URL. Raises ValueError, and Rejected where it is no file."""
+    url = row_place(manifest, media) if is_url(manifest) else media if is_url(media) else ""
+    if url:
+        return (base_name(url) if is_url(media) else media), url
     path = os.path.join(os.path.dirname(manifest), media)
     try:
         is_file = os.path.isfile(path)
     except UnicodeEncodeError:  # a surrogate that does not encode a byte
         is_file = False
-    if is_file:
-        place = os.path.basename(manifest)
-        collector.add(media, path, collector.captions(captions, row), _SPLITS[split], place, where=where)
-    else:
-        reason, why = no_file(path)
-        collector.reject(f"{name} {media}", reason, f"{where}: {why}")
+    if not is_file:
+        raise Rejected(*no_file(path))
+    return media, path
+
+
+def _role_source(collector: SourceCollector, role: str, column: str, manifest: str, row: Mapping[str, Any]) -> Source:
+    """The file that a row names for a further role. Raises ValueError for a cell that names none, Rejected where it is no file."""
+    media = row.get(column)
+    if not isinstance(media, str) or not media.strip() or "\0" in media:
+        found = "is empty" if is_missing(media) or media == "" else f"is {type(media).__name__} {str(media)[:40]!r}"
+        raise ValueError(f"'{column}' names no file, its {role}: it {found}")
+    try:
+        name, path = _place_of(manifest, media)
+    except Rejected as error:
+        raise Rejected(error.reason, f"its {role} {media}: {error.detail}") from None
+    return Source(readable(name), path, None, None, kind_of_media(name), (), "train", collector.dataset)
 
 
 _READ: Mapping[str, Callable[[SourceCollector, SourceConfig, str], None]] = {

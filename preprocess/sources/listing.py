@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -99,8 +99,11 @@ class SourceCollector:
         where: str = "",
         remote: RemoteFile | None = None,
         cell: tuple[str, int] | None = None,
+        roles: Sequence[tuple[str, Source]] = (),
     ) -> None:
         """Add a media file with its captions; `where` is its location for messages, `cell` its leaf and row in a Parquet file.
+
+        `roles` are the files of its further roles.
 
         Without captions it is rejected, or taken with none or the default one, and counted (`data.missing_caption`). Captions, the
         default one included, get the words before and behind them that `affixes` has. A source that a score's threshold refuses is
@@ -122,11 +125,15 @@ class SourceCollector:
             self.missing_captions += 1
             texts = (self._default,) if self._missing == "default" else ()
         texts = tuple(self.affixes.around(text) for text in texts)
-        kind: Kind = "image" if ending(name) in IMAGE_ENDINGS else "video"
+        kind = kind_of_media(name)
         offset, size = (member.offset, member.size) if member else (None, None)
         column, offset = cell or ("", offset)
         unique = self._unique(readable(name), readable(place))
-        self.sources.append(Source(unique, path, offset, size, kind, texts, split, self.dataset, remote, column=column))
+        files = tuple(roles)
+        source = Source(
+            unique, path, offset, size, kind, texts, split, self.dataset, remote, column=column, roles=files
+        )
+        self.sources.append(source)
 
     def reject(self, name: str, reason: Reason, detail: str) -> None:
         self.rejections.append(Rejection(name, reason, detail))
@@ -161,6 +168,11 @@ class SourceCollector:
 def ending(name: str) -> str:
     """The ending of a name, in lower case with its dot."""
     return os.path.splitext(name)[1].lower()
+
+
+def kind_of_media(name: str) -> Kind:
+    """The kind of a file by its name."""
+    return "image" if ending(name) in IMAGE_ENDINGS else "video"
 
 
 def unknown_ending(name: str) -> str:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterable
 
+from mmspeed.config.places import base_name
 from mmspeed.config.schema import DataConfig
 from mmspeed.data.cache.keys import digest
 from mmspeed.data.cache.made_from import ListedSource, MadeFrom, digest_of_words
@@ -22,8 +23,19 @@ LISTING_SECONDS = 30.0  # of a listing that is only compared: other processes wa
 def made_from(sources: Iterable[Source]) -> MadeFrom:
     """The record of listed sources."""
     return MadeFrom.of(
-        ListedSource(one.name, *state_of(one), digest_of_words(one.captions, one.split, one.dataset)) for one in sources
+        ListedSource(one.name, *_states(one), digest_of_words(one.captions, one.split, one.dataset, *_paths(one)))
+        for one in sources
     )
+
+
+def _paths(source: Source) -> list[tuple[str, str]]:
+    return [(role, base_name(other.path)) for role, other in source.roles]
+
+
+def _states(source: Source) -> tuple[int, int]:
+    """`state_of` all files of a source together."""
+    sizes, changes = zip(*map(state_of, source.files), strict=True)
+    return -1 if -1 in sizes else sum(sizes), max(changes)
 
 
 def listed_now(data: DataConfig, seconds: float = LISTING_SECONDS) -> MadeFrom:

@@ -14,14 +14,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import IO, Any, BinaryIO, NamedTuple
 
+from mmspeed.config.roles import ROLES
 from mmspeed.errors import UserError, first_names
+from mmspeed.log import get_logger
 from mmspeed.preprocess.sources.captions import decode, decode_part, encoding_of, is_wide, json_tree
 from mmspeed.redaction import readable
 
+log = get_logger("preprocess")
 Row = tuple[int, "dict[str, Any] | str"]  # the line or row number, from 1, and the row or its problem
 
 
@@ -43,7 +46,7 @@ CAPTION_LISTS = ("prompts.txt", "prompt.txt", "captions.txt")
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns to read from a manifest. `split` may be missing from it, the others, also those of `scores`, must exist.
+    """The columns to read from a manifest. `split` may be missing from it, the others, also those of `roles` and `scores`, must exist.
 
     `shown` is the manifest's address for messages; empty: its path. `encoding`: of a manifest without a byte-order mark; None: UTF-8.
     """
@@ -54,10 +57,12 @@ class Columns:
     shown: str = ""
     scores: tuple[str, ...] = ()
     encoding: str | None = None
+    roles: Mapping[str, str] = field(default_factory=dict)  # column of each
 
     @property
     def names(self) -> list[str]:
-        return [name for name in dict.fromkeys((self.media, self.caption, self.split, *self.scores)) if name]
+        columns = (self.media, self.caption, self.split, *self.scores, *self.roles.values())
+        return [name for name in dict.fromkeys(columns) if name]
 
     def check(self, path: str, names: Collection[str]) -> None:
         """Raise UserError if a required column is missing from `names`, the columns of the manifest at `path`, or any occurs twice."""
@@ -68,10 +73,16 @@ class Columns:
                 raise UserError(f"data.sources: {path} has {count} columns '{column}'; rename or remove all but one")
         required = [("set media_column", self.media), ("set caption_column", self.caption)]
         required += [("correct data.min and data.max", column) for column in self.scores]
+        required += [(f"correct `roles`, which takes the {role} from it", name) for role, name in self.roles.items()]
         for advice, column in required:
             if column not in names:
                 first = first_names([repr(name[:100]) for name in names], _SHOWN_COLUMNS)
                 raise UserError(f"data.sources: {path} has no column '{column}'; it has {first}: {advice}")
+        usual = [name for name, role in ROLES.items() if role.needs or role.brings]
+        if unread := [name for name in usual if name in names and name not in self.names]:
+            log.warning(
+                f"{path} has a column '{unread[0]}' that no role reads; `roles: {{{unread[0]}: {unread[0]}}}` does"
+            )
 
 
 def read_jsonl(path: str, columns: Columns) -> Iterator[Row]:

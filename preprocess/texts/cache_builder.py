@@ -38,8 +38,8 @@ from mmspeed.data.cache.document_blocks import (
 )
 from mmspeed.data.cache.keys import entry_key
 from mmspeed.data.cache.made_from import MadeFrom, SourceChanges, read_made_from
+from mmspeed.data.cache.payloads import tensors_of
 from mmspeed.data.cache.tables import read_info, write_rejects
-from mmspeed.data.cache.tensor_views import tensors_of
 from mmspeed.data.cache.text_cache import BlockStore
 from mmspeed.data.cache.tokenizer_file import TokenizerFacts, recorded_section, tokenizer_problems
 from mmspeed.data.cache.writer import CacheWriter

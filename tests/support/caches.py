@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 
-from mmspeed.data import CacheWriter, Sample
+from mmspeed.data import CacheWriter, Entry, Sample
 from mmspeed.data.cache.keys import entry_key, number_duplicates, sample_key
-from mmspeed.data.cache.tables import write_info, write_rejects, write_samples
+from mmspeed.data.cache.tables import index_files, shard_of_index, write_info, write_rejects, write_samples
 from mmspeed.data.cache.writer import latent_tensors, text_tensors
+from mmspeed.data.maintenance.stored_entries import trusted_rows
 from mmspeed.protocols import TextEntry
 from mmspeed.shapes import Bucket
 
@@ -72,6 +73,11 @@ def build(root: Path, count: int = 4, shard_bytes: int = 10**9) -> tuple[list[st
         add_text(writer, "", "null")
     finish(root, latents, texts)
     return latents, texts
+
+
+def entries_of(root: Path) -> list[Entry]:
+    """The rows of all entries, shard by shard."""
+    return [entry for path in index_files(root) for entry in trusted_rows(root, shard_of_index(path))]
 
 
 def tar_bytes(root: Path) -> dict[str, bytes]:

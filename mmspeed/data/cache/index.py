@@ -41,6 +41,7 @@ from .tables import (
     read_columns,
     read_table,
     shard_of_index,
+    with_roles,
 )
 
 VERSION = 2  # of the compiled files; those of other versions are compiled again
@@ -117,11 +118,14 @@ def list_index(root: Path) -> IndexFiles:
 
 
 def fits(schema: pa.Schema, expected: pa.Schema) -> bool | None:
-    """True if a compiled file has the schema that this version reads; None if another version wrote it. Raises ValueError."""
+    """True if a compiled file has the schema that this version reads; None if another version wrote it. Raises ValueError.
+
+    A table of samples may have columns of further roles behind the others.
+    """
     facts = json.loads((schema.metadata or {}).get(FACTS, b"{}"))
     if isinstance(facts, dict) and facts.get("version", VERSION) != VERSION:
         return None
-    return bool(schema.equals(expected, check_metadata=False))
+    return bool(schema.equals(with_roles(expected, schema.names), check_metadata=False))
 
 
 def digest_of_files(rows: list[list[Any]]) -> str:
@@ -307,7 +311,7 @@ def _write_samples(root: Path, target: Path, listing: IndexFiles, entries: _Entr
     path = root / SAMPLES_FILE
     columns: dict[str, pa.Array] = {}
     try:
-        for name, column in zip(SAMPLES_SCHEMA.names, read_columns(path, SAMPLES_SCHEMA.names), strict=True):
+        for name, column in read_columns(path, SAMPLES_SCHEMA):
             columns[name] = _sample_column(name, _flat(column), path)
             del column
         null_key = (pq.read_schema(path).metadata or {}).get(NULL_KEY)
@@ -324,7 +328,8 @@ def _write_samples(root: Path, target: Path, listing: IndexFiles, entries: _Entr
         lacking=len(lacking),
         lacking_source=columns["source"][int(lacking[0])].as_py() if len(lacking) else "",
     )
-    write_batch(target / SAMPLES_NAME, [columns[name] for name in SAMPLES_SCHEMA.names], SAMPLES_SCHEMA, asdict(facts))
+    schema = with_roles(SAMPLES_SCHEMA, columns)
+    write_batch(target / SAMPLES_NAME, [columns[name] for name in schema.names], schema, asdict(facts))
     return len(columns["key"])
 
 
@@ -332,7 +337,7 @@ def _sample_column(name: str, column: pa.Array, path: Path) -> pa.Array:
     """A column of the table of samples in its compiled form. Raises ValueError if it is malformed."""
     if column.null_count:
         raise ValueError(f"{name} has empty values")
-    if name in ("latent_keys", "text_keys"):
+    if name.endswith("_keys"):
         return _key_lists(column, path)
     if name == "key" and len(column) > 1 and not pc.all(pc.less(column[:-1], column[1:])).as_py():
         raise ValueError("it is not sorted by key")
@@ -357,7 +362,8 @@ def _lacking(entries: _Entries, lists: dict[str, pa.Array]) -> Array:
     """The rows of the samples, lost ones excepted, that refer to a missing entry."""
     lost = lists["lost"].to_numpy()
     rows: list[Array] = [np.empty(0, np.int64)]
-    for name, section in (("latent_keys", "latents"), ("text_keys", "texts")):
+    for name in (name for name in lists if name.endswith("_keys")):
+        section = "texts" if name == "text_keys" else "latents"
         keys = np.frombuffer(lists[name].values.buffers()[1], np.uint8).reshape(-1, KEY_BYTES)
         keys = keys[: len(lists[name].values)]
         absent = np.flatnonzero(~entries.has(section, keys))

@@ -12,14 +12,15 @@ import json
 import mmap
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from mmspeed.config.roles import ROLES
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 from mmspeed.protocols import ShapeClass
@@ -41,20 +42,12 @@ from .index import (
     list_index,
 )
 from .keys import is_key
+from .payloads import PayloadLocation
 from .seals import LaterSeal, is_cut, map_file, sealed_map
 from .tables import SECTIONS, SPLITS, Sample
 
 _CHECKED_BYTES = 1 << 25  # the seal of a larger compiled file is compared by a thread
 _STEP = 4096  # rows turned into Python objects at a time
-
-
-class PayloadLocation(NamedTuple):
-    """The location of an entry's payload, and its checksum."""
-
-    shard: str
-    offset: int
-    size: int
-    checksum: bytes
 
 
 class EntryTable:
@@ -68,7 +61,8 @@ class EntryTable:
         self._sections = {
             name: (start, columns["prefix"][start:stop]) for name, (start, stop) in facts.sections.items()
         }
-        self.duplicates, self.shards = facts.duplicates, facts.shards
+        self.duplicates = facts.duplicates
+        self.hashes = np.zeros(len(self), np.uint32)  # by row, of payloads that a reader has verified since; 0: not yet
 
     def __len__(self) -> int:
         return self._batch.num_rows
@@ -207,22 +201,21 @@ class SampleTable(Sequence[Sample]):
             raise damaged_index(self._path)
         columns: list[list[Any]] = [self._texts(name, rows) for name in ("key", "source", "content_id")]
         columns += [self._keys(name, rows) for name in ("latent_keys", "text_keys")]
+        of_roles = {
+            role: self._keys(f"{role}_keys", rows) for role in ROLES if f"{role}_keys" in self._batch.schema.names
+        }
         columns += [self._number[name][rows].tolist() for name in ("split", "bucket", "dataset", "tokens", "lost")]
-        samples = []
+        samples: list[Sample] = []
         splits, buckets, datasets = len(SPLITS), len(self._buckets), len(self._datasets)
-        for key, source, content_id, latents, texts, split, bucket, dataset, tokens, lost in zip(*columns, strict=True):
+        for row in zip(*columns, strict=True):
+            key, source, content_id, latents, texts, split, bucket, dataset, tokens, lost = row
             if not (0 <= split < splits and 0 <= bucket < buckets and 0 <= dataset < datasets):
                 raise damaged_index(self._path)
-            fields = (
-                SPLITS[split],
-                self._buckets[bucket],
-                source,
-                tokens,
-                content_id,
-                bool(lost),
-                self._datasets[dataset],
+            group = SPLITS[split], self._buckets[bucket], source
+            roles = {role: keys[len(samples)] for role, keys in of_roles.items() if keys[len(samples)]}
+            samples.append(
+                Sample(key, latents, texts, *group, tokens, content_id, bool(lost), self._datasets[dataset], roles)
             )
-            samples.append(Sample(key, latents, texts, *fields))
         return samples
 
     def _texts(self, name: str, rows: Array) -> list[str]:
@@ -280,33 +273,23 @@ def open_tables(root: Path) -> Tables:
     return tables
 
 
-def try_open(folder: Path, listing: IndexFiles | None, stamped: bool = True) -> Tables | None:
+def try_open(folder: Path, listing: IndexFiles | None) -> Tables | None:
     """Open the compiled index in `folder`; None if it is absent, damaged, or not compiled from the Parquet files in `listing`.
 
-    With `stamped` false the times of the Parquet files are ignored.
+    With empty `listing.stamps` the times of the Parquet files are ignored.
     """
-    tables = []
-    for name, schema in ((ENTRIES_NAME, ENTRIES_SCHEMA), (SAMPLES_NAME, SAMPLES_SCHEMA)):
-        path = folder / name
-        if not path.exists():
-            return None
-        try:
-            if (mapped := _map(path, schema)) is None:
-                return None
-            facts = mapped[-1]
-        except (pa.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
-            get_logger("data").warning("the compiled index %s is damaged (%s): it is compiled again", path, error)
-            return None
-        if listing is not None:
-            expected = replace(listing, stamps=facts.stamps) if not stamped else listing
-            if (facts.files, facts.stamps) != (expected.files, expected.stamps):
-                return None
-        tables.append((path, *mapped))
+    path = folder / ENTRIES_NAME
     try:
-        seals = [seal for path, *_ in tables if (seal := _later_seal(path)) is not None]
-        return Tables(EntryTable(*tables[0]), SampleTable(*tables[1]), seals)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        get_logger("data").warning("the compiled index in %s is damaged (%s): it is compiled again", folder, error)
+        if (mapped := _map(path, ENTRIES_SCHEMA, listing)) is None:
+            return None
+        entries, path = EntryTable(path, *mapped), folder / SAMPLES_NAME
+        if (mapped := _map(path, SAMPLES_SCHEMA, listing)) is None:
+            return None
+        samples = SampleTable(path, *mapped)
+        seals = [_later_seal(folder / name) for name in (ENTRIES_NAME, SAMPLES_NAME)]
+        return Tables(entries, samples, [seal for seal in seals if seal is not None])
+    except (pa.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
+        get_logger("data").warning("the compiled index %s is damaged (%s): it is compiled again", path, error)
         return None
 
 
@@ -328,11 +311,15 @@ def damaged_index(path: Path) -> UserError:
     )
 
 
-def _map(path: Path, schema: pa.Schema) -> tuple[mmap.mmap, pa.RecordBatch, IndexFacts] | None:
-    """The mapping of a compiled file, and its single batch as views of that; None if the file is of another version.
+def _map(
+    path: Path, schema: pa.Schema, listing: IndexFiles | None
+) -> tuple[mmap.mmap, pa.RecordBatch, IndexFacts] | None:
+    """The mapping of a compiled file, and its single batch as views of that; None if it is absent, of another version or of other files.
 
     Raises ValueError and Arrow's errors for any other mismatch.
     """
+    if not path.exists():
+        return None
     file = map_file(path)
     if len(file) <= _CHECKED_BYTES and not sealed_map(file):
         raise ValueError("not as it was written")
@@ -345,7 +332,7 @@ def _map(path: Path, schema: pa.Schema) -> tuple[mmap.mmap, pa.RecordBatch, Inde
         batch, metadata = reader.get_batch(0), reader.schema.metadata or {}
     batch.validate()
     facts = IndexFacts(**json.loads(metadata[FACTS]))
-    for name in schema.names:
+    for name in batch.schema.names:
         column = batch.column(name)
         if column.null_count or column.offset or len(column) != batch.num_rows:
             raise ValueError(f"a column {name} of another form")
@@ -357,10 +344,11 @@ def _map(path: Path, schema: pa.Schema) -> tuple[mmap.mmap, pa.RecordBatch, Inde
         if (
             len(bounds) != 2 * len(SECTIONS)
             or bounds != sorted(bounds)
-            or bounds[0] != 0
-            or bounds[-1] != batch.num_rows
+            or (bounds[0], bounds[-1]) != (0, batch.num_rows)
         ):
             raise ValueError("sections that do not add up")
+    if listing is not None and (facts.files != listing.files or listing.stamps not in ("", facts.stamps)):
+        return None
     return file, batch, facts
 
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import xxhash
 
 KEY_LENGTH = 32
-Bytes: TypeAlias = memoryview | npt.NDArray[Any]
-xxh3_64 = cast(Callable[[Bytes], int], xxhash.xxh3_64_intdigest)  # the stubs of arrays name no buffer
 _KEY_TYPE = np.dtype(f"S{KEY_LENGTH // 2}")
 _KEY = re.compile(rf"[0-9a-f]{{{KEY_LENGTH}}}")
 
@@ -43,11 +39,6 @@ def _check_names(value: Any) -> None:
 def digest(data: bytes) -> str:
     """The first 32 hexadecimal digits of SHA-256: the checksum of a payload, and the form of every key."""
     return hashlib.sha256(data).hexdigest()[:KEY_LENGTH]
-
-
-def hash_of(data: Bytes) -> int:
-    """32 bits of the XXH3 (Collet, 2019) of some bytes, not 0: by which later reads notice that they have changed."""
-    return xxh3_64(data) & 0xFFFFFFFF or 1
 
 
 def entry_key(parts: Mapping[str, Any]) -> str:
@@ -88,9 +79,12 @@ def is_key(text: str) -> bool:
     return _KEY.fullmatch(text) is not None
 
 
-def sample_key(latent_keys: Sequence[str], text_keys: Sequence[str]) -> str:
-    """The key of a sample, from its latents and its captions in order; file name and split do not count."""
-    return entry_key({"latents": list(latent_keys), "texts": list(text_keys)})
+def sample_key(
+    latent_keys: Sequence[str], text_keys: Sequence[str], roles: Mapping[str, Sequence[str]] | None = None
+) -> str:
+    """The key of a sample, from its latents, its captions and those of further roles in order; file name and split do not count."""
+    others = {"roles": {role: list(keys) for role, keys in roles.items()}} if roles else {}
+    return entry_key({"latents": list(latent_keys), "texts": list(text_keys), **others})
 
 
 def number_duplicates(keys: Iterable[str]) -> list[str]:

@@ -1,101 +1,134 @@
-"""Read entries from shards and compare them with the rows of an index, or recover them from the shard alone.
-
-Nothing in a file is trusted before its seal or digest is verified, so damaged bytes reach no parser that might crash on them.
-"""
+"""Give the payloads of entries: bytes from the mapped shards of a folder (here) or from a remote store (remote.py), and the tensors in
+them as views, without a copy and with every bound checked."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
+import math
+import mmap
 import os
-import tarfile
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, NamedTuple, Protocol, TypeAlias, cast
 
-import pyarrow as pa
-import safetensors.torch
+import numpy.typing as npt
 import torch
+import xxhash
 from torch import Tensor
 
-from mmspeed.errors import UserError
-
-from .keys import canonical_json, digest, is_key
-from .seals import is_sealed
-from .tables import Entry, entry_schema, index_path, read_table
-
-_BLOCK = tarfile.BLOCKSIZE
-# exceptions of readers of damaged files
-BROKEN: tuple[type[Exception], ...] = (
-    *(OSError, UserError, ValueError, KeyError, TypeError, tarfile.TarError),
-    *(pa.ArrowException, safetensors.SafetensorError),
-)
-
-
-@dataclass(frozen=True)
-class StoredPayload:
-    """The bytes of one entry in a shard, and the offset of their end."""
-
-    payload: bytes
-    sidecar: bytes
-    end: int
-
-
-class DamagedError(Exception):
-    """An entry's bytes differ from the index."""
+_MAPPINGS = 128
+_LENGTH = 8  # bytes of the header's length
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+Bytes: TypeAlias = memoryview | npt.NDArray[Any]
+xxh3_64 = cast(Callable[[Bytes], int], xxhash.xxh3_64_intdigest)  # the stubs of arrays name no buffer
 
 
-def read_block(file: BinaryIO, entry: Entry) -> StoredPayload:
-    """An entry's payload and sidecar, compared with its row. Raises DamagedError, OSError."""
-    size = os.fstat(file.fileno()).st_size
-    if entry.offset + entry.bytes > size:
-        raise DamagedError(f"the shard ends after {max(0, size - entry.offset)} of {entry.bytes} bytes")
-    if _header(file, entry.offset - _BLOCK) != (f"{entry.key}.safetensors", entry.bytes):
-        raise DamagedError("its header in the tar differs")
-    payload = pread(file, entry.bytes, entry.offset)
-    if digest(payload) != entry.checksum:
-        raise DamagedError("its checksum differs")
-    start = entry.offset + padded(entry.bytes)
-    name, length = _header(file, start)
-    if name != f"{entry.key}.json":
-        raise DamagedError("its sidecar is missing")
-    sidecar = pread(file, length, start + _BLOCK)
-    if (what := _differs(sidecar, entry)) is not None:
-        raise DamagedError(what)
-    return StoredPayload(payload, sidecar, start + _BLOCK + padded(length))
+class PayloadLocation(NamedTuple):
+    """The location of an entry's payload, and its checksum."""
+
+    shard: str
+    offset: int
+    size: int
+    checksum: bytes
+
+    def fits(self, payload: memoryview | bytes) -> bool:
+        """True if these bytes have the checksum."""
+        return hashlib.sha256(payload).digest()[: len(self.checksum)] == self.checksum
 
 
-def read_sound(file: BinaryIO, entry: Entry) -> StoredPayload:
-    """`read_block` of an entry whose numbers are all finite. Raises DamagedError, OSError."""
-    block = read_block(file, entry)
-    if (name := not_finite(safetensors.torch.load(block.payload))) is not None:
-        raise DamagedError(f"its `{name}` holds numbers that are not finite")
-    return block
+def hash_of(data: Bytes) -> int:
+    """32 bits of the XXH3 (Collet, 2019) of some bytes, not 0: by which later reads notice that they have changed."""
+    return xxh3_64(data) & 0xFFFFFFFF or 1
 
 
-def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """The name of the first tensor that holds a number that is not finite; None where all are."""
-    return next((name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None)
+class ShortError(Exception):
+    """A shard ends before the entry does."""
 
 
-def _differs(sidecar: bytes, entry: Entry) -> str | None:
-    try:
-        sidecar_row = json.loads(sidecar)
-        sidecar_row |= {"frames": tuple(sidecar_row["frames"]), "meta": canonical_json(sidecar_row["meta"])}
-    except (ValueError, KeyError, TypeError):
-        return "its sidecar cannot be read"
-    row = asdict(entry)
-    names = [n for n in row if n not in ("shard", "offset", "bytes", "source") and sidecar_row.get(n) != row[n]]
-    return f"its sidecar differs from the index in {', '.join(names)}" if names else None
+class Store(Protocol):
+    """A store that a cache reads payloads from."""
+
+    def view(self, section: str, key: str, place: PayloadLocation) -> memoryview:
+        """The bytes of a payload. Raises FileNotFoundError if its shard is missing, ShortError if that is cut off."""
+        ...
+
+    def again(self, section: str, key: str, place: PayloadLocation) -> memoryview:
+        """The bytes from their source, in memory of their own, after those of `view` were not as they should be. Raises as `view`."""
+        ...
 
 
-def _header(file: BinaryIO, at: int) -> tuple[str, int]:
-    """Name and length of the tar member whose header is at offset `at`; ("", 0) if there is none."""
-    try:
-        info = tarfile.TarInfo.frombuf(pread(file, _BLOCK, at), "utf-8", "strict") if at >= 0 else None
-    except (tarfile.TarError, ValueError):
-        return "", 0
-    return (info.name, info.size) if info is not None and info.isreg() else ("", 0)
+class LocalStore:
+    """The shards of a folder, each mapped once per process and shared with others; a payload is a view of the mapping.
+
+    Mappings are private: writing into a view changes a copy of that page, in this process only. A mapping that is dropped
+    here lives as long as any view of it.
+
+    Args:
+        root: the folder that shards are named relative to.
+        mappings: number to keep; beyond it the least recently used is dropped.
+    """
+
+    def __init__(self, root: Path, mappings: int = _MAPPINGS) -> None:
+        self.root, self._limit = root, mappings
+        self._maps: dict[str, mmap.mmap] = {}  # most recently used last; its single operations are thread-safe
+        self.mapped = 0  # mappings made so far
+
+    def view(self, section: str, key: str, place: PayloadLocation) -> memoryview:
+        end = place.offset + place.size
+        mapping = self._maps.pop(place.shard, None)
+        if mapping is None or len(mapping) < end:  # a shard in progress grows
+            mapping = self._map(self.root / place.shard)
+        self._maps[place.shard] = mapping
+        while len(self._maps) > self._limit:
+            with suppress(KeyError, StopIteration, RuntimeError):
+                self._maps.pop(next(iter(self._maps)))
+        # Check the file's current size: touching a page that was cut off meanwhile would kill the process.
+        if min(len(mapping), mapping.size()) < end:
+            raise ShortError
+        return memoryview(mapping)[place.offset : end]
+
+    def again(self, section: str, key: str, place: PayloadLocation) -> memoryview:
+        """The file's own bytes, copied: those of the mapping may have been written to in this process."""
+        fd = os.open(self.root / place.shard, os.O_RDONLY | os.O_CLOEXEC)
+        with open(fd, "rb", buffering=0) as file:
+            payload = bytearray(pread(file, place.size, place.offset))
+        if len(payload) < place.size:
+            raise ShortError
+        return memoryview(payload)
+
+    def _map(self, path: Path) -> mmap.mmap:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self.mapped += 1
+            mapping = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
+            # Cold reads then come in large pages: half of the processor's work (tests.claims.loader, small latents).
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                with suppress(OSError):  # a kernel without them
+                    mapping.madvise(mmap.MADV_HUGEPAGE)
+            return mapping
+        except ValueError:  # an empty file
+            raise ShortError from None
+        finally:
+            os.close(fd)
 
 
 def pread(file: BinaryIO, count: int, at: int) -> bytes:
@@ -107,57 +140,72 @@ def pread(file: BinaryIO, count: int, at: int) -> bytes:
     return b"".join(parts)
 
 
-def padded(count: int) -> int:
-    """Bytes that a tar member of `count` bytes occupies, without its header."""
-    return count + -count % _BLOCK
+@dataclass(frozen=True)
+class _Field:
+    """One tensor of a payload: type, shape, and range of its bytes after the header."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
 
 
-def trusted_rows(root: Path, shard: str) -> list[Entry]:
-    """The rows of a shard's index, sorted by offset. Raises one of BROKEN unless the index is exactly as it was written."""
-    path = index_path(root, shard)
-    rows = sealed_table(path, entry_schema()).to_pylist()
-    entries = [Entry(**{**row, "frames": tuple(row["frames"])}) for row in rows]
-    if any(entry.shard != shard or entry.section != shard.split("/")[0] for entry in entries):
-        raise ValueError("it lists the entries of another shard")
-    return sorted(entries, key=lambda entry: entry.offset)
+def tensors_of(payload: memoryview) -> dict[str, Tensor]:
+    """The tensors of a safetensors payload, by name; they share its memory and keep it alive.
+
+    Raises ValueError if the payload is not valid, for any content of its header.
+    """
+    if len(payload) < _LENGTH:
+        raise ValueError("shorter than a header")
+    start = _LENGTH + int.from_bytes(payload[:_LENGTH], "little")
+    if start > len(payload):
+        raise ValueError("shorter than its header")
+    return {field.name: _tensor(payload, start, field) for field in _fields(bytes(payload[_LENGTH:start]))}
 
 
-def salvage(root: Path, shard: str) -> Iterator[tuple[Entry, StoredPayload]]:
-    """Yield the intact entries of a shard, from their sidecars and without an index. Raises OSError."""
-    with open(root / shard, "rb") as file:
-        at, size = 0, os.fstat(file.fileno()).st_size
-        while at < size:
-            recovered = _own_word(file, shard, at, size)
-            if recovered is not None:
-                yield recovered
-            at = recovered[1].end if recovered is not None else at + _BLOCK
-
-
-def _own_word(file: BinaryIO, shard: str, at: int, size: int) -> tuple[Entry, StoredPayload] | None:
-    """The entry whose header is at offset `at`, from its sidecar; None if there is no intact one."""
-    name, length = _header(file, at)
-    key = name.removesuffix(".safetensors")
-    if key == name or not is_key(key) or at + _BLOCK + length > size:
-        return None
-    start = at + _BLOCK + padded(length)
+@functools.lru_cache(maxsize=1024)  # the entries of a bucket, and captions of a length, have one header
+def _fields(text: bytes) -> tuple[_Field, ...]:
+    """Parse a header and check its consistency. Raises ValueError."""
     try:
-        sidecar = json.loads(pread(file, _header(file, start)[1], start + _BLOCK))
-        sidecar |= {"frames": tuple(sidecar["frames"]), "meta": canonical_json(sidecar["meta"])}
-        entry = Entry(**sidecar, shard=shard, offset=at + _BLOCK, bytes=length, source=None)
-        if entry.section != shard.split("/")[0]:
-            return None
-        return entry, read_block(file, entry)
-    except DamagedError:
-        return None
-    except BROKEN:
-        return None
+        header = json.loads(text)
+    except RecursionError:
+        raise ValueError("a header with too many nested levels") from None
+    if not isinstance(header, dict):
+        raise ValueError("a header that is not a mapping")
+    return tuple(_field(name, row) for name, row in header.items() if name != "__metadata__")
 
 
-def sealed_table(path: Path, schema: pa.Schema) -> pa.Table:
-    """A table whose seal matches and whose columns are those of `schema`. Raises one of BROKEN otherwise."""
-    if not is_sealed(path.read_bytes()):
-        raise ValueError("is not as it was written")
-    table = read_table(path)
-    if table.schema.names != schema.names or table.schema.types != schema.types:
-        raise ValueError("is another table")
-    return table
+def _field(name: str, row: object) -> _Field:
+    if not isinstance(row, dict):
+        raise ValueError("a tensor without description")
+    dtype, shape, span = _DTYPES.get(str(row.get("dtype"))), _sizes(row.get("shape")), _sizes(row.get("data_offsets"))
+    if dtype is None or len(span) != 2 or len(shape) > 16:
+        raise ValueError("a tensor of unknown form")
+    begin, end = span
+    if begin > end or end - begin != math.prod(shape) * dtype.itemsize:
+        raise ValueError("a tensor whose size is not that of its bytes")
+    return _Field(name, dtype, tuple(shape), begin, end)
+
+
+def _tensor(payload: memoryview, start: int, field: _Field) -> Tensor:
+    if field.end > len(payload) - start:
+        raise ValueError("a tensor beyond the payload's end")
+    if field.begin == field.end:
+        return torch.empty([min(size, 1 << 31) for size in field.shape], dtype=field.dtype)
+    part = payload[start + field.begin : start + field.end]
+    flat = torch.frombuffer(part, dtype=field.dtype)
+    if flat.data_ptr() % field.dtype.itemsize:  # other writers may not align their data as mmspeed does
+        flat = torch.frombuffer(bytearray(part), dtype=field.dtype)
+    return flat.view(field.shape)
+
+
+def _sizes(value: object) -> list[int]:
+    if not isinstance(value, list) or any(type(size) is not int or size < 0 for size in value):
+        raise ValueError("a size that is not a number")
+    return value
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """The name of the first tensor that holds a number that is not finite; None where all are."""
+    return next((name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None)

@@ -9,13 +9,10 @@ Legend: C channels, T h w latent; L caption tokens, D text width.
 from __future__ import annotations
 
 import functools
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 from torch import Tensor
 
@@ -24,25 +21,13 @@ from mmspeed.errors import UserError
 from mmspeed.protocols import TextEntry
 
 from .files import ReaderLock
-from .index import Array
-from .index_reader import EntryTable, PayloadLocation, SampleTable, Tables, damaged_index, open_tables
-from .keys import hash_of
+from .index_reader import SampleTable, damaged_index, open_tables
+from .payloads import LocalStore, PayloadLocation, ShortError, Store, hash_of, tensors_of
 from .remote import RemoteStore
 from .seals import LaterSeal
-from .store import LocalStore, ShortError, Store
 from .tables import SECTIONS, SPLITS, Entry, entry_schema, index_path, read_info, read_rejects, read_table
-from .tensor_views import tensors_of
 
 _SHARD_TABLES = 32
-
-
-@dataclass(frozen=True)
-class _Opened:
-    """The index as it was when opened, and by row a hash of each payload that this process has verified since; 0 for the others."""
-
-    entries: EntryTable
-    samples: SampleTable
-    hashes: Array
 
 
 class DatasetCache:
@@ -128,18 +113,8 @@ class DatasetCache:
                 table, rows = self._rows_of(self._opened.entries.place(row).shard)
                 if (name, key) not in rows:
                     raise damaged_index(self.root / "index" / "entries.arrow")
-                return _entry(table, rows[name, key])
+                return Entry.of_row(table.slice(rows[name, key], 1).to_pylist()[0])
         raise self._no_entry(key, section)
-
-    def entries(self) -> Iterator[Entry]:
-        """Yield the full rows of all entries, each once, shard by shard."""
-        opened = self._opened
-        for shard in opened.entries.shards:
-            table, rows = self._rows_of(shard)
-            for (section, key), number in rows.items():
-                row = opened.entries.row(section, key)
-                if row is not None and opened.entries.place(row).shard == shard:
-                    yield _entry(table, number)
 
     @property
     def null_key(self) -> str:
@@ -174,7 +149,7 @@ class DatasetCache:
         tensors = self._tensors(section, key)
         if "embeds" not in tensors:
             raise UserError(f"cache {self.location}: entry {key} holds no caption; run mmspeed preprocess again")
-        return text_entry_of(tensors)
+        return TextEntry(tensors.pop("embeds"), tensors.pop("pooled", None), tensors)
 
     def _tensors(self, section: str, key: str) -> dict[str, Tensor]:
         """The tensors of an entry, as views of its payload."""
@@ -190,43 +165,40 @@ class DatasetCache:
             if not seal.intact():
                 raise damaged_index(seal.path)
         self._seals = ()
-        opened, overlaid = self._opened, self._overlay.get((section, key))
+        overlaid = self._overlay.get((section, key))
         if overlaid is not None:
-            location = PayloadLocation(
-                overlaid.shard, overlaid.offset, overlaid.bytes, bytes.fromhex(overlaid.checksum)
-            )
+            place = PayloadLocation(overlaid.shard, overlaid.offset, overlaid.bytes, bytes.fromhex(overlaid.checksum))
             try:
-                return location, self._view(section, key, location)
+                return place, self._view(section, key, place)
             except FileNotFoundError:  # the shard has been sealed meanwhile, and renamed
                 self.refresh()
-                opened = self._opened
-        row = opened.entries.row(section, key)
+        entries = self._opened.entries
+        row = entries.row(section, key)
         if row is None and self.partial:  # another command may have added it meanwhile
             self.refresh()
-            opened = self._opened
-            row = opened.entries.row(section, key)
+            entries = self._opened.entries
+            row = entries.row(section, key)
         if row is None:
             raise self._no_entry(key, section)
-        location = opened.entries.place(row)
+        place, known = entries.place(row), int(entries.hashes[row])
         try:
-            known = int(opened.hashes[row])
-            payload = self._view(section, key, location, known)
+            payload = self._view(section, key, place, known)
         except FileNotFoundError:
             raise UserError(
-                f"cache {self.location}: shard {location.shard} is missing; run mmspeed preprocess again"
+                f"cache {self.location}: shard {place.shard} is missing; run mmspeed preprocess again"
             ) from None
         if self.verify and not known:
-            opened.hashes[row] = hash_of(payload)
-        return location, payload
+            entries.hashes[row] = hash_of(payload)
+        return place, payload
 
     def _view(self, section: str, key: str, place: PayloadLocation, known: int = 0) -> memoryview:
         """An entry's bytes. `known`: their hash at an earlier read; 0: they are compared with the checksum of the index."""
         try:
             payload = self._store.view(section, key, place)
-            if not self.verify or (hash_of(payload) == known if known else _whole(payload, place)):
+            if not self.verify or (hash_of(payload) == known if known else place.fits(payload)):
                 return payload
             fresh = self._store.again(section, key, place)
-            if _whole(fresh, place):
+            if place.fits(fresh):
                 return fresh
         except ShortError:
             pass
@@ -246,7 +218,9 @@ class DatasetCache:
         """Read the index and the samples again. Views returned earlier stay valid."""
         # Before reading the tables: a shard sealed meanwhile is listed there, or its entries stay in the overlay.
         gone = {shard for shard in {e.shard for e in self._overlay.values()} if not (self.root / shard).exists()}
-        tables = self._open_tables()
+        tables = open_tables(self.root) if self.remote is None else self.remote.open_tables()
+        if self.remote is not None:
+            self.info = read_info(self.root)
         lacking = tables.samples.lacking
         if lacking and not self.partial:
             raise UserError(
@@ -256,7 +230,7 @@ class DatasetCache:
         self._overlay = {where: entry for where, entry in self._overlay.items() if entry.shard not in gone}
         self._rows_of.cache_clear()
         self._seals = tables.seals
-        self._opened = _Opened(tables.entries, tables.samples, np.zeros(len(tables.entries), np.uint32))
+        self._opened = tables
 
     def complete(self) -> None:
         """Declare a partial cache complete and refresh it. Raises UserError if an entry is still missing."""
@@ -264,13 +238,6 @@ class DatasetCache:
         self._arguments = (*self._arguments[:2], False, *self._arguments[3:])
         self.info = read_info(self.root)
         self.refresh()
-
-    def _open_tables(self) -> Tables:
-        if self.remote is None:
-            return open_tables(self.root)
-        tables = self.remote.open_tables()
-        self.info = read_info(self.root)
-        return tables
 
     def _no_entry(self, key: str, section: str | None) -> UserError:
         where = f"cache {self.location}" + (f", {section}" if section else "")
@@ -284,12 +251,6 @@ class DatasetCache:
         )
 
 
-def text_entry_of(tensors: Mapping[str, Tensor]) -> TextEntry:
-    """The entry whose `text_tensors` these are."""
-    others = {name: tensor for name, tensor in tensors.items() if name not in ("embeds", "pooled")}
-    return TextEntry(tensors["embeds"], tensors.get("pooled"), others)
-
-
 def _read_rows(root: Path, remote: RemoteStore | None, shard: str) -> tuple[pa.Table, dict[tuple[str, str], int]]:
     """The table of a shard's entries, and the row number of each."""
     path = index_path(root, shard)
@@ -298,12 +259,3 @@ def _read_rows(root: Path, remote: RemoteStore | None, shard: str) -> tuple[pa.T
     table = read_table(path, entry_schema())
     names = zip(table["section"].to_pylist(), table["key"].to_pylist(), strict=True)
     return table, {name: row for row, name in enumerate(names)}
-
-
-def _entry(table: pa.Table, row: int) -> Entry:
-    fields = table.slice(row, 1).to_pylist()[0]
-    return Entry(**{**fields, "frames": tuple(fields["frames"])})
-
-
-def _whole(payload: memoryview, place: PayloadLocation) -> bool:
-    return hashlib.sha256(payload).digest()[: len(place.checksum)] == place.checksum

@@ -8,7 +8,6 @@ Its tables are copied to a local folder that many processes may share; payloads 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import mmap
 import os
@@ -23,9 +22,9 @@ from mmspeed.log import get_logger
 
 from .files import disk_errors, exclusive, private_file, write_whole
 from .index import ENTRIES_NAME, SAMPLES_NAME, IndexFiles, compile_index, digest_of_files
-from .index_reader import PayloadLocation, Tables, damaged_index, try_open
+from .index_reader import Tables, damaged_index, try_open
 from .made_from import FOLDER as SOURCES
-from .store import ShortError
+from .payloads import PayloadLocation, ShortError
 from .stores import attempt, open_store, reason_of
 
 Result = TypeVar("Result")
@@ -58,26 +57,16 @@ class RemoteStore:
 
     def open_tables(self) -> Tables:
         """Open the current index of the remote cache. Raises UserError if there is none, or it cannot be reached."""
-        info_file = self._list("cache.json")
-        if not info_file:
-            raise UserError(f"no dataset cache at {self.url}; build one in a folder and copy it there")
+        self.copy_tables(("rejects", "codec", SOURCES))
         remote = self._list("index")
         parquet = {name: row for name, row in remote.items() if name.endswith(".parquet")}
         files = digest_of_files([[name.split("/")[-1], row[0]] for name, row in parquet.items()])
-        listing = IndexFiles(files, "")
+        listing, digest = IndexFiles(files, ""), [digest_of_files([[name, *row] for name, row in parquet.items()])]
         with self._lock(), disk_errors(self.folder):
             known = self._manifest()
-            for name, row in {
-                **info_file,
-                **self._list("rejects"),
-                **self._list("codec"),
-                **self._list(SOURCES),
-            }.items():
-                self._copy(name, row, known)
-            same = known.get("index") == [digest_of_files([[name, *row] for name, row in parquet.items()])]
-            tables = try_open(self.folder / "index", listing, stamped=False) if same else None
+            tables = try_open(self.folder / "index", listing) if known.get("index") == digest else None
             tables = tables or self._copy_index(remote, parquet, listing, known)
-            known["index"] = [digest_of_files([[name, *row] for name, row in parquet.items()])]
+            known["index"] = digest
             self._remember(known)
         return tables
 
@@ -125,7 +114,7 @@ class RemoteStore:
         if all(name in remote for name in compiled):
             for name in compiled:
                 self._copy(name, remote[name], known)
-            if (tables := try_open(self.folder / "index", listing, stamped=False)) is not None:
+            if (tables := try_open(self.folder / "index", listing)) is not None:
                 return tables
         for name, row in parquet.items():
             self._copy(name, row, known)
@@ -135,7 +124,7 @@ class RemoteStore:
         for name in compiled:
             known.pop(name, None)
         compile_index(self.folder)
-        if (tables := try_open(self.folder / "index", listing, stamped=False)) is None:
+        if (tables := try_open(self.folder / "index", listing)) is None:
             raise damaged_index(self.folder / "index" / ENTRIES_NAME)
         return tables
 
@@ -207,7 +196,7 @@ class RemoteStore:
     def again(self, section: str, key: str, place: PayloadLocation) -> memoryview:
         """Fetch a payload; it is kept if its checksum is right, and otherwise returned for the caller to refuse."""
         payload = self._try(lambda: self._range(place), f"cannot fetch {section} {key} of the cache {self.url}")
-        if hashlib.sha256(payload).digest()[: len(place.checksum)] == place.checksum:
+        if place.fits(payload):
             self._keep(self._path(section, key, place), payload)
         return memoryview(bytearray(payload))
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mmspeed.config.roles import ROLES
 from mmspeed.errors import UserError
 from mmspeed.rng import VERSION
 from mmspeed.shapes import Bucket
@@ -47,6 +48,11 @@ class Entry:
     source: str | None  # None after a repair: entries do not depend on file names
     meta: str  # JSON of the parts of the key
 
+    @classmethod
+    def of_row(cls, row: dict[str, Any]) -> Entry:
+        """The entry that a row of the index's table describes."""
+        return cls(**{**row, "frames": tuple(row["frames"])})
+
     @property
     def repeated(self) -> int:
         """Frames that repeat the one before: gaps of a variable frame rate, or a rate below the entry's."""
@@ -59,7 +65,8 @@ class Sample:
 
     Of several latents (windows or crops of one clip, all of one bucket) each use draws one. A sample whose source failed after
     the order of training was fixed is `lost`: it keeps its position in the order, with weight 0. `dataset` is the name of its
-    source's data set, one of the config's `data.dataset_names`.
+    source's data set, one of the config's `data.dataset_names`. `roles` has the keys of further roles (`mmspeed.config.roles`), each
+    as many as there are latents, in the same order.
     """
 
     key: str
@@ -72,6 +79,16 @@ class Sample:
     content_id: str = ""
     lost: bool = False
     dataset: str = ""
+    roles: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict, hash=False)
+
+    @property
+    def entries(self) -> dict[str, tuple[str, ...]]:
+        """The keys of its entries by role."""
+        return {"video": self.latent_keys, "caption": self.text_keys, **self.roles}
+
+    def keys(self, section: str) -> tuple[str, ...]:
+        """The keys of its entries in a section, of all roles."""
+        return tuple(key for role, keys in self.entries.items() if ROLES[role].section == section for key in keys)
 
 
 class RejectionRow(NamedTuple):
@@ -104,7 +121,7 @@ def entry_schema() -> pa.Schema:
 
 
 def sample_schema() -> pa.Schema:
-    """The columns of `index/samples.parquet`."""
+    """The columns of `index/samples.parquet`, without those of further roles (`with_roles`)."""
     return pa.schema(
         {
             "key": pa.string(),
@@ -120,6 +137,15 @@ def sample_schema() -> pa.Schema:
             "captions": pa.int32(),
         }
     )
+
+
+def with_roles(schema: pa.Schema, names: Collection[str]) -> pa.Schema:
+    """The schema of a table of samples with a column of keys for each further role in `names`; that of another table as it is."""
+    if "latent_keys" not in schema.names:
+        return schema
+    kind = schema.field("latent_keys").type
+    more = [pa.field(f"{role}_keys", kind) for role in ROLES if f"{role}_keys" in names]
+    return pa.schema([*schema, *more], schema.metadata)
 
 
 def parquet_bytes(
@@ -143,13 +169,15 @@ def read_facts(path: Path) -> dict[str, str]:
 
 
 def read_table(path: Path, schema: pa.Schema | None = None) -> pa.Table:
-    """Read a Parquet file of the cache, or the columns of `schema`. Raises UserError unless it is exactly as it was written.
+    """Read a Parquet file of the cache, or the columns of `schema`, with those of further roles that it has.
 
-    The seal is checked first, so damaged bytes reach no parser.
+    Raises UserError unless it is exactly as it was written. The seal is checked first, so damaged bytes reach no parser.
     """
     try:
         if not sealed_file(path):
             raise ValueError("not as it was written")
+        if schema is not None:
+            schema = with_roles(schema, pq.read_schema(path, memory_map=True).names)
         names = None if schema is None else schema.names
         table = pq.read_table(path, memory_map=True, columns=names, partitioning=None)
         if schema is not None and (table.schema.names != schema.names or table.schema.types != schema.types):
@@ -159,14 +187,17 @@ def read_table(path: Path, schema: pa.Schema | None = None) -> pa.Table:
         raise _damaged(path, error) from error
 
 
-def read_columns(path: Path, names: Iterable[str]) -> Iterator[pa.ChunkedArray]:
-    """Yield columns of a Parquet file one by one, for a table too large to load as a whole. Raises like `read_table`."""
+def read_columns(path: Path, schema: pa.Schema) -> Iterator[tuple[str, pa.ChunkedArray]]:
+    """Yield the columns of a Parquet file that `schema` names one by one, for a table too large to load as a whole, and those of roles.
+
+    Raises like `read_table`.
+    """
     try:
         if not sealed_file(path):
             raise ValueError("not as it was written")
         with pq.ParquetFile(path, memory_map=True) as file:
-            for name in names:
-                yield file.read(columns=[name])[name]
+            for name in with_roles(schema, file.schema_arrow.names).names:
+                yield name, file.read(columns=[name])[name]
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         raise _damaged(path, error) from error
 
@@ -212,9 +243,21 @@ def write_samples(root: Path | str, samples: Iterable[Sample], null_key: str | N
             raise ValueError(f"two samples have the key {sample.key}; number_duplicates makes keys distinct")
         if sample.split not in SPLITS:
             raise ValueError(f"sample {sample.key}: split is {sample.split!r}, not one of {SPLITS}")
-    rows = [{**vars(sample), "bucket": sample.bucket.name, "captions": len(sample.text_keys)} for sample in ordered]
+    present = {role for sample in ordered for role in sample.roles}
+    roles = [role for role in ROLES if role in present]
+    rows = [
+        {
+            **vars(sample),
+            "bucket": sample.bucket.name,
+            "captions": len(sample.text_keys),
+            **{f"{role}_keys": sample.roles.get(role, ()) for role in roles},
+        }
+        for sample in ordered
+    ]
     facts = {NULL_KEY: null_key, GENERATOR: str(VERSION)}  # of the draws of splits and buckets
-    schema = sample_schema().with_metadata({name: value for name, value in facts.items() if value})
+    schema = with_roles(sample_schema(), [f"{role}_keys" for role in roles]).with_metadata(
+        {name: value for name, value in facts.items() if value}
+    )
     write_whole(Path(root) / SAMPLES_FILE, parquet_bytes(rows, schema))
 
 
@@ -224,12 +267,14 @@ def read_samples(root: Path) -> tuple[list[Sample], str | None]:
     if not path.exists():
         raise UserError(f"cache {root} lists no samples yet; run mmspeed preprocess to its end")
     table = read_table(path, sample_schema())
+    roles = [role for role in ROLES if f"{role}_keys" in table.schema.names]
     null_key = (table.schema.metadata or {}).get(NULL_KEY)
     samples = []
     for row in table.drop_columns(["captions"]).to_pylist():
         row["bucket"] = Bucket.parse(row["bucket"])
         row["latent_keys"], row["text_keys"] = tuple(row["latent_keys"]), tuple(row["text_keys"])
-        samples.append(Sample(**row))
+        keys = {role: tuple(row.pop(f"{role}_keys")) for role in roles}
+        samples.append(Sample(**row, roles={role: some for role, some in keys.items() if some}))
     return samples, null_key.decode() if null_key else None
 
 

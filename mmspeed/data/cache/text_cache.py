@@ -7,7 +7,6 @@ are still as long as when they were mapped, since touching a page that was cut o
 
 from __future__ import annotations
 
-import hashlib
 import json
 import mmap
 from collections.abc import Callable, Iterable
@@ -25,13 +24,10 @@ from mmspeed.errors import UserError
 from .document_blocks import DOCUMENTS_NAME, DOCUMENTS_SCHEMA, SECTION, TABLE_VERSION, TextSource, check_of, id_type
 from .files import ReaderLock
 from .index import FACTS
-from .index_reader import PayloadLocation
-from .keys import hash_of, xxh3_64
+from .payloads import LocalStore, PayloadLocation, ShortError, Store, hash_of, tensors_of, xxh3_64
 from .remote import RemoteStore
 from .seals import is_cut, map_file, sealed_map
-from .store import LocalStore, ShortError, Store
 from .tables import entry_schema, index_files, read_info, read_rejects, read_table
-from .tensor_views import tensors_of
 from .tokenizer_file import FOLDER, MAIN, TextTokenizer, TokenizerFacts, tokenizer_problems
 
 _STEP = 4096  # ids of a longer document that have a hash of their own
@@ -114,7 +110,7 @@ class BlockStore:
     def again(self, key: str) -> memoryview:
         """A block's payload from its source, in memory of its own. Raises as `view`, and ValueError unless its checksum is right."""
         payload, place = self._payload(key, self._store.again), self._place(key)
-        if hashlib.sha256(payload).digest()[: len(place.checksum)] != place.checksum:
+        if not place.fits(payload):
             raise ValueError(f"its checksum differs in {place.shard}")
         return payload
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mmspeed.config.conditioning import ConditioningConfig
+from mmspeed.config.roles import ROLES
 from mmspeed.data.cache.reader import DatasetCache
 from mmspeed.data.cache.tables import Sample
 from mmspeed.data.sampling.sampler import SampleUse
@@ -43,12 +44,12 @@ RULES: dict[str, NumberRule] = {
 Name = tuple[str, int, int]
 
 
-def draw_latent(stored: dict[str, Tensor], seed: int, name: Name) -> Tensor:
-    """A latent (C, T, h, w) in float32: the stored mean, or a draw from the stored posterior that `name` determines."""
+def draw_latent(stored: dict[str, Tensor], seed: int, name: Name, role: str = "video") -> Tensor:
+    """A latent (C, T, h, w) in float32: the stored mean, or a draw from the stored posterior that `name` and the role determine."""
     mean_CThw = stored["mean"].float()
     if "logvar" not in stored:
         return mean_CThw
-    noise_CThw = normal(mean_CThw.shape, seed, "posterior", *name)
+    noise_CThw = normal(mean_CThw.shape, seed, "posterior" if role == "video" else f"{role}_posterior", *name)
     return mean_CThw + torch.exp(0.5 * stored["logvar"].float()) * noise_CThw
 
 
@@ -120,11 +121,42 @@ def _missing(rule: Conditioning, mode: str, stored: Mapping[str, Tensor]) -> lis
     return [each for each in rule.stored([mode]) if each not in stored and not each.endswith("_logvar")]
 
 
+def choose_variant(sample: Sample, seed: int, name: Name) -> int:
+    """The number of the window and crop for this use of a sample, of all its roles, drawn uniformly."""
+    count = len(sample.latent_keys)
+    return 0 if count == 1 else int(uniform(seed, "variant", *name) * count)
+
+
 def choose_latent(sample: Sample, seed: int, name: Name) -> str:
-    """The key of the latent for this use of a sample: one of its windows and crops, drawn uniformly."""
-    if len(sample.latent_keys) == 1:
-        return sample.latent_keys[0]
-    return sample.latent_keys[int(uniform(seed, "variant", *name) * len(sample.latent_keys))]
+    """The key of the latent for this use of a sample."""
+    return sample.latent_keys[choose_variant(sample, seed, name)]
+
+
+def role_latents(
+    cache: DatasetCache, draws: Sequence[SampleUse[Sample]], seed: int, shape_CThw: torch.Size
+) -> dict[str, Tensor]:
+    """The latents (B, C, T, h, w) of the further roles of samples, named `<role>.latents`.
+
+    Raises UserError for a sample that lacks a role of another, and for a latent of another shape than its video's.
+    """
+    tensors = {}
+    for role in {role: None for draw in draws for role in draw.sample.roles}:
+        latents = []
+        for draw in draws:
+            sample, rule = draw.sample, ROLES[role]
+            if role not in sample.roles:
+                raise UserError(
+                    f"cache {cache.location}: {sample.source} has no {role}, as others have; run mmspeed preprocess again"
+                )
+            stored = cache.latent(sample.roles[role][choose_variant(sample, seed, draw.name)])
+            latents.append(draw_latent(stored, seed, draw.name, role) if rule.drawn else stored["mean"].float())
+            if latents[-1].shape != shape_CThw:
+                raise UserError(
+                    f"cache {cache.location}: the {role} of {sample.source} has a latent of shape {tuple(latents[-1].shape)}, and its "
+                    f"video {tuple(shape_CThw)}; run mmspeed preprocess again"
+                )
+        tensors[f"{role}.latents"] = torch.stack(latents)
+    return tensors
 
 
 def choose_text(sample: Sample, seed: int, name: Name, caption_dropout: float) -> str | None:
@@ -307,7 +339,7 @@ def assemble(
         conditioning_mask_BT=torch.stack(masks) if masks else None,
         condition_BCThw=torch.stack(conditions) if conditions else None,
         image_BKLD=torch.stack(images) if images else None,
-        others=pad_other_texts(texts),
+        others=pad_other_texts(texts) | role_latents(cache, [draw for draw, _ in draws], seed, latents[0].shape),
     )
 
 
@@ -365,6 +397,7 @@ class VideoCollate:
             "text": (count, length, encoders["text"]["width"]),
             "text_mask": (count, length),
             "quantiles": (count,),
+            **{f"{role}.latents": (count, *latent) for role in draws[0][0].sample.roles},
         }
         if self._fps:
             tensors["fps"] = (count,)

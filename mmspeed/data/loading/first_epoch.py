@@ -257,7 +257,7 @@ class FirstEpoch:
                 seen_keys.add(draw.sample.key)
 
     def _lacks_latent(self, sample: Sample) -> bool:
-        return any(not self.cache.has("latents", key) for key in sample.latent_keys)
+        return any(not self.cache.has("latents", key) for key in sample.keys("latents"))
 
     def _share(self, task: EncodeJob) -> None:
         """Encode a task and report it to all ranks; a UserError of one rank is raised on all."""

@@ -18,7 +18,6 @@ from typing import Any, BinaryIO
 
 from mmspeed.data.cache.document_blocks import DOCUMENTS_NAME
 from mmspeed.data.cache.files import READERS_LOCK, TEMP_SUFFIX, abandoned, disk_errors, try_lock
-from mmspeed.data.cache.payloads import BROKEN, DamagedError, StoredPayload, read_block, sealed_table, trusted_rows
 from mmspeed.data.cache.shards import ShardWriter
 from mmspeed.data.cache.tables import (
     Entry,
@@ -35,6 +34,7 @@ from mmspeed.data.cache.writer import repair
 from mmspeed.errors import UserError
 from mmspeed.log import progress
 
+from .stored_entries import BROKEN, DamagedError, StoredPayload, read_block, sealed_table, trusted_rows
 from .verify import PARTS, held, is_text_cache, unfinished_parts
 
 LOCK = ".care.lock"
@@ -283,8 +283,8 @@ def _sample_entries(root: Path) -> tuple[dict[str, set[str]], str | None]:
         ) from None
     samples, null_key = read_samples(root)
     used: dict[str, set[str]] = {
-        "latents": {key for sample in samples for key in sample.latent_keys},
-        "texts": {key for sample in samples for key in sample.text_keys},
+        "latents": {key for sample in samples for key in sample.keys("latents")},
+        "texts": {key for sample in samples for key in sample.keys("texts")},
         "null": {null_key} if null_key else set(),
     }
     return used, null_key

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mmspeed.data.cache.document_blocks import DOCUMENTS_NAME
-from mmspeed.data.cache.payloads import BROKEN, DamagedError, read_block, read_sound, salvage, trusted_rows
 from mmspeed.data.cache.shards import shard_sha256
 from mmspeed.data.cache.tables import SECTIONS, Entry, index_files, shard_of_index, write_index
 from mmspeed.log import progress
 
 from .prune_pack import blocks_of, care_lock, drop_shard, forget_compiled, publish, remove_leftovers
+from .stored_entries import BROKEN, DamagedError, read_block, read_sound, salvage, trusted_rows
 from .verify import NULL, PARTS, SAMPLES, Findings, verify
 
 _REMAKE = "run `mmspeed preprocess` with the cache's config: it encodes missing entries and nothing else"

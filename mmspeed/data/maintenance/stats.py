@@ -57,7 +57,7 @@ def census(root: Path | str) -> dict[str, Any]:
             tokens.append(table["tokens"].to_numpy())
             sizes.append(lengths)
     used = {
-        "latents": {key for sample in samples for key in sample.latent_keys},
+        "latents": {key for sample in samples for key in sample.keys("latents")},
         "texts": {key for sample in samples for key in sample.text_keys}
         if documents is None
         else documents.pop("blocks"),

@@ -22,7 +22,7 @@ from mmspeed.data.cache.document_blocks import DOCUMENTS_NAME
 from mmspeed.data.cache.files import TEMP_SUFFIX, held
 from mmspeed.data.cache.index import ENTRIES_NAME, ENTRIES_SCHEMA, SAMPLES_NAME, SAMPLES_SCHEMA, fits
 from mmspeed.data.cache.made_from import SOURCES_TABLE, sources_schema
-from mmspeed.data.cache.payloads import BROKEN, DamagedError, padded, pread, read_sound, sealed_table, trusted_rows
+from mmspeed.data.cache.payloads import pread
 from mmspeed.data.cache.scenes import SCENES
 from mmspeed.data.cache.seals import is_sealed, sealed_file
 from mmspeed.data.cache.shards import shard_sha256
@@ -44,6 +44,8 @@ from mmspeed.data.cache.text_cache import read_document_table
 from mmspeed.data.cache.tokenizer_file import FOLDER, NAMES, tokenizer_problems
 from mmspeed.errors import UserError
 from mmspeed.log import progress
+
+from .stored_entries import BROKEN, DamagedError, padded, read_sound, sealed_table, trusted_rows
 
 _BLOCK = tarfile.BLOCKSIZE
 _END = bytes(2 * _BLOCK)
@@ -253,9 +255,8 @@ def _check_documents(root: Path, info: Mapping[str, Any], findings: Findings) ->
 def _check_samples(root: Path, findings: Findings) -> None:
     rows, null_key = read_samples(root)
     stored = stored_keys(root)
-    latents, texts = stored["latents"], stored["texts"]
-    present_samples = [s for s in rows if not s.lost]
-    lacking = [s for s in present_samples if not (latents.issuperset(s.latent_keys) and texts.issuperset(s.text_keys))]
+    sections = ("latents", "texts")
+    lacking = [s for s in rows if not s.lost and not all(stored[name].issuperset(s.keys(name)) for name in sections)]
     findings.lacking = len(lacking)
     if lacking:
         what = f"incomplete: {len(lacking)} of {len(rows)} samples have no stored encoding, such as {lacking[0].source}"

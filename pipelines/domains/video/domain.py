@@ -43,7 +43,13 @@ from mmspeed.models.families.complete import completed, objective_warnings
 from mmspeed.models.sections import call_of, opened_of, own_arguments, repository_of, size_warnings, with_weights
 from mmspeed.models.text.encoders import caption_limit, text_width
 from mmspeed.parallel import unwrap
-from mmspeed.pipelines.diffusion.conditioning_frames import check_modes, check_prompts, counted_frames, held
+from mmspeed.pipelines.diffusion.conditioning_frames import (
+    check_modes,
+    check_prompts,
+    check_roles,
+    counted_frames,
+    held,
+)
 from mmspeed.pipelines.diffusion.experts import EXPERTS, Expert, experts_of, objective_of_expert
 from mmspeed.pipelines.diffusion.objective import Objective, make_objective
 from mmspeed.pipelines.diffusion.predictor import (
@@ -58,6 +64,8 @@ from mmspeed.pipelines.domains.base import DomainDefaults, largest_batch
 from mmspeed.pipelines.domains.open_cache import open_cache
 from mmspeed.pipelines.domains.video.data import VideoData
 from mmspeed.pipelines.domains.video.held_out_loss import VideoValidation
+from mmspeed.pipelines.domains.video.small import small_sora
+from mmspeed.pipelines.domains.video.small_published import PublishedModel, small_published
 from mmspeed.pipelines.domains.video.start import other_shape
 from mmspeed.pipelines.domains.video.synthetic import EncoderShapes, synthetic_batch
 from mmspeed.pipelines.domains.video.unused import freeze, freeze_unused, unused_lines
@@ -65,7 +73,6 @@ from mmspeed.pipelines.domains.video.values import VideoValues
 from mmspeed.pipelines.tuning.profile import load_measured, setting_of
 from mmspeed.protocols import (
     Batch,
-    CheckTask,
     Data,
     Divisors,
     Given,
@@ -76,6 +83,7 @@ from mmspeed.protocols import (
     Models,
     RunPlace,
     ShapeClass,
+    SmallRun,
     StepData,
     StepUsage,
     Term,
@@ -229,7 +237,8 @@ class VideoDomain(DomainDefaults):
         sizes = self.sizes.channels, self.sizes.text_width
         predictor = make_predictor(model, self.config.objective, *sizes, self._call)
         check_modes(self.config.conditioning, predictor.conditioning.modes, type(model).__name__)
-        check_prompts(self.config.validate_.prompts, predictor.conditioning.modes)
+        check_prompts(self.config.validate_.prompts, predictor.conditioning)
+        check_roles(self.config.data.roles, predictor.conditioning, type(model).__name__)
         if isinstance(predictor, FamilyPredictor) and not predictor.seeded:
             prepare_training(model)
             if self._unused is None:
@@ -273,12 +282,12 @@ class VideoDomain(DomainDefaults):
         device, objective = latents_BCThw.device, self._objective(part, batch)
         if given is None:
             t_B = objective.time_from_quantile(batch["quantiles"]).float()  # computed on the CPU
-            pair = objective.training_pair(latents_BCThw, batch["noise"], t_B)
-            given = Given(pair[0], t_B, pair[1])
-        x_BCThw, t_B, target_BCThw = given
+            x_BCThw, target_BCThw = objective.training_pair(latents_BCThw, batch["noise"], t_B)
+            given = Given(x_BCThw, t_B, target_BCThw)
+        x_BCThw, t_B, target = given
         tensors = {"x": x_BCThw, "time": t_B}
-        if target_BCThw is not None:
-            tensors |= {"target": target_BCThw, "weight": without_waiting(objective.weight(t_B), device)}
+        if target is not None:
+            tensors |= {"target": target, "weight": without_waiting(objective.weight(t_B), device)}
         conditions = conditions_of(batch, None if self._inputs is None else self._inputs.strides)
         if conditions.conditioning_mask is not None and how == "replace":
             x_BCThw = held(x_BCThw, latents_BCThw, conditions.conditioning_mask)
@@ -519,15 +528,10 @@ class VideoDomain(DomainDefaults):
         named = {f"model.{name}": to_jsonable_python(value) for name, value in sizes.items()}
         return {**named, "vae.strides": [strides.temporal, strides.spatial]}
 
-    def shrunk(self, known: Mapping[str, Any] | None = None) -> CheckTask:
-        """A small version of the task for comparing layouts."""
-        from mmspeed.pipelines.check.published import PublishedModel, rebuild_published, shrunk_published
-        from mmspeed.pipelines.check.video import shrunk_video
-
+    def small(self, folder: Path) -> SmallRun:
+        """A small run of the same class of model on a synthetic cache, for comparing layouts."""
         section = self.config.model
         if isinstance(section, ModelConfig):
-            return shrunk_video(self, known)
-        if known is not None:
-            return rebuild_published(self.config, known)
+            return small_sora(self.config, folder)
         repository = repository_of(section, self._opened)
-        return shrunk_published(self.config, PublishedModel.of_repository(repository, self._call))
+        return small_published(self.config, PublishedModel.of_repository(repository, self._call), folder)

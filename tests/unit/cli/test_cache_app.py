@@ -9,7 +9,7 @@ import pytest
 
 from mmspeed.__main__ import main
 from mmspeed.data import CacheWriter, DatasetCache
-from mmspeed.data.cache.payloads import trusted_rows
+from mmspeed.data.maintenance.stored_entries import trusted_rows
 from tests.support.caches import FOLDER, add_latent, flip
 from tests.support.care_caches import CODEC, build_whole
 

@@ -13,7 +13,6 @@ import torch
 from mmspeed.data import CacheWriter, DatasetCache, Sample
 from mmspeed.data.cache.files import TempFile
 from mmspeed.data.cache.keys import entry_key, sample_key
-from mmspeed.data.cache.payloads import trusted_rows
 from mmspeed.data.cache.seals import is_sealed
 from mmspeed.data.cache.tables import (
     index_files,
@@ -28,6 +27,7 @@ from mmspeed.data.maintenance.merge import MergeReport, merge, unite_samples
 from mmspeed.data.maintenance.prune_pack import blocks_of, pack, plan_prune, prune, publish
 from mmspeed.data.maintenance.repair import mend
 from mmspeed.data.maintenance.stats import census
+from mmspeed.data.maintenance.stored_entries import trusted_rows
 from mmspeed.data.maintenance.verify import Findings, verify
 from mmspeed.errors import UserError
 from mmspeed.models.codecs.linear import LinearCodec

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from mmspeed.data import CacheWriter
-from mmspeed.data.cache.payloads import trusted_rows
 from mmspeed.data.cache.tables import index_files, shard_of_index
 from mmspeed.data.maintenance.merge import merge
 from mmspeed.data.maintenance.prune_pack import pack
 from mmspeed.data.maintenance.repair import mend
 from mmspeed.data.maintenance.stats import census
+from mmspeed.data.maintenance.stored_entries import trusted_rows
 from mmspeed.data.maintenance.verify import verify
 from tests.support.caches import FOLDER, add_latent, flip, tar_bytes
 from tests.support.care_caches import build_whole, contents

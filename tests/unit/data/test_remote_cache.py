@@ -68,7 +68,7 @@ def test_a_remote_cache_reads_as_the_local_one(tmp_path: Path, memory: Any, with
             assert torch.equal(remote.latent(key)["mean"], latent(number))
     assert remote.remote is not None
     assert (counts(remote), remote.remote.fetched_bytes) == ((4, 8), sum(sizes))  # ranges of entries, not shards
-    assert remote.entry(latents[1]) == local.entry(latents[1]) and list(remote.entries()) == list(local.entries())
+    assert remote.entry(latents[1]) == local.entry(latents[1])
     again = open_remote(tmp_path)
     assert torch.equal(again.latent(latents[3])["mean"], latent(3)) and counts(again) == (0, 1)
     assert torch.equal(again.null_text().embeds_LD, local.null_text().embeds_LD) and counts(again) == (1, 1)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mmspeed.data import DatasetCache
 from mmspeed.data.cache import index_reader
 from mmspeed.data.cache.index_reader import open_tables, try_open
-from mmspeed.data.cache.tensor_views import tensors_of
+from mmspeed.data.cache.payloads import tensors_of
 from mmspeed.errors import UserError
 from tests.support.caches import build, flip
 

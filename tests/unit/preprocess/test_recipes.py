@@ -25,6 +25,7 @@ from mmspeed.errors import UserError
 from mmspeed.preprocess import CacheBuilder, check
 from mmspeed.preprocess.decoding.recipe import Recipe
 from mmspeed.rng import VERSION
+from tests.support.caches import entries_of
 from tests.support.media import write_image, write_video
 from tests.support.runs import small_config
 from tests.support.zone_plates import write_plate
@@ -59,9 +60,9 @@ def moved(config: Config, folder: Path) -> Config:
 
 def sources_upgraded(config: Config, upgrade: list[str]) -> set[str]:
     """The sources whose latents a build makes, with these properties upgraded."""
-    before = {entry.key for entry in DatasetCache(config.cache_dir).entries()}
+    before = {entry.key for entry in entries_of(config.cache_dir)}
     CacheBuilder(config, upgrade=upgrade).run()
-    return {str(e.source) for e in DatasetCache(config.cache_dir).entries() if e.key not in before}
+    return {str(e.source) for e in entries_of(config.cache_dir) if e.key not in before}
 
 
 def plant(patch: pytest.MonkeyPatch) -> None:
@@ -104,7 +105,7 @@ def test_an_older_cache_goes_on_with_its_own_recipe_and_takes_additions(old: Con
     (media / "more.txt").write_text("a picture named hd")
     assert sources_upgraded(config, []) == {"more.mkv"}
     assert cache_versions(config.cache_dir) == TODAY | {"matrix": 1}
-    parts = [json.loads(entry.meta) for entry in DatasetCache(config.cache_dir).entries() if entry.section == "latents"]
+    parts = [json.loads(entry.meta) for entry in entries_of(config.cache_dir) if entry.section == "latents"]
     assert len(parts) == 7 and not any("untagged" in part for part in parts)
 
 

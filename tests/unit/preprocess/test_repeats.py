@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from mmspeed.config import Config
-from mmspeed.data import DatasetCache
 from mmspeed.media.rejections import Reason
 from mmspeed.preprocess import CacheBuilder, check
 from mmspeed.preprocess.build.online import OnlineBuilder
+from tests.support.caches import entries_of
 from tests.support.media import write_video
 from tests.support.runs import small_config
 
@@ -50,7 +50,7 @@ def test_repeats_are_counted_and_too_many_are_rejected(folder: Path) -> None:
     assert named["fps1.mp4"][1] == "11 of 13 frames repeat the one before; 2 are distinct"
     assert (report.encoded, report.rejected, report.clips_failed) == (3, 1, 1)
     by_source: dict[str, list[int]] = {}
-    for entry in DatasetCache(config.cache_dir).entries():
+    for entry in entries_of(config.cache_dir):
         if entry.section == "latents":
             by_source.setdefault(str(entry.source), []).append(entry.repeated)
     assert by_source["even.mp4"] == [0, 0] and sorted(by_source["short_gap.mp4"]) != [0, 0]

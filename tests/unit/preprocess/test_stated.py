@@ -15,6 +15,7 @@ from mmspeed.data.cache.tables import read_info, write_info
 from mmspeed.data.cache.versions import VERSIONS
 from mmspeed.media.windows import choose_windows, furthest
 from mmspeed.preprocess import CacheBuilder, check
+from tests.support.caches import entries_of
 from tests.support.media import write_animation, write_image, write_video
 from tests.support.odd_media import (
     LAST,
@@ -101,8 +102,7 @@ def old(tmp_path: Path) -> Config:
 
 def latents(config: Config) -> dict[str, str]:
     """The source of each latent, by its key."""
-    cache = DatasetCache(config.cache_dir)
-    return {entry.key: str(entry.source) for entry in cache.entries() if entry.section == "latents"}
+    return {entry.key: str(entry.source) for entry in entries_of(config.cache_dir) if entry.section == "latents"}
 
 
 def counted(lines: Sequence[str]) -> dict[str, int]:
