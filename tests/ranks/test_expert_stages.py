@@ -130,13 +130,13 @@ def saved_and_loaded(sizes: dict[str, int], folder: Path) -> dict[str, Any]:
 def staged(mesh: Mesh | None, case: str) -> dict[str, Any]:
     """Two steps of the model of two stages; without a mesh it is whole."""
     model = stage_model(range(2) if mesh is None else stages_of(mesh), frozen=CASES[case])
-    runner: Runner = SequentialRunner([model], "none") if mesh is None else TwoStageRunner(model, mesh)
+    runner: Runner = SequentialRunner(model, "none") if mesh is None else TwoStageRunner(model, mesh)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad] or [torch.zeros(1)], lr=0.1)
     batches = items(MICRO_BATCHES, broken=case == "broken")
     reader = mesh.reader() if mesh is not None else None
     own = batches if reader is None else batches[reader.index :: reader.count]
     divisors = {"samples": None if case == "late" else 2.0 * MICRO_BATCHES}
-    learner = Learner(Update(squared_error), runner, [optimizer])
+    learner = Learner(Update(), runner, optimizer, lambda batch: (model(batch["x"]), batch), squared_error)
     results: list[StepResult] = [
         train_step({"model": model}, [learner], own, divisors, clip_norm=CLIP, mesh=mesh) for _ in range(2)
     ]
