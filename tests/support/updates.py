@@ -37,7 +37,7 @@ from mmspeed.protocols import (
 )
 from tests.support.character_runs import character_config
 from tests.support.characters import CharacterConfig, CharacterDomain, CharacterModel
-from tests.support.preferences import Preferences
+from tests.support.pairs import PairedPreferences
 
 NEAR = 0.1  # weight of the distance between both models
 SLOW = OptimizerSetting(lr_factor=0.25, betas=(0.0, 0.999), weight_decay=0.1)
@@ -69,13 +69,9 @@ class PartlyFrozen(TwoModels):
 
 
 class Pairs(TwoModels):
-    """Each text is the chosen entry of a pair, and the text backwards the rejected one; the further model is the reference."""
+    """The further model is the reference of preferences."""
 
     further = "reference model"
-
-    def samples(self) -> tuple[list[ListedSample], list[ListedSample]]:
-        training, held_out = super().samples()
-        return [_paired(sample) for sample in training], held_out
 
 
 class LatePairs(Pairs):
@@ -83,11 +79,6 @@ class LatePairs(Pairs):
 
     def divisors(self, samples: Sequence[ListedSample]) -> Divisors:
         return {**super().divisors(samples), "units": None}
-
-
-def _paired(sample: ListedSample) -> ListedSample:
-    ids_N = sample.tensors["ids"]
-    return replace(sample, tensors={"ids": ids_N, "chosen.ids": ids_N, "rejected.ids": ids_N.flip(0)})
 
 
 @dataclass(frozen=True)
@@ -120,8 +111,8 @@ class Mutual(MethodDefaults):
         return {"loss": replace(term, loss_I=term.loss_I + NEAR * distance_I)}
 
 
-class AgainstAnother(Preferences):
-    """Preferences whose reference is the domain's."""
+class AgainstAnother(PairedPreferences):
+    """Each text is preferred to the text backwards; the reference is the domain's."""
 
     def roles(self, domain: Domain) -> Mapping[str, FrozenCopy]:
         return {}
