@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._tools.mem_tracker import MemTracker
 
 from mmspeed.config.memory import ActivationPolicy
 from mmspeed.device import Device
 from mmspeed.memory.planning.measure import operations
-from mmspeed.memory.recompute.region import matmul_operators
+from mmspeed.memory.recompute.region import RegionPolicy
 from mmspeed.memory.recompute.regions import region_modules, regions_of, runners_of
-from mmspeed.torch_internals import TorchDispatchMode, memory_tracker
+from mmspeed.torch_internals import TorchDispatchMode
 
 
 class MatmulCounter(TorchDispatchMode):
@@ -27,7 +28,7 @@ class MatmulCounter(TorchDispatchMode):
         super().__init__()
         self.calls: Counter[str] = Counter()
         self.work = 0
-        self._operators = matmul_operators()
+        self._operators = RegionPolicy(matmul="save").op_policies().keys()
 
     @property
     def total(self) -> int:
@@ -46,7 +47,7 @@ def kept_bytes(device: Device, model: nn.Module, forward: Callable[[], object], 
 
     inputs: tensors that exist before; those that are not listed count as far as forward keeps them.
     """
-    tracker = memory_tracker()
+    tracker = MemTracker()
     tracker.track_external(model, *inputs)
     with tracker:
         before = tracker.get_tracker_snapshot().get(device.torch_device, {}).get("Total", 0)
