@@ -349,8 +349,8 @@ class VideoCollate:
     def __init__(
         self,
         cache: DatasetCache,
-        seed: int,
-        caption_dropout: float,
+        seed: int = 0,
+        caption_dropout: float = 0.0,
         fps: bool = False,
         frame_mask: FrameMask | None = None,
         conditioning: ConditioningConfig | None = None,

@@ -271,7 +271,6 @@ class LanguageDomain(DomainDefaults):
         batching = self.batching(place)
         sampler = self._sampler(batching, one.attention / one.products, config.seed)
         loader = Loader(
-            None,
             sampler,
             rank=place.number,
             world=place.dealt,

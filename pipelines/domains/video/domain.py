@@ -344,7 +344,6 @@ class VideoDomain(DomainDefaults):
             cache.split("train"), batching, seed=config.seed, stages=make_stages(config.data, config.curriculum)
         )
         loader = Loader(
-            cache,
             sampler,
             rank=place.number,
             world=place.dealt,
