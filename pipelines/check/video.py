@@ -212,12 +212,12 @@ class ShrunkRun:
         def normal(kind: str, *size: int) -> Tensor:
             return torch.stack([rng.normal(size, seed, kind, name[0]) for name in names])
 
-        frames: dict[str, Any] = {}
+        frames: dict[str, Tensor] = {}
         if (rule := predictor.conditioning).how != "replace":  # the model always takes the first frame's latents
-            frames["conditioning_mask_BT"] = (torch.arange(shape[1]) == 0).expand(len(names), -1)
-            frames["condition_BCThw"] = normal("condition", *shape)
+            frames["conditioning_mask"] = (torch.arange(shape[1]) == 0).expand(len(names), -1)
+            frames["condition"] = normal("condition", *shape)
         if (size := rule.image_size) is not None:
-            frames["image_BKLD"] = normal("image", *size)
+            frames["image"] = normal("image", *size)
         return video_batch(
             latents_BCThw=normal("latent", *shape),
             text_BLD=normal("text", *text),
@@ -230,8 +230,7 @@ class ShrunkRun:
             noise_BCThw=draw_noise(names, shape, seed),
             u_B=draw_quantiles(names, seed),
             fps_B=torch.tensor([_fps(seed, name[0]) for name in names]) if predictor.timed else None,
-            others=further_captions(predictor.texts, mask_BL, normal),
-            **frames,
+            others=frames | further_captions(predictor.texts, mask_BL, normal),
         )
 
     # -- what must hold -------------------------------------------------------------------------------------------------

@@ -51,6 +51,8 @@ def synthetic_batch(
         return rng.normal(size, seed, "profile", name).expand(items, *size).contiguous()
 
     mask_BL, rule = torch.arange(length) < lengths_B[:, None], predictor.conditioning
+    given = {"condition": alike("condition", *shape_CThw)} if rule.how != "replace" else {}
+    given |= {} if rule.image_size is None else {"image": alike("image", *rule.image_size)}
     return video_batch(
         latents_BCThw=alike("latents", *shape_CThw),
         text_BLD=alike("text", length, inputs.text_width),
@@ -64,9 +66,7 @@ def synthetic_batch(
         u_B=(torch.arange(items, dtype=torch.float64) + 0.5) / items,
         fps_B=torch.full((items,), FPS) if predictor.timed else None,
         conditioning_mask_BT=torch.zeros(items, latent[0], dtype=torch.bool) if conditioning else None,
-        condition_BCThw=alike("condition", *shape_CThw) if rule.how != "replace" else None,
-        image_BKLD=None if rule.image_size is None else alike("image", *rule.image_size),
-        others=further_captions(predictor.texts, mask_BL[:, :FURTHER_TOKENS], alike),
+        others=given | further_captions(predictor.texts, mask_BL[:, :FURTHER_TOKENS], alike),
     )
 
 
