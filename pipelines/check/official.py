@@ -278,7 +278,7 @@ def encoded_frames(
     latents: Sequence[Tensor],
     mode: Mode,
     images: Sequence[tuple[Image.Image, Image.Image]],
-) -> list[Mapping[str, Tensor]]:
+) -> list[dict[str, Tensor]]:
     """The frames that videos with these latents are given, encoded as `mmspeed preprocess` does; a draw of the codec is its mean."""
     rule, codec = task.predictor.conditioning, load_codec(task.config.vae, Device("cpu", 0), task.config.codec_weights)
     frames, encoder = [], None
