@@ -26,7 +26,7 @@ from mmspeed.models.families import (
 )
 from mmspeed.models.sora.sizes import build_model, resolve_config
 from mmspeed.protocols import ModelCall
-from mmspeed.protocols.calls import Configured, TakesConditioning
+from mmspeed.protocols.calls import Conditioning, Configured, TakesConditioning
 from mmspeed.shapes import Bucket
 
 AnySection = ModelConfig | PublishedModelConfig
@@ -103,20 +103,15 @@ def stored_conditions(config: Config) -> tuple[str, ...]:
     """
     if isinstance(config.model, ModelConfig) or not config.conditioning.gives_frames:
         return ()
-    repository = repository_of(config.model)
-    call = call_of(config.model, repository)
-    if not isinstance(call, TakesConditioning):
-        return ()
-    return call.conditioning(repository.config(repository.transformer)).stored(config.conditioning.shares)
+    return conditioning_of(config.model, repository_of(config.model)).stored(config.conditioning.shares)
 
 
-def mode_of_images(section: PublishedModelConfig, repository: Repository) -> str | None:
-    """The first mode of `conditioning` of a model that is always given frames; None for one that makes videos from text, too."""
+def conditioning_of(section: PublishedModelConfig, repository: Repository) -> Conditioning:
+    """What a published model is given beside captions, by its repository."""
     call = call_of(section, repository)
     if not isinstance(call, TakesConditioning):
-        return None
-    modes = call.conditioning(repository.config(repository.transformer)).modes
-    return None if "none" in modes else modes[0]
+        return Conditioning()
+    return call.conditioning(repository.config(repository.transformer))
 
 
 def class_of(repository: Repository) -> Any:

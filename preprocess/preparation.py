@@ -44,7 +44,7 @@ class VideoPreparation:
 
         Raises UserError for a `model` that is no short name, hub id or folder of one.
         """
-        source = {"path": _demo() if videos is None else videos}
+        source: dict[str, Any] = {"path": _demo() if videos is None else videos}
         data = {"sources": [source], "cache": f"cache/{name}", "fps": 8.0, "buckets": BUCKETS}
         if model is not None:
             from mmspeed.preprocess.report.starting import target_of
@@ -53,6 +53,8 @@ class VideoPreparation:
             bucket = {"frames": target.frames, **dict(zip(("height", "width"), target.sizes[0], strict=True))}
             section = {"kind": "diffusers", "pretrained": target.repository}
             data = {**data, "fps": target.fps, "buckets": [bucket]}
+            if target.control:  # the usual name of the column
+                source["roles"] = {"control": "control"}
             modes = {} if target.mode is None else {"conditioning": {target.mode: 1.0}}
             experts = {"objective": {"kind": "family", "experts": "both"}} if target.experts else {}
             one_card: dict[str, Any] = {
@@ -90,7 +92,7 @@ class VideoPreparation:
         values, fitted = dict(cls.starting_values(name, videos, model)), fit.values()
         source = {**values["data"]["sources"][0], **fit.columns}
         values["data"] = {**values["data"], "sources": [source], **fitted["data"]}
-        if "conditioning" in values:  # videos in training have no images
+        if "conditioning" in values or "roles" in source:  # prompts in training have neither images nor a control
             return values, fit.lines()
         return {**values, "validate": fitted["validate"]}, fit.lines()
 

@@ -45,6 +45,10 @@ VideoFile = Annotated[
 PrefixFrames = Annotated[
     int | None, typer.Option(min=1, help="Frames of --video; by default as many as the run was trained with.")
 ]
+ControlFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Control video of the same frames, for a run whose model takes one."),
+]
 
 Official = Annotated[
     bool,
@@ -95,7 +99,7 @@ def sample(
             "--prompts",
             metavar="FILE",
             help="File with a prompt a line, or .jsonl with an object a line: prompt, and maybe negative, seed, frames, height, width, "
-            "image, last_image, video, prefix_frames.",
+            "image, last_image, video, prefix_frames, control.",
         ),
     ] = None,
     out: Annotated[
@@ -124,6 +128,7 @@ def sample(
     last_image: LastImageFile = None,
     video: VideoFile = None,
     prefix_frames: PrefixFrames = None,
+    control: ControlFile = None,
     checkpoint: Annotated[
         str,
         typer.Option(metavar="STEP|best|latest", help="Checkpoint to load.", autocompletion=completion.checkpoints),
@@ -150,7 +155,7 @@ def sample(
     requests, paths = requested(prompt or [], prompts, out)
     sizes = {"frames": frames, "height": height, "width": width}
     files = {"image": image, "last_image": last_image, "video": video, "prefix_frames": prefix_frames}
-    requests = [completed(each, negative_prompt, seed, sizes, files) for each in requests]
+    requests = [completed(each, negative_prompt, seed, sizes, files, control) for each in requests]
     sheet = None if prompts else sheet_path(out)
     job = SampleJob(run_folder, checkpoint, weights, device, requests, paths, sheet)
     settings = (steps, guidance, sampler, guidance_rescale, guidance_2)
@@ -245,8 +250,9 @@ def completed(
     seed: int,
     sizes: dict[str, int | None],
     files: dict[str, Path | int | None],
+    control: Path | None = None,
 ) -> VideoRequest:
-    """The request with the command's values where it has none of its own; files together: those of one or of the other."""
+    """The request with the command's values where it has none of its own; files of frames together: those of one or of the other."""
     own = asdict(request)
     values: dict[str, Any] = {name: own[name] or size for name, size in sizes.items()}
     if request.image is None and request.video is None:
@@ -255,6 +261,7 @@ def completed(
         request,
         negative=negative if request.negative is None else request.negative,
         seed=seed if request.seed is None else request.seed,
+        control=str(control) if request.control is None and control is not None else request.control,
         **values,
     )
 

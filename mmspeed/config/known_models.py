@@ -22,6 +22,7 @@ class Published:
         mode: of `conditioning`, in which a model that makes videos from images alone is trained; None for others.
         experts: True for a model with two experts, of times near noise and near data.
         fixed: True for a model that takes this height and width alone.
+        control: True for a model that is always given a control video.
     """
 
     repository: str
@@ -33,6 +34,7 @@ class Published:
     mode: str | None = None
     experts: bool = False
     fixed: bool = False
+    control: bool = False
 
 
 # by the file in mmspeed/models/families
@@ -45,6 +47,10 @@ PUBLISHED: Mapping[str, Mapping[str, Published]] = {
         "wan2.1-flf2v": Published("Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers", 81, 720, 1280, 16.0, (4, 16), "first_last"),
         "wan2.2-5b": Published("Wan-AI/Wan2.2-TI2V-5B-Diffusers", 121, 704, 1280, 24.0, (4, 32)),
         "wan2.2-a14b": Published("Wan-AI/Wan2.2-T2V-A14B-Diffusers", 81, 720, 1280, 16.0, (4, 16), experts=True),
+    },
+    "wan_vace": {
+        "wan2.1-vace-1.3b": Published("Wan-AI/Wan2.1-VACE-1.3B-diffusers", 81, 480, 832, 16.0, (4, 16), control=True),
+        "wan2.1-vace-14b": Published("Wan-AI/Wan2.1-VACE-14B-diffusers", 81, 720, 1280, 16.0, (4, 16), control=True),
     },
     "ltx": {
         "ltx-2b": Published("Lightricks/LTX-Video", 161, 512, 704, 25.0, (8, 32)),

@@ -17,7 +17,7 @@ from mmspeed.media.probe import Probe, probe
 from mmspeed.media.rejections import Rejected, in_words
 from mmspeed.media.scaling import crop_box
 from mmspeed.media.source import Source
-from mmspeed.media.windows import covers, nearest
+from mmspeed.media.windows import choose_frames, covers, frames_available, nearest
 from mmspeed.shapes import Bucket
 
 _MOST_BYTES, _MOST_PIXELS = 1 << 40, 1 << 28
@@ -45,6 +45,26 @@ def last_frames(path: Path, count: int, fps: float | None, size: Bucket, rules: 
         if fps is None:
             return list(range(len(times) - count, len(times)))
         return [nearest(times, times[-1] - (count - 1 - number) / fps) for number in range(count)]
+
+    return _frames(path, "video", chosen, size, rules)
+
+
+def whole_window(path: Path, size: Bucket, fps: float | None, stride: int, rules: PixelRules) -> np.ndarray:
+    """The frames (F, H, W, 3), uint8, of a video as a clip of a size is taken from a source, `fps` a second (None: its own).
+
+    Raises UserError, also for a video of other than the size's frames; fewer than `stride` more, of which a codec makes no further
+    latent frame, are left out at both ends.
+    """
+
+    def chosen(found: Probe) -> list[int]:
+        count = frames_available(found.pts_seconds, fps)
+        if not 0 <= count - size.frames < stride:
+            rate = "" if fps is None else f" at {fps:g} a second"
+            fit = 1 + (count - 1) // stride * stride
+            raise UserError(
+                f"{path}: has {count} frames{rate}, and the video {size.frames}: give --frames {fit}, or another file"
+            )
+        return choose_frames(found.pts_seconds, size.frames, fps)
 
     return _frames(path, "video", chosen, size, rules)
 

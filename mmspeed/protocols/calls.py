@@ -12,17 +12,24 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mmspeed.errors import UserError
 from mmspeed.shapes import Strides
 
 from .task import Work
 
 # names of the embeddings of the pictures that a mode gives
 PICTURES: Mapping[str, tuple[str, ...]] = {"first": ("image_first",), "first_last": ("image_first", "image_last")}
+BLANK = "blank"  # the role of a grey video of a clip's size, which stands beside others and has no column
 IMAGES = tuple(dict.fromkeys(name for names in PICTURES.values() for name in names))
 
 # The quantity that a model was trained to predict: "velocity", noise - data of a flow; "v" of a denoising diffusion of 1000 steps.
 # "any": what the objective asks for, of a class that begins untrained.
 Predicted = Literal["velocity", "v", "any"]
+
+
+def latents_name(role: str) -> str:
+    """The name in a batch of the latents of a role of the samples."""
+    return f"{role}.latents"
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,7 @@ class Conditions:
         fps_B: frames per second of each clip, float32; of an image any number.
         strides: frames and pixels that a latent position covers.
         named: further inputs by their names in a batch: captions of a second encoder (`text_2`, (B, L, D)) with their mask (`text_2_mask`),
-        and those of conditioning frames (see `Conditioning`).
+        those of conditioning frames, and latents of further roles (see `Conditioning`).
     """
 
     text_BLD: Tensor
@@ -50,6 +57,15 @@ class Conditions:
     def conditioning_mask(self) -> Tensor | None:
         """bool (B, T), True at conditioning frames; None where the task gives none."""
         return self.named.get("conditioning_mask")
+
+    def latents_of(self, role: str) -> Tensor:
+        """Latents (B, C, T, h, w) of a role of the samples. Raises UserError where the data have none."""
+        name = latents_name(role)
+        if name not in self.named:
+            raise UserError(
+                f"the model takes the role `{role}`, and the samples have none: name its column, data.sources[].roles"
+            )
+        return self.named[name]
 
     def with_text_of(self, tokens: int) -> Conditions:
         """The conditions with captions of at least so many tokens, zeros that the mask leaves out behind shorter ones."""
@@ -80,6 +96,8 @@ class Conditioning:
         embedding: (rows, width) of an image encoder's embedding of each given picture, which the model takes beside the latents (`image` in
             `Conditions.named`, (B, pictures, rows, width)); None: it takes none.
         whole: True where the pipeline embeds a picture as it is given; else what of it is in the video.
+        roles: further roles of a sample whose latents, of the size of the clip's own, the model always takes (`control.latents` in
+            `Conditions.named`): `control`, and `blank`, a grey video, which stands beside it.
     """
 
     modes: tuple[str, ...] = ("none",)
@@ -90,6 +108,17 @@ class Conditioning:
     cut: int = 0
     embedding: tuple[int, int] | None = None
     whole: bool = False
+    roles: tuple[str, ...] = ()
+
+    @property
+    def always(self) -> bool:
+        """True for a model that makes no video of a caption alone."""
+        return "none" not in self.modes or bool(self.roles)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names in a batch of what the model may be given beside captions."""
+        return "conditioning_mask", "condition", "image", *map(latents_name, self.roles)
 
     def pictures(self, mode: str) -> tuple[str, ...]:
         """Names of the embeddings of the pictures that a mode gives, in their order in a batch."""

@@ -41,6 +41,16 @@ class InitializesWeights(Protocol):
         ...
 
 
+@runtime_checkable
+class BeginsAtZero(Protocol):
+    """A model some of whose inputs change nothing at first, so that it can start from the weights of one without them."""
+
+    @property
+    def begins_at_zero(self) -> tuple[str, ...]:
+        """Names of the parameters of such inputs."""
+        ...
+
+
 Part = tuple[slice, ...]  # a block of a tensor: a span of each of its dimensions
 
 

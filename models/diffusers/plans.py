@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from torch import nn
 
@@ -34,6 +35,7 @@ from mmspeed.protocols.plan import (
     plan_of,
 )
 
+T = TypeVar("T")
 TIMESTEP = Split("video", 1, ndim=2, broadcast=True)  # one per sample (B,) or one per token (B, N)
 
 
@@ -142,8 +144,30 @@ def cogvideox_plan(model: nn.Module) -> ModelPlan:
     )
 
 
+def wan_vace_plan(model: nn.Module) -> ModelPlan:
+    """The plan of WanVACETransformer3DModel: blocks of the control, which read the whole video's tokens once, and those of Wan."""
+    wan = wan_plan(model)
+
+    def both(named: Mapping[str, T]) -> dict[str, T]:
+        control = {f"vace_{name}": what for name, what in named.items() if name.startswith("blocks.*.")}
+        return {**named, **control}
+
+    first = {"vace_blocks.0": {name: Split("video", 1) for name in ("hidden_states", "control_hidden_states")}}
+    return replace(
+        wan,
+        blocks=(*listed(model, "vace_blocks"), *wan.blocks),
+        before=(*wan.before, "vace_patch_embedding"),
+        inputs={**both(wan.inputs), **first},
+        attention=both(wan.attention),
+        linears=both(wan.linears),
+        channel_norms=(*wan.channel_norms, *(f"vace_{name}" for name in wan.channel_norms)),
+        divided=both(wan.divided),
+    )
+
+
 PLANS: Mapping[str, Callable[[nn.Module], ModelPlan]] = {
     "WanTransformer3DModel": wan_plan,
+    "WanVACETransformer3DModel": wan_vace_plan,
     "LTXVideoTransformer3DModel": ltx_plan,
     "CogVideoXTransformer3DModel": cogvideox_plan,
     "HunyuanVideoTransformer3DModel": joint_plans.hunyuan_video_plan,

@@ -89,6 +89,7 @@ def _ltx(model: nn.Module) -> Grid:
 
 GRIDS: Mapping[str, Callable[[nn.Module], Grid]] = {
     "WanTransformer3DModel": _patched,
+    "WanVACETransformer3DModel": _patched,
     "LTXVideoTransformer3DModel": _ltx,
     "CogVideoXTransformer3DModel": _cogvideox,
     "HunyuanVideoTransformer3DModel": _patched,

@@ -10,7 +10,18 @@ from collections.abc import Mapping
 from torch import nn
 
 from mmspeed.errors import UserError, nearest
-from mmspeed.models.families import cogvideox, flux, hunyuan_video, hunyuan_video15, ltx, mochi, qwen_image, sora, wan
+from mmspeed.models.families import (
+    cogvideox,
+    flux,
+    hunyuan_video,
+    hunyuan_video15,
+    ltx,
+    mochi,
+    qwen_image,
+    sora,
+    wan,
+    wan_vace,
+)
 from mmspeed.models.families.base import Family, FamilyCall, SizeLimits
 from mmspeed.protocols.calls import ModelCall
 
@@ -30,6 +41,7 @@ FAMILIES: Mapping[str, Family] = {
     family.transformer: family
     for family in (
         wan.FAMILY,
+        wan_vace.FAMILY,
         ltx.FAMILY,
         cogvideox.FAMILY,
         hunyuan_video.FAMILY,

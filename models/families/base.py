@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -35,6 +35,7 @@ TIMES = 1000.0  # units of these models' time, from 0 to 1 of ours
 UNLIMITED = 1 << 30  # latent positions
 MOST_BLOCKS = 2  # of each list, in a small model
 WIDTH_OF_TIMES = 16
+OWN_CALL = "mmspeed_call"  # in model_index.json: fields of the call of a small model
 
 
 @dataclass(frozen=True)
@@ -233,6 +234,7 @@ class Family:
         from_images: the pipeline of diffusers that makes videos from images; None: there is none.
         one_image: True where that pipeline takes one image for all prompts, not one for each.
         image_in_latents: True where it takes latents for those that hold the image already, not for noise.
+        control: the argument of its pipeline that takes a control video; None: it takes none.
         text_variant: the use that a repository asks for, by its model_index.json and the settings of its parts; None: always `text`.
         published: repositories by the short names that `mmspeed init --model` takes; the first is the usual one.
         unused: patterns (as of fnmatch) of the parameters that training as `call` says never reaches, which are frozen; in a pattern
@@ -252,13 +254,17 @@ class Family:
     from_images: str | None = None
     one_image: bool = False
     image_in_latents: bool = False
+    control: str | None = None
     text_variant: Callable[[Index, Parts], TextRecipe] | None = None
     published: Mapping[str, Published] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
     seeded: bool = False
 
     def call_of(self, index: Index, parts: Parts) -> ModelCall:
-        """The call of a repository's transformer. `index`: the contents of its model_index.json."""
+        """The call of a repository's transformer. `index`: the contents of its model_index.json, which may state the call's own fields."""
+        if isinstance(own := index.get(OWN_CALL), Mapping) and is_dataclass(self.call):
+            stated: ModelCall = replace(self.call, **own)
+            return stated
         return self.call if self.variant is None else self.variant(index, parts)
 
     def sampling_of(self, index: Index) -> Sampling:

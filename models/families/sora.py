@@ -38,8 +38,9 @@ class SoraCall(FamilyCall):
         """Nothing: the model is made for the latents and captions that there are."""
 
     def conditioning(self, config: Config) -> Conditioning:
-        """All modes, or none alone where a patch of several frames would mix their times."""
-        return Conditioning(MODES if self.patch(config)[0] == 1 else ("none",))
+        """All modes, or none alone where a patch of several frames would mix their times; and a control, where the model has one."""
+        modes = MODES if self.patch(config)[0] == 1 else ("none",)
+        return Conditioning(modes, roles=("control",) if config["control"] else ())
 
     def call(self, config: Config, x_BCThw: Tensor, t_B: Tensor, conditions: Conditions) -> dict[str, Any]:
         """The arguments of the forward; times are of frames (B, T) where some are given."""
@@ -48,6 +49,7 @@ class SoraCall(FamilyCall):
             "t": conditions.times_of(t_B),
             "text_BLD": conditions.text_BLD,
             "text_mask_BL": conditions.text_mask_BL,
+            **({"control_BCThw": conditions.latents_of("control")} if config["control"] else {}),
         }
 
     def prediction(self, config: Config, output: Any, x_BCThw: Tensor) -> Tensor:

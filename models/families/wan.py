@@ -113,21 +113,25 @@ class WanCall(FamilyCall):
 
     def flops(self, config: Config, latent: Latent, text_tokens: int) -> int:
         n, l, e = self.tokens(config, latent), self.rows_of_text(config), width_of(config)  # noqa: E741 (the legend's letter)
-        patch, hidden = math.prod(self.patch(config)), config["ffn_dim"]
+        patch, pictures = math.prod(self.patch(config)), 0
         times = n if self.expand_timesteps else 1
         conditions = (
             linear(times, config["freq_dim"], e) + linear(times, e, e) + linear(times, e, 6 * e)
             + linear(l, config["text_dim"], e) + linear(l, e, e)
         )  # fmt: skip
-        own = linear(n, e, 4 * e) + attention(n, n, e)
-        cross = linear(n, e, 2 * e) + linear(l, e, 2 * e) + attention(n, l, e)
-        mlp = linear(n, e, 2 * hidden)
         if (width := config.get("image_dim")) is not None:  # keys and values of their own, for the same queries
             rows = self.image_tokens * (1 if config.get("pos_embed_seq_len") is None else 2)
             conditions += linear(rows, width, width) + linear(rows, width, e)
-            cross += linear(rows, e, 2 * e) + attention(n, rows, e)
+            pictures = linear(rows, e, 2 * e) + attention(n, rows, e)
         ends = linear(n, patch * config["in_channels"], e) + linear(n, e, patch * outputs_of(config))
-        return conditions + config["num_layers"] * (own + cross + mlp) + ends
+        return conditions + config["num_layers"] * (self.block_flops(config, n) + pictures) + ends
+
+    def block_flops(self, config: Config, n: int) -> int:
+        """Operations of a block for n tokens, without those for pictures."""
+        l, e = self.rows_of_text(config), width_of(config)  # noqa: E741 (the legend's letter)
+        own = linear(n, e, 4 * e) + attention(n, n, e)
+        cross = linear(n, e, 2 * e) + linear(l, e, 2 * e) + attention(n, l, e)
+        return own + cross + linear(n, e, 2 * config["ffn_dim"])
 
     @staticmethod
     def patch(config: Config) -> Latent:
@@ -158,7 +162,8 @@ def variant(index: Index, parts: Parts) -> ModelCall:
     return WanCall(expand_timesteps=bool(index.get("expand_timesteps", False)))
 
 
-def _wan(config: Config, sizes: SmallSizes, width: int) -> dict[str, Any]:
+def small_wan(config: Config, sizes: SmallSizes, width: int) -> dict[str, Any]:
+    """The arguments of a small model that differ from the large one's."""
     image: dict[str, Any] = {}
     if config.get("image_dim") is not None:
         places = None if config.get("pos_embed_seq_len") is None else 2 * SMALL_IMAGE[0]
@@ -172,7 +177,7 @@ def _wan(config: Config, sizes: SmallSizes, width: int) -> dict[str, Any]:
     }
 
 
-def _short(call: ModelCall, text_tokens: int) -> ModelCall:
+def shortened(call: ModelCall, text_tokens: int) -> ModelCall:
     """The call with less padding: among many tokens of it the gradients of captions cancel to rounding."""
     assert isinstance(call, WanCall)
     return replace(call, text_tokens=min(call.text_tokens, text_tokens), image_tokens=SMALL_IMAGE[0])
@@ -186,7 +191,7 @@ FAMILY = Family(
     "wan",
     "WanTransformer3DModel",
     WanCall(),
-    SmallClass(WanCall.patch, 12, _wan, _short),
+    SmallClass(WanCall.patch, 12, small_wan, shortened),
     variant,
     sampling=SAMPLING,
     text=TEXT,

@@ -46,8 +46,8 @@ from mmspeed.protocols import Work
 from mmspeed.protocols.plan import ModelPlan, Structure, declare_plan
 
 ELEMENTWISE = 60  # operations per token and channel of a block: three norms, modulation, rotary positions, GELU, gates
-# modules whose weights start at zero: the prediction, the modulation (so all gates), and the output of cross-attention
-ZERO_MODULES = ("final", "final_modulation", "modulation", "modulation_up", "cross_attention.out")
+# modules whose weights start at zero: the prediction, the modulation (so all gates), the output of cross-attention, the control
+ZERO_MODULES = ("final", "final_modulation", "modulation", "modulation_up", "cross_attention.out", "control_in")
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class SoraDiTConfig:
     adaln_rank: int = 256
     arrangement: Literal["factorised", "full"] = "factorised"
     sparse: SparseConfig | None = None
+    control: bool = False
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
@@ -230,6 +231,10 @@ class SoraDiT(nn.Module):
         width = config.width
         self.config = config
         self.patch_in = nn.Linear(config.patch_values, width)
+        if (
+            config.control
+        ):  # the embedding's further channels, apart so that the latents' product is the same without them
+            self.control_in = nn.Linear(config.patch_values, width, bias=False)
         self.time = TimeEmbedder(width)
         self.modulation = nn.Linear(width, 6 * width)
         self.text_norm = nn.LayerNorm(config.text_width, eps=NORM_EPS)
@@ -237,7 +242,7 @@ class SoraDiT(nn.Module):
         self.blocks = nn.ModuleList(SoraBlock(config, i) for i in range(config.depth))
         self.final_modulation = nn.Linear(width, 2 * width)
         self.final = FinalLinear(width, config.patch_values)
-        declare_plan(self, sora_plan([config.span(i) for i in range(config.depth)], config.heads))
+        declare_plan(self, sora_plan([config.span(i) for i in range(config.depth)], config.heads, config.control))
         if not self.patch_in.weight.is_meta:
             init_weights(self, 0)
 
@@ -248,6 +253,7 @@ class SoraDiT(nn.Module):
         text_BLD: Tensor,
         text_mask_BL: Tensor,
         video_mask_BThw: Tensor | None = None,
+        control_BCThw: Tensor | None = None,
     ) -> Tensor:
         """The prediction, of the shape and dtype of `x_BCThw`.
 
@@ -258,13 +264,19 @@ class SoraDiT(nn.Module):
             text_mask_BL: bool, True at real tokens.
             video_mask_BThw: bool, True at real latents, False at padding: no token attends to a patch without a real latent.
                 None: all are real. Internal: no pipeline reaches it yet.
+            control_BCThw: the latent of the control video, of a model that takes one.
 
-        Raises ValueError when the latent has another number of channels than the model or does not divide into patches, or when a mask or
-        the times have another shape.
+        Raises ValueError when the latent has another number of channels than the model or does not divide into patches, when a mask, the
+        control or the times have another shape, and for a control that is missing or that the model does not take.
         """
         config = self.config
         if x_BCThw.shape[1] != config.latent_channels:
             raise ValueError(f"the latent has {x_BCThw.shape[1]} channels, the model {config.latent_channels}")
+        given, taken = (
+            None if x is None else tuple(x.shape) for x in (control_BCThw, x_BCThw if config.control else None)
+        )
+        if given != taken:
+            raise ValueError(f"the control latent has the shape {given}, the model takes {taken}")
         _, _, frames, height, width = x_BCThw.shape
         grid = config.grid((frames, height, width))
         shape = config.rows_and_columns(grid)
@@ -276,6 +288,8 @@ class SoraDiT(nn.Module):
         shared = self.modulation(cond).unflatten(-1, (6, -1))
         text_BLE = self.text_in(self.text_norm(text_BLD.to(dtype)))
         x_BTSE = self.patch_in(patchify(x_BCThw.to(dtype), config.patch).unflatten(1, shape))
+        if control_BCThw is not None:
+            x_BTSE = x_BTSE + self.control_in(patchify(control_BCThw.to(dtype), config.patch).unflatten(1, shape))
         pos_T1X, pos_1SX = pos_TSX[:, :1], pos_TSX[:1]
         turn_2T1H, turn_21SH = self._turns(pos_T1X, pos_1SX, x_BTSE.dtype)
         common = text_BLE, text_mask_BL, frame_TS, pos_T1X, pos_1SX, turn_2T1H, turn_21SH, mask_BTS, frames == 1
@@ -340,6 +354,11 @@ class SoraDiT(nn.Module):
         """Work of the forward pass of one sample by kind, if all attention were dense. Raises as `tokens`."""
         return forward_work(replace(self.config, sparse=None), latent, text_tokens)
 
+    @property
+    def begins_at_zero(self) -> tuple[str, ...]:
+        """Names of parameters of a further input, which a run that this model starts from may lack."""
+        return ("control_in.weight",) if self.config.control else ()
+
     def initial_weights(self, seed: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield every parameter with the whole float32 value on the CPU that it starts from, then reset the sparse layers.
 
@@ -374,7 +393,7 @@ def forward_work(config: SoraDiTConfig, latent: tuple[int, int, int], text_token
         for block in range(config.depth)
     )
     ends = (
-        2 * n * config.patch_values * e  # patches in and out
+        (3 if config.control else 2) * n * config.patch_values * e  # patches in and out
         + TIME_CHANNELS * e + e * e + 6 * e * e + 2 * e * e  # timestep, shared and final modulation
         + text * (config.text_width * e + e * e)  # caption projection
     )  # fmt: skip

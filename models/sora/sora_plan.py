@@ -26,20 +26,21 @@ REGIONS = {
 }
 
 
-def sora_plan(kinds: Sequence[str], heads: int) -> ModelPlan:
-    """The plan of a model whose blocks attend by `kinds` ("spatial", "temporal" or "full")."""
+def sora_plan(kinds: Sequence[str], heads: int, control: bool = False) -> ModelPlan:
+    """The plan of a model whose blocks attend by `kinds` ("spatial", "temporal" or "full"); `control`: it takes a control video."""
     factorised = "full" not in kinds
     tokens = {"x_BTSE": Tokens("video", dim=2, rows=1)} if factorised else {}
+    embeddings = ("patch_in", "control_in") if control else ("patch_in",)
     own, text = Split("video", dim=1, rows=0, broadcast=True), Split("text", dim=1)
     return ModelPlan(
         blocks=tuple(
             Block(f"blocks.{place}", "rows" if kind == "temporal" else "columns", tokens)
             for place, kind in enumerate(kinds)
         ),
-        before=("patch_in", "text_norm", "text_in"),
+        before=(*embeddings, "text_norm", "text_in"),
         after=("final",),
         inputs={
-            "patch_in": {"input": Split("video", dim=2, rows=1)},
+            **{name: {"input": Split("video", dim=2, rows=1)} for name in embeddings},
             "text_norm": {"input": text},
             "blocks.*": {
                 "text_mask_BL": text,

@@ -52,7 +52,7 @@ from mmspeed.pipelines.check.official_calls import (
 )
 from mmspeed.pipelines.domains.base import values_of
 from mmspeed.pipelines.domains.video.domain import VideoDomain
-from mmspeed.pipelines.inference.conditioning_media import in_model_range
+from mmspeed.pipelines.inference.conditioning_media import control_latents, in_model_range
 from mmspeed.pipelines.inference.media import RATE
 from mmspeed.protocols import Batch, RunPlace
 from mmspeed.shapes import Bucket, as_bucket
@@ -115,6 +115,8 @@ def check_against_official(
     if not modes:
         known = ", ".join(OFFICIAL_MODES)
         raise UserError(f"--against-official: no official pipeline has the modes of `conditioning`; some have {known}")
+    if (family := family_of(repository.class_name, repository.key)).control is not None:
+        return [_with_control(task, repository, family.control, prompts[:1])]
     return [
         _without_frames(task, repository, prompts, captions)
         if mode == "none"
@@ -141,6 +143,25 @@ def _without_frames(
     pipeline = official_pipeline(repository, model, repository.index.get("_class_name", ""))
     official = official_calls(pipeline, model, task, batch, prompts)
     return OfficialCheck(repository.class_name, as_bucket(batch.shape), compared(ours, official), words)
+
+
+def _with_control(task: VideoDomain, repository: Repository, argument: str, prompts: Sequence[str]) -> OfficialCheck:
+    """The comparison of a model with a control, which its pipeline takes as an `argument`, of one video at a time."""
+    task.open_without_data()
+    bucket, rule = as_bucket(task.config.buckets[0]), task.predictor.conditioning
+    control = [picture for picture, _ in pictures(bucket, bucket.frames)]
+    codec = load_codec(task.config.vae, Device("cpu", 0), task.config.codec_weights)
+    latents = control_latents(codec, rule, np.stack([np.array(picture) for picture in control]))
+    batch = training_batch(task, bucket, prompts)
+    batch = replace(batch, tensors={**batch.tensors, **{name: latent[None] for name, latent in latents.items()}})
+    model = outline(task.config.model, task.sizes.channels, task.sizes.text_width, repository)
+    models = {"model": model}
+    ours, marked = (
+        recorded(model, partial(values_of, task, models, each)) for each in (batch, without_encodings(batch))
+    )
+    pipeline = official_pipeline(repository, model, repository.index.get("_class_name", ""))
+    official = official_calls(pipeline, model, task, batch, prompts, {argument: control})
+    return OfficialCheck(repository.class_name, bucket, compared(ours, official, marked), "random latents and control")
 
 
 def _with_frames(
@@ -261,10 +282,10 @@ def training_batch(
 
 
 def without_encodings(batch: Batch) -> Batch:
-    """The batch with NaN for what the codec made of conditioning frames."""
+    """The batch with NaN for what the codec made of conditioning frames, or of a control."""
     tensors = dict(batch.tensors)
-    if "condition" in tensors:
-        tensors["condition"] = torch.full_like(tensors["condition"], torch.nan)
+    if encoded := [name for name in tensors if name == "condition" or name.endswith(".latents")]:
+        tensors |= {name: torch.full_like(tensors[name], torch.nan) for name in encoded}
     else:
         tensors["latents"] = tensors["latents"].masked_fill(
             tensors["conditioning_mask"][:, None, :, None, None], torch.nan

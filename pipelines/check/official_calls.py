@@ -191,7 +191,7 @@ def official_call(
 
     def run() -> None:
         with _DrawsThese(x_BCThw):
-            pipeline(prompt=list(prompts), **keys)
+            pipeline(prompt=prompts[0] if len(prompts) == 1 else list(prompts), **keys)  # some take no list
 
     return recorded(model, run)
 

@@ -5,14 +5,16 @@ Legend: B batch, C channels, T h w latent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
 from mmspeed.config.conditioning import ConditioningConfig
+from mmspeed.config.roles import ROLES
 from mmspeed.errors import UserError
 from mmspeed.pipelines.diffusion.samplers import Predict
 from mmspeed.protocols import Batch
+from mmspeed.protocols.calls import Conditioning
 
 
 def held(x_BCThw: Tensor, clean_BCThw: Tensor, mask_BT: Tensor) -> Tensor:
@@ -54,10 +56,28 @@ def check_modes(conditioning: ConditioningConfig, modes: Sequence[str], model: s
     raise UserError(f"conditioning.{lacking}: {model} cannot be trained so: its modes are {known}")
 
 
-def check_prompts(prompts: Sequence[str], modes: Sequence[str]) -> None:
-    """Raises UserError for prompts of validation, which come without frames, and a model that is always given some (`modes`)."""
-    if prompts and "none" not in modes:
+def check_prompts(prompts: Sequence[str], rule: Conditioning) -> None:
+    """Raises UserError for prompts of validation, which come alone, and a model that is always given frames or a control."""
+    if prompts and rule.always:
+        what, option = ("a control", "--control") if rule.roles else ("frames", "--image")
         raise UserError(
-            "validate.prompts: the model makes videos of given frames alone, and a prompt has none: leave prompts out, so that samples are "
-            "made from held-out clips (validate.clips), and use mmspeed sample with --image"
+            f"validate.prompts: the model is always given {what}, and a prompt has none: leave prompts out, so that samples are made from "
+            f"held-out clips (validate.clips), and use mmspeed sample with {option}"
+        )
+
+
+def check_roles(roles: Collection[str], rule: Conditioning, model: str) -> None:
+    """Raises UserError for a role that a model (as messages call it) takes and the data lack, and for a given one that it does not take."""
+    lacking = next((role for role in rule.roles if role not in roles), None)
+    if lacking is not None:
+        raise UserError(
+            f"{model} is always given a {lacking}: name the manifest's column of its files, such as data.sources: "
+            f"[{{path: clips.csv, roles: {{{lacking}: {lacking}_path}}}}]"
+        )
+    given = (role for role in roles if ROLES[role].named and not ROLES[role].drawn)
+    other = next((role for role in given if role not in rule.roles), None)
+    if other is not None:
+        raise UserError(
+            f"data.sources[].roles: {model} takes no {other}: leave the role out, or train a model that takes it, such as one of ours with "
+            "model.control: true"
         )

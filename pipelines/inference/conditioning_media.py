@@ -1,11 +1,11 @@
-"""Images and videos that a sampled video begins with: read from files, fitted to its size, and encoded.
+"""Images and videos that a sampled video begins with or goes by: read from files, fitted to its size, and encoded.
 
 Legend: F frames, H W pixels, P videos of one size, C channels, T h w latent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,11 +18,11 @@ from mmspeed.config.conditioning import Mode
 from mmspeed.data.loading.conditioning_mask import conditioning_mask, prefix_of
 from mmspeed.errors import UserError
 from mmspeed.media.pixel_rules import PixelRules
-from mmspeed.media.reading import first_frame, last_frames
+from mmspeed.media.reading import first_frame, last_frames, whole_window
 from mmspeed.models.codecs.frames import frame_latents
 from mmspeed.pipelines.inference.prompts import VideoRequest
 from mmspeed.protocols import VideoCodec
-from mmspeed.protocols.calls import Conditioning
+from mmspeed.protocols.calls import BLANK, Conditioning, latents_name
 from mmspeed.shapes import Bucket
 
 OPTIONS = {
@@ -30,45 +30,34 @@ OPTIONS = {
     "first_last": "--last-image",
     "first": "--image",
 }  # of `mmspeed sample`, by the mode that they ask for
+CONTROL = "control"
 
 
 @dataclass(frozen=True)
 class ConditioningLatents:
-    """Given latent frames of videos.
+    """What videos are given beside captions.
 
     Args:
-        mask_PT: bool, True at given ones.
-        latents_PCThw: where `held`, latents that hold the given frames, zeros elsewhere; else the latents that the model takes as further
-            channels.
-        held: True where the videos have these latents at every step and in the end.
+        named: the model's inputs, by their names in a batch (`Conditioning.inputs`).
+        held_PCThw: latents that hold the given frames, zeros elsewhere, which the videos have at every step and in the end; None of a
+            model that takes frames as further channels, and where none are given.
         blend: share of the first frame in the noise that sampling begins with.
-        image_PKLD: embeddings of the K given pictures, for a model that takes them.
     """
 
-    mask_PT: Tensor
-    latents_PCThw: Tensor
-    held: bool = True
+    named: Mapping[str, Tensor]
+    held_PCThw: Tensor | None = None
     blend: float = 0.0
-    image_PKLD: Tensor | None = None
 
     def begun(self, noise_PCThw: Tensor) -> Tensor:
         """The latents that sampling begins with: noise, with its share of the first frame."""
         if not self.blend:
             return noise_PCThw
         share = torch.tensor(1 - self.blend, device=noise_PCThw.device)
-        return noise_PCThw * share + self.latents_PCThw[:, :, :1] * (1 - share)
+        return noise_PCThw * share + self.named["condition"][:, :, :1] * (1 - share)
 
     def to(self, device: torch.device) -> ConditioningLatents:
-        image_PKLD = None if self.image_PKLD is None else self.image_PKLD.to(device)
-        mask_PT, latents_PCThw = self.mask_PT.to(device), self.latents_PCThw.to(device)
-        return replace(self, mask_PT=mask_PT, latents_PCThw=latents_PCThw, image_PKLD=image_PKLD)
-
-    @property
-    def named(self) -> dict[str, Tensor]:
-        """The model's inputs, by their names in a batch."""
-        condition_PCThw = None if self.held else self.latents_PCThw
-        inputs = {"conditioning_mask": self.mask_PT, "condition": condition_PCThw, "image": self.image_PKLD}
-        return {name: tensor for name, tensor in inputs.items() if tensor is not None}
+        held_PCThw = None if self.held_PCThw is None else self.held_PCThw.to(device)
+        return replace(self, named={name: x.to(device) for name, x in self.named.items()}, held_PCThw=held_PCThw)
 
 
 def mode_of(request: VideoRequest, config: Config) -> Mode:
@@ -95,7 +84,15 @@ def mode_of(request: VideoRequest, config: Config) -> Mode:
 
 
 def check_request(request: VideoRequest, config: Config, rule: Conditioning) -> None:
-    """Raises UserError for files that a request lacks or that do not go together, and for a mode that the run lacks."""
+    """Raises UserError for files that a request lacks or that do not go together, for a mode that the run lacks, and for its control."""
+    if request.control is not None and CONTROL not in rule.roles:
+        raise UserError(
+            "--control: the model of this run takes no control: leave it out, or sample from a run that was trained with one"
+        )
+    if request.control is None and CONTROL in rule.roles:
+        raise UserError(
+            "the model of this run makes videos by a control: give --control FILE, a video of the same frames"
+        )
     if mode_of(request, config) not in rule.modes:
         files = "--image" if "first" in rule.modes else "--image and --last-image"
         raise UserError(f"the model of this run makes videos of given frames alone: give {files}")
@@ -118,14 +115,18 @@ def conditioning_latents(
     rule: Conditioning,
     embeddings: Sequence[Tensor] = (),
 ) -> ConditioningLatents | None:
-    """The given latents of requests of one size, on the CPU; None where they name no files.
+    """The given inputs of requests of one size, on the CPU; None where they name no files.
 
     rule: of the model. embeddings: (K, L, D) of the pictures of each request, for a model that takes them.
     Raises UserError for a file that cannot be read, and for given frames that leave nothing to make.
     """
+    named: dict[str, Tensor] = {}
+    if rule.roles:
+        controls = [control_latents(codec, rule, control_of(request, config, codec, size)) for request in requests]
+        named = {name: torch.stack([latents[name] for latents in controls]) for name in controls[0]}
     modes = [mode_of(request, config) for request in requests]
     if set(modes) == {"none"}:
-        return None
+        return ConditioningLatents(named) if named else None
     masks, latents = [], []
     frames = codec.strides.latent(size)[0]
     for request, mode in zip(requests, modes, strict=True):
@@ -146,8 +147,25 @@ def conditioning_latents(
         encode = further_channels if rule.how == "grey" else clean_latents
         masks.append(mask_T)
         latents.append(encode(codec, mode, pixels, size))
-    image_PKLD = torch.stack(list(embeddings)) if embeddings else None
-    return ConditioningLatents(torch.stack(masks), torch.stack(latents), rule.how == "replace", rule.blend, image_PKLD)
+    named["conditioning_mask"], latents_PCThw = torch.stack(masks), torch.stack(latents)
+    if embeddings:
+        named["image"] = torch.stack(list(embeddings))
+    if rule.how == "replace":
+        return ConditioningLatents(named, latents_PCThw, rule.blend)
+    return ConditioningLatents({**named, "condition": latents_PCThw}, blend=rule.blend)
+
+
+def control_of(request: VideoRequest, config: Config, codec: VideoCodec, size: Bucket) -> np.ndarray:
+    """The frames (F, H, W, 3), uint8, of a request's control, cut and scaled to a size. Raises UserError."""
+    rules, stride = PixelRules.of(config.data), codec.strides.temporal
+    return whole_window(Path(str(request.control)), size, config.data.fps, stride, rules)
+
+
+def control_latents(codec: VideoCodec, rule: Conditioning, frames_FHWC: np.ndarray) -> dict[str, Tensor]:
+    """The latents (C, T, h, w) of a control (F, H, W, 3), uint8, and of a grey video beside it, where a model takes that, by their names."""
+    control_1CFHW = in_model_range(frames_FHWC)
+    videos = {CONTROL: control_1CFHW, BLANK: torch.zeros_like(control_1CFHW)}
+    return {latents_name(role): encoded(codec, videos[role]) for role in rule.roles}
 
 
 def clean_latents(codec: VideoCodec, mode: Mode, pixels_FHWC: np.ndarray, size: Bucket) -> Tensor:
@@ -158,7 +176,7 @@ def clean_latents(codec: VideoCodec, mode: Mode, pixels_FHWC: np.ndarray, size: 
     """
     clean_CThw = torch.zeros(codec.channels, *codec.strides.latent(size))
     front_CThw = (
-        encoded(codec, pixels_FHWC[: 1 if mode == "first_last" else len(pixels_FHWC)])
+        encoded(codec, in_model_range(pixels_FHWC[: 1 if mode == "first_last" else len(pixels_FHWC)]))
         if mode != "none"
         else clean_CThw[:, :0]
     )
@@ -166,7 +184,7 @@ def clean_latents(codec: VideoCodec, mode: Mode, pixels_FHWC: np.ndarray, size: 
     if mode == "first_last":
         stay = size.frames - codec.strides.temporal
         still_FHWC = np.repeat(pixels_FHWC, [stay, size.frames - stay], axis=0)
-        clean_CThw[:, -1:] = encoded(codec, still_FHWC)[:, -1:]
+        clean_CThw[:, -1:] = encoded(codec, in_model_range(still_FHWC))[:, -1:]
     return clean_CThw
 
 
@@ -188,6 +206,6 @@ def in_model_range(frames_FHWC: np.ndarray) -> Tensor:
     return video_FHWC.permute(3, 0, 1, 2)[None]
 
 
-def encoded(codec: VideoCodec, frames_FHWC: np.ndarray) -> Tensor:
-    """The mean of the latents (C, T, h, w) of frames (F, H, W, 3), uint8, on the CPU."""
-    return codec.encode(in_model_range(frames_FHWC)).mean_BCThw[0].float().cpu()
+def encoded(codec: VideoCodec, video_1CFHW: Tensor) -> Tensor:
+    """The mean of the latents (C, T, h, w) of a video (1, 3, F, H, W) in [-1, 1], on the CPU."""
+    return codec.encode(video_1CFHW).mean_BCThw[0].float().cpu()

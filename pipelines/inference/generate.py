@@ -107,7 +107,7 @@ def sample_together(
 ) -> Tensor:
     """Latents (P, C, T, h, w) float32 of P texts in one batch, from their noise; the model is in eval mode.
 
-    negatives: the text to steer away from, of each. conditioning: latents of conditioning frames.
+    negatives: the text to steer away from, of each. conditioning: what they are given beside it.
     other: the expert that predicts at the times that are not the model's. A model whose attention keeps clusters between steps takes one
     text at a time.
     """
@@ -144,11 +144,13 @@ def sample_together(
         noise_PCThw = noise_PCThw.to(device.torch_device)
         if conditioning is not None:
             noise_PCThw = conditioning.begun(noise_PCThw)
-        if conditioning is None or not conditioning.held:
+        clean_PCThw = None if conditioning is None else conditioning.held_PCThw
+        if conditioning is None or clean_PCThw is None:
             return objective.sample(chosen, noise_PCThw, settings.steps, settings.sampler, on_step=on_step)
-        chosen = holding(chosen, conditioning.latents_PCThw, conditioning.mask_PT)
+        mask_PT = conditioning.named["conditioning_mask"]
+        chosen = holding(chosen, clean_PCThw, mask_PT)
         video_PCThw = objective.sample(chosen, noise_PCThw, settings.steps, settings.sampler, on_step=on_step)
-        return held(video_PCThw, conditioning.latents_PCThw, conditioning.mask_PT)
+        return held(video_PCThw, clean_PCThw, mask_PT)
 
 
 def _predictor(model: nn.Module, predictor: Predictor, conditions: Conditions, before: Callable[[], None]) -> Predict:

@@ -25,7 +25,7 @@ from mmspeed.config.schema import DiffusersVaeConfig, FamilyTextConfig, Publishe
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.media.pixel_rules import NEWEST_RULES, PixelRules
-from mmspeed.media.reading import first_frame
+from mmspeed.media.reading import first_frame, whole_window
 from mmspeed.models.codecs.vae import DiffusersCodec
 from mmspeed.models.diffusers.repository import INDEX, Repository, header_of
 from mmspeed.models.families import family_of
@@ -73,7 +73,7 @@ class OfficialSampler:
         self.pipeline, self.device = pipeline, device
         self.name, self.sampling = str(repository.pipeline), family.sampling_of(repository.index)
         self.takes = inspect.signature(type(pipeline).__call__).parameters
-        self.image_in_latents = family.image_in_latents
+        self.image_in_latents, self.control = family.image_in_latents, family.control
         self.bucket, self.fps, self.rules = defaults.bucket, defaults.fps, defaults.rules
         self.sample_config = completed_sample(defaults.sample, self.sampling)
         recipe = family.text_of(repository.index, repository.config)
@@ -151,6 +151,13 @@ class OfficialSampler:
 
     def _check_files(self, request: VideoRequest) -> None:
         """Raises UserError for a request without a file that the pipeline needs, or with one that it does not take."""
+        if (request.control is None) is not (self.control is None):
+            what = (
+                "takes no control: leave --control out"
+                if self.control is None
+                else "makes videos by a control: give --control"
+            )
+            raise UserError(f"{OPTION}: {self.name} {what}")
         if request.video is not None:
             raise UserError(f"--video: {self.name} takes no videos to go on from")
         for name in ("image", "last_image"):
@@ -231,6 +238,10 @@ class OfficialSampler:
             for name, file in (("image", request.image), ("last_image", request.last_image))
             if file is not None
         }
+        if self.control is not None:
+            stride = self.codec.strides.temporal
+            frames_FHWC = whole_window(Path(str(request.control)), size, self.fps, stride, self.rules)
+            settings[self.control] = [Image.fromarray(frame) for frame in frames_FHWC]
         if not self.embedded:
             settings["negative_prompt"] = negative
         return {name: value for name, value in settings.items() if name in self.takes} | self._guided(guidance)

@@ -13,7 +13,7 @@ from mmspeed.data.cache.keys import number_duplicates
 from mmspeed.errors import UserError, nearest
 
 JSON_LINES = (".jsonl", ".ndjson")
-FILES = ("image", "last_image", "video")
+FILES = ("image", "last_image", "video", "control")
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,11 @@ class VideoRequest:
     frames: int | None = None
     height: int | None = None
     width: int | None = None
-    image: str | None = None  # files that the video begins or ends with, as `conditioning_media` reads them
+    image: str | None = None  # files that the video begins or ends with or goes by, as `conditioning_media` reads them
     last_image: str | None = None
     video: str | None = None
     prefix_frames: int | None = None
+    control: str | None = None
     line: int = 0
 
 
@@ -48,13 +49,14 @@ class _Row(BaseModel):
     last_image: str | None = None
     video: str | None = None
     prefix_frames: int | None = Field(None, ge=1)
+    control: str | None = None
 
 
 def read_requests(path: str | Path) -> list[VideoRequest]:
     """The requests of a file, in order; empty lines are passed over.
 
     A file that ends in .jsonl or .ndjson has a JSON object a line (keys: prompt, negative, seed, frames, height, width, image, last_image,
-    video, prefix_frames; files are taken from its folder), any other a prompt a line.
+    video, prefix_frames, control; files are taken from its folder), any other a prompt a line.
     Raises UserError, which names the line, for one that cannot be read, and for a file without prompts.
     """
     path = Path(path)

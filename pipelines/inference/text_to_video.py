@@ -287,6 +287,7 @@ class TextToVideo:
         last_image: str | Path | Image.Image | None = None,
         video: str | Path | None = None,
         prefix_frames: int | None = None,
+        control: str | Path | None = None,
         num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
         on_step: Callable[[int, int], None] | None = None,
@@ -294,7 +295,8 @@ class TextToVideo:
         """Sample a video for each prompt. Missing arguments are taken from the run's config.
 
         image, last_image: the first and last frame, files or PIL's images, for a run with that mode of `conditioning`. video: a file that
-        the videos go on from; prefix_frames: so many frames of its end, by default those that the run was trained with.
+        the videos go on from; prefix_frames: so many frames of its end, by default those that the run was trained with. control: a video
+        of the same frames, for a run that was trained with one.
         num_inference_steps, guidance_scale: `steps` and `guidance`, as diffusers spells them.
 
         The same seed, prompt and settings give the same video. Raises UserError for a size that the codec cannot make or the timestep
@@ -309,10 +311,10 @@ class TextToVideo:
         with tempfile.TemporaryDirectory() as folder:
             first = picture_file(image, Path(folder, "first.png"))
             last = picture_file(last_image, Path(folder, "last.png"))
-            before = None if video is None else os.fspath(video)
+            before, by = (None if each is None else os.fspath(each) for each in (video, control))
+            given = first, last, before, prefix_frames, by
             requests = [
-                VideoRequest(prompt, negative_prompt, seed, frames, height, width, first, last, before, prefix_frames)
-                for prompt in prompts
+                VideoRequest(prompt, negative_prompt, seed, frames, height, width, *given) for prompt in prompts
             ]
             return [video for _, video in self.sample(requests, settings, on_step, together=1)]
 

@@ -80,7 +80,11 @@ def load_measured(path: Path, setting: Mapping[str, Any]) -> tuple[Measured, str
     """
     measured = Measured.load(path)
     before = measured.setting
-    other = [name for name in {**setting, **before} if before.get(name) != setting.get(name) and name not in UNUSED]
+    other = [
+        name
+        for name in {**setting, **before}
+        if (before.get(name) or None) != (setting.get(name) or None) and name not in UNUSED
+    ]
 
     def shown(names: Sequence[str]) -> str:
         return ", ".join(f"{name} ({before.get(name)}, here {setting.get(name)})" for name in names)

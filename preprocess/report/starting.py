@@ -21,7 +21,7 @@ from mmspeed.media.rejections import Reason, Rejected, Rejection, reasons_in_wor
 from mmspeed.media.source import Source
 from mmspeed.media.windows import frames_available
 from mmspeed.models.families.complete import boundary_of
-from mmspeed.models.sections import family_of_section, mode_of_images, repository_of
+from mmspeed.models.sections import conditioning_of, family_of_section, repository_of
 from mmspeed.preprocess.decoding.clips import Clip, select_clips, split_of
 from mmspeed.preprocess.decoding.pool import DecodePool, Failed, Selected, without_repeats
 from mmspeed.preprocess.report.bucket_fit import BucketFit, BucketFitter, BucketGrid, SourceShapes, grid_of
@@ -56,6 +56,7 @@ class Target:
         grid: the buckets that fit codec and model; None: of the built-in codec and the smallest model.
         mode: of `conditioning`, for a model that makes videos from images alone; None for others.
         experts: True for a model with two experts.
+        control: True for a model that is always given a control video.
     """
 
     repository: str | None = None
@@ -65,6 +66,7 @@ class Target:
     grid: BucketGrid | None = None
     mode: str | None = None
     experts: bool = False
+    control: bool = False
 
 
 def target_of(model: str) -> Target:
@@ -76,20 +78,22 @@ def target_of(model: str) -> Target:
     if videos is not None:
         frames, pixels = videos.grid
         own = {"least": (videos.height, videos.width), "most": (videos.height, videos.width)} if videos.fixed else {}
-        grid, mode, experts = BucketGrid(frames, 1, pixels, pixels, **own), videos.mode, videos.experts
+        grid, mode, control = BucketGrid(frames, 1, pixels, pixels, **own), videos.mode, videos.control
+        experts = videos.experts
     else:
         section = PublishedModelConfig(kind="diffusers", pretrained=repository)
         opened = repository_of(section)
         videos = next(iter(family_of_section(section, opened).published.values()))
         buckets = [{"frames": videos.frames, "height": videos.height, "width": videos.width}]
         tree = {"data": {"sources": [{"path": repository}], "buckets": buckets}, "model": section.model_dump()}
-        grid, mode = (
+        grid, rule = (
             grid_of(video_config(make_config(tree, origin="--model"), "--model")),
-            mode_of_images(section, opened),
+            conditioning_of(section, opened),
         )
+        mode, control = None if "none" in rule.modes else rule.modes[0], bool(rule.roles)
         experts = boundary_of(opened) is not None
     sizes = [grid.nearest(videos.height * share, videos.width * share) for share in SHARES]
-    return Target(repository, videos.frames, tuple(dict.fromkeys(sizes)), videos.fps, grid, mode, experts)
+    return Target(repository, videos.frames, tuple(dict.fromkeys(sizes)), videos.fps, grid, mode, experts, control)
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,22 @@ def save_wan_images(folder: Path, last: bool = False, **changes: Any) -> Path:
     return folder
 
 
+def save_wan_vace(folder: Path, **changes: Any) -> Path:
+    """The repository of a tiny Wan 2.1 VACE pipeline; `changes` are the transformer's."""
+    from diffusers import WanPipeline, WanVACEPipeline, WanVACETransformer3DModel
+
+    save_wan(folder)
+    parts = WanPipeline.from_pretrained(folder).components
+    sizes = dict(parts["transformer"].config) | {"num_layers": 3, "vace_layers": (0, 2), "vace_in_channels": 96}
+    names = inspect.signature(WanVACETransformer3DModel.__init__).parameters
+    kept = {name: value for name, value in {**sizes, **changes}.items() if name in names}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        transformer = randomized(WanVACETransformer3DModel(**kept))
+    WanVACEPipeline(**{**parts, "transformer": transformer, "transformer_2": None}).save_pretrained(folder)
+    return folder
+
+
 # -- LTX-Video ----------------------------------------------------------------------------------------------------------
 
 

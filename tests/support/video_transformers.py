@@ -36,6 +36,21 @@ def _wan_inputs(frames: int = 5, text: int = 7, per_token: bool = False, seed: i
     }
 
 
+def _wan_vace(**changes: Any) -> nn.Module:
+    from diffusers import WanVACETransformer3DModel
+
+    return WanVACETransformer3DModel(**{
+        "patch_size": (1, 2, 2), "num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4,
+        "text_dim": 8, "freq_dim": 16, "ffn_dim": 32, "num_layers": 3, "rope_max_seq_len": 32, "vace_layers": (0, 2),
+        "vace_in_channels": 72, **changes,
+    })  # fmt: skip
+
+
+def _wan_vace_inputs(frames: int = 5, text: int = 7, seed: int = 1) -> Inputs:
+    control = torch.randn(2, 72, frames, 6, 6, generator=_generator(seed + 1))
+    return {**_wan_inputs(frames, text, seed=seed), "control_hidden_states": control}
+
+
 def _chronoedit(**changes: Any) -> nn.Module:
     from diffusers import ChronoEditTransformer3DModel
 
@@ -215,6 +230,7 @@ def _flux_inputs(text: int = 7, seed: int = 1) -> Inputs:
 CASES: dict[str, tuple[Callable[..., nn.Module], Inputs, Callable[..., Inputs], Inputs]] = {
     "wan": (_wan, {}, _wan_inputs, {}),
     "wan, a timestep a token": (_wan, {}, _wan_inputs, {"per_token": True}),
+    "wan vace": (_wan_vace, {}, _wan_vace_inputs, {}),
     "ltx": (_ltx, {}, _ltx_inputs, {}),
     "ltx, a timestep a token": (_ltx, {}, _ltx_inputs, {"per_token": True}),
     "cogvideox": (_cogvideox, {}, _cogvideox_inputs, {}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -20,6 +20,7 @@ from mmspeed.loop.averages import EMA
 from mmspeed.loop.frozen import fingerprint, frozen_names
 from mmspeed.loop.optimizers.make_optimizer import AnyOptimizer
 from mmspeed.parallel import unwrap
+from mmspeed.protocols import BeginsAtZero
 
 from .local import first_lacking
 from .seals import digest
@@ -350,11 +351,13 @@ def load_weights(
     alone: bool = True,
     optimizer: AnyOptimizer | None = None,
     role: str | None = None,
+    spared: Collection[str] = (),
 ) -> dict[str, Any]:
     """Load weights alone, in the number type that `model` has, by one process `alone` or by all. Returns and raises as `load`.
 
     `optimizer` is that of a model in training: where it holds the float32 weights, they are loaded there. Parameters that did not
     train, and so are not in the checkpoint, stay as they are and must be those that it was trained on. `role`: as for `load`.
+    `spared`: parameters that stay as they are where the checkpoint lacks them.
     """
     meta, index = _opened(folder, role)
     if which == "ema" and meta[EMA_UPDATES] is None:
@@ -363,6 +366,9 @@ def load_weights(
     averaged = {name for name, _ in unwrap(model).named_parameters()}
     parameters = {name for name, _ in unwrap(model).named_parameters(remove_duplicate=False)}
     weights = room_for_weights(model, optimizer)
+    for name in spared:
+        if not {f"{of_role(part, role)}.{name}" for part in ("ema", "model")} & stored.keys():
+            del weights[name]
     wanted = {}
     base = []  # of which the checkpoint has a fingerprint alone
     for name, tensor in weights.items():
@@ -425,12 +431,13 @@ def load_start(
     `optimizer` takes them where it holds the float32 weights. `role`: that of a further model that learned; None: the first.
 
     All ranks call it. Thresholds of sparse attention are loaded too where both models have them. Raises UserError when
-    there is no checkpoint, or a parameter is missing, left over or of another shape.
+    there is no checkpoint, or a parameter is missing, left over or of another shape; one that `begins_at_zero` may be missing.
     """
-    folder = starting_checkpoint(place)
+    folder, bare = starting_checkpoint(place), unwrap(model)
+    spared = bare.begins_at_zero if isinstance(bare, BeginsAtZero) else ()
     try:
         averaged = _opened(folder, role)[0][EMA_UPDATES] is not None
         which, alone = "ema" if averaged else "model", not dist.is_initialized()
-        load_weights(folder, unwrap(model), which, alone, optimizer, role)  # type: ignore[arg-type]
+        load_weights(folder, bare, which, alone, optimizer, role, spared)  # type: ignore[arg-type]
     except UserError as error:
         raise UserError(f"train.start_from: {error}") from None

@@ -111,8 +111,10 @@ def room_for_weights(model: nn.Module, optimizer: AnyOptimizer | None) -> dict[s
 
 
 def take_weights(model: nn.Module, optimizer: AnyOptimizer | None, weights: dict[str, Tensor]) -> None:
-    """Write the tensors read into `room_for_weights` to the optimizer; those that are the model's own need no copy."""
+    """Write the tensors read into `room_for_weights` to the optimizer; those that are the model's own need no copy, nor do absent ones."""
     for name, parameter in _with_masters(model, optimizer):
+        if name not in weights:
+            continue
         cast(TieredOptimizer, optimizer).set_master(parameter, local(weights.pop(name)).to(local(parameter).device))
 
 

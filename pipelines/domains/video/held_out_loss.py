@@ -32,16 +32,17 @@ from mmspeed.pipelines.inference.media import RATE, contact_sheet, save_image
 from mmspeed.pipelines.inference.text_to_video import decode_videos, sampler_settings, stored_prompts, video_shape
 from mmspeed.pipelines.run.run_folder import RunFolder, write_text
 from mmspeed.protocols import Divisors, Models, RunPlace, Term, Terms, TextEntry
+from mmspeed.protocols.calls import latents_name
 from mmspeed.shapes import Bucket, Strides
 
 log = get_logger("validate")
 
-CLIPS = 2  # sampled of a model that is always given frames
+CLIPS = 2  # sampled of a model that is always given frames or a control
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A video to sample: its words (a prompt, or the name of the clip), caption, size, and the clip whose frames are given."""
+    """A video to sample: its words (a prompt, or the name of the clip), caption, size, and the clip of which the model is given something."""
 
     words: str
     text: TextEntry
@@ -75,7 +76,8 @@ class VideoValidation:
         self.folder = RunFolder(place.folder)
         self.prompts, clips = list(config.validate_.prompts), config.validate_.clips
         if clips is None:
-            clips = 0 if self.prompts or "none" in config.conditioning.shares else CLIPS
+            always = predictor.conditioning.roles or "none" not in config.conditioning.shares
+            clips = CLIPS if always and not self.prompts else 0
         self.clips = [sample for sample in samples if not sample.bucket.is_image][:clips]
         self.texts: list[TextEntry] = []
         self.strides = Strides(*cache.info["encoders"]["vae"]["strides"])
@@ -220,16 +222,17 @@ class VideoValidation:
         return wanted
 
     def _given(self, clip: Sample) -> ConditioningLatents | None:
-        """The frames of a clip that the model is given, in the mode that the held-out loss has; None where that is none."""
+        """What the model is given of a clip, with the frames of the mode that the held-out loss has; None where that is nothing."""
         rule, draws = self.predictor.conditioning, [(SampleUse(clip, 0, 0), 1.0)]
         batch = assemble(self.cache, draws, self.config.seed, 0.0, conditioning=self.conditioning, rule=rule)
-        mask_BT = batch["conditioning_mask"] if "conditioning_mask" in batch else torch.zeros(1, 1, dtype=torch.bool)
-        if not bool(mask_BT.any()):
-            return None
-        latents = batch["latents"]
-        given = batch["condition"] if "condition" in batch else held(torch.zeros_like(latents), latents, mask_BT)
-        image = batch["image"] if "image" in batch else None
-        return ConditioningLatents(mask_BT, given, rule.how == "replace", rule.blend, image)
+        named = {name: batch[name] for name in rule.inputs if name in batch}
+        mask_BT = named.get("conditioning_mask")
+        if mask_BT is None or not bool(mask_BT.any()):
+            named = {latents_name(role): batch[latents_name(role)] for role in rule.roles}
+            return ConditioningLatents(named) if named else None
+        latents, replaced = batch["latents"], rule.how == "replace"
+        clean = held(torch.zeros_like(latents), latents, mask_BT) if replaced else None
+        return ConditioningLatents(named, clean, rule.blend)
 
 
 @torch.no_grad()

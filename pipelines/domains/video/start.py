@@ -24,6 +24,6 @@ def other_shape(place: str | Path, model: ModelConfig | PublishedModelConfig) ->
     here, trained = (resolve_config(each, 1, 1) for each in (model, recorded))
     return [
         f"train.start_from: {place} was trained with model.{name} {getattr(trained, name)}, here it is {getattr(here, name)}"
-        for name in ("arrangement", "heads", "patch")
+        for name in ("arrangement", "heads", "patch", "control")
         if getattr(here, name) != getattr(trained, name)
     ]

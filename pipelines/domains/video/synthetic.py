@@ -15,6 +15,7 @@ from mmspeed import rng
 from mmspeed.data.loading.collate import video_batch
 from mmspeed.pipelines.diffusion.predictor import Predictor
 from mmspeed.protocols import Batch
+from mmspeed.protocols.calls import Conditioning, latents_name
 from mmspeed.shapes import Bucket, Strides
 
 FPS = 24.0  # of synthetic clips
@@ -51,8 +52,6 @@ def synthetic_batch(
         return rng.normal(size, seed, "profile", name).expand(items, *size).contiguous()
 
     mask_BL, rule = torch.arange(length) < lengths_B[:, None], predictor.conditioning
-    given = {"condition": alike("condition", *shape_CThw)} if rule.how != "replace" else {}
-    given |= {} if rule.image_size is None else {"image": alike("image", *rule.image_size)}
     return video_batch(
         latents_BCThw=alike("latents", *shape_CThw),
         text_BLD=alike("text", length, inputs.text_width),
@@ -66,16 +65,24 @@ def synthetic_batch(
         u_B=(torch.arange(items, dtype=torch.float64) + 0.5) / items,
         fps_B=torch.full((items,), FPS) if predictor.timed else None,
         conditioning_mask_BT=torch.zeros(items, latent[0], dtype=torch.bool) if conditioning else None,
-        others=given | further_captions(predictor.texts, mask_BL[:, :FURTHER_TOKENS], alike),
+        others=further_inputs(rule, predictor.texts, mask_BL[:, :FURTHER_TOKENS], shape_CThw, alike),
     )
 
 
-def further_captions(
-    texts: Mapping[str, int], mask_BL: Tensor, draw: Callable[[str, int, int], Tensor]
+def further_inputs(
+    rule: Conditioning,
+    texts: Mapping[str, int],
+    mask_BL: Tensor,
+    shape_CThw: tuple[int, ...],
+    draw: Callable[..., Tensor],
 ) -> dict[str, Tensor]:
-    """Captions of further encoders by their names, with their masks, as a batch holds them.
+    """What a model takes beside latents, captions and the mask of conditioning frames, by its names in a batch.
 
-    `texts`: their widths; `draw(name, L, D)` makes one for each sample, (B, L, D).
+    `texts`: widths of the captions of further encoders, whose mask is `mask_BL`; `draw(name, *size)` makes one for each sample.
     """
-    captions = {name: draw(name, mask_BL.shape[1], width) for name, width in texts.items()}
-    return captions | {f"{name}_mask": mask_BL for name in texts}
+    inputs = {name: draw(name, mask_BL.shape[1], width) for name, width in texts.items()}
+    inputs |= {f"{name}_mask": mask_BL for name in texts}
+    if rule.image_size is not None:
+        inputs["image"] = draw("image", *rule.image_size)
+    latents = ([] if rule.how == "replace" else ["condition"]) + [latents_name(role) for role in rule.roles]
+    return inputs | {name: draw(name, *shape_CThw) for name in latents}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mmspeed.errors import UserError
 from mmspeed.models.families import FAMILIES, class_name, family_in
 from mmspeed.models.families.base import SmallSizes
-from mmspeed.pipelines.domains.video.synthetic import further_captions
+from mmspeed.pipelines.domains.video.synthetic import further_inputs
 from mmspeed.protocols import Conditions, ModelCall
 from mmspeed.protocols.calls import Conditioning, TakesConditioning, TakesTexts
 from mmspeed.shapes import Strides
@@ -145,16 +145,12 @@ def _conditions(
     def normal(*size: int) -> Tensor:
         return torch.randn(SAMPLES, *size, generator=g)
 
-    named: dict[str, Tensor] = {}
     mask_BL = torch.ones(SAMPLES, TEXT_TOKENS, dtype=torch.bool)
-    if isinstance(call, TakesTexts):
-        named |= further_captions(call.texts(config), mask_BL, lambda _, *size: normal(*size))
     rule = call.conditioning(config) if isinstance(call, TakesConditioning) else Conditioning()
-    if rule.image_size is not None:
-        named["image"] = normal(*rule.image_size)
+    texts = call.texts(config) if isinstance(call, TakesTexts) else {}
+    named = further_inputs(rule, texts, mask_BL, (CHANNELS, *latent), lambda _, *size: normal(*size))
     if rule.how != "replace":
-        mask_BT = torch.ones(SAMPLES, latent[0], dtype=torch.bool)
-        named |= {"conditioning_mask": mask_BT, "condition": normal(CHANNELS, *latent)}
+        named["conditioning_mask"] = torch.ones(SAMPLES, latent[0], dtype=torch.bool)
     pooled = call.pooled_width(config)
     return Conditions(
         normal(TEXT_TOKENS, TEXT_WIDTH),

@@ -31,6 +31,7 @@ FLOW, DDPM = FlowConfig(kind="flow"), DdpmConfig(kind="ddpm")
 MODELS: dict[str, tuple[str, dict[str, Any], FlowConfig | DdpmConfig]] = {
     "wan": ("wan", {}, FLOW),
     "wan, patches of two frames": ("wan", {"patch_size": (3, 2, 2)}, FLOW),
+    "wan vace": ("wan vace", {}, FLOW),
     "ltx": ("ltx", {}, FLOW),
     "ltx, patches": ("ltx", {"in_channels": 16, "out_channels": 16, "patch_size": 2}, FLOW),
     "cogvideox 5b": ("cogvideox", {}, DDPM),
@@ -47,6 +48,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], FlowConfig | DdpmConfig]] = {
 
 FAMILIES_ONCE = [
     "wan, patches of two frames",
+    "wan vace",
     "ltx, patches",
     "cogvideox 1.5",
     "hunyuan",
@@ -67,7 +69,8 @@ def conditions(seed: int = 0) -> Conditions:
     }
     glyphs["text_2"] *= glyphs["text_2_mask"][..., None]
     pooled_BD = torch.randn(B, D, generator=g)
-    return Conditions(text_BLD, mask_BL, pooled_BD, torch.tensor([8.0, 24.0]), Strides(4, 8), glyphs)
+    roles = {f"{role}.latents": torch.randn(B, C, T, H, W, generator=g) for role in ("control", "blank")}
+    return Conditions(text_BLD, mask_BL, pooled_BD, torch.tensor([8.0, 24.0]), Strides(4, 8), glyphs | roles)
 
 
 def frames_of(name: str) -> int:
@@ -270,6 +273,7 @@ def test_captions_are_filled_with_zeros_whatever_lies_in_their_padding() -> None
         ("wan", {"in_channels": 9}, FLOW, (C, D), r"takes 9 channels and returns 4, the latents here have 4: .*image-to-video"),
         ("ltx", {}, FLOW, (3, D), r"LTXVideo.* takes 4 channels and returns 4, the latents here have 3: name .* under `vae`"),
         ("wan", {"image_dim": 8}, FLOW, (C, D), r"image_dim is set, but its input channels do not hold given frames"),
+        ("wan vace", {"vace_in_channels": 8}, FLOW, (C, D), r"WanVACE.* has vace_in_channels 8 and image_dim None: known models"),
         ("hunyuan 1.5", {"use_meanflow": True}, FLOW, (C, D), r"use_meanflow is set"),
         ("qwen, images", {"zero_cond_t": True}, FLOW, (C, D), r"zero_cond_t is set: models that edit images"),
     ],
@@ -323,6 +327,7 @@ def test_what_a_call_lacks_is_said() -> None:
     for name, without, message in (
         ("hunyuan", replace(inputs, pooled_BD=None), r"a pooled vector of width 8 .* gave none"),
         ("ltx", replace(inputs, fps_B=None), r"needs the frames per second"),
+        ("wan vace", replace(inputs, named={}), r"the model takes the role `blank`, and the samples have none"),
         ("hunyuan 1.5", replace(inputs, named={}), r"needs a second caption of width 8"),
         (
             "hunyuan 1.5",

@@ -131,7 +131,7 @@ def official(
     if name == "LTXPipeline":  # of latents that are given it takes the first frame as they have it
         conditioning = conditioning_latents([request], pipe.config, pipe.codec, size, pipe.predictor.conditioning)
         assert conditioning is not None
-        given = held(noise, conditioning.latents_PCThw, conditioning.mask_PT)
+        given = held(noise, conditioning.held_PCThw, conditioning.named["conditioning_mask"])
         settings |= {"latents": packed(given, (1, 1, 1)), "frame_rate": FPS}
     shown = {"image": request.image, "last_image": request.last_image}
     files = {name: Image.open(path) for name, path in shown.items() if path}
@@ -172,7 +172,7 @@ def test_a_model_that_is_always_given_frames_says_what_it_needs(tmp_path: Path) 
     with pytest.raises(UserError, match=r"--last-image: the run was trained without conditioning\.first_last"):
         pipe.sizes([VideoRequest("a", image="a.png", last_image="b.png")])
     config = config_of(tmp_path / "wan", "conditioning.first=1", "validate.prompts=[a]")
-    with pytest.raises(UserError, match=r"^validate\.prompts: the model makes videos of given frames alone"):
+    with pytest.raises(UserError, match=r"^validate\.prompts: the model is always given frames"):
         VideoDomain(config).use(EncoderShapes(16, Strides(4, 8), 16)).build()
 
 

@@ -53,7 +53,7 @@ def decoded(pipe: TextToVideo, request: VideoRequest) -> tuple[np.ndarray, np.nd
     conditioning = conditioning_latents([request], pipe.config, pipe.codec, size, pipe.predictor.conditioning)
     assert conditioning is not None
     ((_, video),) = pipe.sample([request], together=1)
-    clean = pipe.codec.decode(conditioning.latents_PCThw)[0].permute(1, 2, 3, 0)
+    clean = pipe.codec.decode(conditioning.held_PCThw)[0].permute(1, 2, 3, 0)
     return video.frames_FHWC.astype(int), ((clean + 1) * 127.5).round().clamp(0, 255).numpy().astype(int)
 
 
