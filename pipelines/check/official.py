@@ -24,13 +24,13 @@ from mmspeed.config import Config
 from mmspeed.config.conditioning import ConditioningConfig, Mode
 from mmspeed.config.schema import PublishedModelConfig
 from mmspeed.data.loading.collate import (
-    ConditioningFrames,
     choose_text,
     draw_conditioning,
     draw_noise,
     pad_other_texts,
     pad_texts,
     pooled_vectors,
+    stacked,
     video_batch,
 )
 from mmspeed.device import Device
@@ -260,7 +260,7 @@ def training_batch(
     task: VideoDomain,
     bucket: Bucket,
     prompts: Sequence[str],
-    frames: Sequence[ConditioningFrames] = (),
+    frames: Sequence[Mapping[str, Tensor]] = (),
     seen: Sequence[np.ndarray] | None = None,
 ) -> Batch:
     """A batch as the loader makes it, of random latents with these captions, all at one time.
@@ -269,12 +269,10 @@ def training_batch(
     """
     entries = entries_beside(load_text_encoder(task.config.text, Device("cpu", 0)), list(prompts), seen)
     text_BLD, mask_BL = pad_texts(entries)
-    latents = [each.latent_CThw for each in frames] or random_latents(task, bucket, len(prompts))
-    names, shape_CThw = [("check", 0, i) for i in range(len(prompts))], tuple(latents[0].shape)
-    conditions = [each.condition_CThw for each in frames if each.condition_CThw is not None]
-    embeddings = [each.image_KLD for each in frames if each.image_KLD is not None]
+    given = stacked(frames or [{"latents": latent} for latent in random_latents(task, bucket, len(prompts))])
+    latents_BCThw, names = given.pop("latents"), [("check", 0, i) for i in range(len(prompts))]
     return video_batch(
-        latents_BCThw=torch.stack(latents),
+        latents_BCThw=latents_BCThw,
         text_BLD=text_BLD,
         text_mask_BL=mask_BL,
         weights_B=torch.ones(len(prompts)),
@@ -282,13 +280,10 @@ def training_batch(
         bucket=bucket,
         sources=["check"] * len(prompts),
         pooled_BD=pooled_vectors(entries),
-        noise_BCThw=draw_noise(names, shape_CThw, 0),
+        noise_BCThw=draw_noise(names, tuple(latents_BCThw.shape[1:]), 0),
         u_B=torch.full((len(prompts),), QUANTILE, dtype=torch.float64),
         fps_B=torch.full((len(prompts),), task.config.data.fps or RATE) if task.predictor.timed else None,
-        conditioning_mask_BT=torch.stack([each.mask_T for each in frames]) if frames else None,
-        condition_BCThw=torch.stack(conditions) if conditions else None,
-        image_BKLD=torch.stack(embeddings) if embeddings else None,
-        others=pad_other_texts(entries),
+        others=given | pad_other_texts(entries),
     )
 
 
@@ -310,7 +305,7 @@ def encoded_frames(
     latents: Sequence[Tensor],
     mode: Mode,
     images: Sequence[tuple[Image.Image, Image.Image]],
-) -> list[ConditioningFrames]:
+) -> list[dict[str, Tensor]]:
     """The frames that videos with these latents are given, encoded as `mmspeed preprocess` does; a draw of the codec is its mean."""
     rule, codec = task.predictor.conditioning, load_codec(task.config.vae, Device("cpu", 0), task.config.codec_weights)
     frames, encoder = [], None
