@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from mmspeed.pipelines.inference.text_to_video import TextToVideo
     from mmspeed.pipelines.report.run_page import write_report
     from mmspeed.pipelines.training.events import TrainCallback
-    from mmspeed.pipelines.training.trainer import TrainPipeline, TrainResult
+    from mmspeed.pipelines.training.run_state import TrainResult
+    from mmspeed.pipelines.training.trainer import TrainPipeline
 
 __all__ = ["LanguageModel", "TextToVideo", "TrainCallback", "TrainPipeline", "TrainResult", "Video", "write_report"]
 
@@ -21,7 +22,7 @@ _HOME = {
     "TextToVideo": "inference.text_to_video",
     "TrainCallback": "training.events",
     "TrainPipeline": "training.trainer",
-    "TrainResult": "training.trainer",
+    "TrainResult": "training.run_state",
     "Video": "inference.media",
     "write_report": "report.run_page",
 }

@@ -21,7 +21,20 @@ from mmspeed.loop.optimizers.make_optimizer import AnyOptimizer
 from mmspeed.loop.runner import SequentialRunner
 from mmspeed.loop.step import Learner
 from mmspeed.parallel import Strategy
-from mmspeed.protocols import Ask, Batch, Data, Domain, Inputs, Method, Models, RunPlace, ShapeClass, Terms, Update
+from mmspeed.protocols import (
+    Ask,
+    Batch,
+    Data,
+    Domain,
+    Inputs,
+    Method,
+    Models,
+    RunPlace,
+    ShapeClass,
+    Terms,
+    Update,
+    require_entry,
+)
 from mmspeed.torch_internals import tree_map_only
 
 
@@ -74,8 +87,9 @@ class Task:
         self.domain, self.method, self.ask = domain, method, Ask(domain)
         for need in method.needs:
             if need not in domain.gives:
+                gives = " and ".join(domain.gives) or "no more than its loss"
                 raise UserError(
-                    f"method.kind: {method.name} needs the {need} of a model, and {domain.name} gives {' and '.join(domain.gives)} alone"
+                    f"method.kind: {method.name} needs the {need} of a model, and {domain.name} gives {gives}"
                 )
 
     @property
@@ -85,9 +99,11 @@ class Task:
 
     def build(self) -> dict[str, nn.Module]:
         """The models by role: those of the domain, then the method's, each built as the part that it copies."""
-        models = dict(self.domain.build())
-        for role, copy in self.method.roles(self.domain).items():
-            models[role] = self.domain.build()[copy.part.role]
+        models, further = dict(self.domain.build()), dict[str, nn.Module]()
+        for role, copied in self.copies().items():
+            if copied not in further:  # else left by the build for the copy before
+                further = dict(self.domain.build())
+            models[role] = further.pop(copied)
         return models
 
     def copies(self) -> Mapping[str, str]:
@@ -99,8 +115,12 @@ class Task:
         return self.method.updates(self.domain)
 
     def data(self, place: RunPlace) -> Data:
-        """The order of the run's steps, and this rank's share of them."""
-        return self.method.data(self.domain, place, self.ask)
+        """The order of the run's steps, and this rank's share of them. Raises UserError where the samples lack an entry that the method takes."""
+        data = self.method.data(self.domain, place, self.ask)
+        for shape in data.shapes(0) if self.method.entries else ():
+            for entry in self.method.entries:
+                require_entry(entry, shape.tensors)
+        return data
 
     def prepare(self, models: Models, place: RunPlace) -> None:
         """Try out the operators of the models, which have their weights now."""
@@ -179,7 +199,7 @@ class Task:
         real = domain.inputs(model, batch, self.updates()[0].part)
 
         def inputs() -> Inputs:
-            return Inputs(_empty(real.arguments), _empty(real.tensors), _empty(real.positional))
+            return Inputs(_empty(real.arguments), _empty(real.tensors), _empty(real.positional), real.part)
 
         def loss(given: Inputs) -> Tensor:
             values = domain.values(given.call(model), given, replace(batch, weights_I=torch.ones(items)))

@@ -17,6 +17,8 @@ from pydantic import BaseModel, ValidationError
 
 from mmspeed.errors import UserError, misspelt, nearest
 
+from .method import MethodConfig
+from .methods import make_method
 from .published import DEFAULT_KINDS, default_kind
 from .schema import Config, RunConfig
 from .tasks import config_class, known_tasks
@@ -83,6 +85,11 @@ def make_config(
         config = kind.model_validate(tree_copy)
     except ValidationError as error:
         raise UserError(f"{origin}: {_describe(error, kind, task)}") from None
+    if config.method != MethodConfig():  # the usual one takes torch to be loaded, and has nothing to check
+        try:
+            make_method(config.method)
+        except UserError as error:
+            raise UserError(f"{origin}: {error}") from None
     return config.absolute(Path.cwd() if base is None else base)
 
 

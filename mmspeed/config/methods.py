@@ -34,4 +34,7 @@ def make_method(section: MethodConfig) -> Any:
         return TypeAdapter(kind).validate_python(options)
     except ValidationError as error:
         first = error.errors()[0]
-        raise UserError(f"method.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        message = first["msg"].removeprefix("Value error, ")
+        raise UserError(
+            f"{'.'.join(map(str, ('method', *first['loc'])))}: {message[:1].lower() + message[1:]} (got {first['input']!r})"
+        ) from None

@@ -1,13 +1,13 @@
 """Callbacks: actions before and after each optimizer step, in the same order on all ranks.
 
-A callback sees steps and numbers, no domain. `pipelines/training/trainer.py` defines the order of a run's callbacks.
+A callback sees steps and numbers, no domain. `pipelines/training/callbacks.py` defines the order of a run's callbacks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -19,7 +19,6 @@ from .averages import EMA
 from .counts import counting_modules, spread
 from .optimizers.learning_rate import learning_rate, set_learning_rate
 from .optimizers.make_optimizer import AnyOptimizer
-from .signals import Request, StopSignals
 from .step import StepResult
 
 SumOverRanks = Callable[[list[float]], list[float]]
@@ -39,33 +38,17 @@ class StepOutcome:
         return self.result is not None and role in self.result.updated
 
 
-class Callback(Protocol):
-    """An action before and after each step, on all ranks."""
+class BaseCallback:
+    """An action before and after each step, on all ranks; this one does nothing."""
 
     def before_step(self, step: int) -> None:
         """Called before optimizer step number `step`, from 0."""
-        ...
 
     def after_step(self, outcome: StepOutcome) -> None:
         """Called after the step."""
-        ...
 
     def row(self) -> dict[str, Any]:
         """Fields for the next row of metrics.jsonl. A collective call."""
-        ...
-
-
-class BaseCallback:
-    """A callback that does nothing."""
-
-    def before_step(self, step: int) -> None:
-        """Do nothing."""
-
-    def after_step(self, outcome: StepOutcome) -> None:
-        """Do nothing."""
-
-    def row(self) -> dict[str, Any]:
-        """Empty: no fields."""
         return {}
 
 
@@ -110,17 +93,6 @@ class Sparsity(BaseCallback):
 
     def row(self) -> dict[str, Any]:
         return {"attention": [asdict(row) for row in self.controller.rows]}
-
-
-class Signals(BaseCallback):
-    """Asks after each step whether the run is to save or to stop; the same answer on all ranks."""
-
-    def __init__(self, signals: StopSignals) -> None:
-        self.signals = signals
-        self.request: Request = "none"
-
-    def after_step(self, outcome: StepOutcome) -> None:
-        self.request = self.signals.poll()
 
 
 class StepCounts(BaseCallback):

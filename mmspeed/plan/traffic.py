@@ -165,7 +165,7 @@ def block_traffic(
     if shares.split and parallel.shard_text is not None and work.text >= parallel.shard_text:
         # a caption is short compared with a video: its keys are passed round all ranks, and no queries are exchanged
         keys = 2 * b * work.heads // parallel.tp * work.head_width * work.element_size
-        text = _ring(even_sizes(work.text, _group(parallel)), _rank(place, parallel), None, keys, b, work.element_size)
+        text = ring_traffic(even_sizes(work.text, _group(parallel)), _rank(place, parallel), None, keys, b, work.element_size)
         traffic += text.over("sequence")
     return traffic
 
@@ -231,64 +231,10 @@ def attention_traffic(
         )
     if parallel.ring > 1:
         blocks = [sum(k_sizes[u * at : u * (at + 1)]) for at in range(parallel.ring)]
-        traffic += _ring(
+        traffic += ring_traffic(
             blocks, place.ring, parallel.ring_window, 2 * own_heads * row, batch * masked, work.element_size
         )
     return traffic
-
-
-@dataclass(frozen=True)
-class PackedWorkload:
-    """The sizes of a decoder's attention over packed documents, in a forward pass and its backward pass.
-
-    Args:
-        batch: rows of tokens; 1 over a ring, which takes packs as one row.
-        sizes: tokens of a row on each place of ring x ulysses.
-        shared: of them those of documents that a ring cuts, on each of its places; none without a ring.
-        blocks: with attention, those of modules for further tokens included.
-        windowed: of them those within a window that hides keys of a document that a ring cuts.
-        key_width, value_width: of a head of queries and keys, and of values.
-    """
-
-    batch: int
-    sizes: tuple[int, ...]
-    shared: tuple[int, ...]
-    heads: int
-    key_heads: int
-    key_width: int
-    value_width: int
-    blocks: int
-    element_size: int = 2
-    windowed: int = 0
-
-
-def packed_traffic(work: PackedWorkload, parallel: ParallelConfig, place: RankCoordinates) -> Traffic:
-    """The traffic of attention within documents over ring x ulysses; heads of keys are as many as Ulysses ranks at least.
-
-    The other exchanges of a decoder are those of `decoder_traffic`.
-    """
-    u, first = parallel.ulysses, place.ring * parallel.ulysses
-    own, joined = work.sizes[first + place.ulysses], sum(work.sizes[first : first + u])
-    number = work.batch * work.element_size
-    queries, keys = (even_sizes(heads // parallel.tp, u)[place.ulysses] for heads in (work.heads, work.key_heads))
-    both = work.key_width + work.value_width
-    others = (work.heads // parallel.tp - queries, work.key_heads // parallel.tp - keys)  # heads of the other ranks
-    cut = own * (others[0] * work.key_width + others[1] * both) + queries * (joined - own) * work.value_width
-    back = (joined - own) * (queries * work.key_width + keys * both) + own * others[0] * work.value_width
-    attention = Traffic(
-        sent_bytes(("all_to_all", "ulysses", cut * number)), sent_bytes(("all_to_all", "ulysses", back * number))
-    )  # fmt: skip
-    total = sum((attention for _ in range(work.blocks)), Traffic())
-    if parallel.ring > 1:
-        token, mine = keys * both * number, work.shared[place.ring]
-        around = _ring(work.shared, place.ring, parallel.ring_window, token, 0, work.element_size)
-        gathered = Traffic(
-            sent_bytes(("all_gather", "ring", (parallel.ring - 1) * mine * token)),
-            sent_bytes(("reduce_scatter", "ring", (sum(work.shared) - mine) * token)),
-        )
-        for each, count in ((around, work.blocks - work.windowed), (gathered, work.windowed)):
-            total = sum((each for _ in range(count)), total)
-    return total
 
 
 @dataclass(frozen=True)
@@ -320,7 +266,7 @@ def ring_blocks(rank: int, ranks: int, window: int | None = None) -> RingTraffic
     return RingTraffic(by_axis(within, between), by_axis(within + here[:-1], between), by_axis(within + here[1:], sums))
 
 
-def _ring(
+def ring_traffic(
     blocks: Sequence[int], rank: int, window: int | None, key_bytes: int, mask_bytes: int, element_size: int
 ) -> Traffic:
     """The traffic of a ring. `blocks`: keys of each rank; bytes of one key (and its value) over batch and heads. Gradients are float32."""

@@ -1,6 +1,6 @@
 """The interfaces between the floors: structural types and plain data, without computation."""
 
-from .batch import Batch, Item, MicroBatches, NumberRule, Term, Terms, UseName
+from .batch import Batch, Item, MicroBatches, NumberRule, Term, Terms, UseName, require_entry
 from .calls import Conditions, ModelCall
 from .codecs import Posterior, TextEncoder, TextEntry, VideoCodec
 from .data import (
@@ -68,8 +68,6 @@ from .plan import (
 from .preparation import CheckOutcome, ForecastsWork, Preparation, RunWork
 from .shapes import ShapeClass, shape_words
 from .task import (
-    CheckNotes,
-    CheckTask,
     Domain,
     Given,
     Inputs,
@@ -77,8 +75,8 @@ from .task import (
     MicroBatchSize,
     Models,
     OptimizerSetting,
-    RebuildableCheck,
     RunPlace,
+    SmallRun,
     StepUsage,
     Update,
     Validation,
@@ -95,9 +93,7 @@ __all__ = [
     "BeginsAtZero",
     "Block",
     "BlockParts",
-    "CheckNotes",
     "CheckOutcome",
-    "CheckTask",
     "Chunked",
     "Conditions",
     "CountsDenseFlops",
@@ -138,7 +134,6 @@ __all__ = [
     "Preparation",
     "PreparesInput",
     "ReadsAgain",
-    "RebuildableCheck",
     "Region",
     "Role",
     "RunPlace",
@@ -147,6 +142,7 @@ __all__ = [
     "ShapeClass",
     "Site",
     "SizedData",
+    "SmallRun",
     "Split",
     "StateRule",
     "StepData",
@@ -176,6 +172,7 @@ __all__ = [
     "keep_blocks",
     "parts_of",
     "plan_of",
+    "require_entry",
     "shape_words",
     "single_blocks",
     "source_of",

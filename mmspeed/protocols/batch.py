@@ -64,13 +64,9 @@ class Batch:
 
     def entry(self, role: str) -> Batch:
         """The batch with the tensors of an entry in the place of the samples' own. Raises UserError for one that it lacks."""
+        require_entry(role, self.tensors)
         mark = f"{role}."
         own = {name.removeprefix(mark): tensor for name, tensor in self.tensors.items() if name.startswith(mark)}
-        if not own:
-            known = sorted({name.split(".")[0] for name in self.tensors if "." in name})
-            raise UserError(
-                f"the samples have no entry '{role}'; they have {', '.join(known) or 'none beside their own'}"
-            )
         return replace(self, tensors={**self.tensors, **own})
 
     def with_entries(self, roles: Collection[str]) -> Batch:
@@ -125,6 +121,13 @@ class Batch:
             name: tensor if self.rule(name) == "host" else change(name, tensor) for name, tensor in self.tensors.items()
         }
         return replace(self, tensors=tensors, weights_I=weights_I)
+
+
+def require_entry(role: str, names: Collection[str]) -> None:
+    """Raise UserError where no tensor of these names is one of an entry."""
+    known = sorted({name.split(".")[0] for name in names if "." in name})
+    if role not in known:
+        raise UserError(f"the samples have no entry '{role}'; they have {', '.join(known) or 'none beside their own'}")
 
 
 class MicroBatches(Protocol):

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -25,7 +25,14 @@ if TYPE_CHECKING:
     from mmspeed.device import Device
 
 Models = Mapping[str, nn.Module]  # by role: "model", and such as "reference", "reward", "critic"
-Given = tuple[Tensor, Tensor]  # a noisy input and its time, (x_t, t), that are given instead of drawn
+
+
+class Given(NamedTuple):
+    """A noisy input and its times (I,) that are given instead of drawn. `target`: of a prediction from it, for a loss; None: there is none."""
+
+    x: Tensor
+    time: Tensor
+    target: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -175,11 +182,12 @@ class Update:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a forward pass: the arguments of the model, and the tensors by name that `Domain.values` needs beside its output."""
+    """The inputs of a forward pass of a part: the arguments of the model, and the tensors by name that `Domain.values` needs too."""
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     positional: tuple[Any, ...] = ()  # of models whose arguments have names of their own
+    part: LearningPart = field(default_factory=LearningPart)
 
     def call(self, model: nn.Module) -> Any:
         """The model's output."""
@@ -211,9 +219,9 @@ class Values(ABC):
         raise NotImplementedError
 
     def made(self, noise_I: Callable[[Sequence[int]], Tensor], quantile_I: Tensor) -> Given | None:
-        """What the model has made of its inputs, at another time: `noise_I(size)` draws (I, *size), `quantile_I` places the time in [0, 1).
+        """What the model has made of its inputs, differentiable, with other noise at another time of the part, and the target there.
 
-        None in a domain without times.
+        `noise_I(size)` draws (I, *size), `quantile_I` places the time in [0, 1). None in a domain without times.
         """
         return None
 
@@ -280,7 +288,7 @@ class Domain(Protocol):
         self, model: nn.Module, batch: Batch, part: LearningPart, entry: str | None = None, given: Given | None = None
     ) -> Inputs:
         """The inputs of a part for a batch. `model`: that which will be called. `entry`: the role of the samples' entries to take, such as
-        "chosen"; None: the samples themselves. `given`: (x_t, t) instead of those that are drawn; the values have no loss then.
+        "chosen"; None: the samples themselves. `given`: instead of what is drawn; without a target the values have no loss.
         """
         ...
 
@@ -379,88 +387,33 @@ class Domain(Protocol):
 
     # -- checking ---------------------------------------------------------------------------------------------------------
 
-    def shrunk(self, known: Mapping[str, Any] | None = None) -> CheckTask:
-        """A small version of the task: the same layout of heads and sequences, sizes that a laptop computes in a moment.
+    def small(self, folder: Path) -> SmallRun:
+        """A small run of the same models and method on synthetic items, whose files are written into `folder`, a new one.
 
-        Needs no data and is called before `open`. `known`: that of the small task that another process made of the same config.
-        Raises UserError for a config that cannot be trained.
+        The layout of heads and sequences is the same, and sizes are what a laptop computes in a moment. Needs no data and is called
+        before `open`. Raises UserError for a config that cannot be trained.
         """
         ...
 
 
 @dataclass(frozen=True)
-class CheckNotes:
-    """The task's part of a check's report.
+class SmallRun:
+    """A small run for checks, and what the report on it says.
 
     Args:
-        model: the sizes of the small model, in a few words.
+        config: an ordinary config, by which other processes open the run; its parallel section names the layout with numbers only.
+        model: the sizes of the models, in a few words.
+        kinds: names of its first steps, such as images, videos, mixed; each is compared.
         settings: further settings taken from the config, beside number type, strategy, checkpointing and compilation.
         items: lines about the synthetic items.
         remarks: lines about differences from training.
+        named: False where it is of another task than the config names, which the ordinary one of its config stands for.
     """
 
+    config: RunConfig
     model: str
+    kinds: Sequence[str] = ("step",)
     settings: Sequence[str] = ()
     items: Sequence[str] = ()
     remarks: Sequence[str] = ()
-
-
-class CheckTask(Protocol):
-    """A task made small, with synthetic items, for comparing a layout with one process.
-
-    The tensors of an item are drawn by its name, and every rank can make each, so that all layouts compute the same items.
-    """
-
-    @property
-    def config(self) -> RunConfig:
-        """The config of the small run; its parallel section names the layout with numbers only."""
-        ...
-
-    @property
-    def known(self) -> Mapping[str, Any]:
-        """The facts looked up outside of the config, in JSON's types; other processes make the same small task with them."""
-        ...
-
-    @property
-    def notes(self) -> CheckNotes:
-        """The notes on the small task for the report."""
-        ...
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Kinds of steps, such as images, videos, mixed; each is taken once."""
-        ...
-
-    def with_config(self, config: RunConfig) -> CheckTask:
-        """The same items and model under another layout, number type or optimizer."""
-        ...
-
-    def task(self) -> Domain:
-        """The small task, ready to build its models."""
-        ...
-
-    def step(self, kind: str, place: RunPlace) -> StepData:
-        """The step of a kind, with this rank's micro-batches as training would deal them."""
-        ...
-
-    def expected(self, kind: str) -> Sequence[str]:
-        """Exchanges that a step of a kind must make at this layout, as "kind axis": else an axis does nothing."""
-        ...
-
-    def silent(self, kind: str) -> Sequence[str]:
-        """Axes over which a step of a kind may send nothing."""
-        ...
-
-    def problems(self, place: RunPlace) -> tuple[list[str], list[str]]:
-        """(problems of the task's own draws, such as uneven times; lines for the report). A collective call."""
-        ...
-
-
-@runtime_checkable
-class RebuildableCheck(Protocol):
-    """A small task that other processes make without the task it came from, which its config need not name."""
-
-    @property
-    def builder(self) -> str:
-        """A function, "module:name": of (config, known) the same small task."""
-        ...
+    named: bool = True

@@ -6,8 +6,7 @@ they are the same numbers on every kind of device. Caches and runs record the `V
 """
 
 from .draws import normal, normal_part, permutation, stream, symmetric, uniform
-from .names import key64
-from .philox import VERSION, Stream
+from .philox import VERSION, Stream, key64
 
 __all__ = [
     "VERSION",

@@ -14,6 +14,8 @@ stand for equal parts of the normal distribution (docs/randomness.md), the value
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,6 @@ from numpy.random import Philox
 from safetensors.numpy import load_file
 from torch import Tensor
 
-from .names import name_digest
-
 VERSION = 2  # recorded by caches and runs; another one would draw other numbers
 UNIT = 2.0**-21  # of the table's integers
 QUANTILES = Path(__file__).parent.parent / "assets" / "normal_quantiles.safetensors"
@@ -34,6 +34,20 @@ _CHUNK = 1 << 12  # words drawn at a time: their table indices and values stay i
 _SHORT = 1 << 14  # a permutation's words, of which few are alike in their upper 18 bits
 
 Array = npt.NDArray[Any]
+
+
+def key64(*names: object) -> int:
+    """A 63-bit integer that depends on every name and on their order. Names are ints, floats, strings or None."""
+    text = "\x1f".join(f"{type(name).__name__}:{name}" for name in names)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def name_digest(*names: object) -> bytes:
+    """The SHA-256 (32 bytes) of names as a JSON array, so that different names never meet in one text.
+
+    Names are ints, floats, strings, bools or None, and lists of them; raises TypeError for another type.
+    """
+    return hashlib.sha256(json.dumps(names, separators=(",", ":")).encode()).digest()
 
 
 @functools.cache

@@ -56,7 +56,8 @@ def sparsify(model: nn.Module, plan: ModelPlan, grid: Grid, settings: SparseConf
         layer = ClusteredAttention(settings, way=1 if (place % 2) else 0).train(module.training)
         layer.reset()
         parameter = next(module.parameters(), None)
-        layer.to(parameter.device if parameter is not None else None)
+        if parameter is not None and not parameter.is_meta:  # a threshold has its value from the beginning on
+            layer.to(parameter.device)
         layer.register_buffer("tau", layer.tau, persistent=False)  # saved models are of the plain class
         module.add_module(SPARSE_LAYER, layer)
         layers[name] = layer

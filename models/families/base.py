@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -35,6 +35,7 @@ TIMES = 1000.0  # units of these models' time, from 0 to 1 of ours
 UNLIMITED = 1 << 30  # latent positions
 MOST_BLOCKS = 2  # of each list, in a small model
 WIDTH_OF_TIMES = 16
+OWN_CALL = "mmspeed_call"  # in model_index.json: fields of the call of a small model
 
 
 @dataclass(frozen=True)
@@ -260,7 +261,10 @@ class Family:
     seeded: bool = False
 
     def call_of(self, index: Index, parts: Parts) -> ModelCall:
-        """The call of a repository's transformer. `index`: the contents of its model_index.json."""
+        """The call of a repository's transformer. `index`: the contents of its model_index.json, which may state the call's own fields."""
+        if isinstance(own := index.get(OWN_CALL), Mapping) and is_dataclass(self.call):
+            stated: ModelCall = replace(self.call, **own)
+            return stated
         return self.call if self.variant is None else self.variant(index, parts)
 
     def sampling_of(self, index: Index) -> Sampling:

@@ -1,7 +1,7 @@
 """Check that a layout computes what one process computes (`mmspeed check CONFIG --parallel LAYOUT`), on CPU processes, without data.
 
-A config's task is made small (`Task.shrunk`) and takes training steps of synthetic items, once on the processes of the layout and
-once on one (`worker.py`); here the two are started and compared (`verdict.py`). Nothing in these files knows a domain.
+A config is made small (`Domain.small`), with synthetic items in files, and the first steps of that run are taken on the processes of the
+layout and on one (`worker.py`); here the two are started and compared (`verdict.py`). Nothing in these files knows a domain.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
 from mmspeed.config import RunConfig, make_config
-from mmspeed.config.parallel import AXES
+from mmspeed.config.parallel import AXES, ParallelConfig
 from mmspeed.config.tasks import task_class, task_entry
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
 from mmspeed.pipelines.check.children import Child, run_children
 from mmspeed.pipelines.check.verdict import SelfCheck, compare, named, processes
 from mmspeed.pipelines.check.worker import WorkerReport
-from mmspeed.pipelines.tasks import Task, make_task
-from mmspeed.protocols import CheckTask, RebuildableCheck
+from mmspeed.pipelines.tasks import Task, as_task, make_task
+from mmspeed.protocols import Domain, SmallRun
 
 __all__ = ["SelfCheck", "selfcheck", "with_layout"]
 
@@ -39,7 +39,7 @@ TIMEOUT_SECONDS = 600.0
 AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
 
-def selfcheck(config: RunConfig, layout: str, make: Callable[[Any], Task] = make_task) -> SelfCheck:
+def selfcheck(config: RunConfig, layout: str, make: Callable[[Any], Domain | Task] = make_task) -> SelfCheck:
     """Run a config, made small, at a layout such as "ulysses=2,ring=2" and on one process, and compare.
 
     `layout` sets fields of the config's parallel section; axes that it does not name are 1. make: makes the task of a config, where the
@@ -48,41 +48,60 @@ def selfcheck(config: RunConfig, layout: str, make: Callable[[Any], Task] = make
     """
     started = time.monotonic()
     config = with_layout(config, layout)
-    check = _small_task(config, make)
+    task = as_task(make(config), config)
     world = processes(config.parallel)
     log.info(f"{named(config.parallel)}: {world} processes and one, on this machine's CPU")
-    runs = {"layout": world, "alone": 1}  # the number of processes of each
-    if config.device.dtype != "float32":
-        runs["exact"] = 1
     with tempfile.TemporaryDirectory(prefix="mmspeed-check-") as folder:
-        children = [child for run, size in runs.items() for child in _children(run, size, config, check, Path(folder))]
+        small = compared_run(task, Path(folder) / "small")
+        runs = {"layout": small.config, "alone": alone(small.config)}
+        if small.config.device.dtype != "float32":
+            runs["exact"] = exact(small.config)
+        children = [child for run, own in runs.items() for child in _children(run, own, small.kinds, Path(folder))]
         run_children(children, max(1, (os.cpu_count() or 1) // len(children)))
         reports = {run: WorkerReport.load(Path(folder) / run) for run in runs}
-    result = compare(check, reports["layout"], reports["alone"], reports.get("exact"))
+    result = compare(small, reports["layout"], reports["alone"], reports.get("exact"))
     return dataclasses.replace(result, seconds=time.monotonic() - started)
 
 
-def _small_task(config: RunConfig, make: Callable[[Any], Task]) -> CheckTask:
-    """The small task of a config. Raises UserError for a task that other processes cannot make."""
-    task = make(config)
-    check = task.domain.shrunk()
-    if not isinstance(check, RebuildableCheck) and type(task) is not task_class(config.task):
+def compared_run(task: Task, folder: Path) -> SmallRun:
+    """The small run of a task, with an optimizer that leaves gradients whole. Raises UserError for one that other processes cannot open."""
+    small = task.domain.small(folder)
+    name = small.config.task
+    if small.named and type(task.domain) is not task_class(name):
         raise UserError(
-            f"check --parallel: other processes make the task that the config names, {config.task}, and this is a "
-            f"{type(task).__name__}; register it (pipelines.tasks.register) and name it in the config, or give its CheckTask `builder`"
+            f"check --parallel: other processes make the task that the config names, {name}, and this is a {type(task.domain).__name__}; "
+            "register it (pipelines.tasks.register) and name it in the config"
         )
-    return check
+    return dataclasses.replace(small, config=with_plain_optimizer(small.config))
 
 
-def _children(run: str, world: int, config: RunConfig, check: CheckTask, root: Path) -> list[Child]:
+def with_plain_optimizer(config: AnyConfig) -> AnyConfig:
+    """The config with float32 parameters that AdamW updates after backward: this leaves the gradients whole, to be compared."""
+    memory = {"master": "parameters", "states": "device", "release_gradients": False, "ema": "device"}
+    train = {"optimizer": "adamw", "loader_workers": 0}
+    changes = {"memory": config.memory.model_copy(update=memory), "train": config.train.model_copy(update=train)}
+    return config.model_copy(update=changes)
+
+
+def alone(config: AnyConfig) -> AnyConfig:
+    """The config on one process."""
+    return config.model_copy(update={"parallel": ParallelConfig()})
+
+
+def exact(config: AnyConfig) -> AnyConfig:
+    """The config on one process in float32."""
+    device = config.device.model_copy(update={"dtype": "float32"})
+    return alone(config).model_copy(update={"device": device})
+
+
+def _children(run: str, config: RunConfig, kinds: Sequence[str], root: Path) -> list[Child]:
     """The processes of a run: those of the layout, one process alone, or one in float32."""
+    world = processes(config.parallel) if run == "layout" else 1
     (root / run).mkdir()
     job = {
         "config": config.model_dump(mode="json", by_alias=True),
         "classes": task_entry(config.task).to_json(),  # the task may be registered in this process only
-        "known": dict(check.known),
-        "builder": check.builder if isinstance(check, RebuildableCheck) else None,
-        "run": run,
+        "kinds": list(kinds),
         "world": world,
         "store": str(root / f"{run}.store"),
         "folder": str(root / run),

@@ -12,7 +12,7 @@ import numpy as np
 from mmspeed.config.parallel import AXES, ParallelConfig
 from mmspeed.log import format_bytes, format_seconds
 from mmspeed.pipelines.check.worker import Arrays, StepReport, WorkerReport
-from mmspeed.protocols import CheckTask
+from mmspeed.protocols import SmallRun
 
 WORST = 5  # gradients in the report
 # a smaller gradient is compared with this share of the largest: it may be rounding alone, as that of queries over one frame is
@@ -149,16 +149,16 @@ def named(parallel: ParallelConfig) -> str:
 
 
 def compare(
-    check: CheckTask, at_layout: WorkerReport, truth: WorkerReport, exact: WorkerReport | None = None
+    small: SmallRun, at_layout: WorkerReport, truth: WorkerReport, exact: WorkerReport | None = None
 ) -> SelfCheck:
     """The verdict on the reports of a layout and of one process. `exact`: that of one process in float32, where they compute in less."""
-    config = check.config
+    config = small.config
     dtype, parallel = config.device.dtype, config.parallel
     tolerance = TOLERANCES[dtype]
     problems, steps = list(at_layout.problems), []
     failing: list[GradientGap] = []
     for here, alone, best in zip(at_layout.steps, truth.steps, (exact or truth).steps, strict=True):
-        step = _compared(here, alone, best, tolerance, check.silent(here.kind), check.expected(here.kind))
+        step = _compared(here, alone, best, tolerance)
         steps.append(step)
         over = [gap for gap in step.gaps if gap.excess > 1]
         failing += over
@@ -180,37 +180,20 @@ def compare(
         processes=processes(parallel),
         dtype=dtype,
         tolerance=tolerance,
-        about=_about(check, at_layout),
+        about=_about(small, at_layout),
         steps=steps,
         problems=problems,
-        hint=hint(failing, steps, _parameter_order(check)),
+        hint=hint(failing, steps, at_layout.order),
     )
 
 
-def _parameter_order(check: CheckTask) -> list[str]:
-    """Names of the learning model's parameters, from its input to its output."""
-    task = check.task()
-    return [name for name, _ in task.build()[task.parts()[0].role].named_parameters()]
-
-
-def _compared(
-    here: StepReport,
-    alone: StepReport,
-    best: StepReport,
-    tolerance: float,
-    silent: Sequence[str],
-    wanted: Sequence[str],
-) -> StepCheck:
+def _compared(here: StepReport, alone: StepReport, best: StepReport, tolerance: float) -> StepCheck:
     noise = {gap.name: gap.relative for gap in gaps_of(alone.grads, best.grads)}
     problems = list(here.problems)
     if not math.isfinite(alone.loss):
         problems.append(f"the loss of synthetic samples is {alone.loss} on one process: this is not the layout")
     problems += [f"no gradient of {name} at the layout" for name in sorted(alone.grads.keys() - here.grads.keys())]
     problems += [f"a gradient of {name} at the layout only" for name in sorted(here.grads.keys() - alone.grads.keys())]
-    problems += [f"no {what} was sent, so the layout did not take part" for what in wanted if not here.sent.get(what)]
-    problems += [
-        f"{here.kind} take no part in it, yet {what} was sent" for what in here.sent if what.split()[1] in silent
-    ]
     return StepCheck(
         kind=here.kind,
         loss=here.loss,
@@ -288,17 +271,17 @@ def _role(name: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", _layer(name))
 
 
-def _about(check: CheckTask, at_layout: WorkerReport) -> list[str]:
-    config, notes = check.config, check.notes
-    settings = [config.device.dtype, f"strategy {at_layout.strategy}", *notes.settings]
+def _about(small: SmallRun, at_layout: WorkerReport) -> list[str]:
+    config = small.config
+    settings = [config.device.dtype, f"strategy {at_layout.strategy}", *small.settings]
     settings += ["recompute"] if "recompute" in config.memory.activation_policy.values() else []
     settings += ["compiled"] if config.train.compile is True else []
     return [
-        f"model, made small: {notes.model}; {', '.join(settings)}",
-        *notes.items,
+        f"model, made small: {small.model}; {', '.join(settings)}",
+        *small.items,
         *at_layout.lines,
         f"a process holds {at_layout.held:,} of {at_layout.parameters:,} parameters at most",
-        *notes.remarks,
+        *small.remarks,
     ]
 
 

@@ -1,48 +1,53 @@
-"""Run one process of `mmspeed check --parallel`: training steps of the small task, and a report on them.
+"""Run one process of `mmspeed check --parallel`: an ordinary run's first steps, of a small config, and a report on them.
 
-`run.py` starts `python -m mmspeed.pipelines.check.worker` once for each process of the layout and once alone.
+`layouts.py` starts `python -m mmspeed.pipelines.check.worker` once for each process of the layout and once alone.
 """
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import os
 import sys
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from safetensors.numpy import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from mmspeed import comm, rng
+from mmspeed import comm
 from mmspeed.config import RunConfig, make_config
-from mmspeed.config.parallel import ParallelConfig
-from mmspeed.config.tasks import TASKS, TaskEntry, referred
+from mmspeed.config.tasks import TASKS, TaskEntry
 from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.initialize import initial_value, set_parameter
+from mmspeed.initialize import set_parameter
 from mmspeed.loop.optimizers.learning_rate import set_learning_rate
 from mmspeed.loop.step import train_step
 from mmspeed.parallel import uncrossed, unwrap
 from mmspeed.parallel.tensor import local
 from mmspeed.pipelines.check.children import ERROR, follow_parent, write_error
+from mmspeed.pipelines.check.exchanges import wrong_exchanges
+from mmspeed.pipelines.domains.small import value_off_start
 from mmspeed.pipelines.run.assembly import Assembly, Placement, assemble, place
-from mmspeed.pipelines.tasks import as_task, make_task
-from mmspeed.protocols import Batch, CheckTask, RunPlace
+from mmspeed.pipelines.tasks import make_task
+from mmspeed.protocols import Batch, StepData, source_of
 
 Arrays = dict[str, "np.ndarray[Any, Any]"]
 
-OFF_START = 0.1  # standard deviation of scales and biases around their ones and zeros
 CLIP_EPS = 1e-6  # torch's own, in the factor by which gradients are clipped
+TIME_STEPS, TIME_BINS = 96, 10  # further steps whose times are compared with their distribution
+UNEVEN_TIMES = 50.0  # chi-square of 9 degrees of freedom: uniform times exceed it once in ten million tries
 
 
 class MicroBatchDigest(NamedTuple):
@@ -68,15 +73,16 @@ class StepReport:
 
 @dataclass
 class WorkerReport:
-    """The report on a run of the small task. `held` and `parameters`: elements on the rank that holds most, and of the model.
+    """The report on a small run. `held` and `parameters`: elements on the rank that holds most, and of the model.
 
-    `lines`: the task's lines on its draws.
+    `order`: names of the model's parameters, from its input to its output; `lines` and `problems`: of all steps together.
     """
 
     steps: list[StepReport]
     strategy: str
     held: int
     parameters: int
+    order: list[str]
     lines: list[str]
     problems: list[str]
 
@@ -98,61 +104,69 @@ class WorkerReport:
         return cls(steps=list(steps.values()), **content)
 
 
-def alone(config: RunConfig) -> RunConfig:
-    """The config on one process."""
-    return config.model_copy(update={"parallel": ParallelConfig()})
+def examine(config: RunConfig, kinds: Sequence[str]) -> WorkerReport:
+    """Take the first steps of a run, one of each kind, over all ranks of the process group; a collective call. Rank 0 has the gradients.
 
-
-def exact(config: RunConfig) -> RunConfig:
-    """The config on one process in float32."""
-    device = config.device.model_copy(update={"dtype": "float32"})
-    return alone(config).model_copy(update={"device": device})
-
-
-RUNS: dict[str, Callable[[RunConfig], RunConfig]] = {"layout": lambda config: config, "alone": alone, "exact": exact}
-
-
-def with_plain_optimizer(config: RunConfig) -> RunConfig:
-    """The config with float32 parameters that AdamW updates after backward: this leaves the gradients whole, to be compared."""
-    memory = {"master": "parameters", "states": "device", "release_gradients": False, "ema": "device"}
-    return config.model_copy(
-        update={
-            "memory": config.memory.model_copy(update=memory),
-            "train": config.train.model_copy(update={"optimizer": "adamw"}),
-        }
-    )
-
-
-def examine(check: CheckTask) -> WorkerReport:
-    """Take a step of each kind over all ranks of the process group; a collective call. Rank 0 has the gradients.
-
-    The steps are those of training, with a learning rate of 0.
-    Raises UserError for a task whose steps have several updates, or train several roles.
+    The learning rate is 0. Raises UserError for a task whose steps have several updates, or train several roles.
     """
-    device = Device("cpu", 0)
-    check = check.with_config(with_plain_optimizer(check.config))
-    config, task = check.config, check.task()
+    device, task = Device("cpu", 0), make_task(config)
     placement = place(config, device)
-    parts = assemble(config, as_task(task, config), task.build(), placement, device)
+    where = placement.at(device, config.run_dir)
+    task.domain.open(where)
+    parts = assemble(config, task, task.build(), placement, device)
     if len(parts.learners) > 1:
         raise UserError(f"--parallel compares one update, and a step of the task {task.name} has {len(parts.learners)}")
     if len(parts.roles) > 1:
         raise UserError(f"--parallel compares one model, and the task {task.name} trains {', '.join(parts.roles)}")
-    set_learning_rate(parts.optimizer, 0.0)  # all kinds of steps start from the same weights
+    set_learning_rate(parts.optimizer, 0.0)  # all steps start from the same weights
     model = unwrap(parts.model)
-    fill(model, config.seed)
-    where = placement.at(device, config.run_dir)
-    steps = [_step(check, kind, parts, placement, where) for kind in check.kinds]
-    problems, lines = check.problems(where)
-    problems = [*problems, *never_crossed(model)]
+    if source_of(model) is None:
+        for name, parameter in model.named_parameters():
+            set_parameter(parameter, value_off_start(name, parameter.shape, config.seed))
+    with closing(task.data(where).steps(0, len(kinds) + TIME_STEPS)) as steps:
+        reports = [_step(config, kind, step, parts, placement) for kind, step in zip(kinds, steps, strict=False)]
+        lines, problems = times(steps)
     return WorkerReport(
-        steps=steps,
+        steps=reports,
         strategy=placement.strategy,
         held=max(comm.all_gather_objects(sum(local(p).numel() for p in model.parameters()))),
         parameters=sum(p.numel() for p in model.parameters()),
+        order=[name for name, _ in model.named_parameters()],
         lines=lines,
-        problems=problems,
+        problems=[*problems, *never_crossed(model)],
     )
+
+
+def times(steps: Iterator[StepData]) -> tuple[list[str], list[str]]:
+    """(a line, a problem for each rank with uneven times) of further steps; a collective call. Over many draws the times of each rank
+    fill their distribution evenly. Empty for items without times.
+    """
+    quantiles: list[float] = []
+    for step in steps if dist.get_world_size() > 1 else ():
+        drawn = [
+            item.quantile
+            for batch in step.batches
+            for item, weight in zip(batch.items, batch.weights_I.tolist(), strict=True)
+            if weight and item.quantile is not None
+        ]
+        if not any(comm.all_gather_objects(bool(drawn))):
+            break
+        quantiles += drawn
+    counts, _ = np.histogram(quantiles, TIME_BINS, (0.0, 1.0))
+    by_rank = comm.all_gather_objects(counts.tolist())
+    problems = [
+        f"rank {rank} has uneven times: {counts} samples in ten equal parts of their distribution"
+        for rank, counts in enumerate(by_rank)
+        if uneven(counts) > UNEVEN_TIMES
+    ]
+    least = min(sum(counts) for counts in by_rank)
+    return [f"times of {least} draws and more on each process"] if least else [], problems
+
+
+def uneven(counts: Sequence[int]) -> float:
+    """The chi-square of a histogram against a uniform one."""
+    expected = sum(counts) / len(counts)
+    return sum((count - expected) ** 2 for count in counts) / expected if expected else 0.0
 
 
 def never_crossed(model: nn.Module) -> list[str]:
@@ -161,31 +175,26 @@ def never_crossed(model: nn.Module) -> list[str]:
     return [f"the boundary {name} was never crossed" for name in sorted(set.intersection(*by_rank))]
 
 
-def fill(model: nn.Module, seed: int) -> None:
-    """Give every parameter a value off its start, drawn by name: the zeros of a fresh model would hide most gradients."""
-    for name, parameter in model.named_parameters():
-        shape = parameter.shape
-        value = initial_value(name, shape, seed, zero=False) if shape else torch.zeros(())
-        if parameter.dim() < 2:  # matrices are drawn already
-            value = value + OFF_START * rng.normal(shape, seed, "off start", name)
-        set_parameter(parameter, value)
-
-
-def _step(check: CheckTask, kind: str, parts: Assembly, placement: Placement, where: RunPlace) -> StepReport:
-    data, ledger, config = check.step(kind, where), placement.layout.ledger, check.config
-    batches, clip = list(data.batches), config.train.clip_norm
+def _step(config: RunConfig, kind: str, step: StepData, parts: Assembly, placement: Placement) -> StepReport:
+    """The report on a step; it alone knows how training takes one."""
+    ledger, batches, clip, model = (
+        placement.layout.ledger,
+        list(step.batches),
+        config.train.clip_norm,
+        unwrap(parts.model),
+    )
     grads: Arrays = {}
     assert isinstance(parts.optimizer, Optimizer)
-    hook = parts.optimizer.register_step_pre_hook(lambda *_: grads.update(whole_gradients(unwrap(parts.model))))
+    hook = parts.optimizer.register_step_pre_hook(lambda *_: grads.update(whole_gradients(model)))
     before = ledger.copy()
     result = train_step(
         parts.models,
         parts.learners,
         batches,
-        data.divisors,
+        step.divisors,
         clip_norm=clip,
         tensor=placement.layout.tensor,
-        weight=data.weight,
+        weight=step.weight,
     )
     hook.remove()
     if clip is not None:  # undone, so that a wrong norm does not make every gradient look wrong
@@ -199,6 +208,8 @@ def _step(check: CheckTask, kind: str, parts: Assembly, placement: Placement, wh
     ]
     problems = disagreements(by_rank, config.parallel.together(split=True), config.parallel.together(split=False))
     problems += other_gradients(comm.all_gather_objects({name: float(np.abs(g).sum()) for name, g in grads.items()}))
+    splits = any(shape.splits for shape in step.counts)
+    problems += wrong_exchanges(model, config.parallel, placement.layout, kind, splits, list(sent))
     return StepReport(kind, result.loss, result.grad_norm, dict(sent), problems, grads)
 
 
@@ -273,17 +284,8 @@ def main() -> None:
 
 
 def _work(job: dict[str, Any]) -> None:
-    import datetime
-
-    import torch.distributed as dist
-
     os.environ.update(RANK=str(job["rank"]), LOCAL_RANK=str(job["rank"]), WORLD_SIZE=str(job["world"]))
     TASKS[job["config"]["task"]] = TaskEntry(**job["classes"])
-    config = make_config(job["config"])
-    if job["builder"] is not None:
-        check: CheckTask = referred(job["builder"])(config, job["known"])
-    else:
-        check = make_task(config).domain.shrunk(job["known"])
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(job["store"], job["world"]),
@@ -291,7 +293,7 @@ def _work(job: dict[str, Any]) -> None:
         world_size=job["world"],
         timeout=datetime.timedelta(seconds=job["timeout"]),
     )
-    report = examine(check.with_config(RUNS[job["run"]](check.config)))
+    report = examine(make_config(job["config"]), job["kinds"])
     if job["rank"] == 0:
         report.save(Path(job["folder"]))
     comm.barrier()

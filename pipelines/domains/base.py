@@ -50,7 +50,7 @@ class DomainDefaults(ABC):
     `describe`, `setting`, `shrunk`. `setting` has no default: with a wrong one, measurements of another model would be used again.
     """
 
-    gives: Collection[str] = ("errors",)
+    gives: Collection[str] = ()
     # read where an installed package declares the domain by its class alone (mmspeed/config/tasks.py)
     config_class: ClassVar[type[RunConfig] | None] = None
     preparation_class: ClassVar[type[Preparation] | None] = None

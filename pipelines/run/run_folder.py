@@ -13,7 +13,7 @@ runs/my-run/
   trackers/            files of trackers, such as TensorBoard's
   samples/             videos sampled during training
   report.html          written at each validation, and by `mmspeed report`
-  attempt.json         the place reached, for the next attempt of a launcher that restarts the run (attempts.py)
+  attempt.json         the place reached, for the next attempt of a launcher that restarts the run (loop/watch/run_watch.py)
   .lock                held while the run is trained
 """
 

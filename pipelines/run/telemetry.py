@@ -10,13 +10,12 @@ from types import TracebackType
 from typing import Any
 
 from mmspeed.config import RunConfig
-from mmspeed.device import Device
 from mmspeed.log import MetricsLog
 from mmspeed.loop.callbacks import BaseCallback, Sparsity, StepOutcome
 from mmspeed.pipelines.run.trackers import Trackers, sampled_videos
 from mmspeed.pipelines.tasks import Task
 from mmspeed.plan.throughput import ThroughputMeter
-from mmspeed.protocols import Data
+from mmspeed.protocols import Data, RunPlace
 
 
 class Telemetry:
@@ -27,21 +26,12 @@ class Telemetry:
     Time spent on validation and checkpoints does not count as training time: call `resume_clock` after them.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        folder: Path,
-        device: Device,
-        world: int,
-        enabled: bool,
-        peak: tuple[float, str],
-        step: int = 0,
-    ):
-        self.device, self.enabled = device, enabled
+    def __init__(self, config: RunConfig, place: RunPlace, peak: tuple[float, str], step: int = 0) -> None:
+        self.device = place.device
         self.peak_flops, self.peak_source = peak
-        self._meter = ThroughputMeter(self.peak_flops, world)
-        self._metrics = MetricsLog(folder / "metrics.jsonl") if enabled else None
-        self.trackers = Trackers(config, folder, step) if enabled else None
+        self._meter = ThroughputMeter(self.peak_flops, place.world)
+        self._metrics = MetricsLog(place.folder / "metrics.jsonl") if place.rank == 0 else None
+        self.trackers = Trackers(config, place.folder, step) if place.rank == 0 else None
         self._waited = self._trained = 0.0
         self._recent: deque[tuple[float, float]] = deque(maxlen=config.train.log_every)  # (data, all) of a step
         self._since: list[tuple[float, float]] = []  # the last row

@@ -12,6 +12,7 @@ from torch import nn
 from mmspeed import comm
 from mmspeed.errors import UserError
 from mmspeed.loop.callbacks import BaseCallback, StepOutcome
+from mmspeed.protocols import RunPlace
 
 
 @dataclass(frozen=True)
@@ -94,18 +95,10 @@ class Events(BaseCallback):
         self._common: dict[str, Any] = {}
         self._step = 0
 
-    def begin(
-        self,
-        step: int,
-        folder: Path,
-        models: Mapping[str, nn.Module],
-        rank: int,
-        world: int,
-        stop: Callable[[], None],
-    ) -> None:
+    def begin(self, step: int, place: RunPlace, models: Mapping[str, nn.Module], stop: Callable[[], None]) -> None:
         """Set the parts that all events share."""
-        self._step = step
-        self._common = {"folder": folder, "models": models, "rank": rank, "world": world, "stop": stop}
+        self._step, self._common = step, {"folder": place.folder, "models": models, "stop": stop}
+        self._common |= {"rank": place.rank, "world": place.world}
 
     def after_step(self, outcome: StepOutcome) -> None:
         self._step = outcome.step

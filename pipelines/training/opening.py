@@ -1,23 +1,114 @@
-"""The lines that a run says of itself before its first step."""
+"""The opening of a run: what it does, and the lines that it says of itself, before its first step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 
+import torch.distributed as dist
 from torch import nn
 
+from mmspeed import comm
 from mmspeed.config import Config, RunConfig
+from mmspeed.config.leaves import flat
 from mmspeed.config.training import TrainConfig
-from mmspeed.device import Device
+from mmspeed.device import Device, parse_dtype, pick
+from mmspeed.log import Working, get_logger
 from mmspeed.loop.optimizers.learning_rate import learning_rate
 from mmspeed.loop.optimizers.make_optimizer import muon_share
+from mmspeed.loop.watch.run_watch import RunWatch
+from mmspeed.loop.watch.watchdog import longest_wait
+from mmspeed.mesh import process_group
 from mmspeed.models.sections import size_of
 from mmspeed.parallel import unwrap
-from mmspeed.protocols import Data, SizedData
+from mmspeed.pipelines.run.agreement import WeightsAgreement, require_agreement, run_facts
+from mmspeed.pipelines.run.assembly import Assembly, Placement, assemble, base_files, place
+from mmspeed.pipelines.run.run_folder import RunFolder
+from mmspeed.pipelines.tasks import Task
+from mmspeed.pipelines.tuning.memory_search import policies_under_budget
+from mmspeed.protocols import Data, RunPlace, SizedData
+from mmspeed.rendezvous import restarts
+
+log = get_logger("train")
+
+# seconds that a restarted run waits for the folder, which a rank of the last attempt may still hold
+LOCK_PATIENCE = 60.0
 
 
-def device_line(config: RunConfig, device: Device, world: int, strategy: str) -> str:
+@contextmanager
+def started(config: RunConfig, folder: RunFolder, online: bool) -> Iterator[tuple[Device, RunWatch]]:
+    """Start the device, the process group and the watch over the run, and lock its folder, inside."""
+    device = pick(config.device.kind)
+    device.activate()
+    patience = LOCK_PATIENCE if restarts() else 0.0
+    with ExitStack() as stack:
+        stack.enter_context(process_group(device, longest_wait(config.train.watchdog)))
+        rank, world = dist.get_rank(), dist.get_world_size()
+        watch = RunWatch(config.train.watchdog, folder.root, rank, world, online)
+        stack.enter_context(watch)
+        if rank == 0:
+            stack.enter_context(folder.locked(patience))
+        yield device, watch
+
+
+def agree_on_place(config: RunConfig, folder: RunFolder, device: Device) -> Placement:
+    """The layout over the processes of a run, which agree on its facts. A collective call."""
+    require_agreement(run_facts(config, device), "start all of them with the same config and the same software")
+    placement = place(config, device)
+    # rank 0 looks: another node's view of the folder may be older
+    comm.first_does(folder.check_generator, dist.get_rank())
+    return placement
+
+
+def open_data(config: RunConfig, task: Task, where: RunPlace) -> Data:
+    """The task's data, the same on all ranks. A collective call."""
+    with Working("opening the data", tell=False):
+        task.domain.open(where)
+        lines, warnings = task.domain.notes() if where.rank == 0 else ([], [])
+        for line in lines:
+            log.info(line)
+        for warning in warnings:
+            log.warning(warning)
+        data = task.data(where)
+    require_agreement(flat({"data": data.fingerprint, **task.domain.info()}), "give all of them the same data")
+    tell(where, data_line(data, config.train.steps))
+    return data
+
+
+def build_models(config: RunConfig, task: Task, placement: Placement, where: RunPlace) -> Assembly:
+    """The task's models on their devices, with what trains them, the same on all ranks. A collective call."""
+    choice = policies_under_budget(config, task, where)
+    with Working("building the model", tell=False):
+        weights, bare = WeightsAgreement(), task.build()
+        weights.require_same_built(bare)
+        require_agreement(flat({"base": base_files(bare)}), "give all of them the same files of weights")
+        parts = assemble(config, task, bare, placement, where.device, choice, weights.add_drawn, resumed=where.resumed)
+        weights.require_same_drawn(parts.models)
+        tell(where, model_line(config, parts.models))
+        tell(where, parts.compiling.line)
+        tell(where, optimizer_line(config, {role: parts.models[role] for role in parts.roles}))
+    return parts
+
+
+def peak_of(config: RunConfig, device: Device) -> tuple[float, str]:
+    """(peak FLOP/s of one device, where the figure is from), the same on all ranks."""
+    with Working("measuring the device's peak", tell=False):
+        if config.device.peak_tflops is not None:
+            return config.device.peak_tflops * 1e12, "device.peak_tflops in the config"
+        dtype = parse_dtype(config.device.dtype)
+        flops, source = comm.broadcast_object(list(device.peak_flops(dtype)) if dist.get_rank() == 0 else None)
+        return flops, source
+
+
+def tell(where: RunPlace, line: str | None) -> None:
+    """Say a line on rank 0."""
+    if where.rank == 0 and line is not None:
+        log.info(line)
+
+
+def device_line(config: RunConfig, where: RunPlace) -> str:
     """The devices, the number type of forward and backward, and the layout: `device: cpu (AMD EPYC), float32, one process`."""
+    device, world, strategy = where.device, where.world, where.strategy
     parts = [f"{device.kind} ({device.name})", config.device.dtype]
     if (flash := device.flash()) is not None and flash.state != "absent":
         parts.append(flash.words)

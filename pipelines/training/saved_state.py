@@ -10,10 +10,12 @@ import torch.distributed as dist
 
 from mmspeed import comm, rng
 from mmspeed.config import RunConfig
+from mmspeed.errors import UserError, first_names
 from mmspeed.log import format_seconds, get_logger
 from mmspeed.loop.checkpoint.load import identity, identity_of_start, learned, load_start, starting_checkpoint
 from mmspeed.loop.checkpoint.manager import CheckpointManager, DamagedCheckpointError
 from mmspeed.loop.frozen import frozen_names
+from mmspeed.loop.guard import RollBackError
 from mmspeed.loop.optimizers.kinds import RULE, no_longer_decayed
 from mmspeed.parallel import unwrap
 from mmspeed.pipelines.run.agreement import require_agreement
@@ -22,6 +24,7 @@ from mmspeed.pipelines.run.run_folder import FACTS, RunFolder, trim_metrics
 from mmspeed.pipelines.run.telemetry import Telemetry
 from mmspeed.pipelines.training.opening import rate_line
 from mmspeed.pipelines.training.run_state import Run
+from mmspeed.protocols import LeavesOut
 from mmspeed.redaction import redacted_tree
 
 log = get_logger("train")
@@ -77,7 +80,8 @@ class SavedStates:
         files = base_files(parts.models)
         self.folder.check_base(files)
         name, copy, start = newest.name, newest.copy, config.train.start_from
-        if start is not None and (newest.fresh or frozen_names(parts.model)):  # checkpoints hold no frozen weights
+        frozen = bool(frozen_names(parts.model) or run.task.copies())  # weights that checkpoints do not hold
+        if start is not None and (newest.fresh or frozen):
             for difference in run.task.domain.compare_start(start) if where.rank == 0 and newest.fresh else ():
                 log.warning(difference)
             require_agreement({"train.start_from": identity_of_start(start)}, "give all of them the same checkpoint")
@@ -105,15 +109,17 @@ class SavedStates:
 
     @staticmethod
     def _load_start(start: str, run: Run) -> None:
-        """Take the weights of `train.start_from`: of the first role, and of the others that it holds."""
+        """Take the weights of `train.start_from`: of the first role, of the others that it holds, and of the roles that the rest are copies of."""
         parts, folder = run.parts, starting_checkpoint(start)
-        for number, (role, optimizer) in enumerate(parts.optimizers.items()):
-            if number and not learned(folder, role):
+        first, copies = parts.roles[0], run.task.copies()
+        for role in dict.fromkeys([*parts.roles, *copies]):
+            held = [name for name in (role, copies.get(role, role)) if name == first or learned(folder, name)]
+            if not held:
                 if run.place.rank == 0:
                     log.warning(f"train.start_from: {folder} holds no weights of the role {role}, which keeps its own")
                 continue
             model = parts.models[role]
-            load_start(start, model, optimizer, role if number else None)
+            load_start(start, model, parts.optimizers.get(role), None if held[0] == first else held[0])
             if role in parts.averages:
                 parts.averages[role].restart(model)
 
@@ -150,8 +156,8 @@ class SavedStates:
         meta = run.manager.load(path, state.model, state.optimizer, state.ema)
         for role, other in state.others.items():
             run.manager.load(path, other.model, other.optimizer, other.ema, role)
-        run.spikes.watch.resume(meta["divergence"])
-        run.step, run.skipped, run.left_out = int(meta["step"]), int(meta["skipped"]), int(meta["left_out"])
+        run.guard.resume(meta)
+        run.step = int(meta["step"])
         if where.rank == 0 and (changed or (changed is not None and own and run.step < config.train.steps)):
             since = f"; changed since it was saved: {', '.join(changed)}" if changed else ""
             log.info(f"going on from step {run.step}{since}")
@@ -166,6 +172,42 @@ class SavedStates:
         message = run.data.resume(meta["order"])
         if message is not None and where.rank == 0 and run.step < config.train.steps:
             log.warning(f"step {run.step}: {message}")
+
+    def roll_back(self, run: Run, spike: RollBackError) -> dict[str, Any]:
+        """Return to the newest checkpoint from before a spike, and leave the spike's samples out; returns a row of metrics.jsonl.
+
+        Raises UserError without such a checkpoint.
+        """
+        last, spikes = run.step, run.guard.spikes
+        checkpoint = run.manager.newest_until(spikes.sound(last) or 0)
+        if checkpoint is None:
+            raise UserError(
+                f"{spike.line}. No checkpoint has {spikes.rule.steps} calm steps after it, so there is none to return to: "
+                "lower train.lr or checkpoint.every"
+            )
+        assert isinstance(run.data, LeavesOut)
+        samples = run.data.leave_out(range(spike.first - 1, last))
+        spikes.roll_backs, spikes.left_out = spikes.roll_backs + 1, spikes.left_out + len(samples)
+        self.restore(run, checkpoint, None)
+        run.manager.remove_after(run.step)
+        if run.place.rank == 0:
+            trim_metrics(self.folder.metrics, run.step)
+            log.warning(
+                f"{spike.line}. Going back to step {run.step}, without the samples of these steps: {first_names(samples)} "
+                f"(roll-back {spikes.roll_backs} of {spikes.rule.roll_backs})"
+            )
+        comm.barrier()
+        return {"kind": "roll_back", "step": spike.first, "last": last, "to": run.step, "samples": list(samples)}
+
+    @staticmethod
+    def keep_sound(run: Run) -> None:
+        """Keep the newest checkpoint that is known to be from before the spike under way, else the one that its first step came after."""
+        spikes = run.guard.spikes
+        sound = run.manager.newest_until(spikes.sound(run.step) or 0)
+        if sound is None and spikes.first is not None:
+            sound = run.manager.newest_until(spikes.first - 1)
+        if sound is not None:
+            run.manager.keep(sound)
 
     def _fall_back(self, run: Run, name: str, error: DamagedCheckpointError) -> str:
         """Move a damaged checkpoint aside; returns the name of the one before it.
@@ -194,9 +236,7 @@ class SavedStates:
         meta = {
             "step": run.step,
             "order": run.data.state(run.step),
-            "skipped": run.skipped,
-            "left_out": run.left_out,
-            "divergence": run.spikes.watch.state(),
+            **run.guard.state(),
             "world": run.place.world,
             "versions": {"generator": rng.VERSION},
             FACTS: redacted_tree(self.facts),

@@ -96,9 +96,9 @@ def plain_rows(rows: Sequence[ClipRow]) -> list[dict[str, Any]]:
 
 def rows_of_plain(plain: Sequence[Mapping[str, Any]]) -> list[ClipRow]:
     """The inverse of `plain_rows`; other columns are ignored."""
-    lists = {column.name for column in fields(ClipRow) if column.type == "tuple[str, ...]"}
     names = [column.name for column in fields(ClipRow)]
-    return [ClipRow(**{name: tuple(row[name]) if name in lists else row[name] for name in names}) for row in plain]
+    kept: list[dict[str, Any]] = [{name: row[name] for name in names} for row in plain]
+    return [ClipRow(**{n: tuple(v) if isinstance(v, list) else v for n, v in row.items()}) for row in kept]
 
 
 def row_schema() -> pa.Schema:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from mmspeed.config import Config, make_config
 from mmspeed.data.cache.keys import digest
@@ -53,7 +54,7 @@ def train_some(folder: str, overrides: tuple[str, ...], stop_at: int | None) -> 
     from mmspeed.pipelines import TrainPipeline
     from mmspeed.pipelines.domains.video.domain import VideoDomain
     from mmspeed.pipelines.training.trainer import Run
-    from mmspeed.protocols import Models, StepData, Terms
+    from mmspeed.protocols import Inputs, StepData
 
     config = mixed_config(Path(folder), *overrides)
     written: list[dict[str, Any]] = []
@@ -66,13 +67,13 @@ def train_some(folder: str, overrides: tuple[str, ...], stop_at: int | None) -> 
             return super()._step(run, data)
 
     class WrittenTask(VideoDomain):
-        def loss(self, models: Models, batch: Batch) -> Terms:
+        def inputs(self, model: nn.Module, batch: Batch, *more: Any, **given: Any) -> Inputs:
             for place, name in enumerate(batch.names):
                 if batch.weights_I[place]:
                     tensors = (batch["latents"][place], batch["noise"][place], batch["quantiles"][place])
                     text = batch["text"][place][batch["text_mask"][place]]
                     written[-1]["drawn"][name] = digest(b"".join(t.numpy().tobytes() for t in (*tensors, text)))
-            return super().loss(models, batch)
+            return super().inputs(model, batch, *more, **given)
 
     Written(config, task=WrittenTask(config)).run()
     return written

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import nn
 
 from mmspeed.config import Config
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.domains.video.domain import VideoDomain
-from mmspeed.protocols import Batch, Models, Terms
+from mmspeed.protocols import Batch, Inputs
 from tests.support.checkpoints import differing, whole_checkpoint
 from tests.support.runs import losses, small_config
 from tests.support.spawn import run_ranks
@@ -34,10 +36,10 @@ class WatchedTask(VideoDomain):
 
     uses: Uses
 
-    def loss(self, models: Models, batch: Batch) -> Terms:
+    def inputs(self, model: nn.Module, batch: Batch, *more: Any, **given: Any) -> Inputs:
         real = zip(batch.names, batch.weights_I.tolist(), batch["conditioning_mask"].tolist(), strict=True)
         self.uses |= {name: frames for name, weight, frames in real if weight}
-        return super().loss(models, batch)
+        return super().inputs(model, batch, *more, **given)
 
 
 def train(folder: str, *overrides: str) -> Uses:

@@ -18,6 +18,7 @@ from mmspeed.pipelines.diffusion.predictor import predict
 from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.domains.video.synthetic import EncoderShapes
 from mmspeed.pipelines.run.assembly import assemble, place
+from mmspeed.pipelines.tasks import as_task
 from mmspeed.protocols import Conditions
 from mmspeed.shapes import Strides
 from tests.ranks.test_stored_weights import WEIGHTS, config_of
@@ -63,7 +64,7 @@ def watched_step(folder: str, overrides: tuple[str, ...]) -> dict[str, Any]:
     with process_group(device):
         task, placement = VideoDomain(config), place(config, device)
         task.use(EncoderShapes(16, Strides(4, 8), 16))
-        parts = assemble(task.config, task, task.build(), placement, device)
+        parts = assemble(task.config, as_task(task, task.config), task.build(), placement, device)
         model = unwrap(parts.model)
 
         def gathered(module: Any, names: tuple[str, ...]) -> None:

@@ -25,6 +25,7 @@ def train(folder: str, overrides: tuple[str, ...]) -> Any:
     from mmspeed.parallel import unwrap
     from mmspeed.pipelines import TrainPipeline
     from mmspeed.pipelines.domains.video.domain import VideoDomain
+    from mmspeed.pipelines.tasks import as_task
     from mmspeed.pipelines.tuning.memory_search import MEMORY_NAME
     from mmspeed.pipelines.tuning.synthetic_step import learning_model
     from mmspeed.protocols import Models, RunPlace
@@ -40,7 +41,7 @@ def train(folder: str, overrides: tuple[str, ...]) -> Any:
     task = KeepsModels(config)
     pipeline = TrainPipeline(config, task=task)
     pipeline.run()
-    blocks = learning_model(task, {"model": unwrap(task.models["model"])}).blocks
+    blocks = learning_model(as_task(task, config), {"model": unwrap(task.models["model"])}).blocks
     policies = [policies_of(block) for block in blocks]
     path = pipeline.folder.root / MEMORY_NAME
     return [policies, json.loads(path.read_text()) if path.exists() else None]

@@ -8,22 +8,22 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 import yaml
 from torch import Tensor
 
 from mmspeed.__main__ import main
-from mmspeed.config import Config, make_config
+from mmspeed.config import make_config
+from mmspeed.data.loading import collate
 from mmspeed.device import Device
 from mmspeed.mesh import process_group
 from mmspeed.parallel.boundaries.attention_sites import CalledSite, SiteBoundary
 from mmspeed.parallel.boundaries.record import ForwardRecord
-from mmspeed.pipelines.check.layouts import with_layout
+from mmspeed.pipelines.check.layouts import alone, compared_run, with_layout
 from mmspeed.pipelines.check.verdict import SelfCheck, compare
-from mmspeed.pipelines.check.video import ShrunkRun, shrink_run
-from mmspeed.pipelines.check.worker import WorkerReport, alone, examine
-from mmspeed.pipelines.domains.video.domain import VideoDomain
+from mmspeed.pipelines.check.worker import WorkerReport, examine
+from mmspeed.pipelines.tasks import make_task
 from mmspeed.protocols.plan import Structure
-from mmspeed.shapes import Strides
 from tests.support.runs import small_tree
 from tests.support.spawn import run_ranks
 
@@ -41,7 +41,7 @@ def tree(folder: Path) -> dict[str, Any]:
 # --- broken on purpose ---
 
 
-ATTEND, GATHER = CalledSite.forward, ForwardRecord.gather
+ATTEND, GATHER, QUANTILES = CalledSite.forward, ForwardRecord.gather, collate.draw_quantiles
 
 
 def doubled(x: Tensor) -> Tensor:
@@ -59,6 +59,10 @@ def attend_with_doubled_keys(site: Any, q: Tensor, k: Tensor, v: Tensor, structu
     return ATTEND(site, q, doubled(k) if own else k, v, structure)
 
 
+def early_quantiles(*args: Any) -> Tensor:
+    return QUANTILES(*args) / (1 + dist.get_rank())
+
+
 # What is broken in the engine, and how; what is left out is in test_selfcheck_published.py.
 FAULTS: dict[str, Any] = {
     "right": nullcontext,
@@ -66,28 +70,26 @@ FAULTS: dict[str, Any] = {
     "doubled": lambda: patch.object(ForwardRecord, "gather", gather_doubled),
     # counts the gradient of keys twice
     "doubled keys": lambda: patch.object(CalledSite, "forward", attend_with_doubled_keys),
+    # the second process trains on the first half of the times
+    "early": lambda: patch.object(collate, "draw_quantiles", early_quantiles),
 }
 
 
-def work(config: dict[str, Any]) -> dict[str, WorkerReport]:
-    mini, results = small(make_config(config)), {}
+def work(config: dict[str, Any], kinds: tuple[str, ...]) -> dict[str, WorkerReport]:
+    results = {}
     for kind, fault in FAULTS.items():
         with fault():
-            results[kind] = examine(mini)
+            results[kind] = examine(make_config(config), kinds)
     return results
-
-
-def small(config: Config) -> ShrunkRun:
-    return shrink_run(VideoDomain(with_layout(config, LAYOUT)), Strides(4, 8))
 
 
 @pytest.fixture(scope="module")
 def checks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SelfCheck]:
-    config = make_config(tree(tmp_path_factory.mktemp("selfcheck")))
-    mini = small(config)
+    folder = tmp_path_factory.mktemp("selfcheck")
+    mini = compared_run(make_task(with_layout(make_config(tree(folder)), LAYOUT)), folder / "small")
     with process_group(Device("cpu", 0)):
-        truth = examine(mini.with_config(alone(mini.config)))
-    actual = run_ranks(work, 2, config.model_dump(mode="json", by_alias=True))[0]
+        truth = examine(alone(mini.config), mini.kinds)
+    actual = run_ranks(work, 2, mini.config.model_dump(mode="json", by_alias=True), mini.kinds)[0]
     return {kind: compare(mini, actual[kind], truth) for kind in FAULTS}
 
 
@@ -112,6 +114,12 @@ def test_a_wrong_gradient_is_named(checks: dict[str, SelfCheck]) -> None:
     assert worst <= {"self_attention.k_norm.weight", "self_attention.qkv.weight"}
     assert check.hint is not None and "the mistake is in backward, at blocks.1.modulation" in check.hint
     assert "blocks.1.self_attention.k_norm, blocks.1.self_attention.qkv" in check.hint and "mlp" not in check.hint
+
+
+def test_uneven_times_are_told(checks: dict[str, SelfCheck]) -> None:
+    problems = [problem for problem in checks["early"].problems if "uneven times" in problem]
+    assert len(problems) == 1 and problems[0].startswith("rank 1 has uneven times: [")
+    assert any("compute micro-batch 0 together and have different samples" in each for each in checks["early"].problems)
 
 
 # --- the command ---

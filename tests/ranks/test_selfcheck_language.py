@@ -12,7 +12,7 @@ from mmspeed.__main__ import main
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.models.language.shapes import SHAPES
 from mmspeed.parallel.tensor import check_heads
-from mmspeed.pipelines.check.language import shrunk_settings
+from mmspeed.pipelines.domains.language.small import shrunk_settings
 
 
 def written(folder: Path, shape: str = "qwen3-8b", **keys: Any) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,14 +16,21 @@ from mmspeed.config import make_config
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.mesh import process_group
+from mmspeed.models.families.hunyuan_video import HunyuanVideoCall
+from mmspeed.models.families.ltx import LtxCall
 from mmspeed.parallel.boundaries.attention_sites import InterceptedSite
 from mmspeed.parallel.boundaries.linears import SplitNorm
 from mmspeed.parallel.boundaries.record import ForwardRecord
-from mmspeed.pipelines.check.layouts import with_layout
-from mmspeed.pipelines.check.published import PublishedModel, ShrunkPublished, shrunk_published
+from mmspeed.pipelines.check.layouts import alone, compared_run, with_layout
 from mmspeed.pipelines.check.verdict import SelfCheck, compare
-from mmspeed.pipelines.check.worker import WorkerReport, alone, examine
-from tests.support.published import load, prepare, published_config
+from mmspeed.pipelines.check.worker import WorkerReport, examine
+from mmspeed.pipelines.domains.video.published import PublishedVideoDomain
+from mmspeed.pipelines.domains.video.small_published import PublishedModel
+from mmspeed.pipelines.domains.video.synthetic import EncoderShapes
+from mmspeed.pipelines.tasks import make_task
+from mmspeed.protocols import SmallRun
+from mmspeed.shapes import Strides
+from tests.support.published import prepare, published_config
 from tests.support.spawn import run_ranks
 from tests.support.video_transformers import make_model
 from tests.unit.test_mesh import fake_world
@@ -77,27 +83,19 @@ REFUSED: dict[str, tuple[Case, str]] = {
 }  # fmt: skip
 
 
-def small(folder: str, case: Case) -> ShrunkPublished:
+def small(home: Path, folder: Path, case: Case) -> SmallRun:
     name, layout, keys, _ = case
-    config = published_config(Path(folder), name, *keys)
-    return shrunk_published(with_layout(config, layout), PublishedModel.of(make_model(name), None))
+    task = PublishedVideoDomain(with_layout(published_config(home, name, *keys), layout), lambda: make_model(name))
+    return compared_run(task, folder / "small")
 
 
-def examined(folder: str) -> dict[str, WorkerReport]:
+def examined(runs: dict[str, tuple[dict[str, Any], tuple[str, ...]]]) -> dict[str, WorkerReport]:
     """The report of each case."""
     reports = {}
-    for name, case in CASES.items():
-        with FAULTS[case[3]]():
-            reports[name] = examine(small(folder, case))
+    for name, (config, kinds) in runs.items():
+        with FAULTS[CASES[name][3]]():
+            reports[name] = examine(make_config(config), kinds)
     return reports
-
-
-@cache
-def truth(folder: str, model: str, keys: tuple[str, ...]) -> WorkerReport:
-    case = next(case for case in CASES.values() if case[0] == model and case[2] == keys)
-    check = small(folder, case)
-    with process_group(Device("cpu", 0)):
-        return examine(check.with_config(alone(check.config)))
 
 
 @pytest.fixture(scope="module")
@@ -109,11 +107,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def checks(home: Path) -> Callable[[str], SelfCheck]:
-    reports = run_ranks(examined, 2, str(home), timeout=900)[0]
+    minis = {name: small(home, home / name, case) for name, case in CASES.items()}
+    runs = {name: (mini.config.model_dump(mode="json", by_alias=True), mini.kinds) for name, mini in minis.items()}
+    reports = run_ranks(examined, 2, runs, timeout=900)[0]
 
     def check(name: str) -> SelfCheck:
-        folder, case = str(home), CASES[name]
-        return compare(small(folder, case), reports[name], truth(folder, case[0], case[2]))
+        mini = minis[name]
+        with process_group(Device("cpu", 0)):
+            truth = examine(alone(mini.config), mini.kinds)
+        return compare(mini, reports[name], truth)
 
     return check
 
@@ -127,7 +129,7 @@ def test_a_right_layout_passes(checks: Callable[[str], SelfCheck], name: str) ->
     images, videos, _ = check.steps
     assert videos.sent and bool(images.sent) == ("tp" in name)
     text = "\n".join(check.lines())
-    assert f"4 heads of width {16 if 'cog' in name else 12}, patch" in text and "captions of 7 tokens" in text
+    assert f"4 heads of width {16 if 'cog' in name else 12}, patch" in text and "captions of up to 7 tokens" in text
     assert ("keeps all keys in this check" in text) == ("sparse" in name)
 
 
@@ -149,28 +151,35 @@ def test_an_exchange_that_was_dropped_is_named(checks: Callable[[str], SelfCheck
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_training_refuses_the_check_does(home: Path, name: str) -> None:
+def test_what_training_refuses_the_check_does(home: Path, tmp_path: Path, name: str) -> None:
     case, words = REFUSED[name]
+    mini = small(home, tmp_path, case)
     with fake_world(0, 2), pytest.raises(UserError, match=re.escape(words)):
-        examine(small(str(home), case))
+        examine(mini.config, mini.kinds)
 
 
 def test_models_that_a_small_one_cannot_stand_for_are_refused(home: Path) -> None:
-    config = make_config(published_config(home, "wan").model_dump(mode="json", by_alias=True))
-    with pytest.raises(UserError, match=r"these published classes: Wan.*not of ChronoEditTransformer3DModel"):
-        PublishedModel.of(make_model("chronoedit, by its own declaration"), None)
-    changed: Any = make_model("wan")
-    changed.blocks[0].attn1.to_q = nn.Sequential(changed.blocks[0].attn1.to_q)
-    with pytest.raises(UserError, match=r"changed after it was made: blocks.0.attn1.to_q"):
-        PublishedModel.of(changed, None)
-    frozen = make_model("wan")
-    frozen.get_submodule("condition_embedder").requires_grad_(False)
-    model = shrunk_published(config, PublishedModel.of(frozen, None)).task().build()["model"]
-    still = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    assert still and all(name.startswith("condition_embedder.") for name in still)
-    assert type(load(home, "wan")) is type(model)
+    class OwnWan(type(make_model("wan"))):  # type: ignore[misc]
+        """A class of a user."""
+
+    changed, own = make_model("wan"), make_model("wan")
+    changed.blocks[0].attn1.to_q = nn.Sequential(changed.blocks[0].attn1.to_q)  # type: ignore[operator, index, union-attr]
+    own.__class__ = OwnWan
+    for model, call, words in (
+        (make_model("chronoedit, by its own declaration"), None, r"these published classes: Wan.*not of ChronoEditTransformer3DModel"),
+        (changed, None, r"changed after it was made: blocks.0.attn1.to_q"),
+        (own, None, r"changed after it was made: it is no WanTransformer3DModel"),
+        (make_model("wan"), LtxCall(), r"other processes call WanTransformer3DModel as its family does, not by LtxCall"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=words):
+            PublishedModel.of(model, call)
 
 
-def test_over_a_ring_sparse_attention_is_expected_to_send_rows_of_kept_keys(home: Path) -> None:
-    exchanges = small(str(home), RIGHT["wan, ring, sparse"]).expected("videos")
-    assert "rows ring" in exchanges and "ring ring" not in exchanges
+def test_a_call_of_the_users_and_frozen_weights_are_kept_or_told(home: Path, tmp_path: Path) -> None:
+    frozen = make_model("hunyuan")
+    frozen.get_submodule("context_embedder").requires_grad_(False)
+    config = with_layout(published_config(home, "hunyuan"), "ulysses=2")
+    mini = PublishedVideoDomain(config, lambda: frozen, call=HunyuanVideoCall(guidance=2.5)).small(tmp_path / "small")
+    assert "weights that are frozen in training have gradients here" in mini.remarks[0]
+    predictor = make_task(mini.config).use(EncoderShapes(4, Strides(4, 8), 16)).predictor  # type: ignore[attr-defined]
+    assert predictor.call == HunyuanVideoCall(guidance=2.5) and predictor.name == "HunyuanVideoTransformer3DModel"

@@ -21,6 +21,7 @@ from mmspeed.mesh import process_group
 from mmspeed.models.sections import with_weights
 from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.run.assembly import Assembly, assemble, place
+from mmspeed.pipelines.tasks import as_task
 from mmspeed.protocols import Part, declare_source, source_of
 from tests.support.covers import slow_but
 from tests.support.spawn import run_ranks
@@ -81,7 +82,7 @@ def loaded(folder: Path, overrides: tuple[str, ...]) -> tuple[Assembly, Counted,
     assert source is not None
     counted = Counted(source)
     declare_source(model, counted)
-    parts = assemble(task.config, task, {"model": model}, placement, device)
+    parts = assemble(task.config, as_task(task, task.config), {"model": model}, placement, device)
     return parts, counted, counted.peak - before
 
 

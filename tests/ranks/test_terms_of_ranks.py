@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,31 +13,33 @@ from mmspeed.comm import all_gather_objects
 from mmspeed.errors import UserError
 from mmspeed.loop.terms import TermKind, reduce_terms, terms_of_all
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.protocols import Batch, Models, Term, Terms
+from mmspeed.pipelines.methods.finetune import Finetune
+from mmspeed.pipelines.tasks import Task
+from mmspeed.protocols import Ask, Batch, Method, Tensors, Term, Terms, Update, Values
 from tests.support.character_runs import character_config, rows
 from tests.support.characters import CharacterDomain
 from tests.support.spawn import run_ranks
 
 
-class Turned(CharacterDomain):
+class Turned(Finetune):
     """The second rank names its terms in another order, and has one of its own that is logged alone."""
 
-    def loss(self, models: Models, batch: Batch) -> Terms:
-        terms = dict(super().loss(models, batch))
+    def terms(self, values: Sequence[Values], before: Tensors, ask: Ask, batch: Batch, update: Update) -> Terms:
+        terms = dict(super().terms(values, before, ask, batch, update))
         if dist.get_rank() == 1:
             terms = dict(reversed(terms.items()))
             terms["second"] = Term(terms["loss"].loss_I.detach(), batch.weights_I, "tokens", trains=False)
         return terms
 
 
-def train(folder: str, task: type[CharacterDomain], name: str) -> None:
+def train(folder: str, method: Method, name: str) -> None:
     config = character_config(Path(folder), f"name={name}", "train.steps=3")
-    TrainPipeline(config, task=task(config)).run()
+    TrainPipeline(config, task=Task(CharacterDomain(config), method)).run()
 
 
 def test_terms_are_paired_by_name(tmp_path: Path) -> None:
-    train(str(tmp_path), CharacterDomain, "one")
-    run_ranks(train, 2, str(tmp_path), Turned, "two")
+    train(str(tmp_path), Finetune(), "one")
+    run_ranks(train, 2, str(tmp_path), Turned(), "two")
     one, two = (rows(character_config(tmp_path, f"name={name}")) for name in ("one", "two"))
     assert len(one) == len(two) == 3
     for expected, row in zip(one, two, strict=True):

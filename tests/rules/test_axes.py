@@ -16,7 +16,7 @@ HOMES = re.compile(
     r"|mmspeed/(config|parallel|comm|plan)/.*"  # keys; where axes are applied; the ledger and what is expected of it
     r"|mmspeed/(cli/bench_\w+|bench/\w+)\.py"  # benches compare layouts
     # messages to users about keys that do not fit, or what crosses an axis
-    r"|pipelines/(.*/)?(accelerate|check/(video|language|verdict))\.py"
+    r"|pipelines/(.*/)?(accelerate|check/(exchanges|verdict)|domains/language/small)\.py"
 )
 
 

@@ -57,7 +57,7 @@ def test_a_name_is_noticed() -> None:
 
 # rooms that know models by their families' calls and by protocols alone; benches are of our own model
 ROOMS = ("pipelines/", "preprocess/", "mmspeed/loop/", "mmspeed/parallel/", "mmspeed/memory/", "mmspeed/data/")
-OWN_SECTIONS = ("pipelines/check/video.py",)  # makes the sections of small models of our own
+OWN_SECTIONS = ("pipelines/domains/video/small.py",)  # makes the sections of small models of our own
 
 
 def test_no_room_asks_for_our_own_class() -> None:

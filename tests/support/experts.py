@@ -15,7 +15,7 @@ from mmspeed.memory.offload.resting import HostRest
 from mmspeed.parallel.tensor import local
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.domains.video.domain import VideoDomain
-from mmspeed.protocols import Models
+from mmspeed.protocols import Batch, Inputs, LearningPart
 from tests.support.runs import small_tree
 
 SEED = 5  # of whose first three steps two are of high noise and the third is of low noise
@@ -48,12 +48,11 @@ class WatchedTask(VideoDomain):
         super().__init__(config, maker)
         self.times: list[tuple[str, float, float]] = []  # of a step's micro-batches: expert, lowest and highest time
 
-    def _loss_of_expert(self, role: str, expert: Any, models: Models, batch: Any) -> Any:
-        terms = super()._loss_of_expert(role, expert, models, batch)
-        time_I = terms["loss"].time_I
-        assert time_I is not None
-        self.times.append((expert, float(time_I.min()), float(time_I.max())))
-        return terms
+    def inputs(self, model: nn.Module, batch: Batch, part: LearningPart, *more: Any, **given: Any) -> Inputs:
+        inputs = super().inputs(model, batch, part, *more, **given)
+        time_I = inputs.tensors["time"]
+        self.times.append((part.name, float(time_I.min()), float(time_I.max())))
+        return inputs
 
 
 def train_experts(folder: str, overrides: tuple[str, ...] = ()) -> None:

@@ -34,8 +34,9 @@ from mmspeed.parallel import parallelize, sum_shared_gradients, uncrossed, unwra
 from mmspeed.pipelines.domains.video.published import PublishedVideoDomain
 from mmspeed.pipelines.run import assembly
 from mmspeed.pipelines.run.assembly import Placement, assemble, place
+from mmspeed.pipelines.tasks import Task, as_task
 from mmspeed.pipelines.tuning.memory_search import policies_under_budget
-from mmspeed.protocols import Batch, ModelCall, RunPlace, StepData, blocks_of
+from mmspeed.protocols import Batch, Inputs, ModelCall, RunPlace, StepData, blocks_of
 from mmspeed.shapes import as_bucket
 from tests.support.published import load, published_config
 
@@ -147,10 +148,12 @@ def take_step(
     with process_group(device), techniques.watched():
         # the class's own for long captions: Wan attends to 512 tokens
         call = None if combination["text"] == "long" else CALLS.get(name)
-        task = PublishedVideoDomain(config, lambda: load(Path(folder), name), call=call)
+        domain = InNumbers(config, lambda: load(Path(folder), name), call=call)
+        domain.dtype = dtype
+        task = as_task(domain, config)
         placement = place(config, device)
         where = placement.at(device, config.run_dir)
-        task.open(where)
+        domain.open(where)
         choice = None
         if settings is None and combination["keeping"] == "budget":
             choice = under_a_tight_budget(config, task, where)
@@ -160,13 +163,8 @@ def take_step(
         techniques.of(parts.model)
         task.prepare(parts.models, where)
         only = all(bucket.is_image for bucket in config.buckets)
-        data, batches = wanted_step(task, where, only or combination["shape"] == "image")
-        learner = parts.learners[0]
-        record = learner.runner.run(
-            lambda batch: learner.update.loss(parts.models, batch.to(device.torch_device, dtype)),
-            batches,
-            data.divisors,
-        )
+        data, batches = wanted_step(domain, where, only or combination["shape"] == "image")
+        record = parts.learners[0].run(batches, data.divisors, 1.0)
         sum_shared_gradients(parts.model.parameters(), placement.layout.tensor)
         count = data.divisors["samples"]
         assert count is not None
@@ -186,6 +184,15 @@ def take_step(
         return Step(loss, gradients, norm, counters)
 
 
+class InNumbers(PublishedVideoDomain):
+    """The video task with latents of a number type."""
+
+    dtype: torch.dtype
+
+    def inputs(self, model: nn.Module, batch: Batch, *more: Any, **given: Any) -> Inputs:
+        return super().inputs(model, batch.to(batch.weights_I.device, self.dtype), *more, **given)
+
+
 def wanted_step(task: PublishedVideoDomain, where: RunPlace, images: bool) -> tuple[StepData, list[Batch]]:
     """The first step of images alone, or of videos, and this process's micro-batches of it."""
     for data in task.data(where).steps(0, 12):
@@ -194,7 +201,7 @@ def wanted_step(task: PublishedVideoDomain, where: RunPlace, images: bool) -> tu
     raise AssertionError("no such step")
 
 
-def under_a_tight_budget(config: Config, task: PublishedVideoDomain, where: RunPlace) -> Any:
+def under_a_tight_budget(config: Config, task: Task, where: RunPlace) -> Any:
     """The policies that are chosen under a budget between what a step takes at least and what it takes without one.
 
     None where these are the same within a hundredth, since a model of two blocks may take most in the update: then nothing is to be chosen.

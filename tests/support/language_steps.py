@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -20,8 +21,7 @@ from mmspeed.config.language import LanguageConfig
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.data import SampleUse
 from mmspeed.data.sampling.pack_order import PackLength, PackSample
-from mmspeed.loop.runner import SequentialRunner
-from mmspeed.loop.step import Learner, train_step
+from mmspeed.loop.step import train_step
 from mmspeed.memory import BlockPolicies
 from mmspeed.models.language.config import Balance, DecoderSettings
 from mmspeed.models.language.decoder import Decoder
@@ -30,9 +30,10 @@ from mmspeed.parallel import TokenLayout, parallelize, uncrossed, unwrap
 from mmspeed.parallel.document_shares import share_documents
 from mmspeed.pipelines.domains.language.data import PackCollate, targets_of
 from mmspeed.pipelines.domains.language.domain import LanguageDomain
-from mmspeed.plan.decoder_traffic import DecoderWorkload, decoder_traffic
-from mmspeed.plan.traffic import PackedWorkload, RankCoordinates, Traffic, packed_traffic
-from mmspeed.protocols import Batch, Update
+from mmspeed.pipelines.tasks import Task, as_task
+from tests.support.decoder_traffic import DecoderWorkload, PackedWorkload, decoder_traffic, packed_traffic
+from mmspeed.plan.traffic import RankCoordinates, Traffic
+from mmspeed.protocols import Batch
 from tests.support.covers import Combination
 from tests.support.memory_ways import keeping_of
 from tests.support.sequence_steps import Groups, Still, whole
@@ -144,14 +145,15 @@ def settings_of(attention: str, experts: str, mtp: str, windows: str) -> Decoder
 
 
 @cache
-def task() -> LanguageDomain:
-    """The task, for its loss, with every term."""
+def task() -> Task:
+    """The task with every term."""
     tree: dict[str, Any] = {
         "task": "language",
         "name": "cover",
         "texts": {"sources": [{"path": "none.txt"}], "cache": "none"},
     }
-    return LanguageDomain(LanguageConfig.model_validate(tree | {"objective": {"z_loss": 1e-3, "balance": 0.5}}))
+    config = LanguageConfig.model_validate(tree | {"objective": {"z_loss": 1e-3, "balance": 0.5}})
+    return as_task(LanguageDomain(config), config)
 
 
 def layout_of(case: Combination) -> tuple[ParallelConfig, int, str]:
@@ -193,9 +195,10 @@ def step(case: Combination, world: int, groups: Groups) -> dict[str, Any]:
     batches = batches_of(case, rank // together, world // together, 1 / together)
     documents, samples = packs_named(case["packs"])
     divisors = {"samples": 4.0, "tokens": float(sum(targets_of(documents, sample) for sample in samples))}
-    learner = Learner(Update(task().loss), SequentialRunner([model], strategy), [optimizer])  # type: ignore[arg-type]
+    models, updates = {"model": model}, task().updates()
+    learners = task().learners(updates, models, strategy, {"model": optimizer}, torch.device("cpu"))  # type: ignore[arg-type]
     result = train_step(
-        {"model": model}, [learner], batches, divisors, clip_norm=None, tensor=layout.tensor,
+        models, learners, batches, divisors, clip_norm=None, tensor=layout.tensor,
         group=None if world > 1 else groups.alone,
     )  # fmt: skip
     sent = {key: count for key, count in layout.ledger.since(before).bytes.items() if key[0] != "all_reduce" and count}

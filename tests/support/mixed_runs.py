@@ -26,6 +26,7 @@ from mmspeed.data.cache.writer import latent_tensors, text_tensors
 from mmspeed.device import Device
 from mmspeed.loop.optimizers.make_optimizer import make_optimizer
 from mmspeed.pipelines import TrainPipeline
+from mmspeed.pipelines.domains.base import values_of
 from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.protocols import RunPlace, TextEntry
 from mmspeed.shapes import Bucket
@@ -113,7 +114,7 @@ def sums_by_bucket(config: Config) -> dict[Bucket, Gradients]:
     sums = {bucket: [torch.zeros_like(p) for p in parameters] for bucket in LATENTS}
     for step in data.steps(0, data.sampler.steps_per_epoch):
         for batch in step.batches:
-            loss_B = task.loss(models, batch)["loss"].loss_I
+            loss_B = values_of(task, models, batch).loss.loss_I
             for row in range(batch.size):
                 grads = torch.autograd.grad(loss_B[row], parameters, retain_graph=True)
                 for total, grad in zip(sums[batch.shape], grads, strict=True):  # type: ignore[index]

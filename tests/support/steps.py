@@ -6,6 +6,7 @@ Legend: B samples of a micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -20,15 +21,16 @@ from mmspeed.parallel import Strategy
 from mmspeed.protocols import Batch, Models, Term, Terms, Update
 
 SampleLoss = Callable[[nn.Module, Batch], Tensor]  # -> loss_B, float32
+Loss = Callable[[Models, Batch], Terms]
 
 
-def update_of(loss_fn: SampleLoss) -> Update:
-    """An update of the role "model" by one term."""
-
-    def loss(models: Models, batch: Batch) -> Terms:
-        return {"loss": Term(loss_fn(models["model"], batch), batch.weights_I)}
-
-    return Update(loss)
+def learner_of(
+    models: Models, loss: Loss, optimizer: AnyOptimizer, strategy: Strategy = "none", update: Update | None = None
+) -> Learner:
+    """The learner of an update (None: of the role "model", at every step) by a loss of all models."""
+    update = update or Update()
+    runner = SequentialRunner(models[update.role], strategy)
+    return Learner(update, runner, optimizer, lambda batch: batch, partial(loss, models))
 
 
 def train_step(
@@ -44,6 +46,10 @@ def train_step(
     group: dist.ProcessGroup | None = None,
 ) -> StepResult:
     """A step by the mean over `global_samples` samples of all ranks."""
-    learner = Learner(update_of(loss_fn), SequentialRunner([model], strategy), [optimizer])
-    divisors = {"samples": float(global_samples)}
-    return take_step({"model": model}, [learner], batches, divisors, clip_norm=clip_norm, tensor=tensor, group=group)
+
+    def loss(models: Models, batch: Batch) -> Terms:
+        return {"loss": Term(loss_fn(models["model"], batch), batch.weights_I)}
+
+    models, divisors = {"model": model}, {"samples": float(global_samples)}
+    learner = learner_of(models, loss, optimizer, strategy)
+    return take_step(models, [learner], batches, divisors, clip_norm=clip_norm, tensor=tensor, group=group)

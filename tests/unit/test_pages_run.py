@@ -24,10 +24,12 @@ from mmspeed.__main__ import main
 from mmspeed.config import dump_config
 from mmspeed.config.docs import REQUIRED, default_of, show_value
 from mmspeed.config.load import all_fields
+from mmspeed.config.methods import METHODS
 from mmspeed.config.schema import FlowConfig
 from mmspeed.config.tasks import TASKS
 from mmspeed.log import read_metrics
 from mmspeed.media.rejections import Reason
+from mmspeed.pipelines.diffusion.objective import mean_error
 from mmspeed.shapes import Bucket
 from tests.rules.sources import CODE, python_files, syntax
 from tests.support.pages import ROOT, CodeBlock, blocks, blocks_under, check_command, command_lines, words_of
@@ -71,8 +73,8 @@ def test_an_error_of_the_data_counts_as_one_of_the_velocity(objective_page: Modu
     objective, t_B = objective_page.DataObjective(FlowConfig(kind="flow")), torch.tensor([0.25, 1.0])
     x0, noise = (rng.normal((2, 3, 2, 4, 4), 0, name) for name in ("data", "noise"))
     _, target = objective.training_pair(x0, noise, t_B)
-    assert objective.sample_loss(target, target, t_B).tolist() == [0.0, 0.0]
-    loss_B = objective.sample_loss(target + 0.5, target, t_B)
+    assert mean_error(target, target).tolist() == [0.0, 0.0]
+    loss_B = mean_error(target + 0.5, target) * objective.weight(t_B)
     torch.testing.assert_close(loss_B, torch.tensor([(0.5 / 0.25) ** 2, 0.5**2]))
 
 
@@ -89,23 +91,31 @@ def test_the_section_names_its_samplers(objective_page: ModuleType) -> None:
     assert section.samplers == objective_page.DataObjective.sampler_names
 
 
-# -- docs/extending.md: a task ------------------------------------------------------------------------------------------
+# -- docs/extending.md: a domain, a method ------------------------------------------------------------------------------------------
 
 
-def test_the_task_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    module, program = blocks_under(EXTENDING, "A task")
-    (config,) = blocks_under(EXTENDING, "A task", "yaml")
+def test_the_domain_learns_by_either_method(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, program = blocks_under(EXTENDING, "A domain")
+    method, method_program = blocks_under(EXTENDING, "A method")
+    (config,) = blocks_under(EXTENDING, "A domain", "yaml")
     (tmp_path / "waves.yaml").write_text(config, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     imported(module, "waves", tmp_path)
+    imported(method, "anchored", tmp_path)
     try:
         imported(program, "program", tmp_path)
+        imported(method_program, "method_program", tmp_path)
     finally:
-        TASKS.pop("waves")
-    assert f"step {yaml.safe_load(config)['train']['steps']}" in capsys.readouterr().out
-    metrics = read_metrics(tmp_path / "runs" / "waves" / "metrics.jsonl")
-    steps = [row["loss"] for row in metrics if row["kind"] == "train"]
-    assert steps[-1] < steps[0] / 4
+        TASKS.pop("waves", None)
+        METHODS.pop("anchored", None)
+    assert capsys.readouterr().out.count(f"step {yaml.safe_load(config)['train']['steps']}") >= 2
+    plain, anchored = (read_metrics(tmp_path / "runs" / name / "metrics.jsonl") for name in ("waves", "anchored"))
+    losses = [row["loss"] for row in plain if row["kind"] == "train"]
+    terms = [row["terms"] for row in anchored if row["kind"] == "train"]
+    assert losses[-1] < losses[0] / 4 and losses[-1] < terms[-1]["loss"] < terms[0]["loss"]
+    assert 0 < terms[0]["distance"] < terms[-1]["distance"]
 
 
 # -- docs/python.md ---------------------------------------------------------------------------------------------------

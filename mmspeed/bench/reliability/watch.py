@@ -17,11 +17,9 @@ import torch.distributed as dist
 from mmspeed.config.watchdog import WatchdogConfig
 from mmspeed.device import Device
 from mmspeed.loop.callbacks import StepOutcome
-from mmspeed.loop.watch.heartbeats import Heartbeats
-from mmspeed.loop.watch.phases import RunPhase
 from mmspeed.loop.watch.rank_times import RankTimes
-from mmspeed.loop.watch.watchdog import Watchdog
-from mmspeed.pipelines.run.attempts import AttemptRecord
+from mmspeed.loop.watch.run_watch import AttemptRecord
+from mmspeed.loop.watch.watchdog import Heartbeats, RunPhase, Watchdog
 from mmspeed.protocols import StepData
 from mmspeed.protocols.batch import TrackedBatches
 

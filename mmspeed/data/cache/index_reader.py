@@ -205,7 +205,7 @@ class SampleTable(Sequence[Sample]):
             role: self._keys(f"{role}_keys", rows) for role in ROLES if f"{role}_keys" in self._batch.schema.names
         }
         columns += [self._number[name][rows].tolist() for name in ("split", "bucket", "dataset", "tokens", "lost")]
-        samples = []
+        samples: list[Sample] = []
         splits, buckets, datasets = len(SPLITS), len(self._buckets), len(self._datasets)
         for row in zip(*columns, strict=True):
             key, source, content_id, latents, texts, split, bucket, dataset, tokens, lost = row

@@ -113,16 +113,6 @@ _Tag = tuple[list[SampleUse[Any]], int]  # of a micro-batch: its step's draws, a
 _Source = Generator[tuple[_Tag, Batch | None], None, None]
 
 
-class _BatchReader:
-    """Read a micro-batch; returns None for a step without any."""
-
-    def __init__(self, collate: Collate) -> None:
-        self.collate = collate
-
-    def __call__(self, part: MicroBatchUses) -> Batch | None:
-        return self.collate(part) if part else None
-
-
 class Loader:
     """A rank's batches of any range of steps.
 
@@ -253,9 +243,8 @@ class Loader:
 
     def _read(self, jobs: Iterator[tuple[_Tag, MicroBatchUses]], pin: bool = False) -> _Source:
         """Yield the micro-batches of `jobs`, read on demand."""
-        read_batch = _BatchReader(self.collate)
         for tag, part in jobs:
-            yield tag, (_pinned(read_batch(part)) if pin else read_batch(part))
+            yield tag, _read_batch(self.collate, part, pin)
 
     def _source(self, jobs: Iterator[tuple[_Tag, MicroBatchUses]]) -> _Source:
         """A stream of the micro-batches of `jobs`, read and copied ahead."""
@@ -263,7 +252,7 @@ class Loader:
         ahead = self.prefetch - copied  # the copy on the device is one of them
         source: _Source
         if self.workers:
-            read_batch = _BatchReader(self.collate)
+            read_batch = partial(_read_batch, self.collate)
             per_worker = max(1, (ahead - 1) // self.workers)  # the one that the thread holds also counts
             finish = _pinned if copied else None
             source = read_ahead(in_workers(jobs, read_batch, self.workers, per_worker, finish), 1)
@@ -274,6 +263,12 @@ class Loader:
             assert self.device is not None
             return on_device(source, self.device)
         return source
+
+
+def _read_batch(collate: Collate, part: MicroBatchUses, pin: bool = False) -> Batch | None:
+    """A micro-batch; None for a step without any."""
+    batch = collate(part) if part else None
+    return _pinned(batch) if pin else batch
 
 
 def _batch(item: tuple[_Tag, Batch | None] | None) -> Batch | None:

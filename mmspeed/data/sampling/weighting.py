@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from mmspeed.config.training import Weighting
 from mmspeed.errors import UserError
 from mmspeed.protocols import ShapeClass
 
+from .sampler import Sampler
 from .schedule import EpochSchedule
 
 SizeOf = Callable[[ShapeClass], float]
@@ -20,14 +21,6 @@ SizeOf = Callable[[ShapeClass], float]
 def size_of(weighting: Weighting, tokens: SizeOf) -> SizeOf:
     """The function that tells how much a sample of a bucket counts in its step's mean: its tokens, or 1."""
     return tokens if weighting == "token" else lambda bucket: 1.0
-
-
-class EpochMeans(Protocol):
-    """An order of training that knows the mean size of its steps."""
-
-    def mean_of_epoch(self, step: int, size: SizeOf) -> float:
-        """The mean over the steps of `step`'s epoch, as planned at its beginning, of the sizes of their samples."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -40,7 +33,7 @@ class StepWeights:
     """
 
     weighting: Weighting
-    order: EpochMeans
+    order: Sampler[Any]
     tokens: SizeOf
 
     def weight(self, step: int, samples: int, tokens: float) -> float:

@@ -1,15 +1,25 @@
-"""The watchdog: a thread of each rank that says where the rank is when a phase lasts too long, and ends it when it lasts on."""
+"""The watchdog: a thread of each rank that says where the rank is when a phase lasts too long, and ends it when it lasts on.
+
+Each phase of a run has a limit of its own (`limit_of`). A stopped process (SIGSTOP, a frozen container, a node that is gone) cannot say
+so itself: each rank writes signs of life to the store and looks at those of the next one, so the cost of a rank does not grow with their
+number. All rules count by a clock that is handed in.
+"""
 
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import signal
 import socket
+import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from types import TracebackType
 
 import torch.distributed as dist
@@ -19,13 +29,202 @@ from mmspeed.errors import tell_launcher
 from mmspeed.log import get_logger
 from mmspeed.rendezvous import ATTEMPT, client
 
-from .heartbeats import Heartbeats
-from .phases import PhaseClock, RunPhase, place_in_words
-
 log = get_logger("watchdog")
 
 HUNG = 70  # exit code of a process that the watchdog ended
 ASKED = 20.0  # seconds for an answer of the store
+REMEMBERED = 100  # durations of a phase whose median counts
+
+
+class RunPhase(StrEnum):
+    """A part of a run that has a limit of its own; the values are those of `train.watchdog.limits`."""
+
+    SET_UP = "set_up"
+    FIRST_STEP = "first_step"  # of a shape that this process has not computed before
+    STEP = "step"
+    ENCODING = "encoding"  # a step of the first epoch, which may wait for its encoders
+    CHECKPOINT = "checkpoint"
+    VALIDATION = "validation"
+    IDLE = "idle"  # nothing is under way that could hang
+
+    @property
+    def words(self) -> str:
+        """Its name in a sentence."""
+        return self.value.replace("_", " ").replace("set up", "set-up")
+
+
+_TIMED = (RunPhase.STEP, RunPhase.CHECKPOINT, RunPhase.VALIDATION)  # whose durations say what is usual
+
+
+def limit_of(config: WatchdogConfig, phase: RunPhase, durations: Sequence[float]) -> float:
+    """Seconds that a phase may take: the config's, or the longer of `least_seconds` and `factor` x the median of its `durations`.
+
+    A phase without durations, as each is at first, has `first_seconds`.
+    """
+    if phase is RunPhase.IDLE:
+        return float("inf")
+    limits: Mapping[str, float] = {str(name): value for name, value in config.limits.items()}
+    if phase.value in limits:
+        return limits[phase.value]
+    if phase not in _TIMED or not durations:
+        return config.first_seconds
+    return max(config.least_seconds, config.factor * statistics.median(durations))
+
+
+def longest_wait(config: WatchdogConfig) -> float:
+    """Seconds after which an exchange of ranks has failed, whatever phase it is in: longer than the watchdog waits before it ends one."""
+    return 2 * max(config.first_seconds, config.least_seconds, *config.limits.values(), config.silent_seconds) + 60
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place in a run: a step, counted from 1, and the part of its work, as `RunPhase.words`."""
+
+    step: int
+    part: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}" if self.part == "step" else f"{self.part} at step {self.step}"
+
+
+@dataclass(frozen=True)
+class Overrun:
+    """A phase that has taken longer than it may."""
+
+    place: Place
+    seconds: float
+    limit: float
+    last: bool  # True past twice the limit
+
+    def sentence(self) -> str:
+        """`step 12 has taken 61 s and may take 60 s`."""
+        return f"{self.place} has taken {self.seconds:.0f} s, and its limit is {self.limit:.0f} s"
+
+
+class PhaseClock:
+    """The phase of this process and the durations of those before it. `enter` is called by the loop, `overrun` by a thread."""
+
+    def __init__(self, config: WatchdogConfig, clock: Callable[[], float]) -> None:
+        self.config, self.clock = config, clock
+        self._now: tuple[RunPhase, int, float] = (RunPhase.IDLE, 0, clock())
+        self._durations: dict[RunPhase, deque[float]] = {phase: deque(maxlen=REMEMBERED) for phase in _TIMED}
+        # the last phase that overran, and if for the last time
+        self._said: tuple[tuple[RunPhase, int, float], bool] | None = None
+
+    @property
+    def place(self) -> Place:
+        """The present place."""
+        phase, step, _ = self._now
+        return Place(step, phase.words)
+
+    def enter(self, phase: RunPhase, step: int) -> None:
+        """Begin a phase now, which ends the one before."""
+        now = self.clock()
+        before, _, began = self._now
+        if before in self._durations:
+            self._durations[before].append(now - began)
+        self._now = (phase, step, now)
+
+    def overrun(self) -> Overrun | None:
+        """The present phase where it is past its limit, once, and past twice its limit, once more; else None."""
+        present = self._now
+        phase, step, began = present
+        # a copy: the loop may add a duration meanwhile
+        limit = limit_of(self.config, phase, tuple(self._durations.get(phase, ())))
+        seconds = self.clock() - began
+        if seconds <= limit:
+            return None
+        last = seconds > 2 * limit
+        if self._said == (present, last) or self._said == (present, True):
+            return None
+        self._said = (present, last)
+        return Overrun(Place(step, phase.words), seconds, limit, last)
+
+
+@dataclass(frozen=True)
+class Silence:
+    """A rank without a sign of life: its number, the seconds, its host and process where it ever gave one, and its last place."""
+
+    rank: int
+    seconds: float
+    host: str
+    process: int
+    place: str
+
+    def sentence(self) -> str:
+        """`rank 1 (node-7, process 4711) has given no sign of life for 63 s; its last place was step 12`."""
+        return (
+            f"rank {self.rank} ({self.host}, process {self.process}) has given no sign of life for {self.seconds:.0f} s; "
+            f"its last place was {self.place}"
+        )
+
+
+class SilenceRule:
+    """Says once when a sign has not changed for `named_after` seconds, and once more after `killed_after`, by a clock that is handed in."""
+
+    def __init__(self, named_after: float, killed_after: float, clock: Callable[[], float]) -> None:
+        self.named_after, self.killed_after, self.clock = named_after, killed_after, clock
+        self._sign: str | None = None
+        self._since = self._looked = clock()
+        self._said = 0  # 1: named, 2: to be killed
+
+    def look(self, sign: str | None) -> tuple[float, bool] | None:
+        """(seconds of silence, True if the rank is to be killed), for the present sign; None where there is nothing new to say.
+
+        A rank that has given no sign yet, or has said that it ends, is not silent.
+        """
+        now = self.clock()
+        # this process was stopped itself: it knows nothing of that time
+        asleep = now - self._looked > self.named_after / 2
+        self._looked = now
+        if sign != self._sign or not sign or asleep:
+            self._sign, self._since, self._said = sign, now, 0
+            return None
+        seconds = now - self._since
+        level = 2 if seconds > self.killed_after else 1 if seconds > self.named_after else 0
+        if level <= self._said:
+            return None
+        self._said = level
+        return seconds, level == 2
+
+
+class Heartbeats:
+    """The signs of one process in a store, and its look at the next rank. Not for several threads."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world: int,
+        process: int,
+        named_after: float,
+        killed_after: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.store, self.rank, self.process = store, rank, process
+        self.next = (rank + 1) % world
+        self.host = socket.gethostname()
+        self.rule = SilenceRule(named_after, killed_after, clock)
+        self._count = 0
+
+    def beat(self, place: str) -> None:
+        """Give a sign of life."""
+        self._count += 1
+        self.store.set(f"alive/{self.rank}", json.dumps([self._count, self.host, self.process, place]))
+
+    def end(self) -> None:
+        """Say that no sign will follow."""
+        self.store.set(f"alive/{self.rank}", "")
+
+    def look(self) -> tuple[Silence, bool] | None:
+        """The silence of the next rank, and True if it is to be killed; None where there is nothing new to say."""
+        key = f"alive/{self.next}"
+        sign = self.store.get(key).decode() if self.store.check([key]) else None
+        verdict = self.rule.look(sign)
+        if verdict is None or not sign:
+            return None
+        _, host, process, place = json.loads(sign)
+        return Silence(self.next, verdict[0], host, process, place), verdict[1]
 
 
 class Watchdog:
@@ -88,7 +287,7 @@ class Watchdog:
                 self._leave(overrun.sentence())
         if beats is None:
             return
-        beats.beat(place_in_words(*self.phases.place))
+        beats.beat(str(self.phases.place))
         if (sign := beats.look()) is None:
             return
         silence, kill = sign

@@ -42,11 +42,11 @@ from mmspeed.pipelines.domains.language.data import (
     tokens_by_source,
 )
 from mmspeed.pipelines.domains.language.settings import changed
+from mmspeed.pipelines.domains.language.small import small_language
 from mmspeed.pipelines.domains.language.start import TextBuilder, open_texts
 from mmspeed.pipelines.domains.language.values import PackValues
 from mmspeed.protocols import (
     Batch,
-    CheckTask,
     Data,
     Divisors,
     Given,
@@ -57,6 +57,7 @@ from mmspeed.protocols import (
     OrderedSample,
     RunPlace,
     ShapeClass,
+    SmallRun,
     StepData,
     StepUsage,
     Validation,
@@ -73,6 +74,7 @@ class LanguageDomain(DomainDefaults):
     """The task of training decoders on packed documents. `maker` (`mmspeed.preprocess.TextCacheBuilder`) completes the text cache."""
 
     name = "language"
+    gives = ("errors",)
     config_class = LanguageConfig
 
     def __init__(self, config: LanguageConfig, maker: TextBuilder | None = None) -> None:
@@ -424,9 +426,7 @@ class LanguageDomain(DomainDefaults):
         named = {f"model.{name}": value for name, value in section.items()}
         return {**named, "model.rows": self.settings.vocab_size, "sequence_length": list(self.config.lengths)}
 
-    def shrunk(self, known: Mapping[str, Any] | None = None) -> CheckTask:
+    def small(self, folder: Path) -> SmallRun:
         """A tiny twin of the decoder on synthetic documents. Raises UserError for heads or rows that do not fit the layout."""
-        from mmspeed.pipelines.check.language import shrunk_language
-
         self._check_sizes()
-        return shrunk_language(self.config, self.settings)
+        return small_language(self.config, self.settings, folder)

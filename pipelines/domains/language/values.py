@@ -22,7 +22,7 @@ from mmspeed.protocols import Term, Terms, Values
 
 @dataclass(frozen=True)
 class PackValues(Values):
-    """The losses in a decoder's output; a unit is a document, padding behind the documents of a pack is none.
+    """The losses in a decoder's output; a unit is a document of a pack that counts, and padding is none.
 
     Args:
         tensors: those of the batch that it was called with: ids, targets, counted (B, N), bounds (Z,).
@@ -72,20 +72,19 @@ class PackValues(Values):
 
     @cached_property
     def _units(self) -> tuple[Tensor, Tensor]:
-        """(first token of each document, 1 for a document and 0 for padding, float32), both (U,)."""
-        first_U = self.tensors["bounds"][:-1].long()
-        return first_U, self.tensors["counted"].flatten()[first_U].float()
+        """(numbers of the documents among all between bounds, their packs), both (U,)."""
+        first_Z = self.tensors["bounds"][:-1].long()
+        real_U = self.tensors["counted"].flatten()[first_Z].nonzero().flatten()
+        return real_U, first_Z[real_U] // self._losses.shape[1]
 
     def errors(self) -> tuple[Tensor, Tensor]:
         loss_T, bounds_Z = self._losses.flatten(), self.tensors["bounds"]
-        first_U, _ = self._units
-        unit_T = numbers_of(bounds_Z, len(loss_T)).long()
-        return loss_T.new_zeros(len(first_U)).index_add(0, unit_T, loss_T), first_U // self._losses.shape[1]
+        number_T = numbers_of(bounds_Z, len(loss_T)).long()
+        real_U, pack_U = self._units
+        return loss_T.new_zeros(len(bounds_Z) - 1).index_add(0, number_T, loss_T)[real_U], pack_U
 
     def term(self, value_U: Tensor, trains: bool = True) -> Term:
         """The sum over each pack's documents; the divisor counts the documents of the step."""
-        first_U, real_U = self._units
-        pack_U, zeros_B = first_U // self._losses.shape[1], value_U.new_zeros(len(self.weights_B))
-        value_B = zeros_B.index_add(0, pack_U, value_U.where(real_U > 0, 0.0))
-        count_B = zeros_B.detach().index_add(0, pack_U, real_U.to(value_U))
-        return Term(value_B, self.weights_B, "units", trains, units_I=count_B)
+        pack_U, zeros_B = self._units[1], value_U.new_zeros(len(self.weights_B))
+        count_B = zeros_B.index_add(0, pack_U, torch.ones_like(value_U))
+        return Term(zeros_B.index_add(0, pack_U, value_U), self.weights_B, "units", trains, units_I=count_B)

@@ -8,10 +8,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import replace
 from functools import cached_property
 from itertools import cycle, islice
+from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -20,7 +19,6 @@ from torch import nn
 from mmspeed.config import RunConfig
 from mmspeed.config.training import BatchingConfig
 from mmspeed.data import Batching, BatchSampler, Loader, SampleUse
-from mmspeed.data.loading.loader import Batches
 from mmspeed.data.sampling.batch_sizes import SampleCosts, costs_of_samples, make_batching
 from mmspeed.data.sampling.weighting import StepWeights
 from mmspeed.errors import UserError
@@ -35,10 +33,8 @@ from mmspeed.pipelines.domains.listed.samples import (
 )
 from mmspeed.protocols import (
     Batch,
-    CheckNotes,
     Data,
     Divisors,
-    Domain,
     Given,
     Inputs,
     LearningPart,
@@ -47,6 +43,7 @@ from mmspeed.protocols import (
     OrderedSample,
     RunPlace,
     ShapeClass,
+    SmallRun,
     StepData,
     StepUsage,
     Validation,
@@ -54,10 +51,9 @@ from mmspeed.protocols import (
     Work,
 )
 
-__all__ = ["Length", "ListedCheck", "ListedDomain", "ListedSample"]
+__all__ = ["Length", "ListedDomain", "ListedSample"]
 
 C = TypeVar("C", bound=RunConfig)
-CHECKED = "step"  # the one kind of step that `check --parallel` takes
 
 
 class ListedDomain(DomainDefaults, Generic[C]):
@@ -231,62 +227,12 @@ class ListedDomain(DomainDefaults, Generic[C]):
         most = self.config.train.micro_batch_size
         return ListedValidation(self, self.divisors, self.held_out, StackedSamples(self.rules), most, place)
 
-    def shrunk(self, known: Mapping[str, Any] | None = None) -> ListedCheck[C]:
-        """The task itself, for comparing layouts."""
-        return ListedCheck(self, self.config)
-
-
-class ListedCheck(Generic[C]):
-    """The task at its own size on one step of its data, the same samples at any layout; for comparing layouts."""
-
-    kinds = (CHECKED,)
-
-    def __init__(self, task: ListedDomain[C], config: C) -> None:
-        self._task, self.config = task, config.model_copy(update={"batching": BatchingConfig()})
-
-    @property
-    def known(self) -> Mapping[str, Any]:
-        """Empty: no facts."""
-        return {}
-
-    @property
-    def notes(self) -> CheckNotes:
-        """The task's own keys."""
-        sizes = ", ".join(f"{key} {value}" for key, value in self._task.setting().items())
-        count = min(self.config.train.samples_per_step, len(self._task.training))
-        return CheckNotes(f"as it is, {sizes}", items=[f"a step of {count} of its samples"])
-
-    def with_config(self, config: RunConfig) -> ListedCheck[C]:
-        """The same task under another config of its kind."""
-        if not isinstance(config, type(self.config)):
-            raise TypeError(f"a {type(config).__name__} is no config of the task {self._task.name}")
-        return ListedCheck(self._task, config)
-
-    def task(self) -> Domain:
-        """The task of the config."""
-        return self._listed()
-
-    def _listed(self) -> ListedDomain[C]:
-        return type(self._task)(self.config)
-
-    def step(self, kind: str, place: RunPlace) -> StepData:
-        """The first step of training; its micro-batches are read at once."""
-        with closing(self._listed().data(place).steps(0, 1)) as steps:
-            step = next(steps)
-            batches = iter(list(step.batches))
-        return replace(step, batches=Batches(len(step.batches), None, lambda: next(batches)))
-
-    def expected(self, kind: str) -> Sequence[str]:
-        """Empty: the exchanges of sharding are torch's, and not counted."""
-        return []
-
-    def silent(self, kind: str) -> Sequence[str]:
-        """Empty: no axes."""
-        return []
-
-    def problems(self, place: RunPlace) -> tuple[list[str], list[str]]:
-        """Empty: there are no draws to check."""
-        return [], []
+    def small(self, folder: Path) -> SmallRun:
+        """The task itself, at its own size: its first step is of the same samples at any layout."""
+        sizes = ", ".join(f"{key} {value}" for key, value in self.setting().items())
+        config = self.config.model_copy(update={"batching": BatchingConfig(), "output": str(folder)})
+        count = min(config.train.samples_per_step, len(self.training))
+        return SmallRun(config, f"as it is, {sizes}", items=[f"a step of {count} of its samples"])
 
 
 def _training_cost(forward: Work) -> float:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 from torch import nn
 
@@ -11,8 +12,9 @@ from mmspeed.config import Config
 from mmspeed.config.schema import ModelConfig, PublishedModelConfig
 from mmspeed.data.loading.first_epoch import OnlineEncoder
 from mmspeed.pipelines.domains.video.domain import VideoDomain
+from mmspeed.pipelines.domains.video.small_published import PublishedModel, small_published
 from mmspeed.pipelines.sparsify import sparsify_model
-from mmspeed.protocols import CheckTask, ModelCall
+from mmspeed.protocols import ModelCall, SmallRun
 
 
 class PublishedVideoDomain(VideoDomain):
@@ -46,16 +48,14 @@ class PublishedVideoDomain(VideoDomain):
         """Differences beyond those of names and sizes of weights: none."""
         return []
 
-    def shrunk(self, known: Mapping[str, Any] | None = None) -> CheckTask:
-        """The check of a small model of the same class and heads. Loads the model once, for its config, unless `known` is given.
+    def small(self, folder: Path) -> SmallRun:
+        """A small run of a model of the same class and heads, of the task `video`. Loads the model once, for its config.
 
         Raises UserError for a class that is not known, and for a model that was changed after it was made.
         """
-        from mmspeed.pipelines.check.published import PublishedModel, rebuild_published, shrunk_published
-
-        if known is not None:
-            return rebuild_published(self.config, known)
-        return shrunk_published(self.config, PublishedModel.of(self._load(), self._call))
+        own = {name: value for name, value in self.config if name in Config.model_fields}
+        config = Config.model_validate({**own, "task": "video"})
+        return replace(small_published(config, PublishedModel.of(self._load(), self._call), folder), named=False)
 
 
 def _loaded(load: Callable[[], nn.Module], section: ModelConfig | PublishedModelConfig) -> nn.Module:

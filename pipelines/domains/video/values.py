@@ -21,8 +21,8 @@ class VideoValues(Values):
     """The values of a prediction; a unit is a clip.
 
     Args:
-        tensors: x (the noisy latents, B C T h w), time (B,) on the CPU; unless they were given, target and weight (B,); mask (B, T), the
-            frames that count, where not all do.
+        tensors: x (the noisy latents, B C T h w), time (B,) on the CPU; target and weight (B,), unless inputs were given without a target;
+            mask (B, T), the frames that count, where not all do.
         term_of: (value_B, batch, trains) -> the term.
     """
 
@@ -30,7 +30,7 @@ class VideoValues(Values):
     tensors: Mapping[str, Tensor]
     batch: Batch
     term_of: Callable[[Tensor, Batch, bool], Term]
-    objective: Callable[[], Objective]  # of the batch's size
+    objective: Callable[[], Objective]  # of the part, and of the batch's size
 
     @cached_property
     def _errors(self) -> Tensor:
@@ -53,8 +53,9 @@ class VideoValues(Values):
         return self.prediction_BCThw
 
     def made(self, noise_I: Callable[[Sequence[int]], Tensor], quantile_I: Tensor) -> Given:
-        """The clean latents in the prediction, detached, with other noise at another time."""
+        """The clean latents in the prediction, with other noise at another time."""
         objective = self.objective()
-        x0_BCThw = objective.clean(self.tensors["x"], self.prediction_BCThw.detach(), self.tensors["time"])
+        x0_BCThw = objective.clean(self.tensors["x"], self.prediction_BCThw, self.tensors["time"])
         t_B = objective.time_from_quantile(quantile_I).float()
-        return objective.training_pair(x0_BCThw, noise_I(x0_BCThw.shape[1:]).to(x0_BCThw), t_B)[0], t_B
+        x_BCThw, target_BCThw = objective.training_pair(x0_BCThw, noise_I(x0_BCThw.shape[1:]).to(x0_BCThw), t_B)
+        return Given(x_BCThw, t_B, target_BCThw)

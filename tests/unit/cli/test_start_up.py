@@ -44,6 +44,7 @@ def test_commands_load_no_libraries_that_they_do_not_use(small_cache: Path, tmp_
         (["sample", "run.yaml", "--prompt", "x"], "give its folder, such as runs/run"),
         (["check", "run.yaml", "model.size=huge"], "'huge' is not a known size"),
         (["preprocess", "run.yaml", "model.size=tin"], "did you mean 'tiny'?"),
+        (["train", "run.yaml", "method.kind=finetun"], "did you mean 'finetune'?"),
         (["train", "run.yaml", "model={kind: diffusers, pretrained: wan2.1-1.3b}"], "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"),
         (["check", "run.yaml", "model={kind: diffusers, pretrained: wann}"], "wann is no short name"),
         (["init", "x", "--model", "wann", "--videos", "run.yaml"], "wann is no short name"),

@@ -10,6 +10,7 @@ import yaml
 
 from mmspeed.__main__ import main
 from mmspeed.config import make_config
+from mmspeed.config.methods import METHODS
 from mmspeed.errors import UserError
 
 BUCKET = {"frames": 13, "height": 96, "width": 160}
@@ -37,6 +38,12 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
     (("device.kind=tpu",), r"'device\.kind': input should be 'auto', 'cpu'.*got 'tpu'"),
     (("vae.kind=diffusers",), r"'vae\.pretrained' is missing"),
     (("name=../up",), r"'name'"),
+    # methods and their options
+    (("method.kind=finetun",), r"method\.kind: 'finetun' is not known; did you mean 'finetune'\? \(known: finetune"),
+    (("method={kind: 7}",), r"'method\.kind': input should be a valid string"),
+    (("method.beta=1",), r"method\.beta: finetune has no such option \(it has none\)"),
+    (("method={kind: preferences, bata: 1}",), r"method\.bata: preferences has no such option; did you mean 'beta'\?"),
+    (("method={kind: preferences, beta: much}",), r"method\.beta: input should be a valid number.*got 'much'"),
     # rules of data
     (("data.sources=[]",), r"'data\.sources'"),
     ((f"data.buckets={[BUCKET, BUCKET]}",), r"13x96x160 is listed twice"),
@@ -89,7 +96,10 @@ def smallest() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("overrides", "said"), WRONG, ids=[overrides[-1][:60] for overrides, _ in WRONG])
-def test_a_mistake_is_one_line_that_names_its_key(overrides: tuple[str, ...], said: str) -> None:
+def test_a_mistake_is_one_line_that_names_its_key(
+    overrides: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(METHODS, "preferences", "tests.support.preferences:Preferences")
     with pytest.raises(UserError, match=said) as caught:
         make_config(smallest(), overrides)
     assert "\n" not in str(caught.value)
@@ -102,11 +112,12 @@ def test_data_must_be_given_and_several_mistakes_are_reported_together() -> None
         make_config({**smallest(), "train": {"stpes": 5, "lr": -1}})
 
 
-@pytest.mark.parametrize("override", ["data.min={a: many}", "objective.shift=-1", "train.stpes=5"])
+@pytest.mark.parametrize("override", ["data.min={a: many}", "objective.shift=-1", "train.stpes=5", "method.beta=1"])
 def test_the_command_ends_with_one_line(override: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(smallest()), encoding="utf-8")
-    assert main(["train", str(path), override, "--print-config"]) == 1
-    captured = capsys.readouterr()
-    (line,) = captured.err.strip().splitlines()
-    assert override.split("=")[0] in line and "Traceback" not in line and captured.out == ""
+    for command in ("train", "check", "preprocess"):
+        assert main([command, str(path), override]) == 1
+        captured = capsys.readouterr()
+        (line,) = captured.err.strip().splitlines()
+        assert override.split("=")[0] in line and "Traceback" not in line and captured.out == ""

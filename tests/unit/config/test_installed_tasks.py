@@ -21,7 +21,6 @@ POEMS = """
     from typing import Literal
 
     from mmspeed.config import RunConfig
-    from mmspeed.pipelines.domains.base import DomainDefaults
 
 
     class PoemConfig(RunConfig):
@@ -29,7 +28,7 @@ POEMS = """
         lines: int = 4
 
 
-    class PoemTask(DomainDefaults):
+    class PoemTask:
         name = "poems"
         config_class = PoemConfig
 
@@ -63,12 +62,12 @@ def test_an_installed_package_makes_a_task_known(site: Path, monkeypatch: pytest
     assert "poems" in known_tasks() and "poems_pack" not in sys.modules  # nothing is imported before it is asked for
     config = make_config({"task": "poems", "lines": 7})
     assert type(config) is config_class("poems") and config.model_dump()["lines"] == 7
-    task = make_task(config, "maker")
-    assert type(task) is task_class("poems") and vars(task) == {"config": config, "maker": "maker"}
+    domain = make_task(config, "maker").domain
+    assert type(domain) is task_class("poems") and vars(domain) == {"config": config, "maker": "maker"}
     assert preparation_class("poems") is None
     monkeypatch.setattr(task_class("poems"), "preparation_class", int, raising=False)
     assert preparation_class("poems") is int
-    assert isinstance(make_task(make_config(small_tree(site))), VideoDomain)  # which nothing has changed
+    assert isinstance(make_task(make_config(small_tree(site))).domain, VideoDomain)  # which nothing has changed
 
 
 def test_an_unknown_task_is_reported_with_those_of_packages(site: Path) -> None:

@@ -15,6 +15,7 @@ from mmspeed.data.loading.collate import ConditioningFrames, draw_conditioning
 from mmspeed.data.loading.conditioning_mask import check_conditioning, conditioning_mask, draw_mode, prefix_of
 from mmspeed.device import Device
 from mmspeed.errors import UserError
+from mmspeed.pipelines.domains.base import values_of
 from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.protocols import Batch, RunPlace
 from mmspeed.protocols.calls import Conditioning
@@ -147,8 +148,8 @@ def test_training_gives_frames_clean_at_time_0_without_loss(home: Path) -> None:
         assert "conditioning_mask" not in other and other.names == batch.names
         assert torch.equal(other["latents"], batch["latents"]) and torch.equal(other["noise"], batch["noise"])
         noise_BCThw = torch.zeros_like(batch["latents"])
-        before = plain.loss({"model": Recorder()}, other)["loss"].loss_I
-        got = task.loss({"model": Recorder()}, batch)["loss"]
+        before = values_of(plain, {"model": Recorder()}, other).loss.loss_I
+        got = values_of(task, {"model": Recorder()}, batch).loss
         (x_plain, t_B), (x_BCThw, t_BT) = calls[-2:]
         assert torch.equal(got.time_I, t_B) and torch.equal(t_BT, t_B[:, None].where(~mask_BT, 0.0))
         for item, mask_T in enumerate(mask_BT):

@@ -20,7 +20,8 @@ from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.pipelines.diffusion.objective import make_objective
+from mmspeed.pipelines.diffusion.objective import make_objective, mean_error
+from mmspeed.pipelines.domains.base import values_of
 from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.protocols import Batch, RunPlace
 from mmspeed.shapes import Bucket, Strides
@@ -84,21 +85,19 @@ def test_frames_that_do_not_count_change_neither_loss_nor_gradient(config: FlowC
     shape = (2, 3, 4, 2, 3)
     target, predicted = rng.normal(shape, 0, "target"), rng.normal(shape, 0, "predicted").requires_grad_()
     mask_BT = torch.tensor([[True, True, False, True], [False, True, False, False]])
-    loss_B = objective.sample_loss(predicted, target, t_B, mask_BT)
+    loss_B = mean_error(predicted, target, mask_BT) * objective.weight(t_B)
     by_hand = torch.stack([(predicted[i, :, mask_BT[i]] - target[i, :, mask_BT[i]]).square().mean() for i in range(2)])
     torch.testing.assert_close(loss_B, by_hand * objective.weight(t_B))
     (gradient,) = torch.autograd.grad(loss_B.sum(), predicted)
     assert (gradient.abs().amax((1, 3, 4)) > 0).tolist() == mask_BT.tolist()
     wrong = predicted.detach().clone()
     wrong[~mask_BT[:, None].expand(2, 3, 4)] = torch.nan
-    assert torch.equal(objective.sample_loss(wrong, target, t_B, mask_BT), loss_B.detach())
+    assert torch.equal(mean_error(wrong, target, mask_BT) * objective.weight(t_B), loss_B.detach())
     everything = torch.ones(2, 4, dtype=torch.bool)
-    torch.testing.assert_close(
-        objective.sample_loss(predicted, target, t_B, everything), objective.sample_loss(predicted, target, t_B)
-    )
-    weighted = objective.sample_loss(predicted, target, t_B, torch.tensor([[1.0, 0.0, 0.0, 3.0], [2.0, 2.0, 2.0, 2.0]]))
+    torch.testing.assert_close(mean_error(predicted, target, everything), mean_error(predicted, target))
+    weighted = mean_error(predicted, target, torch.tensor([[1.0, 0.0, 0.0, 3.0], [2.0, 2.0, 2.0, 2.0]]))
     frames = (predicted - target).square().mean((1, 3, 4))
-    expected = torch.stack(((frames[0, 0] + 3 * frames[0, 3]) / 4, frames[1].mean())) * objective.weight(t_B)
+    expected = torch.stack(((frames[0, 0] + 3 * frames[0, 3]) / 4, frames[1].mean()))
     torch.testing.assert_close(weighted, expected)
 
 
@@ -116,8 +115,8 @@ def test_training_counts_the_distinct_frames_alone(home: Path) -> None:
         assert (~mask_BT[:, -1]).tolist() == stills and bool(mask_BT[:, 0].all())
         masked += sum(stills)
         with torch.no_grad():
-            whole = plain.loss({"model": model}, every)["loss"]
-            part = distinct.loss({"model": model}, some)["loss"]
+            whole = values_of(plain, {"model": model}, every).loss
+            part = values_of(distinct, {"model": model}, some).loss
         assert torch.equal(whole.weight_I, part.weight_I)
         same = (whole.loss_I - part.loss_I).abs() < 1e-6 * whole.loss_I
         assert same.tolist() == [not still for still in stills]

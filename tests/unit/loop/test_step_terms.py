@@ -18,9 +18,9 @@ from mmspeed.config.schema import TrainConfig
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.loop.optimizers.make_optimizer import AnyOptimizer, make_optimizer
-from mmspeed.loop.runner import SequentialRunner
 from mmspeed.loop.step import Learner, StepResult, train_step
 from mmspeed.protocols import Batch, Divisors, Models, Term, Terms, Update, UseName
+from tests.support.steps import Loss, learner_of
 from tests.support.toy import ToyDiT, flow_loss, make_batch, split
 
 KEYS = [f"s{i}" + "x" * (i % 2) for i in range(7)]  # of 8 slots: the last is a filler; captions of 3 and 2 tokens
@@ -39,21 +39,22 @@ def gradients(model: nn.Module) -> Grads:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def learner(model: nn.Module, update: Update, grads: Grads, optimizer: AnyOptimizer | None = None) -> Learner:
-    chosen = optimizer or make_optimizer(model, TrainConfig())
-    if optimizer is None:
-        chosen.register_step_pre_hook(lambda *_: grads.update(gradients(model)))
-    return Learner(update, SequentialRunner([model], "none"), [chosen])
+def toys() -> dict[str, nn.Module]:
+    return {"model": ToyDiT()}
 
 
-def step(loss: object, divisors: Divisors, clip: float | None = None, micro: int = 4) -> Taken:
+def learner(models: Models, loss: Loss, grads: Grads, update: Update | None = None) -> Learner:
+    optimizer = make_optimizer(models["model"], TrainConfig())
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    optimizer.register_step_pre_hook(lambda *_: grads.update(gradients(models["model"])))
+    return learner_of(models, loss, optimizer, update=update)
+
+
+def step(loss: Loss, divisors: Divisors, clip: float | None = None, micro: int = 4, weight: float = 1.0) -> Taken:
     """A step of the toy by a loss, of eight slots."""
-    model, taken = ToyDiT(), Taken(StepResult(0.0, 0.0, True))
-    update = Update(loss)  # type: ignore[arg-type]
-    batches = split(KEYS, 8, 0, 1, micro)
-    taken.result = train_step(
-        {"model": model}, [learner(model, update, taken.grads)], batches, divisors, clip_norm=clip
-    )
+    models, taken = toys(), Taken(StepResult(0.0, 0.0, True))
+    learners, batches = [learner(models, loss, taken.grads)], split(KEYS, 8, 0, 1, micro)
+    taken.result = train_step(models, learners, batches, divisors, clip_norm=clip, weight=weight)
     return taken
 
 
@@ -168,11 +169,11 @@ def test_a_late_divisor_goes_with_no_other() -> None:
 
 
 def test_released_gradients_need_a_divisor_beforehand() -> None:
-    model, memory = ToyDiT(), MemoryConfig(release_gradients=True)
-    optimizer = make_optimizer(model, TrainConfig(clip_norm=None), memory, Device("cpu", 0))
-    learners = [learner(model, Update(one_term), {}, optimizer)]
+    models, memory = toys(), MemoryConfig(release_gradients=True)
+    optimizer = make_optimizer(models["model"], TrainConfig(clip_norm=None), memory, Device("cpu", 0))
+    learners = [learner_of(models, one_term, optimizer)]
     with pytest.raises(UserError, match=r"memory\.release_gradients needs divisors that are known before a step"):
-        train_step({"model": model}, learners, split(KEYS, 8, 0, 1, 8), {"tokens": None}, clip_norm=None)
+        train_step(models, learners, split(KEYS, 8, 0, 1, 8), {"tokens": None}, clip_norm=None)
 
 
 def test_a_frozen_reference_is_there_and_does_not_learn() -> None:
@@ -185,9 +186,7 @@ def test_a_frozen_reference_is_there_and_does_not_learn() -> None:
     model, grads = ToyDiT(), {}
     before = {name: value.clone() for name, value in reference.state_dict().items()}
     models = {"model": model, "reference": reference}
-    train_step(
-        models, [learner(model, Update(against), grads)], split(KEYS, 8, 0, 1, 4), {"samples": 7.0}, clip_norm=None
-    )
+    train_step(models, [learner(models, against, grads)], split(KEYS, 8, 0, 1, 4), {"samples": 7.0}, clip_norm=None)
     truth, batch = ToyDiT(), make_batch(KEYS)
     (flow_loss(truth, batch) - flow_loss(reference, batch)).square().mean().backward()
     close(grads, gradients(truth), 1e-5)  # differences of losses lose a digit
@@ -209,14 +208,13 @@ def test_updates_are_taken_in_order_each_with_its_own_optimizer() -> None:
     def optimizers(models: Sequence[nn.Module]) -> list[AnyOptimizer]:
         return [make_optimizer(model, TrainConfig(lr=1e-2)) for model in models]
 
-    model, critic = ToyDiT(), ToyDiT(seed=1)
-    updates = [Update(flow), Update(critic_loss, ("critic",), "critic")]
+    models = {"model": ToyDiT(), "critic": ToyDiT(seed=1)}
     learners = [
-        learner(one, update, {}, optimizer)
-        for one, update, optimizer in zip((model, critic), updates, optimizers((model, critic)), strict=True)
+        learner_of(models, loss, optimizer, update=Update(role=role, name=role))
+        for role, loss, optimizer in zip(models, (flow, critic_loss), optimizers([*models.values()]), strict=True)
     ]
     batches = split(KEYS, 8, 0, 1, 8)
-    result = train_step({"model": model, "critic": critic}, learners, batches, {"samples": 7.0}, clip_norm=1.0)
+    result = train_step(models, learners, batches, {"samples": 7.0}, clip_norm=1.0)
 
     truths, batch = (ToyDiT(), ToyDiT(seed=1)), make_batch(KEYS)
     values = []
@@ -230,7 +228,7 @@ def test_updates_are_taken_in_order_each_with_its_own_optimizer() -> None:
         values.append(loss_I.mean().item())
     assert result.terms == pytest.approx({"model.flow": values[0], "critic.gap": values[1]}, rel=1e-5)
     assert result.loss == pytest.approx(values[0], rel=1e-6)
-    for actual, truth in zip((model, critic), truths, strict=True):
+    for actual, truth in zip(models.values(), truths, strict=True):
         for (name, one), other in zip(actual.named_parameters(), truth.parameters(), strict=True):
             # a first step of AdamW is 1e-2 times the sign of the gradient, near enough
             torch.testing.assert_close(one, other, rtol=0, atol=1e-5, msg=name)
@@ -244,15 +242,9 @@ def test_gradients_are_exchanged_with_the_last_micro_batch_alone(monkeypatch: py
         return nullcontext()
 
     monkeypatch.setattr("mmspeed.loop.runner.no_sync", noted)
-    batches = split(KEYS, 8, 0, 1, 3)
-    model = ToyDiT()
-    train_step(
-        {"model": model},
-        [learner(model, Update(two_terms), {})],
-        batches,
-        {"samples": 7.0, "tokens": 18.0},
-        clip_norm=None,
-    )
+    batches, models = split(KEYS, 8, 0, 1, 3), toys()
+    divisors = {"samples": 7.0, "tokens": 18.0}
+    train_step(models, [learner(models, two_terms, {})], batches, divisors, clip_norm=None)
     assert exchanges == [False] * (len(batches) - 1) + [True] and len(batches) > 2
 
 
@@ -281,9 +273,9 @@ def test_a_step_is_computed_again_without_its_spoiled_samples(micro: int) -> Non
     sound = without([(KEYS[2], 0, 0), (KEYS[5], 0, 0)])
     asked.clear()
     for batches, again in ((spoiled, without), (sound, None)):
-        model, grads = ToyDiT(), dict[str, Tensor]()
-        learners = [learner(model, Update(loss), grads)]
-        result = train_step({"model": model}, learners, batches, {"samples": 7.0}, clip_norm=1.0, again=again)
+        models, grads = toys(), dict[str, Tensor]()
+        learners = [learner(models, loss, grads)]
+        result = train_step(models, learners, batches, {"samples": 7.0}, clip_norm=1.0, again=again)
         steps.append((result, grads))
     (again_result, again_grads), (result, grads) = steps
     assert asked == [(KEYS[2], 0, 0), (KEYS[5], 0, 0)]
@@ -297,11 +289,11 @@ def test_a_step_without_a_sound_sample_is_not_computed_again() -> None:
     def loss(models: Models, batch: Batch) -> Terms:
         return {"loss": Term(flow_loss(models["model"], batch) * float("nan"), batch.weights_I)}
 
-    model = ToyDiT()
+    models = toys()
     asked: list[int] = []
     result = train_step(
-        {"model": model},
-        [learner(model, Update(loss), {})],
+        models,
+        [learner(models, loss, {})],
         split(KEYS, 8, 0, 1, 4),
         {"samples": 7.0},
         clip_norm=None,

@@ -3,50 +3,48 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from mmspeed.errors import UserError
 from mmspeed.pipelines import TrainPipeline
-from mmspeed.protocols import Batch, Data, Divisors, Models, RunPlace, StepData, Task, Term, Terms, Update
+from mmspeed.pipelines.domains.listed.domain import ListedSample
+from mmspeed.pipelines.methods.finetune import Finetune
+from mmspeed.pipelines.tasks import Task
+from mmspeed.protocols import Ask, Batch, Data, Divisors, Models, RunPlace, Tensors, Term, Terms, Update, Values
 from tests.support.character_runs import character_config, rows
-from tests.support.characters import CharacterDomain
+from tests.support.characters import CharacterConfig, CharacterDomain
 from tests.support.checkpoints import whole_checkpoint
-from tests.support.distillation import DistillationTask, critic_loss, student_loss
+from tests.support.updates import Mutual, TwoModels
+
+Extra = Callable[[Terms, Batch], dict[str, Term]]
 
 
-class GivenData:
-    """Data with other divisors than its own."""
+@dataclass(frozen=True)
+class Further(Finetune):
+    """Further terms, of the domain's own."""
 
-    def __init__(self, data: Data, divisors: Divisors) -> None:
-        self.data, self.divisors = data, divisors
+    extra: Extra
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.data, name)
-
-    def steps(self, start: int, stop: int) -> Generator[StepData, None, None]:
-        for step in self.data.steps(start, stop):
-            yield replace(step, divisors={**step.divisors, **self.divisors})
+    def terms(self, values: Sequence[Values], before: Tensors, ask: Ask, batch: Batch, update: Update) -> Terms:
+        own = super().terms(values, before, ask, batch, update)
+        return {**own, **self.extra(own, batch)}
 
 
-def task_with(config: object, divisors: Divisors, extra: Callable[[Terms, Batch], dict[str, Term]]) -> Task:
+def task_with(config: CharacterConfig, divisors: Divisors, extra: Extra) -> Task:
     """The character task with further divisors and terms."""
 
     class Changed(CharacterDomain):
-        def data(self, place: RunPlace) -> Data:
-            return GivenData(super().data(place), divisors)  # type: ignore[return-value]
+        def divisors(self, samples: Sequence[ListedSample]) -> Divisors:
+            return {**super().divisors(samples), **divisors}
 
         def validation(self, models: Models, data: Data, place: RunPlace) -> None:
             return None
 
-        def loss(self, models: Models, batch: Batch) -> Terms:
-            terms = dict(super().loss(models, batch))
-            return terms | extra(terms, batch)
-
-    return Changed(config)  # type: ignore[arg-type]
+    return Task(Changed(config), Further(extra))
 
 
 def test_a_logged_term_without_items_is_left_out(tmp_path: Path) -> None:
@@ -69,25 +67,25 @@ def test_terms_of_one_late_divisor_have_one_weight(tmp_path: Path) -> None:
         TrainPipeline(config, task=task_with(config, {"tokens": None}, halved)).run()
 
 
-def spoiled(loss: Callable[[Models, Batch], Terms]) -> Callable[[Models, Batch], Terms]:
-    def nan(models: Models, batch: Batch) -> Terms:
-        return {name: replace(term, loss_I=term.loss_I * math.nan) for name, term in loss(models, batch).items()}
+@dataclass(frozen=True)
+class Spoiled(Mutual):
+    """Two models that learn from each other, where the loss of `role` is not finite."""
 
-    return nan
+    role: str = ""
+
+    def terms(self, values: Sequence[Values], before: Tensors, ask: Ask, batch: Batch, update: Update) -> Terms:
+        terms = super().terms(values, before, ask, batch, update)
+        factor = math.nan if update.role == self.role else 1.0
+        return {name: replace(term, loss_I=term.loss_I * factor) for name, term in terms.items()}
 
 
-def changed(tmp_path: Path, updates: Sequence[Update], skip: int) -> dict[str, bool]:
-    """True where the weights and the averages of both roles differ after two steps from the start."""
-
-    class Changed(DistillationTask):
-        def updates(self) -> Sequence[Update]:
-            return updates
-
+def changed(tmp_path: Path, role: str, skip: int) -> dict[str, bool]:
+    """True where the weights and the averages of both roles differ after two steps from the start. `role`: whose loss is not finite."""
     overrides = ("train.ema_decay=0.5", f"train.skip_non_finite={skip}", "checkpoint.every=1")
     names, results = ("start", "end"), {}
     for name, steps in zip(names, (1, 2), strict=True):
         config = character_config(tmp_path, f"name={name}", f"train.steps={steps}", *overrides)
-        TrainPipeline(config, task=Changed(config)).run()
+        TrainPipeline(config, task=Task(TwoModels(config), Spoiled(role=role))).run()
         results[name] = whole_checkpoint(config.run_dir)
     one, two = results["start"], results["end"]
     kinds = {"model": "model.", "ema": "ema.", "critic": "critic:model.", "critic ema": "critic:ema."}
@@ -98,20 +96,17 @@ def changed(tmp_path: Path, updates: Sequence[Update], skip: int) -> dict[str, b
 
 
 def test_a_broken_first_update_ends_the_step(tmp_path: Path) -> None:
-    updates = Update(spoiled(student_loss)), Update(critic_loss, ("critic",), "critic")
-    assert set(changed(tmp_path, updates, skip=5).values()) == {False}
+    assert set(changed(tmp_path, "model", skip=5).values()) == {False}
 
 
 def test_a_broken_second_update_leaves_the_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    updates = Update(student_loss), Update(spoiled(critic_loss), ("critic",), "critic")
-    assert changed(tmp_path, updates, skip=5) == {"model": True, "ema": True, "critic": False, "critic ema": False}
+    assert changed(tmp_path, "critic", skip=5) == {"model": True, "ema": True, "critic": False, "critic ema": False}
 
 
 def test_the_message_names_what_was_updated(tmp_path: Path) -> None:
-    updates = Update(student_loss), Update(spoiled(critic_loss), ("critic",), "critic")
     words = "Update 'critic' is not finite and ended the step; of this step model was updated"
     with pytest.raises(UserError, match=words):
-        changed(tmp_path, updates, skip=0)
+        changed(tmp_path, "critic", skip=0)
 
 
 def test_a_logged_term_that_is_not_finite_is_rolled_back_as_a_loss(tmp_path: Path) -> None:

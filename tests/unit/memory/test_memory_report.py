@@ -19,6 +19,7 @@ from mmspeed.mesh import process_group
 from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.report.memory_page import measure_report, read_report
 from mmspeed.pipelines.report.run_page import write_report
+from mmspeed.pipelines.tasks import as_task
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
 from mmspeed.shapes import Bucket
 from tests.support.mlps import PlainMlp
@@ -34,7 +35,7 @@ WIDER = (
 def trial_of(config: Config) -> SyntheticStep:
     task = VideoDomain(config)
     task.open_without_data()
-    return SyntheticStep(config, task, CPU)
+    return SyntheticStep(config, as_task(task, config), CPU)
 
 
 def measured(folder: Path, *overrides: str, batch: int = 2) -> tuple[MemoryReport, dict[str, int]]:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from mmspeed.device import Device
 from mmspeed.loop.averages import EMA
 from mmspeed.loop.resting import Rests, held
-from mmspeed.loop.runner import SequentialRunner
-from mmspeed.loop.step import Learner, train_step
+from mmspeed.loop.step import train_step
 from mmspeed.memory.offload.resting import HostRest
 from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from mmspeed.protocols import Batch, Item, Models, Term, Terms, Update
+from tests.support.steps import Loss, learner_of
 
 CPU = torch.device("cpu")
 ROLES = {"high": "model", "low": "second"}
@@ -50,10 +50,9 @@ class Turns:
         self.optimizers = {role: self.optimizer(model, tiered) for role, model in self.models.items()}
         self.averages = {role: EMA(model, 0.5) for role, model in self.models.items()}
         self.learners = [
-            Learner(
-                Update(self.loss_of(role), (role,), name, when=lambda step, name=name: (step % 3 == 0) == (name == "high"), rests=True),  # type: ignore[misc]
-                SequentialRunner([self.models[role]], "none"),
-                [self.optimizers[role]],
+            learner_of(
+                self.models, self.loss_of(role), self.optimizers[role],
+                update=Update(role=role, name=name, when=lambda step, name=name: (step % 3 == 0) == (name == "high"), rests=True),  # type: ignore[misc]
             )
             for name, role in ROLES.items()
         ]  # fmt: skip
@@ -69,7 +68,7 @@ class Turns:
         )
 
     @staticmethod
-    def loss_of(role: str):  # type: ignore[no-untyped-def]
+    def loss_of(role: str) -> Loss:
         def loss(models: Models, batch: Batch) -> Terms:
             return {"loss": Term(models[role](batch["x"]).square().mean(1), batch.weights_I)}
 
@@ -113,10 +112,7 @@ def test_roles_that_rest_train_to_the_bit(tiered: bool) -> None:
 def test_a_step_without_an_update_is_an_error() -> None:
     turns = Turns(False)
     never: Mapping[str, nn.Module] = turns.models
-    learner = Learner(
-        Update(Turns.loss_of("model"), when=lambda step: False),
-        SequentialRunner([never["model"]], "none"),
-        [turns.optimizers["model"]],
-    )
+    update = Update(when=lambda step: False)
+    learner = learner_of(never, Turns.loss_of("model"), turns.optimizers["model"], update=update)
     with pytest.raises(ValueError, match="no update is made at step 0"):
         train_step(never, [learner], [], {"samples": 1.0}, clip_norm=None)

@@ -13,7 +13,7 @@ from mmspeed.config import make_config
 from mmspeed.config.schema import Config, DdpmConfig, FamilyObjectiveConfig, FlowConfig
 from mmspeed.models.families.complete import objective_of, objective_warnings
 from mmspeed.pipelines.diffusion import ddpm, flow
-from mmspeed.pipelines.diffusion.objective import make_objective
+from mmspeed.pipelines.diffusion.objective import make_objective, mean_error
 from mmspeed.shapes import Bucket
 
 DYNAMIC = {
@@ -118,7 +118,7 @@ def test_a_flows_pair_and_loss_are_the_schedulers() -> None:
     ours, theirs = weight.clone().requires_grad_(), weight.clone().requires_grad_()
     x, target = objective.training_pair(x0, noise, scheduler.sigmas[places])
     torch.testing.assert_close(x, x_t, rtol=0, atol=1e-6)
-    loss = objective.sample_loss(ours * x, target, scheduler.sigmas[places])
+    loss = mean_error(ours * x, target) * objective.weight(scheduler.sigmas[places])
     reference = ((theirs * x_t - (noise - x0)) ** 2).flatten(1).mean(1)
     torch.testing.assert_close(loss, reference, rtol=1e-6, atol=1e-6)
     loss.sum().backward()
@@ -136,7 +136,7 @@ def test_a_diffusions_pair_and_loss_are_the_schedulers() -> None:
     x_t, v = scheduler.add_noise(x0, noise, index), scheduler.get_velocity(x0, noise, index)
     ours, theirs = weight.clone().requires_grad_(), weight.clone().requires_grad_()
     x, target = objective.training_pair(x0, noise, objective.time_of(index))
-    loss = objective.sample_loss(ours * x, target, objective.time_of(index))
+    loss = mean_error(ours * x, target) * objective.weight(objective.time_of(index))
     reference = ((theirs * x_t - v) ** 2).flatten(1).mean(1)
     torch.testing.assert_close(loss, reference, rtol=1e-6, atol=1e-6)
     loss.sum().backward()

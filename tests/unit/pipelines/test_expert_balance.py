@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
 from mmspeed.loop.checkpoint.load import open_checkpoint
-from mmspeed.loop.runner import SequentialRunner
-from mmspeed.loop.step import Learner, apply_update
+from mmspeed.loop.step import apply_update
 from mmspeed.models.language.experts import Router
 from mmspeed.pipelines import TrainCallback, TrainPipeline
+from mmspeed.pipelines.domains.base import values_of
 from mmspeed.pipelines.inference.language import export_language_run
+from mmspeed.pipelines.tasks import as_task
 from mmspeed.protocols import CountsSteps
 from tests.unit.pipelines.test_language_task import ALONE, MemoryTask, config, losses, model_of, opened
 
@@ -154,7 +155,10 @@ def test_a_step_that_is_not_applied_moves_nothing(tmp_path: Path) -> None:
     assert all(isinstance(router, CountsSteps) for router in routers)
     model(torch.randint(0, 90, (1, 20)))
     assert all(router.load_G.sum() == 40 for router in routers)
-    learner = Learner(task.updates()[0], SequentialRunner([model], "none"), [torch.optim.SGD(model.parameters(), 0.1)])
+    trained, optimizer = as_task(task, task.config), torch.optim.SGD(model.parameters(), 0.1)
+    (learner,) = trained.learners(
+        trained.updates(), {"model": model}, "none", {"model": optimizer}, torch.device("cpu")
+    )
     data = task.data(ALONE)
     for step, accepted in zip(data.steps(0, 2), (False, True), strict=True):
         result = apply_update(
@@ -170,8 +174,7 @@ def test_the_auxiliary_loss_alone_reaches_the_router_through_the_task(tmp_path: 
     task = opened(tmp_path, *EXPERTS, f"model.balance={balance}", "objective.balance=0.5")
     model = model_of(task).train()
     step = next(task.data(ALONE).steps(0, 1))
-    terms = task.loss({"model": model}, next(iter(step.batches)))
-    terms["balance"].total().backward()
+    values_of(task, {"model": model}, next(iter(step.batches))).own()["balance"].total().backward()
     for name, part in model.named_modules():
         if isinstance(part, Router):
             assert part.weight.grad is not None and part.weight.grad.norm() > 1e-6, name

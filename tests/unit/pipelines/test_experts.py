@@ -21,6 +21,7 @@ from mmspeed.pipelines.inference.export import export_run
 from mmspeed.pipelines.inference.generate import SampleSettings, sample_together
 from mmspeed.pipelines.inference.official import OfficialSampler
 from mmspeed.pipelines.tasks import maker_of
+from mmspeed.protocols import Update
 from tests.support.checkpoints import differing, whole_checkpoint
 from tests.support.experts import SEED, WatchedTask, experts_config, train_experts
 from tests.support.runs import losses
@@ -109,8 +110,8 @@ def test_a_stopped_run_goes_on_bitwise(home: Path) -> None:
 
 def test_the_shares_of_steps_are_those_asked_for(home: Path) -> None:
     task = VideoDomain(experts_config(home, experts="both", high_share=0.2))
-    high, low = task.updates()
-    assert (high.name, high.roles, low.name, low.roles) == ("high", ("model",), "low", (LOW,))
+    high, low = map(Update.of, task.parts())
+    assert (high.name, high.role, low.name, low.role) == ("high", "model", "low", LOW)
     draws = [high.due(step) for step in range(4000)]
     assert all(high.due(step) != low.due(step) for step in range(100))
     assert abs(sum(draws) / 4000 - 0.2) < 4 * (0.2 * 0.8 / 4000) ** 0.5

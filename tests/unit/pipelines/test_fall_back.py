@@ -61,7 +61,7 @@ def test_the_run_goes_on_from_the_newest_sound_one(home: Path, spoil: object, mo
     if spoil is truncate:
         spoil_tensor(checkpoints / step_name(4))
     lines: list[str] = []
-    monkeypatch.setattr("mmspeed.pipelines.training.trainer.log.warning", lines.append)
+    monkeypatch.setattr("mmspeed.pipelines.training.saved_state.log.warning", lines.append)
     config = train(home, 8)
     sound = 3 if spoil is truncate else 4
     warnings = [line for line in lines if "is kept as" in line]
@@ -94,7 +94,7 @@ def test_odd_records_beside_a_checkpoint_change_nothing(
     odd = [line for line in odd if line != b"{}"]  # a row of nothing
     with open(config.run_dir / "metrics.jsonl", "ab") as file:
         file.write(b"".join(line + b"\n" for line in odd) + b'{"cut off')
-    monkeypatch.setattr("mmspeed.pipelines.training.trainer.log.warning", lines.append)
+    monkeypatch.setattr("mmspeed.pipelines.training.saved_state.log.warning", lines.append)
     train(home, 8)
     assert losses(config) == losses(character_config(home, *STEPS, "name=whole"))
     assert place.read_bytes() == sound and (config.run_dir / "metrics.odd").read_bytes().splitlines() == odd
@@ -150,7 +150,7 @@ def test_a_run_goes_on_from_the_copy_on_the_local_disk_bit_for_bit(home: Path, m
     for step in (4, 5):
         shutil.rmtree(checkpoints / step_name(step))  # as after a kill while the shared ones were being written
     lines: list[str] = []
-    monkeypatch.setattr("mmspeed.pipelines.training.trainer.log.info", lines.append)
+    monkeypatch.setattr("mmspeed.pipelines.training.saved_state.log.info", lines.append)
     train(home, 8, *local)
     assert "going on from the copies of step 5 on the local disks" in lines
     whole = character_config(home, *STEPS, "name=whole")

@@ -18,7 +18,7 @@ from mmspeed.models.sections import with_weights
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.tasks import maker_of
-from mmspeed.protocols import Batch, Models, Terms, source_of
+from mmspeed.protocols import Batch, Inputs, source_of
 from tests.support.runs import small_tree
 from tests.support.tiny_repositories import save_wan
 
@@ -44,12 +44,12 @@ class DoubleTask(VideoDomain):
         self.start: dict[str, Tensor] = {}
         self.model: nn.Module | None = None
 
-    def loss(self, models: Models, batch: Batch) -> Terms:
-        self.model = models["model"]
+    def inputs(self, model: nn.Module, batch: Batch, *others: Any) -> Inputs:
+        self.model = model
         if not self.batches:
             self.start = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         self.batches.append(batch)
-        return super().loss(models, batch.to(torch.device("cpu"), torch.float64))
+        return super().inputs(model, batch.to(torch.device("cpu"), torch.float64), *others)
 
 
 def configured(folder: Path, base: Path) -> Config:

@@ -25,7 +25,7 @@ from mmspeed.pipelines.check.data_report import check_task
 from mmspeed.pipelines.domains.language.data import held_out_packs
 from mmspeed.pipelines.domains.language.domain import LanguageDomain
 from mmspeed.pipelines.domains.language.start import open_texts
-from mmspeed.pipelines.tasks import maker_of
+from mmspeed.pipelines.tasks import make_task, maker_of
 from mmspeed.pipelines.training.opening import data_line
 from mmspeed.preprocess.texts.cache_builder import TextCacheBuilder
 from mmspeed.preprocess.texts.preparation import TextPreparation
@@ -184,7 +184,7 @@ def test_packs_without_a_target_are_counted_by_check_and_at_the_start(tmp_path: 
     chats = [Document(np.arange(200) % 97, digest(bytes([number])), marks) for number in range(4)]
     write_text_cache(tmp_path / "cache", {"a": [[1, 2, 3], *chats]}, TokenizerFacts("ids", 97, None))
     settings = config(tmp_path, "sequence_length=40", "train.batch_size=3", "tokenizer={kind: bytes}")
-    report = "\n".join(check_task(settings, task=LanguageDomain(settings)).lines())
+    report = "\n".join(check_task(settings, task=make_task(settings)).lines())
     assert "left out of the first epoch: 16 items without a token to predict" in report
     task = LanguageDomain(settings)
     task.open(ALONE)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count, takewhile
 from typing import Any, ClassVar, Literal
 
@@ -22,7 +23,9 @@ from mmspeed.config.training import Section
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.pipelines.domains.listed.domain import Length, ListedDomain, ListedSample
-from mmspeed.protocols import Batch, Models, NumberRule, RunPlace, ShapeClass, Term, Terms, Work
+from mmspeed.pipelines.tasks import Task
+from mmspeed.protocols import Batch, Inputs, NumberRule, RunPlace, ShapeClass, Term, Terms, Values, Work
+from tests.support.preferences import Preferences
 
 
 class NetSection(Section):
@@ -43,6 +46,24 @@ def sample(name: str, length: int, shift: float = 0.0) -> ListedSample:
     """Numbers (N,) of which the last is padding."""
     x_N = torch.arange(length, dtype=torch.float32) + len(name) + shift
     return ListedSample(name, {"x": x_N}, Length(length), length - 1)
+
+
+@dataclass
+class Distances(Values):
+    """The distance of an output to twice the numbers, and the first numbers themselves, which do not train."""
+
+    output_IN: Tensor
+    batch: Batch
+
+    @property
+    def loss(self) -> Term:
+        return Term((self.output_IN - 2 * self.batch["x"]).abs().sum(1), self.batch.weights_I, "tokens")
+
+    def own(self, mtp: bool = True) -> Terms:
+        return {"first": self.term(self.batch["x"][:, 0], trains=False)}
+
+    def term(self, value_U: Tensor, trains: bool = True) -> Term:
+        return Term(value_U, self.batch.weights_I, "units", trains)
 
 
 class MeansTask(ListedDomain[MeansConfig]):
@@ -66,12 +87,11 @@ class MeansTask(ListedDomain[MeansConfig]):
             for what, counts in (("train", self.counts), ("held out", self.held))
         ]  # type: ignore[return-value]
 
-    def loss(self, models: Models, batch: Batch) -> Terms:
-        """The distance to twice the numbers, and the numbers themselves, which do not train."""
-        x_IN: Tensor = batch["x"]
-        loss_I = (models["model"](x_IN[..., None])[..., 0] - 2 * x_IN).abs().sum(1)
-        first = Term(x_IN[:, 0], batch.weights_I, "samples", trains=False)
-        return {"distance": Term(loss_I, batch.weights_I, "tokens"), "first": first}
+    def inputs(self, model: nn.Module, batch: Batch, *others: Any) -> Inputs:
+        return Inputs(positional=(batch["x"][..., None],))
+
+    def values(self, output: Tensor, inputs: Inputs, batch: Batch) -> Distances:
+        return Distances(output[..., 0], batch)
 
     def work(self, shape: ShapeClass, text_tokens: int | None = None) -> Work:
         return Work(products=2.0 * shape.numbers)
@@ -127,7 +147,8 @@ def test_an_epoch_has_each_sample_once_over_all_ranks(
                 for item, weight in zip(one.items, one.weights_I.tolist(), strict=True):
                     met[item.sample] += weight
             samples = [task.by_key[item.sample] for item in uses.items]
-            assert uses.divisors == {"samples": len(samples), "tokens": sum(s.shape.numbers - 1 for s in samples)}
+            tokens = sum(s.shape.numbers - 1 for s in samples)
+            assert uses.divisors == {"samples": len(samples), "units": len(samples), "tokens": tokens}
             assert uses.tokens == uses.divisors["tokens"] and sum(uses.counts.values()) == len(samples)
         assert len({*ranks}) == 1  # or one would wait for another
     assert met == {one.key: 1.0 for one in task.training}
@@ -171,15 +192,16 @@ def test_a_validation_is_the_mean_over_the_held_out_samples(world: int) -> None:
         terms = validation.measure({"model": model})
         totals.update({name: term.total().item() for name, term in terms.items()})
         calls.add(len(terms["first"].loss_I))
-        assert model.training and not terms["distance"].loss_I.requires_grad
+        assert model.training and not terms["loss"].loss_I.requires_grad
     numbers = [one.tensors["x"].double() for one in task.held_out]
     tokens, samples = sum(len(x) - 1 for x in numbers), len(numbers)
-    assert validation.divisors() == {"samples": samples, "tokens": tokens} and samples == 4 and len(calls) == 1
+    assert validation.divisors() == {"samples": samples, "units": samples, "tokens": tokens}
+    assert samples == 4 and len(calls) == 1
     distance = sum((a * x + b - 2 * x).abs().sum().item() for x in numbers) / tokens
     first = sum(x[0].item() for x in numbers) / samples
-    row = validation.row({"distance": totals["distance"] / tokens, "first": totals["first"] / samples})
+    row = validation.row({"loss": totals["loss"] / tokens, "first": totals["first"] / samples})
     assert row["loss"] == pytest.approx(distance, rel=1e-6)  # sums of float32 in another order
-    assert row["terms"] == pytest.approx({"distance": distance, "first": first}, rel=1e-6)
+    assert row["terms"] == pytest.approx({"loss": distance, "first": first}, rel=1e-6)
     assert row["samples"] == 4
 
 
@@ -196,9 +218,5 @@ def test_a_list_without_samples_and_one_with_a_name_twice_are_refused() -> None:
 
 
 def test_a_plan_of_memory_for_several_models_is_refused() -> None:
-    class Two(MeansTask):
-        def build(self) -> dict[str, nn.Module]:
-            return {**super().build(), "critic": nn.Linear(1, 1)}
-
-    with pytest.raises(UserError, match="memory is planned for one model, and the task means has model, critic"):
-        Two(MeansConfig()).sketch(nn.Linear(1, 1), Length(2), 1)
+    with pytest.raises(UserError, match="memory is planned for one model, and preferences has reference model too"):
+        Task(make(), Preferences()).sketch(nn.Linear(1, 1), Length(2), 1)

@@ -24,6 +24,7 @@ from mmspeed.mesh import process_group
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.domains.video.synthetic import EncoderShapes
+from mmspeed.pipelines.tasks import Task, as_task
 from mmspeed.pipelines.tuning.memory_estimate import DeviceSpeeds, _cast_of, plan_memory, shape_figures, spread
 from mmspeed.pipelines.tuning.memory_measure import BlockCall, BlockProfiler, capture
 from mmspeed.pipelines.tuning.memory_search import (
@@ -56,8 +57,8 @@ def config_of(
     return make_config(tree, overrides, origin="test")
 
 
-def task_of(config: Config) -> VideoDomain:
-    return VideoDomain(config).use(INPUTS)
+def task_of(config: Config) -> Task:
+    return as_task(VideoDomain(config).use(INPUTS), config)
 
 
 @pytest.fixture
@@ -216,7 +217,7 @@ def test_what_a_choice_depends_on_is_of_jsons_types(tmp_path: Path) -> None:
     """It is written down, and compared with what was read."""
     config = config_of(tmp_path, "memory.budget=1GB", "model.sparse={dense_first: 0, dense_last: 0, keep: 0.25}")
     task, place = task_of(config), RunPlace(CPU)
-    setting = full_setting(config, task, place, task.largest_micro_batch(place))
+    setting = full_setting(config, task, place, task.domain.largest_micro_batch(place))
     assert json.loads(json.dumps(setting)) == setting
     assert setting["model.sparse"]["keep"] == 0.25 and setting["vae.strides"] == [4, 8]
 

@@ -8,8 +8,8 @@ import pytest
 
 from mmspeed.errors import UserError
 from mmspeed.pipelines.check.data_report import check_task
-from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.report.policies import policy_lines
+from mmspeed.pipelines.tasks import as_task, make_task
 from tests.support.published import prepare, published_config, task_of
 from tests.support.runs import small_config
 
@@ -35,13 +35,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", REGIONS)
 def test_regions_of_published_models_are_reported(home: Path, name: str) -> None:
     config = published_config(home, name)
-    lines = policy_lines(task_of(home, name, config), config)
+    lines = policy_lines(as_task(task_of(home, name, config), config), config)
     assert lines == [f"model: memory.activation_policy of {each}" for each in REGIONS[name]]
 
 
 def test_our_own_norms_and_activations_are_regions(tmp_path: Path) -> None:
     config = small_config(tmp_path)
-    (line,) = policy_lines(VideoDomain(config), config)
+    (line,) = policy_lines(make_task(config), config)
     assert (
         line == "model: memory.activation_policy of SoraBlock: block, attention, cross_attention, mlp, norm, activation"
     )
@@ -58,4 +58,4 @@ def test_our_own_norms_and_activations_are_regions(tmp_path: Path) -> None:
 def test_a_policy_of_a_region_that_is_not_there_is_an_error(home: Path, name: str, key: str, message: str) -> None:
     config = published_config(home, name, f"memory.{key}")
     with pytest.raises(UserError, match=message):
-        check_task(config, (1,), task_of(home, name, config))
+        check_task(config, (1,), as_task(task_of(home, name, config), config))

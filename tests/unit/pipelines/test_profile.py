@@ -26,6 +26,7 @@ from mmspeed.mesh import process_group
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.domains.video.data import VideoData
 from mmspeed.pipelines.domains.video.domain import VideoDomain
+from mmspeed.pipelines.tasks import Task, make_task
 from mmspeed.pipelines.tuning.profile import (
     BucketMeasurements,
     BucketProfile,
@@ -172,9 +173,9 @@ def test_which_errors_say_that_memory_is_full() -> None:
     )
 
 
-def task_of(config: Config) -> VideoDomain:
-    task = VideoDomain(config)
-    task.open_without_data()
+def task_of(config: Config) -> Task:
+    task = make_task(config)
+    task.domain.open_without_data()
     return task
 
 

@@ -18,6 +18,7 @@ from mmspeed.pipelines.diffusion.objective import make_objective
 from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.domains.video.published import PublishedVideoDomain
 from mmspeed.pipelines.run.assembly import Assembly
+from mmspeed.pipelines.tasks import as_task
 from mmspeed.pipelines.tuning.memory_estimate import plan_memory
 from mmspeed.protocols import Conditions, RunPlace, blocks_of
 from mmspeed.shapes import Strides
@@ -244,7 +245,7 @@ def test_memory_is_planned_from_shapes(home: Path, name: str) -> None:
     config = published_config(home, name)
     task = task_of(home, name, config)
     task.open(RunPlace(Device("cpu", 0)))
-    plan = plan_memory(config, task=task, with_swap=False)
+    plan = plan_memory(config, task=as_task(task, config), with_swap=False)
     blocks = 4 if name == "hunyuan" else 2
     assert len(plan.figures.kinds) == blocks and len(plan.figures.options) == (2 if name == "hunyuan" else 1)
     for options in plan.figures.options:

@@ -51,7 +51,7 @@ def test_an_image_to_video_model_is_trained_from_a_cache(tmp_path: Path) -> None
     stored = cache.latent(cache.split("train")[0].latent_keys[0])
     assert {"mean", "grey_first", "grey_first_last"} <= set(stored)
     with pytest.raises(UserError, match=r"is always given frames: its modes are first, first_last"):
-        VideoDomain(config_of(tmp_path, "conditioning.first=0")).use(task.inputs).build()
+        VideoDomain(config_of(tmp_path, "conditioning.first=0")).use(task.sizes).build()
 
 
 @pytest.mark.slow

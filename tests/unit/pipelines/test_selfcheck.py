@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +18,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmspeed.config import Config, make_config
+from mmspeed.device import Device
 from mmspeed.errors import UserError
-from mmspeed.models.sora.sizes import resolve_config
-from mmspeed.pipelines.check import video as video_check
+from mmspeed.mesh import process_group
+from mmspeed.models.sora.sizes import build_model, resolve_config
+from mmspeed.parallel import TokenLayout
 from mmspeed.pipelines.check.children import Child, run_children
-from mmspeed.pipelines.check.layouts import with_layout
+from mmspeed.pipelines.check.exchanges import expected, wrong_exchanges
+from mmspeed.pipelines.check.layouts import alone, with_layout
 from mmspeed.pipelines.check.verdict import compare, named
-from mmspeed.pipelines.check.video import ShrunkRun, shrink_run, shrunk_latent, uneven
 from mmspeed.pipelines.check.worker import (
     MicroBatchDigest,
     StepReport,
     WorkerReport,
     disagreements,
     other_gradients,
+    uneven,
 )
 from mmspeed.pipelines.domains.video.domain import VideoDomain
-from mmspeed.shapes import Strides
+from mmspeed.pipelines.domains.video.small import shrunk_latent, small_sora
+from mmspeed.protocols import RunPlace, SmallRun
 from tests.support.runs import small_config
-
-STRIDES = Strides(4, 8)
 
 
 @pytest.fixture
@@ -56,40 +59,33 @@ def test_small_latents_split_as_large_ones_do(grid: tuple[int, int, int], sequen
     assert h // 2 * (w // 2) >= min(sequence * tensor, grid[1] * grid[2])
 
 
-def small(config: Config, layout: str) -> ShrunkRun:
-    return shrink_run(VideoDomain(with_layout(config, layout)), STRIDES)
+def small(config: Config, layout: str, folder: Path) -> SmallRun:
+    return small_sora(with_layout(config, layout), folder / "small")
 
 
-def test_the_small_model_keeps_what_decides_its_split(config: Config) -> None:
+def test_the_small_model_keeps_what_decides_its_split(config: Config, tmp_path: Path) -> None:
     config = config.model_copy(update={"model": config.model.model_copy(update={"size": "XL/2", "mlp_ratio": 4.01})})
-    mini = small(config, "tp=2,ulysses=2,shard_text=9")
+    mini = small(config, "tp=2,ulysses=2,shard_text=9", tmp_path)
     real, result = (resolve_config(c.model, 4, 16) for c in (config, mini.config))
     assert (result.heads, result.arrangement, result.patch) == (real.heads, real.arrangement, real.patch)
     assert result.hidden % 2 == real.hidden % 2 and result.depth % 2 == real.depth % 2
     assert result.width < real.width and result.depth == 4
     assert mini.kinds == ("images", "videos", "mixed")
-    assert mini.config.parallel.shard_text == mini.small_samples.text_tokens == 7  # captions are split here too
+    assert mini.config.parallel.shard_text == mini.config.text.max_tokens == 7  # captions are split here too
 
 
-def test_samples_are_those_of_their_names(config: Config) -> None:
-    mini = small(config, "ulysses=2")
-    draws = mini.draws("mixed")
-    assert [draw.sample.bucket.is_image for draw in draws] == [True] * 3 + [False] * 3
-    batch, one = mini.batch([(draw, 1.0) for draw in draws[3:]]), mini.batch([(draws[4], 1.0)])
-    assert batch["noise"] is not None and one["noise"] is not None
-    assert batch["noise"][1].equal(one["noise"][0]) and batch["latents"][1].equal(one["latents"][0])
-    assert not batch["text_mask"].all() and batch["text_mask"].any(1).all()  # padding, and real tokens, in each
-
-
-def test_other_processes_make_the_same_small_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    task = VideoDomain(with_layout(config, "ring=2"))
-    first = task.shrunk()
-    monkeypatch.setattr(video_check, "codec_geometry", lambda *_: pytest.fail("the codec was asked again"))
-    other = VideoDomain(make_config(json.loads(task.config.model_dump_json(by_alias=True)))).shrunk(
-        json.loads(json.dumps(first.known))
-    )
-    assert isinstance(first, ShrunkRun) and isinstance(other, ShrunkRun)
-    assert (other.config, other.strides, other.small_samples) == (first.config, first.strides, first.small_samples)
+def test_the_small_run_is_an_ordinary_one(config: Config, tmp_path: Path) -> None:
+    """Another process opens it by its config alone, and its first steps are of the kinds."""
+    mini, place = small(config, "ulysses=2", tmp_path), RunPlace(Device("cpu", 0))
+    task = VideoDomain(make_config(json.loads(alone(mini.config).model_dump_json(by_alias=True))))
+    with process_group(place.device):
+        task.open(place)
+        with closing(task.data(place).steps(0, 3)) as steps:
+            met = [{batch.shape: batch for batch in step.batches} for step in steps]
+    assert [[shape.splits for shape in sorted(batches)] for batches in met] == [[False], [True], [False, True]]
+    assert [batch.size for batches in met[:2] for batch in batches.values()] == [3, 3]
+    for batch in met[2].values():
+        assert not batch["text_mask"].all() and batch["text_mask"].any(1).all()  # padding, and real tokens, in each
 
 
 def test_layouts_are_read(config: Config) -> None:
@@ -116,9 +112,10 @@ def test_layouts_that_are_refused(config: Config, layout: str, message: str) -> 
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_buckets_that_do_not_fit_are_reported(config: Config) -> None:
+def test_buckets_that_do_not_fit_are_reported(tmp_path: Path) -> None:
+    config = small_config(tmp_path, "data.buckets=[{frames: 6, height: 64, width: 48}]")
     with pytest.raises(UserError, match="does not fit the codec"):
-        shrink_run(VideoDomain(with_layout(config, "ring=2")), Strides(8, 8))
+        small(config, "ring=2", tmp_path)
 
 
 RIGHT = {
@@ -139,7 +136,7 @@ def report(scale: dict[str, float] | None = None, loss: float = 1.0, **changes: 
         )
         for kind in ("images", "videos", "mixed")
     ]
-    return WorkerReport(steps, "fsdp", 1, 2, [], [])
+    return WorkerReport(steps, "fsdp", 1, 2, list(RIGHT), [], [])
 
 
 LAYERS = "only gradients of blocks.*.qkv differ; the losses are equal, so the mistake is in backward, at blocks.2.qkv"
@@ -153,14 +150,12 @@ LAYERS = "only gradients of blocks.*.qkv differ; the losses are equal, so the mi
         (report(loss=1.0001), "the loss differs"),
         (report(loss=float("nan")), "the loss differs"),
         (report({"blocks.1.qkv.weight": float("nan")}), "most that of blocks.1.qkv.weight"),
-        (report(sent={}), "no all_to_all ulysses was sent"),
-        (report(sent=dict(SENT)), "images take no part in it, yet all_gather sequence was sent"),
         (report(grads={name: grad for name, grad in RIGHT.items() if "0.qkv" not in name}), "no gradient of blocks.0.qkv.weight"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
 def test_what_is_wrong_is_named(config: Config, here: WorkerReport, words: str) -> None:
-    result = compare(small(config, "ulysses=2"), here, report())
+    result = compare(SmallRun(with_layout(config, "ulysses=2"), "nano"), here, report())
     text = "\n".join(result.lines())
     assert not result.passed and words in text and "FAILED" in text and "report it" in text
 
@@ -176,8 +171,21 @@ def test_what_is_wrong_is_named(config: Config, here: WorkerReport, words: str) 
     ],
 )
 def test_what_a_video_step_must_send(config: Config, layout: str, wanted: set[str]) -> None:
-    assert set(small(config, layout).expected("videos")) == wanted
-    assert set(small(config, layout).expected("images")) == {what for what in wanted if what.endswith(" tp")}
+    parallel, model = with_layout(config, layout).parallel, build_model(config.model, 4, 16, "meta")
+    assert set(expected(model.plan, parallel, TokenLayout(), True)) == wanted
+    assert set(expected(model.plan, parallel, TokenLayout(), False)) == {
+        what for what in wanted if what.endswith(" tp")
+    }
+    sparse = {"rows ring" if what == "ring ring" else what for what in wanted if what != "ring ring_outer"}
+    assert set(expected(model.plan, parallel, TokenLayout(), True, sparse=True)) == sparse
+
+
+def test_an_axis_that_does_nothing_is_told(config: Config) -> None:
+    parallel, model = with_layout(config, "ulysses=2").parallel, build_model(config.model, 4, 16, "meta")
+    lines = wrong_exchanges(model, parallel, TokenLayout(), "videos", True, ["all_gather sequence"])
+    assert lines == ["no all_to_all ulysses was sent, so the layout did not take part"]
+    lines = wrong_exchanges(model, parallel, TokenLayout(), "images", False, ["all_gather sequence"])
+    assert lines == ["images take no part in it, yet all_gather sequence was sent"]
 
 
 def met(names: list[str], weight: float, digest: str = "x", image: bool = False) -> MicroBatchDigest:

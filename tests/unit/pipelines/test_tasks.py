@@ -54,7 +54,7 @@ def test_a_task_is_known_by_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     register("letters", *names)
     assert TASKS["letters"] == TaskEntry(*names, origin="this program")
     config = character_config(tmp_path)
-    assert isinstance(make_task(config.model_copy(update={"task": "letters"})), CharacterDomain)
+    assert isinstance(make_task(config.model_copy(update={"task": "letters"})).domain, CharacterDomain)
 
 
 def test_keys_of_another_task_are_reported_with_their_task(tmp_path: Path) -> None:

@@ -13,14 +13,9 @@ from mmspeed.errors import UserError
 from mmspeed.loop.optimizers.learning_rate import learning_rate
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.run.updates import learning_roles, own_train
-from mmspeed.protocols import Batch, Models, OptimizerSetting, Terms, Update
+from mmspeed.protocols import OptimizerSetting, Update
 from tests.support.character_runs import character_config
-from tests.support.distillation import DistillationTask
-from tests.support.updates import JointTask
-
-
-def loss(models: Models, batch: Batch) -> Terms:
-    raise AssertionError("no loss is asked for")
+from tests.support.updates import task_of
 
 
 def models() -> dict[str, nn.Module]:
@@ -28,15 +23,12 @@ def models() -> dict[str, nn.Module]:
 
 
 CASES: list[tuple[Sequence[Update], str]] = [
+    ([Update(role="teacher")], "update model trains teacher; an update trains one of the roles model, critic"),
+    ([Update(every=0)], "update model is made at every 0-th step: `every` is 1 or more"),
+    ([Update(every=2), Update(every=3, name="b")], "has no update that is made at every step: model, b"),
+    ([Update(), Update(role="critic")], "has updates of one name, model, model"),
     (
-        [Update(loss, ("model", "teacher"))],
-        "update model trains model, teacher; an update trains one or more of the roles ",
-    ),
-    ([Update(loss, every=0)], "update model is made at every 0-th step: `every` is 1 or more"),
-    ([Update(loss, every=2), Update(loss, every=3, name="b")], "has no update that is made at every step: model, b"),
-    ([Update(loss), Update(loss, ("critic",))], "has updates of one name, model, model"),
-    (
-        [Update(loss), Update(loss, ("critic", "model"), "b", OptimizerSetting(0.5))],
+        [Update(), Update(name="b", optimizer=OptimizerSetting(0.5))],
         "update b has another optimizer setting for the role model than an update before it",
     ),
 ]
@@ -50,18 +42,14 @@ def test_updates_that_cannot_be_made_are_refused(updates: Sequence[Update], mess
 
 def test_roles_come_in_the_order_of_their_updates_with_their_settings() -> None:
     slow = OptimizerSetting(0.5)
-    updates = [Update(loss, ("critic",), "a"), Update(loss, ("model", "reference"), "b", slow, every=3)]
-    assert list(learning_roles("any", updates, models()).items()) == [
-        ("critic", None),
-        ("model", slow),
-        ("reference", slow),
-    ]
+    updates = [Update(role="critic", name="a"), Update(name="b", optimizer=slow, every=3)]
+    assert list(learning_roles("any", updates, models()).items()) == [("critic", None), ("model", slow)]
 
 
 @pytest.mark.parametrize("other", ["critic"])
 def test_roles_that_share_what_trains_are_refused(other: str) -> None:
     """With a role that learns too, and with one that would freeze it; a frozen base may be shared."""
-    built, updates = models(), [Update(loss), Update(loss, ("critic",), "critic")]
+    built, updates = models(), [Update(), Update(role="critic", name="critic")]
     built[other].weight = built["model"].weight
     with pytest.raises(UserError, match=f"the roles model and {other} share `weight`, which trains"):
         learning_roles("any", updates, built)
@@ -89,15 +77,15 @@ def test_an_optimizer_setting_is_checked_as_the_config(setting: OptimizerSetting
         own_train(TrainConfig(), setting)
 
 
-def test_a_budget_of_memory_is_refused_with_two_roles_in_one_update(tmp_path: Path) -> None:
+def test_a_budget_of_memory_is_refused_with_two_roles_that_learn(tmp_path: Path) -> None:
     config = character_config(tmp_path, "memory.budget=1GiB")
     with pytest.raises(
-        UserError, match=r"memory\.budget chooses for one model, and the task characters trains model, head"
+        UserError, match=r"memory\.budget chooses for one model, and the task characters trains model, critic"
     ):
-        TrainPipeline(config, task=JointTask(config)).run()
+        TrainPipeline(config, task=task_of("mutual", config)).run()
 
 
 def test_skipping_is_refused_with_several_updates(tmp_path: Path) -> None:
     config = character_config(tmp_path, "train.divergence.action=skip")
     with pytest.raises(UserError, match="skip is for one update a step, and the task characters makes model, critic"):
-        TrainPipeline(config, task=DistillationTask(config)).run()
+        TrainPipeline(config, task=task_of("mutual", config)).run()

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from mmspeed import rng
 from mmspeed.rng import philox
-from mmspeed.rng.names import name_digest
+from mmspeed.rng.philox import name_digest
 from tests.support.philox import Words, device_normal, first_words, normal_of, philox_block, words_of
 
 NAME = (7, "noise", "s39990", 3, 0)

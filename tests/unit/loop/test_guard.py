@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from mmspeed.config.divergence import DivergenceConfig
 from mmspeed.errors import UserError
-from mmspeed.loop import divergence
+from mmspeed.loop import guard
 from mmspeed.loop.checkpoint.retention import KEPT, Retention
-from mmspeed.loop.divergence import DivergenceWatch, limit_of
+from mmspeed.loop.guard import Spikes, limit_of
 from tests.support.runs import small_config
 
 RULE = DivergenceConfig(action="stop", factor=5, steps=2, window=4)
@@ -23,9 +23,9 @@ RULE = DivergenceConfig(action="stop", factor=5, steps=2, window=4)
 
 def watched(
     values: Sequence[float], rule: DivergenceConfig = RULE, norm: float = 1.0, baseline: float | None = None
-) -> DivergenceWatch:
+) -> Spikes:
     """A watch after steps of these losses, from step 1."""
-    watch = DivergenceWatch(rule, baseline)
+    watch = Spikes(rule, baseline)
     for step, loss in enumerate(values, 1):
         watch.observe(step, loss, norm, [f"{step}.mp4"])
     return watch
@@ -99,7 +99,7 @@ def test_the_samples_of_a_long_spike_are_counted() -> None:
     watch = watched([1.0] * 4)
     for step in range(5, 8):
         watch.observe(step, 9.0, 1.0, [f"{step}-{number}.mp4" for number in range(40)])
-    assert len(watch.samples) == divergence.MOST_NAMED and watch.sample_count == 120
+    assert len(watch.samples) == guard.MOST_NAMED and watch.sample_count == 120
     watch.calm_down()
     assert watch.sample_count == 0
 
@@ -111,7 +111,7 @@ def test_the_samples_of_a_long_spike_are_counted() -> None:
 )
 def test_the_state_goes_on_from_any_step(values: list[float], at: int, baseline: float | None) -> None:
     whole, part = watched(values, baseline=baseline), watched(values[:at], baseline=baseline)
-    resumed = DivergenceWatch(RULE, baseline)
+    resumed = Spikes(RULE, baseline)
     resumed.resume(json.loads(json.dumps(part.state())))
     for step, loss in enumerate(values[at:], at + 1):
         resumed.observe(step, loss, 1.0, [f"{step}.mp4"])

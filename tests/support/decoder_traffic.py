@@ -25,7 +25,8 @@ from dataclasses import dataclass
 
 from mmspeed.comm.packing import even_sizes
 
-from .traffic import RankCoordinates, Traffic, sent_bytes
+from mmspeed.config.parallel import ParallelConfig
+from mmspeed.plan.traffic import RankCoordinates, Traffic, ring_traffic, sent_bytes
 
 
 @dataclass(frozen=True)
@@ -76,3 +77,57 @@ def decoder_traffic(work: DecoderWorkload, seen: Sequence[int], tp: int, place: 
         ("reduce_scatter", "sequence", (sum(seen) - here) * kinds * number * ends + others * balance),
     )
     return Traffic(forward, backward)
+
+
+@dataclass(frozen=True)
+class PackedWorkload:
+    """The sizes of a decoder's attention over packed documents, in a forward pass and its backward pass.
+
+    Args:
+        batch: rows of tokens; 1 over a ring, which takes packs as one row.
+        sizes: tokens of a row on each place of ring x ulysses.
+        shared: of them those of documents that a ring cuts, on each of its places; none without a ring.
+        blocks: with attention, those of modules for further tokens included.
+        windowed: of them those within a window that hides keys of a document that a ring cuts.
+        key_width, value_width: of a head of queries and keys, and of values.
+    """
+
+    batch: int
+    sizes: tuple[int, ...]
+    shared: tuple[int, ...]
+    heads: int
+    key_heads: int
+    key_width: int
+    value_width: int
+    blocks: int
+    element_size: int = 2
+    windowed: int = 0
+
+
+def packed_traffic(work: PackedWorkload, parallel: ParallelConfig, place: RankCoordinates) -> Traffic:
+    """The traffic of attention within documents over ring x ulysses; heads of keys are as many as Ulysses ranks at least.
+
+    The other exchanges of a decoder are those of `decoder_traffic`.
+    """
+    u, first = parallel.ulysses, place.ring * parallel.ulysses
+    own, joined = work.sizes[first + place.ulysses], sum(work.sizes[first : first + u])
+    number = work.batch * work.element_size
+    queries, keys = (even_sizes(heads // parallel.tp, u)[place.ulysses] for heads in (work.heads, work.key_heads))
+    both = work.key_width + work.value_width
+    others = (work.heads // parallel.tp - queries, work.key_heads // parallel.tp - keys)  # heads of the other ranks
+    cut = own * (others[0] * work.key_width + others[1] * both) + queries * (joined - own) * work.value_width
+    back = (joined - own) * (queries * work.key_width + keys * both) + own * others[0] * work.value_width
+    attention = Traffic(
+        sent_bytes(("all_to_all", "ulysses", cut * number)), sent_bytes(("all_to_all", "ulysses", back * number))
+    )  # fmt: skip
+    total = sum((attention for _ in range(work.blocks)), Traffic())
+    if parallel.ring > 1:
+        token, mine = keys * both * number, work.shared[place.ring]
+        around = ring_traffic(work.shared, place.ring, parallel.ring_window, token, 0, work.element_size)
+        gathered = Traffic(
+            sent_bytes(("all_gather", "ring", (parallel.ring - 1) * mine * token)),
+            sent_bytes(("reduce_scatter", "ring", (sum(work.shared) - mine) * token)),
+        )
+        for each, count in ((around, work.blocks - work.windowed), (gathered, work.windowed)):
+            total = sum((each for _ in range(count)), total)
+    return total

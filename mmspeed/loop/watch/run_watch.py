@@ -1,34 +1,34 @@
-"""The place that a run has reached, kept for the attempts that follow: a place that fails twice in a row ends the run.
+"""The watch over a run of training: its watchdog, the times of its ranks, and the record of its attempts.
 
-`attempt.json` in the run's folder, written by rank 0 before each step, checkpoint and validation where a launcher starts the run again by
-itself. It is not flushed to the disk: it outlives the processes, not the machine, and then nothing is known of the last attempt.
+The record is the place that a run has reached, kept for the attempts that follow: a place that fails twice in a row ends the run.
+`attempt.json` in the run's folder is written by rank 0 before each step, checkpoint and validation where a launcher starts the run again
+by itself. It is not flushed to the disk: it outlives the processes, not the machine, and then nothing is known of the last attempt.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from mmspeed.errors import first_names
-from mmspeed.protocols import StepData
+from torch import nn
 
-Part = Literal["set-up", "step", "checkpoint", "validation"]
+from mmspeed import comm
+from mmspeed.config.watchdog import WatchdogConfig
+from mmspeed.device import Device
+from mmspeed.errors import UserError, first_names
+from mmspeed.log import get_logger
+from mmspeed.protocols import Data, ShapeClass, StepData
+
+from .rank_times import RankTimes
+from .watchdog import Place, RunPhase, Watchdog
+
+log = get_logger("train")
 
 NAMED = 16  # samples of a step that a message names
-
-
-@dataclass(frozen=True)
-class Place:
-    """A place in a run: a step, counted from 1, and the part of its work."""
-
-    step: int
-    part: Part
-
-    def __str__(self) -> str:
-        return f"step {self.step}" if self.part == "step" else f"{self.part} at step {self.step}"
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class AttemptRecord:
         self._write(Place(step, "set-up"), ())
         return self.last
 
-    def at(self, step: int, part: Part, data: StepData | None = None) -> None:
+    def at(self, step: int, part: str, data: StepData | None = None) -> None:
         """Note the place that the run is at; with the samples of `data` where the last attempt failed in it."""
         if self._file is None:
             return
@@ -125,3 +125,55 @@ class AttemptRecord:
         text = json.dumps(record).encode()
         os.pwrite(self._file, text, 0)
         os.ftruncate(self._file, len(text))
+
+
+class RunWatch(Watchdog):
+    """Watchdog of a run, with its record. `online`: the first epoch may wait for encoders."""
+
+    def __init__(self, config: WatchdogConfig, folder: Path, rank: int, world: int, online: bool) -> None:
+        super().__init__(config, rank, world)
+        self.online = online
+        self.record = AttemptRecord.of_launcher(folder / "attempt.json", rank)
+        self._seen: set[ShapeClass] = set()
+        self._encoding = False
+        self.enter(RunPhase.SET_UP, 0)
+
+    def begin(self, step: int) -> None:
+        """Begin an attempt after `step` steps. Raises UserError where two attempts in a row failed in one place. A collective call."""
+
+        def look() -> None:
+            last = self.record.begin(step)
+            if last is None:
+                return
+            if last.again:
+                raise UserError(last.sentence())
+            log.info(f"attempt {last.attempt + 2}: the last one ended at {last.place}; going on after step {step}")
+
+        comm.first_does(look, self.rank)
+
+    def times(self, models: Mapping[str, nn.Module], data: Data, device: Device) -> RankTimes:
+        """The times of all ranks, as a callback."""
+        return RankTimes(list(models.values()), lambda: data.waited_seconds, device, self.config)
+
+    def waiting(self, step: int, epoch: int) -> None:
+        """Begin step number `step`, from 1, with the wait for its data."""
+        self._encoding = self.online and epoch == 0
+        self.enter(RunPhase.ENCODING if self._encoding else RunPhase.STEP, step)
+        self.record.at(step, "step")
+
+    def step(self, step: int, data: StepData) -> None:
+        """Go on with the step, whose data have come."""
+        if not self._encoding and not self._seen.issuperset(data.counts):
+            self.enter(RunPhase.FIRST_STEP, step)
+        self._seen.update(data.counts)
+        self.record.at(step, "step", data)
+
+    def enter_part(self, part: Literal["checkpoint", "validation"], step: int) -> None:
+        """Begin the checkpoint or the validation after step number `step`."""
+        self.enter(RunPhase(part), step)
+        self.record.at(step, part)
+
+    def ended(self) -> None:
+        """Note that the attempt did not fail."""
+        self.enter(RunPhase.IDLE, 0)
+        self.record.end()

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mmspeed.pipelines.run.attempts import AttemptRecord, Place
+from mmspeed.loop.watch.run_watch import AttemptRecord
+from mmspeed.loop.watch.watchdog import Place
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.protocols import StepData
 

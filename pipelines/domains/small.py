@@ -1,0 +1,28 @@
+"""Sizes of small models, which split over processes as those of large ones do, and their weights."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from mmspeed import rng
+from mmspeed.initialize import initial_value
+
+OFF_START = 0.1  # standard deviation of scales and biases around their ones and zeros
+
+
+def shrunk_size(size: int, parts: int, least: int) -> int:
+    """The smallest number from `least` on that is as odd as `size` and leaves the same remainder by `parts`; never above `size`."""
+    if size <= least:
+        return size
+    return least + (size - least) % math.lcm(2, parts)
+
+
+def value_off_start(name: str, shape: torch.Size, seed: int) -> Tensor:
+    """A value of a parameter off its start, drawn by its name: the zeros of a fresh model would hide most gradients."""
+    value = initial_value(name, shape, seed, zero=False) if shape else torch.zeros(())
+    if len(shape) < 2:  # matrices are drawn already
+        value = value + OFF_START * rng.normal(tuple(shape), seed, "off start", name)
+    return value
