@@ -224,7 +224,7 @@ def test_the_roles_of_the_data_are_those_of_the_model() -> None:
     ):
         with pytest.raises(UserError, match=words):
             check_roles(roles, rule, "Wan")
-    with pytest.raises(UserError, match=r"is always given a control, and a prompt has none: .* with --control"):
+    with pytest.raises(UserError, match=r"makes videos by a control alone, and a prompt has none: .* with --control"):
         check_prompts(["a"], TAKES)
 
 
