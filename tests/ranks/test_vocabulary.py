@@ -25,8 +25,8 @@ from mmspeed.models.language.shapes import SHAPES, tiny_twin
 from mmspeed.parallel import make_layout, parallelize, sum_shared_gradients, uncrossed
 from mmspeed.parallel.document_shares import share_documents
 from mmspeed.parallel.tensor import local
-from tests.support.decoder_traffic import DecoderWorkload, decoder_traffic
 from mmspeed.plan.traffic import RankCoordinates, gradient_traffic
+from tests.support.decoder_traffic import DecoderWorkload, decoder_traffic
 from tests.support.foreign_steps import whole, worst
 from tests.support.spawn import run_ranks
 

@@ -24,7 +24,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mmspeed.comm.packing import even_sizes
-
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.plan.traffic import RankCoordinates, Traffic, ring_traffic, sent_bytes
 

@@ -31,10 +31,10 @@ from mmspeed.parallel.document_shares import share_documents
 from mmspeed.pipelines.domains.language.data import PackCollate, targets_of
 from mmspeed.pipelines.domains.language.domain import LanguageDomain
 from mmspeed.pipelines.tasks import Task, as_task
-from tests.support.decoder_traffic import DecoderWorkload, PackedWorkload, decoder_traffic, packed_traffic
 from mmspeed.plan.traffic import RankCoordinates, Traffic
 from mmspeed.protocols import Batch
 from tests.support.covers import Combination
+from tests.support.decoder_traffic import DecoderWorkload, PackedWorkload, decoder_traffic, packed_traffic
 from tests.support.memory_ways import keeping_of
 from tests.support.sequence_steps import Groups, Still, whole
 

@@ -24,6 +24,7 @@ from mmspeed.mesh import process_group
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.domains.video.published import PublishedVideoDomain
 from mmspeed.pipelines.run.assembly import Assembly, assemble, place
+from mmspeed.pipelines.tasks import as_task
 from mmspeed.protocols import Batch, Conditions, RunPlace, TextEntry
 from mmspeed.shapes import Bucket
 from tests.support.runs import SAVED_ONCE
@@ -166,9 +167,9 @@ def one_step(
     config = published_config(Path(folder), name, *overrides)
     device = pick("cpu")
     with process_group(device):
-        task, placement = task_of(Path(folder), name, config), place(config, device)
+        task, placement = as_task(task_of(Path(folder), name, config), config), place(config, device)
         where: RunPlace = placement.at(device, config.run_dir)
-        task.open(where)
+        task.domain.open(where)
         parts = assemble(config, task, task.build(), placement, device)
         task.prepare(parts.models, where)
         if watch is not None:
@@ -176,12 +177,7 @@ def one_step(
         steps = task.data(where).steps(step, step + 1)
         data = next(steps)
         batches = list(data.batches)
-        learner = parts.learners[0]
-        record = learner.runner.run(
-            lambda batch: learner.update.loss(parts.models, batch.to(device.torch_device, torch.float32)),
-            batches,
-            data.divisors,
-        )
+        record = parts.learners[0].run(batches, data.divisors, 1.0)
         loss = sum(float(record.total(kind, device.torch_device)) for kind in record.kinds) / 3
         gradients = {}
         for key, parameter in parts.model.named_parameters():

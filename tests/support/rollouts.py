@@ -15,7 +15,21 @@ from torch import Tensor
 
 from mmspeed import rng
 from mmspeed.pipelines.methods.base import MethodDefaults
-from mmspeed.protocols import Ask, Batch, BatchShape, Data, Domain, Given, Inputs, RunPlace, StepData, Tensors, Terms, Update, Values
+from mmspeed.protocols import (
+    Ask,
+    Batch,
+    BatchShape,
+    Data,
+    Domain,
+    Given,
+    Inputs,
+    RunPlace,
+    StepData,
+    Tensors,
+    Terms,
+    Update,
+    Values,
+)
 from mmspeed.protocols.data import Location
 
 TIMES = (0.9, 0.6, 0.0)

@@ -44,7 +44,9 @@ class Teaching(MethodDefaults):
         """What the student has made, with noise of our own, drawn by the names of items; None in a domain without times."""
 
         def noise_I(size: Sequence[int]) -> Tensor:
-            return torch.stack([rng.normal(tuple(size), self.seed, f"{self.name} {purpose}", *name) for name in batch.names])
+            return torch.stack(
+                [rng.normal(tuple(size), self.seed, f"{self.name} {purpose}", *name) for name in batch.names]
+            )
 
         quantiles = [rng.uniform(self.seed, f"{self.name} time of {purpose}", *name) for name in batch.names]
         return values.made(noise_I, torch.tensor(quantiles, dtype=torch.float64))

@@ -218,5 +218,7 @@ def test_a_list_without_samples_and_one_with_a_name_twice_are_refused() -> None:
 
 
 def test_a_plan_of_memory_for_several_models_is_refused() -> None:
+    domain = make()
+    domain.gives = ("errors",)
     with pytest.raises(UserError, match="memory is planned for one model, and preferences has reference model too"):
-        Task(make(), Preferences()).sketch(nn.Linear(1, 1), Length(2), 1)
+        Task(domain, Preferences()).sketch(nn.Linear(1, 1), Length(2), 1)
