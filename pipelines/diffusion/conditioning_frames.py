@@ -59,10 +59,10 @@ def check_modes(conditioning: ConditioningConfig, modes: Sequence[str], model: s
 def check_prompts(prompts: Sequence[str], rule: Conditioning) -> None:
     """Raises UserError for prompts of validation, which come alone, and a model that is always given frames or a control."""
     if prompts and rule.always:
-        what, option = ("a control", "--control") if rule.roles else ("frames", "--image")
+        what, option = ("by a control", "--control") if rule.roles else ("of given frames", "--image")
         raise UserError(
-            f"validate.prompts: the model is always given {what}, and a prompt has none: leave prompts out, so that samples are made from "
-            f"held-out clips (validate.clips), and use mmspeed sample with {option}"
+            f"validate.prompts: the model makes videos {what} alone, and a prompt has none: leave prompts out, so that samples are made "
+            f"from held-out clips (validate.clips), and use mmspeed sample with {option}"
         )
 
 

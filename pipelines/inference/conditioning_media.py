@@ -53,7 +53,8 @@ class ConditioningLatents:
         if not self.blend:
             return noise_PCThw
         share = torch.tensor(1 - self.blend, device=noise_PCThw.device)
-        return noise_PCThw * share + self.named["condition"][:, :, :1] * (1 - share)
+        given_PCThw = self.named["condition"] if self.held_PCThw is None else self.held_PCThw
+        return noise_PCThw * share + given_PCThw[:, :, :1] * (1 - share)
 
     def to(self, device: torch.device) -> ConditioningLatents:
         held_PCThw = None if self.held_PCThw is None else self.held_PCThw.to(device)

@@ -142,8 +142,13 @@ def _attend_by_hand(model: nn.Module) -> None:
         block.attn1.processor = ByHand()  # type: ignore[union-attr]
 
 
-# attention to videos and to text apart, joint attention, and joint attention without padding
-TWO = {"wan 2x1": ("wan", 2, 1), "hunyuan 1x2": ("hunyuan", 1, 2), "mochi 1x2": ("mochi", 1, 2)}
+# attention to videos and to text apart, joint attention, joint attention without padding, and a control's blocks beside the video's
+TWO = {
+    "wan 2x1": ("wan", 2, 1),
+    "hunyuan 1x2": ("hunyuan", 1, 2),
+    "mochi 1x2": ("mochi", 1, 2),
+    "wan vace 2x1": ("wan vace", 2, 1),
+}
 
 
 def on_two(folder: str) -> dict[str, Any]:

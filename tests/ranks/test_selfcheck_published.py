@@ -36,6 +36,7 @@ from tests.support.spawn import run_ranks
 from tests.support.video_transformers import make_model
 from tests.unit.test_mesh import fake_world
 
+CONTROL = "data.sources=[{path: clips.jsonl, roles: {control: control}}]"
 SPARSE = "model.sparse={keep: 0.5, dense_steps: 1}"
 Case = tuple[str, str, tuple[str, ...], str]  # (model, layout, keys of the config, fault)
 INTERCEPTED, NORMED = InterceptedSite.forward, SplitNorm.forward
@@ -67,6 +68,7 @@ RIGHT: dict[str, Case] = {
     "wan, ulysses": ("wan", "ulysses=2", (), "right"),
     "wan, tp, recomputed": ("wan", "tp=2", ("memory.activation_policy.block=recompute",), "right"),
     "wan, ring, sparse": ("wan", "ring=2", (SPARSE,), "right"),
+    "wan vace, tp": ("wan vace", "tp=2", (CONTROL,), "right"),
     "hunyuan, tp": ("hunyuan", "tp=2", (), "right"),
     "cogvideox, ring": ("cogvideox", "ring=2", (), "right"),
 }
@@ -90,7 +92,7 @@ class OwnConfig(Config):
 
 def small(home: Path, folder: Path, case: Case) -> SmallRun:
     name, layout, keys, _ = case
-    config = with_layout(published_config(home, name, *keys), layout)
+    config = with_layout(published_config(home, name.split()[0], *keys), layout)
     domain = PublishedVideoDomain(config, lambda: make_model(name))
     return compared_run(domain, folder / "small")
 
