@@ -28,7 +28,6 @@ from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.domains.video.published import PublishedVideoDomain
 from mmspeed.pipelines.domains.video.small_published import PublishedModel
 from mmspeed.pipelines.domains.video.synthetic import EncoderShapes
-
 from mmspeed.protocols import SmallRun
 from mmspeed.shapes import Strides
 from tests.support.published import prepare, published_config
