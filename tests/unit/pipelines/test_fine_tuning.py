@@ -113,7 +113,9 @@ def test_the_small_model_of_a_layout_is_of_the_same_class(home: Path, tmp_path: 
 
 def test_thresholds_of_a_model_without_memory_begin_at_their_value(home: Path) -> None:
     for tau in (None, 0.25):
-        sparse = f"model.sparse={{rule: threshold, tau: {'null' if tau is None else tau}, dense_first: 0, dense_last: 0}}"
+        sparse = (
+            f"model.sparse={{rule: threshold, tau: {'null' if tau is None else tau}, dense_first: 0, dense_last: 0}}"
+        )
         layers = clustered_layers(VideoDomain(small(home, sparse)).outlines()["model"])
         assert layers and all(math.isnan(layer.tau) if tau is None else layer.tau == tau for layer in layers.values())
 
