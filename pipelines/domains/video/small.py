@@ -208,7 +208,7 @@ def _write_cache(config: Config, predictor: Predictor, samples: SmallSamples) ->
     seed, rule, root, rows = config.seed, predictor.conditioning, config.local_cache_dir(), []
 
     def normal(name: str, *size: int) -> Tensor:
-        return rng.normal(size, seed, *name.split())
+        return rng.normal(size, seed, "small", name)
 
     def caption(name: str, tokens: int) -> TextEntry:
         pooled = normal(f"pooled {name}", predictor.pooled_width) if predictor.pooled_width else None
