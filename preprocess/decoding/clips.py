@@ -65,6 +65,11 @@ class Clip:
         """The clip itself and those of its further roles."""
         return (self, *self.roles)
 
+    @property
+    def distinct(self) -> tuple[Clip, ...]:
+        """The clip itself and those of its further roles that have another content."""
+        return (self, *(other for other in self.roles if other.content_id != self.content_id))
+
     def decoded_by(self, decoder: str) -> Clip:
         return replace(self, decoder=decoder)
 
@@ -84,17 +89,8 @@ def with_roles(clip: Clip, files: Mapping[str, ReadFile]) -> Clip:
 
     def of_role(role: str) -> Clip:
         if (file := files.get(role)) is None:
-            return replace(
-                clip,
-                indices=(),
-                crop=(0, 0, 0, 0),
-                content_id=BLANK,
-                fps=0.0,
-                seconds=0.0,
-                mirrored=False,
-                pixel_parts={},
-                role=role,
-            )
+            blank = Clip(clip.source, clip.bucket, (), (0, 0, 0, 0), BLANK, 0.0, 0.0, role=role)
+            return replace(blank, window=clip.window, crop_number=clip.crop_number)
         parts = pixel_parts(clip.rules, file.probe, clip.crop)
         return replace(clip, source=file.source, content_id=file.content_id, pixel_parts=parts, role=role)
 

@@ -198,7 +198,7 @@ def source_events(
             yield Failed(source, None, rejected, probe if isinstance(error, Rejected) else None)
         else:
             yield Selected(source, clips, probe, dropped, len(cuts))
-            every = () if wanted is None else [each for clip in clips for each in clip.all if wanted(each)]
+            every = () if wanted is None else [each for clip in clips for each in clip.distinct if wanted(each)]
             for role in ("video", *(role for role, _ in source.roles)):
                 file, wanted_clips = files[role], [clip for clip in every if clip.role == role]
                 for position, result in worker.read(file.here, [clip.cut for clip in wanted_clips], limit):
