@@ -381,13 +381,6 @@ def memory_kinds() -> Any:
     return _MemRefType
 
 
-def memory_tracker() -> Any:
-    """A MemTracker of torch, unchanged."""
-    from torch.distributed._tools.mem_tracker import MemTracker
-
-    return MemTracker()
-
-
 @cache
 def memory_tracker_class() -> Any:
     """torch's MemTracker as a base class, with public names for what a subclass may change (`kind_of` to `before_backward`)."""

@@ -108,11 +108,11 @@ class VideoPreparation:
 
         return check(self.config, page, suggest_buckets, ranks, schedule)
 
-    def build(self, shard: str | None = None, upgrade: Sequence[str] = ()) -> list[str]:
+    def build(self, shard: str | None = None) -> list[str]:
         """Build or complete the cache. Raises UserError like `CacheBuilder`."""
         from mmspeed.preprocess import CacheBuilder
 
-        return CacheBuilder(self.config, shard, upgrade).run().lines()
+        return CacheBuilder(self.config, shard).run().lines()
 
     def build_on_ray(self, workers: int | None = None) -> list[str]:
         """Build or complete the cache on Ray. Raises UserError like `mmspeed.preprocess.build.ray.build_on_ray`."""

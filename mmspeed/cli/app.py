@@ -7,7 +7,6 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -297,24 +296,13 @@ def preprocess(
             help="Use N workers of Ray Data, on the cluster that RAY_ADDRESS names or on this machine; auto: one per device.",
         ),
     ] = None,
-    upgrade: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PROPERTY",
-            help="Bring a property of an older cache (such as chroma; `check` names them) to its newest version: "
-            "exactly the entries that differ are made again. Repeat the option for more.",
-        ),
-    ] = None,
     print_config: PrintConfig = False,
 ) -> None:
     """Probe, filter, cut and encode the sources once, into the cache."""
     if shard is not None and launch.wanted(nproc):
         raise UserError("--shard and --nproc both divide the work: use one of them")
-    if upgrade and ray is not None:
-        raise UserError("--upgrade runs without --ray: upgrade first, or with --nproc")
     workers = ray_workers(ray, alone=shard is None and not nproc and "RANK" not in os.environ)
-    more = [word for name in upgrade or () for word in ("--upgrade", name)]
-    resolved = _resolve(context, "preprocess", config, overrides, nproc, print_config, more)
+    resolved = _resolve(context, "preprocess", config, overrides, nproc, print_config)
     from .preparations import needed_preparation
 
     with spoken.loading():
@@ -323,7 +311,7 @@ def preprocess(
         if ray is not None:
             lines = preparation.build_on_ray(workers)
         else:
-            lines = preparation.build(shard, upgrade) if upgrade else preparation.build(shard)
+            lines = preparation.build(shard)
     _print_lines(lines)
     spoken.then(f"train {config}")
 
@@ -403,12 +391,11 @@ def _resolve(
     overrides: list[str] | None,
     nproc: int | None,
     print_config: bool,
-    more: Sequence[str] = (),
     max_restarts: int = 0,
 ) -> RunConfig:
     """Load the config of a command that may run in several processes; exits when launched processes have done the work.
 
-    `more` are options that the launched processes get too; `max_restarts` is for their launcher.
+    `max_restarts` is for their launcher.
     """
     from mmspeed.config import dump_config, load_config, obey_launcher
 
@@ -427,7 +414,7 @@ def _resolve(
     spoken.begin(command, path, *(overrides or ()))
     if launches:
         debug = bool((context.obj or {}).get("debug"))
-        words = [command, str(path), *(overrides or []), *more]
+        words = [command, str(path), *(overrides or [])]
         raise typer.Exit(launch.launch(words, int(nproc or 1), debug, max_restarts))
     launch.follow_launcher()
     return config

@@ -74,7 +74,7 @@ class SourceConfig(Section):
     )
     roles: dict[str, str] = Field(
         {},
-        description="Further videos of each row by their role, and the manifest column that names them, such as `{control: control_path}`: `control`, `source` (before an edit), or `chosen` and `rejected` of a pair. They have the frames, the crop and the flip of the row's video. All sources name the same roles.",
+        description="Further videos of each row by their role, and the manifest column that names them, such as `{control: control_path}`: `control`, or `chosen` and `rejected` of a pair. They have the frames, the crop and the flip of the row's video. All sources name the same roles.",
     )
     split_column: str | None = Field(
         "split",

@@ -38,7 +38,6 @@ ROLES = {
         Role("caption", section="texts", named=False),
         Role("control", brings=("blank",)),  # depth, poses, edges: what a generated video is to follow
         Role("blank", named=False),  # grey frames alone, of which models with a control take the latent, too
-        Role("source"),  # the video before an edit
         Role("chosen", drawn=True, needs=("rejected",)),
         Role("rejected", drawn=True, needs=("chosen",)),
     )

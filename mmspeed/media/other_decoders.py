@@ -142,9 +142,9 @@ def _difference(source: Source, probe: Probe, other: OtherDecoder) -> int:
     """The greatest difference of two frames' values from PyAV's. Raises _RefusedError."""
     if probe.alpha:
         raise _RefusedError("transparent pixels")
-    if probe.newer:
+    if probe.applied:
         raise _RefusedError(
-            "stated times, geometry or colours that PyAV's reader alone applies", ", ".join(probe.newer)
+            "stated times, geometry or colours that PyAV's reader alone applies", ", ".join(probe.applied)
         )
     if not probe.key_seconds:
         raise _RefusedError("no presentation times in the file")

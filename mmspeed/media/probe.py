@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
@@ -62,8 +62,6 @@ YUV = (
 )  # pixel formats with these prefixes are scaled before they are converted to RGB
 _UNTAGGED, _FULL_RANGE = 2, 2  # of `frame.colorspace` and `frame.color_range`
 _ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
-# What version 1 of a property asks of no file, beside what it sees in those concerned.
-_UNASKED: Mapping[str, Mapping[str, Any]] = {"order": {"order": ""}, "fields": {"scan": ""}}
 _REASONS = {
     "order": Reason.NO_TIMES,
     "geometry": Reason.UNKNOWN_GEOMETRY,
@@ -94,8 +92,8 @@ class Probe:
     `scan` is `interlaced` for video that is made of fields, `progressive` for other, and empty where nothing is asked. `light` is the
     transfer and the primaries that are mapped to BT.709 (`colours.light_of`), empty for none; with `profile` an ICC profile is applied.
     The first `skipped` pictures are no frames.
-    `unread` says why the file is not read, by properties of a cache's recipe. `older` has the fields that version 1 of a property
-    sees in their place, where there are such: of these files the two versions have other pixels. `lowered`: see `by`.
+    `unread` says why the file is not read, by properties of a cache's recipe. `applied` names those that the file states and that are
+    applied: its pixels are others than those of a plain reading.
     """
 
     kind: Kind
@@ -128,30 +126,15 @@ class Probe:
     profile: bool = False
     skipped: int = 0
     unread: Mapping[str, str] = field(default_factory=dict)
-    older: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    lowered: tuple[str, ...] = ()
+    applied: tuple[str, ...] = ()
 
-    def newly(self, name: str, **fields: Any) -> Probe:
-        """The probe with the fields that version 2 of a property sees in the place of today's."""
-        before = {key: value for key, value in vars(self).items() if key in fields}
-        return replace(self, **fields, older={**self.older, name: before})
+    def applying(self, name: str, **fields: Any) -> Probe:
+        """The probe with the fields that a property of the file changes."""
+        return replace(self, **fields, applied=tuple(sorted({*self.applied, name})))
 
     def refused(self, name: str, why: str) -> Probe:
-        """The probe of a file that version 2 of a property does not read."""
-        return replace(self.newly(name), unread={**self.unread, name: why})
-
-    def by(self, lowered: Collection[str]) -> Probe:
-        """The probe that a cache sees which has version 1 of these properties."""
-        fields: dict[str, Any] = {"lowered": tuple(sorted(lowered))}
-        fields["unread"] = {name: why for name, why in self.unread.items() if name not in lowered}
-        for name in lowered:
-            fields |= {**self.older.get(name, {}), **_UNASKED.get(name, {})}
-        return replace(self, **fields)
-
-    @property
-    def newer(self) -> list[str]:
-        """The properties by which the file is read in another way than by their version 1."""
-        return sorted(self.older.keys() - set(self.lowered))
+        """The probe of a file that is not read because of a property."""
+        return replace(self.applying(name), unread={**self.unread, name: why})
 
     def require_read(self) -> None:
         """Raise Rejected for a file that is not read."""
@@ -171,7 +154,7 @@ class Probe:
     def from_json(cls, tree: dict[str, Any]) -> Probe:
         """The inverse of `to_json`."""
         box = tree["aperture"] and tuple(tree["aperture"])
-        return cls(**{**tree, "sar": Fraction(*tree["sar"]), "aperture": box, "lowered": tuple(tree["lowered"])})
+        return cls(**{**tree, "sar": Fraction(*tree["sar"]), "aperture": box, "applied": tuple(tree["applied"])})
 
 
 def probe(source: Source, max_file_bytes: int, max_pixels: int) -> Probe:
@@ -230,15 +213,15 @@ def _probe_picture(file: BinaryIO, max_pixels: int) -> Probe:
             coded_height=image.height,
             alpha=image.has_transparency_data,
         )
-        return _newer_picture(plain, file, image)
+        return _stated_picture(plain, file, image)
 
 
-def _newer_picture(probe: Probe, file: BinaryIO, image: Image.Image) -> Probe:
+def _stated_picture(probe: Probe, file: BinaryIO, image: Image.Image) -> Probe:
     """The probe of a picture with a separate first one, with numbers of a great depth, or of colours that it states."""
     if skipped := separate_first(image):
         times = picture_times(image, skipped)
         kind: Kind = "video" if len(times) > 1 else "image"
-        probe = probe.newly("cover", skipped=skipped, pts_seconds=times, fps=_average_fps(times, None), kind=kind)
+        probe = probe.applying("cover", skipped=skipped, pts_seconds=times, fps=_average_fps(times, None), kind=kind)
     try:
         require_whole(file, image.format or "", *image.size)
     except Rejected as rejected:
@@ -248,7 +231,7 @@ def _newer_picture(probe: Probe, file: BinaryIO, image: Image.Image) -> Probe:
     if light := picture_light(file, image):
         return probe.refused("hdr", f"its light is {light} (transfer, primaries), which is mapped for video alone")
     try:
-        return probe if profile_of(image) is None else probe.newly("profile", profile=True)
+        return probe if profile_of(image) is None else probe.applying("profile", profile=True)
     except Rejected as rejected:
         return probe.refused("profile", rejected.detail)
 
@@ -295,7 +278,7 @@ def _in_order(probe: Probe, decoded: list[int | None], stamps: _Stamps, base: Fr
         why = f"its packets state {len(stamps.all)} times, and {len(decoded)} frames are decoded"
         return probe.refused("order", f"{why}; {_NEW_TIMES}")
     times = [float(stamp * base) for stamp in stamps.all]
-    return probe.newly("order", order="count", pts_seconds=times, fps=_average_fps(times, None))
+    return probe.applying("order", order="count", pts_seconds=times, fps=_average_fps(times, None))
 
 
 def _lit(probe: Probe, stated: tuple[int, ...], first: av.video.VideoFrame) -> Probe:
@@ -305,10 +288,10 @@ def _lit(probe: Probe, stated: tuple[int, ...], first: av.video.VideoFrame) -> P
     if first.interlaced_frame:
         why = "" if deinterlaces() else "it is interlaced, and this FFmpeg has no filter bwdif"
         why = why or ("" if len(probe.pts_seconds) > 1 else "it is a single interlaced frame")
-        probe = probe.refused("fields", why) if why else probe.newly("fields", scan="interlaced")
+        probe = probe.refused("fields", why) if why else probe.applying("fields", scan="interlaced")
     if light := light_of(stated[0], stated[1]):
         if first.format.name.startswith(YUV) and maps_light():
-            return probe.newly("hdr", light=light)
+            return probe.applying("hdr", light=light)
         how = (
             "this FFmpeg does not map it" if first.format.name.startswith(YUV) else f"{first.format.name} is not mapped"
         )
@@ -331,7 +314,7 @@ def _upright(
     size = (first.width, first.height) if box is None else (box[2] - box[0], box[3] - box[1])
     width, height = _square(size, probe.sar, rotation)
     check_pixels(width, height, max_pixels)
-    return probe.newly("geometry", mirrored=mirrored, rotation=rotation, aperture=box, width=width, height=height)
+    return probe.applying("geometry", mirrored=mirrored, rotation=rotation, aperture=box, width=width, height=height)
 
 
 def _square(size: tuple[int, int], sar: Fraction, rotation: int) -> tuple[int, int]:
@@ -487,7 +470,7 @@ def _describe(
     stamps: _Stamps,
     max_pixels: int,
 ) -> Probe:
-    """The probe by version 1 of every property that has two."""
+    """The probe of a plain reading, which applies nothing else that a file may state."""
     base, first = stream.time_base or Fraction(1), stamps.first
     times = [float(stamp * base) for stamp in stamps.times]
     sar = Fraction(stream.sample_aspect_ratio or 1) or Fraction(1)

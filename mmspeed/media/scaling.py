@@ -92,9 +92,9 @@ def scale_rgb(picture_HWC: np.ndarray, crop: Box, probe: Probe, width: int, heig
 def pixel_parts(rules: PixelRules, probe: Probe, crop: Box) -> dict[str, Any]:
     """The parts of a clip's key that say in what its pixels differ from the plain reading of its file; empty if in nothing.
 
-    Plain are chroma in the middle of its pixels, cut at whole samples, BT.601, white behind a picture, and version 1 of a property.
+    Plain are chroma in the middle of its pixels, cut at whole samples, BT.601, white behind a picture, and nothing that the file states beside.
     """
-    parts: dict[str, Any] = dict.fromkeys(probe.newer, 2)
+    parts: dict[str, Any] = dict.fromkeys(probe.applied, 2)
     if probe.light:
         parts["hdr"] = f"{MAP} {probe.light}"
     video = probe.decoder == "pyav"

@@ -165,7 +165,9 @@ def block_traffic(
     if shares.split and parallel.shard_text is not None and work.text >= parallel.shard_text:
         # a caption is short compared with a video: its keys are passed round all ranks, and no queries are exchanged
         keys = 2 * b * work.heads // parallel.tp * work.head_width * work.element_size
-        text = ring_traffic(even_sizes(work.text, _group(parallel)), _rank(place, parallel), None, keys, b, work.element_size)
+        text = ring_traffic(
+            even_sizes(work.text, _group(parallel)), _rank(place, parallel), None, keys, b, work.element_size
+        )
         traffic += text.over("sequence")
     return traffic
 

@@ -86,11 +86,8 @@ class Preparation(Protocol):
         """
         ...
 
-    def build(self, shard: str | None = None, upgrade: Sequence[str] = ()) -> list[str]:
-        """Make or complete the cache, or one part of it such as `3/8`; returns lines about what was done.
-
-        `upgrade` names properties of an older cache to bring to their newest version; it is given only if it names some.
-        """
+    def build(self, shard: str | None = None) -> list[str]:
+        """Make or complete the cache, or one part of it such as `3/8`; returns lines about what was done."""
         ...
 
     def build_on_ray(self, workers: int | None = None) -> list[str]:

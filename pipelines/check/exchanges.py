@@ -11,13 +11,8 @@ from mmspeed.config.parallel import ParallelConfig
 from mmspeed.parallel import TokenLayout
 from mmspeed.protocols import ModelPlan, plan_of
 
-OF_A_SEQUENCE = (
-    "sequence",
-    "dsp",
-    "ring",
-    "ring_outer",
-    "ulysses",
-)  # axes of the processes that split a sample's tokens
+# axes of the processes that split a sample's tokens
+OF_A_SEQUENCE = ("sequence", "dsp", "ring", "ring_outer", "ulysses")
 
 
 def wrong_exchanges(
@@ -47,10 +42,8 @@ def expected(
     if any(block.attends == layout.crossing(plan.factorised) for block in plan.blocks):
         exchanges += ["all_to_all ulysses"] if parallel.ulysses > 1 else []
         if parallel.ring > 1 and plan.packed is None:
-            exchanges += ["rows ring" if sparse else "ring ring"]
-            exchanges += (
-                ["ring ring_outer"] if not sparse and parallel.ring > (parallel.ring_window or parallel.ring) else []
-            )
+            outer = parallel.ring_window is not None and parallel.ring_window < parallel.ring
+            exchanges += ["rows ring"] if sparse else ["ring ring", *(["ring ring_outer"] if outer else [])]
     if parallel.dsp > 1 and plan.factorised:
         exchanges.append("all_to_all dsp")
     return exchanges

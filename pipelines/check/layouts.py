@@ -48,11 +48,11 @@ def selfcheck(config: RunConfig, layout: str, make: Callable[[Any], Domain | Tas
     """
     started = time.monotonic()
     config = with_layout(config, layout)
-    task = as_task(make(config), config)
+    domain = as_task(make(config), config).domain
     world = processes(config.parallel)
     log.info(f"{named(config.parallel)}: {world} processes and one, on this machine's CPU")
     with tempfile.TemporaryDirectory(prefix="mmspeed-check-") as folder:
-        small = compared_run(task, Path(folder) / "small")
+        small = compared_run(domain, Path(folder) / "small")
         runs = {"layout": small.config, "alone": alone(small.config)}
         if small.config.device.dtype != "float32":
             runs["exact"] = exact(small.config)
@@ -63,13 +63,13 @@ def selfcheck(config: RunConfig, layout: str, make: Callable[[Any], Domain | Tas
     return dataclasses.replace(result, seconds=time.monotonic() - started)
 
 
-def compared_run(task: Task, folder: Path) -> SmallRun:
-    """The small run of a task, with an optimizer that leaves gradients whole. Raises UserError for one that other processes cannot open."""
-    small = task.domain.small(folder)
+def compared_run(domain: Domain, folder: Path) -> SmallRun:
+    """The small run of a domain, with an optimizer that leaves gradients whole. Raises UserError for one that other processes cannot open."""
+    small = domain.small(folder)
     name = small.config.task
-    if small.named and type(task.domain) is not task_class(name):
+    if small.named and type(domain) is not task_class(name):
         raise UserError(
-            f"check --parallel: other processes make the task that the config names, {name}, and this is a {type(task.domain).__name__}; "
+            f"check --parallel: other processes make the task that the config names, {name}, and this is a {type(domain).__name__}; "
             "register it (pipelines.tasks.register) and name it in the config"
         )
     return dataclasses.replace(small, config=with_plain_optimizer(small.config))

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,13 +24,13 @@ from mmspeed.config import Config
 from mmspeed.config.conditioning import ConditioningConfig, Mode
 from mmspeed.config.schema import PublishedModelConfig
 from mmspeed.data.loading.collate import (
-    ConditioningFrames,
     choose_text,
     draw_conditioning,
     draw_noise,
     pad_other_texts,
     pad_texts,
     pooled_vectors,
+    stacked,
     video_batch,
 )
 from mmspeed.device import Device
@@ -138,11 +139,7 @@ def _without_frames(
         task.open_without_data()
         batch = training_batch(task, as_bucket(task.config.buckets[0]), prompts)
         words = "random latents" if cached is None else f"random latents, because {cached}"
-    model = outline(task.config.model, task.sizes.channels, task.sizes.text_width, repository)
-    ours = recorded(model, lambda: values_of(task, {"model": model}, batch))
-    pipeline = official_pipeline(repository, model, repository.index.get("_class_name", ""))
-    official = official_calls(pipeline, model, task, batch, prompts)
-    return OfficialCheck(repository.class_name, as_bucket(batch.shape), compared(ours, official), words)
+    return _compared(task, repository, batch, prompts, words)
 
 
 def _with_control(task: VideoDomain, repository: Repository, argument: str, prompts: Sequence[str]) -> OfficialCheck:
@@ -154,14 +151,7 @@ def _with_control(task: VideoDomain, repository: Repository, argument: str, prom
     latents = control_latents(codec, rule, np.stack([np.array(picture) for picture in control]))
     batch = training_batch(task, bucket, prompts)
     batch = replace(batch, tensors={**batch.tensors, **{name: latent[None] for name, latent in latents.items()}})
-    model = outline(task.config.model, task.sizes.channels, task.sizes.text_width, repository)
-    models = {"model": model}
-    ours, marked = (
-        recorded(model, partial(values_of, task, models, each)) for each in (batch, without_encodings(batch))
-    )
-    pipeline = official_pipeline(repository, model, repository.index.get("_class_name", ""))
-    official = official_calls(pipeline, model, task, batch, prompts, {argument: control})
-    return OfficialCheck(repository.class_name, bucket, compared(ours, official, marked), "random latents and control")
+    return _compared(task, repository, batch, prompts, "random latents and control", settings={argument: control})
 
 
 def _with_frames(
@@ -174,16 +164,32 @@ def _with_frames(
     latents = random_latents(task, bucket, len(prompts))
     seen = [np.array(first) for _, (first, _) in zip(prompts, itertools.cycle(images), strict=False)]
     batch = training_batch(task, bucket, prompts, encoded_frames(task, bucket, latents, mode, images), seen)
-    model = outline(task.config.model, task.sizes.channels, task.sizes.text_width, repository)
-    models = {"model": model}
-    ours, marked = (
-        recorded(model, partial(values_of, task, models, each)) for each in (batch, without_encodings(batch))
+    settings, name = (
+        image_settings(images, mode, family.one_image),
+        family.from_images or "that makes videos from images",
     )
-    pipeline = official_pipeline(repository, model, family.from_images or "that makes videos from images")
-    if task.predictor.conditioning.blend:
+    return _compared(task, repository, batch, prompts, words, mode, name, settings)
+
+
+def _compared(
+    task: VideoDomain,
+    repository: Repository,
+    batch: Batch,
+    prompts: Sequence[str],
+    words: str,
+    mode: Mode = "none",
+    name: str | None = None,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> OfficialCheck:
+    """The comparison of the calls of a batch. name: of the pipeline; None: the repository's own. settings: of its call."""
+    model = outline(task.config.model, task.sizes.channels, task.sizes.text_width, repository)
+    batches = batch, without_encodings(batch)
+    ours, marked = (recorded(model, partial(values_of, task, {"model": model}, each)) for each in batches)
+    pipeline = official_pipeline(repository, model, name or repository.index.get("_class_name", ""))
+    if mode != "none" and task.predictor.conditioning.blend:
         keep_latents(pipeline, noisy(task, batch))
-    official = official_calls(pipeline, model, task, batch, prompts, image_settings(images, mode, family.one_image))
-    return OfficialCheck(repository.class_name, bucket, compared(ours, official, marked), words, mode)
+    official = official_calls(pipeline, model, task, batch, prompts, settings)
+    return OfficialCheck(repository.class_name, as_bucket(batch.shape), compared(ours, official, marked), words, mode)
 
 
 def cached_batch(task: VideoDomain, captions: Callable[[], Mapping[str, str]]) -> tuple[Batch, list[str]] | str:
@@ -254,7 +260,7 @@ def training_batch(
     task: VideoDomain,
     bucket: Bucket,
     prompts: Sequence[str],
-    frames: Sequence[ConditioningFrames] = (),
+    frames: Sequence[Mapping[str, Tensor]] = (),
     seen: Sequence[np.ndarray] | None = None,
 ) -> Batch:
     """A batch as the loader makes it, of random latents with these captions, all at one time.
@@ -263,12 +269,10 @@ def training_batch(
     """
     entries = entries_beside(load_text_encoder(task.config.text, Device("cpu", 0)), list(prompts), seen)
     text_BLD, mask_BL = pad_texts(entries)
-    latents = [each.latent_CThw for each in frames] or random_latents(task, bucket, len(prompts))
-    names, shape_CThw = [("check", 0, i) for i in range(len(prompts))], tuple(latents[0].shape)
-    conditions = [each.condition_CThw for each in frames if each.condition_CThw is not None]
-    embeddings = [each.image_KLD for each in frames if each.image_KLD is not None]
+    given = stacked(frames or [{"latents": latent} for latent in random_latents(task, bucket, len(prompts))])
+    latents_BCThw, names = given.pop("latents"), [("check", 0, i) for i in range(len(prompts))]
     return video_batch(
-        latents_BCThw=torch.stack(latents),
+        latents_BCThw=latents_BCThw,
         text_BLD=text_BLD,
         text_mask_BL=mask_BL,
         weights_B=torch.ones(len(prompts)),
@@ -276,13 +280,10 @@ def training_batch(
         bucket=bucket,
         sources=["check"] * len(prompts),
         pooled_BD=pooled_vectors(entries),
-        noise_BCThw=draw_noise(names, shape_CThw, 0),
+        noise_BCThw=draw_noise(names, tuple(latents_BCThw.shape[1:]), 0),
         u_B=torch.full((len(prompts),), QUANTILE, dtype=torch.float64),
         fps_B=torch.full((len(prompts),), task.config.data.fps or RATE) if task.predictor.timed else None,
-        conditioning_mask_BT=torch.stack([each.mask_T for each in frames]) if frames else None,
-        condition_BCThw=torch.stack(conditions) if conditions else None,
-        image_BKLD=torch.stack(embeddings) if embeddings else None,
-        others=pad_other_texts(entries),
+        others=given | pad_other_texts(entries),
     )
 
 
@@ -291,7 +292,7 @@ def without_encodings(batch: Batch) -> Batch:
     tensors = dict(batch.tensors)
     if encoded := [name for name in tensors if name == "condition" or name.endswith(".latents")]:
         tensors |= {name: torch.full_like(tensors[name], torch.nan) for name in encoded}
-    else:
+    elif "conditioning_mask" in tensors:
         tensors["latents"] = tensors["latents"].masked_fill(
             tensors["conditioning_mask"][:, None, :, None, None], torch.nan
         )
@@ -304,7 +305,7 @@ def encoded_frames(
     latents: Sequence[Tensor],
     mode: Mode,
     images: Sequence[tuple[Image.Image, Image.Image]],
-) -> list[ConditioningFrames]:
+) -> list[dict[str, Tensor]]:
     """The frames that videos with these latents are given, encoded as `mmspeed preprocess` does; a draw of the codec is its mean."""
     rule, codec = task.predictor.conditioning, load_codec(task.config.vae, Device("cpu", 0), task.config.codec_weights)
     frames, encoder = [], None

@@ -138,8 +138,9 @@ def examine(config: RunConfig, kinds: Sequence[str]) -> WorkerReport:
 
 
 def times(steps: Iterator[StepData]) -> tuple[list[str], list[str]]:
-    """(a line, a problem for each rank with uneven times) of further steps; a collective call. Over many draws the times of each rank
-    fill their distribution evenly. Empty for items without times.
+    """(a line, a problem for each rank with uneven times) of further steps; a collective call. Empty for items without times.
+
+    Over many draws the times of each rank fill their distribution evenly.
     """
     quantiles: list[float] = []
     for step in steps if dist.get_world_size() > 1 else ():
@@ -177,13 +178,8 @@ def never_crossed(model: nn.Module) -> list[str]:
 
 def _step(config: RunConfig, kind: str, step: StepData, parts: Assembly, placement: Placement) -> StepReport:
     """The report on a step; it alone knows how training takes one."""
-    ledger, batches, clip, model = (
-        placement.layout.ledger,
-        list(step.batches),
-        config.train.clip_norm,
-        unwrap(parts.model),
-    )
-    grads: Arrays = {}
+    batches, clip, model = list(step.batches), config.train.clip_norm, unwrap(parts.model)
+    ledger, grads = placement.layout.ledger, Arrays()
     assert isinstance(parts.optimizer, Optimizer)
     hook = parts.optimizer.register_step_pre_hook(lambda *_: grads.update(whole_gradients(model)))
     before = ledger.copy()

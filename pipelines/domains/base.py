@@ -47,7 +47,7 @@ class DomainDefaults(ABC):
     """Defaults of a domain of one model, without data to open, text beside items, kernels to try out and held-out items.
 
     To define: `name`, `build`, `inputs`, `values`, `data`, `batching`, `shapes`, `synthetic_batch`, `synthetic_divisors`, `tokens`, `work`,
-    `describe`, `setting`, `shrunk`. `setting` has no default: with a wrong one, measurements of another model would be used again.
+    `describe`, `setting`, `small`. `setting` has no default: with a wrong one, measurements of another model would be used again.
     """
 
     gives: Collection[str] = ()

@@ -30,11 +30,11 @@ from mmspeed.loop.checkpoint.merging import whole_tensor
 from mmspeed.models.assemblies import Assembly, taken_apart
 from mmspeed.models.language.config import DecoderSettings
 from mmspeed.models.language.families import config_tree, hub_names
+from mmspeed.models.language.settings import configured
 from mmspeed.models.language.weights import SHARD_BYTES, STEM, on_meta
 from mmspeed.models.stored import check_tensors, shapes_of
 from mmspeed.models.weights import SMALL_FILES, copy_small_files, first_line, quiet, read_json, resolve
 from mmspeed.models.writing import TensorEntry, new_folder, require_new, write_tensors
-from mmspeed.pipelines.domains.language.domain import LanguageDomain
 from mmspeed.pipelines.inference.text_to_video import find_checkpoint, present_weights
 from mmspeed.pipelines.run.run_folder import RunFolder
 
@@ -129,7 +129,7 @@ def has_chats(config: LanguageConfig) -> bool:
 def run_settings(folder: RunFolder, config: LanguageConfig) -> DecoderSettings:
     """The settings of a run's decoder, whose embedding has rows for the tokenizer that run.json names."""
     texts: dict[str, Any] = folder.info().get("texts", {})
-    return LanguageDomain(config).use(texts.get("vocabulary")).settings
+    return configured(config, texts.get("vocabulary"))[0]
 
 
 def _pieces(place: Path, settings: DecoderSettings, weights: str, dtype: torch.dtype) -> list[_HubTensor]:

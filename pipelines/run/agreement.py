@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import mmspeed
-from mmspeed import comm
+from mmspeed import comm, version
 from mmspeed.config import RunConfig
 from mmspeed.config.leaves import flat
 from mmspeed.device import Device
@@ -28,7 +27,6 @@ from mmspeed.errors import UserError, first_names
 from mmspeed.loop.checkpoint.seals import chunk_digest
 from mmspeed.parallel import unwrap
 from mmspeed.torch_internals import is_sharded
-from mmspeed.version import __version__
 
 NAMED = 4  # keys, and ranks, that a message names
 LONGEST = 60  # characters of a value in a message
@@ -47,7 +45,7 @@ def run_facts(config: RunConfig, device: Device) -> dict[str, str]:
         if _pattern(key) not in local
     }
     facts |= {
-        "mmspeed": json.dumps(f"{__version__} ({source_digest()[:12]})"),
+        "mmspeed": json.dumps(f"{version.__version__} ({source_digest()[:12]})"),
         "torch": json.dumps(torch.__version__),
         "python": json.dumps(".".join(platform.python_version_tuple()[:2])),
         "kind of device": json.dumps(device.kind),
@@ -146,7 +144,7 @@ def _differences(reports: list[Any]) -> str:
 @functools.cache
 def source_digest() -> str:
     """A digest of the package's Python files, so that two checkouts of one version differ."""
-    root = Path(mmspeed.__file__).parent
+    root = Path(version.__file__).parent
     total = hashlib.sha256()
     for folder, folders, names in os.walk(root, followlinks=True):
         folders[:] = sorted(name for name in folders if name != "__pycache__")

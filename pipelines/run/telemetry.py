@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from mmspeed.config import RunConfig
@@ -40,9 +39,7 @@ class Telemetry:
     def __enter__(self) -> Telemetry:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         if self.trackers is not None:
             self.trackers.finish()
         if self._metrics is not None:

@@ -28,10 +28,10 @@ from mmspeed.memory import ActivationPolicies, set_policies
 from mmspeed.memory.offload.offloader import Offloader
 from mmspeed.memory.planning.measure import DeviceProfiler
 from mmspeed.memory.planning.options import StepFigures, kinds_of, runs_of, words_of
+from mmspeed.pipelines.run.measured import UNMEASURED, setting_of
 from mmspeed.pipelines.run.run_folder import write_text
 from mmspeed.pipelines.tasks import Task
 from mmspeed.pipelines.tuning.memory_measure import BlockProfiler, key_of, step_figures
-from mmspeed.pipelines.tuning.profile import UNMEASURED, setting_of
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep, learning_model
 from mmspeed.protocols import MicroBatchSize, RunPlace, blocks_of, shape_words, single_blocks
 

@@ -97,8 +97,9 @@ def plain_rows(rows: Sequence[ClipRow]) -> list[dict[str, Any]]:
 def rows_of_plain(plain: Sequence[Mapping[str, Any]]) -> list[ClipRow]:
     """The inverse of `plain_rows`; other columns are ignored."""
     names = [column.name for column in fields(ClipRow)]
-    kept: list[dict[str, Any]] = [{name: row[name] for name in names} for row in plain]
-    return [ClipRow(**{n: tuple(v) if isinstance(v, list) else v for n, v in row.items()}) for row in kept]
+    lists = {column.name for column in fields(ClipRow) if column.type == "tuple[str, ...]"}
+    typed: list[dict[str, Any]] = [{n: tuple(row[n]) if n in lists else row[n] for n in names} for row in plain]
+    return [ClipRow(**row) for row in typed]
 
 
 def row_schema() -> pa.Schema:

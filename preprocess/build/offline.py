@@ -42,17 +42,15 @@ class CacheBuilder:
     Args:
         config: the config of the cache.
         shard: the part of a job array for this process, such as `3/8`; None: its launcher's share, or all.
-        upgrade: properties of an older cache's recipe to bring to their newest version, such as `chroma`: exactly the entries that
-            this changes are made again. All parts of a job array name the same.
 
     Under a launcher `run()` returns in every process when the cache is complete, with the counts of all; with `shard` it returns
     when the part is done, and completes the cache if all other parts exist. Raises UserError if the config's sources,
     codec or text encoder cannot be read, if the disk is full, and if no source could be encoded.
     """
 
-    def __init__(self, config: RunConfig, shard: str | None = None, upgrade: Sequence[str] = ()) -> None:
+    def __init__(self, config: RunConfig, shard: str | None = None) -> None:
         self.config = video_config(config, "CacheBuilder")
-        self.root, self.upgrade = self.config.local_cache_dir(), upgrade
+        self.root = self.config.local_cache_dir()
         self.share = WorkShare.of(shard)
 
     def run(self) -> BuildReport:
@@ -60,7 +58,7 @@ class CacheBuilder:
         self._started = time.monotonic()
         device = pick(self.config.device.kind)
         device.activate()
-        self.setup = BuildSetup(self.config, device, self.share.world, self.upgrade)
+        self.setup = BuildSetup(self.config, device, self.share.world)
         self.encoders, self.listing = self.setup.encoders, self.setup.listing
         with closing(self.setup):
             return self._run()
@@ -68,7 +66,7 @@ class CacheBuilder:
     def _run(self) -> BuildReport:
         if not self.share.launched or self.share.rank == 0:
             self.setup.mend()
-        idle = idle_report(self.setup) if self.share.world == 1 and not self.upgrade else None
+        idle = idle_report(self.setup) if self.share.world == 1 else None
         if idle is not None:
             idle.seconds = time.monotonic() - self._started
             return idle

@@ -19,6 +19,7 @@ from mmspeed.data.cache.files import TEMP_SUFFIX, ReaderLock, held
 from mmspeed.data.cache.keys import canonical_json, digest
 from mmspeed.data.cache.made_from import DIGEST
 from mmspeed.data.cache.tables import write_info, write_rejects
+from mmspeed.data.cache.versions import VERSIONS
 from mmspeed.data.cache.writer import repair
 from mmspeed.device import Device
 from mmspeed.errors import UserError
@@ -47,17 +48,16 @@ class BuildSetup:
         config: the config of the cache.
         device: the device to encode on.
         world: number of processes that divide the work of a build; they must agree on it.
-        upgrade: properties of the cache's recipe to bring to their newest version (`mmspeed.data.cache.versions`).
 
     Raises UserError if sources or the text encoder cannot be found.
     """
 
-    def __init__(self, config: Config, device: Device, world: int = 1, upgrade: Sequence[str] = ()) -> None:
+    def __init__(self, config: Config, device: Device, world: int = 1) -> None:
         self.config, self.root = config, config.local_cache_dir()
         self._lock: ReaderLock | None = None
         self.listing = list_sources(config.data)
         self.made_from = made_from(self.listing.sources)
-        self.recipe = Recipe.of(config, self.listing.sources, builds=True, upgrade=upgrade)
+        self.recipe = Recipe.of(config, self.listing.sources, builds=True)
         self.encoders = Encoders(config, device)
         self.agreement = self._agreement(world)
 
@@ -147,7 +147,7 @@ class BuildSetup:
             "latent_dtype": config.preprocess.latent_dtype,
             "text_dtype": config.preprocess.text_dtype,
             "encoding_version": ENCODING_VERSION,
-            "versions": {**self.recipe.versions, "generator": rng.VERSION},
+            "versions": dict(VERSIONS),
             "config": redacted(dump_config(config)),
             DIGEST: self.made_from.digest,
         }
@@ -164,7 +164,7 @@ class BuildSetup:
             "version": ENCODING_VERSION,
             "generator": rng.VERSION,
             "made_for": config.sample_settings(),
-            "versions": dict(self.recipe.versions),
+            "versions": {name: version for name, version in VERSIONS.items() if name != "generator"},
             "dtypes": [config.preprocess.latent_dtype, config.preprocess.text_dtype],
             "world": world,
         }

@@ -9,7 +9,7 @@ imports; without torchcodec it imports no torch, to start in a moment. Its first
     {"command": "read", "source", "cuts", limits} for each cut, as it is complete: {"position", "shape"} and its planes
                                                   (F, 3, H, W), or {"position", "rejected", "detail"}; then {"end"}
     {"command": "scenes", "source", "detector"}   after each batch of frames: {"position": its number, "cuts": those found}; then {"end"}
-    "other" in all: the JSON of an `OtherDecoder`, or null; "lowered": the properties of version 1 (`Probe.by`)
+    "other" in all: the JSON of an `OtherDecoder`, or null
     any                                           {"rejected", "detail"}: the whole request failed; "together" when
                                                   one of its cuts may be why, so that each is to be tried alone
 
@@ -101,7 +101,7 @@ class _Server:
         other = OtherDecoder.from_json(request["other"]) if request["other"] else None
         if self._held is None or self._held[0] != source or request["command"] == "open":
             self._held = None
-            probed = probe(source, request["max_file_bytes"], request["max_pixels"]).by(request["lowered"])
+            probed = probe(source, request["max_file_bytes"], request["max_pixels"])
             probed.require_read()
             self._held = source, probed if other is None else examine(source, probed, other)
         if request["command"] == "open":

@@ -180,7 +180,7 @@ def source_events(
             cuts: tuple[int, ...] = ()
             if memory is not None and len(probe.pts_seconds) > 1:
                 content, detector = selected[0].content_id, memory.detector
-                name = ",".join([content, *probe.newer])  # in which other scenes may be found than by version 1
+                name = ",".join([content, *probe.applied])  # other scenes may be found than in a plain reading
                 cuts = memory.cuts(name, partial(worker.scene_cuts, here, detector, limit))
                 selected = select(lambda _: content, cuts=cuts)
             clips, dropped = without_repeats(selected, data.max_repeated)
@@ -259,7 +259,7 @@ class _PoolRun:
         self._stopped = False
         self._memory = scene_memory(config.data, recipe.contents.root)
         other = chosen_decoder(config, recipe.rules)
-        self._workers = [DecodeWorker(other, recipe.lowered) for _ in range(size)]
+        self._workers = [DecodeWorker(other) for _ in range(size)]
         self._threads = [
             threading.Thread(target=self._work, args=(worker,), name=f"decode-{number}", daemon=True)
             for number, worker in enumerate(self._workers)

@@ -1,15 +1,14 @@
-"""The recipe of a cache: the versions of its properties and its content ids, by which additions match what is there."""
+"""The recipe of a cache: its content ids, and the rules of its pixels, by which additions match what is there."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mmspeed.config import Config
 from mmspeed.config.places import is_url
-from mmspeed.data.cache.tables import cache_versions
-from mmspeed.data.cache.versions import VERSIONS, upgraded
+from mmspeed.data.cache.tables import check_recipe
 from mmspeed.media.pixel_rules import PixelRules
 from mmspeed.media.source import Source
 from mmspeed.preprocess.sources.contents import ContentIds
@@ -19,37 +18,19 @@ from mmspeed.preprocess.sources.contents import ContentIds
 class Recipe:
     """The facts of a cache that select and read the clips of its sources."""
 
-    versions: Mapping[str, int]
     contents: ContentIds
     rules: PixelRules
 
-    @property
-    def lowered(self) -> tuple[str, ...]:
-        """The properties of version 1: what files state of them is not applied (`Probe.by`)."""
-        return tuple(sorted(name for name, version in self.versions.items() if version == 1))
-
     @classmethod
     def of(
-        cls, config: Config, listed: Sequence[Source] = (), builds: bool = False, upgrade: Sequence[str] = ()
+        cls, config: Config, listed: Sequence[Source] = (), builds: bool = False, root: Path | None = None
     ) -> Recipe:
-        """The recipe of the config's cache, with the properties in `upgrade` at their newest version.
+        """The recipe of the config's cache. `root`: its folder, if it is not the config's.
 
-        `listed` are all sources of the config; `builds`: for a build, which reads large files and records their hashes. A cache at a
-        URL, which nothing is added to, has the newest versions. Raises UserError like `cache_versions` and `upgraded`.
+        `listed` are all sources of the config; `builds`: for a build, which reads large files and records their hashes. Raises UserError
+        like `check_recipe`; nothing is added to a cache at a URL, and none is asked of.
         """
-        versions = dict(VERSIONS) if is_url(config.data.cache) else cache_versions(config.cache_dir)
-        return cls.at(upgraded(versions, upgrade), config, config.cache_dir, listed, builds, builds)
-
-    @classmethod
-    def at(
-        cls,
-        versions: Mapping[str, int],
-        config: Config,
-        root: Path,
-        listed: Sequence[Source] = (),
-        reads: bool = False,
-        records: bool = False,
-    ) -> Recipe:
-        """The recipe of these `versions` for a config's cache in `root`; `listed`, `reads` and `records`: see `ContentIds`."""
-        contents = ContentIds(root, config.preprocess.full_hash, listed, reads, records)
-        return cls(versions, contents, PixelRules.of(config.data))
+        if builds and not is_url(config.data.cache):
+            check_recipe(config.cache_dir)
+        contents = ContentIds(root or config.cache_dir, config.preprocess.full_hash, listed, builds, builds)
+        return cls(contents, PixelRules.of(config.data))

@@ -56,12 +56,11 @@ class _TogetherError(Rejected):
 class DecodeWorker:
     """Probe and decode files in a child process, which is killed when it overruns and restarted when it has ended.
 
-    `other` is a decoder to use in place of PyAV for the files of which it gives the same frames; `lowered` are the properties of the
-    cache's recipe that have version 1. Not thread-safe, except `stop`. Use as a context manager, or call `close`.
+    `other` is a decoder to use in place of PyAV for the files of which it gives the same frames. Not thread-safe, except `stop`. Use as a context manager, or call `close`.
     """
 
-    def __init__(self, other: OtherDecoder | None = None, lowered: Sequence[str] = ()) -> None:
-        self._other, self._lowered = other, list(lowered)
+    def __init__(self, other: OtherDecoder | None = None) -> None:
+        self._other = other
         self._libraries: tempfile.TemporaryDirectory[str] | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._errors: BinaryIO | None = None
@@ -169,7 +168,7 @@ class DecodeWorker:
         assert child.stdin is not None
         try:
             other = None if self._other is None else self._other.to_json()
-            _write(child.stdin, pack(request | self._limits | {"other": other, "lowered": self._lowered}))
+            _write(child.stdin, pack(request | self._limits | {"other": other}))
             ended = False
             while not ended:
                 deadline = time.monotonic() + time_limit

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from mmspeed.data.cache.keys import canonical_json, entry_key
-from mmspeed.data.cache.tables import cache_versions, entry_schema, index_files, read_table
+from mmspeed.data.cache.tables import check_recipe, entry_schema, index_files, read_table
 from mmspeed.errors import UserError
 
 EXAMINED = 100_000  # missing entries of a section that are compared with stored ones
@@ -83,7 +83,7 @@ class StoredEntries:
     def _readable(self) -> bool:
         """True if this version can read the cache and add to it; one without `cache.json` is incomplete, or does not exist yet."""
         try:
-            cache_versions(self.root)
+            check_recipe(self.root)
         except UserError as error:
             self.problems.append(str(error))
             return False

@@ -251,7 +251,7 @@ class DataStatistics:
         if probe.refusal:  # by another decoder than PyAV
             self.counts["refusals"].add(probe.refusal)
         gaps = ["gaps"] if any(_has_gap(probe, clip) for clip in clips) else []
-        for name in (*probe.older, *gaps):
+        for name in (*probe.applied, *gaps):
             self.counts["stated"].add(name)
         self.counts["sizes"].add(f"{probe.width} x {probe.height}")
         self.histograms["megapixels"].add(probe.width * probe.height / 1e6)

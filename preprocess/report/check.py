@@ -19,7 +19,6 @@ from mmspeed.config.schema import DataConfig
 from mmspeed.data import Sample
 from mmspeed.data.cache.keys import entry_key
 from mmspeed.data.cache.splits import copies_of_held_out, hold_out_copies
-from mmspeed.data.cache.versions import VERSIONS
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_seconds
 from mmspeed.media.rejections import Reason, Rejection, told
@@ -42,7 +41,6 @@ from mmspeed.preprocess.records.keys import latent_parts, text_parts
 from mmspeed.preprocess.records.sample_table import PlannedSource, samples_of
 from mmspeed.preprocess.records.stale_entries import StoredEntries, WantedKeys, stale_reasons
 from mmspeed.preprocess.records.statistics import DataStatistics
-from mmspeed.preprocess.records.upgrades import UpgradeCounts
 from mmspeed.preprocess.report.bucket_fit import SourceShapes, suggest_lines
 from mmspeed.preprocess.report.costs import cost_lines, estimate, folder_bytes, free_bytes, hints, peaks
 from mmspeed.preprocess.report.page import (
@@ -97,7 +95,6 @@ class _Needs:
     stored: StoredEntries
     latents: WantedKeys
     texts: WantedKeys
-    upgrades: UpgradeCounts
     missing_pixels: int = 0
     roles: dict[str, Counter[str]] = field(default_factory=dict)  # clips of further roles by the keys of their entries
 
@@ -130,12 +127,11 @@ def check(
     listing = list_sources(config.data)
     codec, text = _fingerprints(config)
     stored = StoredEntries(config.cache_dir)
-    recipe = _recipe(config, listing.sources)
+    recipe = Recipe.of(config, listing.sources)
     needs = _Needs(
         stored,
         WantedKeys("latents", "content", stored),
         WantedKeys("texts", "caption", stored),
-        UpgradeCounts(config, recipe, listing.sources),
     )
     started = time.monotonic()
     copies = _survey(config, listing, report.statistics, needs, codec, text, recipe, shapes)
@@ -162,7 +158,6 @@ def check(
         report.problems += problems
     if costs is not None:
         report.lines_ += [*cache.notes, *(line for section in cache.sections for line in section.lines())]
-        report.lines_ += needs.upgrades.lines()
     encode = _encode_rows(config, listing, needs, seconds) if not is_url(config.data.cache) else []
     report.lines_ += [f"{what}: {how_much} ({how})" for what, how_much, how in encode]
     report.lines_ += [] if costs is None else cost_lines(config, costs, schedule)
@@ -190,14 +185,6 @@ def check(
     return report
 
 
-def _recipe(config: Config, listed: Sequence[Source]) -> Recipe:
-    """The recipe of the config's cache; of a cache that cannot be read, which is named elsewhere, that of new caches."""
-    try:
-        return Recipe.of(config, listed)
-    except UserError:
-        return Recipe.at(VERSIONS, config, config.cache_dir, listed)
-
-
 def _fingerprints(config: Config) -> tuple[str | None, str]:
     """Fingerprints of the codec and the text encoder; None for a linear codec that is not fitted yet."""
     weights = config.codec_weights
@@ -222,7 +209,6 @@ def _survey(
     numbers.add_listing(listing)
     name, conditions = codec if codec is not None else _NO_CODEC, stored_conditions(config)
     image = image_fingerprint(config)
-    stored = needs.stored.keys["latents"]
     marked = any(source.split == "val" for source in listing.sources)
     later: list[Sample] = []  # counted when all are known: a mark holds out every copy of the content
     no_key: Callable[..., str] = lambda *parts: ""  # noqa: E731 (samples are only counted here)
@@ -253,9 +239,7 @@ def _survey(
                         numbers.add_sample(sample.bucket, sample.split, sample.dataset)
                 for clip in chain.from_iterable(clip.all for clip in clips):
                     parts = latent_parts(config, name, clip, conditions, image)
-                    if clip.role == "video":
-                        needs.upgrades.add(clip, event.probe, entry_key(parts) in stored)
-                    else:
+                    if clip.role != "video":
                         needs.roles.setdefault(clip.role, Counter()).update([entry_key(parts)])
                     if needs.latents.add(parts):
                         needs.missing_pixels += clip.bucket.frames * clip.bucket.height * clip.bucket.width

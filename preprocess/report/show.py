@@ -20,7 +20,6 @@ from mmspeed.config import Config, make_config, video_config
 from mmspeed.data import DatasetCache, Entry, Sample
 from mmspeed.data.cache.codec_file import own_codec
 from mmspeed.data.cache.files import write_whole
-from mmspeed.data.cache.versions import info_versions
 from mmspeed.device import pick
 from mmspeed.errors import UserError
 from mmspeed.models.codecs.vae import load_codec
@@ -47,7 +46,7 @@ def draw_entry(cache: DatasetCache, key: str, path: Path) -> str:
     keys = sample.keys("latents") if sample is not None and sample.key == key else (key,)
     config = stored_config(cache)
     codec = _codec(cache, config)
-    recipe = Recipe.at(info_versions(cache.info, cache.root), config, Path(cache.root))
+    recipe = Recipe.of(config, root=Path(cache.root))
     rows: list[tuple[str, np.ndarray | str]] = []
     descriptions = []
     for latent_key in keys[:MOST_LATENTS]:

@@ -149,13 +149,12 @@ class TextPreparation:
         result.works = works_of(self.config, lengths, ranks)
         return result
 
-    def build(self, shard: str | None = None, upgrade: Sequence[str] = ()) -> list[str]:
-        """Build or complete the text cache. Raises UserError like `TextCacheBuilder`, and for parts and upgrades."""
+    def build(self, shard: str | None = None) -> list[str]:
+        """Build or complete the text cache. Raises UserError like `TextCacheBuilder`, and for parts."""
         from mmspeed.preprocess.texts.cache_builder import TextCacheBuilder
 
-        if shard is not None or upgrade:
-            option = "--shard" if shard is not None else "--upgrade"
-            raise UserError(f"{option} is of caches of videos; texts.processes divides the work of a text cache")
+        if shard is not None:
+            raise UserError("--shard is of caches of videos; texts.processes divides the work of a text cache")
         return TextCacheBuilder(self._texts, self._tokenizer, self.config.seed).run().lines()
 
     def build_on_ray(self, workers: int | None = None) -> list[str]:

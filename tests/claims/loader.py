@@ -147,7 +147,7 @@ def one_epoch(
         cache = open_cache()
         sampler = BatchSampler(cache.split("train"), batch, seed=0)
         collate = VideoCollate(cache, 0, training.caption_dropout)
-        loader = Loader(cache, sampler, prefetch=training.prefetch, workers=training.loader_workers, collate=collate)
+        loader = Loader(sampler, collate, prefetch=training.prefetch, workers=training.loader_workers)
         steps, epoch, met = -(-samples // batch), next(epochs), 0
         started = time.perf_counter()
         for step in loader.steps(epoch * steps, (epoch + 1) * steps):

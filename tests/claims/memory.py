@@ -28,9 +28,8 @@ from mmspeed.config.memory import ActivationPolicy
 from mmspeed.log import format_bytes, setup
 from mmspeed.memory import peak_bytes
 from mmspeed.memory.chunks import set_chunks
-from mmspeed.memory.planning.measure import MatmulCounter
-from mmspeed.memory.planning.tracked import kept_bytes
 from mmspeed.models.sora.model import count_parameters
+from tests.support.memory_counts import MatmulCounter, kept_bytes
 
 from .latents import parse_latent
 from .memory_budget import measure_budgets

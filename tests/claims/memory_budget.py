@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,6 @@ from mmspeed.config import Config, make_config, video_config
 from mmspeed.device import pick
 from mmspeed.errors import UserError
 from mmspeed.log import format_bytes
-from mmspeed.memory.recompute.policy import count_policies
 from mmspeed.mesh import process_group
 from mmspeed.models.sections import sora_section
 from mmspeed.pipelines.domains.video.domain import VideoDomain
@@ -129,7 +129,7 @@ def measure_budgets(
                 continue
             seconds = min(tried.seconds() for _ in range(2))
             expected = 1 + choice.added_seconds / plain_seconds
-            ways = count_policies(choice.ways)
+            ways = dict(Counter(f"{name}: {way}" for block in choice.ways for name, way in block.items()))
             rows.append(
                 BudgetRow(
                     share, budget, choice.expected_peak, choice.measured_peak, expected, seconds / plain_seconds, ways

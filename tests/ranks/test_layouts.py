@@ -18,8 +18,8 @@ from torch import Tensor
 from mmspeed import comm
 from mmspeed.comm import Axis, even_sizes
 from mmspeed.models.sora.sora_plan import sora_plan
-from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes, hybrid_attention
-from mmspeed.parallel.sequence.layouts import Layout, memory_order
+from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes, hybrid_attention, memory_order
+from mmspeed.protocols.plan import AttentionLayout
 from tests.support.spawn import run_ranks
 
 from .test_exchange import Copied
@@ -38,7 +38,7 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def projections(qkv_BTSE: Tensor, columns: bool, layout: Layout) -> list[Tensor]:
+def projections(qkv_BTSE: Tensor, columns: bool, layout: AttentionLayout) -> list[Tensor]:
     """Views of a fused product, head by head, or copies of these; queries and keys changed after it, as by a norm."""
     qkv = qkv_BTSE.unflatten(-1, (A, 3, D))  # B T S A 3 D, of a full model with T = 1
     if layout == "BNGAD":
@@ -50,7 +50,7 @@ def projections(qkv_BTSE: Tensor, columns: bool, layout: Layout) -> list[Tensor]
     return [q * 1.5, k * 0.5, v]
 
 
-def tokens(out: Tensor, batch: int, columns: bool, layout: Layout) -> Tensor:
+def tokens(out: Tensor, batch: int, columns: bool, layout: AttentionLayout) -> Tensor:
     """The output as its product reads it, (B, T, S, E)."""
     if layout != "BNGAD":
         out = out.unflatten(0, (batch, -1))
@@ -76,7 +76,7 @@ class Step:
 
 
 def step(
-    attention: Attention, axes: SequenceAxes, batch: int, columns: bool, layout: Layout, sizes: tuple[int, ...]
+    attention: Attention, axes: SequenceAxes, batch: int, columns: bool, layout: AttentionLayout, sizes: tuple[int, ...]
 ) -> Step:
     """Forward and backward from the fused product to the output's product, of this rank's part."""
     shape, dim = SHAPES["columns" if columns else "full"], 1 if columns else 2
@@ -114,12 +114,12 @@ def units(result: Step) -> dict[str, tuple[int, float]]:
     }
 
 
-def in_layout(axes: SequenceAxes, sizes: tuple[int, ...], layout: Layout) -> Attention:
+def in_layout(axes: SequenceAxes, sizes: tuple[int, ...], layout: AttentionLayout) -> Attention:
     """The product's attention."""
     return lambda q, k, v: hybrid_attention(q, k, v, None, axes, sizes, sizes, layout=layout)
 
 
-def declared(columns: bool) -> Layout:
+def declared(columns: bool) -> AttentionLayout:
     """The layout in which SoraDiT's plan says that projections come."""
     site = sora_plan(("spatial", "temporal"), A).attention["blocks.*.self_attention.attend"]
     return site.rows_layout if columns else site.layout
@@ -127,7 +127,7 @@ def declared(columns: bool) -> Layout:
 
 # Every case runs on all ranks and asserts there.
 
-CANDIDATES: dict[tuple[int, bool], tuple[Layout, ...]] = {
+CANDIDATES: dict[tuple[int, bool], tuple[AttentionLayout, ...]] = {
     (1, False): ("BNAD", "NBAD", "BAND"),
     (2, False): ("BNAD", "NBAD", "BAND"),
     (1, True): ("NBAD", "BNGAD", "BAND"),
@@ -186,7 +186,7 @@ PARTS = [
 ]
 
 
-def laid(x: Tensor, layout: Layout) -> Tensor:
+def laid(x: Tensor, layout: AttentionLayout) -> Tensor:
     order = memory_order(layout)
     return x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.dim())])
 

@@ -21,7 +21,6 @@ LAYOUTS = {
 
 def train(folder: str, overrides: tuple[str, ...]) -> Any:
     """The policies of each block in the run, and what was written down."""
-    from mmspeed.memory.recompute.regions import policies_of
     from mmspeed.parallel import unwrap
     from mmspeed.pipelines import TrainPipeline
     from mmspeed.pipelines.domains.video.domain import VideoDomain
@@ -29,6 +28,7 @@ def train(folder: str, overrides: tuple[str, ...]) -> Any:
     from mmspeed.pipelines.tuning.memory_search import MEMORY_NAME
     from mmspeed.pipelines.tuning.synthetic_step import learning_model
     from mmspeed.protocols import Models, RunPlace
+    from tests.support.memory_counts import policies_of
 
     class KeepsModels(VideoDomain):
         """The video task, which keeps the models that a run trains."""

@@ -86,7 +86,7 @@ def work(config: dict[str, Any], kinds: tuple[str, ...]) -> dict[str, WorkerRepo
 @pytest.fixture(scope="module")
 def checks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SelfCheck]:
     folder = tmp_path_factory.mktemp("selfcheck")
-    mini = compared_run(make_task(with_layout(make_config(tree(folder)), LAYOUT)), folder / "small")
+    mini = compared_run(make_task(with_layout(make_config(tree(folder)), LAYOUT)).domain, folder / "small")
     with process_group(Device("cpu", 0)):
         truth = examine(alone(mini.config), mini.kinds)
     actual = run_ranks(work, 2, mini.config.model_dump(mode="json", by_alias=True), mini.kinds)[0]

@@ -9,10 +9,16 @@ import pytest
 import yaml
 
 from mmspeed.__main__ import main
+from mmspeed.config import load_config, make_config
 from mmspeed.config.parallel import ParallelConfig
-from mmspeed.models.language.shapes import SHAPES
+from mmspeed.device import Device
+from mmspeed.mesh import process_group
+from mmspeed.models.language.shapes import SHAPES, tiny_twin
 from mmspeed.parallel.tensor import check_heads
-from mmspeed.pipelines.domains.language.small import shrunk_settings
+from mmspeed.pipelines.check.layouts import with_layout
+from mmspeed.pipelines.domains.language.domain import LanguageDomain
+from mmspeed.pipelines.domains.language.small import shrunk_settings, write_model
+from mmspeed.protocols import RunPlace
 
 
 def written(folder: Path, shape: str = "qwen3-8b", **keys: Any) -> Path:
@@ -82,3 +88,22 @@ def test_a_small_decoder_fits_where_the_decoder_does(tp: int, ulysses: int) -> N
         check_heads(small.num_attention_heads, ulysses, tp, small.num_key_value_heads)
         assert small.vocab_size % tp == SHAPES[name].settings.vocab_size % tp == 0 and small.intermediate_size % tp == 0
         assert small.num_attention_heads <= 64 and small.vocab_size <= 256
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "qwen3-30b-a3b", "deepseek-v3", "pangu-ultra-moe"])
+def test_the_small_run_is_of_the_shrunk_settings(name: str, tmp_path: Path) -> None:
+    """By keys of the shape, and of a folder by a smaller folder."""
+    folders = [] if "pangu" in name else [tmp_path / "hub"]
+    for folder in folders:
+        write_model(tiny_twin(SHAPES[name].settings), folder, seed=1)
+    for model in ({"shape": name, "windows": [7, None]}, *({"pretrained": str(folder)} for folder in folders)):
+        config = with_layout(load_config(written(tmp_path, model=model)), "tp=2")
+        domain = LanguageDomain(config)
+        small = domain.small(tmp_path / next(iter(model))).config
+        again = LanguageDomain(make_config(small.model_dump(mode="json", by_alias=True)))
+        with process_group(Device("cpu", 0)):
+            again.open(RunPlace(Device("cpu", 0)))
+        wanted, found = vars(shrunk_settings(domain.settings, config.parallel)), vars(again.settings)
+        unused = {"head_dim"} if again.settings.latent is not None else set()  # latent attention has widths of its own
+        assert {key for key in wanted if wanted[key] != found[key]} <= unused
+        assert {type(again.build()["model"])} == {type(domain.build()["model"])}

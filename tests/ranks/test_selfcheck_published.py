@@ -6,13 +6,13 @@ import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import pytest
 from torch import nn
 
-from mmspeed.config import make_config
+from mmspeed.config import Config, make_config
 from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.mesh import process_group
@@ -24,10 +24,10 @@ from mmspeed.parallel.boundaries.record import ForwardRecord
 from mmspeed.pipelines.check.layouts import alone, compared_run, with_layout
 from mmspeed.pipelines.check.verdict import SelfCheck, compare
 from mmspeed.pipelines.check.worker import WorkerReport, examine
+from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.domains.video.published import PublishedVideoDomain
 from mmspeed.pipelines.domains.video.small_published import PublishedModel
 from mmspeed.pipelines.domains.video.synthetic import EncoderShapes
-from mmspeed.pipelines.tasks import make_task
 from mmspeed.protocols import SmallRun
 from mmspeed.shapes import Strides
 from tests.support.published import prepare, published_config
@@ -85,10 +85,15 @@ REFUSED: dict[str, tuple[Case, str]] = {
 }  # fmt: skip
 
 
+class OwnConfig(Config):
+    task: Literal["own"] = "own"  # type: ignore[assignment]
+
+
 def small(home: Path, folder: Path, case: Case) -> SmallRun:
     name, layout, keys, _ = case
-    task = PublishedVideoDomain(with_layout(published_config(home, name.split()[0], *keys), layout), lambda: make_model(name))
-    return compared_run(task, folder / "small")
+    config = with_layout(published_config(home, name.split()[0], *keys), layout)
+    domain = PublishedVideoDomain(config, lambda: make_model(name))
+    return compared_run(domain, folder / "small")
 
 
 def examined(runs: dict[str, tuple[dict[str, Any], tuple[str, ...]]]) -> dict[str, WorkerReport]:
@@ -181,7 +186,9 @@ def test_a_call_of_the_users_and_frozen_weights_are_kept_or_told(home: Path, tmp
     frozen = make_model("hunyuan")
     frozen.get_submodule("context_embedder").requires_grad_(False)
     config = with_layout(published_config(home, "hunyuan"), "ulysses=2")
+    config = OwnConfig.model_validate({**dict(config), "task": "own"})  # of an installed package
     mini = PublishedVideoDomain(config, lambda: frozen, call=HunyuanVideoCall(guidance=2.5)).small(tmp_path / "small")
+    assert type(mini.config) is Config and mini.config.task == "video" and not mini.named
     assert "weights that are frozen in training have gradients here" in mini.remarks[0]
-    predictor = make_task(mini.config).use(EncoderShapes(4, Strides(4, 8), 16)).predictor  # type: ignore[attr-defined]
+    predictor = VideoDomain(mini.config).use(EncoderShapes(4, Strides(4, 8), 16)).predictor
     assert predictor.call == HunyuanVideoCall(guidance=2.5) and predictor.name == "HunyuanVideoTransformer3DModel"

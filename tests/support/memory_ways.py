@@ -18,9 +18,9 @@ from mmspeed.config.sparse import SparseConfig
 from mmspeed.device import Device
 from mmspeed.memory import BlockPolicies
 from mmspeed.memory.offload.offloader import Offloader
-from mmspeed.memory.planning.measure import MatmulCounter
 from mmspeed.models import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import parallelize
+from tests.support.memory_counts import MatmulCounter
 
 BRANCHES = ("attention", "cross_attention", "mlp")
 LARGE: tuple[ActivationPolicy, ...] = ("recompute", "selective", "offload", "offload_selective")

@@ -26,7 +26,14 @@ from tests.support.experts import experts_config
 from tests.support.runs import small_config
 from tests.support.tiny_repositories import save_wan_experts
 
-SIX = ("train.steps=6", "train.batch_size=4", "train.micro_batch_size=2", "train.warmup_steps=0", "validate.every=6")
+SIX = (
+    "train.steps=6",
+    "train.batch_size=4",
+    "train.micro_batch_size=2",
+    "train.warmup_steps=0",
+    "train.eps=1e-4",
+    "validate.every=6",
+)
 LINES = ["the rabbit runs over a meadow", "two birds sing", "the earth turns slowly in the dark of the night", "a"]
 
 

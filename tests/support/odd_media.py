@@ -21,9 +21,9 @@ ONE, LAST = 1 << 16, 1 << 30  # of a display matrix
 _MASTERS = (b"\x16\x54\xae\x6b", b"\xae", b"\xe0")  # Matroska's tracks, a track, its video
 
 
-def shown(path: Path, indices: tuple[int, ...] | None = None, by: tuple[str, ...] = ()) -> tuple[Probe, np.ndarray]:
-    """The probe of a file and its frames (F, H, W, 3) at their own size, by version 1 of the properties `by`. Raises Rejected."""
-    found = probe(source_of(path), *LIMITS).by(by)
+def shown(path: Path, indices: tuple[int, ...] | None = None) -> tuple[Probe, np.ndarray]:
+    """The probe of a file and its frames (F, H, W, 3) at their own size. Raises Rejected."""
+    found = probe(source_of(path), *LIMITS)
     indices = tuple(range(len(found.pts_seconds))) if indices is None else indices
     whole = Cut(indices, (0, 0, found.width, found.height), found.width, found.height)
     ((_, frames),) = stream(source_of(path), found, [whole])

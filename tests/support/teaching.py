@@ -43,13 +43,13 @@ class Teaching(MethodDefaults):
     def made(self, values: Values, batch: Batch, purpose: str) -> Given | None:
         """What the student has made, with noise of our own, drawn by the names of items; None in a domain without times."""
 
-        def noise_I(size: Sequence[int]) -> Tensor:
+        def noise(size: Sequence[int]) -> Tensor:
             return torch.stack(
                 [rng.normal(tuple(size), self.seed, f"{self.name} {purpose}", *name) for name in batch.names]
             )
 
         quantiles = [rng.uniform(self.seed, f"{self.name} time of {purpose}", *name) for name in batch.names]
-        return values.made(noise_I, torch.tensor(quantiles, dtype=torch.float64))
+        return values.made(noise, torch.tensor(quantiles, dtype=torch.float64))
 
     def calls(self, ask: Ask, batch: Batch, update: Update) -> Sequence[Inputs]:
         if update.name == "student":

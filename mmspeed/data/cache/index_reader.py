@@ -107,6 +107,7 @@ class SampleTable(Sequence[Sample]):
     ) -> None:
         self._path, self._file, self._batch, self._facts, self._rows = path, file, batch, facts, rows
         self._number = {name: _numbers(batch, name) for name in ("split", "bucket", "dataset", "tokens", "lost")}
+        self._roles = [role for role in ROLES if f"{role}_keys" in batch.schema.names]
         self.null_key, self.lacking, self.lacking_source = facts.null_key, facts.lacking, facts.lacking_source
         self._buckets = [Bucket.parse(name) for name in facts.buckets]
         self._datasets = facts.datasets
@@ -201,9 +202,7 @@ class SampleTable(Sequence[Sample]):
             raise damaged_index(self._path)
         columns: list[list[Any]] = [self._texts(name, rows) for name in ("key", "source", "content_id")]
         columns += [self._keys(name, rows) for name in ("latent_keys", "text_keys")]
-        of_roles = {
-            role: self._keys(f"{role}_keys", rows) for role in ROLES if f"{role}_keys" in self._batch.schema.names
-        }
+        of_roles = {role: self._keys(f"{role}_keys", rows) for role in self._roles}
         columns += [self._number[name][rows].tolist() for name in ("split", "bucket", "dataset", "tokens", "lost")]
         samples: list[Sample] = []
         splits, buckets, datasets = len(SPLITS), len(self._buckets), len(self._datasets)

@@ -96,7 +96,8 @@ class LocalStore:
         end = place.offset + place.size
         mapping = self._maps.pop(place.shard, None)
         if mapping is None or len(mapping) < end:  # a shard in progress grows
-            mapping = self._map(self.root / place.shard)
+            mapping = map_copy(self.root / place.shard)
+            self.mapped += 1
         self._maps[place.shard] = mapping
         while len(self._maps) > self._limit:
             with suppress(KeyError, StopIteration, RuntimeError):
@@ -108,27 +109,25 @@ class LocalStore:
 
     def again(self, section: str, key: str, place: PayloadLocation) -> memoryview:
         """The file's own bytes, copied: those of the mapping may have been written to in this process."""
-        fd = os.open(self.root / place.shard, os.O_RDONLY | os.O_CLOEXEC)
-        with open(fd, "rb", buffering=0) as file:
+        with open(self.root / place.shard, "rb", buffering=0) as file:
             payload = bytearray(pread(file, place.size, place.offset))
         if len(payload) < place.size:
             raise ShortError
         return memoryview(payload)
 
-    def _map(self, path: Path) -> mmap.mmap:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+def map_copy(path: Path) -> mmap.mmap:
+    """The bytes of a file, mapped privately. Raises OSError, ShortError for an empty file."""
+    with open(path, "rb") as file:
         try:
-            self.mapped += 1
-            mapping = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
-            # Cold reads then come in large pages: half of the processor's work (tests.claims.loader, small latents).
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                with suppress(OSError):  # a kernel without them
-                    mapping.madvise(mmap.MADV_HUGEPAGE)
-            return mapping
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except ValueError:  # an empty file
             raise ShortError from None
-        finally:
-            os.close(fd)
+    # Cold reads then come in large pages: half of the processor's work (tests.claims.loader, small latents).
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
 
 
 def pread(file: BinaryIO, count: int, at: int) -> bytes:

@@ -9,7 +9,6 @@ Its tables are copied to a local folder that many processes may share; payloads 
 from __future__ import annotations
 
 import json
-import mmap
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -24,7 +23,7 @@ from .files import disk_errors, exclusive, private_file, write_whole
 from .index import ENTRIES_NAME, SAMPLES_NAME, IndexFiles, compile_index, digest_of_files
 from .index_reader import Tables, damaged_index, try_open
 from .made_from import FOLDER as SOURCES
-from .payloads import PayloadLocation, ShortError
+from .payloads import PayloadLocation, ShortError, map_copy
 from .stores import attempt, open_store, reason_of
 
 Result = TypeVar("Result")
@@ -186,10 +185,12 @@ class RemoteStore:
         """A payload, mapped from the local folder; it is fetched first if it is absent."""
         path = self._path(section, key, place)
         try:
-            payload = _map(path, place.size)
+            payload = map_copy(path)
+            if len(payload) != place.size:
+                raise ShortError
             os.utime(path)
             self.hits += 1
-            return payload
+            return memoryview(payload)
         except (OSError, ShortError):
             return self.again(section, key, place)
 
@@ -268,14 +269,3 @@ class RemoteStore:
             raise UserError(
                 f"{what} ({reason_of(error)}); is the address right, and can this machine reach it?"
             ) from error
-
-
-def _map(path: Path, size: int) -> memoryview:
-    """A file of `size` bytes, mapped privately. Raises OSError, ShortError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        if os.fstat(fd).st_size != size or not size:
-            raise ShortError
-        return memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
-    finally:
-        os.close(fd)

@@ -19,7 +19,7 @@ from mmspeed.version import __version__
 
 from .files import write_whole
 from .seals import BLANK, is_sealed, seal, sealed_file
-from .versions import VERSIONS, check_versions, info_versions
+from .versions import VERSIONS, check_versions
 
 SCHEMA_VERSION = 2
 SECTIONS = ("latents", "texts", "null")
@@ -278,17 +278,15 @@ def read_samples(root: Path) -> tuple[list[Sample], str | None]:
     return samples, null_key.decode() if null_key else None
 
 
-def cache_versions(root: Path) -> dict[str, int]:
-    """The versions of the recipe of the cache at `root`; those of new caches where there is none yet.
+def check_recipe(root: Path) -> None:
+    """Raise UserError if the cache at `root` was made by another recipe than this mmspeed's, and like `read_info`.
 
-    Where `cache.json` was lost, the table of samples says how splits and buckets were drawn. Raises UserError like `read_info` and
-    `info_versions`.
+    Where `cache.json` was lost, the table of samples says how splits and buckets were drawn.
     """
     if (root / "cache.json").exists():
-        return info_versions(read_info(root), root)
-    if (root / SAMPLES_FILE).exists():
+        read_info(root)
+    elif (root / SAMPLES_FILE).exists():
         check_versions({"generator": int(read_facts(root / SAMPLES_FILE).get(GENERATOR.decode(), 1))}, root)
-    return dict(VERSIONS)
 
 
 def write_rejects(root: Path | str, rejections: Iterable[tuple[str, str, str]]) -> None:
@@ -334,5 +332,5 @@ def read_info(root: Path | str) -> dict[str, Any]:
         raise UserError(
             f"{path} is not as it was written; delete it and run mmspeed preprocess: nothing is encoded again"
         )
-    check_versions(info.get("versions", {"generator": 1} if "build" in info else {}), root)
+    check_versions({**(dict.fromkeys(VERSIONS, 1) if "build" in info else {}), **info.get("versions", {})}, root)
     return info

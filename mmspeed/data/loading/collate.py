@@ -6,7 +6,7 @@ No encoder is run and no video is opened here. Legend: B batch, C channels, T h 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -67,24 +67,6 @@ def first_frame(stored: Mapping[str, Tensor], seed: int | None = None, name: Nam
     return mean_C1hw + torch.exp(0.5 * stored["first_logvar"].float()) * noise_C1hw
 
 
-@dataclass(frozen=True)
-class ConditioningFrames:
-    """The conditioning frames of a use of a sample.
-
-    Args:
-        latent_CThw: the sample's latent, in which the first of them is the one that was encoded alone, where the cache has it and the model
-            takes it in its place.
-        mask_T: bool, True at them.
-        condition_CThw: their latents, of a model that takes them as further channels.
-        image_KLD: embeddings of the K given pictures, of a model that takes them.
-    """
-
-    latent_CThw: Tensor
-    mask_T: Tensor
-    condition_CThw: Tensor | None = None
-    image_KLD: Tensor | None = None
-
-
 def draw_conditioning(
     latent_CThw: Tensor,
     stored: Mapping[str, Tensor],
@@ -94,26 +76,33 @@ def draw_conditioning(
     seed: int,
     name: Name,
     source: str,
-) -> ConditioningFrames:
-    """The conditioning frames of a use of a sample, in the mode that is drawn for it. Raises UserError where an entry lacks a latent."""
+) -> dict[str, Tensor]:
+    """The conditioning frames of a use of a sample, in the mode that is drawn for it, by their names in a batch.
+
+    `conditioning_mask` (T,), bool, is True at them. In `latents` the first of them is the one that was encoded alone, where the cache has
+    it and the model takes it in its place; `condition` (C, T, h, w) has their latents, of a model that takes them as further channels, and
+    `image` (K, L, D) the embeddings of the K given pictures, of a model that takes them. Raises UserError where an entry lacks a latent.
+    """
     mode = draw_mode(conditioning, seed, name)
     prefix = prefix_of(conditioning.prefix_frames, strides) if mode == "prefix" else 0
     mask_T = conditioning_mask(mode, latent_CThw.shape[1], prefix, seed, name)
-    if bool(mask_T.any()) and (missing := _missing(rule, mode, stored)):
+    given = bool(mask_T.any())
+    if given and (missing := _missing(rule, mode, stored)):
         raise UserError(
             f"the cache's entry of {source} has no {missing[0]}, which `conditioning` needs: run mmspeed preprocess, which adds it"
         )
-    image_KLD = torch.stack([stored[each].float() for each in rule.pictures(mode)]) if rule.pictures(mode) else None
+    tensors = {"latents": latent_CThw, "conditioning_mask": mask_T}
     if rule.how == "grey":
-        return ConditioningFrames(latent_CThw, mask_T, stored[f"grey_{mode}"].float(), image_KLD)
-    if rule.how == "zeros":
-        condition_CThw = torch.zeros_like(latent_CThw)
-        if bool(mask_T.any()):
-            condition_CThw[:, :1] = first_frame(stored, seed, name) if rule.drawn else first_frame(stored)
-        return ConditioningFrames(latent_CThw, mask_T, condition_CThw, image_KLD)
-    if mode in ("first", "first_last") and bool(mask_T.any()) and "first" in stored:
-        latent_CThw = torch.cat((first_frame(stored), latent_CThw[:, 1:]), dim=1)
-    return ConditioningFrames(latent_CThw, mask_T, image_KLD=image_KLD)
+        tensors["condition"] = stored[f"grey_{mode}"].float()
+    elif rule.how == "zeros":
+        tensors["condition"] = torch.zeros_like(latent_CThw)
+        if given:
+            tensors["condition"][:, :1] = first_frame(stored, seed, name) if rule.drawn else first_frame(stored)
+    elif given and mode in ("first", "first_last") and "first" in stored:
+        tensors["latents"] = torch.cat((first_frame(stored), latent_CThw[:, 1:]), dim=1)
+    if pictures := rule.pictures(mode):
+        tensors["image"] = torch.stack([stored[each].float() for each in pictures])
+    return tensors
 
 
 def _missing(rule: Conditioning, mode: str, stored: Mapping[str, Tensor]) -> list[str]:
@@ -132,31 +121,14 @@ def choose_latent(sample: Sample, seed: int, name: Name) -> str:
     return sample.latent_keys[choose_variant(sample, seed, name)]
 
 
-def role_latents(
-    cache: DatasetCache, draws: Sequence[SampleUse[Sample]], seed: int, shape_CThw: torch.Size
-) -> dict[str, Tensor]:
-    """The latents (B, C, T, h, w) of the further roles of samples, named `<role>.latents`.
-
-    Raises UserError for a sample that lacks a role of another, and for a latent of another shape than its video's.
-    """
-    tensors = {}
-    for role in {role: None for draw in draws for role in draw.sample.roles}:
-        latents = []
-        for draw in draws:
-            sample, rule = draw.sample, ROLES[role]
-            if role not in sample.roles:
-                raise UserError(
-                    f"cache {cache.location}: {sample.source} has no {role}, as others have; run mmspeed preprocess again"
-                )
-            stored = cache.latent(sample.roles[role][choose_variant(sample, seed, draw.name)])
-            latents.append(draw_latent(stored, seed, draw.name, role) if rule.drawn else stored["mean"].float())
-            if latents[-1].shape != shape_CThw:
-                raise UserError(
-                    f"cache {cache.location}: the {role} of {sample.source} has a latent of shape {tuple(latents[-1].shape)}, and its "
-                    f"video {tuple(shape_CThw)}; run mmspeed preprocess again"
-                )
-        tensors[f"{role}.latents"] = torch.stack(latents)
-    return tensors
+def role_latents(cache: DatasetCache, sample: Sample, seed: int, name: Name) -> dict[str, Tensor]:
+    """The latents (C, T, h, w) of the further roles of a use of a sample, named `<role>.latents`."""
+    variant, latents = choose_variant(sample, seed, name), {}
+    for role, keys in sample.roles.items():
+        stored = cache.latent(keys[variant])
+        drawn = draw_latent(stored, seed, name, role) if ROLES[role].drawn else stored["mean"].float()
+        latents[f"{role}.latents"] = drawn
+    return latents
 
 
 def choose_text(sample: Sample, seed: int, name: Name, caption_dropout: float) -> str | None:
@@ -220,10 +192,7 @@ def video_batch(
     noise_BCThw: Tensor | None = None,
     u_B: Tensor | None = None,
     fps_B: Tensor | None = None,
-    loss_mask_BT: Tensor | None = None,
     conditioning_mask_BT: Tensor | None = None,
-    condition_BCThw: Tensor | None = None,
-    image_BKLD: Tensor | None = None,
     others: Mapping[str, Tensor] | None = None,
 ) -> Batch:
     """Make the batch of samples of one bucket.
@@ -236,21 +205,17 @@ def video_batch(
         noise_BCThw: the noise of training, drawn by name; None if not requested.
         u_B: float64 in [0, 1), the quantile of each sample's time.
         fps_B: frames per second of each clip, for models that take them.
-        loss_mask_BT: the latent frames that count in a sample's loss (True, or a weight); None: all.
         conditioning_mask_BT: bool, True at conditioning frames; None: the task gives none.
-        condition_BCThw: latents of conditioning frames, for models that take them as further channels.
-        image_BKLD: embeddings of the given pictures, for models that take them.
-        others: further inputs of the model under their names, such as captions of a second encoder; those of bool are masks.
+        others: further tensors under their names: latents of conditioning frames (`condition`), embeddings of given pictures (`image`),
+            latents of further roles (`control.latents`), captions of a second encoder, the latent frames that count in the loss
+            (`loss_mask`: True, or a weight). Those of bool are masks.
     """
     optional = {
         "text_pooled": pooled_BD,
         "noise": noise_BCThw,
         "quantiles": u_B,
         "fps": fps_B,
-        "loss_mask": loss_mask_BT,
         "conditioning_mask": conditioning_mask_BT,
-        "condition": condition_BCThw,
-        "image": image_BKLD,
     }
     tensors = {"latents": latents_BCThw, "text": text_BLD, "text_mask": text_mask_BL}
     tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
@@ -291,40 +256,31 @@ def assemble(
     No draw may be of a lost sample; `rank_batches` replaces those. Raises UserError if an entry is missing or
     damaged, if latents of the bucket differ in shape, or for a mask of other frames or of none.
     """
-    latents, texts, rates, loss_masks, masks, conditions, images = [], [], [], [], [], [], []
+    items, texts = [], []
     for draw, _ in draws:
-        latent_key = choose_latent(draw.sample, seed, draw.name)
+        sample, name = draw.sample, draw.name
+        latent_key = choose_latent(sample, seed, name)
         stored = cache.latent(latent_key)
-        latent_CThw = draw_latent(stored, seed, draw.name)
-        if conditioning is not None:
-            frames = draw_conditioning(
-                latent_CThw, stored, conditioning, rule, strides_of(cache), seed, draw.name, draw.sample.source
-            )
-            latent_CThw = frames.latent_CThw
-            masks.append(frames.mask_T)
-            if frames.condition_CThw is not None:
-                conditions.append(frames.condition_CThw)
-            if frames.image_KLD is not None:
-                images.append(frames.image_KLD)
-        latents.append(latent_CThw)
+        item = {"latents": draw_latent(stored, seed, name)}
+        if fps:
+            item["fps"] = torch.tensor(cache.entry(latent_key, "latents").fps or 1.0)
         if frame_mask is not None:
             mask_T = frame_mask(cache.entry(latent_key, "latents"), strides_of(cache))
-            loss_masks.append(checked_mask(mask_T, latents[-1].shape[1], draw.sample.source))
-        if fps:
-            rates.append(cache.entry(latent_key, "latents").fps or 1.0)
-        text_key = choose_text(draw.sample, seed, draw.name, caption_dropout)
-        texts.append(cache.null_text() if text_key is None else cache.text(text_key))
-    for latent_CThw, (draw, _) in zip(latents, draws, strict=True):
-        if latent_CThw.shape != latents[0].shape:
-            raise UserError(
-                f"cache {cache.location}: the latent of {draw.sample.source} has shape "
-                f"{tuple(latent_CThw.shape)}, others of its bucket {tuple(latents[0].shape)}; "
-                "run mmspeed preprocess again"
+            item["loss_mask"] = checked_mask(mask_T, item["latents"].shape[1], sample.source)
+        if conditioning is not None:
+            item |= draw_conditioning(
+                item["latents"], stored, conditioning, rule, strides_of(cache), seed, name, sample.source
             )
+        items.append(item | role_latents(cache, sample, seed, name))
+        text_key = choose_text(sample, seed, name, caption_dropout)
+        texts.append(cache.null_text() if text_key is None else cache.text(text_key))
+    _check_alike(cache, items, [draw.sample.source for draw, _ in draws])
+    tensors = stacked(items)
+    latents_BCThw = tensors.pop("latents")
     text_BLD, mask_BL = pad_texts(texts)
     names = [draw.name for draw, _ in draws]
     return video_batch(
-        latents_BCThw=torch.stack(latents),
+        latents_BCThw=latents_BCThw,
         text_BLD=text_BLD,
         text_mask_BL=mask_BL,
         weights_B=torch.tensor([weight for _, weight in draws], dtype=torch.float32),
@@ -332,15 +288,31 @@ def assemble(
         bucket=draws[0][0].sample.bucket,
         sources=[draw.sample.source for draw, _ in draws],
         pooled_BD=pooled_vectors(texts),
-        noise_BCThw=draw_noise(names, tuple(latents[0].shape), seed) if noise else None,
+        noise_BCThw=draw_noise(names, tuple(latents_BCThw.shape[1:]), seed) if noise else None,
         u_B=draw_quantiles(names, seed) if noise else None,
-        fps_B=torch.tensor(rates) if fps else None,
-        loss_mask_BT=torch.stack(loss_masks) if loss_masks else None,
-        conditioning_mask_BT=torch.stack(masks) if masks else None,
-        condition_BCThw=torch.stack(conditions) if conditions else None,
-        image_BKLD=torch.stack(images) if images else None,
-        others=pad_other_texts(texts) | role_latents(cache, [draw for draw, _ in draws], seed, latents[0].shape),
+        others=tensors | pad_other_texts(texts),
     )
+
+
+def stacked(items: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors of a batch by name, of the items that have them."""
+    names = dict.fromkeys(name for item in items for name in item)
+    return {name: torch.stack([item[name] for item in items if name in item]) for name in names}
+
+
+def _check_alike(cache: DatasetCache, items: Sequence[Mapping[str, Tensor]], sources: Sequence[str]) -> None:
+    """Raise UserError unless the latents of a batch have one shape, and all samples the same roles."""
+    shape = tuple(items[0]["latents"].shape)
+    names = dict.fromkeys(name for item in items for name in item if name.endswith("latents"))
+    for (item, source), name in product(zip(items, sources, strict=True), names):
+        role = "latent" if name == "latents" else name.removesuffix(".latents")
+        if name not in item:
+            problem = f"{source} has no {role}, as others of its batch have"
+        elif (found := tuple(item[name].shape)) != shape:
+            problem = f"the {role} of {source} has shape {found}, others of its bucket {shape}"
+        else:
+            continue
+        raise UserError(f"cache {cache.location}: {problem}; run mmspeed preprocess again")
 
 
 class VideoCollate:
@@ -349,8 +321,8 @@ class VideoCollate:
     def __init__(
         self,
         cache: DatasetCache,
-        seed: int,
-        caption_dropout: float,
+        seed: int = 0,
+        caption_dropout: float = 0.0,
         fps: bool = False,
         frame_mask: FrameMask | None = None,
         conditioning: ConditioningConfig | None = None,

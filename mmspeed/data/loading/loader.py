@@ -12,13 +12,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, overload
 
-from mmspeed.data.cache.reader import DatasetCache
 from mmspeed.data.sampling.rank_batches import count_present, imbalance, rank_batches
 from mmspeed.data.sampling.sampler import Sampler, SampleUse
 from mmspeed.device import Device
 from mmspeed.protocols import Batch, BatchShape, Item, StepData, UseName
 
-from .collate import VideoCollate
 from .first_epoch import FirstEpoch
 from .prefetch import in_workers, on_device, read_ahead
 
@@ -83,15 +81,10 @@ class DrawnItems(Sequence[Item]):
     """The items of a step's draws, each built on access."""
 
     def __init__(self, draws: Sequence[SampleUse[Any]]) -> None:
-        self._draws = draws
-
-    @property
-    def draws(self) -> Sequence[SampleUse[Any]]:
-        """The uses of samples that the items name."""
-        return self._draws
+        self.draws = draws
 
     def __len__(self) -> int:
-        return len(self._draws)
+        return len(self.draws)
 
     @overload
     def __getitem__(self, place: int) -> Item: ...
@@ -101,8 +94,8 @@ class DrawnItems(Sequence[Item]):
 
     def __getitem__(self, place: int | slice) -> Item | list[Item]:
         if isinstance(place, slice):
-            return [_item(draw) for draw in self._draws[place]]
-        return _item(self._draws[place])
+            return [_item(draw) for draw in self.draws[place]]
+        return _item(self.draws[place])
 
 
 def _item(draw: SampleUse[Any]) -> Item:
@@ -117,40 +110,32 @@ class Loader:
     """A rank's batches of any range of steps.
 
     Args:
-        cache: the source of videos, if `collate` is None.
         sampler: the order of samples.
+        collate: makes batches.
         rank, world: this rank among those that split the batch.
-        seed, caption_dropout: for the draws made when a sample is read, if `collate` is None.
         prefetch: micro-batches that a thread keeps in memory ahead of the current one; 0: read on demand.
-        first_epoch: encodes the missing entries of an incomplete cache; may be set later, before `steps`.
         workers: processes that read, beside the thread. Each has at least one micro-batch in progress, and one waits here
             (two with an accelerator), even if `prefetch` is less.
-        collate: makes batches; None: those of the video task, from `cache`.
         device: accelerator to copy batches to, one ahead; on the CPU, or without it, they stay as they were read.
     """
 
     def __init__(
         self,
-        cache: DatasetCache | None,
         sampler: Sampler[Any],
+        collate: Collate,
         rank: int = 0,
         world: int = 1,
-        seed: int = 0,
-        caption_dropout: float = 0.0,
         prefetch: int = 0,
-        first_epoch: FirstEpoch | None = None,
         workers: int = 0,
         device: Device | None = None,
-        collate: Collate | None = None,
     ) -> None:
-        if collate is None:
-            if cache is None:
-                raise ValueError("a loader without a cache needs a collate of its own")
-            collate = VideoCollate(cache, seed, caption_dropout)
         self.sampler, self.collate = sampler, collate
         self.rank, self.world = rank, world
         self.prefetch = prefetch
-        self.first_epoch, self.workers, self.device = first_epoch, workers, device
+        self.workers, self.device = workers, device
+        self.first_epoch: FirstEpoch | None = (
+            None  # set before `steps`, it encodes the missing entries of an incomplete cache
+        )
         self.waited_seconds = 0.0  # time the consumer waited for data, over all steps so far
 
     def steps(self, start: int, stop: int) -> Generator[StepData, None, None]:

@@ -33,7 +33,6 @@ from mmspeed.data.cache.tables import (
     write_rejects,
     write_samples,
 )
-from mmspeed.data.cache.versions import info_versions
 from mmspeed.data.cache.writer import repair
 from mmspeed.errors import UserError
 from mmspeed.log import progress
@@ -148,12 +147,6 @@ def _check_fit(parts: Sequence[_Contents]) -> Any:
         if first.null_key and other.null_key and first.null_key != other.null_key:
             raise UserError(f"{other.root} does not fit {first.root}: their empty captions are encoded differently")
         theirs = other.info.get("made_for")
-        ours, others = info_versions(first.info, first.root), info_versions(other.info, other.root)
-        if ours != others:
-            raise UserError(
-                f"{other.root} does not fit {first.root}: {_difference('versions', ours, others)}; "
-                "`mmspeed preprocess --upgrade` brings the older one up"
-            )
         if settings is not None and theirs is not None:
             names = sorted(n for n in settings.keys() | theirs.keys() if settings.get(n) != theirs.get(n))
             if set(names) - {"sources"}:

@@ -37,15 +37,6 @@ class Forecast:
     unmet: int  # uses left out: 0
 
     @property
-    def mean_imbalance(self) -> float:
-        """Mean over steps of greatest / mean."""
-        return float(self.lockstep.mean())
-
-    @property
-    def worst_imbalance(self) -> float:
-        return float(self.lockstep.max())
-
-    @property
     def epoch_imbalance(self) -> float:
         """Greatest over mean of the whole epoch's time: the share of the mean that devices wait, plus 1."""
         return float((self.lockstep * self.cost).sum() / self.cost.sum())

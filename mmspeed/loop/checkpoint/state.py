@@ -222,13 +222,3 @@ def _with_groups(model: nn.Module, optimizer: TieredOptimizer) -> Iterator[tuple
 
 def _tensors(states: dict[str, Any]) -> dict[str, Tensor]:
     return {name: value for name, value in states.items() if isinstance(value, Tensor)}
-
-
-def whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and saved buffer of a model, whole, on the CPU, one at a time; from any layout. A collective call."""
-    bare = unwrap(model)
-    buffers = {name for name, _ in bare.named_buffers()}
-    saved = bare.state_dict().keys()
-    for name, tensor in (*bare.named_parameters(), *((n, b) for n, b in bare.named_buffers() if n in saved & buffers)):
-        value = tensor.detach()
-        yield name, (value.full_tensor() if is_sharded(value) else value).cpu()

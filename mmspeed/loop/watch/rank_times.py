@@ -13,7 +13,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -130,16 +129,13 @@ def slow_ranks(seconds: Sequence[float], factor: float) -> list[SlowRank]:
     middle = len(ordered) // 2
     for rank, own in enumerate(seconds):
         # the median of all but one is the median of all, or lies beside it
-        others = statistics.median(_without(ordered, own)) if len(ordered) <= SHOWN_RANKS else ordered[middle]
+        others = ordered[middle]
+        if len(ordered) <= SHOWN_RANKS:
+            place = ordered.index(own)
+            others = statistics.median(ordered[:place] + ordered[place + 1 :])
         if others > 0 and own / others >= factor:
             slow.append(SlowRank(rank, own / others))
     return sorted(slow, key=lambda one: -one.factor)
-
-
-def _without(values: Sequence[float], one: float) -> list[float]:
-    rest = list(values)
-    rest.remove(one)
-    return rest
 
 
 class RankTimes(BaseCallback):
@@ -162,9 +158,7 @@ class RankTimes(BaseCallback):
     def __enter__(self) -> RankTimes:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._processor.close()
         if self._events is not None:
             self._events.close()

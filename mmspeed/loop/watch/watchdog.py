@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from types import TracebackType
 
 import torch.distributed as dist
 
@@ -88,17 +87,11 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Overrun:
-    """A phase that has taken longer than it may."""
+class Late:
+    """What is late: a sentence about it, and True past the limit at which it is ended."""
 
-    place: Place
-    seconds: float
-    limit: float
-    last: bool  # True past twice the limit
-
-    def sentence(self) -> str:
-        """`step 12 has taken 61 s and may take 60 s`."""
-        return f"{self.place} has taken {self.seconds:.0f} s, and its limit is {self.limit:.0f} s"
+    sentence: str
+    last: bool
 
 
 class PhaseClock:
@@ -125,7 +118,7 @@ class PhaseClock:
             self._durations[before].append(now - began)
         self._now = (phase, step, now)
 
-    def overrun(self) -> Overrun | None:
+    def overrun(self) -> Late | None:
         """The present phase where it is past its limit, once, and past twice its limit, once more; else None."""
         present = self._now
         phase, step, began = present
@@ -138,25 +131,16 @@ class PhaseClock:
         if self._said == (present, last) or self._said == (present, True):
             return None
         self._said = (present, last)
-        return Overrun(Place(step, phase.words), seconds, limit, last)
+        return Late(f"{Place(step, phase.words)} has taken {seconds:.0f} s, and its limit is {limit:.0f} s", last)
 
 
 @dataclass(frozen=True)
-class Silence:
-    """A rank without a sign of life: its number, the seconds, its host and process where it ever gave one, and its last place."""
+class Silence(Late):
+    """A rank without a sign of life, with its host and its process there."""
 
     rank: int
-    seconds: float
     host: str
     process: int
-    place: str
-
-    def sentence(self) -> str:
-        """`rank 1 (node-7, process 4711) has given no sign of life for 63 s; its last place was step 12`."""
-        return (
-            f"rank {self.rank} ({self.host}, process {self.process}) has given no sign of life for {self.seconds:.0f} s; "
-            f"its last place was {self.place}"
-        )
 
 
 class SilenceRule:
@@ -216,15 +200,16 @@ class Heartbeats:
         """Say that no sign will follow."""
         self.store.set(f"alive/{self.rank}", "")
 
-    def look(self) -> tuple[Silence, bool] | None:
-        """The silence of the next rank, and True if it is to be killed; None where there is nothing new to say."""
-        key = f"alive/{self.next}"
+    def look(self) -> Silence | None:
+        """The silence of the next rank; None where there is nothing new to say."""
+        rank, key = self.next, f"alive/{self.next}"
         sign = self.store.get(key).decode() if self.store.check([key]) else None
         verdict = self.rule.look(sign)
         if verdict is None or not sign:
             return None
         _, host, process, place = json.loads(sign)
-        return Silence(self.next, verdict[0], host, process, place), verdict[1]
+        since = f"has given no sign of life for {verdict[0]:.0f} s; its last place was {place}"
+        return Silence(f"rank {rank} ({host}, process {process}) {since}", verdict[1], rank, host, process)
 
 
 class Watchdog:
@@ -265,9 +250,7 @@ class Watchdog:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._stopped.set()
         if self._thread is not None:
             self._thread.join(timeout=2 * ASKED)
@@ -282,22 +265,21 @@ class Watchdog:
         """Look once at this rank and at the next one."""
         overrun = self.phases.overrun()
         if overrun is not None:
-            self._speak(overrun.sentence(), stacks=True)
+            self._speak(overrun.sentence, stacks=True)
             if overrun.last:
-                self._leave(overrun.sentence())
+                self._leave(overrun.sentence)
         if beats is None:
             return
         beats.beat(str(self.phases.place))
-        if (sign := beats.look()) is None:
+        if (silence := beats.look()) is None:
             return
-        silence, kill = sign
-        self._speak(silence.sentence(), stacks=False)
-        if kill and self.config.end and self.launched:
+        self._speak(silence.sentence, stacks=False)
+        if silence.last and self.config.end and self.launched:
             if silence.host == beats.host:
                 self._speak(f"rank {silence.rank} is killed", stacks=False)
                 os.kill(silence.process, signal.SIGKILL)
             else:  # its own launcher starts it again with this one's
-                self._leave(silence.sentence())
+                self._leave(silence.sentence)
 
     def _watch(self) -> None:
         beats = self._heartbeats()

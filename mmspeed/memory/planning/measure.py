@@ -3,8 +3,6 @@
 From shapes, tensors are torch's fake ones: every operation returns a result without data, and nothing is computed. Bytes are then those of
 all tensors that are alive, which is exact except for an operation's own workspace while it runs. Time is that of the roofline model
 (Williams et al., 2009): an operation takes as long as its arithmetic or its memory traffic, whichever is longer.
-
-The cost of recomputation is also counted in matrix products as they run: a number that does not depend on a clock.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ import torch
 from torch import Tensor
 
 from mmspeed.device import Device
-from mmspeed.memory.recompute.region import matmul_operators
 from mmspeed.torch_internals import (
     CPU_FLASH,
     TorchDispatchMode,
@@ -194,30 +191,6 @@ class Roofline(TorchDispatchMode):
         self.bytes += traffic
         self.seconds += max(flops / self._flops, traffic / self._bandwidth)
         return result
-
-
-class MatmulCounter(TorchDispatchMode):
-    """A mode that counts the matrix products that are computed, by operator. Those that a region returns without computing do not count.
-
-    `work` is their floating-point operations, where torch has a formula for the operator.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-        self.work = 0
-        self._operators = matmul_operators()
-
-    @property
-    def total(self) -> int:
-        return sum(self.calls.values())
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func in self._operators:
-            self.calls[str(func)] += 1
-            self.work += operations(func, args, kwargs or {}, out)
-        return out
 
 
 def operations(func: Any, args: Any, kwargs: Any, result: Any) -> int:

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mmspeed.device import Device
-from mmspeed.torch_internals import memory_kinds, memory_tracker, memory_tracker_class
+from mmspeed.torch_internals import memory_kinds, memory_tracker_class
 
 from .peak import no_collector
 from .report import LayerMemory, MemoryReport, optimizer_bytes
@@ -163,27 +162,3 @@ def measure_step(
     return MemoryReport(
         device.name, setting, peak, tracker.phase, tracker.module, categories, in_host, layers, counted_peak
     )
-
-
-def kept_bytes(device: Device, model: nn.Module, forward: Callable[[], object], inputs: Iterable[Tensor] = ()) -> int:
-    """Bytes of the device that are in use after `forward` and were not before, while its result is held.
-
-    inputs: tensors that exist before; those that are not listed count as far as forward keeps them.
-    """
-    tracker = memory_tracker()
-    tracker.track_external(model, *inputs)
-    with tracker:
-        before = tracker.get_tracker_snapshot().get(device.torch_device, {}).get("Total", 0)
-        result = forward()
-        after = tracker.get_tracker_snapshot().get(device.torch_device, {}).get("Total", 0)
-    if isinstance(result, Tensor) and result.requires_grad:
-        # the tracker's hooks hold a graph until a backward pass went through it
-        weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        gradients = [parameter.grad for parameter in weights]
-        for parameter in weights:
-            parameter.grad = None
-        # not `grad`: the tracker hooks arguments of modules, and where one is a parameter torch refuses that
-        torch.autograd.backward(result.sum(), inputs=weights)
-        for parameter, gradient in zip(weights, gradients, strict=True):
-            parameter.grad = gradient
-    return int(after - before)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,15 +77,6 @@ def check_keeping(block: nn.Module, ways: ActivationPolicies, mlp_chunk: int | N
         raise UserError(
             "memory.activation_policy: with train.compile, `block: recompute` is the only policy beside `save`"
         )
-
-
-def count_policies(keeping: Iterable[ActivationPolicies]) -> dict[str, int]:
-    """The number of spans of each way, such as "mlp: recompute", over all blocks."""
-    counts: dict[str, int] = {}
-    for ways in keeping:
-        for name, way in ways.items():
-            counts[f"{name}: {way}"] = counts.get(f"{name}: {way}", 0) + 1
-    return counts
 
 
 def make_keeping(

@@ -44,11 +44,6 @@ def _overloads(names: tuple[str, ...]) -> set[Any]:
     return {overload for overload in overloads if not changes_arguments(overload)}
 
 
-def matmul_operators() -> set[Any]:
-    """The operators that count as matrix products."""
-    return _overloads(MATMUL_NAMES)
-
-
 @dataclass(frozen=True)
 class RegionPolicy:
     """The policy for the results of each kind of operation; those of all others are computed again."""

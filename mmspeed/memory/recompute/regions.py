@@ -91,15 +91,6 @@ def runners_of(module: nn.Module) -> list[RegionRunner]:
     return [runner] if runner is not None else []
 
 
-def policies_of(block: nn.Module) -> dict[str, ActivationPolicy]:
-    """The policies that `set_policies` gave to the regions of a block, by region; one that saves all is left out."""
-    regions = {"block": [block], **{name: region_modules(block, name) for name in regions_of(block)}}
-    runners_by_region = {
-        name: [runner for module in modules for runner in runners_of(module)] for name, modules in regions.items()
-    }
-    return {name: runners[0].way for name, runners in runners_by_region.items() if runners}
-
-
 def regions_of(block: nn.Module) -> tuple[str, ...]:
     """The names of a block's regions, without `block` itself; none for a block that declares none."""
     return tuple(parts_of(block).regions)

@@ -19,12 +19,24 @@ Bytes that a rank sends per call, e the element size, for even parts (uneven: th
     key mask over "ulysses" (all_gather):                       forward (u - 1) B M
     ring: the formulas of `parallel.ring`, with K / u heads and the joined length u M
 
-For copies in memory see `layouts` and docs/sequence-parallel.md.
+Layouts in memory (`AttentionLayout`), which the plan declares for each attention (see docs/sequence-parallel.md). Strides may differ between
+ranks where a dim has size 0 or 1.
+
+    layout   in memory                      where
+    BNAD     (batch, sequence, hidden): BSH full attention; rows that attend along themselves, B is batch x rows
+    NBAD     (sequence, batch, hidden): SBH tokens that run so; columns that attend along themselves, B is the columns of one video
+    BNGAD    (batch, rows, columns, hidden) columns that attend along themselves, of any number of videos: no view makes one dim of B and G
+    BAND     heads outside tokens           projections that were copied head by head
+
+Between ranks tensors are always sent tokens first (N B A D), whatever the layout. A rank that joins parts along tokens then reads them in
+place, and one that splits tokens sends them in place, if its kernel wrote them so. Where heads are split or joined a copy is needed in
+every layout, as a matrix product writes and reads all heads of a token together; that copy also makes the transpose between the layouts.
 
 Causal order: the sequence is in `zigzag` order over the R ring places, and the Ulysses ranks of each place hold contiguous parts of its two
 chunks, joined.
 
-Legend: B batch, A heads, K heads of the keys, N queries and M keys that this rank holds, D head width, u and r degrees.
+Legend: B batch, G rows or columns that attend separately, A heads, K heads of the keys, N queries and M keys that this rank holds, D head
+width, u and r degrees.
 """
 
 from __future__ import annotations
@@ -49,14 +61,30 @@ from mmspeed.compute.attention import Backend, attention, attention_apart
 from mmspeed.compute.autocast import autocast_alike
 from mmspeed.errors import UserError
 from mmspeed.graphs import outside_graphs
+from mmspeed.protocols.plan import AttentionLayout
 
-from .layouts import Layout, memory_order, tokens_first
 from .ring import like_queries, ring_attention
 
 # queries, keys, values and the keys' mask, of whole heads, to the output
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 # the memory an `Attend` reads: any strides, so that nothing is copied; each tensor contiguous; contiguous with heads outside tokens
 Reads = Literal["strided", "NBAD", "BAND"]
+
+
+def dims_of(layout: AttentionLayout) -> str:
+    """The dims of the views, in the order of their shape."""
+    return "BGAND" if "G" in layout else "BAND"
+
+
+def memory_order(layout: AttentionLayout) -> tuple[int, ...]:
+    """The views' dims in memory order, outermost first."""
+    return tuple(dims_of(layout).index(letter) for letter in layout)
+
+
+def tokens_first(layout: AttentionLayout) -> tuple[int, ...]:
+    """The order of the views' dims in a message: tokens first."""
+    dims = dims_of(layout)
+    return tuple(dims.index(letter) for letter in ("N", *dims.replace("N", "")))
 
 
 @dataclass(frozen=True)
@@ -108,7 +136,7 @@ def hybrid_attention(
     scale: float | None = None,
     backend: str = "auto",
     counter: Counter[str] | None = None,
-    layout: Layout = "BNAD",
+    layout: AttentionLayout = "BNAD",
 ) -> Tensor:
     """Attend with this rank's part of the queries to all keys of the group: `out_BAND`, whose width is that of the values.
 
@@ -167,7 +195,7 @@ def with_heads_exchanged(
     k_sizes: Sequence[int],
     attend: Attend,
     *,
-    layout: Layout = "BNAD",
+    layout: AttentionLayout = "BNAD",
     reads: Reads = "BAND",
 ) -> Tensor:
     """Run `attend` on all tokens of the Ulysses group with this rank's heads, and return its output for this rank's tokens with all heads.
@@ -236,7 +264,7 @@ def _heads_for_sequence(
     heads: HeadSplit,
     q_sizes: tuple[int, ...],
     k_sizes: tuple[int, ...],
-    layout: Layout,
+    layout: AttentionLayout,
     reads: Reads,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The all-to-all before attention: from all heads of this rank's tokens to this rank's heads of all tokens of the Ulysses group.
@@ -275,7 +303,7 @@ def _heads_for_sequence(
 
 @outside_graphs
 def _sequence_for_heads(
-    out_BAND: Tensor, ulysses: Axis, heads: tuple[int, ...], q_sizes: tuple[int, ...], layout: Layout
+    out_BAND: Tensor, ulysses: Axis, heads: tuple[int, ...], q_sizes: tuple[int, ...], layout: AttentionLayout
 ) -> Tensor:
     wire = tokens_first(layout)
     # the gradient comes as it travels: kernels read it at any strides
@@ -307,7 +335,12 @@ def of_nothing(q_BAND: Tensor, k_BKMD: Tensor, v_BKMD: Tensor) -> Tensor:
 
 
 def _check(
-    q_BAND: Tensor, k_BKMD: Tensor, axes: SequenceAxes, q_sizes: Sequence[int], k_sizes: Sequence[int], layout: Layout
+    q_BAND: Tensor,
+    k_BKMD: Tensor,
+    axes: SequenceAxes,
+    q_sizes: Sequence[int],
+    k_sizes: Sequence[int],
+    layout: AttentionLayout,
 ) -> None:
     for what, x, sizes in (("queries", q_BAND, q_sizes), ("keys", k_BKMD, k_sizes)):
         if x.dim() != len(layout):

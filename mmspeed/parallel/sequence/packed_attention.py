@@ -26,9 +26,9 @@ from mmspeed.compute.autocast import autocast_alike
 from mmspeed.compute.operators.document_attention import document_attention
 from mmspeed.graphs import outside_graphs
 from mmspeed.parallel.document_shares import DocumentShares, places_of
+from mmspeed.protocols.plan import AttentionLayout
 
-from .hybrid_attention import SequenceAxes, of_nothing, with_heads_exchanged
-from .layouts import Layout, memory_order, tokens_first
+from .hybrid_attention import SequenceAxes, memory_order, of_nothing, tokens_first, with_heads_exchanged
 from .ring import ring_attention
 
 
@@ -44,7 +44,7 @@ def packed_attention(
     window: int | None = None,
     backend: str = "auto",
     counter: Counter[str] | None = None,
-    layout: Layout = "BNAD",
+    layout: AttentionLayout = "BNAD",
 ) -> Tensor:
     """Attend causally with this rank's tokens within their documents: `out_BANW`.
 

@@ -33,8 +33,8 @@ from mmspeed.compute.sparse.module import CALIBRATION, ClusteredAttention
 from mmspeed.compute.sparse.planners.selection import KeepRule
 from mmspeed.graphs import outside_graphs
 from mmspeed.parallel.sequence.hybrid_attention import SequenceAxes, of_nothing, with_heads_exchanged
-from mmspeed.parallel.sequence.layouts import Layout
 from mmspeed.parallel.sequence.ring import ring_attention
+from mmspeed.protocols.plan import AttentionLayout
 from mmspeed.replay import apart
 
 from .exchange import fetch
@@ -53,7 +53,7 @@ def sparse_attention(
     positions_NX: Tensor,
     layer: ClusteredAttention,
     *,
-    layout: Layout = "BNAD",
+    layout: AttentionLayout = "BNAD",
 ) -> Tensor:
     """Self-attention of this rank's part of a sequence, by a layer in its present state, sparse or dense: `out_BAND`.
 

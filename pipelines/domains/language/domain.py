@@ -30,7 +30,7 @@ from mmspeed.models.language.config import DecoderSettings
 from mmspeed.models.language.counts import forward_work
 from mmspeed.models.language.decoder import Decoder
 from mmspeed.models.language.families import config_tree
-from mmspeed.models.language.shapes import shape_named, tiny_twin
+from mmspeed.models.language.settings import configured
 from mmspeed.models.language.weights import HubWeights, decoder_of, on_meta, stored_decoder
 from mmspeed.pipelines.domains.base import DomainDefaults
 from mmspeed.pipelines.domains.language.data import (
@@ -41,7 +41,6 @@ from mmspeed.pipelines.domains.language.data import (
     packs_of,
     tokens_by_source,
 )
-from mmspeed.pipelines.domains.language.settings import changed
 from mmspeed.pipelines.domains.language.small import small_language
 from mmspeed.pipelines.domains.language.start import TextBuilder, open_texts
 from mmspeed.pipelines.domains.language.values import PackValues
@@ -65,8 +64,6 @@ from mmspeed.protocols import (
     source_of,
 )
 
-TINY = "tiny-"
-ROWS = 64  # an embedding has a multiple of these
 BYTE_IDS = 257  # of the tokenizer of bytes, and the end of a document
 
 
@@ -117,28 +114,7 @@ class LanguageDomain(DomainDefaults):
     @cached_property
     def settings(self) -> DecoderSettings:
         """The decoder's settings. Raises UserError for an unknown shape, and for sizes that do not go together."""
-        section = self.config.model
-        if section.pretrained is not None:
-            self._spare = stored_decoder(section.pretrained, section.revision, section.num_nextn_predict_layers)
-            settings = self._spare.settings
-        else:
-            name = section.shape
-            settings = shape_named(name.removeprefix(TINY)).settings
-            if name.startswith(TINY):
-                settings = tiny_twin(settings)
-            rows = section.vocab_size or (
-                settings.vocab_size if self._vocabulary is None else -(-self._vocabulary // ROWS) * ROWS
-            )
-            try:
-                settings = changed(settings, section, rows)
-            except UserError as error:
-                raise UserError(f"model: {error}") from None
-        if section.balance is not None and settings.experts is None:
-            raise UserError(f"model.balance: {section.balance} is of experts, and the model has none: leave it out")
-        if settings.experts is not None:
-            balance = section.balance or settings.experts.balance
-            rate = self.config.objective.balance_rate
-            settings = replace(settings, experts=replace(settings.experts, balance=balance, balance_rate=rate))
+        settings, self._spare = configured(self.config, self._vocabulary)
         return settings
 
     def _check_sizes(self) -> None:
@@ -295,7 +271,6 @@ class LanguageDomain(DomainDefaults):
         batching = self.batching(place)
         sampler = self._sampler(batching, one.attention / one.products, config.seed)
         loader = Loader(
-            None,
             sampler,
             rank=place.number,
             world=place.dealt,

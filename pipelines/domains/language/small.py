@@ -102,7 +102,7 @@ def _section(own: LanguageModelConfig, small: DecoderSettings, folder: Path, see
     """The section of the small decoder: a folder with weights by seed in place of another, else the keys of a named shape's twin."""
     balance = small.experts.balance if small.experts is not None else None
     if own.pretrained is not None:
-        _write_model(small, folder, seed)
+        write_model(small, folder, seed)
         return LanguageModelConfig(pretrained=str(folder), balance=balance)
     experts: dict[str, Any] = {}
     if small.experts is not None:
@@ -119,7 +119,7 @@ def _section(own: LanguageModelConfig, small: DecoderSettings, folder: Path, see
     )
 
 
-def _write_model(settings: DecoderSettings, folder: Path, seed: int) -> None:
+def write_model(settings: DecoderSettings, folder: Path, seed: int) -> None:
     """Write a folder of transformers, with weights by seed."""
     model, base = on_meta(settings).to_empty(device="cpu"), folder.with_name("settings")
     with torch.no_grad():

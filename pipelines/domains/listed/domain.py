@@ -162,7 +162,6 @@ class ListedDomain(DomainDefaults, Generic[C]):
         train = self.config.train
         sampler = BatchSampler(self.training, self.batching(place), self.config.seed)
         loader = Loader(
-            None,
             sampler,
             rank=place.number,
             world=place.dealt,

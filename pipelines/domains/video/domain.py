@@ -70,7 +70,7 @@ from mmspeed.pipelines.domains.video.start import other_shape
 from mmspeed.pipelines.domains.video.synthetic import EncoderShapes, synthetic_batch
 from mmspeed.pipelines.domains.video.unused import freeze, freeze_unused, unused_lines
 from mmspeed.pipelines.domains.video.values import VideoValues
-from mmspeed.pipelines.tuning.profile import load_measured, setting_of
+from mmspeed.pipelines.run.measured import load_measured, setting_of
 from mmspeed.protocols import (
     Batch,
     Data,
@@ -344,7 +344,6 @@ class VideoDomain(DomainDefaults):
             cache.split("train"), batching, seed=config.seed, stages=make_stages(config.data, config.curriculum)
         )
         loader = Loader(
-            cache,
             sampler,
             rank=place.number,
             world=place.dealt,

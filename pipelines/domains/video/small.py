@@ -177,18 +177,13 @@ def _small_config(config: Config, folder: Path, section: AnySection, samples: Sm
         shift = {str(small): objective.shift[str(bucket)] for small, bucket in stood_for.items()}
         objective = objective.model_copy(update={"shift": shift})
     stages = (StageConfig(steps=1, max_frames=1), StageConfig(steps=1, min_frames=2), StageConfig())
-    at_once = (
-        config.train.micro_batch_size if config.batching.by == "samples" else 1
-    )  # budgets are meant for large samples
+    # budgets are meant for large samples
+    at_once = config.train.micro_batch_size if config.batching.by == "samples" else 1
     whole_step = {"batch_size": sum(samples.counts.values()), "micro_batch_size": at_once}
     changes: dict[str, Any] = {
         "output": str(folder / "runs"),
         "data": DataConfig(
-            sources=(
-                SourceConfig(
-                    path=str(folder / "synthetic"), roles=config.data.sources[0].roles if config.data.sources else {}
-                ),
-            ),
+            sources=(SourceConfig(path=str(folder / "synthetic"), roles=config.data.sources[0].roles),),
             cache=str(folder / "cache"),
             buckets=tuple(BucketConfig(frames=b.frames, height=b.height, width=b.width) for b in samples.counts),
         ),
@@ -198,6 +193,7 @@ def _small_config(config: Config, folder: Path, section: AnySection, samples: Sm
         ),
         "model": section,
         "objective": objective,
+        "conditioning": config.conditioning.model_copy(update={"prefix_frames": 1}),  # a small video has few frames
         "train": config.train.model_copy(update=whole_step),
         "batching": BatchingConfig(mix="window"),  # an epoch of a stage is one step
         "curriculum": stages if len(samples.counts) > 1 else (),

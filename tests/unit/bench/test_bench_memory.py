@@ -8,8 +8,8 @@ from typing import Any
 
 from mmspeed.bench.memory import BenchModel
 from mmspeed.bench.memory_tiers import TierModelSize, measure_tiers
-from mmspeed.memory.planning.tracked import kept_bytes
 from tests.claims.memory import WaysSetting
+from tests.support.memory_counts import kept_bytes
 
 TINY = WaysSetting(width=96, heads=4, rank=8, depth=2, latent=(5, 16, 16), rounds=1, device="cpu")
 

@@ -11,7 +11,7 @@ import torch
 
 from mmspeed.config import Config
 from mmspeed.config.conditioning import MODES, ConditioningConfig
-from mmspeed.data.loading.collate import ConditioningFrames, draw_conditioning
+from mmspeed.data.loading.collate import draw_conditioning
 from mmspeed.data.loading.conditioning_mask import check_conditioning, conditioning_mask, draw_mode, prefix_of
 from mmspeed.device import Device
 from mmspeed.errors import UserError
@@ -110,24 +110,23 @@ def test_a_first_frame_encoded_alone_takes_its_place() -> None:
 
     def frames(
         stored: dict[str, torch.Tensor], rule: Conditioning = Conditioning(), epoch: int = 0
-    ) -> ConditioningFrames:
+    ) -> dict[str, torch.Tensor]:
         return draw_conditioning(latent_CThw, stored, config, rule, STRIDES, 0, ("a", epoch, 0), "a.mp4")
 
     alone = frames({"first": alone_C1hw})
-    assert torch.equal(alone.latent_CThw[:, :1], alone_C1hw)
-    assert torch.equal(alone.latent_CThw[:, 1:], latent_CThw[:, 1:])
-    assert alone.mask_T.tolist() == [True, False, False] and torch.equal(latent_CThw, before)  # the cache's bytes stay
-    assert torch.equal(frames({"mean": latent_CThw}).latent_CThw, latent_CThw)
+    assert torch.equal(alone["latents"][:, :1], alone_C1hw)
+    assert torch.equal(alone["latents"][:, 1:], latent_CThw[:, 1:])
+    assert alone["conditioning_mask"].tolist() == [True, False, False] and torch.equal(
+        latent_CThw, before
+    )  # the cache's bytes stay
+    assert torch.equal(frames({"mean": latent_CThw})["latents"], latent_CThw)
 
     rule = Conditioning(("first",), "zeros", alone=True)  # as further channels
     stored = {"mean": latent_CThw, "first": alone_C1hw, "first_logvar": torch.full_like(alone_C1hw, -2.0)}
     channels = frames(stored, rule)
-    assert channels.condition_CThw is not None and torch.equal(channels.latent_CThw, latent_CThw)
-    assert torch.equal(channels.condition_CThw[:, :1], alone_C1hw) and not channels.condition_CThw[:, 1:].any()
-    drawn, again, other = (
-        frames(stored, replace(rule, drawn=True), epoch).condition_CThw[:, :1]  # type: ignore[index]
-        for epoch in (0, 0, 1)
-    )
+    assert torch.equal(channels["latents"], latent_CThw)
+    assert torch.equal(channels["condition"][:, :1], alone_C1hw) and not channels["condition"][:, 1:].any()
+    drawn, again, other = (frames(stored, replace(rule, drawn=True), epoch)["condition"][:, :1] for epoch in (0, 0, 1))
     assert torch.equal(drawn, again) and not torch.equal(drawn, other) and not torch.equal(drawn, alone_C1hw)
     with pytest.raises(UserError, match=r"the cache's entry of a\.mp4 has no first, which `conditioning` needs"):
         frames({"mean": latent_CThw}, rule)

@@ -22,6 +22,7 @@ import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from mmspeed.data import Batching, BatchSampler, DatasetCache, Loader, SampleUse
+from mmspeed.data.loading.collate import VideoCollate
 from mmspeed.data.loading.prefetch import in_workers, on_device, read_ahead
 from mmspeed.device import Device
 from mmspeed.errors import UserError
@@ -75,7 +76,7 @@ def loaded(cache: DatasetCache, start: int = 0, stop: int = 10, **options: Any) 
     """The micro-batches of steps of two epochs (an epoch has 5)."""
     sampler = BatchSampler(cache.samples, Batching(3, most=2), seed=1)
     assert sampler.steps_per_epoch < stop
-    loader = Loader(cache, sampler, seed=3, caption_dropout=0.3, **options)
+    loader = Loader(sampler, VideoCollate(cache, 3, 0.3), **options)
     return [batch for step in loader.steps(start, stop) for batch in step.batches]
 
 
@@ -129,7 +130,7 @@ def live_batches() -> int:
 def test_so_many_batches_are_in_memory_however_many_a_step_has(tmp_path: Path) -> None:
     prefetch = 4
     cache = make_cache(tmp_path, videos=24, images=0)
-    loader = Loader(cache, BatchSampler(cache.samples, Batching(12, most=1), seed=1), prefetch=prefetch)
+    loader = Loader(BatchSampler(cache.samples, Batching(12, most=1), seed=1), VideoCollate(cache), prefetch=prefetch)
     before, counted = live_batches(), 0
     for step in loader.steps(0, 2):
         assert len(step.batches) == 12
@@ -156,7 +157,7 @@ def test_processes_are_within_the_bound(tmp_path: Path) -> None:
     workers, prefetch, most = 1, 5, 5
     cache = make_cache(tmp_path)
     sampler = Counting(cache.samples, 1, seed=1)
-    steps = Loader(cache, sampler, workers=workers, prefetch=prefetch).steps(0, 10**6)
+    steps = Loader(sampler, VideoCollate(cache), workers=workers, prefetch=prefetch).steps(0, 10**6)
     for number in range(1, 12):
         assert len(list(next(steps).batches)) == 1
         until(lambda number=number: sampler.asked - number >= most, "too few are read ahead")
@@ -170,7 +171,7 @@ def test_an_error_comes_at_its_step_and_in_its_words(tmp_path: Path, options: di
     sampler = BatchSampler(cache.samples, 1, seed=0)
     key = sampler.draws(2)[0].sample.latent_keys[0]
     flip(tmp_path / cache.entry(key).shard, cache.entry(key).offset + cache.entry(key).bytes - 1)
-    steps = Loader(cache, sampler, **options).steps(0, 4)  # type: ignore[arg-type]
+    steps = Loader(sampler, VideoCollate(cache), **options).steps(0, 4)  # type: ignore[arg-type]
     assert [batch.names[0] for _ in range(2) for batch in next(steps).batches] == [
         sampler.draws(step)[0].name for step in range(2)
     ]
@@ -185,7 +186,7 @@ def test_a_worker_that_cannot_open_the_cache_says_why(tmp_path: Path) -> None:
     cache = make_cache(tmp_path)
     (tmp_path / "cache.json").unlink()
     with pytest.raises(UserError, match=f"^no dataset cache at {tmp_path}; run mmspeed preprocess first$"):
-        next(Loader(cache, BatchSampler(cache.samples, 2, seed=0), workers=1).steps(0, 1))
+        next(Loader(BatchSampler(cache.samples, 2, seed=0), VideoCollate(cache), workers=1).steps(0, 1))
 
 
 def test_an_unforeseen_error_names_itself_and_one_in_the_order_comes_last() -> None:
@@ -209,7 +210,7 @@ def test_an_unforeseen_error_names_itself_and_one_in_the_order_comes_last() -> N
 
 def test_a_killed_worker_is_reported_in_a_line(tmp_path: Path) -> None:
     cache = make_cache(tmp_path)
-    steps = Loader(cache, BatchSampler(cache.samples, 2, seed=0), workers=2).steps(0, 10**6)
+    steps = Loader(BatchSampler(cache.samples, 2, seed=0), VideoCollate(cache), workers=2).steps(0, 10**6)
     next(steps)
     victim = multiprocessing.active_children()[0]
     assert victim.pid is not None
@@ -226,7 +227,7 @@ def test_a_killed_worker_is_reported_in_a_line(tmp_path: Path) -> None:
 def test_workers_outlive_signals_and_end_with_the_generator(tmp_path: Path) -> None:
     """Ctrl-C, a launcher's SIGTERM and Slurm's SIGUSR1 reach the whole group, and training still needs its data for the step it is at."""
     cache = make_cache(tmp_path)
-    steps = Loader(cache, BatchSampler(cache.samples, 2, seed=0), workers=2).steps(0, 10**6)
+    steps = Loader(BatchSampler(cache.samples, 2, seed=0), VideoCollate(cache), workers=2).steps(0, 10**6)
     next(steps)
     workers = [psutil.Process(process.pid) for process in multiprocessing.active_children()]
     assert len(workers) == 2
@@ -244,10 +245,11 @@ SCRIPT = """
 import multiprocessing, os, signal, sys
 from pathlib import Path
 from mmspeed.data import BatchSampler, DatasetCache, Loader
+from mmspeed.data.loading.collate import VideoCollate
 
 if __name__ == "__main__":
     cache = DatasetCache(Path(sys.argv[1]))
-    steps = Loader(cache, BatchSampler(cache.samples, 2, seed=0), workers=2, prefetch=4).steps(0, 10**6)
+    steps = Loader(BatchSampler(cache.samples, 2, seed=0), VideoCollate(cache), workers=2, prefetch=4).steps(0, 10**6)
     next(steps)
     pids = [process.pid for process in multiprocessing.active_children()]
     print(*pids, flush=True)
@@ -284,7 +286,7 @@ def group_of(pid: int) -> int | None:
 
 def test_on_the_cpu_nothing_is_copied(tmp_path: Path) -> None:
     cache = make_cache(tmp_path)
-    steps = Loader(cache, BatchSampler(cache.samples, 2, seed=0), prefetch=2, device=CPU).steps(0, 3)
+    steps = Loader(BatchSampler(cache.samples, 2, seed=0), VideoCollate(cache), prefetch=2, device=CPU).steps(0, 3)
     (batch,) = next(steps).batches
     assert threads() == ["mmspeed-read-ahead"]  # none that copies
     moved = batch.to(CPU.torch_device, torch.float32)

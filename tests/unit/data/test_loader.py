@@ -13,7 +13,7 @@ import torch
 from mmspeed import rng
 from mmspeed.data import Batching, BatchSampler, DatasetCache, Loader
 from mmspeed.data.cache.tables import read_samples, write_samples
-from mmspeed.data.loading.collate import assemble, choose_text, draw_noise, draw_quantiles
+from mmspeed.data.loading.collate import VideoCollate, assemble, choose_text, draw_noise, draw_quantiles
 from mmspeed.errors import UserError
 from mmspeed.protocols import Batch
 from tests.support.loading import IMAGE, VIDEO, WIDTH, assert_same, by_name, draw_of, embeds_of, make_cache, mean_of
@@ -107,7 +107,10 @@ def test_world_size_micro_batches_and_prefetch_change_no_sample(tmp_path: Path) 
         """All ranks' micro-batches of each step."""
         sampler = BatchSampler(cache.samples, Batching(4, most=micro), seed=1, repeats=2)
         ranks = [
-            [list(step.batches) for step in Loader(cache, sampler, rank, world, 3, 0.3, prefetch).steps(0, steps)]
+            [
+                list(step.batches)
+                for step in Loader(sampler, VideoCollate(cache, 3, 0.3), rank, world, prefetch).steps(0, steps)
+            ]
             for rank in range(world)
         ]
         for parts in zip(*ranks, strict=True):
@@ -131,7 +134,7 @@ def test_lost_samples_keep_their_place_and_are_not_read(tmp_path: Path) -> None:
     cache = DatasetCache(tmp_path)
     sampler = BatchSampler(cache.samples, Batching(4, most=2), seed=1)
     lengths, counts = [], []
-    loader = Loader(cache, sampler, seed=3, prefetch=1)
+    loader = Loader(sampler, VideoCollate(cache, 3), prefetch=1)
     for place, step in enumerate(loader.steps(0, sampler.steps_per_epoch)):
         assert [item.name for item in step.items] == [draw.name for draw in order.draws(place)]
         present = {item.name for item in step.items if item.sample not in lost}
@@ -145,7 +148,7 @@ def test_lost_samples_keep_their_place_and_are_not_read(tmp_path: Path) -> None:
 def test_a_step_hands_out_its_micro_batches_once(tmp_path: Path) -> None:
     cache = make_cache(tmp_path)
     sampler = BatchSampler(cache.samples, Batching(4, most=1), seed=1)
-    steps = Loader(cache, sampler, prefetch=2).steps(0, 3)
+    steps = Loader(sampler, VideoCollate(cache), prefetch=2).steps(0, 3)
     first = next(steps)
     assert len(first.batches) == len(first.items) > 2
     assert next(iter(first.batches)).names == [first.items[0].name]

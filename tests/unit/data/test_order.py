@@ -215,7 +215,7 @@ def test_a_large_set_is_balanced_on_a_large_world() -> None:
     order = Order(groups, batching, seed=0)
     plan, numbered = order.whole_epoch()
     prediction = forecast(plan, numbered, batching, world, order.uses(), lambda bucket: bucket.frames)
-    assert prediction.mean_imbalance < 1.02 and prediction.unmet == 0 and prediction.samples == 30_000
+    assert prediction.lockstep.mean() < 1.02 and prediction.unmet == 0 and prediction.samples == 30_000
     alone = []
     for step in range(plan.steps):  # the forecast against dealing every step again
         load = assignment_load(

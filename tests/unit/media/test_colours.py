@@ -67,8 +67,6 @@ def test_light_and_primaries_are_mapped_to_those_of_bt709(form: str, light: tupl
     assert np.abs(frames[0, 32, 48] - seen(light, primaries)).max() <= 4
     parts = pixel_parts(NEWEST_RULES, found, (0, 0, 96, 64))
     assert parts["hdr"] == f"relative_colorimetric/1 {curve}/{primaries}"
-    assert "hdr" not in pixel_parts(NEWEST_RULES, found.by(["hdr"]), (0, 0, 96, 64))
-    assert np.abs(shown(path, by=("hdr",))[1][0, 32, 48] - 255 * np.array(signal)).max() <= 3
 
 
 @pytest.mark.skipif(not maps_light(), reason="this FFmpeg does not map light")
@@ -111,7 +109,6 @@ def test_what_is_not_converted_is_rejected_by_name(tmp_path: Path, monkeypatch: 
     path = write_plain_colour(tmp_path / "b.mp4", (500, 512, 512), "transfer=smpte2084:colormatrix=bt2020nc")
     with pytest.raises(Rejected, match="and this FFmpeg does not map it"):
         shown(path)
-    assert len(shown(path, by=("hdr",))[1]) == 3
 
 
 def test_the_light_of_bt709_is_taken_as_it_is() -> None:
@@ -127,20 +124,18 @@ def test_the_light_of_bt709_is_taken_as_it_is() -> None:
 def test_interlaced_video_is_made_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_fields(tmp_path / "a.mp4")
     found, frames = shown(path)
-    assert (found.newer, len(frames)) == (["fields"], 12)
+    assert (found.applied, len(frames)) == (("fields",), 12)
     for number, frame in enumerate(frames[..., 0].astype(int)):
         combed = np.abs(frame[1:-1] - (frame[:-2] + frame[2:]) / 2).max()
         assert combed <= 20 and abs(np.flatnonzero(frame[32] > 125).mean() - (15 + 6 * number)) <= 2
     assert np.array_equal(shown(path, (9, 11))[1], frames[[9, 11]]), (
         "without a seek, so that each has the same neighbours"
     )
-    combed = shown(path, by=("fields",))[1][5, ..., 0].astype(int)
-    assert np.abs(combed[1:-1] - (combed[:-2] + combed[2:]) / 2).max() > 150
     monkeypatch.setattr("mmspeed.media.probe.deinterlaces", lambda: False)
     with pytest.raises(Rejected, match="no filter bwdif") as rejected:
         shown(path)
     assert rejected.value.reason is Reason.INTERLACED
-    assert shown(write_video(tmp_path / "plain.mp4"))[0].newer == []
+    assert shown(write_video(tmp_path / "plain.mp4"))[0].applied == ()
 
 
 def picture(path: Path, mode: str, profile: bytes) -> Path:
@@ -174,11 +169,9 @@ def test_pictures_look_as_their_profile_says(name: str, mode: str, profile: byte
     target = ImageCms.createProfile("sRGB")
     want = ImageCms.profileToProfile(stored, ImageCms.ImageCmsProfile(io.BytesIO(profile)), target, outputMode="RGB")
     found, frames = shown(path)
-    assert np.array_equal(frames[0], np.asarray(want)) and found.newer == ["profile"]
+    assert np.array_equal(frames[0], np.asarray(want)) and found.applied == ("profile",)
     plain = np.asarray(Image.open(path).convert("RGB"))
-    assert (
-        np.array_equal(shown(path, by=("profile",))[1][0], plain) and np.abs(plain.astype(int) - frames[0]).max() > 10
-    )
+    assert np.abs(plain.astype(int) - frames[0]).max() > 10
 
 
 def test_transparent_pictures_are_composed_in_srgb(tmp_path: Path) -> None:
@@ -206,7 +199,6 @@ def test_profiles_that_cannot_be_applied_are_named(profile: bytes, words: str, t
     path = picture(tmp_path / "a.png", "RGB", profile)
     with pytest.raises(Rejected, match=words):
         shown(path)
-    assert shown(path, by=("profile",))[1].shape == (1, 64, 96, 3)
 
 
 def with_chunk(path: Path, kind: bytes, data: bytes) -> Path:
@@ -221,31 +213,29 @@ def test_a_profile_that_pillow_gives_up_is_named(tmp_path: Path) -> None:
     path = with_chunk(write_image(tmp_path / "a.png"), b"iCCP", b"name\0\0damaged")
     with pytest.raises(Rejected, match="its ICC profile is damaged, or a part of it is missing"):
         shown(path)
-    assert len(shown(path, by=("profile",))[1]) == 1
 
 
 def test_what_a_png_states_of_its_light(tmp_path: Path) -> None:
     path = with_chunk(write_image(tmp_path / "linear.png"), b"gAMA", struct.pack(">I", 100000))
     found, frames = shown(path)
     light = np.asarray(Image.open(path).convert("RGB")) / 255
-    assert found.newer == ["profile"]
+    assert found.applied == ("profile",)
     assert (
         np.abs(frames[0] - 255 * np.where(light <= 0.0031308, 12.92 * light, 1.055 * light ** (1 / 2.4) - 0.055)).max()
         <= 1
     )
-    assert shown(with_chunk(write_image(tmp_path / "usual.png"), b"gAMA", struct.pack(">I", 45455)))[0].newer == []
-    assert shown(with_chunk(write_image(tmp_path / "srgb.png"), b"cICP", bytes((1, 13, 0, 1))))[0].newer == []
+    assert shown(with_chunk(write_image(tmp_path / "usual.png"), b"gAMA", struct.pack(">I", 45455)))[0].applied == ()
+    assert shown(with_chunk(write_image(tmp_path / "srgb.png"), b"cICP", bytes((1, 13, 0, 1))))[0].applied == ()
     path = with_chunk(write_image(tmp_path / "pq.png"), b"cICP", bytes((9, 16, 0, 1)))
     with pytest.raises(Rejected, match="its light is smpte2084/bt2020"):
         shown(path)
-    assert len(shown(path, by=("hdr",))[1]) == 1
 
 
 @pytest.mark.skipif(not features.check("avif"), reason="this Pillow reads no AVIF")
 def test_what_an_avif_states_of_its_light(tmp_path: Path) -> None:
     path = write_image(tmp_path / "a.avif")
     data = path.read_bytes()
-    assert shown(path)[0].newer == []
+    assert shown(path)[0].applied == ()
     at = data.index(b"colrnclx") + 8
     path.write_bytes(data[:at] + struct.pack(">2H", 9, 18) + data[at + 4 :])
     with pytest.raises(Rejected, match="its light is arib-std-b67/bt2020"):
@@ -279,8 +269,7 @@ def test_numbers_without_a_white_are_rejected(dtype: type, tags: dict[int, int],
     with pytest.raises(Rejected, match=words) as rejected:
         shown(path)
     assert rejected.value.reason is Reason.UNKNOWN_COLOURS
-    assert len(shown(path, by=("depth",))[1]) == 1
-    assert shown(write_image(tmp_path / "deep.png", "I;16"))[0].newer == []
+    assert shown(write_image(tmp_path / "deep.png", "I;16"))[0].applied == ()
 
 
 def test_a_separate_first_picture_is_no_frame(tmp_path: Path) -> None:
@@ -289,10 +278,9 @@ def test_a_separate_first_picture_is_no_frame(tmp_path: Path) -> None:
         path = tmp_path / f"{count}.png"
         images[0].save(path, save_all=True, append_images=images[1 : 1 + count], default_image=True, duration=100)
         found, frames = shown(path)
-        assert found.kind == ("video" if count > 1 else "image") and found.newer == ["cover"]
+        assert found.kind == ("video" if count > 1 else "image") and found.applied == ("cover",)
         assert found.pts_seconds == pytest.approx([0.1 * number for number in range(count)])
         assert frames[:, 0, 0, 0].tolist() == [10, 20, 30, 40][:count]
-        assert len(shown(path, by=("cover",))[1]) == count + 1
     path = tmp_path / "plain.png"
     images[0].save(path, save_all=True, append_images=images[1:], duration=100)
-    assert shown(path)[0].newer == []
+    assert shown(path)[0].applied == ()

@@ -20,13 +20,12 @@ from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.memory import BlockPolicies, peak_bytes
 from mmspeed.memory.chunked import UNITS, _even_parts, chunked_mlp, in_chunks
-from mmspeed.memory.planning.measure import MatmulCounter
-from mmspeed.memory.planning.tracked import kept_bytes
 from mmspeed.models.sora.layers import Mlp
 from mmspeed.models.sora.model import SoraDiT, SoraDiTConfig
 from mmspeed.parallel import parallelize
 from tests.support.covers import checkered
 from tests.support.machine import Machine, parts_have_the_bits_of_the_whole
+from tests.support.memory_counts import MatmulCounter, kept_bytes
 from tests.support.mlps import PlainMlp, chunk_sizes, gelu, pack
 
 CPU = Device("cpu", 0)

@@ -14,7 +14,6 @@ from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.memory import set_policies
 from mmspeed.memory.planning.report import CATEGORIES, LayerMemory, MemoryReport
-from mmspeed.memory.planning.tracked import kept_bytes
 from mmspeed.mesh import process_group
 from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.report.memory_page import measure_report, read_report
@@ -22,6 +21,7 @@ from mmspeed.pipelines.report.run_page import write_report
 from mmspeed.pipelines.tasks import as_task
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
 from mmspeed.shapes import Bucket
+from tests.support.memory_counts import kept_bytes
 from tests.support.mlps import PlainMlp
 from tests.support.runs import small_config
 

@@ -15,11 +15,11 @@ from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.memory import BlockPolicies
 from mmspeed.memory.offload.offloader import Offloader
-from mmspeed.memory.planning.measure import MatmulCounter
 from mmspeed.memory.recompute.regions import region_runner, set_policies
 from mmspeed.parallel import parallelize
 from mmspeed.protocols.plan import BlockParts, Region
 from mmspeed.replay import checkpointed, recording
+from tests.support.memory_counts import MatmulCounter
 from tests.support.memory_ways import LARGE, make_inputs, make_model
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mmspeed.comm.packing import layout as order_of
 from mmspeed.models.sora.layers import CrossAttention, SelfAttention
-from mmspeed.parallel.sequence.layouts import dims_of, memory_order, tokens_first
+from mmspeed.parallel.sequence.hybrid_attention import dims_of, memory_order, tokens_first
 from mmspeed.protocols.plan import Structure
 from tests.unit.models.test_sora_dit import inputs, small
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from mmspeed.cli.check import model_lines
 from mmspeed.cli.init import write_config
+from mmspeed.compute.sparse.module import clustered_layers
 from mmspeed.config import Config, load_config, make_config
 from mmspeed.config.schema import PublishedModelConfig
 from mmspeed.errors import UserError
@@ -107,6 +109,15 @@ def test_the_small_model_of_a_layout_is_of_the_same_class(home: Path, tmp_path: 
     mini = VideoDomain(small(home)).small(tmp_path / "small")
     model = VideoDomain(make_config(mini.config.model_dump(mode="json", by_alias=True))).outlines()["model"]
     assert "WanTransformer3DModel" in mini.model and type(model).__name__ == "WanTransformer3DModel"
+
+
+def test_thresholds_of_a_model_without_memory_begin_at_their_value(home: Path) -> None:
+    for tau in (None, 0.25):
+        sparse = (
+            f"model.sparse={{rule: threshold, tau: {'null' if tau is None else tau}, dense_first: 0, dense_last: 0}}"
+        )
+        layers = clustered_layers(VideoDomain(small(home, sparse)).outlines()["model"])
+        assert layers and all(math.isnan(layer.tau) if tau is None else layer.tau == tau for layer in layers.values())
 
 
 def test_an_objective_of_a_repository_needs_one(tmp_path: Path) -> None:

@@ -217,8 +217,16 @@ def test_a_list_without_samples_and_one_with_a_name_twice_are_refused() -> None:
         Twice(MeansConfig()).data(place())
 
 
-def test_a_plan_of_memory_for_several_models_is_refused() -> None:
+def test_what_a_method_cannot_be_given_is_refused() -> None:
+    """Values that the domain lacks, whole models of a pipeline's stages, a plan of memory for one model."""
     domain = make()
+    with pytest.raises(
+        UserError, match="preferences needs the errors of a model, and means gives no more than its loss"
+    ):
+        Task(domain, Preferences())
     domain.gives = ("errors",)
+    task = Task(domain, Preferences())
+    with pytest.raises(UserError, match=r"parallel\.pp: preferences asks whole models .*: leave pp at 1"):
+        task.learners(task.updates(), {}, "none", {}, torch.device("cpu"), staged=True)
     with pytest.raises(UserError, match="memory is planned for one model, and preferences has reference model too"):
-        Task(domain, Preferences()).sketch(nn.Linear(1, 1), Length(2), 1)
+        task.sketch(nn.Linear(1, 1), Length(2), 1)

@@ -26,12 +26,12 @@ from mmspeed.mesh import process_group
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.domains.video.data import VideoData
 from mmspeed.pipelines.domains.video.domain import VideoDomain
+from mmspeed.pipelines.run.measured import load_measured
 from mmspeed.pipelines.tasks import Task, make_task
 from mmspeed.pipelines.tuning.profile import (
     BucketMeasurements,
     BucketProfile,
     ProfileLimits,
-    load_measured,
     memory_limit,
     next_batch,
     profile,

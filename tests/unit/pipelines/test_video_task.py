@@ -1,4 +1,4 @@
-"""The video task as the trainer meets it: shapes before batches exist, work by kind, export."""
+"""The video task as the trainer meets it: shapes before batches exist, work by kind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmspeed.device import Device
-from mmspeed.loop.checkpoint.state import whole_tensors
 from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.domains.video.synthetic import EncoderShapes
 from mmspeed.protocols import RunPlace
@@ -58,13 +57,3 @@ def test_work_by_kind_is_what_the_model_computes(tmp_path: Path, arrangement: st
     by_kind = counter.get_flop_counts()["Global"]
     attention = sum(count for op, count in by_kind.items() if "bmm" in str(op))
     assert work.attention == attention > 0 and work.elementwise > 0
-
-
-def test_export_streams_whole_tensors(tmp_path: Path) -> None:
-    task = VideoDomain(small_config(tmp_path)).use(EncoderShapes(4, Strides(4, 8), 16))
-    model = task._build(task.config.model, 4, 16, "cpu")
-    stream = whole_tensors(model)
-    assert not isinstance(stream, dict | list)
-    exported = dict(stream)
-    assert exported.keys() == model.state_dict().keys()
-    assert all(torch.equal(exported[name], value) for name, value in model.state_dict().items())

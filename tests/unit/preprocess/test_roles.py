@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mmspeed.cli.cache_app import details
-from mmspeed.config import Config, make_config
+from mmspeed.config import Config, make_config, roles
 from mmspeed.data import DatasetCache, Sample, SampleUse, webdataset
 from mmspeed.data.cache.tables import SAMPLES_FILE, read_table, sample_schema
 from mmspeed.data.loading.collate import VideoCollate, assemble
@@ -171,17 +171,17 @@ def test_rows_whose_control_does_not_serve_are_rejected_by_name(media: Path, tmp
 
 
 @pytest.mark.parametrize(
-    ("roles", "message"),
+    ("columns", "message"),
     [
-        ({"kontrol": "a"}, "'kontrol' is no role: use control, source, chosen, rejected"),
+        ({"kontrol": "a"}, "'kontrol' is no role: use control, chosen, rejected"),
         ({"control": " "}, "the column of the role control is blank"),
         ({"chosen": "control_path"}, "the role chosen is one of a pair: name the column of rejected, too"),
         ({"control": "depth"}, "has no column 'depth'; .*: correct `roles`, which takes the control from it"),
     ],
 )
-def test_columns_that_cannot_be(media: Path, tmp_path: Path, roles: dict[str, str], message: str) -> None:
+def test_columns_that_cannot_be(media: Path, tmp_path: Path, columns: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        list_sources(config_of(tmp_path, media, roles=roles).data)
+        list_sources(config_of(tmp_path, media, roles=columns).data)
 
 
 def test_places_that_cannot_have_roles(media: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -196,6 +196,17 @@ def test_places_that_cannot_have_roles(media: Path, tmp_path: Path, caplog: pyte
     tree["data"]["sources"] = both[1:]
     with pytest.raises(UserError, match="has no columns, and `roles` names some; name a manifest"):
         list_sources(make_config(tree, origin="test").data)
+
+
+def test_another_role_is_a_line_of_the_table(media: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(roles.ROLES, "before", roles.Role("before"))
+    config = config_of(tmp_path, media, roles={"before": "control_path"})
+    assert CacheBuilder(config).run().clips_encoded == GOOD
+    cache = DatasetCache(config.cache_dir)
+    samples = by_source(cache)
+    assert dict(samples["0"].roles) == {"before": samples["1"].latent_keys}
+    batch = assemble(cache, [(SampleUse(samples[str(number)], 0, 0), 1.0) for number in (0, 1)], 0, 0.0)
+    assert torch.equal(batch["before.latents"][0], batch["latents"][1])
 
 
 def test_a_pair_is_two_latents_of_a_sample(media: Path, tmp_path: Path) -> None:
@@ -231,6 +242,7 @@ def test_care_knows_the_entries(built: Config, media: Path, tmp_path: Path) -> N
 
 def test_the_first_epoch_of_training_makes_the_same_cache(built: Config, media: Path, tmp_path: Path) -> None:
     config = config_of(tmp_path, media)
+    config = make_config(config.model_dump(), ["model.control=true"], origin="test")
     TrainPipeline(config, OnlineBuilder(config)).run()
     assert tar_bytes(config.cache_dir) == tar_bytes(built.cache_dir)
     assert (config.cache_dir / SAMPLES_FILE).read_bytes() == (built.cache_dir / SAMPLES_FILE).read_bytes()

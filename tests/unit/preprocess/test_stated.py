@@ -1,4 +1,4 @@
-"""What files state of times, geometry and colours: counted by `check`, and a property of the recipe of each cache."""
+"""What files state of times, geometry and colours: counted by `check`, and applied or rejected by a build."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import pytest
 from PIL import Image, ImageCms
 
 from mmspeed.config import Config
 from mmspeed.data import DatasetCache
-from mmspeed.data.cache.tables import read_info, write_info
-from mmspeed.data.cache.versions import VERSIONS
 from mmspeed.media.windows import choose_windows, furthest
 from mmspeed.preprocess import CacheBuilder, check
-from tests.support.caches import entries_of
 from tests.support.media import write_animation, write_image, write_video
 from tests.support.odd_media import (
     LAST,
@@ -29,7 +25,6 @@ from tests.support.odd_media import (
 )
 from tests.support.runs import small_config
 
-_NEW = ("cover", "depth", "fields", "geometry", "hdr", "order", "profile")
 _KIND_OF = {
     "b_frames.avi": "order",
     "mirror.mp4": "geometry",
@@ -86,56 +81,20 @@ def folder_of(folder: Path) -> Config:
     return small_config(folder, f"data.sources.0.path={media}", buckets, "data.fps=6", "data.max_repeated=1", clips=1)
 
 
-@pytest.fixture
-def old(tmp_path: Path) -> Config:
-    """A config whose cache was begun before the properties had names."""
-    config = folder_of(tmp_path)
-    with pytest.MonkeyPatch.context() as patch:
-        for name in _NEW:
-            patch.setitem(VERSIONS, name, 1)  # type: ignore[arg-type]
-        CacheBuilder(config).run()
-    info = {name: value for name, value in read_info(config.cache_dir).items() if name != "seal"}
-    kept = {name: version for name, version in info["versions"].items() if name not in _NEW}
-    write_info(config.cache_dir, info | {"versions": kept})
-    return config
-
-
-def latents(config: Config) -> dict[str, str]:
-    """The source of each latent, by its key."""
-    return {entry.key: str(entry.source) for entry in entries_of(config.cache_dir) if entry.section == "latents"}
-
-
 def counted(lines: Sequence[str]) -> dict[str, int]:
     """The counts of kinds and reasons in the lines of `check`."""
     words = [line.split() for line in lines if line.startswith("  ")]
     return {first: int(second) for first, second, *_ in (w for w in words if len(w) > 2) if second.isdigit()}
 
 
-@pytest.mark.parametrize("upgrades", [[_NEW], pytest.param([[name] for name in _NEW], marks=pytest.mark.slow)])
-def test_check_counts_each_kind_and_an_upgrade_remakes_what_it_names(
-    old: Config, upgrades: Sequence[Sequence[str]]
-) -> None:
-    lines = check(old).lines()
-    named = {"order": 1, "geometry": 3, "hdr": 1, "fields": 1, "profile": 2, "cover": 1, "depth": 1, "gaps": 1}
-    assert counted(lines) | named | {"unknown_colours": 1, "no_times": 1} == counted(lines)
-    said = [line for line in lines if line.startswith("cache recipe: ")]
-    assert [line.split()[2] for line in said] == sorted(_NEW)
-    assert any("geometry is of version 1; 3 of" in line for line in said), "one of them will be rejected"
-    before = latents(old)
-    assert set(before.values()) >= {*_KIND_OF, *_PLAIN, "float.tiff", "sheared.mp4"}
-    for names in upgrades:
-        known = latents(old)
-        CacheBuilder(old, upgrade=names).run()
-        remade = {source for key, source in latents(old).items() if key not in known}
-        assert remade == {source for source, kind in _KIND_OF.items() if kind in names}
-    after = check(old)
-    assert not any(line.startswith("cache recipe: ") for line in after.lines())
-    samples = {sample.source: sample.latent_keys for sample in DatasetCache(old.cache_dir).samples}
+def test_check_counts_each_kind_and_a_build_takes_or_rejects_it(tmp_path: Path) -> None:
+    config = folder_of(tmp_path)
+    after = check(config)
+    named = {"order": 1, "geometry": 2, "hdr": 1, "fields": 1, "profile": 2, "cover": 1, "gaps": 1}
+    assert counted(after.lines()) | named == counted(after.lines())
+    CacheBuilder(config).run()
+    samples = {sample.source: sample.latent_keys for sample in DatasetCache(config.cache_dir).samples}
     assert set(samples) == {*_KIND_OF, *_PLAIN, "gaps.mp4"}
-    assert {source: before[key] for source in _PLAIN for key in samples[source]} == {
-        source: source for source in _PLAIN
-    }
-    assert not set(before) & {key for source in _KIND_OF for key in samples[source]}
     reasons = after.statistics.reasons
     assert {reason: reasons[reason] for reason in set(_REFUSED.values())} == {
         "unknown_colours": 2,

@@ -63,7 +63,7 @@ def test_a_phase_overruns_once_and_once_more_past_twice_its_limit() -> None:
     clock.now += 1.0
     over = phases.overrun()
     assert over is not None and not over.last
-    assert over.sentence() == "step 5 has taken 81 s, and its limit is 80 s"
+    assert over.sentence == "step 5 has taken 81 s, and its limit is 80 s"
     assert phases.overrun() is None
     clock.now += 79.5
     last = phases.overrun()
@@ -73,7 +73,7 @@ def test_a_phase_overruns_once_and_once_more_past_twice_its_limit() -> None:
     assert phases.overrun() is None
     clock.now += 2.0
     first = phases.overrun()
-    assert first is not None and first.sentence() == "checkpoint at step 5 has taken 1801 s, and its limit is 1800 s"
+    assert first is not None and first.sentence == "checkpoint at step 5 has taken 1801 s, and its limit is 1800 s"
 
 
 def test_silence_is_named_after_a_minute_and_ended_after_ten() -> None:
@@ -112,12 +112,12 @@ def test_each_rank_looks_at_the_next() -> None:
                 rank.beat(f"step {minute}")
         for rank in ranks:
             if rank.rank != 1 and (seen := rank.look()) is not None:
-                results.append((rank.rank, *seen))
+                results.append((rank.rank, seen))
         clock.now += 20
-    ((by, silence, kill),) = results
-    assert (by, silence.rank, silence.process, kill) == (0, 1, 4001, False)
-    assert f"rank 1 ({ranks[1].host}, process 4001) has given no sign of life for 80 s" in silence.sentence()
-    assert silence.sentence().endswith("its last place was step 1")
+    ((by, silence),) = results
+    assert (by, silence.rank, silence.process, silence.last) == (0, 1, 4001, False)
+    assert f"rank 1 ({ranks[1].host}, process 4001) has given no sign of life for 80 s" in silence.sentence
+    assert silence.sentence.endswith("its last place was step 1")
 
 
 def test_ranks_that_end_say_so() -> None:

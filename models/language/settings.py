@@ -1,4 +1,4 @@
-"""The settings of a decoder, from the section `model` of a config."""
+"""The settings of a decoder, from a config."""
 
 from __future__ import annotations
 
@@ -6,9 +6,42 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mmspeed.config.language import LanguageModelConfig
+from mmspeed.config.language import LanguageConfig, LanguageModelConfig
 from mmspeed.errors import UserError
 from mmspeed.models.language.config import DecoderSettings, ExpertSettings
+from mmspeed.models.language.decoder import Decoder
+from mmspeed.models.language.shapes import shape_named, tiny_twin
+from mmspeed.models.language.weights import stored_decoder
+
+TINY = "tiny-"
+ROWS = 64  # an embedding has a multiple of these
+
+
+def configured(config: LanguageConfig, vocabulary: int | None) -> tuple[DecoderSettings, Decoder | None]:
+    """The settings for a tokenizer of so many ids, None: the shape's own; and the model of a folder that was opened for them.
+
+    Raises UserError for an unknown shape, and for sizes that do not go together.
+    """
+    section, spare = config.model, None
+    if section.pretrained is not None:
+        spare = stored_decoder(section.pretrained, section.revision, section.num_nextn_predict_layers)
+        settings = spare.settings
+    else:
+        name = section.shape
+        settings = shape_named(name.removeprefix(TINY)).settings
+        if name.startswith(TINY):
+            settings = tiny_twin(settings)
+        rows = section.vocab_size or (settings.vocab_size if vocabulary is None else -(-vocabulary // ROWS) * ROWS)
+        try:
+            settings = changed(settings, section, rows)
+        except UserError as error:
+            raise UserError(f"model: {error}") from None
+    if section.balance is not None and settings.experts is None:
+        raise UserError(f"model.balance: {section.balance} is of experts, and the model has none: leave it out")
+    if settings.experts is not None:
+        balance, rate = section.balance or settings.experts.balance, config.objective.balance_rate
+        settings = replace(settings, experts=replace(settings.experts, balance=balance, balance_rate=rate))
+    return settings, spare
 
 
 def changed(settings: DecoderSettings, section: LanguageModelConfig, rows: int) -> DecoderSettings:
