@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.flop_counter import FlopCounterMode
 
 from mmspeed import rng
 from mmspeed.cli.sample_command import completed
@@ -113,6 +114,13 @@ def test_with_new_channels_of_zero_the_loss_is_that_without_a_control(sora: Conf
         domain.open_without_data()
         losses.append(values_of(domain, {"model": model}, batch).loss.loss_I)
     assert torch.equal(*losses)
+    counts = []
+    for model in models:
+        inputs = torch.zeros(1, 4, 2, 4, 6), torch.zeros(1), torch.zeros(1, 3, 384), torch.ones(1, 3, dtype=torch.bool)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(*inputs, control_BCThw=inputs[0] if model.config.control else None)
+        counts.append(counter.get_total_flops() - model.flops((2, 4, 6), 3))
+    assert counts[0] == counts[1]  # the fused attention of a CPU is not counted
     losses[1].sum().backward()
     assert models[1].control_in.weight.grad.abs().max() > 0  # type: ignore[union-attr]
     x, text, mask = torch.zeros(1, 4, 2, 4, 6), torch.zeros(1, 3, 384), torch.ones(1, 3, dtype=torch.bool)
