@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import (
     BaseModel,
@@ -26,6 +26,16 @@ class Section(BaseModel):
     """Base of all sections: immutable, unknown keys forbidden, defaults checked."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    # keys that records lack where they have their defaults, so that those of before the keys stay equal
+    unrecorded: ClassVar[tuple[str, ...]] = ()
+
+    @model_serializer(mode="wrap")
+    def _recorded(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        tree: dict[str, Any] = dump(self)
+        for name in self.unrecorded:
+            if name in tree and vars(self)[name] == type(self).model_fields[name].get_default(call_default_factory=True):
+                del tree[name]
+        return tree
 
 
 _MAX_AFFIX_CHARS = 1024
@@ -72,6 +82,7 @@ class SourceConfig(Section):
     caption_column: str = Field(
         "caption", description="Manifest column with the caption: a string, or a list of strings."
     )
+    unrecorded = ("roles",)
     roles: dict[str, str] = Field(
         {},
         description="Further videos of each row by their role, and the manifest column that names them, such as `{control: control_path}`: `control`, or `chosen` and `rejected` of a pair. They have the frames, the crop and the flip of the row's video. All sources name the same roles.",
@@ -97,12 +108,6 @@ class SourceConfig(Section):
     def _roles(cls, value: dict[str, str]) -> dict[str, str]:
         checked_roles(value)
         return value
-
-    @model_serializer(mode="wrap")
-    def _with_roles(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """The section without `roles` where there are none: caches record it, and stay as they are."""
-        tree: dict[str, Any] = dump(self)
-        return tree if self.roles else {name: value for name, value in tree.items() if name != "roles"}
 
 
 class BucketConfig(Section):

@@ -103,7 +103,7 @@ def video_config(config: RunConfig, origin: str) -> Config:
 def dump_config(config: RunConfig) -> str:
     """The whole resolved config as YAML, loadable again."""
     tree = config.model_dump(mode="json", by_alias=True)
-    ordered = {name: tree[name] for name, _ in sections(type(config))}
+    ordered = {name: tree[name] for name, _ in sections(type(config)) if name in tree}
     return yaml.dump(ordered, Dumper=_YamlDumper, sort_keys=False, allow_unicode=True, width=120)
 
 

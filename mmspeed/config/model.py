@@ -43,6 +43,7 @@ class ModelConfig(Section):
     patch: tuple[int, int, int] | None = Field(None, description="Latent frames, rows and columns that make one token.")
     adaln_rank: int | None = Field(None, ge=1, description="Rank of each block's own part of the timestep modulation.")
     sparse: SparseConfig | None = Field(None, description="Sparse self-attention; null: all attention is dense.")
+    unrecorded = ("control",)
     control: bool = Field(
         False, description="The model is given a control video, the role `control` of the data, as further channels."
     )

@@ -98,6 +98,7 @@ class RunConfig(Section):
     # reading order of the sections; unnamed ones come last
     order: ClassVar[tuple[str, ...]] = ()
 
+    unrecorded = ("method",)
     task: str = Field("video", description="Name of the task.")
     name: str = Field(
         "run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run; its folder is `output`/`name`."

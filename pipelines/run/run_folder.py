@@ -197,9 +197,9 @@ class RunFolder:
         fixed = []
         for name in _differing(before, now):
             if name in config.fixed_on_resume:
-                section = now[name]
+                earlier, section = before.get(name, {}), now.get(name, {})
                 fixed += (
-                    [f"{name}.{key}" for key in _differing(before[name], section)]
+                    [f"{name}.{key}" for key in _differing(earlier, section)]
                     if isinstance(section, dict)
                     else [name]
                 )
@@ -248,14 +248,14 @@ class RunFolder:
 
 def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Keys whose values have changed."""
-    return [name for name in now if before.get(name) != now[name]]
+    return [name for name in {**before, **now} if before.get(name) != now.get(name)]
 
 
 def _differing_keys(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
     """Dotted keys whose values have changed, inside sections too; a list counts as one value."""
     keys = []
     for name in _differing(before, now):
-        old, new = before.get(name), now[name]
+        old, new = before.get(name), now.get(name)
         if isinstance(old, dict) and isinstance(new, dict):
             keys += _differing_keys(old, new, f"{prefix}{name}.") or [f"{prefix}{name}"]
         else:
