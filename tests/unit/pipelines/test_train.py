@@ -180,6 +180,8 @@ def test_checkpoints_by_name(finished: Config, home: Path) -> None:
 def test_a_run_refuses_another_model_and_another_codec(finished: Config, home: Path) -> None:
     with pytest.raises(UserError, match="another model"):
         TrainPipeline(small_config(home, "name=whole", "model.depth=3")).run()
+    with pytest.raises(UserError, match=r"another model\.control"):  # a key that records lack at its default
+        TrainPipeline(small_config(home, "name=whole", "model.control=true")).run()
     with pytest.raises(UserError, match="was made with another `text`"):
         TrainPipeline(small_config(home, "name=other", "text.max_tokens=7")).run()
     with pytest.raises(UserError, match="run mmspeed preprocess first"):
