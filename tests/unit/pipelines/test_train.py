@@ -181,7 +181,7 @@ def test_a_run_refuses_another_model_and_another_codec(finished: Config, home: P
     with pytest.raises(UserError, match="another model"):
         TrainPipeline(small_config(home, "name=whole", "model.depth=3")).run()
     with pytest.raises(UserError, match=r"another model\.control"):  # a key that records lack at its default
-        TrainPipeline(small_config(home, "name=whole", "model.control=true")).run()
+        RunFolder(finished.run_dir).check_same(small_config(home, "name=whole", "model.control=true"))
     with pytest.raises(UserError, match="was made with another `text`"):
         TrainPipeline(small_config(home, "name=other", "text.max_tokens=7")).run()
     with pytest.raises(UserError, match="run mmspeed preprocess first"):
