@@ -49,7 +49,7 @@ def draw_latent(stored: dict[str, Tensor], seed: int, name: Name, role: str = "v
     mean_CThw = stored["mean"].float()
     if "logvar" not in stored:
         return mean_CThw
-    noise_CThw = normal(mean_CThw.shape, seed, "posterior" if role == "video" else f"{role}_posterior", *name)
+    noise_CThw = normal(mean_CThw.shape, seed, "posterior", *(() if role == "video" else (role,)), *name)
     return mean_CThw + torch.exp(0.5 * stored["logvar"].float()) * noise_CThw
 
 

@@ -90,10 +90,16 @@ class ToyPreparation:
 
 
 class NoTask:
-    """A task that outlines no models."""
+    """A domain without models."""
 
     def __init__(self, config: Any, maker: Any = None) -> None:
         self.config = config
+
+    def outlines(self) -> dict[str, Any]:
+        return {}
+
+    def parts(self) -> list[Any]:
+        return []
 
 
 def toy_entry(preparation: str | None = None) -> TaskEntry:

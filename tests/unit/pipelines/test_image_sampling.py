@@ -172,7 +172,7 @@ def test_a_model_that_is_always_given_frames_says_what_it_needs(tmp_path: Path) 
     with pytest.raises(UserError, match=r"--last-image: the run was trained without conditioning\.first_last"):
         pipe.sizes([VideoRequest("a", image="a.png", last_image="b.png")])
     config = config_of(tmp_path / "wan", "conditioning.first=1", "validate.prompts=[a]")
-    with pytest.raises(UserError, match=r"^validate\.prompts: the model is always given frames"):
+    with pytest.raises(UserError, match=r"^validate\.prompts: the model makes videos of given frames alone"):
         VideoDomain(config).use(EncoderShapes(16, Strides(4, 8), 16)).build()
 
 
