@@ -33,7 +33,9 @@ class Section(BaseModel):
     def _recorded(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         tree: dict[str, Any] = dump(self)
         for name in self.unrecorded:
-            if name in tree and vars(self)[name] == type(self).model_fields[name].get_default(call_default_factory=True):
+            if name in tree and vars(self)[name] == type(self).model_fields[name].get_default(
+                call_default_factory=True
+            ):
                 del tree[name]
         return tree
 

@@ -1,4 +1,4 @@
-"""The table of methods."""
+"""The table of methods. Installed packages declare more, as entry points of the group `mmspeed.methods`: its name, and its class."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from mmspeed.errors import UserError, nearest
 
 from .method import MethodConfig
-from .tasks import referred
+from .tasks import installed, referred
 
 # name in configs -> "module:class"; add a line for a method
 METHODS: dict[str, str] = {"finetune": "mmspeed.pipelines.methods.finetune:Finetune"}
@@ -18,12 +18,14 @@ METHODS: dict[str, str] = {"finetune": "mmspeed.pipelines.methods.finetune:Finet
 
 def make_method(section: MethodConfig) -> Any:
     """The method of a section. Raises UserError for an unknown one, and for options that it lacks or that have a wrong type."""
-    reference = METHODS.get(section.kind)
-    if reference is None:
+    methods = METHODS
+    if section.kind not in methods:
+        methods = {**{entry.name: entry.value for entry in installed("mmspeed.methods")}, **METHODS}
+    if section.kind not in methods:
         raise UserError(
-            f"method.kind: {section.kind!r} is not known{nearest(section.kind, list(METHODS))} (known: {', '.join(METHODS)})"
+            f"method.kind: {section.kind!r} is not known{nearest(section.kind, list(methods))} (known: {', '.join(methods)})"
         )
-    kind, options = referred(reference), dict(section.model_extra or {})
+    kind, options = referred(methods[section.kind]), dict(section.model_extra or {})
     known = [each.name for each in dataclasses.fields(kind)]
     for name in options:
         if name not in known:

@@ -57,7 +57,7 @@ TASKS: dict[str, TaskEntry] = {
 
 def known_tasks() -> list[str]:
     """The names of all tasks: the table's, then those of installed packages."""
-    return list(dict.fromkeys([*TASKS, *sorted(entry.name for entry in _installed(tuple(sys.path)))]))
+    return list(dict.fromkeys([*TASKS, *sorted(entry.name for entry in installed(GROUP))]))
 
 
 def task_entry(task: Any, origin: str = "config") -> TaskEntry:
@@ -65,7 +65,7 @@ def task_entry(task: Any, origin: str = "config") -> TaskEntry:
 
     Raises UserError for an unknown name, and for a name that several packages declare, or a package and mmspeed itself.
     """
-    declared = [entry for entry in _installed(tuple(sys.path)) if entry.name == task]
+    declared = [entry for entry in installed(GROUP) if entry.name == task]
     table_entry = TASKS.get(task) if isinstance(task, str) else None
     if table_entry is not None and (table_entry.origin != OURS or not declared):
         return table_entry
@@ -153,7 +153,11 @@ def _package(entry: EntryPoint) -> str:
     return "(of no package)" if package is None else f"{package.metadata['Name']} {package.version}"
 
 
-@functools.lru_cache(maxsize=4)  # configs are read often, and the metadata of all packages takes tens of milliseconds
-def _installed(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """The tasks that packages in the folders of `path` (sys.path) declare."""
-    return tuple(entry_points(group=GROUP))
+def installed(group: str) -> tuple[EntryPoint, ...]:
+    """The entry points of a group that installed packages declare."""
+    return _declared(group, tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=8)  # configs are read often, and the metadata of all packages takes tens of milliseconds
+def _declared(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    return tuple(entry_points(group=group))

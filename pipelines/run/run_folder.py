@@ -199,9 +199,7 @@ class RunFolder:
             if name in config.fixed_on_resume:
                 earlier, section = before.get(name, {}), now.get(name, {})
                 fixed += (
-                    [f"{name}.{key}" for key in _differing(earlier, section)]
-                    if isinstance(section, dict)
-                    else [name]
+                    [f"{name}.{key}" for key in _differing(earlier, section)] if isinstance(section, dict) else [name]
                 )
         if fixed:
             raise UserError(

@@ -32,15 +32,20 @@ py-modules = ["character_pack"]
 
 
 def install(
-    folder: Path, name: str, tasks: Mapping[str, str], modules: Mapping[str, str] | None = None, version: str = "1.0"
+    folder: Path,
+    name: str,
+    entries: Mapping[str, str],
+    modules: Mapping[str, str] | None = None,
+    version: str = "1.0",
+    group: str = "mmspeed.tasks",
 ) -> Path:
-    """Lay a package into `folder`: its modules by name, and the tasks that it declares as "module:class" by name."""
+    """Lay a package into `folder`: its modules by name, and the entry points of a group as "module:class" by name."""
     for module, text in (modules or {}).items():
         (folder / f"{module}.py").write_text(textwrap.dedent(text), encoding="utf-8")
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
-    lines = [f"{task} = {value}" for task, value in tasks.items()]
-    (info / "entry_points.txt").write_text("\n".join(["[mmspeed.tasks]", *lines, ""]), encoding="utf-8")
+    lines = [f"{task} = {value}" for task, value in entries.items()]
+    (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]), encoding="utf-8")
     (info / "RECORD").write_text("", encoding="utf-8")
     return folder

@@ -70,6 +70,25 @@ def test_an_installed_package_makes_a_task_known(site: Path, monkeypatch: pytest
     assert isinstance(make_task(make_config(small_tree(site))).domain, VideoDomain)  # which nothing has changed
 
 
+def test_an_installed_package_makes_a_method_known(site: Path) -> None:
+    code = """
+        from dataclasses import dataclass
+
+        from mmspeed.pipelines.methods.finetune import Finetune
+
+
+        @dataclass(frozen=True)
+        class Gentle(Finetune):
+            weight: float = 0.5
+            name = "gentle"
+    """
+    install(site, "gentle-pack", {"gentle": "gentle_pack:Gentle"}, {"gentle_pack": code}, group="mmspeed.methods")
+    config = make_config(small_tree(site), ["method={kind: gentle, weight: 2}"])
+    assert vars(make_task(config).method) == {"weight": 2.0}
+    with pytest.raises(UserError, match=r"method\.weigth: gentle has no such option; did you mean 'weight'"):
+        make_config(small_tree(site), ["method={kind: gentle, weigth: 2}"])
+
+
 def test_an_unknown_task_is_reported_with_those_of_packages(site: Path) -> None:
     install(site, "poems-pack", {"poems": "poems_pack:PoemTask"}, {"poems_pack": POEMS})
     with pytest.raises(
