@@ -25,15 +25,7 @@ import numpy as np
 from mmspeed.media.images import picture_frames
 from mmspeed.media.other_decoders import OtherDecoder, coded_frames
 from mmspeed.media.pixel_rules import NEWEST_RULES, PixelRules
-from mmspeed.media.probe import (
-    DECODER_ERRORS,
-    Probe,
-    alpha_decoder,
-    frame_stamp,
-    open_video,
-    refused,
-    video_stream,
-)
+from mmspeed.media.probe import DECODER_ERRORS, Probe, alpha_decoder, frame_stamp, open_video, refused, video_stream
 from mmspeed.media.rejections import Reason, Rejected
 from mmspeed.media.scaling import Box, Scaler, resize, scale_rgb
 from mmspeed.media.source import Source
@@ -285,9 +277,8 @@ class _DecodeRun:
 
     def __init__(self, probe: Probe, waiting: deque[_Filling], active: list[_Filling], seek: bool) -> None:
         self.probe, self.waiting, self.active = probe, waiting, active
-        self.seek = (
-            seek and probe.order != "count" and probe.scan != "interlaced"
-        )  # a frame is made with its neighbours
+        # an interlaced frame is made with its neighbours
+        self.seek = seek and probe.order != "count" and probe.scan != "interlaced"
         # Below half of the smallest step, so that no frame is mistaken for its neighbour if times are uneven.
         steps = (after - before for before, after in pairwise(probe.pts_seconds))
         self.tolerance = max(0.49 * min(steps, default=0.0), 1e-6)

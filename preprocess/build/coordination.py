@@ -116,9 +116,8 @@ class Agreement:
     listing: str  # their names, sizes and captions, and the settings
     encoders: str
     stamp: str  # modification times: they may differ between copies, so they only distinguish builds of an array
-    settings: dict[str, str] = field(
-        default_factory=dict
-    )  # those in `listing`, by dotted key, to name the ones that differ
+    # those in `listing`, by dotted key, to name the ones that differ
+    settings: dict[str, str] = field(default_factory=dict)
 
     @property
     def id(self) -> str:

@@ -5,7 +5,10 @@ Legend: F frames, H W height and width in pixels.
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import re
 import select
 import subprocess
 import sys
@@ -26,7 +29,6 @@ from mmspeed.media.probe import Probe
 from mmspeed.media.rejections import Reason, Rejected, death_in_words
 from mmspeed.media.source import Source
 from mmspeed.preprocess.decoding.decode_worker import HEADER, cut_to_json, pack, source_to_json
-from mmspeed.preprocess.decoding.pyav_libraries import with_pyav_libraries
 from mmspeed.preprocess.decoding.scenes import SceneDetector
 
 _THUMBNAIL_SECONDS = 20.0
@@ -310,3 +312,27 @@ def _close_quietly(pipe: Any) -> None:
         pipe.close()
     except OSError:
         return
+
+
+_BUNDLED = re.compile(r"(lib(?:av|sw)\w+)-[0-9a-f]+(\.so\.\d+)[.\d]*")  # such as libavutil-5809ad29.so.60.26.102
+_SEARCHED = "LD_LIBRARY_PATH"
+
+
+def with_pyav_libraries(folder: Path) -> dict[str, str]:
+    """This process's environment, in which a child finds PyAV's FFmpeg libraries first, by links in `folder` with their usual names.
+
+    So both decoders have one FFmpeg. Unchanged where PyAV brings none, as a PyAV built from source does not.
+    """
+    environment = dict(os.environ)
+    spec = importlib.util.find_spec("av")
+    if spec is None or spec.origin is None:
+        return environment
+    bundle = Path(spec.origin).parent.parent / "av.libs"
+    names = {path: match for path in bundle.glob("lib*") if (match := _BUNDLED.fullmatch(path.name))}
+    if not names:
+        return environment
+    for path, match in names.items():
+        (folder / f"{match[1]}{match[2]}").symlink_to(path)
+    before = environment.get(_SEARCHED)
+    environment[_SEARCHED] = os.pathsep.join([str(folder), str(bundle), *([before] if before else [])])
+    return environment

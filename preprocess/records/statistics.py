@@ -202,9 +202,7 @@ class DataStatistics:
     )
     counts: dict[str, NameCounts] = field(default_factory=lambda: {name: NameCounts() for name in _COUNTED})
     use: dict[str, BucketUse] = field(default_factory=dict)  # by the bucket's name
-    groups: Counter[tuple[str, str, str]] = field(
-        default_factory=Counter
-    )  # samples of (bucket, split, data set): exact
+    groups: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # samples of (bucket, split, data set)
     reasons: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # reason -> (source, detail)
     shown: list[ThumbnailSource] = field(default_factory=list)

@@ -128,11 +128,7 @@ def check(
     codec, text = _fingerprints(config)
     stored = StoredEntries(config.cache_dir)
     recipe = Recipe.of(config, listing.sources)
-    needs = _Needs(
-        stored,
-        WantedKeys("latents", "content", stored),
-        WantedKeys("texts", "caption", stored),
-    )
+    needs = _Needs(stored, WantedKeys("latents", "content", stored), WantedKeys("texts", "caption", stored))
     started = time.monotonic()
     copies = _survey(config, listing, report.statistics, needs, codec, text, recipe, shapes)
     seconds = time.monotonic() - started

@@ -250,9 +250,7 @@ def fit_buckets(
     for probe in probes:
         shapes.add(probe, fps)
     smallest = min(probe.width * probe.height for probe in probes)
-    larger = sum(
-        math.prod(size) * 2 > smallest for size in wanted
-    )  # than what the smallest picture covers in any shape
+    larger = sum(math.prod(size) * 2 > smallest for size in wanted)  # than the smallest picture covers in any shape
     sizes = wanted[: larger + 1]
     images, videos = ([p for p in probes if (len(p.pts_seconds) == 1) == kind] for kind in (True, False))
     present = [Bucket(target.frames, *size) for size in sizes if videos] + [

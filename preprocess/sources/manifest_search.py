@@ -9,9 +9,9 @@ from contextlib import suppress
 from mmspeed.config.places import base_name
 from mmspeed.config.schema import DataConfig, SourceConfig
 from mmspeed.errors import UserError
+from mmspeed.preprocess.sources.folders import walk
 from mmspeed.preprocess.sources.listing import CAPTION_ENDINGS, ending, is_media
 from mmspeed.preprocess.sources.manifests import CAPTION_LISTS, MEDIA_LISTS, READERS, head_columns
-from mmspeed.preprocess.sources.walk import walk
 
 FORMAT_OF_ENDING = {
     ".jsonl": "jsonl",

@@ -163,7 +163,7 @@ class TextPreparation:
 
     def sources_now(self) -> MadeFrom:
         """The record of the files of texts as they are now. Raises UserError for a source without files."""
-        from mmspeed.preprocess.texts.made_from import texts_now
+        from mmspeed.preprocess.texts.cache_builder import texts_now
 
         return texts_now(self._texts)
 

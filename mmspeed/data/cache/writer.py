@@ -48,9 +48,8 @@ class RepairReport:
 
     stale: list[str] = field(default_factory=list)  # temporary files of writers that are gone: deleted
     reindexed: list[str] = field(default_factory=list)  # sealed shards that had no index: read and listed
-    orphans: list[str] = field(
-        default_factory=list
-    )  # index files whose shard is missing: deleted, to encode the entries again
+    # index files whose shard is missing: deleted, to encode the entries again
+    orphans: list[str] = field(default_factory=list)
     live: int = 0  # files that other writers hold at present: left alone
 
     @property

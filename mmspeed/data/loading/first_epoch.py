@@ -34,9 +34,8 @@ class EncodedEntries:
     entries: list[Entry] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)  # keys of samples
     rejections: list[tuple[str, str, str]] = field(default_factory=list)  # (source, reason, detail) of the lost samples
-    lost_texts: dict[str, str] = field(
-        default_factory=dict
-    )  # captions that cannot be encoded: the detail of each, by key
+    # captions that cannot be encoded: the detail of each, by key
+    lost_texts: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -132,12 +132,7 @@ class BatchReading:
         self._samples = samples = self._samples or cache.split(self.split)
         uses = [SampleUse(samples[place], epoch, 0) for place in places]
         batch = assemble(
-            cache,
-            [(use, 1.0) for use in uses],
-            settings.seed,
-            settings.caption_dropout,
-            noise=settings.noise,
-            fps=True,
+            cache, [(use, 1.0) for use in uses], settings.seed, settings.caption_dropout, noise=settings.noise, fps=True
         )
         tensors = dict(batch.tensors)
         facts = [_facts(cache, use, settings) for use in uses]
