@@ -7,11 +7,10 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import torch
@@ -85,7 +84,7 @@ class Finished:
 Event = Selected | Frames | Failed | Finished
 
 
-class DecodePool:
+class DecodePool(AbstractContextManager["DecodePool"]):
     """Probe and decode `sources` in order, ahead of the consumer.
 
     At most two more sources than workers are in progress, each with at most two decoded clips waiting, and
@@ -102,12 +101,7 @@ class DecodePool:
         self.media.expect(sources)
         self._runs: list[_PoolRun] = []
 
-    def __enter__(self) -> DecodePool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for run in self._runs:
             run.stop()
         self.media.close()

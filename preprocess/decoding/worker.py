@@ -16,8 +16,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -55,7 +55,7 @@ class _TogetherError(Rejected):
     """A request failed as a whole, and any of its cuts may be the cause."""
 
 
-class DecodeWorker:
+class DecodeWorker(AbstractContextManager["DecodeWorker"]):
     """Probe and decode files in a child process, which is killed when it overruns and restarted when it has ended.
 
     `other` is a decoder to use in place of PyAV for the files of which it gives the same frames. Not thread-safe, except `stop`. Use as a context manager, or call `close`.
@@ -70,12 +70,7 @@ class DecodeWorker:
         self._lock = threading.Lock()  # guards the child and `_stopped`
         self._stopped = False
 
-    def __enter__(self) -> DecodeWorker:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property

@@ -48,18 +48,8 @@ _LISTED = (
     *("captions_cut", "captions_stripped", "captions_dropped", "missing_captions"),
 )  # counts of a `SourceListing`
 _SUMS = (
-    *(
-        *_LISTED,
-        "listed",
-        "selected",
-        "images",
-        "videos",
-        "rejected_files",
-        "rejected_sources",
-        "rejected_clips",
-        "rejected_captions",
-        "bytes",
-    ),
+    *(*_LISTED, "listed", "selected", "images", "videos"),
+    *("rejected_files", "rejected_sources", "rejected_clips", "rejected_captions", "bytes"),
     *("frames", "frames_taken", "milliseconds", "milliseconds_taken", "milliseconds_possible"),
     *("pixels", "pixels_kept"),
     *("mirrored", "unmirrored", "scene_cuts", "cut_videos"),

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice, product
 from pathlib import Path
-from typing import Any
 
 from mmspeed.config import Config
 from mmspeed.config.places import is_url
@@ -78,14 +77,6 @@ class CheckReport:
     def lines(self) -> list[str]:
         page = [] if self.page is None else [f"page: {self.page}"]
         return [*self.lines_, *(f"problem: {problem}" for problem in self.problems), *page]
-
-    def print(self, console: Any = None) -> None:
-        """Print the lines (to a rich console if one is given)."""
-        for line in self.lines():
-            if console is None:
-                print(line)
-            else:
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @dataclass
@@ -311,13 +302,9 @@ def _encode_rows(config: Config, listing: SourceListing, needs: _Needs, seconds:
     if not count:
         return []
     rate = f"{count / seconds:.1f} sources a second here, with {config.preprocess.decode_workers} decoder processes"
-    rows = [
-        ("probing all sources", format_seconds(seconds), f"measured: {rate}; building does this again, and decodes too")
-    ]
-    return [
-        *rows,
-        ("encoding missing entries", *encode_estimate(config, needs.missing_pixels, needs.texts.state().missing)),
-    ]
+    how = f"measured: {rate}; building does this again, and decodes too"
+    remaining = encode_estimate(config, needs.missing_pixels, needs.texts.state().missing)
+    return [("probing all sources", format_seconds(seconds), how), ("encoding missing entries", *remaining)]
 
 
 def _headline(report: CheckReport, needs: _Needs, cache: str) -> str:

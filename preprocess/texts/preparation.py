@@ -62,14 +62,6 @@ class TextCheck:
                 lines.append(f"  rejected, {reason}: {count:,}, such as {self.examples[name, reason]}")
         return [*lines, *self.problems]
 
-    def print(self, console: Any = None) -> None:
-        """Print the lines."""
-        for line in self.lines():
-            if console is None:
-                print(line)
-            else:
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
-
 
 class TextPreparation:
     """Preparation of texts, chats and token ids, by a config with the sections `texts` and `tokenizer`."""

@@ -18,7 +18,7 @@ _LOCK = ".store.lock"
 _SHARE = 256  # part of the limit that a process may add before the folder is measured again
 
 
-class Pin:
+class Pin(AbstractContextManager["Pin"]):
     """A file of the folder that is not deleted until `close`."""
 
     def __init__(self, path: Path, fd: int) -> None:
@@ -29,9 +29,6 @@ class Pin:
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
-
-    def __enter__(self) -> Pin:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -7,7 +7,7 @@ cleans up after it when it starts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -135,7 +135,7 @@ class _OpenShard:
     by_key: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
 
 
-class CacheWriter:
+class CacheWriter(AbstractContextManager["CacheWriter"]):
     """Add entries to a cache; a context manager. The entries are durable once `close` or the `with` block has returned.
 
     Args:
@@ -308,9 +308,6 @@ class CacheWriter:
             shard.writer.discard()
             for section, key in shard.by_key:
                 self._known[section].discard(key)
-
-    def __enter__(self) -> CacheWriter:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
