@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -139,7 +139,8 @@ class DecodeWorker(AbstractContextManager["DecodeWorker"]):
             child.wait()
             for pipe in (child.stdin, child.stdout, errors):
                 if pipe is not None:
-                    _close_quietly(pipe)
+                    with suppress(OSError):  # its other end may be gone
+                        pipe.close()
         if libraries is not None:
             libraries.cleanup()
 
@@ -299,14 +300,6 @@ def _write(pipe: Any, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[pipe.write(view) :]
-
-
-def _close_quietly(pipe: Any) -> None:
-    """Close a pipe whose other end may be gone."""
-    try:
-        pipe.close()
-    except OSError:
-        return
 
 
 _BUNDLED = re.compile(r"(lib(?:av|sw)\w+)-[0-9a-f]+(\.so\.\d+)[.\d]*")  # such as libavutil-5809ad29.so.60.26.102

@@ -89,10 +89,6 @@ class _Needs:
     missing_pixels: int = 0
     roles: dict[str, Counter[str]] = field(default_factory=dict)  # clips of further roles by the keys of their entries
 
-    def role_lines(self) -> list[str]:
-        """The number of clips of each further role, and of their contents."""
-        return [f"  role {role}: {keys.total()} clips, {len(keys)} to encode once" for role, keys in self.roles.items()]
-
 
 def check(
     config: Config,
@@ -127,7 +123,7 @@ def check(
     held_out = [held_out_line(copies)] if copies else []
     report.lines_ += [
         *_count_lines(numbers),
-        *needs.role_lines(),
+        *(f"  role {role}: {of.total()} clips, {len(of)} to encode once" for role, of in needs.roles.items()),
         *held_out,
         *_caption_lines(config.data, listing.sources),
     ]

@@ -119,13 +119,8 @@ class DataFit:
 
     @property
     def sources(self) -> int:
-        """The number of media, with captions or without."""
-        return self.listed + self._unlisted
-
-    @property
-    def _unlisted(self) -> int:
-        """Media that the listing rejected; each probed source is usable or rejected."""
-        return len(self.rejections) - (self.probed - self.usable)
+        """The number of media, with captions or without: those listed or rejected; each probed source is usable or rejected."""
+        return self.listed + len(self.rejections) - (self.probed - self.usable)
 
     def values(self) -> dict[str, dict[str, Any]]:
         """The fitted keys, by section, as a config holds them."""

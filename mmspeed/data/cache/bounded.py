@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-from mmspeed.data.cache.files import TEMP_SUFFIX, TempFile, disk_errors, exclusive, held, try_lock
+from mmspeed.data.cache.files import TEMP_SUFFIX, TempFile, disk_errors, exclusive, held, same_file, try_lock
 
 _LOCK = ".store.lock"
 _SHARE = 256  # part of the limit that a process may add before the folder is measured again
@@ -53,11 +53,7 @@ class BoundedFolder:
             return None
         with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_SH)
-        try:
-            same = os.path.samestat(os.stat(path), os.fstat(fd))
-        except FileNotFoundError:  # deleted before it was locked
-            same = False
-        if not same:
+        if not same_file(path, fd):  # deleted before it was locked
             os.close(fd)
             return None
         with suppress(OSError):

@@ -90,7 +90,7 @@ class ShardWriter:
 
     def release(self) -> None:
         """Release the lock of the sealed shard, once its index is written, and remove its temporary name."""
-        self._temp.drop_name()
+        self._temp.path.unlink(missing_ok=True)
         self._temp.release()
 
     def discard(self) -> None:

@@ -23,7 +23,7 @@ from mmspeed.log import get_logger
 from mmspeed.protocols import TextEntry
 from mmspeed.shapes import Bucket
 
-from .files import TEMP_SUFFIX, ReaderLock, abandoned, disk_errors
+from .files import ReaderLock, abandoned, disk_errors, remove_abandoned
 from .keys import KeySet, canonical_json, digest, is_key
 from .payloads import not_finite
 from .shards import ShardWriter, read_shard, shard_sha256
@@ -61,14 +61,8 @@ class RepairReport:
 def repair(root: Path | str) -> RepairReport:
     """Clean up after killed writers of a cache. Safe at any time, also beside living writers."""
     root = Path(root)
-    report = RepairReport()
-    for path in sorted(root.rglob(f".*{TEMP_SUFFIX}")):
-        with abandoned(path) as free:
-            if free:
-                path.unlink(missing_ok=True)
-                report.stale.append(str(path.relative_to(root)))
-            else:
-                report.live += path.exists()
+    stale, live = remove_abandoned(root)
+    report = RepairReport(stale, live=live)
     for path in index_files(root):
         if not (root / shard_of_index(path)).exists():
             path.unlink(missing_ok=True)

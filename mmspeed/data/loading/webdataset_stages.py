@@ -20,7 +20,7 @@ from webdataset.utils import pytorch_worker_info
 
 from mmspeed.data.cache.index_reader import SampleTable
 from mmspeed.data.cache.reader import DatasetCache
-from mmspeed.data.cache.tables import Entry, Sample
+from mmspeed.data.cache.tables import Sample
 from mmspeed.data.sampling.sampler import SampleUse
 from mmspeed.rng import permutation
 from mmspeed.shapes import Bucket
@@ -153,16 +153,12 @@ def _facts(cache: DatasetCache, use: SampleUse[Sample], settings: ReadSettings) 
     text_key = choose_text(sample, settings.seed, use.name, settings.caption_dropout)
     text = cache.entry(cache.null_key, "null") if text_key is None else cache.entry(text_key, "texts")
     return {
-        "caption": _caption(text),
+        "caption": str(json.loads(text.meta).get("caption", "")),
         "source": sample.source,
         "dataset": sample.dataset,
         "bucket": (sample.bucket.frames, sample.bucket.height, sample.bucket.width),
         "frames": latent.frames,
     }
-
-
-def _caption(text: Entry) -> str:
-    return str(json.loads(text.meta).get("caption", ""))
 
 
 class CachePipeline(webdataset.DataPipeline, webdataset.FluidInterface):
