@@ -192,8 +192,7 @@ def source_events(
             for file in files.values() if wanted is not None else ():
                 recipe.contents.remember(file.here, file.content_id)
         except (Rejected, OSError) as error:
-            rejected = error if isinstance(error, Rejected) else _unreadable(error)
-            yield Failed(source, None, rejected, probe if isinstance(error, Rejected) else None)
+            yield Failed(source, None, _refused(error), probe if isinstance(error, Rejected) else None)
         else:
             yield Selected(source, clips, probe, dropped, len(cuts))
             every = () if wanted is None else [each for clip in clips for each in clip.all if wanted(each)]
@@ -216,7 +215,7 @@ def _beside(
             raise Rejected(Reason.ROLE_DIFFERS, differs)
         return ReadFile(source, here, probe, recipe.contents.id_of(here))
     except (Rejected, OSError) as error:
-        rejected = error if isinstance(error, Rejected) else _unreadable(error)
+        rejected = _refused(error)
         raise Rejected(rejected.reason, f"its {role} {source.name}: {rejected.detail}") from None
 
 
@@ -232,8 +231,8 @@ def without_repeats(clips: Sequence[Clip], max_repeated: float) -> tuple[tuple[C
     return tuple(clip for number, clip in enumerate(clips) if number not in refused), tuple(rejections)
 
 
-def _unreadable(error: OSError) -> Rejected:
-    return Rejected(Reason.UNDECODABLE, f"cannot be read: {in_words(error)}")
+def _refused(error: Rejected | OSError) -> Rejected:
+    return error if isinstance(error, Rejected) else Rejected(Reason.UNDECODABLE, f"cannot be read: {in_words(error)}")
 
 
 class _PoolRun:
