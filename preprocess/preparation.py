@@ -64,12 +64,7 @@ class VideoPreparation:
             if not experts:  # a budget does not go with two
                 one_card["memory"] = {"fraction": 0.9}
             return {"data": data, "model": section, **experts, **modes, **one_card}
-        return {
-            "data": data,
-            "vae": {"kind": "linear"},
-            "text": {"kind": "minilm"},
-            "objective": {"kind": "flow"},
-        }
+        return {"data": data, "vae": {"kind": "linear"}, "text": {"kind": "minilm"}, "objective": {"kind": "flow"}}
 
     @classmethod
     def fitted_values(

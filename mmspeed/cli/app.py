@@ -266,7 +266,9 @@ def check(
     numbers = None if ranks is None else numbers_of(ranks)
     with log.Working("checking", tell=False):
         report = check_config(run_config, report_file, suggest_buckets, numbers, schedule)
-        report.print(Console())
+        console = Console()
+        for line in report.lines():
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
         if report.problems:
             raise typer.Exit(1)
         for line in model_lines(run_config, report):

@@ -58,8 +58,7 @@ def check_official(config: RunConfig) -> int:
     """
     from mmspeed.config import video_config
     from mmspeed.pipelines.check.official import check_against_official
-    from mmspeed.preprocess.build.captions import captions_by_key
-    from mmspeed.preprocess.build.pictures import clip_pictures
+    from mmspeed.preprocess.build.excerpts import captions_by_key, clip_pictures
 
     own = video_config(config, "--against-official")
     checks = check_against_official(own, captions=lambda: captions_by_key(own), frames=clip_pictures)

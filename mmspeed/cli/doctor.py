@@ -220,7 +220,7 @@ def _pyav() -> Diagnosis:
 
 def _other_decoders() -> list[Diagnosis]:
     """Diagnoses of the installed ones of the other decoders, each imported as its decoder processes do."""
-    from mmspeed.preprocess.decoding.pyav_libraries import with_pyav_libraries
+    from mmspeed.preprocess.decoding.worker import with_pyav_libraries
 
     checks = []
     for name, module in (("torchcodec", "torchcodec.decoders"), ("decord", "decord")):

@@ -25,17 +25,9 @@ import numpy as np
 from mmspeed.media.images import picture_frames
 from mmspeed.media.other_decoders import OtherDecoder, coded_frames
 from mmspeed.media.pixel_rules import NEWEST_RULES, PixelRules
-from mmspeed.media.probe import (
-    DECODER_ERRORS,
-    Probe,
-    alpha_decoder,
-    frame_stamp,
-    open_video,
-    refused,
-    video_stream,
-)
+from mmspeed.media.probe import DECODER_ERRORS, Probe, alpha_decoder, frame_stamp, open_video, refused, video_stream
 from mmspeed.media.rejections import Reason, Rejected
-from mmspeed.media.scaling import Box, Scaler, resize, scale_rgb
+from mmspeed.media.scaling import Box, Scaler, graph_of, resize, scale_rgb
 from mmspeed.media.source import Source
 
 _WORTH_SEEKING = 1.0  # seconds of video; below that, decoding costs no more than a seek
@@ -261,22 +253,9 @@ def _timed(whole: av.video.VideoFrame, stored: av.video.VideoFrame) -> av.video.
 
 
 def _bwdif(frame: av.video.VideoFrame) -> av.filter.Graph:
-    graph = av.filter.Graph()
-    if hasattr(graph, "threads"):
-        graph.threads = 1
-    size, ranges = f"{frame.width}x{frame.height}", (str(int(frame.colorspace)), str(int(frame.color_range)))
-    source = graph.add(
-        "buffer",
-        video_size=size,
-        pix_fmt=frame.format.name,
-        time_base="1/1000",
-        pixel_aspect="1/1",
-        colorspace=ranges[0],
-        range=ranges[1],
-    )
-    graph.link_nodes(
-        source, graph.add("bwdif", "mode=send_frame:deint=interlaced"), graph.add("buffersink")
-    ).configure()
+    graph, source = graph_of(frame)
+    bwdif = graph.add("bwdif", "mode=send_frame:deint=interlaced")
+    graph.link_nodes(source, bwdif, graph.add("buffersink")).configure()
     return graph
 
 
@@ -285,9 +264,8 @@ class _DecodeRun:
 
     def __init__(self, probe: Probe, waiting: deque[_Filling], active: list[_Filling], seek: bool) -> None:
         self.probe, self.waiting, self.active = probe, waiting, active
-        self.seek = (
-            seek and probe.order != "count" and probe.scan != "interlaced"
-        )  # a frame is made with its neighbours
+        # an interlaced frame is made with its neighbours
+        self.seek = seek and probe.order != "count" and probe.scan != "interlaced"
         # Below half of the smallest step, so that no frame is mistaken for its neighbour if times are uneven.
         steps = (after - before for before, after in pairwise(probe.pts_seconds))
         self.tolerance = max(0.49 * min(steps, default=0.0), 1e-6)

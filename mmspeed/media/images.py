@@ -32,11 +32,8 @@ _COLOURS = {
     "I;16B": "L",
     "YCbCr": "RGB",
 }
-_BITS, _MEANING, _SIGNS = (
-    258,
-    262,
-    339,
-)  # of a TIFF: tags of its values' bits, what 0 is (0: white), and whether they are signed (2)
+# of a TIFF: tags of its values' bits, what 0 is (0: white), and whether they are signed (2)
+_BITS, _MEANING, _SIGNS = 258, 262, 339
 _SHORTEST, _DEFAULT = 10, 100  # milliseconds: browsers show frames that state 10 ms or less for 100 ms
 
 

@@ -24,9 +24,8 @@ from mmspeed.media.rejections import Reason, Rejected, in_words
 from mmspeed.media.scaling import is_yuv, plain_rgb
 from mmspeed.media.source import Source
 
-MOST_DIFFERENT = (
-    2  # of 255: two versions of a colour conversion may round differently; a wrong frame or matrix differs by far more
-)
+# of 255: two versions of a colour conversion may round differently; a wrong frame or matrix differs by far more
+MOST_DIFFERENT = 2
 _CLOSE = 1e-3  # seconds: Matroska's resolution
 
 

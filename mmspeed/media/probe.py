@@ -53,20 +53,12 @@ _FFMPEG_ERRORS: tuple[tuple[type[av.error.FFmpegError], str], ...] = (
 )
 # Damaged files make PyAV seek before the start (OSError) and access streams that it has not announced (LookupError).
 DECODER_ERRORS = (av.error.FFmpegError, OSError, LookupError, ValueError, ArithmeticError)
-YUV = (
-    "yuv",
-    "nv",
-    "p0",
-    "uyvy",
-    "yvyu",
-)  # pixel formats with these prefixes are scaled before they are converted to RGB
+# pixel formats with these prefixes are scaled before they are converted to RGB
+YUV = ("yuv", "nv", "p0", "uyvy", "yvyu")
 _UNTAGGED, _FULL_RANGE = 2, 2  # of `frame.colorspace` and `frame.color_range`
 _ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
-_REASONS = {
-    "order": Reason.NO_TIMES,
-    "geometry": Reason.UNKNOWN_GEOMETRY,
-    "fields": Reason.INTERLACED,
-}  # of those that are not read, by property
+# of those that are not read, by property
+_REASONS = {"order": Reason.NO_TIMES, "geometry": Reason.UNKNOWN_GEOMETRY, "fields": Reason.INTERLACED}
 _IN_CONTAINER = "put it into a container: ffmpeg -framerate RATE -i FILE -c copy FILE.mp4"
 _NEW_TIMES = "put it into another container with new times"
 _EXAMINED = 500  # frames whose stamps are compared with their order: two groups of pictures of most encoders
@@ -465,10 +457,7 @@ def _states_duration(container: av.container.InputContainer) -> bool:
 
 
 def _describe(
-    container: av.container.InputContainer,
-    stream: av.video.VideoStream,
-    stamps: _Stamps,
-    max_pixels: int,
+    container: av.container.InputContainer, stream: av.video.VideoStream, stamps: _Stamps, max_pixels: int
 ) -> Probe:
     """The probe of a plain reading, which applies nothing else that a file may state."""
     base, first = stream.time_base or Fraction(1), stamps.first

@@ -81,8 +81,7 @@ def _frames(
         ((_, frames),) = stream(source, found, [Cut(tuple(choose(found)), box, width, height, rules)])
         if isinstance(frames, Rejected):
             raise frames
-    except Rejected as rejected:
-        raise UserError(f"{path}: is no {what} that can be read: {rejected.detail}") from None
-    except OSError as error:
-        raise UserError(f"{path}: is no {what} that can be read: {in_words(error)}") from None
+    except (Rejected, OSError) as error:
+        why = error.detail if isinstance(error, Rejected) else in_words(error)
+        raise UserError(f"{path}: is no {what} that can be read: {why}") from None
     return np.ascontiguousarray(frames)

@@ -230,6 +230,23 @@ def _with_whole_samples(frame: av.video.VideoFrame) -> av.video.VideoFrame:
     return whole
 
 
+def graph_of(frame: av.video.VideoFrame) -> tuple[av.filter.Graph, Any]:
+    """A new graph of one thread, and its source of frames like this one."""
+    graph = av.filter.Graph()
+    if hasattr(graph, "threads"):  # older PyAV lacks it; the bytes are the same
+        graph.threads = 1
+    source = graph.add(
+        "buffer",
+        video_size=f"{frame.width}x{frame.height}",
+        pix_fmt=frame.format.name,
+        time_base="1/1000",
+        pixel_aspect="1/1",
+        colorspace=str(int(frame.colorspace)),
+        range=str(int(frame.color_range)),
+    )
+    return graph, source
+
+
 def _graph(
     frame: av.video.VideoFrame, probe: Probe, box: Box, size: tuple[int, int] | None, rules: PixelRules, form: str
 ) -> av.filter.Graph:
@@ -243,20 +260,8 @@ def _graph(
     columns, rows = chroma_steps(frame.format.name)
     subsampled = columns * rows > 1
     sited = f":in_chroma_loc={probe.chroma_location or 'center'}" if subsampled else ""
-    graph = av.filter.Graph()
-    if hasattr(graph, "threads"):  # older PyAV lacks it; the bytes are the same
-        graph.threads = 1
-    nodes = [
-        graph.add(
-            "buffer",
-            video_size=f"{frame.width}x{frame.height}",
-            pix_fmt=frame.format.name,
-            time_base="1/1000",
-            pixel_aspect="1/1",
-            colorspace=str(int(frame.colorspace)),
-            range=str(int(frame.color_range)),
-        )
-    ]
+    graph, source = graph_of(frame)
+    nodes = [source]
     outer = _whole_samples(box, columns, rows)
     nodes.append(graph.add("crop", f"{outer[2] - outer[0]}:{outer[3] - outer[1]}:{outer[0]}:{outer[1]}:exact=1"))
     if outer != box:  # chroma to full size first

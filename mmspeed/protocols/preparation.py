@@ -21,8 +21,8 @@ class CheckOutcome(Protocol):
         """Reasons why the config cannot be trained with; none where it can."""
         ...
 
-    def print(self, console: Any = None) -> None:
-        """Print the findings (to a rich console when one is given)."""
+    def lines(self) -> list[str]:
+        """The findings in lines."""
         ...
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import nn
 
@@ -43,15 +42,8 @@ class TaskReport:
     problems: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
+        """The findings in lines."""
         return [*self.lines_, *(f"problem: {problem}" for problem in self.problems)]
-
-    def print(self, console: Any = None) -> None:
-        """Print the lines (to a rich console when one is given)."""
-        for line in self.lines():
-            if console is None:
-                print(line)
-            else:
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def check_task(config: RunConfig, ranks: Sequence[int] | None = None, task: Task | None = None) -> TaskReport:

@@ -116,9 +116,8 @@ class Agreement:
     listing: str  # their names, sizes and captions, and the settings
     encoders: str
     stamp: str  # modification times: they may differ between copies, so they only distinguish builds of an array
-    settings: dict[str, str] = field(
-        default_factory=dict
-    )  # those in `listing`, by dotted key, to name the ones that differ
+    # those in `listing`, by dotted key, to name the ones that differ
+    settings: dict[str, str] = field(default_factory=dict)
 
     @property
     def id(self) -> str:
@@ -134,14 +133,14 @@ class Agreement:
         """The agreement in the message of another process, which may have more fields."""
         return cls(**{name.name: message[name.name] for name in fields(cls) if name.name in message})
 
-    def require_same(self, other: Mapping[str, Any], own_rank: int = 0, other_rank: int = 0) -> None:
-        """Raise UserError if another process, number `other_rank`, does not agree. Modification times may differ."""
+    def require_same(self, other: Mapping[str, Any], own_rank: int) -> None:
+        """Raise UserError if process 0 does not agree. Modification times may differ."""
         theirs = Agreement.from_json(other)
         own, its = self.settings, theirs.settings
         differing = [key for key in {**its, **own} if its and its.get(key) != own.get(key)]
         if theirs.listing != self.listing and differing:
             shown = [
-                f"{key} is {own.get(key, 'unset')} in process {own_rank} and {its.get(key, 'unset')} in process {other_rank}"
+                f"{key} is {own.get(key, 'unset')} in process {own_rank} and {its.get(key, 'unset')} in process 0"
                 for key in differing[:_NAMED]
             ]
             more = f", and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
@@ -150,12 +149,12 @@ class Agreement:
             )
         if theirs.listing != self.listing:
             raise UserError(
-                f"the processes see different sources ({self.count} in process {own_rank}, {theirs.count} in process {other_rank}): "
+                f"the processes see different sources ({self.count} in process {own_rank}, {theirs.count} in process 0): "
                 "is every path on a shared file system?"
             )
         if theirs.encoders != self.encoders:
             raise UserError(
-                f"the processes see different text encoders (process {own_rank} and process {other_rank}): "
+                f"the processes see different text encoders (process {own_rank} and process 0): "
                 "give all machines the same files"
             )
 

@@ -7,31 +7,34 @@ bytes and the table of samples do not depend on how many processes there are. Th
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from typing import Any
 
 from mmspeed.config import RunConfig, video_config
 from mmspeed.data import CacheWriter
 from mmspeed.data.cache.index import compile_index
+from mmspeed.data.cache.keys import canonical_json, digest
 from mmspeed.data.cache.splits import copies_of_held_out
-from mmspeed.data.cache.tables import SAMPLES_FILE, read_info, write_rejects, write_samples
+from mmspeed.data.cache.tables import SAMPLES_FILE, read_info, read_rejects, read_samples, write_rejects, write_samples
 from mmspeed.device import parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_bytes, get_logger
-from mmspeed.media.rejections import Rejected
+from mmspeed.media.rejections import Reason, Rejected, Rejection
 from mmspeed.preprocess.build.coordination import BuildCoordinator, ProcessRecord, WorkShare, locked
-from mmspeed.preprocess.build.idle import idle_report, state_of
 from mmspeed.preprocess.build.setup import BuildSetup
 from mmspeed.preprocess.encoding.async_writer import BackgroundWriter
 from mmspeed.preprocess.encoding.encode import Encoders, TrustedBatches, encode_texts, text_entry
 from mmspeed.preprocess.encoding.latent_stage import LatentStage
 from mmspeed.preprocess.records.build_report import BuildReport
+from mmspeed.preprocess.records.keys import TRANSFORM
 from mmspeed.preprocess.records.sample_table import ClipRow, caption_rejections, kept_captions, samples_of_rows
 from mmspeed.preprocess.records.stale_entries import StoredEntries
 from mmspeed.preprocess.records.statistics import DataStatistics
-from mmspeed.preprocess.report.page import write_build_page
+from mmspeed.preprocess.report.page import default_path, read_record, write_build_page
 
 log = get_logger("preprocess")
 
@@ -277,3 +280,52 @@ def reject_captions(
     return [
         replace(row, text_keys=kept_captions(row.text_keys, failures)) for row in rows if row.source not in rejected
     ]
+
+
+# rejections that may be of the moment: a build tries these sources again
+_RETRIED = {
+    Reason.UNREADABLE, Reason.UNDECODABLE, Reason.TIME_LIMIT, Reason.DECODER_CRASHED, Reason.ENCODE_FAILED, Reason.CAPTION_FAILED,
+}  # fmt: skip
+
+
+def state_of(setup: BuildSetup) -> str:
+    """A digest of everything that a build depends on: settings, listed sources, encoders and versions."""
+    return digest(canonical_json([setup.info(), TRANSFORM, setup.encoders.image_fingerprint]).encode())
+
+
+def idle_report(setup: BuildSetup) -> BuildReport | None:
+    """The report of a build that would find everything in the cache; None where it may have something to do.
+
+    With `preprocess.full_hash` every build reads all bytes.
+    """
+    weights, record = setup.config.codec_weights, read_record(setup.config).get("whole")
+    if setup.config.preprocess.full_hash or not isinstance(record, dict) or not default_path(setup.config).exists():
+        return None
+    if (weights is not None and not weights.exists()) or any(
+        each.bytes < 0 for each in setup.made_from.sources.values()
+    ):
+        return None
+    try:
+        if record["state"] != state_of(setup) or not _is_of(read_info(setup.root), setup.info()):
+            return None
+        samples, null = read_samples(setup.root)
+        with CacheWriter(setup.root, mend=False) as store:  # it looks at the shards' lengths, too
+            whole = store.has("null", null or "") and all(
+                store.has(section, key)
+                for each in samples
+                for section in ("latents", "texts")
+                for key in each.keys(section)
+            )
+        rejections = [Rejection(row["path"], Reason(row["reason"]), row["detail"]) for row in read_rejects(setup.root)]
+        if not whole or any(each.reason in _RETRIED for each in rejections):
+            return None
+        report = BuildReport.of(setup.root, setup.listing)
+        report.found_again(record["report"], rejections, record["held_out"])
+    except (UserError, AttributeError, KeyError, TypeError, ValueError):  # damaged: a build makes it anew
+        return None
+    report.count_samples(samples)
+    return report
+
+
+def _is_of(stored: Mapping[str, Any], info: Mapping[str, Any]) -> bool:
+    return all(stored.get(name) == value for name, value in json.loads(json.dumps(info)).items())

@@ -96,9 +96,8 @@ def _running(ray: Any, config: Config, workers: int | None) -> Iterator[tuple[in
             ray.init(address, **quiet)
         else:
             cores = max(len(os.sched_getaffinity(0)), workers or 1)
-            os.environ.setdefault(
-                "RAY_worker_niceness", "0"
-            )  # Ray's default of 15 would starve them beside other processes
+            # Ray's default of 15 would starve them beside other processes
+            os.environ.setdefault("RAY_worker_niceness", "0")
             ray.init("local", include_dashboard=False, num_cpus=cores, **quiet)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise UserError(f"Ray does not start: {str(error).splitlines()[0]}") from error

@@ -43,9 +43,8 @@ from mmspeed.media.source import Source
 from mmspeed.preprocess.decoding.scenes import SceneDetector, find_cuts
 
 HEADER = struct.Struct(">Q")
-MEMORY_BYTES = (
-    16 << 30
-)  # of data that a decoder process may allocate: a window of 8k frames fits, a decompression bomb does not
+# of data that a decoder process may allocate: a window of 8k frames fits, a decompression bomb does not
+MEMORY_BYTES = 16 << 30
 Answer = tuple[dict[str, Any], "np.ndarray | None"]
 
 

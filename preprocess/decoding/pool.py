@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from mmspeed.config import Config
+from mmspeed.config.schema import DataConfig
+from mmspeed.data.cache.contents import SceneLine, append_scenes, read_scenes
 from mmspeed.device import pick
 from mmspeed.errors import UserError
 from mmspeed.media.other_decoders import OtherDecoder
@@ -32,7 +35,7 @@ from mmspeed.preprocess.decoding.clips import (
     with_roles,
 )
 from mmspeed.preprocess.decoding.recipe import Recipe
-from mmspeed.preprocess.decoding.scene_memory import SceneMemory, scene_memory
+from mmspeed.preprocess.decoding.scenes import PACKAGE, VERSION, SceneDetector
 from mmspeed.preprocess.decoding.worker import DecodeWorker, StoppedError
 from mmspeed.preprocess.sources.fetched import MediaStore
 
@@ -81,7 +84,7 @@ class Finished:
 Event = Selected | Frames | Failed | Finished
 
 
-class DecodePool:
+class DecodePool(AbstractContextManager["DecodePool"]):
     """Probe and decode `sources` in order, ahead of the consumer.
 
     At most two more sources than workers are in progress, each with at most two decoded clips waiting, and
@@ -98,12 +101,7 @@ class DecodePool:
         self.media.expect(sources)
         self._runs: list[_PoolRun] = []
 
-    def __enter__(self) -> DecodePool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for run in self._runs:
             run.stop()
         self.media.close()
@@ -194,8 +192,7 @@ def source_events(
             for file in files.values() if wanted is not None else ():
                 recipe.contents.remember(file.here, file.content_id)
         except (Rejected, OSError) as error:
-            rejected = error if isinstance(error, Rejected) else _unreadable(error)
-            yield Failed(source, None, rejected, probe if isinstance(error, Rejected) else None)
+            yield Failed(source, None, _refused(error), probe if isinstance(error, Rejected) else None)
         else:
             yield Selected(source, clips, probe, dropped, len(cuts))
             every = () if wanted is None else [each for clip in clips for each in clip.distinct if wanted(each)]
@@ -218,7 +215,7 @@ def _beside(
             raise Rejected(Reason.ROLE_DIFFERS, differs)
         return ReadFile(source, here, probe, recipe.contents.id_of(here))
     except (Rejected, OSError) as error:
-        rejected = error if isinstance(error, Rejected) else _unreadable(error)
+        rejected = _refused(error)
         raise Rejected(rejected.reason, f"its {role} {source.name}: {rejected.detail}") from None
 
 
@@ -234,8 +231,8 @@ def without_repeats(clips: Sequence[Clip], max_repeated: float) -> tuple[tuple[C
     return tuple(clip for number, clip in enumerate(clips) if number not in refused), tuple(rejections)
 
 
-def _unreadable(error: OSError) -> Rejected:
-    return Rejected(Reason.UNDECODABLE, f"cannot be read: {in_words(error)}")
+def _refused(error: Rejected | OSError) -> Rejected:
+    return error if isinstance(error, Rejected) else Rejected(Reason.UNDECODABLE, f"cannot be read: {in_words(error)}")
 
 
 class _PoolRun:
@@ -351,3 +348,47 @@ class _PoolRun:
 
 def _clips(events: deque[Event | BaseException]) -> int:
     return sum(isinstance(event, Frames) for event in events)
+
+
+def scene_memory(data: DataConfig, root: Path) -> SceneMemory | None:
+    """The memory of a config's detector in a cache; None without `data.scenes`. Raises UserError if the package is missing."""
+    if data.scenes is None:
+        return None
+    if importlib.util.find_spec(PACKAGE) is None:
+        raise UserError(
+            f"data.scenes needs the package {PACKAGE}: pip install 'mmspeed[scenes]', or leave data.scenes out"
+        )
+    return SceneMemory(root, SceneDetector(data.scenes.detector, data.scenes.least_change))
+
+
+@dataclass
+class SceneMemory:
+    """The cuts that a cache in `root` remembers for one detector. Threads may share it."""
+
+    root: Path
+    detector: SceneDetector
+    _cuts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    _name: str = field(default_factory=lambda: secrets.token_hex(8))  # of this process's lines
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        try:
+            lines = list(read_scenes(self.root))
+        except OSError:  # found again
+            lines = []
+        wanted = self.detector.detector, self.detector.threshold, VERSION
+        self._cuts |= {one.content: one.cuts for one in lines if (one.detector, one.threshold, one.version) == wanted}
+
+    def cuts(self, content: str, find: Callable[[], Sequence[int]]) -> tuple[int, ...]:
+        """The cuts of a content: those remembered, else those that `find` returns, which are remembered. Raises what it raises."""
+        if content not in self._cuts:
+            cuts = tuple(sorted(set(find())))
+            settings = self.detector
+            with self._lock:
+                self._cuts[content] = cuts
+                try:
+                    line = SceneLine(content, settings.detector, settings.threshold, VERSION, cuts)
+                    append_scenes(self.root, self._name, line)
+                except OSError:  # a cache that is not written to, such as one at a URL: they are found again
+                    pass
+        return self._cuts[content]

@@ -1,7 +1,7 @@
 """Scene cuts of a video by the detectors of PySceneDetect (an optional package), fed with our own decoded frames.
 
 The detectors compare neighbouring frames of at most 256 pixels' width, as PySceneDetect's own command does. Cuts are found on all frames
-of a file in one pass, in the decoder process; scene_memory.py remembers them.
+of a file in one pass, in the decoder process; pool.py remembers them.
 """
 
 from __future__ import annotations

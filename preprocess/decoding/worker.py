@@ -5,7 +5,10 @@ Legend: F frames, H W height and width in pixels.
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import re
 import select
 import subprocess
 import sys
@@ -13,8 +16,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -26,7 +29,6 @@ from mmspeed.media.probe import Probe
 from mmspeed.media.rejections import Reason, Rejected, death_in_words
 from mmspeed.media.source import Source
 from mmspeed.preprocess.decoding.decode_worker import HEADER, cut_to_json, pack, source_to_json
-from mmspeed.preprocess.decoding.pyav_libraries import with_pyav_libraries
 from mmspeed.preprocess.decoding.scenes import SceneDetector
 
 _THUMBNAIL_SECONDS = 20.0
@@ -53,7 +55,7 @@ class _TogetherError(Rejected):
     """A request failed as a whole, and any of its cuts may be the cause."""
 
 
-class DecodeWorker:
+class DecodeWorker(AbstractContextManager["DecodeWorker"]):
     """Probe and decode files in a child process, which is killed when it overruns and restarted when it has ended.
 
     `other` is a decoder to use in place of PyAV for the files of which it gives the same frames. Not thread-safe, except `stop`. Use as a context manager, or call `close`.
@@ -68,12 +70,7 @@ class DecodeWorker:
         self._lock = threading.Lock()  # guards the child and `_stopped`
         self._stopped = False
 
-    def __enter__(self) -> DecodeWorker:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property
@@ -142,7 +139,8 @@ class DecodeWorker:
             child.wait()
             for pipe in (child.stdin, child.stdout, errors):
                 if pipe is not None:
-                    _close_quietly(pipe)
+                    with suppress(OSError):  # its other end may be gone
+                        pipe.close()
         if libraries is not None:
             libraries.cleanup()
 
@@ -304,9 +302,25 @@ def _write(pipe: Any, data: bytes) -> None:
         view = view[pipe.write(view) :]
 
 
-def _close_quietly(pipe: Any) -> None:
-    """Close a pipe whose other end may be gone."""
-    try:
-        pipe.close()
-    except OSError:
-        return
+_BUNDLED = re.compile(r"(lib(?:av|sw)\w+)-[0-9a-f]+(\.so\.\d+)[.\d]*")  # such as libavutil-5809ad29.so.60.26.102
+_SEARCHED = "LD_LIBRARY_PATH"
+
+
+def with_pyav_libraries(folder: Path) -> dict[str, str]:
+    """This process's environment, in which a child finds PyAV's FFmpeg libraries first, by links in `folder` with their usual names.
+
+    So both decoders have one FFmpeg. Unchanged where PyAV brings none, as a PyAV built from source does not.
+    """
+    environment = dict(os.environ)
+    spec = importlib.util.find_spec("av")
+    if spec is None or spec.origin is None:
+        return environment
+    bundle = Path(spec.origin).parent.parent / "av.libs"
+    names = {path: match for path in bundle.glob("lib*") if (match := _BUNDLED.fullmatch(path.name))}
+    if not names:
+        return environment
+    for path, match in names.items():
+        (folder / f"{match[1]}{match[2]}").symlink_to(path)
+    before = environment.get(_SEARCHED)
+    environment[_SEARCHED] = os.pathsep.join([str(folder), str(bundle), *([before] if before else [])])
+    return environment

@@ -6,13 +6,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
 from mmspeed.data import CacheWriter
 
 
-class BackgroundWriter:
+class BackgroundWriter(AbstractContextManager["BackgroundWriter"]):
     """A `CacheWriter` whose `add` returns immediately, unless `depth` entries are waiting. A context manager.
 
     Args:
@@ -91,9 +92,6 @@ class BackgroundWriter:
     def _raise(self) -> None:
         if self._error is not None:
             raise self._error
-
-    def __enter__(self) -> BackgroundWriter:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -45,6 +45,8 @@ from mmspeed.shapes import Strides
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+Encode = Callable[[Sequence[Item]], Sequence[Result]]
+Equal = Callable[[Result, Result], bool]
 Tensors = dict[str, Tensor]  # of an entry, by the names that the reader knows
 
 NAMES = ("codec", "text", "image")  # of encoders
@@ -197,11 +199,7 @@ class TrustedBatches:
         return Counter({name: getattr(self, name) for name in names})
 
     def encode(
-        self,
-        items: Sequence[Item],
-        shape: Hashable,
-        encode: Callable[[Sequence[Item]], Sequence[Result]],
-        equal: Callable[[Result, Result], bool],
+        self, items: Sequence[Item], shape: Hashable, encode: Encode[Item, Result], equal: Equal[Result]
     ) -> list[Result]:
         """The result of each item, in order. All items have one shape; `encode` takes any number of them."""
         results: list[Result] = []
@@ -212,11 +210,7 @@ class TrustedBatches:
         return results
 
     def _batch(
-        self,
-        items: Sequence[Item],
-        shape: Hashable,
-        encode: Callable[[Sequence[Item]], Sequence[Result]],
-        equal: Callable[[Result, Result], bool],
+        self, items: Sequence[Item], shape: Hashable, encode: Encode[Item, Result], equal: Equal[Result]
     ) -> Sequence[Result]:
         """One batch's results; none if it did not fit in the device's memory, and the limit was lowered."""
         pair = shape, len(items)
@@ -241,7 +235,7 @@ class TrustedBatches:
         self.distrusted += not self._trusted[pair]
         return alone
 
-    def _one_by_one(self, items: Sequence[Item], encode: Callable[[Sequence[Item]], Sequence[Result]]) -> list[Result]:
+    def _one_by_one(self, items: Sequence[Item], encode: Encode[Item, Result]) -> list[Result]:
         self.single += len(items)
         return [encode([item])[0] for item in items]
 

@@ -67,17 +67,14 @@ class BuildReport:
     decode_wait_seconds: float = 0.0  # of these it waited for decoders
     write_wait_seconds: float = 0.0  # of these it waited for the disk
     decoders: Counter[str] = field(default_factory=Counter)
-    decoder_refusals: Counter[str] = field(
-        default_factory=Counter
-    )  # sources that preprocess.decoder left to PyAV, by reason
+    decoder_refusals: Counter[str] = field(default_factory=Counter)  # sources left to PyAV, by reason
     latent_batches: Counter[str] = field(default_factory=Counter)  # see TrustedBatches.counts
     text_batches: Counter[str] = field(default_factory=Counter)
     rejections: list[Rejection] = field(default_factory=list)
     buckets: Counter[str] = field(default_factory=Counter)
     splits: Counter[str] = field(default_factory=Counter)
-    held_out_copies: list[str] = field(
-        default_factory=list
-    )  # sources held out for a mark of another with their content
+    # sources held out for a mark of another with their content
+    held_out_copies: list[str] = field(default_factory=list)
     part: tuple[int, int] | None = None  # (number, count) of the part reported on; None: the whole build
     parts_missing: int = 0  # parts of the build that were missing when this one ended
 

@@ -26,9 +26,8 @@ class SectionState:
     wanted: int
     present: int
     unused: int  # stored, and not needed by this config
-    stale: Counter[str] = field(
-        default_factory=Counter
-    )  # missing ones with a counterpart, by the names of the parts that differ
+    # missing ones with a counterpart, by the names of the parts that differ
+    stale: Counter[str] = field(default_factory=Counter)
     examined: int = 0  # missing ones that were compared
 
     @property

@@ -48,18 +48,8 @@ _LISTED = (
     *("captions_cut", "captions_stripped", "captions_dropped", "missing_captions"),
 )  # counts of a `SourceListing`
 _SUMS = (
-    *(
-        *_LISTED,
-        "listed",
-        "selected",
-        "images",
-        "videos",
-        "rejected_files",
-        "rejected_sources",
-        "rejected_clips",
-        "rejected_captions",
-        "bytes",
-    ),
+    *(*_LISTED, "listed", "selected", "images", "videos"),
+    *("rejected_files", "rejected_sources", "rejected_clips", "rejected_captions", "bytes"),
     *("frames", "frames_taken", "milliseconds", "milliseconds_taken", "milliseconds_possible"),
     *("pixels", "pixels_kept"),
     *("mirrored", "unmirrored", "scene_cuts", "cut_videos"),
@@ -202,9 +192,7 @@ class DataStatistics:
     )
     counts: dict[str, NameCounts] = field(default_factory=lambda: {name: NameCounts() for name in _COUNTED})
     use: dict[str, BucketUse] = field(default_factory=dict)  # by the bucket's name
-    groups: Counter[tuple[str, str, str]] = field(
-        default_factory=Counter
-    )  # samples of (bucket, split, data set): exact
+    groups: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # samples of (bucket, split, data set)
     reasons: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # reason -> (source, detail)
     shown: list[ThumbnailSource] = field(default_factory=list)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice, product
 from pathlib import Path
-from typing import Any
 
 from mmspeed.config import Config
 from mmspeed.config.places import is_url
@@ -79,14 +78,6 @@ class CheckReport:
         page = [] if self.page is None else [f"page: {self.page}"]
         return [*self.lines_, *(f"problem: {problem}" for problem in self.problems), *page]
 
-    def print(self, console: Any = None) -> None:
-        """Print the lines (to a rich console if one is given)."""
-        for line in self.lines():
-            if console is None:
-                print(line)
-            else:
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
-
 
 @dataclass
 class _Needs:
@@ -97,10 +88,6 @@ class _Needs:
     texts: WantedKeys
     missing_pixels: int = 0
     roles: dict[str, Counter[str]] = field(default_factory=dict)  # clips of further roles by the keys of their entries
-
-    def role_lines(self) -> list[str]:
-        """The number of clips of each further role, and of their contents."""
-        return [f"  role {role}: {keys.total()} clips, {len(keys)} to encode once" for role, keys in self.roles.items()]
 
 
 def check(
@@ -128,11 +115,7 @@ def check(
     codec, text = _fingerprints(config)
     stored = StoredEntries(config.cache_dir)
     recipe = Recipe.of(config, listing.sources)
-    needs = _Needs(
-        stored,
-        WantedKeys("latents", "content", stored),
-        WantedKeys("texts", "caption", stored),
-    )
+    needs = _Needs(stored, WantedKeys("latents", "content", stored), WantedKeys("texts", "caption", stored))
     started = time.monotonic()
     copies = _survey(config, listing, report.statistics, needs, codec, text, recipe, shapes)
     seconds = time.monotonic() - started
@@ -140,7 +123,7 @@ def check(
     held_out = [held_out_line(copies)] if copies else []
     report.lines_ += [
         *_count_lines(numbers),
-        *needs.role_lines(),
+        *(f"  role {role}: {of.total()} clips, {len(of)} to encode once" for role, of in needs.roles.items()),
         *held_out,
         *_caption_lines(config.data, listing.sources),
     ]
@@ -315,13 +298,9 @@ def _encode_rows(config: Config, listing: SourceListing, needs: _Needs, seconds:
     if not count:
         return []
     rate = f"{count / seconds:.1f} sources a second here, with {config.preprocess.decode_workers} decoder processes"
-    rows = [
-        ("probing all sources", format_seconds(seconds), f"measured: {rate}; building does this again, and decodes too")
-    ]
-    return [
-        *rows,
-        ("encoding missing entries", *encode_estimate(config, needs.missing_pixels, needs.texts.state().missing)),
-    ]
+    how = f"measured: {rate}; building does this again, and decodes too"
+    remaining = encode_estimate(config, needs.missing_pixels, needs.texts.state().missing)
+    return [("probing all sources", format_seconds(seconds), how), ("encoding missing entries", *remaining)]
 
 
 def _headline(report: CheckReport, needs: _Needs, cache: str) -> str:

@@ -29,15 +29,7 @@ from mmspeed.preprocess.records.bucket_use import BucketUse
 from mmspeed.preprocess.records.build_report import BuildReport
 from mmspeed.preprocess.records.stale_entries import SectionState
 from mmspeed.preprocess.records.statistics import DataStatistics, ThumbnailSource
-from mmspeed.preprocess.report.costs import (
-    Costs,
-    estimate,
-    folder_bytes,
-    free_bytes,
-    hints,
-    peaks,
-    pixels,
-)
+from mmspeed.preprocess.report.costs import Costs, estimate, folder_bytes, free_bytes, hints, peaks, pixels
 from mmspeed.preprocess.sources.fetched import MediaStore
 from mmspeed.preprocess.sources.listing import SourceListing
 from mmspeed.preprocess.sources.scores import ScoreSummary

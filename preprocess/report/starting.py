@@ -119,13 +119,8 @@ class DataFit:
 
     @property
     def sources(self) -> int:
-        """The number of media, with captions or without."""
-        return self.listed + self._unlisted
-
-    @property
-    def _unlisted(self) -> int:
-        """Media that the listing rejected; each probed source is usable or rejected."""
-        return len(self.rejections) - (self.probed - self.usable)
+        """The number of media, with captions or without: those listed or rejected; each probed source is usable or rejected."""
+        return self.listed + len(self.rejections) - (self.probed - self.usable)
 
     def values(self) -> dict[str, dict[str, Any]]:
         """The fitted keys, by section, as a config holds them."""
@@ -250,9 +245,7 @@ def fit_buckets(
     for probe in probes:
         shapes.add(probe, fps)
     smallest = min(probe.width * probe.height for probe in probes)
-    larger = sum(
-        math.prod(size) * 2 > smallest for size in wanted
-    )  # than what the smallest picture covers in any shape
+    larger = sum(math.prod(size) * 2 > smallest for size in wanted)  # than the smallest picture covers in any shape
     sizes = wanted[: larger + 1]
     images, videos = ([p for p in probes if (len(p.pts_seconds) == 1) == kind] for kind in (True, False))
     present = [Bucket(target.frames, *size) for size in sizes if videos] + [

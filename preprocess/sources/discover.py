@@ -1,4 +1,4 @@
-"""List the sources in folders, manifests and webdataset tars, on disk and in remote stores.
+"""List the sources in folders, manifests and webdataset tars, on disk and in remote stores; a path may have braces and `*`.
 
 Only captions, manifests and tar headers are opened; archives are never unpacked. Each file, row or member
 becomes a source, a caption, a rejection with a reason, or is counted as ignored.
@@ -6,6 +6,7 @@ becomes a source, a caption, a rejection with a reason, or is counted as ignored
 
 from __future__ import annotations
 
+import glob
 import math
 import os
 import re
@@ -14,15 +15,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
-from mmspeed.config.places import base_name, is_url
+from braceexpand import braceexpand
+
+from mmspeed.config.places import absent_hint, base_name, is_url
 from mmspeed.config.schema import DataConfig, SourceConfig
+from mmspeed.data.cache.stores import attempt, open_store, protocol_of
 from mmspeed.errors import UserError, first_names
 from mmspeed.log import get_logger
 from mmspeed.media.rejections import Reason, Rejected, Rejection
 from mmspeed.media.source import Kind, Source, Split, content_id
 from mmspeed.preprocess.sources.captions import CaptionAffixes, is_missing, strings
 from mmspeed.preprocess.sources.fetched import MediaStore
-from mmspeed.preprocess.sources.folders import no_file, read_folder
+from mmspeed.preprocess.sources.folders import no_file, read_folder, walk
 from mmspeed.preprocess.sources.listing import (
     IMAGE_ENDINGS,
     VIDEO_ENDINGS,
@@ -42,12 +46,10 @@ from mmspeed.preprocess.sources.manifest_search import (
     usual_names,
 )
 from mmspeed.preprocess.sources.manifests import READERS, Cell, Columns, column_names
-from mmspeed.preprocess.sources.patterns import expand
 from mmspeed.preprocess.sources.remote import RemoteFile
-from mmspeed.preprocess.sources.remote_listing import RemoteListing, row_place
+from mmspeed.preprocess.sources.remote_listing import RemoteListing, reachable, row_place
 from mmspeed.preprocess.sources.scores import SCORE_REASONS, ScoreLimits
 from mmspeed.preprocess.sources.tar_samples import read_tar
-from mmspeed.preprocess.sources.walk import walk
 from mmspeed.redaction import readable
 
 __all__ = ["Kind", "Source", "SourceListing", "Split", "content_id", "list_sources"]
@@ -331,3 +333,58 @@ _READ: Mapping[str, Callable[[SourceCollector, SourceConfig, str], None]] = {
     "webdataset": read_tar,
     **dict.fromkeys(READERS, _read_manifest),
 }
+
+
+MOST_NAMES = 1_000_000  # that braces may stand for
+
+
+def expand(place: str) -> list[str]:
+    """The files or the folder that a source names, in order. Raises UserError if one does not exist, or there are none."""
+    if not is_url(place) and os.path.exists(place):
+        return [place]
+    return [path for part in place.split("::") for name in _braces(part) for path in _wildcard(name)]
+
+
+def _braces(place: str) -> Sequence[str]:
+    """The names that braces stand for, as in a shell and in webdataset: `{000000..000099}`, `{a,b}`."""
+    if "{" not in place or (not is_url(place) and os.path.exists(place)):
+        return [place]
+    ranges = re.findall(r"\{(-?\d{1,18})\.\.(-?\d{1,18})", place)
+    if math.prod(abs(int(last) - int(first)) + 1 for first, last in ranges) > MOST_NAMES:  # the package makes them all
+        raise UserError(f"data.sources: {place} stands for more than {MOST_NAMES} names")
+    try:
+        names = list(braceexpand(place))
+    except ValueError:
+        raise UserError(f"data.sources: {place} has a brace without its partner") from None
+    absent = [name for name in names if not is_url(name) and "*" not in name and not os.path.exists(name)]
+    if absent:
+        raise UserError(
+            f"data.sources: {absent[0]} does not exist ({len(absent)} of the {len(names)} files of {place})"
+        )
+    return names
+
+
+def _wildcard(place: str) -> list[str]:
+    """The names that match; `*` is the only wildcard. Remote addresses without one are taken as they are."""
+    if not is_url(place):
+        if os.path.exists(place):
+            return [place]
+        pattern = "*".join(glob.escape(part) for part in place.split("*"))
+        paths = sorted(glob.glob(pattern)) if "*" in place else []
+        if not paths:
+            raise UserError(f"data.sources: {place} {absent_hint(place)}")
+        return paths
+    if "*" not in place:
+        return [place]
+    if protocol_of(place) in ("http", "https"):
+        raise UserError(
+            f"data.sources: {place}: folders cannot be listed over http, so * finds nothing; write {{0000..0099}}"
+        )
+    filesystem, path = open_store(place)
+    with reachable(place):
+        filesystem.invalidate_cache()
+        escaped = "".join(f"[{letter}]" if letter in "[?" else letter for letter in path)
+        matches = sorted(attempt(lambda: filesystem.glob(escaped)))
+    if not matches:
+        raise UserError(f"data.sources: {place} matches no file")
+    return [filesystem.unstrip_protocol(name) for name in matches]

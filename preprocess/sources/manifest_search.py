@@ -9,9 +9,9 @@ from contextlib import suppress
 from mmspeed.config.places import base_name
 from mmspeed.config.schema import DataConfig, SourceConfig
 from mmspeed.errors import UserError
+from mmspeed.preprocess.sources.folders import walk
 from mmspeed.preprocess.sources.listing import CAPTION_ENDINGS, ending, is_media
 from mmspeed.preprocess.sources.manifests import CAPTION_LISTS, MEDIA_LISTS, READERS, head_columns
-from mmspeed.preprocess.sources.walk import walk
 
 FORMAT_OF_ENDING = {
     ".jsonl": "jsonl",
@@ -47,7 +47,8 @@ def manifest_in(data: DataConfig, config: SourceConfig, folder: str) -> str | No
         names = os.listdir(folder)
     places = [os.path.join(folder, name) for name in like_manifests(names)]
     found = [place for place in places if os.path.isfile(place) and _lists_media(data, config, place)]
-    return found[0] if len(found) == 1 and not _captioned_below(folder) else None
+    captions_beside = len(found) == 1 and any(captioned(below.files) for below in walk(folder, lambda error: None))
+    return found[0] if len(found) == 1 and not captions_beside else None
 
 
 def usual_names(config: SourceConfig) -> list[str]:
@@ -76,10 +77,6 @@ def captioned(names: Iterable[str]) -> bool:
         if is_media(name) or ending(name) in CAPTION_ENDINGS:
             stems[is_media(name)].add(os.path.splitext(name)[0])
     return not stems[True].isdisjoint(stems[False])
-
-
-def _captioned_below(root: str) -> bool:
-    return any(captioned(folder.files) for folder in walk(root, lambda error: None))
 
 
 def _lists_media(data: DataConfig, config: SourceConfig, path: str) -> bool:

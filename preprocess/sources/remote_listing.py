@@ -22,7 +22,7 @@ from mmspeed.media.rejections import Reason, Rejected
 from mmspeed.media.source import REMOTE_BYTES, RemoteFile
 from mmspeed.preprocess.sources.captions import MAX_CAPTION_BYTES
 from mmspeed.preprocess.sources.fetched import MediaStore
-from mmspeed.preprocess.sources.groups import collect_group
+from mmspeed.preprocess.sources.folders import collect_group
 from mmspeed.preprocess.sources.listing import CAPTION_ENDINGS, SourceCollector, ending, is_media
 from mmspeed.preprocess.sources.tar_samples import collect_tar, head_bytes
 from mmspeed.preprocess.sources.tars import UNKNOWN, Headers, TarMember, scan

@@ -7,6 +7,7 @@ them. A block whose key is in the cache is not encoded again: a build that was k
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ from mmspeed.data.cache.document_blocks import (
     write_text_info,
 )
 from mmspeed.data.cache.keys import entry_key
-from mmspeed.data.cache.made_from import MadeFrom, SourceChanges, read_made_from
+from mmspeed.data.cache.made_from import ListedSource, MadeFrom, SourceChanges, read_made_from
 from mmspeed.data.cache.payloads import tensors_of
 from mmspeed.data.cache.tables import read_info, write_rejects
 from mmspeed.data.cache.text_cache import BlockStore
@@ -47,8 +48,7 @@ from mmspeed.errors import UserError
 from mmspeed.log import format_seconds, progress
 from mmspeed.preprocess.build.coordination import locked
 from mmspeed.preprocess.texts.encode import Encoder, Rule, Worker, content_of
-from mmspeed.preprocess.texts.made_from import texts_now
-from mmspeed.preprocess.texts.sources import TextRow, rows_of
+from mmspeed.preprocess.texts.sources import TextRow, files_of, rows_of
 from mmspeed.preprocess.texts.tokenizers import make_tokenizer
 
 _LEAST, _MOST, _ROWS = 1 << 20, 1 << 22, 65_536  # bytes and rows of a block
@@ -332,3 +332,17 @@ def _content(row: TextRow) -> str:
         return content_of(row.value)
     except (TypeError, ValueError, RecursionError):
         return ""
+
+
+def texts_now(texts: TextsConfig) -> MadeFrom:
+    """The record of the sources' files as they are now; none is opened. Raises UserError for a source without files."""
+    return MadeFrom.of(_files(texts))
+
+
+def _files(texts: TextsConfig) -> Iterator[ListedSource]:
+    for source, name in zip(texts.sources, texts.source_names, strict=True):
+        for file in files_of(source):
+            state = os.stat(file)
+            place = os.path.relpath(file, os.path.dirname(os.path.expanduser(source.path).rstrip("/")))
+            shown = place.encode("utf-8", "backslashreplace").decode()
+            yield ListedSource(f"{name}: {shown}", state.st_size, state.st_mtime_ns)

@@ -27,10 +27,8 @@ from mmspeed.guards import template_limit
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PRIVATE = re.compile("[\U00100000-\U0010ffff]")
-_NAMES, _HIDDEN = (
-    0x100000,
-    0x10F000,
-)  # private characters that stand for special tokens, and for the first ones of spelled tokens
+# private characters that stand for special tokens, and for the first ones of spelled tokens
+_NAMES, _HIDDEN = 0x100000, 0x10F000
 Spans: TypeAlias = list[tuple[int, int]]  # of characters
 
 
@@ -235,10 +233,8 @@ class ChatTemplate:
             raise ChatError("it spells a special token that the tokenizer's vocabulary has as words, too")
         first, behind = np.array(row.offsets, np.int64).reshape(-1, 2).T
         marks = np.zeros(len(first), bool)
-        for (
-            begin,
-            end,
-        ) in spans:  # a token over an edge is the assistant's by the template's own marks, as in transformers
+        for begin, end in spans:
+            # a token over an edge is the assistant's by the template's own marks, as in transformers
             inside = (first < end) & (behind > begin) if self.marked else (first >= begin) & (behind <= end)
             marks |= inside & (behind > first)
         return [self._ids.get(number, number) for number in row.ids], marks

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pyarrow as pa
 from mmspeed.media.rejections import death_in_words
 
 
-class ParquetDocuments:
+class ParquetDocuments(AbstractContextManager["ParquetDocuments"]):
     """The documents of a column, or of several. Use as a context manager: leaving it ends the process.
 
     `choices`: columns that a table must have and all that are read, of which the first that it has are taken. `names`: of all columns;
@@ -35,9 +36,6 @@ class ParquetDocuments:
         self.columns: list[str] = head.get("columns", [])
         self.text: bool = head.get("text", False)
         self.problem: str = head.get("problem", "")
-
-    def __enter__(self) -> ParquetDocuments:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._child.kill()

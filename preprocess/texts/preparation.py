@@ -62,14 +62,6 @@ class TextCheck:
                 lines.append(f"  rejected, {reason}: {count:,}, such as {self.examples[name, reason]}")
         return [*lines, *self.problems]
 
-    def print(self, console: Any = None) -> None:
-        """Print the lines."""
-        for line in self.lines():
-            if console is None:
-                print(line)
-            else:
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
-
 
 class TextPreparation:
     """Preparation of texts, chats and token ids, by a config with the sections `texts` and `tokenizer`."""
@@ -163,7 +155,7 @@ class TextPreparation:
 
     def sources_now(self) -> MadeFrom:
         """The record of the files of texts as they are now. Raises UserError for a source without files."""
-        from mmspeed.preprocess.texts.made_from import texts_now
+        from mmspeed.preprocess.texts.cache_builder import texts_now
 
         return texts_now(self._texts)
 

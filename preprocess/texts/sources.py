@@ -27,9 +27,8 @@ from mmspeed.config.places import is_url
 from mmspeed.config.texts import TextsConfig, TextSourceConfig
 from mmspeed.errors import UserError
 from mmspeed.media.rejections import in_words
-from mmspeed.preprocess.sources.folders import no_file
+from mmspeed.preprocess.sources.folders import no_file, walk
 from mmspeed.preprocess.sources.listing import unknown_ending
-from mmspeed.preprocess.sources.walk import walk
 from mmspeed.preprocess.texts.columns import ColumnChoice, Columns
 from mmspeed.preprocess.texts.parquet_texts import ParquetDocuments
 

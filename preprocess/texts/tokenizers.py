@@ -96,10 +96,7 @@ def _trained(sample: list[str], size: int) -> dict[str, bytes]:
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=size, special_tokens=[END], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     core.train_from_iterator(sample, trainer)
     return {MAIN: core.to_str(pretty=True).encode(), **plain_config()}

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-from mmspeed.data.cache.files import TEMP_SUFFIX, TempFile, disk_errors, exclusive, held, try_lock
+from mmspeed.data.cache.files import TEMP_SUFFIX, TempFile, disk_errors, exclusive, held, same_file, try_lock
 
 _LOCK = ".store.lock"
 _SHARE = 256  # part of the limit that a process may add before the folder is measured again
 
 
-class Pin:
+class Pin(AbstractContextManager["Pin"]):
     """A file of the folder that is not deleted until `close`."""
 
     def __init__(self, path: Path, fd: int) -> None:
@@ -29,9 +29,6 @@ class Pin:
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
-
-    def __enter__(self) -> Pin:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -56,11 +53,7 @@ class BoundedFolder:
             return None
         with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_SH)
-        try:
-            same = os.path.samestat(os.stat(path), os.fstat(fd))
-        except FileNotFoundError:  # deleted before it was locked
-            same = False
-        if not same:
+        if not same_file(path, fd):  # deleted before it was locked
             os.close(fd)
             return None
         with suppress(OSError):

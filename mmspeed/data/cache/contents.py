@@ -1,4 +1,4 @@
-"""The whole-file hashes that a cache remembers of large sources: lines of `contents/*.jsonl`, a file of each process."""
+"""What a cache remembers of its sources, in lines of JSON, a file of each process: whole-file hashes of large ones and scene cuts."""
 
 from __future__ import annotations
 
@@ -62,3 +62,31 @@ def append_checked(path: Path, tree: dict[str, Any]) -> None:
         file.write(f"{json.dumps([digest(text.encode()), text])}\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+SCENES = "scenes"
+
+
+@dataclass(frozen=True)
+class SceneLine:
+    """The cuts of one content, as first frames of scenes by their index, found by `detector` with `threshold`."""
+
+    content: str
+    detector: str
+    threshold: float
+    version: int
+    cuts: tuple[int, ...]
+
+
+def read_scenes(root: Path) -> Iterator[SceneLine]:
+    """Yield the lines of a cache; a line cut off by a kill counts as absent. Raises OSError."""
+    for tree in checked_trees(root / SCENES):
+        try:
+            yield SceneLine(**{**tree, "cuts": tuple(tree["cuts"])})
+        except (KeyError, TypeError):
+            continue
+
+
+def append_scenes(root: Path, name: str, line: SceneLine) -> None:
+    """Append a line to `scenes/<name>.jsonl`, durably. Raises OSError."""
+    append_checked(root / SCENES / f"{name}.jsonl", asdict(line))

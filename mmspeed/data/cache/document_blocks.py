@@ -176,12 +176,7 @@ def longest_turn(tensors: Mapping[str, Tensor]) -> int:
     return int((ends - begins + 1).max(initial=0))
 
 
-def add_block(
-    writer: CacheWriter,
-    documents: Sequence[Document],
-    vocabulary: int,
-    recipe: Mapping[str, Any],
-) -> str:
+def add_block(writer: CacheWriter, documents: Sequence[Document], vocabulary: int, recipe: Mapping[str, Any]) -> str:
     """Add a block of documents to a cache and return its key; nothing is written if it is there already.
 
     Its index names no source: a shard that was sealed and not yet indexed when its writer was killed then gets the same index.

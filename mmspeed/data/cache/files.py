@@ -52,7 +52,7 @@ class TempFile:
         folder.mkdir(parents=True, exist_ok=True)
         while True:
             self.path, self._fd, self._mode = _new_private(folder, mode)
-            if try_lock(self._fd) and _same_file(self.path, self._fd):
+            if try_lock(self._fd) and same_file(self.path, self._fd):
                 break
             os.close(self._fd)  # a repair elsewhere found the file before it was locked, and treated it as abandoned
             self.path.unlink(missing_ok=True)
@@ -90,7 +90,7 @@ class TempFile:
     def link(self, target: Path) -> bool:
         """Make the contents durable and link them as `target` unless that exists; return True if it was free.
 
-        The temporary name remains beside it, for readers that use it, until `drop_name`.
+        The temporary name remains beside it, for readers that use it, until its owner removes that.
         Raises UserError if the file system has no hard links.
         """
         os.fsync(self._fd)
@@ -111,10 +111,6 @@ class TempFile:
     def sync(self) -> None:
         """Make everything written so far durable, and so visible to other machines that open the file."""
         os.fsync(self._fd)
-
-    def drop_name(self) -> None:
-        """Remove the temporary name; the contents remain under the name that `link` gave."""
-        self.path.unlink(missing_ok=True)
 
     def share(self) -> None:
         """Turn the lock into a shared one."""
@@ -223,7 +219,8 @@ class ReaderLock:
         self.close()
 
 
-def _same_file(path: Path, fd: int) -> bool:
+def same_file(path: Path, fd: int) -> bool:
+    """True if a name is that of an open file."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(fd))
     except FileNotFoundError:
@@ -240,6 +237,19 @@ def held(path: Path) -> bool:
         return not try_lock(fd)
     finally:
         os.close(fd)
+
+
+def remove_abandoned(root: Path) -> tuple[list[str], int]:
+    """Delete the temporary files of writers that are gone; returns their names, and the number of those that writers hold."""
+    removed, live = list[str](), 0
+    for path in sorted(root.rglob(f".*{TEMP_SUFFIX}")):
+        with abandoned(path) as free:
+            if free:
+                path.unlink(missing_ok=True)
+                removed.append(path.relative_to(root).as_posix())
+            else:
+                live += path.exists()
+    return removed, live
 
 
 @contextmanager

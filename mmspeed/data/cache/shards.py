@@ -12,7 +12,7 @@ import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from mmspeed.errors import UserError
 
@@ -90,7 +90,7 @@ class ShardWriter:
 
     def release(self) -> None:
         """Release the lock of the sealed shard, once its index is written, and remove its temporary name."""
-        self._temp.drop_name()
+        self._temp.path.unlink(missing_ok=True)
         self._temp.release()
 
     def discard(self) -> None:
@@ -100,15 +100,10 @@ class ShardWriter:
 
 def shard_sha256(path: Path) -> str:
     """Hexadecimal SHA-256 of a file, read in pieces."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
-
-
-def _digest(file: BinaryIO) -> str:
-    """Replacement for `hashlib.file_digest` on Python 3.10."""
     result = hashlib.sha256()
-    while block := file.read(1 << 20):
-        result.update(block)
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            result.update(block)
     return result.hexdigest()
 
 

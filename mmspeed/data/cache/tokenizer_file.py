@@ -132,9 +132,8 @@ class SpecialTokens:
         self.ids = ids
         words = sorted(filter(None, ids), key=len, reverse=True)  # the longest one is taken, as tokenizers do
         self.pattern = re.compile("|".join(map(re.escape, words)) or "(?!)")
-        self._folded: list[
-            tuple[str, str]
-        ] = []  # tokens that are looked for in normalized texts: as they are, and normalized
+        # tokens that are looked for in normalized texts: as they are, and normalized
+        self._folded: list[tuple[str, str]] = []
         self._normal: Callable[[str], str] = str
 
     def fold(self, core: Tokenizer) -> None:

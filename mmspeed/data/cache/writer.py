@@ -7,7 +7,7 @@ cleans up after it when it starts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +23,7 @@ from mmspeed.log import get_logger
 from mmspeed.protocols import TextEntry
 from mmspeed.shapes import Bucket
 
-from .files import TEMP_SUFFIX, ReaderLock, abandoned, disk_errors
+from .files import ReaderLock, abandoned, disk_errors, remove_abandoned
 from .keys import KeySet, canonical_json, digest, is_key
 from .payloads import not_finite
 from .shards import ShardWriter, read_shard, shard_sha256
@@ -48,9 +48,8 @@ class RepairReport:
 
     stale: list[str] = field(default_factory=list)  # temporary files of writers that are gone: deleted
     reindexed: list[str] = field(default_factory=list)  # sealed shards that had no index: read and listed
-    orphans: list[str] = field(
-        default_factory=list
-    )  # index files whose shard is missing: deleted, to encode the entries again
+    # index files whose shard is missing: deleted, to encode the entries again
+    orphans: list[str] = field(default_factory=list)
     live: int = 0  # files that other writers hold at present: left alone
 
     @property
@@ -62,14 +61,8 @@ class RepairReport:
 def repair(root: Path | str) -> RepairReport:
     """Clean up after killed writers of a cache. Safe at any time, also beside living writers."""
     root = Path(root)
-    report = RepairReport()
-    for path in sorted(root.rglob(f".*{TEMP_SUFFIX}")):
-        with abandoned(path) as free:
-            if free:
-                path.unlink(missing_ok=True)
-                report.stale.append(str(path.relative_to(root)))
-            else:
-                report.live += path.exists()
+    stale, live = remove_abandoned(root)
+    report = RepairReport(stale, live=live)
     for path in index_files(root):
         if not (root / shard_of_index(path)).exists():
             path.unlink(missing_ok=True)
@@ -136,7 +129,7 @@ class _OpenShard:
     by_key: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
 
 
-class CacheWriter:
+class CacheWriter(AbstractContextManager["CacheWriter"]):
     """Add entries to a cache; a context manager. The entries are durable once `close` or the `with` block has returned.
 
     Args:
@@ -309,9 +302,6 @@ class CacheWriter:
             shard.writer.discard()
             for section, key in shard.by_key:
                 self._known[section].discard(key)
-
-    def __enter__(self) -> CacheWriter:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import torch.distributed as dist
@@ -34,9 +35,8 @@ class EncodedEntries:
     entries: list[Entry] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)  # keys of samples
     rejections: list[tuple[str, str, str]] = field(default_factory=list)  # (source, reason, detail) of the lost samples
-    lost_texts: dict[str, str] = field(
-        default_factory=dict
-    )  # captions that cannot be encoded: the detail of each, by key
+    # captions that cannot be encoded: the detail of each, by key
+    lost_texts: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,8 @@ class FirstEpoch:
                 line.advance()
         self.maker.close()
         comm.barrier(self.group)  # every shard is sealed and indexed
-        comm.first_does(self._conclude, self.rank, self.group)
+        conclude = partial(self.maker.conclude, sorted(self.lost), self.rejections, self.lost_texts)
+        comm.first_does(conclude, self.rank, self.group)
         self.cache.complete()
         self.active = False
         before, after = self.freed = self.maker.free()
@@ -211,9 +212,6 @@ class FirstEpoch:
             f"the cache is complete: {self.encoded} entries were encoded in the first epoch, {len(self.lost)} samples are lost; "
             f"encoders freed: {format_bytes(before)} in use before, {format_bytes(after)} after"
         )
-
-    def _conclude(self) -> None:
-        self.maker.conclude(sorted(self.lost), self.rejections, self.lost_texts)
 
     def close(self) -> None:
         """Store the encoded entries; the next run continues from them."""
@@ -228,7 +226,8 @@ class FirstEpoch:
             missing = [
                 key for key in sample.text_keys if key not in self.lost_texts and not self.cache.has("texts", key)
             ]
-            if self._lacks_latent(sample) or (missing and self.maker.texts_with_sources):
+            lacks_latent = any(not self.cache.has("latents", key) for key in sample.keys("latents"))
+            if lacks_latent or (missing and self.maker.texts_with_sources):
                 sources.used(sample.source, step, ranks)
             for key in () if self.maker.texts_with_sources else missing:
                 texts.used(key, step, ranks)
@@ -255,9 +254,6 @@ class FirstEpoch:
                 if draw.sample.key not in seen_keys and draw.sample.key not in self.lost:
                     yield step, ranks, draw.sample
                 seen_keys.add(draw.sample.key)
-
-    def _lacks_latent(self, sample: Sample) -> bool:
-        return any(not self.cache.has("latents", key) for key in sample.keys("latents"))
 
     def _share(self, task: EncodeJob) -> None:
         """Encode a task and report it to all ranks; a UserError of one rank is raised on all."""

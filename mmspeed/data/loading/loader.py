@@ -133,9 +133,8 @@ class Loader:
         self.rank, self.world = rank, world
         self.prefetch = prefetch
         self.workers, self.device = workers, device
-        self.first_epoch: FirstEpoch | None = (
-            None  # set before `steps`, it encodes the missing entries of an incomplete cache
-        )
+        # set before `steps`, it encodes the missing entries of an incomplete cache
+        self.first_epoch: FirstEpoch | None = None
         self.waited_seconds = 0.0  # time the consumer waited for data, over all steps so far
 
     def steps(self, start: int, stop: int) -> Generator[StepData, None, None]:

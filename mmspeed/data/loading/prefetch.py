@@ -36,11 +36,8 @@ Item = TypeVar("Item")
 Job = TypeVar("Job")
 Tag = TypeVar("Tag")
 
-STOPS = {
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGUSR1,
-}  # signals that ask a training process to save and stop; its workers must survive them
+# signals that ask a training process to save and stop; its workers must survive them
+STOPS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
 
 
 def read_ahead(source: Iterator[Item], depth: int) -> Generator[Item, None, None]:

@@ -20,7 +20,7 @@ from webdataset.utils import pytorch_worker_info
 
 from mmspeed.data.cache.index_reader import SampleTable
 from mmspeed.data.cache.reader import DatasetCache
-from mmspeed.data.cache.tables import Entry, Sample
+from mmspeed.data.cache.tables import Sample
 from mmspeed.data.sampling.sampler import SampleUse
 from mmspeed.rng import permutation
 from mmspeed.shapes import Bucket
@@ -132,12 +132,7 @@ class BatchReading:
         self._samples = samples = self._samples or cache.split(self.split)
         uses = [SampleUse(samples[place], epoch, 0) for place in places]
         batch = assemble(
-            cache,
-            [(use, 1.0) for use in uses],
-            settings.seed,
-            settings.caption_dropout,
-            noise=settings.noise,
-            fps=True,
+            cache, [(use, 1.0) for use in uses], settings.seed, settings.caption_dropout, noise=settings.noise, fps=True
         )
         tensors = dict(batch.tensors)
         facts = [_facts(cache, use, settings) for use in uses]
@@ -158,16 +153,12 @@ def _facts(cache: DatasetCache, use: SampleUse[Sample], settings: ReadSettings) 
     text_key = choose_text(sample, settings.seed, use.name, settings.caption_dropout)
     text = cache.entry(cache.null_key, "null") if text_key is None else cache.entry(text_key, "texts")
     return {
-        "caption": _caption(text),
+        "caption": str(json.loads(text.meta).get("caption", "")),
         "source": sample.source,
         "dataset": sample.dataset,
         "bucket": (sample.bucket.frames, sample.bucket.height, sample.bucket.width),
         "frames": latent.frames,
     }
-
-
-def _caption(text: Entry) -> str:
-    return str(json.loads(text.meta).get("caption", ""))
 
 
 class CachePipeline(webdataset.DataPipeline, webdataset.FluidInterface):

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mmspeed.data.cache.codec_file import codec_facts, own_codec
-from mmspeed.data.cache.contents import append_content, read_contents
+from mmspeed.data.cache.contents import append_content, append_scenes, read_contents, read_scenes
 from mmspeed.data.cache.files import write_whole
 from mmspeed.data.cache.keys import number_duplicates
 from mmspeed.data.cache.made_from import DIGEST
-from mmspeed.data.cache.scenes import append_scenes, read_scenes
 from mmspeed.data.cache.shards import shard_sha256
 from mmspeed.data.cache.splits import copies_of_held_out, hold_out_copies
 from mmspeed.data.cache.tables import (
@@ -210,10 +209,7 @@ def _check_contents(parts: Sequence[_Contents]) -> None:
 
 
 def _bring_lines(
-    into: Path,
-    caches: Sequence[_Contents],
-    read: Callable[[Path], Iterator[L]],
-    append: Callable[[Path, str, L], None],
+    into: Path, caches: Sequence[_Contents], read: Callable[[Path], Iterator[L]], append: Callable[[Path, str, L], None]
 ) -> None:
     """Add the lines, of whole-file hashes or of scene cuts, that the caches remember and `into` lacks."""
     known = set(read(into))

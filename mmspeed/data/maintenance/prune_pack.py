@@ -69,17 +69,6 @@ def care_lock(root: Path) -> Iterator[None]:
             os.close(lock)
 
 
-def remove_leftovers(root: Path) -> list[str]:
-    """Delete the temporary files of writers that are gone; return their names."""
-    removed = []
-    for path in sorted(root.rglob(f".*{TEMP_SUFFIX}")):
-        with abandoned(path) as free:
-            if free:
-                path.unlink(missing_ok=True)
-                removed.append(path.relative_to(root).as_posix())
-    return removed
-
-
 def forget_compiled(root: Path) -> None:
     """Delete the index that is derived from the Parquet files; the next reader compiles it again.
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mmspeed.data.cache.document_blocks import DOCUMENTS_NAME
+from mmspeed.data.cache.files import remove_abandoned
 from mmspeed.data.cache.shards import shard_sha256
 from mmspeed.data.cache.tables import SECTIONS, Entry, index_files, shard_of_index, write_index
 from mmspeed.log import progress
 
-from .prune_pack import blocks_of, care_lock, drop_shard, forget_compiled, publish, remove_leftovers
+from .prune_pack import blocks_of, care_lock, drop_shard, forget_compiled, publish
 from .stored_entries import BROKEN, DamagedError, read_block, read_sound, salvage, trusted_rows
 from .verify import NULL, PARTS, SAMPLES, Findings, verify
 
@@ -43,7 +44,7 @@ def mend(root: Path | str) -> MendReport:
     findings = verify(root)  # before the lock: it reports a missing cache
     with care_lock(root):
         report = MendReport(findings)
-        report.done += [f"removed {name}, left by a killed writer" for name in remove_leftovers(root)]
+        report.done += [f"removed {name}, left by a killed writer" for name in remove_abandoned(root)[0]]
         bad = sorted({shard for damage in findings.damage if (shard := _shard_of(root, damage.path)) is not None})
         stored = _keys_of_others(root, set(bad))
         for shard in progress(bad, "repair", unit="shard") if bad else ():

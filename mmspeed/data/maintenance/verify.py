@@ -17,13 +17,12 @@ from typing import Any
 import pyarrow as pa
 
 from mmspeed.data.cache.codec_file import codec_problems
-from mmspeed.data.cache.contents import CONTENTS
+from mmspeed.data.cache.contents import CONTENTS, SCENES
 from mmspeed.data.cache.document_blocks import DOCUMENTS_NAME
 from mmspeed.data.cache.files import TEMP_SUFFIX, held
 from mmspeed.data.cache.index import ENTRIES_NAME, ENTRIES_SCHEMA, SAMPLES_NAME, SAMPLES_SCHEMA, fits
 from mmspeed.data.cache.made_from import SOURCES_TABLE, sources_schema
 from mmspeed.data.cache.payloads import pread
-from mmspeed.data.cache.scenes import SCENES
 from mmspeed.data.cache.seals import is_sealed, sealed_file
 from mmspeed.data.cache.shards import shard_sha256
 from mmspeed.data.cache.tables import (

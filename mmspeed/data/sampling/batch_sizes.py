@@ -61,9 +61,7 @@ class Measured:
     rows: tuple[Measurement, ...]
     limit_bytes: int  # of device memory, that no batch may exceed
     setting: Mapping[str, Any] = field(default_factory=dict)
-    too_large: Mapping[ShapeClass, int] = field(
-        default_factory=dict
-    )  # the smallest batch that ran out of memory, if any
+    too_large: Mapping[ShapeClass, int] = field(default_factory=dict)  # the smallest batch that ran out of memory
 
     def cost(self, bucket: ShapeClass) -> Cost:
         """Seconds of n samples: a line through the measured points (least relative errors); through zero if there is only one.

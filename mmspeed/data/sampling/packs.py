@@ -200,7 +200,7 @@ def _best_fit(histogram: Array) -> tuple[Array, Array]:
         while index >= 0:
             size = present[index]
             if size > room:
-                index = _last_below(present, room)
+                index = bisect_right(present, room) - 1  # of the greatest one of at most `room`
                 continue
             some = min(room // size, int(left[size]))
             members[size] = some
@@ -214,11 +214,6 @@ def _best_fit(histogram: Array) -> tuple[Array, Array]:
             left[size] -= repeats * some
         present = [size for size in present if left[size]]
     return np.concatenate(places), np.concatenate(sizes)
-
-
-def _last_below(present: list[int], room: int) -> int:
-    """The place of the greatest size of at most `room`; -1 where there is none."""
-    return bisect_right(present, room) - 1
 
 
 def _ordered(length: int, counts: Array, rows: TokenRanges, order: Array, cut: int) -> Packs:

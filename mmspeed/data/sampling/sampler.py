@@ -100,19 +100,13 @@ class BatchSampler(Order, Generic[S]):
         samples: the training split; their order does not matter.
         batching: sizes and costs of a step's batches; a number: samples of a step, for any bucket.
         seed: seed of the order.
-        repeats: uses of each sample in an epoch.
-        stages: parts of training, in place of `repeats`; none: a single one of all buckets.
+        stages: parts of training; none: a single one of all buckets.
 
     Raises UserError if there are no samples, or none for a stage.
     """
 
     def __init__(
-        self,
-        samples: Sequence[S],
-        batching: Batching | int,
-        seed: int,
-        repeats: int = 1,
-        stages: Sequence[TrainingStage] = (),
+        self, samples: Sequence[S], batching: Batching | int, seed: int, stages: Sequence[TrainingStage] = ()
     ) -> None:
         if not samples:
             raise UserError(
@@ -123,12 +117,7 @@ class BatchSampler(Order, Generic[S]):
         self.samples: Sequence[S] = samples if mapped else _in_order(samples)
         # Indices into `samples`, not objects: there may be many millions.
         groups = self.samples.by_group() if isinstance(self.samples, SampleTable) else _grouped(self.samples)
-        super().__init__(
-            groups,
-            Batching(batching) if isinstance(batching, int) else batching,
-            seed,
-            stages or [TrainingStage(repeats=repeats)],
-        )
+        super().__init__(groups, Batching(batching) if isinstance(batching, int) else batching, seed, stages)
         self._left_out: list[tuple[int, str, int, int]] = []  # epoch, bucket, first use, the use after the last
         self._uses = functools.lru_cache(maxsize=2)(self._make_uses)  # reading ahead may be an epoch beyond training
 

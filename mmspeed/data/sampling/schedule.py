@@ -42,9 +42,8 @@ class BucketSupply:
 class EpochPartition:
     """An epoch divided into steps, before they are shuffled: it uses no random number, so every epoch has the same number of steps."""
 
-    classes: tuple[
-        tuple[tuple[int, int, int], ...], ...
-    ]  # of (bucket, slots, samples a slot); a step draws its slots from one
+    # of (bucket, slots, samples a slot); a step draws its slots from one
+    classes: tuple[tuple[tuple[int, int, int], ...], ...]
     slots: tuple[int, ...]  # of a step of each class
     tail: tuple[dict[int, int], ...]  # samples of each bucket in each step of the tail
 

@@ -45,8 +45,8 @@ class ToyReport:
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = problems
 
-    def print(self, console: Any = None) -> None:
-        print("toy check")
+    def lines(self) -> list[str]:
+        return ["toy check"]
 
 
 class ToyPreparation:

@@ -14,6 +14,7 @@ from mmspeed import rng
 from mmspeed.data import Batching, BatchSampler, DatasetCache, Loader
 from mmspeed.data.cache.tables import read_samples, write_samples
 from mmspeed.data.loading.collate import VideoCollate, assemble, choose_text, draw_noise, draw_quantiles
+from mmspeed.data.sampling.order import TrainingStage
 from mmspeed.errors import UserError
 from mmspeed.protocols import Batch
 from tests.support.loading import IMAGE, VIDEO, WIDTH, assert_same, by_name, draw_of, embeds_of, make_cache, mean_of
@@ -100,12 +101,12 @@ def test_noise_and_time_come_with_the_batch_where_they_are_wanted(tmp_path: Path
 
 def test_world_size_micro_batches_and_prefetch_change_no_sample(tmp_path: Path) -> None:
     cache = make_cache(tmp_path)
-    sampler = BatchSampler(cache.samples, 4, seed=1, repeats=2)
+    sampler = BatchSampler(cache.samples, 4, seed=1, stages=[TrainingStage(repeats=2)])
     steps = 2 * sampler.steps_per_epoch
 
     def run(world: int, micro: int | None, prefetch: int) -> list[list[Batch]]:
         """All ranks' micro-batches of each step."""
-        sampler = BatchSampler(cache.samples, Batching(4, most=micro), seed=1, repeats=2)
+        sampler = BatchSampler(cache.samples, Batching(4, most=micro), seed=1, stages=[TrainingStage(repeats=2)])
         ranks = [
             [
                 list(step.batches)

@@ -48,7 +48,7 @@ def test_resume_anywhere_with_any_batching(
     step, state = 0, None
     met: dict[int, Counter[tuple[str, int, int]]] = {}
     for batching, steps in zip(chain, stops, strict=False):
-        sampler = BatchSampler(samples, batching, seed=5, repeats=repeats)
+        sampler = BatchSampler(samples, batching, seed=5, stages=[TrainingStage(repeats=repeats)])
         if state is not None:
             sampler.resume(json.loads(json.dumps(state)))
         for _ in range(steps):
@@ -162,7 +162,7 @@ def test_what_changes_elsewhere_in_the_curriculum_leaves_the_epoch_whole() -> No
 
 def test_repeats_that_no_memory_holds_are_refused() -> None:
     with pytest.raises(UserError, match="lower the repeats"):
-        BatchSampler(make_samples(10), 4, seed=0, repeats=10**9)
+        BatchSampler(make_samples(10), 4, seed=0, stages=[TrainingStage(repeats=10**9)])
 
 
 def test_shares_of_data_sets_hold_in_every_epoch_and_stage() -> None:

@@ -69,7 +69,7 @@ def test_each_use_exactly_once_an_epoch(
     sizes: list[int], batching: Batching, repeats: int, epoch: int, seed: int
 ) -> None:
     samples = make_samples(*sizes)
-    sampler = BatchSampler(samples, batching, seed, repeats)
+    sampler = BatchSampler(samples, batching, seed, [TrainingStage(repeats=repeats)])
     steps = epoch_draws(sampler, epoch)
     assert all(steps), "a step without a sample"
     used = Counter(draw.name for step in steps for draw in step)
@@ -215,7 +215,7 @@ def test_steps_of_buckets_are_mixed(mix: str) -> None:
 
 
 def test_repeats_are_shuffled_among_samples() -> None:
-    sampler = BatchSampler(make_samples(50), 10, seed=0, repeats=4)
+    sampler = BatchSampler(make_samples(50), 10, seed=0, stages=[TrainingStage(repeats=4)])
     first_half = [draw.sample.key for step in epoch_draws(sampler, 0)[:10] for draw in step]
     assert max(Counter(first_half).values()) >= 3 and {draw.repeat for draw in sampler.draws(0)} != {0}
 
@@ -228,7 +228,7 @@ def test_fingerprints_tell_data_from_batching() -> None:
     assert len({base.fingerprint, *(other.fingerprint for other in other_samples)}) == 3
     other_uses = [
         *other_samples,
-        BatchSampler(samples, 2, seed=0, repeats=2),
+        BatchSampler(samples, 2, seed=0, stages=[TrainingStage(repeats=2)]),
         BatchSampler(
             samples, 2, seed=0, stages=[TrainingStage(4, takes=lambda bucket: bucket.is_image), TrainingStage()]
         ),

@@ -53,7 +53,7 @@ def test_all_count_alike_by_any_batching_and_after_any_resume(
     planned: dict[int, int] = {}  # by epoch
     total = repeats * sum(tokens(sample.bucket) if weighting == "token" else 1.0 for sample in samples)
     for batching, steps in zip(chain, stops, strict=False):
-        sampler = BatchSampler(samples, batching, seed=5, repeats=repeats)
+        sampler = BatchSampler(samples, batching, seed=5, stages=[TrainingStage(repeats=repeats)])
         if state is not None:
             sampler.resume(json.loads(json.dumps(state)))
         for _ in range(steps):

@@ -22,8 +22,7 @@ from mmspeed.pipelines.check.official_calls import compared
 from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.preprocess import CacheBuilder
 from mmspeed.preprocess import check as check_data
-from mmspeed.preprocess.build.captions import captions_by_key
-from mmspeed.preprocess.build.pictures import clip_pictures
+from mmspeed.preprocess.build.excerpts import captions_by_key, clip_pictures
 from mmspeed.preprocess.report.starting import target_of
 from mmspeed.shapes import as_bucket
 from tests.support.covers import slow_but

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mmspeed.config import Config, make_config
 from mmspeed.config.schema import DataConfig
-from mmspeed.data.cache.scenes import SceneLine, append_scenes, read_scenes
+from mmspeed.data.cache.contents import SceneLine, append_scenes, read_scenes
 from mmspeed.data.maintenance.verify import verify
 from mmspeed.errors import UserError
 from mmspeed.media.decode import Cut, stream

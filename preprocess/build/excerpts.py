@@ -1,11 +1,13 @@
-"""The frames that videos of a config's sources begin and end with, for those who compare what is made of them."""
+"""Captions and frames of a config's sources, for those who compare what is made of them."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from mmspeed.config import Config
+from mmspeed.device import Device
 from mmspeed.preprocess.decoding.pool import DecodePool, Frames
+from mmspeed.preprocess.encoding.encode import Encoders
 from mmspeed.preprocess.sources.discover import list_sources
 from mmspeed.shapes import Bucket
 
@@ -25,3 +27,13 @@ def clip_pictures(config: Config, bucket: Bucket, count: int) -> list[tuple[np.n
             if len(pictures) == count:
                 break
     return pictures
+
+
+def captions_by_key(config: Config) -> dict[str, str]:
+    """The captions of a config's sources, and the empty one, by the keys of their entries in its cache.
+
+    Reads lists of media and captions, and no media. Raises UserError for sources or a text encoder that cannot be found.
+    """
+    encoders = Encoders(config, Device("cpu", 0))
+    words = dict.fromkeys(caption for source in list_sources(config.data).sources for caption in source.captions)
+    return {encoders.text_key(caption): caption for caption in ("", *words)}
