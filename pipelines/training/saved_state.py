@@ -22,7 +22,6 @@ from mmspeed.pipelines.run.run_folder import FACTS, RunFolder, trim_metrics
 from mmspeed.pipelines.run.telemetry import Telemetry
 from mmspeed.pipelines.training.opening import rate_line
 from mmspeed.pipelines.training.run_state import Run
-from mmspeed.protocols import LeavesOut
 from mmspeed.redaction import redacted_tree
 
 log = get_logger("train")
@@ -171,7 +170,6 @@ class SavedStates:
                 f"{spike.line}. No checkpoint has {spikes.rule.steps} calm steps after it, so there is none to return to: "
                 "lower train.lr or checkpoint.every"
             )
-        assert isinstance(run.data, LeavesOut)
         samples = run.data.leave_out(range(spike.first - 1, last))
         spikes.roll_backs, spikes.left_out = spikes.roll_backs + 1, spikes.left_out + len(samples)
         self.restore(run, checkpoint, None)

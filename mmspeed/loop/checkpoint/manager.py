@@ -41,7 +41,6 @@ from mmspeed.parallel import unwrap
 
 from .folder import clean, put_in_place, remove
 from .load import (
-    Which,
     best,
     check_frozen_roles,
     latest,
@@ -82,7 +81,6 @@ __all__ = [
     "DamagedCheckpointError",
     "Retention",
     "TrainingState",
-    "Which",
     "best",
     "latest",
     "load",
