@@ -17,14 +17,12 @@ from .checkpoint import CheckpointConfig
 from .conditioning import ConditioningConfig
 from .device import DeviceConfig
 from .inputs import (
-    BucketConfig,
     DataConfig,
     DiffusersVaeConfig,
     FamilyTextConfig,
     LinearVaeConfig,
     MiniLmTextConfig,
     PreprocessConfig,
-    ScenesConfig,
     Section,
     SourceConfig,
     TextConfig,
@@ -41,15 +39,11 @@ from .parallel import ParallelConfig
 from .places import absolute_places, base_name, is_url, mirror_folder
 from .published import FamilyObjectiveConfig, PublishedModelConfig, with_repository
 from .shift import ShiftConfig
-from .sparse import SparseConfig, planner_from_scratch
+from .sparse import planner_from_scratch
 from .training import BatchingConfig, StageConfig, TrainConfig, Weighting, WeightingSection, check_parts
 
 __all__ = [
-    "BatchingConfig",
     "Bucket",
-    "BucketConfig",
-    "CheckpointConfig",
-    "ConditioningConfig",
     "Config",
     "DataConfig",
     "DdpmConfig",
@@ -59,27 +53,18 @@ __all__ = [
     "FamilyTextConfig",
     "FlowConfig",
     "LinearVaeConfig",
-    "MemoryConfig",
     "MiniLmTextConfig",
     "ModelConfig",
     "ObjectiveConfig",
     "ObjectiveSection",
-    "ParallelConfig",
-    "PreprocessConfig",
     "PublishedModelConfig",
     "RunConfig",
     "SampleConfig",
-    "ScenesConfig",
-    "Section",
     "ShiftConfig",
     "SourceConfig",
-    "SparseConfig",
-    "StageConfig",
     "TextConfig",
-    "TrackingConfig",
     "TrainConfig",
     "TransformersTextConfig",
-    "VaeConfig",
     "ValidateConfig",
 ]
 

@@ -19,7 +19,7 @@ from mmspeed.config.divergence import DivergenceConfig
 from mmspeed.config.training import TrainConfig
 from mmspeed.errors import UserError, first_names
 from mmspeed.log import get_logger
-from mmspeed.protocols import Data, LeavesOut, StepData, Update
+from mmspeed.protocols import StepData, Update
 
 from .step import StepResult
 
@@ -160,20 +160,16 @@ class Guard:
     """The judge of a run's steps, alike on all ranks; with `leads` it alone says what all of them know. `metrics`: the file of the rows.
 
     `non_finite`: steps left out because of a value that was not finite. `left_out`: uses of samples without which the rest of a step was
-    computed again. Raises UserError for an action that the updates of the task `name`, or its data, cannot carry out.
+    computed again. Raises UserError for an action that the updates of the task `name` cannot carry out.
     """
 
-    def __init__(
-        self, train: TrainConfig, name: str, updates: Sequence[Update], data: Data, metrics: Path, leads: bool
-    ) -> None:
+    def __init__(self, train: TrainConfig, name: str, updates: Sequence[Update], metrics: Path, leads: bool) -> None:
         rule = train.divergence
         if rule.action == "skip" and len(updates) > 1:
             names = ", ".join(update.name for update in updates)
             raise UserError(
                 f"train.divergence.action: skip is for one update a step, and the task {name} makes {names}: stop or roll_back"
             )
-        if rule.action == "roll_back" and not isinstance(data, LeavesOut):
-            raise UserError(f"train.divergence.action: roll_back needs data that leave samples out, unlike {name}'s")
         baselines = {update.baseline for update in updates}
         self.spikes = Spikes(rule, baselines.pop() if len(baselines) == 1 else None)
         self.rule, self.allowed, self.metrics, self.leads = rule, train.skip_non_finite, metrics, leads

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from .batch import Item, MicroBatches, TrackedBatches, UseName
 from .shapes import ShapeClass
@@ -94,6 +94,15 @@ class Location(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class DataSize:
+    """The samples of the first stage of training, and the steps of a whole epoch of them; those left out as they teach nothing."""
+
+    samples: int
+    steps_per_epoch: int
+    left_out: int = 0
+
+
 class Data(Protocol):
     """The order of training, and this rank's share of each step."""
 
@@ -107,8 +116,21 @@ class Data(Protocol):
         """A name for the content of all training data."""
         ...
 
+    @property
+    def size(self) -> DataSize:
+        """The number of samples, and of steps of an epoch."""
+        ...
+
     def steps(self, start: int, stop: int) -> Generator[StepData, None, None]:
         """The optimizer steps in [start, stop), counted from the start of training. Closing it ends threads and processes."""
+        ...
+
+    def again(self, step: int, without: Collection[UseName]) -> MicroBatches | None:
+        """This rank's micro-batches of a step without these uses, the same draws otherwise; None where no use is left."""
+        ...
+
+    def leave_out(self, steps: range) -> list[str]:
+        """Leave the uses in these steps out from now on, whatever is resumed; returns their sources. `steps` count from 0."""
         ...
 
     def shapes(self, step: int) -> list[BatchShape]:
@@ -136,41 +158,4 @@ class Data(Protocol):
 
     def close(self) -> None:
         """End the work that the data started, such as the encoding of an epoch; results so far are stored."""
-        ...
-
-
-@dataclass(frozen=True)
-class DataSize:
-    """The samples of the first stage of training, and the steps of a whole epoch of them; those left out as they teach nothing."""
-
-    samples: int
-    steps_per_epoch: int
-    left_out: int = 0
-
-
-@runtime_checkable
-class SizedData(Protocol):
-    """Data that know their size; a run shows it at its start."""
-
-    @property
-    def size(self) -> DataSize:
-        """The number of samples, and of steps of an epoch."""
-        ...
-
-
-@runtime_checkable
-class ReadsAgain(Protocol):
-    """Data whose steps can be read again without some of their uses, such as those with a loss that is not finite."""
-
-    def again(self, step: int, without: Collection[UseName]) -> MicroBatches | None:
-        """This rank's micro-batches of a step without these uses, the same draws otherwise; None where no use is left."""
-        ...
-
-
-@runtime_checkable
-class LeavesOut(Protocol):
-    """Data that can leave the samples of a spike out."""
-
-    def leave_out(self, steps: range) -> list[str]:
-        """Leave the uses in these steps out from now on, whatever is resumed; returns their sources. `steps` count from 0."""
         ...

@@ -164,35 +164,6 @@ class DiffusionModel(TrainableModel, CountsFlops, Protocol):
         ...
 
 
-@runtime_checkable
-class HasConditioningModes(Protocol):
-    """A model that can take conditioning frames: clean, at time 0, where others are noisy."""
-
-    @property
-    def conditioning_modes(self) -> tuple[str, ...]:
-        """The modes of the config section `conditioning` that the model can be trained in."""
-        ...
-
-
-@runtime_checkable
-class CountsDenseFlops(Protocol):
-    """A model whose attention may be sparse, and which also counts the cost of dense attention."""
-
-    def dense_flops(self, latent: tuple[int, int, int], text_tokens: int) -> int:
-        """`flops`, if all attention were dense."""
-        ...
-
-
-@runtime_checkable
-class HasHeads(Protocol):
-    """A model whose attention heads have one width."""
-
-    @property
-    def head_width(self) -> int:
-        """Width of an attention head."""
-        ...
-
-
 def trainable(model: nn.Module, task: str | None = None) -> TrainableModel:
     """The module as a model that can be trained. Raises UserError that names what it lacks."""
     check_model(model, TrainableModel, task)

@@ -26,7 +26,6 @@ from mmspeed.protocols import (
     RunPlace,
     RunWork,
     ShapeClass,
-    SizedData,
     StepData,
     blocks_of,
     shape_words,
@@ -115,7 +114,7 @@ def _report_steps(report: TaskReport, config: RunConfig, task: Task, place: RunP
         usage = task.domain.usage(step)
         shares = _gradient_lines(config, data)
         epochs = data.locate(steps - 1).epoch + 1
-        size = data.size if isinstance(data, SizedData) else None
+        size = data.size
     finally:
         data.close()
     work = 3 * usage.forward.matmul  # backward is twice the forward pass
@@ -123,11 +122,10 @@ def _report_steps(report: TaskReport, config: RunConfig, task: Task, place: RunP
         f"steps: {steps:,}, over {epochs:,} epoch{'s'[: epochs != 1]}; the first has {usage.items:,} items of {usage.tokens:,} tokens, "
         f"{_flops(work)}; all about {_flops(work * steps)}{_least_time(config, work * steps)}"
     )
-    if size is not None and size.left_out:
+    if size.left_out:
         report.lines_.append(f"left out of the first epoch: {size.left_out:,} items without a token to predict")
     report.lines_ += shares
-    of = "the data" if size is None else f"{size.samples:,} items"
-    return RunWork(1, epochs, of, {shape: count * steps for shape, count in step.counts.items()})
+    return RunWork(1, epochs, f"{size.samples:,} items", {shape: count * steps for shape, count in step.counts.items()})
 
 
 def _gradient_lines(config: RunConfig, data: Data) -> list[str]:

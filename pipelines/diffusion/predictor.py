@@ -25,14 +25,13 @@ from mmspeed.protocols import (
     Batch,
     CountsFlops,
     DiffusionModel,
-    HasConditioningModes,
     Inputs,
     TextEntry,
     Work,
     check_model,
 )
 from mmspeed.protocols.calls import Conditioning, Conditions, CountsWork, ModelCall, TakesConditioning, TakesTexts
-from mmspeed.protocols.model import CountsDenseFlops, lacking_members
+from mmspeed.protocols.model import lacking_members
 from mmspeed.protocols.plan import Split, plan_of
 from mmspeed.shapes import Bucket, Strides
 
@@ -98,11 +97,7 @@ class OwnPredictor:
 
     @property
     def conditioning(self) -> Conditioning:
-        return (
-            Conditioning(self.bare.conditioning_modes)
-            if isinstance(self.bare, HasConditioningModes)
-            else Conditioning()
-        )
+        return Conditioning()
 
     @property
     def texts(self) -> Mapping[str, int]:
@@ -125,8 +120,7 @@ class OwnPredictor:
         return self.bare.flops(latent, text_tokens)
 
     def work(self, latent: tuple[int, int, int], text_tokens: int) -> Work:
-        dense = self.bare.dense_flops if isinstance(self.bare, CountsDenseFlops) else self.bare.flops
-        return Work(products=float(dense(latent, text_tokens)))
+        return Work(products=float(self.flops(latent, text_tokens)))
 
     def notes(self, latents: Mapping[Bucket, Latent], config: Config) -> tuple[list[str], list[str]]:
         return [], []

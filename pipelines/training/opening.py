@@ -26,7 +26,7 @@ from mmspeed.pipelines.run.assembly import Assembly, Placement, assemble, base_f
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.pipelines.tasks import Task
 from mmspeed.pipelines.tuning.memory_search import policies_under_budget
-from mmspeed.protocols import Data, RunPlace, SizedData
+from mmspeed.protocols import Data, RunPlace
 from mmspeed.rendezvous import restarts
 
 log = get_logger("train")
@@ -162,10 +162,8 @@ def rate_line(before: TrainConfig, now: TrainConfig, step: int) -> str | None:
     )
 
 
-def data_line(data: Data, steps: int) -> str | None:
-    """The samples, the steps of an epoch, and the epochs of `steps`; None for data that do not know their size."""
-    if not isinstance(data, SizedData):
-        return None
+def data_line(data: Data, steps: int) -> str:
+    """The samples, the steps of an epoch, and the epochs of `steps`."""
     size = data.size
     left_out = f"; {size.left_out:,} more without a token to predict are left out" if size.left_out else ""
     return (

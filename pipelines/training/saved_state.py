@@ -16,15 +16,12 @@ from mmspeed.loop.checkpoint.load import identity, identity_of_start, learned, l
 from mmspeed.loop.checkpoint.manager import CheckpointManager, DamagedCheckpointError
 from mmspeed.loop.frozen import frozen_names
 from mmspeed.loop.guard import RollBackError
-from mmspeed.loop.optimizers.kinds import RULE, no_longer_decayed
-from mmspeed.parallel import unwrap
 from mmspeed.pipelines.run.agreement import require_agreement
 from mmspeed.pipelines.run.assembly import base_files
 from mmspeed.pipelines.run.run_folder import FACTS, RunFolder, trim_metrics
 from mmspeed.pipelines.run.telemetry import Telemetry
 from mmspeed.pipelines.training.opening import rate_line
 from mmspeed.pipelines.training.run_state import Run
-from mmspeed.protocols import LeavesOut
 from mmspeed.redaction import redacted_tree
 
 log = get_logger("train")
@@ -148,11 +145,7 @@ class SavedStates:
         own = path.parent == self.folder.checkpoints
         if own:  # copies on local disks hold the parts of their own hosts
             require_agreement({"checkpoint": identity(path)}, "give all of them the same run folder")
-        unknown = run.manager.check_frozen_roles(path, state.frozen)
-        if unknown and where.rank == 0:
-            log.warning(
-                f"{path} records no weights of {', '.join(unknown)}: they are taken to be those that it was trained beside"
-            )
+        run.manager.check_frozen_roles(path, state.frozen)
         meta = run.manager.load(path, state.model, state.optimizer, state.ema)
         for role, other in state.others.items():
             run.manager.load(path, other.model, other.optimizer, other.ema, role)
@@ -161,14 +154,6 @@ class SavedStates:
         if where.rank == 0 and (changed or (changed is not None and own and run.step < config.train.steps)):
             since = f"; changed since it was saved: {', '.join(changed)}" if changed else ""
             log.info(f"going on from step {run.step}{since}")
-        if config.train.weight_decay and where.rank == 0:
-            models = [unwrap(run.parts.models[role]) for role in run.parts.roles]
-            left = [name for model in models for name in no_longer_decayed(model, meta.get("decay", 1))]
-            if left:
-                log.warning(
-                    f"step {run.step}: train.weight_decay leaves {len(left)} tensors alone from here on, such as {left[0]}, which it took "
-                    "in the steps before: it is for weights of products and embeddings, not for tables"
-                )
         message = run.data.resume(meta["order"])
         if message is not None and where.rank == 0 and run.step < config.train.steps:
             log.warning(f"step {run.step}: {message}")
@@ -185,7 +170,6 @@ class SavedStates:
                 f"{spike.line}. No checkpoint has {spikes.rule.steps} calm steps after it, so there is none to return to: "
                 "lower train.lr or checkpoint.every"
             )
-        assert isinstance(run.data, LeavesOut)
         samples = run.data.leave_out(range(spike.first - 1, last))
         spikes.roll_backs, spikes.left_out = spikes.roll_backs + 1, spikes.left_out + len(samples)
         self.restore(run, checkpoint, None)
@@ -240,7 +224,6 @@ class SavedStates:
             "world": run.place.world,
             "versions": {"generator": rng.VERSION},
             FACTS: redacted_tree(self.facts),
-            "decay": RULE,
         }
         run.parts.wake()
         blocking = blocking or not self.config.checkpoint.asynchronous

@@ -27,7 +27,7 @@ from mmspeed.pipelines.training.callbacks import RunCallbacks
 from mmspeed.pipelines.training.events import Events, TrainCallback
 from mmspeed.pipelines.training.run_state import Run, TrainResult
 from mmspeed.pipelines.training.validation import Validator
-from mmspeed.protocols import Domain, ReadsAgain, StepData
+from mmspeed.protocols import Domain, StepData
 
 
 class TrainPipeline:
@@ -84,7 +84,7 @@ class TrainPipeline:
             data = opening.open_data(config, self.task, where)
             parts = opening.build_models(config, self.task, placement, where)
             # 2. the state of a run that was stopped
-            guard = Guard(config.train, self.task.name, self.task.updates(), data, self.folder.metrics, where.rank == 0)
+            guard = Guard(config.train, self.task.name, self.task.updates(), self.folder.metrics, where.rank == 0)
             run = Run(self.task, placement, where, data, parts, manager, guard, watch)
             manager.on_written = self.events.saved
             with Working("reading the checkpoint", tell=False):
@@ -179,7 +179,7 @@ class TrainPipeline:
                 mesh=run.placement.mesh,
                 step=run.step,
                 weight=data.weight,
-                again=partial(run.data.again, run.step) if isinstance(run.data, ReadsAgain) else None,
+                again=partial(run.data.again, run.step),
                 accept=run.guard.accept,
             )
         except UserError as error:

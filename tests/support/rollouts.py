@@ -5,7 +5,7 @@ Legend: I items of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -20,6 +20,7 @@ from mmspeed.protocols import (
     Batch,
     BatchShape,
     Data,
+    DataSize,
     Domain,
     Given,
     Inputs,
@@ -28,6 +29,7 @@ from mmspeed.protocols import (
     Tensors,
     Terms,
     Update,
+    UseName,
     Values,
 )
 from mmspeed.protocols.data import Location
@@ -147,6 +149,16 @@ class RolledOut:
     @property
     def fingerprint(self) -> str:
         return self.whole.fingerprint
+
+    @property
+    def size(self) -> DataSize:
+        return self.whole.size
+
+    def again(self, step: int, without: Collection[UseName]) -> None:
+        """None: rolled out samples have no names of uses to read a step again without."""
+
+    def leave_out(self, steps: range) -> list[str]:
+        return self.whole.leave_out(steps)
 
     def shapes(self, step: int) -> list[BatchShape]:
         return [shape for shape in self.whole.shapes(step) for _ in range(EACH)]

@@ -160,14 +160,15 @@ def _check_base(
         )
 
 
-def check_frozen_roles(folder: Path, fingerprints: Mapping[str, str]) -> list[str]:
+def check_frozen_roles(folder: Path, fingerprints: Mapping[str, str]) -> None:
     """Compare the fingerprints of models that do not learn, by role, with those that a checkpoint was trained beside.
 
-    Returns the roles that the checkpoint does not record. Raises UserError for a model whose weights have changed since, and for one that
-    learned then.
+    Raises UserError for a role that it was trained without, for one whose weights have changed since, and for one that learned then.
     """
     roles = open_checkpoint(folder)[0].get(ROLES, {})
-    for role in fingerprints.keys() & roles.keys():
+    for role in sorted(fingerprints):
+        if role not in roles:
+            raise UserError(f"checkpoint {folder} was trained without the role {role}: begin a new run")
         if EMA_UPDATES in roles[role]:
             raise UserError(
                 f"checkpoint {folder} holds learned weights of the role {role}, which does not learn here: begin a new run"
@@ -177,7 +178,6 @@ def check_frozen_roles(folder: Path, fingerprints: Mapping[str, str]) -> list[st
                 f"checkpoint {folder} was trained beside another {role}: that role's weights, which do not learn, differ from those "
                 "at that time. Begin from the same ones, in the same number type, or begin a new run"
             )
-    return sorted(fingerprints.keys() - roles.keys())
 
 
 def _advice(name: str, has_base: bool = False) -> str:

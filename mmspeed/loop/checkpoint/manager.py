@@ -41,7 +41,6 @@ from mmspeed.parallel import unwrap
 
 from .folder import clean, put_in_place, remove
 from .load import (
-    Which,
     best,
     check_frozen_roles,
     latest,
@@ -82,7 +81,6 @@ __all__ = [
     "DamagedCheckpointError",
     "Retention",
     "TrainingState",
-    "Which",
     "best",
     "latest",
     "load",
@@ -367,14 +365,14 @@ class CheckpointManager:
                     remove(self.folder / step_name(entry["step"]))
         barrier(self.group)
 
-    def check_frozen_roles(self, folder: Path, models: Mapping[str, nn.Module]) -> list[str]:
+    def check_frozen_roles(self, folder: Path, models: Mapping[str, nn.Module]) -> None:
         """Compare models that do not learn with those that a checkpoint was trained beside, by `load.check_frozen_roles`.
 
         A collective call.
         """
         self.wait()
         fingerprints = {role: self.frozen(model, role) for role, model in models.items()}
-        return check_frozen_roles(folder, {role: base for role, base in fingerprints.items() if base is not None})
+        check_frozen_roles(folder, {role: base for role, base in fingerprints.items() if base is not None})
 
     def _facts(self, state: TrainingState, role: str | None = None) -> dict[str, Any]:
         """The entries of meta.json for a state, beside its tensors."""

@@ -9,7 +9,6 @@ from torch import nn
 # "matrix": of a linear layer; "stack": the matrices of experts (G, O, I); "kernel": of a convolution; "embedding"; "other": a bias, the
 # scale of a norm, a table that is added or multiplied, such as Wan's scale_shift_table.
 Kind = Literal["matrix", "stack", "kernel", "embedding", "other"]
-RULE = 2  # of what decays, in checkpoints; 1, where none is written: all that has two dims or more
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
@@ -39,11 +38,3 @@ def _kind(module: nn.Module, name: str, dims: int, experts: bool) -> Kind:
 def decays(kind: Kind) -> bool:
     """True for parameters that weight decay is for."""
     return kind != "other"
-
-
-def no_longer_decayed(model: nn.Module, rule: int) -> list[str]:
-    """The names of a bare model's parameters that train, and that decayed by an earlier rule."""
-    kinds = kinds_of(model) if rule < RULE else {}
-    return [
-        n for n, p in model.named_parameters() if p in kinds and p.requires_grad and p.ndim > 1 and not decays(kinds[p])
-    ]

@@ -5,7 +5,7 @@ A step's memory is the static memory between steps, that outside of the blocks, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import cast
@@ -271,11 +271,9 @@ def words_of(ways: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {way}" for name, way in ways.items()) or "save"
 
 
-def runs_of(
-    ways: Sequence[ActivationPolicies], by: Callable[[ActivationPolicies], str] = words_of
-) -> list[tuple[str, int]]:
+def runs_of(ways: Sequence[ActivationPolicies]) -> list[tuple[str, int]]:
     """The number of blocks with each combination of ways, the most frequent first."""
     counts: dict[str, int] = {}
     for each in ways:
-        counts[by(each)] = counts.get(by(each), 0) + 1
+        counts[words_of(each)] = counts.get(words_of(each), 0) + 1
     return sorted(counts.items(), key=lambda item: -item[1])

@@ -73,18 +73,14 @@ def test_a_run_does_not_go_on_beside_another_reference(tmp_path: Path) -> None:
     assert differing(whole_checkpoint(config.run_dir), whole_checkpoint(whole.run_dir)) == []
 
 
-def test_a_checkpoint_without_the_record_is_read_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_without_the_role_is_refused(tmp_path: Path) -> None:
     config = train(tmp_path, "pairs", "train.steps=2")
     checkpoint = meta_of(config).parent
     meta, seal = (json.loads((checkpoint / name).read_text()) for name in (META, SEAL))
     del meta["roles"], seal["hash"]
     write_sealed(checkpoint / SEAL, {**seal, "meta": write_json(checkpoint / META, meta)})
-    messages: list[str] = []
-    monkeypatch.setattr("mmspeed.pipelines.training.saved_state.log.warning", messages.append)
-    train(tmp_path, "pairs")
-    assert [line for line in messages if "records no weights of reference model" in line]
-    assert losses(config) == losses(train(tmp_path, "pairs", "name=whole"))
-    assert "reference model" in recorded(config)  # from the next checkpoint on
+    with pytest.raises(UserError, match="step-00000002 was trained without the role reference model: begin a new run"):
+        train(tmp_path, "pairs")
 
 
 def test_a_role_cannot_begin_or_cease_to_learn_in_a_run(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from mmspeed.errors import UserError
 from mmspeed.loop.averages import EMA, ema_decay
 from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState, load
 from mmspeed.loop.checkpoint.state import states_to_save
-from mmspeed.loop.optimizers.kinds import no_longer_decayed
 from mmspeed.loop.optimizers.learning_rate import learning_rate, set_learning_rate
 from mmspeed.loop.optimizers.make_optimizer import make_optimizer, muon_share
 from mmspeed.loop.optimizers.stacks import MuonOfStacks, orthogonalised
@@ -56,8 +55,6 @@ def test_decay_is_by_what_a_parameter_is_and_every_parameter_is_there() -> None:
         assert {n for n, p in model.named_parameters() if groups[id(p)]["weight_decay"] == 0.1} == expected
         assert {g["weight_decay"] for g in groups.values()} == {0.0, 0.1}
         assert all(g["betas"] == (0.8, 0.9) for g in optimizer.param_groups)
-        before = {name for name, p in model.named_parameters() if p.ndim > 1}  # decayed by the rule of dims
-        assert set(no_longer_decayed(model, 1)) == before - expected and not no_longer_decayed(model, 2)
 
 
 @pytest.mark.parametrize("shape", [(5, 6, 9), (4, 12, 8)], ids=["wide", "tall"])

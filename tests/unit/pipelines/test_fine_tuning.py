@@ -20,7 +20,6 @@ from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.sections import size_warnings, videos_of
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.domains.video.domain import VideoDomain
-from mmspeed.pipelines.training import saved_state
 from mmspeed.preprocess import check
 from mmspeed.shapes import Bucket
 from tests.support.tiny_repositories import save_wan
@@ -156,16 +155,3 @@ def test_another_base_on_resume_is_an_error(home: Path) -> None:
     finally:
         path.write_bytes(before)
     TrainPipeline(small(home, "name=based", "data.cache=cache", "train.steps=2")).run()
-
-
-def test_a_run_from_before_is_told_which_tensors_decay_no_longer(
-    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    words = ("name=decayed", "data.cache=cache", "train.weight_decay=0.1")
-    with monkeypatch.context() as before:
-        before.setattr(saved_state, "RULE", 1)
-        TrainPipeline(small(home, *words, "train.steps=1"), online=True).run()
-    with caplog.at_level("WARNING", logger="mmspeed"):
-        TrainPipeline(small(home, *words, "train.steps=2")).run()
-        TrainPipeline(small(home, *words, "train.steps=3")).run()
-    assert caplog.text.count("leaves 3 tensors alone from here on, such as scale_shift_table") == 1  # of two blocks
