@@ -164,6 +164,16 @@ class DiffusionModel(TrainableModel, CountsFlops, Protocol):
         ...
 
 
+@runtime_checkable
+class HasHeads(Protocol):
+    """A model whose attention heads have one width."""
+
+    @property
+    def head_width(self) -> int:
+        """Width of an attention head."""
+        ...
+
+
 def trainable(model: nn.Module, task: str | None = None) -> TrainableModel:
     """The module as a model that can be trained. Raises UserError that names what it lacks."""
     check_model(model, TrainableModel, task)

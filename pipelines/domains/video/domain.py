@@ -41,7 +41,6 @@ from mmspeed.models.diffusers.plans import declare_known_plan
 from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.families.complete import completed, objective_warnings
 from mmspeed.models.sections import call_of, opened_of, own_arguments, repository_of, size_warnings, with_weights
-from mmspeed.models.sora.model import SoraDiT
 from mmspeed.models.text.encoders import caption_limit, text_width
 from mmspeed.parallel import unwrap
 from mmspeed.pipelines.diffusion.conditioning_frames import (
@@ -91,6 +90,7 @@ from mmspeed.protocols import (
     Validation,
     Work,
 )
+from mmspeed.protocols.model import HasHeads
 from mmspeed.shapes import Bucket, Strides, as_bucket
 
 log = get_logger("train")
@@ -319,7 +319,7 @@ class VideoDomain(DomainDefaults):
     def prepare(self, models: Models, place: RunPlace) -> None:
         """Try out the kernel of sparse attention. Raises UserError where the kernel does not support this device."""
         model, dtype = unwrap(models["model"]), parse_dtype(self.config.device.dtype)
-        if isinstance(model, SoraDiT):
+        if isinstance(model, HasHeads):
             for layer in list(clustered_layers(model).values())[:1]:
                 layer.try_out(place.device.torch_device, dtype, model.head_width)
 
