@@ -13,7 +13,6 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from mmspeed.errors import UserError
 from mmspeed.shapes import Bucket
 
-from .checkpoint import CheckpointConfig
 from .conditioning import ConditioningConfig
 from .device import DeviceConfig
 from .inputs import (
@@ -33,7 +32,6 @@ from .inputs import (
 )
 from .known_models import videos_of
 from .memory import MemoryConfig, refused
-from .method import MethodConfig
 from .model import AnyModelConfig, ModelConfig
 from .objective import DdpmConfig, FlowConfig, ObjectiveConfig, ObjectiveSection
 from .observation import SampleConfig, TrackingConfig, ValidateConfig
@@ -42,7 +40,16 @@ from .places import absolute_places, base_name, is_url, mirror_folder
 from .published import FamilyObjectiveConfig, PublishedModelConfig, with_repository
 from .shift import ShiftConfig
 from .sparse import SparseConfig, planner_from_scratch
-from .training import BatchingConfig, StageConfig, TrainConfig, Weighting, WeightingSection, check_parts
+from .training import (
+    BatchingConfig,
+    CheckpointConfig,
+    MethodConfig,
+    StageConfig,
+    TrainConfig,
+    Weighting,
+    WeightingSection,
+    check_parts,
+)
 
 __all__ = [
     "BatchingConfig",
