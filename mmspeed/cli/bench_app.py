@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from . import bench_decode, bench_reliability, bench_step, spoken
+from . import spoken
 
 app = typer.Typer(help="Measure speed, memory and quality.", no_args_is_help=True)
 
@@ -17,9 +18,58 @@ def _begin(context: typer.Context) -> None:
     spoken.begin_group(context, working=False)
 
 
-app.command()(bench_decode.decode)
-app.command()(bench_reliability.reliability)
-app.command()(bench_step.step)
+@app.command()
+def decode(
+    videos: Annotated[Path | None, typer.Option(help="Folder of your own videos; default: the demo clips.")] = None,
+    count: Annotated[int, typer.Option(min=1, help="Videos to decode, at most.")] = 16,
+    size: Annotated[str, typer.Option(help="Height and width that frames are scaled to.")] = "96x160",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; medians count.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Compare the decoders that are installed, each in one process as preprocess uses it, and say which files each reads."""
+    from mmspeed.bench.decode import bench_decode
+
+    result = bench_decode(videos, count, size, rounds)
+    print(result.to_json() if as_json else "\n".join(result.lines()))
+
+
+@app.command()
+def reliability(
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; medians count.")] = 5,
+    megabytes: Annotated[int, typer.Option("--state-mb", min=4, help="Size of the state that is saved.")] = 256,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Measure the watchdog's, the ranks' times' and re-verification's share of a step, and the cost of saving; exit with 1 above a goal."""
+    from mmspeed.bench.reliability.reading import bench_reading
+    from mmspeed.bench.reliability.saving import bench_saving
+    from mmspeed.bench.reliability.watch import bench_watch
+
+    watch, saving, reading = bench_watch(rounds), bench_saving(rounds, megabytes), bench_reading(rounds)
+    if as_json:
+        parts = {"saving": json.loads(saving.to_json()), "reading": json.loads(reading.to_json())}
+        print(json.dumps({**json.loads(watch.to_json()), **parts}, indent=2))
+    else:
+        print("\n".join([*watch.lines(), *saving.lines(), *reading.lines()]))
+    if not (watch.passed() and saving.passed() and reading.passed()):
+        raise typer.Exit(1)
+
+
+@app.command()
+def step(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of a run.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to override.")] = None,
+    count: Annotated[bool, typer.Option("--count", help="Count launches, bytes, waits and copies; no timing.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed steps; the median counts.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Count what the step of the largest micro-batch asks of device and host, or time it on this device."""
+    from mmspeed.bench.step import StepCount, bench_step, median_line
+
+    result = bench_step(config, overrides or (), count=count, rounds=rounds)
+    if isinstance(result, StepCount):
+        print(result.to_json() if as_json else "\n".join(result.lines()))
+    else:
+        print(json.dumps(result) if as_json else median_line(result))
 
 
 @app.command()
@@ -136,8 +186,6 @@ def memory(
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
     """Show the memory of a run's training step by category and layer."""
-    import json
-
     from mmspeed import log
     from mmspeed.bench.memory_run import report_config
 

@@ -17,11 +17,11 @@ from pydantic import BaseModel, ValidationError
 
 from mmspeed.errors import UserError, misspelt, nearest
 
-from .method import MethodConfig
 from .methods import make_method
 from .published import DEFAULT_KINDS, default_kind
 from .schema import Config, RunConfig
 from .tasks import config_class, known_tasks
+from .training import MethodConfig
 from .words import adapter_hint, meanings, plain
 from .yaml_text import FastLoader, TooManyNodesError, parse_yaml
 

@@ -9,8 +9,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from mmspeed.errors import UserError, nearest
 
-from .method import MethodConfig
 from .tasks import installed, referred
+from .training import MethodConfig
 
 # name in configs -> "module:class"; add a line for a method
 METHODS: dict[str, str] = {"finetune": "mmspeed.pipelines.methods.finetune:Finetune"}

@@ -1,19 +1,18 @@
-"""Config sections of the loop: steps, batches, and the stages of training."""
+"""Config sections of the loop: method, steps, batches, the stages of training, checkpoints, and the rules that guard a run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from mmspeed.shapes import Bucket
 
-from .divergence import DivergenceConfig
 from .inputs import Section
-from .watchdog import WatchdogConfig
 
 Weighting = Literal["step", "sample", "token"]  # what counts alike in the gradients of an epoch
+WatchedPhase = Literal["set_up", "first_step", "step", "encoding", "checkpoint", "validation"]
 
 
 class WeightingSection(Section):
@@ -22,6 +21,95 @@ class WeightingSection(Section):
     weighting: Weighting = Field(
         "step",
         description="What counts alike in the gradients of an epoch, each step's being its own mean. `step`: steps; `sample`: samples; `token`: real tokens. Choose the one that the loss is divided by, and no key of `batching` changes the objective.",
+    )
+
+
+class MethodConfig(Section):
+    """How the models learn; keys beside `kind` are the method's own."""
+
+    kind: str = Field("finetune", description="Name of the method: `finetune` trains by the domain's own loss.")
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+
+class DivergenceConfig(Section):
+    """The rule for spikes: a loss or a gradient norm far above those of the steps before, or one that is not finite."""
+
+    action: Literal["none", "stop", "skip", "roll_back"] = Field(
+        "stop",
+        description="`stop`: end the run after `steps` steps above the limit in a row. `skip`: do not apply the update of a step above it, and end the run after `steps` of them in a row. `roll_back`: after `steps` in a row go back to a checkpoint from before them, and leave their samples out of this epoch. `none`: no rule.",
+    )
+    factor: float = Field(
+        10.0, gt=1, description="Multiple of the median of the last `window` calm steps that is the limit."
+    )
+    steps: int = Field(
+        5,
+        ge=1,
+        description="Steps in a row above the limit that make a spike, and calm steps after a checkpoint that make it sound.",
+    )
+    window: int = Field(
+        100,
+        ge=2,
+        description="Calm steps that the median is of; before as many, losses alone are judged, by the first ones and that of a model that knows nothing.",
+    )
+    roll_backs: int = Field(3, ge=1, description="Roll-backs of a run; the next spike ends it.")
+
+
+class WatchdogConfig(Section):
+    """Limits of time, past which a process says where it is and is then ended, so that its launcher starts the run again."""
+
+    enabled: bool = Field(True, description="Watch the run.")
+    least_seconds: float = Field(60.0, gt=0, description="Limit of a step, a checkpoint and a validation, at least.")
+    factor: float = Field(
+        10.0, ge=1, description="Multiple of the median duration of such a phase that is its limit, if that is longer."
+    )
+    first_seconds: float = Field(
+        1800.0,
+        gt=0,
+        description="Limit of set-up, of the first step of each shape (compilation, connections), of steps of the first epoch that may wait for encoders, and of the first checkpoint and validation.",
+    )
+    limits: dict[WatchedPhase, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict, description="Limits in seconds in place of these, by phase, such as `{validation: 3600}`."
+    )
+    silent_seconds: float = Field(
+        600.0,
+        gt=0,
+        description="Time without a sign of life after which a rank is killed; it is named after `least_seconds`.",
+    )
+    slow_factor: float = Field(
+        1.25, gt=1, description="Multiple of the other ranks' median computing time from which a rank is named as slow."
+    )
+    slow_steps: int = Field(20, ge=1, description="Steps over which ranks are compared, at least.")
+    end: bool = Field(
+        True,
+        description="End a process past twice its limit, where a launcher started it. False: only say where it is.",
+    )
+
+
+class CheckpointConfig(Section):
+    """Saving of a run's state."""
+
+    every: int = Field(500, ge=1, description="Steps between two checkpoints. The end of a run is always saved.")
+    keep_last: int = Field(2, ge=1, description="Number of newest checkpoints to keep.")
+    keep_best: bool = Field(True, description="Also keep the checkpoint with the lowest validation loss.")
+    keep_every: int | None = Field(
+        None, ge=1, description="Also keep each checkpoint whose step is a multiple of this; null: none for its step."
+    )
+    keep_hours: float | None = Field(
+        None,
+        gt=0,
+        description="Also keep the first checkpoint of each period of this many hours; null: none for its time.",
+    )
+    asynchronous: bool = Field(True, description="Write in the background while training continues.")
+    local: str | None = Field(
+        None,
+        description="Folder on each node's own disk where checkpoints are written first, and from which a restart reads them if every node has its part; null: none.",
+    )
+    keep_local: int = Field(1, ge=1, description="Number of newest checkpoints to keep in `local`.")
+    grace_seconds: float | None = Field(
+        None,
+        gt=0,
+        description="Seconds from SIGTERM or SIGUSR1 until the process is killed, near whose end a line says if nothing was saved. Null: those of torch's launcher, in a Slurm job at most 30; after SIGUSR1 those to the end of the job.",
     )
 
 

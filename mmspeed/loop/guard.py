@@ -15,8 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mmspeed.config.divergence import DivergenceConfig
-from mmspeed.config.training import TrainConfig
+from mmspeed.config.training import DivergenceConfig, TrainConfig
 from mmspeed.errors import UserError, first_names
 from mmspeed.log import get_logger
 from mmspeed.protocols import StepData, Update

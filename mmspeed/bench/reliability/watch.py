@@ -14,7 +14,7 @@ from typing import cast
 
 import torch.distributed as dist
 
-from mmspeed.config.watchdog import WatchdogConfig
+from mmspeed.config.training import WatchdogConfig
 from mmspeed.device import Device
 from mmspeed.loop.callbacks import StepOutcome
 from mmspeed.loop.watch.rank_times import RankTimes

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from mmspeed import comm
-from mmspeed.config.watchdog import WatchdogConfig
+from mmspeed.config.training import WatchdogConfig
 from mmspeed.device import Device
 from mmspeed.errors import first_names
 from mmspeed.log import get_logger

@@ -17,7 +17,7 @@ from typing import Literal
 from torch import nn
 
 from mmspeed import comm
-from mmspeed.config.watchdog import WatchdogConfig
+from mmspeed.config.training import WatchdogConfig
 from mmspeed.device import Device
 from mmspeed.errors import UserError, first_names
 from mmspeed.log import get_logger

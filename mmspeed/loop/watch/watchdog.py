@@ -23,7 +23,7 @@ from enum import StrEnum
 
 import torch.distributed as dist
 
-from mmspeed.config.watchdog import WatchdogConfig
+from mmspeed.config.training import WatchdogConfig
 from mmspeed.errors import tell_launcher
 from mmspeed.log import get_logger
 from mmspeed.rendezvous import ATTEMPT, client

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmspeed.config.divergence import DivergenceConfig
+from mmspeed.config.training import DivergenceConfig
 from mmspeed.errors import UserError
 from mmspeed.loop import guard
 from mmspeed.loop.checkpoint.retention import KEPT, Retention

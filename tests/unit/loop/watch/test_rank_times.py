@@ -7,7 +7,7 @@ import time
 import pytest
 from torch import nn
 
-from mmspeed.config.watchdog import WatchdogConfig
+from mmspeed.config.training import WatchdogConfig
 from mmspeed.device import Device
 from mmspeed.loop.callbacks import StepOutcome
 from mmspeed.loop.watch.rank_times import RankTimes, SlownessRule, slow_ranks

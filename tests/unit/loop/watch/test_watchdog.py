@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from mmspeed.config.watchdog import WatchdogConfig
+from mmspeed.config.training import WatchdogConfig
 from mmspeed.errors import ERROR_FILE, LAUNCHED
 from mmspeed.loop.watch.watchdog import (
     HUNG,
@@ -208,7 +208,7 @@ def test_a_silent_process_of_another_host_ends_this_one_so_that_both_launchers_s
 def test_the_thread_sees_a_real_hang_and_the_process_ends(tmp_path: Path) -> None:
     program = (
         "import time\n"
-        "from mmspeed.config.watchdog import WatchdogConfig\n"
+        "from mmspeed.config.training import WatchdogConfig\n"
         "from mmspeed.loop.watch.watchdog import RunPhase, Watchdog\n"
         "with Watchdog(WatchdogConfig(limits={'step': 0.3})) as dog:\n"
         "    dog.enter(RunPhase.STEP, 5)\n"
