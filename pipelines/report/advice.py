@@ -20,7 +20,8 @@ def advised(run: Path, config: RunConfig) -> list[str]:
     if not isinstance(config, Config):
         return []
     modes = config.conditioning.shares
-    return [words + ("" if "none" in modes else GIVEN.get(next(iter(modes)), GIVEN["first"]))]
+    control = " --control FILE" * ("control" in config.data.roles)
+    return [words + ("" if "none" in modes else GIVEN.get(next(iter(modes)), GIVEN["first"])) + control]
 
 
 def refusals(config: RunConfig) -> list[str]:

@@ -53,12 +53,15 @@ def run(small_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"task": "language", "texts": {"sources": [{"path": "a"}], "cache": "c"}}, [""]),
         ({"task": "language", "texts": {"sources": [{"path": "a", "content": "chat"}], "cache": "c"}}, [" --chat"]),
         ({"task": "language", "texts": {"sources": [{"path": "a"}], "cache": "c"}, "model": {"windows": [3, 7]}}, []),
+        ({"control": True}, [" --control FILE"]),
     ],
 )
 def test_the_command_that_is_advised_has_what_the_run_needs(
     tmp_path: Path, tree: dict[str, Any], options: list[str]
 ) -> None:
     base = {} if "task" in tree else small_tree(tmp_path)
+    if tree.pop("control", False):
+        base["data"]["sources"] = [{"path": "clips.csv", "roles": {"control": "control_path"}}]
     config = make_config({**base, **tree}, (), origin="test")
     assert advised(Path("runs/x"), config) == [f'sample runs/x --prompt "..."{option}' for option in options]
 
