@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -80,6 +79,33 @@ class Passed:
     outputs: Sequence[Any]
 
 
+@dataclass(frozen=True)
+class _Forward:
+    """The forward passes of an update. `ask` alone holds the models, so that they are freed with the learners."""
+
+    method: Method
+    ask: Ask
+    update: Update
+    device: torch.device
+
+    def before(self, batch: Batch) -> Batch:
+        batch = batch.to(self.device, torch.float32)
+        return replace(batch, before=self.method.before(self.ask, batch, self.update))
+
+    def call(self, batch: Batch) -> Passed:
+        batch = batch.to(self.device, torch.float32)
+        calls = self.method.calls(self.ask, batch, self.update)
+        model = self.ask.models[self.update.role]
+        return Passed(batch, calls, [inputs.call(model) for inputs in calls])
+
+    def terms(self, passed: Passed) -> Terms:
+        values = [
+            self.ask.domain.values(output, inputs, passed.batch)
+            for output, inputs in zip(passed.outputs, passed.calls, strict=True)
+        ]
+        return self.method.terms(values, passed.batch.before, self.ask, passed.batch, self.update)
+
+
 class Task:
     """A domain that is trained by a method. Raises UserError where the domain does not give what the method needs."""
 
@@ -123,7 +149,8 @@ class Task:
         return data
 
     def prepare(self, models: Models, place: RunPlace) -> None:
-        """Try out the operators of the models, which have their weights now."""
+        """Try out the operators of the models, which have their weights now, and let the method's data ask them."""
+        self.ask.models = models
         self.domain.prepare(models, place)
 
     def learners(
@@ -140,37 +167,19 @@ class Task:
             raise UserError(
                 f"parallel.pp: {self.method.name} asks whole models for values, and a stage of a pipeline has a part of one: leave pp at 1"
             )
-        self.ask.models = models
+        forwards = [_Forward(self.method, Ask(self.domain, models), update, device) for update in updates]
         return [
             Learner(
-                update,
-                SequentialRunner(models[update.role], strategy),
-                optimizers[update.role],
-                partial(self._call, update, device),
-                partial(self._terms, update),
-                partial(self._asked, update, device) if self.method.asks else None,
+                each.update,
+                SequentialRunner(models[each.update.role], strategy),
+                optimizers[each.update.role],
+                each.call,
+                each.terms,
+                each.before if self.method.asks else None,
                 device,
             )
-            for update in updates
+            for each in forwards
         ]
-
-    def _asked(self, update: Update, device: torch.device, batch: Batch) -> Batch:
-        batch = batch.to(device, torch.float32)
-        return replace(batch, before=self.method.before(self.ask, batch, update))
-
-    def _call(self, update: Update, device: torch.device, batch: Batch) -> Passed:
-        batch = batch.to(device, torch.float32)
-        calls = self.method.calls(self.ask, batch, update)
-        model = self.ask.models[update.role]
-        return Passed(batch, calls, [inputs.call(model) for inputs in calls])
-
-    def _terms(self, update: Update, passed: Passed) -> Terms:
-        batch = passed.batch
-        values = [
-            self.domain.values(output, inputs, batch)
-            for output, inputs in zip(passed.outputs, passed.calls, strict=True)
-        ]
-        return self.method.terms(values, batch.before, self.ask, batch, update)
 
     # -- measuring ------------------------------------------------------------------------------------------------------
 
@@ -182,10 +191,8 @@ class Task:
     def loss(self, models: Models, batch: Batch) -> Tensor:
         """The sum of the losses of a batch that train, by the first update and models without the wrappers of engines."""
         update, device = self.updates()[0], batch.weights_I.device
-        self.ask.models = models
-        if self.method.asks:
-            batch = self._asked(update, device, batch)
-        terms = self._terms(update, self._call(update, device, batch))
+        forward = _Forward(self.method, Ask(self.domain, models), update, device)
+        terms = forward.terms(forward.call(forward.before(batch) if self.method.asks else batch))
         sums = [term.loss_I.sum() for term in terms.values() if term.trains]
         return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
@@ -199,7 +206,9 @@ class Task:
         real = domain.inputs(model, batch, self.updates()[0].part)
 
         def inputs() -> Inputs:
-            return Inputs(_empty(real.arguments), _empty(real.tensors), _empty(real.positional), real.part)
+            made: dict[int, Tensor] = {}
+            trees = (_empty(tree, made) for tree in (real.arguments, real.tensors, real.positional))
+            return Inputs(*trees, real.part)
 
         def loss(given: Inputs) -> Tensor:
             values = domain.values(given.call(model), given, replace(batch, weights_I=torch.ones(items)))
@@ -209,6 +218,12 @@ class Task:
         return inputs, loss
 
 
-def _empty(tree: Any) -> Any:
-    """A tree with an empty tensor of the same size in the place of each."""
-    return tree_map_only(Tensor, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), tree)
+def _empty(tree: Any, made: dict[int, Tensor]) -> Any:
+    """A tree with an empty tensor of the same size in the place of each, which `made` keeps by the identity of the real one."""
+
+    def empty(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return made[id(tensor)]
+
+    return tree_map_only(Tensor, empty, tree)

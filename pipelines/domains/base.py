@@ -88,8 +88,8 @@ class DomainDefaults(ABC):
         return self.build()
 
     def outline_batch(self, shape: ShapeClass, items: int) -> Batch:
-        """The synthetic batch on the host."""
-        return self.synthetic_batch(shape, items, RunPlace(Device("cpu", 0)))
+        """The synthetic batch on the host, with the longest text beside its items."""
+        return self.synthetic_batch(shape, items, RunPlace(Device("cpu", 0)), self.longest_text())
 
     def largest_micro_batch(self, place: RunPlace) -> MicroBatchSize:
         """The micro-batch with the most tokens, padding included."""
