@@ -17,13 +17,7 @@ from mmspeed.models.diffusers.plans import declare_known_plan
 from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.diffusers.sparse import grid_of, sparse_plan
 from mmspeed.models.diffusers.sparsified import sparsify
-from mmspeed.models.families import (
-    Family,
-    FamilyCall,
-    SizeLimits,
-    call_for,
-    family_of,
-)
+from mmspeed.models.families import Family, FamilyCall, SizeLimits, call_for, family_of
 from mmspeed.models.sora.sizes import build_model, resolve_config
 from mmspeed.protocols import ModelCall
 from mmspeed.protocols.calls import Conditioning, Configured, TakesConditioning

@@ -24,23 +24,22 @@ from mmspeed.compute.sparse import clustered_attention
 from mmspeed.data import DatasetCache, Sample, SampleUse
 from mmspeed.data.cache.files import write_whole
 from mmspeed.data.loading.collate import assemble
-from mmspeed.device import Device, parse_dtype, pick
+from mmspeed.device import Device, pick
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
-from mmspeed.loop.checkpoint.manager import load_weights
-from mmspeed.models import SoraDiT, build_model
+from mmspeed.models import SoraDiT
 from mmspeed.models.sections import sora_section
 from mmspeed.models.sora.model import SoraBlock
-from mmspeed.parallel import autocast
 from mmspeed.pipelines.diffusion.objective import make_objective
-from mmspeed.pipelines.inference.text_to_video import find_checkpoint
+from mmspeed.pipelines.inference.run_models import load_model
+from mmspeed.pipelines.inference.text_to_video import find_checkpoint, present_weights
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.protocols.plan import Structure
 
 from .attention_bench import AttentionBenchSetting, LengthBench
 from .attention_data import Grid, oracle_share
 from .attention_plans import Method, method
-from .attention_suggest import LayerResult, MethodResult, RunResult, SparseChoice, suggest
+from .attention_suggest import LayerResult, MethodResult, RunResult, SparseChoice, plot, suggest
 
 log = get_logger("bench")
 
@@ -74,10 +73,12 @@ def bench_run(
     device.activate()
     path = find_checkpoint(folder, checkpoint)
     chosen = choose_samples(folder, samples)
-    model = load_model(folder, path, device)
+    config, info = folder.config(), folder.info()
+    section, widths = sora_section(config, "bench attention --run"), (info["latent_channels"], info["text_width"])
+    model = load_model(config, section, widths, path, present_weights(config, "ema"), device)
+    assert isinstance(model, SoraDiT)
     looks = look(model, folder, chosen, setting, device)
     layers = [each.layer() for each in looks if each.sums]
-    config = model.config
     timings, notes = time_attention_types(looks, setting, device), short_notes(looks)
 
     def extra(choice: SparseChoice) -> dict[str, Any]:
@@ -93,13 +94,11 @@ def bench_run(
         layers=layers,
         timings=timings,
         notes=notes,
-        suggestion=suggest(layers, timings, config.depth, error, extra),
+        suggestion=suggest(layers, timings, model.config.depth, error, extra),
         written=[str(root / name) for name in (("attention.json", "attention.png") if layers else ("attention.json",))],
     )
     write_whole(root / "attention.json", (result.to_json() + "\n").encode())
     if layers:
-        from .attention_plot import plot
-
         write_whole(root / "attention.png", plot(layers))
     return result
 
@@ -118,18 +117,6 @@ def choose_samples(folder: RunFolder, count: int) -> list[Sample]:
         if videos:
             return sorted(videos, key=lambda sample: (-sample.tokens, sample.key))[:count]
     raise UserError(f"{config.cache_root} holds no video: attention over images stays dense")
-
-
-def load_model(folder: RunFolder, path: Path, device: Device) -> SoraDiT:
-    """The run's model with its moving average, where it has one."""
-    config, info = folder.config(), folder.info()
-    section = sora_section(config, "bench attention --run")
-    model = build_model(section, info["latent_channels"], info["text_width"], device="meta").to_empty(device="cpu")
-    load_weights(path, model, "model" if config.train.ema_decay is None else "ema")
-    model.to(device.torch_device).eval()
-    if config.device.dtype != "float32":
-        autocast(model, parse_dtype(config.device.dtype))
-    return model
 
 
 @dataclass

@@ -1,7 +1,8 @@
-"""Results of sparse attention in the layers of a trained run, and the suggested settings: figures only, no measuring."""
+"""Results of sparse attention in the layers of a trained run, their plot, and the suggested settings: figures only, no measuring."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -12,10 +13,11 @@ import yaml
 
 from .attention_bench import AttentionRow
 
-PAYS = (
-    1.1  # times faster, forward + backward over all self-attention, below which sparse attention is not worth its error
-)
+# times faster, forward + backward over all self-attention, below which sparse attention is not worth its error
+PAYS = 1.1
 DEFAULT_LEAST_TOKENS = 1024  # of `model.sparse.min_tokens`
+ACROSS = 4  # panels of a plot
+COLOURS = {"clusters": "#1f5fa8", "tiles": "#c2561a", "window": "#3d8a4e", "skip": "#7d5aa6"}
 
 
 @dataclass(frozen=True)
@@ -258,3 +260,38 @@ def _words(values: Sequence[float], between: str, digits: int | None = None) -> 
 def _aligned(rows: list[list[str]]) -> list[str]:
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(text.ljust(width) for text, width in zip(row, wide, strict=True)).rstrip() for row in rows]
+
+
+def plot(layers: Sequence[LayerResult]) -> bytes:
+    """A PNG of error against kept share: a panel for each layer, a line for each planner; with the summary tail solid, without a tail dashed."""
+    from matplotlib.figure import Figure
+
+    across = min(ACROSS, len(layers))
+    down = math.ceil(len(layers) / across)
+    figure = Figure(figsize=(3.2 * across + 0.6, 2.6 * down + 0.8), layout="constrained")
+    first = None
+    for place, layer in enumerate(layers):
+        axis = figure.add_subplot(down, across, place + 1, sharex=first, sharey=first)
+        first = first or axis
+        for planner, tail in dict.fromkeys(point.method for point in layer.points):
+            points = [point for point in layer.points if point.method == (planner, tail)]
+            line = sorted((sum(point.kept) / len(point.kept), point.error) for point in points)
+            axis.plot(
+                [kept for kept, _ in line],
+                [error for _, error in line],
+                "o-" if tail == "summary" else "o--",
+                markersize=3,
+                color=COLOURS.get(planner, "#666666"),
+                label=f"{planner}, {tail}",
+            )
+        axis.set_yscale("log")
+        axis.set_title(f"block {layer.block}, {layer.span}, {layer.tokens:,} tokens", fontsize=8)
+        if place % across == 0:
+            axis.set_ylabel("relative error")
+        if place >= len(layers) - across:
+            axis.set_xlabel("kept share of pairs")
+    handles, labels = first.get_legend_handles_labels() if first is not None else ([], [])
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=7)
+    written = io.BytesIO()
+    figure.savefig(written, format="png", dpi=110)
+    return written.getvalue()

@@ -26,10 +26,7 @@ _RANGES = {  # whole numbers: least, most, unit, and an example
     "HCCL_BUFFSIZE": (1, None, "MB, of which each group takes twice as much", 200),
     "HCCL_IF_BASE_PORT": (1024, 65520, "a port; the next 31 are used too", 50000),
 }
-_CHOICES = {
-    "HCCL_DETERMINISTIC": ("false", "true", "strict"),
-    "HCCL_SOCKET_FAMILY": ("AF_INET", "AF_INET6"),
-}
+_CHOICES = {"HCCL_DETERMINISTIC": ("false", "true", "strict"), "HCCL_SOCKET_FAMILY": ("AF_INET", "AF_INET6")}
 
 
 def ascend_checks(

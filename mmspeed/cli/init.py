@@ -139,11 +139,7 @@ def source_path(config: Path, videos: Path | str | None, option: str = "--videos
 
 
 def template(
-    name: str,
-    source: str | None,
-    task: str = "video",
-    full: bool = True,
-    values: Mapping[str, Any] | None = None,
+    name: str, source: str | None, task: str = "video", full: bool = True, values: Mapping[str, Any] | None = None
 ) -> str:
     """The text of the commented config of a run called `name` that trains on the media at `source` (None: the demo's).
 

@@ -46,8 +46,7 @@ PrefixFrames = Annotated[
     int | None, typer.Option(min=1, help="Frames of --video; by default as many as the run was trained with.")
 ]
 ControlFile = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Control video of the same frames, for a run whose model takes one."),
+    Path | None, typer.Option(metavar="FILE", help="Control video of the same frames, for a run whose model takes one.")
 ]
 
 Official = Annotated[
@@ -60,8 +59,7 @@ Official = Annotated[
 
 
 SecondGuidance = Annotated[
-    float | None,
-    typer.Option("--guidance-2", min=0, help="The same of the expert of low noise, of a model with two."),
+    float | None, typer.Option("--guidance-2", min=0, help="The same of the expert of low noise, of a model with two.")
 ]
 MaxNewTokens = Annotated[
     int | None, typer.Option(min=1, help="Of a language model: most tokens behind a prompt; 128 without it.")
@@ -130,8 +128,7 @@ def sample(
     prefix_frames: PrefixFrames = None,
     control: ControlFile = None,
     checkpoint: Annotated[
-        str,
-        typer.Option(metavar="STEP|best|latest", help="Checkpoint to load.", autocompletion=completion.checkpoints),
+        str, typer.Option(metavar="STEP|best|latest", help="Checkpoint to load.", autocompletion=completion.checkpoints)
     ] = "latest",
     weights: Annotated[Weights, typer.Option(help="The moving average of the weights, or the weights.")] = Weights.ema,
     device: Annotated[str, typer.Option(help="Kind of device; auto takes the fastest there is.")] = "auto",
@@ -207,13 +204,7 @@ def on_command_line(context: typer.Context, name: str) -> bool:
 
 
 def _write_texts(
-    place: Path,
-    prompts: list[str],
-    checkpoint: str,
-    weights: Weights,
-    device: str,
-    seed: int,
-    writing: dict[str, Any],
+    place: Path, prompts: list[str], checkpoint: str, weights: Weights, device: str, seed: int, writing: dict[str, Any]
 ) -> None:
     """Print the text that a language model writes behind each prompt, after the prompt, or its answer to each."""
     if not prompts:

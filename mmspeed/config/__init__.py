@@ -2,15 +2,7 @@
 
 from .json_schema import json_schema
 from .launcher import obey_launcher
-from .load import (
-    all_fields,
-    dump_config,
-    load_config,
-    load_record,
-    make_config,
-    sections,
-    video_config,
-)
+from .load import all_fields, dump_config, load_config, load_record, make_config, sections, video_config
 from .schema import Bucket, Config, RunConfig
 
 __all__ = [

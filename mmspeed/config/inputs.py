@@ -241,8 +241,7 @@ class DataConfig(Section):
         description="`each`: every window and crop is a sample of the epoch. `draw`: each use of a clip in an epoch draws one of them.",
     )
     allow_upscale: bool = Field(
-        False,
-        description="Enlarge media that are smaller than every bucket; otherwise they are rejected as too small.",
+        False, description="Enlarge media that are smaller than every bucket; otherwise they are rejected as too small."
     )
     limit: int | None = Field(
         None, ge=1, description="Use only this many sources, the first in the order they are listed; null: all."

@@ -52,9 +52,7 @@ PUBLISHED: Mapping[str, Mapping[str, Published]] = {
         "wan2.1-vace-1.3b": Published("Wan-AI/Wan2.1-VACE-1.3B-diffusers", 81, 480, 832, 16.0, (4, 16), control=True),
         "wan2.1-vace-14b": Published("Wan-AI/Wan2.1-VACE-14B-diffusers", 81, 720, 1280, 16.0, (4, 16), control=True),
     },
-    "ltx": {
-        "ltx-2b": Published("Lightricks/LTX-Video", 161, 512, 704, 25.0, (8, 32)),
-    },
+    "ltx": {"ltx-2b": Published("Lightricks/LTX-Video", 161, 512, 704, 25.0, (8, 32))},
     "cogvideox": {
         "cogvideox-2b": Published("zai-org/CogVideoX-2b", 49, 480, 720, 8.0, (4, 16)),
         "cogvideox-5b": Published("zai-org/CogVideoX-5b", 49, 480, 720, 8.0, (4, 16)),
@@ -85,15 +83,9 @@ PUBLISHED: Mapping[str, Mapping[str, Published]] = {
             "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v", 121, 720, 1280, 24.0, (4, 16), "first"
         ),
     },
-    "mochi": {
-        "mochi-1": Published("genmo/mochi-1-preview", 163, 480, 848, 30.0, (6, 16)),
-    },
-    "qwen_image": {
-        "qwen-image": Published("Qwen/Qwen-Image", 1, 1328, 1328, 1.0, (1, 16)),
-    },
-    "flux": {
-        "flux.1-dev": Published("black-forest-labs/FLUX.1-dev", 1, 1024, 1024, 1.0, (1, 16)),
-    },
+    "mochi": {"mochi-1": Published("genmo/mochi-1-preview", 163, 480, 848, 30.0, (6, 16))},
+    "qwen_image": {"qwen-image": Published("Qwen/Qwen-Image", 1, 1328, 1328, 1.0, (1, 16))},
+    "flux": {"flux.1-dev": Published("black-forest-labs/FLUX.1-dev", 1, 1024, 1024, 1.0, (1, 16))},
 }
 
 

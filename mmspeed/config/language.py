@@ -11,7 +11,7 @@ from mmspeed.errors import UserError
 
 from .inputs import Section
 from .places import absolute_places, is_url, mirror_folder
-from .schema import RunConfig, joined
+from .schema import RunConfig, joined, path_or_id
 from .texts import BytesTokenizerConfig, StoredTokenizerConfig, TextsConfig, TokenizerConfig
 from .training import PartConfig, Weighting, WeightingSection, check_parts
 
@@ -213,11 +213,6 @@ class LanguageConfig(RunConfig):
 
     def absolute(self, base: Path) -> LanguageConfig:
         """The config with every relative path taken from `base`; hub ids and URLs stay as they are."""
-
-        def folder(name: str) -> str:
-            is_path = name.startswith((".", "~", "/")) or (base / Path(name).expanduser()).exists()
-            return joined(base, name) if is_path else name
-
         texts = self.texts
         sources = tuple(
             source.model_copy(update={"path": absolute_places(base, source.path)}) for source in texts.sources
@@ -225,9 +220,9 @@ class LanguageConfig(RunConfig):
         cache = texts.cache if is_url(texts.cache) else joined(base, texts.cache)
         changes: dict[str, Any] = {"texts": texts.model_copy(update={"sources": sources, "cache": cache})}
         if isinstance(self.tokenizer, StoredTokenizerConfig):
-            changes["tokenizer"] = self.tokenizer.model_copy(update={"path": folder(self.tokenizer.path)})
+            changes["tokenizer"] = self.tokenizer.model_copy(update={"path": path_or_id(base, self.tokenizer.path)})
         if self.model.pretrained is not None:
-            changes["model"] = self.model.model_copy(update={"pretrained": folder(self.model.pretrained)})
+            changes["model"] = self.model.model_copy(update={"pretrained": path_or_id(base, self.model.pretrained)})
         shared = super().absolute(base)
         changes |= {"output": shared.output, "train": shared.train, "checkpoint": shared.checkpoint}
         return self.model_copy(update=changes)

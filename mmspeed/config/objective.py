@@ -118,9 +118,7 @@ class DdpmConfig(ObjectiveSection):
         description="Divisor of the signal-to-noise ratio of every timestep, before it is rescaled: above 1 there is more noise. CogVideoX-2b has 3.",
     )
     min_snr_gamma: float | None = Field(
-        None,
-        gt=0,
-        description="Cap of the signal-to-noise weight of the loss (min-SNR, often 5); null: no weighting.",
+        None, gt=0, description="Cap of the signal-to-noise weight of the loss (min-SNR, often 5); null: no weighting."
     )
     allow_zero_weight: bool = Field(
         False,

@@ -212,6 +212,12 @@ def joined(base: Path, path: str) -> str:
     return str(base / Path(path).expanduser())
 
 
+def path_or_id(base: Path, name: str) -> str:
+    """A path relative to `base`; a hub id as it is."""
+    is_path = name.startswith((".", "~", "/")) or (base / Path(name).expanduser()).exists()
+    return joined(base, name) if is_path else name
+
+
 class Config(RunConfig):
     """The config of a run of the video task."""
 
@@ -322,11 +328,6 @@ class Config(RunConfig):
 
     def absolute(self, base: Path) -> Config:
         """The config with every relative path taken from `base`; hub ids and URLs stay as they are."""
-
-        def pretrained(name: str) -> str:
-            is_path = name.startswith((".", "~", "/")) or (base / Path(name).expanduser()).exists()
-            return joined(base, name) if is_path else name
-
         data, vae, text, model = self.data, self.vae, self.text, self.model
         places = [absolute_places(base, source.path) for source in data.sources]
         sources = tuple(
@@ -335,14 +336,14 @@ class Config(RunConfig):
         cache = data.cache if is_url(data.cache) else joined(base, data.cache)
         changes: dict[str, Any] = {"data": data.model_copy(update={"sources": sources, "cache": cache})}
         if isinstance(vae, DiffusersVaeConfig):
-            changes["vae"] = vae.model_copy(update={"pretrained": pretrained(vae.pretrained)})
+            changes["vae"] = vae.model_copy(update={"pretrained": path_or_id(base, vae.pretrained)})
         elif isinstance(vae, LinearVaeConfig) and vae.weights:
             changes["vae"] = vae.model_copy(update={"weights": joined(base, vae.weights)})
         if isinstance(text, TransformersTextConfig | FamilyTextConfig):
-            changes["text"] = text.model_copy(update={"pretrained": pretrained(text.pretrained)})
+            changes["text"] = text.model_copy(update={"pretrained": path_or_id(base, text.pretrained)})
         if isinstance(model, PublishedModelConfig):
             weights = model.weights if model.weights is None else joined(base, model.weights)
-            place = pretrained(model.pretrained)
+            place = path_or_id(base, model.pretrained)
             if "/" not in place and not Path(place).is_dir():
                 raise UserError(
                     f"model.pretrained: {place} is a short name: write {videos_of(place, 'model.pretrained')[0]}"

@@ -47,8 +47,7 @@ class TextSourceConfig(Section):
         description="Columns of a chat's turns in place of `column`, such as `{user: [question, context], assistant: answer}`; the texts of several are lines of one turn, `system` and all but the first one of a turn may be missing.",
     )
     split: Literal["file", "blank_line"] = Field(
-        "file",
-        description="Documents of a `.txt` file: the whole file, or the parts between blank lines.",
+        "file", description="Documents of a `.txt` file: the whole file, or the parts between blank lines."
     )
 
     @model_validator(mode="after")

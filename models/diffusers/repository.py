@@ -13,15 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mmspeed.errors import UserError
-from mmspeed.models.weights import (
-    fingerprint,
-    folders_in,
-    header_of,
-    read_json,
-    resolve,
-    weight_files,
-    weight_patterns,
-)
+from mmspeed.models.weights import fingerprint, folders_in, header_of, read_json, resolve, weight_files, weight_patterns
 
 INDEX = "model_index.json"
 STEM = "diffusion_pytorch_model"

@@ -122,10 +122,7 @@ def _flux(config: Config, sizes: SmallSizes, width: int) -> dict[str, Any]:
 
 # the encoder runs over padding, and the transformer takes all of its rows
 TEXT = TextRecipe(
-    (
-        EncoderRecipe(512, "text_encoder_2", "tokenizer_2", padded=True, stored="all"),
-        EncoderRecipe(77, gives="pooled"),
-    )
+    (EncoderRecipe(512, "text_encoder_2", "tokenizer_2", padded=True, stored="all"), EncoderRecipe(77, gives="pooled"))
 )
 
 

@@ -19,10 +19,12 @@ from mmspeed.initialize import init_weights
 from mmspeed.models.language.config import DecoderSettings
 from mmspeed.models.language.decoder_attention import GroupedAttention, LatentAttention, ScaleNorm
 from mmspeed.models.language.decoder_plan import decoder_plan
-from mmspeed.models.language.experts import ExpertMlp, GatedMlp
-from mmspeed.models.language.initial import initial_values
+from mmspeed.models.language.experts import ExpertMlp, GatedMlp, Router
 from mmspeed.models.language.rotary import make_rotary
 from mmspeed.protocols import ModelPlan, declare_float32, declare_plan
+from mmspeed.rng import normal
+
+BEHIND = ("post_attention_layernorm", "post_mlp_layernorm")  # sandwich norms behind attention and MLP
 
 
 class DecoderOutput(NamedTuple):
@@ -238,3 +240,22 @@ def later_targets(target_BN: Tensor, bounds_Z: Tensor | None, step: int) -> Tens
     """Targets of a module `step` tokens further on; IGNORED where these are of another document."""
     later_BN, inside_BN = _shifted(target_BN, bounds_Z, step)
     return torch.where(inside_BN, later_BN, IGNORED)
+
+
+def initial_values(model: nn.Module, settings: DecoderSettings, seed: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yield every parameter with its whole value, float32 on the CPU, a pure function of name, shape and seed (law 1); then reset routers.
+
+    Matrices are normal with the standard deviation of the settings, norms 1, biases 0. Norms behind attention and MLP of a sandwich start
+    at 1 / sqrt(depth), so that the sum over blocks has the size of one (the depth-scaled sandwich norm of Pangu Ultra, 2025).
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            yield parameter, settings.first_std * normal(tuple(parameter.shape), seed, "init", name)
+        elif name.endswith("bias"):
+            yield parameter, torch.zeros(parameter.shape)
+        else:
+            scaled = settings.sandwich and name.split(".")[-2] in BEHIND
+            yield parameter, torch.full(parameter.shape, settings.num_hidden_layers**-0.5 if scaled else 1.0)
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.reset()

@@ -49,10 +49,7 @@ def changed(settings: DecoderSettings, section: LanguageModelConfig, rows: int) 
     depth = section.num_hidden_layers or settings.num_hidden_layers
     windows = section.windows_of(depth)
     settings = replace(
-        settings,
-        vocab_size=rows,
-        windows=settings.windows[:depth] if windows is None else windows,
-        **section.changes,
+        settings, vocab_size=rows, windows=settings.windows[:depth] if windows is None else windows, **section.changes
     )
     if section.experts:
         settings = replace(settings, experts=experts_of(settings, section.experts))

@@ -348,11 +348,7 @@ class _Part:
         whole = len(marks) >= self.template.text.count(use.mark)
         answer = (marks[-1] if whole else len(ids) - 1) + 1
         every = use.every_of_black if picture is None else use.every
-        parts = (
-            rows_LD[begin:end:every],
-            rows_LD[self.cut + more : answer + more - use.cut],
-            rows_LD[answer + more :],
-        )
+        parts = (rows_LD[begin:end:every], rows_LD[self.cut + more : answer + more - use.cut], rows_LD[answer + more :])
         return on_host(torch.cat(parts))
 
 

@@ -194,11 +194,7 @@ def with_guidance(call: ModelCall, config: Mapping[str, Any], scale: float) -> M
 
 
 def make_predictor(
-    model: nn.Module,
-    objective: ObjectiveConfig,
-    channels: int,
-    text_width: int,
-    call: ModelCall | None = None,
+    model: nn.Module, objective: ObjectiveConfig, channels: int, text_width: int, call: ModelCall | None = None
 ) -> Predictor:
     """The predictor of a model. A published class without a plan gets its known plan, in place.
 

@@ -247,11 +247,7 @@ class LanguageModel:
     """A trained language model as a function from prompts to texts."""
 
     def __init__(
-        self,
-        folder: Path,
-        device: str = "auto",
-        dtype: torch.dtype = torch.float32,
-        begin: Sequence[int] | None = None,
+        self, folder: Path, device: str = "auto", dtype: torch.dtype = torch.float32, begin: Sequence[int] | None = None
     ) -> None:
         """The model of a folder of transformers, such as an export.
 
@@ -275,11 +271,7 @@ class LanguageModel:
 
     @classmethod
     def from_run(
-        cls,
-        run: str | Path,
-        checkpoint: str | int = "latest",
-        weights: Kind = "ema",
-        device: str = "auto",
+        cls, run: str | Path, checkpoint: str | int = "latest", weights: Kind = "ema", device: str = "auto"
     ) -> LanguageModel:
         """The model of a run's checkpoint, by way of an export beside it that is removed again. Raises UserError as an export."""
         folder = RunFolder.open(run)

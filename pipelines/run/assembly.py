@@ -214,10 +214,7 @@ def _put_whole(put: Callable[[nn.Parameter, Tensor], None], parameter: nn.Parame
 
 
 def _with_notice(
-    role: str,
-    model: nn.Module,
-    put: Callable[[nn.Parameter, Tensor], None],
-    drawn: Callable[[str, Tensor], None],
+    role: str, model: nn.Module, put: Callable[[nn.Parameter, Tensor], None], drawn: Callable[[str, Tensor], None]
 ) -> Callable[[nn.Parameter, Tensor], None]:
     """`put` that first hands each value to `drawn`, under its parameter's name."""
     names = {parameter: name for name, parameter in model.named_parameters()}

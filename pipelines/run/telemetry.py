@@ -56,11 +56,7 @@ class Telemetry:
         self._recent.append(seconds)
         self._since.append(seconds)
         self._meter.add(
-            samples=samples,
-            tokens=tokens,
-            forward_flops=forward_flops,
-            data_wait_s=seconds[0],
-            wall_s=seconds[1],
+            samples=samples, tokens=tokens, forward_flops=forward_flops, data_wait_s=seconds[0], wall_s=seconds[1]
         )
         self._trained += seconds[1]
         self._waited, self._mark = waited_seconds, now

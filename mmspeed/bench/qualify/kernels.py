@@ -88,12 +88,7 @@ def check_fused_lse(device: Device, dtype: torch.dtype, small: bool) -> Outcome:
 def check_block(device: Device, dtype: torch.dtype, small: bool, kernel: str) -> Outcome:
     """A block kernel, forward and backward, on the cases that it serves."""
     errors, refusals = Errors(dtype), list[str]()
-    for case in attention_cases(small):
-        (q, k, v, dout), mask = case.on(device, dtype)
-        reason = _refused(q, k, mask, case.causal, kernel)
-        if reason:
-            refusals.append(reason)
-            continue
+    for case, (q, k, v, dout), mask in _served(attention_cases(small), device, dtype, kernel, refusals):
         right = truth(case, dtype)
         out, lse = block_forward(q, k, v, mask, causal=case.causal, backend=kernel)
         whole, whole_lse = right["out"].to(q), right["lse"].to(device.torch_device, lse.dtype)
@@ -105,28 +100,27 @@ def check_block(device: Device, dtype: torch.dtype, small: bool, kernel: str) ->
 def check_ring(device: Device, dtype: torch.dtype, small: bool, kernel: str) -> Outcome:
     """The ring over four ranks with a block kernel: single and double, plain, masked and causal."""
     errors, refusals = Errors(dtype), list[str]()
-    for case in attention_cases(small):
-        if case.name not in ("plain", "masked", "causal", "shared key heads"):
-            continue
-        (q, k, v, dout), mask = case.on(device, dtype)
-        reason = _refused(q, k, mask, case.causal, kernel)
-        if reason:
-            refusals.append(reason)
-            continue
+    cases = [case for case in attention_cases(small) if case.name in ("plain", "masked", "causal", "shared key heads")]
+    for case, tensors, mask in _served(cases, device, dtype, kernel, refusals):
         for window in WINDOWS:
             name = f"{case.name}, {'single' if window is None else 'double'} ring"
-            ring = RingHere.of(case, (q, k, v, dout), mask, window, kernel)
+            ring = RingHere.of(case, tensors, mask, window, kernel)
             errors.add(name, ring.results(), truth(case, dtype))
     return errors.outcome(refusals)
 
 
-def _refused(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, kernel: str) -> str:
-    """The reason why a block kernel does not serve a case; empty where it does."""
-    try:
-        choose_kernel(q, k, mask, causal, kernel)
-    except ValueError as error:
-        return str(error).partition(" does not serve ")[2].partition(";")[0] or str(error)
-    return ""
+def _served(
+    cases: Sequence[AttentionCase], device: Device, dtype: torch.dtype, kernel: str, refusals: list[str]
+) -> Iterator[tuple[AttentionCase, list[Tensor], Tensor | None]]:
+    """Yield the cases that a block kernel serves, with tensors and mask; why it does not serve others goes to `refusals`."""
+    for case in cases:
+        tensors, mask = case.on(device, dtype)
+        try:
+            choose_kernel(tensors[0], tensors[1], mask, case.causal, kernel)
+        except ValueError as error:
+            refusals.append(str(error).partition(" does not serve ")[2].partition(";")[0] or str(error))
+        else:
+            yield case, tensors, mask
 
 
 def _named(out: Tensor, grads: Sequence[Tensor]) -> dict[str, Tensor]:
