@@ -207,8 +207,8 @@ class Task:
 
         def inputs() -> Inputs:
             made: dict[int, Tensor] = {}
-            trees = (_empty(tree, made) for tree in (real.arguments, real.tensors, real.positional))
-            return Inputs(*trees, real.part)
+            arguments, tensors, positional = _empty((real.arguments, real.tensors, real.positional), made)
+            return Inputs(arguments, tensors, positional, real.part)
 
         def loss(given: Inputs) -> Tensor:
             values = domain.values(given.call(model), given, replace(batch, weights_I=torch.ones(items)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -132,29 +133,22 @@ def train_step(
     reused: MicroBatches = list(batches) if len(due) > 1 else batches
     left_out: tuple[str, ...] = ()
     results: dict[str, StepResult] = {}
-
-    def attempt(learner: Learner) -> StepResult:
-        result = apply_update(
-            models,
-            learner,
-            reused,
-            divisors,
-            clip_norm=clip_norm,
-            tensor=tensor,
-            mesh=mesh,
-            group=group,
-            weight=weight,
-            accept=accept,
-        )
-        for other in learners if several else ():  # a loss may reach models that another update trains
-            other.forget_gradients()
-        return result
-
+    attempt = partial(
+        apply_update,
+        models,
+        divisors=divisors,
+        clip_norm=clip_norm,
+        tensor=tensor,
+        mesh=mesh,
+        group=group,
+        weight=weight,
+        accept=accept,
+    )
     for learner in due:
-        result = attempt(learner)
+        result = attempt(learner, reused)
         if result.bad_uses and not left_out and again is not None and (sound := again(result.bad_uses)) is not None:
             reused, left_out = (list(sound) if len(due) > 1 else sound), tuple(result.bad)
-            result = attempt(learner)
+            result = attempt(learner, reused)
         result = results[learner.update.name] = replace(result, left_out=left_out)
         if not result.finite:
             break

@@ -64,15 +64,14 @@ def combinations(singles: Sequence[Option]) -> list[Option]:
     return options
 
 
-def front(options: Sequence[Option], most: int | None = None, *, peaks: bool = False) -> list[Option]:
-    """The options that no other equals or beats in bytes kept and seconds (with `peaks`, also in bytes at the peaks).
+def front(options: Sequence[Option], most: int | None = None) -> list[Option]:
+    """The options that no other equals or beats in bytes kept and seconds.
 
     `most`: at most so many of them, spread evenly over the bytes, the extremes among them.
     """
 
-    def figures(option: Option) -> tuple[float, ...]:
-        least = (option.kept, option.seconds)
-        return (*least, option.host, option.kept + option.forward, option.kept + option.backward) if peaks else least
+    def figures(option: Option) -> tuple[float, float]:
+        return option.kept, option.seconds
 
     left: list[Option] = []
     for option in sorted(options, key=lambda option: (*figures(option), len(option.ways))):

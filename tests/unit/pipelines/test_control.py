@@ -164,7 +164,11 @@ def test_the_input_of_a_cached_sample_is_that_of_the_official_pipeline(vace: Con
     assert errors.keys() == {
         "hidden_states", "timestep", "encoder_hidden_states", "control_hidden_states", "control_hidden_states_scale",
     }  # fmt: skip
-    assert all(error is not None and error <= 1e-6 for error in errors.values()), errors
+    # the caption alone is computed again, in another batch: its last bits follow the machine's products
+    assert all(
+        error is not None and error <= (5e-6 if name == "encoder_hidden_states" else 0)
+        for name, error in errors.items()
+    ), errors
 
 
 def test_the_check_against_the_official_pipeline_has_a_control_of_its_own(vace: Config) -> None:

@@ -40,7 +40,7 @@ def test_a_step_is_measured_here(tmp_path: Path) -> None:
         ("parallel.ulysses=2", "2 devices compute an item together (ulysses 2)"),
         ("memory.budget=1GB", "memory's budget chooses policies at the start of training"),
         ("model.width=8192", "GB of memory, more than the"),
-        ("data.buckets=[{frames: 401, height: 640, width: 640}]", "one item alone would take about"),
+        ("data.buckets=[{frames: 401, height: 512, width: 512}]", "one item alone would take about"),
     ],
 )  # fmt: skip
 def test_a_step_that_is_not_measured_says_why(tmp_path: Path, override: str, reason: str) -> None:

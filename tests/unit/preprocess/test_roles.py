@@ -190,7 +190,7 @@ def test_places_that_cannot_have_roles(media: Path, tmp_path: Path, caplog: pyte
     assert "has a column 'control' that no role reads" in caplog.text
     both = [*tree["data"]["sources"], {"path": str(media), **ROLES}]
     with pytest.raises(
-        UserError, match=r"media0? has the role control, and .*clips\.csv has not: name it for all sources"
+        UserError, match=r"media\d* has the role control, and .*clips\.csv has not: name it for all sources"
     ):
         make_config(tree, [f"data.sources={both}"], origin="test")
     tree["data"]["sources"] = both[1:]
