@@ -15,7 +15,6 @@ from mmspeed.protocols import (
     Inputs,
     RunPlace,
     Tensors,
-    Term,
     Terms,
     Update,
     Values,
@@ -52,11 +51,10 @@ class MethodDefaults:
 
 def own_terms(values: Sequence[Values], mtp: bool = True) -> Terms:
     """The terms that belong to the model, such as the balance of experts: their mean over several passes."""
-    if len(values) == 1:
-        return values[0].own(mtp)
-    of_passes = [each.own(mtp) for each in values]
-    return {name: _mean([own[name] for own in of_passes]) for name in of_passes[0]}
-
-
-def _mean(terms: Sequence[Term]) -> Term:
-    return replace(terms[0], loss_I=sum((term.loss_I for term in terms[1:]), terms[0].loss_I) / len(terms))
+    first, *others = [each.own(mtp) for each in values]
+    if not others:
+        return first
+    return {
+        name: replace(term, loss_I=sum((own[name].loss_I for own in others), term.loss_I) / len(values))
+        for name, term in first.items()
+    }
