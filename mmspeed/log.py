@@ -74,7 +74,7 @@ class _Redacting(logging.Formatter):
         return redacted(super().format(record))
 
 
-def setup(verbose: bool = False) -> None:
+def setup() -> None:
     """Send the package's log to standard error: rank 0 at INFO, the others at WARNING with their rank."""
     root = logging.getLogger("mmspeed")
     root.handlers.clear()
@@ -92,8 +92,7 @@ def setup(verbose: bool = False) -> None:
         handler.setFormatter(_Redacting(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S"))
     handler.shown = ShownWork(console)
     root.addHandler(handler)
-    level = logging.DEBUG if verbose else (logging.INFO if rank() == 0 else logging.WARNING)
-    root.setLevel(level)
+    root.setLevel(logging.INFO if rank() == 0 else logging.WARNING)
 
 
 class Working:
