@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+import torch
 from torch import nn
 
 from mmspeed.config import RunConfig
@@ -147,6 +148,18 @@ def values_of(domain: Domain, models: Models, batch: Batch) -> Values:
     part = domain.parts()[0]
     inputs = domain.inputs(models[part.role], batch, part)
     return domain.values(inputs.call(models[part.role]), inputs, batch)
+
+
+@contextmanager
+def evaluating(models: Models) -> Iterator[None]:
+    """Evaluate the models without gradients inside the block; those that were in training mode go back to it."""
+    training = [model for model in models.values() if model.training]
+    for model in training:
+        model.eval()
+    with torch.no_grad():
+        yield
+    for model in training:
+        model.train()
 
 
 class SampledData(Generic[S]):

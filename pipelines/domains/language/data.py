@@ -22,7 +22,7 @@ from mmspeed.data.loading.loader import DrawnItems
 from mmspeed.data.sampling.pack_order import PackLength, PackSample, PackSampler
 from mmspeed.data.sampling.pack_stages import StagedPacks
 from mmspeed.data.sampling.weighting import StepWeights
-from mmspeed.pipelines.domains.base import SampledData, shares, values_of
+from mmspeed.pipelines.domains.base import SampledData, evaluating, shares, values_of
 from mmspeed.protocols import (
     Batch,
     BatchShape,
@@ -196,25 +196,20 @@ class HeldOutPacks:
         self._domain, self._documents, self._samples = domain, documents, samples
         self._most, self._place, self._collate = most, place, PackCollate(documents)
 
-    @torch.no_grad()
     def measure(self, models: Models) -> Terms:
         """A term `loss` of all packs, and one of each source."""
-        training = [model for model in models.values() if model.training]
-        for model in training:
-            model.eval()
         device = self._place.device.torch_device
         terms: dict[str, Term] = {}
-        for source, samples in self._samples.items():
-            mine = shares(samples, self._place)
-            losses, weights = [], []
-            for part in (mine[start : start + self._most] for start in range(0, len(mine), self._most)):
-                draws = [(SampleUse(sample, 0, 0), float(real and self._place.leads)) for sample, real in part]
-                term = values_of(self._domain, models, self._collate(draws).to(device, torch.float32)).loss
-                losses.append(term.loss_I)
-                weights.append(term.weight_I)
-            terms[source] = Term(torch.cat(losses), torch.cat(weights), source)
-        for model in training:
-            model.train()
+        with evaluating(models):
+            for source, samples in self._samples.items():
+                mine = shares(samples, self._place)
+                losses, weights = [], []
+                for part in (mine[start : start + self._most] for start in range(0, len(mine), self._most)):
+                    draws = [(SampleUse(sample, 0, 0), float(real and self._place.leads)) for sample, real in part]
+                    term = values_of(self._domain, models, self._collate(draws).to(device, torch.float32)).loss
+                    losses.append(term.loss_I)
+                    weights.append(term.weight_I)
+                terms[source] = Term(torch.cat(losses), torch.cat(weights), source)
         return terms
 
     @cached_property

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmspeed.data import BatchSampler, Loader, SampleUse
 from mmspeed.data.sampling.weighting import StepWeights
-from mmspeed.pipelines.domains.base import SampledData, shares, values_of
+from mmspeed.pipelines.domains.base import SampledData, evaluating, shares, values_of
 from mmspeed.protocols import (
     Batch,
     BatchShape,
@@ -147,17 +147,12 @@ class ListedValidation:
         self._collate, self._most, self._place = collate, most, place
         self._trained: set[str] = set()
 
-    @torch.no_grad()
     def measure(self, models: Models) -> Terms:
         """The terms of this rank's samples."""
-        training = [model for model in models.values() if model.training]
-        for model in training:
-            model.eval()
         device = self._place.device.torch_device
-        values = [values_of(self._domain, models, batch.to(device, torch.float32)) for batch in self._batches()]
-        terms_of_batches = [{"loss": each.loss, **each.own()} for each in values]
-        for model in training:
-            model.train()
+        with evaluating(models):
+            values = [values_of(self._domain, models, batch.to(device, torch.float32)) for batch in self._batches()]
+            terms_of_batches = [{"loss": each.loss, **each.own()} for each in values]
         terms = {name: _joined([each[name] for each in terms_of_batches]) for name in terms_of_batches[0]}
         self._trained = {name for name, term in terms.items() if term.trains}
         return terms
