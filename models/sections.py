@@ -12,6 +12,7 @@ from torch import nn
 from mmspeed.config.known_models import videos_of
 from mmspeed.config.schema import Config, ModelConfig, PublishedModelConfig
 from mmspeed.errors import UserError
+from mmspeed.models.adapters import adapt
 from mmspeed.models.diffusers.loading import empty_model, stored_model
 from mmspeed.models.diffusers.plans import declare_known_plan
 from mmspeed.models.diffusers.repository import Repository
@@ -121,11 +122,11 @@ def bare(repository: Repository) -> nn.Module:
 
 
 def _prepared(model: nn.Module, section: PublishedModelConfig) -> nn.Module:
-    """The published model with its plan, and sparse where the section asks for it; the control of thresholds is the loop's."""
+    """The published model with its plan, sparse and under adapters where the section asks for it; the control of thresholds is the loop's."""
     declare_known_plan(model)
     if section.sparse is not None:
         sparsify(model, sparse_plan(model, None), grid_of(model), section.sparse)
-    return model
+    return adapt(model, section.adapter, section.base)
 
 
 def counts_of(section: AnySection, model: nn.Module, opened: Repository | None = None) -> FamilyCounts:

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from mmspeed.errors import UserError
 
+from .adapters import AdapterConfig, BaseConfig, reason_against
 from .inputs import Section
 from .places import absolute_places, is_url, mirror_folder
 from .schema import RunConfig, joined, path_or_id
@@ -89,6 +90,12 @@ class LanguageModelConfig(Section):
         None,
         description="Statistics of the experts' auxiliary loss: of each pack, of the micro-batch of a device (or of the devices that share it), or of all that the step has met so far on all devices; null: there is no such loss.",
     )
+    unrecorded = ("adapter", "base")
+    adapter: AdapterConfig | None = Field(
+        None,
+        description="Adapters that train while the model of `pretrained` stays frozen; null: all its weights train.",
+    )
+    base: BaseConfig = Field(default_factory=BaseConfig, description="The frozen weights beside adapters.")
 
     @model_validator(mode="after")
     def _one_origin(self) -> LanguageModelConfig:
@@ -98,6 +105,8 @@ class LanguageModelConfig(Section):
             raise ValueError(f"{both[0]} is that of the folder: leave it out beside `pretrained`")
         if self.pretrained is not None and both and self.shape != type(self).model_fields["shape"].default:
             raise ValueError("`shape` and `pretrained` both say which model it is: use one of them")
+        if self.pretrained is None and self.adapter is not None:
+            raise ValueError("`adapter` trains beside a model that has learnt: set `pretrained`")
         return self
 
     @field_validator("windows")
@@ -197,6 +206,13 @@ class LanguageConfig(RunConfig):
     objective: LanguageObjectiveConfig = Field(
         default_factory=LanguageObjectiveConfig, description="The training objective."
     )
+
+    @model_validator(mode="after")
+    def _base_fits(self) -> LanguageConfig:
+        reason = reason_against(self.model.adapter, self.model.base, self.device.dtype)
+        if reason is not None:
+            raise ValueError(reason)
+        return self
 
     @model_validator(mode="after")
     def _no_keys_of_videos(self) -> LanguageConfig:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from .adapters import AdapterConfig, BaseConfig
 from .inputs import Section
 from .shift import checked_range, checked_shift
 from .sparse import SparseConfig
@@ -35,6 +36,11 @@ class PublishedModelConfig(Section):
         description="A `.safetensors` file with other weights of the transformer, in the names of diffusers or of the model's authors.",
     )
     sparse: SparseConfig | None = Field(None, description="Sparse self-attention; null: all attention is dense.")
+    unrecorded = ("adapter", "base")
+    adapter: AdapterConfig | None = Field(
+        None, description="Adapters that train while the model stays frozen; null: all its weights train."
+    )
+    base: BaseConfig = Field(default_factory=BaseConfig, description="The frozen weights beside adapters.")
 
 
 class FamilyObjectiveConfig(WeightingSection):

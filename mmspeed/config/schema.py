@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from mmspeed.errors import UserError
 from mmspeed.shapes import Bucket
 
+from .adapters import reason_against
 from .conditioning import ConditioningConfig
 from .device import DeviceConfig
 from .inputs import (
@@ -302,6 +303,15 @@ class Config(RunConfig):
             raise ValueError(
                 f"sample.sampler {self.sample.sampler} does not go with objective {self.objective.kind}: use {' or '.join(fitting)}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _base_fits(self) -> Config:
+        model = self.model
+        if isinstance(model, PublishedModelConfig):
+            reason = reason_against(model.adapter, model.base, self.device.dtype)
+            if reason is not None:
+                raise ValueError(reason)
         return self
 
     @model_validator(mode="after")

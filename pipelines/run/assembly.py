@@ -25,6 +25,7 @@ from mmspeed.memory import ActivationPolicies
 from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from mmspeed.memory.recompute.policy import make_keeping
 from mmspeed.mesh import Mesh, make_mesh
+from mmspeed.models.adapters import adapter_values
 from mmspeed.parallel import (
     Strategy,
     TokenLayout,
@@ -192,6 +193,8 @@ def assemble(
         if source is not None:
             kept = resumed and role in optimizers
             stand_in_weights(model, put) if stand_ins else read_weights(model, source, put, frozen_alone=kept)
+            for parameter, value in () if stand_ins or kept else adapter_values(model, config.seed):
+                _put_whole(put, parameter, value)
             continue
         assert isinstance(model, InitializesWeights)  # `_placed` has seen to it
         whole = partial(_put_whole, put)

@@ -26,6 +26,7 @@ from mmspeed.data.sampling.pack_order import DocumentSupply, PackLength, PackSam
 from mmspeed.data.sampling.pack_stages import StagedPacks
 from mmspeed.data.sampling.weighting import StepWeights
 from mmspeed.errors import UserError
+from mmspeed.models.adapters import adapt
 from mmspeed.models.language.config import DecoderSettings
 from mmspeed.models.language.counts import forward_work
 from mmspeed.models.language.decoder import Decoder
@@ -161,13 +162,14 @@ class LanguageDomain(DomainDefaults):
             model = stored_decoder(pretrained, self.config.model.revision, settings.num_nextn_predict_layers)
         if model.settings != settings:  # the balance of experts is the config's, not the folder's
             model = decoder_of(cast(HubWeights, source_of(model)).folder, settings)
-        self._spare = None
-        return {"model": model}
+        self._spare, section = None, self.config.model
+        return {"model": adapt(model, section.adapter, section.base)}
 
     def outlines(self) -> dict[str, nn.Module]:
         """The decoder without weights; its embedding may have other rows than that of the tokenizer. Raises UserError as `open`."""
         self._check_sizes()
-        return {"model": on_meta(self.settings)}
+        section = self.config.model
+        return {"model": adapt(on_meta(self.settings), section.adapter, section.base)}
 
     def parts(self) -> Sequence[LearningPart]:
         """The decoder."""

@@ -1,0 +1,65 @@
+"""The sections `model.adapter` and `model.base`: low-rank adapters that train beside a frozen model, and how that model is kept."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from .inputs import Section
+
+
+class AdapterConfig(Section):
+    """LoRA (Hu et al. 2021): a product of two low-rank matrices beside linear layers of a published model, which stays frozen."""
+
+    kind: Literal["lora"] = Field(description="Kind of adapter.")
+    rank: int = Field(32, ge=1, description="Rank of the two matrices.")
+    alpha: float | None = Field(
+        None,
+        gt=0,
+        description="Numerator of the adapter's scale, alpha / rank; null: the rank, so that the scale is 1.",
+    )
+    rslora: bool = Field(
+        False, description="The scale is alpha / sqrt(rank) (rank-stabilised LoRA: Kalajdzievski 2023)."
+    )
+    targets: Literal["attention", "attention+mlp", "blocks"] | tuple[str, ...] = Field(
+        "attention",
+        description="Linear layers with an adapter: those of attentions, of attentions and MLPs, all of the blocks, or those whose names end with one of a list, such as `[to_q, to_v]`, in which `*` stands for a part between dots.",
+    )
+
+    @field_validator("targets")
+    @classmethod
+    def _some_targets(cls, targets: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if not targets or not all(targets):
+            raise ValueError("it names no layer; use attention, attention+mlp, blocks or a list of names")
+        return targets
+
+    @property
+    def alpha_or_rank(self) -> float:
+        """Alpha, which is the rank where the config sets none."""
+        return float(self.rank) if self.alpha is None else self.alpha
+
+    @property
+    def scale(self) -> float:
+        """The factor of the adapter's product."""
+        return self.alpha_or_rank / (self.rank**0.5 if self.rslora else self.rank)
+
+
+class BaseConfig(Section):
+    """The frozen weights beside adapters."""
+
+    dtype: Literal["float32", "bfloat16", "int8", "float8"] = Field(
+        "float32",
+        description="Number type of frozen weights. `int8`, `float8`: one byte for each weight of linear layers of blocks, and a float32 scale for each row; all else is bfloat16. Others than float32 need `device.dtype: bfloat16`.",
+    )
+
+
+def reason_against(adapter: AdapterConfig | None, base: BaseConfig, compute: str) -> str | None:
+    """The reason why a base cannot be kept so, for computing in the number type `compute`; None where it can."""
+    if base.dtype == "float32":
+        return None
+    if adapter is None:
+        return f"model.base.dtype {base.dtype} is for weights that stay frozen: set model.adapter, or leave it out"
+    if compute != "bfloat16":
+        return f"model.base.dtype {base.dtype} is computed with in bfloat16: set device.dtype: bfloat16, or model.base.dtype: float32"
+    return None

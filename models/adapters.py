@@ -1,0 +1,209 @@
+"""Low-rank adapters (LoRA: Hu et al. 2021) of peft on a model without memory, and the weights that such a model begins with.
+
+The base stays frozen. A layer's frozen weight has the name `<layer>.base_layer.weight`, its adapter `<layer>.lora_A.default.weight` (rank,
+inputs) and `<layer>.lora_B.default.weight` (outputs, rank).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from mmspeed.config.adapters import AdapterConfig, BaseConfig
+from mmspeed.errors import UserError, nearest
+from mmspeed.models.weights import quiet
+from mmspeed.protocols import (
+    Part,
+    WeightSource,
+    blocks_of,
+    declare_source,
+    parts_of,
+    source_of,
+    stays_float32,
+)
+from mmspeed.protocols.plan import PreparesInput, modules_like, named_like
+from mmspeed.rng import symmetric
+
+NAME = "default"  # peft's name of an adapter
+KEY = "model.adapter.targets"
+REGIONS = {"attention": ("attention", "cross_attention"), "attention+mlp": ("attention", "cross_attention", "mlp")}
+INSIDE = ".base_layer"  # before the last part of the name of a frozen weight under an adapter
+
+
+def adapt(model: nn.Module, adapter: AdapterConfig | None, base: BaseConfig) -> nn.Module:
+    """Freeze a model and put adapters beside its linear layers, in place; it has its plan and no memory. Returns it.
+
+    Without an adapter the model stays as it is. Raises UserError for targets that no layer has, or that are no plain linear layers.
+    """
+    if adapter is None:
+        return model
+    from peft import LoraConfig, inject_adapter_in_model
+
+    names = target_layers(model, adapter.targets)
+    model.requires_grad_(False)
+    settings = LoraConfig(
+        r=adapter.rank,
+        lora_alpha=adapter.alpha_or_rank,  # type: ignore[arg-type]  # whole numbers are not needed
+        use_rslora=adapter.rslora,
+        target_modules=names,
+    )
+    with quiet():
+        inject_adapter_in_model(settings, model, NAME, low_cpu_mem_usage=True)
+    if base.dtype != "float32":
+        make_frozen_half(model)
+    source = source_of(model)
+    if source is not None:
+        declare_source(model, AdaptedWeights(source))
+    return model
+
+
+def target_layers(model: nn.Module, targets: str | tuple[str, ...]) -> list[str]:
+    """The names of the linear layers that get adapters, in the model's order.
+
+    Raises UserError for targets that no layer has, with the nearest names, and for layers that no adapter is for.
+    """
+    blocks = blocks_of(model)
+    if not blocks:
+        raise UserError(f"model.adapter: {type(model).__name__} has no plan that names its blocks")
+    if targets == "blocks":
+        chosen = [(name, block) for name, block in blocks]
+    elif isinstance(targets, str):
+        chosen = [part for name, block in blocks for part in _regions(name, block, REGIONS[targets])]
+        if not chosen:
+            raise UserError(
+                f"{KEY}: the plan of {type(model).__name__} has no region {targets!r}: use blocks, or names of layers"
+            )
+    else:
+        return _named(model, targets)
+    names: dict[str, None] = {}
+    for name, part in chosen:
+        _check_stacked(name, part)
+        names |= dict.fromkeys(
+            f"{name}.{inner}".rstrip(".") for inner, layer in part.named_modules() if _is_target(layer)
+        )
+    return [name for name in names if not stays_float32(model, name)]
+
+
+def _regions(name: str, block: nn.Module, regions: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a block's regions, by their names in the model."""
+    for region in regions:
+        own = parts_of(block).regions.get(region)
+        for pattern in own.modules if own is not None else ():
+            yield from (
+                (f"{name}.{inner}", module)
+                for inner, module in modules_like(block, pattern, f"plan, region {region!r}")
+            )
+
+
+def _named(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
+    """The layers whose names end with one of the patterns. Raises UserError for one that no linear layer has."""
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    found: dict[str, None] = {}
+    for pattern in patterns:
+        length = len(pattern.split("."))
+        own = [name for name in layers if named_like(".".join(name.split(".")[-length:]), pattern)]
+        if not own:
+            ends = {".".join(name.split(".")[-length:]) for name in layers}
+            raise UserError(
+                f"{KEY}: {type(model).__name__} has no linear layer {pattern!r}{nearest(pattern, sorted(ends))}"
+            )
+        for name in own:
+            if not _is_target(layers[name]):
+                raise UserError(
+                    f"{KEY}: {name} is a {type(layers[name]).__name__}, which computes more than its product; no adapter is for it"
+                )
+        found |= dict.fromkeys(own)
+    return [name for name in layers if name in found]
+
+
+def _is_target(layer: nn.Module) -> bool:
+    """True for a plain linear layer."""
+    return (
+        isinstance(layer, nn.Linear)
+        and type(layer).forward is nn.Linear.forward
+        and not isinstance(layer, PreparesInput)
+    )
+
+
+def _check_stacked(name: str, part: nn.Module) -> None:
+    """Raises UserError where a part holds the stacked weights of experts."""
+    for inner, module in part.named_modules():
+        if any(parameter.ndim == 3 and len(parameter) > 1 for parameter in module.parameters(recurse=False)):
+            raise UserError(
+                f"{KEY}: {name}.{inner} holds the weights of experts, and no adapter is for these: use attention"
+            )
+
+
+def make_frozen_half(model: nn.Module) -> None:
+    """Make frozen parameters bfloat16, in place and without values, except those that the model declares to stay float32."""
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            full = f"{path}.{name}" if path else name
+            if not parameter.requires_grad and not stays_float32(model, full):
+                half = nn.Parameter(parameter.detach().to(torch.bfloat16), requires_grad=False)
+                module.register_parameter(name, half)
+
+
+class AdaptedWeights:
+    """The files of a base under the names that its tensors have under adapters, as a `WeightSource`; adapters are not in them."""
+
+    def __init__(self, base: WeightSource) -> None:
+        self.base = base
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the base."""
+        return self.base.fingerprint
+
+    def read(self, parts: Mapping[str, Part]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the wanted part of each tensor of the base. Raises UserError as the base."""
+        inside = {base_name(name): name for name in parts if not is_adapter(name)}
+        for name, value in self.base.read({name: parts[own] for name, own in inside.items()}):
+            yield inside[name], value
+
+
+def base_name(name: str) -> str:
+    """The name that a frozen tensor has without adapters."""
+    return name.replace(f"{INSIDE}.", ".")
+
+
+def is_adapter(name: str) -> bool:
+    """True for the name of an adapter's tensor."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def adapter_values(model: nn.Module, seed: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yield the adapters' parameters with the whole float32 values on the CPU that they start from, by their names (law 1).
+
+    As in peft: A is uniform within 1 / sqrt(inputs), B is zero, so that the model begins as its base.
+    """
+    for name, parameter in model.named_parameters():
+        if ".lora_A." in name:
+            bound = 1 / math.sqrt(parameter.shape[1])
+            yield parameter, symmetric(parameter.shape, bound, seed, "init", name)
+        elif ".lora_B." in name:
+            yield parameter, torch.zeros(parameter.shape)
+
+
+@contextmanager
+def disabled(model: nn.Module) -> Iterator[None]:
+    """Compute without adapters inside the block.
+
+    Only the flag of peft's layers is set: its `enable_adapters(False)` also ends the gradients of adapters, which no engine expects
+    within a step.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+    before = [layer._disable_adapters for layer in layers]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer, own in zip(layers, before, strict=True):
+            layer._disable_adapters = own
