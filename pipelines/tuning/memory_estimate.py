@@ -215,6 +215,8 @@ def shape_figures(
             loss,
             kinds,
             [[wanted.index(blocks[0])] for blocks in members],
+            host=config.host_base,
+            compute=dtype.itemsize,
             memory=memory,
             average=config.train.ema_decay is not None,
             optimizer=config.train.optimizer,
@@ -253,7 +255,7 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
         max(1, world // parallel.replicas) if sharded else 1
     )  # over the devices of a video too; tensor-parallel parts are parts of shards
     group = parallel.group
-    if group == shards == 1:
+    if group == shards == 1 and not config.host_base:
         return figures
 
     def part(count: float, parts: int) -> int:
@@ -265,12 +267,16 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
 
     numbers = figures.static.gradients // 4
     static = static_bytes(
-        part(numbers, shards), memory, average=figures.static.average > 0, optimizer=config.train.optimizer
+        part(numbers, shards),
+        memory,
+        average=figures.static.average > 0,
+        optimizer=config.train.optimizer,
+        frozen=part(figures.static.frozen, shards),
     )
     if not (memory.tiered or by_lists(config.train.optimizer, _kind(config))):
         static = replace(static, update=part(figures.static.update, shards))
     gathered = 0
-    if sharded:  # the weights of the block that computes, and of the next one
+    if sharded or config.host_base:  # the weights of the block that computes, and of the next one
         gathered = (
             2
             * max(figures.gradients)
@@ -278,6 +284,7 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
             * 4
             // parallel.together(split=False)
         )
+        gathered += 2 * max(figures.frozen) // parallel.together(split=False)
     return replace(
         figures,
         static=static,
@@ -294,7 +301,8 @@ def without_values(model: nn.Module) -> None:
     """Move a model from the meta device to the CPU, in place, inside of a `FakeTensorMode`, where it takes no memory."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            module.register_parameter(name, nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype)))
+            values = torch.empty(parameter.shape, dtype=parameter.dtype)
+            module.register_parameter(name, nn.Parameter(values, requires_grad=parameter.requires_grad))
         for name, buffer in module.named_buffers(recurse=False):
             saved = name not in module._non_persistent_buffers_set
             module.register_buffer(name, torch.empty(buffer.shape, dtype=buffer.dtype), persistent=saved)

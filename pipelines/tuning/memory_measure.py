@@ -22,6 +22,7 @@ from mmspeed.memory import ActivationPolicies, set_policies
 from mmspeed.memory.offload.offloader import Offloader
 from mmspeed.memory.planning.knapsack import Option
 from mmspeed.memory.planning.measure import Profiler, Work
+from mmspeed.memory.planning.peak import frozen_bytes, trained_numbers
 from mmspeed.memory.planning.options import (
     StepFigures,
     combinations,
@@ -35,7 +36,6 @@ from mmspeed.memory.recompute.regions import regions_of
 from mmspeed.mixin import mix_in
 from mmspeed.parallel.boundaries.boundary import Bounded, boundary_of
 from mmspeed.parallel.boundaries.record import ForwardRecord, current_record, resumed
-from mmspeed.parallel.tensor import local
 from mmspeed.pipelines.tuning.blocks import other_blocks
 from mmspeed.protocols.plan import blocks_of, parts_of
 from mmspeed.torch_internals import tree_map_only
@@ -58,7 +58,8 @@ class _PassFirst(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         gradients = [
-            None if like is None else torch.zeros(like[0], dtype=like[1], device=grad.device) for like in ctx.like
+            torch.zeros(like[0], dtype=like[1], device=grad.device) if like is not None and needed else None
+            for like, needed in zip(ctx.like, ctx.needs_input_grad[1:], strict=True)
         ]
         return grad, *gradients
 
@@ -79,6 +80,8 @@ class IdentityBlock(nn.Module):
 
     def forward(self, *args: Any, **named: Any) -> Any:
         x, *others = (*args, *named.values())
+        if torch.is_grad_enabled() and not x.requires_grad:  # of frozen layers: a block that trains gives it a gradient
+            x = x.detach().requires_grad_()
         passed = _PassFirst.apply(x, *others)
         if self.outputs is None:
             return passed
@@ -156,8 +159,11 @@ class BlockCall:
                 value.grad = None
 
 
-def capture(forward: Work, blocks: Sequence[nn.Module]) -> list[BlockCall]:
-    """The calls of blocks in a forward pass that records no gradient."""
+def capture(forward: Work, blocks: Sequence[nn.Module], *, frozen_ends: bool = False) -> list[BlockCall]:
+    """The calls of blocks in a forward pass that records no gradient.
+
+    frozen_ends: nothing outside of the blocks trains, so that only those arguments need gradients that blocks return too.
+    """
     calls: dict[int, BlockCall] = {}
 
     def leaf(tensor: Tensor) -> Tensor:
@@ -177,8 +183,13 @@ def capture(forward: Work, blocks: Sequence[nn.Module]) -> list[BlockCall]:
         calls[id(block)] = BlockCall(block, args, kwargs, dtype, current_record())
 
     def count(block: nn.Module, args: Any, out: Any) -> None:
+        call = calls[id(block)]
         if isinstance(out, tuple):
-            calls[id(block)].outputs = tuple(one.shape if isinstance(one, Tensor) else None for one in out)
+            call.outputs = tuple(one.shape if isinstance(one, Tensor) else None for one in out)
+        if frozen_ends:
+            for value in (*call.args, *call.kwargs.values())[len(call.outputs or ("one",)) :]:
+                if isinstance(value, Tensor):
+                    value.requires_grad_(False)
 
     handles = [block.register_forward_pre_hook(take, with_kwargs=True) for block in blocks]
     handles += [block.register_forward_hook(count) for block in blocks]
@@ -356,6 +367,9 @@ def step_figures(
     loss: Callable[[BatchT], Tensor],
     kinds: tuple[int, ...],
     chosen: Sequence[Sequence[int]],
+    *,
+    host: bool,
+    compute: int,
     **settings: Any,
 ) -> StepFigures:
     """The figures of a step of a model, from a model with only some of its blocks.
@@ -364,10 +378,14 @@ def step_figures(
         model: with representative blocks of each kind, in the order of the kinds.
         kinds: the kind of each block of the whole model.
         chosen: for each kind, the places of its blocks in `model`.
+        host: whether frozen weights of blocks lie in the host's memory.
+        compute: bytes of a number that is computed with.
         given: `memory`, `average`, `optimizer`, for `static_bytes`; `gradients_stay`, `keep_last`.
     """
     blocks = [block for _, block in blocks_of(model)]
-    calls = capture(lambda: loss(batch()), blocks)
+    inside = {parameter for block in blocks for parameter in block.parameters()}
+    outside = [parameter for parameter in model.parameters() if parameter not in inside]
+    calls = capture(lambda: loss(batch()), blocks, frozen_ends=not trained_numbers(outside))
     ends, tail = bench.ends(model, batch, loss, [call.outputs for call in calls])
     options_of_kinds = [bench.options([calls[place] for place in places]) for places in chosen]
     carried = max(
@@ -378,15 +396,19 @@ def step_figures(
         )
         for call in calls
     )
-    each = [sum(map(numbers_of, blocks[places[0]].parameters())) for places in chosen]
-    of_blocks = sum(numbers_of(parameter) for block in blocks for parameter in block.parameters())
-    numbers = sum(map(numbers_of, model.parameters())) - of_blocks + sum(each[kind] for kind in kinds)
+    firsts = [list(blocks[places[0]].parameters()) for places in chosen]
+    each = [trained_numbers(own) for own in firsts]
+    numbers = trained_numbers(outside) + sum(each[kind] for kind in kinds)
+    resting = [0 if host else frozen_bytes(own) for own in firsts]
+    frozen = frozen_bytes(outside) + sum(resting[kind] for kind in kinds)
     # shards of one parameter may be of unequal size, and processes whose figures differ would choose apart
-    largest = max(map(numbers_of, model.parameters()))
-    numbers, largest, carried, *each = map(int, comm.all_reduce_max([numbers, largest, carried, *each]))
+    largest = max(trained_numbers([parameter]) for parameter in model.parameters())
+    brought = [sum(p.numel() * min(p.element_size(), compute) for p in own if not p.requires_grad) for own in firsts]
+    together = comm.all_reduce_max([numbers, frozen, largest, carried, *each])
+    numbers, frozen, largest, carried, *each = map(int, together)
     stay, keep_last = settings.pop("gradients_stay"), settings.pop("keep_last")
     return StepFigures(
-        static=static_bytes(numbers, largest=largest, **settings),
+        static=static_bytes(numbers, largest=largest, frozen=frozen, **settings),
         ends=ends,
         tail=tail,
         kinds=kinds,
@@ -396,12 +418,8 @@ def step_figures(
         keep_last=keep_last,
         carried=carried,
         plain_seconds=tuple(seconds for _, seconds in options_of_kinds),
+        frozen=tuple(brought),
     )
-
-
-def numbers_of(parameter: Tensor) -> int:
-    """Numbers in a parameter; in a split one, those of this device."""
-    return local(parameter).numel()
 
 
 def key_of(block: nn.Module) -> tuple[object, ...]:

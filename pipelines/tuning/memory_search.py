@@ -20,7 +20,7 @@ from typing import Any, cast
 from mmspeed import comm
 from mmspeed.config import RunConfig
 from mmspeed.config.memory import MemoryConfig, parse_bytes
-from mmspeed.device import Device
+from mmspeed.device import Device, parse_dtype
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_bytes, get_logger
 from mmspeed.loop.optimizers.make_optimizer import by_lists
@@ -127,6 +127,8 @@ def measured_figures(
             partial(task.loss, steps.bare),
             kinds,
             chosen,
+            host=config.host_base and device.kind != "cpu",
+            compute=parse_dtype(config.device.dtype).itemsize,
             memory=config.memory,
             average=config.train.ema_decay is not None,
             optimizer=config.train.optimizer,
