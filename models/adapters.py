@@ -7,7 +7,7 @@ inputs) and `<layer>.lora_B.default.weight` (outputs, rank).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -22,6 +22,7 @@ from mmspeed.protocols import (
     blocks_of,
     declare_source,
     parts_of,
+    plan_of,
     source_of,
     stays_float32,
 )
@@ -34,16 +35,19 @@ REGIONS = {"attention": ("attention", "cross_attention"), "attention+mlp": ("att
 INSIDE = ".base_layer"  # before the last part of the name of a frozen weight under an adapter
 
 
-def adapt(model: nn.Module, adapter: AdapterConfig | None, base: BaseConfig) -> nn.Module:
+def adapt(
+    model: nn.Module, adapter: AdapterConfig | None, base: BaseConfig, unused: Collection[str] = frozenset()
+) -> nn.Module:
     """Freeze a model and put adapters beside its linear layers, in place; it has its plan and no memory. Returns it.
 
-    Without an adapter the model stays as it is. Raises UserError for targets that no layer has, or that are no plain linear layers.
+    unused: parameters that training never reaches, which get no adapter. Without an adapter the model stays as it is. Raises UserError for
+    targets that no layer has, or that are no plain linear layers.
     """
     if adapter is None:
         return model
     from peft import LoraConfig, inject_adapter_in_model
 
-    names = target_layers(model, adapter.targets)
+    names = target_layers(model, adapter.targets, unused)
     model.requires_grad_(False)
     settings = LoraConfig(
         r=adapter.rank,
@@ -61,31 +65,43 @@ def adapt(model: nn.Module, adapter: AdapterConfig | None, base: BaseConfig) -> 
     return model
 
 
-def target_layers(model: nn.Module, targets: str | tuple[str, ...]) -> list[str]:
-    """The names of the linear layers that get adapters, in the model's order.
+def target_layers(
+    model: nn.Module, targets: str | tuple[str, ...], unused: Collection[str] = frozenset()
+) -> list[str]:
+    """The names of the linear layers that get adapters, in the model's order; none whose weight is named in `unused`.
 
     Raises UserError for targets that no layer has, with the nearest names, and for layers that no adapter is for.
     """
-    blocks = blocks_of(model)
+    if isinstance(targets, str):
+        chosen = {
+            f"{name}.{inner}".rstrip(".")
+            for name, part in _parts(model, targets)
+            for inner, layer in part.named_modules()
+            if _is_target(layer)
+        }
+    else:
+        chosen = _named(model, targets)
+    names = [name for name, _ in model.named_modules() if name in chosen and f"{name}.weight" not in unused]
+    names = [name for name in names if not stays_float32(model, name)]
+    if not names:
+        said = targets if isinstance(targets, str) else ", ".join(targets)
+        raise UserError(
+            f"{KEY}: training reaches no linear layer of {type(model).__name__} in {said}: use blocks, or names of layers"
+        )
+    return names
+
+
+def _parts(model: nn.Module, targets: str) -> Iterator[tuple[str, nn.Module]]:
+    """The parts of a model that a word of `targets` stands for, by name. Raises UserError where a part holds experts."""
+    blocks, plan = blocks_of(model), plan_of(model)
     if not blocks:
         raise UserError(f"model.adapter: {type(model).__name__} has no plan that names its blocks")
-    if targets == "blocks":
-        chosen = [(name, block) for name, block in blocks]
-    elif isinstance(targets, str):
-        chosen = [part for name, block in blocks for part in _regions(name, block, REGIONS[targets])]
-        if not chosen:
-            raise UserError(
-                f"{KEY}: the plan of {type(model).__name__} has no region {targets!r}: use blocks, or names of layers"
-            )
-    else:
-        return _named(model, targets)
-    names: dict[str, None] = {}
-    for name, part in chosen:
+    parts = blocks if targets == "blocks" else [each for name, block in blocks for each in _regions(name, block, REGIONS[targets])]
+    if targets == "attention+mlp" and plan is not None:
+        parts += [each for pattern in plan.mlps for each in modules_like(model, pattern, "plan, mlps")]
+    for name, part in parts:
         _check_stacked(name, part)
-        names |= dict.fromkeys(
-            f"{name}.{inner}".rstrip(".") for inner, layer in part.named_modules() if _is_target(layer)
-        )
-    return [name for name in names if not stays_float32(model, name)]
+        yield name, part
 
 
 def _regions(name: str, block: nn.Module, regions: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
@@ -99,10 +115,10 @@ def _regions(name: str, block: nn.Module, regions: tuple[str, ...]) -> Iterator[
             )
 
 
-def _named(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
+def _named(model: nn.Module, patterns: tuple[str, ...]) -> set[str]:
     """The layers whose names end with one of the patterns. Raises UserError for one that no linear layer has."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
-    found: dict[str, None] = {}
+    found: set[str] = set()
     for pattern in patterns:
         length = len(pattern.split("."))
         own = [name for name in layers if named_like(".".join(name.split(".")[-length:]), pattern)]
@@ -116,8 +132,8 @@ def _named(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
                 raise UserError(
                     f"{KEY}: {name} is a {type(layers[name]).__name__}, which computes more than its product; no adapter is for it"
                 )
-        found |= dict.fromkeys(own)
-    return [name for name in layers if name in found]
+        found |= set(own)
+    return found
 
 
 def _is_target(layer: nn.Module) -> bool:

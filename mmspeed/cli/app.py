@@ -130,11 +130,7 @@ def _usage_error(error: Any) -> int:
         error.show()
     else:
         path = context.command_path if context is not None else "mmspeed"
-        from mmspeed.config.words import adapter_hint
-
-        option = getattr(error, "option_name", None) or ""
-        about = adapter_hint(option)
-        message = f"{option}: {about}." if about else " ".join(error.format_message().split())
+        message = " ".join(error.format_message().split())
         print(f"mmspeed: error: {message} See `{path} --help`.", file=sys.stderr)
     return int(error.exit_code)
 

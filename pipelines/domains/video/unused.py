@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -18,14 +17,13 @@ from torch import Tensor, nn
 
 from mmspeed.errors import UserError
 from mmspeed.models.families import FAMILIES, class_name, family_in
-from mmspeed.models.families.base import SmallSizes
+from mmspeed.models.families.base import SmallSizes, matching
 from mmspeed.pipelines.domains.video.synthetic import further_inputs
 from mmspeed.protocols import Conditions, ModelCall
 from mmspeed.protocols.calls import Conditioning, TakesConditioning, TakesTexts
 from mmspeed.shapes import Strides
 
 CHANNELS, TEXT_WIDTH, TEXT_TOKENS, SAMPLES = 4, 16, 7, 2
-LAST = "-1"  # in a pattern: the last block of a list
 
 
 @dataclass(frozen=True)
@@ -39,17 +37,6 @@ class Unreached:
     def names(self) -> tuple[str, ...]:
         """All of them."""
         return *self.without, *self.zero
-
-
-def matching(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
-    """The names that match one of the patterns (as of fnmatch), in which the part `-1` stands for the last block of its list."""
-    whole = []
-    for pattern in patterns:
-        before, last, after = pattern.partition(f".{LAST}.")
-        places = [name[len(before) + 1 :].partition(".")[0] for name in names if name.startswith(f"{before}.")]
-        numbers = [int(place) for place in places if place.isdigit()]
-        whole.append(f"{before}.{max(numbers)}.{after}" if last and numbers else pattern)
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in whole)]
 
 
 def unreached(kind: type[nn.Module], config: Mapping[str, Any], call: ModelCall) -> Unreached:
