@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field, field_validator
 
 from .inputs import Section
+
+Targets = Literal["attention", "attention+mlp", "blocks"]
+WORDS: tuple[str, ...] = get_args(Targets)
 
 
 class AdapterConfig(Section):
@@ -22,16 +25,17 @@ class AdapterConfig(Section):
     rslora: bool = Field(
         False, description="The scale is alpha / sqrt(rank) (rank-stabilised LoRA: Kalajdzievski 2023)."
     )
-    targets: Literal["attention", "attention+mlp", "blocks"] | tuple[str, ...] = Field(
+    targets: Targets | tuple[str, ...] = Field(
         "attention",
-        description="Linear layers with an adapter: those of attentions, of attentions and MLPs, all of the blocks, or those whose names end with one of a list, such as `[to_q, to_v]`, in which `*` stands for a part between dots.",
+        description="Linear layers with an adapter. `attention`: those of attentions. `attention+mlp`: of MLPs too. `blocks`: all of the blocks. A list, such as `[to_q, to_v]`: those whose names end so; `*` stands for a part between dots.",
     )
 
-    @field_validator("targets")
+    @field_validator("targets", mode="before")
     @classmethod
-    def _some_targets(cls, targets: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        if not targets or not all(targets):
-            raise ValueError("it names no layer; use attention, attention+mlp, blocks or a list of names")
+    def _known_targets(cls, targets: object) -> object:
+        word = isinstance(targets, str)
+        if (word and targets not in WORDS) or not targets or not (word or isinstance(targets, list | tuple)) or not all(targets):
+            raise ValueError(f"must be {', '.join(WORDS)} or a list of layers such as [to_q, to_v]")
         return targets
 
     @property
