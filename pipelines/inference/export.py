@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from mmspeed.config.schema import PublishedModelConfig
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine
-from mmspeed.loop.checkpoint.load import of_role, open_checkpoint
-from mmspeed.loop.checkpoint.merging import whole_tensor
-from mmspeed.loop.checkpoint.storage import EMA_UPDATES, FROZEN, ROLES
+from mmspeed.loop.checkpoint.load import open_checkpoint
+from mmspeed.loop.checkpoint.storage import EMA_UPDATES, ROLES
 from mmspeed.models.diffusers.loading import RepositoryWeights, weights_of
 from mmspeed.models.diffusers.repository import STEM, Repository
 from mmspeed.models.families.complete import completed
@@ -27,6 +26,7 @@ from mmspeed.models.sections import bare, repository_of
 from mmspeed.models.stored import check_tensors, shapes_of
 from mmspeed.models.weights import SMALL_FILES, copy_small_files, resolve
 from mmspeed.models.writing import TensorEntry, new_folder, require_new, write_tensors
+from mmspeed.pipelines.inference.stored_weights import StoredWeights
 from mmspeed.pipelines.inference.text_to_video import find_checkpoint, present_weights
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.protocols import stays_float32
@@ -46,13 +46,6 @@ class ExportedRepository:
     bytes: int
     components: tuple[str, ...]
     others: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _StoredEntry(TensorEntry):
-    """A tensor to write, and its source: a name in the checkpoint, or None for the base's."""
-
-    stored: str | None = None
 
 
 def export_run(
@@ -146,42 +139,35 @@ def trained_models(
 
 def _weights(
     place: Path, role: str | None, repository: Repository, model: nn.Module, weights: str, dtype: torch.dtype
-) -> tuple[list[_StoredEntry], Callable[[_StoredEntry], Tensor]]:
+) -> tuple[list[TensorEntry], Callable[[TensorEntry], Tensor]]:
     """The tensors of a model, and the function that reads one, from the checkpoint or from the base."""
-    source = weights_of(repository, model)
-    index = open_checkpoint(place)[1]["tensors"]
+    source, stored = weights_of(repository, model), StoredWeights(place, role, weights)
 
-    def value_of(entry: _StoredEntry) -> Tensor:
-        if entry.stored is not None:
-            tensor = whole_tensor(place, index, entry.stored)
+    def value_of(entry: TensorEntry) -> Tensor:
+        if entry.name in stored:
+            tensor = stored.tensor(entry.name)
         else:
             ((_, tensor),) = source.read({entry.name: tuple(slice(0, size) for size in entry.shape)})
         return tensor.to(entry.dtype).contiguous()
 
-    return _entries(place, role, source, model, weights, dtype), value_of
+    return _entries(stored, source, model, dtype), value_of
 
 
 def _entries(
-    place: Path, role: str | None, source: RepositoryWeights, model: nn.Module, weights: str, dtype: torch.dtype
-) -> list[_StoredEntry]:
+    stored: StoredWeights, source: RepositoryWeights, model: nn.Module, dtype: torch.dtype
+) -> list[TensorEntry]:
     """The tensors of a model in its order. Raises UserError where neither checkpoint nor base has one, or in another shape."""
-    meta, index = open_checkpoint(place)
-    facts = meta if role is None else meta[ROLES][role]
-    if weights == "ema" and facts.get(EMA_UPDATES) is None:
-        raise UserError(f"checkpoint {place} has no moving average: use --weights model")
-    stored, frozen = index["tensors"], FROZEN in facts
-    parts = [of_role(part, role) for part in (("ema", "model") if weights == "ema" else ("model",))]
-    base = source.shapes if frozen else {}
+    state, base = model.state_dict(), source.shapes if stored.frozen else {}
+    stored.check_taken(state.keys(), adapters=False)
     entries, shapes = [], {}
-    for name, tensor in model.state_dict().items():
-        key = next((f"{part}.{name}" for part in parts if f"{part}.{name}" in stored), None)
-        if key is not None:
-            shapes[name] = tuple(stored[key]["shape"])
+    for name, tensor in state.items():
+        if name in stored:
+            shapes[name] = stored.shape(name)
         elif name in base:
             shapes[name] = base[name]
         kind = torch.float32 if stays_float32(model, name) else dtype
-        entries.append(_StoredEntry(name, tuple(tensor.shape), kind, key))
-    check_tensors(shapes_of(model), shapes, f"checkpoint {place}")
+        entries.append(TensorEntry(name, tuple(tensor.shape), kind))
+    check_tensors(shapes_of(model), shapes, f"checkpoint {stored.place}")
     return entries
 
 

@@ -25,8 +25,6 @@ from mmspeed.device import pick
 from mmspeed.errors import UserError
 from mmspeed.guards import template_limit
 from mmspeed.log import ProgressLine
-from mmspeed.loop.checkpoint.load import open_checkpoint
-from mmspeed.loop.checkpoint.merging import whole_tensor
 from mmspeed.models.assemblies import Assembly, taken_apart
 from mmspeed.models.language.config import DecoderSettings
 from mmspeed.models.language.families import config_tree, hub_names
@@ -35,6 +33,7 @@ from mmspeed.models.language.weights import SHARD_BYTES, STEM, on_meta
 from mmspeed.models.stored import check_tensors, shapes_of
 from mmspeed.models.weights import SMALL_FILES, copy_small_files, first_line, quiet, read_json, resolve
 from mmspeed.models.writing import TensorEntry, new_folder, require_new, write_tensors
+from mmspeed.pipelines.inference.stored_weights import StoredWeights
 from mmspeed.pipelines.inference.text_to_video import find_checkpoint, present_weights
 from mmspeed.pipelines.run.run_folder import RunFolder
 
@@ -103,15 +102,15 @@ def export_language_run(
     require_new(out, "--out: ")
     kind, place = present_weights(config, weights), find_checkpoint(folder, checkpoint)
     settings = run_settings(folder, config)
-    entries = _pieces(place, settings, kind, dtype)
-    index = open_checkpoint(place)[1]["tensors"]
+    stored = StoredWeights(place, None, kind)
+    entries = _pieces(stored, settings, dtype)
     whole: dict[str, list[Tensor]] = {}  # the last tensor that was read, taken apart
 
     def value_of(entry: _HubTensor) -> Tensor:
         if entry.stored not in whole:
             whole.clear()
-            tensor = whole_tensor(place, index, entry.stored)
-            whole[entry.stored] = [piece for _, piece in taken_apart(entry.assembly, tensor)]
+            pieces = taken_apart(entry.assembly, stored.tensor(entry.stored))
+            whole[entry.stored] = [piece for _, piece in pieces]
         return whole[entry.stored][entry.place].to(entry.dtype).contiguous()
 
     with new_folder(out) as work:
@@ -132,24 +131,24 @@ def run_settings(folder: RunFolder, config: LanguageConfig) -> DecoderSettings:
     return configured(config, texts.get("vocabulary"))[0]
 
 
-def _pieces(place: Path, settings: DecoderSettings, weights: str, dtype: torch.dtype) -> list[_HubTensor]:
+def _pieces(stored: StoredWeights, settings: DecoderSettings, dtype: torch.dtype) -> list[_HubTensor]:
     """The tensors to write, in the order of the decoder's. Raises UserError where the checkpoint lacks one, or has another shape."""
-    model, stored = on_meta(settings), open_checkpoint(place)[1]["tensors"]
-    parts = ("ema", "model") if weights == "ema" else ("model",)
+    model = on_meta(settings)
+    state = model.state_dict()
+    stored.check_taken(state.keys(), adapters=False)
     entries, shapes = [], {}
-    names = hub_names(settings, list(model.state_dict()))
-    for name, tensor in model.state_dict().items():
-        key = next((f"{part}.{name}" for part in parts if f"{part}.{name}" in stored), None)
-        if key is None:
+    names = hub_names(settings, list(state))
+    for name, tensor in state.items():
+        if name not in stored:
             continue
-        shapes[name] = tuple(stored[key]["shape"])
+        shapes[name] = stored.shape(name)
         kind = torch.float32 if name.endswith("e_score_correction_bias") else dtype
         meta = torch.empty(tensor.shape, device="meta")
         entries += [
-            _HubTensor(hub, tuple(piece.shape), kind, key, names[name], number)
+            _HubTensor(hub, tuple(piece.shape), kind, name, names[name], number)
             for number, (hub, piece) in enumerate(taken_apart(names[name], meta))
         ]
-    check_tensors(shapes_of(model), shapes, f"checkpoint {place}")
+    check_tensors(shapes_of(model), shapes, f"checkpoint {stored.place}")
     return entries
 
 
