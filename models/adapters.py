@@ -65,9 +65,7 @@ def adapt(
     return model
 
 
-def target_layers(
-    model: nn.Module, targets: str | tuple[str, ...], unused: Collection[str] = frozenset()
-) -> list[str]:
+def target_layers(model: nn.Module, targets: str | tuple[str, ...], unused: Collection[str] = frozenset()) -> list[str]:
     """The names of the linear layers that get adapters, in the model's order; none whose weight is named in `unused`.
 
     Raises UserError for targets that no layer has, with the nearest names, and for layers that no adapter is for.
@@ -96,7 +94,11 @@ def _parts(model: nn.Module, targets: str) -> Iterator[tuple[str, nn.Module]]:
     blocks, plan = blocks_of(model), plan_of(model)
     if not blocks:
         raise UserError(f"model.adapter: {type(model).__name__} has no plan that names its blocks")
-    parts = blocks if targets == "blocks" else [each for name, block in blocks for each in _regions(name, block, REGIONS[targets])]
+    parts = (
+        blocks
+        if targets == "blocks"
+        else [each for name, block in blocks for each in _regions(name, block, REGIONS[targets])]
+    )
     if targets == "attention+mlp" and plan is not None:
         parts += [each for pattern in plan.mlps for each in modules_like(model, pattern, "plan, mlps")]
     for name, part in parts:
@@ -155,8 +157,13 @@ def _check_stacked(name: str, part: nn.Module) -> None:
 
 
 def make_frozen_half(model: nn.Module) -> None:
-    """Make frozen parameters bfloat16, in place and without values, except those that the model declares to stay float32."""
+    """Make frozen parameters bfloat16, in place and without values, except those that the model declares to stay float32.
+
+    Layer norms stay float32 too, in which autocast computes them.
+    """
     for path, module in model.named_modules():
+        if isinstance(module, nn.LayerNorm):
+            continue
         for name, parameter in module.named_parameters(recurse=False):
             full = f"{path}.{name}" if path else name
             if not parameter.requires_grad and not stays_float32(model, full):

@@ -33,8 +33,11 @@ class AdapterConfig(Section):
     @field_validator("targets", mode="before")
     @classmethod
     def _known_targets(cls, targets: object) -> object:
-        word = isinstance(targets, str)
-        if (word and targets not in WORDS) or not targets or not (word or isinstance(targets, list | tuple)) or not all(targets):
+        if isinstance(targets, str):
+            known = targets in WORDS
+        else:
+            known = isinstance(targets, list | tuple) and bool(targets) and all(targets)
+        if not known:
             raise ValueError(f"must be {', '.join(WORDS)} or a list of layers such as [to_q, to_v]")
         return targets
 

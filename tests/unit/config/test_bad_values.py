@@ -31,7 +31,10 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
     (("data.buckets.0.hight=9",), r"unknown key 'data\.buckets\.0\.hight'; did you mean 'data\.buckets\.0\.height'"),
     (("model.pretrained=a/b",), r"unknown key 'model\.pretrained': set `model\.kind: diffusers` beside it"),
     (("lora.rank=4",), r"unknown key 'lora'; did you mean 'model\(diffusers\)\.adapter'"),
-    (("model.adapter.kind=lora",), r"unknown key 'model\.adapter': adapters are of published models: set `model\.kind: diffus"),
+    (
+        ("model.adapter.kind=lora",),
+        r"unknown key 'model\.adapter': adapters are of published models: set `model\.kind: diffus",
+    ),
     (("model.base.dtype=int8",), r"unknown key 'model\.base': adapters are of published models"),
     # types, ranges and words
     (("train.steps=2.5",), r"'train\.steps': input should be a valid integer.*got 2\.5"),

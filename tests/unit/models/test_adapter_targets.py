@@ -111,7 +111,9 @@ def test_layers_of_published_classes(case: str) -> None:
     assert queries == named and f"{queries[0]}.weight" not in unused
 
 
-@pytest.mark.parametrize(("shape", "attention"), [("qwen3-0.6b", GROUPED), ("llama3-8b", GROUPED), ("deepseek-v3", LATENT)])
+@pytest.mark.parametrize(
+    ("shape", "attention"), [("qwen3-0.6b", GROUPED), ("llama3-8b", GROUPED), ("deepseek-v3", LATENT)]
+)
 def test_layers_of_decoders(shape: str, attention: str) -> None:
     model, both = decoder(shape), {f"layers.*.{layer}": 3 for layer in attention.split()}
     found = counts(target_layers(model, "attention"))
