@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspeed.errors import UserError
+from mmspeed.models.adapters import is_adapter
 from mmspeed.models.families import FAMILIES, class_name, family_in
 from mmspeed.models.families.base import SmallSizes, matching
 from mmspeed.pipelines.domains.video.synthetic import further_inputs
@@ -75,7 +76,7 @@ def unreached(kind: type[nn.Module], config: Mapping[str, Any], call: ModelCall)
 def freeze_unused(model: nn.Module, config: Mapping[str, Any], call: ModelCall) -> list[str]:
     """Freeze the weights that the model's family lists as unused in this training, in place; returns their names.
 
-    Raises UserError where other trainable weights get no gradient. A class that no family has is left as it is.
+    Raises UserError where other trainable weights get no gradient, and for adapters that the family lists. A class that no family has is left as it is.
     """
     name = class_name(model)
     if name is None:
@@ -96,6 +97,10 @@ def freeze_unused(model: nn.Module, config: Mapping[str, Any], call: ModelCall) 
         )
     missing = [pattern for pattern in patterns if matching([pattern], missed.names)]
     frozen = [each for each in matching(missing, own) if parameters[each].requires_grad]
+    if adapted := [each.partition(".lora_")[0] for each in frozen if is_adapter(each)]:
+        raise UserError(
+            f"model.adapter.targets: this training never reaches {adapted[0]} of {name}; name layers that it reaches"
+        )
     freeze(model, frozen)
     return frozen
 
