@@ -162,7 +162,8 @@ def _of_language(
     for name, assembly in hub_names(settings, [f"{layer}{WEIGHT}" for layer in layers]).items():
         if not isinstance(assembly, str) or name.startswith("mtp."):
             raise UserError(
-                f"--format peft: transformers has no layer that is {name.removesuffix(WEIGHT)} alone, which has an adapter: use merged"
+                f"--format peft: transformers has no layer for {name.removesuffix(WEIGHT)}, which has an adapter: use merged, or train with "
+                "model.num_nextn_predict_layers: 0"
             )
         modules[name.removesuffix(WEIGHT)] = assembly.removesuffix(WEIGHT)
     tensors = _tensors(stored, modules, dtype)
