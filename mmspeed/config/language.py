@@ -214,6 +214,10 @@ class LanguageConfig(RunConfig):
             raise ValueError(reason)
         return self
 
+    free_on_resume: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("model", "base"),
+    )  # whose number type its fingerprint tells
+
     @property
     def host_base(self) -> bool:
         return self.model.base.place == "host"

@@ -214,7 +214,10 @@ class Config(RunConfig):
     """The config of a run of the video task."""
 
     fixed_on_resume: ClassVar[tuple[str, ...]] = ("seed", "task", "method", "model", "objective", "vae", "text")
-    free_on_resume: ClassVar[tuple[tuple[str, str], ...]] = (("model", "sparse"),)  # no part of the weights
+    free_on_resume: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("model", "sparse"),  # no part of the weights
+        ("model", "base"),  # whose number type its fingerprint tells
+    )
     machine_local: ClassVar[tuple[str, ...]] = (*RunConfig.machine_local, "preprocess.decode_workers")
     machine_paths: ClassVar[tuple[str, ...]] = (
         *RunConfig.machine_paths,
