@@ -224,8 +224,8 @@ def _write_diffusers(
     kind = _loader(repository)
     if kind is None:
         raise UserError(f"--format diffusers: {repository.pipeline} loads no adapters: use peft or merged")
-    # what all versions of peft know; a reader makes a LoraConfig of it
-    settings = {**_settings(adapter), "target_modules": list(layers)}
+    # what all versions of peft know, of which a reader makes a LoraConfig; diffusers 0.36 asks for the patterns
+    settings = {**_settings(adapter), "target_modules": list(layers), "rank_pattern": {}, "alpha_pattern": {}}
     with _writing(work / file):
         kind.save_lora_weights(
             work, transformer_lora_layers=tensors, weight_name=file, transformer_lora_adapter_metadata=settings
