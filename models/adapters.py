@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mmspeed.config.adapters import AdapterConfig, BaseConfig
 from mmspeed.errors import UserError, nearest
+from mmspeed.models.frozen_linear import FrozenLinear, freeze_linears, quantised
 from mmspeed.models.weights import quiet
 from mmspeed.protocols import (
     Part,
@@ -57,11 +58,14 @@ def adapt(
     )
     with quiet():
         inject_adapter_in_model(settings, model, NAME, low_cpu_mem_usage=True)
+    if base.dtype in ("int8", "float8"):
+        for name, block in blocks_of(model):
+            freeze_linears(block, base.dtype, lambda inner, name=name: stays_float32(model, f"{name}.{inner}"))
     if base.dtype != "float32":
         make_frozen_half(model)
     source = source_of(model)
     if source is not None:
-        declare_source(model, AdaptedWeights(source))
+        declare_source(model, AdaptedWeights(source, model))
     return model
 
 
@@ -166,16 +170,24 @@ def make_frozen_half(model: nn.Module) -> None:
             continue
         for name, parameter in module.named_parameters(recurse=False):
             full = f"{path}.{name}" if path else name
-            if not parameter.requires_grad and not stays_float32(model, full):
+            floats = parameter.is_floating_point() and not stays_float32(model, full)
+            if floats and not parameter.requires_grad:
                 half = nn.Parameter(parameter.detach().to(torch.bfloat16), requires_grad=False)
                 module.register_parameter(name, half)
 
 
 class AdaptedWeights:
-    """The files of a base under the names that its tensors have under adapters, as a `WeightSource`; adapters are not in them."""
+    """The files of a base under the names that its tensors have under adapters, as a `WeightSource`; adapters are not in them.
 
-    def __init__(self, base: WeightSource) -> None:
+    Weights of one byte a number are rounded as they are read, one after another: no process holds others of the model.
+    """
+
+    def __init__(self, base: WeightSource, model: nn.Module) -> None:
         self.base = base
+        layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, FrozenLinear)}
+        self._rounded = {
+            f"{name}.weight": (f"{name}.scale", layer.in_features, layer.kind) for name, layer in layers.items()
+        }
 
     @property
     def fingerprint(self) -> str:
@@ -184,9 +196,20 @@ class AdaptedWeights:
 
     def read(self, parts: Mapping[str, Part]) -> Iterator[tuple[str, Tensor]]:
         """Yield the wanted part of each tensor of the base. Raises UserError as the base."""
-        inside = {base_name(name): name for name in parts if not is_adapter(name)}
-        for name, value in self.base.read({name: parts[own] for name, own in inside.items()}):
-            yield inside[name], value
+        scales = {scale for scale, _, _ in self._rounded.values()}
+        wanted = {name: part for name, part in parts.items() if not is_adapter(name) and name not in scales}
+        for name in self._rounded.keys() & wanted.keys():  # the scale of a row needs all of it
+            wanted[name] = (wanted[name][0], slice(0, self._rounded[name][1]))
+        own = {base_name(name): name for name in wanted}
+        for stored, value in self.base.read({stored: wanted[name] for stored, name in own.items()}):
+            name = own[stored]
+            if name not in self._rounded:
+                yield name, value
+                continue
+            scale, _, kind = self._rounded[name]
+            bytes_RC, scale_R1 = quantised(value, kind)
+            yield name, bytes_RC[:, parts[name][1]]
+            yield scale, scale_R1
 
 
 def base_name(name: str) -> str:

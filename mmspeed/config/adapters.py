@@ -65,13 +65,15 @@ class BaseConfig(Section):
     )
 
 
-def reason_against(adapter: AdapterConfig | None, base: BaseConfig, compute: str, strategy: str) -> str | None:
-    """The reason why a base cannot be kept so, for computing in the number type `compute` by a strategy of `parallel`; None where it can."""
+def reason_against(adapter: AdapterConfig | None, base: BaseConfig, compute: str, strategy: str, tp: int) -> str | None:
+    """The reason why a base cannot be kept so, for computing in the number type `compute` by a strategy and `tp` of `parallel`; None where it can."""
     if base.place == "host":
         if adapter is None:
             return "model.base.place host is for weights that stay frozen: set model.adapter, or leave it out"
         if strategy not in ("auto", "fsdp"):
             return f"model.base.place host goes with parallel.strategy auto or fsdp, not {strategy}"
+    if base.dtype in ("int8", "float8") and tp > 1:
+        return f"model.base.dtype {base.dtype} keeps layers that parallel.tp cannot split: use bfloat16, or parallel.ulysses or ring"
     if base.dtype == "float32":
         return None
     if adapter is None:
