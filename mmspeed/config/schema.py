@@ -317,7 +317,9 @@ class Config(RunConfig):
     def _base_fits(self) -> Config:
         model = self.model
         if isinstance(model, PublishedModelConfig):
-            reason = reason_against(model.adapter, model.base, self.device.dtype, self.parallel.strategy)
+            reason = reason_against(
+                model.adapter, model.base, self.device.dtype, self.parallel.strategy, self.parallel.tp
+            )
             if reason is not None:
                 raise ValueError(reason)
         return self

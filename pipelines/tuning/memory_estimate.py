@@ -215,8 +215,6 @@ def shape_figures(
             loss,
             kinds,
             [[wanted.index(blocks[0])] for blocks in members],
-            host=config.host_base,
-            compute=dtype.itemsize,
             memory=memory,
             average=config.train.ema_decay is not None,
             optimizer=config.train.optimizer,
@@ -255,8 +253,8 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
         max(1, world // parallel.replicas) if sharded else 1
     )  # over the devices of a video too; tensor-parallel parts are parts of shards
     group = parallel.group
-    if group == shards == 1 and not config.host_base:
-        return figures
+    if group == shards == 1:
+        return _swapped(figures) if config.host_base else figures
 
     def part(count: float, parts: int) -> int:
         return -int(-count // parts)
@@ -276,7 +274,7 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
     if not (memory.tiered or by_lists(config.train.optimizer, _kind(config))):
         static = replace(static, update=part(figures.static.update, shards))
     gathered = 0
-    if sharded or config.host_base:  # the weights of the block that computes, and of the next one
+    if sharded:  # the weights of the block that computes, and of the next one
         gathered = (
             2
             * max(figures.gradients)
@@ -284,8 +282,8 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
             * 4
             // parallel.together(split=False)
         )
-        gathered += 2 * max(figures.frozen) // parallel.together(split=False)
-    return replace(
+        gathered += 2 * max(figures.frozen)  # never more bytes than they are kept in
+    spread_ = replace(
         figures,
         static=static,
         ends=part(figures.ends, group) + gathered,
@@ -293,16 +291,28 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
         carried=part(figures.carried, group),
         options=tuple(tuple(map(option, options)) for options in figures.options),
         gradients=tuple(part(own, shards) for own in figures.gradients),
+        frozen=tuple(part(own, shards) for own in figures.frozen),
         plain_seconds=tuple(seconds / group for seconds in figures.plain_seconds),
     )
+    return _swapped(spread_, gathered > 0) if config.host_base else spread_
+
+
+def _swapped(figures: StepFigures, gathered: bool = False) -> StepFigures:
+    """The figures with the frozen weights of blocks on the host: the device has those of two blocks, which may be counted as `gathered`."""
+    ends = figures.ends + (0 if gathered else 2 * max(figures.frozen))
+    return replace(figures.with_host_base(), ends=ends)
+
+
+def _empty(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter like another, on the CPU."""
+    return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad)
 
 
 def without_values(model: nn.Module) -> None:
     """Move a model from the meta device to the CPU, in place, inside of a `FakeTensorMode`, where it takes no memory."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            values = torch.empty(parameter.shape, dtype=parameter.dtype)
-            module.register_parameter(name, nn.Parameter(values, requires_grad=parameter.requires_grad))
+            module.register_parameter(name, _empty(parameter))
         for name, buffer in module.named_buffers(recurse=False):
             saved = name not in module._non_persistent_buffers_set
             module.register_buffer(name, torch.empty(buffer.shape, dtype=buffer.dtype), persistent=saved)

@@ -22,7 +22,6 @@ from mmspeed.memory import ActivationPolicies, set_policies
 from mmspeed.memory.offload.offloader import Offloader
 from mmspeed.memory.planning.knapsack import Option
 from mmspeed.memory.planning.measure import Profiler, Work
-from mmspeed.memory.planning.peak import frozen_bytes, trained_numbers
 from mmspeed.memory.planning.options import (
     StepFigures,
     combinations,
@@ -36,6 +35,7 @@ from mmspeed.memory.recompute.regions import regions_of
 from mmspeed.mixin import mix_in
 from mmspeed.parallel.boundaries.boundary import Bounded, boundary_of
 from mmspeed.parallel.boundaries.record import ForwardRecord, current_record, resumed
+from mmspeed.parallel.tensor import local
 from mmspeed.pipelines.tuning.blocks import other_blocks
 from mmspeed.protocols.plan import blocks_of, parts_of
 from mmspeed.torch_internals import tree_map_only
@@ -71,18 +71,19 @@ class IdentityBlock(nn.Module):
     """A block that does nothing.
 
     outputs: the shapes of the tensors that the block returns, None where it returns none; None: one tensor, and no tuple. Tensors behind
-    the first are the arguments at their places where these are alike, and else zeros.
+    the first are the arguments at their places where these are alike, and else zeros. trains: the block has parameters that train, so
+    that its output has a gradient even where nothing before it trains, as under adapters.
     """
 
-    def __init__(self, outputs: Outputs = None) -> None:
+    def __init__(self, outputs: Outputs = None, trains: bool = False) -> None:
         super().__init__()
-        self.outputs = outputs
+        self.outputs, self.trains = outputs, trains
 
     def forward(self, *args: Any, **named: Any) -> Any:
         x, *others = (*args, *named.values())
-        if torch.is_grad_enabled() and not x.requires_grad:  # of frozen layers: a block that trains gives it a gradient
-            x = x.detach().requires_grad_()
         passed = _PassFirst.apply(x, *others)
+        if self.trains and torch.is_grad_enabled() and not passed.requires_grad:
+            passed.requires_grad_()
         if self.outputs is None:
             return passed
         behind = self.outputs[1:]
@@ -187,7 +188,7 @@ def capture(forward: Work, blocks: Sequence[nn.Module], *, frozen_ends: bool = F
         if isinstance(out, tuple):
             call.outputs = tuple(one.shape if isinstance(one, Tensor) else None for one in out)
         if frozen_ends:
-            for value in (*call.args, *call.kwargs.values())[len(call.outputs or ("one",)) :]:
+            for value in (*call.args, *call.kwargs.values())[1 if call.outputs is None else len(call.outputs) :]:
                 if isinstance(value, Tensor):
                     value.requires_grad_(False)
 
@@ -338,7 +339,7 @@ def identity(block: nn.Module, outputs: Outputs = None) -> nn.Module:
 
     In many plans the first block's boundary splits the tokens, and the layers after the blocks need this process's part.
     """
-    stand_in = IdentityBlock(outputs)
+    stand_in = IdentityBlock(outputs, any(parameter.requires_grad for parameter in block.parameters()))
     boundary = boundary_of(block)
     if boundary is not None:
         mix_in(stand_in, Bounded)._boundary = replace(boundary, outputs={})
@@ -367,9 +368,6 @@ def step_figures(
     loss: Callable[[BatchT], Tensor],
     kinds: tuple[int, ...],
     chosen: Sequence[Sequence[int]],
-    *,
-    host: bool,
-    compute: int,
     **settings: Any,
 ) -> StepFigures:
     """The figures of a step of a model, from a model with only some of its blocks.
@@ -378,14 +376,11 @@ def step_figures(
         model: with representative blocks of each kind, in the order of the kinds.
         kinds: the kind of each block of the whole model.
         chosen: for each kind, the places of its blocks in `model`.
-        host: whether frozen weights of blocks lie in the host's memory.
-        compute: bytes of a number that is computed with.
         given: `memory`, `average`, `optimizer`, for `static_bytes`; `gradients_stay`, `keep_last`.
     """
     blocks = [block for _, block in blocks_of(model)]
-    inside = {parameter for block in blocks for parameter in block.parameters()}
-    outside = [parameter for parameter in model.parameters() if parameter not in inside]
-    calls = capture(lambda: loss(batch()), blocks, frozen_ends=not trained_numbers(outside))
+    inside = {parameter for block in blocks for parameter in _trained(block)}
+    calls = capture(lambda: loss(batch()), blocks, frozen_ends=inside.issuperset(_trained(model)))
     ends, tail = bench.ends(model, batch, loss, [call.outputs for call in calls])
     options_of_kinds = [bench.options([calls[place] for place in places]) for places in chosen]
     carried = max(
@@ -396,16 +391,16 @@ def step_figures(
         )
         for call in calls
     )
-    firsts = [list(blocks[places[0]].parameters()) for places in chosen]
-    each = [trained_numbers(own) for own in firsts]
-    numbers = trained_numbers(outside) + sum(each[kind] for kind in kinds)
-    resting = [0 if host else frozen_bytes(own) for own in firsts]
-    frozen = frozen_bytes(outside) + sum(resting[kind] for kind in kinds)
+    each = [sum(map(numbers_of, _trained(blocks[places[0]]))) for places in chosen]
+    frozen_each = [frozen_bytes(blocks[places[0]]) for places in chosen]
+    of_blocks = sum(numbers_of(parameter) for block in blocks for parameter in _trained(block))
+    numbers = sum(map(numbers_of, _trained(model))) - of_blocks + sum(each[kind] for kind in kinds)
+    frozen = frozen_bytes(model) - sum(map(frozen_bytes, blocks)) + sum(frozen_each[kind] for kind in kinds)
     # shards of one parameter may be of unequal size, and processes whose figures differ would choose apart
-    largest = max(trained_numbers([parameter]) for parameter in model.parameters())
-    brought = [sum(p.numel() * min(p.element_size(), compute) for p in own if not p.requires_grad) for own in firsts]
-    together = comm.all_reduce_max([numbers, frozen, largest, carried, *each])
-    numbers, frozen, largest, carried, *each = map(int, together)
+    largest, count = max(map(numbers_of, _trained(model))), len(each)
+    figures = comm.all_reduce_max([numbers, frozen, largest, carried, *each, *frozen_each])
+    numbers, frozen, largest, carried, *each = map(int, figures)
+    each, frozen_each = each[:count], each[count:]
     stay, keep_last = settings.pop("gradients_stay"), settings.pop("keep_last")
     return StepFigures(
         static=static_bytes(numbers, largest=largest, frozen=frozen, **settings),
@@ -414,12 +409,28 @@ def step_figures(
         kinds=kinds,
         options=tuple(tuple(options) for options, _ in options_of_kinds),
         gradients=tuple(4 * each[kind] for kind in kinds),
+        frozen=tuple(frozen_each[kind] for kind in kinds),
         gradients_stay=stay,
         keep_last=keep_last,
         carried=carried,
         plain_seconds=tuple(seconds for _, seconds in options_of_kinds),
-        frozen=tuple(brought),
     )
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that train."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def frozen_bytes(module: nn.Module) -> int:
+    """Bytes of the parameters that do not train, those of this device."""
+    frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
+    return sum(numbers_of(parameter) * parameter.element_size() for parameter in frozen)
+
+
+def numbers_of(parameter: Tensor) -> int:
+    """Numbers in a parameter; in a split one, those of this device."""
+    return local(parameter).numel()
 
 
 def key_of(block: nn.Module) -> tuple[object, ...]:

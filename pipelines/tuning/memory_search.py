@@ -20,7 +20,7 @@ from typing import Any, cast
 from mmspeed import comm
 from mmspeed.config import RunConfig
 from mmspeed.config.memory import MemoryConfig, parse_bytes
-from mmspeed.device import Device, parse_dtype
+from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_bytes, get_logger
 from mmspeed.loop.optimizers.make_optimizer import by_lists
@@ -120,15 +120,13 @@ def measured_figures(
         swapping = device.kind != "cpu" if with_swap is None else with_swap
         line = running.enter_context(ProgressLine("measure memory", None, "run"))
         bench = BlockProfiler(DeviceProfiler(device), swap, swapping, memory.exchange_again, progress=line.advance)
-        return step_figures(
+        figures = step_figures(
             bench,
             steps.model,
             lambda: steps.batch(step.shape, step.items),
             partial(task.loss, steps.bare),
             kinds,
             chosen,
-            host=config.host_base and device.kind != "cpu",
-            compute=parse_dtype(config.device.dtype).itemsize,
             memory=config.memory,
             average=config.train.ema_decay is not None,
             optimizer=config.train.optimizer,
@@ -136,6 +134,7 @@ def measured_figures(
             gradients_stay=step.accumulates or steps.strategy == "ddp",
             keep_last=config.memory.keep_last,
         )
+        return figures.with_host_base() if config.host_base and device.kind != "cpu" else figures
     finally:
         running.close()
         steps = bench = None  # type: ignore[assignment]

@@ -21,7 +21,7 @@ from mmspeed.loop.step import train_step
 from mmspeed.memory import ActivationPolicies, peak_bytes, resident_bytes
 from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from mmspeed.memory.planning.options import static_bytes
-from mmspeed.memory.planning.peak import frozen_bytes, local_bytes, trained_numbers
+from mmspeed.memory.planning.peak import local_bytes
 from mmspeed.pipelines.run.assembly import assemble, place
 from mmspeed.pipelines.tasks import Task
 from mmspeed.protocols import Batch, Models, ShapeClass, shape_words, trainable
@@ -96,13 +96,10 @@ class SyntheticStep:
     def _least_bytes(self) -> int:
         """Bytes of weights, gradients, the optimizer's states and the average on the device; 0 where they are sharded."""
         train, parameters = self.config.train, [p for model in self.bare.values() for p in model.parameters()]
-        static = static_bytes(
-            trained_numbers(parameters),
-            self.config.memory,
-            average=train.ema_decay is not None,
-            optimizer=train.optimizer,
-            frozen=frozen_bytes(parameters),
-        )
+        numbers = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        frozen = 0 if self.config.host_base else sum(p.nbytes for p in parameters if not p.requires_grad)
+        average = train.ema_decay is not None
+        static = static_bytes(numbers, self.config.memory, average=average, optimizer=train.optimizer, frozen=frozen)
         return 0 if self.strategy == "fsdp" else static.between + static.gradients
 
     def run(self, shape: ShapeClass, items: int, micro_batches: int = 1) -> None:

@@ -107,7 +107,7 @@ STATE_BYTES = {"adamw": 8.0, "adamw8bit": 2.1, "muon": 4.5}  # per parameter; ab
 class StaticMemory:
     """Bytes on a device that do not depend on the computation.
 
-    parameters, frozen: those that train, and the others. update: an optimizer step's own workspace.
+    parameters: those that train. update: an optimizer step's own workspace. frozen: weights that do not train.
     """
 
     parameters: int
@@ -121,7 +121,7 @@ class StaticMemory:
     @property
     def between(self) -> int:
         """Bytes between steps."""
-        return self.parameters + self.frozen + self.master + self.states + self.average
+        return self.parameters + self.master + self.states + self.average + self.frozen
 
 
 def static_bytes(
@@ -136,8 +136,8 @@ def static_bytes(
 ) -> StaticMemory:
     """The static memory of so many parameters that train, on a device that holds them, by formula.
 
-    average: whether they have a moving average. frozen: bytes of parameters that do not train. largest: elements of the largest parameter, which a bucket must at least hold.
-    by_lists: False where the optimizer takes one parameter after another, as AdamW does on the CPU.
+    average: whether they have a moving average. largest: elements of the largest parameter, which a bucket must at least hold.
+    frozen: bytes of weights that do not train. by_lists: False where the optimizer takes one parameter after another, as AdamW does on the CPU.
     """
     half = memory.master != "parameters"
     each = STATE_BYTES.get(optimizer, 8.0)
@@ -171,7 +171,7 @@ class StepFigures:
         kinds: the kind of each block.
         options: of each kind; the first saves everything.
         gradients: bytes of the gradients of each block.
-        frozen: bytes that the frozen weights of a block of each kind take where they are brought to compute.
+        frozen: bytes of the frozen weights of each block.
         gradients_stay: whether all gradients exist from the start: with accumulation, and with replicas.
         keep_last: whether the last block offloads nothing.
     """
@@ -185,9 +185,13 @@ class StepFigures:
     gradients_stay: bool = False
     keep_last: bool = True
     carried: int = 0
+    frozen: tuple[int, ...] = ()
     plain_seconds: tuple[float, ...] = field(default=())  # of each kind, forward and backward
-    frozen: tuple[int, ...] = field(default=())
     head_widths: Mapping[int, int] = field(default_factory=dict)  # operations of attention, where shapes tell them
+
+    def with_host_base(self) -> StepFigures:
+        """The figures where the frozen weights of blocks rest in the host's memory."""
+        return replace(self, static=replace(self.static, frozen=self.static.frozen - sum(self.frozen)))
 
     def blocks(self) -> list[list[Option]]:
         """The options of each block; those of the last one include the peak of the layers after it."""

@@ -21,24 +21,9 @@ def local_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of tensors, for DTensors those of this process; shared memory counts once."""
     storages = {}
     for tensor in tensors:
-        storage = _local(tensor).detach().untyped_storage()
+        storage = (tensor.to_local() if is_sharded(tensor) else tensor).detach().untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
-
-
-def trained_numbers(parameters: Iterable[Tensor]) -> int:
-    """Numbers of the parameters that train; of DTensors those of this process."""
-    return sum(_local(parameter).numel() for parameter in parameters if parameter.requires_grad)
-
-
-def frozen_bytes(parameters: Iterable[Tensor]) -> int:
-    """Bytes of the parameters that do not train, by their number types, as if each were alone; of DTensors those of this process."""
-    frozen = (_local(parameter) for parameter in parameters if not parameter.requires_grad)
-    return sum(tensor.numel() * tensor.element_size() for tensor in frozen)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def resident_bytes(tensors: Iterable[Tensor], optimizer: Optimizer) -> int:
