@@ -39,16 +39,16 @@ def dequantised(bytes_RC: Tensor, scale_R1: Tensor, dtype: torch.dtype) -> Tenso
 
 
 class _Product(torch.autograd.Function):
-    """x @ weight.T, which keeps the weight's bytes for backward instead of its numbers."""
+    """x @ weight.T + bias, which keeps the weight's bytes for backward instead of its numbers. The bias does not train either."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bytes_RC: Tensor, scale_R1: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bytes_RC: Tensor, scale_R1: Tensor, bias_R: Tensor | None) -> Tensor:
         ctx.save_for_backward(bytes_RC, scale_R1)
-        return functional.linear(x, dequantised(bytes_RC, scale_R1, x.dtype))
+        return functional.linear(x, dequantised(bytes_RC, scale_R1, x.dtype), bias_R)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return grad @ dequantised(*ctx.saved_tensors, grad.dtype), None, None
+        return grad @ dequantised(*ctx.saved_tensors, grad.dtype), None, None, None
 
 
 class FrozenLinear(nn.Linear):
@@ -69,8 +69,9 @@ class FrozenLinear(nn.Linear):
         """The product in the number type of autocast, or of the input."""
         kind = input.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
-        output: Tensor = _Product.apply(input.to(dtype), self.weight, self.scale)
-        return output if self.bias is None else output + self.bias.to(dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        output: Tensor = _Product.apply(input.to(dtype), self.weight, self.scale, bias)
+        return output
 
 
 def freeze_linears(module: nn.Module, kind: Kind, stays: Callable[[str], bool]) -> None:
