@@ -34,6 +34,7 @@ from mmspeed.errors import UserError
 from mmspeed.initialize import set_parameter
 from mmspeed.loop.optimizers.learning_rate import set_learning_rate
 from mmspeed.loop.step import train_step
+from mmspeed.models.adapters import is_adapter
 from mmspeed.parallel import uncrossed, unwrap
 from mmspeed.parallel.tensor import local
 from mmspeed.pipelines.check.children import ERROR, follow_parent, write_error
@@ -123,6 +124,8 @@ def examine(config: RunConfig, kinds: Sequence[str]) -> WorkerReport:
     if source_of(model) is None:
         for name, parameter in model.named_parameters():
             set_parameter(parameter, value_off_start(name, parameter.shape, config.seed))
+    for parameter, name in [(own, name) for name, own in model.named_parameters() if is_adapter(name)]:
+        set_parameter(parameter, value_off_start(name, parameter.shape, config.seed))  # of zeros A has no gradient
     with closing(task.data(where).steps(0, len(kinds) + TIME_STEPS)) as steps:
         reports = [_step(config, kind, step, parts, placement) for kind, step in zip(kinds, steps, strict=False)]
         lines, problems = times(steps)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 
 import torch
 from torch import Tensor
 
 from mmspeed import rng
+from mmspeed.config.adapters import AdapterConfig
 from mmspeed.initialize import initial_value
 
 OFF_START = 0.1  # standard deviation of scales and biases around their ones and zeros
@@ -26,3 +28,11 @@ def value_off_start(name: str, shape: torch.Size, seed: int) -> Tensor:
     if len(shape) < 2:  # matrices are drawn already
         value = value + OFF_START * rng.normal(tuple(shape), seed, "off start", name)
     return value
+
+
+def small_adapter(adapter: AdapterConfig | None) -> AdapterConfig | None:
+    """The adapter of a small model: of the same layers, whatever blocks are named, which a small model may lack."""
+    if adapter is None or isinstance(adapter.targets, str):
+        return adapter
+    targets = tuple(re.sub(r"(?<=blocks\.)\d+|(?<=layers\.)\d+", "*", pattern) for pattern in adapter.targets)
+    return adapter.model_copy(update={"targets": targets})

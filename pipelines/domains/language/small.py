@@ -34,7 +34,7 @@ from mmspeed.models.language.families import config_tree
 from mmspeed.models.language.shapes import tiny_twin
 from mmspeed.models.language.weights import on_meta, write_folder
 from mmspeed.parallel.tensor import check_heads
-from mmspeed.pipelines.domains.small import shrunk_size, value_off_start
+from mmspeed.pipelines.domains.small import shrunk_size, small_adapter, value_off_start
 from mmspeed.protocols import SmallRun
 
 SYNTHETIC = "synthetic"  # the only source
@@ -103,7 +103,8 @@ def _section(own: LanguageModelConfig, small: DecoderSettings, folder: Path, see
     balance = small.experts.balance if small.experts is not None else None
     if own.pretrained is not None:
         write_model(small, folder, seed)
-        return LanguageModelConfig(pretrained=str(folder), balance=balance)
+        adapter = small_adapter(own.adapter)
+        return LanguageModelConfig(pretrained=str(folder), balance=balance, adapter=adapter, base=own.base)
     experts: dict[str, Any] = {}
     if small.experts is not None:
         experts = {name: value for name, value in vars(small.experts).items() if name in OF_EXPERTS}
