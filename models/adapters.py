@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -60,13 +61,18 @@ def adapt(
         inject_adapter_in_model(settings, model, NAME, low_cpu_mem_usage=True)
     if base.dtype in ("int8", "float8"):
         for name, block in blocks_of(model):
-            freeze_linears(block, base.dtype, lambda inner, name=name: stays_float32(model, f"{name}.{inner}"))
+            freeze_linears(block, base.dtype, partial(_stays, model, name))
     if base.dtype != "float32":
         make_frozen_half(model)
     source = source_of(model)
     if source is not None:
         declare_source(model, AdaptedWeights(source, model))
     return model
+
+
+def _stays(model: nn.Module, block: str, inner: str) -> bool:
+    """True for a name in a block of what the model declares to stay float32."""
+    return stays_float32(model, f"{block}.{inner}")
 
 
 def target_layers(model: nn.Module, targets: str | tuple[str, ...], unused: Collection[str] = frozenset()) -> list[str]:

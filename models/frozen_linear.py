@@ -42,13 +42,16 @@ class _Product(torch.autograd.Function):
     """x @ weight.T + bias, which keeps the weight's bytes for backward instead of its numbers. The bias does not train either."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bytes_RC: Tensor, scale_R1: Tensor, bias_R: Tensor | None) -> Tensor:
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, bytes_RC: Tensor, scale_R1: Tensor, bias_R: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(bytes_RC, scale_R1)
         return functional.linear(x, dequantised(bytes_RC, scale_R1, x.dtype), bias_R)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return grad @ dequantised(*ctx.saved_tensors, grad.dtype), None, None, None
+        bytes_RC, scale_R1 = ctx.saved_tensors
+        return grad @ dequantised(bytes_RC, scale_R1, grad.dtype), None, None, None
 
 
 class FrozenLinear(nn.Linear):

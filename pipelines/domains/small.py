@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmspeed import rng
-from mmspeed.config.adapters import AdapterConfig
+from mmspeed.config.adapters import AdapterConfig, BaseConfig
 from mmspeed.initialize import initial_value
 
 OFF_START = 0.1  # standard deviation of scales and biases around their ones and zeros
@@ -36,3 +36,8 @@ def small_adapter(adapter: AdapterConfig | None) -> AdapterConfig | None:
         return adapter
     targets = tuple(re.sub(r"(?<=blocks\.)\d+|(?<=layers\.)\d+", "*", pattern) for pattern in adapter.targets)
     return adapter.model_copy(update={"targets": targets})
+
+
+def small_base(base: BaseConfig) -> BaseConfig:
+    """The base of a small model: in float32, in which layouts are compared."""
+    return base.model_copy(update={"dtype": "float32"})

@@ -34,7 +34,7 @@ from mmspeed.models.language.families import config_tree
 from mmspeed.models.language.shapes import tiny_twin
 from mmspeed.models.language.weights import on_meta, write_folder
 from mmspeed.parallel.tensor import check_heads
-from mmspeed.pipelines.domains.small import shrunk_size, small_adapter, value_off_start
+from mmspeed.pipelines.domains.small import shrunk_size, small_adapter, small_base, value_off_start
 from mmspeed.protocols import SmallRun
 
 SYNTHETIC = "synthetic"  # the only source
@@ -104,7 +104,7 @@ def _section(own: LanguageModelConfig, small: DecoderSettings, folder: Path, see
     if own.pretrained is not None:
         write_model(small, folder, seed)
         adapter = small_adapter(own.adapter)
-        return LanguageModelConfig(pretrained=str(folder), balance=balance, adapter=adapter, base=own.base)
+        return LanguageModelConfig(pretrained=str(folder), balance=balance, adapter=adapter, base=small_base(own.base))
     experts: dict[str, Any] = {}
     if small.experts is not None:
         experts = {name: value for name, value in vars(small.experts).items() if name in OF_EXPERTS}

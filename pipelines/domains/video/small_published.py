@@ -23,7 +23,7 @@ from mmspeed.models.families.complete import completed
 from mmspeed.models.sections import bare, own_arguments
 from mmspeed.models.weights import quiet
 from mmspeed.pipelines.diffusion.experts import config_of_high, experts_of
-from mmspeed.pipelines.domains.small import shrunk_size, small_adapter, value_off_start
+from mmspeed.pipelines.domains.small import shrunk_size, small_adapter, small_base, value_off_start
 from mmspeed.pipelines.domains.video.small import (
     CHANNELS,
     TEXT_WIDTH,
@@ -140,7 +140,11 @@ def small_published(config: Config, model: PublishedModel, folder: Path) -> Smal
         )
     model.write(folder / "model", arguments, small.call(model.call, samples.text_tokens), config.seed)
     own = config.model
-    under = {"adapter": small_adapter(own.adapter), "base": own.base} if isinstance(own, PublishedModelConfig) else {}
+    under = (
+        {"adapter": small_adapter(own.adapter), "base": small_base(own.base)}
+        if isinstance(own, PublishedModelConfig)
+        else {}
+    )
     section = PublishedModelConfig(kind="diffusers", pretrained=str(folder / "model"), sparse=sparse, **under)
     blocks = arguments["num_layers"] + arguments.get("num_single_layers", 0)
     words = (
