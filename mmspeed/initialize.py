@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor, nn
@@ -56,9 +56,18 @@ def set_parameter(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 @torch.no_grad()
-def materialize(model: nn.Module, device: torch.device) -> None:
-    """Give the tensors of a model that are on the meta device memory on `device`, without values; move the others there."""
-    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
+def materialize(model: nn.Module, device: torch.device, on_host: Collection[Tensor] = ()) -> None:
+    """Give the tensors of a model that are on the meta device memory on `device`, without values; move the others there.
+
+    `on_host`: parameters whose memory is the host's instead.
+    """
+    kept = {id(tensor) for tensor in on_host}
+
+    def placed(tensor: Tensor) -> Tensor:
+        place = torch.device("cpu") if id(tensor) in kept else device
+        return torch.empty_like(tensor, device=place) if tensor.is_meta else tensor.to(place)
+
+    model._apply(placed)
 
 
 def init_weights(

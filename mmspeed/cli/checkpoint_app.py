@@ -112,16 +112,19 @@ def merge_ema(
     role: Annotated[str | None, typer.Option(help="Role of the model, where a task trains several.")] = None,
 ) -> None:
     """Write the moving average of the weights, or the mean of those of several steps, as a safetensors file of the model."""
-    from mmspeed.loop.checkpoint.load import latest
+    from mmspeed.loop.checkpoint.load import latest, open_checkpoint
     from mmspeed.loop.checkpoint.maintenance import checkpoints_of
     from mmspeed.loop.checkpoint.merging import merge_averages
     from mmspeed.loop.checkpoint.storage import step_name, step_of
+    from mmspeed.models.adapters import is_adapter
 
     folder = checkpoints_of(run)
     newest = latest(folder)
     paths = [folder / step_name(one) for one in sorted(set(step))] if step else [newest] if newest is not None else []
     if not paths:
         raise UserError(f"{run} has no sound checkpoint: `mmspeed checkpoint list {run}` shows those that it has")
+    if any(is_adapter(name) for path in paths for name in open_checkpoint(path)[1]["tensors"]):
+        raise UserError(f"{run} trains adapters beside a base, whose files are written by `mmspeed export {run}`")
     label = "-".join(f"{step_of(path):08d}" for path in ((paths[0], paths[-1]) if len(paths) > 1 else paths))
     target = output or run / f"ema-{label}.safetensors"
     if target.suffix != ".safetensors":

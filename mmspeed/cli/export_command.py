@@ -1,4 +1,4 @@
-"""`mmspeed export`: a run's weights as a repository of diffusers."""
+"""`mmspeed export`: a run's weights as a repository of diffusers or a folder of transformers, and adapters as files beside their base."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from mmspeed.errors import UserError
 from . import completion, spoken
 from .sample_command import RunFolder, Weights
 
+SHARD_SIZE = "5GB"
+
 
 class Precision(str, Enum):
     """The number type of exported weights."""
@@ -22,6 +24,14 @@ class Precision(str, Enum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
+
+
+class AdapterFormat(str, Enum):
+    """The form of exported adapters."""
+
+    diffusers = "diffusers"
+    peft = "peft"
+    merged = "merged"
 
 
 class OtherComponents(str, Enum):
@@ -34,7 +44,14 @@ class OtherComponents(str, Enum):
 
 def export(
     run_folder: RunFolder,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="New folder for the repository.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="New folder.")],
+    format: Annotated[
+        AdapterFormat | None,
+        typer.Option(
+            help="Of runs with model.adapter: a file for load_lora_weights of diffusers, a folder of peft, or the whole model with the "
+            "adapter merged. Default: diffusers where the official pipeline loads adapters, else peft."
+        ),
+    ] = None,
     checkpoint: Annotated[
         str,
         typer.Option(metavar="STEP|best|latest", help="Checkpoint to export.", autocompletion=completion.checkpoints),
@@ -43,13 +60,13 @@ def export(
     dtype: Annotated[
         Precision, typer.Option(help="Number type of the weights; what the class keeps in float32 stays so.")
     ] = Precision.float32,
-    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Most bytes of a file, such as 5GB.")] = "5GB",
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Most bytes of a file, such as 5GB.")] = SHARD_SIZE,
     others: Annotated[
         OtherComponents,
         typer.Option(help="Link or copy the codec, text encoders and scheduler of the base, or leave them out."),
     ] = OtherComponents.link,
 ) -> None:
-    """Write a trained model as a folder that other libraries load: a published one for diffusers, a language model for transformers."""
+    """Write a trained model, or an adapter, as a folder that other libraries load: diffusers, transformers for language models, peft."""
     spoken.begin("export", run_folder)
     require_run(run_folder)
     with spoken.loading():
@@ -57,6 +74,7 @@ def export(
 
         from mmspeed.config.memory import parse_bytes
         from mmspeed.pipelines.inference.export import export_run
+        from mmspeed.pipelines.inference.export_adapter import adapter_of, export_adapter
         from mmspeed.pipelines.inference.language import export_language_run
         from mmspeed.pipelines.run.run_folder import RunFolder as Folder
 
@@ -65,9 +83,30 @@ def export(
     except ValueError as error:
         raise UserError(f"--shard-size: {error}") from None
     own = getattr(torch, dtype.value)
-    if Folder.open(run_folder).task() == "language":
-        if others is not OtherComponents.link:
-            raise UserError("--others is of models of diffusers: leave it out for a language model")
+    folder = Folder.open(run_folder)
+    language = folder.task() == "language"
+    if language and others is not OtherComponents.link:
+        raise UserError("--others is of models of diffusers: leave it out for a language model")
+    if format is not None or adapter_of(folder.run_config()) is not None:
+        if format is not AdapterFormat.merged and (others is not OtherComponents.link or shard_size != SHARD_SIZE):
+            raise UserError("--others and --shard-size are of whole models: leave them out, or use --format merged")
+        with log.Working("exporting", tell=False):
+            adapter = export_adapter(
+                run_folder,
+                out,
+                format=None if format is None else format.value,
+                checkpoint=checkpoint,
+                weights=weights.value,
+                dtype=own,
+                shard_bytes=shard_bytes,
+                others=others.value,
+            )
+        print(
+            f"{adapter.folder}: adapters of {adapter.layers} layers of {adapter.checkpoint} ({adapter.weights}), {adapter.format}, "
+            f"{log.format_bytes(adapter.bytes)}; load with {adapter.loading}"
+        )
+        return
+    if language:
         with log.Working("exporting", tell=False):
             written = export_language_run(
                 run_folder, out, checkpoint=checkpoint, weights=weights.value, dtype=own, shard_bytes=shard_bytes

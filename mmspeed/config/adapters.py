@@ -52,10 +52,19 @@ class BaseConfig(Section):
         "float32",
         description="Number type of frozen weights. `int8`, `float8`: one byte for each weight of linear layers of blocks, and a float32 scale for each row; all else is bfloat16. Others than float32 need `device.dtype: bfloat16`.",
     )
+    place: Literal["device", "host"] = Field(
+        "device",
+        description="Memory of the frozen weights of blocks. `host`: they lie in the host's (pinned) memory, and each block's come to the device ahead of its forward and backward (block swap).",
+    )
 
 
-def reason_against(adapter: AdapterConfig | None, base: BaseConfig, compute: str) -> str | None:
-    """The reason why a base cannot be kept so, for computing in the number type `compute`; None where it can."""
+def reason_against(adapter: AdapterConfig | None, base: BaseConfig, compute: str, strategy: str) -> str | None:
+    """The reason why a base cannot be kept so, for computing in the number type `compute` by a strategy of `parallel`; None where it can."""
+    if base.place == "host":
+        if adapter is None:
+            return "model.base.place host is for weights that stay frozen: set model.adapter, or leave it out"
+        if strategy not in ("auto", "fsdp"):
+            return f"model.base.place host goes with parallel.strategy auto or fsdp, not {strategy}"
     if base.dtype == "float32":
         return None
     if adapter is None:

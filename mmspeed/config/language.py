@@ -209,10 +209,14 @@ class LanguageConfig(RunConfig):
 
     @model_validator(mode="after")
     def _base_fits(self) -> LanguageConfig:
-        reason = reason_against(self.model.adapter, self.model.base, self.device.dtype)
+        reason = reason_against(self.model.adapter, self.model.base, self.device.dtype, self.parallel.strategy)
         if reason is not None:
             raise ValueError(reason)
         return self
+
+    @property
+    def host_base(self) -> bool:
+        return self.model.base.place == "host"
 
     @model_validator(mode="after")
     def _no_keys_of_videos(self) -> LanguageConfig:

@@ -175,6 +175,11 @@ class RunConfig(Section):
         return self
 
     @property
+    def host_base(self) -> bool:
+        """True where frozen weights of blocks lie in the host's memory."""
+        return False
+
+    @property
     def weighting(self) -> Weighting:
         """The unit that counts alike in the gradients of an epoch: steps, where a task has an `objective` of another kind."""
         return self.objective.weighting if isinstance(self.objective, WeightingSection) else "step"
@@ -309,10 +314,14 @@ class Config(RunConfig):
     def _base_fits(self) -> Config:
         model = self.model
         if isinstance(model, PublishedModelConfig):
-            reason = reason_against(model.adapter, model.base, self.device.dtype)
+            reason = reason_against(model.adapter, model.base, self.device.dtype, self.parallel.strategy)
             if reason is not None:
                 raise ValueError(reason)
         return self
+
+    @property
+    def host_base(self) -> bool:
+        return isinstance(self.model, PublishedModelConfig) and self.model.base.place == "host"
 
     @model_validator(mode="after")
     def _shifts_fit(self) -> Config:

@@ -78,6 +78,7 @@ def parallelize(
     compute_dtype: torch.dtype = torch.float32,
     keeping: BlockPolicies | None = None,
     compile: bool | str = False,
+    host: bool = False,
 ) -> nn.Module:
     """Make `model` ready for training; it is already on its device in float32 (or bfloat16, by `make_half`), or on the meta device.
 
@@ -89,6 +90,7 @@ def parallelize(
         layout: of `make_layout`; None: one process per sample.
         keeping: which activations each block keeps for backward; None: all.
         compile: compile each block with inductor, or with the backend that it names.
+        host: with the strategy `fsdp`, frozen weights of blocks lie in the host's memory.
 
     Raises UserError for a mesh, a strategy or a plan that does not fit the model.
     """
@@ -122,7 +124,7 @@ def parallelize(
     if mesh is None:
         raise ValueError(f"strategy {strategy} needs a device mesh")
     # bfloat16 parameters are replicated by FSDP2 over `dp_replicate`, since DDP would sum their gradients in bfloat16
-    return shard(model, mesh, compute_dtype) if strategy == "fsdp" or is_half(model) else replicate(model)
+    return shard(model, mesh, compute_dtype, host) if strategy == "fsdp" or is_half(model) else replicate(model)
 
 
 def _check_axes(mesh: Mesh) -> None:

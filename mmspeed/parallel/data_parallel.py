@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal, cast
 
 import torch
@@ -61,23 +62,37 @@ def autocast(model: nn.Module, dtype: torch.dtype) -> None:
     )._autocast_dtype = dtype  # diffusers writes the name into a checkpoint's config
 
 
-def shard(model: nn.Module, mesh: Mesh, compute_dtype: torch.dtype) -> nn.Module:
+def shard(model: nn.Module, mesh: Mesh, compute_dtype: torch.dtype, host: bool = False) -> nn.Module:
     """Apply `fully_shard` (FSDP2) to each block, then to the root; with `dp_replicate` > 1 the sharded model is replicated (HSDP).
 
     Parameters are gathered in `compute_dtype`; gradients are reduced in float32, over both axes. Inputs are not cast, since the root would
     round timesteps to `compute_dtype` too; autocast casts what matrix products need. Parameters that stay float32 are gathered in float32,
     in parameter groups of their own, since FSDP2 has one dtype per group.
+
+    host: frozen weights of blocks lie in the host's memory, pinned unless the device is the host, and come to the device a block ahead of
+    its forward and its backward; what trains in a block is a group of its own, which stays on the device.
     """
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
     axes = (AxisName.DP_REPLICATE, AxisName.SHARD) if mesh.size(AxisName.DP_REPLICATE) > 1 else (AxisName.SHARD,)
-    engine = partial(fully_shard, mesh=mesh.submesh(*axes))
+    sharded = mesh.submesh(*axes)
+    engine = partial(fully_shard, mesh=sharded)
     apart = float32_parameters(model) if compute_dtype != torch.float32 or is_half(model) else set()
+    frozen = (
+        partial(engine, offload_policy=CPUOffloadPolicy(pin_memory=sharded.device_type != "cpu")) if host else engine
+    )
     for _, block in blocks_of(model):
-        _shard_module(block, engine, compute_dtype, apart)
+        if host:
+            _shard_trained(block, engine, compute_dtype)
+        _shard_module(block, frozen, compute_dtype, apart)
     # The root is resharded too (not torch's default): after an evaluation its gathered parameters would otherwise
     # stay, and hide what an EMA swap or a loaded checkpoint writes into the shards.
     _shard_module(model, partial(engine, reshard_after_forward=True), compute_dtype, apart)
+    if host:  # in backward FSDP2 does it by itself
+        blocks = [block for _, block in blocks_of(model)]
+        for block, following in pairwise(blocks):
+            assert is_fully_sharded(block) and is_fully_sharded(following)
+            block.set_modules_to_forward_prefetch([following])
     sum_gradients(model)
     if is_half(model):
         _keep_sums_in_float32(model)
@@ -105,6 +120,20 @@ def _shard_module(
             engine(others, mp_policy=policy)
         policy = replace(policy, param_dtype=torch.float32)
     engine(module, mp_policy=policy)
+
+
+def _shard_trained(block: nn.Module, engine: Callable[..., object], compute_dtype: torch.dtype) -> None:
+    """Shard the modules of a block that hold parameters that train, such as adapters, as one group."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    trained = [m for m in block.modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
+    if trained:
+        engine(
+            trained,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+            ),
+        )
 
 
 def _free_modules(module: nn.Module, apart: set[nn.Parameter]) -> Iterator[nn.Module]:

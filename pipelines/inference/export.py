@@ -9,24 +9,25 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from mmspeed.config.adapters import AdapterConfig
 from mmspeed.config.schema import PublishedModelConfig
 from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine
-from mmspeed.loop.checkpoint.load import of_role, open_checkpoint
-from mmspeed.loop.checkpoint.merging import whole_tensor
-from mmspeed.loop.checkpoint.storage import EMA_UPDATES, FROZEN, ROLES
+from mmspeed.loop.checkpoint.load import open_checkpoint
+from mmspeed.loop.checkpoint.storage import EMA_UPDATES, ROLES
 from mmspeed.models.diffusers.loading import RepositoryWeights, weights_of
 from mmspeed.models.diffusers.repository import STEM, Repository
 from mmspeed.models.families.complete import completed
-from mmspeed.models.sections import bare, repository_of
+from mmspeed.models.sections import bare, outline, repository_of
 from mmspeed.models.stored import check_tensors, shapes_of
 from mmspeed.models.weights import SMALL_FILES, copy_small_files, resolve
 from mmspeed.models.writing import TensorEntry, new_folder, require_new, write_tensors
+from mmspeed.pipelines.inference.stored_weights import StoredWeights, write_facts
 from mmspeed.pipelines.inference.text_to_video import find_checkpoint, present_weights
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.protocols import stays_float32
@@ -48,13 +49,6 @@ class ExportedRepository:
     others: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class _StoredEntry(TensorEntry):
-    """A tensor to write, and its source: a name in the checkpoint, or None for the base's."""
-
-    stored: str | None = None
-
-
 def export_run(
     run: str | Path,
     out: str | Path,
@@ -68,8 +62,9 @@ def export_run(
     """Write the weights of a run's checkpoint into the new folder `out`, as a repository like the base's.
 
     dtype: number type of the weights; what the class keeps in float32 stays so. shard_bytes: most bytes of a file. others: the base's
-    further components (codec, text encoders, scheduler) are linked, copied or left out. The folder is whole or absent; every tensor is
-    read again and compared. Raises UserError for a run without a repository, another base than the run's, and a folder that exists.
+    further components (codec, text encoders, scheduler) are linked, copied or left out. Adapters are merged: base + scale * B @ A in
+    float32, where the base is that of the files, whatever it was kept in. The folder is whole or absent; every tensor is read again and
+    compared. Raises UserError for a run without a repository, another base than the run's, and a folder that exists.
     """
     folder, out = RunFolder.open(run), Path(out)
     section = completed(folder.config()).model  # the expert's folder, where there are two
@@ -81,20 +76,24 @@ def export_run(
     require_new(out, "--out: ")
     weights = present_weights(folder.config(), weights)
     repository, place = repository_of(section), find_checkpoint(folder, checkpoint)
-    components = _components(folder, place, repository)
+    components = trained_components(folder, place, repository)
+    parts: dict[str, Any] = {}
     with new_folder(out) as work:
         tensors = nbytes = 0
         for role, component in components:
-            count, size = _write_component(
-                place, role, repository.of(component), work / component, weights, dtype, shard_bytes
-            )
+            own, stored = repository.of(component), StoredWeights(place, role, weights)
+            if section.adapter is not None:
+                parts[component] = adapted_part(stored, section, own)
+            count, size = _write_component(stored, own, work / component, dtype, section.adapter, shard_bytes)
             tensors, nbytes = tensors + count, nbytes + size
+        if section.adapter is not None:
+            write_facts(work, folder, stored, "merged", section.adapter, parts)
         names = tuple(component for _, component in components)
         further = () if others == "none" else _write_others(repository, work, names, others)
     return ExportedRepository(out, place.name, weights, tensors, nbytes, names, further)
 
 
-def _components(folder: RunFolder, place: Path, repository: Repository) -> list[tuple[str | None, str]]:
+def trained_components(folder: RunFolder, place: Path, repository: Repository) -> list[tuple[str | None, str]]:
     """(role in the checkpoint, component) of each transformer that the run trains; None: the first role.
 
     Raises UserError where the files of one are not those that the run began with.
@@ -106,13 +105,18 @@ def _components(folder: RunFolder, place: Path, repository: Repository) -> list[
     return components
 
 
+def adapted_part(stored: StoredWeights, section: PublishedModelConfig, repository: Repository) -> dict[str, Any]:
+    """The adapted layers of a repository's transformer, which are those of the checkpoint or an error, and the base's fingerprint."""
+    own = section.model_copy(update={"subfolder": repository.transformer, "second_subfolder": None})
+    return {"layers": stored.adapted_layers(outline(own, 0, 0, repository)), "base": repository.fingerprint}
+
+
 def _write_component(
-    place: Path,
-    role: str | None,
+    stored: StoredWeights,
     repository: Repository,
     target: Path,
-    weights: str,
     dtype: torch.dtype,
+    adapter: AdapterConfig | None,
     shard_bytes: int,
 ) -> tuple[int, int]:
     """Write a transformer's folder: the base's small files as they are, and the weights. Returns (tensors, bytes)."""
@@ -120,7 +124,7 @@ def _write_component(
     component = repository.transformer
     root = resolve(repository.pretrained, [component], repository.revision, SMALL_FILES, repository.key)
     copy_small_files(root / component, target)
-    entries, value_of = _weights(place, role, repository, bare(repository), weights, dtype)
+    entries, value_of = _weights(stored, repository, bare(repository), dtype, adapter)
     with ProgressLine(f"export {repository.transformer}", len(entries), "tensor") as line:
         total = write_tensors(target, STEM, entries, value_of, shard_bytes, line.advance)
     return len(entries), total
@@ -134,54 +138,44 @@ def trained_models(
     folder, place: the run and its checkpoint. dtype: number type of the weights; what the class keeps in float32 stays so.
     Raises UserError as an export.
     """
-    models = {}
-    for role, component in _components(folder, place, repository):
+    models, section = {}, folder.config().model
+    adapter = section.adapter if isinstance(section, PublishedModelConfig) else None
+    for role, component in trained_components(folder, place, repository):
         own = repository.of(component)
         model = bare(own)
-        entries, value_of = _weights(place, role, own, model, weights, dtype)
+        entries, value_of = _weights(StoredWeights(place, role, weights), own, model, dtype, adapter)
         model.load_state_dict({entry.name: value_of(entry) for entry in entries}, assign=True)
         models[component] = model.eval().requires_grad_(False)
     return models
 
 
 def _weights(
-    place: Path, role: str | None, repository: Repository, model: nn.Module, weights: str, dtype: torch.dtype
-) -> tuple[list[_StoredEntry], Callable[[_StoredEntry], Tensor]]:
-    """The tensors of a model, and the function that reads one, from the checkpoint or from the base."""
-    source = weights_of(repository, model)
-    index = open_checkpoint(place)[1]["tensors"]
+    stored: StoredWeights, repository: Repository, model: nn.Module, dtype: torch.dtype, adapter: AdapterConfig | None
+) -> tuple[list[TensorEntry], Callable[[TensorEntry], Tensor]]:
+    """The tensors of a model, and the function that reads one, from the checkpoint or from the base, with its adapter merged."""
+    source, scale = weights_of(repository, model), None if adapter is None else adapter.scale
 
-    def value_of(entry: _StoredEntry) -> Tensor:
-        if entry.stored is not None:
-            tensor = whole_tensor(place, index, entry.stored)
-        else:
-            ((_, tensor),) = source.read({entry.name: tuple(slice(0, size) for size in entry.shape)})
-        return tensor.to(entry.dtype).contiguous()
+    def value_of(entry: TensorEntry) -> Tensor:
+        return stored.value(entry.name, entry.shape, source, scale).to(entry.dtype).contiguous()
 
-    return _entries(place, role, source, model, weights, dtype), value_of
+    stored.check_taken(model.state_dict().keys(), adapter is not None)
+    return _entries(stored, source, model, dtype), value_of
 
 
 def _entries(
-    place: Path, role: str | None, source: RepositoryWeights, model: nn.Module, weights: str, dtype: torch.dtype
-) -> list[_StoredEntry]:
+    stored: StoredWeights, source: RepositoryWeights, model: nn.Module, dtype: torch.dtype
+) -> list[TensorEntry]:
     """The tensors of a model in its order. Raises UserError where neither checkpoint nor base has one, or in another shape."""
-    meta, index = open_checkpoint(place)
-    facts = meta if role is None else meta[ROLES][role]
-    if weights == "ema" and facts.get(EMA_UPDATES) is None:
-        raise UserError(f"checkpoint {place} has no moving average: use --weights model")
-    stored, frozen = index["tensors"], FROZEN in facts
-    parts = [of_role(part, role) for part in (("ema", "model") if weights == "ema" else ("model",))]
-    base = source.shapes if frozen else {}
+    state, base = model.state_dict(), source.shapes if stored.frozen else {}
     entries, shapes = [], {}
-    for name, tensor in model.state_dict().items():
-        key = next((f"{part}.{name}" for part in parts if f"{part}.{name}" in stored), None)
-        if key is not None:
-            shapes[name] = tuple(stored[key]["shape"])
+    for name, tensor in state.items():
+        if name in stored:
+            shapes[name] = stored.shape(name)
         elif name in base:
             shapes[name] = base[name]
         kind = torch.float32 if stays_float32(model, name) else dtype
-        entries.append(_StoredEntry(name, tuple(tensor.shape), kind, key))
-    check_tensors(shapes_of(model), shapes, f"checkpoint {place}")
+        entries.append(TensorEntry(name, tuple(tensor.shape), kind))
+    check_tensors(shapes_of(model), shapes, f"checkpoint {stored.place}")
     return entries
 
 

@@ -25,8 +25,7 @@ from mmspeed.device import pick
 from mmspeed.errors import UserError
 from mmspeed.guards import template_limit
 from mmspeed.log import ProgressLine
-from mmspeed.loop.checkpoint.load import open_checkpoint
-from mmspeed.loop.checkpoint.merging import whole_tensor
+from mmspeed.models.adapters import adapt
 from mmspeed.models.assemblies import Assembly, taken_apart
 from mmspeed.models.language.config import DecoderSettings
 from mmspeed.models.language.families import config_tree, hub_names
@@ -35,8 +34,10 @@ from mmspeed.models.language.weights import SHARD_BYTES, STEM, on_meta
 from mmspeed.models.stored import check_tensors, shapes_of
 from mmspeed.models.weights import SMALL_FILES, copy_small_files, first_line, quiet, read_json, resolve
 from mmspeed.models.writing import TensorEntry, new_folder, require_new, write_tensors
+from mmspeed.pipelines.inference.stored_weights import StoredWeights, write_facts
 from mmspeed.pipelines.inference.text_to_video import find_checkpoint, present_weights
 from mmspeed.pipelines.run.run_folder import RunFolder
+from mmspeed.protocols import WeightSource, source_of
 
 TOKENIZER = "tokenizer"  # folder of a run with the tokenizer's files
 GENERATION = "generation_config.json"
@@ -68,9 +69,10 @@ class ExportedFolder:
 
 @dataclass(frozen=True)
 class _HubTensor(TensorEntry):
-    """A tensor to write: piece `place` of what a tensor of the checkpoint is taken apart into."""
+    """A tensor to write: piece `place` of what the decoder's tensor `stored`, of the shape `whole`, is taken apart into."""
 
     stored: str = ""
+    whole: tuple[int, ...] = ()
     assembly: Assembly = ""
     place: int = 0
 
@@ -94,6 +96,7 @@ def export_language_run(
 ) -> ExportedFolder:
     """Write the weights of a run's checkpoint into the new folder `out`, with config, tokenizer and the hub's names, as transformers reads
     them: experts one by one. The small files of a base are carried over as they are; what training changed in them is written anew.
+    Adapters are merged: base + scale * B @ A in float32, where the base is that of the files, whatever it was kept in.
 
     dtype: number type of the weights; biases of routers stay float32. The folder is whole or absent; every tensor is read again and
     compared. Raises UserError for a run of another task, for a decoder that no family of transformers has, and for a folder that exists.
@@ -102,22 +105,26 @@ def export_language_run(
     config = language_config(folder)
     require_new(out, "--out: ")
     kind, place = present_weights(config, weights), find_checkpoint(folder, checkpoint)
-    settings = run_settings(folder, config)
-    entries = _pieces(place, settings, kind, dtype)
-    index = open_checkpoint(place)[1]["tensors"]
+    settings, base = run_decoder(folder, config)
+    stored, adapter = StoredWeights(place, None, kind), config.model.adapter
+    scale = None if adapter is None else adapter.scale
+    entries = _pieces(stored, settings, base, adapter is not None, dtype)
     whole: dict[str, list[Tensor]] = {}  # the last tensor that was read, taken apart
 
     def value_of(entry: _HubTensor) -> Tensor:
         if entry.stored not in whole:
             whole.clear()
-            tensor = whole_tensor(place, index, entry.stored)
-            whole[entry.stored] = [piece for _, piece in taken_apart(entry.assembly, tensor)]
+            pieces = taken_apart(entry.assembly, stored.value(entry.stored, entry.whole, base, scale))
+            whole[entry.stored] = [piece for _, piece in pieces]
         return whole[entry.stored][entry.place].to(entry.dtype).contiguous()
 
     with new_folder(out) as work:
         with ProgressLine("export", len(entries), "tensor") as line:
             total = write_tensors(work, STEM, entries, value_of, shard_bytes, line.advance)
         _write_small_files(work, folder, config, settings, dtype)
+        if adapter is not None:
+            part = adapted_decoder(stored, config, settings, base)
+            write_facts(work, folder, stored, "merged", adapter, {"model": part})
     return ExportedFolder(out, place.name, kind, len(entries), total)
 
 
@@ -128,28 +135,56 @@ def has_chats(config: LanguageConfig) -> bool:
 
 def run_settings(folder: RunFolder, config: LanguageConfig) -> DecoderSettings:
     """The settings of a run's decoder, whose embedding has rows for the tokenizer that run.json names."""
+    return run_decoder(folder, config)[0]
+
+
+def run_decoder(folder: RunFolder, config: LanguageConfig) -> tuple[DecoderSettings, WeightSource | None]:
+    """The settings of a run's decoder, and the files that it began with; None where it began from nothing.
+
+    Raises UserError where these are not those that the run began with.
+    """
     texts: dict[str, Any] = folder.info().get("texts", {})
-    return configured(config, texts.get("vocabulary"))[0]
+    settings, opened = configured(config, texts.get("vocabulary"))
+    base = None if opened is None else source_of(opened)
+    if base is not None:
+        folder.check_base({"model": base.fingerprint})
+    return settings, base
 
 
-def _pieces(place: Path, settings: DecoderSettings, weights: str, dtype: torch.dtype) -> list[_HubTensor]:
-    """The tensors to write, in the order of the decoder's. Raises UserError where the checkpoint lacks one, or has another shape."""
-    model, stored = on_meta(settings), open_checkpoint(place)[1]["tensors"]
-    parts = ("ema", "model") if weights == "ema" else ("model",)
+def adapted_decoder(
+    stored: StoredWeights, config: LanguageConfig, settings: DecoderSettings, base: WeightSource | None
+) -> dict[str, Any]:
+    """The adapted layers of a run's decoder, which are those of the checkpoint or an error, and the base's fingerprint."""
+    assert base is not None  # adapters are of published models
+    model = adapt(on_meta(settings), config.model.adapter, config.model.base)
+    return {"layers": stored.adapted_layers(model), "base": base.fingerprint}
+
+
+def _pieces(
+    stored: StoredWeights, settings: DecoderSettings, base: WeightSource | None, adapted: bool, dtype: torch.dtype
+) -> list[_HubTensor]:
+    """The tensors to write, in the order of the decoder's; those that did not train are the base's.
+
+    Raises UserError where the checkpoint lacks one, holds another, or has another shape.
+    """
+    model = on_meta(settings)
+    state = model.state_dict()
+    stored.check_taken(state.keys(), adapted)
     entries, shapes = [], {}
-    names = hub_names(settings, list(model.state_dict()))
-    for name, tensor in model.state_dict().items():
-        key = next((f"{part}.{name}" for part in parts if f"{part}.{name}" in stored), None)
-        if key is None:
+    names, in_base = hub_names(settings, list(state)), stored.frozen and base is not None
+    for name, tensor in state.items():
+        if name not in stored and not in_base:
             continue
-        shapes[name] = tuple(stored[key]["shape"])
+        shapes[name] = (
+            stored.shape(name) if name in stored else tuple(tensor.shape)
+        )  # the base was checked when it was opened
         kind = torch.float32 if name.endswith("e_score_correction_bias") else dtype
         meta = torch.empty(tensor.shape, device="meta")
         entries += [
-            _HubTensor(hub, tuple(piece.shape), kind, key, names[name], number)
+            _HubTensor(hub, tuple(piece.shape), kind, name, tuple(tensor.shape), names[name], number)
             for number, (hub, piece) in enumerate(taken_apart(names[name], meta))
         ]
-    check_tensors(shapes_of(model), shapes, f"checkpoint {place}")
+    check_tensors(shapes_of(model), shapes, f"checkpoint {stored.place}")
     return entries
 
 

@@ -141,6 +141,8 @@ def place(config: RunConfig, device: Device) -> Placement:
     parallel, world = config.parallel, dist.get_world_size()
     strategy = resolve_strategy(parallel.strategy, world)
     parallel.check_world(world)
+    if config.host_base and strategy == "none":
+        strategy = "fsdp"  # whose groups are brought to the device block by block
     mesh = make_mesh(device, AxisSizes(**parallel.sizes(sharded=strategy == "fsdp")))
     return Placement(strategy, mesh, make_layout(mesh, parallel), mesh.reader(), mesh.first_of_group)
 
@@ -252,7 +254,7 @@ def _placed(
         raise UserError(
             f"{type(bare).__name__} came without weights, and has neither files of them nor initial_weights to make them"
         )
-    keeping = None
+    keeping, host = None, learns and config.host_base
     if learns:
         keeping = make_keeping(config.memory, len(blocks_of(bare)), device, choice)
     else:
@@ -273,9 +275,12 @@ def _placed(
         compute_dtype=parse_dtype(config.device.dtype),
         keeping=keeping,
         compile=compiled and learns,
+        host=host,
     )
     if empty and placement.strategy == "fsdp":  # memory only for this rank's shards
-        materialize(bare, device.torch_device)
+        blocks = [block for _, block in blocks_of(bare)] if host else []
+        frozen = [weight for block in blocks for weight in block.parameters() if not weight.requires_grad]
+        materialize(bare, device.torch_device, frozen)
     return model
 
 

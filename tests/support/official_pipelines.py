@@ -15,6 +15,7 @@ from mmspeed.config import make_config
 from mmspeed.config.schema import PublishedModelConfig
 from mmspeed.initialize import materialize, read_weights
 from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState
+from mmspeed.models.adapters import adapter_values
 from mmspeed.models.families.base import packed, unpacked
 from mmspeed.models.sections import repository_of, with_weights
 from mmspeed.pipelines.diffusion.schedulers import generators
@@ -103,7 +104,7 @@ def guided_arguments(pipeline: Any, name: str, guidance: float) -> dict[str, Any
 def made_run(folder: Path, base: Path, frozen: int, **sections: Any) -> tuple[Path, nn.Module]:
     """A run's folder with one checkpoint of the repository's model, moved; its first `frozen` parameters do not train.
 
-    sections: more of the config.
+    Adapters have random numbers. sections: more of the config.
     """
     tree: dict[str, Any] = {
         "name": "own",
@@ -120,6 +121,9 @@ def made_run(folder: Path, base: Path, frozen: int, **sections: Any) -> tuple[Pa
     assert source is not None
     materialize(model, torch.device("cpu"))
     read_weights(model, source)
+    seeded = torch.Generator().manual_seed(1)
+    for parameter, value in adapter_values(model, seed=0):
+        parameter.data.copy_(value if value.any() else 0.3 * torch.randn(value.shape, generator=seeded))
     for parameter in list(model.parameters())[:frozen]:
         parameter.requires_grad_(False)
     with torch.no_grad():

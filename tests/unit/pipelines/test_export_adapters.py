@@ -1,0 +1,134 @@
+"""Exports of adapters: their official readers compute what the run does, and what cannot be read is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from mmspeed.__main__ import main
+from mmspeed.errors import UserError
+from mmspeed.pipelines.inference.export import export_run
+from mmspeed.pipelines.inference.export_adapter import export_adapter
+from tests.support.checkpoints import whole_checkpoint
+from tests.support.covers import slow_but
+from tests.support.official_pipelines import load_official, made_run, official_latents, place_alike, shape_of
+from tests.support.tiny_repositories import REPOSITORIES, save_wan
+
+LORA = {"kind": "lora", "rank": 3, "alpha": 8, "targets": "attention"}
+RSLORA = {**LORA, "alpha": 2, "rslora": True, "targets": "blocks"}
+
+
+def adapted_run(folder: Path, base: Path, adapter: dict[str, Any] = LORA, **sections: Any) -> tuple[Path, nn.Module]:
+    """A run's folder with one checkpoint of adapters of random numbers, and its model."""
+    return made_run(
+        folder, base, 0, model={"kind": "diffusers", "pretrained": str(base), "adapter": adapter}, **sections
+    )
+
+
+def first_output(pipeline: Any, family: str) -> Tensor:
+    """What a pipeline's transformer gives in its first call, where matrices lie alike in memory."""
+    place_alike(pipeline)
+    outputs: list[Tensor] = []
+    hook = pipeline.transformer.register_forward_hook(lambda module, given, output: outputs.append(output[0]))
+    noise = torch.randn((1, *shape_of(family)[1]), generator=torch.Generator().manual_seed(3))
+    official_latents(pipeline, family, noise, 1, 4.0)
+    hook.remove()
+    return outputs[0]
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+@pytest.mark.parametrize("family", slow_but(REPOSITORIES, {"wan", "hunyuan-video-1.5"}))
+@pytest.mark.parametrize("adapter", [LORA, RSLORA], ids=["lora", "rslora"])
+def test_the_official_reader_computes_what_the_run_does(tmp_path: Path, family: str, adapter: dict[str, Any]) -> None:
+    from peft import PeftModel
+
+    base, out = REPOSITORIES[family](tmp_path / "base"), tmp_path / "out"
+    run, model = adapted_run(tmp_path, base, adapter)
+    written = export_adapter(run, out)
+    pipeline = load_official(base)
+    before = first_output(pipeline, family)
+    if family == "hunyuan-video-1.5":  # whose pipelines load no adapters
+        assert written.format == "peft"
+        PeftModel.from_pretrained(pipeline.transformer, out)  # in place
+    else:
+        assert written.format == "diffusers"
+        pipeline.load_lora_weights(str(out))
+    loaded = first_output(pipeline, family)
+    merged = export_adapter(run, tmp_path / "merged", format="merged")
+    of_merged = first_output(load_official(tmp_path / "merged"), family)
+    own = load_official(base)
+    own.register_modules(transformer=model.eval())
+    truth = first_output(own, family)
+    assert distance(before, truth) > 0.1  # the adapter moves it
+    assert distance(loaded, truth) < 1e-6 and distance(of_merged, truth) < 1e-5
+    facts = json.loads((out / "export.json").read_text())
+    part = facts["parts"]["transformer"]
+    assert written.layers == merged.layers == len(part["layers"]) and part["base"]
+    assert (facts["rank"], facts["alpha"], facts["rslora"]) == (3, adapter["alpha"], "rslora" in adapter)
+    assert (facts["run"], facts["checkpoint"], facts["format"]) == ("own", "step-00000001", written.format)
+
+
+def test_the_command_says_how_to_load_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, _ = adapted_run(tmp_path, save_wan(tmp_path / "base"))
+    out = tmp_path / "half"
+    assert main(["export", str(run), "-o", str(out), "--dtype", "bfloat16", "--format", "diffusers"]) == 0
+    assert f'16 layers of step-00000001 (model), diffusers, 15.4 kB; load with pipe.load_lora_weights("{out}")' in (
+        capsys.readouterr().out
+    )
+    stored = whole_checkpoint(run)
+    tensors = load_file(out / "pytorch_lora_weights.safetensors")
+    for name, tensor in tensors.items():
+        own = stored[f"model.{name.removeprefix('transformer.').removesuffix('.weight')}.default.weight"]
+        assert torch.equal(tensor, own.to(torch.bfloat16))
+    assert len(tensors) == 32
+
+
+def test_what_cannot_be_exported_is_one_line(tmp_path: Path) -> None:
+    base = save_wan(tmp_path / "base")
+    run, _ = adapted_run(tmp_path, base)
+    whole, _ = made_run(tmp_path, base, 2, name="whole")
+    with pytest.raises(UserError, match=r"whole trains whole weights.* leave --format out"):
+        export_adapter(whole, tmp_path / "out", format="peft")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(UserError, match=r"--out: .*full exists already"):
+        export_adapter(run, tmp_path / "full")
+    with pytest.raises(UserError, match=r"has no checkpoint 9: there are latest, best and the steps"):
+        export_adapter(run, tmp_path / "out", checkpoint=9)
+    index = base / "model_index.json"
+    before = index.read_text()
+    index.write_text(before.replace('"WanPipeline"', '"HunyuanVideo15Pipeline"'))
+    with pytest.raises(UserError, match=r"HunyuanVideo15Pipeline loads no adapters: use peft or merged"):
+        export_adapter(run, tmp_path / "out", format="diffusers")
+    index.write_text(before)
+    path = base / "transformer" / "config.json"
+    path.write_text(path.read_text().replace('"eps": 1e-06', '"eps": 1e-05'))
+    for format in ("diffusers", "peft", "merged"):
+        with pytest.raises(UserError, match="was started from another base"):
+            export_adapter(run, tmp_path / "out", format=format)  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
+
+
+def test_tensors_that_nothing_takes_are_an_error(tmp_path: Path) -> None:
+    base = save_wan(tmp_path / "base")
+    run, _ = made_run(tmp_path, base, frozen=2)
+    adapted, _ = adapted_run(tmp_path, base, name="adapted")
+    others = (adapted / "config.yaml").read_text().replace("rank: 3", "rank: 4")
+    (adapted / "config.yaml").write_text(others)
+    for format in ("peft", "merged"):
+        with pytest.raises(UserError, match=r"lora_A.default.weight.*\(3, 24\).*\(4, 24\)"):
+            export_adapter(adapted, tmp_path / "out", format=format)  # type: ignore[arg-type]
+    (adapted / "config.yaml").write_text((run / "config.yaml").read_text())  # a run whose config knows no adapter
+    with pytest.raises(UserError, match=r"holds `blocks.0.attn1.to_k.lora_A.default.weight`.* no tensor .* takes"):
+        export_run(adapted, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert main(["checkpoint", "merge-ema", str(adapted)]) == 1
