@@ -16,7 +16,7 @@ from .demo import trained, write_manifest
 
 log = get_logger("demo")
 
-BASE = ("bbb_000", "bbb_002", "bbb_022", "bbb_062")
+BASE = ("bbb_000", "bbb_002", "bbb_011", "bbb_020", "bbb_022", "bbb_040", "bbb_043", "bbb_050", "bbb_054", "bbb_062", "bbb_063", "bbb_067", "bbb_069", "bbb_070", "bbb_072", "bbb_076")
 ADAPTER, HELD_OUT = ("earth_000",), ("earth_001",)  # another film: nothing in the base's clips is like it
 BUCKET = {"frames": 9, "height": 64, "width": 112}
 EMPTY = ("vae", "text_encoder", "tokenizer")  # of the pipeline: this package's codec and text encoder take their places
@@ -52,7 +52,7 @@ def save_repository(folder: Path) -> None:
 
 def demo_config(output: Path, short: bool, adapter: bool) -> Config:
     """The checked config of the whole training of a small Wan, or of the adapter on what that was exported as."""
-    part, steps = ("adapter", 40 if short else 300) if adapter else ("base", 60 if short else 600)
+    part, steps = ("adapter", 40 if short else 600) if adapter else ("base", 60 if short else 800)
     name = f"{'short' if short else 'demo'}-{part}"
     model: dict[str, Any] = {"kind": "diffusers", "pretrained": str(output / "wan")}
     vae: dict[str, Any] = {"kind": "linear", "channels": CHANNELS}
@@ -82,7 +82,7 @@ def demo_config(output: Path, short: bool, adapter: bool) -> Config:
             "ema_decay": 0.98,
             "log_every": 5,
         },
-        "validate": {"every": max(1, steps // 4), "samples": 2},
+        "validate": {"every": max(1, steps // 4), "samples": len(HELD_OUT) if adapter else 0},
         "checkpoint": {"every": steps},
     }
     return video_config(make_config(tree, origin="demo"), "demo")
