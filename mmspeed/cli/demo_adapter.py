@@ -16,26 +16,9 @@ from .demo import trained, write_manifest
 
 log = get_logger("demo")
 
-BASE = (
-    "bbb_000",
-    "bbb_002",
-    "bbb_011",
-    "bbb_020",
-    "bbb_022",
-    "bbb_040",
-    "bbb_043",
-    "bbb_050",
-    "bbb_054",
-    "bbb_062",
-    "bbb_063",
-    "bbb_067",
-    "bbb_069",
-    "bbb_070",
-    "bbb_072",
-    "bbb_076",
-)
+BASE = tuple(f"bbb_{number:03}" for number in (0, 2, 11, 20, 22, 40, 43, 50, 54, 62, 63, 67, 69, 70, 72, 76))
 ADAPTER, HELD_OUT = ("earth_000",), ("earth_001",)  # another film: nothing in the base's clips is like it
-BUCKET = {"frames": 9, "height": 64, "width": 112}
+BUCKET, FPS = {"frames": 9, "height": 64, "width": 112}, 8.0
 EMPTY = ("vae", "text_encoder", "tokenizer")  # of the pipeline: this package's codec and text encoder take their places
 INDEX = "model_index.json"
 TEXT_WIDTH, TEXT_ROWS, CHANNELS = 384, 512, 16
@@ -64,8 +47,9 @@ def save_repository(folder: Path) -> None:
             num_layers=4,
         )
     scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=1.0)
+    pipeline: Any = WanPipeline(**dict.fromkeys(EMPTY), transformer=transformer, scheduler=scheduler)
     with quiet():
-        WanPipeline(**dict.fromkeys(EMPTY), transformer=transformer, scheduler=scheduler).save_pretrained(folder)
+        pipeline.save_pretrained(folder)
 
 
 def demo_config(output: Path, short: bool, adapter: bool) -> Config:
@@ -84,7 +68,7 @@ def demo_config(output: Path, short: bool, adapter: bool) -> Config:
         "data": {
             "sources": [{"path": str(output / f"{part}.jsonl")}],
             "cache": str(output / f"cache-{part}"),
-            "fps": 8.0,
+            "fps": FPS,
             "buckets": [BUCKET],
             "repeats": 2,
         },
@@ -121,6 +105,7 @@ def run_adapter_demo(output: str | Path = "mmspeed-demo", short: bool = False) -
     write_manifest(output / "base.jsonl", BASE)
     (prompt,) = write_manifest(output / "adapter.jsonl", ADAPTER, HELD_OUT)
     save_repository(output / "wan")
+    folders = []
     for number, adapter in enumerate((False, True)):
         config = demo_config(output, short, adapter)
         what = f"an adapter of rank {RANK} on a clip of another film" if adapter else "all of a small Wan of diffusers"
@@ -130,6 +115,7 @@ def run_adapter_demo(output: str | Path = "mmspeed-demo", short: bool = False) -
             return None
         folder = output / f"{config.name}-export"
         _clear(folder)
+        folders.append(folder)
         log.info(f"{2 * number + 2}/5 export: {folder}")
         if adapter:
             export_adapter(config.run_dir, folder, format="diffusers")
@@ -138,7 +124,8 @@ def run_adapter_demo(output: str | Path = "mmspeed-demo", short: bool = False) -
     before, after = held_out(config)
     log.info(f"held-out loss on another clip of that film: base {before:.4f}, with the adapter {after:.4f}")
     log.info("5/5 sample: WanPipeline of diffusers, then load_lora_weights")
-    paths = [*sample(config, folder, prompt, output, 6 if short else 24), folder]
+    base, folder = folders
+    paths = [*sample(config, base, folder, prompt, output, 6 if short else 24), folder]
     log.info(f"done in {format_seconds(time.monotonic() - started)}; look at:")
     return paths
 
@@ -175,8 +162,8 @@ def held_out(config: Config) -> tuple[float, float]:
     return before, loss()
 
 
-def sample(config: Config, adapter: Path, prompt: str, output: Path, steps: int) -> list[Path]:
-    """Sample a prompt by diffusers' pipeline of the base, without and with the adapter's file. Returns the videos and their picture."""
+def sample(config: Config, base: Path, adapter: Path, prompt: str, output: Path, steps: int) -> list[Path]:
+    """Sample a prompt by diffusers' pipeline of the exported base, without and with the adapter's file. Returns the videos and their picture."""
     import torch
     from diffusers import WanPipeline
     from torch.nn.functional import pad
@@ -189,10 +176,10 @@ def sample(config: Config, adapter: Path, prompt: str, output: Path, steps: int)
 
     device = Device("cpu", 0)
     codec = load_codec(config.vae, device)
-    texts = [pad(each.embeds_LD, (0, 0, 0, TEXT_ROWS - len(each.embeds_LD)))[None] for each in
-             encode_prompts([prompt, ""], config.text, device)]  # fmt: skip
+    entries = encode_prompts([prompt, ""], config.text, device)
+    texts = [pad(entry.embeds_LD, (0, 0, 0, TEXT_ROWS - len(entry.embeds_LD)))[None] for entry in entries]
     with quiet():
-        pipe = WanPipeline.from_pretrained(config.model.pretrained, **dict.fromkeys(EMPTY))
+        pipe = WanPipeline.from_pretrained(base, **dict.fromkeys(EMPTY))
     pipe.set_progress_bar_config(disable=True)
     videos = []
     for adapted in (False, True):
@@ -208,7 +195,7 @@ def sample(config: Config, adapter: Path, prompt: str, output: Path, steps: int)
             output_type="latent",
             return_dict=False,
         )[0]
-        videos += decode_videos(codec, latents, config.data.fps)
+        videos += decode_videos(codec, latents, FPS)
     paths = [output / "base.mp4", output / "adapter.mp4", output / "adapter.png"]
     for video, path in zip(videos, paths, strict=False):
         video.save(path)
