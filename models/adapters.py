@@ -7,7 +7,7 @@ inputs) and `<layer>.lora_B.default.weight` (outputs, rank).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mmspeed.config.adapters import AdapterConfig, BaseConfig
 from mmspeed.errors import UserError, nearest
+from mmspeed.models.frozen_linear import FrozenLinear, freeze_linears, quantised
 from mmspeed.models.weights import quiet
 from mmspeed.protocols import (
     Part,
@@ -22,6 +23,7 @@ from mmspeed.protocols import (
     blocks_of,
     declare_source,
     parts_of,
+    plan_of,
     source_of,
     stays_float32,
 )
@@ -34,16 +36,19 @@ REGIONS = {"attention": ("attention", "cross_attention"), "attention+mlp": ("att
 INSIDE = ".base_layer"  # before the last part of the name of a frozen weight under an adapter
 
 
-def adapt(model: nn.Module, adapter: AdapterConfig | None, base: BaseConfig) -> nn.Module:
+def adapt(
+    model: nn.Module, adapter: AdapterConfig | None, base: BaseConfig, unused: Collection[str] = frozenset()
+) -> nn.Module:
     """Freeze a model and put adapters beside its linear layers, in place; it has its plan and no memory. Returns it.
 
-    Without an adapter the model stays as it is. Raises UserError for targets that no layer has, or that are no plain linear layers.
+    unused: parameters that training never reaches, which get no adapter. Without an adapter the model stays as it is. Raises UserError for
+    targets that no layer has, or that are no plain linear layers.
     """
     if adapter is None:
         return model
     from peft import LoraConfig, inject_adapter_in_model
 
-    names = target_layers(model, adapter.targets)
+    names = target_layers(model, adapter.targets, unused)
     model.requires_grad_(False)
     settings = LoraConfig(
         r=adapter.rank,
@@ -53,39 +58,56 @@ def adapt(model: nn.Module, adapter: AdapterConfig | None, base: BaseConfig) -> 
     )
     with quiet():
         inject_adapter_in_model(settings, model, NAME, low_cpu_mem_usage=True)
+    if base.dtype in ("int8", "float8"):
+        for name, block in blocks_of(model):
+            freeze_linears(block, base.dtype, lambda inner, name=name: stays_float32(model, f"{name}.{inner}"))
     if base.dtype != "float32":
         make_frozen_half(model)
     source = source_of(model)
     if source is not None:
-        declare_source(model, AdaptedWeights(source))
+        declare_source(model, AdaptedWeights(source, model))
     return model
 
 
-def target_layers(model: nn.Module, targets: str | tuple[str, ...]) -> list[str]:
-    """The names of the linear layers that get adapters, in the model's order.
+def target_layers(model: nn.Module, targets: str | tuple[str, ...], unused: Collection[str] = frozenset()) -> list[str]:
+    """The names of the linear layers that get adapters, in the model's order; none whose weight is named in `unused`.
 
     Raises UserError for targets that no layer has, with the nearest names, and for layers that no adapter is for.
     """
-    blocks = blocks_of(model)
+    if isinstance(targets, str):
+        chosen = {
+            f"{name}.{inner}".rstrip(".")
+            for name, part in _parts(model, targets)
+            for inner, layer in part.named_modules()
+            if _is_target(layer)
+        }
+    else:
+        chosen = _named(model, targets)
+    names = [name for name, _ in model.named_modules() if name in chosen and f"{name}.weight" not in unused]
+    names = [name for name in names if not stays_float32(model, name)]
+    if not names:
+        said = targets if isinstance(targets, str) else ", ".join(targets)
+        raise UserError(
+            f"{KEY}: training reaches no linear layer of {type(model).__name__} in {said}: use blocks, or names of layers"
+        )
+    return names
+
+
+def _parts(model: nn.Module, targets: str) -> Iterator[tuple[str, nn.Module]]:
+    """The parts of a model that a word of `targets` stands for, by name. Raises UserError where a part holds experts."""
+    blocks, plan = blocks_of(model), plan_of(model)
     if not blocks:
         raise UserError(f"model.adapter: {type(model).__name__} has no plan that names its blocks")
-    if targets == "blocks":
-        chosen = [(name, block) for name, block in blocks]
-    elif isinstance(targets, str):
-        chosen = [part for name, block in blocks for part in _regions(name, block, REGIONS[targets])]
-        if not chosen:
-            raise UserError(
-                f"{KEY}: the plan of {type(model).__name__} has no region {targets!r}: use blocks, or names of layers"
-            )
-    else:
-        return _named(model, targets)
-    names: dict[str, None] = {}
-    for name, part in chosen:
+    parts = (
+        blocks
+        if targets == "blocks"
+        else [each for name, block in blocks for each in _regions(name, block, REGIONS[targets])]
+    )
+    if targets == "attention+mlp" and plan is not None:
+        parts += [each for pattern in plan.mlps for each in modules_like(model, pattern, "plan, mlps")]
+    for name, part in parts:
         _check_stacked(name, part)
-        names |= dict.fromkeys(
-            f"{name}.{inner}".rstrip(".") for inner, layer in part.named_modules() if _is_target(layer)
-        )
-    return [name for name in names if not stays_float32(model, name)]
+        yield name, part
 
 
 def _regions(name: str, block: nn.Module, regions: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
@@ -99,10 +121,10 @@ def _regions(name: str, block: nn.Module, regions: tuple[str, ...]) -> Iterator[
             )
 
 
-def _named(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
+def _named(model: nn.Module, patterns: tuple[str, ...]) -> set[str]:
     """The layers whose names end with one of the patterns. Raises UserError for one that no linear layer has."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
-    found: dict[str, None] = {}
+    found: set[str] = set()
     for pattern in patterns:
         length = len(pattern.split("."))
         own = [name for name in layers if named_like(".".join(name.split(".")[-length:]), pattern)]
@@ -116,8 +138,8 @@ def _named(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
                 raise UserError(
                     f"{KEY}: {name} is a {type(layers[name]).__name__}, which computes more than its product; no adapter is for it"
                 )
-        found |= dict.fromkeys(own)
-    return [name for name in layers if name in found]
+        found |= set(own)
+    return found
 
 
 def _is_target(layer: nn.Module) -> bool:
@@ -139,20 +161,33 @@ def _check_stacked(name: str, part: nn.Module) -> None:
 
 
 def make_frozen_half(model: nn.Module) -> None:
-    """Make frozen parameters bfloat16, in place and without values, except those that the model declares to stay float32."""
+    """Make frozen parameters bfloat16, in place and without values, except those that the model declares to stay float32.
+
+    Layer norms stay float32 too, in which autocast computes them.
+    """
     for path, module in model.named_modules():
+        if isinstance(module, nn.LayerNorm):
+            continue
         for name, parameter in module.named_parameters(recurse=False):
             full = f"{path}.{name}" if path else name
-            if not parameter.requires_grad and not stays_float32(model, full):
+            floats = parameter.is_floating_point() and not stays_float32(model, full)
+            if floats and not parameter.requires_grad:
                 half = nn.Parameter(parameter.detach().to(torch.bfloat16), requires_grad=False)
                 module.register_parameter(name, half)
 
 
 class AdaptedWeights:
-    """The files of a base under the names that its tensors have under adapters, as a `WeightSource`; adapters are not in them."""
+    """The files of a base under the names that its tensors have under adapters, as a `WeightSource`; adapters are not in them.
 
-    def __init__(self, base: WeightSource) -> None:
+    Weights of one byte a number are rounded as they are read, one after another: no process holds others of the model.
+    """
+
+    def __init__(self, base: WeightSource, model: nn.Module) -> None:
         self.base = base
+        layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, FrozenLinear)}
+        self._rounded = {
+            f"{name}.weight": (f"{name}.scale", layer.in_features, layer.kind) for name, layer in layers.items()
+        }
 
     @property
     def fingerprint(self) -> str:
@@ -161,9 +196,20 @@ class AdaptedWeights:
 
     def read(self, parts: Mapping[str, Part]) -> Iterator[tuple[str, Tensor]]:
         """Yield the wanted part of each tensor of the base. Raises UserError as the base."""
-        inside = {base_name(name): name for name in parts if not is_adapter(name)}
-        for name, value in self.base.read({name: parts[own] for name, own in inside.items()}):
-            yield inside[name], value
+        scales = {scale for scale, _, _ in self._rounded.values()}
+        wanted = {name: part for name, part in parts.items() if not is_adapter(name) and name not in scales}
+        for name in self._rounded.keys() & wanted.keys():  # the scale of a row needs all of it
+            wanted[name] = (wanted[name][0], slice(0, self._rounded[name][1]))
+        own = {base_name(name): name for name in wanted}
+        for stored, value in self.base.read({stored: wanted[name] for stored, name in own.items()}):
+            name = own[stored]
+            if name not in self._rounded:
+                yield name, value
+                continue
+            scale, _, kind = self._rounded[name]
+            bytes_RC, scale_R1 = quantised(value, kind)
+            yield name, bytes_RC[:, parts[name][1]]
+            yield scale, scale_R1
 
 
 def base_name(name: str) -> str:

@@ -18,7 +18,7 @@ from mmspeed.models.diffusers.plans import declare_known_plan
 from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.diffusers.sparse import grid_of, sparse_plan
 from mmspeed.models.diffusers.sparsified import sparsify
-from mmspeed.models.families import Family, FamilyCall, SizeLimits, call_for, family_of
+from mmspeed.models.families import Family, FamilyCall, SizeLimits, call_for, family_in, family_of
 from mmspeed.models.sora.sizes import build_model, resolve_config
 from mmspeed.protocols import ModelCall
 from mmspeed.protocols.calls import Conditioning, Configured, TakesConditioning
@@ -126,7 +126,9 @@ def _prepared(model: nn.Module, section: PublishedModelConfig) -> nn.Module:
     declare_known_plan(model)
     if section.sparse is not None:
         sparsify(model, sparse_plan(model, None), grid_of(model), section.sparse)
-    return adapt(model, section.adapter, section.base)
+    family = family_in(type(model))
+    names = [name for name, _ in model.named_parameters()]
+    return adapt(model, section.adapter, section.base, family.always_unused(names) if family is not None else ())
 
 
 def counts_of(section: AnySection, model: nn.Module, opened: Repository | None = None) -> FamilyCounts:

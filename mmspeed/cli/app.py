@@ -130,11 +130,7 @@ def _usage_error(error: Any) -> int:
         error.show()
     else:
         path = context.command_path if context is not None else "mmspeed"
-        from mmspeed.config.words import adapter_hint
-
-        option = getattr(error, "option_name", None) or ""
-        about = adapter_hint(option)
-        message = f"{option}: {about}." if about else " ".join(error.format_message().split())
+        message = " ".join(error.format_message().split())
         print(f"mmspeed: error: {message} See `{path} --help`.", file=sys.stderr)
     return int(error.exit_code)
 
@@ -179,6 +175,11 @@ def init(
     texts: Annotated[
         str | None, typer.Option(help="Files or folder of texts, to train a language model on (--task language).")
     ] = None,
+    adapter: Annotated[
+        str | None,
+        typer.Option(metavar="lora", help="Train low-rank adapters beside --model, whose own weights stay frozen."),
+    ] = None,
+    rank: Annotated[int | None, typer.Option(help="Rank of the adapters; by default 32.")] = None,
 ) -> None:
     """Write a commented config, ready to edit; with --videos, fitted to your videos; with --model, for fine-tuning a published one."""
     if texts is not None:
@@ -200,6 +201,8 @@ def init(
             tell=lambda line: print(line, flush=True),
             model=model,
             option="--videos" if texts is None else "--texts",
+            adapter=adapter,
+            rank=rank,
         )
     print(f"{config_path}: edit it, then run `mmspeed check {config_path}`")
 

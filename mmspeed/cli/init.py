@@ -54,6 +54,8 @@ SHORT_KEYS = {
     "device": ("dtype",),
 }
 LONGEST_LINE = 120
+RANK, ADAPTER_RATE = 32, 1e-4  # of a new config's adapters
+NO_BASE = "adapters train beside a published model: name one with --model"
 
 # The head of a full file, for tasks with a preparation and for others.
 PLACES = "# Relative paths are taken from the folder of this file."
@@ -79,15 +81,19 @@ def write_config(
     tell: Callable[[str], object] = lambda line: None,
     model: str | None = None,
     option: str = "--videos",
+    adapter: str | None = None,
+    rank: int | None = None,
 ) -> Path:
     """Write a config to `path` (`.yaml` is added if it has no such ending) and return the path written.
 
     `videos` is the folder, manifest, tars or URL to train on, which is probed and which the config is fitted to; `tell` is called
     with each line about it. Without `videos` the packaged clips are used. `full`: with every key. `model`: the published model to
-    fine-tune, by a short name, hub id or folder. `option`: the name under which the data were given. Raises UserError for a task that is
-    unknown or takes no `videos`, if `videos` does not exist or holds nothing to train on, if `path` names a folder, and if the file
+    fine-tune, by a short name, hub id or folder. `option`: the name under which the data were given. `adapter`: a kind of adapter, of a
+    `rank`, to train in place of the published model's own weights. Raises UserError for a task that is unknown or takes no `videos`, if
+    `videos` does not exist or holds nothing to train on, for an adapter of no published model, if `path` names a folder, and if the file
     exists and `force` is false.
     """
+    _check_adapter(adapter, rank, model)
     if path.suffix not in (".yaml", ".yml"):
         if not path.name or path.name == "..":
             raise UserError(f"{path} is a folder; name a config file, such as {path / 'my-run.yaml'}")
@@ -105,12 +111,37 @@ def write_config(
             raise unsupported_task(task, f"init {option}" if source is not None else "init --model")
         tell(f"reading {'the data of the package' if videos is None else videos}")
         values, findings = preparation.fitted_values(name, source, path.resolve().parent, model)
+        if adapter is not None:
+            values = _adapted(values, adapter, rank or RANK, str(model))
         for line in findings:
             tell(line)
     text = template(name, source, task, full, values)
     if not write_whole(path, text.encode(), replace=force):
         raise exists
     return path
+
+
+def _check_adapter(adapter: str | None, rank: int | None, model: str | None) -> None:
+    """Raises UserError for an adapter of another kind or of no model, and for a rank without adapter."""
+    if adapter not in (None, "lora"):
+        raise UserError(f"--adapter: {adapter!r} is not known; use lora, the only kind of adapter")
+    if rank is not None and (adapter is None or rank < 1):
+        raise UserError(f"--rank {rank}: " + ("add --adapter lora" if adapter is None else "use 1 or more"))
+    if adapter is not None and model is None:
+        raise UserError(f"--adapter: {NO_BASE}")
+
+
+def _adapted(values: Mapping[str, Any], kind: str, rank: int, model: str) -> Mapping[str, Any]:
+    """A config's values for adapters beside a frozen model. Raises UserError for a model that begins with random weights."""
+    if "pretrained" not in values["model"]:
+        raise UserError(f"--adapter: {model} begins with random weights; {NO_BASE}")
+    adapter = {"kind": kind, "rank": rank, "alpha": rank, "targets": "attention+mlp"}
+    return {
+        **values,
+        "model": {**values["model"], "adapter": adapter, "base": {"dtype": "bfloat16"}},
+        "train": {**values.get("train", {}), "lr": ADAPTER_RATE},
+        "device": {**values.get("device", {}), "dtype": "bfloat16"},
+    }
 
 
 def run_name(path: Path) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field, field_validator
 
 from .inputs import Section
+
+Targets = Literal["attention", "attention+mlp", "blocks"]
+WORDS: tuple[str, ...] = get_args(Targets)
 
 
 class AdapterConfig(Section):
@@ -22,16 +25,20 @@ class AdapterConfig(Section):
     rslora: bool = Field(
         False, description="The scale is alpha / sqrt(rank) (rank-stabilised LoRA: Kalajdzievski 2023)."
     )
-    targets: Literal["attention", "attention+mlp", "blocks"] | tuple[str, ...] = Field(
+    targets: Targets | tuple[str, ...] = Field(
         "attention",
-        description="Linear layers with an adapter: those of attentions, of attentions and MLPs, all of the blocks, or those whose names end with one of a list, such as `[to_q, to_v]`, in which `*` stands for a part between dots.",
+        description="Linear layers with an adapter. `attention`: those of attentions. `attention+mlp`: of MLPs too. `blocks`: all of the blocks. A list, such as `[to_q, to_v]`: those whose names end so; `*` stands for a part between dots.",
     )
 
-    @field_validator("targets")
+    @field_validator("targets", mode="before")
     @classmethod
-    def _some_targets(cls, targets: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        if not targets or not all(targets):
-            raise ValueError("it names no layer; use attention, attention+mlp, blocks or a list of names")
+    def _known_targets(cls, targets: object) -> object:
+        if isinstance(targets, str):
+            known = targets in WORDS
+        else:
+            known = isinstance(targets, list | tuple) and bool(targets) and all(targets)
+        if not known:
+            raise ValueError(f"must be {', '.join(WORDS)} or a list of layers such as [to_q, to_v]")
         return targets
 
     @property
@@ -58,13 +65,15 @@ class BaseConfig(Section):
     )
 
 
-def reason_against(adapter: AdapterConfig | None, base: BaseConfig, compute: str, strategy: str) -> str | None:
-    """The reason why a base cannot be kept so, for computing in the number type `compute` by a strategy of `parallel`; None where it can."""
+def reason_against(adapter: AdapterConfig | None, base: BaseConfig, compute: str, strategy: str, tp: int) -> str | None:
+    """The reason why a base cannot be kept so, for computing in the number type `compute` by a strategy and `tp` of `parallel`; None where it can."""
     if base.place == "host":
         if adapter is None:
             return "model.base.place host is for weights that stay frozen: set model.adapter, or leave it out"
         if strategy not in ("auto", "fsdp"):
             return f"model.base.place host goes with parallel.strategy auto or fsdp, not {strategy}"
+    if base.dtype in ("int8", "float8") and tp > 1:
+        return f"model.base.dtype {base.dtype} keeps layers that parallel.tp cannot split: use bfloat16, or parallel.ulysses or ring"
     if base.dtype == "float32":
         return None
     if adapter is None:

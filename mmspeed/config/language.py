@@ -209,10 +209,16 @@ class LanguageConfig(RunConfig):
 
     @model_validator(mode="after")
     def _base_fits(self) -> LanguageConfig:
-        reason = reason_against(self.model.adapter, self.model.base, self.device.dtype, self.parallel.strategy)
+        reason = reason_against(
+            self.model.adapter, self.model.base, self.device.dtype, self.parallel.strategy, self.parallel.tp
+        )
         if reason is not None:
             raise ValueError(reason)
         return self
+
+    free_on_resume: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("model", "base"),
+    )  # whose number type its fingerprint tells
 
     @property
     def host_base(self) -> bool:

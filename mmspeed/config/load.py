@@ -22,7 +22,7 @@ from .published import DEFAULT_KINDS, default_kind
 from .schema import Config, RunConfig
 from .tasks import config_class, known_tasks
 from .training import MethodConfig
-from .words import adapter_hint, meanings, plain
+from .words import meanings, plain
 from .yaml_text import FastLoader, TooManyNodesError, parse_yaml
 
 
@@ -228,7 +228,15 @@ _PLAIN = {  # in place of pydantic's words that mean nothing in YAML
     "dict_type": "must be a section of keys",
 }
 # Keys that people look for and that do not exist, with the way to what they want.
+_ADAPTED = "adapters are of published models: set `model.kind: diffusers` and `model.pretrained` beside it"
 _ELSEWHERE = {
+    "model.adapter": _ADAPTED,
+    "model.base": _ADAPTED,
+    **dict.fromkeys(
+        "lora_dropout network_dropout use_dora dora lycoris lycoris_config lokr lokr_factor loha load_in_4bit nf4 bnb_4bit_quant_type "
+        "bnb_4bit_compute_dtype prior_loss_weight with_prior_preservation".split(),
+        "adapters are LoRA alone; dropout, DoRA, LoKr, 4-bit weights and prior preservation are not there (docs/fine-tuning.md)",
+    ),
     "model.pretrained": (
         "set `model.kind: diffusers` beside it for a published video model; `train.start_from` begins with the weights of a run"
     ),
@@ -239,7 +247,7 @@ _ELSEWHERE = {
 def _suggest(loc: list[Any], full_loc: tuple[Any, ...], kind: type[RunConfig], own_task: str) -> str:
     """A hint for an unknown key: the way to what it would do, the key or the task that has it, the nearest key of its section, or all."""
     key, path = str(loc[-1]), ".".join(part for part in loc if isinstance(part, str))
-    elsewhere = adapter_hint(key) or _ELSEWHERE.get(plain(key)) or (own_task == "video" and _ELSEWHERE.get(path))
+    elsewhere = _ELSEWHERE.get(plain(key)) or (own_task == "video" and _ELSEWHERE.get(path))
     if elsewhere:
         return f": {elsewhere}"
     known: dict[str, tuple[str, Any]] = {}  # by their bare path; of several kinds that have a key the chosen one

@@ -214,7 +214,10 @@ class Config(RunConfig):
     """The config of a run of the video task."""
 
     fixed_on_resume: ClassVar[tuple[str, ...]] = ("seed", "task", "method", "model", "objective", "vae", "text")
-    free_on_resume: ClassVar[tuple[tuple[str, str], ...]] = (("model", "sparse"),)  # no part of the weights
+    free_on_resume: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("model", "sparse"),  # no part of the weights
+        ("model", "base"),  # whose number type its fingerprint tells
+    )
     machine_local: ClassVar[tuple[str, ...]] = (*RunConfig.machine_local, "preprocess.decode_workers")
     machine_paths: ClassVar[tuple[str, ...]] = (
         *RunConfig.machine_paths,
@@ -314,7 +317,9 @@ class Config(RunConfig):
     def _base_fits(self) -> Config:
         model = self.model
         if isinstance(model, PublishedModelConfig):
-            reason = reason_against(model.adapter, model.base, self.device.dtype, self.parallel.strategy)
+            reason = reason_against(
+                model.adapter, model.base, self.device.dtype, self.parallel.strategy, self.parallel.tp
+            )
             if reason is not None:
                 raise ValueError(reason)
         return self

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-# To delete with the first config that trains adapters, `adapter_hint` and its two callers with it.
-ADAPTERS = "adapters train in your own loop, with peft (docs/extending.md); a config trains all weights of a model"
-ADAPTER_WORDS = ("adapter", "adapters", "peft", "lycoris", "lokr", "dora", "network")
-
 # A key, without `[]` and kinds, and the words for it. A word with a section is of that section alone; another one is understood at the
 # top, below the sections of ANYWHERE, and below that of its key.
 SYNONYMS = {
@@ -64,6 +60,16 @@ SYNONYMS = {
     "model.num_experts_per_tok": "moe_router_topk",
     "model.tie_word_embeddings": "untie_embeddings_and_output_weights",
     "model.patch": "patch_size",
+    "model.adapter": "adapter adapters lora lora_config peft peft_config network",
+    "model.adapter.kind": "adapter_type adapter_name lora_type network_module network_type model_type",
+    "model.adapter.rank": "lora_rank lora_r lora_dim network_dim network_rank adapter_rank rank model.adapter.r model.adapter.dim "
+    "model.adapter.linear",
+    "model.adapter.alpha": "lora_alpha network_alpha adapter_alpha alpha model.adapter.linear_alpha",
+    "model.adapter.rslora": "use_rslora lora_use_rslora rs_lora",
+    "model.adapter.targets": "target_modules lora_target_modules lora_target lora_targets lora_layers lora_modules",
+    "model.base.dtype": "base_model_precision transformer_dtype base_dtype quantize quantization fp8_base fp8_scaled load_in_8bit "
+    "model.base.precision",
+    "model.base.place": "blocks_to_swap block_swap memory.blocks_to_swap",
     # texts
     "texts.sources": "dataset datasets dataset_name data_path train_files",
     "texts.sources.column": "dataset_text_field text_column text_field text_key",
@@ -102,7 +108,7 @@ SYNONYMS = {
     "train.caption_dropout": "caption_dropout_probability caption_dropout_rate proportion_empty_prompts",
     "train.ema_decay": "ema use_ema",
     "train.compile": "torch_compile compile",
-    "train.start_from": "init_from load_from init_from_existing initial_load_path",
+    "train.start_from": "init_from load_from init_from_existing initial_load_path lora_path lora_weights init_lora network_weights",
     "train.log_every": "logging logging_steps log_interval log_freq log_steps steps_per_print",
     "train.prefetch": "prefetch_factor dataloader_prefetch_factor",
     "train.loader_workers": "num_workers dataloader_num_workers max_data_loader_n_workers",
@@ -164,12 +170,6 @@ def meanings(path: str) -> list[str]:
         key for key in _KEYS.get(word, ()) if top in ("", *ANYWHERE) or key.startswith(f"{top}.")
     ]
     return [key for key in keys if key.rpartition(".")[0] == section] or keys
-
-
-def adapter_hint(word: str) -> str:
-    """What is true of adapters today, for a word about them; empty for any other."""
-    word = plain(word)
-    return ADAPTERS if "lora" in word or word.split("_")[0] in ADAPTER_WORDS else ""
 
 
 def plain(word: str) -> str:

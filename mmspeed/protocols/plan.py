@@ -241,6 +241,7 @@ class ModelPlan:
         divided: module pattern -> attributes that count heads or channels, divided by tensor-parallel processes.
         regions: parts of a block, by any name; the block as a whole is the region `block`.
         chunks: MLPs within a block.
+        mlps: MLPs, and layers of them, that are in no region, by patterns; only adapters ask for them.
         cuts: names of blocks before which a pipeline may cut the model; None: before any.
         before, after: modules that run before the first and after the last block.
         draws: its blocks draw random numbers (dropout).
@@ -265,6 +266,7 @@ class ModelPlan:
     divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     regions: Mapping[str, Region] = field(default_factory=dict)
     chunks: tuple[Chunked, ...] = ()
+    mlps: tuple[str, ...] = ()
     cuts: tuple[str, ...] | None = None
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()

@@ -5,7 +5,7 @@ Text lies split like the video. Where a mask hides padding, it is split with the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 
@@ -64,6 +64,7 @@ def hunyuan_video_plan(model: nn.Module) -> ModelPlan:
         heads=config_of(model).num_attention_heads,
         divided={f"{stack}.attn": ("heads",) for stack in stacks},
         regions={"attention": Region(("attn",))},
+        mlps=_mlps(stacks),
         draws=draws(model),
         image=("hidden_states", 2),
     )
@@ -130,6 +131,7 @@ def mochi_plan(model: nn.Module) -> ModelPlan:
         heads=config_of(model).num_attention_heads,
         divided={attention: ("heads",)},
         regions={"attention": Region(("attn1",)), "mlp": Region(("ff",))},
+        mlps=("transformer_blocks.*.ff_context",) if config_of(model).num_layers > 1 else (),
         draws=draws(model),
         image=("hidden_states", 2),
     )
@@ -193,6 +195,7 @@ def flux_plan(model: nn.Module) -> ModelPlan:
         heads=config_of(model).num_attention_heads,
         divided={f"{stack}.attn": ("heads",) for stack in stacks},
         regions={"attention": Region(("attn",))},
+        mlps=_mlps(stacks),
         draws=draws(model),
         stills=True,
     )
@@ -206,6 +209,12 @@ def _both_stacks(model: nn.Module) -> tuple[Block, ...]:
     if not blocks:
         raise UserError(f"{type(model).__name__} has no blocks")
     return blocks
+
+
+def _mlps(stacks: Iterable[str]) -> tuple[str, ...]:
+    """The MLPs of blocks of two streams and of one, whose `proj_out` sums the MLP and the heads of attention."""
+    parts = {"transformer_blocks.*": ("ff", "ff_context"), "single_transformer_blocks.*": ("proj_mlp", "proj_out")}
+    return tuple(f"{stack}.{part}" for stack in stacks for part in parts[stack])
 
 
 def _roles_of_one(model: nn.Module, block: str, joint: tuple[str, ...], mlp: Linear) -> dict[str, Linear]:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -35,6 +36,7 @@ TIMES = 1000.0  # units of these models' time, from 0 to 1 of ours
 UNLIMITED = 1 << 30  # latent positions
 MOST_BLOCKS = 2  # of each list, in a small model
 WIDTH_OF_TIMES = 16
+LAST = "-1"  # in a pattern of `unused`: the last block of a list
 OWN_CALL = "mmspeed_call"  # in model_index.json: fields of the call of a small model
 
 
@@ -277,9 +279,24 @@ class Family:
         assert self.small is not None, self.name
         return self.small
 
+    def always_unused(self, names: Sequence[str]) -> list[str]:
+        """The parameters that no training reaches, with or without given frames: those listed of last blocks."""
+        return matching((pattern for pattern in self.unused if LAST in pattern.split(".")), names)
+
     def text_of(self, index: Index, parts: Parts) -> TextRecipe | None:
         """The use of a repository's text encoders; None where it is not known."""
         return self.text if self.text_variant is None else self.text_variant(index, parts)
+
+
+def matching(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
+    """The names that match one of the patterns (as of fnmatch), in which the part `-1` stands for the last block of its list."""
+    whole = []
+    for pattern in patterns:
+        before, last, after = pattern.partition(f".{LAST}.")
+        places = [name[len(before) + 1 :].partition(".")[0] for name in names if name.startswith(f"{before}.")]
+        numbers = [int(place) for place in places if place.isdigit()]
+        whole.append(f"{before}.{max(numbers)}.{after}" if last and numbers else pattern)
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in whole)]
 
 
 def token_grid(latent: tuple[int, ...], patch: tuple[int, ...]) -> Latent:

@@ -41,6 +41,7 @@ class Case:
     strategy: Any = "none"
     keeping: BlockPolicies | None = None
     model: str = "wan"
+    host: bool = False
 
 
 CASES = {
@@ -50,6 +51,9 @@ CASES = {
         ParallelConfig(tp=2), "fsdp", BlockPolicies.everywhere({"block": "recompute"}, mlp_chunk=7)
     ),
     "ulysses": Case(ParallelConfig(ulysses=2), "fsdp"),
+    "base on the host, recomputed": Case(  # on a CPU this proves the wiring alone
+        ParallelConfig(ulysses=2), "fsdp", BlockPolicies.everywhere({"block": "recompute"}), host=True
+    ),
 }
 
 
@@ -83,7 +87,9 @@ def step_of(case: Case, meshes: Meshes) -> dict[str, Any]:
     true.backward()
     names = list(alone.state_dict())
     before = layout.ledger.copy()
-    model = parallelize(adapted(layers, case.model), mesh, case.strategy, layout=layout, keeping=case.keeping)
+    model = parallelize(
+        adapted(layers, case.model), mesh, case.strategy, layout=layout, keeping=case.keeping, host=case.host
+    )
     loss = loss_of(model, inputs)
     (loss / dist.get_world_size()).backward()  # all give the same loss
     sum_shared_gradients(model.parameters(), layout.tensor)

@@ -10,22 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmspeed.errors import UserError
+from mmspeed.models.adapters import is_adapter
 from mmspeed.models.families import FAMILIES, class_name, family_in
-from mmspeed.models.families.base import SmallSizes
+from mmspeed.models.families.base import SmallSizes, matching
 from mmspeed.pipelines.domains.video.synthetic import further_inputs
 from mmspeed.protocols import Conditions, ModelCall
 from mmspeed.protocols.calls import Conditioning, TakesConditioning, TakesTexts
 from mmspeed.shapes import Strides
 
 CHANNELS, TEXT_WIDTH, TEXT_TOKENS, SAMPLES = 4, 16, 7, 2
-LAST = "-1"  # in a pattern: the last block of a list
 
 
 @dataclass(frozen=True)
@@ -39,17 +38,6 @@ class Unreached:
     def names(self) -> tuple[str, ...]:
         """All of them."""
         return *self.without, *self.zero
-
-
-def matching(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
-    """The names that match one of the patterns (as of fnmatch), in which the part `-1` stands for the last block of its list."""
-    whole = []
-    for pattern in patterns:
-        before, last, after = pattern.partition(f".{LAST}.")
-        places = [name[len(before) + 1 :].partition(".")[0] for name in names if name.startswith(f"{before}.")]
-        numbers = [int(place) for place in places if place.isdigit()]
-        whole.append(f"{before}.{max(numbers)}.{after}" if last and numbers else pattern)
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in whole)]
 
 
 def unreached(kind: type[nn.Module], config: Mapping[str, Any], call: ModelCall) -> Unreached:
@@ -88,7 +76,7 @@ def unreached(kind: type[nn.Module], config: Mapping[str, Any], call: ModelCall)
 def freeze_unused(model: nn.Module, config: Mapping[str, Any], call: ModelCall) -> list[str]:
     """Freeze the weights that the model's family lists as unused in this training, in place; returns their names.
 
-    Raises UserError where other trainable weights get no gradient. A class that no family has is left as it is.
+    Raises UserError where other trainable weights get no gradient, and for adapters that the family lists. A class that no family has is left as it is.
     """
     name = class_name(model)
     if name is None:
@@ -109,6 +97,10 @@ def freeze_unused(model: nn.Module, config: Mapping[str, Any], call: ModelCall) 
         )
     missing = [pattern for pattern in patterns if matching([pattern], missed.names)]
     frozen = [each for each in matching(missing, own) if parameters[each].requires_grad]
+    if adapted := [each.partition(".lora_")[0] for each in frozen if is_adapter(each)]:
+        raise UserError(
+            f"model.adapter.targets: this training never reaches {adapted[0]} of {name}; name layers that it reaches"
+        )
     freeze(model, frozen)
     return frozen
 

@@ -68,8 +68,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["trian"], "No such command 'trian'"),
         (["train"], "Missing argument 'CONFIG'"),
         (["train", "x.yaml", "--fast"], "No such option: --fast"),
-        (["init", "x", "--lora"], "--lora: adapters train in your own loop"),
-        (["train", "x.yaml", "--adapter", "lora"], "--adapter: adapters train in your own loop"),
         (["sample", "run", "--prompt", "a", "--steps", "0"], "--steps"),
     ],
 )

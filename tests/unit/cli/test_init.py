@@ -95,3 +95,18 @@ def test_init_with_videos(tmp_path: Path, demo_clips: Path) -> None:
             write_config(tmp_path / "other.yaml", absent)
     with pytest.raises(UserError, match="is a folder"):
         write_config(Path("."))
+
+
+def test_adapters_are_of_published_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for options, said in (
+        (["--adapter", "lora"], "--adapter: adapters train beside a published model: name one with --model"),
+        (["--model", "a/b", "--rank", "4"], "--rank 4: add --adapter lora"),
+        (["--model", "a/b", "--adapter", "lora", "--rank", "0"], "--rank 0: use 1 or more"),
+        (["--model", "a/b", "--adapter", "dora"], "--adapter: 'dora' is not known; use lora"),
+        (
+            ["--task", "language", "--model", "tiny-qwen3-0.6b", "--adapter", "lora"],
+            "begins with random weights; adapters",
+        ),
+    ):
+        assert main(["init", str(tmp_path / "run.yaml"), *options]) == 1
+        assert said in capsys.readouterr().err and not (tmp_path / "run.yaml").exists()

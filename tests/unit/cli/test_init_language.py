@@ -10,6 +10,7 @@ import pytest
 
 from mmspeed.__main__ import main
 from mmspeed.config import load_config
+from mmspeed.config.adapters import AdapterConfig
 from mmspeed.config.language import LanguageConfig
 from mmspeed.models.language.families import config_tree
 from mmspeed.models.language.shapes import SHAPES, shape_named
@@ -47,6 +48,10 @@ def test_twins_and_weights_to_go_on_from(tmp_path: Path, capsys: pytest.CaptureF
     assert written(tmp_path, str(tmp_path / "weights")).model.pretrained == str(tmp_path / "weights")
     assert written(tmp_path, "Qwen/Qwen3-0.6B").model.pretrained == "Qwen/Qwen3-0.6B"
     assert "training goes on from the weights of Qwen/Qwen3-0.6B" in capsys.readouterr().out
+    for more in ([], ["--full"]):
+        lora = written(tmp_path, str(tmp_path / "weights"), "--adapter", "lora", "--rank", "8", *more)
+        assert lora.model.adapter == AdapterConfig(kind="lora", rank=8, alpha=8, targets="attention+mlp")
+        assert (lora.model.base.dtype, lora.device.dtype, lora.train.lr) == ("bfloat16", "bfloat16", 1e-4)
     (tmp_path / "weights" / "config.json").write_text('{"model_type": "gpt2"}')
     assert main(["init", str(tmp_path / "b.yaml"), "--task", "language", "--model", str(tmp_path / "weights")]) == 1
     assert "models of type 'gpt2' are not read" in capsys.readouterr().err and not (tmp_path / "b.yaml").exists()

@@ -12,7 +12,15 @@ import yaml
 
 from tests.support.runs import small_tree
 
-HEAVY = ("transformers", "diffusers", "triton", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp")
+HEAVY = (
+    "transformers",
+    "diffusers",
+    "peft",
+    "triton",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+)
 CODE = "import sys; from mmspeed.__main__ import main; code = main(sys.argv[2:])"
 LOADED = "; print('loaded', sorted(set(sys.argv[1].split(',')) & set(sys.modules)), code)"
 

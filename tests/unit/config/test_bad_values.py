@@ -18,6 +18,8 @@ AUTO, DDPM = "objective.shift=auto", "objective.kind=ddpm"
 LINEAR = (AUTO, "objective.auto_shift.rule=linear")
 NO_WEIGHT = (DDPM, "objective.zero_terminal_snr=true", "objective.prediction=v")
 DIFFUSERS = ("model.kind=diffusers", "model.pretrained=a/b")
+ADAPTED = (*DIFFUSERS, "model.adapter.kind=lora")
+TARGETS = r"'model\.adapter\.targets': must be attention, attention\+mlp, blocks or a list of layers"
 SHIFT = r"'objective\.shift': must be a number above 0, auto, or numbers by bucket such as {13x96x160: 3\.0}"
 
 # Overrides of the smallest config, the last of which is wrong, and what is said; one for each kind of mistake and each rule of our own.
@@ -28,7 +30,12 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
     ((DDPM, "objective.predicton=v"), r"unknown key 'objective\.predicton'; did you mean 'objective\.prediction'"),
     (("data.buckets.0.hight=9",), r"unknown key 'data\.buckets\.0\.hight'; did you mean 'data\.buckets\.0\.height'"),
     (("model.pretrained=a/b",), r"unknown key 'model\.pretrained': set `model\.kind: diffusers` beside it"),
-    (("lora.rank=4",), r"unknown key 'lora': adapters train in your own loop, with peft"),
+    (("lora.rank=4",), r"unknown key 'lora'; did you mean 'model\(diffusers\)\.adapter'"),
+    (
+        ("model.adapter.kind=lora",),
+        r"unknown key 'model\.adapter': adapters are of published models: set `model\.kind: diffus",
+    ),
+    (("model.base.dtype=int8",), r"unknown key 'model\.base': adapters are of published models"),
     # types, ranges and words
     (("train.steps=2.5",), r"'train\.steps': input should be a valid integer.*got 2\.5"),
     (("train.lr=.inf",), r"'train\.lr': input should be a finite number"),
@@ -82,6 +89,15 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
     (("model.kind=diffusers",), r"'model\.pretrained' is missing"),
     (("model.kind=difusers",), r"'model\.kind' is 'difusers': use 'sora', 'diffusers'"),
     ((*DIFFUSERS, "model.width=64"), r"unknown key 'model\.width'"),
+    ((*ADAPTED, "model.adapter.rank=0"), r"'model\.adapter\.rank': input should be greater than or equal to 1"),
+    ((*ADAPTED, "model.adapter.alpha=0"), r"'model\.adapter\.alpha': input should be greater than 0"),
+    ((*ADAPTED, "model.adapter.targets=atention"), TARGETS),
+    ((*ADAPTED, "model.adapter.targets=[]"), TARGETS),
+    ((*ADAPTED, "model.adapter.kind=dora"), r"'model\.adapter\.kind': input should be 'lora' \(got 'dora'\)"),
+    ((*ADAPTED, "model.adapter.dropout=1"), r"unknown key .*; the keys there are kind, rank, alpha, rslora, targets"),
+    ((*ADAPTED, "model.adapter.use_dora=true"), r"adapters are LoRA alone; dropout, DoRA, LoKr"),
+    ((*ADAPTED, "model.base.dtype=int8"), r"int8 is computed with in bfloat16: set device\.dtype: bfloat16"),
+    ((*DIFFUSERS, "model.base.dtype=int8"), r"dtype int8 is for weights that stay frozen: set model\.adapter"),
     ((*DIFFUSERS, "parallel.dsp=2"), r"parallel\.dsp 2 .* model\.kind: diffusers has none"),
     # overrides that are none
     (("train.lr",), r"key=value"),

@@ -10,7 +10,7 @@ import pytest
 from mmspeed.config.language import LanguageConfig
 from mmspeed.config.load import all_fields, make_config
 from mmspeed.config.schema import Config
-from mmspeed.config.words import ADAPTERS, SYNONYMS
+from mmspeed.config.words import SYNONYMS
 from mmspeed.errors import UserError
 
 BUCKET = {"frames": 9, "height": 64, "width": 96}
@@ -18,6 +18,7 @@ TASKS: dict[str, dict[str, Any]] = {
     "video": {"data": {"sources": [{"path": "clips"}], "buckets": [BUCKET]}},
     "language": {"task": "language", "texts": {"sources": [{"path": "texts"}], "cache": "cache"}},
 }
+ABSENT = "adapters are LoRA alone"
 # By task: the key that is named, without kinds, for each word; "": none is.
 ANSWERS: dict[str, dict[str, str]] = {
     "video": {
@@ -70,9 +71,18 @@ ANSWERS: dict[str, dict[str, str]] = {
         "parallel.ulysses": "parallel.sp parallel.sequence_parallel",
         "trackers": "wandb report_to tracking.wandb log_with monitoring",
         "tracking.project": "tracker_project_name",
-        "": "data.caption_ext data.shuffle data.min_duration data.min_pixels model.quantize memory.blocks_to_swap parallel.pp sample.fps "
-        "validate.batch_size fp8_base hub_model_id push_to_hub min_ar general",
-        ADAPTERS: "lora adapter network peft model.lora_rank network_module network_dim lora_alpha",
+        "": "data.caption_ext data.shuffle data.min_duration data.min_pixels parallel.pp sample.fps "
+        "validate.batch_size hub_model_id push_to_hub min_ar general",
+        "model.adapter": "lora adapter network peft",
+        "model.adapter.kind": "network_module lora_type",
+        "model.adapter.rank": "model.lora_rank network_dim lora_r train.rank",
+        "model.adapter.alpha": "lora_alpha network_alpha",
+        "model.adapter.rslora": "use_rslora",
+        "model.adapter.targets": "target_modules model.lora_target_modules",
+        "model.base.dtype": "base_model_precision fp8_base model.transformer_dtype model.quantize",
+        "model.base.place": "memory.blocks_to_swap blocks_to_swap",
+        "train.start_from": "lora_path network_weights",
+        ABSENT: "lora_dropout use_dora lycoris_config train.load_in_4bit",
     },
     "language": {
         "train.steps": "train_iters train.num_train_epochs train.stepz",  # `train` is a kind of tokenizer, too
@@ -94,8 +104,11 @@ ANSWERS: dict[str, dict[str, str]] = {
         "parallel.tp": "tensor_model_parallel_size parallel.tensor_parallel_degree",
         "parallel.ring": "context_parallel_size",
         "memory.activation_policy": "recompute_granularity activation_checkpoint",
-        "": "swiglu load_in_4bit parallel.expert_parallel_degree per_device_eval_batch_size",
-        ADAPTERS: "lora_r",
+        "": "swiglu parallel.expert_parallel_degree per_device_eval_batch_size",
+        "model.adapter.rank": "lora_r",
+        "model.adapter.targets": "lora_target",
+        "model.base.dtype": "load_in_8bit",
+        ABSENT: "load_in_4bit lora_dropout",
     },
 }  # fmt: skip
 
@@ -108,7 +121,7 @@ def test_each_word_of_another_trainer_gets_its_key(task: str) -> None:
         with pytest.raises(UserError, match="unknown key") as caught:
             make_config(TASKS[task], [f"{word}=5"])
         named = re.search("did you mean '(.*?)'", str(caught.value))
-        answers[word] = re.sub(r"\(\w+\)", "", named[1]) if named else ADAPTERS if ADAPTERS in str(caught.value) else ""
+        answers[word] = re.sub(r"\(\w+\)", "", named[1]) if named else ABSENT if ABSENT in str(caught.value) else ""
         assert named or answers[word] or "; the keys there are " in str(caught.value)
     assert answers == wanted
 

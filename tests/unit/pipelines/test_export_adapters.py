@@ -12,13 +12,26 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mmspeed.__main__ import main
+from mmspeed.config import make_config
+from mmspeed.config.adapters import AdapterConfig, BaseConfig
 from mmspeed.errors import UserError
+from mmspeed.initialize import materialize, read_weights
+from mmspeed.loop.checkpoint.manager import load_weights
+from mmspeed.models.adapters import adapt
+from mmspeed.models.language.weights import stored_decoder
+from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.inference.export import export_run
 from mmspeed.pipelines.inference.export_adapter import export_adapter
+from mmspeed.pipelines.inference.language import LanguageModel, Writing, export_language_run
+from mmspeed.pipelines.inference.official import OfficialSampler
+from mmspeed.preprocess.texts.preparation import TextPreparation
+from mmspeed.protocols import source_of
 from tests.support.checkpoints import whole_checkpoint
 from tests.support.covers import slow_but
+from tests.support.experts import train_experts
 from tests.support.official_pipelines import load_official, made_run, official_latents, place_alike, shape_of
-from tests.support.tiny_repositories import REPOSITORIES, save_wan
+from tests.support.spawn import run_ranks
+from tests.support.tiny_repositories import REPOSITORIES, save_wan, save_wan_experts
 
 LORA = {"kind": "lora", "rank": 3, "alpha": 8, "targets": "attention"}
 RSLORA = {**LORA, "alpha": 2, "rslora": True, "targets": "blocks"}
@@ -31,13 +44,32 @@ def adapted_run(folder: Path, base: Path, adapter: dict[str, Any] = LORA, **sect
     )
 
 
+def language_run(folder: Path, name: str, **model: Any) -> Path:
+    """The folder of a run of three steps on lines of text."""
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": f"the rabbit {n} runs"}) + "\n" for n in range(200)))
+    tree = {
+        "task": "language",
+        "name": name,
+        "output": str(folder / "runs"),
+        "texts": {"sources": [{"path": str(folder / "a.jsonl")}], "cache": str(folder / "cache"), "validation": 0.0},
+        "model": model,
+        "sequence_length": 64,
+        "train": {"steps": 3, "batch_size": 2, "lr": 5e-2, "warmup_steps": 0},
+        "device": {"kind": "cpu"},
+    }
+    config = make_config(tree, (), origin="test")
+    TextPreparation(config).build()
+    TrainPipeline(config).run()
+    return config.run_dir
+
+
 def first_output(pipeline: Any, family: str) -> Tensor:
     """What a pipeline's transformer gives in its first call, where matrices lie alike in memory."""
     place_alike(pipeline)
     outputs: list[Tensor] = []
     hook = pipeline.transformer.register_forward_hook(lambda module, given, output: outputs.append(output[0]))
     noise = torch.randn((1, *shape_of(family)[1]), generator=torch.Generator().manual_seed(3))
-    official_latents(pipeline, family, noise, 1, 4.0)
+    official_latents(pipeline, family, noise, 2, 4.0)
     hook.remove()
     return outputs[0]
 
@@ -50,6 +82,7 @@ def distance(one: Tensor, other: Tensor) -> float:
 @pytest.mark.parametrize("adapter", [LORA, RSLORA], ids=["lora", "rslora"])
 def test_the_official_reader_computes_what_the_run_does(tmp_path: Path, family: str, adapter: dict[str, Any]) -> None:
     from peft import PeftModel
+    from peft.tuners.lora import LoraLayer
 
     base, out = REPOSITORIES[family](tmp_path / "base"), tmp_path / "out"
     run, model = adapted_run(tmp_path, base, adapter)
@@ -63,6 +96,7 @@ def test_the_official_reader_computes_what_the_run_does(tmp_path: Path, family: 
         assert written.format == "diffusers"
         pipeline.load_lora_weights(str(out))
     loaded = first_output(pipeline, family)
+    assert sum(isinstance(layer, LoraLayer) for layer in pipeline.transformer.modules()) == written.layers
     merged = export_adapter(run, tmp_path / "merged", format="merged")
     of_merged = first_output(load_official(tmp_path / "merged"), family)
     own = load_official(base)
@@ -81,7 +115,7 @@ def test_the_command_says_how_to_load_what_it_wrote(tmp_path: Path, capsys: pyte
     run, _ = adapted_run(tmp_path, save_wan(tmp_path / "base"))
     out = tmp_path / "half"
     assert main(["export", str(run), "-o", str(out), "--dtype", "bfloat16", "--format", "diffusers"]) == 0
-    assert f'16 layers of step-00000001 (model), diffusers, 15.4 kB; load with pipe.load_lora_weights("{out}")' in (
+    assert f'16 layers of step-00000001 (model), diffusers, 4.6 kB; load with pipe.load_lora_weights("{out}")' in (
         capsys.readouterr().out
     )
     stored = whole_checkpoint(run)
@@ -90,6 +124,10 @@ def test_the_command_says_how_to_load_what_it_wrote(tmp_path: Path, capsys: pyte
         own = stored[f"model.{name.removeprefix('transformer.').removesuffix('.weight')}.default.weight"]
         assert torch.equal(tensor, own.to(torch.bfloat16))
     assert len(tensors) == 32
+    merged = export_adapter(run, tmp_path / "merged", format="merged").folder
+    whole = load_file(merged / "transformer" / "diffusion_pytorch_model.safetensors")
+    sampled = OfficialSampler.open(run, device="cpu").pipeline.transformer.state_dict()  # mmspeed sample --official
+    assert all(torch.equal(sampled[name], tensor) for name, tensor in whole.items())
 
 
 def test_what_cannot_be_exported_is_one_line(tmp_path: Path) -> None:
@@ -132,3 +170,71 @@ def test_tensors_that_nothing_takes_are_an_error(tmp_path: Path) -> None:
         export_run(adapted, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert main(["checkpoint", "merge-ema", str(adapted)]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_expert_has_a_file_which_its_transformer_loads(tmp_path: Path, ranks: int) -> None:
+    from peft import PeftModel
+
+    save_wan_experts(tmp_path / "base")
+    overrides = tuple(f"model.adapter.{name}={value}" for name, value in LORA.items())
+    run_ranks(train_experts, ranks, str(tmp_path), (*overrides, f"parallel.strategy={'fsdp' if ranks > 1 else 'none'}"))
+    run = next((tmp_path / "runs").iterdir())
+    out, stored = tmp_path / "out", whole_checkpoint(run)
+    call = export_adapter(run, out).loading
+    pipe = load_official(tmp_path / "base")
+    for one in call.split("; "):
+        eval(one, {"pipe": pipe})  # noqa: S307  # the printed line is what is tested
+    assert {path.name for path in out.iterdir()} == {
+        "export.json", "pytorch_lora_weights_high.safetensors", "pytorch_lora_weights_low.safetensors",
+    }  # fmt: skip
+    of_peft = load_official(tmp_path / "base")
+    for one in export_adapter(run, tmp_path / "peft", format="peft").loading.split("; "):
+        eval(one, {"pipe": of_peft, "PeftModel": PeftModel})  # noqa: S307  # the printed line is what is tested
+    for component, prefix in (("transformer", "ema."), ("transformer_2", "transformer_2:ema.")):
+        for each in (pipe, of_peft):
+            layer = getattr(each, component).blocks[0].attn1.to_q
+            (name,) = layer.lora_B
+            own = stored[f"{prefix}blocks.0.attn1.to_q.lora_B.default.weight"]
+            assert own.any() and torch.equal(layer.lora_B[name].weight, own) and layer.scaling[name] == 8 / 3
+    merged = load_official(export_adapter(run, tmp_path / "merged", format="merged").folder)
+    base = load_official(tmp_path / "base")
+    for component in ("transformer", "transformer_2"):
+        own, before = (getattr(each, component).blocks[0].attn1.to_q.weight for each in (merged, base))
+        assert not torch.equal(own, before)
+
+
+@pytest.mark.parametrize("shape", ["tiny-qwen3-0.6b", pytest.param("tiny-deepseek-v3", marks=pytest.mark.slow)])
+def test_a_decoders_adapters_are_loaded_by_peft(tmp_path: Path, shape: str) -> None:
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    base = export_language_run(language_run(tmp_path, "whole", shape=shape), tmp_path / "base").folder
+    adapter = {**LORA, "alpha": 60, "targets": "attention+mlp" if "qwen" in shape else "attention"}
+    run = language_run(tmp_path, "adapted", pretrained=str(base), adapter=adapter, num_nextn_predict_layers=0)
+    written = export_adapter(run, tmp_path / "out")
+    assert written.format == "peft" and written.loading.startswith("AutoPeftModelForCausalLM")
+    export_adapter(run, tmp_path / "merged", format="merged")
+    ids_BN = torch.randint(0, 256, (2, 30), generator=torch.Generator().manual_seed(0))
+    models = [
+        AutoModelForCausalLM.from_pretrained(base),
+        AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out"),
+        AutoModelForCausalLM.from_pretrained(tmp_path / "merged"),
+    ]
+    decoder: Any = adapt(stored_decoder(str(base), mtp=0), AdapterConfig(**adapter), BaseConfig())
+    materialize(decoder, torch.device("cpu"))
+    read_weights(decoder, source_of(decoder))  # type: ignore[arg-type]
+    load_weights(run / "checkpoints" / "step-00000003", decoder)
+    with torch.no_grad():
+        before, loaded, merged = (model.eval()(ids_BN).logits for model in models)
+        truth = decoder.eval()(ids_BN).logits_BNV
+    assert distance(before, truth) > 0.1
+    assert distance(loaded, truth) < 1e-5 and distance(merged, truth) < 1e-5
+    with pytest.raises(UserError, match=r"--format diffusers: .* trains a language model"):
+        export_adapter(run, tmp_path / "other", format="diffusers")
+    if "deepseek" in shape:
+        further = language_run(tmp_path, "further", pretrained=str(base), adapter=adapter)
+        with pytest.raises(UserError, match=r"--format peft: .*mtp.0.mtp_block.self_attn.q_a_proj.*: use merged"):
+            export_adapter(further, tmp_path / "other")
+    assert LanguageModel.from_run(run, device="cpu")("the rabbit", Writing(tokens=4))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from mmspeed.__main__ import main
 from mmspeed.config import Config, load_config
 from mmspeed.models.families import family_in
-from mmspeed.pipelines.domains.video.unused import matching
+from mmspeed.models.families.base import matching
 from tests.support.runs import CLIPS, losses
 from tests.support.tiny_repositories import REPOSITORIES
 

@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from mmspeed.config.adapters import AdapterConfig, BaseConfig
 from mmspeed.errors import UserError
+from mmspeed.models.adapters import adapt
+from mmspeed.models.diffusers.plans import declare_known_plan
 from mmspeed.models.families import FAMILIES, class_name
 from mmspeed.pipelines.domains.video.unused import freeze_unused, unused_lines
 from tests.support.video_transformers import make_model
@@ -70,3 +73,13 @@ def test_weights_that_the_user_froze_are_no_error() -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("transformer_blocks.1" not in name)
     assert freeze_unused(model, dict(model.config), FAMILIES["HunyuanVideoTransformer3DModel"].call) == []  # type: ignore[arg-type]
+
+
+def test_an_adapter_that_training_never_reaches_is_refused() -> None:
+    model: Any = make_model("hunyuan 1.5", num_layers=3)
+    declare_known_plan(model)
+    adapt(model, AdapterConfig(kind="lora", targets=("image_embedder.linear_*",)), BaseConfig())
+    with pytest.raises(
+        UserError, match=r"model\.adapter\.targets: this training never reaches image_embedder\.linear_1 of"
+    ):
+        freeze_unused(model, dict(model.config), FAMILIES[type(model).__name__].call)
