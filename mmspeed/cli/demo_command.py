@@ -12,8 +12,11 @@ from typing import Annotated, NoReturn
 import typer
 
 from mmspeed import log
+from mmspeed.errors import UserError
 
 from . import spoken
+
+ADAPTER_NEXT = "init my-lora --model wan2.1-1.3b --adapter lora --videos FOLDER"
 
 
 class DemoTask(str, Enum):
@@ -27,15 +30,29 @@ def demo(
     short: Annotated[bool, typer.Option("--short", help="A few steps only: shows that everything works.")] = False,
     output: Annotated[Path, typer.Option(help="Folder that the demo writes to.")] = Path("mmspeed-demo"),
     task: Annotated[DemoTask, typer.Option(help="What is trained: videos, or texts.")] = DemoTask.video,
+    adapter: Annotated[
+        bool,
+        typer.Option(
+            "--adapter", help="Train a small Wan of diffusers, then a LoRA on other clips; diffusers reads its file."
+        ),
+    ] = False,
 ) -> None:
     """Preprocess, train, sample and report on the clips or texts that ship with the package. Works offline."""
     spoken.begin("demo")
     with spoken.loading():
         from .demo import run_demo
+        from .demo_adapter import run_adapter_demo
         from .demo_language import run_language_demo
 
-    run = run_language_demo if task is DemoTask.language else run_demo
-    again = shlex.join(["demo", *["--short"] * short, "--task", task.value, "--output", str(output)])
+    if adapter and task is not DemoTask.video:
+        raise UserError("--adapter is of the task video: leave --task out")
+    runs = {
+        DemoTask.video: (run_adapter_demo, ADAPTER_NEXT) if adapter else (run_demo, "init my-run --videos FOLDER"),
+        DemoTask.language: (run_language_demo, "init my-lm --texts FOLDER"),
+    }
+    run, following = runs[task]
+    flags = [*["--short"] * short, *["--adapter"] * adapter]
+    again = shlex.join(["demo", *flags, "--task", task.value, "--output", str(output)])
     before = signal.signal(signal.SIGTERM, _end)
     try:
         with log.Working("running the demo", tell=False):
@@ -50,7 +67,7 @@ def demo(
         return
     for path in paths:
         print(path)
-    spoken.then("init my-lm --texts FOLDER" if task is DemoTask.language else "init my-run --videos FOLDER")
+    spoken.then(following)
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
