@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,9 @@ from mmspeed.protocols import (
 )
 from mmspeed.protocols.plan import PreparesInput, modules_like, named_like
 from mmspeed.rng import symmetric
+
+if TYPE_CHECKING:
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
 NAME = "default"  # peft's name of an adapter
 KEY = "model.adapter.targets"
@@ -59,6 +63,9 @@ def adapt(
     )
     with quiet():
         inject_adapter_in_model(settings, model, NAME, low_cpu_mem_usage=True)
+    for layer in adapted_layers(model):
+        # autocast rounds their inputs: casts to float32 before that would leave the same numbers, and copies of each input
+        layer.cast_input_dtype_enabled = False  # type: ignore[assignment]
     if base.dtype in ("int8", "float8"):
         for name, block in blocks_of(model):
             freeze_linears(block, base.dtype, partial(_stays, model, name))
@@ -241,6 +248,13 @@ def adapter_values(model: nn.Module, seed: int) -> Iterator[tuple[nn.Parameter, 
             yield parameter, torch.zeros(parameter.shape)
 
 
+def adapted_layers(model: nn.Module) -> list[BaseTunerLayer]:
+    """peft's layers in a model."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+
+
 @contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
     """Compute without adapters inside the block.
@@ -248,9 +262,7 @@ def disabled(model: nn.Module) -> Iterator[None]:
     Only the flag of peft's layers is set: its `enable_adapters(False)` also ends the gradients of adapters, which no engine expects
     within a step.
     """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+    layers = adapted_layers(model)
     before = [layer._disable_adapters for layer in layers]
     for layer in layers:
         layer._disable_adapters = True
