@@ -8,9 +8,7 @@ from typing import Annotated
 
 import typer
 
-from mmspeed import log
 from mmspeed.config.places import require_run
-from mmspeed.errors import UserError
 
 from . import completion, launch, spoken
 from .sample_command import RunFolder, Weights, without_nproc

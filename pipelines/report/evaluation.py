@@ -174,8 +174,8 @@ def evaluate_run(job: EvaluationJob) -> Evaluation | None:
                         models = _models(domain, subject)
                         row |= validation.row(reduce_terms(validation.measure(models), validation.divisors()))
                 mine = _sample(of, subject, prompts, requests, names, choice, videos_folder, clip, place)
-                everyone: list[dict[int, Row]] = comm.all_gather_objects(mine)
-                made = {index: one for several in everyone for index, one in several.items()}
+                everyone = comm.all_gather_objects(list(mine.items()))  # JSON has no numbers as keys
+                made: dict[int, Row] = {index: one for several in everyone for index, one in several}
                 row |= _means(made)
                 rows.append(row)
                 for index in sorted(made):
