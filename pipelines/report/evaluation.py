@@ -23,9 +23,9 @@ from torch import nn
 
 from mmspeed import comm
 from mmspeed.config import Config
-from mmspeed.device import Device, pick
+from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
-from mmspeed.initialize import init_weights
+from mmspeed.initialize import init_weights, materialize, read_weights
 from mmspeed.log import ProgressLine, Working, get_logger
 from mmspeed.loop.terms import reduce_terms
 from mmspeed.mesh import process_group
@@ -33,13 +33,16 @@ from mmspeed.models.adapters import disabled
 from mmspeed.models.codecs.vae import load_codec
 from mmspeed.models.sections import opened_of
 from mmspeed.pages import data_uri, render
+from mmspeed.parallel import autocast
 from mmspeed.pipelines.diffusion.experts import OtherExpert
+from mmspeed.pipelines.domains.language.domain import LanguageDomain
 from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.inference.agreement import sampling_facts
+from mmspeed.pipelines.inference.language import language_config
 from mmspeed.pipelines.inference.measures import ClipScore, diversity, flicker, motion
 from mmspeed.pipelines.inference.prompts import VideoRequest
 from mmspeed.pipelines.inference.run_models import load_model
-from mmspeed.pipelines.inference.text_to_video import SamplerChoice, TextToVideo, present_weights
+from mmspeed.pipelines.inference.text_to_video import SamplerChoice, TextToVideo, find_checkpoint, present_weights
 from mmspeed.pipelines.report.scores import scores_of
 from mmspeed.pipelines.run.agreement import require_agreement
 from mmspeed.pipelines.run.run_folder import RunFolder, write_text
@@ -50,6 +53,7 @@ log = get_logger("evaluate")
 Subject = Literal["base", "run"]
 Row = dict[str, Any]
 MEASURES = ("motion", "flicker", "diversity", "clip")
+LM_EVAL = "lm_eval --model hf --model_args pretrained=EXPORTED_FOLDER --tasks TASKS"
 NO_BASE = "the run began from random weights: there is no base beside it"
 LONGEST_NAME = 255  # bytes of a file's name
 
@@ -129,13 +133,15 @@ class Evaluation:
 
 
 def evaluate_run(job: EvaluationJob) -> Evaluation | None:
-    """Evaluate a run of the video task, in the processes of a launcher together; the result on rank 0, None on the others.
+    """Evaluate a run of the video or the language task, in the processes of a launcher together; the result on rank 0, None on the others.
 
     Raises UserError for a run or checkpoint that is missing, data that are not there any more, and prompts that cannot be sampled.
     """
     folder = RunFolder.open(job.run)
     device = pick(job.device)
     device.activate()
+    if folder.task() == "language":
+        return _evaluate_language(job, folder, device)
     with process_group(device):
         rank, world = dist.get_rank(), dist.get_world_size()
         place = RunPlace(device, rank, world, groups=world, group=rank, folder=folder.root, resumed=True)
@@ -168,7 +174,7 @@ def evaluate_run(job: EvaluationJob) -> Evaluation | None:
                 if subject is None:
                     notes.append(NO_BASE)
                     continue
-                row: Row = {"kind": "evaluation", "step": _step(pipe), "of": of}
+                row: Row = {"kind": "evaluation", "step": step_of(str(pipe.checkpoint)), "of": of}
                 if validation is not None:
                     with Working(f"held-out loss of the {of}", tell=False):
                         models = _models(domain, subject)
@@ -196,6 +202,64 @@ def evaluate_run(job: EvaluationJob) -> Evaluation | None:
         "prompts": prompts,
     }
     return Evaluation(place_of_results, videos_folder, facts, rows, list(videos.values()), notes)
+
+
+def _evaluate_language(job: EvaluationJob, folder: RunFolder, device: Device) -> Evaluation | None:
+    """The held-out losses of a language model and of its base. Raises UserError for options of videos."""
+    from mmspeed.loop.checkpoint.load import load_start
+    from mmspeed.loop.checkpoint.manager import load_weights
+
+    if job.prompts is not None or job.vbench is not None or job.scores or job.clip is not None or job.steps is not None:
+        raise UserError(
+            f"--prompt, --steps, --clip, --layout and --score are of videos, and {job.run} is a run of a language model"
+        )
+    config = language_config(folder)
+    weights, checkpoint = present_weights(config, job.weights), find_checkpoint(folder, job.checkpoint)
+    notes = ["for benchmarks export it, then: " + LM_EVAL]
+    rows: list[Row] = []
+    with process_group(device):
+        rank, world = dist.get_rank(), dist.get_world_size()
+        place = RunPlace(device, rank, world, groups=world, group=rank, folder=folder.root, resumed=True)
+        domain = LanguageDomain(config)
+        with Working("opening the data", tell=False):
+            domain.open(place)
+            validation = domain.validation({}, domain.data(place), place)
+        if validation is None:
+            raise UserError(f"{job.run} holds no documents out: there is no loss to compare")
+        with Working("loading the run", tell=False):
+            model = domain.build()["model"]
+            materialize(model, device.torch_device)
+            source, start = source_of(model), config.train.start_from
+            if source is not None:
+                read_weights(model, source)
+            elif start is not None:
+                load_start(start, model)
+        if config.device.dtype != "float32":
+            autocast(model, parse_dtype(config.device.dtype))
+        adapted = config.model.adapter is not None
+        if not adapted and source is None and start is None:
+            notes.append(NO_BASE)
+        elif not adapted:
+            if source is not None and start is not None:
+                load_start(start, model)
+            rows.append(_language_row("base", checkpoint, validation, model))
+        load_weights(checkpoint, model, weights)
+        if adapted:
+            with disabled(model):
+                rows.append(_language_row("base", checkpoint, validation, model))
+        rows.append(_language_row("run", checkpoint, validation, model))
+        if rank != 0:
+            return None
+    place_of_results = folder.root / "evaluation" / f"{checkpoint.name}-{weights}"
+    facts = {"run": config.name, "checkpoint": checkpoint.name, "weights": weights}
+    return Evaluation(place_of_results, place_of_results, facts, rows, [], notes)
+
+
+def _language_row(of: Subject, checkpoint: Path, validation: Validation, model: nn.Module) -> Row:
+    """A row of the held-out loss of a language model."""
+    with Working(f"held-out loss of the {of}", tell=False):
+        values = reduce_terms(validation.measure({"model": model}), validation.divisors())
+    return {"kind": "evaluation", "step": step_of(checkpoint.name), "of": of, **validation.row(values)}
 
 
 def _requests(prompts: Sequence[str], config: Config, seeds: int) -> list[VideoRequest]:
@@ -333,15 +397,15 @@ def _means(videos: Mapping[int, Row]) -> Row:
     return means
 
 
-def _step(pipe: TextToVideo) -> int:
-    """The step of a pipeline's checkpoint."""
-    return int(str(pipe.checkpoint).rpartition("-")[2])
+def step_of(checkpoint: str) -> int:
+    """The step in the name of a checkpoint's folder."""
+    return int(checkpoint.rpartition("-")[2])
 
 
 def _numbers(row: Row) -> dict[str, float]:
     """The numbers of a row by their names in the table."""
     quantiles = row.get("by_quantile", [])
-    named = {"held-out loss": row.get("loss")}
+    named = {"held-out loss": row.get("loss"), "perplexity": row.get("perplexity")}
     named |= {
         f"held-out loss, {q / len(quantiles):.0%} to {(q + 1) / len(quantiles):.0%} of the times": value
         for q, value in enumerate(quantiles)

@@ -13,12 +13,13 @@ import torch.distributed as dist
 
 from mmspeed.__main__ import main
 from mmspeed.cli.init import write_config
-from mmspeed.config import load_config
+from mmspeed.config import load_config, make_config
 from mmspeed.errors import UserError
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.inference.measures import diversity, flicker, motion
 from mmspeed.pipelines.report.evaluation import EvaluationJob, evaluate_run
 from mmspeed.pipelines.report.scores import scores_of
+from mmspeed.preprocess.texts.preparation import TextPreparation
 from tests.support.runs import small_config
 from tests.support.spawn import run_ranks
 from tests.support.tiny_repositories import save_wan
@@ -104,6 +105,22 @@ def test_a_run_from_random_weights_has_no_base(small_cache: Path, tmp_path: Path
     assert base["motion"] == alone["rows"][0]["motion"]  # type: ignore[index]
 
 
+def made_run(folder: Path, validation: float, name: str = "first", **train: object) -> Path:
+    """The folder of a run of a language model of three steps."""
+    lines = [json.dumps({"text": f"the rabbit {n} runs over a meadow of {n * n} flowers"}) for n in range(200)]
+    (folder / "a.jsonl").write_text("\n".join(lines) + "\n")
+    texts = {"sources": [{"path": str(folder / "a.jsonl")}], "cache": str(folder / "cache"), "validation": validation}
+    tree = {
+        "task": "language", "name": name, "output": str(folder / "runs"), "texts": texts,
+        "model": {"shape": "tiny-qwen3-0.6b"}, "sequence_length": 64, "device": {"kind": "cpu"},
+        "train": {"steps": 3, "batch_size": 2, "lr": 1e-2, "warmup_steps": 0, **train},
+    }  # fmt: skip
+    config = make_config(tree, (), origin="test")
+    TextPreparation(config).build()
+    TrainPipeline(config).run()
+    return config.run_dir
+
+
 def test_measures_have_their_closed_forms() -> None:
     ramp = np.arange(5, dtype=np.uint8)[:, None, None, None] * np.full((1, 2, 2, 3), 10, np.uint8)
     swing = (np.arange(5) % 2).astype(np.uint8)[:, None, None, None] * np.full((1, 2, 2, 3), 255, np.uint8)
@@ -154,3 +171,14 @@ def test_bad_input_is_one_line(
 ) -> None:
     assert main(["evaluate", str(home / "learned"), *options]) != 0
     assert message in capsys.readouterr().err
+
+
+def test_a_language_model_has_a_base_where_it_began_from_one(tmp_path: Path) -> None:
+    first = made_run(tmp_path, validation=0.2)
+    (alone,) = evaluated(first)["rows"]  # type: ignore[misc]
+    second = made_run(tmp_path, validation=0.2, name="second", start_from=str(first))
+    both = evaluated(second)
+    base, run = both["rows"]  # type: ignore[misc]
+    assert base["loss"] == alone["loss"] != run["loss"] and "lm_eval --model hf" in str(both["notes"])
+    with pytest.raises(UserError, match="are of videos"):
+        evaluated(second, steps=3)
