@@ -22,6 +22,7 @@ from . import (
     checkpoint_app,
     completion,
     demo_command,
+    evaluate_command,
     export_command,
     launch,
     qualify_command,
@@ -348,6 +349,7 @@ def train(
 
 app.command()(sample_command.sample)
 app.command()(export_command.export)
+app.command()(evaluate_command.evaluate)
 
 
 @app.command()

@@ -1,0 +1,89 @@
+"""`mmspeed evaluate`: a run beside its base, by held-out loss and by videos of the same prompts and seeds."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mmspeed.config.places import require_run
+
+from . import completion, launch, spoken
+from .sample_command import RunFolder, Weights, without_nproc
+
+
+class Layout(str, Enum):
+    """The names of videos: those that VBench reads."""
+
+    vbench = "vbench"
+
+
+def evaluate(
+    context: typer.Context,
+    run_folder: RunFolder,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", "-p", help="Text of videos instead of validate.prompts; repeat the option for more."),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Videos of each prompt, with seeds from validate.seed on.")] = 2,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of the sampler.")] = None,
+    checkpoint: Annotated[
+        str,
+        typer.Option(metavar="STEP|best|latest", help="Checkpoint to evaluate.", autocompletion=completion.checkpoints),
+    ] = "latest",
+    weights: Annotated[Weights, typer.Option(help="The moving average of the weights, or the weights.")] = Weights.ema,
+    clip: Annotated[
+        str | None, typer.Option(metavar="FOLDER|HUB_ID", help="CLIP's weights, for a CLIP score of the videos.")
+    ] = None,
+    layout: Annotated[
+        tuple[Layout, Path] | None,
+        typer.Option(
+            metavar="vbench FOLDER", help="Write the videos into FOLDER/base and FOLDER/run by VBench's names."
+        ),
+    ] = None,
+    score: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar='"COMMAND {folder}"',
+            help="Command to run for the videos of base and of run; the numbers of the JSON that it prints go into the table.",
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Kind of device; auto takes the fastest there is.")] = "auto",
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", help="Processes to start on this machine, which share samples and prompts.")
+    ] = None,
+) -> None:
+    """Compare a run with its base: held-out loss, and videos of the same prompts and seeds, in a table and a page."""
+    spoken.begin("evaluate", run_folder)
+    require_run(run_folder)
+    with spoken.loading():
+        from mmspeed.pipelines.report.evaluation import EvaluationJob, evaluate_run
+        from mmspeed.pipelines.report.scores import check_command
+
+    for command in score or ():
+        check_command(command)
+    if launch.wanted(nproc):
+        debug = bool(context.obj.get("debug"))
+        raise typer.Exit(launch.launch(without_nproc(context.obj["arguments"]), int(nproc or 1), debug))
+    launch.follow_launcher()
+    folder = None if layout is None else layout[1]
+    prompts = None if prompt is None else tuple(prompt)
+    job = EvaluationJob(
+        run_folder, checkpoint, weights.value, device, prompts, seeds, steps, clip, folder, tuple(score or ())
+    )
+    result = evaluate_run(job)
+    if result is None:  # another process than the first
+        return
+    written = result.write()
+    table = result.table()
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for first, *cells in table:
+        print(
+            "  ".join(
+                [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))]
+            )
+        )
+    for line in [*result.notes, *written]:
+        print(line)
