@@ -65,7 +65,7 @@ def adapt(
         inject_adapter_in_model(settings, model, NAME, low_cpu_mem_usage=True)
     for layer in adapted_layers(model):
         # autocast rounds their inputs: casts to float32 before that would leave the same numbers, and copies of each input
-        layer.cast_input_dtype_enabled = False  # type: ignore[assignment]
+        vars(layer)["cast_input_dtype_enabled"] = False
     if base.dtype in ("int8", "float8"):
         for name, block in blocks_of(model):
             freeze_linears(block, base.dtype, partial(_stays, model, name))

@@ -139,6 +139,7 @@ class VideoValidation:
 
     def row(self, values: Mapping[str, float]) -> dict[str, Any]:
         """Mean held-out loss, over all and by timestep quantile (from near the data to near noise)."""
+        values = dict(sorted(values.items(), key=lambda named: int(named[0].rpartition(" ")[2])))  # by quantile
         by_expert = {
             each: [value for name, value in values.items() if name.startswith(f"{each} ")] for each in reversed(EXPERTS)
         }
