@@ -139,11 +139,13 @@ def trained_models(
     Raises UserError as an export.
     """
     models, section = {}, folder.config().model
-    adapter = section.adapter if isinstance(section, PublishedModelConfig) else None
+    assert isinstance(section, PublishedModelConfig)
     for role, component in trained_components(folder, place, repository):
-        own = repository.of(component)
+        own, stored = repository.of(component), StoredWeights(place, role, weights)
+        if section.adapter is not None:
+            adapted_part(stored, section, own)
         model = bare(own)
-        entries, value_of = _weights(StoredWeights(place, role, weights), own, model, dtype, adapter)
+        entries, value_of = _weights(stored, own, model, dtype, section.adapter)
         model.load_state_dict({entry.name: value_of(entry) for entry in entries}, assign=True)
         models[component] = model.eval().requires_grad_(False)
     return models

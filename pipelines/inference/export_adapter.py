@@ -101,15 +101,15 @@ def export_adapter(
         for component, one in stored.items():
             names = parts[component]["layers"]
             tensors = _tensors(one, {name: name for name in names}, dtype)
-            end, second = _expert(repository, component)
+            noise = _noise(repository, component)
             if format == "diffusers":
-                file = f"{STEM}{end}.safetensors"
+                file = f"{STEM}_{noise}.safetensors" if noise else f"{STEM}.safetensors"
                 _write_diffusers(repository, work, file, tensors, adapter, names)
-                loading.append(_call(out, file if end else None, second))
+                loading.append(_call(out, file, noise))
             else:
                 base = {"base_model_name_or_path": section.pretrained, "revision": section.revision}
-                _write_peft(work / end.strip("_"), tensors, adapter, names, base)
-                loading.append(f'PeftModel.from_pretrained(pipe.{component}, "{out / end.strip("_")}")')
+                _write_peft(work / noise, tensors, adapter, names, base)
+                loading.append(f'PeftModel.from_pretrained(pipe.{component}, "{out / noise}")')
             nbytes += sum(tensor.nbytes for tensor in tensors.values())
         write_facts(work, folder, one, format, adapter, parts)
     layers = sum(len(part["layers"]) for part in parts.values())
@@ -187,12 +187,10 @@ def _tensors(stored: StoredWeights, names: Mapping[str, str], dtype: torch.dtype
     }
 
 
-def _expert(repository: Repository, component: str) -> tuple[str, bool]:
-    """(end of the name of a component's file, True for the second expert); "" for a model of one transformer."""
-    noise = {folder: noise for noise, folder in EXPERTS.items()}.get(component)
-    if boundary_of(repository) is None or noise is None:
-        return "", False
-    return f"_{noise}", component == EXPERTS["low"]
+def _noise(repository: Repository, component: str) -> str:
+    """The noise, `high` or `low`, of a component that is one of two experts; "" of another."""
+    two = boundary_of(repository) is not None
+    return next((noise for noise, folder in EXPERTS.items() if two and folder == component), "")
 
 
 # -- diffusers ----------------------------------------------------------------------------------------------------------
@@ -204,10 +202,10 @@ def _loader(repository: Repository) -> Any | None:
     return kind if hasattr(kind, "save_lora_weights") else None
 
 
-def _call(out: Path, file: str | None, second: bool) -> str:
-    """The call that loads a file."""
-    named = "" if file is None else f', weight_name="{file}"'
-    return f'pipe.load_lora_weights("{out}"{named}{", load_into_transformer_2=True" if second else ""})'
+def _call(out: Path, file: str, noise: str) -> str:
+    """The call that loads a file, by its name where there may be two."""
+    named = f', weight_name="{file}"' if noise else ""
+    return f'pipe.load_lora_weights("{out}"{named}{", load_into_transformer_2=True" if noise == "low" else ""})'
 
 
 def _write_diffusers(
@@ -224,8 +222,8 @@ def _write_diffusers(
     kind = _loader(repository)
     if kind is None:
         raise UserError(f"--format diffusers: {repository.pipeline} loads no adapters: use peft or merged")
-    # what all versions of peft know; a reader makes a LoraConfig of it
-    settings = {**_settings(adapter), "target_modules": list(layers)}
+    # what all versions of peft know, of which a reader makes a LoraConfig; diffusers 0.36 asks for the patterns
+    settings = {**_settings(adapter), "target_modules": list(layers), "rank_pattern": {}, "alpha_pattern": {}}
     with _writing(work / file):
         kind.save_lora_weights(
             work, transformer_lora_layers=tensors, weight_name=file, transformer_lora_adapter_metadata=settings

@@ -254,7 +254,7 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
     )  # over the devices of a video too; tensor-parallel parts are parts of shards
     group = parallel.group
     if group == shards == 1:
-        return figures
+        return _swapped(figures) if config.host_base else figures
 
     def part(count: float, parts: int) -> int:
         return -int(-count // parts)
@@ -265,7 +265,11 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
 
     numbers = figures.static.gradients // 4
     static = static_bytes(
-        part(numbers, shards), memory, average=figures.static.average > 0, optimizer=config.train.optimizer
+        part(numbers, shards),
+        memory,
+        average=figures.static.average > 0,
+        optimizer=config.train.optimizer,
+        frozen=part(figures.static.frozen, shards),
     )
     if not (memory.tiered or by_lists(config.train.optimizer, _kind(config))):
         static = replace(static, update=part(figures.static.update, shards))
@@ -278,7 +282,8 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
             * 4
             // parallel.together(split=False)
         )
-    return replace(
+        gathered += 2 * max(figures.frozen)  # never more bytes than they are kept in
+    spread_ = replace(
         figures,
         static=static,
         ends=part(figures.ends, group) + gathered,
@@ -286,15 +291,28 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
         carried=part(figures.carried, group),
         options=tuple(tuple(map(option, options)) for options in figures.options),
         gradients=tuple(part(own, shards) for own in figures.gradients),
+        frozen=tuple(part(own, shards) for own in figures.frozen),
         plain_seconds=tuple(seconds / group for seconds in figures.plain_seconds),
     )
+    return _swapped(spread_, gathered > 0) if config.host_base else spread_
+
+
+def _swapped(figures: StepFigures, gathered: bool = False) -> StepFigures:
+    """The figures with the frozen weights of blocks on the host: the device has those of two blocks, which may be counted as `gathered`."""
+    static = replace(figures.static, frozen=figures.static.frozen - sum(figures.frozen))
+    return replace(figures, static=static, ends=figures.ends + (0 if gathered else 2 * max(figures.frozen)))
+
+
+def _empty(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter like another, on the CPU."""
+    return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad)
 
 
 def without_values(model: nn.Module) -> None:
     """Move a model from the meta device to the CPU, in place, inside of a `FakeTensorMode`, where it takes no memory."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            module.register_parameter(name, nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype)))
+            module.register_parameter(name, _empty(parameter))
         for name, buffer in module.named_buffers(recurse=False):
             saved = name not in module._non_persistent_buffers_set
             module.register_buffer(name, torch.empty(buffer.shape, dtype=buffer.dtype), persistent=saved)

@@ -70,16 +70,19 @@ class IdentityBlock(nn.Module):
     """A block that does nothing.
 
     outputs: the shapes of the tensors that the block returns, None where it returns none; None: one tensor, and no tuple. Tensors behind
-    the first are the arguments at their places where these are alike, and else zeros.
+    the first are the arguments at their places where these are alike, and else zeros. trains: the block has parameters that train, so
+    that its output has a gradient even where nothing before it trains, as under adapters.
     """
 
-    def __init__(self, outputs: Outputs = None) -> None:
+    def __init__(self, outputs: Outputs = None, trains: bool = False) -> None:
         super().__init__()
-        self.outputs = outputs
+        self.outputs, self.trains = outputs, trains
 
     def forward(self, *args: Any, **named: Any) -> Any:
         x, *others = (*args, *named.values())
         passed = _PassFirst.apply(x, *others)
+        if self.trains and torch.is_grad_enabled() and not passed.requires_grad:
+            passed.requires_grad_()
         if self.outputs is None:
             return passed
         behind = self.outputs[1:]
@@ -327,7 +330,7 @@ def identity(block: nn.Module, outputs: Outputs = None) -> nn.Module:
 
     In many plans the first block's boundary splits the tokens, and the layers after the blocks need this process's part.
     """
-    stand_in = IdentityBlock(outputs)
+    stand_in = IdentityBlock(outputs, any(parameter.requires_grad for parameter in block.parameters()))
     boundary = boundary_of(block)
     if boundary is not None:
         mix_in(stand_in, Bounded)._boundary = replace(boundary, outputs={})
@@ -378,25 +381,41 @@ def step_figures(
         )
         for call in calls
     )
-    each = [sum(map(numbers_of, blocks[places[0]].parameters())) for places in chosen]
-    of_blocks = sum(numbers_of(parameter) for block in blocks for parameter in block.parameters())
-    numbers = sum(map(numbers_of, model.parameters())) - of_blocks + sum(each[kind] for kind in kinds)
+    each = [sum(map(numbers_of, _trained(blocks[places[0]]))) for places in chosen]
+    frozen_each = [frozen_bytes(blocks[places[0]]) for places in chosen]
+    of_blocks = sum(numbers_of(parameter) for block in blocks for parameter in _trained(block))
+    numbers = sum(map(numbers_of, _trained(model))) - of_blocks + sum(each[kind] for kind in kinds)
+    frozen = frozen_bytes(model) - sum(map(frozen_bytes, blocks)) + sum(frozen_each[kind] for kind in kinds)
     # shards of one parameter may be of unequal size, and processes whose figures differ would choose apart
-    largest = max(map(numbers_of, model.parameters()))
-    numbers, largest, carried, *each = map(int, comm.all_reduce_max([numbers, largest, carried, *each]))
+    largest, count = max(map(numbers_of, _trained(model))), len(each)
+    figures = comm.all_reduce_max([numbers, frozen, largest, carried, *each, *frozen_each])
+    numbers, frozen, largest, carried, *each = map(int, figures)
+    each, frozen_each = each[:count], each[count:]
     stay, keep_last = settings.pop("gradients_stay"), settings.pop("keep_last")
     return StepFigures(
-        static=static_bytes(numbers, largest=largest, **settings),
+        static=static_bytes(numbers, largest=largest, frozen=frozen, **settings),
         ends=ends,
         tail=tail,
         kinds=kinds,
         options=tuple(tuple(options) for options, _ in options_of_kinds),
         gradients=tuple(4 * each[kind] for kind in kinds),
+        frozen=tuple(frozen_each[kind] for kind in kinds),
         gradients_stay=stay,
         keep_last=keep_last,
         carried=carried,
         plain_seconds=tuple(seconds for _, seconds in options_of_kinds),
     )
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that train."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def frozen_bytes(module: nn.Module) -> int:
+    """Bytes of the parameters that do not train, those of this device."""
+    frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
+    return sum(numbers_of(parameter) * parameter.element_size() for parameter in frozen)
 
 
 def numbers_of(parameter: Tensor) -> int:

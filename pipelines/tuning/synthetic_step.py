@@ -95,9 +95,11 @@ class SyntheticStep:
 
     def _least_bytes(self) -> int:
         """Bytes of weights, gradients, the optimizer's states and the average on the device; 0 where they are sharded."""
-        train, numbers = self.config.train, sum(p.numel() for model in self.bare.values() for p in model.parameters())
+        train, parameters = self.config.train, [p for model in self.bare.values() for p in model.parameters()]
+        numbers = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        frozen = 0 if self.config.host_base else sum(p.nbytes for p in parameters if not p.requires_grad)
         average = train.ema_decay is not None
-        static = static_bytes(numbers, self.config.memory, average=average, optimizer=train.optimizer)
+        static = static_bytes(numbers, self.config.memory, average=average, optimizer=train.optimizer, frozen=frozen)
         return 0 if self.strategy == "fsdp" else static.between + static.gradients
 
     def run(self, shape: ShapeClass, items: int, micro_batches: int = 1) -> None:

@@ -105,7 +105,10 @@ STATE_BYTES = {"adamw": 8.0, "adamw8bit": 2.1, "muon": 4.5}  # per parameter; ab
 
 @dataclass(frozen=True)
 class StaticMemory:
-    """Bytes on a device that do not depend on the computation. `update`: an optimizer step's own workspace."""
+    """Bytes on a device that do not depend on the computation.
+
+    parameters: those that train. update: an optimizer step's own workspace. frozen: weights that do not train.
+    """
 
     parameters: int
     master: int
@@ -113,11 +116,12 @@ class StaticMemory:
     average: int
     gradients: int
     update: int
+    frozen: int = 0
 
     @property
     def between(self) -> int:
         """Bytes between steps."""
-        return self.parameters + self.master + self.states + self.average
+        return self.parameters + self.master + self.states + self.average + self.frozen
 
 
 def static_bytes(
@@ -128,11 +132,12 @@ def static_bytes(
     optimizer: str = "adamw",
     largest: int = 0,
     by_lists: bool = True,
+    frozen: int = 0,
 ) -> StaticMemory:
-    """The static memory of so many parameters on a device that holds them, by formula.
+    """The static memory of so many parameters that train, on a device that holds them, by formula.
 
     average: whether they have a moving average. largest: elements of the largest parameter, which a bucket must at least hold.
-    by_lists: False where the optimizer takes one parameter after another, as AdamW does on the CPU.
+    frozen: bytes of weights that do not train. by_lists: False where the optimizer takes one parameter after another, as AdamW does on the CPU.
     """
     half = memory.master != "parameters"
     each = STATE_BYTES.get(optimizer, 8.0)
@@ -150,6 +155,7 @@ def static_bytes(
         average=4 * numbers if average and memory.ema == "device" else 0,
         gradients=4 * numbers if not memory.release_gradients else min(4 * numbers, 2 * bucket),
         update=update,
+        frozen=frozen,
     )
 
 
@@ -165,6 +171,7 @@ class StepFigures:
         kinds: the kind of each block.
         options: of each kind; the first saves everything.
         gradients: bytes of the gradients of each block.
+        frozen: bytes of the frozen weights of each block.
         gradients_stay: whether all gradients exist from the start: with accumulation, and with replicas.
         keep_last: whether the last block offloads nothing.
     """
@@ -178,6 +185,7 @@ class StepFigures:
     gradients_stay: bool = False
     keep_last: bool = True
     carried: int = 0
+    frozen: tuple[int, ...] = ()
     plain_seconds: tuple[float, ...] = field(default=())  # of each kind, forward and backward
     head_widths: Mapping[int, int] = field(default_factory=dict)  # operations of attention, where shapes tell them
 

@@ -30,6 +30,7 @@ from tests.support.checkpoints import whole_checkpoint
 from tests.support.covers import slow_but
 from tests.support.experts import train_experts
 from tests.support.official_pipelines import load_official, made_run, official_latents, place_alike, shape_of
+from tests.support.spawn import run_ranks
 from tests.support.tiny_repositories import REPOSITORIES, save_wan, save_wan_experts
 
 LORA = {"kind": "lora", "rank": 3, "alpha": 8, "targets": "attention"}
@@ -172,11 +173,13 @@ def test_tensors_that_nothing_takes_are_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_each_expert_has_a_file_which_its_transformer_loads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_expert_has_a_file_which_its_transformer_loads(tmp_path: Path, ranks: int) -> None:
     from peft import PeftModel
 
     save_wan_experts(tmp_path / "base")
-    train_experts(str(tmp_path), tuple(f"model.adapter.{name}={value}" for name, value in LORA.items()))
+    overrides = tuple(f"model.adapter.{name}={value}" for name, value in LORA.items())
+    run_ranks(train_experts, ranks, str(tmp_path), (*overrides, f"parallel.strategy={'fsdp' if ranks > 1 else 'none'}"))
     run = next((tmp_path / "runs").iterdir())
     out, stored = tmp_path / "out", whole_checkpoint(run)
     call = export_adapter(run, out).loading
