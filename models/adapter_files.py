@@ -185,9 +185,12 @@ def _groups(names: Names, outputs: Mapping[str, int]) -> dict[str, list[str]]:
         theirs = names.of(layer)
         if theirs is not None:
             groups.setdefault(theirs, []).append(layer)
-    for parts in groups.values():
-        parts.sort(key=lambda layer: order.index(re.sub(r"\d+", "*", layer, count=1)) if len(parts) > 1 else 0)
-    return groups
+    return {
+        theirs: parts
+        if len(parts) == 1
+        else sorted(parts, key=lambda own: order.index(re.sub(r"\d+", "*", own, count=1)))
+        for theirs, parts in groups.items()
+    }
 
 
 # -- reading ------------------------------------------------------------------------------------------------------------

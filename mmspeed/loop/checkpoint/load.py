@@ -459,7 +459,7 @@ def load_start(
     folder, bare = starting_checkpoint(place), unwrap(model)
     spared = bare.begins_at_zero if isinstance(bare, BeginsAtZero) else ()
     if any(ADAPTER in name for name, _ in bare.named_parameters()):
-        spared = frozen_names(bare)  # the base, whose files the caller compares: its number type may be another
+        spared = tuple(frozen_names(bare))  # the base, whose files the caller compares: its number type may be another
     try:
         averaged = _opened(folder, role)[0][EMA_UPDATES] is not None
         which, alone = "ema" if averaged else "model", not dist.is_initialized()
