@@ -15,11 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mmspeed.errors import UserError
+from mmspeed.loop.checkpoint.load import load_start
 from mmspeed.models.adapter_files import METADATA, from_authors, read_adapter, to_authors
 from mmspeed.pipelines.inference.export_adapter import export_adapter
 from tests.support.covers import slow_but
-from tests.support.official_pipelines import load_official
-from tests.support.tiny_repositories import REPOSITORIES
+from tests.support.official_pipelines import load_official, made_run
+from tests.support.tiny_repositories import REPOSITORIES, save_wan
 from tests.unit.pipelines.test_export_adapters import LORA, adapted_run, distance, first_output
 
 AUTHORS = ("wan", "ltx", "qwen-image", "hunyuan-video")
@@ -174,3 +175,25 @@ def test_a_file_that_does_not_fit_is_an_error_by_name(
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=metadata)
     with pytest.raises(UserError, match=f"train.start_from: .*a.safetensors.*{message}"):
         read_adapter(path, KIND, ADAPTED, 3 if "rank" in message else 2, 2.0, OUTPUTS, KEY)
+
+
+def test_a_run_begins_with_the_adapters_of_another(tmp_path: Path) -> None:
+    base = save_wan(tmp_path / "base")
+    run, model = adapted_run(tmp_path, base)
+    whole, bare = made_run(tmp_path, base, 0, name="whole")
+    _, fresh = adapted_run(tmp_path, base, name="fresh")
+    for parameter in fresh.parameters():
+        parameter.data.zero_()
+    load_start(run, fresh)
+    for (name, own), (_, other) in zip(fresh.named_parameters(), model.named_parameters(), strict=True):
+        assert torch.equal(own, other if ".lora_" in name else torch.zeros_like(own))
+    _, wide = adapted_run(tmp_path, base, {**LORA, "rank": 4}, name="wide")
+    _, more = adapted_run(tmp_path, base, {**LORA, "targets": "attention+mlp"}, name="more")
+    for place, other, message in (
+        (whole, fresh, "holds no adapters, but whole weights"),
+        (run, bare, "holds adapters alone.*--format merged"),
+        (run, wide, r"\(3, 24\) in the checkpoint, \(4, 24\) here: compare model.adapter.rank"),
+        (run, more, "has no tensor .*ffn.*: compare model.adapter.rank and targets"),
+    ):
+        with pytest.raises(UserError, match=f"train.start_from: checkpoint .*{message}"):
+            load_start(place, other)
