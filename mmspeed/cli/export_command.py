@@ -31,6 +31,7 @@ class AdapterFormat(str, Enum):
 
     diffusers = "diffusers"
     peft = "peft"
+    original = "original"
     merged = "merged"
 
 
@@ -48,8 +49,8 @@ def export(
     format: Annotated[
         AdapterFormat | None,
         typer.Option(
-            help="Of runs with model.adapter: a file for load_lora_weights of diffusers, a folder of peft, or the whole model with the "
-            "adapter merged. Default: diffusers where the official pipeline loads adapters, else peft."
+            help="Of runs with model.adapter: a file for load_lora_weights of diffusers, such a file under the authors' names (original), a "
+            "folder of peft, or the whole model with the adapter merged. Default: diffusers where the official pipeline loads adapters, else peft."
         ),
     ] = None,
     checkpoint: Annotated[

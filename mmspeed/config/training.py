@@ -129,7 +129,7 @@ class TrainConfig(Section):
     )
     start_from: str | None = Field(
         None,
-        description="Run folder (its latest checkpoint) or checkpoint folder whose weights a new run begins with (the moving average, if there is one); null: drawn from `seed`.",
+        description="Run folder (its latest checkpoint) or checkpoint folder whose weights a new run begins with (the moving average, if there is one); null: drawn from `seed`. With `model.adapter` such a run has adapters of the same rank, scale and targets beside the same base; or an adapter file of diffusers, peft or the authors' names (or its folder), whose effect is kept where its scale is another.",
     )
     resume: Literal["newest", "strict"] = Field(
         "newest",

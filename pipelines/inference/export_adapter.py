@@ -22,10 +22,12 @@ from mmspeed.config.adapters import AdapterConfig
 from mmspeed.config.language import LanguageConfig
 from mmspeed.config.schema import PublishedModelConfig, RunConfig
 from mmspeed.errors import UserError
+from mmspeed.models.adapter_files import PEFT, to_authors
 from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.families.complete import EXPERTS, boundary_of, completed
 from mmspeed.models.language.families import hub_names
-from mmspeed.models.sections import repository_of
+from mmspeed.models.sections import bare, repository_of
+from mmspeed.models.stored import shapes_of
 from mmspeed.models.writing import new_folder, require_new
 from mmspeed.pipelines.inference.export import ExportedRepository, Others, adapted_part, export_run, trained_components
 from mmspeed.pipelines.inference.language import ExportedFolder, adapted_decoder, export_language_run, run_decoder
@@ -33,9 +35,8 @@ from mmspeed.pipelines.inference.stored_weights import FACTS, WEIGHT, StoredWeig
 from mmspeed.pipelines.inference.text_to_video import find_checkpoint, present_weights
 from mmspeed.pipelines.run.run_folder import RunFolder
 
-Format = Literal["diffusers", "peft", "merged"]
+Format = Literal["diffusers", "peft", "original", "merged"]
 STEM = "pytorch_lora_weights"  # of diffusers
-OF_PEFT = "base_model.model."  # before the names in peft's files
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ def export_adapter(
     """Write the adapters of a run's checkpoint into the new folder `out`.
 
     format: `diffusers`, a file that the official pipeline's `load_lora_weights` reads, of two experts one each, whose names end in `_high`
-    and `_low`; `peft`, a folder for `PeftModel.from_pretrained`, of two experts the folders `high` and `low`; `merged`, the whole model as
+    and `_low`; `original`, such files under the authors' names, as ComfyUI, musubi-tuner and diffusion-pipe read them too, with alpha / rank
+    in B; `peft`, a folder for `PeftModel.from_pretrained`, of two experts the folders `high` and `low`; `merged`, the whole model as
     `export_run` and `export_language_run` write it, for which alone `shard_bytes` and `others` are. None: diffusers where the official
     pipeline has a loader, else peft.
 
@@ -102,9 +104,12 @@ def export_adapter(
             names = parts[component]["layers"]
             tensors = _tensors(one, {name: name for name in names}, dtype)
             noise = _noise(repository, component)
-            if format == "diffusers":
+            if format in ("diffusers", "original"):
                 file = f"{STEM}_{noise}.safetensors" if noise else f"{STEM}.safetensors"
-                _write_diffusers(repository, work, file, tensors, adapter, names)
+                if format == "diffusers":
+                    _write_diffusers(repository, work, file, tensors, adapter, names)
+                else:
+                    tensors = _write_original(repository.of(component), work, file, tensors, adapter, names, dtype)
                 loading.append(_call(out, file, noise))
             else:
                 base = {"base_model_name_or_path": section.pretrained, "revision": section.revision}
@@ -240,6 +245,44 @@ def _write_diffusers(
         )
 
 
+def _write_original(
+    repository: Repository,
+    work: Path,
+    file: str,
+    tensors: Mapping[str, Tensor],
+    adapter: AdapterConfig,
+    layers: Sequence[str],
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    """Write a file under the authors' names, and return its tensors. Raises UserError where diffusers' reader makes another product of them."""
+    import diffusers
+
+    what, shapes = "--format original", shapes_of(bare(repository))
+    outputs = {name.removesuffix(WEIGHT): shape[0] for name, shape in shapes.items() if len(shape) == 2}
+    pairs = {name: (tensors[f"{name}.lora_A{WEIGHT}"], tensors[f"{name}.lora_B{WEIGHT}"]) for name in layers}
+    joined = to_authors(repository.class_name, pairs, adapter.scale, outputs, what)
+    written = {name: tensor.to(dtype).contiguous() for name, tensor in joined.items()}
+    with _writing(work / file):
+        save_file(written, work / file, metadata={"format": "pt"})
+    kind, version = _loader(repository), f"{what}: diffusers {diffusers.__version__}"
+    if kind is None:
+        raise UserError(f"{what}: {repository.pipeline} loads no adapters: use peft or merged")
+    try:
+        read = kind.lora_state_dict(work, weight_name=file, local_files_only=True, use_safetensors=True)
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"{version} does not read what was written: {error}") from None
+    for name, (down, up) in pairs.items():
+        own = [read.get(f"{kind.transformer_name}.{name}.lora_{side}{WEIGHT}") for side in "AB"]
+        x_K = torch.linspace(-1, 1, down.shape[1])
+        right = adapter.scale * (up.float() @ (down.float() @ x_K))
+        wrong = any(each is None for each in own) or (
+            own[1].float() @ (own[0].float() @ x_K) - right
+        ).norm() > 8 * torch.finfo(dtype).eps * (up.float().norm() * adapter.scale * (down.float() @ x_K).norm())
+        if wrong:
+            raise UserError(f"{version} reads another adapter of {name} than was written: use another format")
+    return written
+
+
 # -- peft ---------------------------------------------------------------------------------------------------------------
 
 
@@ -259,7 +302,7 @@ def _write_peft(
     target.mkdir(exist_ok=True)
     config.save_pretrained(str(target))
     path = target / SAFETENSORS_WEIGHTS_NAME
-    named = {f"{OF_PEFT}{name}": tensor for name, tensor in tensors.items()}
+    named = {f"{PEFT}{name}": tensor for name, tensor in tensors.items()}
     with _writing(path):
         save_file(named, path, metadata={"format": "pt"})
     _compare(path, named, load_file(path))

@@ -16,10 +16,13 @@ from mmspeed.loop.checkpoint.load import identity, identity_of_start, learned, l
 from mmspeed.loop.checkpoint.manager import CheckpointManager, DamagedCheckpointError
 from mmspeed.loop.frozen import frozen_names
 from mmspeed.loop.guard import RollBackError
+from mmspeed.models.adapter_files import adapter_file
+from mmspeed.pipelines.inference.export_adapter import adapter_of
 from mmspeed.pipelines.run.agreement import require_agreement
 from mmspeed.pipelines.run.assembly import base_files
 from mmspeed.pipelines.run.run_folder import FACTS, RunFolder, trim_metrics
 from mmspeed.pipelines.run.telemetry import Telemetry
+from mmspeed.pipelines.training.adapter_start import check_adapters, identity_of_file, start_from_file
 from mmspeed.pipelines.training.opening import rate_line
 from mmspeed.pipelines.training.run_state import Run
 from mmspeed.redaction import redacted_tree
@@ -77,12 +80,19 @@ class SavedStates:
         files = base_files(parts.models)
         self.folder.check_base(files)
         name, copy, start = newest.name, newest.copy, config.train.start_from
-        frozen = bool(frozen_names(parts.model) or run.task.copies())  # weights that checkpoints do not hold
+        # weights that checkpoints do not hold and `start` gives; the base under adapters is of other files
+        frozen = bool(run.task.copies() or (adapter_of(config) is None and frozen_names(parts.model)))
         if start is not None and (newest.fresh or frozen):
             for difference in run.task.domain.compare_start(start) if where.rank == 0 and newest.fresh else ():
                 log.warning(difference)
-            require_agreement({"train.start_from": identity_of_start(start)}, "give all of them the same checkpoint")
-            self._load_start(start, run)
+            file = adapter_file(start)
+            same = identity_of_file(file) if file is not None else identity_of_start(start)
+            require_agreement({"train.start_from": same}, "give all of them the same checkpoint or file")
+            if file is not None:
+                start_from_file(file, config, run)
+            else:
+                check_adapters(start, config, files)
+                self._load_start(start, run)
         if copy is not None and self._restore_copy(run, copy, changed, name):
             name = None
         while name is not None:

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mmspeed.comm import all_gather_objects, all_reduce_max
 from mmspeed.errors import UserError
+from mmspeed.initialize import own_span, set_part
 from mmspeed.log import get_logger
 from mmspeed.loop.averages import EMA
 from mmspeed.loop.frozen import fingerprint, frozen_names
@@ -47,6 +48,7 @@ from .storage import (
 )
 
 Which = Literal["ema", "model"]
+ADAPTER = ".lora_"  # in the names of adapters
 
 # ---- finding ----
 
@@ -144,6 +146,23 @@ def _extra(meta: dict[str, Any], index: dict[str, Any], wanted: dict[str, Tensor
     return [name for name in index["tensors"] if name.split(".", 1)[0] in parts and name.split(".", 1)[1] not in stems]
 
 
+def _check_adapters(folder: Path, index: dict[str, Any], model: nn.Module, role: str | None) -> None:
+    """Raise UserError where a checkpoint alone has adapters, or the model alone."""
+    prefix = f"{of_role('model', role)}."
+    stored = {name.removeprefix(prefix) for name in index["tensors"] if name.startswith(prefix) and ADAPTER in name}
+    own = {name for name, _ in unwrap(model).named_parameters() if ADAPTER in name}
+    if stored and not own:
+        raise UserError(
+            f"checkpoint {folder} holds adapters alone, and this run trains without: merge them by `mmspeed export RUN -o FOLDER --format "
+            "merged` and set model.pretrained: FOLDER, or set model.adapter as there"
+        )
+    if own and not stored:
+        raise UserError(
+            f"checkpoint {folder} holds no adapters, but whole weights, and the frozen base of this run is read from model.pretrained: "
+            "write them by `mmspeed export RUN -o FOLDER` and set model.pretrained: FOLDER"
+        )
+
+
 def _check_base(
     folder: Path,
     meta: dict[str, Any],
@@ -186,6 +205,8 @@ def _advice(name: str, has_base: bool = False) -> str:
             "the checkpoint is of another train.optimizer, or of an mmspeed whose muon left experts to adamw: restore it, or begin a new "
             "run with train.start_from"
         )
+    if ADAPTER in name:
+        return "compare model.adapter.rank and targets, and the model, with those of its run's config"
     if has_base:
         return "it did not train when the checkpoint was written; let the same parameters train, or begin a new run"
     return "the checkpoint is of another model; compare the `model` section of its run's config"
@@ -308,6 +329,7 @@ def load(
     (the objects may then hold a part of it), UserError when it is missing, of another model or optimizer, or of another base.
     """
     meta, index = _opened(folder, role)
+    _check_adapters(folder, index, model, role)
     of_model, of_ema, of_optimizer = (of_role(part, role) for part in ("model", "ema", "optimizer"))
     weights = room_for_weights(model, optimizer)
     base = []
@@ -360,6 +382,7 @@ def load_weights(
     `spared`: parameters that stay as they are where the checkpoint lacks them.
     """
     meta, index = _opened(folder, role)
+    _check_adapters(folder, index, model, role)
     if which == "ema" and meta[EMA_UPDATES] is None:
         raise UserError(f"checkpoint {folder} has no EMA weights: load the model's own")
     stored, state = index["tensors"], declared_state(model)
@@ -378,13 +401,13 @@ def load_weights(
             if which == "ema" and (name in averaged or average in stored)
             else f"{of_role('model', role)}.{name}"
         )
-        if key not in stored and name in parameters and FROZEN in meta:
+        if key not in stored and name in parameters and FROZEN in meta and ADAPTER not in name:
             base.append(name)
         elif key in stored or name not in state:
             wanted[key] = tensor
+    _check(folder, meta, index, wanted, alone)
     if base:
         _check_base(folder, meta, model, base, alone)
-    _check(folder, meta, index, wanted, alone)
     _read(folder, index, wanted, None, alone)
     take_weights(model, optimizer, weights)
     return {**meta["meta"], "step": meta["step"]}
@@ -435,9 +458,20 @@ def load_start(
     """
     folder, bare = starting_checkpoint(place), unwrap(model)
     spared = bare.begins_at_zero if isinstance(bare, BeginsAtZero) else ()
+    if any(ADAPTER in name for name, _ in bare.named_parameters()):
+        spared = tuple(frozen_names(bare))  # the base, whose files the caller compares: its number type may be another
     try:
         averaged = _opened(folder, role)[0][EMA_UPDATES] is not None
         which, alone = "ema" if averaged else "model", not dist.is_initialized()
         load_weights(folder, bare, which, alone, optimizer, role, spared)  # type: ignore[arg-type]
     except UserError as error:
         raise UserError(f"train.start_from: {error}") from None
+
+
+def fill_parameters(model: nn.Module, optimizer: AnyOptimizer | None, values: Mapping[str, Tensor]) -> None:
+    """Write whole values on the CPU to some of a model's parameters, by name; `optimizer` takes them where it holds the float32 weights."""
+    bare = unwrap(model)
+    room = {name: tensor for name, tensor in room_for_weights(bare, optimizer).items() if name in values}
+    for name, tensor in room.items():
+        set_part(tensor, values[name][own_span(tensor)])
+    take_weights(bare, optimizer, room)
