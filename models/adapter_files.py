@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mmspeed.errors import UserError
+from mmspeed.models.diffusers.authors_names import Names, authors_names
 from mmspeed.models.stored import LISTED
 from mmspeed.models.weights import header_of, read_json
 
@@ -33,80 +33,6 @@ SIDES = {"lora_A": "A", "lora_down": "A", "lora_B": "B", "lora_up": "B"}
 Layers = Mapping[str, tuple[Tensor, Tensor]]  # A (rank, inputs), B (outputs, rank) by the name of the layer
 
 # -- the authors' names -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Names:
-    """The authors' names of a class's layers: patterns of names here (`*` is a number) -> theirs; several have one where they are fused."""
-
-    layers: Mapping[str, str]
-    needs: str = ""  # a part of a name without which diffusers does not see whose names a file has
-
-    def of(self, layer: str) -> str | None:
-        """The authors' name of a layer; None for one that their readers do not know."""
-        for pattern, theirs in self.layers.items():
-            found = re.fullmatch(re.escape(pattern).replace(r"\*", r"(\d+)").replace("%", "(.+)"), layer)
-            if found is not None:
-                return theirs.replace("*", found[1]).replace("%", found[1])
-        return None
-
-
-def _in_blocks(theirs: str, ours: str, layers: Mapping[str, str]) -> dict[str, str]:
-    return {f"{ours}.*.{own}": f"{theirs}.*.{name}" for own, name in layers.items()}
-
-
-_ENDS = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o"}
-_WAN = Names(
-    _in_blocks(
-        "blocks",
-        "blocks",
-        {f"attn1.{own}": f"self_attn.{name}" for own, name in _ENDS.items()}
-        | {f"attn2.{own}": f"cross_attn.{name}" for own, name in _ENDS.items()}
-        | {"attn2.add_k_proj": "cross_attn.k_img", "attn2.add_v_proj": "cross_attn.v_img"}
-        | {"ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2"},
-    )
-)
-_HUNYUAN_VIDEO = Names(
-    _in_blocks(
-        "double_blocks",
-        "transformer_blocks",
-        {f"attn.to_{part}": "img_attn_qkv" for part in "qkv"}
-        | {f"attn.add_{part}_proj": "txt_attn_qkv" for part in "qkv"}
-        | {"attn.to_out.0": "img_attn_proj", "attn.to_add_out": "txt_attn_proj"}
-        | {"norm1.linear": "img_mod.linear", "norm1_context.linear": "txt_mod.linear"}
-        | {"ff.net.0.proj": "img_mlp.fc1", "ff.net.2": "img_mlp.fc2"}
-        | {"ff_context.net.0.proj": "txt_mlp.fc1", "ff_context.net.2": "txt_mlp.fc2"},
-    )
-    | _in_blocks(
-        "single_blocks",
-        "single_transformer_blocks",
-        {"attn.to_q": "linear1", "attn.to_k": "linear1", "attn.to_v": "linear1", "proj_mlp": "linear1"}
-        | {"proj_out": "linear2", "norm.linear": "modulation.linear"},
-    ),
-    needs="img_attn_qkv",
-)
-_SAME_BLOCKS = Names({"transformer_blocks.%": "transformer_blocks.%"})
-FAMILIES = {
-    "WanTransformer3DModel": _WAN,
-    "LTXVideoTransformer3DModel": _SAME_BLOCKS,
-    "QwenImageTransformer2DModel": _SAME_BLOCKS,
-    "HunyuanVideoTransformer3DModel": _HUNYUAN_VIDEO,
-}
-REFUSED = {
-    "FluxTransformer2DModel": "ComfyUI reads diffusers' names under `transformer.` for it, and matches nothing under `diffusion_model.`",
-    "CogVideoXTransformer3DModel": "no tool reads such names of it",
-    "MochiTransformer3DModel": "no tool reads such names of it",
-    "HunyuanVideo15Transformer3DModel": "diffusers loads no adapters for it, so that what is written could not be proved",
-}
-
-
-def authors_names(kind: str, what: str) -> Names:
-    """The authors' names of a class of diffusers. Raises UserError, which begins with `what`, where nothing reads them."""
-    if kind not in FAMILIES:
-        raise UserError(
-            f"{what}: {kind} has no file of its authors' names: {REFUSED.get(kind, 'diffusers reads none')}"
-        )
-    return FAMILIES[kind]
 
 
 def to_authors(kind: str, layers: Layers, scale: float, outputs: Mapping[str, int], what: str) -> dict[str, Tensor]:

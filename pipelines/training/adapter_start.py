@@ -13,8 +13,9 @@ from mmspeed.config.adapters import AdapterConfig
 from mmspeed.errors import UserError
 from mmspeed.loop.checkpoint.load import fill_parameters, open_checkpoint, starting_checkpoint
 from mmspeed.loop.checkpoint.seals import digest
-from mmspeed.models.adapter_files import FAMILIES, read_adapter
+from mmspeed.models.adapter_files import read_adapter
 from mmspeed.models.adapters import NAME, base_name, is_adapter
+from mmspeed.models.diffusers.authors_names import FAMILIES
 from mmspeed.parallel import unwrap
 from mmspeed.pipelines.inference.export_adapter import adapter_of
 from mmspeed.pipelines.run.run_folder import FACTS
