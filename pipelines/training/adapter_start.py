@@ -40,6 +40,12 @@ def check_adapters(start: str, config: RunConfig, files: Mapping[str, str]) -> N
     adapter, place = adapter_of(config), starting_checkpoint(start)
     if adapter is None:
         return
+    record = place.parent.parent / "config.yaml"
+    if not record.is_file():
+        raise UserError(f"{KEY}: {place} lies in no run's folder, whose config.yaml has the scale of its adapters")
+    theirs = adapter_of(load_record(record))
+    if theirs is None:
+        return
     before = open_checkpoint(place)[0]["meta"].get(FACTS, {}).get("base", {})
     other = [role for role, fingerprint in files.items() if before.get(role, fingerprint) != fingerprint]
     if other:
@@ -47,11 +53,7 @@ def check_adapters(start: str, config: RunConfig, files: Mapping[str, str]) -> N
             f"{KEY}: the adapters of {place} were trained beside another base: the files of the role {other[0]} are not those of "
             "model.pretrained and model.revision here. Name the same ones"
         )
-    record = place.parent.parent / "config.yaml"
-    if not record.is_file():
-        raise UserError(f"{KEY}: {place} lies in no run's folder, whose config.yaml has the scale of its adapters")
-    theirs = adapter_of(load_record(record))
-    if theirs is not None and theirs.rank == adapter.rank and theirs.scale != adapter.scale:
+    if theirs.rank == adapter.rank and theirs.scale != adapter.scale:
         raise UserError(
             f"{KEY}: the adapters of {place} have the scale {theirs.scale:g} and would have {adapter.scale:g} here: set "
             f"model.adapter.alpha: {theirs.alpha_or_rank:g} and rslora: {str(theirs.rslora).lower()} as there"
