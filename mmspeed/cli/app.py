@@ -181,6 +181,10 @@ def init(
         typer.Option(metavar="lora", help="Train low-rank adapters beside --model, whose own weights stay frozen."),
     ] = None,
     rank: Annotated[int | None, typer.Option(help="Rank of the adapters; by default 32.")] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Memory of the device, such as 24GB, that the frozen base is fitted into."),
+    ] = None,
 ) -> None:
     """Write a commented config, ready to edit; with --videos, fitted to your videos; with --model, for fine-tuning a published one."""
     if texts is not None:
@@ -204,6 +208,7 @@ def init(
             option="--videos" if texts is None else "--texts",
             adapter=adapter,
             rank=rank,
+            memory=memory,
         )
     print(f"{config_path}: edit it, then run `mmspeed check {config_path}`")
 

@@ -20,11 +20,13 @@ from pydantic.fields import FieldInfo
 from mmspeed.config.docs import REQUIRED, default_of, is_list, kind_of, section_options, show_type, show_value
 from mmspeed.config.json_schema import editor_line
 from mmspeed.config.load import sections
+from mmspeed.config.memory import parse_bytes
 from mmspeed.config.places import absent_hint, is_url
 from mmspeed.config.schema import RunConfig
 from mmspeed.config.tasks import config_class, preparation_class
 from mmspeed.data.cache.files import write_whole
 from mmspeed.errors import UserError
+from mmspeed.log import format_bytes
 from mmspeed.version import __version__
 
 from .preparations import unsupported_task
@@ -83,17 +85,18 @@ def write_config(
     option: str = "--videos",
     adapter: str | None = None,
     rank: int | None = None,
+    memory: str | None = None,
 ) -> Path:
     """Write a config to `path` (`.yaml` is added if it has no such ending) and return the path written.
 
     `videos` is the folder, manifest, tars or URL to train on, which is probed and which the config is fitted to; `tell` is called
     with each line about it. Without `videos` the packaged clips are used. `full`: with every key. `model`: the published model to
     fine-tune, by a short name, hub id or folder. `option`: the name under which the data were given. `adapter`: a kind of adapter, of a
-    `rank`, to train in place of the published model's own weights. Raises UserError for a task that is unknown or takes no `videos`, if
+    `rank`, to train in place of the published model's own weights. `memory`: the size of the device's, such as 24GB, to fit the base into. Raises UserError for a task that is unknown or takes no `videos`, if
     `videos` does not exist or holds nothing to train on, for an adapter of no published model, if `path` names a folder, and if the file
     exists and `force` is false.
     """
-    _check_adapter(adapter, rank, model)
+    _check_adapter(adapter, rank, model, memory)
     if path.suffix not in (".yaml", ".yml"):
         if not path.name or path.name == "..":
             raise UserError(f"{path} is a folder; name a config file, such as {path / 'my-run.yaml'}")
@@ -113,6 +116,10 @@ def write_config(
         values, findings = preparation.fitted_values(name, source, path.resolve().parent, model)
         if adapter is not None:
             values = _adapted(values, adapter, rank or RANK, str(model))
+        if memory is not None:
+            tell(f"looking for the least slow way in which a step fits in {memory}, by shapes")
+            values, line = _fitted({"name": name, **values}, task, path.resolve().parent, memory)
+            tell(line)
         for line in findings:
             tell(line)
     text = template(name, source, task, full, values)
@@ -121,12 +128,19 @@ def write_config(
     return path
 
 
-def _check_adapter(adapter: str | None, rank: int | None, model: str | None) -> None:
-    """Raises UserError for an adapter of another kind or of no model, and for a rank without adapter."""
+def _check_adapter(adapter: str | None, rank: int | None, model: str | None, memory: str | None) -> None:
+    """Raises UserError for an adapter of another kind or of no model, for a rank or a memory without adapter, and for no size."""
     if adapter not in (None, "lora"):
         raise UserError(f"--adapter: {adapter!r} is not known; use lora, the only kind of adapter")
     if rank is not None and (adapter is None or rank < 1):
         raise UserError(f"--rank {rank}: " + ("add --adapter lora" if adapter is None else "use 1 or more"))
+    if memory is not None:
+        if adapter is None:
+            raise UserError(f"--memory {memory} fits the frozen base of an adapter: add --adapter lora")
+        try:
+            parse_bytes(memory)
+        except ValueError as error:
+            raise UserError(f"--memory: {error}") from None
     if adapter is not None and model is None:
         raise UserError(f"--adapter: {NO_BASE}")
 
@@ -142,6 +156,26 @@ def _adapted(values: Mapping[str, Any], kind: str, rank: int, model: str) -> Map
         "train": {**values.get("train", {}), "lr": ADAPTER_RATE},
         "device": {**values.get("device", {}), "dtype": "bfloat16"},
     }
+
+
+def _fitted(values: Mapping[str, Any], task: str, folder: Path, memory: str) -> tuple[Mapping[str, Any], str]:
+    """A config's values with the base and the memory's budget that fit, and a line about them. Raises UserError where nothing fits."""
+    from mmspeed.config import make_config, video_config
+    from mmspeed.config.language import LanguageConfig
+    from mmspeed.pipelines.tuning.base_choice import choose_base
+
+    own = {**values, "task": task, "memory": {}}
+    config = make_config(own, base=folder, origin="--memory")
+    fitting = config if isinstance(config, LanguageConfig) else video_config(config, "--memory")
+    base, plan = choose_base(fitting, parse_bytes(memory))
+    assert plan.chosen is not None
+    where = "on the device" if base.place == "device" else "in the host's memory, brought block by block"
+    line = (
+        f"  a base of {base.dtype} {where}: expected {format_bytes(plan.figures.peak(plan.chosen))} of {memory}, "
+        f"{plan.figures.added_share(plan.chosen):+.0%} time of the blocks for what is not kept"
+    )
+    kept = base.model_dump() if base.place == "host" else {"dtype": base.dtype}
+    return {**values, "model": {**values["model"], "base": kept}, "memory": {"budget": memory}}, line
 
 
 def run_name(path: Path) -> str:
