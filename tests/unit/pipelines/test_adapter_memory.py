@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mmspeed.config import Config
 from mmspeed.device import Device
+from mmspeed.errors import UserError
 from mmspeed.mesh import process_group
 from mmspeed.models.adapters import is_adapter
 from mmspeed.pipelines import TrainCallback, TrainPipeline
@@ -20,6 +21,7 @@ from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.domains.video.synthetic import EncoderShapes
 from mmspeed.pipelines.tasks import as_task
 from mmspeed.pipelines.training.events import EndEvent
+from mmspeed.pipelines.tuning.base_choice import choose_base
 from mmspeed.pipelines.tuning.memory_estimate import plan_memory
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
 from mmspeed.protocols import MicroBatchSize
@@ -140,3 +142,21 @@ def test_a_checkpoint_holds_the_adapters_alone(tmp_path: Path) -> None:
     [folder] = (config.run_dir / "checkpoints").glob("step-*")
     nbytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     assert numbers == 4 * 4 * (8 * (512 + 512) + 2 * (512 + 2048)) and nbytes == pytest.approx(16 * numbers, rel=0.05)
+
+
+def test_a_base_is_fitted_into_a_memory_the_least_slow_way_first(home: Path) -> None:
+    config = adapted(home, "fitted", "train.micro_batch_size=1", "device.dtype=bfloat16", "memory.offload_from=1MB")
+
+    def opened(one: Any) -> Any:
+        return as_task(VideoDomain(one).use(EncoderShapes(4, Strides(4, 8), 8)), one)
+
+    found = {}
+    for budget in (10**9, 0):
+        try:
+            base, plan = choose_base(config, budget, opened)
+            found[budget] = f"{base.dtype} {base.place}"
+            assert plan.chosen is not None and plan.figures.peak(plan.chosen) <= budget
+        except UserError as error:
+            found[budget] = str(error).partition(",")[0]
+    assert found[10**9] == "bfloat16 device"
+    assert found[0].startswith("--memory: a step takes at least") and "int8 base on the host" in found[0]

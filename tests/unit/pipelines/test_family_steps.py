@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mmspeed.config import Config, make_config
 from mmspeed.initialize import materialize, read_weights
 from mmspeed.log import read_metrics
+from mmspeed.models.adapters import adapter_values, is_adapter
 from mmspeed.models.sections import with_weights
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.domains.video.domain import VideoDomain
@@ -32,6 +33,8 @@ def filled(*arguments: Any) -> Any:
     source = source_of(model)
     assert source is not None
     read_weights(model, source)
+    for parameter, value in adapter_values(model, 0):
+        parameter.data.copy_(value)
     return model
 
 
@@ -52,14 +55,14 @@ class DoubleTask(VideoDomain):
         return super().inputs(model, batch.to(torch.device("cpu"), torch.float64), *others)
 
 
-def configured(folder: Path, base: Path) -> Config:
+def configured(folder: Path, base: Path, adapter: dict[str, Any] | None = None) -> Config:
     tree = small_tree(folder, clips=5)
     del tree["vae"], tree["model"]
     steady = {"steps": STEPS, "batch_size": 2, "lr": 1e-3, "weight_decay": 0.01, "ema_decay": None, "clip_norm": 1.0}
     return make_config(
         {
             **tree,
-            "model": {"kind": "diffusers", "pretrained": str(base)},
+            "model": {"kind": "diffusers", "pretrained": str(base), "adapter": adapter},
             "train": {**tree["train"], **steady},
             "validate": {"samples": 0},
             "checkpoint": {"every": 1000},
@@ -109,6 +112,37 @@ def plain_loop(model: nn.Module, batches: list[Batch], config: Config) -> list[f
         optimizer.zero_grad()
         losses.append(value.item())
     return losses
+
+
+def under_peft(config: Config) -> Any:
+    """The base in float64 with an adapter of peft's, by diffusers, that begins with the run's values."""
+    from peft import LoraConfig
+
+    model = filled(config.model.model_copy(update={"adapter": None}), 16, 16, "cpu")
+    layers = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
+    model.requires_grad_(False)
+    model.add_adapter(LoraConfig(r=3, lora_alpha=6, target_modules=layers))
+    for parameter, value in adapter_values(model, 0):
+        parameter.data.copy_(value)
+    return model.double()
+
+
+def test_twenty_steps_of_an_adapter_are_those_of_peft(tmp_path: Path) -> None:
+    """In float64, bit for bit: losses and all tensors; the base stays as it is."""
+    adapter = {"kind": "lora", "rank": 3, "alpha": 6, "targets": "attention+mlp"}
+    config = configured(tmp_path, save_wan(tmp_path / "wan"), adapter)
+    task = DoubleTask(config, maker_of(config))
+    TrainPipeline(config, task=task).run()
+    reference = under_peft(task.config)
+    losses = plain_loop(reference, task.batches, config)
+    assert task.model is not None
+    trained = task.model.state_dict()
+    assert trained.keys() == reference.state_dict().keys()
+    assert all(torch.equal(value, trained[name]) for name, value in reference.state_dict().items())
+    moved = {name for name, value in trained.items() if not torch.equal(value, task.start[name])}
+    assert moved == {name for name in trained if is_adapter(name)}
+    rows = [row["loss"] for row in read_metrics(config.run_dir / "metrics.jsonl") if row["kind"] == "train"]
+    assert max(abs(one - other) for one, other in zip(rows, losses, strict=True)) < 1e-6  # recorded in float32
 
 
 def test_twenty_steps_are_those_of_a_plain_loop(tmp_path: Path) -> None:
