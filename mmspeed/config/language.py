@@ -221,6 +221,10 @@ class LanguageConfig(RunConfig):
     )  # whose number type its fingerprint tells
 
     @property
+    def adapter(self) -> AdapterConfig | None:
+        return self.model.adapter
+
+    @property
     def host_base(self) -> bool:
         return self.model.base.place == "host"
 

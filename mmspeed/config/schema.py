@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from mmspeed.errors import UserError
 from mmspeed.shapes import Bucket
 
-from .adapters import reason_against
+from .adapters import AdapterConfig, reason_against
 from .conditioning import ConditioningConfig
 from .device import DeviceConfig
 from .inputs import (
@@ -175,6 +175,11 @@ class RunConfig(Section):
         return self
 
     @property
+    def adapter(self) -> AdapterConfig | None:
+        """The adapters that train beside a frozen model; None where all its weights train."""
+        return None
+
+    @property
     def host_base(self) -> bool:
         """True where frozen weights of blocks lie in the host's memory."""
         return False
@@ -323,6 +328,10 @@ class Config(RunConfig):
             if reason is not None:
                 raise ValueError(reason)
         return self
+
+    @property
+    def adapter(self) -> AdapterConfig | None:
+        return self.model.adapter if isinstance(self.model, PublishedModelConfig) else None
 
     @property
     def host_base(self) -> bool:

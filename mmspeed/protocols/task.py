@@ -87,11 +87,20 @@ class Work:
 
 @dataclass(frozen=True)
 class StepUsage:
-    """The usage of all devices in a step: items, real tokens, and the work of its forward passes."""
+    """The usage of all devices in a step: items, real tokens, and the work of its forward passes.
+
+    frozen: linear layers stay as they are, beside adapters, and backward makes the gradients of their inputs alone.
+    """
 
     items: int
     tokens: int
     forward: Work
+    frozen: bool = False
+
+    @property
+    def third(self) -> float:
+        """A third of the operations that a step makes in matrix products, forward and backward: the unit of MFU."""
+        return self.forward.products * 2 / 3 + self.forward.attention if self.frozen else self.forward.matmul
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from torch import nn
 
 from mmspeed import comm
 from mmspeed.config import Config
-from mmspeed.config.schema import PublishedModelConfig
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.errors import UserError
 from mmspeed.initialize import init_weights, materialize, read_weights
@@ -313,7 +312,7 @@ def _subject(
     """The pipeline of a run or of its base, inside; None for a run that began from random weights."""
     if of == "run":
         yield pipe
-    elif isinstance(config.model, PublishedModelConfig) and config.model.adapter is not None:
+    elif config.adapter is not None:
         with ExitStack() as stack:
             for model in (pipe.model, *(() if pipe.other is None else (pipe.other.model,))):
                 stack.enter_context(disabled(model))

@@ -114,7 +114,7 @@ class TelemetryCallback(BaseCallback):
         self.telemetry.count_step(
             samples=usage.items,
             tokens=usage.tokens,
-            forward_flops=usage.forward.matmul,
+            forward_flops=usage.third,
             waited_seconds=self.data.waited_seconds,
         )
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from mmspeed.loop.checkpoint.load import latest, open_checkpoint
 from mmspeed.loop.checkpoint.storage import FROZEN
@@ -55,9 +54,12 @@ def compare(folder: Path, name: str) -> None:
     tolerance = 1e-5 if not shared or world == 1 else 1e-2  # gathers round adapters to bfloat16
     assert found == pytest.approx(true, rel=tolerance) and kept == base
     assert others.keys() == tensors.keys() and any("lora_B" in key for key in tensors)
-    for key in tensors:
-        if key.startswith("model."):
-            torch.testing.assert_close(others[key], tensors[key], rtol=0.02, atol=100 * tolerance)
+    means = [key for key in tensors if key.startswith("optimizer.") and "exp_avg" in key and "sq" not in key]
+    largest = max(
+        float(tensors[key].abs().max()) for key in means
+    )  # of the gradients' means, which adapters of both kinds have
+    apart = {key: float((others[key] - tensors[key]).abs().max()) / largest for key in means}
+    assert any("lora_A" in key for key in means) and max(apart.values()) <= 10 * tolerance, apart
 
 
 @pytest.fixture(scope="module")

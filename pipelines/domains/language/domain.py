@@ -361,7 +361,8 @@ class LanguageDomain(DomainDefaults):
         """Packs, real tokens, and the work of the packs."""
         samples = packs_of(step)
         works = (forward_work(self.settings, [count for _, _, count in sample.pieces]) for sample in samples)
-        return StepUsage(len(samples), sum(sample.tokens for sample in samples), sum(works, Work()))
+        tokens, frozen = sum(sample.tokens for sample in samples), self.config.adapter is not None
+        return StepUsage(len(samples), tokens, sum(works, Work()), frozen)
 
     # -- looking at a run -----------------------------------------------------------------------------------------------
 

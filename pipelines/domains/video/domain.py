@@ -468,7 +468,7 @@ class VideoDomain(DomainDefaults):
         for shape, count in step.counts.items():
             forward = forward + self.work(shape, length) * count
         tokens = sum(count * self.tokens(shape) for shape, count in step.counts.items())
-        return StepUsage(sum(step.counts.values()), tokens, forward)
+        return StepUsage(sum(step.counts.values()), tokens, forward, self.config.adapter is not None)
 
     # -- looking at a run -----------------------------------------------------------------------------------------------
 
