@@ -1,6 +1,7 @@
 """Linear layers whose frozen weights take one byte a number: int8 or float8 (E4M3), with a float32 scale for each row.
 
-Rounded as torchao rounds for weight-only quantisation by rows: symmetric, the largest absolute value of a row on 127 (int8) or 448 (float8).
+Rounded symmetrically by rows, as weight-only quantisation is in torchao: the largest absolute value of a row lies on 127 (int8; torchao uses
+-128 too) or 448 (float8).
 The layers are of plain parameters, since torchao's tensor classes lack the hooks that FSDP2 needs to gather them. All of these are whole
 numbers, which FSDP2 neither casts to the number type of its gathers nor rounds: those of float8 and of the scales are their bits.
 
