@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mmspeed.errors import UserError
+from mmspeed.errors import UserError, first_names
 from mmspeed.models.diffusers.authors_names import Names, authors_names
 from mmspeed.models.stored import LISTED
 from mmspeed.models.weights import header_of, read_json
@@ -256,8 +256,7 @@ def _same(wanted: Mapping[str, object], stored: Mapping[str, object], what: str)
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(f"`{name}`" for name in names[:LISTED]) + more
+    return first_names([f"`{name}`" for name in names], LISTED)
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:

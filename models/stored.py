@@ -15,7 +15,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from mmspeed.errors import UserError
+from mmspeed.errors import UserError, first_names
 from mmspeed.models.assemblies import Assembly, Shape, names_in, part_shapes, read_part
 from mmspeed.models.weights import header_of
 from mmspeed.protocols import Part
@@ -164,8 +164,7 @@ def check_tensors(
         (other, "holds {} in another shape"),
     ):
         if names:
-            listed = ", ".join(f"`{name}`" for name in names[:LISTED])
-            listed += f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+            listed = first_names([f"`{name}`" for name in names], LISTED)
             shape = f": {shapes[names[0]]} there, {wanted[names[0]]} by its config.json" if names is other else ""
             total = f" ({len(missing)} missing, {len(surplus)} surplus, {len(other)} of another shape)"
             raise UserError(f"{where} {words.format(listed)}{shape}{total}")

@@ -75,7 +75,7 @@ def export(
 
         from mmspeed.config.memory import parse_bytes
         from mmspeed.pipelines.inference.export import export_run
-        from mmspeed.pipelines.inference.export_adapter import adapter_of, export_adapter
+        from mmspeed.pipelines.inference.export_adapter import export_adapter
         from mmspeed.pipelines.inference.language import export_language_run
         from mmspeed.pipelines.run.run_folder import RunFolder as Folder
 
@@ -88,7 +88,7 @@ def export(
     language = folder.task() == "language"
     if language and others is not OtherComponents.link:
         raise UserError("--others is of models of diffusers: leave it out for a language model")
-    if format is not None or adapter_of(folder.run_config()) is not None:
+    if format is not None or folder.run_config().adapter is not None:
         if format is not AdapterFormat.merged and (others is not OtherComponents.link or shard_size != SHARD_SIZE):
             raise UserError("--others and --shard-size are of whole models: leave them out, or use --format merged")
         with log.Working("exporting", tell=False):

@@ -52,12 +52,6 @@ class ExportedAdapter:
     loading: str
 
 
-def adapter_of(config: RunConfig) -> AdapterConfig | None:
-    """The adapter that a run trains; None where it trains whole weights."""
-    adapter: AdapterConfig | None = getattr(getattr(config, "model", None), "adapter", None)
-    return adapter
-
-
 def export_adapter(
     run: str | Path,
     out: str | Path,
@@ -82,7 +76,7 @@ def export_adapter(
     """
     folder, out = RunFolder.open(run), Path(out)
     config = folder.run_config()
-    adapter = adapter_of(config)
+    adapter = config.adapter
     if adapter is None:
         raise UserError(f"{run} trains whole weights, and a format is of runs with model.adapter: leave --format out")
     require_new(out, "--out: ")

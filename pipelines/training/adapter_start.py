@@ -17,7 +17,6 @@ from mmspeed.models.adapter_files import read_adapter
 from mmspeed.models.adapters import NAME, base_name, is_adapter
 from mmspeed.models.diffusers.authors_names import FAMILIES
 from mmspeed.parallel import unwrap
-from mmspeed.pipelines.inference.export_adapter import adapter_of
 from mmspeed.pipelines.run.run_folder import FACTS
 from mmspeed.pipelines.training.run_state import Run
 
@@ -37,13 +36,13 @@ def check_adapters(start: str, config: RunConfig, files: Mapping[str, str]) -> N
 
     `files`: the fingerprints of the base's files, by role. What has no adapters is left to the reading of the weights.
     """
-    adapter, place = adapter_of(config), starting_checkpoint(start)
+    adapter, place = config.adapter, starting_checkpoint(start)
     if adapter is None:
         return
     record = place.parent.parent / "config.yaml"
     if not record.is_file():
         raise UserError(f"{KEY}: {place} lies in no run's folder, whose config.yaml has the scale of its adapters")
-    theirs = adapter_of(load_record(record))
+    theirs = load_record(record).adapter
     if theirs is None:
         return
     before = open_checkpoint(place)[0]["meta"].get(FACTS, {}).get("base", {})
@@ -62,7 +61,7 @@ def check_adapters(start: str, config: RunConfig, files: Mapping[str, str]) -> N
 
 def start_from_file(path: Path, config: RunConfig, run: Run) -> None:
     """Fill a run's adapters, and those of the copies of its model, from a file. Raises UserError for one that does not fit whole."""
-    adapter, parts = adapter_of(config), run.parts
+    adapter, parts = config.adapter, run.parts
     if adapter is None:
         raise UserError(
             f"{KEY}: {path} holds an adapter, and this run trains whole weights: set model.adapter, or merge it into a repository for "

@@ -17,7 +17,6 @@ from mmspeed.loop.checkpoint.manager import CheckpointManager, DamagedCheckpoint
 from mmspeed.loop.frozen import frozen_names
 from mmspeed.loop.guard import RollBackError
 from mmspeed.models.adapter_files import adapter_file
-from mmspeed.pipelines.inference.export_adapter import adapter_of
 from mmspeed.pipelines.run.agreement import require_agreement
 from mmspeed.pipelines.run.assembly import base_files
 from mmspeed.pipelines.run.run_folder import FACTS, RunFolder, trim_metrics
@@ -81,7 +80,7 @@ class SavedStates:
         self.folder.check_base(files)
         name, copy, start = newest.name, newest.copy, config.train.start_from
         # weights that checkpoints do not hold and `start` gives; the base under adapters is of other files
-        frozen = bool(run.task.copies() or (adapter_of(config) is None and frozen_names(parts.model)))
+        frozen = bool(run.task.copies() or (config.adapter is None and frozen_names(parts.model)))
         if start is not None and (newest.fresh or frozen):
             for difference in run.task.domain.compare_start(start) if where.rank == 0 and newest.fresh else ():
                 log.warning(difference)
