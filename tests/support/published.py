@@ -192,24 +192,36 @@ def called_by_hand(name: str, model: nn.Module, x: Tensor, times_B: Tensor, cond
     """The class called as its pipeline calls it; LTX sample by sample, since its positions are of one clip."""
     text, mask, config = conditions.text_BLD, conditions.text_mask_BL, _config(model)
     b, _, t, h, w = x.shape
+    given, pictures = (conditions.named.get(key) for key in ("condition", "image"))  # of a model from images
     if name.startswith("wan"):
         real = zip(text, mask, strict=True)
         rows = [torch.cat([row[keep], row.new_zeros(512 - int(keep.sum()), row.shape[1])]) for row, keep in real]
-        control = {}
+        further: dict[str, Tensor] = {}
         if name == "wan vace":
             blank, own = (conditions.named[f"{role}.latents"] for role in ("blank", "control"))
-            control = {"control_hidden_states": torch.cat([blank, own, torch.ones(b, 64, t, h, w)], dim=1)}
-        return model(x, times_B * 1000, torch.stack(rows), return_dict=False, **control)[0]
+            further = {"control_hidden_states": torch.cat([blank, own, x.new_ones(b, 64, t, h, w)], dim=1)}
+        if given is not None:
+            frames = x.new_zeros(b, 4, t, h, w)
+            frames[:, :, 0] = 1
+            frames[:, 3, -1] = conditions.named["conditioning_mask"][
+                :, -1, None, None
+            ]  # the last of its frames of pixels
+            x = torch.cat([x, frames, given], dim=1)
+        if pictures is not None:
+            further = {"encoder_hidden_states_image": pictures.flatten(0, 1)}
+        return model(x, times_B * 1000, torch.stack(rows), return_dict=False, **further)[0]
     if name.startswith("ltx"):
         from diffusers import LTXPipeline
 
         p, outs = config.patch_size, []
-        assert conditions.fps_B is not None
+        assert conditions.fps_B is not None and conditions.strides is not None
+        strides = conditions.strides
         for i in range(b):
             packed = LTXPipeline._pack_latents(x[i : i + 1], p, 1)
+            scale = strides.temporal / conditions.fps_B[i].item(), strides.spatial, strides.spatial
             out = model(
                 packed, text[i : i + 1], times_B[i : i + 1] * 1000, mask[i : i + 1], num_frames=t, height=h // p,
-                width=w // p, rope_interpolation_scale=(4 / conditions.fps_B[i].item(), 8, 8), return_dict=False,
+                width=w // p, rope_interpolation_scale=scale, return_dict=False,
             )[0]  # fmt: skip
             outs.append(LTXPipeline._unpack_latents(out, t, h // p, w // p, p, 1))
         return torch.cat(outs)
@@ -226,6 +238,7 @@ def called_by_hand(name: str, model: nn.Module, x: Tensor, times_B: Tensor, cond
         filled = torch.cat([text, text.new_zeros(b, missing, text.shape[2])], dim=1)
         ofs = x.new_full((1,), 2.0) if config.ofs_embed_dim else None
         indices = (times_B.double() * 999).round().long()
+        x = x if given is None else torch.cat([x, given], dim=1)
         out = model(
             x.permute(0, 2, 1, 3, 4), filled, indices, ofs=ofs, image_rotary_emb=rotary, return_dict=False
         )[0]  # fmt: skip
@@ -234,14 +247,24 @@ def called_by_hand(name: str, model: nn.Module, x: Tensor, times_B: Tensor, cond
         return _image_by_hand(name, model, x, times_B, conditions)
     if name.startswith("mochi"):
         return -model(x, text, 1000 * (1 - times_B), mask, return_dict=False)[0]
+    if given is not None:  # only the first frame
+        x = torch.cat([x, given, torch.zeros_like(x[:, :1])], dim=1)
+        x[:, -1, 0] = 1
     if name.startswith("hunyuan 1.5"):
-        zeros, image = torch.zeros_like(x), x.new_zeros(b, 729, config.image_embed_dim)
+        x = torch.cat([x, torch.zeros_like(x), torch.zeros_like(x[:, :1])], dim=1) if given is None else x
+        image = x.new_zeros(b, 729, config.image_embed_dim) if pictures is None else pictures[:, 0]
         glyphs, glyphs_mask = (conditions.named[key] for key in ("text_2", "text_2_mask"))
+        missing = 256 - glyphs.shape[1]
+        glyphs, glyphs_mask = (
+            nn.functional.pad(glyphs, (0, 0, 0, missing)),
+            nn.functional.pad(glyphs_mask, (0, missing)),
+        )
         return model(
-            torch.cat([x, zeros, zeros[:, :1]], dim=1), times_B * 1000, text, mask, encoder_hidden_states_2=glyphs,
-            encoder_attention_mask_2=glyphs_mask, image_embeds=image, return_dict=False,
+            x, times_B * 1000, text, mask, encoder_hidden_states_2=glyphs, encoder_attention_mask_2=glyphs_mask,
+            image_embeds=image, return_dict=False,
         )[0]  # fmt: skip
-    guidance = torch.full((b,), 6000.0) if config.guidance_embeds else None
+    scale = 1.0 if config.image_condition_type else 6.0  # the default of each pipeline
+    guidance = torch.full((b,), 1000 * scale) if config.guidance_embeds else None
     return model(x, times_B * 1000, text, mask.long(), conditions.pooled_BD, guidance, return_dict=False)[0]
 
 

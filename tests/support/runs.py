@@ -42,6 +42,20 @@ def small_tree(folder: Path, clips: int = 8) -> dict[str, Any]:
     }
 
 
+def pictures(folder: Path, count: int = 4) -> Path:
+    """The first frames of demo clips as images, each with its caption beside it."""
+    import av
+
+    folder.mkdir()
+    for row in [json.loads(line) for line in CLIPS.read_text(encoding="utf-8").splitlines()][:count]:
+        with av.open(CLIPS.parent / row["video"]) as video:
+            frame = next(video.decode(video=0)).to_image()
+        path = folder / Path(row["video"]).with_suffix(".png").name
+        frame.save(path)
+        path.with_suffix(".txt").write_text(row["caption"], encoding="utf-8")
+    return folder
+
+
 def small_config(folder: Path, *overrides: str, clips: int = 8) -> Config:
     """`small_tree`, checked, with overrides."""
     return make_config(small_tree(folder, clips), overrides, origin="test")

@@ -11,6 +11,7 @@ from torch import nn
 from mmspeed.config import Config
 from mmspeed.config.schema import ModelConfig, PublishedModelConfig
 from mmspeed.data.loading.first_epoch import OnlineEncoder
+from mmspeed.errors import UserError
 from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.domains.video.small_published import PublishedModel, small_published
 from mmspeed.pipelines.sparsify import sparsify_model
@@ -28,6 +29,8 @@ class PublishedVideoDomain(VideoDomain):
     `load` for each model that is made: once, and three times where a memory budget is measured. The loaded model has its weights, trains in
     float32, and needs no init_weights; parameters that `load` froze stay frozen.
 
+    An adapter is `load`'s to put on (`model.add_adapter` of diffusers); `model.adapter` is refused.
+
     call: the call of another class's forward, an object like those of `mmspeed.models.families`; None: that of the class's name.
     Such a class names its blocks in an attribute `blocks` or in a plan (`mmspeed.protocols.declare_plan`).
 
@@ -41,6 +44,11 @@ class PublishedVideoDomain(VideoDomain):
         maker: OnlineEncoder | None = None,
         call: ModelCall | None = None,
     ) -> None:
+        if config.adapter is not None:
+            raise UserError(
+                f"model.adapter: {type(self).__name__} trains the model that its program loads, as it is: put the adapter on there "
+                "(add_adapter of diffusers) and leave the key out, or set task: video, which reads it"
+            )
         super().__init__(config, maker, lambda section, *_: _loaded(load, section), call)
         self._load = load
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from mmspeed.config import load_config
-from tests.support.runs import losses
+from tests.support.runs import losses, pictures
 from tests.support.tiny_repositories import REPOSITORIES
-from tests.unit.pipelines.test_family_chain import BUCKETS, IMAGES, SHORT, VIDEO, commanded, pictures
+from tests.unit.pipelines.test_family_chain import BUCKETS, IMAGES, SHORT, VIDEO, commanded
 
 WITHOUT_LOADER = ("hunyuan-video-1.5",)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from mmspeed.__main__ import main
 from mmspeed.config import Config, load_config
 from mmspeed.models.families import family_in
 from mmspeed.models.families.base import matching
-from tests.support.runs import CLIPS, losses
+from tests.support.runs import losses, pictures
 from tests.support.tiny_repositories import REPOSITORIES
 
 IMAGES = ("flux", "qwen-image")
@@ -28,20 +27,6 @@ SHORT = (
     "data.limit=4", "data.val_fraction=0", "validate.prompts=[]", "train.steps=3", "train.log_every=1", "train.lr=1e-3",
     "train.warmup_steps=1", "train.ema_decay=null", "checkpoint.every=100", "preprocess.decode_workers=1", "data.cache=cache",
 )  # fmt: skip
-
-
-def pictures(folder: Path, count: int = 4) -> Path:
-    """The first frames of demo clips as images, each with its caption beside it."""
-    import av
-
-    folder.mkdir()
-    for row in [json.loads(line) for line in CLIPS.read_text(encoding="utf-8").splitlines()][:count]:
-        with av.open(CLIPS.parent / row["video"]) as video:
-            frame = next(video.decode(video=0)).to_image()
-        path = folder / Path(row["video"]).with_suffix(".png").name
-        frame.save(path)
-        path.with_suffix(".txt").write_text(row["caption"], encoding="utf-8")
-    return folder
 
 
 def commanded(*arguments: object) -> None:

@@ -13,6 +13,7 @@ from mmspeed.device import Device
 from mmspeed.errors import UserError
 from mmspeed.log import read_metrics
 from mmspeed.memory.offload.offloader import PooledOffloadGroup
+from mmspeed.models.adapters import is_adapter
 from mmspeed.pipelines import TrainPipeline
 from mmspeed.pipelines.diffusion.objective import make_objective
 from mmspeed.pipelines.domains.video.domain import VideoDomain
@@ -219,6 +220,24 @@ def test_bfloat16_computation_trains(home: Path) -> None:
 def test_what_does_not_fit_is_said(home: Path, name: str, overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
         one_step(str(home), name, overrides)
+
+
+def test_an_adapter_is_put_on_where_the_model_is_loaded(home: Path) -> None:
+    """It trains alone; one in the config, which would train the whole model, is refused."""
+    from peft import LoraConfig
+
+    def adapted() -> Any:
+        model: Any = load(home, "wan").requires_grad_(False)
+        model.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))
+        return model
+
+    key = "model={kind: diffusers, pretrained: owner/base, adapter: {kind: lora}}"
+    with pytest.raises(UserError, match=r"model.adapter: PublishedVideoDomain trains the model that its program loads"):
+        one_step(str(home), "wan", (key,))
+    config = published_config(home, "wan", "name=adapted", "train.steps=2")
+    TrainPipeline(config, task=PublishedVideoDomain(config, adapted)).run()
+    state = {name: value for name, value in whole_checkpoint(config.run_dir).items() if name.startswith("model.")}
+    assert len(state) == 8 and all(is_adapter(name) and value.any() for name, value in state.items())
 
 
 def test_another_class_is_answered_with_what_to_say(home: Path) -> None:
