@@ -193,6 +193,8 @@ def called_by_hand(name: str, model: nn.Module, x: Tensor, times_B: Tensor, cond
     text, mask, config = conditions.text_BLD, conditions.text_mask_BL, _config(model)
     b, _, t, h, w = x.shape
     given, pictures = (conditions.named.get(key) for key in ("condition", "image"))  # of a model from images
+    clean = conditions.named.get("conditioning_mask", torch.zeros(b, t, dtype=torch.bool))
+    times_BT = times_B[:, None] * ~clean  # where a given frame is in its place
     if name.startswith("wan"):
         real = zip(text, mask, strict=True)
         rows = [torch.cat([row[keep], row.new_zeros(512 - int(keep.sum()), row.shape[1])]) for row, keep in real]
@@ -209,18 +211,20 @@ def called_by_hand(name: str, model: nn.Module, x: Tensor, times_B: Tensor, cond
             x = torch.cat([x, frames, given], dim=1)
         if pictures is not None:
             further = {"encoder_hidden_states_image": pictures.flatten(0, 1)}
-        return model(x, times_B * 1000, torch.stack(rows), return_dict=False, **further)[0]
+        times = times_BT.repeat_interleave(h * w // 4, dim=1) if name == "wan 5b" else times_B
+        return model(x, times * 1000, torch.stack(rows), return_dict=False, **further)[0]
     if name.startswith("ltx"):
         from diffusers import LTXPipeline
 
         p, outs = config.patch_size, []
         assert conditions.fps_B is not None and conditions.strides is not None
         strides = conditions.strides
+        times = times_BT.repeat_interleave(h * w // p**2, dim=1) if clean.any() else times_B
         for i in range(b):
             packed = LTXPipeline._pack_latents(x[i : i + 1], p, 1)
             scale = strides.temporal / conditions.fps_B[i].item(), strides.spatial, strides.spatial
             out = model(
-                packed, text[i : i + 1], times_B[i : i + 1] * 1000, mask[i : i + 1], num_frames=t, height=h // p,
+                packed, text[i : i + 1], times[i : i + 1] * 1000, mask[i : i + 1], num_frames=t, height=h // p,
                 width=w // p, rope_interpolation_scale=scale, return_dict=False,
             )[0]  # fmt: skip
             outs.append(LTXPipeline._unpack_latents(out, t, h // p, w // p, p, 1))
@@ -238,7 +242,8 @@ def called_by_hand(name: str, model: nn.Module, x: Tensor, times_B: Tensor, cond
         filled = torch.cat([text, text.new_zeros(b, missing, text.shape[2])], dim=1)
         ofs = x.new_full((1,), 2.0) if config.ofs_embed_dim else None
         indices = (times_B.double() * 999).round().long()
-        x = x if given is None else torch.cat([x, given], dim=1)
+        if given is not None:
+            x = torch.cat([x, given / 0.7**2 if name == "cogvideox 1.5" else given], dim=1)  # by its codec's factor
         out = model(
             x.permute(0, 2, 1, 3, 4), filled, indices, ofs=ofs, image_rotary_emb=rotary, return_dict=False
         )[0]  # fmt: skip

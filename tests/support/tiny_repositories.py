@@ -77,6 +77,14 @@ def save_wan_experts(folder: Path, boundary: float = 0.875, shift: float = 3.0, 
     return folder
 
 
+def save_wan_5b(folder: Path) -> Path:
+    """The repository of a tiny Wan 2.2 5B, in which each token has its own time."""
+    save_wan(folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps({**index, "expand_timesteps": True}))
+    return folder
+
+
 def tiny_image_encoder(kind: str) -> tuple[Any, Any]:
     """(an image encoder of transformers, its image processor): CLIP with 257 rows, or SigLIP with 729, of width 16."""
     import transformers

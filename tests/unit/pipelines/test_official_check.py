@@ -33,6 +33,7 @@ from tests.support.tiny_repositories import (
     save_hunyuan_video_images,
     save_ltx,
     save_wan,
+    save_wan_5b,
     save_wan_images,
 )
 
@@ -128,13 +129,6 @@ def test_a_size_that_the_class_cannot_take_is_refused_from_init_to_the_official_
     with pytest.raises(UserError, match=words.replace(": ", " does not fit the model: ", 1)):
         check_against_official(config)
     assert re.search(words, " ".join(check_data(config).problems))
-
-
-def save_wan_5b(folder: Path) -> Path:
-    save_wan(folder)
-    index = json.loads((folder / "model_index.json").read_text())
-    (folder / "model_index.json").write_text(json.dumps({**index, "expand_timesteps": True}))
-    return folder
 
 
 # name -> (repository, modes, arguments of the pipeline that hold what the codec made of images)
