@@ -34,6 +34,7 @@ from tests.support.video_transformers import make_model
 CPU = Device("cpu", 0)
 WIDE = {"num_attention_heads": 8, "attention_head_dim": 64, "ffn_dim": 2048, "num_layers": 4, "freq_dim": 256}
 HALF = ("device.dtype=bfloat16", "model.base.dtype=bfloat16")
+INT8 = ("device.dtype=bfloat16", "model.base.dtype=int8")
 
 
 def save_base(folder: Path, **changes: Any) -> None:
@@ -111,7 +112,12 @@ def test_ways_of_memory_change_nothing_that_is_learned(
 
 @pytest.mark.parametrize("policy", ["save", pytest.param("recompute", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "more", [pytest.param((), id="float32", marks=pytest.mark.slow), pytest.param(HALF, id="bfloat16")]
+    "more",
+    [
+        pytest.param((), id="float32", marks=pytest.mark.slow),
+        pytest.param(HALF, id="bfloat16"),
+        pytest.param(INT8, id="int8"),
+    ],
 )
 def test_a_step_takes_what_a_check_expects(tmp_path: Path, policy: str, more: tuple[str, ...]) -> None:
     save_base(tmp_path, **WIDE)
