@@ -17,7 +17,7 @@ from .knapsack import Option, choose, least_room, peak_of
 
 BRANCHES = ("attention", "cross_attention", "mlp")
 SMALL: ActivationPolicies = {"norm": "recompute", "activation": "recompute"}
-WAYS: tuple[ActivationPolicy, ...] = ("recompute", "selective", "offload_selective", "offload")
+WAYS: tuple[ActivationPolicy, ...] = ("recompute", "selective", "offload_recompute", "offload_selective", "offload")
 UNITS = 1 << 14  # of the room: bytes are rounded up to such a unit where an exact choice would take long
 
 # -- options of a block ------------------------------------------------------------------------------------------------

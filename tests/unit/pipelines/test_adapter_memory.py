@@ -82,7 +82,7 @@ def trained(folder: Path, *overrides: str) -> tuple[list[float], dict[str, Tenso
 
 WAYS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("memory.fraction=0.5",), ()),
-    *(((f"memory.activation_policy={{block: {way}}}",), ()) for way in ("recompute", "selective", "offload", "offload_selective")),
+    *(((f"memory.activation_policy={{block: {way}}}",), ()) for way in ("recompute", "selective", "offload", "offload_selective", "offload_recompute")),
     (("memory.activation_policy={attention: recompute, mlp: offload}",), ()),
     (("memory.mlp_chunk=7",), ()),
     (("memory.states=host",), ()),

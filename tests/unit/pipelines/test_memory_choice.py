@@ -84,7 +84,7 @@ def test_figures_of_branches_add_up(tmp_path: Path) -> None:
     bench = BlockProfiler(DeviceProfiler(CPU), Offloader(CPU, 1 << 14), with_swap=True)
     singles = [bench.weigh(call, ways) for ways in single_policies(regions_of(call.block), True)]
     every = combinations(singles)
-    assert len(every) == 125 + 4 + 1  # each of 5 ways of 3 branches; 4 of the block; norm and activation
+    assert len(every) == 216 + 5 + 1  # each of 6 ways of 3 branches; 5 of the block; norm and activation
     shared = 0
     for option in every[6::9]:
         actual = bench.weigh(call, option.ways)
