@@ -245,6 +245,12 @@ class StepFigures:
         """The least budget for which there is a choice."""
         return max(self.fixed_peak, self.base + least_room(self.blocks(), gradients=self.resident_gradients())[0])
 
+    def alike(self) -> list[list[int]]:
+        """The choices in which all blocks take the same ways."""
+        numbers = [{tuple(option.ways.items()): n for n, option in enumerate(options)} for options in self.options]
+        shared = [ways for ways in numbers[0] if all(ways in own for own in numbers)]
+        return [[numbers[kind][ways] for kind in self.kinds] for ways in shared]
+
     def peak(self, chosen: Sequence[int]) -> int:
         """Bytes at the peak of a step with these options."""
         return max(self.fixed_peak, self.base + peak_of(self.blocks(), chosen, gradients=self.resident_gradients()))
