@@ -24,6 +24,7 @@ BASES: tuple[tuple[Literal["bfloat16", "int8"], Literal["device", "host"]], ...]
     ("int8", "host"),
 )
 CONTEXT = 500_000_000  # bytes of a device that its driver and libraries take before the first tensor
+HOST = 2  # times a device's memory that its blocks' tensors take of the host's, where less time asks for more
 GAPS = 0.05  # share of the rest between tensors: the allocator's fragmentation, and workspaces of operations
 
 
@@ -106,7 +107,7 @@ class BaseChooser:
         budget, refused = for_tensors(size), list[tuple[BaseConfig, int]]()
         for dtype, place in BASES:
             plan, base = self.plan(dtype, place), BaseConfig(dtype=dtype, place=place)
-            chosen, least = self._chosen(plan.figures, budget)
+            chosen, least = self._chosen(plan.figures, budget, HOST * size)
             if chosen is not None:
                 memory: dict[str, Any] = {"budget": f"{budget // 10**6}MB"}
                 if self.models > 1:
@@ -132,10 +133,10 @@ class BaseChooser:
         figures = spread(plan.alone, config, config.parallel.group)
         return replace(plan, figures=replace(figures, keep_last=figures.keep_last and self.models == 1))
 
-    def _chosen(self, figures: StepFigures, budget: int) -> tuple[list[int] | None, int]:
-        """The options of the blocks under a budget, and the least bytes that a step takes."""
+    def _chosen(self, figures: StepFigures, budget: int, host: int) -> tuple[list[int] | None, int]:
+        """The options of the blocks under a budget, and within the host's room if any are; and the least bytes that a step takes."""
         if self.models == 1:
-            return figures.choose(budget), figures.least()
+            return figures.choose(budget, host) or figures.choose(budget), figures.least()
         # at checkpoints and validations all models are on the device
         peaks = [(max(self.models * figures.static.between, figures.peak(each)), each) for each in figures.alike()]
         fitting = (each for peak, each in peaks if peak <= budget)

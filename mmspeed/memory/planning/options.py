@@ -225,8 +225,8 @@ class StepFigures:
         update = self.static.between + self.static.gradients + self.static.update
         return max(update, self.base + gradients + self.tail)
 
-    def choose(self, budget: int) -> list[int] | None:
-        """The options that add least time within a budget of bytes; None where nothing fits."""
+    def choose(self, budget: int, host_room: int | None = None) -> list[int] | None:
+        """The options that add least time within a budget of bytes, and within the host's room; None where nothing fits."""
         if budget < self.fixed_peak:
             return None
         room = budget - self.base
@@ -234,8 +234,10 @@ class StepFigures:
         if room < least_room(blocks, gradients=gradients)[0]:
             return None
         units = (room // UNITS, room // UNITS**1.5, 1)  # near the least that is possible, rounding may leave nothing
-        tried = (choose(blocks, room, gradients=gradients, unit=max(1, int(unit))) for unit in units)
-        return next(choice for choice in tried if choice is not None)
+        tried = (
+            choose(blocks, room, gradients=gradients, host_room=host_room, unit=max(1, int(unit))) for unit in units
+        )
+        return next((choice for choice in tried if choice is not None), None)
 
     def smallest(self) -> list[int]:
         """The options with the lowest peak."""
