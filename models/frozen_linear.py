@@ -36,7 +36,9 @@ def quantised(weight_RC: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
 def dequantised(bytes_RC: Tensor, scale_R1: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight in a number type; its bytes and the bits of its scales are as of `quantised`, and exact until the last rounding."""
     values_RC = bytes_RC if bytes_RC.dtype == torch.int8 else bytes_RC.view(torch.float8_e4m3fn)
-    return (values_RC.to(dtype) * scale_R1.view(torch.float32)).to(dtype)
+    return (
+        values_RC.float().mul_(scale_R1.view(torch.float32)).to(dtype)
+    )  # a product of two types makes a copy that no count sees
 
 
 class _Product(torch.autograd.Function):

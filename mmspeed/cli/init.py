@@ -26,7 +26,6 @@ from mmspeed.config.schema import RunConfig
 from mmspeed.config.tasks import config_class, preparation_class
 from mmspeed.data.cache.files import write_whole
 from mmspeed.errors import UserError
-from mmspeed.log import format_bytes
 from mmspeed.version import __version__
 
 from .preparations import unsupported_task
@@ -162,20 +161,15 @@ def _fitted(values: Mapping[str, Any], task: str, folder: Path, memory: str) -> 
     """A config's values with the base and the memory's budget that fit, and a line about them. Raises UserError where nothing fits."""
     from mmspeed.config import make_config, video_config
     from mmspeed.config.language import LanguageConfig
-    from mmspeed.pipelines.tuning.base_choice import choose_base
+    from mmspeed.pipelines.tuning.base_choice import BaseChooser
 
     own = {**values, "task": task, "memory": {}}
     config = make_config(own, base=folder, origin="--memory")
     fitting = config if isinstance(config, LanguageConfig) else video_config(config, "--memory")
-    base, plan = choose_base(fitting, parse_bytes(memory))
-    assert plan.chosen is not None
-    where = "on the device" if base.place == "device" else "in the host's memory, brought block by block"
-    line = (
-        f"  a base of {base.dtype} {where}: expected {format_bytes(plan.figures.peak(plan.chosen))} of {memory}, "
-        f"{plan.figures.added_share(plan.chosen):+.0%} time of the blocks for what is not kept"
-    )
-    kept = base.model_dump() if base.place == "host" else {"dtype": base.dtype}
-    return {**values, "model": {**values["model"], "base": kept}, "memory": {"budget": memory}}, line
+    choice = BaseChooser(fitting).choose(parse_bytes(memory))
+    kept = choice.base.model_dump() if choice.base.place == "host" else {"dtype": choice.base.dtype}
+    model = {**values["model"], "base": kept}
+    return {**values, "model": model, "memory": dict(choice.memory)}, f"  {choice.line()}"
 
 
 def run_name(path: Path) -> str:

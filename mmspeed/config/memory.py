@@ -11,7 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from .inputs import Section
 
 RegionName = str  # of a model's plan; `block` is the whole block
-ActivationPolicy = Literal["save", "recompute", "selective", "offload", "offload_selective"]
+ActivationPolicy = Literal["save", "recompute", "selective", "offload", "offload_selective", "offload_recompute"]
 
 # Only one of two nested regions can have a policy.
 INSIDE: dict[str, tuple[str, ...]] = {
@@ -43,7 +43,7 @@ class MemoryConfig(Section):
 
     activation_policy: dict[RegionName, ActivationPolicy] = Field(
         default_factory=dict,
-        description="Tensors kept for the backward pass of each region of a block. `save`: all that it needs (the default). `recompute`: the region's input; the rest is recomputed. `selective`: the results of matrix products and attention; only cheap operations are recomputed. `offload`: all of them, in host memory. `offload_selective`: the results of matrix products and attention, in host memory; the rest is recomputed. Regions: `block`, its branches `attention`, `cross_attention` and `mlp` (each with its norm), and `norm` and `activation` alone.",
+        description="Tensors kept for the backward pass of each region of a block. `save`: all that it needs (the default). `recompute`: the region's input; the rest is recomputed. `selective`: the results of matrix products and attention; only cheap operations are recomputed. `offload`: all of them, in host memory. `offload_selective`: the results of matrix products and attention, in host memory; the rest is recomputed. `offload_recompute`: the region's input, in host memory; the rest is recomputed. Regions: `block`, its branches `attention`, `cross_attention` and `mlp` (each with its norm), and `norm` and `activation` alone.",
     )
     budget: str | int | None = Field(
         None,

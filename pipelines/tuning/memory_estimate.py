@@ -263,7 +263,7 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
         kept_, forward, backward, host = (part(n, group) for n in (one.kept, one.forward, one.backward, one.host))
         return Option(kept_, forward, backward, host, one.seconds / group, one.ways)
 
-    numbers = figures.static.gradients // 4
+    numbers = figures.static.parameters // (4 if memory.master == "parameters" else 2)
     static = static_bytes(
         part(numbers, shards),
         memory,
@@ -275,13 +275,8 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
         static = replace(static, update=part(figures.static.update, shards))
     gathered = 0
     if sharded:  # the weights of the block that computes, and of the next one
-        gathered = (
-            2
-            * max(figures.gradients)
-            // (4 if config.device.dtype == "float32" else 2)
-            * 4
-            // parallel.together(split=False)
-        )
+        width = parse_dtype(config.device.dtype).itemsize
+        gathered = 2 * max(figures.gradients) // 4 * width // parallel.together(split=False)
         gathered += 2 * max(figures.frozen)  # never more bytes than they are kept in
     spread_ = replace(
         figures,

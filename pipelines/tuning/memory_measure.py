@@ -391,11 +391,14 @@ def step_figures(
         )
         for call in calls
     )
-    each = [sum(map(numbers_of, _trained(blocks[places[0]]))) for places in chosen]
-    frozen_each = [frozen_bytes(blocks[places[0]]) for places in chosen]
-    of_blocks = sum(numbers_of(parameter) for block in blocks for parameter in _trained(block))
-    numbers = sum(map(numbers_of, _trained(model))) - of_blocks + sum(each[kind] for kind in kinds)
-    frozen = frozen_bytes(model) - sum(map(frozen_bytes, blocks)) + sum(frozen_each[kind] for kind in kinds)
+    of_blocks = [weights_of(block) for block in blocks]
+    each, frozen_each = (list(own) for own in zip(*(of_blocks[places[0]] for places in chosen), strict=True))
+    numbers, frozen = (
+        whole - sum(own) + sum(own_of_kind[kind] for kind in kinds)
+        for whole, own, own_of_kind in zip(
+            weights_of(model), zip(*of_blocks, strict=True), (each, frozen_each), strict=True
+        )
+    )
     # shards of one parameter may be of unequal size, and processes whose figures differ would choose apart
     largest, count = max(map(numbers_of, _trained(model))), len(each)
     figures = comm.all_reduce_max([numbers, frozen, largest, carried, *each, *frozen_each])
@@ -422,10 +425,13 @@ def _trained(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-def frozen_bytes(module: nn.Module) -> int:
-    """Bytes of the parameters that do not train, those of this device."""
+def weights_of(module: nn.Module) -> tuple[int, int]:
+    """(numbers that train, bytes of those that do not) in the parameters of a module, those of this device."""
     frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
-    return sum(numbers_of(parameter) * parameter.element_size() for parameter in frozen)
+    return (
+        sum(map(numbers_of, _trained(module))),
+        sum(numbers_of(parameter) * parameter.element_size() for parameter in frozen),
+    )
 
 
 def numbers_of(parameter: Tensor) -> int:

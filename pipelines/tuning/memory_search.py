@@ -37,6 +37,7 @@ from mmspeed.protocols import MicroBatchSize, RunPlace, blocks_of, shape_words, 
 
 MEMORY_NAME = "memory.json"
 TRIES = 5  # real steps that are taken to verify a choice
+HOST_SHARE = 0.8  # of the host's free memory; the rest is for loaders and the system
 NEAR = 0.03  # unused share of the budget below which a choice is final
 
 log = get_logger("train")
@@ -81,6 +82,15 @@ def budget_bytes(memory: MemoryConfig, device: Device) -> int:
         whole = device.free_memory_bytes() if on_cpu else device.total_memory_bytes()
         nbytes = int(memory.fraction * whole / (int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if on_cpu else 1))
     return -int(comm.all_reduce_max([-float(nbytes)])[0])
+
+
+def host_room(config: RunConfig, figures: StepFigures, device: Device) -> int | None:
+    """Bytes of the host's memory that one device may offload to, the least over processes; None on a CPU, which does not. A collective call."""
+    if device.kind == "cpu":
+        return None
+    free = Device("cpu", 0).free_memory_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    room = int(HOST_SHARE * free) - (sum(figures.frozen) if config.host_base else 0)
+    return max(0, -int(comm.all_reduce_max([-float(room)])[0]))
 
 
 def full_setting(config: RunConfig, task: Task, place: RunPlace, step: MicroBatchSize) -> dict[str, Any]:
@@ -174,8 +184,8 @@ class MeasuredModel:
         return self.steps.seconds(*self._step)
 
 
-def fastest_within(figures: StepFigures, budget: int, tried: MeasuredModel) -> MemoryChoice:
-    """The fastest choice whose real step stays within the budget. A collective call.
+def fastest_within(figures: StepFigures, budget: int, tried: MeasuredModel, host: int | None = None) -> MemoryChoice:
+    """The fastest choice whose real step stays within the budget, and that offloads at most `host` bytes. A collective call.
 
     Each try shifts the target by the last step's distance from the budget. Raises UserError where not even the least choice fits.
     """
@@ -184,10 +194,10 @@ def fastest_within(figures: StepFigures, budget: int, tried: MeasuredModel) -> M
     seen: list[list[int]] = []
     over: list[list[int]] = []  # choices that took more than the budget
     for turn in range(TRIES + 1):
-        chosen = figures.choose(target) or smallest
+        chosen = figures.choose(target, host) or smallest
         while chosen in over and chosen != smallest:  # it took more than expected
             target = min(target, figures.peak(chosen)) - 1
-            chosen = figures.choose(target) or smallest
+            chosen = figures.choose(target, host) or smallest
         if turn == TRIES:
             if best is not None:
                 break
@@ -329,10 +339,11 @@ def choose_policies(
     began = time.monotonic()
     budget = budget_bytes(config.memory, device)
     figures = measured_figures(config, task, device, step)
-    first = figures.choose(budget)
+    host = host_room(config, figures, device)
+    first = figures.choose(budget, host)
     tried = MeasuredModel(config, task, device, step, figures.ways(first or figures.smallest()))
     try:
-        choice = fastest_within(figures, budget, tried)
+        choice = fastest_within(figures, budget, tried, host)
     finally:
         del tried
         gc.collect()

@@ -24,6 +24,7 @@ from mmspeed.memory.planning.options import static_bytes
 from mmspeed.memory.planning.peak import local_bytes
 from mmspeed.pipelines.run.assembly import assemble, place
 from mmspeed.pipelines.tasks import Task
+from mmspeed.pipelines.tuning.memory_measure import weights_of
 from mmspeed.protocols import Batch, Models, ShapeClass, shape_words, trainable
 from mmspeed.protocols.plan import keep_blocks
 
@@ -95,11 +96,15 @@ class SyntheticStep:
 
     def _least_bytes(self) -> int:
         """Bytes of weights, gradients, the optimizer's states and the average on the device; 0 where they are sharded."""
-        train, parameters = self.config.train, [p for model in self.bare.values() for p in model.parameters()]
-        numbers = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-        frozen = 0 if self.config.host_base else sum(p.nbytes for p in parameters if not p.requires_grad)
-        average = train.ema_decay is not None
-        static = static_bytes(numbers, self.config.memory, average=average, optimizer=train.optimizer, frozen=frozen)
+        train = self.config.train
+        numbers, frozen = map(sum, zip(*map(weights_of, self.bare.values()), strict=True))
+        static = static_bytes(
+            numbers,
+            self.config.memory,
+            average=train.ema_decay is not None,
+            optimizer=train.optimizer,
+            frozen=0 if self.config.host_base else frozen,
+        )
         return 0 if self.strategy == "fsdp" else static.between + static.gradients
 
     def run(self, shape: ShapeClass, items: int, micro_batches: int = 1) -> None:

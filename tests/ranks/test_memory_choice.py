@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
+from torch import Tensor
 
+from mmspeed.config import Config
+from mmspeed.pipelines.tuning.memory_estimate import plan_memory
+from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
 from mmspeed.preprocess import CacheBuilder
+from mmspeed.protocols import MicroBatchSize
 from tests.support.runs import losses, small_config
 from tests.support.spawn import run_ranks
+from tests.unit.pipelines.test_memory_choice import CPU, config_of, task_of
 
 LAYOUTS = {
     "fsdp": ("parallel.strategy=fsdp", "train.batch_size=8"),
@@ -82,3 +92,39 @@ def test_two_processes_agree_and_learn_the_same(home: Path, layout: str) -> None
 def test_a_budget_for_none_is_reported_by_all(home: Path) -> None:
     with pytest.raises(AssertionError, match=r"more than the budget of 100\.0 kB"):
         run_ranks(train, 2, str(home), ("name=small", "memory.budget=100KB", "parallel.strategy=fsdp"))
+
+
+def wide(folder: str, overrides: tuple[str, ...]) -> Config:
+    """A step of which gathered weights are the largest part."""
+    sharded = ("parallel.strategy=fsdp", "device.dtype=bfloat16", *overrides)
+    return config_of(Path(folder), *sharded, width=512, depth=4, size=64, frames=9)
+
+
+def _noted(gather: Any, sizes: list[int], output_tensor: Tensor, *args: Any, **options: Any) -> Any:
+    sizes.append(output_tensor.nbytes)
+    return gather(output_tensor, *args, **options)
+
+
+def measured(folder: str, overrides: tuple[str, ...]) -> tuple[int, list[int]]:
+    """(bytes between steps, bytes of each gather of a step)."""
+    config, sizes = wide(folder, overrides), list[int]()
+    call = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    trial = SyntheticStep(config, task_of(config), CPU)
+    with mock.patch.object(dist, call, partial(_noted, getattr(dist, call), sizes)):
+        trial.run(config.buckets[0], 1)
+    return trial.state_bytes, sizes
+
+
+RELEASED = ("memory.release_gradients=true", "memory.bucket=1MiB", "train.clip_norm=null", "train.skip_non_finite=0")
+
+
+def test_a_plan_counts_shards_and_gathers_as_they_are(tmp_path: Path) -> None:
+    """Two blocks are gathered at a time, in bfloat16; where gradients are released the weights still count whole."""
+    config = wide(str(tmp_path), RELEASED)
+    step = MicroBatchSize(config.buckets[0], 1, False)
+    plan = plan_memory(config, task=task_of(config), step=step, world=2, options=False)
+    [(between, sizes), _] = run_ranks(measured, 2, str(tmp_path), RELEASED)
+    assert plan.figures.static.between == pytest.approx(between, rel=0.01)
+    [(of_a_block, times), *_] = Counter(sizes).most_common()
+    assert times == 2 * len(plan.figures.kinds)  # in forward and in backward
+    assert plan.figures.ends - plan.alone.ends == pytest.approx(2 * of_a_block, rel=0.01)

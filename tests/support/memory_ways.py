@@ -23,7 +23,7 @@ from mmspeed.parallel import parallelize
 from tests.support.memory_counts import MatmulCounter
 
 BRANCHES = ("attention", "cross_attention", "mlp")
-LARGE: tuple[ActivationPolicy, ...] = ("recompute", "selective", "offload", "offload_selective")
+LARGE: tuple[ActivationPolicy, ...] = ("recompute", "selective", "offload", "offload_selective", "offload_recompute")
 SMALL = ("norm", "activation")
 BLOCKS = 3
 SPARSE: dict[str, Any] = {

@@ -17,7 +17,7 @@ from .knapsack import Option, choose, least_room, peak_of
 
 BRANCHES = ("attention", "cross_attention", "mlp")
 SMALL: ActivationPolicies = {"norm": "recompute", "activation": "recompute"}
-WAYS: tuple[ActivationPolicy, ...] = ("recompute", "selective", "offload_selective", "offload")
+WAYS: tuple[ActivationPolicy, ...] = ("recompute", "selective", "offload_recompute", "offload_selective", "offload")
 UNITS = 1 << 14  # of the room: bytes are rounded up to such a unit where an exact choice would take long
 
 # -- options of a block ------------------------------------------------------------------------------------------------
@@ -225,8 +225,8 @@ class StepFigures:
         update = self.static.between + self.static.gradients + self.static.update
         return max(update, self.base + gradients + self.tail)
 
-    def choose(self, budget: int) -> list[int] | None:
-        """The options that add least time within a budget of bytes; None where nothing fits."""
+    def choose(self, budget: int, host_room: int | None = None) -> list[int] | None:
+        """The options that add least time within a budget of bytes, and within the host's room; None where nothing fits."""
         if budget < self.fixed_peak:
             return None
         room = budget - self.base
@@ -234,8 +234,10 @@ class StepFigures:
         if room < least_room(blocks, gradients=gradients)[0]:
             return None
         units = (room // UNITS, room // UNITS**1.5, 1)  # near the least that is possible, rounding may leave nothing
-        tried = (choose(blocks, room, gradients=gradients, unit=max(1, int(unit))) for unit in units)
-        return next(choice for choice in tried if choice is not None)
+        tried = (
+            choose(blocks, room, gradients=gradients, host_room=host_room, unit=max(1, int(unit))) for unit in units
+        )
+        return next((choice for choice in tried if choice is not None), None)
 
     def smallest(self) -> list[int]:
         """The options with the lowest peak."""
@@ -244,6 +246,12 @@ class StepFigures:
     def least(self) -> int:
         """The least budget for which there is a choice."""
         return max(self.fixed_peak, self.base + least_room(self.blocks(), gradients=self.resident_gradients())[0])
+
+    def alike(self) -> list[list[int]]:
+        """The choices in which all blocks take the same ways."""
+        numbers = [{tuple(option.ways.items()): n for n, option in enumerate(options)} for options in self.options]
+        shared = [ways for ways in numbers[0] if all(ways in own for own in numbers)]
+        return [[numbers[kind][ways] for kind in self.kinds] for ways in shared]
 
     def peak(self, chosen: Sequence[int]) -> int:
         """Bytes at the peak of a step with these options."""

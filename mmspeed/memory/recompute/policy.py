@@ -21,6 +21,7 @@ from .regions import ActivationPolicies, check_policies, set_policies
 SWAPPED: dict[str, ActivationPolicy] = {
     "offload": "save",
     "offload_selective": "selective",
+    "offload_recompute": "recompute",
 }  # the way without swapping
 
 

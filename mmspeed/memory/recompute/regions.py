@@ -30,6 +30,7 @@ POLICIES: dict[str, RegionPolicy] = {
     "recompute": RegionPolicy(),
     "selective": RegionPolicy(matmul="save", attention="save"),
     "offload_selective": RegionPolicy(matmul="offload", attention="offload", exchange="offload", inputs="offload"),
+    "offload_recompute": RegionPolicy(exchange="offload", inputs="offload"),
 }
 
 

@@ -54,6 +54,7 @@ EXPECTED: dict[tuple[str, ActivationPolicy], tuple[int, int]] = {
     ("block", "selective"): (PRODUCTS, 0),
     ("block", "offload"): (SMALL, PLAIN - SMALL),
     ("block", "offload_selective"): (DOWN, PRODUCTS - DOWN),
+    ("block", "offload_recompute"): (0, X),
     ("attention", "recompute"): (PLAIN - ATTENTION, 0),
     ("attention", "selective"): (PLAIN - ATTENTION + ATTENTION_PRODUCTS, 0),
     ("attention", "offload"): (PLAIN - X - ATTENTION + ATTENTION_SMALL, X + ATTENTION - ATTENTION_SMALL + MODULATION),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ import torch
 from torch import Tensor
 
 from mmspeed.config import Config
+from mmspeed.config.adapters import BaseConfig
+from mmspeed.config.memory import MemoryConfig
 from mmspeed.device import Device
 from mmspeed.errors import UserError
+from mmspeed.log import format_bytes
 from mmspeed.mesh import process_group
 from mmspeed.models.adapters import is_adapter
 from mmspeed.pipelines import TrainCallback, TrainPipeline
@@ -21,11 +25,12 @@ from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.domains.video.synthetic import EncoderShapes
 from mmspeed.pipelines.tasks import as_task
 from mmspeed.pipelines.training.events import EndEvent
-from mmspeed.pipelines.tuning.base_choice import choose_base
+from mmspeed.pipelines.tuning.base_choice import BASES, BaseChooser, device_for, for_tensors
 from mmspeed.pipelines.tuning.memory_estimate import plan_memory
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
 from mmspeed.protocols import MicroBatchSize
 from mmspeed.shapes import Strides
+from tests.claims.adapter_memory import MODELS, chooser
 from tests.support.checkpoints import whole_checkpoint
 from tests.support.published import published_config, write_cache
 from tests.support.runs import losses
@@ -34,6 +39,7 @@ from tests.support.video_transformers import make_model
 CPU = Device("cpu", 0)
 WIDE = {"num_attention_heads": 8, "attention_head_dim": 64, "ffn_dim": 2048, "num_layers": 4, "freq_dim": 256}
 HALF = ("device.dtype=bfloat16", "model.base.dtype=bfloat16")
+INT8 = ("device.dtype=bfloat16", "model.base.dtype=int8")
 
 
 def save_base(folder: Path, **changes: Any) -> None:
@@ -81,7 +87,7 @@ def trained(folder: Path, *overrides: str) -> tuple[list[float], dict[str, Tenso
 
 WAYS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("memory.fraction=0.5",), ()),
-    *(((f"memory.activation_policy={{block: {way}}}",), ()) for way in ("recompute", "selective", "offload", "offload_selective")),
+    *(((f"memory.activation_policy={{block: {way}}}",), ()) for way in ("recompute", "selective", "offload", "offload_selective", "offload_recompute")),
     (("memory.activation_policy={attention: recompute, mlp: offload}",), ()),
     (("memory.mlp_chunk=7",), ()),
     (("memory.states=host",), ()),
@@ -111,7 +117,12 @@ def test_ways_of_memory_change_nothing_that_is_learned(
 
 @pytest.mark.parametrize("policy", ["save", pytest.param("recompute", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "more", [pytest.param((), id="float32", marks=pytest.mark.slow), pytest.param(HALF, id="bfloat16")]
+    "more",
+    [
+        pytest.param((), id="float32", marks=pytest.mark.slow),
+        pytest.param(HALF, id="bfloat16"),
+        pytest.param(INT8, id="int8"),
+    ],
 )
 def test_a_step_takes_what_a_check_expects(tmp_path: Path, policy: str, more: tuple[str, ...]) -> None:
     save_base(tmp_path, **WIDE)
@@ -146,17 +157,30 @@ def test_a_checkpoint_holds_the_adapters_alone(tmp_path: Path) -> None:
 
 def test_a_base_is_fitted_into_a_memory_the_least_slow_way_first(home: Path) -> None:
     config = adapted(home, "fitted", "train.micro_batch_size=1", "device.dtype=bfloat16", "memory.offload_from=1MB")
+    choices = BaseChooser(config, lambda one: as_task(VideoDomain(one).use(EncoderShapes(4, Strides(4, 8), 8)), one))
+    roomy = choices.choose(10**9)
+    assert (roomy.base.dtype, roomy.base.place, roomy.refused) == ("bfloat16", "device", ())
+    assert roomy.memory == {"budget": f"{for_tensors(10**9) // 10**6}MB"} and for_tensors(10**9) == 475 * 10**6
+    with pytest.raises(
+        UserError, match=r"--memory 0 B: no step fits; the least is a base of (.*), which needs"
+    ) as error:
+        choices.choose(0)
+    least = min(device_for(plan.figures.least()) for plan in (choices.plan(*base) for base in BASES))
+    tight = choices.choose(least)  # the error names a device that does
+    assert tight.plan.figures.peak(tight.chosen) <= for_tensors(least) and format_bytes(least) in str(error.value)
+    assert [way for way, _ in tight.refused] == [BaseConfig(dtype=d, place=p) for d, p in BASES[: len(tight.refused)]]
+    assert (
+        all(f"{way.dtype} " in tight.line() for way, _ in tight.refused) and "the least slow that fits" in tight.line()
+    )
 
-    def opened(one: Any) -> Any:
-        return as_task(VideoDomain(one).use(EncoderShapes(4, Strides(4, 8), 8)), one)
 
-    found = {}
-    for budget in (10**9, 0):
-        try:
-            base, plan = choose_base(config, budget, opened)
-            found[budget] = f"{base.dtype} {base.place}"
-            assert plan.chosen is not None and plan.figures.peak(plan.chosen) <= budget
-        except UserError as error:
-            found[budget] = str(error).partition(",")[0]
-    assert found[10**9] == "bfloat16 device"
-    assert found[0].startswith("--memory: a step takes at least") and "int8 base on the host" in found[0]
+def test_two_experts_get_the_same_ways_in_all_blocks(tmp_path: Path) -> None:
+    """A budget chooses for one model alone."""
+    tiny = {"num_attention_heads": 2, "attention_head_dim": 12, "text_dim": 16, "ffn_dim": 32, "num_layers": 3}
+    shapes = replace(MODELS["Wan 2.2 A14B"], settings=tiny, inputs=EncoderShapes(16, Strides(4, 8), 16), tokens=16)
+    choices = chooser(tmp_path / "model", shapes, (17, 128, 192))
+    roomy = choices.choose(10**10)
+    assert roomy.memory == {} and not any(roomy.chosen)
+    tight = choices.choose(device_for(roomy.plan.figures.peak(roomy.chosen) - 10))
+    assert len(set(tight.chosen)) == 1 and tight.memory["activation_policy"]
+    assert MemoryConfig.model_validate(tight.memory).chooses is False

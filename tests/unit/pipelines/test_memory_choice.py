@@ -33,6 +33,7 @@ from mmspeed.pipelines.tuning.memory_search import (
     budget_bytes,
     fastest_within,
     full_setting,
+    host_room,
     measured_figures,
 )
 from mmspeed.pipelines.tuning.profile import profile
@@ -84,7 +85,7 @@ def test_figures_of_branches_add_up(tmp_path: Path) -> None:
     bench = BlockProfiler(DeviceProfiler(CPU), Offloader(CPU, 1 << 14), with_swap=True)
     singles = [bench.weigh(call, ways) for ways in single_policies(regions_of(call.block), True)]
     every = combinations(singles)
-    assert len(every) == 125 + 4 + 1  # each of 5 ways of 3 branches; 4 of the block; norm and activation
+    assert len(every) == 216 + 5 + 1  # each of 6 ways of 3 branches; 5 of the block; norm and activation
     shared = 0
     for option in every[6::9]:
         actual = bench.weigh(call, option.ways)
@@ -211,6 +212,22 @@ def test_fractions_are_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     assert budget_bytes(MemoryConfig(budget="2GB"), CPU) == 2 * 10**9
     monkeypatch.setattr(Device, "total_memory_bytes", lambda self: 8 * 10**9)
     assert budget_bytes(MemoryConfig(fraction=0.5), Device("cuda", 0)) == 4 * 10**9
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_is_offloaded_fits_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Device, "free_memory_bytes", lambda self: 10**9)
+    config = config_of(tmp_path, "memory.offload_from=16KiB")
+    task, step = task_of(config), MicroBatchSize(config.buckets[0], 1, False)
+    figures = plan_memory(config, task=task, step=step, speeds=DeviceSpeeds(flops=1e10, host=1e15)).figures
+    assert host_room(config, figures, CPU) is None and host_room(config, figures, Device("cuda", 0)) == 8 * 10**8
+    budget = int(0.7 * figures.plain_peak())
+    choices = [figures.choose(budget), figures.choose(budget, 10**5)]
+    assert None not in choices
+    for choice, most in zip(choices, (None, 10**5), strict=True):
+        hosts = [options[option].host for options, option in zip(figures.blocks(), choice or [], strict=True)]
+        assert sum(hosts) > 10**5 if most is None else sum(hosts) <= most
+        assert figures.peak(choice or []) <= budget
 
 
 def test_what_a_choice_depends_on_is_of_jsons_types(tmp_path: Path) -> None:
