@@ -33,7 +33,8 @@ def whole_checkpoint(run: Path, folder: Path | None = None) -> dict[str, Tensor]
 def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     """Names of tensors that are not bitwise the same."""
     assert one.keys() == other.keys() and one
-    return [name for name in one if not torch.equal(one[name], other[name])]
+    bits = [{name: tensor.reshape(-1).view(torch.uint8) for name, tensor in each.items()} for each in (one, other)]
+    return [name for name in one if not torch.equal(bits[0][name], bits[1][name])]
 
 
 def farthest(one: dict[str, Tensor], other: dict[str, Tensor], prefix: str) -> float:
