@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from mmspeed.__main__ import main
 from mmspeed.loop.checkpoint.load import latest, load, open_checkpoint
 from mmspeed.loop.checkpoint.manager import CheckpointManager, TrainingState
 from mmspeed.loop.checkpoint.storage import FROZEN
@@ -18,7 +19,6 @@ from mmspeed.models.adapters import base_name
 from mmspeed.models.frozen_linear import FrozenLinear, quantised
 from mmspeed.parallel import unwrap
 from mmspeed.pipelines import TrainCallback, TrainPipeline
-from mmspeed.pipelines.inference.export_adapter import export_adapter
 from mmspeed.pipelines.training.events import EndEvent
 from tests.support.checkpoints import differing, whole_checkpoint
 from tests.support.runs import losses
@@ -156,3 +156,28 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(home: Path, name: str) -> Non
     assert not differing(parts, whole)
     kinds = {key.partition(".")[0] for key in whole}
     assert kinds == {"model", "ema", "optimizer"}
+
+
+def bytes_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", ["fsdp", pytest.param("fsdp of four", marks=pytest.mark.slow)])
+def test_processes_export_the_bytes_of_one(home: Path, tmp_path: Path, name: str) -> None:
+    """The folders of a checkpoint of several processes, and of that which one process writes once it has read it."""
+    ensure(home, name)
+    run, keys = run_of(name)
+    config = adapted(home, run, *keys)
+    again, model = Path(shutil.copytree(config.run_dir, tmp_path / run)), filled(config.model, 4, 8, "cpu")
+    step = load(again / "checkpoints" / "step-00000020", model)["step"]
+    shutil.rmtree(again / "checkpoints")
+    CheckpointManager(again / "checkpoints").save(step, TrainingState(model), blocking=True)
+    writers = [{path.name[:11] for path in each.glob("checkpoints/*20/shard-*")} for each in (config.run_dir, again)]
+    assert [len(names) for names in writers] == [CASES[name][0], 1]
+    for form in ("diffusers", "peft", "original", "merged"):
+        folders = []
+        for number, each in enumerate((config.run_dir, again)):
+            out = tmp_path / f"{form}-{number}"
+            assert main(["export", str(each), "-o", str(out), "--format", form, "--weights", "model"]) == 0
+            folders.append(bytes_in(out))
+        assert folders[0] == folders[1] and any(file.endswith(".safetensors") for file in folders[0]), form
