@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -176,3 +177,15 @@ def test_processes_export_the_bytes_of_one(home: Path, tmp_path: Path, name: str
             assert main(["export", str(each), "-o", str(out), "--format", form, "--weights", "model"]) == 0
             folders.append(bytes_in(out))
         assert folders[0] == folders[1] and any(file.endswith(".safetensors") for file in folders[0]), form
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ulysses=2", "ring=2", "tp=2", "dp_shard=2", "dp_replicate=2"])
+def test_the_check_of_a_layout_trains_adapters(
+    home: Path, tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, tree = tmp_path / "run.yaml", adapted(home, "checked").model_dump(mode="json", by_alias=True)
+    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    assert main(["check", str(path), "--parallel", layout]) == 0
+    text = capsys.readouterr().out
+    assert "PASSED" in text and "images: the 5 gradients of 40 that" in text and ".lora_B.default.weight" in text
