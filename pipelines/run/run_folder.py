@@ -194,8 +194,9 @@ class RunFolder:
         for section, key in config.free_on_resume:
             for tree in (before, now):
                 tree.get(section, {}).pop(key, None)
-        kept = ({name: tree[name] for name in config.fixed_on_resume if name in tree} for tree in (before, now))
-        fixed = _differing_keys(*kept)
+        names = config.fixed_on_resume
+        earlier, later = ({name: tree[name] for name in names if name in tree} for tree in (before, now))
+        fixed = _differing_keys(earlier, later)
         if fixed:
             raise UserError(
                 f"{self.root} was started with another {', '.join(fixed)}: restore the config, or choose another `name` for this run "
