@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mmspeed.config.adapters import AdapterConfig
 from mmspeed.config.language import LanguageConfig
 from mmspeed.config.schema import PublishedModelConfig, RunConfig
+from mmspeed.data.cache.tensor_files import rows_of, write_safetensors
 from mmspeed.errors import UserError
 from mmspeed.models.adapter_files import PEFT, to_authors
 from mmspeed.models.diffusers.repository import Repository
@@ -227,6 +228,7 @@ def _write_diffusers(
         kind.save_lora_weights(
             work, transformer_lora_layers=tensors, weight_name=file, transformer_lora_adapter_metadata=settings
         )
+        _write_in_order(work / file)
     read, *_, metadata = kind.lora_state_dict(
         work, weight_name=file, return_lora_metadata=True, local_files_only=True, use_safetensors=True
     )
@@ -237,6 +239,15 @@ def _write_diffusers(
             f"diffusers {diffusers.__version__} does not keep the settings of adapters of {repository.pipeline}, without which alpha is "
             "lost: use a newer diffusers"
         )
+
+
+def _write_in_order(path: Path) -> None:
+    """Write a file again with its metadata in order: safetensors writes several entries in another order each time."""
+    with safe_open(path, "pt") as file:
+        metadata, tensors = dict(sorted(file.metadata().items())), {name: file.get_tensor(name) for name in file.keys()}
+    rows, part = rows_of(tensors), path.with_suffix(".part")  # apart: the tensors still lie in the file
+    write_safetensors(part, metadata, rows, (tensors[row.name] for row in rows))
+    part.replace(path)
 
 
 def _write_original(

@@ -194,13 +194,9 @@ class RunFolder:
         for section, key in config.free_on_resume:
             for tree in (before, now):
                 tree.get(section, {}).pop(key, None)
-        fixed = []
-        for name in _differing(before, now):
-            if name in config.fixed_on_resume:
-                earlier, section = before.get(name, {}), now.get(name, {})
-                fixed += (
-                    [f"{name}.{key}" for key in _differing(earlier, section)] if isinstance(section, dict) else [name]
-                )
+        names = config.fixed_on_resume
+        earlier, later = ({name: tree[name] for name in names if name in tree} for tree in (before, now))
+        fixed = _differing_keys(earlier, later)
         if fixed:
             raise UserError(
                 f"{self.root} was started with another {', '.join(fixed)}: restore the config, or choose another `name` for this run "

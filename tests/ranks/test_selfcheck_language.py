@@ -67,6 +67,18 @@ def test_auxiliary_losses_pass(balance: str, tmp_path: Path, capsys: pytest.Capt
         assert "PASSED" in text and ("compared with model.balance: micro_batch" in text) == (balance == "global_batch")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ulysses=2", "tp=2", "dp_shard=2", "dp_replicate=2"])
+def test_adapters_pass(layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They alone have gradients: A and B of seven layers of three blocks."""
+    write_model(tiny_twin(SHAPES["qwen3-8b"].settings), tmp_path / "hub", seed=1)
+    adapter = {"kind": "lora", "rank": 4, "alpha": 8, "targets": "attention+mlp"}
+    path = written(tmp_path, model={"pretrained": str(tmp_path / "hub"), "adapter": adapter}, objective={})
+    assert main(["check", str(path), "--parallel", layout]) == 0
+    text = capsys.readouterr().out
+    assert "PASSED" in text and "packs: the 5 gradients of 42 that" in text and ".lora_A.default.weight" in text
+
+
 def test_a_layout_that_does_not_fit_the_decoder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for layout, message in (
         ("tp=3", "the model's 32 heads cannot be divided among the 3 devices"),

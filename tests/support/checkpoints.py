@@ -33,7 +33,8 @@ def whole_checkpoint(run: Path, folder: Path | None = None) -> dict[str, Tensor]
 def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     """Names of tensors that are not bitwise the same."""
     assert one.keys() == other.keys() and one
-    return [name for name in one if not torch.equal(one[name], other[name])]
+    bits = [{name: tensor.reshape(-1).view(torch.uint8) for name, tensor in each.items()} for each in (one, other)]
+    return [name for name in one if not torch.equal(bits[0][name], bits[1][name])]
 
 
 def farthest(one: dict[str, Tensor], other: dict[str, Tensor], prefix: str) -> float:
@@ -41,3 +42,14 @@ def farthest(one: dict[str, Tensor], other: dict[str, Tensor], prefix: str) -> f
     names = [name for name in one if name.startswith(prefix)]
     assert names and one.keys() == other.keys()
     return max((one[name] - other[name]).abs().max().item() for name in names if one[name].numel())
+
+
+def farthest_gradient(true: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The greatest distance of two first moments of AdamW, which after one step are a tenth of the gradients, as a share of their norm.
+
+    A norm counts as a tenth of the largest one at least: in the smallest, larger numbers nearly cancel, and are rounded.
+    """
+    moments = {name: value for name, value in true.items() if name.endswith(".exp_avg")}
+    least = 0.1 * max(value.norm() for value in moments.values())
+    assert all(value.any() for value in moments.values())
+    return max(float((other[name] - value).norm() / max(value.norm(), least)) for name, value in moments.items())
