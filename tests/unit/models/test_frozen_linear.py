@@ -96,29 +96,30 @@ def _counted(gather: Any, gathered: Counter[str], output_tensor: torch.Tensor, *
     return gather(output_tensor, *args, **options)
 
 
-def on_two(folder: Path) -> dict[str, Any]:
+def on_two(folder: Path, kind: Kind) -> dict[str, Any]:
     """How far a step is from that of the dequantised model, and how many bytes less all-gathers received."""
     results: dict[str, Any] = {}
     call = (
         "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     )  # of torch 2.13, 2.11
     meshes, gather = Meshes(), getattr(dist, call)
-    for dtype in ("bfloat16", "int8"):
+    for dtype in ("bfloat16", kind):
         mesh, layout = meshes.of(ParallelConfig())
         gathered: Counter[str] = Counter()
-        model = adapted(folder, "int8")
-        model = model if dtype == "int8" else dequantised_twin(folder, model)
+        model = adapted(folder, kind)
+        model = model if dtype == kind else dequantised_twin(folder, model)
         model = parallelize(model, mesh, "fsdp", layout=layout, compute_dtype=torch.bfloat16)
         with mock.patch.object(dist, call, partial(_counted, gather, gathered)):
             loss, gradients = step(model, 1 / dist.get_world_size())
         results[dtype] = loss, gradients, gathered["bytes"]
-    (loss, gradients, nbytes), (true, others, plain) = results["int8"], results["bfloat16"]
+    (loss, gradients, nbytes), (true, others, plain) = results[kind], results["bfloat16"]
     return {"loss": abs(loss - true) / true, "gradient": worst(gradients, others)[0], "saved": plain - nbytes}
 
 
-def test_processes_gather_one_byte_a_number(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["int8", pytest.param("float8", marks=pytest.mark.slow)])
+def test_processes_gather_one_byte_a_number(tmp_path: Path, kind: Kind) -> None:
     folder = save_wan(tmp_path / "wan", in_channels=4, out_channels=4, text_dim=8)
-    result, model = run_ranks(on_two, 2, folder)[0], adapted(folder, "int8")
+    result, model = run_ranks(on_two, 2, folder, kind)[0], adapted(folder, kind)
     assert result["loss"] <= 1e-5 and result["gradient"] <= 1e-5, result
     blocks = [block for _, block in blocks_of(model)]
     frozen = [layer for block in blocks for layer in block.modules() if isinstance(layer, FrozenLinear)]
