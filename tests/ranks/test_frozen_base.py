@@ -50,7 +50,9 @@ def test_a_stopped_run_and_a_base_on_the_host_give_the_same_bits(tmp_path: Path,
 def test_another_number_type_is_another_base_beside_which_a_new_run_begins(tmp_path: Path) -> None:
     save_base(tmp_path)
     train(tmp_path, "first", "bfloat16", "train.steps=2")
-    with pytest.raises(UserError, match=r"another base: .*\(model\.base\.dtype\), or begin a new run with train\.start_"):
+    with pytest.raises(
+        UserError, match=r"another base: .*\(model\.base\.dtype\), or begin a new run with train\.start_"
+    ):
         train(tmp_path, "first", "int8")
     start = adapted(tmp_path, "first").run_dir
     train(tmp_path, "second", "int8", f"train.start_from={start}", "train.steps=1")
