@@ -20,13 +20,14 @@ from tests.support.checkpoints import differing, whole_checkpoint
 from tests.support.covers import slow_but
 from tests.support.experts import experts_config
 from tests.support.foreign_training import HALF as SPARSE
-from tests.support.runs import losses
-from tests.support.tiny_repositories import save_wan_experts
+from tests.support.runs import CLIPS, losses
+from tests.support.tiny_repositories import REPOSITORIES, save_wan_experts
 from tests.unit.pipelines.test_adapter_memory import HALF, WAYS, adapted, save_base, trained
 from tests.unit.pipelines.test_export_adapters import language_run
+from tests.unit.pipelines.test_family_chain import BUCKETS, IMAGES, VIDEO, pictures
 
 ADAPTER = "{kind: lora, rank: 3, alpha: 6, targets: attention+mlp}"
-IN_BLOCKS = re.compile(r"(^|\.)(blocks|layers)\.\d+\..+\.weight$")
+IN_BLOCKS = re.compile(r"^(model\.)?\w*(blocks|layers)\.\d+\..+\.weight$")
 MakeConfig = Callable[..., Config | LanguageConfig]
 
 
@@ -38,6 +39,14 @@ def wan(folder: Path, sparse: str = "null") -> MakeConfig:
 def two_experts(folder: Path) -> MakeConfig:
     save_wan_experts(folder / "base")
     return lambda name, *overrides: experts_config(folder, f"name={name}", f"model.adapter={ADAPTER}", *overrides)
+
+
+def family(folder: Path, name: str) -> MakeConfig:
+    REPOSITORIES[name](folder / "base")
+    sources = pictures(folder / "pictures") if name in IMAGES else CLIPS
+    data = f"data.buckets=[{BUCKETS.get(name, VIDEO)}]", f"data.sources=[{{path: {sources}}}]", "data.limit=5"
+    adapter = f"model.adapter={ADAPTER}"
+    return lambda run, *overrides: experts_config(folder, f"name={run}", adapter, *data, *overrides, weighting="step")
 
 
 def decoder(folder: Path, shape: str) -> MakeConfig:
@@ -59,6 +68,7 @@ MODELS: dict[str, Callable[[Path], MakeConfig]] = {
     "wan, sparse": partial(wan, sparse=f"{{{SPARSE}}}"),
     "two experts": two_experts,
     "decoder": partial(decoder, shape="tiny-qwen3-0.6b"),
+    **{name: partial(family, name=name) for name in REPOSITORIES if name != "wan"},
 }
 
 
@@ -90,10 +100,10 @@ def sampled(config: Config | LanguageConfig) -> torch.Tensor:
 def test_bytes_learn_what_their_numbers_learn(tmp_path: Path, name: str, kind: Kind) -> None:
     make = MODELS[name](tmp_path)
     ways = ("device.dtype=bfloat16", "train.lr=1e-2")
+    other, _ = run(make("before", *ways, "model.base.dtype=bfloat16"))  # fills the cache
     config = make("bytes", *ways, f"model.base.dtype={kind}")
     found, saved = run(config)
     video = sampled(config) if name == "two experts" else None
-    other, _ = run(make("before", *ways, "model.base.dtype=bfloat16"))
     round_files(tmp_path / "base", kind)
     config = make("numbers", *ways, "model.base.dtype=bfloat16")
     true, tensors = run(config)
