@@ -175,7 +175,8 @@ def _check_base(
     if fingerprint(model, names, alone, group) != meta[FROZEN]:
         raise UserError(
             f"checkpoint {folder} was trained on another base: the {len(names)} tensors here that it does not hold, such as "
-            f"`{names[0]}`, are not the weights that were frozen then. Begin from the same base, in the same number type"
+            f"`{names[0]}`, are not the weights that were frozen then. Begin from the same base, in the same number type (model.base.dtype), "
+            f"or begin a new run with train.start_from: {folder}"
         )
 
 

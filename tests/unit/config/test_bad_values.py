@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,10 @@ from mmspeed.__main__ import main
 from mmspeed.config import make_config
 from mmspeed.config.methods import METHODS
 from mmspeed.errors import UserError
+from mmspeed.pipelines.inference.language import export_language_run
+from tests.support.runs import CLIPS
+from tests.support.tiny_repositories import save_wan
+from tests.unit.pipelines.test_export_adapters import adapted_run, language_run
 
 BUCKET = {"frames": 13, "height": 96, "width": 160}
 AUTO, DDPM = "objective.shift=auto", "objective.kind=ddpm"
@@ -19,6 +25,8 @@ LINEAR = (AUTO, "objective.auto_shift.rule=linear")
 NO_WEIGHT = (DDPM, "objective.zero_terminal_snr=true", "objective.prediction=v")
 DIFFUSERS = ("model.kind=diffusers", "model.pretrained=a/b")
 ADAPTED = (*DIFFUSERS, "model.adapter.kind=lora")
+ONE_BYTE = (*ADAPTED, "device.dtype=bfloat16", "model.base.dtype=int8")
+HOST = "model.base.place=host"
 TARGETS = r"'model\.adapter\.targets': must be attention, attention\+mlp, blocks or a list of layers"
 SHIFT = r"'objective\.shift': must be a number above 0, auto, or numbers by bucket such as {13x96x160: 3\.0}"
 
@@ -91,12 +99,20 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
     ((*DIFFUSERS, "model.width=64"), r"unknown key 'model\.width'"),
     ((*ADAPTED, "model.adapter.rank=0"), r"'model\.adapter\.rank': input should be greater than or equal to 1"),
     ((*ADAPTED, "model.adapter.alpha=0"), r"'model\.adapter\.alpha': input should be greater than 0"),
+    ((*ADAPTED, "model.adapter.alpha=-1"), r"'model\.adapter\.alpha': input should be greater than 0 \(got -1\)"),
     ((*ADAPTED, "model.adapter.targets=atention"), TARGETS),
     ((*ADAPTED, "model.adapter.targets=[]"), TARGETS),
     ((*ADAPTED, "model.adapter.kind=dora"), r"'model\.adapter\.kind': input should be 'lora' \(got 'dora'\)"),
     ((*ADAPTED, "model.adapter.dropout=1"), r"unknown key .*; the keys there are kind, rank, alpha, rslora, targets"),
     ((*ADAPTED, "model.adapter.use_dora=true"), r"adapters are LoRA alone; dropout, DoRA, LoKr"),
     ((*ADAPTED, "model.base.dtype=int8"), r"int8 is computed with in bfloat16: set device\.dtype: bfloat16"),
+    ((*ADAPTED, "model.base.dtype=int4"), r"'model\.base\.dtype': input should be 'float32'.*'float8' \(got 'int4'\)"),
+    (
+        (*ONE_BYTE, "parallel.tp=2"),
+        r"dtype int8 keeps layers that parallel\.tp cannot split: use bfloat16, or parallel",
+    ),
+    ((*ONE_BYTE, HOST, "parallel.strategy=ddp"), r"place host goes with parallel\.strategy auto or fsdp, not ddp"),
+    ((*DIFFUSERS, HOST), r"place host is for weights that stay frozen: set model\.adapter"),
     ((*DIFFUSERS, "model.base.dtype=int8"), r"dtype int8 is for weights that stay frozen: set model\.adapter"),
     ((*DIFFUSERS, "parallel.dsp=2"), r"parallel\.dsp 2 .* model\.kind: diffusers has none"),
     # overrides that are none
@@ -121,6 +137,25 @@ def test_a_mistake_is_one_line_that_names_its_key(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ("model.shape=tiny-qwen3-0.6b", "model.adapter.kind=lora"),
+            r"`adapter` trains beside a model that has learnt",
+        ),
+        (("model.pretrained=a/b", "model.base.dtype=float8"), r"dtype float8 is for weights that stay frozen"),
+        (("model.pretrained=a/b", *ONE_BYTE[2:], "parallel.tp=2"), r"dtype int8 keeps layers that parallel\.tp cannot"),
+        (("model.pretrained=a/b", "model.adapter={kind: lora, dropout: 1}"), r"unknown key 'model\.adapter\.dropout'"),
+    ],
+)
+def test_adapters_of_language_models_are_refused_alike(overrides: tuple[str, ...], said: str) -> None:
+    texts = {"sources": [{"path": "a.jsonl"}], "cache": "cache"}
+    with pytest.raises(UserError, match=said) as caught:
+        make_config({"task": "language", "texts": texts}, overrides)
+    assert "\n" not in str(caught.value)
+
+
 def test_data_must_be_given_and_several_mistakes_are_reported_together() -> None:
     with pytest.raises(UserError, match="'data' is missing"):
         make_config({"train": {}})
@@ -137,3 +172,23 @@ def test_the_command_ends_with_one_line(override: str, tmp_path: Path, capsys: p
         captured = capsys.readouterr()
         (line,) = captured.err.strip().splitlines()
         assert override.split("=")[0] in line and "Traceback" not in line and captured.out == ""
+
+
+def test_commands_on_adapters_end_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the model or the run's folder tells is wrong, such as targets that no layer has."""
+    run, _ = adapted_run(tmp_path, save_wan(tmp_path / "base"))
+    export_language_run(language_run(tmp_path, "first", shape="tiny-qwen3-30b-a3b"), tmp_path / "experts")
+    experts = tmp_path / "runs" / "first" / "config.yaml"
+    clips, adapter = f"data.sources=[{{path: {CLIPS}}}]", "model.adapter={kind: lora, targets: attention+mlp}"
+    shutil.copytree(run, tmp_path / "unsaved", ignore=shutil.ignore_patterns("step-*"))
+    for words, said in (
+        (("train", run / "config.yaml", "name=new", clips, "model.adapter.targets=[to_qq]"), r"layer 'to_qq'; did you mean 'to_q'\?"),
+        (("train", experts, "name=new", f"model={{pretrained: {tmp_path / 'experts'}}}", adapter), r"layers\.0\.mlp\.\S+ holds the weights of exp"),
+        (("export", tmp_path / "unsaved", "-o", tmp_path / "new"), r"unsaved has no checkpoint yet"),
+        (("export", run, "-o", tmp_path / "new", "--checkpoint", "best"), r"has no best checkpoint"),
+        (("export", run, "-o", tmp_path / "base"), r"--out: \S+base exists already; name a new folder"),
+    ):  # fmt: skip
+        assert main([str(word) for word in words]) == 1
+        *_, line = capsys.readouterr().err.strip().splitlines()
+        assert re.search(rf"^mmspeed: error: .*{said}", line), line
+    assert not (tmp_path / "new").exists()

@@ -26,7 +26,7 @@ from mmspeed.rng import normal
 from tests.support.added_model import Meshes
 from tests.support.foreign_steps import whole, worst
 from tests.support.spawn import run_ranks
-from tests.support.tiny_repositories import save_wan
+from tests.support.tiny_repositories import save_wan, wan_transformer
 from tests.support.video_transformers import loss_of, make_inputs
 
 KINDS: tuple[Kind, ...] = ("int8", "float8")
@@ -86,9 +86,24 @@ def test_a_model_computes_with_the_numbers_of_its_bytes(tmp_path: Path, kind: Ki
         (loss, gradients), (true, others) = step(model), step(dequantised_twin(tmp_path / "wan", model))
     assert abs(loss - true) <= 1e-5 * true
     assert worst(gradients, others)[0] <= 1e-5 and len(gradients) == 2 * len(frozen)
-    numbers = sum(layer.weight.numel() for layer in frozen)
-    expected = numbers + sum(4 * len(layer.weight) for layer in frozen)
-    assert sum(layer.weight.nbytes + layer.scale.nbytes for layer in frozen) == expected
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", *KINDS])
+def test_a_base_takes_the_bytes_of_its_number_type(tmp_path: Path, dtype: Any) -> None:
+    """One byte a number and four a row of linear layers in blocks, two of all else but what the class keeps in float32."""
+    from diffusers import WanTransformer3DModel
+
+    wide = {"num_attention_heads": 8, "attention_head_dim": 64, "ffn_dim": 2048, "freq_dim": 256}
+    folder = save_wan(tmp_path / "wan", in_channels=4, out_channels=4, text_dim=8, **wide)
+    weights, expected = [p for p in adapted(folder, dtype).parameters() if not p.requires_grad], 0
+    for name, parameter in wan_transformer(in_channels=4, out_channels=4, text_dim=8, **wide).named_parameters():
+        if dtype in KINDS and name.startswith("blocks.") and parameter.ndim == 2:
+            expected += parameter.numel() + 4 * len(parameter)
+        else:
+            kept = any(part in name.split(".") for part in WanTransformer3DModel._keep_in_fp32_modules)
+            expected += (4 if kept else 2) * parameter.numel()
+    held = {weight.data_ptr(): weight.untyped_storage().nbytes() for weight in weights}
+    assert sum(held.values()) == pytest.approx(expected, rel=0.02)
 
 
 def _counted(gather: Any, gathered: Counter[str], output_tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
@@ -96,29 +111,30 @@ def _counted(gather: Any, gathered: Counter[str], output_tensor: torch.Tensor, *
     return gather(output_tensor, *args, **options)
 
 
-def on_two(folder: Path) -> dict[str, Any]:
+def on_two(folder: Path, kind: Kind) -> dict[str, Any]:
     """How far a step is from that of the dequantised model, and how many bytes less all-gathers received."""
     results: dict[str, Any] = {}
     call = (
         "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     )  # of torch 2.13, 2.11
     meshes, gather = Meshes(), getattr(dist, call)
-    for dtype in ("bfloat16", "int8"):
+    for dtype in ("bfloat16", kind):
         mesh, layout = meshes.of(ParallelConfig())
         gathered: Counter[str] = Counter()
-        model = adapted(folder, "int8")
-        model = model if dtype == "int8" else dequantised_twin(folder, model)
+        model = adapted(folder, kind)
+        model = model if dtype == kind else dequantised_twin(folder, model)
         model = parallelize(model, mesh, "fsdp", layout=layout, compute_dtype=torch.bfloat16)
         with mock.patch.object(dist, call, partial(_counted, gather, gathered)):
             loss, gradients = step(model, 1 / dist.get_world_size())
         results[dtype] = loss, gradients, gathered["bytes"]
-    (loss, gradients, nbytes), (true, others, plain) = results["int8"], results["bfloat16"]
+    (loss, gradients, nbytes), (true, others, plain) = results[kind], results["bfloat16"]
     return {"loss": abs(loss - true) / true, "gradient": worst(gradients, others)[0], "saved": plain - nbytes}
 
 
-def test_processes_gather_one_byte_a_number(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["int8", pytest.param("float8", marks=pytest.mark.slow)])
+def test_processes_gather_one_byte_a_number(tmp_path: Path, kind: Kind) -> None:
     folder = save_wan(tmp_path / "wan", in_channels=4, out_channels=4, text_dim=8)
-    result, model = run_ranks(on_two, 2, folder)[0], adapted(folder, "int8")
+    result, model = run_ranks(on_two, 2, folder, kind)[0], adapted(folder, kind)
     assert result["loss"] <= 1e-5 and result["gradient"] <= 1e-5, result
     blocks = [block for _, block in blocks_of(model)]
     frozen = [layer for block in blocks for layer in block.modules() if isinstance(layer, FrozenLinear)]
