@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -72,8 +73,16 @@ def test_the_command_writes_table_page_and_videos(
     assert sorted(path.name for path in (tmp_path / "v" / "run").iterdir()) == ["a rabbit-0.mp4", "a rabbit-1.mp4"]
     page = Path(out.splitlines()[-1]).read_text(encoding="utf-8")
     assert page.count("<video") == 4 and "diversity" in page
-    first = Path(out.splitlines()[-2]).read_bytes()
-    assert main([*words, "--score", command]) == 0 and Path(out.splitlines()[-2]).read_bytes() == first
+
+
+def test_another_process_writes_the_same_bytes(home: Path) -> None:
+    words = ["evaluate", str(home / "learned"), "-p", "a rabbit", "--checkpoint", "2"]
+    assert main(words) == 0
+    folder = home / "learned" / "evaluation" / "step-00000002-ema"
+    first = {path: path.read_bytes() for path in folder.rglob("*.*")}
+    assert len(first) == 6 and {path.suffix for path in first} == {".json", ".html", ".mp4"}
+    subprocess.run([sys.executable, "-m", "mmspeed", *words], check=True, capture_output=True, timeout=200)
+    assert {path: path.read_bytes() for path in folder.rglob("*.*")} == first
 
 
 def on_ranks(run: Path) -> list[float] | None:
