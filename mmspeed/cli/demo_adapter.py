@@ -121,7 +121,7 @@ def run_adapter_demo(output: str | Path = "mmspeed-demo", short: bool = False) -
             export_adapter(config.run_dir, folder, format="diffusers")
         else:
             export_run(config.run_dir, folder)
-    before, after = held_out(config)
+    before, after = held_out(config.run_dir)
     log.info(f"held-out loss on another clip of that film: base {before:.4f}, with the adapter {after:.4f}")
     log.info("5/5 sample: WanPipeline of diffusers, then load_lora_weights")
     base, folder = folders
@@ -139,27 +139,14 @@ def _clear(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def held_out(config: Config) -> tuple[float, float]:
+def held_out(run: Path) -> tuple[float, float]:
     """(the base's loss, the adapter's loss) on the held-out clips of the adapter's run."""
-    from mmspeed.data.cache.reader import DatasetCache
-    from mmspeed.models.adapters import disabled
-    from mmspeed.pipelines import TextToVideo
-    from mmspeed.pipelines.domains.video.held_out_loss import held_out_losses
-    from mmspeed.protocols import RunPlace
+    from mmspeed.pipelines.report.evaluation import EvaluationJob, evaluate_run
 
-    pipe, cache = TextToVideo.from_run(config.run_dir), DatasetCache(config.cache_root)
-    samples, place = list(cache.split("val")), RunPlace(pipe.device)
-
-    def loss() -> float:
-        quantiles = config.validate_.quantiles
-        losses, _ = held_out_losses(
-            pipe.model, cache, samples, pipe.objective, quantiles, config.seed, place, pipe.predictor
-        )
-        return float(losses.mean())
-
-    with disabled(pipe.model):
-        before = loss()
-    return before, loss()
+    result = evaluate_run(EvaluationJob(run, requests=()))
+    assert result is not None  # of a single process
+    before, after = (float(row["loss"]) for row in result.rows)
+    return before, after
 
 
 def sample(config: Config, base: Path, adapter: Path, prompt: str, output: Path, steps: int) -> list[Path]:

@@ -56,7 +56,7 @@ Subject = Literal["base", "run"]
 Layout = Literal["vbench", "fastvideo"]
 Row = dict[str, Any]
 MEASURES = ("motion", "flicker", "diversity", "clip")
-LM_EVAL = "lm_eval --model hf --model_args pretrained=EXPORTED_FOLDER --tasks TASKS"
+BENCHMARKS = "for benchmarks: mmspeed export {run} -o FOLDER{merged}, then lm_eval --model hf --model_args pretrained=FOLDER --tasks hellaswag"
 NO_PROMPTS = "there are no prompts (validate.prompts, --prompt or --prompts)"
 ALWAYS_GIVEN = "the model makes them of given files: name prompts and files in a .jsonl file of --prompts"
 NO_BASE = "the run began from random weights: there is no base beside it"
@@ -228,7 +228,8 @@ def _evaluate_language(job: EvaluationJob, folder: RunFolder, device: Device) ->
         )
     config = language_config(folder)
     weights, checkpoint = present_weights(config, job.weights), find_checkpoint(folder, job.checkpoint)
-    notes = ["for benchmarks export it, then: " + LM_EVAL]
+    merged = "" if config.model.adapter is None else " --format merged"
+    notes = [BENCHMARKS.format(run=job.run, merged=merged)]
     rows: list[Row] = []
     with process_group(device):
         rank, world = dist.get_rank(), dist.get_world_size()
