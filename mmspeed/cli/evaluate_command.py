@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -85,7 +85,7 @@ def evaluate(
         debug = bool(context.obj.get("debug"))
         raise typer.Exit(launch.launch(without_nproc(context.obj["arguments"]), int(nproc or 1), debug))
     launch.follow_launcher()
-    named = None if layout is None else (layout[0].value, layout[1])
+    named: tuple[Literal["vbench", "fastvideo"], Path] | None = None if layout is None else (layout[0].value, layout[1])
     job = EvaluationJob(
         run_folder, checkpoint, weights.value, device, requests, seeds, steps, clip, named, tuple(score or ())
     )

@@ -93,7 +93,12 @@ def test_another_process_writes_the_same_bytes(home: Path) -> None:
 
 def tiny_clip(folder: Path) -> Path:
     """The folder of a CLIP of random weights: a word-level tokenizer, pictures of 32 pixels."""
-    words = ["<|startoftext|>", "<|endoftext|>", "a</w>", *(f"{letter}{end}" for letter in ascii_lowercase for end in ("", "</w>"))]
+    words = [
+        "<|startoftext|>",
+        "<|endoftext|>",
+        "a</w>",
+        *(f"{letter}{end}" for letter in ascii_lowercase for end in ("", "</w>")),
+    ]
     (folder / "words").mkdir(parents=True)
     (folder / "words" / "vocab.json").write_text(json.dumps({word: n for n, word in enumerate(dict.fromkeys(words))}))
     (folder / "words" / "merges.txt").write_text("#version: 0.2\n")
@@ -102,7 +107,9 @@ def tiny_clip(folder: Path) -> Path:
     texts = {**size, "vocab_size": len(tokenizer), "max_position_embeddings": 12, "eos_token_id": 1, "bos_token_id": 0}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = CLIPModel(CLIPConfig(text_config=texts, vision_config={**size, "image_size": 32, "patch_size": 16}, projection_dim=8))
+        model = CLIPModel(
+            CLIPConfig(text_config=texts, vision_config={**size, "image_size": 32, "patch_size": 16}, projection_dim=8)
+        )
     model.save_pretrained(folder)
     CLIPProcessor(CLIPImageProcessor(size=32, crop_size=32), tokenizer).save_pretrained(folder)
     return folder
