@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from mmspeed.config.places import require_run
+from mmspeed.errors import UserError
 
 from . import completion, launch, spoken
 from .sample_command import RunFolder, Weights, without_nproc
 
 
 class Layout(str, Enum):
-    """The names of videos: those that VBench reads."""
+    """The names of videos: those that VBench or FastVideo's eval reads."""
 
     vbench = "vbench"
+    fastvideo = "fastvideo"
 
 
 def evaluate(
@@ -26,6 +28,14 @@ def evaluate(
     prompt: Annotated[
         list[str] | None,
         typer.Option("--prompt", "-p", help="Text of videos instead of validate.prompts; repeat the option for more."),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            metavar="FILE",
+            help="File with a prompt a line, or .jsonl with an object a line, as of mmspeed sample: prompt, and maybe image, seed, ...",
+        ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Videos of each prompt, with seeds from validate.seed on.")] = 2,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of the sampler.")] = None,
@@ -40,7 +50,8 @@ def evaluate(
     layout: Annotated[
         tuple[Layout, Path] | None,
         typer.Option(
-            metavar="vbench FOLDER", help="Write the videos into FOLDER/base and FOLDER/run by VBench's names."
+            metavar="vbench|fastvideo FOLDER",
+            help="Write the videos into FOLDER/base and FOLDER/run by the names that VBench, or FastVideo's eval, reads.",
         ),
     ] = None,
     score: Annotated[
@@ -59,19 +70,24 @@ def evaluate(
     spoken.begin("evaluate", run_folder)
     require_run(run_folder)
     with spoken.loading():
+        from mmspeed.pipelines.inference.prompts import VideoRequest, read_requests
         from mmspeed.pipelines.report.evaluation import EvaluationJob, evaluate_run
         from mmspeed.pipelines.report.scores import check_command
 
     for command in score or ():
         check_command(command)
+    if prompt and prompts is not None:
+        raise UserError("give --prompt TEXT or --prompts FILE, not both")
+    requests = None if prompts is None else tuple(read_requests(prompts))
+    if prompt:
+        requests = tuple(VideoRequest(text) for text in dict.fromkeys(prompt))
     if launch.wanted(nproc):
         debug = bool(context.obj.get("debug"))
         raise typer.Exit(launch.launch(without_nproc(context.obj["arguments"]), int(nproc or 1), debug))
     launch.follow_launcher()
-    folder = None if layout is None else layout[1]
-    prompts = None if prompt is None else tuple(prompt)
+    named: tuple[Literal["vbench", "fastvideo"], Path] | None = None if layout is None else (layout[0].value, layout[1])
     job = EvaluationJob(
-        run_folder, checkpoint, weights.value, device, prompts, seeds, steps, clip, folder, tuple(score or ())
+        run_folder, checkpoint, weights.value, device, requests, seeds, steps, clip, named, tuple(score or ())
     )
     result = evaluate_run(job)
     if result is None:  # another process than the first

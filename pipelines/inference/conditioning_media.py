@@ -92,11 +92,14 @@ def check_request(request: VideoRequest, config: Config, rule: Conditioning) -> 
         )
     if request.control is None and CONTROL in rule.roles:
         raise UserError(
-            "the model of this run makes videos by a control: give --control FILE, a video of the same frames"
+            "the model of this run makes videos by a control: give --control FILE, a video of the same frames, "
+            "or a .jsonl file of --prompts with it"
         )
     if mode_of(request, config) not in rule.modes:
         files = "--image" if "first" in rule.modes else "--image and --last-image"
-        raise UserError(f"the model of this run makes videos of given frames alone: give {files}")
+        raise UserError(
+            f"the model of this run makes videos of given frames alone: give {files}, or a .jsonl file of --prompts with them"
+        )
 
 
 def pictures_of(request: VideoRequest, config: Config, size: Bucket | None) -> list[np.ndarray]:

@@ -11,10 +11,11 @@ The base of a run with adapters is its model without them, of another run the we
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,7 +41,8 @@ from mmspeed.pipelines.domains.video.domain import VideoDomain
 from mmspeed.pipelines.inference.agreement import sampling_facts
 from mmspeed.pipelines.inference.language import language_config
 from mmspeed.pipelines.inference.measures import ClipScore, diversity, flicker, motion
-from mmspeed.pipelines.inference.prompts import VideoRequest
+from mmspeed.pipelines.inference.media import check_output
+from mmspeed.pipelines.inference.prompts import FILES, VideoRequest
 from mmspeed.pipelines.inference.run_models import load_model
 from mmspeed.pipelines.inference.text_to_video import SamplerChoice, TextToVideo, find_checkpoint, present_weights
 from mmspeed.pipelines.report.scores import scores_of
@@ -51,9 +53,12 @@ from mmspeed.protocols import InitializesWeights, RunPlace, Validation, source_o
 log = get_logger("evaluate")
 
 Subject = Literal["base", "run"]
+Layout = Literal["vbench", "fastvideo"]
 Row = dict[str, Any]
 MEASURES = ("motion", "flicker", "diversity", "clip")
-LM_EVAL = "lm_eval --model hf --model_args pretrained=EXPORTED_FOLDER --tasks TASKS"
+BENCHMARKS = "for benchmarks: mmspeed export {run} -o FOLDER{merged}, then lm_eval --model hf --model_args pretrained=FOLDER --tasks hellaswag"
+NO_PROMPTS = "there are no prompts (validate.prompts, --prompt or --prompts)"
+ALWAYS_GIVEN = "the model makes them of given files: name prompts and files in a .jsonl file of --prompts"
 NO_BASE = "the run began from random weights: there is no base beside it"
 LONGEST_NAME = 255  # bytes of a file's name
 
@@ -62,20 +67,20 @@ LONGEST_NAME = 255  # bytes of a file's name
 class EvaluationJob:
     """What to evaluate of a run.
 
-    prompts: None: the config's. seeds: how many for each prompt, from validate.seed on. steps: of the sampler; None: the config's. clip:
-    folder or hub id of CLIP's weights. vbench: the folder in which videos are named as VBench reads them; None: in the run's folder.
-    scores: commands that print JSON about a folder of videos.
+    requests: of videos; None: the config's prompts. seeds: how many for each, from its own seed, or validate.seed, on. steps: of the
+    sampler; None: the config's. clip: folder or hub id of CLIP's weights. layout: (whose names videos get, the folder of their folders);
+    None: in the run's folder. scores: commands that print JSON about a folder of videos.
     """
 
     run: Path
     checkpoint: str = "latest"
     weights: Literal["ema", "model"] = "ema"
     device: str = "auto"
-    prompts: tuple[str, ...] | None = None
+    requests: tuple[VideoRequest, ...] | None = None
     seeds: int = 2
     steps: int | None = None
     clip: str | None = None
-    vbench: Path | None = None
+    layout: tuple[Layout, Path] | None = None
     scores: tuple[str, ...] = ()
 
 
@@ -142,6 +147,19 @@ def evaluate_run(job: EvaluationJob) -> Evaluation | None:
     device.activate()
     if folder.task() == "language":
         return _evaluate_language(job, folder, device)
+    result = _evaluate_videos(job, folder, device)
+    if result is None:
+        return None
+    device.empty_cache()  # commands may need the memory of the models, which are gone
+    for row in result.rows if result.videos else ():
+        for command in job.scores:
+            with Working(f"scoring the {row['of']}: {command}"):
+                row.setdefault("scores", {}).update(scores_of(command, result.videos_folder / row["of"]))
+    return result
+
+
+def _evaluate_videos(job: EvaluationJob, folder: RunFolder, device: Device) -> Evaluation | None:
+    """The losses and videos of a run and of its base, without the commands' scores."""
     with process_group(device):
         rank, world = dist.get_rank(), dist.get_world_size()
         place = RunPlace(device, rank, world, groups=world, group=rank, folder=folder.root, resumed=True)
@@ -150,8 +168,7 @@ def evaluate_run(job: EvaluationJob) -> Evaluation | None:
             clip = None if job.clip is None else ClipScore(job.clip, device)
         config, notes = pipe.config, list[str]()
         weights = present_weights(config, job.weights)
-        prompts = list(dict.fromkeys(config.validate_.prompts if job.prompts is None else job.prompts))
-        requests = _requests(prompts, config, job.seeds)
+        requests = _requests(job, config)
         choice = SamplerChoice(steps=job.steps)
         sizes = pipe.sizes(requests)
         if world > 1:
@@ -159,15 +176,15 @@ def evaluate_run(job: EvaluationJob) -> Evaluation | None:
                 sampling_facts(pipe, requests, choice), "give all of them the same command, run folder and software"
             )
         place_of_results = folder.root / "evaluation" / f"{pipe.checkpoint}-{weights}"
-        videos_folder = place_of_results if job.vbench is None else job.vbench
-        names = _names(requests, [size.is_image for size in sizes], job.vbench is not None)
-        if job.vbench is None:
-            comm.first_does(lambda: _empty(videos_folder), rank)
+        layout, videos_folder = job.layout or (None, place_of_results)
+        names = _names(requests, job.seeds, [size.is_image for size in sizes], layout)
+        comm.first_does(lambda: _prepare(videos_folder, names, layout), rank)
         domain, validation = _validation(config, place)
         if validation is None:
             notes.append("no held-out samples (data.val_fraction, or a split column): no held-out loss")
         if not requests:
-            notes.append("no prompts (validate.prompts, or --prompt): no videos")
+            always = pipe.predictor.conditioning.always
+            notes.append(f"no videos: {ALWAYS_GIVEN if always else NO_PROMPTS}")
         rows, videos = [], dict[int, Row]()
         for of in ("base", "run"):
             with _subject(of, pipe, folder, config, device) as subject:
@@ -179,27 +196,22 @@ def evaluate_run(job: EvaluationJob) -> Evaluation | None:
                     with Working(f"held-out loss of the {of}", tell=False):
                         models = _models(domain, subject)
                         row |= validation.row(reduce_terms(validation.measure(models), validation.divisors()))
-                mine = _sample(of, subject, prompts, requests, names, choice, videos_folder, clip, place)
+                mine = _sample(of, subject, requests, names, choice, videos_folder, clip, place)
                 everyone = comm.all_gather_objects(list(mine.items()))  # JSON has no numbers as keys
                 made: dict[int, Row] = {index: one for several in everyone for index, one in several}
                 row |= _means(made)
                 rows.append(row)
                 for index in sorted(made):
-                    request = requests[index]
-                    one = videos.setdefault(index, {"kind": "video", "prompt": request.prompt, "seed": request.seed})
+                    one = videos.setdefault(index, {"kind": "video", **_said(requests[index])})
                     one[of] = {name: value for name, value in made[index].items() if name != "diversity"}
         if rank != 0:
             return None
-    for row in rows if requests else ():
-        for command in job.scores:
-            with Working(f"scoring the {row['of']}", tell=False):
-                row.setdefault("scores", {}).update(scores_of(command, videos_folder / row["of"]))
     facts = {
         "run": config.name,
         "checkpoint": pipe.checkpoint,
         "weights": weights,
         "seeds": job.seeds,
-        "prompts": prompts,
+        "prompts": list(dict.fromkeys(request.prompt for request in requests)),
     }
     return Evaluation(place_of_results, videos_folder, facts, rows, list(videos.values()), notes)
 
@@ -209,13 +221,15 @@ def _evaluate_language(job: EvaluationJob, folder: RunFolder, device: Device) ->
     from mmspeed.loop.checkpoint.load import load_start
     from mmspeed.loop.checkpoint.manager import load_weights
 
-    if job.prompts is not None or job.vbench is not None or job.scores or job.clip is not None or job.steps is not None:
+    if any(one is not None for one in (job.requests, job.layout, job.clip, job.steps)) or job.scores:
         raise UserError(
-            f"--prompt, --steps, --clip, --layout and --score are of videos, and {job.run} is a run of a language model"
+            "--prompt, --prompts, --steps, --clip, --layout and --score are of videos, and "
+            f"{job.run} is a run of a language model"
         )
     config = language_config(folder)
     weights, checkpoint = present_weights(config, job.weights), find_checkpoint(folder, job.checkpoint)
-    notes = ["for benchmarks export it, then: " + LM_EVAL]
+    merged = "" if config.model.adapter is None else " --format merged"
+    notes = [BENCHMARKS.format(run=job.run, merged=merged)]
     rows: list[Row] = []
     with process_group(device):
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -262,29 +276,58 @@ def _language_row(of: Subject, checkpoint: Path, validation: Validation, model: 
     return {"kind": "evaluation", "step": step_of(checkpoint.name), "of": of, **validation.row(values)}
 
 
-def _requests(prompts: Sequence[str], config: Config, seeds: int) -> list[VideoRequest]:
-    """The videos to sample: each prompt with each seed."""
-    first = config.validate_.seed
-    return [VideoRequest(prompt, seed=seed) for prompt in prompts for seed in range(first, first + seeds)]
+def _requests(job: EvaluationJob, config: Config) -> list[VideoRequest]:
+    """The videos to sample: what is asked for, or the config's prompts, each with all its seeds."""
+    given = job.requests
+    if given is None:
+        given = tuple(VideoRequest(prompt) for prompt in dict.fromkeys(config.validate_.prompts))
+    firsts = [config.validate_.seed if each.seed is None else each.seed for each in given]
+    return [
+        replace(each, seed=first + more) for each, first in zip(given, firsts, strict=True) for more in range(job.seeds)
+    ]
 
 
-def _names(requests: Sequence[VideoRequest], images: Sequence[bool], vbench: bool) -> list[str]:
-    """The files of videos, below the folder of base or run. Raises UserError for a prompt that is no file's name."""
-    names, counts = [], dict[str, int]()
-    for request, image in zip(requests, images, strict=True):
-        number = counts[request.prompt] = counts.get(request.prompt, -1) + 1
-        stem = request.prompt if vbench else f"{len(counts) - 1:03d}"
+def _said(request: VideoRequest) -> Row:
+    """A request's prompt, seed and files."""
+    files = {name: getattr(request, name) for name in FILES if getattr(request, name) is not None}
+    return {"prompt": request.prompt, "seed": request.seed, **files}
+
+
+def _names(requests: Sequence[VideoRequest], seeds: int, images: Sequence[bool], layout: Layout | None) -> list[str]:
+    """The files of videos, below the folder of base or run. Raises UserError for a prompt that is no file's name, or another's."""
+    names, counts, prompts = [], dict[str, int](), dict[str, str]()
+    for index, (request, image) in enumerate(zip(requests, images, strict=True)):
+        stem = f"{index // seeds:03d}" if layout is None else STEMS[layout](request.prompt)
+        number = counts[stem] = counts.get(stem, -1) + 1
         name = f"{stem}-{number}.{'png' if image else 'mp4'}"
         if "/" in name or "\0" in name or len(name.encode()) > LONGEST_NAME:
-            raise UserError(f"--layout vbench: no file can be named by the prompt {request.prompt!r}")
+            raise UserError(f"--layout {layout}: no file can be named by the prompt {request.prompt!r}")
+        if prompts.setdefault(stem, request.prompt) != request.prompt and layout is not None:
+            raise UserError(
+                f"--layout {layout}: {prompts[stem]!r} and {request.prompt!r} name one file: leave one of them out"
+            )
         names.append(name)
     return names
 
 
-def _empty(folder: Path) -> None:
-    """Remove the videos of an evaluation before."""
+def _fastvideo_stem(prompt: str) -> str:
+    """A prompt as `sanitize_prompt` of FastVideo writes it."""
+    kept = re.sub(r'[\\/:*?"<>|]', "", prompt[:100]).strip().strip(".")
+    return re.sub(r"\s+", " ", kept) or "output"
+
+
+STEMS: dict[Layout, Callable[[str], str]] = {"vbench": str, "fastvideo": _fastvideo_stem}  # of a video's name
+
+
+def _prepare(folder: Path, names: Sequence[str], layout: Layout | None) -> None:
+    """Remove the videos of an evaluation before. Raises UserError for a user's folder that holds others, which would be scored too."""
     for of in ("base", "run"):
-        shutil.rmtree(folder / of, ignore_errors=True)
+        if layout is None:
+            shutil.rmtree(folder / of, ignore_errors=True)
+        elif (folder / of).is_dir() and (others := {path.name for path in (folder / of).iterdir()} - set(names)):
+            raise UserError(f"--layout: {folder / of} holds other files, such as {min(others)!r}: name another folder")
+        for name in names[:1]:
+            check_output(folder / of / name, 1)
 
 
 def _validation(config: Config, place: RunPlace) -> tuple[VideoDomain, Validation | None]:
@@ -354,7 +397,6 @@ def _base_of(pipe: TextToVideo, folder: RunFolder, config: Config, device: Devic
 def _sample(
     of: str,
     pipe: TextToVideo,
-    prompts: Sequence[str],
     requests: Sequence[VideoRequest],
     names: Sequence[str],
     choice: SamplerChoice,
@@ -362,11 +404,12 @@ def _sample(
     clip: ClipScore | None,
     place: RunPlace,
 ) -> dict[int, Row]:
-    """Sample and save this rank's videos, all seeds of a prompt on one rank; the measures of each by its number among the requests."""
+    """Sample and save this rank's videos, all of a prompt on one rank; the measures of each by its number among the requests."""
+    prompts = list(dict.fromkeys(request.prompt for request in requests))
     own = set(prompts[place.rank :: place.world])
     mine = [index for index, request in enumerate(requests) if request.prompt in own]
     rows: dict[int, Row] = {}
-    frames: dict[str, list[Any]] = {}
+    frames: dict[VideoRequest, list[Any]] = {}  # of videos that differ by their seeds alone
     if not mine:
         return rows
     total = (choice.steps or pipe.config.sample.steps or 0) * len(mine)
@@ -378,12 +421,12 @@ def _sample(
             path = folder / of / names[index]
             video.save(path)
             pixels = video.frames_FHWC
-            frames.setdefault(request.prompt, []).append(pixels)
+            frames.setdefault(replace(request, seed=None), []).append(pixels)
             rows[index] = {"file": f"{of}/{names[index]}", "motion": motion(pixels), "flicker": flicker(pixels)}
             if clip is not None:
                 rows[index]["clip"] = clip(request.prompt, pixels)
     for index in mine:
-        rows[index]["diversity"] = diversity(frames[requests[index].prompt])
+        rows[index]["diversity"] = diversity(frames[replace(requests[index], seed=None)])
     return rows
 
 

@@ -31,21 +31,28 @@ def scores_of(command: str, folder: Path) -> dict[str, float]:
     """
     words = [word.replace(FOLDER, str(folder)) for word in check_command(command)]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, errors="replace")
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
     except (OSError, ValueError) as error:
         raise UserError(f"--score {command!r}: cannot be started: {error}") from None
     if done.returncode:
         said = done.stderr.strip().splitlines() or ["it wrote no message"]
         raise UserError(f"--score {command!r}: ended with exit code {done.returncode}: {said[-1]}")
     try:
-        numbers = _numbers(json.loads(done.stdout))
+        numbers = _numbers(json.loads(done.stdout, parse_constant=_refuse))
     except ValueError as error:
-        raise UserError(f"--score {command!r}: printed no JSON: {error}") from None
+        raise UserError(
+            f"--score {command!r}: printed no JSON: {error}; write the object alone to standard output, all else to standard error"
+        ) from None
     if not numbers:
         raise UserError(
             f'--score {command!r}: printed JSON without a named number: print an object such as {{"quality": 0.8}}'
         )
     return numbers
+
+
+def _refuse(name: str) -> float:
+    """Raises ValueError for NaN and infinity, which Python's reader would take."""
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def _numbers(tree: Any, name: str = "") -> dict[str, float]:

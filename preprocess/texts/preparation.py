@@ -75,8 +75,8 @@ class TextPreparation:
     def starting_values(cls, name: str, videos: str | None, model: str | None = None) -> Mapping[str, Any]:
         """Initial values for the texts at a path; None: those of the package.
 
-        model: a recipe of the package, its twin for a CPU (`tiny-` before its name), or a folder or hub id of transformers to go on from.
-        Raises UserError for another one.
+        model: a recipe of the package, its twin for a CPU (`tiny-` before its name), or a folder or hub id of transformers to go on from;
+        a folder that exists is one, whatever its name. Raises UserError for another one.
         """
         sources: list[dict[str, Any]] = [{"path": videos}]
         texts: dict[str, Any] = {"sources": sources, "cache": f"cache/{name}"}
@@ -189,25 +189,26 @@ def recipes() -> dict[str, str | None]:
 
 
 def _sections_of(model: str | None) -> dict[str, Any]:
-    """The sections of a model: those of its recipe, of a tiny twin, or of weights of transformers.
+    """The sections of a model: those of weights of transformers in a folder, of its recipe, of a tiny twin, or of a hub id.
 
     Raises UserError for an unknown name, and for a folder or hub id that training does not read.
     """
-    if model is None or model.startswith("tiny-"):
+    local, known = Path(model or "").expanduser(), recipes()
+    named = model is not None and not local.is_dir()
+    if model is None or (named and model.startswith("tiny-") and model.removeprefix("tiny-") in known):
         return {
             "tokenizer": {"kind": "train", "size": 8192},
             "model": {"shape": model or "tiny-qwen3-0.6b"},
             "sequence_length": 512,
             "train": {"steps": 1000, "lr": 3e-3, "batch_size": 16},
         }
-    if (recipe := _recipe(model)) is not None:
+    if named and (recipe := _recipe(model)) is not None:
         return recipe
-    local, known = Path(model).expanduser(), recipes()
     if any(model.lower() in family for family in PUBLISHED.values()):
         raise UserError(f"--model: {model} is no language model: leave --task language and --texts out")
-    if "/" not in model and not local.is_dir():
+    if "/" not in model and named:
         raise UserError(
-            f"--model: {model!r} is no recipe{nearest(model, list(known))} (recipes: {', '.join(known)}), no folder and no hub id of transformers"
+            f"--model: {model!r} is no recipe{nearest(model, list(known))} (recipes: {', '.join(known)}), nor `tiny-` before one, no folder and no hub id of transformers"
         )
     place = str(local.resolve()) if local.is_dir() else model
     if local.is_dir() or model not in known.values():

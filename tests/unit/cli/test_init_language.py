@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,7 +40,9 @@ def test_each_shape_has_a_recipe_whose_layout_fits(tmp_path: Path, name: str) ->
     assert config.device.dtype == "bfloat16" and config.train.samples_per_step >= 512
 
 
-def test_twins_and_weights_to_go_on_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_twins_and_weights_to_go_on_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a hare"}) + "\n")
     twin = written(tmp_path, "tiny-deepseek-v3", "--texts", str(tmp_path / "a.jsonl"))
     assert twin.model.shape == "tiny-deepseek-v3" and twin.texts.sources[0].path == str(tmp_path / "a.jsonl")
@@ -52,11 +55,16 @@ def test_twins_and_weights_to_go_on_from(tmp_path: Path, capsys: pytest.CaptureF
         lora = written(tmp_path, str(tmp_path / "weights"), "--adapter", "lora", "--rank", "8", *more)
         assert lora.model.adapter == AdapterConfig(kind="lora", rank=8, alpha=8, targets="attention+mlp")
         assert (lora.model.base.dtype, lora.device.dtype, lora.train.lr) == ("bfloat16", "bfloat16", 1e-4)
+    shutil.copytree(tmp_path / "weights", tmp_path / "tiny-qwen3-0.6b")
+    monkeypatch.chdir(tmp_path)  # a folder that exists is one, also by the name of a twin
+    assert written(tmp_path, "tiny-qwen3-0.6b").model.pretrained == str(tmp_path / "tiny-qwen3-0.6b")
     (tmp_path / "weights" / "config.json").write_text('{"model_type": "gpt2"}')
     assert main(["init", str(tmp_path / "b.yaml"), "--task", "language", "--model", str(tmp_path / "weights")]) == 1
     assert "models of type 'gpt2' are not read" in capsys.readouterr().err and not (tmp_path / "b.yaml").exists()
     assert main(["init", str(tmp_path / "run.yaml"), "--task", "language", "--model", "qwen-8b", "--force"]) == 1
     assert "'qwen-8b' is no recipe; did you mean 'qwen3-8b'" in capsys.readouterr().err
+    assert main(["init", str(tmp_path / "run.yaml"), "--task", "language", "--model", "tiny-foo", "--force"]) == 1
+    assert "'tiny-foo' is no recipe" in capsys.readouterr().err
     for words, said in (
         (["qwen3-0.6b"], "qwen3-0.6b is a language model: add --task language"),
         (["wan2.1-1.3b", "--task", "language"], "wan2.1-1.3b is no language model: leave --task language"),

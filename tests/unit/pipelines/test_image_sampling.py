@@ -167,7 +167,9 @@ def test_samples_are_those_of_the_pipeline(tmp_path: Path, name: str, monkeypatc
 def test_a_model_that_is_always_given_frames_says_what_it_needs(tmp_path: Path) -> None:
     save_wan(tmp_path / "wan", in_channels=36)
     pipe = pipeline_of(tmp_path / "wan", ("first",))
-    with pytest.raises(UserError, match=r"^the model of this run makes videos of given frames alone: give --image$"):
+    with pytest.raises(
+        UserError, match=r"^the model of this run makes videos of given frames alone: give --image, or a .jsonl"
+    ):
         pipe.sizes([VideoRequest("a")])
     with pytest.raises(UserError, match=r"--last-image: the run was trained without conditioning\.first_last"):
         pipe.sizes([VideoRequest("a", image="a.png", last_image="b.png")])
