@@ -45,7 +45,10 @@ def to_authors(kind: str, layers: Layers, scale: float, outputs: Mapping[str, in
     groups = _groups(names, outputs)
     unknown = [layer for layer in layers if names.of(layer) is None]
     if unknown:
-        raise UserError(f"{what}: {kind}'s authors' names as tools read them have none for {_listed(unknown)}")
+        raise UserError(
+            f"{what}: diffusers and ComfyUI know no common name of {_listed(unknown)} of {kind}: use another format, or leave it out of "
+            "model.adapter.targets"
+        )
     for theirs in dict.fromkeys(str(names.of(layer)) for layer in layers):
         parts = groups[theirs]
         adapted = [layer for layer in parts if layer in layers]
