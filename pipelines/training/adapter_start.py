@@ -92,8 +92,9 @@ def start_from_files(files: Mapping[str, Path], config: RunConfig, run: Run) -> 
 
 def _noises(config: RunConfig, roles: Sequence[str]) -> dict[str, str]:
     """The noise, `high` or `low`, of the roles that are experts of a repository of two."""
-    model = config.model if isinstance(config, Config) else None
-    if not isinstance(model, PublishedModelConfig) or boundary_of(repository_of(model)) is None:
+    if not isinstance(config, Config) or not isinstance(config.model, PublishedModelConfig):
+        return {}
+    if boundary_of(repository_of(config.model)) is None:
         return {}
     names = {folder: noise for noise, folder in EXPERTS.items()}
     first = completed(config).model

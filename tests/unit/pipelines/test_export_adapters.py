@@ -252,7 +252,8 @@ def test_a_decoders_adapters_are_loaded_by_peft(tmp_path: Path, shape: str) -> N
         before, auto, loaded, merged = (model.eval()(ids_BN).logits for model in models)
         truth = decoder.eval()(ids_BN).logits_BNV
     assert distance(before, truth) > 0.1
-    assert torch.equal(auto, loaded) and distance(loaded, truth) < 1e-6 and distance(merged, truth) < 1e-5
+    assert torch.equal(auto, loaded) and distance(loaded, truth) < (1e-6 if "qwen" in shape else 1e-5)
+    assert distance(merged, truth) < 1e-5
     rows = []
     for start in (run, tmp_path / "out"):
         begun = language_run(
