@@ -45,7 +45,10 @@ def to_authors(kind: str, layers: Layers, scale: float, outputs: Mapping[str, in
     groups = _groups(names, outputs)
     unknown = [layer for layer in layers if names.of(layer) is None]
     if unknown:
-        raise UserError(f"{what}: {kind}'s authors' names as tools read them have none for {_listed(unknown)}")
+        raise UserError(
+            f"{what}: diffusers and ComfyUI know no common name of {_listed(unknown)} of {kind}: use another format, or leave it out of "
+            "model.adapter.targets"
+        )
     for theirs in dict.fromkeys(str(names.of(layer)) for layer in layers):
         parts = groups[theirs]
         adapted = [layer for layer in parts if layer in layers]
@@ -122,12 +125,23 @@ def _groups(names: Names, outputs: Mapping[str, int]) -> dict[str, list[str]]:
 # -- reading ------------------------------------------------------------------------------------------------------------
 
 
-def adapter_file(place: str | Path) -> Path | None:
-    """The adapter file at a place: itself, or that of a folder of diffusers or peft; None where the place is of another kind."""
+def adapter_files(place: str | Path) -> dict[str, Path]:
+    """The adapter file at a place by "": itself, or that of a folder of diffusers or peft; of two experts the files by `high` and `low`.
+
+    Empty where the place is of another kind.
+    """
     path = Path(place)
     if path.suffix == ".safetensors":
-        return path
-    return next((path / name for name in FILES if (path / name).is_file()), None)
+        return {"": path}
+    diffusers, peft = FILES
+    for noises in (("",), ("high", "low")):
+        named = {
+            noise: (diffusers.replace(".", f"_{noise}." if noise else "."), Path(noise) / peft) for noise in noises
+        }
+        found = {noise: path / name for noise, names in named.items() for name in names if (path / name).is_file()}
+        if found:
+            return found
+    return {}
 
 
 def read_adapter(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,11 @@ from mmspeed.errors import UserError
 
 from . import completion, spoken
 from .sample_command import RunFolder, Weights
+
+if TYPE_CHECKING:
+    from mmspeed.pipelines.inference.export import ExportedRepository
+    from mmspeed.pipelines.inference.export_adapter import ExportedAdapter
+    from mmspeed.pipelines.inference.language import ExportedFolder
 
 SHARD_SIZE = "5GB"
 
@@ -83,54 +88,52 @@ def export(
         shard_bytes = parse_bytes(shard_size)
     except ValueError as error:
         raise UserError(f"--shard-size: {error}") from None
-    own = getattr(torch, dtype.value)
     folder = Folder.open(run_folder)
-    language = folder.task() == "language"
+    language, adapted = folder.task() == "language", format is not None or folder.run_config().adapter is not None
     if language and others is not OtherComponents.link:
         raise UserError("--others is of models of diffusers: leave it out for a language model")
-    if format is not None or folder.run_config().adapter is not None:
-        if format is not AdapterFormat.merged and (others is not OtherComponents.link or shard_size != SHARD_SIZE):
-            raise UserError("--others and --shard-size are of whole models: leave them out, or use --format merged")
-        with log.Working("exporting", tell=False):
-            adapter = export_adapter(
-                run_folder,
-                out,
-                format=None if format is None else format.value,
-                checkpoint=checkpoint,
-                weights=weights.value,
-                dtype=own,
-                shard_bytes=shard_bytes,
-                others=others.value,
-            )
-        print(
-            f"{adapter.folder}: adapters of {adapter.layers} layers of {adapter.checkpoint} ({adapter.weights}), {adapter.format}, "
-            f"{log.format_bytes(adapter.bytes)}; load with {adapter.loading}"
-        )
-        return
-    if language:
-        with log.Working("exporting", tell=False):
-            written = export_language_run(
-                run_folder, out, checkpoint=checkpoint, weights=weights.value, dtype=own, shard_bytes=shard_bytes
-            )
-        print(
-            f"{written.folder}: {written.tensors} tensors of {written.checkpoint} ({written.weights}), {log.format_bytes(written.bytes)}; "
-            "AutoModelForCausalLM of transformers loads it"
-        )
-        return
+    if (
+        adapted
+        and format is not AdapterFormat.merged
+        and (others is not OtherComponents.link or shard_size != SHARD_SIZE)
+    ):
+        raise UserError("--others and --shard-size are of whole models: leave them out, or use --format merged")
+    options: dict[str, Any] = {"checkpoint": checkpoint, "weights": weights.value, "dtype": getattr(torch, dtype.value)}
+    options |= {"shard_bytes": shard_bytes} | ({} if language else {"others": others.value})
     with log.Working("exporting", tell=False):
-        exported = export_run(
-            run_folder,
-            out,
-            checkpoint=checkpoint,
-            weights=weights.value,
-            dtype=own,
-            shard_bytes=shard_bytes,
-            others=others.value,
-        )
-    print(
-        f"{exported.folder}: {', '.join(exported.components)} of {exported.checkpoint} ({exported.weights}), {exported.tensors} tensors, "
-        f"{log.format_bytes(exported.bytes)}"
+        if adapted:
+            line = _of_adapter(
+                export_adapter(run_folder, out, format=None if format is None else format.value, **options)
+            )
+        elif language:
+            line = _of_decoder(export_language_run(run_folder, out, **options))
+        else:
+            line = _of_repository(export_run(run_folder, out, **options), others)
+    print(line)
+
+
+def _of_adapter(written: ExportedAdapter) -> str:
+    """What is printed of an exported adapter."""
+    return (
+        f"{written.folder}: adapters of {written.layers} layers of {written.checkpoint} ({written.weights}), {written.format}, "
+        f"{log.format_bytes(written.bytes)}; load with {written.loading}"
     )
-    if exported.others:
-        verb = {"link": "linked to", "copy": "copied from"}[others.value]
-        print(f"{verb} the base: {', '.join(exported.others)}")
+
+
+def _of_decoder(written: ExportedFolder) -> str:
+    """What is printed of an exported language model."""
+    return (
+        f"{written.folder}: {written.tensors} tensors of {written.checkpoint} ({written.weights}), {log.format_bytes(written.bytes)}; "
+        "AutoModelForCausalLM of transformers loads it"
+    )
+
+
+def _of_repository(written: ExportedRepository, others: OtherComponents) -> str:
+    """What is printed of an exported repository."""
+    line = (
+        f"{written.folder}: {', '.join(written.components)} of {written.checkpoint} ({written.weights}), {written.tensors} tensors, "
+        f"{log.format_bytes(written.bytes)}"
+    )
+    if not written.others:
+        return line
+    return f"{line}\n{'linked to' if others is OtherComponents.link else 'copied from'} the base: {', '.join(written.others)}"

@@ -21,7 +21,8 @@ class Names:
         for pattern, theirs in self.layers.items():
             found = re.fullmatch(re.escape(pattern).replace(r"\*", r"(\d+)").replace("%", "(.+)"), layer)
             if found is not None:
-                return theirs.replace("*", found[1]).replace("%", found[1])
+                same = found[1] if found.lastindex else ""
+                return theirs.replace("*", same).replace("%", same)
         return None
 
 
@@ -39,6 +40,14 @@ _WAN = Names(
         | {"attn2.add_k_proj": "cross_attn.k_img", "attn2.add_v_proj": "cross_attn.v_img"}
         | {"ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2"},
     )
+    | {"condition_embedder.text_embedder.linear_1": "text_embedding.0"}
+    | {"condition_embedder.text_embedder.linear_2": "text_embedding.2"}
+    | {"condition_embedder.time_embedder.linear_1": "time_embedding.0"}
+    | {"condition_embedder.time_embedder.linear_2": "time_embedding.2"}
+    | {"condition_embedder.time_proj": "time_projection.1", "proj_out": "head.head"}
+    | {"condition_embedder.image_embedder.ff.net.0.proj": "img_emb.proj.1"}
+    | {"condition_embedder.image_embedder.ff.net.2": "img_emb.proj.3"},
+    needs="blocks.",
 )
 _HUNYUAN_VIDEO = Names(
     _in_blocks(
@@ -56,14 +65,15 @@ _HUNYUAN_VIDEO = Names(
         "single_transformer_blocks",
         {"attn.to_q": "linear1", "attn.to_k": "linear1", "attn.to_v": "linear1", "proj_mlp": "linear1"}
         | {"proj_out": "linear2", "norm.linear": "modulation.linear"},
-    ),
+    )
+    | {"context_embedder.proj_in": "txt_in.input_embedder", "proj_out": "final_layer.linear"},
     needs="img_attn_qkv",
 )
-_SAME_BLOCKS = Names({"transformer_blocks.%": "transformer_blocks.%"})
+_LTX = Names({name: name for name in ("transformer_blocks.%", "caption_projection.%", "proj_out")})
 FAMILIES = {
     "WanTransformer3DModel": _WAN,
-    "LTXVideoTransformer3DModel": _SAME_BLOCKS,
-    "QwenImageTransformer2DModel": _SAME_BLOCKS,
+    "LTXVideoTransformer3DModel": _LTX,
+    "QwenImageTransformer2DModel": Names({"%": "%"}),
     "HunyuanVideoTransformer3DModel": _HUNYUAN_VIDEO,
 }
 REFUSED = {

@@ -128,11 +128,11 @@ class Router(RecordedModule):
 
     @torch.no_grad()
     def after_update(self, load_G: Tensor) -> None:
-        """Move the bias of experts with more than the mean load down by `balance_rate`, of those with less up.
+        """Move the bias of experts with more than the mean load down by `balance_rate`, of those with less up; not of a frozen router.
 
         load_G: loads of all processes, int64.
         """
-        if self.settings.router_bias:
+        if self.settings.router_bias and self.weight.requires_grad:
             above_G = (
                 load_G * len(load_G) - load_G.sum()
             )  # whole numbers: a load equal to the mean moves nothing, in any layout

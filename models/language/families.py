@@ -6,7 +6,7 @@ last one; in memory experts are stacked, and gate and up of an expert lie one be
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -162,6 +162,23 @@ def _hub_name(settings: DecoderSettings, name: str) -> Assembly:
         pieces = tuple(f"model.{stem}.{number}.{part}.weight" for part in parts)
         experts.append(pieces[0] if len(pieces) == 1 else Joined(pieces))
     return Stacked(tuple(experts))
+
+
+def hub_modules(settings: DecoderSettings, layers: Sequence[str], what: str) -> dict[str, str]:
+    """The module of transformers that each linear layer of a decoder is, by its name here.
+
+    Raises UserError, which begins with `what`, for a layer that transformers has none for.
+    """
+    modules = {}
+    for name, assembly in hub_names(settings, [f"{layer}.weight" for layer in layers]).items():
+        layer = name.removesuffix(".weight")
+        if not isinstance(assembly, str) or name.startswith("mtp."):
+            raise UserError(
+                f"{what}: transformers has no layer for {layer}, which has an adapter: export a merged model, or train with "
+                "model.num_nextn_predict_layers: 0"
+            )
+        modules[layer] = assembly.removesuffix(".weight")
+    return modules
 
 
 def config_tree(settings: DecoderSettings) -> dict[str, Any]:

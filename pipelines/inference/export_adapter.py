@@ -26,7 +26,7 @@ from mmspeed.errors import UserError
 from mmspeed.models.adapter_files import PEFT, to_authors
 from mmspeed.models.diffusers.repository import Repository
 from mmspeed.models.families.complete import EXPERTS, boundary_of, completed
-from mmspeed.models.language.families import hub_names
+from mmspeed.models.language.families import hub_modules
 from mmspeed.models.sections import bare, repository_of
 from mmspeed.models.stored import shapes_of
 from mmspeed.models.writing import new_folder, require_new
@@ -93,7 +93,7 @@ def export_adapter(
     components = trained_components(folder, place, repository)
     stored = {component: StoredWeights(place, role, weights) for role, component in components}
     parts = {component: adapted_part(one, section, repository.of(component)) for component, one in stored.items()}
-    nbytes, loading = 0, []
+    nbytes, loading, reader = 0, [], "peft" if format == "peft" else "diffusers"
     with new_folder(out) as work:
         for component, one in stored.items():
             names = parts[component]["layers"]
@@ -111,7 +111,7 @@ def export_adapter(
                 _write_peft(work / noise, tensors, adapter, names, base)
                 loading.append(f'PeftModel.from_pretrained(pipe.{component}, "{out / noise}")')
             nbytes += sum(tensor.nbytes for tensor in tensors.values())
-        write_facts(work, folder, one, format, adapter, parts)
+        write_facts(work, folder, one, format, adapter, parts, reader)
     layers = sum(len(part["layers"]) for part in parts.values())
     return ExportedAdapter(out, place.name, weights, format, layers, nbytes, "; ".join(loading))
 
@@ -131,13 +131,17 @@ def _merged(
     written: ExportedFolder | ExportedRepository
     if isinstance(config, LanguageConfig):
         written = export_language_run(folder.root, out, **options)
-        reader = "AutoModelForCausalLM"
+        loading = f'AutoModelForCausalLM.from_pretrained("{out}")'
     else:
         written = export_run(folder.root, out, **options, others=others)
-        reader = "DiffusionPipeline"
+        loading = f'DiffusionPipeline.from_pretrained("{out}")'
+        if others == "none":  # which leaves no whole pipeline
+            section = folder.config().model
+            assert isinstance(section, PublishedModelConfig)
+            kinds = {name: repository_of(section).of(name).class_name for name in written.components}
+            loading = "; ".join(f'{kind}.from_pretrained("{out / name}")' for name, kind in kinds.items())
     facts = json.loads((out / FACTS).read_text(encoding="utf-8"))
     layers = sum(len(part["layers"]) for part in facts["parts"].values())
-    loading = f'{reader}.from_pretrained("{out}")'
     return ExportedAdapter(out, written.checkpoint, written.weights, "merged", layers, written.bytes, loading)
 
 
@@ -160,19 +164,12 @@ def _of_language(
     stored = StoredWeights(place, None, weights)
     part = adapted_decoder(stored, config, settings, base)
     layers: list[str] = part["layers"]
-    modules = {}
-    for name, assembly in hub_names(settings, [f"{layer}{WEIGHT}" for layer in layers]).items():
-        if not isinstance(assembly, str) or name.startswith("mtp."):
-            raise UserError(
-                f"--format peft: transformers has no layer for {name.removesuffix(WEIGHT)}, which has an adapter: use merged, or train with "
-                "model.num_nextn_predict_layers: 0"
-            )
-        modules[name.removesuffix(WEIGHT)] = assembly.removesuffix(WEIGHT)
+    modules = hub_modules(settings, layers, "--format peft")
     tensors = _tensors(stored, modules, dtype)
     known = {"base_model_name_or_path": config.model.pretrained, "revision": config.model.revision}
     with new_folder(out) as work:
         _write_peft(work, tensors, adapter, list(modules.values()), {**known, "task_type": "CAUSAL_LM"})
-        write_facts(work, folder, stored, format, adapter, {"model": part})
+        write_facts(work, folder, stored, format, adapter, {"model": part}, "peft")
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     loading = f'AutoPeftModelForCausalLM.from_pretrained("{out}")'
     return ExportedAdapter(out, place.name, weights, format, len(layers), nbytes, loading)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +96,18 @@ def adapter_name(layer: str, side: str) -> str:
 
 
 def write_facts(
-    work: Path, folder: RunFolder, stored: StoredWeights, kind: str, adapter: AdapterConfig, parts: Mapping[str, Any]
+    work: Path,
+    folder: RunFolder,
+    stored: StoredWeights,
+    kind: str,
+    adapter: AdapterConfig,
+    parts: Mapping[str, Any],
+    reader: str | None = None,
 ) -> None:
     """Write `export.json` into an exported folder: its run, checkpoint and format, and the adapter's settings.
 
-    kind: the format. parts: of each adapted model the names of its layers and the fingerprint of its base.
+    kind: the format. parts: of each adapted model the names of its layers and the fingerprint of its base. reader: the library that read
+    what was written; None: none did.
     """
     facts = {
         "run": folder.root.resolve().name,
@@ -109,6 +117,7 @@ def write_facts(
         "rank": adapter.rank,
         "alpha": adapter.alpha_or_rank,
         "rslora": adapter.rslora,
+        "reader": "unproven" if reader is None else f"{reader} {version(reader)}",
         "parts": parts,
     }
     (work / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")

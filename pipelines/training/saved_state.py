@@ -16,12 +16,12 @@ from mmspeed.loop.checkpoint.load import identity, identity_of_start, learned, l
 from mmspeed.loop.checkpoint.manager import CheckpointManager, DamagedCheckpointError
 from mmspeed.loop.frozen import frozen_names
 from mmspeed.loop.guard import RollBackError
-from mmspeed.models.adapter_files import adapter_file
+from mmspeed.models.adapter_files import adapter_files
 from mmspeed.pipelines.run.agreement import require_agreement
 from mmspeed.pipelines.run.assembly import base_files
 from mmspeed.pipelines.run.run_folder import FACTS, RunFolder, trim_metrics
 from mmspeed.pipelines.run.telemetry import Telemetry
-from mmspeed.pipelines.training.adapter_start import check_adapters, identity_of_file, start_from_file
+from mmspeed.pipelines.training.adapter_start import check_adapters, identity_of_files, start_from_files
 from mmspeed.pipelines.training.opening import rate_line
 from mmspeed.pipelines.training.run_state import Run
 from mmspeed.redaction import redacted_tree
@@ -84,11 +84,11 @@ class SavedStates:
         if start is not None and (newest.fresh or frozen):
             for difference in run.task.domain.compare_start(start) if where.rank == 0 and newest.fresh else ():
                 log.warning(difference)
-            file = adapter_file(start)
-            same = identity_of_file(file) if file is not None else identity_of_start(start)
+            adapters = adapter_files(start)
+            same = identity_of_files(adapters) if adapters else identity_of_start(start)
             require_agreement({"train.start_from": same}, "give all of them the same checkpoint or file")
-            if file is not None:
-                start_from_file(file, config, run)
+            if adapters:
+                start_from_files(adapters, config, run)
             else:
                 check_adapters(start, config, files)
                 self._load_start(start, run)

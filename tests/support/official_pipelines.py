@@ -5,6 +5,7 @@ Legend: B batch, C channels, T h w latent.
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,14 @@ def place_alike(*pipelines: Any) -> None:
         for module in (part for part in pipeline.components.values() if isinstance(part, nn.Module)):
             for parameter in module.parameters():
                 parameter.data = parameter.data.clone()
+
+
+def narrowed(module: Any, name: str, width: int) -> Any:
+    """A conversion of HunyuanVideo's names in diffusers for models of this width; diffusers' own knows that of the published model alone."""
+    scope = dict(vars(module))
+    text = inspect.getsource(getattr(module, name)).replace("hidden_size = 3072", f"hidden_size = {width}")
+    exec(text, scope)  # noqa: S102  # diffusers' own text
+    return scope[name]
 
 
 def official_latents(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +18,18 @@ from mmspeed.loop.checkpoint.load import load_start
 from mmspeed.models.adapter_files import METADATA, from_authors, read_adapter, to_authors
 from mmspeed.pipelines.inference.export_adapter import export_adapter
 from tests.support.covers import slow_but
-from tests.support.official_pipelines import load_official, made_run
+from tests.support.official_pipelines import load_official, made_run, narrowed
 from tests.support.tiny_repositories import REPOSITORIES, save_wan
 from tests.unit.pipelines.test_export_adapters import LORA, adapted_run, distance, first_output
 
 AUTHORS = ("wan", "ltx", "qwen-image", "hunyuan-video")
+# layers outside the blocks, and some of them, of which diffusers and ComfyUI have a common name
+OUTSIDE = {
+    "wan": ["to_q", "linear_1", "linear_2", "time_proj", "net.0.proj", "proj_out"],
+    "ltx": ["to_q", "caption_projection.linear_1", "proj_out"],
+    "qwen-image": ["to_q", "img_in", "txt_in", "linear_1", "linear_2", "norm_out.linear", "proj_out"],
+    "hunyuan-video": ["transformer_blocks.*.attn.to_q", "context_embedder.proj_in", "proj_out"],
+}  # fmt: skip
 KEY = "train.start_from"
 KIND = "WanTransformer3DModel"
 ADAPTED = {"blocks.0.attn1.to_q": (3, 5), "blocks.0.attn1.to_k": (3, 5)}
@@ -36,16 +42,13 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     def set_width(width: int) -> None:
         name = "_convert_hunyuan_video_lora_to_diffusers"
-        text = inspect.getsource(getattr(lora_conversion_utils, name))
-        scope = dict(vars(lora_conversion_utils))
-        exec(text.replace("hidden_size = 3072", f"hidden_size = {width}"), scope)  # noqa: S102  # the reader's own text
-        monkeypatch.setattr(lora_pipeline, name, scope[name])
+        monkeypatch.setattr(lora_pipeline, name, narrowed(lora_conversion_utils, name, width))
 
     return set_width
 
 
 @pytest.mark.parametrize("family", slow_but(AUTHORS, {"wan", "hunyuan-video"}))
-@pytest.mark.parametrize("targets", ["attention", "attention+mlp"])
+@pytest.mark.parametrize("targets", ["attention", "attention+mlp", "outside"])
 def test_official_readers_compute_what_the_run_does(
     tmp_path: Path, family: str, targets: str, narrow: Callable[[int], None]
 ) -> None:
@@ -53,9 +56,9 @@ def test_official_readers_compute_what_the_run_does(
 
     base, out = REPOSITORIES[family](tmp_path / "base"), tmp_path / "out"
     if family == "hunyuan-video":
-        targets = {"attention+mlp": "blocks"}.get(targets, targets)
+        targets = targets.replace("attention+mlp", "blocks")
         narrow(load_official(base).transformer.x_embedder.proj.out_channels)
-    run, model = adapted_run(tmp_path, base, {**LORA, "targets": targets})
+    run, model = adapted_run(tmp_path, base, {**LORA, "targets": OUTSIDE[family] if targets == "outside" else targets})
     written = export_adapter(run, out, format="original")
     stored = load_file(out / "pytorch_lora_weights.safetensors")
     assert all(name.startswith("diffusion_model.") and not name.endswith(".alpha") for name in stored)
@@ -80,6 +83,20 @@ def test_families_without_such_readers_are_refused(tmp_path: Path, family: str) 
     with pytest.raises(
         UserError, match=r"--format original: .* has no file of its authors' names: .*(reads|loads|ComfyUI)"
     ):
+        export_adapter(run, tmp_path / "out", format="original")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "family, targets",
+    [("ltx", "time_embed.linear"), ("hunyuan-video", "refiner_blocks.*.attn.to_q"), ("wan", "proj_out")],
+)
+def test_layers_without_a_common_name_are_refused_by_name(tmp_path: Path, family: str, targets: str) -> None:
+    run, _ = adapted_run(tmp_path, REPOSITORIES[family](tmp_path / "base"), {**LORA, "targets": [targets]})
+    reason = (
+        rf"know no common name of `.*{targets.rpartition('.')[2]}`" if family != "wan" else "by `blocks.`, and none"
+    )
+    with pytest.raises(UserError, match=f"--format original: diffusers .*{reason}"):
         export_adapter(run, tmp_path / "out", format="original")
     assert not (tmp_path / "out").exists()
 

@@ -16,6 +16,7 @@ from mmspeed.config import make_config
 from mmspeed.config.adapters import AdapterConfig, BaseConfig
 from mmspeed.errors import UserError
 from mmspeed.initialize import materialize, read_weights
+from mmspeed.log import read_metrics
 from mmspeed.loop.checkpoint.manager import load_weights
 from mmspeed.models.adapters import adapt
 from mmspeed.models.language.weights import stored_decoder
@@ -44,19 +45,21 @@ def adapted_run(folder: Path, base: Path, adapter: dict[str, Any] = LORA, **sect
     )
 
 
-def language_run(folder: Path, name: str, **model: Any) -> Path:
-    """The folder of a run of three steps on lines of text."""
+def language_run(folder: Path, name: str, start: Path | None = None, **model: Any) -> Path:
+    """The folder of a run of three steps on lines of text; `start`: what it begins with, and then it does not learn."""
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": f"the rabbit {n} runs"}) + "\n" for n in range(200)))
-    tree = {
+    tree: dict[str, Any] = {
         "task": "language",
         "name": name,
         "output": str(folder / "runs"),
         "texts": {"sources": [{"path": str(folder / "a.jsonl")}], "cache": str(folder / "cache"), "validation": 0.0},
         "model": model,
         "sequence_length": 64,
-        "train": {"steps": 3, "batch_size": 2, "lr": 5e-2, "warmup_steps": 0},
+        "train": {"steps": 3, "batch_size": 2, "lr": 5e-2, "warmup_steps": 0, "log_every": 1},
         "device": {"kind": "cpu"},
     }
+    if start is not None:
+        tree["train"] |= {"start_from": str(start), "lr": 1e-30}
     config = make_config(tree, (), origin="test")
     TextPreparation(config).build()
     TrainPipeline(config).run()
@@ -108,10 +111,13 @@ def test_the_official_reader_computes_what_the_run_does(tmp_path: Path, family: 
     part = facts["parts"]["transformer"]
     assert written.layers == merged.layers == len(part["layers"]) and part["base"]
     assert (facts["rank"], facts["alpha"], facts["rslora"]) == (3, adapter["alpha"], "rslora" in adapter)
+    assert facts["reader"].startswith("peft " if family == "hunyuan-video-1.5" else "diffusers ")
     assert (facts["run"], facts["checkpoint"], facts["format"]) == ("own", "step-00000001", written.format)
 
 
 def test_the_command_says_how_to_load_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from diffusers import WanTransformer3DModel
+
     run, _ = adapted_run(tmp_path, save_wan(tmp_path / "base"))
     out = tmp_path / "half"
     assert main(["export", str(run), "-o", str(out), "--dtype", "bfloat16", "--format", "diffusers"]) == 0
@@ -125,9 +131,13 @@ def test_the_command_says_how_to_load_what_it_wrote(tmp_path: Path, capsys: pyte
         assert torch.equal(tensor, own.to(torch.bfloat16))
     assert len(tensors) == 32
     merged = export_adapter(run, tmp_path / "merged", format="merged").folder
+    assert json.loads((merged / "export.json").read_text())["reader"] == "unproven"
+    bare = export_adapter(run, tmp_path / "bare", format="merged", others="none")
+    loaded = eval(bare.loading, {"WanTransformer3DModel": WanTransformer3DModel})  # noqa: S307  # the printed line is what is tested
     whole = load_file(merged / "transformer" / "diffusion_pytorch_model.safetensors")
     sampled = OfficialSampler.open(run, device="cpu").pipeline.transformer.state_dict()  # mmspeed sample --official
     assert all(torch.equal(sampled[name], tensor) for name, tensor in whole.items())
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in loaded.state_dict().items())
 
 
 def test_what_cannot_be_exported_is_one_line(tmp_path: Path) -> None:
@@ -198,6 +208,17 @@ def test_each_expert_has_a_file_which_its_transformer_loads(tmp_path: Path, rank
             (name,) = layer.lora_B
             own = stored[f"{prefix}blocks.0.attn1.to_q.lora_B.default.weight"]
             assert own.any() and torch.equal(layer.lora_B[name].weight, own) and layer.scaling[name] == 8 / 3
+    export_adapter(run, tmp_path / "original", format="original")
+    for start in (run, out, tmp_path / "peft", tmp_path / "original"):  # each expert begins with its own
+        name, still = f"begun-{start.name}", f"train.start_from={start}"
+        train_experts(str(tmp_path), (*overrides, f"name={name}", still, "train.lr=1e-30", "train.ema_decay=null"))
+        begun = whole_checkpoint(tmp_path / "runs" / name)
+        for prefix, other in (("model.", "ema."), ("transformer_2:model.", "transformer_2:ema.")):
+            key = "blocks.0.attn1.to_q.lora_B.default.weight"
+            torch.testing.assert_close(begun[prefix + key], stored[other + key], rtol=1e-6, atol=0)
+    with pytest.raises(UserError, match=r"with that of each expert \(`\*_high` and `\*_low`\)"):
+        one = f"train.start_from={out / 'pytorch_lora_weights_high.safetensors'}"
+        train_experts(str(tmp_path), (*overrides, "name=one", one))
     merged = load_official(export_adapter(run, tmp_path / "merged", format="merged").folder)
     base = load_official(tmp_path / "base")
     for component in ("transformer", "transformer_2"):
@@ -207,7 +228,7 @@ def test_each_expert_has_a_file_which_its_transformer_loads(tmp_path: Path, rank
 
 @pytest.mark.parametrize("shape", ["tiny-qwen3-0.6b", pytest.param("tiny-deepseek-v3", marks=pytest.mark.slow)])
 def test_a_decoders_adapters_are_loaded_by_peft(tmp_path: Path, shape: str) -> None:
-    from peft import AutoPeftModelForCausalLM
+    from peft import AutoPeftModelForCausalLM, PeftModel
     from transformers import AutoModelForCausalLM
 
     base = export_language_run(language_run(tmp_path, "whole", shape=shape), tmp_path / "base").folder
@@ -220,6 +241,7 @@ def test_a_decoders_adapters_are_loaded_by_peft(tmp_path: Path, shape: str) -> N
     models = [
         AutoModelForCausalLM.from_pretrained(base),
         AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out"),
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "out"),
         AutoModelForCausalLM.from_pretrained(tmp_path / "merged"),
     ]
     decoder: Any = adapt(stored_decoder(str(base), mtp=0), AdapterConfig(**adapter), BaseConfig())
@@ -227,14 +249,22 @@ def test_a_decoders_adapters_are_loaded_by_peft(tmp_path: Path, shape: str) -> N
     read_weights(decoder, source_of(decoder))  # type: ignore[arg-type]
     load_weights(run / "checkpoints" / "step-00000003", decoder)
     with torch.no_grad():
-        before, loaded, merged = (model.eval()(ids_BN).logits for model in models)
+        before, auto, loaded, merged = (model.eval()(ids_BN).logits for model in models)
         truth = decoder.eval()(ids_BN).logits_BNV
     assert distance(before, truth) > 0.1
-    assert distance(loaded, truth) < 1e-5 and distance(merged, truth) < 1e-5
+    assert torch.equal(auto, loaded) and distance(loaded, truth) < (1e-6 if "qwen" in shape else 1e-5)
+    assert distance(merged, truth) < 1e-5
+    rows = []
+    for start in (run, tmp_path / "out"):
+        begun = language_run(
+            tmp_path, f"begun-{start.name}", start, pretrained=str(base), adapter=adapter, num_nextn_predict_layers=0
+        )
+        rows.append([row["loss"] for row in read_metrics(begun / "metrics.jsonl") if row["kind"] == "train"])
+    assert rows[0] == rows[1] and len(rows[0]) == 3
     with pytest.raises(UserError, match=r"--format diffusers: .* trains a language model"):
         export_adapter(run, tmp_path / "other", format="diffusers")
     if "deepseek" in shape:
         further = language_run(tmp_path, "further", pretrained=str(base), adapter=adapter)
-        with pytest.raises(UserError, match=r"--format peft: .*mtp.0.mtp_block.self_attn.q_a_proj.*: use merged"):
+        with pytest.raises(UserError, match=r"--format peft: .*mtp.0.mtp_block.self_attn.q_a_proj.*: export a merged"):
             export_adapter(further, tmp_path / "other")
     assert LanguageModel.from_run(run, device="cpu")("the rabbit", Writing(tokens=4))
