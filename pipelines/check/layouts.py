@@ -132,9 +132,11 @@ def with_layout(config: AnyConfig, layout: str) -> AnyConfig:
             raise UserError(f"--parallel {layout!r} names {key} twice")
         values[key] = value
     dump = config.model_dump(mode="json", by_alias=True)
-    dump["parallel"].update(dict.fromkeys(AXES, 1), ring_window=None)
+    dump["parallel"].update(dict.fromkeys((*AXES, "ep"), 1), ring_window=None)
     changed = make_config(dump, [f"parallel.{key}={value}" for key, value in values.items()], origin="--parallel")
     assert isinstance(changed, type(config))
+    if "dp_shard" not in values:
+        changed = changed.model_copy(update={"parallel": changed.parallel.with_experts()})
     for axis, size in changed.parallel.sizes().items():
         if size < 1 or isinstance(yaml.safe_load(values.get(axis, "1")), bool):
             raise UserError(
