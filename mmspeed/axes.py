@@ -164,9 +164,10 @@ def mesh_table(world: int, asked: AxisSizes | None = None) -> MeshTable:
     if min(ep, inner, etp) < 1 or ep % inner:
         raise UserError(f"parallel: ep {ep}, ep_inner {inner} and etp {etp} must be at least 1, and ep_inner divide ep")
     if copy % (ep * etp):
+        experts_over = f"ep {ep}" if etp == 1 else f"ep {ep} x etp {etp}"
         raise UserError(
-            f"parallel: ep {ep} x etp {etp} does not divide the {copy} devices that share one copy of the parameters; "
-            "lower one, or raise dp_shard"
+            f"parallel: {experts_over} does not divide the {copy} devices that share one copy of the parameters; lower it, or raise "
+            "dp_shard (more processes: --nproc)"
         )
     experts = {
         AxisName.EDP: copy // (ep * etp),

@@ -65,7 +65,11 @@ def demo(
             raise UserError("--parallel goes with --task language")
         run = partial(run_layout_demo, layout=parallel)
         following = f"check YOUR-CONFIG.yaml --parallel {shlex.quote(parallel)}"
-    flags = [*["--short"] * short, *["--adapter"] * adapter, *(["--parallel", parallel] if parallel is not None else [])]
+    flags = [
+        *["--short"] * short,
+        *["--adapter"] * adapter,
+        *(["--parallel", parallel] if parallel is not None else []),
+    ]
     again = shlex.join(["demo", *flags, "--task", task.value, "--output", str(output)])
     before = signal.signal(signal.SIGTERM, _end)
     try:

@@ -95,5 +95,7 @@ def comparison(alone: list[dict[str, Any]], layout: list[dict[str, Any]], world:
         lines.append(f"the greatest load of an expert: {load['max']:.2f} of the mean ({load['worst']})")
     if "rank_load" in rows[-1]:
         over = rows[-1]["rank_load"]
-        lines.append(f"the greatest load of a process: {over['max']:.2f} of the mean, {over['p50']:.2f} in half of the layers")
+        lines.append(
+            f"the greatest load of a process: {over['max']:.2f} of the mean, {over['p50']:.2f} in half of the layers"
+        )
     return lines

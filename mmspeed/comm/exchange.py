@@ -176,7 +176,9 @@ def row_counts(sends_PL: Tensor, axis: Axis) -> tuple[RowCounts, Tensor]:
     Raises ValueError for counts of another shape or of floats.
     """
     if sends_PL.dim() not in (1, 2) or len(sends_PL) != axis.size or sends_PL.is_floating_point():
-        raise ValueError(f"{axis.name}: counts for {axis.size} ranks are whole numbers of shape ({axis.size},), or of kinds by rank")
+        raise ValueError(
+            f"{axis.name}: counts for {axis.size} ranks are whole numbers of shape ({axis.size},), or of kinds by rank"
+        )
 
     def exchanged() -> tuple[RowCounts, Tensor]:
         ones = (1,) * axis.size

@@ -119,7 +119,9 @@ def parallelize(
     if layout.experts.size > 1:
         assert mesh is not None
         if strategy != "fsdp":
-            raise UserError(f"parallel.ep goes with parallel.strategy fsdp, which shards the experts, not with {strategy}")
+            raise UserError(
+                f"parallel.ep goes with parallel.strategy fsdp, which shards the experts, not with {strategy}"
+            )
         spread_experts(model, mesh, layout.experts)
     # checkpointing is compiled into each block's graph, except where exchanges or recorded plans break graphs: there it goes around them
     breaks = layout.size > 1 or is_spread(model) or bool(recorded_modules(model))

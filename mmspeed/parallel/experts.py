@@ -55,7 +55,7 @@ def spread_experts(model: nn.Module, mesh: Mesh, axis: Axis) -> None:
     """
     from torch.distributed.tensor import DTensor, Shard
 
-    for name, module in _named(model):
+    for name, module in _named(model, axis):
         own = dict(module.named_parameters(recurse=False))
         count = _checked(name, module, own, mesh)
         for each, whole in own.items():
@@ -75,10 +75,20 @@ def sharded_dim(parameter: Tensor, over: int) -> int:
     return next(dim for dim in range(1, parameter.dim()) if parameter.shape[dim] % over == 0)
 
 
-def _named(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def check_experts(count: int, ep: int, where: str) -> None:
+    """Raise UserError where `ep` processes cannot hold equal numbers of `count` experts; 0: a model without any."""
+    if ep > 1 and count == 0:
+        raise UserError(f"parallel.ep {ep}: {where} has no experts; leave ep out")
+    if count % ep:
+        fits = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+        raise UserError(f"parallel.ep {ep} does not divide the {count} experts of {where}: use one of {fits}")
+
+
+def _named(model: nn.Module, axis: Axis) -> list[tuple[str, nn.Module]]:
     plan = plan_of(model)
     if plan is None or not plan.experts:
-        raise UserError(f"parallel.ep: {type(model).__name__} has no experts (ModelPlan.experts); leave ep out")
+        check_experts(0, axis.size, f"the plan of {type(model).__name__}")
+    assert plan is not None
     return [each for pattern in plan.experts for each in modules_like(model, pattern, "plan, experts")]
 
 
@@ -87,11 +97,11 @@ def _checked(name: str, module: nn.Module, own: dict[str, nn.Parameter], mesh: M
     where, counts = described(name, module), {len(p) if p.dim() > 1 else 0 for p in own.values()}
     inner = next((child for child, part in module.named_children() if next(part.parameters(), None) is not None), None)
     if len(counts) != 1 or 0 in counts or inner is not None:
-        raise UserError(f"parallel.ep: {where} has experts in the plan; such a module has parameters stacked by expert alone")
+        raise UserError(
+            f"parallel.ep: {where} has experts in the plan; such a module has parameters stacked by expert alone"
+        )
     (count,), ep, edp = counts, mesh.size(AxisName.EP), mesh.size(AxisName.EDP)
-    if count % ep:
-        fits = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-        raise UserError(f"parallel.ep {ep} does not divide the {count} experts of {name}: use one of {fits}")
+    check_experts(count, ep, name)
     for each, parameter in own.items():
         if all(size % edp for size in parameter.shape[1:]):
             raise UserError(
