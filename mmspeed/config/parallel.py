@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -105,8 +106,10 @@ class ParallelConfig(Section):
         axis_sizes = {axis: int(getattr(self, axis)) for axis in AXES}
         return axis_sizes if sharded else axis_sizes | {AxisName.DP_REPLICATE.value: -1, AxisName.DP_SHARD.value: 1}
 
-    def with_experts(self) -> ParallelConfig:
-        """This section with the least `dp_shard` of which, with the other axes, `ep` takes its devices."""
+    def with_experts(self, named: Collection[str]) -> ParallelConfig:
+        """This section with the least `dp_shard` that, with the other axes, gives `ep` its devices, unless `dp_shard` is named."""
+        if AxisName.DP_SHARD in named:
+            return self
         others = math.prod(size for axis, size in self.sizes().items() if axis not in ITEMS)
         return self.model_copy(update={"dp_shard": self.ep // math.gcd(self.ep, others)})
 
@@ -127,3 +130,4 @@ class ParallelConfig(Section):
 
 
 AXES = tuple(name for name in ParallelConfig.model_fields if name in DENSE)  # the axes that users set
+UNSPLIT = {**dict.fromkeys((*AXES, "ep"), 1), "ring_window": None}  # one device

@@ -1,15 +1,12 @@
 """Spread experts over processes: each holds some of them whole, and rows travel (expert parallelism).
 
 A module with experts has parameters stacked by expert and a forward `(x_TE, weights_TK, expert_TK)`; its plan names it (`ModelPlan.experts`).
-Its forward, which reads them as attributes, then runs on the rows that come to this process, each a token of one choice, with the weights of
-this process's experts.
+Its forward then runs on the rows that come to this process, each a token of one choice, with the weights of this process's experts.
 
 Legend: T tokens, K experts of a token, E width, G experts.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -25,15 +22,11 @@ from mmspeed.protocols.plan import modules_like, plan_of
 from .boundaries.names import described
 
 
-class _Own:
-    """A module as its forward sees it: parameters are this process's part of them."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._module, name)
-        return local(value) if isinstance(value, Tensor) else value
+def _with_own(module: nn.Module) -> nn.Module:
+    """The module as its forward sees it: parameters are this process's part of them."""
+    own = object.__new__(type(module))
+    vars(own).update(vars(module), _parameters={name: local(p) for name, p in module.named_parameters(recurse=False)})
+    return own
 
 
 class SpreadExperts(nn.Module):
@@ -44,7 +37,7 @@ class SpreadExperts(nn.Module):
     def forward(self, x_TE: Tensor, weights_TK: Tensor, expert_TK: Tensor) -> Tensor:
         dispatcher, of_rows = self._dispatcher, super().forward.__func__  # type: ignore[attr-defined]
         sent = dispatcher.start(x_TE, weights_TK, expert_TK)
-        out_ZE: Tensor = of_rows(_Own(self), *dispatcher.finish(sent))
+        out_ZE: Tensor = of_rows(_with_own(self), *dispatcher.finish(sent))
         return dispatcher.finish_back(sent, dispatcher.start_back(sent, out_ZE))
 
 

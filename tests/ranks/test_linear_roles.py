@@ -128,7 +128,7 @@ def unused(meshes: Meshes) -> list[str]:
     """The names of layers with roles, and of a norm over all heads, that no forward calls."""
     mesh, layout = meshes.of(ParallelConfig(tp=2))
     model = TokenModel()
-    for name, linear in SPARE.items():
+    for name in SPARE:
         model.add_module(name, nn.Linear(16, 16))
     model.add_module("spare_norm", nn.RMSNorm(16))
     plan = plan_of(model)
