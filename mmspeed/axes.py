@@ -10,7 +10,8 @@ follow the items that a rank reads, the number of ranks that compute an item tog
 | ------- | --------------------------------------------------- | ------------------------------------------------------------ |
 | dense   | pp, dp_replicate, dp_shard, dsp, ring, ulysses, tp  | who computes what: items, tokens, channels                   |
 | storage | pp, dp_replicate, shard, tp                         | who holds what; shard is dp_shard x dsp x ring x ulysses     |
-| expert  | pp, dp_replicate, edp, ep_outer, ep_inner, etp      | who holds which experts; edp x ep x etp is shard x tp        |
+| expert  | pp, dp_replicate, edp, ep, etp                      | who holds which experts; edp x ep x etp is shard x tp        |
+| nodes   | pp, dp_replicate, edp, ep_outer, ep_inner, etp      | who sends rows to which experts; ep_outer x ep_inner is ep   |
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ class AxisName(str, Enum):
     TP = "tp"  # weight matrices are split
     SHARD = "shard"  # all ranks that parameters are sharded over
     EDP = "edp"  # ranks that shard the same experts and receive tokens of other items
-    EP_OUTER = "ep_outer"  # experts are split, between nodes
-    EP_INNER = "ep_inner"  # experts are split, within a node
+    EP = "ep"  # each rank holds other experts, whole or the part of them that `etp` leaves
+    EP_OUTER = "ep_outer"  # the nodes of `ep`
+    EP_INNER = "ep_inner"  # the ranks of `ep` within a node
     ETP = "etp"  # the matrices of an expert are split
 
     __str__ = str.__str__
@@ -52,14 +54,8 @@ TOKENS = (
 TOGETHER = (AxisName.TP,)  # ranks along these always read the same items
 DENSE = (*STAGES, *ITEMS, *TOKENS, *TOGETHER)  # in this order: ranks that compute an item together follow one another
 STORAGE = (*STAGES, AxisName.DP_REPLICATE, AxisName.SHARD, *TOGETHER)
-EXPERT = (
-    AxisName.PP,
-    AxisName.DP_REPLICATE,
-    AxisName.EDP,
-    AxisName.EP_OUTER,
-    AxisName.EP_INNER,
-    AxisName.ETP,
-)
+EXPERT = (*STAGES, AxisName.DP_REPLICATE, AxisName.EDP, AxisName.EP, AxisName.ETP)
+NODES = (*STAGES, AxisName.DP_REPLICATE, AxisName.EDP, AxisName.EP_OUTER, AxisName.EP_INNER, AxisName.ETP)
 
 
 def together_along(split: bool = True) -> tuple[AxisName, ...]:
@@ -168,12 +164,14 @@ def mesh_table(world: int, asked: AxisSizes | None = None) -> MeshTable:
     if min(ep, inner, etp) < 1 or ep % inner:
         raise UserError(f"parallel: ep {ep}, ep_inner {inner} and etp {etp} must be at least 1, and ep_inner divide ep")
     if copy % (ep * etp):
+        experts_over = f"ep {ep}" if etp == 1 else f"ep {ep} x etp {etp}"
         raise UserError(
-            f"parallel: ep {ep} x etp {etp} does not divide the {copy} devices that share one copy of the parameters; "
-            "lower one, or raise dp_shard"
+            f"parallel: {experts_over} does not divide the {copy} devices that share one copy of the parameters; lower it, or raise "
+            "dp_shard (more processes: --nproc)"
         )
     experts = {
         AxisName.EDP: copy // (ep * etp),
+        AxisName.EP: ep,
         AxisName.EP_OUTER: ep // inner,
         AxisName.EP_INNER: inner,
         AxisName.ETP: etp,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .axes import DENSE, EXPERT, STAGES, STORAGE, AxisName, AxisSizes, MeshTable, Reader, mesh_table
+from .axes import DENSE, EXPERT, NODES, STAGES, STORAGE, AxisName, AxisSizes, MeshTable, Reader, mesh_table
 from .device import Device
 from .rendezvous import attempt_store
 from .torch_internals import is_sharded
@@ -63,7 +63,7 @@ def patient_group() -> dist.ProcessGroup | None:
 class Mesh:
     """The devices of a run by what they compute (`dense`), and by what they hold (`storage`; `expert`, where experts are split).
 
-    Rank by rank the views are the same devices. `rank` is this process's.
+    Rank by rank the views are the same devices. `rank` is this process's. `nodes`: `expert`, with `ep` by nodes.
     """
 
     table: MeshTable
@@ -71,6 +71,7 @@ class Mesh:
     dense: DeviceMesh
     storage: DeviceMesh
     expert: DeviceMesh | None = None  # None: experts lie on `storage`, as all parameters do
+    nodes: DeviceMesh | None = None
 
     def size(self, axis: AxisName | str) -> int:
         """Devices along an axis of any view."""
@@ -127,8 +128,9 @@ def make_mesh(device: Device, sizes: AxisSizes | None = None) -> Mesh:
         names = tuple(axis.value for axis in axes)
         return init_device_mesh(device.kind, table.shape(axes), mesh_dim_names=names)
 
-    expert = view(EXPERT) if sizes is not None and sizes.ep * sizes.etp > 1 else None
-    return Mesh(table, dist.get_rank(), view(DENSE), view(STORAGE), expert)
+    asked = sizes or AxisSizes()
+    expert = view(EXPERT) if asked.ep * asked.etp > 1 else None
+    return Mesh(table, dist.get_rank(), view(DENSE), view(STORAGE), expert, view(NODES) if asked.ep_inner else None)
 
 
 @dataclass(frozen=True)

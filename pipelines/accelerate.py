@@ -9,7 +9,6 @@ import torch.distributed as dist
 from pydantic import ValidationError
 from torch import nn
 
-from mmspeed.axes import AxisSizes
 from mmspeed.comm import Ledger
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.config.schema import Config
@@ -71,7 +70,7 @@ def accelerate_model(
         raise UserError(
             f"accelerate_model: {parallel.group_in_words()} does not divide the {world} processes of the run"
         )
-    mesh = make_mesh(Device(kind, 0), AxisSizes(**parallel.sizes()))
+    mesh = make_mesh(Device(kind, 0), parallel.axis_sizes())
     sequence_parallel(
         transformer, mesh.dense, plan, window=parallel.ring_window, exchange=parallel.exchange, ledger=ledger
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import signal
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, NoReturn
@@ -30,6 +31,13 @@ def demo(
     short: Annotated[bool, typer.Option("--short", help="A few steps only: shows that everything works.")] = False,
     output: Annotated[Path, typer.Option(help="Folder that the demo writes to.")] = Path("mmspeed-demo"),
     task: Annotated[DemoTask, typer.Option(help="What is trained: videos, or texts.")] = DemoTask.video,
+    parallel: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ep=2,...",
+            help="Of --task language: train on one process and on those of this layout, and compare losses, bytes and loads.",
+        ),
+    ] = None,
     adapter: Annotated[
         bool,
         typer.Option(
@@ -43,6 +51,7 @@ def demo(
         from .demo import run_demo
         from .demo_adapter import run_adapter_demo
         from .demo_language import run_language_demo
+        from .demo_layout import run_layout_demo
 
     if adapter and task is not DemoTask.video:
         raise UserError("--adapter is of the task video: leave --task out")
@@ -51,7 +60,16 @@ def demo(
         DemoTask.language: (run_language_demo, "init my-lm --texts FOLDER"),
     }
     run, following = runs[task]
-    flags = [*["--short"] * short, *["--adapter"] * adapter]
+    if parallel is not None:
+        if task is not DemoTask.language:
+            raise UserError("--parallel goes with --task language")
+        run = partial(run_layout_demo, layout=parallel)
+        following = f"check YOUR-CONFIG.yaml --parallel {shlex.quote(parallel)}"
+    flags = [
+        *["--short"] * short,
+        *["--adapter"] * adapter,
+        *(["--parallel", parallel] if parallel is not None else []),
+    ]
     again = shlex.join(["demo", *flags, "--task", task.value, "--output", str(output)])
     before = signal.signal(signal.SIGTERM, _end)
     try:

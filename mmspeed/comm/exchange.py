@@ -165,22 +165,28 @@ class RowCounts:
 
 
 @outside_graphs
-def row_counts(sends_R: Tensor, axis: Axis) -> RowCounts:
-    """Tell every rank how many rows this rank will send to it, where that is known at run time only.
+def row_counts(sends_PL: Tensor, axis: Axis) -> tuple[RowCounts, Tensor]:
+    """Tell every rank how many rows of each kind this rank will send to it, where that is known at run time only.
 
-    `sends_R`: a whole number for each rank; 8 bytes go to each. The host must know the sizes of messages, so this waits for the device:
-    call it before, not between, the halves of another exchange. A recomputation (`mmspeed.replay`) gets the counts of the first pass.
+    `sends_PL`: whole numbers, (ranks,) or (ranks, L) for L kinds of rows, such as experts; 8 bytes of each go out. The host must know the
+    sizes of messages, so this waits for the device, once: call it before, not between, the halves of another exchange. A recomputation
+    (`mmspeed.replay`) gets the counts of the first pass.
+
+    Returns the rows by rank, on the host, and the counts that come, on the device, in the shape of `sends_PL`.
     Raises ValueError for counts of another shape or of floats.
     """
-    if sends_R.shape != (axis.size,) or sends_R.is_floating_point():
-        raise ValueError(f"{axis.name}: counts for {axis.size} ranks are whole numbers of shape ({axis.size},)")
+    if sends_PL.dim() not in (1, 2) or len(sends_PL) != axis.size or sends_PL.is_floating_point():
+        raise ValueError(
+            f"{axis.name}: counts for {axis.size} ranks are whole numbers of shape ({axis.size},), or of kinds by rank"
+        )
 
-    def exchanged() -> RowCounts:
+    def exchanged() -> tuple[RowCounts, Tensor]:
         ones = (1,) * axis.size
         with torch.no_grad():
-            counts = sends_R.detach().long()
-            sends, comes = torch.stack((counts, swap_rows(counts, axis, RowCounts(ones, ones), "counts"))).tolist()
-        return RowCounts(tuple(sends), tuple(comes))
+            counts = sends_PL.detach().long()
+            come = swap_rows(counts, axis, RowCounts(ones, ones), "counts")
+            sends, comes = torch.stack([each.view(axis.size, -1).sum(1) for each in (counts, come)]).tolist()
+        return RowCounts(tuple(sends), tuple(comes)), come
 
     return record_or_replay(exchanged)[0]
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from mmspeed.axes import DENSE, AxisName, together_along
+from mmspeed.axes import DENSE, ITEMS, AxisName, AxisSizes, together_along
 from mmspeed.errors import UserError
 
 from .inputs import Section
@@ -46,6 +47,11 @@ class ParallelConfig(Section):
     tp: int = Field(
         1, ge=1, description="Tensor parallelism: devices that share each weight matrix; must divide the heads."
     )
+    ep: int = Field(
+        1,
+        ge=1,
+        description="Expert parallelism: devices, of those that share one copy of the parameters, over which whole experts are spread; must divide the experts. Takes no devices of its own.",
+    )
     shard: Literal["frames", "space"] = Field(
         "frames",
         description="The dim of a factorised model's tokens that `ring` x `ulysses` split: `frames`: the temporal blocks exchange; `space`: the spatial ones. Together with `dsp`, each part is split again.",
@@ -71,6 +77,8 @@ class ParallelConfig(Section):
             raise ValueError(f"ring_window {self.ring_window} must divide ring {self.ring}")
         if self.tp > 1 and self.strategy in ("ddp", "none"):
             raise ValueError(f"tp goes with strategy fsdp or auto, not with {self.strategy}")
+        if self.ep > 1 and self.strategy in ("ddp", "none"):
+            raise ValueError(f"ep goes with strategy fsdp or auto, which shard the experts, not with {self.strategy}")
         return self
 
     @property
@@ -98,6 +106,17 @@ class ParallelConfig(Section):
         axis_sizes = {axis: int(getattr(self, axis)) for axis in AXES}
         return axis_sizes if sharded else axis_sizes | {AxisName.DP_REPLICATE.value: -1, AxisName.DP_SHARD.value: 1}
 
+    def with_experts(self, named: Collection[str]) -> ParallelConfig:
+        """This section with the least `dp_shard` that, with the other axes, gives `ep` its devices, unless `dp_shard` is named."""
+        if AxisName.DP_SHARD in named:
+            return self
+        others = math.prod(size for axis, size in self.sizes().items() if axis not in ITEMS)
+        return self.model_copy(update={"dp_shard": self.ep // math.gcd(self.ep, others)})
+
+    def axis_sizes(self, sharded: bool = True) -> AxisSizes:
+        """The sizes that a mesh is made of; `sharded` as of `sizes`."""
+        return AxisSizes(**self.sizes(sharded), ep=self.ep)
+
     def group_in_words(self) -> str:
         """The axes along which devices compute one sample together, such as "ring 2 x tp 2"."""
         return " x ".join(f"{axis} {n}" for axis, n in self.sizes().items() if axis in together_along() and n > 1)
@@ -111,3 +130,4 @@ class ParallelConfig(Section):
 
 
 AXES = tuple(name for name in ParallelConfig.model_fields if name in DENSE)  # the axes that users set
+UNSPLIT = {**dict.fromkeys((*AXES, "ep"), 1), "ring_window": None}  # one device

@@ -11,12 +11,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mmspeed.comm import Ledger
 from mmspeed.compute.sparse.controller import SparsityController
 from mmspeed.config.training import TrainConfig
 from mmspeed.protocols import Models, StepData
 
 from .averages import EMA
-from .counts import counting_modules, spread
+from .counts import counting_modules, over_ranks, spread
 from .optimizers.learning_rate import learning_rate, set_learning_rate
 from .optimizers.make_optimizer import AnyOptimizer
 from .step import StepResult
@@ -96,9 +97,13 @@ class Sparsity(BaseCallback):
 
 
 class StepCounts(BaseCallback):
-    """Sums of the counts of modules (`CountsSteps`) since the last row, and their spread in that row."""
+    """Sums of the counts of modules (`CountsSteps`) since the last row, and their spread in that row.
 
-    def __init__(self, models: Models) -> None:
+    ranks: processes that hold equal parts of the experts that are counted; the row says how loads lie over them.
+    """
+
+    def __init__(self, models: Models, ranks: int = 1) -> None:
+        self.ranks = ranks
         self.names = {name: module.counted for name, module in counting_modules(models).items()}
         self.sums: dict[str, Tensor] = {}
 
@@ -109,7 +114,21 @@ class StepCounts(BaseCallback):
     def row(self) -> dict[str, Any]:
         sums, self.sums = self.sums, {}
         kinds = sorted({self.names[name] for name in sums})
-        return {kind: spread({name: sums[name] for name in sums if self.names[name] == kind}) for kind in kinds}
+        row: dict[str, Any] = {
+            kind: spread({name: sums[name] for name in sums if self.names[name] == kind}) for kind in kinds
+        }
+        return row | ({"rank_load": over_ranks(sums, self.ranks)} if self.ranks > 1 and sums else {})
+
+
+class SentBytes(BaseCallback):
+    """Bytes that this process sent to others since the last row, by kind and axis; those of FSDP2 are not among them."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger, self.before = ledger, ledger.copy()
+
+    def row(self) -> dict[str, Any]:
+        sent, self.before = self.ledger.since(self.before), self.ledger.copy()
+        return {"sent_bytes": {f"{kind} {axis}": count for (kind, axis), count in sorted(sent.bytes.items())}}
 
 
 class Averages(BaseCallback):

@@ -30,6 +30,7 @@ from .data_parallel import (
     take_float32_gradients,
     unwrap,
 )
+from .experts import spread_experts
 from .sequence.hybrid_attention import SequenceAxes
 from .tensor import check_heads, sum_shared_gradients
 
@@ -55,7 +56,17 @@ __all__ = [
 ]
 
 # the axes that `parallelize` applies to a model, and the names that views of the mesh give them
-APPLIED = (*ITEMS, AxisName.DSP, AxisName.RING, AxisName.ULYSSES, AxisName.TP, AxisName.SHARD, AxisName.EDP)
+APPLIED = (
+    *ITEMS,
+    AxisName.DSP,
+    AxisName.RING,
+    AxisName.ULYSSES,
+    AxisName.TP,
+    AxisName.SHARD,
+    AxisName.EDP,
+    AxisName.EP,
+    AxisName.EP_INNER,
+)
 
 
 def resolve_strategy(strategy: str, world: int) -> Strategy:
@@ -105,6 +116,13 @@ def parallelize(
             _check_tensor(model, strategy, mesh)
             boundaries.split_weights(mesh.submesh(AxisName.TP))
         boundaries.put_inside()  # the tokens that each process computes and attends to
+    if layout.experts.size > 1:
+        assert mesh is not None
+        if strategy != "fsdp":
+            raise UserError(
+                f"parallel.ep goes with parallel.strategy fsdp, which shards the experts, not with {strategy}"
+            )
+        spread_experts(model, mesh, layout.experts)
     # checkpointing is compiled into each block's graph, except where exchanges or recorded plans break graphs: there it goes around them
     breaks = layout.size > 1 or is_spread(model) or bool(recorded_modules(model))
     backend = compile if isinstance(compile, str) else "inductor"

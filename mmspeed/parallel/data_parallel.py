@@ -26,6 +26,8 @@ from mmspeed.mixin import mix_in
 from mmspeed.protocols import blocks_of, stays_float32
 from mmspeed.torch_internals import at_end_of_backward, fsdp_state, is_fully_sharded, sum_in_float32, tree_leaves
 
+from .experts import sharded_dim, spread_modules
+
 Strategy = Literal["none", "ddp", "fsdp"]
 
 
@@ -73,6 +75,7 @@ def shard(model: nn.Module, mesh: Mesh, compute_dtype: torch.dtype, host: bool =
     its forward and its backward; what trains in a block is a group of its own, which stays on the device.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+    from torch.distributed.tensor import Shard
 
     axes = (AxisName.DP_REPLICATE, AxisName.SHARD) if mesh.size(AxisName.DP_REPLICATE) > 1 else (AxisName.SHARD,)
     sharded = mesh.submesh(*axes)
@@ -81,6 +84,10 @@ def shard(model: nn.Module, mesh: Mesh, compute_dtype: torch.dtype, host: bool =
     frozen = (
         partial(engine, offload_policy=CPUOffloadPolicy(pin_memory=sharded.device_type != "cpu")) if host else engine
     )
+    for module in spread_modules(model):  # over the processes that hold the same experts
+        same, count = mesh.submesh(*axes[:-1], AxisName.EDP), mesh.size(AxisName.EDP)
+        placed = partial(fully_shard, mesh=same, shard_placement_fn=lambda p, n=count: Shard(sharded_dim(p, n)))
+        _shard_module(module, placed, compute_dtype, apart)
     for _, block in blocks_of(model):
         if host:
             _shard_trained(block, engine, compute_dtype)

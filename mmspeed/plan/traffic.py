@@ -11,6 +11,7 @@ The numbers are those that the ledger of `mmspeed.comm` counts when the same lay
     tokens of tensor parallelism      3 gathers and 3 sums a block                   all_gather and reduce_scatter, tp
     the prediction                    after the last block                           all_gather and reduce_scatter, sequence and tp
     gradients of shared parameters    once a step                                    all_reduce, tp
+    tokens to experts and back        layers of experts (`expert_traffic`)           counts, dispatch and combine, ep
 
 The gradients of an exchange are sent in reverse, so send and receive sizes swap. A recomputed block keeps the results of its exchanges;
 with `memory.exchange_again`, or where it is compiled, it makes its forward exchanges a second time. Gradients that data parallelism
@@ -139,6 +140,25 @@ def step_traffic(
         if number in recomputed:
             again += block.forward
     return whole.forward + whole.backward + again + gradient_traffic(shared_gradients, parallel.tp)
+
+
+def expert_traffic(
+    sends: Sequence[int], comes: Sequence[int], rank: int, experts: int, width: int, element_size: int = 2
+) -> Traffic:
+    """The exchanges of a layer of experts over `ep`, exact from its routing.
+
+    A row carries its float32 gate to the expert; outputs come back without. Before them go 8 bytes for each expert of another rank.
+
+    Args:
+        sends, comes: rows (a token's choice each) that this rank sends to each rank, and gets from it.
+        experts: of all ranks. width: of the model. element_size: bytes of a number in products.
+    """
+    out, back, token = sum(sends) - sends[rank], sum(comes) - comes[rank], width * element_size
+    gate = max(4, element_size)
+    counts = 8 * experts // len(sends) * (len(sends) - 1)
+    forward = ("counts", "ep", counts), ("dispatch", "ep", out * (token + gate)), ("combine", "ep", back * token)
+    backward = ("dispatch", "ep", back * (token + gate)), ("combine", "ep", out * token)
+    return Traffic(sent_bytes(*forward), sent_bytes(*backward))
 
 
 def gradient_traffic(shared_gradients: int, tp: int) -> Sent:

@@ -31,8 +31,7 @@ Attended = Literal["rows", "columns"]
 # "row": its inputs are such channels. Between a column layer and its row layer channels never mix. "vocabulary": a column layer whose
 # outputs are the whole vocabulary's logits, gathered; of a `TokenHead`, the losses of targets, from sums over the rows of each process.
 # "embedding": a table with a row for each id, looked up for the tokens seen; its results, 0 for rows of others, are summed to own tokens.
-# "expert": each process of the axis holds other experts' weights whole.
-Role = Literal["column", "row", "vocabulary", "embedding", "expert"]
+Role = Literal["column", "row", "vocabulary", "embedding"]
 
 
 @dataclass(frozen=True)
@@ -241,6 +240,8 @@ class ModelPlan:
         divided: module pattern -> attributes that count heads or channels, divided by tensor-parallel processes.
         regions: parts of a block, by any name; the block as a whole is the region `block`.
         chunks: MLPs within a block.
+        experts: modules of experts, by patterns, whose parameters are stacked by expert (dim 0) and whose forward takes (x_TE, weights_TK,
+            expert_TK) and returns each token's weighted sum, (T, E); expert parallelism leaves each process some of them.
         mlps: MLPs, and layers of them, that are in no region, by patterns; only adapters ask for them.
         cuts: names of blocks before which a pipeline may cut the model; None: before any.
         before, after: modules that run before the first and after the last block.
@@ -266,6 +267,7 @@ class ModelPlan:
     divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     regions: Mapping[str, Region] = field(default_factory=dict)
     chunks: tuple[Chunked, ...] = ()
+    experts: tuple[str, ...] = ()
     mlps: tuple[str, ...] = ()
     cuts: tuple[str, ...] | None = None
     before: tuple[str, ...] = ()
@@ -491,5 +493,6 @@ def _with_blocks(plan: ModelPlan, renamed: Mapping[str, str]) -> ModelPlan:
         linears=by_name(plan.linears),
         divided=by_name(plan.divided),
         channel_norms=names(plan.channel_norms),
+        experts=names(plan.experts),
         cuts=None if plan.cuts is None else names(plan.cuts),
     )

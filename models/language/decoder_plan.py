@@ -1,7 +1,7 @@
 """Declare the plan of a decoder: where tokens are split, roles of its linear layers, and parts of blocks with policies of their own.
 
 Tokens are split before the embedding, and the losses of all are joined behind the head; tensor-parallel processes hold rows of both.
-Experts are whole on every process and compute its own tokens.
+Each process computes the experts of its own tokens, or sends them to those that hold their experts.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def decoder_plan(settings: DecoderSettings) -> ModelPlan:
         heads=settings.num_attention_heads,
         key_heads=settings.num_key_value_heads,
         regions=REGIONS,
+        experts=tuple(f"{name}.mlp.experts" for place, name in enumerate(blocks) if settings.has_experts(place)),
         before=("embed_tokens",),
         after=("norm", "lm_head"),
         draws=False,

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import yaml
 
 from mmspeed.config import RunConfig, make_config
-from mmspeed.config.parallel import AXES, ParallelConfig
+from mmspeed.config.parallel import AXES, UNSPLIT, ParallelConfig
 from mmspeed.config.tasks import task_class, task_entry
 from mmspeed.errors import UserError
 from mmspeed.log import get_logger
@@ -132,9 +132,10 @@ def with_layout(config: AnyConfig, layout: str) -> AnyConfig:
             raise UserError(f"--parallel {layout!r} names {key} twice")
         values[key] = value
     dump = config.model_dump(mode="json", by_alias=True)
-    dump["parallel"].update(dict.fromkeys(AXES, 1), ring_window=None)
+    dump["parallel"].update(UNSPLIT)
     changed = make_config(dump, [f"parallel.{key}={value}" for key, value in values.items()], origin="--parallel")
     assert isinstance(changed, type(config))
+    changed = changed.model_copy(update={"parallel": changed.parallel.with_experts(values)})
     for axis, size in changed.parallel.sizes().items():
         if size < 1 or isinstance(yaml.safe_load(values.get(axis, "1")), bool):
             raise UserError(

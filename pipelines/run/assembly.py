@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mmspeed.axes import AxisSizes, Reader
+from mmspeed.axes import Reader
 from mmspeed.config import RunConfig
 from mmspeed.config.memory import parse_bytes
 from mmspeed.device import Device, parse_dtype
@@ -143,7 +143,7 @@ def place(config: RunConfig, device: Device) -> Placement:
     parallel.check_world(world)
     if config.host_base and strategy == "none":
         strategy = "fsdp"  # whose groups are brought to the device block by block
-    mesh = make_mesh(device, AxisSizes(**parallel.sizes(sharded=strategy == "fsdp")))
+    mesh = make_mesh(device, parallel.axis_sizes(sharded=strategy == "fsdp"))
     return Placement(strategy, mesh, make_layout(mesh, parallel), mesh.reader(), mesh.first_of_group)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from mmspeed import comm
 from mmspeed.config import RunConfig
 from mmspeed.log import ProgressLine
-from mmspeed.loop.callbacks import Averages, BaseCallback, LearningRate, Sparsity, StepCounts, StepOutcome
+from mmspeed.loop.callbacks import Averages, BaseCallback, LearningRate, SentBytes, Sparsity, StepCounts, StepOutcome
 from mmspeed.loop.means import StepMeans
 from mmspeed.loop.signals import Request, StopSignals
 from mmspeed.loop.step import StepResult
@@ -29,7 +29,7 @@ class RunCallbacks:
         events: Events,
         requests: StopSignals,
     ) -> None:
-        parts, device, train = run.parts, run.place.device, config.train
+        parts, device, train, layout = run.parts, run.place.device, config.train, run.placement.layout
         self.run, self.telemetry, self.requests = run, telemetry, requests
         self.memory = OomAdvisor(config, device, run.place.folder, parts.model, parts.optimizer, parts.ema)
         self.bar = ProgressLine("train", train.steps, "step", start=run.step)
@@ -45,7 +45,8 @@ class RunCallbacks:
             *(Averages(ema, parts.models[role], role) for role, ema in parts.averages.items()),
             self.memory,
             self.means,
-            StepCounts(parts.models),
+            StepCounts(parts.models, layout.experts.size),
+            *([SentBytes(layout.ledger)] if layout.size > 1 or layout.experts.size > 1 else []),
             TelemetryCallback(telemetry, run.task, run.data, sparsity),
             events,
         ]

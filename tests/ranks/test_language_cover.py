@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from tests.support.covers import Combination, pairwise
-from tests.support.language_steps import LAYOUTS, SETTINGS, steps
+from tests.support.language_steps import LAYOUTS, SETTINGS, possible, steps
 from tests.support.spawn import run_ranks
 
 TOLERANCE = 1e-5
-FEW = ["tp", "ulysses", "ring"]  # layouts of which a combination runs by default
+FEW = ["tp", "ulysses", "ring", "ep", "ep over tp"]  # layouts of which a combination runs by default
 
 
 @cache
 def cover() -> list[Combination]:
     """Combinations in which all pairs of settings meet."""
-    return pairwise(SETTINGS, lambda _: True)
+    return pairwise(SETTINGS, possible)
 
 
 def hold(case: Combination, ranks: list[dict[str, Any]]) -> None:

@@ -18,7 +18,7 @@ from mmspeed.parallel import parallelize, sum_shared_gradients, uncrossed
 from mmspeed.protocols.plan import Linear, ModelPlan, Summed, declare_plan, plan_of
 from tests.support.added_model import Meshes
 from tests.support.foreign_steps import whole, worst
-from tests.support.roles_toy import StackedExperts, TokenModel, loss_of, tokens_of
+from tests.support.roles_toy import TokenModel, loss_of, tokens_of
 from tests.support.spawn import run_ranks
 
 RECOMPUTED = BlockPolicies.everywhere({"block": "recompute"})
@@ -93,15 +93,8 @@ def summed(_: TokenModel, plan: ModelPlan) -> ModelPlan:
     return replace(plan, outputs={**plan.outputs, "blocks.*": {0: Summed("text", 1)}})
 
 
-def three_experts(model: TokenModel, plan: ModelPlan) -> ModelPlan:
-    experts = model.get_submodule("blocks.1.experts")
-    experts.register_parameter("weight", nn.Parameter(torch.zeros(3, 16, 16)))
-    return plan
-
-
 WRONG: dict[str, tuple[Callable[[TokenModel, ModelPlan], ModelPlan], str]] = {
     "no layer": (with_role("blocks.*.norm", Linear("column")), "(LayerNorm) has the role column in the plan and is no linear layer"),
-    "no experts": (with_role("blocks.*.router", Linear("expert", "text", dim=1)), "(Linear) has the role expert in the plan; such a"),
     "two roles": (with_role("blocks.0.qkv", Linear("column", "text", dim=1)), "plan, linears: blocks.0.qkv (Linear) has two roles"),
     "no sequence": (with_role("blocks.*.out", Linear("row")), "name their sequence"),
     "summed twice": (summed, "blocks.0.out (Linear) has a sequence, and a module around it sums its results (Summed): keep one"),
@@ -109,9 +102,7 @@ WRONG: dict[str, tuple[Callable[[TokenModel, ModelPlan], ModelPlan], str]] = {
     "joined": (with_role("blocks.*.qkv", Linear("column", "text", dim=1, joined=(8, 8))), "the role column; `joined` is for row layers"),
     "a forward of its own": (changed("head", lambda _: Doubled(16, 10)), "(Doubled) has the role vocabulary and a forward of its own"),
     "an adapter": (changed("blocks.1.qkv", Adapted), "blocks.1.qkv (Adapted) has the role column, and its adapter is no LoRA"),
-    "an adapter of experts": (changed("blocks.0.experts", Adapted), "(Adapted) has the role expert, and its adapter is no LoRA"),
     "channels": (changed("head", lambda _: nn.Linear(16, 9)), "parallel.tp 2 does not divide the 9 channels of head"),
-    "experts": (three_experts, "parallel.tp 2 does not divide the 3 experts of blocks.1.experts"),
     "tied weights": (tied, "head (Linear) has a role in the plan and shares its weight with embed.weight"),
     "heads": (lambda _, plan: replace(plan, heads=3), "parallel.tp 2 does not divide the model's 3 heads"),
 }  # fmt: skip
@@ -130,7 +121,6 @@ SPARE = {
     "spare_entering": Linear("column", "text", dim=1),
     "spare_row": Linear("row", "text", dim=1),
     "spare_vocabulary": Linear("vocabulary", "text", dim=1),
-    "spare_experts": Linear("expert", "text", dim=1),
 }
 
 
@@ -138,8 +128,8 @@ def unused(meshes: Meshes) -> list[str]:
     """The names of layers with roles, and of a norm over all heads, that no forward calls."""
     mesh, layout = meshes.of(ParallelConfig(tp=2))
     model = TokenModel()
-    for name, linear in SPARE.items():
-        model.add_module(name, StackedExperts(4, 16) if linear.role == "expert" else nn.Linear(16, 16))
+    for name in SPARE:
+        model.add_module(name, nn.Linear(16, 16))
     model.add_module("spare_norm", nn.RMSNorm(16))
     plan = plan_of(model)
     assert plan is not None
@@ -175,17 +165,17 @@ def test_two_processes_and_one_agree() -> None:
 
 
 def test_each_role_exchanges_what_it_needs() -> None:
-    """Of two blocks: a gather and a sum of the attention's layers and of the experts, whose gates are exchanged for own experts' alone.
+    """Of two blocks: a gather and a sum of the attention's layers. Of the vocabulary: a gather of tokens, and an exchange of channels for tokens.
 
-    Of the vocabulary: a gather of tokens, and an exchange of channels for tokens. Then the gather of all logits.
+    Then the gather of all logits.
     """
     calls = on_two()["tp"]["calls"]
-    assert calls["all_gather tp"] == 2 * 2 * 2 + 1 + 1, calls
-    assert calls["all_to_all tp"] == 2 * (2 + 1), calls
+    assert calls["all_gather tp"] == 2 * 2 + 1 + 1, calls
+    assert calls["all_to_all tp"] == 2, calls
 
 
 def test_layers_with_roles_that_are_never_used_are_named() -> None:
-    kinds = {name: "StackedExperts" if "experts" in name else "Linear" for name in SPARE} | {"spare_norm": "RMSNorm"}
+    kinds = dict.fromkeys(SPARE, "Linear") | {"spare_norm": "RMSNorm"}
     assert on_two()["unused"] == [f"{name} ({kind})" for name, kind in kinds.items()]
 
 

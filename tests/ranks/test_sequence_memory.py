@@ -13,7 +13,6 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 
 from mmspeed import rng
-from mmspeed.axes import AxisSizes
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.device import Device
 from mmspeed.mesh import Mesh, make_mesh
@@ -69,7 +68,7 @@ def measure() -> dict[tuple[str, int, int, int], float]:
             ulysses = ring = 1
         shard: Any = "space" if name == "space" else "frames"
         parallel = ParallelConfig(dsp=dsp, ulysses=ulysses, ring=ring, tp=tp, shard=shard)
-        mesh = make_mesh(Device("cpu", 0), AxisSizes(**parallel.sizes()))
+        mesh = make_mesh(Device("cpu", 0), parallel.axis_sizes())
         layout = make_layout(mesh, parallel)
         results[case] = kept_bytes(name, layout, mesh) / whole["full" if name == "full" else "switch"]
         assert layout.ledger.total() > 0

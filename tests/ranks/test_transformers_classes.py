@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import mmspeed
-from mmspeed.axes import AxisSizes
 from mmspeed.comm import Ledger
 from mmspeed.compute.operators.cross_entropy import IGNORED
 from mmspeed.config.parallel import ParallelConfig
@@ -85,7 +84,7 @@ def spread(case: Case) -> tuple[nn.Module, Any, Ledger]:
         return fully_shard(model) if case.sharded else model, None, ledger
     sizes = {key: int(value) for key, _, value in (part.partition("=") for part in case.parallel.split(","))}
     parallel = ParallelConfig(**sizes)  # type: ignore[arg-type]
-    mesh = make_mesh(Device("cpu", 0), AxisSizes(**parallel.sizes()))
+    mesh = make_mesh(Device("cpu", 0), parallel.axis_sizes())
     layout = make_layout(mesh, parallel, ledger)
     plan = language_plan(model)
     assert plan is not None

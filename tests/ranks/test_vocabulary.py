@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mmspeed.axes import AxisSizes
 from mmspeed.comm import Ledger, ledger
 from mmspeed.compute.registry import counting
 from mmspeed.config.parallel import ParallelConfig
@@ -74,7 +73,7 @@ def backward(model: torch.nn.Module, share: float) -> float:
 
 def step(case: Case) -> dict[str, Any]:
     parallel = ParallelConfig(tp=2)
-    mesh = make_mesh(Device("cpu", 0), AxisSizes(**parallel.sizes()))
+    mesh = make_mesh(Device("cpu", 0), parallel.axis_sizes())
     layout, settings = make_layout(mesh, parallel, Ledger()), case.settings
     model = parallelize(Decoder(settings), mesh, "none", layout=layout)
     with ledger(layout.tensor, layout.whole) as counted, counting() as calls:
@@ -125,7 +124,7 @@ def step(case: Case) -> dict[str, Any]:
 
 def refused(settings: DecoderSettings) -> str:
     parallel = ParallelConfig(tp=2)
-    mesh = make_mesh(Device("cpu", 0), AxisSizes(**parallel.sizes()))
+    mesh = make_mesh(Device("cpu", 0), parallel.axis_sizes())
     try:
         parallelize(Decoder(settings), mesh, "none", layout=make_layout(mesh, parallel, Ledger()))
     except UserError as error:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import re
 
-from mmspeed.axes import DENSE, EXPERT, AxisName
+from mmspeed.axes import DENSE, EXPERT, NODES, AxisName
 
 from .sources import CODE, name, nodes, offenders, python_files, syntax
 
 # "shard" is left out: it is the name of a file in a cache too, and of a key of the config
-NAMES = {axis.value for axis in (*DENSE, *EXPERT)}
+NAMES = {axis.value for axis in (*DENSE, *EXPERT, *NODES)}
 HOMES = re.compile(
     r"mmspeed/(axes|mesh)\.py"  # the table
     r"|mmspeed/(config|parallel|comm|plan)/.*"  # keys; where axes are applied; the ledger and what is expected of it

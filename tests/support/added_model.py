@@ -19,7 +19,6 @@ from torch._dynamo.utils import counters
 
 import mmspeed
 from mmspeed import rng
-from mmspeed.axes import AxisSizes
 from mmspeed.comm import Ledger
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.device import Device
@@ -88,7 +87,7 @@ class Meshes:
     def of(self, parallel: ParallelConfig) -> tuple[Mesh, TokenLayout]:
         key = parallel.model_dump_json()
         if key not in self.known:
-            mesh = make_mesh(Device("cpu", 0), AxisSizes(**parallel.sizes()))
+            mesh = make_mesh(Device("cpu", 0), parallel.axis_sizes())
             self.known[key] = mesh, make_layout(mesh, parallel, Ledger())
         return self.known[key]
 

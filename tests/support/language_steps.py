@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mmspeed.comm import even_sizes
+from mmspeed import replay
+from mmspeed.comm import Axis, even_sizes
 from mmspeed.config.language import LanguageConfig
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.data import SampleUse
@@ -25,13 +26,14 @@ from mmspeed.loop.step import train_step
 from mmspeed.memory import BlockPolicies
 from mmspeed.models.language.config import Balance, DecoderSettings
 from mmspeed.models.language.decoder import Decoder
+from mmspeed.models.language.experts import Router
 from mmspeed.models.language.shapes import SHAPES, tiny_twin
 from mmspeed.parallel import TokenLayout, parallelize, uncrossed, unwrap
 from mmspeed.parallel.document_shares import share_documents
 from mmspeed.pipelines.domains.language.data import PackCollate, targets_of
 from mmspeed.pipelines.domains.language.domain import LanguageDomain
 from mmspeed.pipelines.tasks import Task, as_task
-from mmspeed.plan.traffic import RankCoordinates, Traffic
+from mmspeed.plan.traffic import RankCoordinates, Traffic, expert_traffic
 from mmspeed.protocols import Batch
 from tests.support.covers import Combination
 from tests.support.decoder_traffic import DecoderWorkload, PackedWorkload, decoder_traffic, packed_traffic
@@ -46,29 +48,39 @@ PACKS: dict[str, tuple[tuple[int, ...], ...]] = {
     "whole": ((LENGTH,),) * 4,
     "many": ((2,) * 15 + (1,), (1,) * LENGTH, (3,) * 10, (5, 4, 3, 2, 1, 6, 7)),
 }
-# processes that share a pack and those with other packs: (tp, ulysses, ring, replicas, strategy)
-LAYOUTS: dict[int, dict[str, tuple[int, int, int, int, str]]] = {
-    1: {"one process": (1, 1, 1, 1, "none")},
+# processes that share a pack and those with other packs: (tp, ulysses, ring, replicas, strategy, ep)
+LAYOUTS: dict[int, dict[str, tuple[int, int, int, int, str, int]]] = {
+    1: {"one process": (1, 1, 1, 1, "none", 1)},
     2: {
-        "fsdp": (1, 1, 1, 1, "fsdp"),
-        "replicas": (1, 1, 1, 2, "ddp"),
-        "tp": (2, 1, 1, 1, "fsdp"),
-        "ulysses": (1, 2, 1, 1, "fsdp"),
-        "ring": (1, 1, 2, 1, "fsdp"),
+        "fsdp": (1, 1, 1, 1, "fsdp", 1),
+        "replicas": (1, 1, 1, 2, "ddp", 1),
+        "tp": (2, 1, 1, 1, "fsdp", 1),
+        "ulysses": (1, 2, 1, 1, "fsdp", 1),
+        "ring": (1, 1, 2, 1, "fsdp", 1),
+        "ep": (1, 1, 1, 1, "fsdp", 2),
+        "ep over tp": (2, 1, 1, 1, "fsdp", 2),
+        "ep over ulysses": (1, 2, 1, 1, "fsdp", 2),
+        "ep over ring": (1, 1, 2, 1, "fsdp", 2),
     },
     4: {
-        "fsdp x tp": (2, 1, 1, 1, "fsdp"),
-        "fsdp x ulysses": (1, 2, 1, 1, "fsdp"),
-        "fsdp x ring": (1, 1, 2, 1, "fsdp"),
-        "replicas x fsdp": (1, 1, 1, 2, "fsdp"),
-        "replicas x tp": (2, 1, 1, 2, "fsdp"),
-        "replicas x ulysses": (1, 2, 1, 2, "fsdp"),
-        "replicas x ring": (1, 1, 2, 2, "ddp"),
-        "tp x ulysses": (2, 2, 1, 1, "fsdp"),
-        "tp x ring": (2, 1, 2, 1, "fsdp"),
-        "ulysses x ring": (1, 2, 2, 1, "fsdp"),
-        "ulysses of four": (1, 4, 1, 1, "fsdp"),
-        "ring of four": (1, 1, 4, 1, "fsdp"),
+        "fsdp x tp": (2, 1, 1, 1, "fsdp", 1),
+        "fsdp x ulysses": (1, 2, 1, 1, "fsdp", 1),
+        "fsdp x ring": (1, 1, 2, 1, "fsdp", 1),
+        "replicas x fsdp": (1, 1, 1, 2, "fsdp", 1),
+        "replicas x tp": (2, 1, 1, 2, "fsdp", 1),
+        "replicas x ulysses": (1, 2, 1, 2, "fsdp", 1),
+        "replicas x ring": (1, 1, 2, 2, "ddp", 1),
+        "tp x ulysses": (2, 2, 1, 1, "fsdp", 1),
+        "tp x ring": (2, 1, 2, 1, "fsdp", 1),
+        "ulysses x ring": (1, 2, 2, 1, "fsdp", 1),
+        "ulysses of four": (1, 4, 1, 1, "fsdp", 1),
+        "ring of four": (1, 1, 4, 1, "fsdp", 1),
+        "ep of four": (1, 1, 1, 1, "fsdp", 4),
+        "edp x ep": (1, 1, 1, 1, "fsdp", 2),
+        "replicas x ep": (1, 1, 1, 2, "fsdp", 2),
+        "fsdp x tp, ep of four": (2, 1, 1, 1, "fsdp", 4),
+        "fsdp x ulysses, edp x ep": (1, 2, 1, 1, "fsdp", 2),
+        "tp x ring, ep of four": (2, 1, 2, 1, "fsdp", 4),
     },
 }
 WAYS: dict[str, dict[str, Any]] = {
@@ -156,11 +168,40 @@ def task() -> Task:
     return as_task(LanguageDomain(config), config)
 
 
+def possible(case: Combination) -> bool:
+    """False where experts would be spread in a model without any."""
+    return case["experts"] != "none" or "ep" not in case["layout"].replace("replicas", "")
+
+
 def layout_of(case: Combination) -> tuple[ParallelConfig, int, str]:
     """(section of the layout, replicas, strategy)."""
     known = {name: layout for layouts in LAYOUTS.values() for name, layout in layouts.items()}
-    tp, ulysses, ring, replicas, strategy = known[case["layout"]]
-    return ParallelConfig(tp=tp, ulysses=ulysses, ring=ring), replicas, strategy
+    tp, ulysses, ring, replicas, strategy, ep = known[case["layout"]]
+    return ParallelConfig(tp=tp, ulysses=ulysses, ring=ring, ep=ep), replicas, strategy
+
+
+class Routes:
+    """The rows that this process sends to each process of an axis, and gets from it, call by call; recomputations are not among them."""
+
+    def __init__(self, model: nn.Module, axis: Axis) -> None:
+        self.axis, self.sends = axis, list[torch.Tensor]()
+        for router in (module for module in model.modules() if isinstance(module, Router)):
+            router.register_forward_hook(self._take)
+
+    def _take(self, router: nn.Module, _: Any, output: tuple[torch.Tensor, ...]) -> None:
+        record = replay._CURRENT.get()
+        if record is None or not record.later:
+            counts_G = torch.bincount(output[1].flatten(), minlength=len(router.weight))  # type: ignore[arg-type]
+            self.sends.append(counts_G.view(self.axis.size, -1).sum(1))
+
+    def traffic(self, width: int, experts: int) -> Traffic:
+        """The bytes of all calls, by the formula."""
+        total = Traffic()
+        for sends_P in self.sends:
+            comes_P = torch.empty_like(sends_P)
+            dist.all_to_all_single(comes_P, sends_P, group=self.axis.group)
+            total += expert_traffic(sends_P.tolist(), comes_P.tolist(), self.axis.rank, experts, width, 4)
+        return total
 
 
 def batches_of(case: Combination, lane: int, lanes: int, share: float) -> list[Batch]:
@@ -184,6 +225,7 @@ def step(case: Combination, world: int, groups: Groups) -> dict[str, Any]:
         shard = 1 if strategy == "ddp" else -1
         mesh, layout = groups.of(-1 if strategy == "ddp" else replicas, shard, parallel)
     before = layout.ledger.copy()
+    routes = Routes(model, layout.experts)
     model = parallelize(model, mesh, strategy, layout=layout, keeping=keeping)  # type: ignore[arg-type]
     optimizer, grads = Still(model.parameters()), dict[str, npt.NDArray[Any]]()
 
@@ -203,6 +245,8 @@ def step(case: Combination, world: int, groups: Groups) -> dict[str, Any]:
     )  # fmt: skip
     sent = {key: count for key, count in layout.ledger.since(before).bytes.items() if key[0] != "all_reduce" and count}
     due = sum((traffic_of(settings, batch, parallel, layout) for batch in batches), Traffic())
+    if parallel.ep > 1 and settings.experts is not None:
+        due += routes.traffic(settings.hidden_size, settings.experts.num_experts)
     return {
         "loss": result.loss,
         "terms": result.terms,

@@ -1,6 +1,6 @@
-"""A causal language model with a layer of each role: a column and a row layer, experts, a vocabulary.
+"""A causal language model with a layer of each role: a column and a row layer, a vocabulary; and with experts.
 
-Legend: B batch, N tokens, A heads, D head width, E width, K experts, O I channels out and in, V vocabulary.
+Legend: B batch, N tokens, T = B x N, A heads, D head width, E width, G experts, K experts of a token, O I channels out and in, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ WIDTH, HEADS, EXPERTS, VOCABULARY = 16, 4, 4, 10
 
 
 class StackedExperts(nn.Module):
-    """Linear layers of all experts; each token gets their sum by its gates."""
+    """A linear layer of each expert; each token gets the weighted sum of its own."""
 
     def __init__(self, experts: int, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(experts, width, width))  # K O I
+        self.weight = nn.Parameter(torch.empty(experts, width, width))  # G O I
+        self.bias = nn.Parameter(torch.empty(experts, width))
 
-    def forward(self, x_BNE: Tensor, gates_BNK: Tensor) -> Tensor:
-        return torch.einsum("bni,koi,bnk->bno", x_BNE, self.weight, gates_BNK)
+    def forward(self, x_TE: Tensor, weights_TK: Tensor, expert_TK: Tensor) -> Tensor:
+        gates_TG = x_TE.new_zeros(len(x_TE), len(self.weight)).scatter_add(1, expert_TK, weights_TK)
+        return torch.einsum("ti,goi,tg->to", x_TE, self.weight, gates_TG) + gates_TG @ self.bias
 
 
 class TokenBlock(nn.Module):
@@ -42,7 +44,9 @@ class TokenBlock(nn.Module):
         qkv = self.qkv(self.norm(x_BNE)).unflatten(-1, (-1, 3, WIDTH // HEADS))
         out_BAND = self.attend(*qkv.permute(3, 0, 2, 1, 4), structure)
         x_BNE = x_BNE + self.out(out_BAND.transpose(1, 2).flatten(2))
-        return x_BNE + self.experts(x_BNE, self.router(x_BNE).softmax(-1))
+        x_TE = x_BNE.flatten(0, 1)
+        weights_TK, expert_TK = self.router(x_TE).softmax(-1).topk(2)
+        return x_BNE + self.experts(x_TE, weights_TK, expert_TK).view_as(x_BNE)
 
 
 class TokenModel(nn.Module):
@@ -76,10 +80,10 @@ def token_plan(depth: int) -> ModelPlan:
         linears={
             "blocks.*.qkv": Linear("column", "text", dim=1),
             "blocks.*.out": Linear("row", "text", dim=1),
-            "blocks.*.experts": Linear("expert", "text", dim=1),
             "head": Linear("vocabulary", "text", dim=1),
         },
         heads=HEADS,
+        experts=("blocks.*.experts",),
         draws=False,
         causal=True,
         after=("head",),

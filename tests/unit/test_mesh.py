@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mmspeed.axes import DENSE, EXPERT, STAGES, STORAGE, AxisName, AxisSizes, MeshTable, Reader, mesh_table
+from mmspeed.axes import DENSE, EXPERT, NODES, STAGES, STORAGE, AxisName, AxisSizes, MeshTable, Reader, mesh_table
 from mmspeed.config.parallel import AXES, ParallelConfig
 from mmspeed.device import Device
 from mmspeed.errors import UserError
@@ -25,7 +25,7 @@ from mmspeed.mesh import Mesh, ParameterLayout, by_mesh, layout_of, make_mesh
 CPU = Device("cpu", 0)
 PP, DP_REPLICATE, DP_SHARD, DSP, RING, ULYSSES, TP = DENSE
 _, _, SHARD, _ = STORAGE
-_, _, EDP, EP_OUTER, EP_INNER, ETP = EXPERT
+_, _, EDP, EP, ETP = EXPERT
 
 # world and sizes of tables that all views must hold for
 CASES: dict[str, tuple[int, dict[str, int]]] = {
@@ -71,7 +71,7 @@ def test_every_view_is_all_ranks_in_their_order(case: str) -> None:
     world, sizes = CASES[case]
     table = mesh_table(world, AxisSizes(**sizes))
     assert table.world == world
-    for view in (DENSE, STORAGE, EXPERT):
+    for view in (DENSE, STORAGE, EXPERT, NODES):
         places = [tuple(table.place(rank, view)[axis] for axis in view) for rank in range(world)]
         assert places == list(itertools.product(*(range(size) for size in table.shape(view))))
         assert [table.place(rank, view)[PP] for rank in range(world)] == [
@@ -82,17 +82,17 @@ def test_every_view_is_all_ranks_in_their_order(case: str) -> None:
 def test_experts_go_over_the_tensor_parallel_ranks_or_are_split_by_them() -> None:
     over = mesh_table(8, AxisSizes(tp=2, ep=4))  # dp_shard 4: 8 ranks share one copy
     assert over.sizes[DP_SHARD] == 4 and over.sizes[EDP] == 2
-    assert groups(over, EP_INNER) == [[0, 1, 2, 3], [4, 5, 6, 7]] and groups(over, ETP) == [[r] for r in range(8)]
+    assert groups(over, EP) == [[0, 1, 2, 3], [4, 5, 6, 7]] and groups(over, ETP) == [[r] for r in range(8)]
     inside = mesh_table(8, AxisSizes(tp=2, ep=2, etp=2))
     assert groups(inside, ETP) == groups(inside, TP, view=DENSE) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert groups(inside, EP_INNER) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert groups(inside, EP) == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert groups(inside, EDP) == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
 def test_stages_are_outermost_and_experts_stay_inside_of_one() -> None:
     table = mesh_table(8, AxisSizes(pp=2, ep=2))
     assert groups(table, PP) == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert groups(table, EP_INNER) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert groups(table, EP) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert groups(table, EDP) == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert [table.knows_loss(rank) for rank in range(8)] == [False] * 4 + [True] * 4
 
@@ -104,8 +104,8 @@ def test_stages_are_outermost_and_experts_stay_inside_of_one() -> None:
         (8, {"tp": 3}, r"dp_shard=-1 x tp=3 does not make the 8 processes"),
         (8, {"pp": 2, "dp_shard": 8}, r"pp=2 x dp_shard=8 does not make the 8"),
         (2, {"dp_shard": 1}, "one device does not make the 2"),
-        (8, {"ep": 3}, r"ep 3 x etp 1 does not divide the 8 devices"),
-        (8, {"dp_replicate": 2, "ep": 8}, r"ep 8 x etp 1 does not divide the 4 devices"),
+        (8, {"ep": 3}, r"ep 3 does not divide the 8 devices"),
+        (8, {"dp_replicate": 2, "ep": 8}, r"ep 8 does not divide the 4 devices"),
         (8, {"ep": 4, "ep_inner": 3}, "ep_inner divide ep"),
         (8, {"ep": 0}, "at least 1"),
     ],
@@ -162,7 +162,12 @@ def test_device_meshes_are_the_table(case: str) -> None:
             mesh = make_mesh(CPU, AxisSizes(**sizes))
             split = sizes.get("ep", 1) * sizes.get("etp", 1) > 1
             assert (mesh.expert is not None) == split and mesh.rank == rank
-            for names, view in ((DENSE, mesh.dense), (STORAGE, mesh.storage), (EXPERT, mesh.expert)):
+            for names, view in (
+                (DENSE, mesh.dense),
+                (STORAGE, mesh.storage),
+                (EXPERT, mesh.expert),
+                (NODES, mesh.nodes),
+            ):
                 for axis in names if view is not None else ():
                     assert view is not None and view.mesh_dim_names == names
                     assert view[axis.value].mesh.tolist() == peers(mesh.table, rank, (axis,), names)
@@ -179,7 +184,7 @@ def test_submeshes_are_of_views_that_hold_parameters() -> None:
     with fake_world(0, 8):
         mesh = make_mesh(CPU, AxisSizes(ep=2))
         assert mesh.submesh(AxisName.SHARD).mesh.tolist() == list(range(8))
-        assert mesh.submesh(EDP, EP_INNER).mesh.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        assert mesh.submesh(EDP, EP).mesh.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
         with pytest.raises(ValueError, match="no view of this mesh holds parameters along ring"):
             mesh.submesh(RING)
     with fake_world(0, 8), pytest.raises(ValueError, match="along edp"):
@@ -207,14 +212,9 @@ def test_layouts_of_parameters() -> None:
             (on(held(DP_REPLICATE, SHARD), Replicate(), Shard(0)), (SHARD,), (DP_REPLICATE, TP), 4),
             (on(held(SHARD, TP), Shard(0), Shard(1)), (SHARD, TP), (DP_REPLICATE,), 2),
             (on(held(TP), Shard(1)), (TP,), (DP_REPLICATE, SHARD), 8),
-            (on(held(EP_OUTER, EP_INNER), Shard(0), Shard(0)), (EP_OUTER, EP_INNER), (DP_REPLICATE, EDP, ETP), 4),
-            (
-                on(held(EDP, EP_OUTER, EP_INNER), Shard(1), Shard(0), Shard(0)),
-                (EDP, EP_OUTER, EP_INNER),
-                (DP_REPLICATE, ETP),
-                2,
-            ),
-            (on(held(EDP, EP_INNER), Replicate(), Shard(0)), (EP_INNER,), (DP_REPLICATE, EDP, EP_OUTER, ETP), 8),
+            (on(held(EP), Shard(0)), (EP,), (DP_REPLICATE, EDP, ETP), 4),
+            (on(held(EDP, EP), Shard(1), Shard(0)), (EDP, EP), (DP_REPLICATE, ETP), 2),
+            (on(held(EDP, EP), Replicate(), Shard(0)), (EP,), (DP_REPLICATE, EDP, ETP), 4),
         ]
         for parameter, parts, replicas, copies in cases:
             layout = layout_of(parameter)
@@ -226,7 +226,7 @@ def test_parameters_come_by_mesh_of_fewest_axes_first() -> None:
     with fake_world(0, 8):
         mesh = make_mesh(CPU, AxisSizes(tp=2, ep=2))
         split = [on(mesh.submesh(SHARD, TP), Shard(0), Shard(0)) for _ in range(2)]
-        experts = on(mesh.submesh(EDP, EP_INNER), Shard(1), Shard(0))
+        experts = on(mesh.submesh(EDP, EP), Shard(1), Shard(0))
         shards = [on(mesh.submesh(SHARD), Shard(0)) for _ in range(2)]
         plain = nn.Parameter(torch.ones(1))
         actual = by_mesh([split[0], shards[0], experts, plain, split[1], shards[1]])

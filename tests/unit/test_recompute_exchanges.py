@@ -241,7 +241,7 @@ class Drawn(nn.Module):
                     scale = comm.all_gather(x[:1].abs(), axis, 0).amax()
                 x = x / (1 + scale)
             elif step == "counts":
-                counts = comm.row_counts(torch.full((axis.size,), len(x) // axis.size), axis)
+                counts, _ = comm.row_counts(torch.full((axis.size,), len(x) // axis.size), axis)
                 x = finish(comm.start_rows(finish(comm.start_rows(x, axis, counts)).sin(), axis, counts.back()))
         for one in pending:
             x = x + finish(one).sin().sum()

@@ -49,7 +49,7 @@ def low_rank_parts(layer: nn.Module, role: str, where: str) -> tuple[nn.Linear, 
 
     Raises UserError for adapters whose parts would not add up to the whole.
     """
-    if not isinstance(layer, LowRankLayer) or isinstance(layer, ParameterAdapter) or role == "expert":
+    if not isinstance(layer, LowRankLayer) or isinstance(layer, ParameterAdapter):
         raise _refused(where, role, "its adapter is no LoRA of a linear layer", INSTEAD)
     others = {name.partition(".")[0] for name, _ in layer.named_parameters()} - {"base_layer", "lora_A", "lora_B"}
     if layer.lora_variant or others:

@@ -42,7 +42,6 @@ from .linears import (
     HasRole,
     Leaving,
     LinearBoundary,
-    SplitExperts,
     SplitHead,
     SplitNorm,
     SplitPreparingLinear,
@@ -137,7 +136,7 @@ class Boundaries:
         travelling, boundaries = self._travelling(), self.boundaries
         for name, linear in travelling.items():
             module = self.model.get_submodule(name)
-            if linear.enters and not isinstance(module, SplitPreparingLinear | SplitExperts | SplitHead):
+            if linear.enters and not isinstance(module, SplitPreparingLinear | SplitHead):
                 mix_in(module, Entering, rename=False)._enters = linear
             if linear.leaves and not isinstance(module, SplitHead):
                 mix_in(module, Leaving, rename=False)
@@ -364,6 +363,9 @@ def make_layout(
         tensor=Axis.of(mesh.dense, AxisName.TP.value, ledger, parallel.exchange, nodes),
         shard="rows" if parallel.shard == "frames" else "columns",
         text_from=parallel.shard_text,
+        experts=Axis.alone("ep")
+        if mesh.expert is None
+        else Axis.of(mesh.expert, AxisName.EP.value, ledger, parallel.exchange, nodes),
     )
 
 

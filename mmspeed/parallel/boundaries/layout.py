@@ -73,6 +73,7 @@ class TokenLayout:
         tensor: the tensor-parallel axis.
         shard: the crossing dim of a factorised model.
         text_from: captions of at least so many tokens are split too, in models where they may stay whole; None: none is.
+        experts: processes that hold different experts.
     """
 
     axes: SequenceAxes = field(default_factory=SequenceAxes.alone)
@@ -82,6 +83,7 @@ class TokenLayout:
     tensor: Axis = field(default_factory=lambda: Axis.alone("tp"))
     shard: Attended = "rows"
     text_from: int | None = None
+    experts: Axis = field(default_factory=lambda: Axis.alone("ep"))
 
     def __deepcopy__(self, memo: Any) -> TokenLayout:
         return self  # nothing in it changes, and process groups cannot be copied

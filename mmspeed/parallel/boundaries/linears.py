@@ -8,7 +8,7 @@ checkpoints and the optimizer know how they are split.
 Parameters without a role are replicated over the axis, and each process uses them for its own tokens only: their gradients are summed over
 the axis after the backward pass (`mmspeed.parallel.tensor.sum_shared_gradients`).
 
-Legend: I O channels in and out, K experts, B batch, N tokens, E width, V rows of a vocabulary on this process.
+Legend: I O channels in and out, B batch, N tokens, E width, V rows of a vocabulary on this process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .record import Sequences
 
 @dataclass
 class LinearBoundary(Boundary):
-    """The plan's entry for one linear layer. `channels`: the whole size that is split over processes; for experts, their number."""
+    """The plan's entry for one linear layer. `channels`: the whole size that is split over processes."""
 
     linear: Linear
     channels: int
@@ -87,11 +87,6 @@ class LinearBoundary(Boundary):
         self.sequences.use(self.where)
         tensor = self.sequences.layout.tensor
         return all_gather(x, tensor, dim, (x.shape[dim],) * tensor.size)
-
-    @outside_graphs
-    def of_experts(self, gates: Tensor) -> Tensor:
-        """Exchange gates: from those of all experts for own tokens to those of this process's experts (..., K) for the tokens seen."""
-        return self._all_to_all(gates, -1, self.linear.dim)
 
     def _all_to_all(self, x: Tensor, scatter_dim: int, gather_dim: int) -> Tensor:
         """All-to-all between "some channels of the tokens seen" and "all channels of own tokens"; the dims give the direction."""
@@ -221,24 +216,6 @@ class Leaving(nn.Module):
         return self._linear.leave(super().forward(*args))
 
 
-class SplitExperts(HasRole):
-    """Mixed in before a module with the role "expert": this process computes its own experts for all tokens seen.
-
-    The module has the weights (K, O, I) of all experts, and its forward takes tokens and gates (..., K) and returns the gated sum.
-    """
-
-    @property
-    def weight(self) -> Tensor:
-        """Weights of this process's experts."""
-        whole = self._parameters["weight"]
-        assert whole is not None
-        return local(whole)
-
-    def forward(self, x: Tensor, gates: Tensor) -> Tensor:
-        out: Tensor = super().forward(self._linear.enter(x), self._linear.of_experts(gates))
-        return out
-
-
 class SplitEmbedding(HasRole, nn.Embedding):
     """Mixed in before an embedding: looks up this process's rows; ids of others give 0."""
 
@@ -305,8 +282,8 @@ def split_layer(
 ) -> None:
     """Split one layer's weight in place.
 
-    It is split along O for a column or vocabulary layer; along I for a row layer, whose bias stays whole; along K for experts; and along
-    its rows for an embedding. A layer under adapters is split as in `adapted`.
+    It is split along O for a column or vocabulary layer; along I for a row layer, whose bias stays whole; and along its rows
+    for an embedding. A layer under adapters is split as in `adapted`.
 
     Raises UserError for a module that is no such layer, that computes more than can be split, or whose channels do not divide.
     """
@@ -323,11 +300,6 @@ def split_layer(
             _split_weight(each, mesh, linear, sequences.layout.tensor)
         for each in second if row else ():  # whole on every process, and its output goes into the same sum
             mix_in(each, SplitWeight, rename=False)._bias_share = 1.0 / mesh.size()
-    elif linear.role == "expert":
-        weight = _weight_of_experts(layer, where)
-        channels = _check_channels(weight, mesh, linear, name)
-        layer.register_parameter("weight", _part(weight, 0, mesh))
-        mixin = SplitExperts
     elif linear.role == "embedding" or isinstance(layer, TokenHead):
         mixin, channels = _split_rows(layer, mesh, linear, name, where)
     else:
@@ -344,7 +316,7 @@ def _check_role(linear: Linear, name: str, where: str, sequences: Sequences) -> 
     }
     parts = name.split(".")
     summed = any(named_like(".".join(parts[:depth]), pattern) for depth in range(len(parts)) for pattern in sums)
-    if linear.sequence is None and (linear.role in ("embedding", "expert") or (linear.role == "row" and not summed)):
+    if linear.sequence is None and (linear.role == "embedding" or (linear.role == "row" and not summed)):
         raise UserError(
             f"plan, linears: {where} has the role {linear.role}, whose results are summed to own tokens: name their sequence"
         )
@@ -352,7 +324,7 @@ def _check_role(linear: Linear, name: str, where: str, sequences: Sequences) -> 
         raise UserError(
             f"plan, linears: {where} has a sequence, and a module around it sums its results (Summed): keep one"
         )
-    if linear.role in ("vocabulary", "embedding", "expert") and len(linear.sequences) > 1:
+    if linear.role in ("vocabulary", "embedding") and len(linear.sequences) > 1:
         raise UserError(f"plan, linears: {where} has the role {linear.role}, which takes one sequence")
     if linear.joined and linear.role != "row":
         raise UserError(f"plan, linears: {where} has the role {linear.role}; `joined` is for row layers")
@@ -393,17 +365,6 @@ def _looks_more(table: nn.Embedding) -> bool:
     return table.sparse or table.max_norm is not None or table.scale_grad_by_freq
 
 
-def _weight_of_experts(layer: nn.Module, where: str) -> Tensor:
-    known = dict(layer.named_parameters(recurse=False))
-    weight = known.get("weight")
-    if weight is None or weight.dim() != 3 or len(known) > 1:
-        raise UserError(
-            f"parallel.tp: {where} has the role expert in the plan; such a module has one parameter, `weight` (K, O, I), and a "
-            "forward of (x, gates)"
-        )
-    return weight
-
-
 def _checked(layer: nn.Module, linear: Linear, where: str) -> nn.Linear:
     """Check that a layer is a linear one whose weight can be split and that computes nothing else, and return it."""
     if not isinstance(layer, nn.Linear):
@@ -419,11 +380,10 @@ def _checked(layer: nn.Module, linear: Linear, where: str) -> nn.Linear:
 
 
 def _check_channels(weight: Tensor, mesh: DeviceMesh, linear: Linear, name: str) -> int:
-    """Return the number of channels, or experts, that are split. Raises UserError where it does not divide."""
+    """Return the number of channels that are split. Raises UserError where it does not divide."""
     count = weight.shape[1 if linear.role == "row" else 0]
     if count % mesh.size():
-        kind = "experts" if linear.role == "expert" else "channels"
-        raise UserError(f"parallel.tp {mesh.size()} does not divide the {count} {kind} of {name}")
+        raise UserError(f"parallel.tp {mesh.size()} does not divide the {count} channels of {name}")
     if linear.joined and (sum(linear.joined) != count or any(width % mesh.size() for width in linear.joined)):
         widths = " and ".join(map(str, linear.joined))
         raise UserError(

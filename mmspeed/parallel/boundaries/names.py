@@ -65,6 +65,7 @@ def check_plan(model: nn.Module, plan: ModelPlan) -> None:
         "outputs": plan.outputs,
         "attention": plan.attention,
         "linears": plan.linears,
+        "experts": plan.experts,
         "mlps": plan.mlps,
         "before": plan.before,
         "after": plan.after,

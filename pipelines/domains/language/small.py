@@ -33,6 +33,7 @@ from mmspeed.models.language.config import DecoderSettings
 from mmspeed.models.language.families import config_tree
 from mmspeed.models.language.shapes import tiny_twin
 from mmspeed.models.language.weights import on_meta, write_folder
+from mmspeed.parallel.experts import check_experts
 from mmspeed.parallel.tensor import check_heads
 from mmspeed.pipelines.domains.small import shrunk_size, small_adapter, small_base, value_off_start
 from mmspeed.protocols import SmallRun
@@ -48,6 +49,7 @@ def small_language(config: LanguageConfig, settings: DecoderSettings, folder: Pa
     """The small run of a config whose decoder has these settings. Raises UserError for heads that do not fit the layout."""
     parallel, train = config.parallel, config.train
     check_heads(settings.num_attention_heads, parallel.ulysses, parallel.tp, settings.num_key_value_heads)
+    check_experts(0 if settings.experts is None else settings.experts.num_experts, parallel.ep, "the model")
     small, remarks, device = shrunk_settings(settings, parallel), list[str](), config.device
     tokens = max(TOKENS, 8 * parallel.group + 5)
     packs = math.prod(parallel.sizes().values()) // parallel.group + 1
@@ -88,8 +90,12 @@ def shrunk_settings(settings: DecoderSettings, parallel: ParallelConfig) -> Deco
     while ratio * key_heads // tp < parallel.ulysses:
         key_heads += tp
     rows = shrunk_size(settings.vocab_size, tp, LEAST_ROWS)
+    experts = twin.experts
+    if experts is not None:
+        experts = replace(experts, num_experts=math.lcm(experts.num_experts, parallel.ep))
     return replace(
         twin,
+        experts=experts,
         num_attention_heads=ratio * key_heads,
         num_key_value_heads=key_heads,
         intermediate_size=shrunk_size(settings.intermediate_size, tp, twin.intermediate_size),

@@ -1,0 +1,101 @@
+"""`mmspeed demo --task language --parallel LAYOUT`: the same steps on one process and on those of a layout, side by side."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mmspeed.config import RunConfig, make_config
+from mmspeed.errors import UserError
+from mmspeed.log import format_bytes, format_seconds, get_logger
+
+from .demo import trained
+from .demo_language import language_tree
+
+log = get_logger("demo")
+
+STEPS = 120
+ROWS = 6  # of the table of losses
+LEARNING_RATE = 3e-4  # at a higher one, a token that goes to another expert, since two scores are equal but for rounding, soon shows
+
+
+def run_layout_demo(output: Path, short: bool, layout: str) -> list[Path] | None:
+    """Train the demo's model of experts on one process and on those of a layout, and print losses, bytes and loads.
+
+    Returns the folders of both runs; None where training was asked to stop. Raises UserError for a layout that does not fit, and where its
+    processes fail.
+    """
+    from mmspeed.pipelines.check.layouts import with_layout
+    from mmspeed.pipelines.check.verdict import named, processes
+    from mmspeed.preprocess import TextCacheBuilder
+
+    started, output = time.monotonic(), output.resolve()
+    alone = make_config(_tree(output, short), origin="demo")
+    spread = with_layout(alone, layout)
+    world = processes(spread.parallel)
+    spread = spread.model_copy(update={"name": f"{alone.name}-{re.sub('[^a-z0-9]+', '-', named(spread.parallel))}"})
+    log.info("1/3 preprocess: train a tokenizer and encode the texts once")
+    for line in TextCacheBuilder(alone.texts, alone.tokenizer, alone.seed).run().lines():  # type: ignore[attr-defined]
+        log.info(line)
+    log.info(f"2/3 train: {alone.train.steps} steps on one process")
+    if not trained(alone):
+        return None
+    log.info(f"3/3 train: the same steps on {world} processes, {named(spread.parallel)}")
+    file = output / f"{spread.name}.yaml"
+    file.write_text(yaml.safe_dump(spread.model_dump(mode="json", by_alias=True), sort_keys=False), encoding="utf-8")
+    done = subprocess.run([sys.executable, "-m", "mmspeed", "train", str(file), "--nproc", str(world)])
+    if done.returncode:
+        raise UserError(f"demo: training on {world} processes ended with code {done.returncode}; its line is above")
+    for line in comparison(_rows(alone), _rows(spread), world):
+        log.info(line)
+    log.info(f"done in {format_seconds(time.monotonic() - started)}; look at:")
+    return [alone.run_dir, spread.run_dir, file]
+
+
+def _tree(output: Path, short: bool) -> dict[str, Any]:
+    """The demo's config for the comparison, unchecked: an auxiliary loss of each pack, which is the same on every layout."""
+    tree = language_tree(output, short)
+    steps = tree["train"]["steps"] if short else STEPS
+    tree["name"] = f"{tree['name']}-one"
+    tree["model"]["balance"] = "sequence"
+    tree["train"].update(steps=steps, lr=LEARNING_RATE, log_every=max(1, steps // ROWS))
+    tree["validate"]["every"] = tree["checkpoint"]["every"] = steps
+    return tree
+
+
+def _rows(config: RunConfig) -> list[dict[str, Any]]:
+    lines = (config.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [row for row in map(json.loads, lines) if row["kind"] in ("train", "validation")]
+
+
+def comparison(alone: list[dict[str, Any]], layout: list[dict[str, Any]], world: int) -> list[str]:
+    """Lines on two runs, by their rows of metrics.jsonl: losses side by side, bytes between processes, the greatest loads."""
+    lines = [f"{'':16}  {'one process':>12}  {f'{world} processes':>12}  {'relative':>8}"]
+    for here, there in zip(alone, layout, strict=True):
+        gap = abs(here["loss"] - there["loss"]) / abs(here["loss"])
+        what = f"step {here['step']}" + (", held-out" if here["kind"] == "validation" else "")
+        lines.append(f"{what:16}  {here['loss']:>12.6f}  {there['loss']:>12.6f}  {gap:>8.1e}")
+    rows = [row for row in layout if row["kind"] == "train"]
+    sent: dict[str, int] = {}
+    for row in rows:
+        for kind, count in row.get("sent_bytes", {}).items():
+            sent[kind] = sent.get(kind, 0) + count
+    steps = rows[-1]["step"]
+    each = ", ".join(f"{kind} {format_bytes(count / steps)}" for kind, count in sorted(sent.items()))
+    lines.append(f"a process sends in a step, beside parameters and gradients: {each or 'nothing'}")
+    load = rows[-1].get("expert_load", {})
+    if load:
+        lines.append(f"the greatest load of an expert: {load['max']:.2f} of the mean ({load['worst']})")
+    if "rank_load" in rows[-1]:
+        over = rows[-1]["rank_load"]
+        lines.append(
+            f"the greatest load of a process: {over['max']:.2f} of the mean, {over['p50']:.2f} in half of the layers"
+        )
+    return lines

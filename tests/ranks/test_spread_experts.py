@@ -1,0 +1,105 @@
+"""Experts over processes in a model that is no decoder, on FSDP2; and what is refused. Tolerance: 1e-5 of a gradient's largest entry."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mmspeed.config.parallel import ParallelConfig
+from mmspeed.errors import UserError
+from mmspeed.memory import BlockPolicies
+from mmspeed.parallel import parallelize
+from mmspeed.protocols.plan import declare_plan, plan_of
+from tests.support.added_model import Meshes
+from tests.support.foreign_steps import whole, worst
+from tests.support.roles_toy import TokenModel, loss_of, tokens_of
+from tests.support.spawn import run_ranks
+
+RECOMPUTED = BlockPolicies.everywhere({"block": "recompute"})
+CASES: dict[str, tuple[int, BlockPolicies | None]] = {
+    "ep 2 x edp 2": (2, None),
+    "ep of four, recomputed": (4, RECOMPUTED),
+}
+
+
+def step_of(ep: int, keeping: BlockPolicies | None, meshes: Meshes) -> dict[str, Any]:
+    """A step on documents of each process's own, of one token on one of them, beside all of them on one process."""
+    mesh, layout = meshes.of(ParallelConfig(ep=ep))
+    alone, world = TokenModel(), dist.get_world_size()
+    parts = [tokens_of(1, 2 + 5 * rank) for rank in range(world)]
+    for part in parts:
+        loss_of(alone, part).backward()
+    model = parallelize(TokenModel(), mesh, "fsdp", layout=layout, keeping=keeping)
+    before = layout.ledger.copy()
+    reads, plain = list[None](), torch.Tensor.tolist
+    with patch.object(torch.Tensor, "tolist", lambda tensor: reads.append(None) or plain(tensor)):
+        loss_of(model, parts[dist.get_rank()]).backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    error, name = worst(
+        {n: whole(g) for n, g in grads.items()}, {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
+    )
+    held = {name: tuple(p.to_local().shape) for name, p in model.named_parameters() if "experts" in name}  # type: ignore[attr-defined]
+    calls = {kind: n for (kind, _), n in layout.ledger.since(before).calls.items()}
+    return {"gradient": error, "name": name, "missing": alone.state_dict().keys() - grads.keys(), "held": held, "calls": calls, "reads": len(reads)}  # fmt: skip
+
+
+def refusal(model: nn.Module, parallel: ParallelConfig, strategy: Any, meshes: Meshes) -> str:
+    mesh, layout = meshes.of(parallel)
+    try:
+        parallelize(model, mesh, strategy, layout=layout)
+    except UserError as error:
+        return str(error)
+    return "nothing"
+
+
+def of_three(model: TokenModel) -> TokenModel:
+    model.blocks[1].experts.weight = nn.Parameter(torch.zeros(3, 16, 16))
+    model.blocks[1].experts.bias = nn.Parameter(torch.zeros(3, 16))
+    return model
+
+
+def planned(model: TokenModel, *patterns: str) -> TokenModel:
+    plan = plan_of(model)
+    assert plan is not None
+    declare_plan(model, replace(plan, experts=patterns))
+    return model
+
+
+def computed() -> dict[str, Any]:
+    meshes = Meshes()
+    results: dict[str, Any] = {name: step_of(*case, meshes) for name, case in CASES.items()}
+    ep = ParallelConfig(ep=2)
+    results["refused"] = [
+        refusal(of_three(TokenModel()), ep, "fsdp", meshes),
+        refusal(planned(TokenModel()), ep, "fsdp", meshes),
+        refusal(planned(TokenModel(), "blocks.*.norm"), ep, "fsdp", meshes),
+        refusal(TokenModel(), ep, "ddp", meshes),
+    ]
+    return results
+
+
+def test_experts_of_any_model_over_four_processes() -> None:
+    results = run_ranks(computed, 4)
+    for name in CASES:
+        assert results[0][name]["gradient"] <= 1e-5 and not results[0][name]["missing"], results[0][name]
+    for rank in results:
+        assert rank["ep 2 x edp 2"]["held"]["blocks.0.experts.weight"] == (2, 8, 16)
+        assert rank["ep of four, recomputed"]["held"]["blocks.0.experts.bias"] == (1, 16)
+        calls = rank["ep of four, recomputed"][
+            "calls"
+        ]  # of two layers, forward and backward; a recomputation sends nothing
+        assert calls == {"counts": 2, "dispatch": 4, "combine": 4}, calls
+        assert rank["ep of four, recomputed"]["reads"] == 2  # by the host: the counts of each layer
+    words = (
+        "does not divide the 3 experts",
+        "has no experts",
+        "stacked by expert alone",
+        "goes with parallel.strategy fsdp",
+    )
+    for message, expected in zip(results[0]["refused"], words, strict=True):
+        assert expected in message, message
