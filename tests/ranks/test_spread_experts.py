@@ -9,17 +9,26 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers.distributed.expert_parallel import AllToAllEP
+from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from mmspeed import rng
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.errors import UserError
 from mmspeed.memory import BlockPolicies
+from mmspeed.models.language.experts import Experts
+from mmspeed.models.language.shapes import SHAPES, tiny_twin
 from mmspeed.parallel import parallelize
-from mmspeed.protocols.plan import declare_plan, plan_of
+from mmspeed.parallel.experts import spread_experts
+from mmspeed.parallel.tensor import local
+from mmspeed.protocols.plan import ModelPlan, declare_plan, plan_of
 from tests.support.added_model import Meshes
 from tests.support.foreign_steps import whole, worst
 from tests.support.roles_toy import TokenModel, loss_of, tokens_of
 from tests.support.spawn import run_ranks
 
+WIDTH, EXPERTS = 16, 8
 RECOMPUTED = BlockPolicies.everywhere({"block": "recompute"})
 CASES: dict[str, tuple[int, BlockPolicies | None]] = {
     "ep 2 x edp 2": (2, None),
@@ -48,6 +57,47 @@ def step_of(ep: int, keeping: BlockPolicies | None, meshes: Meshes) -> dict[str,
     return {"gradient": error, "name": name, "missing": alone.state_dict().keys() - grads.keys(), "held": held, "calls": calls, "reads": len(reads)}  # fmt: skip
 
 
+class Layer(nn.Module):
+    """The experts of a Qwen3-MoE by themselves."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        twin = tiny_twin(SHAPES["qwen3-30b-a3b"].settings).experts
+        assert twin is not None
+        self.experts = Experts(WIDTH, replace(twin, num_experts=experts))
+        for name, p in self.named_parameters():
+            p.data.copy_(rng.normal(p.shape, 3, name) * 0.1)
+        declare_plan(self, ModelPlan(blocks=(), experts=("experts",)))
+
+
+def beside_transformers(meshes: Meshes) -> float:
+    """The greatest distance of a layer's outputs and gradients, of tokens, gates and experts, from those of transformers' AllToAllEP."""
+    mesh, layout = meshes.of(ParallelConfig(ep=4))
+    assert mesh.expert is not None
+    ours, rank, width = Layer(EXPERTS), dist.get_rank(), Layer(EXPERTS).experts.down_proj.shape[2]
+    settings = Qwen3MoeConfig(num_experts=EXPERTS, hidden_size=WIDTH, moe_intermediate_size=width)
+    settings._experts_implementation = "eager"
+    theirs = Qwen3MoeExperts(settings)
+    for name, whole_GOI in ours.experts.named_parameters():
+        theirs.register_parameter(name, nn.Parameter(whole_GOI.detach().chunk(4)[rank].clone()))
+    theirs.num_experts = EXPERTS // 4
+    peer = AllToAllEP(theirs, mesh.expert["ep"], mesh.expert["etp"])
+    spread_experts(ours, mesh, layout.experts)
+    tokens = 11 * rank  # none on the first
+    x_TE = rng.normal((tokens, WIDTH), 4, "tokens", rank)
+    gates_TK, expert_TK = rng.normal((tokens, EXPERTS), 4, "gates", rank).softmax(-1).topk(2)
+    sides = []
+    for layer in (lambda x, g, e: ours.experts(x, g, e), lambda x, g, e: peer(x, e, g)):
+        x, gates = x_TE.clone().requires_grad_(), gates_TK.clone().requires_grad_()
+        out = layer(x, gates, expert_TK)
+        out.square().sum().backward()
+        sides.append([out, x.grad, gates.grad])
+    for module, side in zip((ours.experts, theirs), sides, strict=True):
+        side += [local(p.grad) for _, p in sorted(module.named_parameters())]
+    gaps = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(*sides, strict=True) if b.numel()]
+    return max(gaps)
+
+
 def refusal(model: nn.Module, parallel: ParallelConfig, strategy: Any, meshes: Meshes) -> str:
     mesh, layout = meshes.of(parallel)
     try:
@@ -73,6 +123,7 @@ def planned(model: TokenModel, *patterns: str) -> TokenModel:
 def computed() -> dict[str, Any]:
     meshes = Meshes()
     results: dict[str, Any] = {name: step_of(*case, meshes) for name, case in CASES.items()}
+    results["transformers"] = beside_transformers(meshes)
     ep = ParallelConfig(ep=2)
     results["refused"] = [
         refusal(of_three(TokenModel()), ep, "fsdp", meshes),
@@ -88,6 +139,7 @@ def test_experts_of_any_model_over_four_processes() -> None:
     for name in CASES:
         assert results[0][name]["gradient"] <= 1e-5 and not results[0][name]["missing"], results[0][name]
     for rank in results:
+        assert rank["transformers"] <= 1e-5
         assert rank["ep 2 x edp 2"]["held"]["blocks.0.experts.weight"] == (2, 8, 16)
         assert rank["ep of four, recomputed"]["held"]["blocks.0.experts.bias"] == (1, 16)
         calls = rank["ep of four, recomputed"][
