@@ -52,6 +52,11 @@ class ParallelConfig(Section):
         ge=1,
         description="Expert parallelism: devices, of those that share one copy of the parameters, over which whole experts are spread; must divide the experts. Takes no devices of its own.",
     )
+    ep_inner: int | None = Field(
+        None,
+        ge=1,
+        description="Devices of `ep` that share a node's fast links; must divide `ep`. A token then crosses to a node once for all of its experts there, and their sum comes back. null: each choice travels by itself.",
+    )
     shard: Literal["frames", "space"] = Field(
         "frames",
         description="The dim of a factorised model's tokens that `ring` x `ulysses` split: `frames`: the temporal blocks exchange; `space`: the spatial ones. Together with `dsp`, each part is split again.",
@@ -75,6 +80,8 @@ class ParallelConfig(Section):
     def _fits(self) -> ParallelConfig:
         if self.ring_window is not None and self.ring % self.ring_window:
             raise ValueError(f"ring_window {self.ring_window} must divide ring {self.ring}")
+        if self.ep_inner is not None and self.ep % self.ep_inner:
+            raise ValueError(f"ep_inner {self.ep_inner} must divide ep {self.ep}")
         if self.tp > 1 and self.strategy in ("ddp", "none"):
             raise ValueError(f"tp goes with strategy fsdp or auto, not with {self.strategy}")
         if self.ep > 1 and self.strategy in ("ddp", "none"):
@@ -115,7 +122,7 @@ class ParallelConfig(Section):
 
     def axis_sizes(self, sharded: bool = True) -> AxisSizes:
         """The sizes that a mesh is made of; `sharded` as of `sizes`."""
-        return AxisSizes(**self.sizes(sharded), ep=self.ep)
+        return AxisSizes(**self.sizes(sharded), ep=self.ep, ep_inner=self.ep_inner)
 
     def group_in_words(self) -> str:
         """The axes along which devices compute one sample together, such as "ring 2 x tp 2"."""
@@ -130,4 +137,4 @@ class ParallelConfig(Section):
 
 
 AXES = tuple(name for name in ParallelConfig.model_fields if name in DENSE)  # the axes that users set
-UNSPLIT = {**dict.fromkeys((*AXES, "ep"), 1), "ring_window": None}  # one device
+UNSPLIT = {**dict.fromkeys((*AXES, "ep"), 1), "ring_window": None, "ep_inner": None}  # one device

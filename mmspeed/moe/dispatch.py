@@ -4,8 +4,11 @@ Dropless: every choice of a token becomes a row, and every row is computed. A pr
 before them go the counts by process and expert, which the host reads once. A row carries its gate, so that experts weigh their hidden units
 before the second product, as on one process.
 
-Legend: T tokens, K experts of a token, R = T x K rows, E width, G experts, P processes, L = G / P experts of a process, Z rows that come,
-M width of a message.
+Between nodes a token need not go once for each of its experts (`HierarchicalDispatcher`): it goes once to each node that has some of them,
+to the process with the sender's place within its node, which sends it on to the others of the node and sums what comes back from them.
+
+Legend: T tokens, K experts of a token, R rows, E width, G experts, P processes, L = G / P experts of a process, Z rows that come, M width
+of a message; O nodes, I processes of a node, H = I x L experts of a node, U tokens that come to this process from others of its place.
 """
 
 from __future__ import annotations
@@ -16,9 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspeed.comm import Axis, PendingExchange, RowCounts, finish, row_counts, start_rows
+from mmspeed.comm import Axis, PendingExchange, RowCounts, finish, row_counts, start_rows, swap_rows
 from mmspeed.compute.autocast import autocast_alike
 from mmspeed.compute.operators.permutation import ExpertOrder, combine, order_by_expert, permute
+from mmspeed.graphs import outside_graphs
+from mmspeed.replay import record_or_replay
 
 
 @dataclass(frozen=True)
@@ -52,16 +57,14 @@ class FlatDispatcher:
         ends_G = order.ends_G.long()
         counts_G = torch.diff(ends_G, prepend=ends_G.new_zeros(1))
         counts, come_PL = row_counts(counts_G.view(self.axis.size, -1), self.axis)
-        here_L = torch.arange(come_PL.shape[1], device=come_PL.device)
-        expert_Z = here_L.repeat(self.axis.size).repeat_interleave(come_PL.flatten(), output_size=sum(counts.comes))
-        message_RM: Tensor = _Joined.apply(permute(x_TE, order), weights_TK.flatten()[order.order_R])
+        message_RM: Tensor = _Joined.apply(permute(x_TE, order), weights_TK.flatten()[order.order_R][:, None])
         pending = start_rows(message_RM, self.axis, counts, "dispatch")
-        return Dispatched(order, counts, expert_Z, x_TE.shape[1], weights_TK.dtype, pending)
+        return Dispatched(order, counts, _experts_of(come_PL, counts), x_TE.shape[1], weights_TK.dtype, pending)
 
     def finish(self, sent: Dispatched) -> tuple[Tensor, Tensor, Tensor]:
         """(rows_ZE, gates_Z1, expert_Z1): the rows that came, by process and then by expert, each as a token of one choice."""
-        rows_ZE, gates_Z = _Parted.apply(finish(sent.pending), sent.width, sent.gates)
-        return rows_ZE, gates_Z[:, None], sent.expert_Z[:, None]
+        rows_ZE, gates_Z1 = _Parted.apply(finish(sent.pending), sent.width, sent.gates)
+        return rows_ZE, gates_Z1, sent.expert_Z[:, None]
 
     def start_back(self, sent: Dispatched, out_ZE: Tensor) -> PendingExchange:
         """Start sending the experts' outputs back."""
@@ -73,24 +76,189 @@ class FlatDispatcher:
         return out_TE
 
 
-def _join(rows_RE: Tensor, gates_R: Tensor) -> Tensor:
-    """Rows with their gates behind them, bit for bit: a float32 gate is two columns of bfloat16 rows."""
-    return torch.cat((rows_RE, gates_R[:, None].contiguous().view(rows_RE.dtype)), 1)
+@dataclass(frozen=True)
+class Part:
+    """The rows that some of (token, choice) pairs become, sorted by where they go.
+
+    token_R: the token of each row. pair_R: its pair. place_TC: the row of each pair; the number of rows for one that becomes none.
+    """
+
+    token_R: Tensor
+    pair_R: Tensor
+    place_TC: Tensor
+
+
+def part_of(place_TC: Tensor, places: int, rows: int) -> Part:
+    """The rows of pairs that go to places 0 .. places - 1, in their order, stably; others become none. rows: their number, known before."""
+    pair_R = place_TC.clamp(max=places).flatten().argsort(stable=True)[:rows]
+    row_F = torch.full_like(place_TC, rows, dtype=torch.int64).flatten()
+    row_F[pair_R] = torch.arange(rows, device=pair_R.device)
+    return Part(pair_R // place_TC.shape[1], pair_R, row_F.view_as(place_TC))
+
+
+@dataclass
+class DispatchedByNode:
+    """Rows on their way to experts by way of their nodes; what `finish` learns is added by it."""
+
+    own: Part
+    by_node: RowCounts
+    by_inner: RowCounts
+    experts_IL: Tensor
+    shape: tuple[int, int]  # of a token: width, choices
+    gates: torch.dtype
+    pending: PendingExchange
+    onward: Part | None = None
+
+
+class HierarchicalDispatcher:
+    """An exchange between nodes, in which a token crosses once to each node, and one within the node; outputs are summed there first.
+
+    `outer`: the nodes, as processes with this one's place in theirs; `inner`: the processes of this node.
+    """
+
+    def __init__(self, outer: Axis, inner: Axis, experts: int) -> None:
+        self.outer, self.inner, self.experts = outer, inner, experts
+
+    def __deepcopy__(self, memo: Any) -> HierarchicalDispatcher:
+        return self
+
+    def start(self, x_TE: Tensor, weights_TK: Tensor, expert_TK: Tensor) -> DispatchedByNode:
+        """Start sending each token to the nodes of its experts."""
+        (x_TE,) = autocast_alike(x_TE)
+        nodes, of_node = self.outer.size, self.experts // self.outer.size
+        node_TK = expert_TK // of_node
+        goes_TO = torch.zeros((len(expert_TK), nodes), dtype=torch.bool, device=expert_TK.device).scatter_(
+            1, node_TK, True
+        )
+        by_node, by_inner, experts_IL = self._counts(goes_TO, expert_TK)
+        node_O = torch.arange(nodes, device=expert_TK.device)
+        own = part_of(torch.where(goes_TO, node_O, nodes), nodes, sum(by_node.sends))
+        here_RK = node_TK[own.token_R] == (own.pair_R % nodes)[:, None]
+        ids_RK = torch.where(here_RK, expert_TK[own.token_R] % of_node, of_node)
+        gates_RK = torch.where(here_RK, _Copied.apply(weights_TK, own.token_R, own.place_TC), 0.0)
+        message_RM = _Joined.apply(_Copied.apply(x_TE, own.token_R, own.place_TC), gates_RK)
+        message_RM = torch.cat((message_RM, _columns(ids_RK.to(torch.int32), message_RM.dtype)), 1)
+        pending = start_rows(message_RM, self.outer, by_node, "dispatch")
+        shape = x_TE.shape[1], expert_TK.shape[1]
+        return DispatchedByNode(own, by_node, by_inner, experts_IL, shape, weights_TK.dtype, pending)
+
+    @outside_graphs
+    def _counts(self, goes_TO: Tensor, expert_TK: Tensor) -> tuple[RowCounts, RowCounts, Tensor]:
+        """Rows by node and within this one, and those that come by process of this node and expert: two messages, one read by the host."""
+        outer, inner = self.outer, self.inner
+
+        def exchanged() -> tuple[RowCounts, RowCounts, Tensor]:
+            with torch.no_grad():
+                loads_G = torch.zeros(self.experts, dtype=torch.int64, device=expert_TK.device)
+                loads_G.scatter_add_(0, expert_TK.flatten(), torch.ones_like(expert_TK).flatten())
+                out_OC = torch.cat((goes_TO.sum(0)[:, None], loads_G.view(outer.size, -1)), 1)
+                ones = RowCounts((1,) * outer.size, (1,) * outer.size)
+                in_OC = swap_rows(out_OC, outer, ones, "counts")
+                ones = RowCounts((1,) * inner.size, (1,) * inner.size)
+                out_IL = in_OC[:, 1:].sum(0).view(inner.size, -1)
+                in_IL = swap_rows(out_IL, inner, ones, "counts")
+                flat = torch.cat((out_OC[:, 0], in_OC[:, 0], out_IL.sum(1), in_IL.sum(1)))
+                sizes = flat.tolist()
+            o, i = outer.size, inner.size
+            by_node = RowCounts(tuple(sizes[:o]), tuple(sizes[o : 2 * o]))
+            by_inner = RowCounts(tuple(sizes[2 * o : 2 * o + i]), tuple(sizes[2 * o + i :]))
+            return by_node, by_inner, in_IL
+
+        return record_or_replay(exchanged)[0]
+
+    def finish(self, sent: DispatchedByNode) -> tuple[Tensor, Tensor, Tensor]:
+        """As of `FlatDispatcher`; tokens that came to this node go on to their experts."""
+        (width, choices), message_UM = sent.shape, finish(sent.pending)
+        ids_columns = choices * 4 // message_UM.element_size()
+        rows_UM, ids_UM = message_UM.split((message_UM.shape[1] - ids_columns, ids_columns), 1)
+        x_UE, gates_UK = _Parted.apply(rows_UM, width, sent.gates)
+        ids_UK = ids_UM.detach().contiguous().view(torch.int32).long()
+        of_node = self.experts // self.outer.size
+        sent.onward = onward = part_of(ids_UK, of_node, sum(sent.by_inner.sends))
+        rows_RE = _Copied.apply(x_UE, onward.token_R, onward.place_TC)
+        message_RM = _Joined.apply(rows_RE, gates_UK.flatten()[onward.pair_R][:, None])
+        message_ZM = swap_rows(message_RM, self.inner, sent.by_inner, "dispatch")
+        rows_ZE, gates_Z1 = _Parted.apply(message_ZM, width, sent.gates)
+        return rows_ZE, gates_Z1, _experts_of(sent.experts_IL, sent.by_inner)[:, None]
+
+    def start_back(self, sent: DispatchedByNode, out_ZE: Tensor) -> PendingExchange:
+        """Bring outputs back to the process that a token came through, sum them, and start sending the sums home."""
+        assert sent.onward is not None
+        out_RE = swap_rows(out_ZE, self.inner, sent.by_inner.back(), "combine")
+        sums_UE = _Summed.apply(out_RE, sent.onward.token_R, sent.onward.place_TC)
+        return start_rows(sums_UE, self.outer, sent.by_node.back(), "combine")
+
+    def finish_back(self, sent: DispatchedByNode, pending: PendingExchange) -> Tensor:
+        """The sum of each token's outputs, (T, E)."""
+        out_TE: Tensor = _Summed.apply(finish(pending), sent.own.token_R, sent.own.place_TC)
+        return out_TE
+
+
+def _experts_of(come_PL: Tensor, counts: RowCounts) -> Tensor:
+    """The expert of each row that comes, numbered on this process: rows come by process, then by expert."""
+    here_L = torch.arange(come_PL.shape[1], device=come_PL.device)
+    return here_L.repeat(len(come_PL)).repeat_interleave(come_PL.flatten(), output_size=sum(counts.comes))
+
+
+def _copied(x_TE: Tensor, token_R: Tensor) -> Tensor:
+    return x_TE.index_select(0, token_R)
+
+
+def _summed(rows_RE: Tensor, place_TC: Tensor) -> Tensor:
+    """The sum of the rows of each token's pairs, in their order; a pair without a row adds 0."""
+    padded = torch.cat((rows_RE, rows_RE.new_zeros(1, rows_RE.shape[1])))
+    return padded.index_select(0, place_TC.flatten()).view(*place_TC.shape, -1).sum(1)
+
+
+class _Copied(torch.autograd.Function):
+    """Rows of tokens; backward sums the gradients of a token's rows in the order of its pairs, without atomic additions."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TE: Tensor, token_R: Tensor, place_TC: Tensor) -> Tensor:
+        ctx.save_for_backward(place_TC)
+        return _copied(x_TE, token_R)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _summed(grads[0], *ctx.saved_tensors), None, None
+
+
+class _Summed(torch.autograd.Function):
+    """Sums of tokens' rows; backward copies a token's gradient to each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RE: Tensor, token_R: Tensor, place_TC: Tensor) -> Tensor:
+        ctx.save_for_backward(token_R)
+        return _summed(rows_RE, place_TC)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _copied(grads[0], *ctx.saved_tensors), None, None
+
+
+def _columns(values_RC: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers bit for bit as columns of another number type: a float32 one is two of bfloat16."""
+    return values_RC.contiguous().view(dtype)
+
+
+def _join(rows_RE: Tensor, gates_RC: Tensor) -> Tensor:
+    """Rows with their gates behind them."""
+    return torch.cat((rows_RE, _columns(gates_RC, rows_RE.dtype)), 1)
 
 
 def _part(message_RM: Tensor, width: int, gates: torch.dtype) -> tuple[Tensor, Tensor]:
     """The inverse of `_join`."""
-    rows_RE, columns_RC = message_RM.split((width, message_RM.shape[1] - width), 1)
-    return rows_RE, columns_RC.contiguous().view(gates)[:, 0]
+    rows_RE, columns_RM = message_RM.split((width, message_RM.shape[1] - width), 1)
+    return rows_RE, _columns(columns_RM, gates)
 
 
 class _Joined(torch.autograd.Function):
     """`_join`, whose gradients come joined likewise."""
 
     @staticmethod
-    def forward(ctx: Any, rows_RE: Tensor, gates_R: Tensor) -> Tensor:
-        ctx.width, ctx.gates = rows_RE.shape[1], gates_R.dtype
-        return _join(rows_RE, gates_R)
+    def forward(ctx: Any, rows_RE: Tensor, gates_RC: Tensor) -> Tensor:
+        ctx.width, ctx.gates = rows_RE.shape[1], gates_RC.dtype
+        return _join(rows_RE, gates_RC)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:

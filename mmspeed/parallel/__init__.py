@@ -65,6 +65,7 @@ APPLIED = (
     AxisName.SHARD,
     AxisName.EDP,
     AxisName.EP,
+    AxisName.EP_OUTER,
     AxisName.EP_INNER,
 )
 
@@ -122,7 +123,7 @@ def parallelize(
             raise UserError(
                 f"parallel.ep goes with parallel.strategy fsdp, which shards the experts, not with {strategy}"
             )
-        spread_experts(model, mesh, layout.experts)
+        spread_experts(model, mesh, layout.experts, layout.nodes)
     # checkpointing is compiled into each block's graph, except where exchanges or recorded plans break graphs: there it goes around them
     breaks = layout.size > 1 or is_spread(model) or bool(recorded_modules(model))
     backend = compile if isinstance(compile, str) else "inductor"

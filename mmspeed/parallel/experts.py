@@ -8,6 +8,8 @@ Legend: T tokens, K experts of a token, E width, G experts.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from mmspeed.axes import AxisName
@@ -15,7 +17,7 @@ from mmspeed.comm import Axis
 from mmspeed.errors import UserError
 from mmspeed.mesh import Mesh
 from mmspeed.mixin import mix_in
-from mmspeed.moe.dispatch import FlatDispatcher
+from mmspeed.moe.dispatch import FlatDispatcher, HierarchicalDispatcher
 from mmspeed.parallel.tensor import local
 from mmspeed.protocols.plan import modules_like, plan_of
 
@@ -29,20 +31,25 @@ def _with_own(module: nn.Module) -> nn.Module:
     return own
 
 
+AnyDispatcher = FlatDispatcher | HierarchicalDispatcher
+
+
 class SpreadExperts(nn.Module):
     """Mixed in before a module with experts: sends tokens to the processes that hold them."""
 
-    _dispatcher: FlatDispatcher
+    _dispatcher: AnyDispatcher
 
     def forward(self, x_TE: Tensor, weights_TK: Tensor, expert_TK: Tensor) -> Tensor:
         dispatcher, of_rows = self._dispatcher, super().forward.__func__  # type: ignore[attr-defined]
-        sent = dispatcher.start(x_TE, weights_TK, expert_TK)
+        sent: Any = dispatcher.start(x_TE, weights_TK, expert_TK)
         out_ZE: Tensor = of_rows(_with_own(self), *dispatcher.finish(sent))
         return dispatcher.finish_back(sent, dispatcher.start_back(sent, out_ZE))
 
 
-def spread_experts(model: nn.Module, mesh: Mesh, axis: Axis) -> None:
+def spread_experts(model: nn.Module, mesh: Mesh, axis: Axis, nodes: tuple[Axis, Axis] | None = None) -> None:
     """Leave each process of an axis its part of the experts, in place; before the model is sharded.
+
+    nodes: the same processes as (nodes, those of a node), between which a token crosses once.
 
     Raises UserError for a model without experts, for parameters that are not stacked by expert, and for numbers that do not divide.
     """
@@ -55,7 +62,8 @@ def spread_experts(model: nn.Module, mesh: Mesh, axis: Axis) -> None:
             part = whole.detach().chunk(axis.size)[axis.rank].clone()
             split = DTensor.from_local(part, mesh.submesh(AxisName.EP), [Shard(0)], run_check=False)
             module.register_parameter(each, nn.Parameter(split, requires_grad=whole.requires_grad))
-        mix_in(module, SpreadExperts, rename=False)._dispatcher = FlatDispatcher(axis, count)
+        dispatcher = FlatDispatcher(axis, count) if nodes is None else HierarchicalDispatcher(*nodes, count)
+        mix_in(module, SpreadExperts, rename=False)._dispatcher = dispatcher
 
 
 def spread_modules(model: nn.Module) -> list[nn.Module]:

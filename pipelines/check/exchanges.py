@@ -36,7 +36,8 @@ def expected(
     Over a ring sparse attention sends rows of the kept keys instead of all; the parts of packed documents may lie on one process each.
     """
     exchanges = [f"{what} tp" for what in ("all_gather", "reduce_scatter", "all_reduce") if parallel.tp > 1]
-    exchanges += [f"{what} ep" for what in ("counts", "dispatch", "combine") if parallel.ep > 1]
+    over = ["ep"] if layout.nodes is None else [axis.name for axis in layout.nodes if axis.size > 1]
+    exchanges += [f"{what} {axis}" for what in ("counts", "dispatch", "combine") for axis in over if parallel.ep > 1]
     if not splits or parallel.sequence == 1:
         return exchanges
     exchanges.append("all_gather sequence")  # the prediction, or the losses, from all

@@ -366,6 +366,12 @@ def make_layout(
         experts=Axis.alone("ep")
         if mesh.expert is None
         else Axis.of(mesh.expert, AxisName.EP.value, ledger, parallel.exchange, nodes),
+        nodes=None
+        if mesh.nodes is None
+        else (
+            Axis.of(mesh.nodes, AxisName.EP_OUTER.value, ledger, parallel.exchange, nodes),
+            Axis.of(mesh.nodes, AxisName.EP_INNER.value, ledger, parallel.exchange, nodes),
+        ),
     )
 
 

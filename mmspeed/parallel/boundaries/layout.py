@@ -73,7 +73,7 @@ class TokenLayout:
         tensor: the tensor-parallel axis.
         shard: the crossing dim of a factorised model.
         text_from: captions of at least so many tokens are split too, in models where they may stay whole; None: none is.
-        experts: processes that hold different experts.
+        experts: processes that hold different experts. nodes: the same as (nodes, those of a node), where a token crosses to a node once.
     """
 
     axes: SequenceAxes = field(default_factory=SequenceAxes.alone)
@@ -84,6 +84,7 @@ class TokenLayout:
     shard: Attended = "rows"
     text_from: int | None = None
     experts: Axis = field(default_factory=lambda: Axis.alone("ep"))
+    nodes: tuple[Axis, Axis] | None = None
 
     def __deepcopy__(self, memo: Any) -> TokenLayout:
         return self  # nothing in it changes, and process groups cannot be copied
