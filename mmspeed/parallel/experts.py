@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mmspeed.axes import AxisName
 from mmspeed.comm import Axis
+from mmspeed.config.parallel import ParallelConfig
 from mmspeed.errors import UserError
 from mmspeed.mesh import Mesh
 from mmspeed.mixin import mix_in
@@ -76,8 +77,9 @@ def sharded_dim(parameter: Tensor, over: int) -> int:
     return next(dim for dim in range(1, parameter.dim()) if parameter.shape[dim] % over == 0)
 
 
-def check_experts(count: int, ep: int, where: str) -> None:
-    """Raise UserError where `ep` processes cannot hold equal numbers of `count` experts; 0: a model without any."""
+def check_experts(count: int, parallel: ParallelConfig, where: str) -> None:
+    """Raise UserError where `parallel.ep` processes cannot hold equal numbers of `count` experts; 0: a model without any."""
+    ep = parallel.ep
     if ep > 1 and count == 0:
         raise UserError(f"parallel.ep {ep}: {where} has no experts; leave ep out")
     if count % ep:
@@ -88,7 +90,7 @@ def check_experts(count: int, ep: int, where: str) -> None:
 def _named(model: nn.Module, axis: Axis) -> list[tuple[str, nn.Module]]:
     plan = plan_of(model)
     if plan is None or not plan.experts:
-        check_experts(0, axis.size, f"the plan of {type(model).__name__}")
+        check_experts(0, ParallelConfig(ep=axis.size), f"the plan of {type(model).__name__}")
     assert plan is not None
     return [each for pattern in plan.experts for each in modules_like(model, pattern, "plan, experts")]
 
@@ -102,7 +104,7 @@ def _checked(name: str, module: nn.Module, own: dict[str, nn.Parameter], mesh: M
             f"parallel.ep: {where} has experts in the plan; such a module has parameters stacked by expert alone"
         )
     (count,), ep, edp = counts, mesh.size(AxisName.EP), mesh.size(AxisName.EDP)
-    check_experts(count, ep, name)
+    check_experts(count, ParallelConfig(ep=ep), name)
     for each, parameter in own.items():
         if all(size % edp for size in parameter.shape[1:]):
             raise UserError(

@@ -25,6 +25,7 @@ ulysses of them that attend together, m tensor-parallel ranks.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -159,6 +160,60 @@ def expert_traffic(
     forward = ("counts", "ep", counts), ("dispatch", "ep", out * (token + gate)), ("combine", "ep", back * token)
     backward = ("dispatch", "ep", back * (token + gate)), ("combine", "ep", out * token)
     return Traffic(sent_bytes(*forward), sent_bytes(*backward))
+
+
+def node_lines(parallel: ParallelConfig, experts: int, top_k: int) -> list[str]:
+    """A line on what `parallel.ep_inner` spares between nodes; none where it is not set, or all of `ep` is one node."""
+    nodes = parallel.ep // (parallel.ep_inner or parallel.ep)
+    if nodes < 2:
+        return []
+    flat, by_node = rows_between_nodes(nodes, experts, top_k)
+    return [
+        f"experts on {nodes} nodes: a token sends {by_node:.2f} rows to other nodes with ep_inner, and {flat:.2f} without, at even loads"
+    ]
+
+
+@dataclass(frozen=True)
+class NodeRows:
+    """The rows of a layer of experts that this rank sends and gets, by node (tokens) and within its node (choices)."""
+
+    out_O: Sequence[int]
+    in_O: Sequence[int]
+    out_I: Sequence[int]
+    in_I: Sequence[int]
+    node: int
+    inner: int
+
+
+def node_traffic(rows: NodeRows, experts: int, width: int, top_k: int, element_size: int = 2) -> Traffic:
+    """As `expert_traffic`, with `parallel.ep_inner`: a token crosses to a node once, with the ids and gates of its choices, 8 bytes each."""
+    nodes, inner, token = len(rows.out_O), len(rows.out_I), width * element_size
+    out, back = sum(rows.out_O) - rows.out_O[rows.node], sum(rows.in_O) - rows.in_O[rows.node]
+    onward, come = sum(rows.out_I) - rows.out_I[rows.inner], sum(rows.in_I) - rows.in_I[rows.inner]
+    crossing, gate = token + 8 * top_k, max(4, element_size)
+    forward = (
+        ("counts", "ep_outer", 8 * (1 + experts // nodes) * (nodes - 1)),
+        ("counts", "ep_inner", 8 * (experts // nodes // inner) * (inner - 1)),
+        ("dispatch", "ep_outer", out * crossing),
+        ("dispatch", "ep_inner", onward * (token + gate)),
+        ("combine", "ep_inner", come * token),
+        ("combine", "ep_outer", back * token),
+    )
+    backward = (
+        ("dispatch", "ep_outer", back * crossing),
+        ("dispatch", "ep_inner", come * (token + gate)),
+        ("combine", "ep_inner", onward * token),
+        ("combine", "ep_outer", out * token),
+    )
+    return Traffic(sent_bytes(*forward), sent_bytes(*backward))
+
+
+def rows_between_nodes(nodes: int, experts: int, top_k: int) -> tuple[float, float]:
+    """The rows of a token that go to other nodes in the mean, at even choices: one for each choice, and one for each node."""
+    none = math.comb(experts - experts // nodes, top_k) / math.comb(
+        experts, top_k
+    )  # of a token's experts are on a node
+    return top_k * (1 - 1 / nodes), (nodes - 1) * (1 - none)
 
 
 def gradient_traffic(shared_gradients: int, tp: int) -> Sent:

@@ -33,7 +33,7 @@ from mmspeed.parallel.document_shares import share_documents
 from mmspeed.pipelines.domains.language.data import PackCollate, targets_of
 from mmspeed.pipelines.domains.language.domain import LanguageDomain
 from mmspeed.pipelines.tasks import Task, as_task
-from mmspeed.plan.traffic import RankCoordinates, Traffic, expert_traffic
+from mmspeed.plan.traffic import NodeRows, RankCoordinates, Traffic, expert_traffic, node_traffic
 from mmspeed.protocols import Batch
 from tests.support.covers import Combination
 from tests.support.decoder_traffic import DecoderWorkload, PackedWorkload, decoder_traffic, packed_traffic
@@ -48,39 +48,43 @@ PACKS: dict[str, tuple[tuple[int, ...], ...]] = {
     "whole": ((LENGTH,),) * 4,
     "many": ((2,) * 15 + (1,), (1,) * LENGTH, (3,) * 10, (5, 4, 3, 2, 1, 6, 7)),
 }
-# processes that share a pack and those with other packs: (tp, ulysses, ring, replicas, strategy, ep)
-LAYOUTS: dict[int, dict[str, tuple[int, int, int, int, str, int]]] = {
-    1: {"one process": (1, 1, 1, 1, "none", 1)},
+# processes that share a pack and those with other packs: (tp, ulysses, ring, replicas, strategy, ep, ep_inner)
+LAYOUTS: dict[int, dict[str, tuple[int, int, int, int, str, int, int | None]]] = {
+    1: {"one process": (1, 1, 1, 1, "none", 1, None)},
     2: {
-        "fsdp": (1, 1, 1, 1, "fsdp", 1),
-        "replicas": (1, 1, 1, 2, "ddp", 1),
-        "tp": (2, 1, 1, 1, "fsdp", 1),
-        "ulysses": (1, 2, 1, 1, "fsdp", 1),
-        "ring": (1, 1, 2, 1, "fsdp", 1),
-        "ep": (1, 1, 1, 1, "fsdp", 2),
-        "ep over tp": (2, 1, 1, 1, "fsdp", 2),
-        "ep over ulysses": (1, 2, 1, 1, "fsdp", 2),
-        "ep over ring": (1, 1, 2, 1, "fsdp", 2),
+        "fsdp": (1, 1, 1, 1, "fsdp", 1, None),
+        "replicas": (1, 1, 1, 2, "ddp", 1, None),
+        "tp": (2, 1, 1, 1, "fsdp", 1, None),
+        "ulysses": (1, 2, 1, 1, "fsdp", 1, None),
+        "ring": (1, 1, 2, 1, "fsdp", 1, None),
+        "ep": (1, 1, 1, 1, "fsdp", 2, None),
+        "ep over tp": (2, 1, 1, 1, "fsdp", 2, None),
+        "ep over ulysses": (1, 2, 1, 1, "fsdp", 2, None),
+        "ep over ring": (1, 1, 2, 1, "fsdp", 2, None),
     },
     4: {
-        "fsdp x tp": (2, 1, 1, 1, "fsdp", 1),
-        "fsdp x ulysses": (1, 2, 1, 1, "fsdp", 1),
-        "fsdp x ring": (1, 1, 2, 1, "fsdp", 1),
-        "replicas x fsdp": (1, 1, 1, 2, "fsdp", 1),
-        "replicas x tp": (2, 1, 1, 2, "fsdp", 1),
-        "replicas x ulysses": (1, 2, 1, 2, "fsdp", 1),
-        "replicas x ring": (1, 1, 2, 2, "ddp", 1),
-        "tp x ulysses": (2, 2, 1, 1, "fsdp", 1),
-        "tp x ring": (2, 1, 2, 1, "fsdp", 1),
-        "ulysses x ring": (1, 2, 2, 1, "fsdp", 1),
-        "ulysses of four": (1, 4, 1, 1, "fsdp", 1),
-        "ring of four": (1, 1, 4, 1, "fsdp", 1),
-        "ep of four": (1, 1, 1, 1, "fsdp", 4),
-        "edp x ep": (1, 1, 1, 1, "fsdp", 2),
-        "replicas x ep": (1, 1, 1, 2, "fsdp", 2),
-        "fsdp x tp, ep of four": (2, 1, 1, 1, "fsdp", 4),
-        "fsdp x ulysses, edp x ep": (1, 2, 1, 1, "fsdp", 2),
-        "tp x ring, ep of four": (2, 1, 2, 1, "fsdp", 4),
+        "fsdp x tp": (2, 1, 1, 1, "fsdp", 1, None),
+        "fsdp x ulysses": (1, 2, 1, 1, "fsdp", 1, None),
+        "fsdp x ring": (1, 1, 2, 1, "fsdp", 1, None),
+        "replicas x fsdp": (1, 1, 1, 2, "fsdp", 1, None),
+        "replicas x tp": (2, 1, 1, 2, "fsdp", 1, None),
+        "replicas x ulysses": (1, 2, 1, 2, "fsdp", 1, None),
+        "replicas x ring": (1, 1, 2, 2, "ddp", 1, None),
+        "tp x ulysses": (2, 2, 1, 1, "fsdp", 1, None),
+        "tp x ring": (2, 1, 2, 1, "fsdp", 1, None),
+        "ulysses x ring": (1, 2, 2, 1, "fsdp", 1, None),
+        "ulysses of four": (1, 4, 1, 1, "fsdp", 1, None),
+        "ring of four": (1, 1, 4, 1, "fsdp", 1, None),
+        "ep of four": (1, 1, 1, 1, "fsdp", 4, None),
+        "ep of two nodes": (1, 1, 1, 1, "fsdp", 4, 2),
+        "ep of two nodes over tp": (2, 1, 1, 1, "fsdp", 4, 2),
+        "ep of nodes of one": (1, 1, 1, 1, "fsdp", 4, 1),
+        "replicas x ep of a node": (1, 1, 1, 2, "fsdp", 2, 2),
+        "edp x ep": (1, 1, 1, 1, "fsdp", 2, None),
+        "replicas x ep": (1, 1, 1, 2, "fsdp", 2, None),
+        "fsdp x tp, ep of four": (2, 1, 1, 1, "fsdp", 4, None),
+        "fsdp x ulysses, edp x ep": (1, 2, 1, 1, "fsdp", 2, None),
+        "tp x ring, ep of four": (2, 1, 2, 1, "fsdp", 4, None),
     },
 }
 WAYS: dict[str, dict[str, Any]] = {
@@ -176,32 +180,53 @@ def possible(case: Combination) -> bool:
 def layout_of(case: Combination) -> tuple[ParallelConfig, int, str]:
     """(section of the layout, replicas, strategy)."""
     known = {name: layout for layouts in LAYOUTS.values() for name, layout in layouts.items()}
-    tp, ulysses, ring, replicas, strategy, ep = known[case["layout"]]
-    return ParallelConfig(tp=tp, ulysses=ulysses, ring=ring, ep=ep), replicas, strategy
+    tp, ulysses, ring, replicas, strategy, ep, inner = known[case["layout"]]
+    return ParallelConfig(tp=tp, ulysses=ulysses, ring=ring, ep=ep, ep_inner=inner), replicas, strategy
 
 
 class Routes:
-    """The rows that this process sends to each process of an axis, and gets from it, call by call; recomputations are not among them."""
+    """The experts of this process's tokens, call by call; recomputations are not among them."""
 
-    def __init__(self, model: nn.Module, axis: Axis) -> None:
-        self.axis, self.sends = axis, list[torch.Tensor]()
+    def __init__(self, model: nn.Module, layout: TokenLayout) -> None:
+        self.layout, self.chosen = layout, list[torch.Tensor]()
         for router in (module for module in model.modules() if isinstance(module, Router)):
             router.register_forward_hook(self._take)
 
     def _take(self, router: nn.Module, _: Any, output: tuple[torch.Tensor, ...]) -> None:
         record = replay._CURRENT.get()
         if record is None or not record.later:
-            counts_G = torch.bincount(output[1].flatten(), minlength=len(router.weight))  # type: ignore[arg-type]
-            self.sends.append(counts_G.view(self.axis.size, -1).sum(1))
+            self.chosen.append(output[1])
 
     def traffic(self, width: int, experts: int) -> Traffic:
-        """The bytes of all calls, by the formula."""
-        total = Traffic()
-        for sends_P in self.sends:
-            comes_P = torch.empty_like(sends_P)
-            dist.all_to_all_single(comes_P, sends_P, group=self.axis.group)
-            total += expert_traffic(sends_P.tolist(), comes_P.tolist(), self.axis.rank, experts, width, 4)
+        """The bytes of all calls, by the formulas."""
+        total, axis, nodes = Traffic(), self.layout.experts, self.layout.nodes
+        for expert_TK in self.chosen:
+            loads_G = torch.bincount(expert_TK.flatten(), minlength=experts)
+            if nodes is None:
+                sends_P = loads_G.view(axis.size, -1).sum(1)
+                total += expert_traffic(sends_P.tolist(), swapped(sends_P, axis), axis.rank, experts, width, 4)
+                continue
+            outer, inner = nodes
+            node_TK = expert_TK // (experts // outer.size)
+            out_O = torch.stack([(node_TK == node).any(1).sum() for node in range(outer.size)])
+            loads_OH = loads_G.view(outer.size, -1)
+            here_OH = torch.empty_like(loads_OH)
+            dist.all_to_all_single(here_OH, loads_OH, group=outer.group)
+            out_I = here_OH.sum(0).view(inner.size, -1).sum(1)
+            rows = NodeRows(
+                out_O.tolist(), swapped(out_O, outer), out_I.tolist(), swapped(out_I, inner), outer.rank, inner.rank
+            )
+            total += node_traffic(rows, experts, width, expert_TK.shape[1], 4)
         return total
+
+
+def swapped(sends_P: torch.Tensor, axis: Axis) -> list[int]:
+    """The counts that come from the processes of an axis."""
+    comes_P = torch.empty_like(sends_P)
+    if axis.size == 1:
+        return list(sends_P.tolist())
+    dist.all_to_all_single(comes_P, sends_P, group=axis.group)
+    return list(comes_P.tolist())
 
 
 def batches_of(case: Combination, lane: int, lanes: int, share: float) -> list[Batch]:
@@ -225,7 +250,7 @@ def step(case: Combination, world: int, groups: Groups) -> dict[str, Any]:
         shard = 1 if strategy == "ddp" else -1
         mesh, layout = groups.of(-1 if strategy == "ddp" else replicas, shard, parallel)
     before = layout.ledger.copy()
-    routes = Routes(model, layout.experts)
+    routes = Routes(model, layout)
     model = parallelize(model, mesh, strategy, layout=layout, keeping=keeping)  # type: ignore[arg-type]
     optimizer, grads = Still(model.parameters()), dict[str, npt.NDArray[Any]]()
 

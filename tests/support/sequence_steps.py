@@ -222,7 +222,11 @@ class Groups:
         self.alone, _ = dist.new_subgroups(1)  # for the truth, which each rank computes for itself
 
     def of(self, replicate: int, shard: int, parallel: ParallelConfig) -> tuple[Mesh, TokenLayout]:
-        sizes = AxisSizes(**{**parallel.sizes(), "dp_replicate": replicate, "dp_shard": shard}, ep=parallel.ep)
+        sizes = AxisSizes(
+            **{**parallel.sizes(), "dp_replicate": replicate, "dp_shard": shard},
+            ep=parallel.ep,
+            ep_inner=parallel.ep_inner,
+        )
         if sizes not in self.meshes:
             self.meshes[sizes] = make_mesh(Device("cpu", 0), sizes)
         if (sizes, parallel) not in self.layouts:

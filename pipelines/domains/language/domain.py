@@ -33,6 +33,7 @@ from mmspeed.models.language.decoder import Decoder
 from mmspeed.models.language.families import config_tree
 from mmspeed.models.language.settings import configured
 from mmspeed.models.language.weights import HubWeights, decoder_of, on_meta, stored_decoder
+from mmspeed.parallel.experts import check_experts
 from mmspeed.pipelines.domains.base import DomainDefaults
 from mmspeed.pipelines.domains.language.data import (
     HeldOutPacks,
@@ -45,6 +46,7 @@ from mmspeed.pipelines.domains.language.data import (
 from mmspeed.pipelines.domains.language.small import small_language
 from mmspeed.pipelines.domains.language.start import TextBuilder, open_texts
 from mmspeed.pipelines.domains.language.values import PackValues
+from mmspeed.plan.traffic import node_lines
 from mmspeed.protocols import (
     Batch,
     Data,
@@ -132,6 +134,7 @@ class LanguageDomain(DomainDefaults):
                 f"sequence_length: an assistant's turn in the chats has {turn:,} tokens and a pack {length:,}, so that it would be cut "
                 "from what it answers; raise sequence_length, or reject longer chats by texts.max_tokens"
             )
+        check_experts(0 if settings.experts is None else settings.experts.num_experts, parallel, "the model")
         devices = parallel.together(False)  # that split heads
         for size, what in ((settings.num_attention_heads, "heads"), (settings.num_key_value_heads, "heads of keys")):
             if settings.latent is None and size % devices:
@@ -198,7 +201,11 @@ class LanguageDomain(DomainDefaults):
         tokens = int(np.asarray(self.cache.lengths)[supply.trained].sum(dtype=np.int64))
         held_out = int(np.count_nonzero(self.cache.held_out))
         line = f"texts: {supply.documents:,} documents of {tokens:,} tokens to train on, {held_out:,} held out"
-        return [line], self.warnings()
+        experts = self.settings.experts
+        return [
+            line,
+            *([] if experts is None else node_lines(self.config.parallel, experts.num_experts, experts.top_k)),
+        ], self.warnings()
 
     def warnings(self) -> list[str]:
         """A line where transformers has no class for the model, which then can be neither sampled nor exported."""

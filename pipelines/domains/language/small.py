@@ -49,7 +49,7 @@ def small_language(config: LanguageConfig, settings: DecoderSettings, folder: Pa
     """The small run of a config whose decoder has these settings. Raises UserError for heads that do not fit the layout."""
     parallel, train = config.parallel, config.train
     check_heads(settings.num_attention_heads, parallel.ulysses, parallel.tp, settings.num_key_value_heads)
-    check_experts(0 if settings.experts is None else settings.experts.num_experts, parallel.ep, "the model")
+    check_experts(0 if settings.experts is None else settings.experts.num_experts, parallel, "the model")
     small, remarks, device = shrunk_settings(settings, parallel), list[str](), config.device
     tokens = max(TOKENS, 8 * parallel.group + 5)
     packs = math.prod(parallel.sizes().values()) // parallel.group + 1

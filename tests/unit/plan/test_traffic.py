@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,13 +19,17 @@ from mmspeed.config.parallel import ParallelConfig
 from mmspeed.parallel.sequence.ring_schedule import backward_steps, forward_steps
 from mmspeed.plan.traffic import (
     AttentionWorkload,
+    NodeRows,
     RankCoordinates,
     Traffic,
     block_traffic,
     ends_traffic,
+    expert_traffic,
     gradient_traffic,
+    node_traffic,
     places,
     ring_blocks,
+    rows_between_nodes,
     step_traffic,
 )
 
@@ -136,3 +141,18 @@ def test_places_are_in_the_order_of_the_ranks() -> None:
     actual = list(places(_parallel(dsp=2, ring=2, ulysses=3, tp=2)))
     ranks = itertools.product(range(2), range(2), range(3), range(2))
     assert actual == [RankCoordinates(ring, ulysses, tp, dsp) for dsp, ring, ulysses, tp in ranks]
+
+
+def test_rows_between_nodes() -> None:
+    """The formula beside drawn choices; and the bytes of 2 x 2 processes, 16 experts, 6 of a token, at width 512 in bfloat16."""
+    for nodes, flat, by_node in ((2, 4.00, 1.00), (4, 6.00, 2.71), (8, 7.00, 4.63), (16, 7.50, 6.12)):
+        assert rows_between_nodes(nodes, 256, 8) == pytest.approx((flat, by_node), abs=0.005)
+    tokens, top_k = 20_000, 6
+    chosen_TK = torch.rand(tokens, 16, generator=torch.Generator().manual_seed(0)).topk(top_k).indices
+    there_TK = chosen_TK // 8 == 1  # on the other node
+    choices, crossing = int(there_TK.sum()), int(there_TK.any(1).sum())
+    assert crossing / choices == pytest.approx(rows_between_nodes(2, 16, top_k)[1] / 3.0, rel=0.01)
+    flat = expert_traffic([0, choices], [0, choices], 0, 16, 512)
+    rows = NodeRows([0, crossing], [0, crossing], [0], [0], 0, 0)
+    by_node = node_traffic(rows, 16, 512, top_k)
+    assert by_node.over("ep").total / flat.total <= 0.36
