@@ -363,7 +363,7 @@ def _case_rows_of_run_time(axis: Axis) -> None:
     routed = _routed(axis, 8)
     sent = [_noise(sum(routed[rank]), 2, 3, seed=20 + rank) for rank in range(n)]
     with comm.ledger(axis) as counted:
-        counts = comm.row_counts(torch.tensor(routed[r]), axis)
+        counts, _ = comm.row_counts(torch.tensor(routed[r]), axis)
     assert counts == RowCounts(tuple(routed[r]), tuple(row[r] for row in routed))
     assert counted.bytes == {("counts", "a"): 8 * (n - 1)} and counted.calls == {("counts", "a"): 1}
     x = sent[r].clone().requires_grad_()
@@ -398,7 +398,7 @@ def _case_one_order(axis: Axis) -> None:
     with noted("_swap"), noted("_ALL_GATHER"), noted("_REDUCE_SCATTER"), noted("between"):
         x = _noise(sum(routed[r]), 3, seed=r).requires_grad_()
         for _ in range(2):
-            counts = comm.row_counts(torch.tensor(routed[r]), axis)
+            counts, _ = comm.row_counts(torch.tensor(routed[r]), axis)
             pending = comm.start_rows(x * weight, axis, counts)
             gathered = comm.start_all_gather(weight.sin(), axis, 0)
             beside = torch.tanh(x).sum()

@@ -17,7 +17,7 @@ from mmspeed.device import Device
 from mmspeed.loop.gradients import clip_gradients, squared_norm
 from mmspeed.mesh import Mesh, layout_of, make_mesh
 from mmspeed.parallel import sum_shared_gradients
-from tests.support.expert_models import EP, SHAPES, gradient, placements, spread
+from tests.support.expert_models import SHAPES, gradient, placements, spread
 from tests.support.spawn import run_ranks
 
 WORLD, CLIP = 4, 0.5
@@ -85,7 +85,7 @@ def engine_layout() -> tuple[Any, tuple[int, ...], bool]:
     mesh = make_mesh(Device("cpu", 0), AxisSizes(ep=2))
     whole = gradient("experts", 0)
     experts = nn.Module()
-    experts.register_parameter("weight", nn.Parameter(spread(mesh, whole, {AxisName.EP_INNER: Shard(0)})))
+    experts.register_parameter("weight", nn.Parameter(spread(mesh, whole, {AxisName.EP: Shard(0)})))
     fully_shard(experts, mesh=mesh.submesh(AxisName.EDP))
     weight = experts.get_parameter("weight")
     assert isinstance(weight, DTensor)
@@ -125,12 +125,12 @@ def test_norms_and_clipping_are_those_of_one_process(results: list[dict[str, Any
 
 def test_experts_lie_on_their_view_and_are_split(results: list[dict[str, Any]]) -> None:
     actual = results[0]["norms"]
-    assert actual["experts over all, whole"]["layouts"]["experts"].parts == (AxisName.EP_INNER,)
-    assert actual["experts over nodes, whole"]["layouts"]["experts"].parts == EP
-    assert actual["sharded experts, sharded"]["layouts"]["experts"].parts == (AxisName.EDP, AxisName.EP_INNER)
-    assert actual["tp inside experts, whole"]["layouts"]["experts"].parts == (AxisName.EP_INNER, AxisName.ETP)
+    assert actual["experts over all, whole"]["layouts"]["experts"].parts == (AxisName.EP,)
+    assert actual["experts over nodes, whole"]["layouts"]["experts"].parts == (AxisName.EP,)
+    assert actual["sharded experts, sharded"]["layouts"]["experts"].parts == (AxisName.EDP, AxisName.EP)
+    assert actual["tp inside experts, whole"]["layouts"]["experts"].parts == (AxisName.EP, AxisName.ETP)
     assert actual["experts over tp, whole"]["layouts"]["experts"].replicas == tuple(
-        axis for axis in EXPERT if axis not in (AxisName.PP, AxisName.EP_INNER)
+        axis for axis in EXPERT if axis not in (AxisName.PP, AxisName.EP)
     )
     assert actual["dense, whole"]["layouts"]["experts"].parts == (AxisName.SHARD,)
     assert actual["experts over all, whole"]["own"] == (12 + 8 * 6 + 4 * 6 * 8) // 4
@@ -144,4 +144,4 @@ def test_tensor_parallel_ranks_sum_what_they_replicate_and_no_experts(results: l
 def test_the_sharding_engine_shards_experts_over_their_replicas(results: list[dict[str, Any]]) -> None:
     for result in results:
         layout, shape, same = result["engine"]
-        assert layout.parts == (AxisName.EDP, AxisName.EP_INNER) and shape == (1, 6, 8) and same
+        assert layout.parts == (AxisName.EDP, AxisName.EP) and shape == (1, 6, 8) and same

@@ -10,7 +10,6 @@ from mmspeed.axes import AxisName
 from mmspeed.mesh import Mesh
 
 SHAPES = {"norm": (12,), "column": (8, 6), "experts": (4, 6, 8)}
-EP = (AxisName.EP_OUTER, AxisName.EP_INNER)
 
 
 def gradient(name: str, stage: int) -> Tensor:
@@ -32,6 +31,6 @@ def placements(mesh: Mesh, sharded_experts: bool) -> dict[str, dict[AxisName, Pl
     experts = dense
     if mesh.expert is not None:
         experts = {**replicas, AxisName.EDP: Shard(1) if sharded_experts else Replicate()}
-        experts |= {axis: Shard(0) for axis in EP}
+        experts |= {AxisName.EP: Shard(0)}
         experts |= {AxisName.ETP: Shard(2)} if mesh.size(AxisName.ETP) > 1 else {}
     return {"norm": dense, "column": column, "experts": experts}

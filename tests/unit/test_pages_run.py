@@ -277,7 +277,9 @@ def test_a_language_model_is_trained_sampled_and_exported(
         assert main(["train", f"{name}.yaml", *small, *own]) == 0
         kinds = [row["kind"] for row in read_metrics(tmp_path / "runs" / name / "metrics.jsonl")]
         assert "train" in kinds
-    (commands,) = (block for block in blocks(page) if block.language == "bash")
+    commands = next(
+        block for block in blocks(page) if block.language == "bash"
+    )  # those of layouts: test_demo_layout.py
     for line in command_lines(commands):
         capsys.readouterr()
         assert main(words_of(line)[1:]) == 0
