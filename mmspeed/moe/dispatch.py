@@ -88,9 +88,9 @@ class Part:
     place_TC: Tensor
 
 
-def part_of(place_TC: Tensor, places: int, rows: int) -> Part:
-    """The rows of pairs that go to places 0 .. places - 1, in their order, stably; others become none. rows: their number, known before."""
-    pair_R = place_TC.clamp(max=places).flatten().argsort(stable=True)[:rows]
+def part_of(place_TC: Tensor, rows: int) -> Part:
+    """The rows of pairs, sorted stably by the places that they go to; beyond `rows`, which are known before, they become none."""
+    pair_R = place_TC.flatten().argsort(stable=True)[:rows]
     row_F = torch.full_like(place_TC, rows, dtype=torch.int64).flatten()
     row_F[pair_R] = torch.arange(rows, device=pair_R.device)
     return Part(pair_R // place_TC.shape[1], pair_R, row_F.view_as(place_TC))
@@ -132,7 +132,7 @@ class HierarchicalDispatcher:
         )
         by_node, by_inner, experts_IL = self._counts(goes_TO, expert_TK)
         node_O = torch.arange(nodes, device=expert_TK.device)
-        own = part_of(torch.where(goes_TO, node_O, nodes), nodes, sum(by_node.sends))
+        own = part_of(torch.where(goes_TO, node_O, nodes), sum(by_node.sends))
         here_RK = node_TK[own.token_R] == (own.pair_R % nodes)[:, None]
         ids_RK = torch.where(here_RK, expert_TK[own.token_R] % of_node, of_node)
         gates_RK = torch.where(here_RK, _Copied.apply(weights_TK, own.token_R, own.place_TC), 0.0)
@@ -173,8 +173,7 @@ class HierarchicalDispatcher:
         rows_UM, ids_UM = message_UM.split((message_UM.shape[1] - ids_columns, ids_columns), 1)
         x_UE, gates_UK = _Parted.apply(rows_UM, width, sent.gates)
         ids_UK = ids_UM.detach().contiguous().view(torch.int32).long()
-        of_node = self.experts // self.outer.size
-        sent.onward = onward = part_of(ids_UK, of_node, sum(sent.by_inner.sends))
+        sent.onward = onward = part_of(ids_UK, sum(sent.by_inner.sends))
         rows_RE = _Copied.apply(x_UE, onward.token_R, onward.place_TC)
         message_RM = _Joined.apply(rows_RE, gates_UK.flatten()[onward.pair_R][:, None])
         message_ZM = swap_rows(message_RM, self.inner, sent.by_inner, "dispatch")
