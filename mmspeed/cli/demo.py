@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mmspeed.config import Config, RunConfig, make_config, video_config
+from mmspeed.errors import UserError
 from mmspeed.log import ProgressLine, format_seconds, get_logger
 from mmspeed.models.sections import size_of
 
@@ -77,6 +79,15 @@ def trained(config: RunConfig) -> bool:
     for line in result.lines():
         log.info(line)
     return not result.asked
+
+
+def clear_export(folder: Path, *files: str) -> None:
+    """Remove what an earlier demo exported, which one of these files tells. Raises UserError for a folder that has none of them."""
+    if not folder.exists():
+        return
+    if not any((folder / file).is_file() for file in files):
+        raise UserError(f"{folder} is there, and is no export of a demo: move it away, or choose another --output")
+    shutil.rmtree(folder)
 
 
 def run_demo(output: str | Path = "mmspeed-demo", short: bool = False) -> list[Path] | None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 from mmspeed.config import Config, make_config, video_config
-from mmspeed.errors import UserError
 from mmspeed.log import format_seconds, get_logger
 
-from .demo import trained, write_manifest
+from .demo import clear_export, trained, write_manifest
 
 log = get_logger("demo")
 
@@ -114,7 +112,7 @@ def run_adapter_demo(output: str | Path = "mmspeed-demo", short: bool = False) -
         if not trained(config):
             return None
         folder = output / f"{config.name}-export"
-        _clear(folder)
+        clear_export(folder, INDEX, "export.json")
         folders.append(folder)
         log.info(f"{2 * number + 2}/5 export: {folder}")
         if adapter:
@@ -128,15 +126,6 @@ def run_adapter_demo(output: str | Path = "mmspeed-demo", short: bool = False) -
     paths = [*sample(config, base, folder, prompt, output, 6 if short else 24), folder]
     log.info(f"done in {format_seconds(time.monotonic() - started)}; look at:")
     return paths
-
-
-def _clear(folder: Path) -> None:
-    """Remove an export of an earlier demo. Raises UserError for a folder that is none."""
-    if not folder.exists():
-        return
-    if not (folder / INDEX).is_file() and not (folder / "export.json").is_file():
-        raise UserError(f"{folder} is there, and is no export of a demo: move it away, or choose another --output")
-    shutil.rmtree(folder)
 
 
 def held_out(run: Path) -> tuple[float, float]:

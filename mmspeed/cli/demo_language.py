@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from pathlib import Path
 from typing import Any, cast
 
 from mmspeed.config import make_config
 from mmspeed.config.language import LanguageConfig
-from mmspeed.errors import UserError
 from mmspeed.log import format_seconds, get_logger
 from mmspeed.preprocess.texts.preparation import TextPreparation
 
-from .demo import trained
+from .demo import clear_export, trained
 
 log = get_logger("demo")
 
@@ -85,10 +83,7 @@ def run_language_demo(output: str | Path = "mmspeed-demo", short: bool = False) 
         return None
     log.info("3/5 export: a folder of transformers")
     folder = output / f"{config.name}-export"
-    if folder.exists():
-        if not (folder / MARKER).is_file():
-            raise UserError(f"{folder} is there, and is no export of a demo: move it away, or choose another --output")
-        shutil.rmtree(folder)
+    clear_export(folder, MARKER)
     exported = export_language_run(config.run_dir, folder)
     log.info(f"{exported.tensors} tensors in {folder}")
     log.info("4/5 sample: AutoModelForCausalLM loads the export and writes")

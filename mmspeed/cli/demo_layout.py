@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import yaml
 
 from mmspeed.config import RunConfig, make_config
 from mmspeed.errors import UserError
-from mmspeed.log import format_bytes, format_seconds, get_logger
+from mmspeed.log import format_bytes, format_seconds, get_logger, read_metrics
 
 from .demo import trained
 from .demo_language import language_tree
@@ -71,8 +70,7 @@ def _tree(output: Path, short: bool) -> dict[str, Any]:
 
 
 def _rows(config: RunConfig) -> list[dict[str, Any]]:
-    lines = (config.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [row for row in map(json.loads, lines) if row["kind"] in ("train", "validation")]
+    return [row for row in read_metrics(config.run_dir / "metrics.jsonl") if row["kind"] in ("train", "validation")]
 
 
 def comparison(alone: list[dict[str, Any]], layout: list[dict[str, Any]], world: int) -> list[str]:
