@@ -54,12 +54,16 @@ class FlatDispatcher:
         """Start sending each token to its experts; rows travel in the dtype of products."""
         (x_TE,) = autocast_alike(x_TE)
         order = order_by_expert(expert_TK, self.experts)
-        ends_G = order.ends_G.long()
-        counts_G = torch.diff(ends_G, prepend=ends_G.new_zeros(1))
-        counts, come_PL = row_counts(counts_G.view(self.axis.size, -1), self.axis)
+        counts, come_PL = self._counts(order)
         message_RM: Tensor = _Joined.apply(permute(x_TE, order), weights_TK.flatten()[order.order_R][:, None])
         pending = start_rows(message_RM, self.axis, counts, "dispatch")
         return Dispatched(order, counts, _experts_of(come_PL, counts), x_TE.shape[1], weights_TK.dtype, pending)
+
+    def _counts(self, order: ExpertOrder) -> tuple[RowCounts, Tensor]:
+        """The rows by process, and those that come by process and expert."""
+        ends_G = order.ends_G.long()
+        counts_G = torch.diff(ends_G, prepend=ends_G.new_zeros(1))
+        return row_counts(counts_G.view(self.axis.size, -1), self.axis)
 
     def finish(self, sent: Dispatched) -> tuple[Tensor, Tensor, Tensor]:
         """(rows_ZE, gates_Z1, expert_Z1): the rows that came, by process and then by expert, each as a token of one choice."""
