@@ -16,7 +16,7 @@ from mmspeed.config.parallel import ParallelConfig
 from mmspeed.mixin import mix_in
 from mmspeed.moe.dispatch import FlatDispatcher, HierarchicalDispatcher
 from mmspeed.parallel.experts import SpreadExperts
-from mmspeed.plan.traffic import rows_between_nodes
+from mmspeed.plan.traffic import EvenRouting
 from mmspeed.protocols.plan import modules_like, plan_of
 
 
@@ -49,8 +49,7 @@ class EvenNodeDispatcher(HierarchicalDispatcher):
 
     def _counts(self, goes_TO: Tensor, expert_TK: Tensor) -> tuple[RowCounts, RowCounts, Tensor]:
         (tokens, choices), nodes, inner = expert_TK.shape, self.outer.size, self.inner.size
-        _, elsewhere = rows_between_nodes(nodes, self.experts, choices)
-        each = math.ceil(tokens * elsewhere / (nodes - 1)) if nodes > 1 else tokens
+        each = math.ceil(tokens * EvenRouting(self.experts, choices).reaches(nodes))
         of_node = torch.empty(inner, self.experts // nodes // inner, dtype=torch.int64)
         return RowCounts((each,) * nodes, (each,) * nodes), _even(tokens * choices, self.inner), of_node
 
@@ -68,5 +67,7 @@ def outline_experts(model: nn.Module, parallel: ParallelConfig) -> None:
                 part = whole.detach().chunk(ep)[0]
                 module.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
             nodes = None if inner is None else (_axis("ep_outer", ep // inner), _axis("ep_inner", inner))
-            dispatcher = EvenDispatcher(_axis("ep", ep), experts) if nodes is None else EvenNodeDispatcher(*nodes, experts)
+            dispatcher = (
+                EvenDispatcher(_axis("ep", ep), experts) if nodes is None else EvenNodeDispatcher(*nodes, experts)
+            )
             mix_in(module, SpreadExperts, rename=False)._dispatcher = dispatcher
