@@ -122,7 +122,7 @@ def parallelize(
         assert mesh is not None
         if strategy != "fsdp":
             raise UserError(
-                f"parallel.ep and etp go with parallel.strategy fsdp, which shards the experts, not with {strategy}"
+                f"parallel.{'ep' if layout.experts.size > 1 else 'etp'} goes with parallel.strategy fsdp, which shards the experts, not with {strategy}"
             )
         spread_experts(model, mesh, layout)
     # checkpointing is compiled into each block's graph, except where exchanges or recorded plans break graphs: there it goes around them
