@@ -37,7 +37,7 @@ from mmspeed.comm import (
     swap_rows,
 )
 from mmspeed.compute.autocast import autocast_alike
-from mmspeed.compute.operators.permutation import ExpertOrder, combine, order_by_expert, permute
+from mmspeed.compute.operators.permutation import ExpertOrder, RowOrder, combine, order_by_expert, order_rows, permute
 from mmspeed.graphs import outside_graphs
 from mmspeed.replay import record_or_replay
 
@@ -113,38 +113,18 @@ class FlatDispatcher(_Dispatcher):
         return out_TE
 
 
-@dataclass(frozen=True)
-class Part:
-    """The rows that some of (token, choice) pairs become, sorted by where they go.
-
-    token_R: the token of each row. pair_R: its pair. place_TC: the row of each pair; the number of rows for one that becomes none.
-    """
-
-    token_R: Tensor
-    pair_R: Tensor
-    place_TC: Tensor
-
-
-def part_of(place_TC: Tensor, rows: int) -> Part:
-    """The rows of pairs, sorted stably by the places that they go to; beyond `rows`, which are known before, they become none."""
-    pair_R = place_TC.flatten().argsort(stable=True)[:rows]
-    row_F = torch.full_like(place_TC, rows, dtype=torch.int64).flatten()
-    row_F[pair_R] = torch.arange(rows, device=pair_R.device)
-    return Part(pair_R // place_TC.shape[1], pair_R, row_F.view_as(place_TC))
-
-
 @dataclass
 class DispatchedByNode:
     """Rows on their way to experts by way of their nodes; what `finish` learns is added by it."""
 
-    own: Part
+    own: RowOrder
     by_node: RowCounts
     by_inner: RowCounts
     come_SIL: Tensor
     shape: tuple[int, int]  # of a token: width, choices
     gates: torch.dtype
     pending: PendingExchange
-    onward: Part | None = None
+    onward: RowOrder | None = None
 
 
 class HierarchicalDispatcher(_Dispatcher):
@@ -167,11 +147,11 @@ class HierarchicalDispatcher(_Dispatcher):
         )
         by_node, by_inner, come_SIL = self._counts(goes_TO, expert_TK)
         node_O = torch.arange(nodes, device=expert_TK.device)
-        own = part_of(torch.where(goes_TO, node_O, nodes), sum(by_node.sends))
-        here_RK = node_TK[own.token_R] == (own.pair_R % nodes)[:, None]
-        ids_RK = torch.where(here_RK, expert_TK[own.token_R] % of_node, of_node)
-        gates_RK = torch.where(here_RK, _Copied.apply(weights_TK, own.token_R, own.place_TC), 0.0)
-        message_RM = _Joined.apply(_Copied.apply(x_TE, own.token_R, own.place_TC), gates_RK)
+        own = order_rows(torch.where(goes_TO, node_O, nodes), sum(by_node.sends))
+        here_RK = node_TK[own.tokens] == (own.order_R % nodes)[:, None]
+        ids_RK = torch.where(here_RK, expert_TK[own.tokens] % of_node, of_node)
+        gates_RK = torch.where(here_RK, permute(weights_TK, own), 0.0)
+        message_RM = _Joined.apply(permute(x_TE, own), gates_RK)
         message_RM = torch.cat((message_RM, _columns(ids_RK.to(torch.int32), message_RM.dtype)), 1)
         pending = start_rows(message_RM, self.outer, by_node, "dispatch")
         shape = x_TE.shape[1], expert_TK.shape[1]
@@ -206,9 +186,9 @@ class HierarchicalDispatcher(_Dispatcher):
         rows_UM, ids_UM = message_UM.split((message_UM.shape[1] - ids_columns, ids_columns), 1)
         x_UE, gates_UK = _Parted.apply(rows_UM, width, sent.gates)
         ids_UK = ids_UM.detach().contiguous().view(torch.int32).long()
-        sent.onward = onward = part_of(ids_UK, sum(sent.by_inner.sends))
-        rows_RE = _Copied.apply(x_UE, onward.token_R, onward.place_TC)
-        message_RM = _Joined.apply(rows_RE, gates_UK.flatten()[onward.pair_R][:, None])
+        sent.onward = onward = order_rows(ids_UK, sum(sent.by_inner.sends))
+        rows_RE = permute(x_UE, onward)
+        message_RM = _Joined.apply(rows_RE, gates_UK.flatten()[onward.order_R][:, None])
         message_ZM = swap_rows(message_RM, self.inner, sent.by_inner, "dispatch")
         rows_ZE, gates_Z1 = _Parted.apply(message_ZM, width, sent.gates)
         return self._gathered(rows_ZE, gates_Z1, sent.come_SIL, sent.by_inner.beside)
@@ -217,49 +197,13 @@ class HierarchicalDispatcher(_Dispatcher):
         """Bring outputs back to the process that a token came through, sum them, and start sending the sums home."""
         assert sent.onward is not None
         out_RE = swap_rows(self._summed(out_ZE, sent.by_inner.beside), self.inner, sent.by_inner.back(), "combine")
-        sums_UE = _Summed.apply(out_RE, sent.onward.token_R, sent.onward.place_TC)
+        sums_UE = combine(out_RE, sent.onward)
         return start_rows(sums_UE, self.outer, sent.by_node.back(), "combine")
 
     def finish_back(self, sent: DispatchedByNode, pending: PendingExchange) -> Tensor:
         """The sum of each token's outputs, (T, E)."""
-        out_TE: Tensor = _Summed.apply(finish(pending), sent.own.token_R, sent.own.place_TC)
+        out_TE: Tensor = combine(finish(pending), sent.own)
         return out_TE
-
-
-def _copied(x_TE: Tensor, token_R: Tensor) -> Tensor:
-    return x_TE.index_select(0, token_R)
-
-
-def _summed(rows_RE: Tensor, place_TC: Tensor) -> Tensor:
-    """The sum of the rows of each token's pairs, in their order; a pair without a row adds 0."""
-    padded = torch.cat((rows_RE, rows_RE.new_zeros(1, rows_RE.shape[1])))
-    return padded.index_select(0, place_TC.flatten()).view(*place_TC.shape, -1).sum(1)
-
-
-class _Copied(torch.autograd.Function):
-    """Rows of tokens; backward sums the gradients of a token's rows in the order of its pairs, without atomic additions."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TE: Tensor, token_R: Tensor, place_TC: Tensor) -> Tensor:
-        ctx.save_for_backward(place_TC)
-        return _copied(x_TE, token_R)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _summed(grads[0], *ctx.saved_tensors), None, None
-
-
-class _Summed(torch.autograd.Function):
-    """Sums of tokens' rows; backward copies a token's gradient to each of them."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_RE: Tensor, token_R: Tensor, place_TC: Tensor) -> Tensor:
-        ctx.save_for_backward(token_R)
-        return _summed(rows_RE, place_TC)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _copied(grads[0], *ctx.saved_tensors), None, None
 
 
 def _columns(values_RC: Tensor, dtype: torch.dtype) -> Tensor:
