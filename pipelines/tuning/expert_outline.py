@@ -10,14 +10,14 @@ import math
 import torch
 from torch import Tensor, nn
 
+from mmspeed.axes import AxisName
 from mmspeed.comm import Axis, RowCounts, even_sizes
 from mmspeed.compute.operators.permutation import ExpertOrder
 from mmspeed.config.parallel import ParallelConfig
-from mmspeed.mixin import mix_in
 from mmspeed.moe.dispatch import FlatDispatcher, HierarchicalDispatcher
-from mmspeed.parallel.experts import SpreadExperts
+from mmspeed.parallel import TokenLayout
+from mmspeed.parallel.experts import SpreadExperts, spread_experts, spread_modules
 from mmspeed.plan.traffic import EvenRouting
-from mmspeed.protocols.plan import modules_like, plan_of
 
 
 class _LoneAxis(Axis):
@@ -27,21 +27,22 @@ class _LoneAxis(Axis):
         return []
 
 
-def _axis(name: str, size: int) -> Axis:
-    return _LoneAxis(name, None, size, 0, exchange="point_to_point")
+def _axis(name: AxisName, size: int) -> Axis:
+    return _LoneAxis(name.value, None, size, 0, exchange="point_to_point")
 
 
-def _even(rows: int, axis: Axis) -> RowCounts:
+def _even(rows: int, axis: Axis, etp: Axis) -> RowCounts:
     sizes = even_sizes(rows, axis.size)
-    return RowCounts(sizes, sizes)
+    return RowCounts(sizes, sizes, (rows,) * etp.size)
 
 
 class EvenDispatcher(FlatDispatcher):
     """A dispatcher to processes that are not there."""
 
     def _counts(self, order: ExpertOrder) -> tuple[RowCounts, Tensor]:
-        counts = _even(len(order.order_R), self.axis)
-        return counts, torch.empty(self.axis.size, self.experts // self.axis.size, dtype=torch.int64)
+        ep, etp = self.axis.size, self.etp.size
+        come_SPL = torch.empty(etp, ep, self.experts // ep, dtype=torch.int64)
+        return _even(len(order.order_R), self.axis, self.etp), come_SPL
 
 
 class EvenNodeDispatcher(HierarchicalDispatcher):
@@ -49,25 +50,22 @@ class EvenNodeDispatcher(HierarchicalDispatcher):
 
     def _counts(self, goes_TO: Tensor, expert_TK: Tensor) -> tuple[RowCounts, RowCounts, Tensor]:
         (tokens, choices), nodes, inner = expert_TK.shape, self.outer.size, self.inner.size
-        each = math.ceil(tokens * EvenRouting(self.experts, choices).reaches(nodes))
-        of_node = torch.empty(inner, self.experts // nodes // inner, dtype=torch.int64)
-        return RowCounts((each,) * nodes, (each,) * nodes), _even(tokens * choices, self.inner), of_node
+        crossing = (math.ceil(tokens * EvenRouting(self.experts, choices).reaches(nodes)),) * nodes
+        come_SIL = torch.empty(self.etp.size, inner, self.experts // nodes // inner, dtype=torch.int64)
+        return RowCounts(crossing, crossing), _even(tokens * choices, self.inner, self.etp), come_SIL
 
 
 def outline_experts(model: nn.Module, parallel: ParallelConfig) -> None:
-    """Leave a model on the meta device the experts of one process, in place; as `spread_experts`, for fake tensors."""
-    plan, ep, inner = plan_of(model), parallel.ep, parallel.ep_inner
-    if ep == 1 or plan is None:
+    """Leave a model the experts of one process, in place. Raises UserError as `spread_experts`."""
+    if parallel.ep * parallel.etp == 1:
         return
-    for pattern in plan.experts:
-        for _, module in modules_like(model, pattern, "plan, experts"):
-            own = dict(module.named_parameters(recurse=False))
-            experts = len(next(iter(own.values())))
-            for name, whole in own.items():
-                part = whole.detach().chunk(ep)[0]
-                module.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
-            nodes = None if inner is None else (_axis("ep_outer", ep // inner), _axis("ep_inner", inner))
-            dispatcher = (
-                EvenDispatcher(_axis("ep", ep), experts) if nodes is None else EvenNodeDispatcher(*nodes, experts)
-            )
-            mix_in(module, SpreadExperts, rename=False)._dispatcher = dispatcher
+    ep, etp, inner = parallel.ep, _axis(AxisName.ETP, parallel.etp), parallel.ep_inner
+    nodes = None if inner is None else (_axis(AxisName.EP_OUTER, ep // inner), _axis(AxisName.EP_INNER, inner))
+    spread_experts(model, None, TokenLayout(experts=_axis(AxisName.EP, ep), etp=etp, nodes=nodes))
+    for module in spread_modules(model):
+        assert isinstance(module, SpreadExperts)
+        known = module._dispatcher
+        if isinstance(known, FlatDispatcher):
+            module._dispatcher = EvenDispatcher(known.axis, known.experts, etp)
+        else:
+            module._dispatcher = EvenNodeDispatcher(known.outer, known.inner, known.experts, etp)
