@@ -157,12 +157,13 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] |
 class RowCounts:
     """The number of rows that this rank sends to each rank of an axis, and of those that come from each; any may be 0.
 
-    beside: the number that comes to each rank of another axis, where one was asked for.
+    Where another axis was asked for: `beside`: the number that comes to each of its ranks; `kinds`: of each kind to all of them.
     """
 
     sends: tuple[int, ...]
     comes: tuple[int, ...]
     beside: tuple[int, ...] = ()
+    kinds: tuple[int, ...] = ()
 
     def back(self) -> RowCounts:
         """The counts for sending the same rows back."""
@@ -194,7 +195,7 @@ def row_counts(sends_PL: Tensor, axis: Axis, beside: Axis | None = None) -> tupl
             sums = [each.view(axis.size, -1).sum(1) for each in (counts, come)]
             if beside is not None:
                 come = all_gather(come[None], beside, 0)
-                sums.append(come.flatten(1).sum(1))
+                sums += [come.flatten(1).sum(1), come.sum((0, 1))]
         return RowCounts(*on_host(sums)), come
 
     return record_or_replay(exchanged)[0]

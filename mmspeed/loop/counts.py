@@ -65,8 +65,12 @@ def share_counts(modules: Mapping[str, CountsSteps], group: dist.ProcessGroup | 
 def over_ranks(counts: Mapping[str, Tensor], ranks: int) -> dict[str, float]:
     """The greatest of the sums of counts over ranks that hold equal parts of them, over their mean: its percentiles over modules."""
     sums = [counts_G.double().cpu().view(ranks, -1).sum(1) for counts_G in counts.values()]
-    most_M = torch.stack([sum_P.max() / sum_P.mean().clamp(min=1e-9) for sum_P in sums])
-    return {name: float(most_M.quantile(share)) for name, share in {"p50": 0.5, "p95": 0.95, "max": 1.0}.items()}
+    return percentiles(torch.stack([sum_P.max() / sum_P.mean().clamp(min=1e-9) for sum_P in sums]))
+
+
+def percentiles(values_M: Tensor) -> dict[str, float]:
+    """The median of values, their 95th percentile, and the greatest."""
+    return {name: float(values_M.quantile(share)) for name, share in {"p50": 0.5, "p95": 0.95, "max": 1.0}.items()}
 
 
 def spread(counts: Mapping[str, Tensor]) -> dict[str, object]:
