@@ -8,6 +8,7 @@ Legend: T tokens, K experts of a token, E width, G experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,11 +41,23 @@ class SpreadExperts(nn.Module):
 
     _dispatcher: AnyDispatcher
 
-    def forward(self, x_TE: Tensor, weights_TK: Tensor, expert_TK: Tensor) -> Tensor:
+    def forward(
+        self, x_TE: Tensor, weights_TK: Tensor, expert_TK: Tensor, beside: Callable[..., Tensor] | None = None
+    ) -> Tensor:
+        """The first products of `beside` run while tokens travel, its last one while outputs do; in backward likewise."""
         dispatcher, of_rows = self._dispatcher, super().forward.__func__  # type: ignore[attr-defined]
         sent: Any = dispatcher.start(x_TE, weights_TK, expert_TK)
-        out_ZE: Tensor = of_rows(_with_own(self), *dispatcher.finish(sent))
-        return dispatcher.finish_back(sent, dispatcher.start_back(sent, out_ZE))
+        returning: list[Any] = []
+
+        def compute() -> None:
+            out_ZE: Tensor = of_rows(_with_own(self), *dispatcher.finish(sent))
+            returning.append(dispatcher.start_back(sent, out_ZE))
+
+        if beside is None:
+            compute()
+            return dispatcher.finish_back(sent, *returning)
+        beside_TE = beside(x_TE, between=compute)
+        return dispatcher.finish_back(sent, *returning) + beside_TE
 
 
 def spread_experts(model: nn.Module, mesh: Mesh, axis: Axis, nodes: tuple[Axis, Axis] | None = None) -> None:
