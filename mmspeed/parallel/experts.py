@@ -10,7 +10,7 @@ Legend: T tokens, K experts of a token, E width, G experts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,14 +46,26 @@ class SpreadExperts(nn.Module):
     _axis: Axis  # of processes with other experts
     _lending: Lending | None = None  # copies that take a share of experts' rows
 
-    def forward(self, x_TE: Tensor, weights_TK: Tensor, expert_TK: Tensor) -> Tensor:
+    def forward(
+        self, x_TE: Tensor, weights_TK: Tensor, expert_TK: Tensor, beside: Callable[..., Tensor] | None = None
+    ) -> Tensor:
+        """The first products of `beside` run while tokens travel, its last one while outputs do; in backward likewise."""
         dispatcher = self._dispatcher
         parts = {name: local(p) for name, p in self.named_parameters(recurse=False)}
         parts.update((name, joined.needed(parts[name], dim)) for name, (joined, dim) in self._joined.items())
         lent = {} if self._lending is None else start_lending(parts, self._lending, self._axis)
         sent: Any = dispatcher.start(x_TE, weights_TK, expert_TK)
-        out_ZE = self._outputs(parts, lent, sent.kinds, *dispatcher.finish(sent))
-        return dispatcher.finish_back(sent, dispatcher.start_back(sent, out_ZE))
+        returning: list[Any] = []
+
+        def compute() -> None:
+            out_ZE = self._outputs(parts, lent, sent.kinds, *dispatcher.finish(sent))
+            returning.append(dispatcher.start_back(sent, out_ZE))
+
+        if beside is None:
+            compute()
+            return dispatcher.finish_back(sent, *returning)
+        beside_TE = beside(x_TE, between=compute)
+        return dispatcher.finish_back(sent, *returning) + beside_TE
 
     def _outputs(
         self,
