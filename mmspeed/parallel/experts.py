@@ -16,6 +16,7 @@ from mmspeed.axes import AxisName
 from mmspeed.comm import Axis
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.errors import UserError
+from mmspeed.graphs import outside_graphs
 from mmspeed.mesh import Mesh
 from mmspeed.mixin import mix_in
 from mmspeed.moe.dispatch import FlatDispatcher, HierarchicalDispatcher
@@ -39,6 +40,10 @@ class SpreadExperts(nn.Module):
     """Mixed in before a module with experts: sends tokens to the processes that hold them."""
 
     _dispatcher: AnyDispatcher
+
+    @outside_graphs  # with the hooks that gather its weights; rows, whose number changes, would give graphs for each size
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
 
     def forward(self, x_TE: Tensor, weights_TK: Tensor, expert_TK: Tensor) -> Tensor:
         dispatcher, of_rows = self._dispatcher, super().forward.__func__  # type: ignore[attr-defined]
