@@ -21,6 +21,7 @@ from mmspeed.comm import Axis, PendingExchange
 from mmspeed.compute.operators.permutation import combine, order_rows, permute
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.errors import UserError
+from mmspeed.graphs import outside_graphs
 from mmspeed.mesh import Mesh
 from mmspeed.mixin import mix_in
 from mmspeed.moe.copies import Lending, finish_lending, start_lending, tied
@@ -45,6 +46,10 @@ class SpreadExperts(nn.Module):
     ]  # parameters of which a process stores other hidden units than it takes, and their dim
     _axis: Axis  # of processes with other experts
     _lending: Lending | None = None  # copies that take a share of experts' rows
+
+    @outside_graphs  # with the hooks that gather its weights; rows, whose number changes, would give graphs for each size
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
 
     def forward(
         self, x_TE: Tensor, weights_TK: Tensor, expert_TK: Tensor, beside: Callable[..., Tensor] | None = None
