@@ -134,6 +134,11 @@ class ParallelConfig(Section):
         """Devices that compute one item together."""
         return self.together(split=True)
 
+    @property
+    def least_devices(self) -> int:
+        """The fewest devices of this layout: those that compute one item together, as often as `ep` needs."""
+        return math.lcm(self.group, self.ep)
+
     def together(self, split: bool) -> int:
         """Devices that compute one sample together: a sample whose tokens are split over the group, or, without `split`, one whose tokens are not."""
         sizes = self.sizes()

@@ -105,12 +105,16 @@ class FlatDispatcher(_Dispatcher):
             order = order_by_expert(expert_TK, self.experts)
         else:
             order, _ = order_by_slot(expert_TK, self.slots, self.experts, self.axis.rank, self.axis.size)
-        ends_G = order.ends_G.long()
-        counts_G = torch.diff(ends_G, prepend=ends_G.new_zeros(1))
-        counts, come_SPL = row_counts(counts_G.view(self.axis.size, -1), self.axis, self.etp)
+        counts, come_SPL = self._counts(order)
         message_RM: Tensor = _Joined.apply(permute(x_TE, order), weights_TK.flatten()[order.order_R][:, None])
         pending = start_rows(message_RM, self.axis, counts, "dispatch")
         return Dispatched(order, counts, come_SPL, x_TE.shape[1], weights_TK.dtype, pending)
+
+    def _counts(self, order: ExpertOrder) -> tuple[RowCounts, Tensor]:
+        """The rows by process, and those that come to each of `etp` by process and expert."""
+        ends_G = order.ends_G.long()
+        counts_G = torch.diff(ends_G, prepend=ends_G.new_zeros(1))
+        return row_counts(counts_G.view(self.axis.size, -1), self.axis, self.etp)
 
     def finish(self, sent: Dispatched) -> tuple[Tensor, Tensor, Tensor]:
         """(rows_ZE, gates_Z1, expert_Z1): the rows that came, by process and then by expert, each as a token of one choice."""
