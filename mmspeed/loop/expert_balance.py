@@ -39,7 +39,7 @@ from mmspeed.parallel.tensor import local
 from .averages import EMA
 from .callbacks import BaseCallback, StepOutcome
 from .checkpoint.state import packed, unpacked
-from .counts import counting_modules, percentiles
+from .counts import counting_modules, over_modules
 from .optimizers.make_optimizer import AnyOptimizer
 
 Move = Callable[[Tensor], Tensor]
@@ -122,7 +122,7 @@ class ExpertBalance(BaseCallback):
         fields = {"error": self.error / self.steps, "moved": self.moved, "copies": self.lent / layers}
         most_L = torch.from_numpy(self.load_LP.max(1) / np.maximum(self.load_LP.mean(1), 1e-9))
         self._begin_row()
-        return {"balance": fields, "rank_load": percentiles(most_L)}
+        return {"balance": fields, "rank_load": over_modules(most_L, self.counters)}
 
     @contextmanager
     def at_home(self) -> Iterator[None]:

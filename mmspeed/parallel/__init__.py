@@ -28,6 +28,7 @@ from .data_parallel import (
     replicate,
     shard,
     take_float32_gradients,
+    tensors_of,
     unwrap,
 )
 from .experts import spread_experts
@@ -50,6 +51,7 @@ __all__ = [
     "sequence_parallel",
     "sum_shared_gradients",
     "take_float32_gradients",
+    "tensors_of",
     "token_layout",
     "uncrossed",
     "unwrap",
