@@ -215,6 +215,17 @@ def plan_shares(
     return [plan[:kept] for plan, kept in zip(plans, kept_L.tolist(), strict=True)]
 
 
+def shared_loads(load_LG: Whole, place_LG: Whole, plans: Sequence[Sequence[Share]], ranks: int) -> Whole:
+    """`rank_loads` where copies take their shares, (L, P)."""
+    sum_LP = rank_loads(load_LG, place_LG, ranks)
+    for sum_P, load_G, plan in zip(sum_LP, load_LG, plans, strict=True):
+        for share in plan:
+            rows = int(load_G[share.expert]) * share.part // WHOLE
+            sum_P[share.source] -= rows
+            sum_P[share.target] += rows
+    return sum_LP
+
+
 @dataclass(frozen=True)
 class Slots:
     """What rows of a layer go to: slot s takes the parts `low_S[s]` to `high_S[s]` of `WHOLE` of the rows of expert `expert_S[s]`."""
@@ -222,6 +233,10 @@ class Slots:
     expert_S: Tensor
     low_S: Tensor
     high_S: Tensor
+
+    def to(self, device: torch.device) -> Slots:
+        """The same on a device."""
+        return Slots(*(each.to(device) for each in (self.expert_S, self.low_S, self.high_S)))
 
 
 def slots(place_LG: Whole, plans: Sequence[Sequence[Share]], ranks: int) -> list[Slots]:
@@ -258,5 +273,5 @@ def order_by_slot(expert_TK: Tensor, to: Slots, experts: int, sender: int, sende
     from_S = starts_G[to.expert_S] + low_S - (ends_S - (high_S - low_S))
     order_R = order.order_R[from_S[slot_R] + torch.arange(rows, device=ends_S.device)]
     place_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(rows, device=order_R.device))
-    by_slot = ExpertOrder(order_R, place_R, ends_S.to(torch.int32), order.choices)
+    by_slot = ExpertOrder(order_R, place_R.view_as(expert_TK), ends_S.to(torch.int32))
     return by_slot, slot_R[place_R].view_as(expert_TK)
