@@ -16,7 +16,7 @@ from mmspeed.compute.operators.permutation import ExpertOrder
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.moe.dispatch import FlatDispatcher, HierarchicalDispatcher
 from mmspeed.parallel import TokenLayout
-from mmspeed.parallel.experts import SpreadExperts, spread_experts, spread_modules
+from mmspeed.parallel.experts import spread_experts, spread_modules
 from mmspeed.plan.traffic import EvenRouting
 
 
@@ -31,28 +31,27 @@ def _axis(name: AxisName, size: int) -> Axis:
     return _LoneAxis(name.value, None, size, 0, exchange="point_to_point")
 
 
-def _even(rows: int, axis: Axis, etp: Axis) -> RowCounts:
-    sizes = even_sizes(rows, axis.size)
-    return RowCounts(sizes, sizes, (rows,) * etp.size)
+def _even(rows: int, axis: Axis, etp: Axis, experts: int) -> tuple[RowCounts, Tensor]:
+    """Rows by process, and room for those that come to each of `etp` by process and expert."""
+    sizes, come_SPL = even_sizes(rows, axis.size), torch.empty(etp.size, axis.size, experts, dtype=torch.int64)
+    return RowCounts(sizes, sizes, (rows,) * etp.size, even_sizes(rows * etp.size, experts)), come_SPL
 
 
 class EvenDispatcher(FlatDispatcher):
     """A dispatcher to processes that are not there."""
 
     def _counts(self, order: ExpertOrder) -> tuple[RowCounts, Tensor]:
-        ep, etp = self.axis.size, self.etp.size
-        come_SPL = torch.empty(etp, ep, self.experts // ep, dtype=torch.int64)
-        return _even(len(order.order_R), self.axis, self.etp), come_SPL
+        return _even(len(order.order_R), self.axis, self.etp, self.experts // self.axis.size)
 
 
 class EvenNodeDispatcher(HierarchicalDispatcher):
     """A dispatcher by way of nodes that are not there."""
 
-    def _counts(self, goes_TO: Tensor, expert_TK: Tensor) -> tuple[RowCounts, RowCounts, Tensor]:
+    def _counts(self, goes_TO: Tensor, expert_TK: Tensor, slots: int) -> tuple[RowCounts, RowCounts, Tensor]:
         (tokens, choices), nodes, inner = expert_TK.shape, self.outer.size, self.inner.size
-        crossing = (math.ceil(tokens * EvenRouting(self.experts, choices).reaches(nodes)),) * nodes
-        come_SIL = torch.empty(self.etp.size, inner, self.experts // nodes // inner, dtype=torch.int64)
-        return RowCounts(crossing, crossing), _even(tokens * choices, self.inner, self.etp), come_SIL
+        each = math.ceil(tokens * EvenRouting(self.experts, choices).reaches(nodes))
+        by_inner = _even(tokens * choices, self.inner, self.etp, slots // nodes // inner)
+        return RowCounts((each,) * nodes, (each,) * nodes), *by_inner
 
 
 def outline_experts(model: nn.Module, parallel: ParallelConfig) -> None:
@@ -63,7 +62,6 @@ def outline_experts(model: nn.Module, parallel: ParallelConfig) -> None:
     nodes = None if inner is None else (_axis(AxisName.EP_OUTER, ep // inner), _axis(AxisName.EP_INNER, inner))
     spread_experts(model, None, TokenLayout(experts=_axis(AxisName.EP, ep), etp=etp, nodes=nodes))
     for module in spread_modules(model):
-        assert isinstance(module, SpreadExperts)
         known = module._dispatcher
         if isinstance(known, FlatDispatcher):
             module._dispatcher = EvenDispatcher(known.axis, known.experts, etp)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmspeed.compute import npu_operators
 from mmspeed.compute.autocast import autocast_alike
 from mmspeed.graphs import outside_graphs
 from mmspeed.torch_internals import is_fake
@@ -79,5 +80,9 @@ def _grouped_refuses(x_RI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> str:
 
 grouped_product = Operator(
     "grouped_product",
-    (Implementation("grouped_mm", grouped_mm, _grouped_refuses), Implementation("loop", looped_product)),
+    (
+        Implementation("fused", npu_operators.grouped_product, npu_operators.grouped_refuses),
+        Implementation("grouped_mm", grouped_mm, _grouped_refuses),
+        Implementation("loop", looped_product),
+    ),
 )
