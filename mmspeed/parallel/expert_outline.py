@@ -15,9 +15,10 @@ from mmspeed.comm import Axis, RowCounts, even_sizes
 from mmspeed.compute.operators.permutation import ExpertOrder
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.moe.dispatch import FlatDispatcher, HierarchicalDispatcher
-from mmspeed.parallel import TokenLayout
-from mmspeed.parallel.experts import spread_experts, spread_modules
 from mmspeed.plan.traffic import EvenRouting
+
+from .boundaries.layout import TokenLayout
+from .experts import spread_experts, spread_modules
 
 
 class _LoneAxis(Axis):
@@ -56,7 +57,7 @@ class EvenNodeDispatcher(HierarchicalDispatcher):
 
 def outline_experts(model: nn.Module, parallel: ParallelConfig) -> None:
     """Leave a model the experts of one process, in place. Raises UserError as `spread_experts`."""
-    if parallel.ep * parallel.etp == 1:
+    if parallel.expert_devices == 1:
         return
     ep, etp, inner = parallel.ep, _axis(AxisName.ETP, parallel.etp), parallel.ep_inner
     nodes = None if inner is None else (_axis(AxisName.EP_OUTER, ep // inner), _axis(AxisName.EP_INNER, inner))
