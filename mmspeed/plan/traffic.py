@@ -162,6 +162,43 @@ def expert_traffic(
     return Traffic(sent_bytes(*forward), sent_bytes(*backward))
 
 
+def hidden_traffic(
+    comes: Sequence[int], rank: int, kinds: int, experts: int, width: int, hidden: int, element_size: int = 2
+) -> Traffic:
+    """The exchanges of a layer of experts over `etp`, beside those of `expert_traffic` or `node_traffic`.
+
+    Every rank gathers the rows of all, with their gates, and their outputs are summed as they are scattered back; before them goes a count
+    for each of the `kinds` of rows that a rank gets. The halves of gate and up that a rank takes lie on others.
+
+    Args:
+        comes: rows that come to each rank of `etp`. experts: of this rank. hidden: width of an expert, of all ranks.
+    """
+    ranks, own, token, gate = len(comes), comes[rank], width * element_size, max(4, element_size)
+    others, each = sum(comes) - own, hidden // len(comes)
+
+    def shared(stored: int, taken: int) -> int:
+        """Hidden units of gate and up that one rank stores and another takes."""
+        piece = range(2 * each * stored, 2 * each * (stored + 1))
+        needed = (range(begin + taken * each, begin + (taken + 1) * each) for begin in (0, hidden))
+        return sum(max(0, min(piece.stop, part.stop) - max(piece.start, part.start)) for part in needed)
+
+    out, back = (
+        sum(shared(*pair) for to in range(ranks) if to != rank for pair in [(rank, to)[::order]]) for order in (1, -1)
+    )
+    unit = experts * width * element_size
+    forward = (
+        ("all_gather", "etp", (ranks - 1) * (8 * kinds + own * (token + gate))),
+        ("columns", "etp", out * unit),
+        ("reduce_scatter", "etp", others * token),
+    )
+    backward = (
+        ("all_gather", "etp", (ranks - 1) * own * token),
+        ("columns", "etp", back * unit),
+        ("reduce_scatter", "etp", others * (token + gate)),
+    )
+    return Traffic(sent_bytes(*forward), sent_bytes(*backward))
+
+
 def node_lines(parallel: ParallelConfig, experts: int, top_k: int) -> list[str]:
     """A line on what `parallel.ep_inner` spares between nodes; none where it is not set, or all of `ep` is one node."""
     nodes = parallel.ep // (parallel.ep_inner or parallel.ep)

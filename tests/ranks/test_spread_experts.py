@@ -67,7 +67,7 @@ class Layer(nn.Module):
         self.experts = Experts(WIDTH, replace(twin, num_experts=experts))
         for name, p in self.named_parameters():
             p.data.copy_(rng.normal(p.shape, 3, name) * 0.1)
-        declare_plan(self, ModelPlan(blocks=(), experts=("experts",)))
+        declare_plan(self, ModelPlan(blocks=(), experts={"experts": {}}))
 
 
 def beside_transformers(meshes: Meshes) -> float:
@@ -82,7 +82,7 @@ def beside_transformers(meshes: Meshes) -> float:
         theirs.register_parameter(name, nn.Parameter(whole_GOI.detach().chunk(4)[rank].clone()))
     theirs.num_experts = EXPERTS // 4
     peer = AllToAllEP(theirs, mesh.expert["ep"], mesh.expert["etp"])
-    spread_experts(ours, mesh, layout.experts)
+    spread_experts(ours, mesh, layout)
     tokens = 11 * rank  # none on the first
     x_TE = rng.normal((tokens, WIDTH), 4, "tokens", rank)
     gates_TK, expert_TK = rng.normal((tokens, EXPERTS), 4, "gates", rank).softmax(-1).topk(2)
@@ -116,7 +116,7 @@ def of_three(model: TokenModel) -> TokenModel:
 def planned(model: TokenModel, *patterns: str) -> TokenModel:
     plan = plan_of(model)
     assert plan is not None
-    declare_plan(model, replace(plan, experts=patterns))
+    declare_plan(model, replace(plan, experts={pattern: {} for pattern in patterns}))
     return model
 
 

@@ -74,7 +74,7 @@ def _as(value: Any, dtype: torch.dtype) -> Any:
 
 def _on(value: Any, device: Device) -> Any:
     if isinstance(value, ExpertOrder):
-        names = ("order_R", "place_R", "ends_G")
+        names = ("order_R", "place_TK", "ends_G")
         return replace(value, **{name: getattr(value, name).to(device.torch_device) for name in names})
     return value.to(device.torch_device) if isinstance(value, Tensor) else value
 

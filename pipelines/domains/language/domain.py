@@ -134,7 +134,7 @@ class LanguageDomain(DomainDefaults):
                 f"sequence_length: an assistant's turn in the chats has {turn:,} tokens and a pack {length:,}, so that it would be cut "
                 "from what it answers; raise sequence_length, or reject longer chats by texts.max_tokens"
             )
-        check_experts(0 if settings.experts is None else settings.experts.num_experts, parallel, "the model")
+        check_experts(parallel, "the model", *settings.expert_sizes)
         devices = parallel.together(False)  # that split heads
         for size, what in ((settings.num_attention_heads, "heads"), (settings.num_key_value_heads, "heads of keys")):
             if settings.latent is None and size % devices:

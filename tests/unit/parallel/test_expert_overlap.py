@@ -53,7 +53,8 @@ def spread_mlp() -> tuple[ExpertMlp, ReckonedGroup]:
     for name, p in mlp.named_parameters():
         p.data.copy_(rng.normal(p.shape, 3, name) * 0.1)
     axis = Axis("ep", group, RANKS, 0, Ledger())  # type: ignore[arg-type]
-    mix_in(mlp.experts, SpreadExperts, rename=False)._dispatcher = FlatDispatcher(axis, EXPERTS)
+    spread = mix_in(mlp.experts, SpreadExperts, rename=False)
+    spread._dispatcher, spread._joined = FlatDispatcher(axis, EXPERTS), {}
     return mlp, group
 
 
