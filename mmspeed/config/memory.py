@@ -54,7 +54,7 @@ class MemoryConfig(Section):
     )
     exchange_again: bool = Field(
         False,
-        description="Repeat the exchanges between devices during recomputation, where an item is split over several: less memory, more traffic. False: the received tensors are kept.",
+        description="Repeat the exchanges between devices during recomputation, where an item or experts are split over several: less memory, more traffic. False: the received tensors are kept.",
     )
     keep_last: bool = Field(True, description="Do not offload the last block's tensors: backward needs them first.")
     offload_from: str | int = Field("1MiB", description="Smaller tensors are not offloaded.")
