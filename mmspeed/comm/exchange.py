@@ -13,6 +13,7 @@ make the same calls in the same order.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -154,10 +155,15 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] |
 
 @dataclass(frozen=True)
 class RowCounts:
-    """The number of rows that this rank sends to each rank of an axis, and of those that come from each; any may be 0."""
+    """The number of rows that this rank sends to each rank of an axis, and of those that come from each; any may be 0.
+
+    Where another axis was asked for: `beside`: the number that comes to each of its ranks; `kinds`: of each kind to all of them.
+    """
 
     sends: tuple[int, ...]
     comes: tuple[int, ...]
+    beside: tuple[int, ...] = ()
+    kinds: tuple[int, ...] = ()
 
     def back(self) -> RowCounts:
         """The counts for sending the same rows back."""
@@ -165,14 +171,15 @@ class RowCounts:
 
 
 @outside_graphs
-def row_counts(sends_PL: Tensor, axis: Axis) -> tuple[RowCounts, Tensor]:
+def row_counts(sends_PL: Tensor, axis: Axis, beside: Axis | None = None) -> tuple[RowCounts, Tensor]:
     """Tell every rank how many rows of each kind this rank will send to it, where that is known at run time only.
 
     `sends_PL`: whole numbers, (ranks,) or (ranks, L) for L kinds of rows, such as experts; 8 bytes of each go out. The host must know the
     sizes of messages, so this waits for the device, once: call it before, not between, the halves of another exchange. A recomputation
     (`mmspeed.replay`) gets the counts of the first pass.
 
-    Returns the rows by rank, on the host, and the counts that come, on the device, in the shape of `sends_PL`.
+    Returns the rows by rank, on the host, and the counts that come, on the device, in the shape of `sends_PL`; with `beside`, those that
+    come to each of its ranks, one behind the other.
     Raises ValueError for counts of another shape or of floats.
     """
     if sends_PL.dim() not in (1, 2) or len(sends_PL) != axis.size or sends_PL.is_floating_point():
@@ -185,10 +192,20 @@ def row_counts(sends_PL: Tensor, axis: Axis) -> tuple[RowCounts, Tensor]:
         with torch.no_grad():
             counts = sends_PL.detach().long()
             come = swap_rows(counts, axis, RowCounts(ones, ones), "counts")
-            sends, comes = torch.stack([each.view(axis.size, -1).sum(1) for each in (counts, come)]).tolist()
-        return RowCounts(tuple(sends), tuple(comes)), come
+            sums = [each.view(axis.size, -1).sum(1) for each in (counts, come)]
+            if beside is not None:
+                come = all_gather(come[None], beside, 0)
+                sums += [come.flatten(1).sum(1), come.sum((0, 1))]
+        return RowCounts(*on_host(sums)), come
 
     return record_or_replay(exchanged)[0]
+
+
+def on_host(counts: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    """Whole numbers of several vectors, by one read."""
+    numbers = torch.cat(list(counts)).tolist()
+    ends = list(itertools.accumulate(map(len, counts)))
+    return [tuple(numbers[end - len(each) : end]) for each, end in zip(counts, ends, strict=True)]
 
 
 def start_rows(x_ZE: Tensor, axis: Axis, counts: RowCounts, kind: str = "rows") -> PendingExchange:

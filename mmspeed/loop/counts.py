@@ -66,8 +66,13 @@ def over_ranks(counts: Mapping[str, Tensor], ranks: int) -> dict[str, object]:
     """The greatest of the sums of counts over ranks that hold equal parts of them, over their mean: its percentiles over modules, and each."""
     sums = [counts_G.double().cpu().view(ranks, -1).sum(1) for counts_G in counts.values()]
     most_M = torch.stack([sum_P.max() / sum_P.mean().clamp(min=1e-9) for sum_P in sums])
+    return over_modules(most_M, list(counts))
+
+
+def over_modules(most_M: Tensor, names: Sequence[str]) -> dict[str, object]:
+    """The median of modules' numbers, their 95th percentile, the greatest and its module, and all in their order."""
     shares = {"p50": 0.5, "p95": 0.95, "max": 1.0}
-    return {name: float(most_M.quantile(share)) for name, share in shares.items()} | _named(most_M, list(counts))
+    return {name: float(most_M.quantile(share)) for name, share in shares.items()} | _named(most_M, names)
 
 
 def spread(counts: Mapping[str, Tensor]) -> dict[str, object]:

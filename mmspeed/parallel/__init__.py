@@ -69,6 +69,7 @@ APPLIED = (
     AxisName.EP,
     AxisName.EP_OUTER,
     AxisName.EP_INNER,
+    AxisName.ETP,
 )
 
 
@@ -119,15 +120,16 @@ def parallelize(
             _check_tensor(model, strategy, mesh)
             boundaries.split_weights(mesh.submesh(AxisName.TP))
         boundaries.put_inside()  # the tokens that each process computes and attends to
-    if layout.experts.size > 1:
+    if layout.spreads_experts:
         assert mesh is not None
         if strategy != "fsdp":
             raise UserError(
-                f"parallel.ep goes with parallel.strategy fsdp, which shards the experts, not with {strategy}"
+                f"parallel.{'ep' if layout.experts.size > 1 else 'etp'} goes with parallel.strategy fsdp, which shards the experts, not with {strategy}"
             )
-        spread_experts(model, mesh, layout.experts, layout.nodes)
+        spread_experts(model, mesh, layout)
     # checkpointing is compiled into each block's graph, except where exchanges or recorded plans break graphs: there it goes around them
-    breaks = layout.size > 1 or is_spread(model) or bool(recorded_modules(model))
+    exchanges = max(layout.size, layout.experts.size) > 1 or is_spread(model)
+    breaks = exchanges or bool(recorded_modules(model))
     backend = compile if isinstance(compile, str) else "inductor"
     for number, (_, block) in enumerate(blocks_of(model)):
         if compile and breaks:

@@ -86,7 +86,9 @@ def shard(model: nn.Module, mesh: Mesh, compute_dtype: torch.dtype, host: bool =
     )
     for module in spread_modules(model):  # over the processes that hold the same experts
         same, count = mesh.submesh(*axes[:-1], AxisName.EDP), mesh.size(AxisName.EDP)
-        placed = partial(fully_shard, mesh=same, shard_placement_fn=lambda p, n=count: Shard(sharded_dim(p, n)))
+        placed = partial(
+            fully_shard, mesh=same, shard_placement_fn=lambda p, n=count: Shard(cast(int, sharded_dim(p, n)))
+        )
         _shard_module(module, placed, compute_dtype, apart)
     for _, block in blocks_of(model):
         if host:

@@ -3,34 +3,36 @@
 A module with experts has parameters stacked by expert and a forward `(x_TE, weights_TK, expert_TK)`; its plan names it (`ModelPlan.experts`).
 Its forward then runs on the rows that come to this process, each a token of one choice, with the weights of this process's experts.
 
+Where the plan says which dims count hidden units, processes may hold a part of each expert's (expert tensor parallelism, as in Megatron-LM).
+
 Legend: T tokens, K experts of a token, E width, G experts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mmspeed.axes import AxisName
-from mmspeed.comm import Axis
+from mmspeed.comm import Axis, PendingExchange
+from mmspeed.compute.operators.permutation import combine, order_rows, permute
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.errors import UserError
+from mmspeed.graphs import outside_graphs
 from mmspeed.mesh import Mesh
 from mmspeed.mixin import mix_in
+from mmspeed.moe.copies import Lending, finish_lending, start_lending, tied
 from mmspeed.moe.dispatch import FlatDispatcher, HierarchicalDispatcher
 from mmspeed.parallel.tensor import local
-from mmspeed.protocols.plan import modules_like, plan_of
+from mmspeed.protocols.plan import Hidden, modules_like, plan_of
+from mmspeed.torch_internals import is_sharded
 
+from .boundaries.layout import TokenLayout
+from .boundaries.linears import JoinedColumns
 from .boundaries.names import described
-
-
-def _with_own(module: nn.Module) -> nn.Module:
-    """The module as its forward sees it: parameters are this process's part of them."""
-    own = object.__new__(type(module))
-    vars(own).update(vars(module), _parameters={name: local(p) for name, p in module.named_parameters(recurse=False)})
-    return own
-
 
 AnyDispatcher = FlatDispatcher | HierarchicalDispatcher
 
@@ -39,76 +41,157 @@ class SpreadExperts(nn.Module):
     """Mixed in before a module with experts: sends tokens to the processes that hold them."""
 
     _dispatcher: AnyDispatcher
+    _joined: Mapping[
+        str, tuple[JoinedColumns, int]
+    ]  # parameters of which a process stores other hidden units than it takes, and their dim
+    _axis: Axis  # of processes with other experts
+    _lending: Lending | None = None  # copies that take a share of experts' rows
 
-    def forward(self, x_TE: Tensor, weights_TK: Tensor, expert_TK: Tensor) -> Tensor:
-        dispatcher, of_rows = self._dispatcher, super().forward.__func__  # type: ignore[attr-defined]
+    @outside_graphs  # with the hooks that gather its weights; rows, whose number changes, would give graphs for each size
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
+
+    def forward(
+        self, x_TE: Tensor, weights_TK: Tensor, expert_TK: Tensor, beside: Callable[..., Tensor] | None = None
+    ) -> Tensor:
+        """The first products of `beside` run while tokens travel, its last one while outputs do; in backward likewise."""
+        dispatcher = self._dispatcher
+        parts = {name: local(p) for name, p in self.named_parameters(recurse=False)}
+        parts.update((name, joined.needed(parts[name], dim)) for name, (joined, dim) in self._joined.items())
+        lent = {} if self._lending is None else start_lending(parts, self._lending, self._axis)
         sent: Any = dispatcher.start(x_TE, weights_TK, expert_TK)
-        out_ZE: Tensor = of_rows(_with_own(self), *dispatcher.finish(sent))
-        return dispatcher.finish_back(sent, dispatcher.start_back(sent, out_ZE))
+        returning: list[Any] = []
+
+        def compute() -> None:
+            out_ZE = self._outputs(parts, lent, sent.kinds, *dispatcher.finish(sent))
+            returning.append(dispatcher.start_back(sent, out_ZE))
+
+        if beside is None:
+            compute()
+            return dispatcher.finish_back(sent, *returning)
+        beside_TE = beside(x_TE, between=compute)
+        return dispatcher.finish_back(sent, *returning) + beside_TE
+
+    def _outputs(
+        self,
+        parts: Mapping[str, Tensor],
+        lent: Mapping[str, PendingExchange],
+        kinds: Sequence[int],
+        rows_ZE: Tensor,
+        gates_Z1: Tensor,
+        expert_Z1: Tensor,
+    ) -> Tensor:
+        """The outputs of rows: by this process's experts, and by the copy that came to it, whose rows are the last kind."""
+        of_rows = super().forward.__func__  # type: ignore[attr-defined]
+        if not lent:
+            own_ZE: Tensor = of_rows(self._with(parts), rows_ZE, gates_Z1, expert_Z1)
+            return own_ZE
+        copies, by_copy_Z1 = finish_lending(lent), (expert_Z1 == len(kinds) - 1).long()
+        outs = []
+        for weights, goes_Z1, count in ((parts, by_copy_Z1, sum(kinds[:-1])), (copies, 1 - by_copy_Z1, kinds[-1])):
+            if weights is copies and (self._lending is None or not self._lending.borrows):
+                continue
+            some = order_rows(goes_Z1, count)
+            ids_R1 = expert_Z1[some.order_R] if weights is parts else torch.zeros_like(expert_Z1[some.order_R])
+            out_RE = of_rows(self._with(weights), permute(rows_ZE, some), gates_Z1[some.order_R], ids_R1)
+            outs.append(combine(out_RE, some))
+        return tied(sum(outs[1:], outs[0]), [*copies.values()])
+
+    def _with(self, weights: Mapping[str, Tensor]) -> nn.Module:
+        """The module as its forward sees it, with other parameters."""
+        own = object.__new__(type(self))
+        vars(own).update(vars(self), _parameters=dict(weights))
+        return own
 
 
-def spread_experts(model: nn.Module, mesh: Mesh, axis: Axis, nodes: tuple[Axis, Axis] | None = None) -> None:
-    """Leave each process of an axis its part of the experts, in place; before the model is sharded.
+def spread_experts(model: nn.Module, mesh: Mesh | None, layout: TokenLayout) -> None:
+    """Leave each process its part of the experts, in place; before the model is sharded.
 
-    nodes: the same processes as (nodes, those of a node), between which a token crosses once.
+    mesh: None: the parts stay plain tensors, where a step is told from shapes by one process alone.
 
     Raises UserError for a model without experts, for parameters that are not stacked by expert, and for numbers that do not divide.
     """
     from torch.distributed.tensor import DTensor, Shard
 
-    for name, module in _named(model, axis):
-        own = dict(module.named_parameters(recurse=False))
-        count = _checked(name, module, own, mesh)
-        for each, whole in own.items():
-            part = whole.detach().chunk(axis.size)[axis.rank].clone()
-            split = DTensor.from_local(part, mesh.submesh(AxisName.EP), [Shard(0)], run_check=False)
-            module.register_parameter(each, nn.Parameter(split, requires_grad=whole.requires_grad))
-        dispatcher = FlatDispatcher(axis, count) if nodes is None else HierarchicalDispatcher(*nodes, count)
-        mix_in(module, SpreadExperts, rename=False)._dispatcher = dispatcher
+    plan, axis, etp = plan_of(model), layout.experts, layout.etp
+    degrees, edp = ParallelConfig(ep=axis.size, etp=etp.size), 1 if mesh is None else mesh.size(AxisName.EDP)
+    if plan is None or not plan.experts:
+        check_experts(degrees, f"the plan of {type(model).__name__}", 0)
+    assert plan is not None
+    views = (AxisName.EP, AxisName.ETP) if etp.size > 1 else (AxisName.EP,)
+    submesh = None if mesh is None else mesh.submesh(*views)
+    for pattern, hidden in plan.experts.items():
+        for name, module in modules_like(model, pattern, "plan, experts"):
+            count = _checked(name, module, hidden, degrees)
+            joined = {}
+            for each, whole in dict(module.named_parameters(recurse=False)).items():
+                part, placements = whole.detach().chunk(axis.size)[axis.rank], [Shard(0)]
+                if etp.size > 1:
+                    dim, tensors = hidden[each].dim, hidden[each].joined
+                    part, placements = part.chunk(etp.size, dim)[etp.rank], [Shard(0), Shard(dim)]
+                    if tensors > 1:
+                        joined[each] = JoinedColumns(etp, (whole.shape[dim] // tensors,) * tensors), dim
+                split: Tensor = part.clone()
+                if submesh is not None:
+                    split = DTensor.from_local(split, submesh, placements, run_check=False)
+                if sharded_dim(split, edp) is None:
+                    raise UserError(
+                        f"parallel.ep {axis.size} leaves {edp} processes with the same experts, which divide no dim of {name}.{each} "
+                        f"{tuple(whole.shape)}: raise ep or dp_replicate"
+                    )
+                module.register_parameter(each, nn.Parameter(split, requires_grad=whole.requires_grad))
+            spread = mix_in(module, SpreadExperts, rename=False)
+            spread._joined, spread._axis = joined, axis
+            if layout.nodes is None:
+                spread._dispatcher = FlatDispatcher(axis, count, etp)
+            else:
+                spread._dispatcher = HierarchicalDispatcher(*layout.nodes, count, etp)
 
 
-def spread_modules(model: nn.Module) -> list[nn.Module]:
+def spread_modules(model: nn.Module) -> list[SpreadExperts]:
     """The modules whose experts are spread over processes."""
     return [module for module in model.modules() if isinstance(module, SpreadExperts)]
 
 
-def sharded_dim(parameter: Tensor, over: int) -> int:
-    """The dim of a process's stacked weights that the processes with the same experts share: the first behind that of experts to divide."""
-    return next(dim for dim in range(1, parameter.dim()) if parameter.shape[dim] % over == 0)
+def sharded_dim(parameter: Tensor, over: int) -> int | None:
+    """The dim of a process's stacked weights that the processes with the same ones share: the first behind that of experts to divide.
+
+    One that `etp` splits comes last. None: none divides.
+    """
+    part, placements = local(parameter), parameter.placements if is_sharded(parameter) else ()
+    dims = sorted(range(1, part.dim()), key=lambda dim: any(at.is_shard(dim) for at in placements))
+    return next((dim for dim in dims if part.shape[dim] % over == 0), None)
 
 
-def check_experts(count: int, parallel: ParallelConfig, where: str) -> None:
-    """Raise UserError where `parallel.ep` processes cannot hold equal numbers of `count` experts; 0: a model without any."""
-    ep = parallel.ep
-    if ep > 1 and count == 0:
-        raise UserError(f"parallel.ep {ep}: {where} has no experts; leave ep out")
-    if count % ep:
-        fits = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-        raise UserError(f"parallel.ep {ep} does not divide the {count} experts of {where}: use one of {fits}")
+def check_experts(parallel: ParallelConfig, where: str, count: int, hidden: int | None = None) -> None:
+    """Raise UserError where processes cannot hold equal numbers of `count` experts, or of the `hidden` units of each; 0: no experts."""
+    for key, degree, what, whole in (
+        ("ep", parallel.ep, f"{count} experts", count),
+        ("etp", parallel.etp, f"{hidden} hidden units of an expert", hidden),
+    ):
+        if degree > 1 and count == 0:
+            raise UserError(f"parallel.{key} {degree}: {where} has no experts; leave {key} out")
+        if whole is not None and whole % degree:
+            fits = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
+            raise UserError(f"parallel.{key} {degree} does not divide the {what} of {where}: use one of {fits}")
 
 
-def _named(model: nn.Module, axis: Axis) -> list[tuple[str, nn.Module]]:
-    plan = plan_of(model)
-    if plan is None or not plan.experts:
-        check_experts(0, ParallelConfig(ep=axis.size), f"the plan of {type(model).__name__}")
-    assert plan is not None
-    return [each for pattern in plan.experts for each in modules_like(model, pattern, "plan, experts")]
-
-
-def _checked(name: str, module: nn.Module, own: dict[str, nn.Parameter], mesh: Mesh) -> int:
+def _checked(name: str, module: nn.Module, hidden: Mapping[str, Hidden], parallel: ParallelConfig) -> int:
     """The number of experts of a module."""
+    own = dict(module.named_parameters(recurse=False))
     where, counts = described(name, module), {len(p) if p.dim() > 1 else 0 for p in own.values()}
     inner = next((child for child, part in module.named_children() if next(part.parameters(), None) is not None), None)
     if len(counts) != 1 or 0 in counts or inner is not None:
         raise UserError(
             f"parallel.ep: {where} has experts in the plan; such a module has parameters stacked by expert alone"
         )
-    (count,), ep, edp = counts, mesh.size(AxisName.EP), mesh.size(AxisName.EDP)
-    check_experts(count, ParallelConfig(ep=ep), name)
-    for each, parameter in own.items():
-        if all(size % edp for size in parameter.shape[1:]):
-            raise UserError(
-                f"parallel.ep {ep} leaves {edp} processes with the same experts, which divide no dim of {name}.{each} "
-                f"{tuple(parameter.shape)}: raise ep or dp_replicate"
-            )
+    (count,) = counts
+    if parallel.etp > 1 and hidden.keys() != own.keys():
+        missing = ", ".join(sorted(own.keys() ^ hidden.keys()))
+        raise UserError(
+            f"parallel.etp: the plan must say which dim of each parameter of {where} counts hidden units: {missing}"
+        )
+    check_experts(parallel, name, count)
+    for number in {own[each].shape[at.dim] // at.joined for each, at in hidden.items()}:
+        check_experts(parallel, name, count, number)
     return count

@@ -225,6 +225,14 @@ class Chunked:
 
 
 @dataclass(frozen=True)
+class Hidden:
+    """The dim of an experts' parameter that counts hidden units of an expert; those of `joined` tensors lie one behind the other there."""
+
+    dim: int
+    joined: int = 1
+
+
+@dataclass(frozen=True)
 class ModelPlan:
     """All that techniques need to know of a model.
 
@@ -241,7 +249,10 @@ class ModelPlan:
         regions: parts of a block, by any name; the block as a whole is the region `block`.
         chunks: MLPs within a block.
         experts: modules of experts, by patterns, whose parameters are stacked by expert (dim 0) and whose forward takes (x_TE, weights_TK,
-            expert_TK) and returns each token's weighted sum, (T, E); expert parallelism leaves each process some of them.
+            expert_TK) and returns each token's weighted sum, (T, E); expert parallelism leaves each process some of them. A forward may
+            take `beside` too, a module whose output for x_TE is added: the module is called with (x_TE, between=...), and calls `between()`
+            once, after products that run while tokens travel and before those that run while outputs do. For each parameter the dim of
+            its hidden units, along which `etp` splits it; without one for all of them, experts stay whole.
         mlps: MLPs, and layers of them, that are in no region, by patterns; only adapters ask for them.
         cuts: names of blocks before which a pipeline may cut the model; None: before any.
         before, after: modules that run before the first and after the last block.
@@ -267,7 +278,7 @@ class ModelPlan:
     divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     regions: Mapping[str, Region] = field(default_factory=dict)
     chunks: tuple[Chunked, ...] = ()
-    experts: tuple[str, ...] = ()
+    experts: Mapping[str, Mapping[str, Hidden]] = field(default_factory=dict)
     mlps: tuple[str, ...] = ()
     cuts: tuple[str, ...] | None = None
     before: tuple[str, ...] = ()
@@ -493,6 +504,6 @@ def _with_blocks(plan: ModelPlan, renamed: Mapping[str, str]) -> ModelPlan:
         linears=by_name(plan.linears),
         divided=by_name(plan.divided),
         channel_norms=names(plan.channel_norms),
-        experts=names(plan.experts),
+        experts=by_name(plan.experts),
         cuts=None if plan.cuts is None else names(plan.cuts),
     )

@@ -171,6 +171,11 @@ class DecoderSettings:
         """The number of earlier keys that a query of a block sees; None: all. Blocks behind the last one see all."""
         return self.windows[block] if block < len(self.windows) else None
 
+    @property
+    def expert_sizes(self) -> tuple[int, int]:
+        """The number of experts, and the hidden width of one; zeros without experts."""
+        return (0, 0) if self.experts is None else (self.experts.num_experts, self.experts.moe_intermediate_size)
+
     def has_experts(self, block: int) -> bool:
         """True for a block with experts; those of modules for further tokens count on from the last block."""
         return self.experts is not None and block not in self.experts.dense

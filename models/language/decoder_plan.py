@@ -9,7 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mmspeed.models.language.config import DecoderSettings
-from mmspeed.protocols.plan import Block, Gather, Leading, Linear, ModelPlan, Output, Region, Seen, Site, Split, Total
+from mmspeed.protocols.plan import (
+    Block,
+    Gather,
+    Hidden,
+    Leading,
+    Linear,
+    ModelPlan,
+    Output,
+    Region,
+    Seen,
+    Site,
+    Split,
+    Total,
+)
 
 REGIONS = {"attention": Region(("self_attn",)), "mlp": Region(("mlp",))}
 OWN = Split("text", dim=1)
@@ -47,7 +60,11 @@ def decoder_plan(settings: DecoderSettings) -> ModelPlan:
         heads=settings.num_attention_heads,
         key_heads=settings.num_key_value_heads,
         regions=REGIONS,
-        experts=tuple(f"{name}.mlp.experts" for place, name in enumerate(blocks) if settings.has_experts(place)),
+        experts={
+            f"{name}.mlp.experts": {"gate_up_proj": Hidden(1, joined=2), "down_proj": Hidden(2)}
+            for place, name in enumerate(blocks)
+            if settings.has_experts(place)
+        },
         before=("embed_tokens",),
         after=("norm", "lm_head"),
         draws=False,

@@ -38,6 +38,7 @@ def expected(
     exchanges = [f"{what} tp" for what in ("all_gather", "reduce_scatter", "all_reduce") if parallel.tp > 1]
     over = ["ep"] if layout.nodes is None else [axis.name for axis in layout.nodes if axis.size > 1]
     exchanges += [f"{what} {axis}" for what in ("counts", "dispatch", "combine") for axis in over if parallel.ep > 1]
+    exchanges += [f"{what} etp" for what in ("all_gather", "reduce_scatter") if parallel.etp > 1]
     if not splits or parallel.sequence == 1:
         return exchanges
     exchanges.append("all_gather sequence")  # the prediction, or the losses, from all

@@ -46,6 +46,7 @@ class RunCallbacks:
             self.memory,
             self.means,
             StepCounts(parts.models, layout.experts.size),
+            *run.balances,
             *([SentBytes(layout.ledger)] if layout.size > 1 or layout.experts.size > 1 else []),
             TelemetryCallback(telemetry, run.task, run.data, sparsity),
             events,

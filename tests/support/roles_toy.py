@@ -83,7 +83,7 @@ def token_plan(depth: int) -> ModelPlan:
             "head": Linear("vocabulary", "text", dim=1),
         },
         heads=HEADS,
-        experts=("blocks.*.experts",),
+        experts={"blocks.*.experts": {}},
         draws=False,
         causal=True,
         after=("head",),

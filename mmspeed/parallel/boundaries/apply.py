@@ -353,6 +353,12 @@ def make_layout(
     )
     dsp = Axis.of(mesh.dense, AxisName.DSP.value, ledger, parallel.exchange, nodes)
     hybrid = flattened("sequence", axes.ring, axes.ulysses, mesh=mesh.dense, nodes=nodes)
+
+    def of_experts(axis: AxisName) -> Axis:
+        if mesh.expert is None:
+            return Axis.alone(axis.value)
+        return Axis.of(mesh.expert, axis.value, ledger, parallel.exchange, nodes)
+
     return TokenLayout(
         axes=axes,
         hybrid=hybrid,
@@ -363,9 +369,8 @@ def make_layout(
         tensor=Axis.of(mesh.dense, AxisName.TP.value, ledger, parallel.exchange, nodes),
         shard="rows" if parallel.shard == "frames" else "columns",
         text_from=parallel.shard_text,
-        experts=Axis.alone("ep")
-        if mesh.expert is None
-        else Axis.of(mesh.expert, AxisName.EP.value, ledger, parallel.exchange, nodes),
+        experts=of_experts(AxisName.EP),
+        etp=of_experts(AxisName.ETP),
         nodes=None
         if mesh.nodes is None
         else (

@@ -74,6 +74,7 @@ class TokenLayout:
         shard: the crossing dim of a factorised model.
         text_from: captions of at least so many tokens are split too, in models where they may stay whole; None: none is.
         experts: processes that hold different experts. nodes: the same as (nodes, those of a node), where a token crosses to a node once.
+        etp: processes that hold parts of the same experts.
     """
 
     axes: SequenceAxes = field(default_factory=SequenceAxes.alone)
@@ -85,6 +86,12 @@ class TokenLayout:
     text_from: int | None = None
     experts: Axis = field(default_factory=lambda: Axis.alone("ep"))
     nodes: tuple[Axis, Axis] | None = None
+    etp: Axis = field(default_factory=lambda: Axis.alone("etp"))
+
+    @property
+    def spreads_experts(self) -> bool:
+        """True where processes hold other experts, or other parts of them."""
+        return self.experts.size * self.etp.size > 1
 
     def __deepcopy__(self, memo: Any) -> TokenLayout:
         return self  # nothing in it changes, and process groups cannot be copied

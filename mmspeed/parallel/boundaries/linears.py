@@ -100,9 +100,10 @@ class LinearBoundary(Boundary):
 
 @dataclass(frozen=True)
 class JoinedColumns:
-    """The columns of a row layer's weight whose input concatenates several tensors, each of which is split over the axis.
+    """The columns of a weight that belong to several tensors one behind the other, each of which is split over the axis.
 
-    Every process stores one contiguous piece of the columns, as for any row layer, but its product takes a piece for each tensor.
+    Such is a row layer whose input concatenates them. Every process stores one contiguous piece of the columns, as for any layer, but its
+    product takes a piece for each tensor.
     """
 
     axis: Axis
@@ -112,22 +113,21 @@ class JoinedColumns:
         return self  # process groups cannot be copied, and nothing in it belongs to one copy
 
     @outside_graphs
-    def needed(self, stored_OI: Tensor) -> Tensor:
-        """Exchange the stored columns for those that this process's product takes (O, I of this process), in their order."""
-        stored_OI = autocast_alike(stored_OI)[0]  # autocast would round them in the product anyway
+    def needed(self, stored: Tensor, dim: int = 1) -> Tensor:
+        """Exchange the stored columns, which lie along `dim`, for those that this process's product takes, in their order."""
+        stored = autocast_alike(stored)[0]  # autocast would round them in the product anyway
         me, places, begin = self.axis.rank, range(self.axis.size), self._stored(self.axis.rank).start
 
         def cut(piece: range) -> Tensor:
-            return stored_OI[:, piece.start - begin : piece.stop - begin]
+            return stored.narrow(dim, piece.start - begin, len(piece))
 
         to_all = [self._pieces(me, place) if place != me else [] for place in places]
         sends = tuple(sum(map(len, pieces)) for pieces in to_all)
         comes = tuple(sum(map(len, self._pieces(place, me))) if place != me else 0 for place in places)
-        sent_OI = torch.cat([stored_OI[:, :0], *(cut(piece) for pieces in to_all for piece in pieces)], 1)
-        received_OI = swap_rows(sent_OI.t(), self.axis, RowCounts(sends, comes), "columns").t()
-        before = sum(comes[:me])
-        own = (cut(piece) for piece in self._pieces(me, me))
-        return torch.cat([received_OI[:, :before], *own, received_OI[:, before:]], 1)
+        sent = torch.cat([stored.narrow(dim, 0, 0), *(cut(piece) for pieces in to_all for piece in pieces)], dim)
+        received = swap_rows(sent.movedim(dim, 0), self.axis, RowCounts(sends, comes), "columns").movedim(0, dim)
+        before, after = received.split((sum(comes[:me]), sum(comes[me:])), dim)
+        return torch.cat([before, *(cut(piece) for piece in self._pieces(me, me)), after], dim)
 
     def _stored(self, place: int) -> range:
         each = sum(self.widths) // self.axis.size

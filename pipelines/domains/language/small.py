@@ -49,7 +49,7 @@ def small_language(config: LanguageConfig, settings: DecoderSettings, folder: Pa
     """The small run of a config whose decoder has these settings. Raises UserError for heads that do not fit the layout."""
     parallel, train = config.parallel, config.train
     check_heads(settings.num_attention_heads, parallel.ulysses, parallel.tp, settings.num_key_value_heads)
-    check_experts(0 if settings.experts is None else settings.experts.num_experts, parallel, "the model")
+    check_experts(parallel, "the model", *settings.expert_sizes)
     small, remarks, device = shrunk_settings(settings, parallel), list[str](), config.device
     tokens = max(TOKENS, 8 * parallel.group + 5)
     packs = math.prod(parallel.sizes().values()) // parallel.group + 1
@@ -92,7 +92,12 @@ def shrunk_settings(settings: DecoderSettings, parallel: ParallelConfig) -> Deco
     rows = shrunk_size(settings.vocab_size, tp, LEAST_ROWS)
     experts = twin.experts
     if experts is not None:
-        experts = replace(experts, num_experts=math.lcm(experts.num_experts, parallel.ep))
+        hidden = experts.moe_intermediate_size
+        experts = replace(
+            experts,
+            num_experts=math.lcm(experts.num_experts, parallel.ep),
+            moe_intermediate_size=hidden + -hidden % parallel.etp,
+        )
     return replace(
         twin,
         experts=experts,
