@@ -274,6 +274,6 @@ def order_by_slot(expert_TK: Tensor, to: Slots, experts: int, sender: int, sende
     slot_R = torch.arange(len(ends_S), device=ends_S.device).repeat_interleave(high_S - low_S, output_size=rows)
     from_S = starts_G[to.expert_S] + low_S - (ends_S - (high_S - low_S))
     order_R = order.order_R[from_S[slot_R] + torch.arange(rows, device=ends_S.device)]
-    place_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(rows, device=order_R.device))
-    by_slot = ExpertOrder(order_R, place_R.view_as(expert_TK), ends_S.to(torch.int32))
-    return by_slot, slot_R[place_R].view_as(expert_TK)
+    place_P = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(rows, device=order_R.device))
+    by_slot = ExpertOrder(order_R, place_P.view_as(expert_TK), ends_S.to(torch.int32))
+    return by_slot, slot_R[by_slot.place_TK]
