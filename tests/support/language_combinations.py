@@ -91,3 +91,21 @@ def cover(world: int) -> list[Combination]:
 def few(world: int) -> list[Combination]:
     """Combinations of the cover in which each value is met."""
     return [cover(world)[place] for place in greedy([set(case.items()) for case in cover(world)])]
+
+
+PLAIN = dict.fromkeys(("tp", "ulysses", "ring", "ep", "etp", "edp", "top"), "1") | {
+    "data": "shards", "inner": "none", "world": "4", "attention": "grouped", "shared": "1", "balance": "none", "bias": "0", "mtp": "0",
+    "memory": "recomputed", "packs": "two tokens", "windows": "none",
+}  # fmt: skip
+KINDS = {
+    "flat": {"ep": "4"},
+    "by node": {"ep": "4", "inner": "2"},
+    "parts": {"ep": "2", "etp": "2"},
+    "parts by node": {"ep": "2", "etp": "2", "inner": "1"},
+}
+# (settings, the fewest tokens of a process, True where experts get none)
+EDGES: dict[str, tuple[Combination, int, bool]] = {
+    "processes without tokens": ({"ulysses": "4"}, 0, True),
+    "one token of a process": ({"ring": "4"}, 1, True),
+    "all experts": ({"top": str(EXPERTS), "tp": "2", "packs": "odd"}, 31, False),
+}
