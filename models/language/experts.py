@@ -37,9 +37,13 @@ class GatedMlp(nn.Module):
         self.up_proj = nn.Linear(width, hidden, bias=bias)
         self.down_proj = nn.Linear(hidden, width, bias=bias)
 
-    def forward(self, x_BNE: Tensor) -> Tensor:
+    def forward(self, x_BNE: Tensor, between: Callable[[], None] | None = None) -> Tensor:
+        """between: called once between the products of the input and that of the hidden units."""
         (x_BNE,) = autocast_alike(x_BNE)  # once for both
-        out_BNE: Tensor = self.down_proj(swiglu(self.gate_proj(x_BNE), self.up_proj(x_BNE)))
+        gate_BNI, up_BNI = self.gate_proj(x_BNE), self.up_proj(x_BNE)
+        if between is not None:
+            between()
+        out_BNE: Tensor = self.down_proj(swiglu(gate_BNI, up_BNI))
         return out_BNE
 
 
@@ -161,15 +165,17 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(settings.num_experts, 2 * settings.moe_intermediate_size, width))
         self.down_proj = nn.Parameter(torch.empty(settings.num_experts, width, settings.moe_intermediate_size))
 
-    def forward(self, x_TE: Tensor, weights_TK: Tensor, expert_TK: Tensor) -> Tensor:
-        """The weighted sum of each token's experts."""
+    def forward(
+        self, x_TE: Tensor, weights_TK: Tensor, expert_TK: Tensor, beside: Callable[..., Tensor] | None = None
+    ) -> Tensor:
+        """The weighted sum of each token's experts; and of `beside(x_TE)`, an MLP of all tokens, as of `ModelPlan.experts`."""
         order = order_by_expert(expert_TK, len(self.down_proj))
         hidden_RI = grouped_product(permute(x_TE, order), self.gate_up_proj, order.ends_G)
         hidden_RI = swiglu(*hidden_RI.chunk(2, dim=-1))
         weights_R = weights_TK.flatten()[order.order_R]
         out_RE = grouped_product((hidden_RI * weights_R[:, None]).to(x_TE.dtype), self.down_proj, order.ends_G)
         out_TE: Tensor = combine(out_RE, order)
-        return out_TE
+        return out_TE if beside is None else out_TE + beside(x_TE)
 
 
 class ExpertMlp(nn.Module):
@@ -193,10 +199,8 @@ class ExpertMlp(nn.Module):
         """
         counted_T = None if counted_BN is None else counted_BN.flatten()
         weights_TK, expert_TK, scores_TG = self.gate(x_BNE.flatten(0, 1), counted_T)
-        out_BNE = self.experts(x_BNE.flatten(0, 1), weights_TK, expert_TK).view_as(x_BNE)
-        if self.shared_experts is not None:
-            out_BNE = out_BNE + self.shared_experts(x_BNE)
-        return out_BNE, self._balance_loss(expert_TK, scores_TG, packs_BNP)
+        out_TE = self.experts(x_BNE.flatten(0, 1), weights_TK, expert_TK, self.shared_experts)
+        return out_TE.view_as(x_BNE), self._balance_loss(expert_TK, scores_TG, packs_BNP)
 
     def _balance_loss(self, expert_TK: Tensor, scores_TG: Tensor, packs_BNP: Tensor | None) -> Tensor | None:
         if self.balance is None:
