@@ -58,6 +58,7 @@ ALONE = {
     "etp": "1",
     "edp": "1",
 }
+Grads = dict[str, npt.NDArray[Any]]
 Draws = list[tuple[SampleUse, float]]  # of a micro-batch, with weights
 
 
@@ -244,7 +245,7 @@ def step(case: Combination, world: int, groups: Groups, lanes: int) -> dict[str,
     before = layout.ledger.copy()
     routes = Routes(model)
     model = parallelize(model, mesh, strategy, layout=layout, keeping=keeping)  # type: ignore[arg-type]
-    optimizer, grads = Still(model.parameters()), dict[str, npt.NDArray[Any]]()
+    optimizer, grads = Still(model.parameters()), Grads()
 
     def keep(*_: Any) -> None:
         grads.update({n: whole(p.grad) for n, p in unwrap(model).named_parameters() if p.grad is not None})
@@ -332,9 +333,13 @@ def traffic_of(settings: DecoderSettings, batch: Batch, parallel: ParallelConfig
     return traffic
 
 
-def gap_of(got: npt.NDArray[Any], true: npt.NDArray[Any], least: float) -> float:
-    """The greatest distance of a gradient, over its largest entry; infinite where one is no number."""
-    return float(np.nan_to_num(np.abs(got - true), nan=np.inf).max() / max(np.abs(true).max(), least))
+def gaps_of(got: Grads, true: Grads) -> dict[str, float]:
+    """The greatest distance of each gradient, over its largest entry, and at least 1e-3 of that of all; infinite where one is no number."""
+    least = 1e-3 * max((float(np.abs(grad).max()) for grad in true.values()), default=0.0)
+    return {
+        name: float(np.nan_to_num(np.abs(got[name] - grad), nan=np.inf).max() / max(np.abs(grad).max(), least))
+        for name, grad in true.items()
+    }
 
 
 def compared(
@@ -350,11 +355,9 @@ def compared(
     plain = case | ALONE | {"memory": "kept"}
     key = lanes, *sorted(plain.items())
     truth = truths[key] = truths.get(key) or step(plain, 1, groups, lanes)
-    least = 1e-3 * max(float(np.abs(grad).max()) for grad in truth["grads"].values())
     routers = {name: grad for name, grad in truth["grads"].items() if name.endswith(".gate.weight")}
     others = {name: grad for name, grad in truth["grads"].items() if name not in routers}
-    gaps = {name: gap_of(got["grads"][name], grad, least) for name, grad in others.items()}
-    of_routers = {name: gap_of(got["grads"][name], grad, 1e-12) for name, grad in routers.items()}
+    gaps, of_routers = gaps_of(got["grads"], others), gaps_of(got["grads"], routers)
     worst, stacked = max(gaps, key=lambda name: gaps[name]), [name for name in others if ".experts." in name]
     idle = {name: ~truth["grads"][name].any((1, 2)) for name in stacked if truth["grads"][name].ndim == 3}
     return results | {
