@@ -87,7 +87,7 @@ class Documents:
 
 
 def packs_named(name: str) -> tuple[Documents, list[PackSample]]:
-    """The documents and the four packs of a kind."""
+    """The documents and the packs of a kind."""
     longest = max(map(sum, PACKS[name]))
     lengths = np.array([length for pack in PACKS[name] for length in pack], dtype=np.int64)
     documents = Documents(lengths, np.zeros(len(lengths), np.bool_), np.zeros(len(lengths), np.int64), ["texts"])
