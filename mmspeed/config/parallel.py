@@ -145,8 +145,8 @@ class ParallelConfig(Section):
 
     @property
     def least_devices(self) -> int:
-        """The fewest devices of this layout: those that compute one item together, as often as `ep` needs."""
-        return math.lcm(self.group, self.ep)
+        """The fewest devices of this layout: those that compute one item together, as often as `ep` x `etp` needs."""
+        return math.lcm(self.group, self.ep * self.etp)
 
     def together(self, split: bool) -> int:
         """Devices that compute one sample together: a sample whose tokens are split over the group, or, without `split`, one whose tokens are not."""

@@ -111,7 +111,7 @@ class FlatDispatcher(Dispatcher):
         return Dispatched(order, counts, come_SPL, x_TE.shape[1], weights_TK.dtype, pending)
 
     def _counts(self, order: ExpertOrder) -> tuple[RowCounts, Tensor]:
-        """The rows by process, and those that come to each of `etp` by process and expert."""
+        """The rows by process, and those that come to each of `etp`, by sender and expert: one message, one read by the host."""
         ends_G = order.ends_G.long()
         counts_G = torch.diff(ends_G, prepend=ends_G.new_zeros(1))
         return row_counts(counts_G.view(self.axis.size, -1), self.axis, self.etp)

@@ -105,20 +105,23 @@ class SpreadExperts(nn.Module):
         return own
 
 
-def spread_experts(model: nn.Module, mesh: Mesh, layout: TokenLayout) -> None:
+def spread_experts(model: nn.Module, mesh: Mesh | None, layout: TokenLayout) -> None:
     """Leave each process its part of the experts, in place; before the model is sharded.
+
+    mesh: None: the parts stay plain tensors, where a step is told from shapes by one process alone.
 
     Raises UserError for a model without experts, for parameters that are not stacked by expert, and for numbers that do not divide.
     """
     from torch.distributed.tensor import DTensor, Shard
 
     plan, axis, etp = plan_of(model), layout.experts, layout.etp
-    degrees, edp = ParallelConfig(ep=axis.size, etp=etp.size), mesh.size(AxisName.EDP)
+    degrees, edp = ParallelConfig(ep=axis.size, etp=etp.size), 1 if mesh is None else mesh.size(AxisName.EDP)
     if plan is None or not plan.experts:
         check_experts(degrees, f"the plan of {type(model).__name__}", 0)
     assert plan is not None
     buffers = Buffers(axis)
-    submesh = mesh.submesh(AxisName.EP, AxisName.ETP) if etp.size > 1 else mesh.submesh(AxisName.EP)
+    views = (AxisName.EP, AxisName.ETP) if etp.size > 1 else (AxisName.EP,)
+    submesh = None if mesh is None else mesh.submesh(*views)
     for pattern, hidden in plan.experts.items():
         for name, module in modules_like(model, pattern, "plan, experts"):
             count = _checked(name, module, hidden, degrees)
@@ -130,7 +133,9 @@ def spread_experts(model: nn.Module, mesh: Mesh, layout: TokenLayout) -> None:
                     part, placements = part.chunk(etp.size, dim)[etp.rank], [Shard(0), Shard(dim)]
                     if tensors > 1:
                         joined[each] = JoinedColumns(etp, (whole.shape[dim] // tensors,) * tensors), dim
-                split = DTensor.from_local(part.clone(), submesh, placements, run_check=False)
+                split: Tensor = part.clone()
+                if submesh is not None:
+                    split = DTensor.from_local(split, submesh, placements, run_check=False)
                 if sharded_dim(split, edp) is None:
                     raise UserError(
                         f"parallel.ep {axis.size} leaves {edp} processes with the same experts, which divide no dim of {name}.{each} "

@@ -30,9 +30,9 @@ RANK_PARTS = {
     "compute": "computing, s a step",
     "data": "waiting for data, s a step",
     "exchange": "waiting for exchanges, s a step",
-    "experts": "of it at experts",
-    "attention": "of it at attention",
-    "end": "of it at the end",
+    "experts": "waiting at experts, s a step",
+    "attention": "waiting at attention, s a step",
+    "end": "waiting at the end, s a step",
 }
 LOADS = {"expert_load": "expert", "rank_load": "device"}  # of which a layer has a greatest load
 OVER_LAYERS = {"p50": 50, "p95": 95, "max": 100}

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from mmspeed.axes import mesh_table
 from mmspeed.config import RunConfig
 from mmspeed.config.memory import parse_bytes
 from mmspeed.device import Device, parse_dtype, pick
@@ -154,7 +155,7 @@ def plan_memory(
             of the time.
         world: None: the fewest devices of the layout.
 
-    Raises UserError for a shape class that does not fit the model, for `memory.mlp_chunk` beside options, for a model that computes by
+    Raises UserError for devices that experts do not divide, a shape class that does not fit the model, for `memory.mlp_chunk` beside options, for a model that computes by
     values, and as `Domain.open_without_data`.
     """
     options = options or budget is not None or config.memory.chooses
@@ -162,6 +163,8 @@ def plan_memory(
         raise UserError("a plan chooses the computation of MLPs, and memory.mlp_chunk sets it: leave mlp_chunk out")
     parallel, speeds = config.parallel, speeds or DeviceSpeeds()
     world = world or parallel.least_devices
+    if parallel.ep * parallel.etp > 1:
+        mesh_table(world, parallel.axis_sizes())
     if task is None:
         task = make_task(config)
         task.domain.open_without_data()
@@ -173,7 +176,7 @@ def plan_memory(
     if budget is None and config.memory.chooses:
         budget = budget_bytes(config.memory, pick(config.device.kind))
     chosen = None if budget is None else figures.choose(budget)
-    return MemoryPlan(step, figures, alone, speeds, budget, chosen, parallel.ep)
+    return MemoryPlan(step, figures, alone, speeds, budget, chosen, parallel.ep * parallel.etp)
 
 
 def shape_figures(
@@ -184,7 +187,7 @@ def shape_figures(
     with_swap: bool = True,
     options: bool = True,
 ) -> StepFigures:
-    """The figures of a step on one device that computes all of it, with the experts of one process of `parallel.ep`.
+    """The figures of a step on one device that computes all of it, with the experts of one process of `parallel.ep` x `etp`.
 
     `options`: those of all ways of blocks; False: of the config's alone.
 
@@ -279,7 +282,7 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
     shards = (
         max(1, world // parallel.replicas) if sharded else 1
     )  # over the devices of a video too; tensor-parallel parts are parts of shards
-    group, same = parallel.group, max(1, shards // parallel.ep)
+    group, same = parallel.group, max(1, shards // (parallel.ep * parallel.etp))
     if group == shards == 1:
         return _swapped(figures) if config.host_base else figures
 

@@ -37,7 +37,7 @@ DEGREES = {
     "data": ["shards", "replicas", "ddp"],
     "ep": ["1", "2", "4", "8"],
     "inner": ["none", "1", "2", "4"],
-    "etp": ["1"],
+    "etp": ["1", "2", "4"],
 }
 SETTINGS = {
     "attention": ["grouped", "latent"],

@@ -37,7 +37,7 @@ from mmspeed.parallel.experts import spread_modules
 from mmspeed.pipelines.domains.language.data import PackCollate, targets_of
 from mmspeed.pipelines.domains.language.domain import LanguageDomain
 from mmspeed.pipelines.tasks import Task, as_task
-from mmspeed.plan.traffic import NodeRows, RankCoordinates, Traffic, expert_traffic, node_traffic
+from mmspeed.plan.traffic import NodeRows, RankCoordinates, Traffic, expert_traffic, hidden_traffic, node_traffic
 from mmspeed.protocols import Batch
 from tests.support.covers import Combination
 from tests.support.decoder_traffic import DecoderWorkload, PackedWorkload, decoder_traffic, packed_traffic
@@ -132,28 +132,28 @@ def decoder_of(settings: DecoderSettings) -> nn.Module:
 
 
 @cache
-def task() -> Task:
-    """The task with every term."""
-    tree: dict[str, Any] = {
-        "task": "language",
-        "name": "cover",
-        "texts": {"sources": [{"path": "none.txt"}], "cache": "none"},
-    }
-    config = LanguageConfig.model_validate(tree | {"objective": {"z_loss": 1e-3, "balance": 0.5}})
+def task(balance: str) -> Task:
+    """The task with every term; of decoders without that loss, too."""
+    texts = {"sources": [{"path": "none.txt"}], "cache": "none"}
+    model = {} if balance == "none" else {"shape": "tiny-qwen3-30b-a3b", "balance": balance}
+    objective = {"z_loss": 1e-3, "balance": 0.5}
+    config = LanguageConfig.model_validate(
+        {"task": "language", "name": "cover", "texts": texts, "model": model, "objective": objective}
+    )
     return as_task(LanguageDomain(config), config)
 
 
 def parallel_of(case: Combination) -> ParallelConfig:
     """The section of the layout."""
-    degrees = {name: int(case[name]) for name in ("tp", "ulysses", "ring", "ep")}
+    degrees = {name: int(case[name]) for name in ("tp", "ulysses", "ring", "ep", "etp")}
     return ParallelConfig(**degrees, ep_inner=None if case["inner"] == "none" else int(case["inner"]))
 
 
 def nodes_of(case: Combination) -> list[int]:
-    """The node of each process: as `inner` has it, else there are two."""
-    world, inner = int(case["world"]), case["inner"]
-    size = world // 2 if inner == "none" else int(inner) * int(case["etp"])
-    return [rank // max(size, 1) for rank in range(world)]
+    """The node of each process: as `inner` has it, else there are two, or one of which all share experts."""
+    world, etp, inner = int(case["world"]), int(case["etp"]), case["inner"]
+    size = max(world // 2, etp) if inner == "none" else int(inner) * etp
+    return [rank // size for rank in range(world)]
 
 
 class Routes:
@@ -169,9 +169,9 @@ class Routes:
         if record is None or not record.later:
             self.chosen.append(output[1])
 
-    def traffic(self, width: int) -> tuple[Traffic, Traffic]:
+    def traffic(self, width: int, hidden: int) -> tuple[Traffic, Traffic]:
         """The bytes of all calls, by the formulas, and those of them that go to other nodes."""
-        total, far, axis, nodes = Traffic(), Traffic(), self.layout.experts, self.layout.nodes
+        total, far, axis, nodes, etp = Traffic(), Traffic(), self.layout.experts, self.layout.nodes, self.layout.etp
         for expert_TK in self.chosen:
             loads_G = torch.bincount(expert_TK.flatten(), minlength=EXPERTS)
             if nodes is None:
@@ -179,22 +179,28 @@ class Routes:
                 sends, comes = sends_P.tolist(), swapped(sends_P, axis)
                 total += expert_traffic(sends, comes, axis.rank, EXPERTS, width, 4)
                 far += across(sends, comes, axis, width)
-                continue
-            outer, inner = nodes
-            node_TK = expert_TK // (EXPERTS // outer.size)
-            out_O = torch.stack([(node_TK == node).any(1).sum() for node in range(outer.size)])
-            loads_OH = loads_G.view(outer.size, -1)
-            here_OH = torch.empty_like(loads_OH)
-            dist.all_to_all_single(here_OH, loads_OH, group=outer.group)
-            out_I = here_OH.sum(0).view(inner.size, -1).sum(1)
-            rows = NodeRows(
-                out_O.tolist(), swapped(out_O, outer), out_I.tolist(), swapped(out_I, inner), outer.rank, inner.rank
-            )
-            every = node_traffic(rows, EXPERTS, width, expert_TK.shape[1], 4)
-            total += every
-            far += Traffic(
-                *(Counter({k: n for k, n in one.items() if k[1] == "ep_outer"}) for one in vars(every).values())
-            )
+            else:
+                outer, inner = nodes
+                node_TK = expert_TK // (EXPERTS // outer.size)
+                out_O = torch.stack([(node_TK == node).any(1).sum() for node in range(outer.size)])
+                here_OH = torch.stack(swapped(loads_G.view(outer.size, -1), outer))
+                out_I = here_OH.sum(0).view(inner.size, -1).sum(1)
+                comes = swapped(out_I, inner)
+                rows = NodeRows(out_O.tolist(), swapped(out_O, outer), out_I.tolist(), comes, outer.rank, inner.rank)
+                every = node_traffic(rows, EXPERTS, width, expert_TK.shape[1], 4)
+                total += every
+                crossing = [
+                    Counter({k: n for k, n in one.items() if k[1] == "ep_outer"}) for one in vars(every).values()
+                ]
+                far += Traffic(*crossing)
+            if etp.size > 1:
+                come_S, kinds = [torch.zeros(1, dtype=torch.int64) for _ in range(etp.size)], EXPERTS
+                dist.all_gather(come_S, torch.tensor([sum(comes)]), group=etp.group)
+                if nodes is not None:
+                    kinds //= nodes[0].size
+                total += hidden_traffic(
+                    [int(n) for n in come_S], etp.rank, kinds, EXPERTS // axis.size, width, hidden, 4
+                )
         return total, far
 
 
@@ -207,13 +213,12 @@ def across(sends: list[int], comes: list[int], axis: Axis, width: int) -> Traffi
     return Traffic(Counter(forward), Counter({("dispatch", "ep"): back * (row + gate), ("combine", "ep"): out * row}))
 
 
-def swapped(sends_P: torch.Tensor, axis: Axis) -> list[int]:
-    """The counts that come from the processes of an axis."""
-    comes_P = torch.empty_like(sends_P)
-    if axis.size == 1:
-        return list(sends_P.tolist())
-    dist.all_to_all_single(comes_P, sends_P, group=axis.group)
-    return list(comes_P.tolist())
+def swapped(sends_P: torch.Tensor, axis: Axis) -> list[Any]:
+    """What comes from each process of an axis, to which this one sends numbers, or rows of them."""
+    comes_P = sends_P.clone()
+    if axis.size > 1:
+        dist.all_to_all_single(comes_P, sends_P.contiguous(), group=axis.group)
+    return list(comes_P.tolist()) if comes_P.dim() == 1 else list(comes_P)
 
 
 def draws_of(case: Combination, lane: int, lanes: int, share: float) -> list[Draws]:
@@ -303,8 +308,8 @@ def step(case: Combination, world: int, groups: Groups, lanes: int) -> dict[str,
         "tokens": float(sum(targets_of(documents, sample) for sample in samples)),
         "real_tokens": float(sum(sample.tokens for sample in samples)),
     }
-    models, updates = {"model": model}, task().updates()
-    learners = task().learners(updates, models, strategy, {"model": optimizer}, torch.device("cpu"))  # type: ignore[arg-type]
+    models, of = {"model": model}, task(case["balance"])
+    learners = of.learners(of.updates(), models, strategy, {"model": optimizer}, torch.device("cpu"))  # type: ignore[arg-type]
     with reads_within(spread_modules(model)) as reads:
         result = train_step(
             models, learners, batches, divisors, clip_norm=None, tensor=layout.tensor,
@@ -314,7 +319,8 @@ def step(case: Combination, world: int, groups: Groups, lanes: int) -> dict[str,
     due = sum((traffic_of(settings, batch, parallel, layout) for batch in batches), Traffic())
     far = Traffic()
     if len(spread_modules(model)) > 0:
-        every, far = routes.traffic(settings.hidden_size)
+        assert settings.experts is not None
+        every, far = routes.traffic(settings.hidden_size, settings.experts.moe_intermediate_size)
         due += every
     return {
         "loss": result.loss,
@@ -327,7 +333,7 @@ def step(case: Combination, world: int, groups: Groups, lanes: int) -> dict[str,
         "sent far": {
             (kind, axis): n
             for (kind, axis, link), n in sent.by_link.items()
-            if link == "outer" and axis.startswith("ep")
+            if link == "outer" and axis.startswith("e")
         },
         "due far": dict(+(far.forward + far.backward)),
         "reads": reads,
