@@ -10,7 +10,7 @@ Legend: T tokens, K experts of a token, E width, G experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
