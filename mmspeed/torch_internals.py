@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._compile import (
     _disable_dynamo as disable_dynamo,  # `torch.compiler.disable`, without loading the compiler now
 )
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -29,6 +29,11 @@ __all__ = ["FakeTensorMode", "TorchDispatchMode", "disable_dynamo", "is_traceabl
 __all__ += ["tree_leaves", "tree_map_only"]
 
 # ---- tensors and storages
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """True for a tensor without values, of a `FakeTensorMode`."""
+    return isinstance(tensor, FakeTensor)
 
 
 def version_of(tensor: Tensor) -> int:

@@ -83,7 +83,7 @@ def model_lines(config: RunConfig, report: CheckOutcome) -> list[str]:
     forecast = bool(works) or config.memory.chooses
     if forecast:
         task.domain.open_without_data()
-    policies = policy_lines(task, config)
+    policies = [*policy_lines(task, config), *task.domain.exchange_lines()]
     if not forecast:
         return policies
     return [*build_lines(task, task.build()), *policies, *run_lines(config, task, works)]

@@ -1,6 +1,6 @@
 """Collectives over a given process group or axis of the mesh. Bytes sent are counted in a ledger that the caller owns."""
 
-from .axis import Axis, ExchangeMethod, Ledger, ledger, nbytes
+from .axis import WAITED_AT, Axis, ExchangeMethod, Ledger, ledger, nbytes
 from .collectives import (
     all_gather_objects,
     all_reduce_max,
@@ -31,6 +31,7 @@ from .exchange import (
 from .halves import PendingExchange, finish, finish_all
 
 __all__ = [
+    "WAITED_AT",
     "Axis",
     "ExchangeMethod",
     "Ledger",

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from mmspeed.axes import AxisName
+
 ExchangeMethod = Literal["collective", "point_to_point"]
 Link = Literal["inner", "outer"]  # within a node, between nodes
+
+# what a wait for messages over these axes is a wait at; others are not timed
+WAITED_AT = {
+    "experts": (AxisName.EP, AxisName.EP_OUTER, AxisName.EP_INNER, AxisName.ETP),
+    "attention": (AxisName.DSP, AxisName.RING, AxisName.ULYSSES),
+}
+_PLACES = {axis.value: place for place, axes in WAITED_AT.items() for axis in axes}
 
 
 class Ledger:
@@ -23,7 +32,8 @@ class Ledger:
     Bytes to this rank itself do not count. `copies` are passes over an exchange's tensors, by (kind, axis, side): "pack" copies parts into
     the order of the message, "unpack" received parts into the order of the results; an exchange makes at most one on each side. `copied`
     are the bytes that these passes move; tensors that are in the right order already add none. `by_link` are the bytes sent by (kind, axis,
-    link): "inner" to ranks of the same node, "outer" to those of other nodes (`Axis.nodes`).
+    link): "inner" to ranks of the same node, "outer" to those of other nodes (`Axis.nodes`). `waiting` makes a context of each wait for
+    messages, of its place (`WAITED_AT`); None: waits are not timed.
     """
 
     def __init__(self) -> None:
@@ -32,6 +42,7 @@ class Ledger:
         self.copies: Counter[tuple[str, str, str]] = Counter()  # (kind, axis, "pack" or "unpack")
         self.copied: Counter[tuple[str, str, str]] = Counter()  # bytes, likewise
         self.by_link: Counter[tuple[str, str, Link]] = Counter()  # (kind, axis, link)
+        self.waiting: Callable[[str], AbstractContextManager[object]] | None = None
         self._watchers: list[tuple[frozenset[str], Ledger]] = []
 
     def add(
@@ -152,6 +163,13 @@ class Axis:
     def others(self) -> list[int]:
         """The places of the other ranks."""
         return [place for place in range(self.size) if place != self.rank]
+
+    def wait(self, works: Sequence[Any]) -> None:
+        """Wait for messages in the order in which they were issued; on an accelerator the current stream waits, not the host."""
+        waiting, place = self.ledger.waiting, _PLACES.get(self.name)
+        with nullcontext() if waiting is None or place is None else waiting(place):
+            for work in works:
+                work.wait()
 
     def count(
         self,

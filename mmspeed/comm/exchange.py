@@ -26,7 +26,7 @@ from mmspeed.replay import record_or_replay
 
 from .axis import Axis, nbytes
 from .halves import PendingExchange, finish, start
-from .messages import AllGather, AllToAll, ReduceScatter, RowMove, between, wait_all
+from .messages import AllGather, AllToAll, ReduceScatter, RowMove, between
 from .packing import Sizes, even_sizes, laid_out
 
 
@@ -157,12 +157,13 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] |
 class RowCounts:
     """The number of rows that this rank sends to each rank of an axis, and of those that come from each; any may be 0.
 
-    beside: the number that comes to each rank of another axis, where one was asked for.
+    Where another axis was asked for: `beside`: the number that comes to each of its ranks; `kinds`: of each kind to all of them.
     """
 
     sends: tuple[int, ...]
     comes: tuple[int, ...]
     beside: tuple[int, ...] = ()
+    kinds: tuple[int, ...] = ()
 
     def back(self) -> RowCounts:
         """The counts for sending the same rows back."""
@@ -194,7 +195,7 @@ def row_counts(sends_PL: Tensor, axis: Axis, beside: Axis | None = None) -> tupl
             sums = [each.view(axis.size, -1).sum(1) for each in (counts, come)]
             if beside is not None:
                 come = all_gather(come[None], beside, 0)
-                sums.append(come.flatten(1).sum(1))
+                sums += [come.flatten(1).sum(1), come.sum((0, 1))]
         return RowCounts(*on_host(sums)), come
 
     return record_or_replay(exchanged)[0]
@@ -239,13 +240,13 @@ def swap_rows(x_ZE: Tensor, axis: Axis, counts: RowCounts, kind: str = "rows") -
 class PendingTensors:
     """Tensors in transit, started by `pass_on`. Holds the tensors that are sent until `wait`."""
 
-    def __init__(self, received: list[Tensor], works: list[Any], sent: list[Tensor]) -> None:
-        self._received, self._works, self._sent = received, works, sent
+    def __init__(self, received: list[Tensor], axis: Axis, works: list[Any], sent: list[Tensor]) -> None:
+        self._received, self._axis, self._works, self._sent = received, axis, works, sent
 
     @outside_graphs
     def wait(self) -> list[Tensor]:
-        """Wait for the received tensors and return them; on an accelerator the current stream waits, not the host. May be called again."""
-        wait_all(self._works)
+        """Wait for the received tensors (`Axis.wait`) and return them. May be called again."""
+        self._axis.wait(self._works)
         self._works, self._sent = [], []
         return self._received
 
@@ -278,7 +279,7 @@ def pass_on(
     if (to == axis.rank) != (source == axis.rank):
         raise ValueError(f"rank {axis.rank} of {axis.name} cannot send to {to} and receive from {source}")
     if to == axis.rank:
-        return PendingTensors([tensor.detach() for tensor in tensors], [], [])
+        return PendingTensors([tensor.detach() for tensor in tensors], axis, [], [])
     sent = [tensor.detach().contiguous() for tensor in tensors]
     packs = sum(not tensor.is_contiguous() for tensor in tensors)
     received = [tensor.new_empty(shape) for tensor, shape in zip(sent, expected, strict=True)]
@@ -286,7 +287,7 @@ def pass_on(
     packed = sum(nbytes(tensor) for tensor in tensors if not tensor.is_contiguous())
     axis.count(kind, bytes_to, packs, 0, name, packed=packed)
     return PendingTensors(
-        received, between([(to, tensor) for tensor in sent], [(source, t) for t in received], axis), sent
+        received, axis, between([(to, tensor) for tensor in sent], [(source, t) for t in received], axis), sent
     )
 
 

@@ -27,7 +27,7 @@ from mmspeed.graphs import outside_graphs
 from mmspeed.replay import FirstHalf, begin, complete
 from mmspeed.torch_internals import storage_address, version_of
 
-from .messages import Move, Underway, wait_all
+from .messages import Move, Underway
 from .packing import Sizes, layout
 
 
@@ -74,7 +74,7 @@ class PendingExchange:
     def __del__(self) -> None:
         # a recomputation may stop between the halves, once backward has its tensors: buffers must outlive their messages
         if self._again and self._underway is not None:
-            wait_all(self._underway.works)
+            self._underway.wait()
 
     def _issue(self, layouts: Sequence[Sizes], xs: Sequence[Tensor]) -> None:
         self._underway = self._move.begin(xs, layouts)
@@ -90,7 +90,8 @@ class PendingExchange:
         if any(version_of(x) != version for x, version in self._watched):
             raise RuntimeError("a tensor was changed in place between start and finish of its exchange")
         underway, self._underway, self._watched = self._underway, None, []
-        return underway.complete()
+        underway.wait()
+        return underway.land()
 
 
 def start(

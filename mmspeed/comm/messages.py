@@ -24,16 +24,16 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass(frozen=True)
 class Underway:
-    """An issued exchange. The tensors in `sent` must neither change nor be freed before `complete`."""
+    """An issued exchange. The tensors in `sent` must neither change nor be freed before `wait`."""
 
-    works: list[Any]  # of torch.distributed; on an accelerator `wait` blocks the current stream, not the host
+    axis: Axis
+    works: list[Any]  # of torch.distributed
     sent: list[Tensor]
-    land: Callable[[], tuple[Tensor, ...]]
+    land: Callable[[], tuple[Tensor, ...]]  # the results, once the messages have come
 
-    def complete(self) -> tuple[Tensor, ...]:
-        """Wait for the messages and return the results."""
-        wait_all(self.works)
-        return self.land()
+    def wait(self) -> None:
+        """Wait for the messages (`Axis.wait`)."""
+        self.axis.wait(self.works)
 
 
 class Move(Protocol):
@@ -80,6 +80,7 @@ class AllToAll:
         self.axis.count("all_to_all", sends, packs, int(unpacks), packed=packed, unpacked=unpacked)
         works = [work for _, _, of_message in messages for work in of_message]
         return Underway(
+            self.axis,
             works,
             [sent.flat for sent, _, _ in messages],
             lambda: tuple(x for _, came, _ in messages for x in came.fill()),
@@ -132,7 +133,7 @@ class AllGather:
             parts[axis.rank].copy_(flat_here)
         packs, unpacks, sent = int(not x.is_contiguous()), int(bool(came.copies)), [nbytes(flat_here)] * axis.size
         axis.count("all_gather", sent, packs, unpacks, packed=packs * nbytes(flat_here), unpacked=came.copied())
-        return Underway(works, [flat_here], came.fill)
+        return Underway(axis, works, [flat_here], came.fill)
 
 
 @dataclass(frozen=True)
@@ -155,10 +156,10 @@ class ReduceScatter:
         if axis.exchange == "collective" and len(set(sizes)) == 1:
             result = x.new_empty(shape)
             work = _REDUCE_SCATTER(result.view(-1), sent.flat, group=axis.group, async_op=True)
-            return Underway([work], [sent.flat], lambda: (result,))
+            return Underway(axis, [work], [sent.flat], lambda: (result,))
         parts = x.new_empty([axis.size, *shape])
         works = _swap(sent.flat, parts.view(-1), sent.lengths, [parts.numel() // axis.size] * axis.size, axis)
-        return Underway(works, [sent.flat], lambda: (parts.sum(0, dtype=x.dtype),))
+        return Underway(axis, works, [sent.flat], lambda: (parts.sum(0, dtype=x.dtype),))
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ class RowMove:
         works = _swap(flat, received.view(-1), lengths, [n * width for n in self.comes], axis)
         packs = int(not x_ZE.is_contiguous())
         axis.count(self.kind, [n * x_ZE.element_size() for n in lengths], packs, packed=packs * nbytes(flat))
-        return Underway(works, [flat], lambda: (received,))
+        return Underway(axis, works, [flat], lambda: (received,))
 
 
 def _swap(flat: Tensor, received: Tensor, sends: list[int], comes: list[int], axis: Axis) -> list[Any]:
@@ -199,9 +200,3 @@ def between(sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]],
     ops = [dist.P2POp(dist.isend, tensor, axis.peer(place), axis.group) for place, tensor in sends]
     ops += [dist.P2POp(dist.irecv, tensor, axis.peer(place), axis.group) for place, tensor in receives]
     return list(dist.batch_isend_irecv(ops)) if ops else []
-
-
-def wait_all(works: Sequence[Any]) -> None:
-    """Wait for messages in the order in which they were issued."""
-    for work in works:
-        work.wait()

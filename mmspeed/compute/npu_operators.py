@@ -1,19 +1,21 @@
-"""Operators of language models by torch_npu's fused kernels, whose gradients are torch_npu's own.
+"""Operators of language models by torch_npu's fused kernels, whose gradients are torch_npu's own, but for those of experts.
 
 Calls are held against the schemas of its wheel; no device has run them.
 
 Legend: B batch, T tokens, N tokens of a sequence, A heads, K heads of the keys, D head width, H half of D, W width of the values, Z one
-more than documents.
+more than documents. Of experts: K choices of a token, R = T x K rows, E width, G groups, I width of the input, O width of the output.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmspeed.compute.autocast import autocast_alike
 from mmspeed.compute.rope import rope_dtype
 
 HALF_AND_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
@@ -21,6 +23,12 @@ SEQUENCES = 2048  # the most of one call
 CORNER = 2048  # side of the mask that stands for causal and banded ones of any size
 WIDEST = 512
 FROM_THE_END, BAND = 3, 4  # modes: causal, aligned with the last query and key; a window before each query
+MOST_PAIRS, MOST_CHOICES = 2**24 - 2, 512  # pairs of token and choice in one permutation, choices of a token
+MOST_GROUPS, WIDEST_ROW = 1024, 65535  # of a grouped product
+BY_ROWS, BY_INNER = (
+    0,
+    2,
+)  # what the groups of a grouped product divide: the rows of the left matrix, or the dim that is summed over
 
 
 def refuses(operator: str) -> Callable[..., str]:
@@ -87,3 +95,112 @@ def documents(q_TAD: Tensor, k_TKD: Tensor, v_TKW: Tensor, bounds_Z: Tensor, win
         outs.append(results[0])
         start = part[-1]
     return torch.cat(outs)[..., : v_TKW.shape[-1]] if outs else q_TAD[..., : v_TKW.shape[-1]]
+
+
+def permutation_refuses(operator: str, x: Tensor, place_TK: Tensor, rows: int) -> str:
+    """The reason why torch_npu's permutations do not serve; "" where they do. `rows`: those of the order."""
+    pairs, choices = place_TK.numel(), place_TK.shape[1]
+    if reason := refuses(operator)(x):
+        return reason
+    if rows != pairs or not pairs:
+        return f"{pairs} pairs of token and choice become {rows} rows: it takes one row of each, and some"
+    if pairs > MOST_PAIRS or choices > MOST_CHOICES:
+        return f"it takes up to {MOST_PAIRS} pairs and {MOST_CHOICES} choices, not {pairs} and {choices}"
+    return ""
+
+
+def _rows_of(x_TE: Tensor, place_TK: Tensor) -> Tensor:
+    """A row of each pair, at its place: the kernel sorts the places, each of which is there once."""
+    rows_RE: Tensor = torch.ops.npu.npu_moe_token_permute(x_TE, place_TK.to(torch.int32))[0]
+    return rows_RE
+
+
+def _sums_of(rows_RE: Tensor, place_TK: Tensor) -> Tensor:
+    ones_TK = torch.ones(place_TK.shape, dtype=rows_RE.dtype, device=rows_RE.device)  # without them, K is 1
+    out_TE: Tensor = torch.ops.npu.npu_moe_token_unpermute(rows_RE, place_TK.flatten().to(torch.int32), ones_TK)
+    return out_TE
+
+
+class _Permute(torch.autograd.Function):
+    """A row of each pair. Backward is the other kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TE: Tensor, place_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(place_TK)
+        return _rows_of(x_TE, place_TK)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _sums_of(grads[0], *ctx.saved_tensors), None
+
+
+class _Combine(torch.autograd.Function):
+    """The sum of each token's rows. Backward is the other kernel; torch_npu's own would keep the rows, for a gradient of the ones."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RE: Tensor, place_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(place_TK)
+        return _sums_of(rows_RE, place_TK)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _rows_of(grads[0], *ctx.saved_tensors), None
+
+
+def permute(x_TE: Tensor, place_TK: Tensor) -> Tensor:
+    """The token of each pair at the pair's place, `rows_RE`."""
+    return _Permute.apply(x_TE, place_TK)  # type: ignore[no-any-return]
+
+
+def combine(rows_RE: Tensor, place_TK: Tensor) -> Tensor:
+    """The sum of the rows at the places of each token, `out_TE`."""
+    return _Combine.apply(rows_RE, place_TK)  # type: ignore[no-any-return]
+
+
+def grouped_refuses(x_RI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> str:
+    """The reason why `grouped_product` does not serve; "" where it does."""
+    if reason := refuses("npu_grouped_matmul")(x_RI):
+        return reason
+    x_0I, weight_0OI = autocast_alike(x_RI[:0], weight_GOI[:0])
+    if x_0I.dtype != weight_0OI.dtype:
+        return f"it takes one number type, not {x_0I.dtype} x {weight_0OI.dtype}"
+    if not len(x_RI):
+        return "there are no rows"
+    groups, width = len(weight_GOI), max(weight_GOI.shape[1:])
+    if groups > MOST_GROUPS or width > WIDEST_ROW:
+        return f"it takes up to {MOST_GROUPS} groups and widths up to {WIDEST_ROW}, not {groups} and {width}"
+    return ""
+
+
+def grouped_product(x_RI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
+    """`out_RO` = `x W_g^T` of each group's rows. The last end must be R (unchecked)."""
+    x_RI, weight_GOI = autocast_alike(x_RI, weight_GOI)
+    return _GroupedProduct.apply(x_RI.contiguous(), weight_GOI.contiguous(), ends_G.long())  # type: ignore[no-any-return]
+
+
+def _grouped(left: Tensor, right: Tensor, ends_G: Tensor, groups_of: int) -> Tensor:
+    product: Tensor = torch.ops.npu.npu_grouped_matmul(
+        [left], [right], group_list=ends_G, split_item=3, group_type=groups_of, group_list_type=0
+    )[0]
+    return product
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """The products of rows by group; torch_npu's kernel has no gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
+        ctx.save_for_backward(x_RI, weight_GOI, ends_G)
+        return _grouped(x_RI, weight_GOI.mT, ends_G, BY_ROWS)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_RI, weight_GOI, ends_G = ctx.saved_tensors
+        of_x, of_weight, _ = ctx.needs_input_grad
+        grad_RO = grads[0].contiguous()
+        grad_GOI = None
+        if of_weight:
+            grad_GOI = _grouped(grad_RO.mT, x_RI, ends_G, BY_INNER)
+            without_rows_G = torch.diff(ends_G, prepend=ends_G.new_zeros(1)) == 0
+            grad_GOI.masked_fill_(without_rows_G[:, None, None], 0)  # the kernel's description promises nothing of such
+        return _grouped(grad_RO, weight_GOI, ends_G, BY_ROWS) if of_x else None, grad_GOI, None

@@ -7,10 +7,10 @@
     rotary                 fused (NPU), lean (backward keeps no activation), eager
     linear_cross_entropy   chunked (no logits in full), eager
     linear_log_sums        the same for a part of the vocabulary's rows: chunked, eager
-    grouped_product        grouped_mm (of torch), loop
-    permute, combine       gather (backward without atomic additions), eager
+    grouped_product        fused (NPU), grouped_mm (of torch), loop
+    permute, combine       fused (NPU), gather (backward without atomic additions), eager
 
-`counting` counts the calls of each implementation.
+`counting` counts the calls of each implementation; `Operator.reasons` says why those that do not serve a call refuse it.
 """
 
 from __future__ import annotations

@@ -14,6 +14,31 @@ from mmspeed.errors import UserError
 from .inputs import Section
 
 
+class BalanceConfig(Section):
+    """Loads of experts, levelled over the devices of `ep`. No result changes, but for the order of some sums."""
+
+    migrate_every: int = Field(
+        0,
+        ge=0,
+        description="Steps after which experts may move to other devices, by their predicted loads and where that pays; with `ep_inner` each stays on its node. 0: experts stay.",
+    )
+    copies: int = Field(
+        0,
+        ge=0,
+        description="Copies of experts, in a layer and step, that take a share of the rows of an overloaded device; at most one on a device. 0: none.",
+    )
+    gigabytes_per_second: float = Field(
+        25.0,
+        gt=0,
+        description="Rate at which a device sends experts to another, by which moves and copies are weighed against the work that they spare.",
+    )
+
+    @property
+    def on(self) -> bool:
+        """True where loads are levelled."""
+        return self.migrate_every + self.copies > 0
+
+
 class ParallelConfig(Section):
     """Distribution of the model and its items over devices."""
 
@@ -62,6 +87,7 @@ class ParallelConfig(Section):
         ge=1,
         description="Tensor parallelism within experts: devices that share the hidden units of each expert; must divide them. With `ep` x `etp` devices of those that share one copy of the parameters; for experts too wide for a device.",
     )
+    balance: BalanceConfig = Field(default_factory=BalanceConfig, description="Levelled loads of experts.")
     shard: Literal["frames", "space"] = Field(
         "frames",
         description="The dim of a factorised model's tokens that `ring` x `ulysses` split: `frames`: the temporal blocks exchange; `space`: the spatial ones. Together with `dsp`, each part is split again.",
@@ -89,6 +115,8 @@ class ParallelConfig(Section):
             raise ValueError(f"ep_inner {self.ep_inner} must divide ep {self.ep}")
         if self.tp > 1 and self.strategy in ("ddp", "none"):
             raise ValueError(f"tp goes with strategy fsdp or auto, not with {self.strategy}")
+        if self.balance.on and self.ep == 1:
+            raise ValueError("balance levels the loads of experts over ep devices: set ep, or leave balance out")
         if self.ep * self.etp > 1 and self.strategy in ("ddp", "none"):
             key = "ep" if self.ep > 1 else "etp"
             raise ValueError(
@@ -105,6 +133,11 @@ class ParallelConfig(Section):
     def group(self) -> int:
         """Devices that compute one item together."""
         return self.together(split=True)
+
+    @property
+    def least_devices(self) -> int:
+        """The fewest devices of this layout: those that compute one item together, as often as `ep` x `etp` needs."""
+        return math.lcm(self.group, self.ep * self.etp)
 
     def together(self, split: bool) -> int:
         """Devices that compute one sample together: a sample whose tokens are split over the group, or, without `split`, one whose tokens are not."""
@@ -146,4 +179,9 @@ class ParallelConfig(Section):
 
 
 AXES = tuple(name for name in ParallelConfig.model_fields if name in DENSE)  # the axes that users set
-UNSPLIT = {**dict.fromkeys((*AXES, "ep", "etp"), 1), "ring_window": None, "ep_inner": None}  # one device
+UNSPLIT: dict[str, object] = {
+    **dict.fromkeys((*AXES, "ep", "etp"), 1),
+    "ring_window": None,
+    "ep_inner": None,
+    "balance": {},
+}  # one device

@@ -5,7 +5,7 @@ Legend: G counts of a module, M modules.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -62,15 +62,21 @@ def share_counts(modules: Mapping[str, CountsSteps], group: dist.ProcessGroup | 
     return dict(zip(modules, totals, strict=True))
 
 
-def over_ranks(counts: Mapping[str, Tensor], ranks: int) -> dict[str, float]:
-    """The greatest of the sums of counts over ranks that hold equal parts of them, over their mean: its percentiles over modules."""
+def over_ranks(counts: Mapping[str, Tensor], ranks: int) -> dict[str, object]:
+    """The greatest of the sums of counts over ranks that hold equal parts of them, over their mean: its percentiles over modules, and each."""
     sums = [counts_G.double().cpu().view(ranks, -1).sum(1) for counts_G in counts.values()]
     most_M = torch.stack([sum_P.max() / sum_P.mean().clamp(min=1e-9) for sum_P in sums])
-    return {name: float(most_M.quantile(share)) for name, share in {"p50": 0.5, "p95": 0.95, "max": 1.0}.items()}
+    return over_modules(most_M, list(counts))
+
+
+def over_modules(most_M: Tensor, names: Sequence[str]) -> dict[str, object]:
+    """The median of modules' numbers, their 95th percentile, the greatest and its module, and all in their order."""
+    shares = {"p50": 0.5, "p95": 0.95, "max": 1.0}
+    return {name: float(most_M.quantile(share)) for name, share in shares.items()} | _named(most_M, names)
 
 
 def spread(counts: Mapping[str, Tensor]) -> dict[str, object]:
-    """Percentiles over all modules' counts, each over its module's mean, and the module with the greatest one."""
+    """Percentiles over all modules' counts, each over its module's mean, the module with the greatest one, and the greatest of each."""
     names = list(counts)
     shares = [
         each_G.double() / each_G.double().mean().clamp(min=1e-9) for each_G in (counts[name].cpu() for name in names)
@@ -78,4 +84,9 @@ def spread(counts: Mapping[str, Tensor]) -> dict[str, object]:
     values = torch.cat(shares)
     highest_M = torch.stack([share_G.max() for share_G in shares])
     row: dict[str, object] = {name: float(values.quantile(share)) for name, share in PERCENTILES.items()}
-    return row | {"mean_max": float(highest_M.mean()), "worst": names[int(highest_M.argmax())]}
+    return row | {"mean_max": float(highest_M.mean())} | _named(highest_M, names)
+
+
+def _named(most_M: Tensor, names: Sequence[str]) -> dict[str, object]:
+    """The module with the greatest number, and the numbers of all, in their order."""
+    return {"worst": names[int(most_M.argmax())], "by_layer": [round(most, 3) for most in most_M.tolist()]}

@@ -26,7 +26,8 @@ Real = npt.NDArray[np.float64]
 
 KEPT = 0.9  # of a moving average, a step
 WHOLE = 1 << 16  # the parts that an expert's rows are counted in
-LEAST_GAIN = 1000  # a swap lowers a load by at least the mean over this
+LEAST_GAIN = 100  # a swap lowers the load of a process by at least the mean over this
+GOAL = 1.02  # the greatest load over the mean at which nothing is done
 
 
 class LoadForecast:
@@ -86,10 +87,10 @@ def _at(value_LG: Whole, place_LG: Whole) -> Whole:
     return at_LG
 
 
-def rearrange(load_LG: Whole, place_LG: Whole, ranks: int, nodes: int = 1, goal: float = 1.01) -> Whole:
+def rearrange(load_LG: Whole, place_LG: Whole, ranks: int, nodes: int = 1) -> Whole:
     """Places that level the loads of processes, made from `place_LG` by swaps, so that few experts move.
 
-    The fullest process swaps the pair of experts that leaves the fuller of both processes least, until it is at `goal` times the mean.
+    The fullest process swaps the pair of experts that leaves the fuller of both processes least, until it is at `GOAL` times the mean.
     One that no swap helps stays as it is, and the next one has its turn. An expert that stays on its process keeps its place.
     nodes: experts do not leave their node; for routers that limit the groups of a token.
     """
@@ -99,7 +100,7 @@ def rearrange(load_LG: Whole, place_LG: Whole, ranks: int, nodes: int = 1, goal:
     who_LG = _at(np.tile(np.arange(experts), (layers, 1)), place_LG)
     node_G = np.arange(experts) // (experts // nodes)
     least_L = load_LG.sum(1) // (ranks * LEAST_GAIN)
-    bound_L = goal * load_LG.sum(1) / ranks
+    bound_L = GOAL * load_LG.sum(1) / ranks
     stuck_LP = np.zeros((layers, ranks), dtype=bool)
     while True:
         sum_LP = at_LG.reshape(layers, ranks, each).sum(-1)
@@ -168,12 +169,13 @@ class Share:
 
 
 def plan_shares(
-    load_LG: Whole, place_LG: Whole, ranks: int, most: int, nodes: int = 1, goal: float = 1.02, price: int = 0
+    load_LG: Whole, place_LG: Whole, ranks: int, most: int, nodes: int = 1, price: int = 0
 ) -> list[list[Share]]:
     """The copies of each layer's next step, at most `most`, one on a process.
 
-    The fullest process gives rows of its greatest expert to the emptiest one that has room, again and again; then as many of these shares
-    are kept as give the least time: the rows of the fullest process, and `price` for each copy that the busiest process sends or gets.
+    The fullest process gives rows of its greatest expert to the emptiest one that has room, until it is at `GOAL` times the mean, and so the
+    next; no share is below half of what `GOAL` leaves. Then as many of these shares are kept as give the least time: the rows of the fullest
+    process, and `price` for each copy that the busiest process sends or gets.
     nodes: copies lie on the node of their expert. price: the rows that are computed in the time in which an expert's weights travel.
     """
     layers, experts = load_LG.shape
@@ -181,7 +183,7 @@ def plan_shares(
     sum_LP = rank_loads(load_LG, place_LG, ranks)
     left_LPM = _at(load_LG, place_LG).reshape(layers, ranks, each)
     who_LPM = _at(np.tile(np.arange(experts), (layers, 1)), place_LG).reshape(layers, ranks, each)
-    mean_L, upto_L = sum_LP.sum(1) // ranks, (sum_LP.sum(1) * (1 + goal) / 2 / ranks).astype(np.int64)
+    mean_L, upto_L = sum_LP.sum(1) // ranks, (sum_LP.sum(1) * (1 + GOAL) / 2 / ranks).astype(np.int64)
     node_P = np.arange(ranks) // (ranks // nodes)
     room_LP, sends_LP = np.ones((layers, ranks), dtype=bool), np.zeros((layers, ranks), dtype=np.int64)
     going_L = np.ones(layers, dtype=bool)
@@ -195,7 +197,7 @@ def plan_shares(
         full_L = sum_LP[every_L, source_L]
         give_L = np.minimum(left_LPM[every_L, source_L, local_L], full_L - mean_L)
         give_L = np.minimum(give_L, upto_L - sum_LP[every_L, target_L])
-        going_L &= fits_LP.any(1) & (full_L > goal * mean_L) & (give_L > 0)
+        going_L &= fits_LP.any(1) & (full_L > GOAL * mean_L) & (give_L > upto_L - mean_L)
         if not going_L.any():
             break
         give_L = np.where(going_L, give_L, 0)
@@ -215,6 +217,17 @@ def plan_shares(
     return [plan[:kept] for plan, kept in zip(plans, kept_L.tolist(), strict=True)]
 
 
+def shared_loads(load_LG: Whole, place_LG: Whole, plans: Sequence[Sequence[Share]], ranks: int) -> Whole:
+    """`rank_loads` where copies take their shares, (L, P)."""
+    sum_LP = rank_loads(load_LG, place_LG, ranks)
+    for sum_P, load_G, plan in zip(sum_LP, load_LG, plans, strict=True):
+        for share in plan:
+            rows = int(load_G[share.expert]) * share.part // WHOLE
+            sum_P[share.source] -= rows
+            sum_P[share.target] += rows
+    return sum_LP
+
+
 @dataclass(frozen=True)
 class Slots:
     """What rows of a layer go to: slot s takes the parts `low_S[s]` to `high_S[s]` of `WHOLE` of the rows of expert `expert_S[s]`."""
@@ -222,6 +235,10 @@ class Slots:
     expert_S: Tensor
     low_S: Tensor
     high_S: Tensor
+
+    def to(self, device: torch.device) -> Slots:
+        """The same on a device."""
+        return Slots(*(each.to(device) for each in (self.expert_S, self.low_S, self.high_S)))
 
 
 def slots(place_LG: Whole, plans: Sequence[Sequence[Share]], ranks: int) -> list[Slots]:
@@ -258,5 +275,5 @@ def order_by_slot(expert_TK: Tensor, to: Slots, experts: int, sender: int, sende
     from_S = starts_G[to.expert_S] + low_S - (ends_S - (high_S - low_S))
     order_R = order.order_R[from_S[slot_R] + torch.arange(rows, device=ends_S.device)]
     place_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(rows, device=order_R.device))
-    by_slot = ExpertOrder(order_R, place_R, ends_S.to(torch.int32), order.choices)
+    by_slot = ExpertOrder(order_R, place_R.view_as(expert_TK), ends_S.to(torch.int32))
     return by_slot, slot_R[place_R].view_as(expert_TK)

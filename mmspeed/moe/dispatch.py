@@ -39,11 +39,17 @@ from mmspeed.comm import (
 from mmspeed.compute.autocast import autocast_alike
 from mmspeed.compute.operators.permutation import ExpertOrder, RowOrder, combine, order_by_expert, order_rows, permute
 from mmspeed.graphs import outside_graphs
+from mmspeed.moe.balance import Slots, order_by_slot
 from mmspeed.replay import record_or_replay
 
 
 class _Dispatcher:
-    """What kinds of dispatchers share: `etp`, the processes that hold parts of the same experts."""
+    """What kinds of dispatchers share.
+
+    etp: the processes that hold parts of the same experts. slots: what experts' rows go to; None: each expert to its place in order.
+    """
+
+    slots: Slots | None = None
 
     def __init__(self, experts: int, etp: Axis | None) -> None:
         self.experts, self.etp = experts, etp or Axis.alone("etp")
@@ -79,6 +85,11 @@ class Dispatched:
     gates: torch.dtype
     pending: PendingExchange
 
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """The rows that come for each expert of this process, then for its copy if there is one."""
+        return self.counts.kinds
+
 
 class FlatDispatcher(_Dispatcher):
     """One exchange there and one back between all processes of an axis, of which each holds G / P experts in order."""
@@ -90,13 +101,20 @@ class FlatDispatcher(_Dispatcher):
     def start(self, x_TE: Tensor, weights_TK: Tensor, expert_TK: Tensor) -> Dispatched:
         """Start sending each token to its experts; rows travel in the dtype of products."""
         (x_TE,) = autocast_alike(x_TE)
-        order = order_by_expert(expert_TK, self.experts)
-        ends_G = order.ends_G.long()
-        counts_G = torch.diff(ends_G, prepend=ends_G.new_zeros(1))
-        counts, come_SPL = row_counts(counts_G.view(self.axis.size, -1), self.axis, self.etp)
+        if self.slots is None:
+            order = order_by_expert(expert_TK, self.experts)
+        else:
+            order, _ = order_by_slot(expert_TK, self.slots, self.experts, self.axis.rank, self.axis.size)
+        counts, come_SPL = self._counts(order)
         message_RM: Tensor = _Joined.apply(permute(x_TE, order), weights_TK.flatten()[order.order_R][:, None])
         pending = start_rows(message_RM, self.axis, counts, "dispatch")
         return Dispatched(order, counts, come_SPL, x_TE.shape[1], weights_TK.dtype, pending)
+
+    def _counts(self, order: ExpertOrder) -> tuple[RowCounts, Tensor]:
+        """The rows by process, and those that come to each of `etp`, by sender and expert: one message, one read by the host."""
+        ends_G = order.ends_G.long()
+        counts_G = torch.diff(ends_G, prepend=ends_G.new_zeros(1))
+        return row_counts(counts_G.view(self.axis.size, -1), self.axis, self.etp)
 
     def finish(self, sent: Dispatched) -> tuple[Tensor, Tensor, Tensor]:
         """(rows_ZE, gates_Z1, expert_Z1): the rows that came, by process and then by expert, each as a token of one choice."""
@@ -126,6 +144,11 @@ class DispatchedByNode:
     pending: PendingExchange
     onward: RowOrder | None = None
 
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """As of `Dispatched`."""
+        return self.by_inner.kinds
+
 
 class HierarchicalDispatcher(_Dispatcher):
     """An exchange between nodes, in which a token crosses once to each node, and one within the node; outputs are summed there first.
@@ -140,12 +163,17 @@ class HierarchicalDispatcher(_Dispatcher):
     def start(self, x_TE: Tensor, weights_TK: Tensor, expert_TK: Tensor) -> DispatchedByNode:
         """Start sending each token to the nodes of its experts."""
         (x_TE,) = autocast_alike(x_TE)
-        nodes, of_node = self.outer.size, self.experts // self.outer.size
+        slots = self.experts
+        if self.slots is not None:
+            rank = self.outer.rank * self.inner.size + self.inner.rank
+            _, expert_TK = order_by_slot(expert_TK, self.slots, self.experts, rank, self.outer.size * self.inner.size)
+            slots = len(self.slots.expert_S)
+        nodes, of_node = self.outer.size, slots // self.outer.size
         node_TK = expert_TK // of_node
         goes_TO = torch.zeros((len(expert_TK), nodes), dtype=torch.bool, device=expert_TK.device).scatter_(
             1, node_TK, True
         )
-        by_node, by_inner, come_SIL = self._counts(goes_TO, expert_TK)
+        by_node, by_inner, come_SIL = self._counts(goes_TO, expert_TK, slots)
         node_O = torch.arange(nodes, device=expert_TK.device)
         own = order_rows(torch.where(goes_TO, node_O, nodes), sum(by_node.sends))
         here_RK = node_TK[own.tokens] == (own.order_R % nodes)[:, None]
@@ -158,13 +186,13 @@ class HierarchicalDispatcher(_Dispatcher):
         return DispatchedByNode(own, by_node, by_inner, come_SIL, shape, weights_TK.dtype, pending)
 
     @outside_graphs
-    def _counts(self, goes_TO: Tensor, expert_TK: Tensor) -> tuple[RowCounts, RowCounts, Tensor]:
+    def _counts(self, goes_TO: Tensor, expert_TK: Tensor, slots: int) -> tuple[RowCounts, RowCounts, Tensor]:
         """Rows by node and within this one, and those that come by process of this node and expert: two messages, one read by the host."""
         outer, inner = self.outer, self.inner
 
         def exchanged() -> tuple[RowCounts, RowCounts, Tensor]:
             with torch.no_grad():
-                loads_G = torch.zeros(self.experts, dtype=torch.int64, device=expert_TK.device)
+                loads_G = torch.zeros(slots, dtype=torch.int64, device=expert_TK.device)
                 loads_G.scatter_add_(0, expert_TK.flatten(), torch.ones_like(expert_TK).flatten())
                 out_OC = torch.cat((goes_TO.sum(0)[:, None], loads_G.view(outer.size, -1)), 1)
                 ones = RowCounts((1,) * outer.size, (1,) * outer.size)
@@ -173,9 +201,9 @@ class HierarchicalDispatcher(_Dispatcher):
                 out_IL = in_OC[:, 1:].sum(0).view(inner.size, -1)
                 in_IL = swap_rows(out_IL, inner, ones, "counts")
                 in_SIL = all_gather(in_IL[None], self.etp, 0)
-                sums = out_OC[:, 0], in_OC[:, 0], out_IL.sum(1), in_IL.sum(1), in_SIL.sum((1, 2))
-                o_sends, o_comes, i_sends, i_comes, beside = on_host(sums)
-            return RowCounts(o_sends, o_comes), RowCounts(i_sends, i_comes, beside), in_SIL
+                sums = out_OC[:, 0], in_OC[:, 0], out_IL.sum(1), in_IL.sum(1), in_SIL.sum((1, 2)), in_SIL.sum((0, 1))
+                o_sends, o_comes, i_sends, i_comes, *come = on_host(sums)
+            return RowCounts(o_sends, o_comes), RowCounts(i_sends, i_comes, *come), in_SIL
 
         return record_or_replay(exchanged)[0]
 

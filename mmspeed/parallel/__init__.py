@@ -28,6 +28,7 @@ from .data_parallel import (
     replicate,
     shard,
     take_float32_gradients,
+    tensors_of,
     unwrap,
 )
 from .experts import spread_experts
@@ -50,6 +51,7 @@ __all__ = [
     "sequence_parallel",
     "sum_shared_gradients",
     "take_float32_gradients",
+    "tensors_of",
     "token_layout",
     "uncrossed",
     "unwrap",
@@ -126,7 +128,8 @@ def parallelize(
             )
         spread_experts(model, mesh, layout)
     # checkpointing is compiled into each block's graph, except where exchanges or recorded plans break graphs: there it goes around them
-    breaks = layout.size > 1 or is_spread(model) or bool(recorded_modules(model))
+    exchanges = max(layout.size, layout.experts.size) > 1 or is_spread(model)
+    breaks = exchanges or bool(recorded_modules(model))
     backend = compile if isinstance(compile, str) else "inductor"
     for number, (_, block) in enumerate(blocks_of(model)):
         if compile and breaks:

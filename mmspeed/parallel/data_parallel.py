@@ -250,7 +250,7 @@ class _SumWatch:
         if not torch.is_grad_enabled() or not self.replicas.require_backward_grad_sync:
             return
         self.complete = False
-        for tensor in filter(lambda tensor: tensor.requires_grad, _tensors_of(output)):
+        for tensor in filter(lambda tensor: tensor.requires_grad, tensors_of(output)):
             tensor.register_hook(lambda _: at_end_of_backward(self._check))
 
     def _check(self) -> None:
@@ -267,13 +267,13 @@ class _SumWatch:
         )
 
 
-def _tensors_of(output: Any) -> Iterator[Tensor]:
+def tensors_of(output: Any) -> Iterator[Tensor]:
     """Yield the tensors of a model's output, those of dataclasses among them."""
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor):
             yield leaf
         elif is_dataclass(leaf):
-            yield from _tensors_of(vars(leaf))
+            yield from tensors_of(vars(leaf))
 
 
 def _summed(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

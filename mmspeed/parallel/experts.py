@@ -10,16 +10,21 @@ Legend: T tokens, K experts of a token, E width, G experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mmspeed.axes import AxisName
+from mmspeed.comm import Axis, PendingExchange
+from mmspeed.compute.operators.permutation import combine, order_rows, permute
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.errors import UserError
+from mmspeed.graphs import outside_graphs
 from mmspeed.mesh import Mesh
 from mmspeed.mixin import mix_in
+from mmspeed.moe.copies import Lending, finish_lending, start_lending, tied
 from mmspeed.moe.dispatch import FlatDispatcher, HierarchicalDispatcher
 from mmspeed.parallel.tensor import local
 from mmspeed.protocols.plan import Hidden, modules_like, plan_of
@@ -39,17 +44,26 @@ class SpreadExperts(nn.Module):
     _joined: Mapping[
         str, tuple[JoinedColumns, int]
     ]  # parameters of which a process stores other hidden units than it takes, and their dim
+    _axis: Axis  # of processes with other experts
+    _lending: Lending | None = None  # copies that take a share of experts' rows
+
+    @outside_graphs  # with the hooks that gather its weights; rows, whose number changes, would give graphs for each size
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
 
     def forward(
         self, x_TE: Tensor, weights_TK: Tensor, expert_TK: Tensor, beside: Callable[..., Tensor] | None = None
     ) -> Tensor:
         """The first products of `beside` run while tokens travel, its last one while outputs do; in backward likewise."""
-        dispatcher, of_rows = self._dispatcher, super().forward.__func__  # type: ignore[attr-defined]
+        dispatcher = self._dispatcher
+        parts = {name: local(p) for name, p in self.named_parameters(recurse=False)}
+        parts.update((name, joined.needed(parts[name], dim)) for name, (joined, dim) in self._joined.items())
+        lent = {} if self._lending is None else start_lending(parts, self._lending, self._axis)
         sent: Any = dispatcher.start(x_TE, weights_TK, expert_TK)
         returning: list[Any] = []
 
         def compute() -> None:
-            out_ZE: Tensor = of_rows(self._with_own(), *dispatcher.finish(sent))
+            out_ZE = self._outputs(parts, lent, sent.kinds, *dispatcher.finish(sent))
             returning.append(dispatcher.start_back(sent, out_ZE))
 
         if beside is None:
@@ -58,28 +72,54 @@ class SpreadExperts(nn.Module):
         beside_TE = beside(x_TE, between=compute)
         return dispatcher.finish_back(sent, *returning) + beside_TE
 
-    def _with_own(self) -> nn.Module:
-        """The module as its forward sees it: parameters are this process's part of them."""
-        parts = {name: local(p) for name, p in self.named_parameters(recurse=False)}
-        parts.update((name, joined.needed(parts[name], dim)) for name, (joined, dim) in self._joined.items())
+    def _outputs(
+        self,
+        parts: Mapping[str, Tensor],
+        lent: Mapping[str, PendingExchange],
+        kinds: Sequence[int],
+        rows_ZE: Tensor,
+        gates_Z1: Tensor,
+        expert_Z1: Tensor,
+    ) -> Tensor:
+        """The outputs of rows: by this process's experts, and by the copy that came to it, whose rows are the last kind."""
+        of_rows = super().forward.__func__  # type: ignore[attr-defined]
+        if not lent:
+            own_ZE: Tensor = of_rows(self._with(parts), rows_ZE, gates_Z1, expert_Z1)
+            return own_ZE
+        copies, by_copy_Z1 = finish_lending(lent), (expert_Z1 == len(kinds) - 1).long()
+        outs = []
+        for weights, goes_Z1, count in ((parts, by_copy_Z1, sum(kinds[:-1])), (copies, 1 - by_copy_Z1, kinds[-1])):
+            if weights is copies and (self._lending is None or not self._lending.borrows):
+                continue
+            some = order_rows(goes_Z1, count)
+            ids_R1 = expert_Z1[some.order_R] if weights is parts else torch.zeros_like(expert_Z1[some.order_R])
+            out_RE = of_rows(self._with(weights), permute(rows_ZE, some), gates_Z1[some.order_R], ids_R1)
+            outs.append(combine(out_RE, some))
+        return tied(sum(outs[1:], outs[0]), [*copies.values()])
+
+    def _with(self, weights: Mapping[str, Tensor]) -> nn.Module:
+        """The module as its forward sees it, with other parameters."""
         own = object.__new__(type(self))
-        vars(own).update(vars(self), _parameters=parts)
+        vars(own).update(vars(self), _parameters=dict(weights))
         return own
 
 
-def spread_experts(model: nn.Module, mesh: Mesh, layout: TokenLayout) -> None:
+def spread_experts(model: nn.Module, mesh: Mesh | None, layout: TokenLayout) -> None:
     """Leave each process its part of the experts, in place; before the model is sharded.
+
+    mesh: None: the parts stay plain tensors, where a step is told from shapes by one process alone.
 
     Raises UserError for a model without experts, for parameters that are not stacked by expert, and for numbers that do not divide.
     """
     from torch.distributed.tensor import DTensor, Shard
 
     plan, axis, etp = plan_of(model), layout.experts, layout.etp
-    degrees, edp = ParallelConfig(ep=axis.size, etp=etp.size), mesh.size(AxisName.EDP)
+    degrees, edp = ParallelConfig(ep=axis.size, etp=etp.size), 1 if mesh is None else mesh.size(AxisName.EDP)
     if plan is None or not plan.experts:
         check_experts(degrees, f"the plan of {type(model).__name__}", 0)
     assert plan is not None
-    submesh = mesh.submesh(AxisName.EP, AxisName.ETP) if etp.size > 1 else mesh.submesh(AxisName.EP)
+    views = (AxisName.EP, AxisName.ETP) if etp.size > 1 else (AxisName.EP,)
+    submesh = None if mesh is None else mesh.submesh(*views)
     for pattern, hidden in plan.experts.items():
         for name, module in modules_like(model, pattern, "plan, experts"):
             count = _checked(name, module, hidden, degrees)
@@ -91,7 +131,9 @@ def spread_experts(model: nn.Module, mesh: Mesh, layout: TokenLayout) -> None:
                     part, placements = part.chunk(etp.size, dim)[etp.rank], [Shard(0), Shard(dim)]
                     if tensors > 1:
                         joined[each] = JoinedColumns(etp, (whole.shape[dim] // tensors,) * tensors), dim
-                split = DTensor.from_local(part.clone(), submesh, placements, run_check=False)
+                split: Tensor = part.clone()
+                if submesh is not None:
+                    split = DTensor.from_local(split, submesh, placements, run_check=False)
                 if sharded_dim(split, edp) is None:
                     raise UserError(
                         f"parallel.ep {axis.size} leaves {edp} processes with the same experts, which divide no dim of {name}.{each} "
@@ -99,14 +141,14 @@ def spread_experts(model: nn.Module, mesh: Mesh, layout: TokenLayout) -> None:
                     )
                 module.register_parameter(each, nn.Parameter(split, requires_grad=whole.requires_grad))
             spread = mix_in(module, SpreadExperts, rename=False)
-            spread._joined = joined
+            spread._joined, spread._axis = joined, axis
             if layout.nodes is None:
                 spread._dispatcher = FlatDispatcher(axis, count, etp)
             else:
                 spread._dispatcher = HierarchicalDispatcher(*layout.nodes, count, etp)
 
 
-def spread_modules(model: nn.Module) -> list[nn.Module]:
+def spread_modules(model: nn.Module) -> list[SpreadExperts]:
     """The modules whose experts are spread over processes."""
     return [module for module in model.modules() if isinstance(module, SpreadExperts)]
 

@@ -33,6 +33,7 @@ from typing import Literal
 
 from mmspeed.comm.packing import even_sizes
 from mmspeed.config.parallel import ParallelConfig
+from mmspeed.log import format_bytes
 
 AttentionType = Literal["spatial", "temporal", "full"]
 Sent = Counter[tuple[str, str]]  # bytes by (kind, axis)
@@ -199,17 +200,6 @@ def hidden_traffic(
     return Traffic(sent_bytes(*forward), sent_bytes(*backward))
 
 
-def node_lines(parallel: ParallelConfig, experts: int, top_k: int) -> list[str]:
-    """A line on what `parallel.ep_inner` spares between nodes; none where it is not set, or all of `ep` is one node."""
-    nodes = parallel.ep // (parallel.ep_inner or parallel.ep)
-    if nodes < 2:
-        return []
-    flat, by_node = rows_between_nodes(nodes, experts, top_k)
-    return [
-        f"experts on {nodes} nodes: a token sends {by_node:.2f} rows to other nodes with ep_inner, and {flat:.2f} without, at even loads"
-    ]
-
-
 @dataclass(frozen=True)
 class NodeRows:
     """The rows of a layer of experts that this rank sends and gets, by node (tokens) and within its node (choices)."""
@@ -245,12 +235,91 @@ def node_traffic(rows: NodeRows, experts: int, width: int, top_k: int, element_s
     return Traffic(sent_bytes(*forward), sent_bytes(*backward))
 
 
-def rows_between_nodes(nodes: int, experts: int, top_k: int) -> tuple[float, float]:
-    """The rows of a token that go to other nodes in the mean, at even choices: one for each choice, and one for each node."""
-    none = math.comb(experts - experts // nodes, top_k) / math.comb(
-        experts, top_k
-    )  # of a token's experts are on a node
-    return top_k * (1 - 1 / nodes), (nodes - 1) * (1 - none)
+@dataclass(frozen=True)
+class EvenRouting:
+    """Tokens that choose `top_k` of `experts`, all alike: of those in `kept` of `groups` groups alone where a router limits groups."""
+
+    experts: int
+    top_k: int
+    groups: int = 1
+    kept: int = 1
+
+    def reaches(self, nodes: int) -> float:
+        """The probability that some of a token's experts are on a node."""
+        here, group = self.experts // nodes, self.experts // self.groups
+        if self.groups % nodes and nodes % self.groups:  # nodes with parts of groups: as if groups were not limited
+            return 1 - _none_of(here, self.experts, self.top_k)
+        of_kept = self.kept * group
+        if nodes > self.groups:
+            return self.kept / self.groups * (1 - _none_of(here, of_kept, self.top_k))
+        own = self.groups // nodes  # groups of the node, of which the router keeps some
+        none = sum(
+            math.comb(own, some)
+            * math.comb(self.groups - own, self.kept - some)
+            * _none_of(some * group, of_kept, self.top_k)
+            for some in range(min(own, self.kept) + 1)
+        )
+        return 1 - none / math.comb(self.groups, self.kept)
+
+    def rows_between(self, nodes: int) -> tuple[float, float]:
+        """The rows of a token that go to other nodes in the mean: one for each choice, and one for each node."""
+        return self.top_k * (1 - 1 / nodes), (nodes - 1) * self.reaches(nodes)
+
+
+def _none_of(some: int, experts: int, top_k: int) -> float:
+    """The probability that none of `some` experts is among `top_k` of all."""
+    return math.comb(experts - some, top_k) / math.comb(experts, top_k)
+
+
+@dataclass(frozen=True)
+class TokenBytes:
+    """Bytes of a token that a layer of experts sends in forward and backward, to other nodes and within its own."""
+
+    between: float
+    within: float
+
+    def __str__(self) -> str:
+        return f"{format_bytes(self.between)} to other nodes and {format_bytes(self.within)} within its own"
+
+
+def token_bytes(
+    routing: EvenRouting, ep: int, inner: int, width: int, element_size: int
+) -> tuple[TokenBytes, TokenBytes]:
+    """The bytes of a token over `ep` processes, `inner` on a node: of the flat exchange, and of that by way of nodes."""
+    tokens, nodes, k = 1 << 20, ep // inner, routing.top_k
+
+    def rows(sent: Traffic, axis: str) -> float:
+        passes = (sent.forward, sent.backward)
+        return sum(one[kind, axis] for one in passes for kind in ("dispatch", "combine")) / tokens
+
+    each = [tokens * k // ep] * ep
+    flat = rows(expert_traffic(each, each, 0, routing.experts, width, element_size), "ep")
+    to_nodes, within = [int(tokens * routing.reaches(nodes))] * nodes, [tokens * k // inner] * inner
+    sent = node_traffic(NodeRows(to_nodes, to_nodes, within, within, 0, 0), routing.experts, width, k, element_size)
+    between = flat * (ep - inner) / (ep - 1)
+    return TokenBytes(between, flat - between), TokenBytes(rows(sent, "ep_outer"), rows(sent, "ep_inner"))
+
+
+NODE = 8  # devices of a node that are assumed where `parallel.ep_inner` does not tell
+
+
+def expert_lines(parallel: ParallelConfig, routing: EvenRouting, width: int, element_size: int) -> list[str]:
+    """A line on what a token sends to experts, by link, with and without `parallel.ep_inner`; none where experts are not spread."""
+    ep = parallel.ep
+    inner = parallel.ep_inner or max(n for n in range(1, NODE + 1) if ep % n == 0)
+    if ep == 1:
+        return []
+    head = f"experts over {ep} devices: for each layer, at even loads, a token sends"
+    if inner == ep:
+        (flat, _) = token_bytes(routing, ep, ep, width, element_size)
+        return [f"{head} {format_bytes(flat.within)} forward and backward, on one node of {ep}"]
+    nodes, ways = ep // inner, token_bytes(routing, ep, inner, width, element_size)
+    own, other = ways if parallel.ep_inner is None else ways[::-1]
+    way = f"with parallel.ep_inner={inner}" if parallel.ep_inner is None else "without parallel.ep_inner"
+    shorter = "this layout" if own.between <= other.between else "the other"
+    return [
+        f"{head} {own}, forward and backward, on {nodes} nodes of {inner}; {way} it would send {other}: between nodes {shorter} is shorter"
+    ]
 
 
 def gradient_traffic(shared_gradients: int, tp: int) -> Sent:

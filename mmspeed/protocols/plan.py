@@ -251,10 +251,10 @@ class ModelPlan:
         regions: parts of a block, by any name; the block as a whole is the region `block`.
         chunks: MLPs within a block.
         experts: modules of experts, by patterns, whose parameters are stacked by expert (dim 0) and whose forward takes (x_TE, weights_TK,
-            expert_TK) and returns each token's weighted sum, (T, E); expert parallelism leaves each process some of them. For each parameter
-            its dim of hidden units, along which `etp` splits it; without one for all of them, experts stay whole. A forward may take
-            `beside` too, a module whose output for x_TE is added: the module is called with (x_TE, between=...), and calls `between()` once,
-            after products that run while tokens travel and before those that run while outputs do.
+            expert_TK) and returns each token's weighted sum, (T, E); expert parallelism leaves each process some of them. A forward may
+            take `beside` too, a module whose output for x_TE is added: the module is called with (x_TE, between=...), and calls `between()`
+            once, after products that run while tokens travel and before those that run while outputs do. For each parameter the dim of
+            its hidden units, along which `etp` splits it; without one for all of them, experts stay whole.
         mlps: MLPs, and layers of them, that are in no region, by patterns; only adapters ask for them.
         cuts: names of blocks before which a pipeline may cut the model; None: before any.
         before, after: modules that run before the first and after the last block.

@@ -313,6 +313,10 @@ class Domain(Protocol):
         """(lines, warnings) for the start of a run."""
         ...
 
+    def exchange_lines(self) -> list[str]:
+        """Lines on what the layout sends, by shapes alone."""
+        ...
+
     # -- data -------------------------------------------------------------------------------------------------------------
 
     def data(self, place: RunPlace) -> Data:

@@ -56,8 +56,8 @@ def check_task(config: RunConfig, ranks: Sequence[int] | None = None, task: Task
     report = TaskReport([f"task {config.task}: run {config.name}, in {config.run_dir}"])
     with process_group(device):
         task = task or make_task(config)
-        group = config.parallel.group  # the fewest devices for the layout
-        place = RunPlace(device, world=group, dealt=group, folder=config.run_dir)
+        least = config.parallel.least_devices
+        place = RunPlace(device, world=least, dealt=least, folder=config.run_dir)
         task.domain.open(place)
         lines, warnings = task.domain.notes()
         report.lines_ += [*lines, *(f"warning: {warning}" for warning in warnings)]
@@ -147,7 +147,7 @@ def _report_ranks(report: TaskReport, config: RunConfig, task: Task, ranks: Sequ
     Returns the numbers that it allows.
     """
     worlds = []
-    for world in [devices_here(config.device.kind, config.parallel.group)] if ranks is None else ranks:
+    for world in [devices_here(config.device.kind, config.parallel.least_devices)] if ranks is None else ranks:
         try:
             config.parallel.check_world(world)
         except UserError as error:

@@ -122,6 +122,10 @@ class DomainDefaults(ABC):
         """Empty: no notes."""
         return [], []
 
+    def exchange_lines(self) -> list[str]:
+        """Empty: no notes."""
+        return []
+
     def longest_text(self) -> int | None:
         """None: there is no text beside an item."""
         return None

@@ -26,7 +26,7 @@ def run_lines(config: RunConfig, task: Task, works: Sequence[RunWork]) -> list[s
 
     The task is open, with data or without. Raises UserError as `plan_memory` for a memory budget.
     """
-    world, group = (works[0].world if works else config.parallel.group), config.parallel.group
+    world, group = (works[0].world if works else config.parallel.least_devices), config.parallel.group
     place = RunPlace(Device("cpu", 0), world=world, dealt=world, groups=max(1, world // group))
     step, plan, measured, unknown = task.domain.largest_micro_batch(place), None, None, ""
     with_swap = config.device.kind != "cpu"

@@ -30,7 +30,12 @@ RANK_PARTS = {
     "compute": "computing, s a step",
     "data": "waiting for data, s a step",
     "exchange": "waiting for exchanges, s a step",
+    "experts": "waiting at experts, s a step",
+    "attention": "waiting at attention, s a step",
+    "end": "waiting at the end, s a step",
 }
+LOADS = {"expert_load": "expert", "rank_load": "device"}  # of which a layer has a greatest load
+OVER_LAYERS = {"p50": 50, "p95": 95, "max": 100}
 Row = Mapping[str, Any]
 
 
@@ -54,6 +59,7 @@ def write_report(run: str | Path) -> Path:
         "quantiles": _quantile_figures(validations),
         "throughput": _throughput_figures(steps),
         "ranks": ranks_figures(steps),
+        "experts": experts_figures(steps),
         "memory": [] if memory is None else [report_figure(memory)],
         "attention": _attention_figures(steps),
     }
@@ -74,6 +80,8 @@ def write_report(run: str | Path) -> Path:
             for row in steps
             for one in row.get("slow_ranks", ())
         ],
+        loads=_last_loads(steps),
+        over_layers=list(OVER_LAYERS),
         memory=[] if memory is None else memory.lines(),
         samples=_samples(folder.samples),
         makes_videos=isinstance(config, Config),
@@ -279,19 +287,62 @@ def ranks_figures(steps: Sequence[Row]) -> list[Figure]:
     rows = [row for row in steps if row.get("ranks")]
     if not rows:
         return []
-    names = [name for name in RANK_PARTS if name in rows[-1]["ranks"]]
     count = len(rows[-1]["ranks"]["compute"])
     alike = [row for row in rows if len(row["ranks"]["compute"]) == count]  # since the last change of their number
+    columns = [{**row["ranks"], **row.get("waits", {})} for row in alike]
+    names = [name for name in RANK_PARTS if any(name in parts for parts in columns)]
     figures, axes = _figures([RANK_PARTS[name] for name in names], NARROW)
     for axis, name in zip(axes, names, strict=True):
         for rank in range(count):
-            line = [row["ranks"][name][rank] for row in alike]
+            line = [parts[name][rank] if name in parts else 0.0 for parts in columns]
             axis.plot([row["step"] for row in alike], line, ".-", markersize=3, label=f"rank {rank}")
         axis.set_xlabel("step")
         axis.set_ylim(bottom=0)
     if count <= MOST_NAMED:
         axes[0].legend(frameon=False, fontsize=7)
     return figures
+
+
+def _load_rows(steps: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows with loads of experts, and those with loads of devices."""
+    rows = {key: [row for row in steps if row.get(key)] for key in LOADS}
+    return {key: of for key, of in rows.items() if of}
+
+
+def _over_layers(load: Mapping[str, Any]) -> list[float]:
+    import numpy as np
+
+    return [float(value) for value in np.percentile(load["by_layer"], [*OVER_LAYERS.values()])]
+
+
+def experts_figures(steps: Sequence[Row]) -> list[Figure]:
+    """The greatest loads of experts and of devices, over the mean of their layer: over the steps, and by layer; none without experts."""
+    rows = _load_rows(steps)
+    if not rows:
+        return []
+    titles = [f"load of the hottest {LOADS[key]}, x mean" for key in rows]
+    figures, (*curves, layers) = _figures([*titles, "by layer, at the last step"], NARROW)
+    for axis, (key, of) in zip(curves, rows.items(), strict=True):
+        lines = zip(*(_over_layers(row[key]) for row in of), strict=True)
+        for name, line in zip(OVER_LAYERS, lines, strict=True):
+            axis.plot([row["step"] for row in of], line, ".-", markersize=3, label=name)
+        axis.set_xlabel("step")
+        last = of[-1][key]["by_layer"]
+        layers.plot(range(1, len(last) + 1), last, ".-", markersize=5, label=LOADS[key])
+    layers.set_xlabel("layer with experts")
+    layers.xaxis.get_major_locator().set_params(integer=True)
+    for axis in (*curves, layers):
+        axis.legend(frameon=False, fontsize=7)
+    return figures
+
+
+def _last_loads(steps: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Lines of a table: the greatest load of an expert, and of a device, over layers, and the layer with the worst."""
+    lasts = [(LOADS[key], of[-1]["step"], of[-1][key]) for key, of in _load_rows(steps).items()]
+    return [
+        (f"hottest {name}, step {step}", *(f"{value:.2f}" for value in _over_layers(load)), load["worst"])
+        for name, step, load in lasts
+    ]
 
 
 def _attention_figures(steps: Sequence[Row]) -> list[Figure]:

@@ -34,7 +34,7 @@ class RunCallbacks:
         self.memory = OomAdvisor(config, device, run.place.folder, parts.model, parts.optimizer, parts.ema)
         self.bar = ProgressLine("train", train.steps, "step", start=run.step)
         self.means = StepMeans(comm.all_reduce_sum, train.log_every, several=len(parts.learners) > 1)
-        self.times = run.watch.times(parts.models, run.data, device)
+        self.times = run.watch.times(parts.models, run.data, device, layout.ledger)
         self.request: Request = "none"  # to save or to stop, as of the last step
         sparsity = [one for role in parts.roles for one in Sparsity.of(parts.models[role], comm.all_reduce_sum, role)]
         self.all: list[BaseCallback] = [
@@ -46,6 +46,7 @@ class RunCallbacks:
             self.memory,
             self.means,
             StepCounts(parts.models, layout.experts.size),
+            *run.balances,
             *([SentBytes(layout.ledger)] if layout.size > 1 or layout.experts.size > 1 else []),
             TelemetryCallback(telemetry, run.task, run.data, sparsity),
             events,

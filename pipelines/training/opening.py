@@ -9,22 +9,27 @@ import torch.distributed as dist
 from torch import nn
 
 from mmspeed import comm
+from mmspeed.axes import AxisName
 from mmspeed.config import Config, RunConfig
 from mmspeed.config.leaves import flat
 from mmspeed.config.training import TrainConfig
 from mmspeed.device import Device, parse_dtype, pick
 from mmspeed.log import Working, get_logger
+from mmspeed.loop.expert_balance import ExpertBalance, Prices
 from mmspeed.loop.optimizers.learning_rate import learning_rate
 from mmspeed.loop.optimizers.make_optimizer import muon_share
 from mmspeed.loop.watch.run_watch import RunWatch
 from mmspeed.loop.watch.watchdog import longest_wait
 from mmspeed.mesh import process_group
 from mmspeed.models.sections import size_of
+from mmspeed.moe.balance import in_rows
 from mmspeed.parallel import unwrap
+from mmspeed.parallel.experts import spread_modules
 from mmspeed.pipelines.run.agreement import WeightsAgreement, require_agreement, run_facts
 from mmspeed.pipelines.run.assembly import Assembly, Placement, assemble, base_files, place
 from mmspeed.pipelines.run.run_folder import RunFolder
 from mmspeed.pipelines.tasks import Task
+from mmspeed.pipelines.training.run_state import Run
 from mmspeed.pipelines.tuning.memory_search import policies_under_budget
 from mmspeed.protocols import Data, RunPlace
 from mmspeed.rendezvous import restarts
@@ -33,6 +38,7 @@ log = get_logger("train")
 
 # seconds that a restarted run waits for the folder, which a rank of the last attempt may still hold
 LOCK_PATIENCE = 60.0
+EXPERTS_UTILISATION = 0.4  # of a device's peak, in products of experts
 
 
 @contextmanager
@@ -98,6 +104,38 @@ def peak_of(config: RunConfig, device: Device) -> tuple[float, str]:
         dtype = parse_dtype(config.device.dtype)
         flops, source = comm.broadcast_object(list(device.peak_flops(dtype)) if dist.get_rank() == 0 else None)
         return flops, source
+
+
+def balances_of(config: RunConfig, run: Run, peak: float) -> list[ExpertBalance]:
+    """What levels the loads of experts of each role that has them over devices, as `parallel.balance` says. peak: FLOP/s of a device."""
+    settings, mesh, layout = config.parallel.balance, run.placement.mesh, run.placement.layout
+    balances = []
+    for role, optimizer in run.parts.optimizers.items() if settings.on else ():
+        model, ema = run.parts.models[role], run.parts.averages.get(role)
+        spread = spread_modules(unwrap(model))
+        if not spread:
+            continue
+        numbers = max(sum(p[0].numel() for p in module.parameters(recurse=False)) for module in spread)  # of an expert
+        row_seconds = 3 * 2 * numbers / (EXPERTS_UTILISATION * peak)
+        moved = 4 * numbers * (3 if ema is None else 4)  # weights, two moments, the average
+        lent = 2 * parse_dtype(config.device.dtype).itemsize * numbers  # weights there, gradients back
+        rate = settings.gigabytes_per_second * 1e9
+        shares = mesh.size(AxisName.EDP) * mesh.size(AxisName.ETP)  # processes that each send a part of what moves
+        prices = Prices(in_rows(moved // shares, rate, row_seconds), in_rows(lent, rate, row_seconds))
+        balances.append(
+            ExpertBalance(
+                model,
+                role,
+                optimizer,
+                ema,
+                layout.experts,
+                every=settings.migrate_every,
+                copies=settings.copies,
+                nodes=1 if layout.nodes is None else layout.nodes[0].size,
+                prices=prices,
+            )
+        )
+    return balances
 
 
 def tell(where: RunPlace, line: str | None) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmspeed.log import format_seconds
+from mmspeed.loop.expert_balance import ExpertBalance
 from mmspeed.loop.guard import Guard
 from mmspeed.loop.watch.run_watch import RunWatch
 from mmspeed.pipelines.run.assembly import Assembly, Placement
@@ -30,6 +33,15 @@ class Run:
     guard: Guard
     watch: RunWatch
     step: int = 0  # of the next step
+    balances: Sequence[ExpertBalance] = ()  # of the roles with experts over devices
+
+    @contextmanager
+    def experts_at_home(self) -> Iterator[None]:
+        """Have the experts of all roles in their order inside, as files know them."""
+        with ExitStack() as stack:
+            for balance in self.balances:
+                stack.enter_context(balance.at_home())
+            yield
 
 
 @dataclass(frozen=True)

@@ -149,6 +149,8 @@ class SavedStates:
         Raises DamagedCheckpointError on all ranks; the state may then be a part of it.
         """
         run.parts.wake()
+        for balance in run.balances:
+            balance.go_home()
         config, where, state = self.config, run.place, run.parts.state()
         run.manager.check(path)
         own = path.parent == self.folder.checkpoints
@@ -236,7 +238,8 @@ class SavedStates:
         }
         run.parts.wake()
         blocking = blocking or not self.config.checkpoint.asynchronous
-        stall = run.manager.save(run.step, run.parts.state(meta), blocking=blocking)
+        with run.experts_at_home():
+            stall = run.manager.save(run.step, run.parts.state(meta), blocking=blocking)
         row = {"kind": "checkpoint", "step": run.step, "wait_seconds": stall.waited, "copy_seconds": stall.copied}
         if run.manager.local is not None:
             row["local_failures"] = run.manager.local.failures

@@ -96,6 +96,7 @@ class TrainPipeline:
             watch.begin(run.step)
             # 3. the steps
             peak = opening.peak_of(config, device)
+            run.balances = opening.balances_of(config, run, peak[0])
             try:
                 stopped, loss, asked = self._train_on(run, peak)
             finally:

@@ -130,7 +130,7 @@ class BaseChooser:
         plan = self._plans.get(dtype)
         if plan is None:
             plan = self._plans[dtype] = plan_memory(config, task=self._opened(config))
-        figures = spread(plan.alone, config, config.parallel.group)
+        figures = spread(plan.alone, config, config.parallel.least_devices)
         return replace(plan, figures=replace(figures, keep_last=figures.keep_last and self.models == 1))
 
     def _chosen(self, figures: StepFigures, budget: int, host: int) -> tuple[list[int] | None, int]:

@@ -1,14 +1,15 @@
 """Estimates of a step's memory, and of the choice under a budget, from shapes alone: no device, no weights, no computation.
 
 Bytes are those of all tensors of a step, counted on torch's fake tensors, without the workspaces of operations. Time is that of the
-roofline model. A layout over several devices is estimated by division.
+roofline model. A layout over several devices is estimated by division, but for experts over devices (`expert_outline`), which are counted
+as one process computes them, with even loads.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from mmspeed.axes import mesh_table
 from mmspeed.config import RunConfig
 from mmspeed.config.memory import parse_bytes
 from mmspeed.device import Device, parse_dtype, pick
@@ -31,8 +33,10 @@ from mmspeed.memory.planning.knapsack import Option
 from mmspeed.memory.planning.measure import FakeTensorProfiler
 from mmspeed.memory.planning.options import StepFigures, kinds_of, runs_of, static_bytes, words_of
 from mmspeed.parallel import autocast, make_half
+from mmspeed.parallel.experts import spread_modules
 from mmspeed.pipelines.tasks import Task, make_task
-from mmspeed.pipelines.tuning.memory_measure import BlockProfiler, key_of, step_figures
+from mmspeed.pipelines.tuning.expert_outline import outline_experts
+from mmspeed.pipelines.tuning.memory_measure import BlockProfiler, key_of, step_figures, weights_of
 from mmspeed.pipelines.tuning.memory_search import budget_bytes
 from mmspeed.pipelines.tuning.synthetic_step import learning_model
 from mmspeed.protocols import MicroBatchSize, RunPlace, blocks_of, shape_words
@@ -58,7 +62,10 @@ class DeviceSpeeds:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """A step's memory, and the choice under a budget where there is one. `alone`: the figures of a device that computes all by itself."""
+    """A step's memory, and the choice under a budget where there is one.
+
+    alone: the figures of a device that computes all by itself, with the experts of one process. experts: devices that share them.
+    """
 
     step: MicroBatchSize
     figures: StepFigures
@@ -66,6 +73,7 @@ class MemoryPlan:
     speeds: DeviceSpeeds
     budget: int | None
     chosen: list[int] | None  # None: no budget, or nothing fits
+    experts: int = 1
 
     def lines(self) -> list[str]:
         """The plan as a table for a terminal."""
@@ -78,6 +86,10 @@ class MemoryPlan:
             f"average {format_bytes(static.between)}, gradients {format_bytes(static.gradients)}, activations about "
             f"{format_bytes(max(0, activations))})" + (f"; least {format_bytes(figures.least())}" if others else "")
         ]
+        if self.experts > 1:
+            lines.append(
+                f"  experts over {self.experts} devices: counted with even loads, so that as many rows come to each device as it sends"
+            )
         if self.budget is None:
             return lines
         if self.chosen is None:
@@ -141,16 +153,18 @@ def plan_memory(
         budget: None: the config's, which may be none; a fraction is one of this machine's device.
         options: whether the ways of blocks are compared; False: a config without a budget has its own policies alone, which takes a tenth
             of the time.
-        world: None: as many devices as compute one item together.
+        world: None: the fewest devices of the layout.
 
-    Raises UserError for a shape class that does not fit the model, for `memory.mlp_chunk` beside options, for a model that computes by
+    Raises UserError for devices that experts do not divide, a shape class that does not fit the model, for `memory.mlp_chunk` beside options, for a model that computes by
     values, and as `Domain.open_without_data`.
     """
     options = options or budget is not None or config.memory.chooses
     if options and config.memory.mlp_chunk is not None:
         raise UserError("a plan chooses the computation of MLPs, and memory.mlp_chunk sets it: leave mlp_chunk out")
     parallel, speeds = config.parallel, speeds or DeviceSpeeds()
-    world = world or parallel.group
+    world = world or parallel.least_devices
+    if parallel.ep * parallel.etp > 1:
+        mesh_table(world, parallel.axis_sizes())
     if task is None:
         task = make_task(config)
         task.domain.open_without_data()
@@ -161,7 +175,8 @@ def plan_memory(
     figures = spread(alone, config, world)
     if budget is None and config.memory.chooses:
         budget = budget_bytes(config.memory, pick(config.device.kind))
-    return MemoryPlan(step, figures, alone, speeds, budget, None if budget is None else figures.choose(budget))
+    chosen = None if budget is None else figures.choose(budget)
+    return MemoryPlan(step, figures, alone, speeds, budget, chosen, parallel.ep * parallel.etp)
 
 
 def shape_figures(
@@ -172,7 +187,9 @@ def shape_figures(
     with_swap: bool = True,
     options: bool = True,
 ) -> StepFigures:
-    """The figures of a step on one device that computes all of it. `options`: those of all ways of blocks; False: of the config's alone.
+    """The figures of a step on one device that computes all of it, with the experts of one process of `parallel.ep` x `etp`.
+
+    `options`: those of all ways of blocks; False: of the config's alone.
 
     Raises UserError for a model that computes by the values of tensors, which shapes do not tell.
     """
@@ -183,6 +200,7 @@ def shape_figures(
     kinds, members = kinds_of([key_of(block) for _, block in blocks_of(model)])
     wanted = sorted({blocks[0] for blocks in members} | set(single_blocks(bare)))
     keep_blocks(bare, wanted)
+    outline_experts(bare, config.parallel)
     policies = {name: way for name, way in memory.activation_policy.items() if way != "save"}
     given = None if options else cast(ActivationPolicies, policies)
     if memory.mlp_chunk is not None:
@@ -207,6 +225,7 @@ def shape_figures(
             most=FEW_OPTIONS,
             swap_seconds=speeds.swap_seconds,
             given=given,
+            greatest=list,  # shapes are the same on all processes
         )
         figures = step_figures(
             bench,
@@ -222,7 +241,15 @@ def shape_figures(
             gradients_stay=step.accumulates or config.parallel.strategy == "ddp",
             keep_last=memory.keep_last and options,
         )
-    return replace(figures, head_widths=gauge.head_widths)
+    outlined = [sum_of(weights_of(module) for module in spread_modules(block)) for _, block in blocks_of(bare)]
+    experts = [outlined[wanted.index(blocks[0])] for blocks in members]
+    return replace(figures, head_widths=gauge.head_widths, experts=tuple(experts[kind] for kind in kinds))
+
+
+def sum_of(weights: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """The sum of pairs as of `weights_of`."""
+    numbers, frozen = map(sum, zip((0, 0), *weights, strict=True))
+    return numbers, frozen
 
 
 @contextmanager
@@ -246,37 +273,47 @@ def _kind(config: RunConfig) -> str:
 
 
 def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
-    """The figures of one of `world` devices, by division: activations over devices that compute a video together, weights over shards."""
+    """The figures of one of `world` devices, by division: activations over devices that compute a video together, weights over shards.
+
+    Experts of one process are sharded, and gathered, over the devices that hold the same ones.
+    """
     parallel, memory = config.parallel, config.memory
     sharded = parallel.strategy == "fsdp" or (parallel.strategy == "auto" and world > 1)
     shards = (
         max(1, world // parallel.replicas) if sharded else 1
     )  # over the devices of a video too; tensor-parallel parts are parts of shards
-    group = parallel.group
+    group, same = parallel.group, max(1, shards // (parallel.ep * parallel.etp))
     if group == shards == 1:
         return _swapped(figures) if config.host_base else figures
 
     def part(count: float, parts: int) -> int:
         return -int(-count // parts)
 
+    def held(count: float, of_experts: int) -> int:
+        return part(count - of_experts, shards) + part(of_experts, same)
+
     def option(one: Option) -> Option:
         kept_, forward, backward, host = (part(n, group) for n in (one.kept, one.forward, one.backward, one.host))
         return Option(kept_, forward, backward, host, one.seconds / group, one.ways)
 
     numbers = figures.static.parameters // (4 if memory.master == "parameters" else 2)
+    experts = figures.experts or ((0, 0),) * len(figures.kinds)
+    of_experts, frozen_experts = sum_of(experts)
     static = static_bytes(
-        part(numbers, shards),
+        held(numbers, of_experts),
         memory,
         average=figures.static.average > 0,
         optimizer=config.train.optimizer,
-        frozen=part(figures.static.frozen, shards),
+        frozen=held(figures.static.frozen, frozen_experts),
     )
     if not (memory.tiered or by_lists(config.train.optimizer, _kind(config))):
-        static = replace(static, update=part(figures.static.update, shards))
+        static = replace(static, update=part(figures.static.update, same if of_experts else shards))
+    blocks = list(zip(figures.gradients, figures.frozen, experts, strict=True))
     gathered = 0
     if sharded:  # the weights of the block that computes, and of the next one
         width = parse_dtype(config.device.dtype).itemsize
-        gathered = 2 * max(figures.gradients) // 4 * width // parallel.together(split=False)
+        gathered = 2 * max(own // 4 - trained for own, _, (trained, _) in blocks) * width // parallel.together(False)
+        gathered += 2 * max(trained for trained, _ in experts) * width
         gathered += 2 * max(figures.frozen)  # never more bytes than they are kept in
     spread_ = replace(
         figures,
@@ -285,8 +322,8 @@ def spread(figures: StepFigures, config: RunConfig, world: int) -> StepFigures:
         tail=part(figures.tail, group),
         carried=part(figures.carried, group),
         options=tuple(tuple(map(option, options)) for options in figures.options),
-        gradients=tuple(part(own, shards) for own in figures.gradients),
-        frozen=tuple(part(own, shards) for own in figures.frozen),
+        gradients=tuple(held(own, 4 * trained) for own, _, (trained, _) in blocks),
+        frozen=tuple(held(own, frozen) for _, own, (_, frozen) in blocks),
         plain_seconds=tuple(seconds / group for seconds in figures.plain_seconds),
     )
     return _swapped(spread_, gathered > 0) if config.host_base else spread_

@@ -216,6 +216,7 @@ class BlockProfiler:
     # (bytes, seconds of a block) -> seconds that offloading these bytes adds, where that is not measured
     swap_seconds: Callable[[int, float], float] | None = None
     given: ActivationPolicies | None = None  # the only option of every block, where nothing is chosen
+    greatest: Callable[[list[float]], list[float]] = comm.all_reduce_max  # of figures that processes measure apart
 
     def tell(self, calls: Sequence[BlockCall], ways: Any) -> None:
         """Set the ways of blocks."""
@@ -241,7 +242,7 @@ class BlockProfiler:
         host = self.offloader.pool.used - before
         _, backward = self.gauge.section(lambda: torch.autograd.backward(list(_emptied(left))))
         call.clear()
-        bytes_ = comm.all_reduce_max([float(kept), float(max(0, peak - kept)), float(max(0, backward)), float(host)])
+        bytes_ = self.greatest([float(kept), float(max(0, peak - kept)), float(max(0, backward)), float(host)])
         kept, forward_, backward, host = map(int, bytes_)
         # while a block runs, the tensors that the block before it offloads leave in forward and come back in backward
         return Option(kept, forward_ + host, backward + host, host, ways=ways)
@@ -267,7 +268,7 @@ class BlockProfiler:
         works: list[tuple[Work, Work]] = [(partial(prepare, each), work) for each in ways]
         times = self.gauge.seconds(works, ROUNDS)
         prepare({})
-        return comm.all_reduce_max([seconds / len(chain) for seconds in times])
+        return self.greatest([seconds / len(chain) for seconds in times])
 
     def options(self, chain: Sequence[BlockCall]) -> tuple[list[Option], float]:
         """The options of a kind of block, the first of which saves everything, and the seconds of that one.
@@ -330,7 +331,7 @@ class BlockProfiler:
                 _, backward = self.gauge.section(lambda: tensors.pop("loss").backward())
                 tensors.clear()
         model.zero_grad(set_to_none=True)
-        largest = comm.all_reduce_max([float(kept), float(max(0, peak - kept)), float(max(0, backward))])
+        largest = self.greatest([float(kept), float(max(0, peak - kept)), float(max(0, backward))])
         return int(largest[0]), int(max(largest[1:]))
 
 
@@ -401,7 +402,7 @@ def step_figures(
     )
     # shards of one parameter may be of unequal size, and processes whose figures differ would choose apart
     largest, count = max(map(numbers_of, _trained(model))), len(each)
-    figures = comm.all_reduce_max([numbers, frozen, largest, carried, *each, *frozen_each])
+    figures = bench.greatest([numbers, frozen, largest, carried, *each, *frozen_each])
     numbers, frozen, largest, carried, *each = map(int, figures)
     each, frozen_each = each[:count], each[count:]
     stay, keep_last = settings.pop("gradients_stay"), settings.pop("keep_last")

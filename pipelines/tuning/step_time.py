@@ -64,6 +64,8 @@ def measure_step(config: RunConfig, task: Task, step: MicroBatchSize, plan: Memo
     limit = min(memory_limit(device, None), device.free_memory_bytes())
     if plan is not None:
         wanted = plan.alone.plain_peak() * len(models)
+        if plan.experts > 1:  # those of other processes too
+            wanted += STATE * sum(p.numel() for model in models.values() for p in model.parameters())
     else:  # an accelerator whose memory runs out says so, and harms nobody
         wanted = STATE * sum(p.numel() for model in models.values() for p in model.parameters())
         wanted += int(KEPT * cost * step.items) if device.kind == "cpu" else 0

@@ -13,11 +13,15 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from mmspeed.config import Config
+from mmspeed.config import Config, make_config
+from mmspeed.config.language import LanguageConfig
+from mmspeed.memory.planning.peak import peak_bytes
+from mmspeed.pipelines.tasks import Task, make_task
 from mmspeed.pipelines.tuning.memory_estimate import plan_memory
+from mmspeed.pipelines.tuning.memory_search import MEMORY_NAME, policies_under_budget
 from mmspeed.pipelines.tuning.synthetic_step import SyntheticStep
 from mmspeed.preprocess import CacheBuilder
-from mmspeed.protocols import MicroBatchSize
+from mmspeed.protocols import MicroBatchSize, RunPlace
 from tests.support.runs import losses, small_config
 from tests.support.spawn import run_ranks
 from tests.unit.pipelines.test_memory_choice import CPU, config_of, task_of
@@ -37,7 +41,7 @@ def train(folder: str, overrides: tuple[str, ...]) -> Any:
     from mmspeed.pipelines.tasks import as_task
     from mmspeed.pipelines.tuning.memory_search import MEMORY_NAME
     from mmspeed.pipelines.tuning.synthetic_step import learning_model
-    from mmspeed.protocols import Models, RunPlace
+    from mmspeed.protocols import Models
     from tests.support.memory_counts import policies_of
 
     class KeepsModels(VideoDomain):
@@ -128,3 +132,91 @@ def test_a_plan_counts_shards_and_gathers_as_they_are(tmp_path: Path) -> None:
     [(of_a_block, times), *_] = Counter(sizes).most_common()
     assert times == 2 * len(plan.figures.kinds)  # in forward and in backward
     assert plan.figures.ends - plan.alone.ends == pytest.approx(2 * of_a_block, rel=0.01)
+
+
+SIZES = {"hidden_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512}
+
+
+def with_experts(folder: str, overrides: tuple[str, ...]) -> LanguageConfig:
+    """A decoder whose experts are the largest part of its weights."""
+    tree: dict[str, Any] = {"task": "language", "name": "experts", "output": folder, "device": {"kind": "cpu"}}
+    tree |= {"texts": {"sources": [{"path": "none.txt"}], "cache": "none"}, "sequence_length": 256}
+    tree |= {"model": {"shape": "tiny-qwen3-30b-a3b", **SIZES}, "train": {"batch_size": 8, "ema_decay": None}}
+    config = make_config(tree, ("parallel.strategy=fsdp", *overrides), origin="test")
+    assert isinstance(config, LanguageConfig)
+    return config
+
+
+def opened(config: LanguageConfig) -> Task:
+    task = make_task(config)
+    task.domain.open_without_data()
+    return task
+
+
+def planned_and_measured(folder: str, cases: list[tuple[str, ...]]) -> list[dict[str, int]]:
+    """For each case, bytes of this process between steps and at the peak, planned and measured."""
+    rows = []
+    for overrides in cases:
+        config = with_experts(folder, overrides)
+        plan = plan_memory(config, task=opened(config), world=dist.get_world_size(), options=False)
+        trial = SyntheticStep(config, opened(config), CPU)
+        trial.run(plan.step.shape, plan.step.items)
+        peak = peak_bytes(CPU, trial.state_bytes, partial(trial.run, plan.step.shape, plan.step.items))
+        between = plan.figures.static.between
+        row = {
+            "planned": plan.figures.plain_peak(),
+            "peak": peak,
+            "between": trial.state_bytes,
+            "planned_between": between,
+        }
+        rows.append(row)
+    return rows
+
+
+AGAIN = "memory.activation_policy={block: recompute}"
+OF_FOUR = [
+    ("parallel.ep=2",),
+    ("parallel.ep=2", "parallel.dp_replicate=2"),
+    ("parallel.ep=4", AGAIN),
+    ("parallel.ep=4", AGAIN, "memory.exchange_again=true"),
+    ("parallel.ep=4", "parallel.ep_inner=2"),
+    ("parallel.ep=2", "parallel.etp=2"),
+    ("parallel.ep=4", "parallel.tp=2"),
+    ("parallel.ep=4", "device.dtype=bfloat16", AGAIN),
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [(2, [("parallel.ep=2",)]), pytest.param(4, OF_FOUR, marks=pytest.mark.slow)],
+)
+def test_a_plan_knows_experts_over_devices(tmp_path: Path, world: int, cases: list[tuple[str, ...]]) -> None:
+    """Each process holds and gathers its own experts alone; of the peaks the mean, since loads are planned to be even."""
+    by_rank = run_ranks(planned_and_measured, world, str(tmp_path), cases)
+    for case, rows in zip(cases, zip(*by_rank, strict=True), strict=True):
+        assert rows[0]["planned_between"] == pytest.approx(rows[0]["between"], rel=0.01), case
+        assert len({row["planned"] for row in rows}) == 1
+        tolerance = 0.1 if "device.dtype=bfloat16" not in case else 0.2
+        assert rows[0]["planned"] == pytest.approx(sum(row["peak"] for row in rows) / world, rel=tolerance), case
+
+
+def under_budget(folder: str, share: float) -> dict[str, Any]:
+    """What a budget between the least and the plain peak chose, with experts on two processes."""
+    config = with_experts(folder, ("parallel.ep=2",))
+    place = RunPlace(CPU, rank=dist.get_rank(), world=2, dealt=2, groups=2)
+    plan = plan_memory(config, task=opened(config), world=2)
+    least, plain = plan.figures.least(), plan.figures.plain_peak()
+    budget = f"memory.budget={int(least + share * (plain - least))}"
+    config = with_experts(folder, ("parallel.ep=2", budget, f"name=share-{share}"))
+    policies = policies_under_budget(config, opened(config), place)
+    written = json.loads((config.run_dir / MEMORY_NAME).read_text())
+    return {"policies": policies, "planned": plain, **written}
+
+
+@pytest.mark.slow
+def test_a_budget_knows_experts_over_devices(tmp_path: Path) -> None:
+    first, second = run_ranks(under_budget, 2, str(tmp_path), 0.6)
+    assert first["policies"] == second["policies"] == first["blocks"] and any(first["policies"])
+    assert first["measured"]["peak_bytes"] <= first["budget_bytes"]
+    assert first["expected"]["peak_bytes"] == pytest.approx(first["measured"]["peak_bytes"], rel=0.2)
+    assert first["plain"]["expected_peak_bytes"] == pytest.approx(first["planned"], rel=0.2)

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.utils import counters
 from transformers.distributed.expert_parallel import AllToAllEP
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -30,20 +31,24 @@ from tests.support.spawn import run_ranks
 
 WIDTH, EXPERTS = 16, 8
 RECOMPUTED = BlockPolicies.everywhere({"block": "recompute"})
-CASES: dict[str, tuple[int, BlockPolicies | None]] = {
-    "ep 2 x edp 2": (2, None),
-    "ep of four, recomputed": (4, RECOMPUTED),
+CASES: dict[str, tuple[ParallelConfig, BlockPolicies | None, bool]] = {
+    "ep 2 x edp 2": (ParallelConfig(ep=2), None, False),
+    "ep of four, recomputed": (ParallelConfig(ep=4), RECOMPUTED, False),
+    "compiled": (ParallelConfig(ep=4, ep_inner=2), None, True),
+    "compiled, recomputed": (ParallelConfig(ep=2), RECOMPUTED, True),
 }
 
 
-def step_of(ep: int, keeping: BlockPolicies | None, meshes: Meshes) -> dict[str, Any]:
+def step_of(parallel: ParallelConfig, keeping: BlockPolicies | None, compiled: bool, meshes: Meshes) -> dict[str, Any]:
     """A step on documents of each process's own, of one token on one of them, beside all of them on one process."""
-    mesh, layout = meshes.of(ParallelConfig(ep=ep))
+    mesh, layout = meshes.of(parallel)
     alone, world = TokenModel(), dist.get_world_size()
     parts = [tokens_of(1, 2 + 5 * rank) for rank in range(world)]
     for part in parts:
         loss_of(alone, part).backward()
-    model = parallelize(TokenModel(), mesh, "fsdp", layout=layout, keeping=keeping)
+    torch._dynamo.reset()
+    counters.clear()
+    model = parallelize(TokenModel(), mesh, "fsdp", layout=layout, keeping=keeping, compile=compiled and "eager")
     before = layout.ledger.copy()
     reads, plain = list[None](), torch.Tensor.tolist
     with patch.object(torch.Tensor, "tolist", lambda tensor: reads.append(None) or plain(tensor)):
@@ -54,7 +59,7 @@ def step_of(ep: int, keeping: BlockPolicies | None, meshes: Meshes) -> dict[str,
     )
     held = {name: tuple(p.to_local().shape) for name, p in model.named_parameters() if "experts" in name}  # type: ignore[attr-defined]
     calls = {kind: n for (kind, _), n in layout.ledger.since(before).calls.items()}
-    return {"gradient": error, "name": name, "missing": alone.state_dict().keys() - grads.keys(), "held": held, "calls": calls, "reads": len(reads)}  # fmt: skip
+    return {"gradient": error, "name": name, "missing": alone.state_dict().keys() - grads.keys(), "held": held, "calls": calls, "reads": len(reads), "breaks": sum(counters["graph_break"].values()), "graphs": counters["stats"]["unique_graphs"]}  # fmt: skip
 
 
 class Layer(nn.Module):
@@ -138,6 +143,9 @@ def test_experts_of_any_model_over_four_processes() -> None:
     results = run_ranks(computed, 4)
     for name in CASES:
         assert results[0][name]["gradient"] <= 1e-5 and not results[0][name]["missing"], results[0][name]
+        # a layer's exchanges, of counts, there and back, are one break of a graph; a recomputation has graphs of its own
+        graphs = {"compiled": (1, 2), "compiled, recomputed": (2, 4)}.get(name, (0, 0))
+        assert (results[0][name]["breaks"], results[0][name]["graphs"]) == graphs
     for rank in results:
         assert rank["transformers"] <= 1e-5
         assert rank["ep 2 x edp 2"]["held"]["blocks.0.experts.weight"] == (2, 8, 16)

@@ -5,103 +5,58 @@ Used by `tests/ranks/test_language_cover.py`; one spawn of ranks computes many c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
-from mmspeed import replay
+from mmspeed import replay, rng
 from mmspeed.comm import Axis, even_sizes
 from mmspeed.config.language import LanguageConfig
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.data import SampleUse
 from mmspeed.data.sampling.pack_order import PackLength, PackSample
 from mmspeed.loop.step import train_step
-from mmspeed.memory import BlockPolicies
-from mmspeed.models.language.config import Balance, DecoderSettings
+from mmspeed.models.language.config import DecoderSettings
 from mmspeed.models.language.decoder import Decoder
-from mmspeed.models.language.experts import Router
+from mmspeed.models.language.experts import BiasedRouter, Router
 from mmspeed.models.language.shapes import SHAPES, tiny_twin
 from mmspeed.parallel import TokenLayout, parallelize, uncrossed, unwrap
 from mmspeed.parallel.document_shares import share_documents
+from mmspeed.parallel.experts import spread_modules
 from mmspeed.pipelines.domains.language.data import PackCollate, targets_of
 from mmspeed.pipelines.domains.language.domain import LanguageDomain
 from mmspeed.pipelines.tasks import Task, as_task
-from mmspeed.plan.traffic import NodeRows, RankCoordinates, Traffic, expert_traffic, node_traffic
+from mmspeed.plan.traffic import NodeRows, RankCoordinates, Traffic, expert_traffic, hidden_traffic, node_traffic
 from mmspeed.protocols import Batch
 from tests.support.covers import Combination
 from tests.support.decoder_traffic import DecoderWorkload, PackedWorkload, decoder_traffic, packed_traffic
+from tests.support.language_combinations import EXPERTS, KEY_HEADS, PACKS, WAYS
 from tests.support.memory_ways import keeping_of
 from tests.support.sequence_steps import Groups, Still, whole
 
-LENGTH = 31  # of a pack, which no group divides
-# lengths of the documents of four packs; the rest of a pack is padding
-PACKS: dict[str, tuple[tuple[int, ...], ...]] = {
-    "odd": ((7, 13, 11), (5, 9, 17), (3, 19, 8), (23, 6)),
-    "one token": ((1, 17, 2, 9), (1, 1, 29), (30, 1), (1,)),
-    "whole": ((LENGTH,),) * 4,
-    "many": ((2,) * 15 + (1,), (1,) * LENGTH, (3,) * 10, (5, 4, 3, 2, 1, 6, 7)),
+ALONE = {
+    "world": "1",
+    "tp": "1",
+    "ulysses": "1",
+    "ring": "1",
+    "data": "shards",
+    "ep": "1",
+    "inner": "none",
+    "etp": "1",
+    "edp": "1",
 }
-# processes that share a pack and those with other packs: (tp, ulysses, ring, replicas, strategy, ep, ep_inner)
-LAYOUTS: dict[int, dict[str, tuple[int, int, int, int, str, int, int | None]]] = {
-    1: {"one process": (1, 1, 1, 1, "none", 1, None)},
-    2: {
-        "fsdp": (1, 1, 1, 1, "fsdp", 1, None),
-        "replicas": (1, 1, 1, 2, "ddp", 1, None),
-        "tp": (2, 1, 1, 1, "fsdp", 1, None),
-        "ulysses": (1, 2, 1, 1, "fsdp", 1, None),
-        "ring": (1, 1, 2, 1, "fsdp", 1, None),
-        "ep": (1, 1, 1, 1, "fsdp", 2, None),
-        "ep over tp": (2, 1, 1, 1, "fsdp", 2, None),
-        "ep over ulysses": (1, 2, 1, 1, "fsdp", 2, None),
-        "ep over ring": (1, 1, 2, 1, "fsdp", 2, None),
-    },
-    4: {
-        "fsdp x tp": (2, 1, 1, 1, "fsdp", 1, None),
-        "fsdp x ulysses": (1, 2, 1, 1, "fsdp", 1, None),
-        "fsdp x ring": (1, 1, 2, 1, "fsdp", 1, None),
-        "replicas x fsdp": (1, 1, 1, 2, "fsdp", 1, None),
-        "replicas x tp": (2, 1, 1, 2, "fsdp", 1, None),
-        "replicas x ulysses": (1, 2, 1, 2, "fsdp", 1, None),
-        "replicas x ring": (1, 1, 2, 2, "ddp", 1, None),
-        "tp x ulysses": (2, 2, 1, 1, "fsdp", 1, None),
-        "tp x ring": (2, 1, 2, 1, "fsdp", 1, None),
-        "ulysses x ring": (1, 2, 2, 1, "fsdp", 1, None),
-        "ulysses of four": (1, 4, 1, 1, "fsdp", 1, None),
-        "ring of four": (1, 1, 4, 1, "fsdp", 1, None),
-        "ep of four": (1, 1, 1, 1, "fsdp", 4, None),
-        "ep of two nodes": (1, 1, 1, 1, "fsdp", 4, 2),
-        "ep of two nodes over tp": (2, 1, 1, 1, "fsdp", 4, 2),
-        "ep of nodes of one": (1, 1, 1, 1, "fsdp", 4, 1),
-        "replicas x ep of a node": (1, 1, 1, 2, "fsdp", 2, 2),
-        "edp x ep": (1, 1, 1, 1, "fsdp", 2, None),
-        "replicas x ep": (1, 1, 1, 2, "fsdp", 2, None),
-        "fsdp x tp, ep of four": (2, 1, 1, 1, "fsdp", 4, None),
-        "fsdp x ulysses, edp x ep": (1, 2, 1, 1, "fsdp", 2, None),
-        "tp x ring, ep of four": (2, 1, 2, 1, "fsdp", 4, None),
-    },
-}
-WAYS: dict[str, dict[str, Any]] = {
-    "kept": {},
-    "recomputed": {"block": "recompute"},
-    "offloaded": {"block": "offload"},
-    "by regions": {"attention": "recompute", "mlp": "offload"},
-}
-SETTINGS = {
-    "layout": [name for layouts in LAYOUTS.values() for name in layouts],
-    "attention": ["grouped", "latent"],
-    "experts": ["none", "replicated", "balanced"],
-    "mtp": ["0", "1"],
-    "memory": [*WAYS],
-    "packs": [*PACKS],
-    "windows": ["none", "short"],
-}
+Draws = list[tuple[SampleUse, float]]  # of a micro-batch, with weights
 
 
 @dataclass(frozen=True)
@@ -130,58 +85,75 @@ class Documents:
 
 def packs_named(name: str) -> tuple[Documents, list[PackSample]]:
     """The documents and the four packs of a kind."""
+    longest = max(map(sum, PACKS[name]))
     lengths = np.array([length for pack in PACKS[name] for length in pack], dtype=np.int64)
     documents = Documents(lengths, np.zeros(len(lengths), np.bool_), np.zeros(len(lengths), np.int64), ["texts"])
     samples, number = [], 0
     for place, pack in enumerate(PACKS[name]):
         pieces = tuple((number + part, 0, length) for part, length in enumerate(pack))
-        samples.append(PackSample(f"pack {place}", pieces, PackLength(LENGTH)))
+        samples.append(PackSample(f"pack {place}", pieces, PackLength(longest)))
         number += len(pack)
     return documents, samples
 
 
-@cache
-def settings_of(attention: str, experts: str, mtp: str, windows: str) -> DecoderSettings:
+def settings_of(case: Combination) -> DecoderSettings:
     """The settings of a tiny decoder of three blocks, two of them with experts where it has any, and two with windows."""
-    twin = tiny_twin(SHAPES["qwen3-30b-a3b" if attention == "grouped" else "deepseek-v3"].settings)
-    assert twin.experts is not None
-    balance: Balance | None = "sequence" if experts == "balanced" else None
-    known = None if experts == "none" else replace(twin.experts, balance=balance, dense=(0,))
-    key_heads = 4 if attention == "grouped" else 8
-    seen = (4, None, 9)[: twin.num_hidden_layers] if windows == "short" else ()
+    grouped = case["attention"] == "grouped"
+    twin = tiny_twin(SHAPES["qwen3-30b-a3b" if grouped else "deepseek-v3"].settings)
+    known = twin.experts
+    assert known is not None and known.num_experts == EXPERTS
+    if case["top"] == "none":
+        known = None
+    else:
+        top, balance = int(case["top"]), None if case["balance"] == "none" else case["balance"]
+        groups = (1, 1) if top > known.top_k else (known.n_group, known.topk_group)
+        known = replace(
+            known, top_k=top, n_group=groups[0], topk_group=groups[1], norm_topk_prob=top > 1, balance=balance,
+            n_shared_experts=int(case["shared"]), router_bias=case["bias"] == "1", dense=(0,),
+        )  # fmt: skip
     return replace(
         twin,
         experts=known,
-        num_nextn_predict_layers=int(mtp),
+        num_nextn_predict_layers=int(case["mtp"]),
         first_std=0.1,
         num_attention_heads=8,
-        num_key_value_heads=key_heads,
-        windows=seen,
+        num_key_value_heads=KEY_HEADS if grouped else 8,
+        windows=(4, None, 9) if case["windows"] == "short" else (),
     )
 
 
+def decoder_of(settings: DecoderSettings) -> nn.Module:
+    """The decoder; biases of its routers are such that they decide."""
+    model = Decoder(settings)
+    for name, router in model.named_modules():
+        if isinstance(router, BiasedRouter):
+            router.e_score_correction_bias.copy_(0.1 * rng.normal((EXPERTS,), 0, name))
+    return model
+
+
 @cache
-def task() -> Task:
-    """The task with every term."""
-    tree: dict[str, Any] = {
-        "task": "language",
-        "name": "cover",
-        "texts": {"sources": [{"path": "none.txt"}], "cache": "none"},
-    }
-    config = LanguageConfig.model_validate(tree | {"objective": {"z_loss": 1e-3, "balance": 0.5}})
+def task(balance: str) -> Task:
+    """The task with every term; of decoders without that loss, too."""
+    texts = {"sources": [{"path": "none.txt"}], "cache": "none"}
+    model = {} if balance == "none" else {"shape": "tiny-qwen3-30b-a3b", "balance": balance}
+    objective = {"z_loss": 1e-3, "balance": 0.5}
+    config = LanguageConfig.model_validate(
+        {"task": "language", "name": "cover", "texts": texts, "model": model, "objective": objective}
+    )
     return as_task(LanguageDomain(config), config)
 
 
-def possible(case: Combination) -> bool:
-    """False where experts would be spread in a model without any."""
-    return case["experts"] != "none" or "ep" not in case["layout"].replace("replicas", "")
+def parallel_of(case: Combination) -> ParallelConfig:
+    """The section of the layout."""
+    degrees = {name: int(case[name]) for name in ("tp", "ulysses", "ring", "ep", "etp")}
+    return ParallelConfig(**degrees, ep_inner=None if case["inner"] == "none" else int(case["inner"]))
 
 
-def layout_of(case: Combination) -> tuple[ParallelConfig, int, str]:
-    """(section of the layout, replicas, strategy)."""
-    known = {name: layout for layouts in LAYOUTS.values() for name, layout in layouts.items()}
-    tp, ulysses, ring, replicas, strategy, ep, inner = known[case["layout"]]
-    return ParallelConfig(tp=tp, ulysses=ulysses, ring=ring, ep=ep, ep_inner=inner), replicas, strategy
+def nodes_of(case: Combination) -> list[int]:
+    """The node of each process: as `inner` has it, else there are two, or one of which all share experts."""
+    world, etp, inner = int(case["world"]), int(case["etp"]), case["inner"]
+    size = max(world // 2, etp) if inner == "none" else int(inner) * etp
+    return [rank // size for rank in range(world)]
 
 
 class Routes:
@@ -197,58 +169,127 @@ class Routes:
         if record is None or not record.later:
             self.chosen.append(output[1])
 
-    def traffic(self, width: int, experts: int) -> Traffic:
-        """The bytes of all calls, by the formulas."""
-        total, axis, nodes = Traffic(), self.layout.experts, self.layout.nodes
+    def traffic(self, width: int, hidden: int) -> tuple[Traffic, Traffic]:
+        """The bytes of all calls, by the formulas, and those of them that go to other nodes."""
+        total, far, axis, nodes, etp = Traffic(), Traffic(), self.layout.experts, self.layout.nodes, self.layout.etp
         for expert_TK in self.chosen:
-            loads_G = torch.bincount(expert_TK.flatten(), minlength=experts)
+            loads_G = torch.bincount(expert_TK.flatten(), minlength=EXPERTS)
             if nodes is None:
                 sends_P = loads_G.view(axis.size, -1).sum(1)
-                total += expert_traffic(sends_P.tolist(), swapped(sends_P, axis), axis.rank, experts, width, 4)
-                continue
-            outer, inner = nodes
-            node_TK = expert_TK // (experts // outer.size)
-            out_O = torch.stack([(node_TK == node).any(1).sum() for node in range(outer.size)])
-            loads_OH = loads_G.view(outer.size, -1)
-            here_OH = torch.empty_like(loads_OH)
-            dist.all_to_all_single(here_OH, loads_OH, group=outer.group)
-            out_I = here_OH.sum(0).view(inner.size, -1).sum(1)
-            rows = NodeRows(
-                out_O.tolist(), swapped(out_O, outer), out_I.tolist(), swapped(out_I, inner), outer.rank, inner.rank
-            )
-            total += node_traffic(rows, experts, width, expert_TK.shape[1], 4)
-        return total
+                sends, comes = sends_P.tolist(), swapped(sends_P, axis)
+                total += expert_traffic(sends, comes, axis.rank, EXPERTS, width, 4)
+                far += across(sends, comes, axis, width)
+            else:
+                outer, inner = nodes
+                node_TK = expert_TK // (EXPERTS // outer.size)
+                out_O = torch.stack([(node_TK == node).any(1).sum() for node in range(outer.size)])
+                here_OH = torch.stack(swapped(loads_G.view(outer.size, -1), outer))
+                out_I = here_OH.sum(0).view(inner.size, -1).sum(1)
+                comes = swapped(out_I, inner)
+                rows = NodeRows(out_O.tolist(), swapped(out_O, outer), out_I.tolist(), comes, outer.rank, inner.rank)
+                every = node_traffic(rows, EXPERTS, width, expert_TK.shape[1], 4)
+                total += every
+                crossing = [
+                    Counter({k: n for k, n in one.items() if k[1] == "ep_outer"}) for one in vars(every).values()
+                ]
+                far += Traffic(*crossing)
+            if etp.size > 1:
+                come_S, kinds = [torch.zeros(1, dtype=torch.int64) for _ in range(etp.size)], EXPERTS
+                dist.all_gather(come_S, torch.tensor([sum(comes)]), group=etp.group)
+                if nodes is not None:
+                    kinds //= nodes[0].size
+                total += hidden_traffic(
+                    [int(n) for n in come_S], etp.rank, kinds, EXPERTS // axis.size, width, hidden, 4
+                )
+        return total, far
 
 
-def swapped(sends_P: torch.Tensor, axis: Axis) -> list[int]:
-    """The counts that come from the processes of an axis."""
-    comes_P = torch.empty_like(sends_P)
-    if axis.size == 1:
-        return list(sends_P.tolist())
-    dist.all_to_all_single(comes_P, sends_P, group=axis.group)
-    return list(comes_P.tolist())
+def across(sends: list[int], comes: list[int], axis: Axis, width: int) -> Traffic:
+    """The part of the traffic between all processes that goes to other nodes, row by row."""
+    far = [place for place in axis.others() if axis.nodes[place] != axis.nodes[axis.rank]]
+    out, back, row, gate = sum(sends[at] for at in far), sum(comes[at] for at in far), 4 * width, 4
+    counts = {("counts", "ep"): len(far) * 8 * EXPERTS // axis.size}
+    forward = counts | {("dispatch", "ep"): out * (row + gate), ("combine", "ep"): back * row}
+    return Traffic(Counter(forward), Counter({("dispatch", "ep"): back * (row + gate), ("combine", "ep"): out * row}))
 
 
-def batches_of(case: Combination, lane: int, lanes: int, share: float) -> list[Batch]:
-    """The micro-batches of a lane, of two packs at most; each pack counts `share` on every process that computes it."""
-    documents, samples = packs_named(case["packs"])
-    mine = samples[lane::lanes]
-    collate = PackCollate(documents)
-    parts = [mine[begin : begin + 2] for begin in range(0, len(mine), 2)]
-    return [collate([(SampleUse(sample, 0, 0), share) for sample in part]) for part in parts]
+def swapped(sends_P: torch.Tensor, axis: Axis) -> list[Any]:
+    """What comes from each process of an axis, to which this one sends numbers, or rows of them."""
+    comes_P = sends_P.clone()
+    if axis.size > 1:
+        dist.all_to_all_single(comes_P, sends_P.contiguous(), group=axis.group)
+    return list(comes_P.tolist()) if comes_P.dim() == 1 else list(comes_P)
 
 
-def step(case: Combination, world: int, groups: Groups) -> dict[str, Any]:
-    """A step over all ranks of the world: loss, gradients, bytes sent and those that the formulas give."""
-    settings = settings_of(case["attention"], case["experts"], case["mtp"], case["windows"])
-    model: nn.Module = Decoder(settings)
-    parallel, replicas, strategy = layout_of(case)
-    layout, mesh, keeping = TokenLayout(), None, BlockPolicies()
-    if WAYS[case["memory"]]:
-        keeping = keeping_of(WAYS[case["memory"]])
+def draws_of(case: Combination, lane: int, lanes: int, share: float) -> list[Draws]:
+    """The micro-batches of a lane, of two packs at most, each of which counts `share`; a filler, which counts nothing, where there are none."""
+    _, samples = packs_named(case["packs"])
+    uses = [(SampleUse(sample, 0, 0), share) for sample in samples[lane::lanes]] or [(SampleUse(samples[0], 0, 0), 0.0)]
+    return [uses[begin : begin + 2] for begin in range(0, len(uses), 2)]
+
+
+def draws_of_all(case: Combination, lanes: int) -> list[Draws]:
+    """The micro-batches of all lanes, one after another; in one, where the statistics of experts are of all that lanes have met."""
+    each = [draws_of(case, lane, lanes, 1.0) for lane in range(lanes)]
+    if case["balance"] == "global_batch":
+        return [[draw for part in parts for draw in part] for parts in zip(*each, strict=True)]
+    return [part for parts in each for part in parts]
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Fill all memory that is given out with NaN, and with the greatest whole number."""
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def poisons() -> bool:
+    """True where rows beyond the last offset of a grouped product are NaN in poisoned memory."""
+    with poisoned():
+        out = F.grouped_mm(torch.ones(8, 16), torch.ones(2, 16, 16), offs=torch.tensor([2, 5], dtype=torch.int32))
+    return bool(out[5:].isnan().all()) and not out[:5].isnan().any()
+
+
+READERS = ("tolist", "item", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__index__", "__float__")
+
+
+@contextmanager
+def reads_within(modules: Iterable[nn.Module]) -> Iterator[list[str]]:
+    """Count what the host reads of tensors while these modules compute."""
+    reads, depth = list[str](), [0]
+    for module in modules:
+        module.register_forward_pre_hook(lambda *_: depth.__setitem__(0, depth[0] + 1))
+        module.register_forward_hook(lambda *_: depth.__setitem__(0, depth[0] - 1), always_call=True)
+
+    def counted(name: str) -> Any:
+        plain = getattr(torch.Tensor, name)
+
+        def read(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+            reads.extend([name] * (depth[0] > 0))
+            return plain(tensor, *args, **options)
+
+        return patch.object(torch.Tensor, name, read)
+
+    with ExitStack() as stack:
+        for name in READERS:
+            stack.enter_context(counted(name))
+        yield reads
+
+
+def step(case: Combination, world: int, groups: Groups, lanes: int) -> dict[str, Any]:
+    """A step over all ranks of the world: loss, loads, gradients, bytes sent and those that the formulas give. One process computes all lanes."""
+    settings, parallel = settings_of(case), parallel_of(case)
+    model, layout, mesh, strategy = decoder_of(settings), TokenLayout(), None, "none"
+    keeping = keeping_of({})
+    keeping = replace(keeping, ways=WAYS[case["memory"]], exchange_again=case["memory"] == "exchanged again")
     if world > 1:
-        shard = 1 if strategy == "ddp" else -1
-        mesh, layout = groups.of(-1 if strategy == "ddp" else replicas, shard, parallel)
+        strategy = "ddp" if case["data"] == "ddp" else "fsdp"
+        replicas, shard = {"shards": (1, -1), "replicas": (2, -1), "ddp": (-1, 1)}[case["data"]]
+        mesh, layout = groups.of(replicas, shard, parallel, nodes_of(case))
     before = layout.ledger.copy()
     routes = Routes(model, layout)
     model = parallelize(model, mesh, strategy, layout=layout, keeping=keeping)  # type: ignore[arg-type]
@@ -259,25 +300,45 @@ def step(case: Combination, world: int, groups: Groups) -> dict[str, Any]:
 
     optimizer.register_step_pre_hook(keep)
     together, rank = parallel.group, dist.get_rank() if world > 1 else 0
-    batches = batches_of(case, rank // together, world // together, 1 / together)
     documents, samples = packs_named(case["packs"])
-    divisors = {"samples": 4.0, "tokens": float(sum(targets_of(documents, sample) for sample in samples))}
-    models, updates = {"model": model}, task().updates()
-    learners = task().learners(updates, models, strategy, {"model": optimizer}, torch.device("cpu"))  # type: ignore[arg-type]
-    result = train_step(
-        models, learners, batches, divisors, clip_norm=None, tensor=layout.tensor,
-        group=None if world > 1 else groups.alone,
-    )  # fmt: skip
-    sent = {key: count for key, count in layout.ledger.since(before).bytes.items() if key[0] != "all_reduce" and count}
+    draws = draws_of(case, rank // together, lanes, 1 / together) if world > 1 else draws_of_all(case, lanes)
+    batches = [PackCollate(documents)(part) for part in draws]
+    divisors = {
+        "samples": float(len(samples)),
+        "tokens": float(sum(targets_of(documents, sample) for sample in samples)),
+        "real_tokens": float(sum(sample.tokens for sample in samples)),
+    }
+    models, of = {"model": model}, task(case["balance"])
+    learners = of.learners(of.updates(), models, strategy, {"model": optimizer}, torch.device("cpu"))  # type: ignore[arg-type]
+    with reads_within(spread_modules(model)) as reads:
+        result = train_step(
+            models, learners, batches, divisors, clip_norm=None, tensor=layout.tensor,
+            group=None if world > 1 else groups.alone,
+        )  # fmt: skip
+    sent = layout.ledger.since(before)
     due = sum((traffic_of(settings, batch, parallel, layout) for batch in batches), Traffic())
-    if parallel.ep > 1 and settings.experts is not None:
-        due += routes.traffic(settings.hidden_size, settings.experts.num_experts)
+    far = Traffic()
+    if len(spread_modules(model)) > 0:
+        assert settings.experts is not None
+        every, far = routes.traffic(settings.hidden_size, settings.experts.moe_intermediate_size)
+        due += every
     return {
         "loss": result.loss,
         "terms": result.terms,
         "grads": grads,
-        "sent": sent,
+        "counts": {name: counts.tolist() for name, counts in result.counts.items()},
+        "biases": {name: b.tolist() for name, b in unwrap(model).named_buffers() if name.endswith("correction_bias")},
+        "sent": {key: count for key, count in sent.bytes.items() if key[0] != "all_reduce" and count},
         "due": dict(+(due.forward + due.backward)),
+        "sent far": {
+            (kind, axis): n
+            for (kind, axis, link), n in sent.by_link.items()
+            if link == "outer" and axis.startswith("e")
+        },
+        "due far": dict(+(far.forward + far.backward)),
+        "reads": reads,
+        "layers": len(routes.chosen) if spread_modules(model) else 0,
+        "tokens": min((len(expert_TK) for expert_TK in routes.chosen), default=None),
         "uncrossed": uncrossed(unwrap(model)),
     }
 
@@ -285,7 +346,7 @@ def step(case: Combination, world: int, groups: Groups) -> dict[str, Any]:
 def traffic_of(settings: DecoderSettings, batch: Batch, parallel: ParallelConfig, layout: TokenLayout) -> Traffic:
     """The bytes that this process sends for a micro-batch, by the formulas; gradients of shared parameters are summed apart."""
     rows, columns = batch["ids"].shape
-    packs = rows
+    packs = rows if settings.experts is not None and settings.experts.balance == "sequence" else 1
     sizes: Sequence[int] = even_sizes(columns, parallel.ulysses)
     shared, longest = tuple[int, ...](), 0
     if parallel.ring > 1:
@@ -323,31 +384,49 @@ def traffic_of(settings: DecoderSettings, batch: Batch, parallel: ParallelConfig
     return traffic
 
 
-def compared(case: Combination, world: int, groups: Groups, truths: dict[Any, dict[str, Any]]) -> dict[str, Any]:
-    """The distance of a step of all ranks from that of one process; the gradients are compared on the first rank."""
-    got = step(case, world, groups)
-    results = {"sent": got["sent"], "due": got["due"], "uncrossed": got["uncrossed"]}
+def gap_of(got: npt.NDArray[Any], true: npt.NDArray[Any], least: float) -> float:
+    """The greatest distance of a gradient, over its largest entry."""
+    return float(np.abs(got - true).max() / max(np.abs(true).max(), least))
+
+
+def compared(
+    case: Combination, world: int, groups: Groups, truths: dict[Any, dict[str, Any]], poison: bool
+) -> dict[str, Any]:
+    """The distance of a step of all ranks from that of one process; the gradients are compared on the first rank, routers' last."""
+    lanes = world // parallel_of(case).group
+    with poisoned() if poison else ExitStack():
+        got = step(case, world, groups, lanes)
+    results = {name: got[name] for name in OF_ALL}
     if dist.get_rank() > 0:
         return results
-    plain = case | {"layout": "one process", "memory": "kept"}
-    key = tuple(sorted(plain.items()))
-    truth = truths[key] = truths.get(key) or step(plain, 1, groups)
+    plain = case | ALONE | {"memory": "kept"}
+    key = lanes, *sorted(plain.items())
+    truth = truths[key] = truths.get(key) or step(plain, 1, groups, lanes)
     least = 1e-3 * max(float(np.abs(grad).max()) for grad in truth["grads"].values())
-    gaps = {
-        name: float(np.abs(got["grads"][name] - grad).max() / max(np.abs(grad).max(), least))
-        for name, grad in truth["grads"].items()
-    }
-    worst = max(gaps, key=lambda name: gaps[name])
+    routers = {name: grad for name, grad in truth["grads"].items() if name.endswith(".gate.weight")}
+    others = {name: grad for name, grad in truth["grads"].items() if name not in routers}
+    gaps = {name: gap_of(got["grads"][name], grad, least) for name, grad in others.items()}
+    of_routers = {name: gap_of(got["grads"][name], grad, 1e-12) for name, grad in routers.items()}
+    worst, stacked = max(gaps, key=lambda name: gaps[name]), [name for name in others if ".experts." in name]
+    idle = {name: ~truth["grads"][name].any((1, 2)) for name in stacked if truth["grads"][name].ndim == 3}
     return results | {
         "names": got["grads"].keys() == truth["grads"].keys(),
-        "terms": max(abs(got["terms"][name] / value - 1) for name, value in truth["terms"].items()),
+        "terms": max(abs(got["terms"][name] - value) / max(abs(value), 1e-6) for name, value in truth["terms"].items()),
         "loss": abs(got["loss"] / truth["loss"] - 1),
+        "counts": got["counts"] == truth["counts"] and got["biases"] == truth["biases"],
+        "idle": sum(int(idle_G.sum()) for idle_G in idle.values()),
+        "idle gradients": any(got["grads"][name][idle_G].any() for name, idle_G in idle.items()),
         "gap": gaps[worst],
         "worst": worst,
+        "routers": max(of_routers.values(), default=0.0),
     }
 
 
-def steps(world: int, cases: list[Combination]) -> list[dict[str, Any]]:
-    """The steps of many cases, each beside one process."""
+OF_ALL = ("sent", "due", "sent far", "due far", "reads", "layers", "tokens", "uncrossed")
+
+
+def steps(world: int, cases: list[Combination], poison: bool) -> list[dict[str, Any]]:
+    """The steps of many cases, each beside one process. `poison`: memory that is not written is NaN."""
+    assert not poison or poisons()
     groups, truths = Groups(), dict[Any, dict[str, Any]]()
-    return [compared(case, world, groups, truths) for case in cases]
+    return [compared(case, world, groups, truths, poison) for case in cases]

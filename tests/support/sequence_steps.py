@@ -6,8 +6,8 @@ Used by `tests/ranks/test_sequence.py`; one spawn of ranks computes many cases.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mmspeed import rng
-from mmspeed.axes import AxisSizes
 from mmspeed.comm import Ledger
 from mmspeed.config.parallel import ParallelConfig
 from mmspeed.data.loading.collate import video_batch
@@ -221,16 +220,14 @@ class Groups:
         self.layouts: dict[Any, TokenLayout] = {}
         self.alone, _ = dist.new_subgroups(1)  # for the truth, which each rank computes for itself
 
-    def of(self, replicate: int, shard: int, parallel: ParallelConfig) -> tuple[Mesh, TokenLayout]:
-        sizes = AxisSizes(
-            **{**parallel.sizes(), "dp_replicate": replicate, "dp_shard": shard},
-            ep=parallel.ep,
-            ep_inner=parallel.ep_inner,
-        )
+    def of(
+        self, replicate: int, shard: int, parallel: ParallelConfig, nodes: Sequence[int] | None = None
+    ) -> tuple[Mesh, TokenLayout]:
+        sizes = replace(parallel.axis_sizes(), dp_replicate=replicate, dp_shard=shard)
         if sizes not in self.meshes:
             self.meshes[sizes] = make_mesh(Device("cpu", 0), sizes)
         if (sizes, parallel) not in self.layouts:
-            self.layouts[sizes, parallel] = make_layout(self.meshes[sizes], parallel)
+            self.layouts[sizes, parallel] = make_layout(self.meshes[sizes], parallel, nodes=nodes)
         return self.meshes[sizes], self.layouts[sizes, parallel]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmspeed import rng
 from mmspeed.compute.operators.cross_entropy import IGNORED
-from mmspeed.compute.operators.permutation import ExpertOrder, order_by_expert
+from mmspeed.compute.operators.permutation import ExpertOrder, RowOrder, order_by_expert, order_rows
 from mmspeed.compute.registry import OPERATORS
 from mmspeed.device import Device
 
@@ -73,9 +73,8 @@ def _as(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _on(value: Any, device: Device) -> Any:
-    if isinstance(value, ExpertOrder):
-        names = ("order_R", "place_TK", "ends_G")
-        return replace(value, **{name: getattr(value, name).to(device.torch_device) for name in names})
+    if isinstance(value, RowOrder):
+        return replace(value, **{name: one.to(device.torch_device) for name, one in vars(value).items()})
     return value.to(device.torch_device) if isinstance(value, Tensor) else value
 
 
@@ -119,6 +118,11 @@ def _order(tokens: int) -> ExpertOrder:
     return order_by_expert(expert_TK, 8)
 
 
+def _orders(tokens: int) -> dict[str, RowOrder]:
+    goes_TK = torch.arange(tokens)[:, None] % torch.tensor([2, 3])  # twice to one place, once, or nowhere
+    return {"two of 8": _order(tokens), "pairs without a row": order_rows(goes_TK, int((goes_TK < 1).sum()))}
+
+
 def _grouped(tokens: int) -> dict[str, Arguments]:
     return {"a group without rows": (_values("x", 2 * tokens, 64), _values("w", 8, 32, 64), _order(tokens).ends_G)}
 
@@ -131,8 +135,10 @@ CALLS: dict[str, Callable[[int], dict[str, Arguments]]] = {
     "linear_cross_entropy": _cross_entropy,
     "linear_log_sums": _log_sums,
     "grouped_product": _grouped,
-    "permute": lambda tokens: {"two of 8": (_values("x", tokens, 64), _order(tokens))},
-    "combine": lambda tokens: {"two of 8": (_values("x", 2 * tokens, 64), _order(tokens))},
+    "permute": lambda tokens: {case: (_values("x", tokens, 64), order) for case, order in _orders(tokens).items()},
+    "combine": lambda tokens: {
+        case: (_values("x", len(order.order_R), 64), order) for case, order in _orders(tokens).items()
+    },
 }
 # inputs that have a gradient, which come first
 TRAINED = {

@@ -14,11 +14,13 @@ from typing import cast
 
 import torch.distributed as dist
 
+from mmspeed.comm import Ledger
 from mmspeed.config.training import WatchdogConfig
 from mmspeed.device import Device
 from mmspeed.loop.callbacks import StepOutcome
-from mmspeed.loop.watch.rank_times import RankTimes
+from mmspeed.loop.watch.rank_times import ProcessorClock, RankTimes
 from mmspeed.loop.watch.run_watch import AttemptRecord
+from mmspeed.loop.watch.waits import Waits
 from mmspeed.loop.watch.watchdog import Heartbeats, RunPhase, Watchdog
 from mmspeed.protocols import StepData
 from mmspeed.protocols.batch import TrackedBatches
@@ -36,6 +38,7 @@ class WatchCost:
     look: float
     pause: float
     ranks: float
+    wait: float  # that of one exchange
 
     @property
     def watchdog_share(self) -> float:
@@ -57,7 +60,7 @@ class WatchCost:
             f"watchdog: {self.phases:.1f} us a step; record of attempts {self.record:.1f} us; a look {self.look:.0f} us "
             f"every {self.pause:.0f} s; {self.watchdog_share:.5%} of a step of {STEP_SECONDS:.0f} s (goal: below {WATCHDOG_GOAL:.1%})",
             f"times of ranks: {self.ranks:.1f} us a step, {self.ranks_share:.5%} of it (goal: below {RANKS_GOAL:.1%}); "
-            "with each row one gather of four values a rank",
+            f"with each row one gather of seven values a rank; {self.wait:.1f} us for each exchange whose wait is timed",
         ]
 
     def to_json(self) -> str:
@@ -74,8 +77,14 @@ def bench_watch(rounds: int = 5, calls: int = 2000) -> WatchCost:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
     beats = Heartbeats(store, 0, 2, os.getpid(), config.least_seconds, config.silent_seconds, time.monotonic)
-    times = RankTimes([], lambda: 0.0, Device("cpu", 0), config)
+    ledger, clock = Ledger(), ProcessorClock()
+    times = RankTimes([], lambda: 0.0, Device("cpu", 0), config, ledger)
+    waits = Waits([], ledger, Device("cpu", 0), clock.asleep)
     outcome = StepOutcome(1, 0, data, None)
+
+    def exchange(_: int) -> None:
+        with waits.waiting("experts"):
+            pass
 
     def ranks(step: int) -> None:
         times.before_step(step)
@@ -95,8 +104,10 @@ def bench_watch(rounds: int = 5, calls: int = 2000) -> WatchCost:
             look=_median(lambda step: dog.look(beats), rounds, max(1, calls // 10)),
             pause=dog.pause,
             ranks=_median(ranks, rounds, calls),
+            wait=_median(exchange, rounds, calls),
         )
         record.end()
+    clock.close()
     return cost
 
 

@@ -53,6 +53,11 @@ class Operator:
         """The implementation that serves these arguments."""
         return next(one for one in self.implementations if not one.refuses(*args))
 
+    def reasons(self, *args: Any) -> dict[str, str]:
+        """Why implementations refuse these arguments, by name, without those that would serve."""
+        answers = {one.name: one.refuses(*args) for one in self.implementations}
+        return {name: reason for name, reason in answers.items() if reason}
+
     @property
     def eager(self) -> Implementation:
         """The twin that serves every call."""

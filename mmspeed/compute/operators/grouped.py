@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmspeed.compute import npu_operators
 from mmspeed.compute.autocast import autocast_alike
 from mmspeed.graphs import outside_graphs
+from mmspeed.torch_internals import is_fake
 
 from .base import Implementation, Operator
 
@@ -28,6 +30,8 @@ def looped_product(x_RI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
     Raises ValueError where the last end is not R: rows behind it would belong to no group.
     """
     x_RI, weight_GOI = autocast_alike(x_RI, weight_GOI)
+    if is_fake(x_RI):  # no value tells the groups: as much work, and a result of the same shape
+        return x_RI @ weight_GOI[0].mT
     ends = ends_G.tolist()
     if (ends[-1] if ends else 0) != len(x_RI):
         raise ValueError(f"{len(x_RI)} rows, and the last group ends at {ends[-1] if ends else 0}")
@@ -64,7 +68,7 @@ def _grouped_refuses(x_RI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> str:
         return "this torch has no grouped_mm"
     x_RI, weight_GOI = autocast_alike(x_RI[:0], weight_GOI[:0])
     dtypes = {"cpu": (torch.float32, torch.bfloat16, torch.float16)}.get(x_RI.device.type, (torch.bfloat16,))
-    if torch.compiler.is_compiling():  # torch.compile knows the operator's output shape for this dtype alone
+    if torch.compiler.is_compiling() or is_fake(x_RI):  # torch knows the output's shape for this dtype alone
         dtypes = (torch.bfloat16,)
     if x_RI.dtype not in dtypes or weight_GOI.dtype != x_RI.dtype:
         return f"grouped_mm takes no {x_RI.dtype} x {weight_GOI.dtype} on {x_RI.device.type}"
@@ -76,5 +80,9 @@ def _grouped_refuses(x_RI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> str:
 
 grouped_product = Operator(
     "grouped_product",
-    (Implementation("grouped_mm", grouped_mm, _grouped_refuses), Implementation("loop", looped_product)),
+    (
+        Implementation("fused", npu_operators.grouped_product, npu_operators.grouped_refuses),
+        Implementation("grouped_mm", grouped_mm, _grouped_refuses),
+        Implementation("loop", looped_product),
+    ),
 )

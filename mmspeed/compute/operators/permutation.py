@@ -9,10 +9,13 @@ Legend: T tokens, K experts chosen per token (top-k), P = T x K pairs, R rows (P
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from mmspeed.compute import npu_operators
 
 from .base import Implementation, Operator
 
@@ -115,5 +118,33 @@ def eager_combine(rows_RE: Tensor, order: RowOrder) -> Tensor:
     return rows_RE.new_zeros(len(order.place_TK), rows_RE.shape[1]).index_add(0, order.tokens, rows_RE)
 
 
-permute = Operator("permute", (Implementation("gather", gathered_permute), Implementation("eager", eager_permute)))
-combine = Operator("combine", (Implementation("gather", gathered_combine), Implementation("eager", eager_combine)))
+def fused_permute(x_TE: Tensor, order: RowOrder) -> Tensor:
+    """`gathered_permute` by a kernel."""
+    return npu_operators.permute(x_TE, order.place_TK)
+
+
+def fused_combine(rows_RE: Tensor, order: RowOrder) -> Tensor:
+    """`gathered_combine` by a kernel, which adds terms in an order of its own."""
+    return npu_operators.combine(rows_RE, order.place_TK)
+
+
+def _fused_refuses(operator: str, x: Tensor, order: RowOrder) -> str:
+    return npu_operators.permutation_refuses(operator, x, order.place_TK, len(order.order_R))
+
+
+permute = Operator(
+    "permute",
+    (
+        Implementation("fused", fused_permute, partial(_fused_refuses, "npu_moe_token_permute")),
+        Implementation("gather", gathered_permute),
+        Implementation("eager", eager_permute),
+    ),
+)
+combine = Operator(
+    "combine",
+    (
+        Implementation("fused", fused_combine, partial(_fused_refuses, "npu_moe_token_unpermute")),
+        Implementation("gather", gathered_combine),
+        Implementation("eager", eager_combine),
+    ),
+)

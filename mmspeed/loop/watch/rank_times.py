@@ -19,14 +19,18 @@ import torch
 from torch import nn
 
 from mmspeed import comm
+from mmspeed.comm import Ledger
 from mmspeed.config.training import WatchdogConfig
 from mmspeed.device import Device
 from mmspeed.errors import first_names
 from mmspeed.log import get_logger
 from mmspeed.loop.callbacks import BaseCallback, StepOutcome
 
+from .waits import PLACES, Waits
+
 log = get_logger("train")
 
+PARTS = ("compute", "data", "exchange")
 SHOWN_RANKS = 64  # of a larger run, rows have the least, the median and the greatest
 
 
@@ -44,6 +48,10 @@ class ProcessorClock:
             return time.thread_time()
         ran, waited, _ = os.pread(self._file, 128, 0).split()
         return (int(ran) + int(waited)) / 1e9
+
+    def asleep(self) -> float:
+        """Seconds in which this thread has neither run nor waited for a processor, from a moment of its own."""
+        return time.perf_counter() - self()
 
     def close(self) -> None:
         """Close the file that it reads."""
@@ -141,16 +149,23 @@ def slow_ranks(seconds: Sequence[float], factor: float) -> list[SlowRank]:
 class RankTimes(BaseCallback):
     """Callback and context that measures this rank's steps and, with each row, gathers those of all ranks and names the slow ones.
 
-    `waited`: seconds that this rank has waited for data since its start.
+    `waited`: seconds that this rank has waited for data since its start. `ledger`: that of exchanges, whose waits are timed.
     """
 
     def __init__(
-        self, models: Sequence[nn.Module], waited: Callable[[], float], device: Device, config: WatchdogConfig
+        self,
+        models: Sequence[nn.Module],
+        waited: Callable[[], float],
+        device: Device,
+        config: WatchdogConfig,
+        ledger: Ledger,
     ) -> None:
         self.waited, self.enabled = waited, config.enabled
         self.rule = SlownessRule(config.slow_factor, config.slow_steps)
         self._processor = ProcessorClock()
-        self._events = EventClock(models, device) if device.times_by_events else None
+        shown = self.enabled and not comm.alone()
+        self._events = EventClock(models, device) if shown and device.times_by_events else None
+        self._waits = Waits(models, ledger, device, self._processor.asleep) if shown else None
         self._data_mark = waited()
         self._begun = self._ran = self._inside = 0.0
         self._clear()
@@ -162,6 +177,8 @@ class RankTimes(BaseCallback):
         self._processor.close()
         if self._events is not None:
             self._events.close()
+        if self._waits is not None:
+            self._waits.close()
 
     def _clear(self) -> None:
         self._steps, self._compute, self._data, self._exchange = 0, 0.0, 0.0, 0.0
@@ -169,10 +186,14 @@ class RankTimes(BaseCallback):
     def before_step(self, step: int) -> None:
         if self.enabled:
             self._begun, self._ran, self._inside = time.perf_counter(), self._processor(), self.waited()
+        if self._waits is not None:
+            self._waits.begin()
 
     def after_step(self, outcome: StepOutcome) -> None:
         if not self.enabled:
             return
+        if self._waits is not None:
+            self._waits.finish()
         ran, waited = self._processor() - self._ran, self.waited()
         self._data += waited - self._data_mark
         asleep = time.perf_counter() - self._begun - ran - (waited - self._inside)
@@ -182,21 +203,24 @@ class RankTimes(BaseCallback):
         self._steps += 1
 
     def row(self) -> dict[str, Any]:
-        """Seconds of a step by rank, and the slow ranks. A collective call."""
-        if not self.enabled or comm.alone() or not self._steps:
+        """Seconds of a step by rank, its waits among them, and the slow ranks. A collective call."""
+        if self._waits is None or not self._steps:
             return {}
         compute = self._compute if self._events is None else self._events.read()
-        own = [part / self._steps for part in (compute, self._data, self._exchange)]
-        steps = self._steps
+        parts = dict(zip(PARTS, (compute, self._data, self._exchange), strict=True)) | self._waits.read()
+        own, steps = [seconds / self._steps for seconds in parts.values()], self._steps
         self._clear()
         gathered = comm.all_gather_objects([*own, socket.gethostname()])
-        names = ("compute", "data") if self._events is not None else ("compute", "data", "exchange")
-        columns = {name: [report[place] for report in gathered] for place, name in enumerate(names)}
+        columns = {name: [report[place] for report in gathered] for place, name in enumerate(parts)}
         slow = self.rule.add(steps, columns["compute"])
-        fields: dict[str, Any] = {"ranks": {name: _in_short(column) for name, column in columns.items()}}
+        shown = PARTS[:2] if self._events is not None else PARTS
+        fields: dict[str, Any] = {
+            "ranks": {name: _in_short(columns[name]) for name in shown},
+            "waits": {name: _in_short(columns[name]) for name in PLACES if any(columns[name])},
+        }
         if slow:
             fields["slow_ranks"] = [
-                {"rank": one.rank, "host": gathered[one.rank][3], "factor": round(one.factor, 3)} for one in slow
+                {"rank": one.rank, "host": gathered[one.rank][-1], "factor": round(one.factor, 3)} for one in slow
             ]
             self._name(fields["slow_ranks"])
         return fields

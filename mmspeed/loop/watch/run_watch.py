@@ -151,9 +151,9 @@ class RunWatch(Watchdog):
 
         comm.first_does(look, self.rank)
 
-    def times(self, models: Mapping[str, nn.Module], data: Data, device: Device) -> RankTimes:
+    def times(self, models: Mapping[str, nn.Module], data: Data, device: Device, ledger: comm.Ledger) -> RankTimes:
         """The times of all ranks, as a callback."""
-        return RankTimes(list(models.values()), lambda: data.waited_seconds, device, self.config)
+        return RankTimes(list(models.values()), lambda: data.waited_seconds, device, self.config, ledger)
 
     def waiting(self, step: int, epoch: int) -> None:
         """Begin step number `step`, from 1, with the wait for its data."""

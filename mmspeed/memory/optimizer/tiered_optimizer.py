@@ -81,7 +81,7 @@ class TieredOptimizer:
         self.buckets = cut_into_buckets(parameters, bucket_bytes)
         self._where = {p: (b, k) for b, bucket in enumerate(self.buckets) for k, p in enumerate(bucket)}
         self._masters = [masters_for(master, bucket, device, copies, pool) for bucket in self.buckets]
-        self.inner = make([{**group, "params": [self._master_of(p) for p in group["params"]]} for group in groups])
+        self.inner = make([{**group, "params": [self.master_of(p) for p in group["params"]]} for group in groups])
         # mapped, where the device has such memory
         mapped = states == "host" and device.swapped_empty((1,), torch.float32) is not None
         self._states: list[DeviceStates] = [
@@ -101,7 +101,8 @@ class TieredOptimizer:
             box.collect()  # for optimizers that make their states when constructed
         self.finish()
 
-    def _master_of(self, parameter: nn.Parameter) -> nn.Parameter:
+    def master_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The inner optimizer's parameter, which it has in its groups."""
         bucket, index = self._where[parameter]
         return self._masters[bucket].masters[index]
 
@@ -270,7 +271,7 @@ class TieredOptimizer:
         """
         self.finish()
         with self._whole():
-            return self._states[self._where[parameter][0]].read(self._master_of(parameter))
+            return self._states[self._where[parameter][0]].read(self.master_of(parameter))
 
     @torch.no_grad()
     def load_state_of(self, parameter: nn.Parameter, state: State) -> None:
@@ -282,7 +283,7 @@ class TieredOptimizer:
             with self._whole():
                 self._states[bucket].put()
                 self._loading = bucket
-        m = self._master_of(parameter)
+        m = self.master_of(parameter)
         group = self.param_groups[self._group_of[m]]
         on_device = bool(group.get("capturable") or group.get("fused"))
         with self._whole():

@@ -176,6 +176,7 @@ class StepFigures:
         options: of each kind; the first saves everything.
         gradients: bytes of the gradients of each block.
         frozen: bytes of the frozen weights of each block.
+        experts: of the experts of each block that other devices do not hold: numbers that train, bytes of those that do not.
         gradients_stay: whether all gradients exist from the start: with accumulation, and with replicas.
         keep_last: whether the last block offloads nothing.
     """
@@ -190,6 +191,7 @@ class StepFigures:
     keep_last: bool = True
     carried: int = 0
     frozen: tuple[int, ...] = ()
+    experts: tuple[tuple[int, int], ...] = ()
     plain_seconds: tuple[float, ...] = field(default=())  # of each kind, forward and backward
     head_widths: Mapping[int, int] = field(default_factory=dict)  # operations of attention, where shapes tell them
 

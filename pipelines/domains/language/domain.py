@@ -25,6 +25,7 @@ from mmspeed.data.sampling.batch_sizes import SampleCosts, make_batching
 from mmspeed.data.sampling.pack_order import DocumentSupply, PackLength, PackSample, PackSampler
 from mmspeed.data.sampling.pack_stages import StagedPacks
 from mmspeed.data.sampling.weighting import StepWeights
+from mmspeed.device import parse_dtype
 from mmspeed.errors import UserError
 from mmspeed.models.adapters import adapt
 from mmspeed.models.language.config import DecoderSettings
@@ -46,7 +47,7 @@ from mmspeed.pipelines.domains.language.data import (
 from mmspeed.pipelines.domains.language.small import small_language
 from mmspeed.pipelines.domains.language.start import TextBuilder, open_texts
 from mmspeed.pipelines.domains.language.values import PackValues
-from mmspeed.plan.traffic import node_lines
+from mmspeed.plan.traffic import EvenRouting, expert_lines
 from mmspeed.protocols import (
     Batch,
     Data,
@@ -201,11 +202,15 @@ class LanguageDomain(DomainDefaults):
         tokens = int(np.asarray(self.cache.lengths)[supply.trained].sum(dtype=np.int64))
         held_out = int(np.count_nonzero(self.cache.held_out))
         line = f"texts: {supply.documents:,} documents of {tokens:,} tokens to train on, {held_out:,} held out"
-        experts = self.settings.experts
-        return [
-            line,
-            *([] if experts is None else node_lines(self.config.parallel, experts.num_experts, experts.top_k)),
-        ], self.warnings()
+        return [line, *self.exchange_lines()], self.warnings()
+
+    def exchange_lines(self) -> list[str]:
+        """What a token sends to experts on other devices, by flat exchanges and by way of nodes."""
+        experts, width = self.settings.experts, parse_dtype(self.config.device.dtype).itemsize
+        if experts is None:
+            return []
+        routing = EvenRouting(experts.num_experts, experts.top_k, experts.n_group, experts.topk_group)
+        return expert_lines(self.config.parallel, routing, self.settings.hidden_size, width)
 
     def warnings(self) -> list[str]:
         """A line where transformers has no class for the model, which then can be neither sampled nor exported."""

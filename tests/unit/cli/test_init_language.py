@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from mmspeed.__main__ import main
+from mmspeed.axes import AxisName, mesh_table
 from mmspeed.config import load_config
 from mmspeed.config.adapters import AdapterConfig
 from mmspeed.config.language import LanguageConfig
+from mmspeed.log import format_bytes
 from mmspeed.models.language.families import config_tree
 from mmspeed.models.language.shapes import SHAPES, shape_named
 from mmspeed.pipelines.domains.language.domain import LanguageDomain
+from mmspeed.pipelines.tuning.base_choice import for_tensors
+from mmspeed.pipelines.tuning.memory_estimate import plan_memory
+from mmspeed.preprocess.texts.preparation import RECIPES
 from mmspeed.protocols import plan_of
 from tests.support.covers import slow_but
 
@@ -38,6 +45,23 @@ def test_each_shape_has_a_recipe_whose_layout_fits(tmp_path: Path, name: str) ->
         and len(plan.blocks) == SHAPES[name].settings.num_hidden_layers + SHAPES[name].settings.num_nextn_predict_layers
     )
     assert config.device.dtype == "bfloat16" and config.train.samples_per_step >= 512
+
+
+EXPERTS = [name for name, shape in SHAPES.items() if shape.active]
+
+
+@pytest.mark.parametrize("name", slow_but(EXPERTS, EXPERTS[1:]))
+def test_a_recipe_of_experts_fits_the_devices_that_it_states(tmp_path: Path, name: str) -> None:
+    """Its processes divide the experts, and a step takes the memory that its head says, less than there is."""
+    config = written(tmp_path, name)
+    parallel = config.parallel
+    head = (files("mmspeed") / RECIPES / f"{name}.yaml").read_text().replace("\n# ", " ")
+    [found] = re.findall(r"([\d,]+) devices of (\d+) GB", head)
+    devices, size = (int(number.replace(",", "")) for number in found)
+    assert parallel.ep > 1 and mesh_table(devices, parallel.axis_sizes()).sizes[AxisName.EP] == parallel.ep
+    peak = plan_memory(config, world=devices, with_swap=False, options=False).figures.plain_peak()
+    assert peak <= for_tensors(size * 10**9)
+    assert f"a step takes {format_bytes(peak)} of a device" in head
 
 
 def test_twins_and_weights_to_go_on_from(

@@ -19,18 +19,20 @@ from mmspeed.config.parallel import ParallelConfig
 from mmspeed.parallel.sequence.ring_schedule import backward_steps, forward_steps
 from mmspeed.plan.traffic import (
     AttentionWorkload,
+    EvenRouting,
     NodeRows,
     RankCoordinates,
     Traffic,
     block_traffic,
     ends_traffic,
+    expert_lines,
     expert_traffic,
     gradient_traffic,
     node_traffic,
     places,
     ring_blocks,
-    rows_between_nodes,
     step_traffic,
+    token_bytes,
 )
 
 FACTORISED = ("spatial", "temporal") * 3
@@ -146,13 +148,40 @@ def test_places_are_in_the_order_of_the_ranks() -> None:
 def test_rows_between_nodes() -> None:
     """The formula beside drawn choices; and the bytes of 2 x 2 processes, 16 experts, 6 of a token, at width 512 in bfloat16."""
     for nodes, flat, by_node in ((2, 4.00, 1.00), (4, 6.00, 2.71), (8, 7.00, 4.63), (16, 7.50, 6.12)):
-        assert rows_between_nodes(nodes, 256, 8) == pytest.approx((flat, by_node), abs=0.005)
+        assert EvenRouting(256, 8).rows_between(nodes) == pytest.approx((flat, by_node), abs=0.005)
     tokens, top_k = 20_000, 6
     chosen_TK = torch.rand(tokens, 16, generator=torch.Generator().manual_seed(0)).topk(top_k).indices
     there_TK = chosen_TK // 8 == 1  # on the other node
     choices, crossing = int(there_TK.sum()), int(there_TK.any(1).sum())
-    assert crossing / choices == pytest.approx(rows_between_nodes(2, 16, top_k)[1] / 3.0, rel=0.01)
+    assert crossing / choices == pytest.approx(EvenRouting(16, top_k).reaches(2) / 3.0, rel=0.01)
     flat = expert_traffic([0, choices], [0, choices], 0, 16, 512)
     rows = NodeRows([0, crossing], [0, crossing], [0], [0], 0, 0)
     by_node = node_traffic(rows, 16, 512, top_k)
     assert by_node.over("ep").total / flat.total <= 0.36
+
+
+@pytest.mark.parametrize("nodes", [2, 4, 8, 16])
+def test_a_router_that_limits_groups_reaches_fewer_nodes(nodes: int) -> None:
+    """The formula beside drawn choices: 6 of 32 experts, in 2 of 8 groups; nodes have several groups, one, or a part of one."""
+    drawn = torch.rand(20_000, 8, generator=torch.Generator().manual_seed(nodes))
+    allowed = torch.zeros(20_000, 8).scatter_(1, drawn.topk(2).indices, 1.0).repeat_interleave(4, 1)
+    chosen_TK = torch.multinomial(allowed, 6, generator=torch.Generator().manual_seed(1))
+    reached = (chosen_TK // (32 // nodes) == 0).any(1).float().mean().item()
+    assert reached == pytest.approx(EvenRouting(32, 6, 8, 2).reaches(nodes), abs=0.015)
+    assert reached < EvenRouting(32, 6).reaches(nodes)
+
+
+def test_the_shorter_exchange_is_named_by_link() -> None:
+    """Between 2 nodes of 2: 3 rows of 1,024 bytes and a gate there and back, beside one row with 6 ids and gates."""
+    flat, by_node = token_bytes(EvenRouting(16, 6), 4, 2, 512, 2)
+    assert flat.between == pytest.approx(3 * 2 * (2 * 1024 + 4), rel=1e-4) and flat.within == flat.between / 2
+    assert by_node.between == pytest.approx(EvenRouting(16, 6).reaches(2) * 2 * (2 * 1024 + 48), rel=1e-4)
+    assert by_node.within == pytest.approx(2 * flat.within, rel=1e-4)
+    for ep, inner, words in (
+        (2, None, "a token sends 12.3 kB forward and backward, on one node of 2"),
+        (16, None, "on 2 nodes of 8; with parallel.ep_inner=8 it would send 4.2 kB to other nodes and 21.5 kB within"),
+        (4, 2, "on 2 nodes of 2; without parallel.ep_inner it would send 12.3 kB to other nodes and 6.2 kB within"),
+    ):
+        [line] = expert_lines(_parallel(ep=ep, ep_inner=inner), EvenRouting(16, 6), 512, 2)
+        assert words in line and ("the other is shorter" in line) == (ep == 16)
+    assert expert_lines(_parallel(), EvenRouting(16, 6), 512, 2) == []

@@ -53,7 +53,7 @@ def slow_steps(work: float) -> dict[str, object]:
     from mmspeed import comm
 
     own = work * (1.5 if comm.all_gather_objects(0) and __import__("os").environ["RANK"] == "1" else 1.0)
-    times = RankTimes([nn.Linear(1, 1)], lambda: 0.0, Device("cpu", 0), WatchdogConfig())
+    times = RankTimes([nn.Linear(1, 1)], lambda: 0.0, Device("cpu", 0), WatchdogConfig(), comm.Ledger())
     times._processor.close()
     clock = times._processor = CountedClock()  # type: ignore[assignment]
     with times:

@@ -1,0 +1,71 @@
+"""Experts over devices, from shapes: one process of a layout, without the others.
+
+Loads are taken to be even: as many rows come to a process as it sends, and each token draws its experts from all alike.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from mmspeed.axes import AxisName
+from mmspeed.comm import Axis, RowCounts, even_sizes
+from mmspeed.compute.operators.permutation import ExpertOrder
+from mmspeed.config.parallel import ParallelConfig
+from mmspeed.moe.dispatch import FlatDispatcher, HierarchicalDispatcher
+from mmspeed.parallel import TokenLayout
+from mmspeed.parallel.experts import SpreadExperts, spread_experts, spread_modules
+from mmspeed.plan.traffic import EvenRouting
+
+
+class _LoneAxis(Axis):
+    """An axis of several processes of which this one alone is there: it sends to none, and what comes has no values."""
+
+    def others(self) -> list[int]:
+        return []
+
+
+def _axis(name: AxisName, size: int) -> Axis:
+    return _LoneAxis(name.value, None, size, 0, exchange="point_to_point")
+
+
+def _even(rows: int, axis: Axis, etp: Axis, experts: int) -> tuple[RowCounts, Tensor]:
+    """Rows by process, and room for those that come to each of `etp` by process and expert."""
+    sizes, kinds = even_sizes(rows, axis.size), even_sizes(rows * etp.size, experts)
+    come_SPL = torch.empty(etp.size, axis.size, experts, dtype=torch.int64)
+    return RowCounts(sizes, sizes, (rows,) * etp.size, kinds), come_SPL
+
+
+class EvenDispatcher(FlatDispatcher):
+    """A dispatcher to processes that are not there."""
+
+    def _counts(self, order: ExpertOrder) -> tuple[RowCounts, Tensor]:
+        return _even(len(order.order_R), self.axis, self.etp, self.experts // self.axis.size)
+
+
+class EvenNodeDispatcher(HierarchicalDispatcher):
+    """A dispatcher by way of nodes that are not there."""
+
+    def _counts(self, goes_TO: Tensor, expert_TK: Tensor, slots: int) -> tuple[RowCounts, RowCounts, Tensor]:
+        (tokens, choices), nodes, inner = expert_TK.shape, self.outer.size, self.inner.size
+        crossing = (math.ceil(tokens * EvenRouting(self.experts, choices).reaches(nodes)),) * nodes
+        by_inner = _even(tokens * choices, self.inner, self.etp, slots // nodes // inner)
+        return RowCounts(crossing, crossing), *by_inner
+
+
+def outline_experts(model: nn.Module, parallel: ParallelConfig) -> None:
+    """Leave a model the experts of one process, in place. Raises UserError as `spread_experts`."""
+    if parallel.ep * parallel.etp == 1:
+        return
+    ep, etp, inner = parallel.ep, _axis(AxisName.ETP, parallel.etp), parallel.ep_inner
+    nodes = None if inner is None else (_axis(AxisName.EP_OUTER, ep // inner), _axis(AxisName.EP_INNER, inner))
+    spread_experts(model, None, TokenLayout(experts=_axis(AxisName.EP, ep), etp=etp, nodes=nodes))
+    for module in spread_modules(model):
+        assert isinstance(module, SpreadExperts)
+        known = module._dispatcher
+        if isinstance(known, FlatDispatcher):
+            module._dispatcher = EvenDispatcher(known.axis, known.experts, etp)
+        else:
+            module._dispatcher = EvenNodeDispatcher(known.outer, known.inner, known.experts, etp)
