@@ -126,7 +126,7 @@ class Layer(nn.Module):
         self.experts = Experts(setting.width, replace(twin, num_experts=experts, moe_intermediate_size=setting.hidden))
         for name, p in self.named_parameters():
             p.data.copy_(rng.normal(p.shape, seed, name) * p.shape[-1] ** -0.5)
-        declare_plan(self, ModelPlan(blocks=(), experts=("experts",)))
+        declare_plan(self, ModelPlan(blocks=(), experts={"experts": {}}))
 
 
 def transformers_experts(ours: Experts, implementation: str, part: slice = slice(None)) -> Any:
@@ -269,7 +269,7 @@ def _spread_layers(experts: int, seed: int, setting: MoeSetting, meshes: Meshes)
     theirs = transformers_experts(layer.experts, IMPLEMENTATIONS[0], slice(here, here + experts // 2))
     theirs._is_expert_parallel = True  # as its plan says
     peer = AllToAllEP(theirs, mesh.expert["ep"], mesh.expert["etp"])
-    spread_experts(layer, mesh, layout.experts)
+    spread_experts(layer, mesh, layout)
     tokens = tokens_for(experts, seed, setting, dist.get_rank())
     return {
         OURS: (layer, lambda: loss_of(layer.experts, tokens)),
