@@ -179,7 +179,7 @@ def train_by_trainer(
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, train) / train.lr)
 
     class Shown(TrainerCallback):
-        def on_log(self, *args: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        def on_log(self, *args: Any, logs: dict[str, float], **kwargs: Any) -> None:  # type: ignore[override]
             if "loss" in logs:  # of a step; the last call is of the run
                 line.advance()
                 after_step(float(logs["loss"]))
