@@ -64,7 +64,7 @@ def outline_experts(model: nn.Module, parallel: ParallelConfig) -> None:
     spread_experts(model, None, TokenLayout(experts=_axis(AxisName.EP, ep), etp=etp, nodes=nodes))
     for module in spread_modules(model):
         known = module._dispatcher
-        if isinstance(known, FlatDispatcher):
-            module._dispatcher = EvenDispatcher(known.axis, known.experts, etp)
+        if nodes is None:
+            module._dispatcher = EvenDispatcher(module._axis, known.experts, etp)
         else:
-            module._dispatcher = EvenNodeDispatcher(known.outer, known.inner, known.experts, etp)
+            module._dispatcher = EvenNodeDispatcher(*nodes, known.experts, etp)
