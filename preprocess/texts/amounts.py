@@ -85,6 +85,7 @@ def works_of(config: RunConfig, lengths: Mapping[str, Lengths], ranks: Sequence[
     steps.append(config.train.steps - sum(steps))
     works = []
     for world in ranks or [devices_here(config.device.kind, parallel.least_devices)]:
+        parallel.check_world(world)
         batching = make_batching(config.batching, config.train, stages, costs, world, parallel)
         packs, epochs, of = Counter[ShapeClass](), 0.0, 0
         for stage, count in zip(stages, steps, strict=True):
