@@ -31,14 +31,16 @@ def run_layout_demo(output: Path, short: bool, layout: str) -> list[Path] | None
     Returns the folders of both runs; None where training was asked to stop. Raises UserError for a layout that does not fit, and where its
     processes fail.
     """
-    from mmspeed.pipelines.check.layouts import with_layout
+    from mmspeed.pipelines.check.layouts import require_fit, with_layout
     from mmspeed.pipelines.check.verdict import named, processes
+    from mmspeed.pipelines.tasks import make_task
     from mmspeed.preprocess import TextCacheBuilder
 
     started, output = time.monotonic(), output.resolve()
     alone = make_config(_tree(output, short), origin="demo")
     spread = with_layout(alone, layout)
     world = processes(spread.parallel)
+    require_fit(spread, make_task(spread).domain)
     spread = spread.model_copy(update={"name": f"{alone.name}-{re.sub('[^a-z0-9]+', '-', named(spread.parallel))}"})
     log.info("1/3 preprocess: train a tokenizer and encode the texts once")
     for line in TextCacheBuilder(alone.texts, alone.tokenizer, alone.seed).run().lines():  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from mmspeed.axes import DENSE, ITEMS, AxisName, AxisSizes, together_along
+from mmspeed.axes import DENSE, ITEMS, AxisName, AxisSizes, mesh_table, together_along
 from mmspeed.errors import UserError
 
 from .inputs import Section
@@ -185,11 +185,13 @@ class ParallelConfig(Section):
         return " x ".join(f"{axis} {n}" for axis, n in self.sizes().items() if axis in together_along() and n > 1)
 
     def check_world(self, world: int) -> None:
-        """Raise UserError if the groups of devices do not divide the processes of a run."""
+        """Raise UserError if the groups of devices, or those that share experts, do not divide the processes of a run."""
         if world % self.group:
             raise UserError(
                 f"parallel: {self.group_in_words()} does not divide the {world} processes of this run; change one, or --nproc"
             )
+        if self.ep * self.etp > 1:
+            mesh_table(world, self.axis_sizes())
 
 
 AXES = tuple(name for name in ParallelConfig.model_fields if name in DENSE)  # the axes that users set

@@ -92,11 +92,14 @@ def shrunk_settings(settings: DecoderSettings, parallel: ParallelConfig) -> Deco
     rows = shrunk_size(settings.vocab_size, tp, LEAST_ROWS)
     experts = twin.experts
     if experts is not None:
-        hidden = experts.moe_intermediate_size
+        hidden, parts = experts.moe_intermediate_size, parallel.replicas * parallel.ep
+        same = max(
+            1, math.prod(parallel.sizes().values()) // parts
+        )  # processes that share the hidden units of an expert
         experts = replace(
             experts,
             num_experts=math.lcm(experts.num_experts, parallel.ep),
-            moe_intermediate_size=hidden + -hidden % parallel.etp,
+            moe_intermediate_size=hidden + -hidden % same,
         )
     return replace(
         twin,
