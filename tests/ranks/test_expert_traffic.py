@@ -14,7 +14,7 @@ from mmspeed.config.parallel import ParallelConfig
 from mmspeed.models.language.experts import Experts
 from mmspeed.models.language.shapes import SHAPES, tiny_twin
 from mmspeed.parallel.experts import spread_experts
-from mmspeed.plan.traffic import rows_between_nodes
+from mmspeed.plan.traffic import EvenRouting
 from mmspeed.protocols.plan import Hidden, ModelPlan, declare_plan
 from tests.support.expert_traffic import both, sent_far, traffic_of
 from tests.support.sequence_steps import Groups
@@ -73,6 +73,6 @@ def test_bytes_of_experts_are_those_of_the_formulas_by_link() -> None:
         [sum(rank[name, "bfloat16"][2][kind, axis] for rank in ranks) for kind in ("combine", "dispatch")]
         for name, axis in (("flat", "ep"), ("by node", "ep_outer"))
     )
-    rows, one = [sent[0] // (2 * 2 * WIDTH) for sent in (flat, by_node)], rows_between_nodes(2, EXPERTS, TOP)
+    rows, one = [sent[0] // (2 * 2 * WIDTH) for sent in (flat, by_node)], EvenRouting(EXPERTS, TOP).rows_between(2)
     assert abs(rows[1] / rows[0] / (one[1] / one[0]) - 1) <= 0.01 and abs(one[1] / one[0] - 0.332) < 5e-4
     assert sum(by_node) / sum(flat) <= 0.36

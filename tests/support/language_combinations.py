@@ -26,6 +26,7 @@ WAYS: dict[str, tuple[dict[str, Any], ...]] = {  # of all blocks, or of each
     "exchanged again": ({"block": "recompute"},),
     "offloaded": ({"block": "offload"},),
     "by regions": ({"attention": "recompute", "mlp": "offload"},),
+    "rows of experts": ({"attention": "offload", "dispatch": "offload_recompute", "experts": "recompute"},),
     "budget": (
         {"attention": "selective", "mlp": "offload_selective"}, {"block": "offload_recompute"}, {"mlp": "recompute"}, {},
     ),
@@ -76,6 +77,8 @@ def possible(case: Combination) -> bool:
 
     That is of a token behind the last one whose tokens go to all experts: no loss weighs them, and balance has nothing to choose.
     """
+    if case["top"] == "none" and case["memory"] == "rows of experts":
+        return False
     without = {"ep": "1", "etp": "1", "shared": "0", "balance": "none", "bias": "0"}
     still = case["top"] == str(EXPERTS) and case["mtp"] == "1" and case["packs"] == "two tokens"
     return not still and (case["top"] != "none" or all(case[name] == value for name, value in without.items()))
@@ -112,5 +115,5 @@ KINDS = {
 EDGES: dict[str, tuple[Combination, int, bool]] = {
     "processes without tokens": ({"ulysses": "4"}, 0, True),
     "one token of a process": ({"ulysses": "2", "packs": "one pair"}, 1, True),
-    "all experts": ({"top": str(EXPERTS), "tp": "2", "packs": "odd"}, 31, False),
+    "all experts": ({"top": str(EXPERTS), "tp": "2", "packs": "odd"}, 30, False),
 }
