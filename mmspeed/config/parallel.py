@@ -144,9 +144,14 @@ class ParallelConfig(Section):
         return self.together(split=True)
 
     @property
+    def expert_devices(self) -> int:
+        """Devices that share the experts of one copy of the parameters."""
+        return self.ep * self.etp
+
+    @property
     def least_devices(self) -> int:
-        """The fewest devices of this layout: those that compute one item together, as often as `ep` x `etp` needs."""
-        return math.lcm(self.group, self.ep * self.etp)
+        """The fewest devices of this layout: those that compute one item together, as often as experts need."""
+        return math.lcm(self.group, self.expert_devices)
 
     def together(self, split: bool) -> int:
         """Devices that compute one sample together: a sample whose tokens are split over the group, or, without `split`, one whose tokens are not."""
