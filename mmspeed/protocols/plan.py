@@ -15,7 +15,7 @@ masks and attention. Without tensor parallelism both are the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal, Protocol, TypeVar, runtime_checkable
@@ -254,6 +254,10 @@ class ModelPlan:
             once, after products that run while tokens travel and before those that run while outputs do. For each parameter the dim of
             its hidden units, along which `etp` splits it; without one for all of them, experts stay whole.
         mlps: MLPs, and layers of them, that are in no region, by patterns; only adapters ask for them.
+        carried: the arguments of a block that the next block gets from its output, in the order of the outputs, which travel between
+            pipeline stages; none: pipelines are refused.
+        summed: of a further output of blocks that is summed over them: (argument of a block, dim) that give its length, or 1 without that
+            argument; None: there is none.
         cuts: names of blocks before which a pipeline may cut the model; None: before any.
         before, after: modules that run before the first and after the last block.
         draws: its blocks draw random numbers (dropout).
@@ -280,6 +284,8 @@ class ModelPlan:
     chunks: tuple[Chunked, ...] = ()
     experts: Mapping[str, Mapping[str, Hidden]] = field(default_factory=dict)
     mlps: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
+    summed: tuple[str, int] | None = None
     cuts: tuple[str, ...] | None = None
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
@@ -473,6 +479,34 @@ def keep_blocks(model: nn.Module, places: Sequence[int]) -> None:
         renamed |= {blocks[place][0]: f"{name}.{number}" for number, place in enumerate(own)}
     if plan is not None:
         declare_plan(model, _with_blocks(plan, renamed))
+
+
+def kept_plan(plan: ModelPlan, blocks: Collection[str], gone: Collection[str] = ()) -> ModelPlan:
+    """The plan of a model of which some blocks are left, without what it says of the others and of modules that are gone."""
+
+    def stays(name: str) -> bool:
+        return not any(name == each or name.startswith(f"{each}.") for each in gone)
+
+    def entries(old: Mapping[str, T]) -> dict[str, T]:
+        return {name: entry for name, entry in old.items() if stays(name)}
+
+    def names(old: Iterable[str]) -> tuple[str, ...]:
+        return tuple(filter(stays, old))
+
+    left = _with_blocks(plan, {block.name: block.name for block in plan.blocks if block.name in blocks})
+    return replace(
+        left,
+        inputs=entries(left.inputs),
+        outputs=entries(left.outputs),
+        attention=entries(left.attention),
+        linears=entries(left.linears),
+        divided=entries(left.divided),
+        experts=entries(left.experts),
+        channel_norms=names(left.channel_norms),
+        mlps=names(left.mlps),
+        before=names(left.before),
+        after=names(left.after),
+    )
 
 
 def _with_blocks(plan: ModelPlan, renamed: Mapping[str, str]) -> ModelPlan:
