@@ -45,7 +45,7 @@ class RunCallbacks:
             *(Averages(ema, parts.models[role], role) for role, ema in parts.averages.items()),
             self.memory,
             self.means,
-            StepCounts(parts.models, layout.experts.size),
+            StepCounts(parts.models, layout.experts.size, run.placement.mesh.staged),
             *run.balances,
             *([SentBytes(layout.ledger)] if layout.size > 1 or layout.experts.size > 1 else []),
             TelemetryCallback(telemetry, run.task, run.data, sparsity),

@@ -98,9 +98,11 @@ def shrunk_settings(settings: DecoderSettings, parallel: ParallelConfig) -> Deco
             num_experts=math.lcm(experts.num_experts, parallel.ep),
             moe_intermediate_size=hidden + -hidden % parallel.etp,
         )
+    blocks = max(twin.num_hidden_layers, parallel.pp * parallel.virtual)
     return replace(
         twin,
         experts=experts,
+        num_hidden_layers=blocks,
         num_attention_heads=ratio * key_heads,
         num_key_value_heads=key_heads,
         intermediate_size=shrunk_size(settings.intermediate_size, tp, twin.intermediate_size),
