@@ -117,12 +117,21 @@ class ParallelConfig(Section):
         description="Implementation of all-to-all and reduce-scatter: the collective, or point-to-point sends and receives (equal results).",
     )
 
+    ep_backend: Literal["collective", "deepep"] = Field(
+        "collective",
+        description="What sends tokens to experts: collectives, or the kernels of DeepEP 2, where it is installed.",
+    )
+
     @model_validator(mode="after")
     def _fits(self) -> ParallelConfig:
         if self.ring_window is not None and self.ring % self.ring_window:
             raise ValueError(f"ring_window {self.ring_window} must divide ring {self.ring}")
         if self.ep_inner is not None and self.ep % self.ep_inner:
             raise ValueError(f"ep_inner {self.ep_inner} must divide ep {self.ep}")
+        if self.ep_backend == "deepep":
+            others = {"etp": self.etp > 1, "ep_inner": self.ep_inner is not None, "balance": self.balance.on}
+            if self.ep == 1 or any(others.values()):
+                raise ValueError(f"ep_backend deepep goes with ep above 1, without {', '.join(others)}")
         if self.tp > 1 and self.strategy in ("ddp", "none"):
             raise ValueError(f"tp goes with strategy fsdp or auto, not with {self.strategy}")
         if self.virtual > 1 and self.pp == 1:
@@ -149,9 +158,14 @@ class ParallelConfig(Section):
         return self.together(split=True)
 
     @property
+    def expert_devices(self) -> int:
+        """Devices that share the experts of one copy of the parameters."""
+        return self.ep * self.etp
+
+    @property
     def least_devices(self) -> int:
-        """The fewest devices of this layout: those that compute one item together, as often as `ep` x `etp` needs."""
-        return math.lcm(self.group, self.ep * self.etp)
+        """The fewest devices of this layout: those that compute one item together, as often as experts need."""
+        return math.lcm(self.group, self.expert_devices)
 
     def together(self, split: bool) -> int:
         """Devices that compute one sample together: a sample whose tokens are split over the group, or, without `split`, one whose tokens are not."""
@@ -199,4 +213,5 @@ UNSPLIT: dict[str, object] = {
     "ring_window": None,
     "ep_inner": None,
     "balance": {},
+    "ep_backend": "collective",
 }  # one device

@@ -20,7 +20,7 @@ from mmspeed.errors import UserError, first_names
 from mmspeed.log import get_logger
 from mmspeed.protocols import StepData, Update
 
-from .step import StepResult
+from .step import StepResult, described, first_met
 
 log = get_logger("train")
 
@@ -190,11 +190,12 @@ class Guard:
         if result is None:
             return self._lost(step, data.left_out, list(sources))
         rows: list[dict[str, Any]] = []
+        origin = {} if result.origin is None else {"origin": result.origin}
         if result.left_out:  # so that the others count
             self.left_out += len(result.left_out)
-            rows.append({"kind": "left_out", "step": step, "samples": list(result.left_out)})
+            rows.append({"kind": "left_out", "step": step, "samples": list(result.left_out), **origin})
             self._warn(
-                f"step {step}: the loss of {first_names(result.left_out)} is not finite; computed again without "
+                f"step {step}: the loss of {first_names(result.left_out)} is not finite{first_met(result.origin)}; computed again without "
                 f"({self.left_out} left out so far)"
             )
         if result.withheld:
@@ -207,7 +208,7 @@ class Guard:
         self.spikes.skipped += result.withheld
         error = None
         if not result.finite:
-            rows.append({"kind": "non_finite", "step": step, "loss": result.loss, "samples": result.bad})
+            rows.append({"kind": "non_finite", "step": step, "loss": result.loss, "samples": result.bad, **origin})
             error = self._broken(step, result)
         if error is None and self.spikes.reached:
             error = self._spike(step, result)
@@ -245,8 +246,9 @@ class Guard:
     def _broken(self, step: int, result: StepResult) -> UserError | RollBackError | None:
         """Count a step that is not finite; an error when there are more than train.skip_non_finite."""
         self.non_finite += 1
-        samples = first_names(result.bad) or "none alone (the gradient overflowed)"
-        message = f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}; samples with a non-finite loss: {samples}"
+        message = (
+            f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}; {described(result.bad, result.origin)}"
+        )
         effect = "Nothing was updated"
         if result.updated:
             done = ", ".join(sorted(result.updated))

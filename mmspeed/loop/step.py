@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mmspeed.comm import Axis, all_gather_objects, all_reduce_sum
-from mmspeed.errors import UserError
+from mmspeed.errors import UserError, first_names
 from mmspeed.mesh import Mesh
 from mmspeed.parallel import sum_shared_gradients
 from mmspeed.protocols import Batch, Divisors, MicroBatches, Models, Update, UseName
@@ -45,6 +45,7 @@ class StepResult:
     bad: list[str] = field(default_factory=list)  # sources of the items whose loss was not finite
     bad_uses: tuple[UseName, ...] = ()  # the names of these items
     left_out: tuple[str, ...] = ()  # sources of such items, without which the step was computed again
+    origin: str | None = None  # the first module that counted by values that were not finite
     terms: Mapping[str, float] = field(default_factory=dict)  # each over its divisor
     updated: frozenset[str] = frozenset()  # roles whose weights changed
     broken: str | None = None  # the update that is not finite
@@ -132,6 +133,7 @@ def train_step(
         raise ValueError(f"no update is made at step {step}: those of a task make at least one at every step")
     reused: MicroBatches = list(batches) if len(due) > 1 else batches
     left_out: tuple[str, ...] = ()
+    origin: str | None = None
     results: dict[str, StepResult] = {}
     attempt = partial(
         apply_update,
@@ -148,8 +150,8 @@ def train_step(
         result = attempt(learner, reused)
         if result.bad_uses and not left_out and again is not None and (sound := again(result.bad_uses)) is not None:
             reused, left_out = (list(sound) if len(due) > 1 else sound), tuple(result.bad)
-            result = attempt(learner, reused)
-        result = results[learner.update.name] = replace(result, left_out=left_out)
+            origin, result = result.origin, attempt(learner, reused)
+        result = results[learner.update.name] = replace(result, left_out=left_out, origin=result.origin or origin)
         if not result.finite:
             break
     if not several:
@@ -165,6 +167,7 @@ def train_step(
         bad=result.bad,
         bad_uses=result.bad_uses,
         left_out=left_out,
+        origin=result.origin,
         terms={f"{name}.{term}": value for name, each in results.items() for term, value in each.terms.items()},
         updated=frozenset().union(*(each.updated for each in results.values())),
         broken=result.broken,
@@ -230,14 +233,18 @@ def apply_update(
     loss = sum(value for name, value in terms.items() if kinds[name].trains)
     trained = tuple(name for name, kind in kinds.items() if kind.trains)
     uses: dict[UseName, str] = {}
+    origin = None
     if broken_ranks:
-        of_ranks = all_gather_objects(non_finite(record), group)  # tuples come back as lists
+        places = [place for place, module in enumerate(counters.values()) if not module.is_finite()]
+        of_ranks = all_gather_objects((non_finite(record), places), group)  # tuples come back as lists
         uses = dict(
-            sorted(((key, epoch, repeat), source) for pairs in of_ranks for (key, epoch, repeat), source in pairs)
+            sorted(((key, epoch, repeat), source) for pairs, _ in of_ranks for (key, epoch, repeat), source in pairs)
         )
         bad = sorted(set(uses.values()))
+        first = min((place for _, found in of_ranks for place in found), default=None)
+        origin = None if first is None else list(counters)[first]
         if releasing is not None:
-            raise _partly_applied(loss, grad_norm, bad)
+            raise _partly_applied(loss, grad_norm, bad, origin)
     withheld = not broken_ranks and releasing is None and accept is not None and not accept(loss, grad_norm)
     counts: Mapping[str, torch.Tensor] = {}
     if not (broken_ranks or withheld):
@@ -246,7 +253,7 @@ def apply_update(
     learner.forget_gradients()
     result = StepResult(loss, grad_norm, not broken_ranks, terms=terms, trained=trained, record=record)
     if broken_ranks:
-        return replace(result, bad=bad, bad_uses=tuple(uses), broken=update.name)
+        return replace(result, bad=bad, bad_uses=tuple(uses), broken=update.name, origin=origin)
     if withheld:
         return replace(result, withheld=True)
     return replace(result, updated=frozenset((update.role,)), counts=counts)
@@ -294,10 +301,20 @@ def _late_scale(kinds: Mapping[str, TermKind], late: Mapping[str, float], releas
     return scale_of(name, late[name])
 
 
-def _partly_applied(loss: float, grad_norm: float, bad: Sequence[str]) -> UserError:
-    samples = ", ".join(bad[:8]) or "none alone (the gradient overflowed)"
+def described(bad: Sequence[str], origin: str | None) -> str:
+    """The items whose loss is not finite, and the first module that met values that were not."""
+    samples = first_names(bad) or "none alone (the gradient overflowed)"
+    return f"samples with a non-finite loss: {samples}{first_met(origin)}"
+
+
+def first_met(origin: str | None) -> str:
+    """Words on the first module that met values that are not finite; none where no module tells."""
+    return "" if origin is None else f" (not finite from {origin} on)"
+
+
+def _partly_applied(loss: float, grad_norm: float, bad: Sequence[str], origin: str | None) -> UserError:
     return UserError(
-        f"loss {loss}, gradient norm {grad_norm}; samples with a non-finite loss: {samples}. With memory.release_gradients a part of this "
+        f"loss {loss}, gradient norm {grad_norm}; {described(bad, origin)}. With memory.release_gradients a part of this "
         "step was applied: lower train.lr or look at these samples, and start again, which resumes from the last checkpoint"
     )
 

@@ -25,6 +25,7 @@ from mmspeed.graphs import outside_graphs
 from mmspeed.mesh import Mesh
 from mmspeed.mixin import mix_in
 from mmspeed.moe.copies import Lending, finish_lending, start_lending, tied
+from mmspeed.moe.deepep import Buffers, DeepEpDispatcher
 from mmspeed.moe.dispatch import FlatDispatcher, HierarchicalDispatcher
 from mmspeed.parallel.tensor import local
 from mmspeed.protocols.plan import Hidden, modules_like, plan_of
@@ -34,7 +35,7 @@ from .boundaries.layout import TokenLayout
 from .boundaries.linears import JoinedColumns
 from .boundaries.names import described
 
-AnyDispatcher = FlatDispatcher | HierarchicalDispatcher
+AnyDispatcher = FlatDispatcher | HierarchicalDispatcher | DeepEpDispatcher
 
 
 class SpreadExperts(nn.Module):
@@ -118,6 +119,7 @@ def spread_experts(model: nn.Module, mesh: Mesh | None, layout: TokenLayout) -> 
     if plan is None or not plan.experts:
         check_experts(degrees, f"the plan of {type(model).__name__}", 0)
     assert plan is not None
+    buffers = Buffers(axis)
     views = (AxisName.EP, AxisName.ETP) if etp.size > 1 else (AxisName.EP,)
     submesh = None if mesh is None else mesh.submesh(*views)
     for pattern, hidden in plan.experts.items():
@@ -142,7 +144,9 @@ def spread_experts(model: nn.Module, mesh: Mesh | None, layout: TokenLayout) -> 
                 module.register_parameter(each, nn.Parameter(split, requires_grad=whole.requires_grad))
             spread = mix_in(module, SpreadExperts, rename=False)
             spread._joined, spread._axis = joined, axis
-            if layout.nodes is None:
+            if layout.ep_backend == "deepep":
+                spread._dispatcher = DeepEpDispatcher(buffers, count)
+            elif layout.nodes is None:
                 spread._dispatcher = FlatDispatcher(axis, count, etp)
             else:
                 spread._dispatcher = HierarchicalDispatcher(*layout.nodes, count, etp)

@@ -135,6 +135,10 @@ class CountsSteps(Protocol):
         """
         ...
 
+    def is_finite(self) -> bool:
+        """False where values that it counted by since `begin_counts` were not finite; asked after such a step alone."""
+        ...
+
     def end_counts(self) -> None:
         """End the step's micro-batches: counts stay, and later forward passes are those of this process alone."""
         ...

@@ -203,11 +203,13 @@ class Region:
     """A part of a block's forward whose activations can have a policy of their own.
 
     modules: patterns of names within the block. small: it makes the one tensor that a product takes (a norm, an activation), and its
-    modules are linear layers that prepare their input (`PreparesInput`).
+    modules are linear layers that prepare their input (`PreparesInput`). optional: blocks without its modules have no such region, and
+    its policies pass them by.
     """
 
     modules: tuple[str, ...]
     small: bool = False
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -402,13 +404,13 @@ def named_like(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(fnmatchcase(*pair) for pair in zip(parts, wanted, strict=True))
 
 
-def modules_like(module: nn.Module, pattern: str, where: str) -> list[tuple[str, nn.Module]]:
-    """The modules within a module, itself included, whose names match a pattern; at least one.
+def modules_like(module: nn.Module, pattern: str, where: str, optional: bool = False) -> list[tuple[str, nn.Module]]:
+    """The modules within a module, itself included, whose names match a pattern; at least one, unless they are `optional`.
 
     Raises UserError with the nearest names where there is none; `where` is the place in the plan.
     """
     matches = _matches(module, pattern)
-    if not matches:
+    if not matches and not optional:
         hint = nearest(pattern, [name for name, _ in module.named_modules()])
         raise UserError(f"{where}: {type(module).__name__} has no module {pattern!r}{hint}")
     return matches

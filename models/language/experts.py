@@ -3,7 +3,7 @@
 A router gives each token scores for all experts, and the token goes to those with the greatest ones. The choice is recorded, so that a
 recomputation in backward sends tokens to the same experts.
 
-Legend: B batch, N tokens of a row, T = B x N tokens, E width, G experts, K experts of a token, R = T x K rows, I hidden width, P packs.
+Legend: B batch, N tokens of a row, T = B x N tokens, E width, G experts, K experts of a token, R = T x K rows, I hidden width, J = 2 x I, P packs.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ class Router(RecordedModule):
     """Scores of experts, in float32, and the choice of those that a token goes to.
 
     `e_score_correction_bias` takes part in the choice alone; it moves after each step (Wang et al. 2024). `load_G` counts the tokens that
-    experts got in training since `begin_counts`, without those of recomputations.
+    experts got in training since `begin_counts`, without those of recomputations; `finite` is False where a score of such a token was not.
     """
 
     e_score_correction_bias: Tensor
     load_G: Tensor
+    finite: Tensor
     state_buffers: ClassVar[Mapping[str, StateRule]] = {}
     counted = "expert_load"
 
@@ -65,6 +66,7 @@ class Router(RecordedModule):
         self.total: Callable[[Tensor], Tensor] | None = None  # sums over the processes of a step, while it runs
         self.weight = nn.Parameter(torch.empty(settings.num_experts, width))
         self.register_buffer("load_G", torch.zeros(settings.num_experts), persistent=False)
+        self.register_buffer("finite", torch.ones((), dtype=torch.bool), persistent=False)
         if settings.router_bias:
             self.register_buffer("e_score_correction_bias", torch.zeros(settings.num_experts))
 
@@ -78,9 +80,9 @@ class Router(RecordedModule):
             logits_TG = F.linear(x_TE.to(dtype), self.weight.to(dtype))
             scores_TG = logits_TG.softmax(-1) if settings.scoring_func == "softmax" else logits_TG.sigmoid()
             expert_TK, fresh = self.record_or_replay(lambda: self.choose(scores_TG.detach()))
-            if fresh and self.training:
-                self._count(expert_TK, counted_T)
             weights_TK = scores_TG.gather(1, expert_TK)
+            if fresh and self.training:
+                self._count(expert_TK, weights_TK, counted_T)
             if settings.norm_topk_prob:
                 weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + SMALLEST_SUM)
             return weights_TK * settings.routed_scaling_factor, expert_TK, scores_TG
@@ -103,21 +105,28 @@ class Router(RecordedModule):
     def reset(self) -> None:
         """Forget loads, and set the bias of a new model."""
         self.load_G.zero_()
+        self.finite.fill_(True)
         if self.settings.router_bias:
             self.e_score_correction_bias.zero_()
 
     @torch.no_grad()
-    def _count(self, expert_TK: Tensor, counted_T: Tensor | None) -> None:
+    def _count(self, expert_TK: Tensor, weights_TK: Tensor, counted_T: Tensor | None) -> None:
         self.load_G.add_(loads(expert_TK, self.settings.num_experts, counted_T))
+        self.finite.logical_and_(weights_TK.isfinite().all())  # NaN is the greatest score, so it is chosen
 
     def step_counts(self) -> Tensor:
         """The loads that this process counted since `begin_counts`, whole numbers."""
         return self.load_G
 
+    def is_finite(self) -> bool:
+        """False where a score since `begin_counts` was not finite; waits for the device."""
+        return bool(self.finite)
+
     @torch.no_grad()
     def begin_counts(self, total: Callable[[Tensor], Tensor]) -> None:
         """Forget the loads; `total` sums counts over the processes of the step that begins."""
         self.load_G.zero_()
+        self.finite.fill_(True)
         self.total = total
 
     def end_counts(self) -> None:
@@ -157,6 +166,13 @@ def loads(expert_TK: Tensor, experts: int, counted_T: Tensor | None = None) -> T
     return torch.zeros(experts, device=expert_TK.device).scatter_add_(0, expert_TK.flatten(), ones_TK.flatten())
 
 
+class Part(nn.Module):
+    """Runs a part of a forward; a module, so that the plan can give it a region. Tensors that the part computes with are its arguments."""
+
+    def forward(self, run: Callable[..., Tensor], *args: Tensor) -> Tensor:
+        return run(*args)
+
+
 class Experts(nn.Module):
     """MLPs of which each token uses some; their weights lie one behind the other."""
 
@@ -164,16 +180,25 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.empty(settings.num_experts, 2 * settings.moe_intermediate_size, width))
         self.down_proj = nn.Parameter(torch.empty(settings.num_experts, width, settings.moe_intermediate_size))
+        self.dispatch, self.activation = Part(), Part()
 
     def forward(
         self, x_TE: Tensor, weights_TK: Tensor, expert_TK: Tensor, beside: Callable[..., Tensor] | None = None
     ) -> Tensor:
         """The weighted sum of each token's experts; and of `beside(x_TE)`, an MLP of all tokens, as of `ModelPlan.experts`."""
         order = order_by_expert(expert_TK, len(self.down_proj))
-        hidden_RI = grouped_product(permute(x_TE, order), self.gate_up_proj, order.ends_G)
-        hidden_RI = swiglu(*hidden_RI.chunk(2, dim=-1))
-        weights_R = weights_TK.flatten()[order.order_R]
-        out_RE = grouped_product((hidden_RI * weights_R[:, None]).to(x_TE.dtype), self.down_proj, order.ends_G)
+
+        def up(x_TE: Tensor) -> Tensor:
+            product: Tensor = grouped_product(permute(x_TE, order), self.gate_up_proj, order.ends_G)
+            return product
+
+        def down(hidden_RJ: Tensor, weights_R: Tensor) -> Tensor:
+            hidden_RI = swiglu(*hidden_RJ.chunk(2, dim=-1)) * weights_R[:, None]
+            product: Tensor = grouped_product(hidden_RI.to(x_TE.dtype), self.down_proj, order.ends_G)
+            return product
+
+        hidden_RJ = self.dispatch(up, x_TE)
+        out_RE = self.activation(down, hidden_RJ, weights_TK.flatten()[order.order_R])
         out_TE: Tensor = combine(out_RE, order)
         return out_TE if beside is None else out_TE + beside(x_TE)
 
@@ -227,7 +252,10 @@ class BalanceSums(nn.Module):
             both_T2G = torch.stack((chosen_TG, share_TG), 1)
             if packs_TP is None:
                 return both_T2G.sum(0, keepdim=True)
-            return (packs_TP.to(share_TG.dtype).T @ both_T2G.flatten(1)).unflatten(1, (2, -1))
+            # 0 x NaN is NaN: tokens that are not finite would spoil the packs that they are not of
+            spoiled_TP = torch.where(packs_TP != 0, 0 * share_TG.detach().sum(1, keepdim=True), 0.0)
+            sums_PF = packs_TP.to(share_TG.dtype).T @ both_T2G.flatten(1).nan_to_num()
+            return (sums_PF + spoiled_TP.sum(0)[:, None]).unflatten(1, (2, -1))
 
 
 def balance_loss(sums_P2G: Tensor, share_G: Tensor | None = None) -> Tensor:

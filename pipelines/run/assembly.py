@@ -26,6 +26,7 @@ from mmspeed.memory.optimizer.tiered_optimizer import TieredOptimizer
 from mmspeed.memory.recompute.policy import make_keeping
 from mmspeed.mesh import Mesh, make_mesh
 from mmspeed.models.adapters import adapter_values
+from mmspeed.moe.deepep import check_backend
 from mmspeed.parallel import (
     Strategy,
     TokenLayout,
@@ -142,6 +143,8 @@ def place(config: RunConfig, device: Device) -> Placement:
     parallel, world = config.parallel, dist.get_world_size()
     strategy = resolve_strategy(parallel.strategy, world)
     parallel.check_world(world)
+    if parallel.ep_backend == "deepep":
+        check_backend(device.kind)
     if config.host_base and strategy == "none":
         strategy = "fsdp"  # whose groups are brought to the device block by block
     mesh = make_mesh(device, parallel.axis_sizes(sharded=strategy == "fsdp"))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mmspeed.axes import mesh_table
 from mmspeed.config import RunConfig
 from mmspeed.config.language import LanguageConfig
 from mmspeed.config.texts import BytesTokenizerConfig, StoredTokenizerConfig, TextsConfig, TokenizerConfig
@@ -65,7 +66,8 @@ class TokenCount:
 def works_of(config: RunConfig, lengths: Mapping[str, Lengths], ranks: Sequence[int] | None = None) -> list[RunWork]:
     """The work of training on sources with documents of so many tokens, on each number of devices in `ranks` (None: of this machine).
 
-    None for a config of another task, for steps that go by measured or counted work, and where there is nothing to train on.
+    None for a config of another task, for steps that go by measured or counted work, and where there is nothing to train on. Raises
+    UserError for devices that experts do not divide.
     """
     if not isinstance(config, LanguageConfig) or config.batching.by not in ("samples", "tokens"):
         return []
@@ -85,6 +87,8 @@ def works_of(config: RunConfig, lengths: Mapping[str, Lengths], ranks: Sequence[
     steps.append(config.train.steps - sum(steps))
     works = []
     for world in ranks or [devices_here(config.device.kind, parallel.least_devices)]:
+        if parallel.expert_devices > 1:
+            mesh_table(world, parallel.axis_sizes())
         batching = make_batching(config.batching, config.train, stages, costs, world, parallel)
         packs, epochs, of = Counter[ShapeClass](), 0.0, 0
         for stage, count in zip(stages, steps, strict=True):

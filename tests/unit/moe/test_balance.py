@@ -102,7 +102,7 @@ def test_senders_divide_rows_alone_and_right_together(senders: int, tokens: int)
         order, slot_TK = order_by_slot(expert_TK, to, 8, sender, senders)
         assert (to.expert_S[slot_TK] == expert_TK).all()
         slot_R = slot_TK.flatten()[order.order_R]
-        assert slot_R.tolist() == sorted(slot_R.tolist()) and order.order_R[order.place_R].tolist() == list(
+        assert slot_R.tolist() == sorted(slot_R.tolist()) and order.order_R[order.place_TK].flatten().tolist() == list(
             range(tokens * 3)
         )
         count_S = torch.bincount(slot_R, minlength=len(total_S))
